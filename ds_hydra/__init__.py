@@ -1,0 +1,23 @@
+"""ds-hydra: heterogeneous, per-step pipelines for DeepSpeed jobs on sequences of very different lengths."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ds_hydra.zero_hetero.errors import ConfigError, PlanError
+
+__version__ = "0.1.0"
+__all__ = ["ConfigError", "PlanError", "__version__", "add_config_arguments", "initialize"]
+
+
+def __getattr__(name: str) -> Any:
+    """Load the runtime on first use: planning must not pay for importing torch and DeepSpeed."""
+    if name == "initialize":
+        from ds_hydra.entry import initialize
+
+        return initialize
+    if name == "add_config_arguments":
+        from deepspeed import add_config_arguments
+
+        return add_config_arguments
+    raise AttributeError(f"module 'ds_hydra' has no attribute {name!r}")

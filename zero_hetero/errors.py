@@ -1,0 +1,9 @@
+"""The two errors that users see: what is wrong, the numbers that disagree, the place, the remedy."""
+
+
+class ConfigError(ValueError):
+    """A setting, a model or data that this job cannot run with; raised before any work is lost."""
+
+
+class PlanError(ValueError):
+    """A plan, a strategy or a layout that contradicts itself or the job it is meant for."""
