@@ -1,0 +1,132 @@
+"""Checks for the settings of a config block: values as read from JSON in, typed values out. Pure."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import MISSING, field, fields
+from typing import Any, TypeVar
+
+from ds_hydra.zero_hetero.errors import ConfigError
+
+Check = Callable[[Any, str], Any]  # (value, place such as "hydra.planner.ahead") -> checked value
+Block = TypeVar("Block")
+
+MAX_INT = 2**48  # beyond any count of tokens, steps or solver nodes; a larger number is a slip of the finger
+
+
+def nearest(name: str, known: Collection[str]) -> str:
+    """A hint naming the known name closest to `name`; when none is close, all of them unless they are many."""
+    lowered = {key.lower(): key for key in known}
+    close = difflib.get_close_matches(str(name).lower(), lowered, n=1, cutoff=0.55)
+    if close:
+        return f"did you mean {lowered[close[0]]!r}?"
+    return "known: " + ", ".join(sorted(known)) if len(known) <= 24 else "no known name is near"
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _wrong(place: str, wanted: str, value: Any) -> ConfigError:
+    return ConfigError(f"config: {place} must be {wanted}, but is {_shown(value)} ({type(value).__name__})")
+
+
+def integer(minimum: int = 0, maximum: int = MAX_INT, *, optional: bool = False) -> Check:
+    """An int in [minimum, maximum]; a bool is no int, and neither is 1e6 (a float in JSON)."""
+
+    def check(value: Any, place: str) -> int | None:
+        if value is None and optional:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int):
+            hint = f"; write {int(value)}" if isinstance(value, float) and value.is_integer() else ""
+            raise ConfigError(f"{_wrong(place, 'a whole number', value)}{hint}")
+        if not minimum <= value <= maximum:
+            raise _wrong(place, f"from {minimum} to {maximum}", value)
+        return value
+
+    return check
+
+
+def number(
+    minimum: float = 0.0, maximum: float = 1e15, *, exclusive: bool = False, optional: bool = False
+) -> Check:
+    """A finite float in [minimum, maximum]; with `exclusive`, larger than `minimum`."""
+
+    def check(value: Any, place: str) -> float | None:
+        if value is None and optional:
+            return None
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise _wrong(place, "a number", value)
+        below = value <= minimum if exclusive else value < minimum
+        if not math.isfinite(value) or below or value > maximum:
+            raise _wrong(place, f"{'above' if exclusive else 'at least'} {minimum:g} and finite", value)
+        return float(value)
+
+    return check
+
+
+def flag(value: Any, place: str) -> bool:
+    """true or false, and nothing that merely looks like it."""
+    if not isinstance(value, bool):
+        raise _wrong(place, "true or false", value)
+    return value
+
+
+def text(*, optional: bool = False) -> Check:
+    """A non-empty string."""
+
+    def check(value: Any, place: str) -> str | None:
+        if value is None and optional:
+            return None
+        if not isinstance(value, str) or not value.strip():
+            raise _wrong(place, "a non-empty string", value)
+        return value
+
+    return check
+
+
+def choice(*known: str) -> Check:
+    """One of the strings `known`."""
+
+    def check(value: Any, place: str) -> str:
+        if not isinstance(value, str):
+            raise _wrong(place, "one of " + ", ".join(map(repr, known)), value)
+        if value not in known:
+            raise ConfigError(
+                f"config: {place} is {_shown(value)}; it must be one of "
+                f"{', '.join(map(repr, known))}. {nearest(value, known).capitalize()}"
+            )
+        return value
+
+    return check
+
+
+def setting(check: Check, default: Any = MISSING) -> Any:
+    """A dataclass field that `parse_block` reads through `check`; without a default it must be given."""
+    return field(default=default, metadata={"check": check})
+
+
+def parse_block(block_type: type[Block], raw: Any, place: str) -> Block:
+    """Build the dataclass `block_type`, whose fields are `setting`s, from a mapping read from JSON.
+
+    Raises ConfigError for anything but a mapping, for an unknown key (naming the nearest known one), for a
+    missing key and for each value that its check refuses.
+    """
+    if not isinstance(raw, Mapping):
+        raise _wrong(place, "a block { ... }", raw)
+    checks: dict[str, Any] = {f.name: f for f in fields(block_type)}  # type: ignore[arg-type]
+    for key in raw:
+        if key not in checks:
+            raise ConfigError(f"config: unknown key {key!r} in block {place!r}; {nearest(key, checks)}")
+    values = {
+        name: f.metadata["check"](raw[name], f"{place}.{name}") for name, f in checks.items() if name in raw
+    }
+    missing = [name for name, f in checks.items() if f.default is MISSING and name not in raw]
+    if missing:
+        raise ConfigError(
+            f"config: block {place!r} lacks {', '.join(map(repr, missing))}, which it must give"
+        )
+    return block_type(**values)
