@@ -63,8 +63,8 @@ def _strategies(value: Any, place: str) -> tuple[str, ...]:
     for index, used in enumerate(ranks):
         if used != ranks[0]:
             raise ConfigError(
-                f"config: {place}[0] {value[0]!r} uses {ranks[0]} ranks but {place}[{index}] {value[index]!r} "
-                f"uses {used}: all strategies of a job share the same ranks"
+                f"config: {place}[0] {value[0]!r} uses {ranks[0]} ranks but {place}[{index}] "
+                f"{value[index]!r} uses {used}: all strategies of a job share the same ranks"
             )
     return tuple(format_strategy(strategy) for strategy in schemes)
 
@@ -97,7 +97,7 @@ class HydraConfig:
     choose: str = setting(choice("best", "cycle", "replay"), "best")
     """"best": the planner's choice in each step; "cycle": in turn; "replay": as planner.replay_file says."""
     objective: str = setting(choice("simulated", "paper"), "simulated")
-    """Pipeline time: "simulated": sum of loads + (PP - 1) * largest; "paper": Eq. 1, largest * (PP - 1 + V)."""
+    """Time of V loads: "simulated" is sum + (PP - 1) * largest, "paper" is Eq. 1, largest * (PP - 1 + V)."""
     cost_table: str | None = setting(text(optional=True), None)
     """Measured coefficients (JSON); None estimates them from the model's FLOPs."""
     planner: PlannerConfig = setting(_planner, PlannerConfig())
@@ -182,7 +182,7 @@ def _read_text(name: str) -> str:
         if path.is_file():
             if path.stat().st_size > _MAX_CONFIG_BYTES:
                 raise ConfigError(
-                    f"config file {name!r} has {path.stat().st_size} bytes; at most {_MAX_CONFIG_BYTES} are read"
+                    f"config file {name!r} has {path.stat().st_size} bytes, more than {_MAX_CONFIG_BYTES}"
                 )
             return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -193,7 +193,7 @@ def _read_text(name: str) -> str:
     except (binascii.Error, UnicodeDecodeError, ValueError):
         shown = name if len(name) <= 200 else name[:200] + "..."
         raise ConfigError(
-            f"config file {shown!r} does not exist (working directory: {os.getcwd()!r}), nor is it base64 text"
+            f"config file {shown!r} does not exist (in directory {os.getcwd()!r}), nor is it base64 text"
         ) from None
 
 

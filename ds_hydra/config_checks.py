@@ -17,7 +17,7 @@ MAX_INT = 2**48  # beyond any count of tokens, steps or solver nodes; a larger n
 
 
 def nearest(name: str, known: Collection[str]) -> str:
-    """A hint naming the known name closest to `name`; when none is close, all of them unless they are many."""
+    """A hint naming the known name closest to `name`, or all if none is close and they are few."""
     lowered = {key.lower(): key for key in known}
     close = difflib.get_close_matches(str(name).lower(), lowered, n=1, cutoff=0.55)
     if close:

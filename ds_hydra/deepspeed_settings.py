@@ -70,7 +70,7 @@ _ZERO_WITHOUT_EFFECT = frozenset({"stage", "offload_optimizer", "offload_param"}
 def screen_deepspeed_settings(settings: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Split what the user wrote into what DeepSpeed's parser is given and lines for the log.
 
-    The copy returned lacks the settings without effect, and has DeepSpeed's batch-size keys, which it demands,
+    The copy returned lacks the settings without effect and has the batch-size keys, which DeepSpeed demands,
     filled in. Unknown settings stay: DeepSpeed itself refuses those that it has removed. Raises ConfigError
     for settings that this engine cannot honour and for values that DeepSpeed would not check.
     """
@@ -149,8 +149,8 @@ def _screen_precision(settings: dict[str, Any]) -> None:
         enabled = flag(block.get("enabled", False), f"{key}.enabled")
         if key == "fp16" and enabled:
             raise ConfigError(
-                'config: fp16 is not supported with a "hydra" block: use "bf16": {"enabled": true}, which needs '
-                "no loss scaling"
+                'config: fp16 is not supported with a "hydra" block: use "bf16": {"enabled": true}, which '
+                "needs no loss scaling"
             )
         extra = sorted(set(block) - {"enabled"})
         if enabled and extra:
