@@ -56,7 +56,8 @@ class SequenceData:
 
     An item is a 1-D tensor, array or list of token ids, or a mapping with `input_ids` and, if need be,
     `labels` (same length, not shifted, IGNORE_INDEX where nothing is to be learnt) and `attention_mask`
-    (positions with 0 are padding and taken out). Lengths come from `dataset.lengths`, or else from reading every item once.
+    (positions with 0 are padding and taken out). Lengths come from `dataset.lengths`, or else from reading
+    every item once.
 
     `lengths[i]` is the number of tokens that sequence i is trained with, 0 for those that are left out.
     Raises ConfigError for empty data, for items that are no token sequences, and, when `too_long` is "error",
@@ -136,9 +137,7 @@ def _dataset_lengths(dataset: Any) -> Int64Array:
     return lengths.astype(np.int64)
 
 
-def _usable_lengths(
-    full: Int64Array, context_length: int | None, too_long: str
-) -> tuple[Int64Array, DataCounts]:
+def _usable_lengths(full: Int64Array, context_length: int | None, too_long: str) -> tuple[Int64Array, DataCounts]:
     limit = int(full.max()) if context_length is None else context_length
     over = full > limit
     if too_long == "error" and over.any():
@@ -289,9 +288,7 @@ class TokenBudgetSampler:
     def _begin(self, step: int) -> tuple[int, int]:
         """(epoch, position) of the first sequence of `step`."""
         if step < self._first_step:
-            raise ConfigError(
-                f"step {step} lies before the place this run's data began, step {self._first_step}"
-            )
+            raise ConfigError(f"step {step} lies before the place this run's data began, step {self._first_step}")
         while len(self._epochs) <= step - self._first_step:
             _, (epoch, position) = self._draw(self._epochs[-1], self._positions[-1])
             self._epochs.append(epoch)
