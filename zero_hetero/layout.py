@@ -1,0 +1,124 @@
+"""Layouts: which rank holds which intervals of a flat tensor, and where in its local buffer.
+
+[Note: mutual slices] Two layouts of one flat tensor cut it at different places. The common refinement of the
+two is the finest cut either of them needs; its intervals are the mutual slices of Hydraulis, section 5.2. There
+they are LCM(N, TP) equal parts; as intervals they are also right where nothing divides anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+
+from ds_hydra.zero_hetero.errors import PlanError
+from ds_hydra.zero_hetero.intervals import Column, first_conflict
+
+
+class Piece(NamedTuple):
+    """Elements [start, stop) of the flat tensor, held at `offset` of the rank's local buffer."""
+
+    start: int
+    stop: int
+    offset: int
+
+
+class PieceColumns(NamedTuple):
+    """All pieces of a layout, by rank and then by start; int64 columns of shape (num_pieces,)."""
+
+    rank: Column
+    start: Column
+    stop: Column
+    offset: Column
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Which rank holds which intervals of a flat tensor of `numel` elements.
+
+    `pieces[rank]` may be empty, several ranks may hold the same interval, and some intervals may be held by no
+    rank. One rank's pieces overlap neither in the tensor nor in its buffer. All counts are elements.
+    """
+
+    numel: int
+    pieces: tuple[tuple[Piece, ...], ...]  # per rank
+    sizes: tuple[int, ...]  # per rank: length of its local buffer, at least the end of its last piece
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.pieces)
+
+    def held(self, rank: int) -> int:
+        """Elements that `rank` holds."""
+        return sum(piece.stop - piece.start for piece in self.pieces[rank])
+
+    def columns(self) -> PieceColumns:
+        """The pieces as sorted columns, for planners."""
+        counts = [len(pieces) for pieces in self.pieces]
+        flat = np.fromiter(chain.from_iterable(chain.from_iterable(self.pieces)), dtype=np.int64)
+        start, stop, offset = flat.reshape(-1, 3).T
+        rank = np.repeat(np.arange(self.num_ranks), counts)
+        order = np.lexsort((start, rank))
+        return PieceColumns(rank[order], start[order], stop[order], offset[order])
+
+    def validate(self) -> None:
+        """Raise `PlanError` if the layout contradicts itself."""
+        if len(self.sizes) != len(self.pieces):
+            raise PlanError(
+                f"a layout has pieces for {len(self.pieces)} ranks but buffer sizes for {len(self.sizes)}; "
+                f"give one size per rank, 0 for a rank that holds nothing"
+            )
+        columns = self.columns()
+        self._check_bounds(columns)
+        for what, begin in (("elements", columns.start), ("places in its local buffer", columns.offset)):
+            conflict = first_conflict(columns.rank, begin, begin + columns.stop - columns.start)
+            if conflict is not None:
+                one, other = (_piece_at(columns, index) for index in conflict)
+                raise PlanError(
+                    f"rank {columns.rank[conflict[0]]} has the same {what} in two pieces, {one} and {other}; "
+                    f"a rank holds each element once, so cut one of them"
+                )
+
+    def _check_bounds(self, columns: PieceColumns) -> None:
+        rank, start, stop, offset = columns
+        size = np.array(self.sizes, dtype=np.int64)[rank]
+        bad = (start < 0) | (stop > self.numel) | (start >= stop) | (offset < 0) | (offset + stop - start > size)
+        if not bad.any():
+            return
+        at = int(np.flatnonzero(bad)[0])
+        piece = _piece_at(columns, at)
+        if piece.start >= piece.stop:
+            reason = "is empty; leave it out"
+        elif piece.start < 0 or piece.stop > self.numel:
+            reason = f"leaves the tensor's elements [0, {self.numel}); cut it to the tensor"
+        else:
+            reason = (
+                f"ends at {piece.offset + piece.stop - piece.start} of a local buffer of {size[at]} elements; "
+                f"raise the rank's size or lower the offset"
+            )
+        raise PlanError(f"rank {rank[at]}: {piece} {reason}")
+
+
+def even_layout(numel: int, num_ranks: int) -> Layout:
+    """Rank r holds the r-th of `num_ranks` nearly equal intervals, without padding.
+
+    Cuts lie at floor(r · numel / num_ranks), so sizes differ by at most one element for any number of ranks, and
+    are empty for some ranks where there are more ranks than elements.
+    """
+    if num_ranks < 1 or numel < 0:
+        raise PlanError(f"cannot share {numel} elements among {num_ranks} ranks; there must be at least one rank")
+    cuts = [rank * numel // num_ranks for rank in range(num_ranks + 1)]
+    return layout_of_intervals(numel, list(zip(cuts[:-1], cuts[1:], strict=True)))
+
+
+def layout_of_intervals(numel: int, intervals: Sequence[tuple[int, int]]) -> Layout:
+    """Rank r holds `intervals[r]` = (start, stop) and nothing else, at offset 0; empty intervals are left out."""
+    pieces = tuple((Piece(start, stop, 0),) if stop > start else () for start, stop in intervals)
+    return Layout(numel, pieces, tuple(max(0, stop - start) for start, stop in intervals))
+
+
+def _piece_at(columns: PieceColumns, index: int) -> Piece:
+    return Piece(int(columns.start[index]), int(columns.stop[index]), int(columns.offset[index]))

@@ -1,0 +1,198 @@
+"""Transfer plans: who sends which mutual slices to whom, decided once and the same on every rank.
+
+Two layouts of one flat tensor go in, messages with local buffer offsets come out. Nothing here communicates, and
+this is the only place where it is decided who sends what. See [Note: mutual slices] in `layout.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from ds_hydra.zero_hetero.errors import PlanError
+from ds_hydra.zero_hetero.intervals import Column, first_conflict, overlaps, sum_by
+from ds_hydra.zero_hetero.layout import Layout, PieceColumns
+from ds_hydra.zero_hetero.sender_choice import LinkCost, choose_senders
+
+
+class Slice(NamedTuple):
+    """`length` elements that lie at `src_offset` of the sender's and `dst_offset` of the receiver's buffer."""
+
+    src_offset: int
+    dst_offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """All that rank `src` gives to rank `dst`, in the order of the flat tensor; `src == dst` is a local move."""
+
+    src: int
+    dst: int
+    slices: tuple[Slice, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements in the message."""
+        return sum(piece.length for piece in self.slices)
+
+
+class SliceColumns(NamedTuple):
+    """The slices of a plan as int64 columns of shape (num_slices,); within one message in flat order."""
+
+    src: Column
+    dst: Column
+    src_offset: Column
+    dst_offset: Column
+    length: Column
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TransferPlan:
+    """What every rank sends, receives and moves locally so that data in one layout arrives in another.
+
+    Kept as columns: the messages of one rank are made when asked for, so that a plan between 1024 ranks costs
+    what one rank needs of it. Plans compare equal when their messages do.
+    """
+
+    num_ranks: int
+    slices: SliceColumns
+
+    @classmethod
+    def from_messages(cls, num_ranks: int, messages: Iterable[Message]) -> TransferPlan:
+        """A plan that consists of the given messages, at most one for each (src, dst)."""
+        rows = [(m.src, m.dst, *piece) for m in messages for piece in m.slices]
+        return cls(num_ranks, SliceColumns(*np.array(rows, dtype=np.int64).reshape(-1, 5).T))
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """All messages, one per (src, dst), sorted by it; local moves included."""
+        return self._messages(np.arange(len(self.slices.src)))
+
+    def sends(self, rank: int) -> tuple[Message, ...]:
+        """What `rank` sends to others, one message per receiver, by receiver."""
+        slices = self.slices
+        return self._messages(np.flatnonzero((slices.src == rank) & (slices.dst != rank)))
+
+    def recvs(self, rank: int) -> tuple[Message, ...]:
+        """What `rank` receives from others, one message per sender, by sender."""
+        slices = self.slices
+        return self._messages(np.flatnonzero((slices.dst == rank) & (slices.src != rank)))
+
+    def local(self, rank: int) -> tuple[Slice, ...]:
+        """What `rank` moves from its own source buffer to its own destination buffer."""
+        messages = self._messages(np.flatnonzero((self.slices.src == rank) & (self.slices.dst == rank)))
+        return messages[0].slices if messages else ()
+
+    def transposed(self) -> TransferPlan:
+        """The same slices, moved from receiver to sender: a push is the transposed pull."""
+        src, dst, src_offset, dst_offset, length = self.slices
+        return TransferPlan(self.num_ranks, SliceColumns(dst, src, dst_offset, src_offset, length))
+
+    def sent_numels(self) -> tuple[int, ...]:
+        """Elements that each rank sends to others."""
+        return self._numels(self.slices.src)
+
+    def received_numels(self) -> tuple[int, ...]:
+        """Elements that each rank receives from others."""
+        return self._numels(self.slices.dst)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, TransferPlan):
+            return NotImplemented
+        return self.num_ranks == other.num_ranks and self.messages == other.messages
+
+    def __hash__(self) -> int:
+        return hash((self.num_ranks, self.messages))
+
+    def _numels(self, rank: Column) -> tuple[int, ...]:
+        remote = self.slices.src != self.slices.dst
+        return tuple(sum_by(rank[remote], self.num_ranks, self.slices.length[remote]).tolist())
+
+    def _messages(self, rows: Column) -> tuple[Message, ...]:
+        """The messages that the given slices make up; slices that touch on both sides become one."""
+        slices = self.slices
+        order = rows[np.lexsort((slices.dst[rows], slices.src[rows]))]  # stable: keeps the flat order
+        messages: list[Message] = []
+        pair: tuple[int, int] | None = None
+        pieces: list[Slice] = []
+        columns = (column[order].tolist() for column in slices)
+        for src, dst, src_offset, dst_offset, length in zip(*columns, strict=True):
+            if (src, dst) != pair:
+                if pair is not None:
+                    messages.append(Message(*pair, tuple(pieces)))
+                pair, pieces = (src, dst), []
+            elif src_offset == sum(pieces[-1][::2]) and dst_offset == sum(pieces[-1][1:]):
+                pieces[-1] = pieces[-1]._replace(length=pieces[-1].length + length)
+                continue
+            pieces.append(Slice(src_offset, dst_offset, length))
+        if pair is not None:
+            messages.append(Message(*pair, tuple(pieces)))
+        return tuple(messages)
+
+
+def plan_transfer(src: Layout, dst: Layout, *, link_cost: LinkCost | None = None) -> TransferPlan:
+    """Deliver every element of every piece of `dst` exactly once, from a rank that holds it in `src`.
+
+    If several ranks hold an element, it comes from the receiver itself, else over the fastest link, else from the
+    rank that has sent least so far (Hetu v2, section 4.3), else from the holder with the receiver's own index, so
+    that replicas of equal shape talk in pairs. `link_cost(sender, receiver)` is any measure of time per element.
+    Raises `PlanError` where the layouts do not fit each other or no rank holds what is wanted.
+    """
+    _check_fit(src, dst)
+    held, wanted = src.columns(), dst.columns()
+    in_tensor_order = np.argsort(held.start, kind="stable")
+    held = PieceColumns(*(column[in_tensor_order] for column in held))
+    everything = np.zeros_like(held.start)
+    if first_conflict(everything, held.start, held.stop) is None:
+        wanted_row, held_row, start, stop = overlaps(wanted.start, wanted.stop, held.start, held.stop)
+    else:
+        wanted_row, held_row, start, stop = choose_senders(held, wanted, src.num_ranks, link_cost)
+    _check_coverage(wanted, wanted_row, start, stop)
+    return TransferPlan(
+        src.num_ranks,
+        SliceColumns(
+            src=held.rank[held_row],
+            dst=wanted.rank[wanted_row],
+            src_offset=held.offset[held_row] + start - held.start[held_row],
+            dst_offset=wanted.offset[wanted_row] + start - wanted.start[wanted_row],
+            length=stop - start,
+        ),
+    )
+
+
+def _check_fit(src: Layout, dst: Layout) -> None:
+    if src.numel != dst.numel:
+        raise PlanError(
+            f"the source layout describes {src.numel} elements, the destination layout {dst.numel}; "
+            f"both must describe the same flat tensor"
+        )
+    if src.num_ranks != dst.num_ranks:
+        raise PlanError(
+            f"the source layout has {src.num_ranks} ranks, the destination layout {dst.num_ranks}; "
+            f"give both the job's ranks, with no pieces where a rank holds nothing"
+        )
+    src.validate()
+    dst.validate()
+
+
+def _check_coverage(wanted: PieceColumns, wanted_row: Column, start: Column, stop: Column) -> None:
+    found = sum_by(wanted_row, len(wanted.start), stop - start)
+    short = np.flatnonzero(found != wanted.stop - wanted.start)
+    if not len(short):
+        return
+    row = int(short[0])
+    mine = np.flatnonzero(wanted_row == row)
+    mine = mine[np.argsort(start[mine])]
+    missing = int(wanted.start[row])
+    for begin, end in zip(start[mine].tolist(), stop[mine].tolist(), strict=True):
+        if begin != missing:
+            break
+        missing = end
+    raise PlanError(
+        f"rank {wanted.rank[row]} needs elements [{wanted.start[row]}, {wanted.stop[row]}) but no rank of the "
+        f"source layout holds element {missing}; give it to one"
+    )
