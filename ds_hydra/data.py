@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
@@ -270,6 +270,11 @@ class TokenBudgetSampler:
         if cursor.step < 0 or cursor.epoch < 0 or not 0 <= cursor.position < len(self._ids):
             raise ConfigError(f"the saved place in the data is damaged: {cursor}")
 
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps that together draw about as many tokens as there are, at least one."""
+        return max(1, round(int(self._lengths.sum()) / self._budget))
+
     def batch(self, step: int) -> tuple[int, ...]:
         """Ids of the sequences of `step`, in the order drawn."""
         epoch, position = self._begin(step)
@@ -317,3 +322,23 @@ class TokenBudgetSampler:
                 del self._orders[old]
             self._orders[epoch] = (order, np.cumsum(self._lengths[order]))
         return self._orders[epoch]
+
+
+class StepLoader:
+    """The steps of an epoch, each as its sequence ids: `for _ in loader: engine.train_batch()` is one pass.
+
+    The engine draws each step's sequences itself, so what is iterated here is for counting and looking.
+    """
+
+    def __init__(self, sampler: TokenBudgetSampler, next_step: Callable[[], int]) -> None:
+        self._sampler = sampler
+        self._next_step = next_step
+
+    def __len__(self) -> int:
+        """Steps that it takes to draw about as many tokens as the data hold."""
+        return self._sampler.steps_per_epoch
+
+    def __iter__(self) -> Iterator[tuple[int, ...]]:
+        first = self._next_step()
+        for step in range(first, first + len(self)):
+            yield self._sampler.batch(step)

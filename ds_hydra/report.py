@@ -235,6 +235,12 @@ class StepLog:
         """What the run did as a whole, a few lines; "" when there was no step, or on other ranks."""
         return self.totals.summary()
 
+    def close(self) -> None:
+        """Print the summary, once."""
+        summary, self.totals = self.totals.summary(), RunTotals()
+        if summary:
+            logger.info("%s", summary)
+
 
 def show_log(rank: int) -> None:
     """Make the package's INFO lines visible: under DeepSpeed's launcher only warnings would be.
