@@ -60,9 +60,7 @@ class Stage:
                 f"{len(self.ranks)}: {self.ranks}"
             )
         if self.first_layer >= self.last_layer:
-            raise PlanError(
-                f"stage on ranks {self.ranks} holds no layer ({self.first_layer}..{self.last_layer})"
-            )
+            raise PlanError(f"stage on ranks {self.ranks} holds no layer ({self.first_layer}..{self.last_layer})")
 
     def coordinates(self, rank: int) -> tuple[int, int]:
         """(tp_rank, sp_rank) of a global rank of this stage."""
@@ -147,9 +145,7 @@ def parse_strategy(text: str) -> tuple[ParallelScheme, ...]:
         scheme = ParallelScheme(**{name: int(n) for name, n in degrees})
         count = int(match["count"] or 1)
         if count < 1:
-            raise PlanError(
-                f"the term {term!r} of strategy {text!r} asks for no pipeline: count must be at least 1"
-            )
+            raise PlanError(f"the term {term!r} of strategy {text!r} asks for no pipeline: count must be at least 1")
         schemes += [scheme] * count
     return tuple(schemes)
 
@@ -198,11 +194,7 @@ def place_strategy(schemes: Sequence[ParallelScheme], num_ranks: int, num_layers
     if needed != num_ranks:
         raise PlanError(
             f"strategy {format_strategy(schemes)!r} uses {needed} ranks but the job has {num_ranks}: "
-            + (
-                f"add pipelines for {num_ranks - needed} more"
-                if needed < num_ranks
-                else f"remove {needed - num_ranks}"
-            )
+            + (f"add pipelines for {num_ranks - needed} more" if needed < num_ranks else f"remove {needed - num_ranks}")
         )
     pipelines: list[Pipeline] = []
     first_rank = 0

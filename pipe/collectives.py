@@ -1,0 +1,111 @@
+"""Differentiable collectives of one explicit group: the few that tensor and sequence parallelism need.
+
+Every function takes the group it talks to; None stands for a group of one, where all of them do nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Group = dist.ProcessGroup | None
+
+
+class _CopyToRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        grad = grad.contiguous()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+class _SumOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        x = x.contiguous()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _GatherLastDim(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, widths: tuple[int, ...], rank: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.widths, ctx.rank = widths, rank
+        parts = [x.new_empty((*x.shape[:-1], width)) for width in widths]
+        if len(set(widths)) == 1:
+            dist.all_gather(parts, x.contiguous(), group=group)
+        else:  # gloo and nccl gather equal sizes only
+            wide = x.new_zeros((*x.shape[:-1], max(widths)))
+            wide[..., : x.shape[-1]] = x
+            padded = [torch.empty_like(wide) for _ in widths]
+            dist.all_gather(padded, wide, group=group)
+            parts = [part[..., :width] for part, width in zip(padded, widths, strict=True)]
+        return torch.cat(parts, dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        start = sum(ctx.widths[: ctx.rank])
+        return grad[..., start : start + ctx.widths[ctx.rank]], None, None, None
+
+
+class _SplitLastDim(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, widths: tuple[int, ...], rank: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.widths, ctx.rank, ctx.group = widths, rank, group
+        start = sum(widths[:rank])
+        return x[..., start : start + widths[rank]]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _GatherLastDim.apply(grad, ctx.widths, ctx.rank, ctx.group), None, None, None
+
+
+class _ExchangeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.send, ctx.receive, ctx.group = send, receive, group
+        out = x.new_empty(sum(receive))
+        dist.all_to_all_single(out, x.contiguous(), list(receive), list(send), group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _ExchangeRows.apply(grad, ctx.receive, ctx.send, ctx.group), None, None, None
+
+
+def copy_to_ranks(x: Tensor, group: Group) -> Tensor:
+    """Identity whose backward sums the gradients over the group (Megatron's f)."""
+    return x if group is None else _CopyToRanks.apply(x, group)
+
+
+def sum_over_ranks(x: Tensor, group: Group) -> Tensor:
+    """Sum over the group whose backward is the identity (Megatron's g). May overwrite `x`."""
+    return x if group is None else _SumOverRanks.apply(x, group)
+
+
+def gather_last_dim(x: Tensor, widths: tuple[int, ...], rank: int, group: Group) -> Tensor:
+    """Concatenate the ranks' slices of the last dimension; `widths` are their sizes, in rank order."""
+    return x if group is None else _GatherLastDim.apply(x, widths, rank, group)
+
+
+def split_last_dim(x: Tensor, widths: tuple[int, ...], rank: int, group: Group) -> Tensor:
+    """This rank's slice of the last dimension; backward gathers the slices' gradients."""
+    return x if group is None else _SplitLastDim.apply(x, widths, rank, group)
+
+
+def exchange_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
+    """All-to-all of a flat tensor: `send[i]` elements go to rank i, `receive[i]` come from it."""
+    return x if group is None else _ExchangeRows.apply(x, tuple(send), tuple(receive), group)

@@ -1,0 +1,255 @@
+"""Model plan: parameter names, shapes and shard rules in; buckets and layouts for any strategy out. Pure.
+
+[Note: flat order]
+A parameter is flat with its tensor parallel dimension outermost, so that every TP shard is one contiguous
+interval (one per part for fused weights such as gate-and-up). A bucket is the concatenation of the
+parameters of one transformer layer, of the embeddings, or of the head. Whatever a rank holds of a bucket lies
+in its local buffer in the same order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ds_hydra.pipe.strategy import Stage, Strategy
+from ds_hydra.zero_hetero.errors import PlanError
+from ds_hydra.zero_hetero.layout import Layout, Piece
+
+Gradient = Literal["complete", "partial"]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRule:
+    """How tensor parallel ranks share one parameter.
+
+    `dim` is cut (None: every rank holds all of it) in each of `parts` fused parts, in whole `units` (heads;
+    None: single rows). Fewer units than ranks: each unit is held by several ranks, whose gradients add up.
+    For an uncut parameter, `gradient` says whether each rank's gradient is "complete" (the same everywhere)
+    or "partial" (to be summed).
+    """
+
+    dim: int | None = None
+    parts: int = 1
+    units: int | None = None
+    gradient: Gradient = "complete"
+
+
+@dataclass(frozen=True, slots=True)
+class ParamSpec:
+    """One parameter of the whole model: its name there, full shape, rule, and whether it is trained."""
+
+    name: str
+    shape: tuple[int, ...]
+    rule: ShardRule = ShardRule()
+    trainable: bool = True
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def shard_rows(self, tp_rank: int, tp: int) -> tuple[int, int]:
+        """Rows [start, stop) of one part along the cut dimension that `tp_rank` of `tp` holds."""
+        if self.rule.dim is None:
+            raise PlanError(f"{self.name} is not cut over tensor parallel ranks")
+        rows = self.shape[self.rule.dim] // self.rule.parts
+        units = self.rule.units or rows
+        if self.rule.units and units % tp and tp % units:
+            raise PlanError(
+                f"{self.name}: {units} heads cannot be shared by tp={tp}; use a tp that divides {units} "
+                f"or a multiple of {units}"
+            )
+        if not self.rule.units and rows < tp:
+            raise PlanError(f"{self.name}: {rows} rows cannot be cut over tp={tp}; use tp <= {rows}")
+        if units < tp:
+            first = tp_rank * units // tp
+            last = first + 1
+        else:
+            first, last = tp_rank * units // tp, (tp_rank + 1) * units // tp
+        return first * (rows // units), last * (rows // units)
+
+    def shard_shape(self, tp_rank: int, tp: int) -> tuple[int, ...]:
+        """Shape of what `tp_rank` of `tp` holds."""
+        if self.rule.dim is None or tp == 1:
+            return self.shape
+        start, stop = self.shard_rows(tp_rank, tp)
+        shape = list(self.shape)
+        shape[self.rule.dim] = (stop - start) * self.rule.parts
+        return tuple(shape)
+
+    def shard_intervals(self, tp_rank: int, tp: int) -> Iterator[tuple[int, int]]:
+        """Intervals [start, stop) of the flat parameter that `tp_rank` of `tp` holds [Note: flat order]."""
+        if self.rule.dim is None or tp == 1:
+            yield 0, self.numel
+            return
+        start, stop = self.shard_rows(tp_rank, tp)
+        rows = self.shape[self.rule.dim]
+        row_numel = self.numel // rows
+        for part in range(self.rule.parts):
+            base = part * (rows // self.rule.parts)
+            yield (base + start) * row_numel, (base + stop) * row_numel
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Parameters that are pulled and pushed together, in flat order; `layer` is None outside the layers.
+
+    Buckets are all trainable or all frozen, so that frozen parameters need no master state.
+    """
+
+    name: str
+    params: tuple[ParamSpec, ...]
+    trainable: bool = True
+
+    @property
+    def numel(self) -> int:
+        return sum(param.numel for param in self.params)
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where one parameter's shard lies in a rank's local buffer of a bucket."""
+
+    param: ParamSpec
+    offset: int
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPlan:
+    """All that planning needs to know of a model.
+
+    `first` and `last` name the parameters that the first and the last stage need beside their layers (a tied
+    embedding stands in both); `layers[i]` names those of layer i. Every parameter lies in exactly one bucket.
+    Buckets stand in the order in which a forward needs them.
+    """
+
+    buckets: tuple[Bucket, ...]
+    first: frozenset[str]
+    layers: tuple[frozenset[str], ...]
+    last: frozenset[str]
+    num_heads: int = 0  # 0: the layers say nothing of attention heads
+    num_kv_heads: int = 0
+    heads_cut: bool = False  # tensor parallelism cuts the attention heads, not only the linear layers
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    def needed(self, stage: Stage) -> frozenset[str]:
+        """Names of the parameters that a stage computes with."""
+        names = frozenset().union(*self.layers[stage.first_layer : stage.last_layer])
+        if stage.first_layer == 0:
+            names |= self.first
+        if stage.last_layer == self.num_layers:
+            names |= self.last
+        return names
+
+    def slots(self, bucket: Bucket, stage: Stage, tp_rank: int) -> tuple[Slot, ...]:
+        """A rank's local buffer of one bucket: the shards that its stage needs, one after the other."""
+        needed = self.needed(stage)
+        slots: list[Slot] = []
+        offset = 0
+        for param in bucket.params:
+            if param.name in needed:
+                slots.append(Slot(param, offset, param.shard_shape(tp_rank, stage.tp)))
+                offset += slots[-1].numel
+        return tuple(slots)
+
+    def pull_layout(self, bucket: Bucket, strategy: Strategy) -> Layout:
+        """Which rank computes with which intervals of a bucket under a strategy."""
+        return self._layout(bucket, strategy, self._held)
+
+    def push_layout(self, bucket: Bucket, strategy: Strategy) -> Layout:
+        """Which rank contributes the gradient of which intervals.
+
+        As `pull_layout`, but where all tensor parallel ranks have the same complete gradient each
+        contributes its own part of it. Sequence parallel ranks all contribute: they saw other tokens.
+        """
+        return self._layout(bucket, strategy, self._contributed)
+
+    def _layout(
+        self,
+        bucket: Bucket,
+        strategy: Strategy,
+        pieces_of: Callable[[Slot, int, int], Iterator[tuple[int, int, int]]],
+    ) -> Layout:
+        starts: dict[str, int] = {}
+        start = 0
+        for param in bucket.params:
+            starts[param.name] = start
+            start += param.numel
+        pieces: list[tuple[Piece, ...]] = [()] * strategy.num_ranks
+        sizes = [0] * strategy.num_ranks
+        for pipeline in strategy.pipelines:
+            for stage in pipeline.stages:
+                for tp_rank in range(stage.tp):
+                    slots = self.slots(bucket, stage, tp_rank)
+                    mine = tuple(
+                        Piece(starts[slot.param.name] + lo, starts[slot.param.name] + hi, slot.offset + offset)
+                        for slot in slots
+                        for lo, hi, offset in pieces_of(slot, tp_rank, stage.tp)
+                    )
+                    for rank in stage.ranks[tp_rank :: stage.tp]:
+                        pieces[rank] = mine
+                        sizes[rank] = slots[-1].offset + slots[-1].numel if slots else 0
+        return Layout(bucket.numel, tuple(pieces), tuple(sizes))
+
+    @staticmethod
+    def _held(slot: Slot, tp_rank: int, tp: int) -> Iterator[tuple[int, int, int]]:
+        offset = 0
+        for lo, hi in slot.param.shard_intervals(tp_rank, tp):
+            yield lo, hi, offset
+            offset += hi - lo
+
+    @staticmethod
+    def _contributed(slot: Slot, tp_rank: int, tp: int) -> Iterator[tuple[int, int, int]]:
+        rule = slot.param.rule
+        if tp > 1 and rule.dim is None and rule.gradient == "complete":
+            lo, hi = slot.numel * tp_rank // tp, slot.numel * (tp_rank + 1) // tp
+            if hi > lo:
+                yield lo, hi, lo
+        else:
+            yield from ModelPlan._held(slot, tp_rank, tp)
+
+    def check(self, strategy: Strategy) -> None:
+        """Refuse a strategy whose degrees the model cannot be cut by, before anything is built.
+
+        Raises PlanError naming the degrees and the numbers of the model that disagree.
+        """
+        shapes = {(stage.tp, stage.sp) for pipeline in strategy.pipelines for stage in pipeline.stages}
+        for tp, sp in sorted(shapes):
+            for bucket in self.buckets:
+                for param in bucket.params:
+                    if param.rule.dim is not None and tp > 1:
+                        param.shard_rows(0, tp)
+            if self.num_heads:
+                self._check_heads(tp if self.heads_cut else 1, sp)
+
+    def _check_heads(self, tp: int, sp: int) -> None:
+        heads, kv_heads = self.num_heads, self.num_kv_heads
+        if heads % tp:
+            raise PlanError(f"tp={tp} does not divide the model's {heads} attention heads")
+        heads, kv_heads = heads // tp, max(1, kv_heads // tp)
+        left = f" that tp={tp} leaves of {self.num_heads}" if tp > 1 else ""
+        if heads % sp:
+            raise PlanError(f"sp={sp} does not divide the {heads} attention heads{left}")
+        if kv_heads % sp and sp % kv_heads:
+            raise PlanError(f"sp={sp} and the {kv_heads} key/value heads{left} do not divide each other")
+
+
+def make_buckets(groups: Sequence[tuple[str, frozenset[str]]], specs: Mapping[str, ParamSpec]) -> tuple[Bucket, ...]:
+    """One bucket a group and trainability, parameters in the model's order; empty ones are left out."""
+    buckets: list[Bucket] = []
+    for name, members in groups:
+        for trainable in (True, False):
+            params = tuple(s for s in specs.values() if s.name in members and s.trainable is trainable)
+            if params:
+                buckets.append(Bucket(name if trainable else f"{name}.frozen", params, trainable))
+    return tuple(buckets)

@@ -1,0 +1,49 @@
+"""Edges between the stages of a pipeline: which rows of the hidden states travel from which rank to which.
+
+Shapes, peers and orders follow from the plan, so nothing is asked over the wire. The two stages of an edge may
+have different tensor and sequence parallel degrees: a receiver takes its tokens from every sequence
+parallel rank that holds some of them, each from one of the tensor parallel ranks, which all hold the same.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from ds_hydra.pipe.packing import split_tokens
+from ds_hydra.pipe.strategy import Stage
+
+
+class Rows(NamedTuple):
+    """Rows [start, stop) of a rank's local hidden states, sent to or received from `peer` (a global rank)."""
+
+    peer: int
+    start: int
+    stop: int
+
+
+@lru_cache(maxsize=65536)
+def edge(src: Stage, dst: Stage, num_tokens: int) -> tuple[dict[int, list[Rows]], dict[int, list[Rows]]]:
+    """Sends by source rank and receives by destination rank of one micro-batch of `num_tokens` tokens."""
+    sends: dict[int, list[Rows]] = {rank: [] for rank in src.ranks}
+    receives: dict[int, list[Rows]] = {rank: [] for rank in dst.ranks}
+    src_rows, dst_rows = _intervals(num_tokens, src.sp), _intervals(num_tokens, dst.sp)
+    for receiver in dst.ranks:
+        tp_rank, sp_rank = dst.coordinates(receiver)
+        lo, hi = dst_rows[sp_rank]
+        for src_sp_rank, (start, stop) in enumerate(src_rows):
+            first, last = max(lo, start), min(hi, stop)
+            if first < last:
+                sender = src.ranks[src_sp_rank * src.tp + tp_rank * src.tp // dst.tp]
+                sends[sender].append(Rows(receiver, first - start, last - start))
+                receives[receiver].append(Rows(sender, first - lo, last - lo))
+    return sends, receives
+
+
+def _intervals(num_tokens: int, sp: int) -> list[tuple[int, int]]:
+    intervals: list[tuple[int, int]] = []
+    start = 0
+    for tokens in split_tokens(num_tokens, sp):
+        intervals.append((start, start + tokens))
+        start += tokens
+    return intervals

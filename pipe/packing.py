@@ -1,0 +1,75 @@
+"""A packed micro-batch on one rank: which tokens it holds of which sequences, known on the host.
+
+[Note: packs]
+Whole sequences stand one after the other in one row of T tokens. Sequence parallel ranks hold consecutive
+intervals of the row that need not be equal. The record travels to the attention as one opaque keyword
+argument, so that no layer derives boundaries from tensors (which would synchronise the device) and a
+recomputed forward finds the same pack as the first one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+
+import torch.distributed as dist
+from torch import Tensor
+
+
+def split_tokens(num_tokens: int, num_ranks: int) -> tuple[int, ...]:
+    """Tokens per sequence parallel rank, as even as can be: floor cuts of the row."""
+    cuts = [num_tokens * rank // num_ranks for rank in range(num_ranks + 1)]
+    return tuple(stop - start for start, stop in pairwise(cuts))
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Boundaries of the packed sequences and the sequence parallel group that shares the row."""
+
+    lengths: tuple[int, ...]  # tokens of each sequence of the whole row
+    sp_rank: int = 0
+    sp: int = 1
+    sp_group: dist.ProcessGroup | None = None
+    tokens: tuple[int, ...] = field(init=False)  # tokens per sequence parallel rank
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tokens", split_tokens(sum(self.lengths), self.sp))
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the whole row."""
+        return sum(self.lengths)
+
+    @property
+    def offsets(self) -> list[int]:
+        """Start of each sequence in the row, and the end of the last: len(lengths) + 1 entries."""
+        return list(accumulate(self.lengths, initial=0))
+
+    @property
+    def local(self) -> tuple[int, int]:
+        """Interval [start, stop) of the row that this rank holds."""
+        start = sum(self.tokens[: self.sp_rank])
+        return start, start + self.tokens[self.sp_rank]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One packed micro-batch as a stage's rank sees it. Tensors cover its own T_local tokens only."""
+
+    pack: Pack
+    position_ids: Tensor  # (1, T_local), restarting at each sequence
+    input_ids: Tensor | None = None  # (1, T_local); first stage, and last stage of layer lists
+    labels: Tensor | None = None  # (T_local,) next tokens, -100 where there is none; last stage only
+    weights: Tensor | None = None  # (T_local,) what each token's loss counts in the step's loss; last stage only
+
+
+def position_ids(lengths: Sequence[int], start: int, stop: int) -> list[int]:
+    """Positions of tokens [start, stop) of a packed row; they restart at each sequence."""
+    positions: list[int] = []
+    begin = 0
+    for length in lengths:
+        lo, hi = max(start, begin), min(stop, begin + length)
+        positions += range(lo - begin, hi - begin)
+        begin += length
+    return positions

@@ -1,0 +1,103 @@
+"""What every stage offers the runtime, whatever its model came from: parameters to install, one call to run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ds_hydra.pipe.collectives import Group
+from ds_hydra.pipe.model_plan import ModelPlan, Slot
+from ds_hydra.pipe.packing import MicroBatch
+from ds_hydra.pipe.strategy import Stage
+
+
+@dataclass(frozen=True)
+class StagePlace:
+    """Where one rank stands in its stage, and the groups it talks to (None where the degree is 1)."""
+
+    stage: Stage
+    is_first: bool
+    is_last: bool
+    tp_rank: int
+    sp_rank: int
+    tp_group: Group
+    sp_group: dist.ProcessGroup | None
+
+
+class StageModule:
+    """A rank's share of a stage: a module on the meta device whose parameters are views of pulled buffers."""
+
+    def __init__(self, module: nn.Module, place: StagePlace, names: Mapping[str, str]):
+        """`names` maps the module's own parameter names to master names; others belong to other stages."""
+        self.module, self.place = module, place
+        self._owners: dict[str, list[tuple[nn.Module, str]]] = {}
+        for path, name in names.items():
+            owner, _, leaf = path.rpartition(".")
+            self._owners.setdefault(name, []).append((module.get_submodule(owner), leaf))
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.before_use: Callable[[str], None] | None = None  # called with a master name before it computes
+        for name, owners in self._owners.items():
+            for owner, _ in owners:
+                owner.register_forward_pre_hook(lambda _module, _args, name=name: self._use(name))
+
+    def install(self, slot: Slot, buffer: Tensor, dtype: torch.dtype) -> nn.Parameter:
+        """Make one parameter a view of its bucket's local buffer; returns it (the same object every step)."""
+        view = shard_view(slot, buffer)
+        parameter = self.parameters.get(slot.param.name)
+        if parameter is None:
+            parameter = nn.Parameter(view, requires_grad=slot.param.trainable)
+            self.parameters[slot.param.name] = parameter
+            for owner, leaf in self._owners[slot.param.name]:
+                owner._parameters[leaf] = parameter
+        else:
+            parameter.data = view
+        return parameter
+
+    def _use(self, name: str) -> None:
+        if self.before_use is not None:
+            self.before_use(name)
+
+    def forward(self, hidden: Tensor | None, batch: MicroBatch) -> Tensor:
+        """Received hidden states (1, T_local, H) or None -> hidden states, or the loss on the last stage."""
+        raise NotImplementedError("stages are built by their model's source")
+
+
+class ModelSource(Protocol):
+    """A user's model, read once: what planning needs to know of it, its values, and how to build a stage."""
+
+    plan: ModelPlan
+    values: Mapping[str, Tensor]  # full parameters that this rank has, by master name
+    vocab_size: int | None
+
+    def width(self, layer: int) -> int:
+        """Features of the hidden states (1, T, width) that enter a layer."""
+
+    def build(self, place: StagePlace, device: torch.device, dtype: torch.dtype) -> StageModule: ...
+
+
+def to_flat(value: Tensor, dim: int | None, parts: int) -> Tensor:
+    """A full parameter in the masters' flat order [Note: flat order]."""
+    if dim is None or (dim == 0 and parts == 1):
+        return value.reshape(-1)
+    cut = value.unflatten(dim, (parts, value.shape[dim] // parts))
+    return cut.movedim((dim, dim + 1), (0, 1)).reshape(-1)
+
+
+def from_flat(flat: Tensor, shape: tuple[int, ...], dim: int | None, parts: int) -> Tensor:
+    """Inverse of `to_flat`, as a view: also turns a rank's local interval into its shard of shape `shape`."""
+    if dim is None or (dim == 0 and parts == 1):
+        return flat.view(shape)
+    outer = (parts, shape[dim] // parts)
+    rest = (*shape[:dim], *shape[dim + 1 :])
+    return flat.view(*outer, *rest).movedim((0, 1), (dim, dim + 1)).flatten(dim, dim + 1)
+
+
+def shard_view(slot: Slot, buffer: Tensor) -> Tensor:
+    """View of one parameter's shard in its bucket's local buffer; a row-parallel weight is a transposed view."""
+    flat = buffer[slot.offset : slot.offset + slot.numel]
+    return from_flat(flat, slot.shape, slot.param.rule.dim, slot.param.rule.parts)

@@ -1,0 +1,189 @@
+"""Megatron-style tensor parallelism by a model's published plan: style names in, shard rules and forwards out.
+
+The model's own forward stays; only the forwards of the modules that its plan names are wrapped with the
+collectives of their style. Styles are Hugging Face's (`model.tp_plan`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_hydra.pipe.collectives import Group, copy_to_ranks, gather_last_dim, split_last_dim, sum_over_ranks
+from ds_hydra.pipe.model_plan import ParamSpec, ShardRule
+from ds_hydra.zero_hetero.errors import ConfigError
+
+# Style of a module -> rule of its parameters, by name within the module ("" stands for any other name).
+_LINEAR_RULES: dict[str, dict[str, ShardRule]] = {
+    "colwise": {"": ShardRule(dim=0)},
+    "colwise_gather_output": {"": ShardRule(dim=0)},
+    "packed_colwise": {"": ShardRule(dim=0, parts=2)},
+    "rowwise": {"weight": ShardRule(dim=1), "": ShardRule()},
+    "rowwise_split_input": {"weight": ShardRule(dim=1), "": ShardRule()},
+    "embedding_rowwise": {"": ShardRule(dim=0)},
+    "replicated_with_grad_allreduce": {"": ShardRule(gradient="partial")},
+}
+_ALIASES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
+_REPLICATED = frozenset({"replicate", "moe_tp_experts", "moe_identity_expert", "mla_kv_a_proj", "all_reduce"})
+
+
+def style_of(plan: Mapping[str, str], name: str) -> str | None:
+    """The style a plan gives a module or parameter; `*` in the plan stands for a number."""
+    style = plan.get(name) or plan.get(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name))
+    return _ALIASES.get(style, style) if style else None
+
+
+def shard_rule(plan: Mapping[str, str], name: str, shape: tuple[int, ...], units: Mapping[str, int]) -> ShardRule:
+    """Rule of the parameter `name` under a plan.
+
+    `units` gives head counts by the last part of a module's name (q_proj, k_proj, ...), so that heads are
+    never cut in two. Raises ConfigError on a style that is not implemented.
+    """
+    own = style_of(plan, name)  # a bare parameter, such as stacked experts
+    module, _, leaf = name.rpartition(".")
+    style = own or style_of(plan, module)
+    if style is None or style in _REPLICATED:
+        return ShardRule()
+    if style not in _LINEAR_RULES:
+        raise ConfigError(
+            f"{name}: the tensor parallel style {style!r} of the model's plan is not implemented; "
+            f"use strategies with tp1, or one of {', '.join(sorted(_LINEAR_RULES))}"
+        )
+    if own and len(shape) == 3:  # experts stacked in front: (experts, out, in)
+        return ShardRule(dim={"rowwise": 2}.get(style, 1), parts=2 if style == "packed_colwise" else 1)
+    rules = _LINEAR_RULES[style]
+    rule = rules.get(leaf, rules[""])
+    heads = units.get(module.rpartition(".")[2])
+    if rule.dim is not None and heads and style in ("colwise", "rowwise"):
+        return ShardRule(rule.dim, rule.parts, heads, rule.gradient)
+    return rule
+
+
+class TensorParallel:
+    """Wraps the forwards of one stage's modules for one tensor parallel rank.
+
+    `widths` of a gathered or split dimension follow from the parameters' own shard rules, so that uneven
+    shards work wherever the model's forward allows them.
+    """
+
+    def __init__(self, plan: Mapping[str, str], specs: Mapping[str, ParamSpec], tp_rank: int, tp: int, group: Group):
+        """`specs` by every path of a parameter, so that a tied weight is found under both."""
+        self.plan, self.specs, self.tp_rank, self.tp, self.group = plan, specs, tp_rank, tp, group
+
+    def install(self, model: nn.Module, embedding: nn.Module, head: nn.Module) -> None:
+        """Wrap every module the plan names; `embedding` and `head` become vocabulary parallel whatever it says."""
+        if self.tp == 1:
+            return
+        names = {module: name for name, module in model.named_modules()}
+        parents = {child: parent for parent in model.modules() for child in parent.children()}
+        for module, name in names.items():
+            if module is embedding or module is head:
+                continue
+            style = style_of(self.plan, name)
+            if style is not None and style not in (
+                "replicate",
+                "replicated_with_grad_allreduce",
+                "packed_colwise",
+            ):
+                self._wrap(style, name, module, parents[module])
+            elif style == "packed_colwise" and isinstance(module, nn.Linear):
+                self._wrap("colwise", name, module, parents[module])
+        self._vocab_parallel(embedding, names[embedding])
+        self._wrap("colwise", names[head], head, parents[head])
+
+    def _wrap(self, style: str, name: str, module: nn.Module, parent: nn.Module) -> None:
+        forward: Callable[..., Any] = module.forward
+        group = self.group
+        if style in ("colwise", "colwise_gather_output"):
+            shared = _shared_copy(parent, group)
+            widths = self._widths(name + ".weight", 0)
+
+            def colwise(x: Tensor) -> Tensor:
+                out = forward(shared(x))
+                return gather_last_dim(out, widths, self.tp_rank, group) if style != "colwise" else out
+
+            module.forward = colwise  # type: ignore[method-assign]
+        elif style in ("rowwise", "rowwise_split_input"):
+            widths = self._widths(name + ".weight", 1)
+            assert isinstance(module, nn.Module)
+
+            def rowwise(x: Tensor) -> Tensor:
+                if style != "rowwise":
+                    x = split_last_dim(x, widths, self.tp_rank, group)
+                out = sum_over_ranks(torch.nn.functional.linear(x, module.weight), group)  # type: ignore[arg-type]
+                bias = getattr(module, "bias", None)  # once, not once a rank
+                return out if bias is None else out + bias
+
+            module.forward = rowwise  # type: ignore[method-assign]
+        elif style == "moe_tp_experts":
+
+            def experts(hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *rest: Any) -> Tensor:
+                weights = copy_to_ranks(top_k_weights, group)
+                return sum_over_ranks(forward(copy_to_ranks(hidden, group), top_k_index, weights, *rest), group)
+
+            module.forward = experts  # type: ignore[method-assign]
+        elif style == "moe_identity_expert":
+            module.forward = lambda x, *rest: forward(x / self.tp, *rest)  # type: ignore[method-assign]
+        elif style == "all_reduce":
+            module.forward = lambda *a, **k: sum_over_ranks(forward(*a, **k), group)  # type: ignore[method-assign]
+        elif style == "mla_kv_a_proj":
+            rope_dim = module.config.qk_rope_head_dim if hasattr(module, "config") else parent.config.qk_rope_head_dim  # type: ignore[union-attr]
+
+            def kv_a_proj(x: Tensor) -> Tensor:
+                out = forward(x)
+                latent, rope = out.split([out.shape[-1] - rope_dim, rope_dim], dim=-1)  # type: ignore[list-item,operator]
+                return torch.cat([latent, copy_to_ranks(rope, group)], dim=-1)
+
+            module.forward = kv_a_proj  # type: ignore[method-assign]
+        else:
+            raise ConfigError(
+                f"{name}: the tensor parallel style {style!r} of the model's plan is not implemented; "
+                "use strategies with tp1 for this model"
+            )
+
+    def _vocab_parallel(self, embedding: nn.Module, name: str) -> None:
+        forward: Callable[[Tensor], Tensor] = embedding.forward
+        start, stop = self.specs[name + ".weight"].shard_rows(self.tp_rank, self.tp)
+        padding = getattr(embedding, "padding_idx", None)
+        if padding is not None:  # the row without a gradient, counted in this rank's rows
+            embedding.padding_idx = padding - start if start <= padding < stop else None  # type: ignore[assignment]
+
+        def lookup(token_ids: Tensor) -> Tensor:
+            elsewhere = (token_ids < start) | (token_ids >= stop)
+            out = forward((token_ids - start).masked_fill(elsewhere, 0))
+            return sum_over_ranks(out.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.group)
+
+        embedding.forward = lookup  # type: ignore[method-assign]
+
+    def _widths(self, name: str, dim: int) -> tuple[int, ...]:
+        return tuple(self.specs[name].shard_shape(rank, self.tp)[dim] for rank in range(self.tp))
+
+
+def _shared_copy(parent: nn.Module, group: Group) -> Callable[[Tensor], Tensor]:
+    """`copy_to_ranks` once for all column-parallel children that read the same tensor: one backward all-reduce."""
+    shared: Callable[[Tensor], Tensor] | None = getattr(parent, "_hydra_shared_copy", None)
+    if shared is not None:
+        return shared
+    memo: list[tuple[Tensor, Tensor]] = []
+
+    def copy(x: Tensor) -> Tensor:
+        if memo and memo[0][0] is x:
+            return memo[0][1]
+        memo[:] = [(x, copy_to_ranks(x, group))]
+        return memo[0][1]
+
+    forward: Callable[..., Any] = parent.forward
+
+    def forget(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            memo.clear()  # holds an activation
+
+    parent.forward = forget  # type: ignore[method-assign]
+    object.__setattr__(parent, "_hydra_shared_copy", copy)
+    return copy

@@ -1,0 +1,49 @@
+"""Ulysses sequence parallelism: tokens spread over ranks outside attention, heads spread inside it.
+
+Splits may be uneven and are known on the host. One all-to-all carries q, k and v; a second brings the
+outputs back. Fewer key/value heads than ranks are repeated, so that each rank has those its queries need.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ds_hydra.pipe.collectives import exchange_rows
+from ds_hydra.pipe.packing import Pack
+
+
+def scatter_heads(q: Tensor, k: Tensor, v: Tensor, pack: Pack) -> tuple[Tensor, Tensor, Tensor]:
+    """All tokens, some heads: (T_local, heads, d) -> (T, heads / sp, d), and k and v likewise.
+
+    sp must divide the query heads, and divide or be divided by the key/value heads.
+    """
+    if k.shape[1] < pack.sp:
+        k, v = (x.repeat_interleave(pack.sp // k.shape[1], dim=1) for x in (k, v))
+    shapes = [(x.shape[1] // pack.sp, x.shape[2]) for x in (q, k, v)]
+    columns = [heads * dim for heads, dim in shapes]
+    width = sum(columns)
+    rows = torch.cat([x.reshape(x.shape[0], pack.sp, -1) for x in (q, k, v)], dim=-1)  # (T_local, sp, width)
+    mine = pack.tokens[pack.sp_rank]
+    flat = exchange_rows(
+        rows.transpose(0, 1).reshape(-1),
+        [mine * width] * pack.sp,
+        [tokens * width for tokens in pack.tokens],
+        pack.sp_group,
+    )
+    parts = flat.view(pack.num_tokens, width).split(columns, dim=-1)
+    q, k, v = (part.unflatten(-1, shape) for part, shape in zip(parts, shapes, strict=True))
+    return q, k, v
+
+
+def gather_heads(out: Tensor, pack: Pack) -> Tensor:
+    """Back to all heads of some tokens: (T, heads / sp, d) -> (T_local, heads, d)."""
+    heads, dim = out.shape[1:]
+    mine = pack.tokens[pack.sp_rank]
+    flat = exchange_rows(
+        out.reshape(-1),
+        [tokens * heads * dim for tokens in pack.tokens],
+        [mine * heads * dim] * pack.sp,
+        pack.sp_group,
+    )
+    return flat.view(pack.sp, mine, heads, dim).transpose(0, 1).reshape(mine, pack.sp * heads, dim)
