@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hjson
 
@@ -19,6 +19,9 @@ from ds_hydra.config_checks import choice, flag, integer, number, parse_block, s
 from ds_hydra.deepspeed_settings import KNOWN_SETTINGS, screen_deepspeed_settings
 from ds_hydra.pipe.strategy import ParallelScheme, format_strategy, parse_strategy
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
+
+if TYPE_CHECKING:
+    from ds_hydra.planner.options import PlannerOptions
 
 BLOCK = "hydra"
 _MAX_CONFIG_BYTES = 16 * 2**20
@@ -29,20 +32,22 @@ _MAX_DEGREE_DIGITS = 6
 class PlannerConfig:
     """The block "hydra.planner": how, how far ahead and for how long steps are planned."""
 
-    method: str = setting(choice("auto", "fast", "exact"), "auto")
-    """"fast": heuristics only; "exact": solve to proven optimality; "auto": fast first, then improve it."""
+    method: str = setting(choice("fast", "paper", "exact"), "fast")
+    """"fast": bounds, priced placement, local search; "paper": Alg. 1; "exact": Eq. 3 by HiGHS, then packing."""
     ahead: int = setting(integer(0, 1024), 2)
     """Steps planned ahead in a process of its own; 0 plans in the training process."""
     seconds: float | None = setting(number(exclusive=True, maximum=86400.0, optional=True), None)
-    """Wall-clock limit for a plan, which then depends on the machine's load; None limits by `nodes`."""
-    nodes: int = setting(integer(1), 2000)
-    """Branch-and-bound nodes allowed to one solve; equal inputs then give equal plans."""
-    workers: int | None = setting(integer(1, 1024, optional=True), None)
-    """Planning processes; None takes what the machine can spare."""
+    """Wall-clock limit of a solution, which then depends on the machine's load; None limits by `node_limit`."""
+    node_limit: int = setting(integer(1), 2000)
+    """Branch-and-bound nodes of one solution; equal inputs then give equal plans."""
+    tolerance: float = setting(number(0.0, 1.0), 0.001)
+    """A strategy is not tried when its bound is within this share of the best plan found."""
+    effort: int = setting(integer(0, 1000), 2)
+    """Restarts of the search for each strategy that is tried."""
     seed: int | None = setting(integer(optional=True), None)
     """Seed of the search; None takes the seed of the block "hydra"."""
     replay_file: str | None = setting(text(optional=True), None)
-    """A steps.jsonl whose plans are run again, with choose: "replay"."""
+    """Plans to run again with choose: "replay", as a run with `plans_file` wrote them."""
 
 
 def _planner(value: Any, place: str) -> PlannerConfig:
@@ -73,9 +78,7 @@ def _schemes(value: Any, place: str) -> tuple[ParallelScheme, ...]:
     if not isinstance(value, str):
         raise ConfigError(f'config: {place} must be a string such as "tp4 + 2*tp1pp2", but is {value!r}')
     if any(len(digits) > _MAX_DEGREE_DIGITS for digits in re.findall(r"\d+", value)):
-        raise ConfigError(
-            f"config: {place} {value[:80]!r} holds a number of more than {_MAX_DEGREE_DIGITS} digits"
-        )
+        raise ConfigError(f"config: {place} {value[:80]!r} holds a number of more than {_MAX_DEGREE_DIGITS} digits")
     try:
         return parse_strategy(value)
     except PlanError as error:
@@ -96,8 +99,8 @@ class HydraConfig:
     """Candidate strategies, in canonical form; () is "auto": the planner proposes them."""
     choose: str = setting(choice("best", "cycle", "replay"), "best")
     """"best": the planner's choice in each step; "cycle": in turn; "replay": as planner.replay_file says."""
-    objective: str = setting(choice("simulated", "paper"), "simulated")
-    """Time of V loads: "simulated" is sum + (PP - 1) * largest, "paper" is Eq. 1, largest * (PP - 1 + V)."""
+    objective: str = setting(choice("flow_shop", "paper"), "flow_shop")
+    """Time of V loads: "flow_shop" is sum + (PP - 1) * largest, "paper" is Eq. 1, largest * (PP - 1 + V)."""
     cost_table: str | None = setting(text(optional=True), None)
     """Measured coefficients (JSON); None estimates them from the model's FLOPs."""
     planner: PlannerConfig = setting(_planner, PlannerConfig())
@@ -113,17 +116,15 @@ class HydraConfig:
     """How long a collective may wait for a rank before the job is given up."""
     steps_file: str | None = setting(text(optional=True), "steps.jsonl")
     """One JSON record per step is appended here by rank 0; None writes none."""
+    plans_file: str | None = setting(text(optional=True), None)
+    """Each step's plan is written here by rank 0, for choose: "replay"; None writes none."""
 
     def __post_init__(self) -> None:
         """Settings that contradict each other, or that would have no effect."""
         if self.choose == "cycle" and not self.strategies:
-            raise ConfigError(
-                'config: hydra.choose "cycle" needs a list in hydra.strategies, which is "auto"'
-            )
+            raise ConfigError('config: hydra.choose "cycle" needs a list in hydra.strategies, which is "auto"')
         if self.choose == "replay" and self.planner.replay_file is None:
-            raise ConfigError(
-                'config: hydra.choose "replay" needs hydra.planner.replay_file, the steps.jsonl to run again'
-            )
+            raise ConfigError('config: hydra.choose "replay" needs hydra.planner.replay_file, the plans to run again')
         if self.choose != "replay" and self.planner.replay_file is not None:
             raise ConfigError(
                 f'config: hydra.planner.replay_file is given but hydra.choose is "{self.choose}": '
@@ -135,9 +136,22 @@ class HydraConfig:
         """The candidate strategies as schemes, one tuple of schemes per strategy."""
         return tuple(parse_strategy(strategy) for strategy in self.strategies)
 
-    @property
-    def planner_seed(self) -> int:
-        return self.seed if self.planner.seed is None else self.planner.seed
+    def planner_options(self) -> PlannerOptions:
+        """What the planner is told."""
+        from ds_hydra.planner.options import PlannerOptions
+
+        planner = self.planner
+        return PlannerOptions(
+            objective=self.objective,
+            method=planner.method,
+            choose=self.choose,
+            replay_file=planner.replay_file,
+            seed=self.seed if planner.seed is None else planner.seed,
+            seconds=planner.seconds,
+            tolerance=planner.tolerance,
+            effort=planner.effort,
+            node_limit=planner.node_limit,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,9 +182,7 @@ def read_config(args: Any = None, config: Any = None, config_params: Any = None)
     if isinstance(config, Mapping):
         return copy.deepcopy(dict(config))
     if not isinstance(config, (str, os.PathLike)):
-        raise ConfigError(
-            f"the config must be a dict, a path or base64 text, but is a {type(config).__name__}"
-        )
+        raise ConfigError(f"the config must be a dict, a path or base64 text, but is a {type(config).__name__}")
     name = os.fspath(config)
     return _parse_hjson(_read_text(name), name)
 

@@ -50,9 +50,7 @@ def integer(minimum: int = 0, maximum: int = MAX_INT, *, optional: bool = False)
     return check
 
 
-def number(
-    minimum: float = 0.0, maximum: float = 1e15, *, exclusive: bool = False, optional: bool = False
-) -> Check:
+def number(minimum: float = 0.0, maximum: float = 1e15, *, exclusive: bool = False, optional: bool = False) -> Check:
     """A finite float in [minimum, maximum]; with `exclusive`, larger than `minimum`."""
 
     def check(value: Any, place: str) -> float | None:
@@ -121,12 +119,8 @@ def parse_block(block_type: type[Block], raw: Any, place: str) -> Block:
     for key in raw:
         if key not in checks:
             raise ConfigError(f"config: unknown key {key!r} in block {place!r}; {nearest(key, checks)}")
-    values = {
-        name: f.metadata["check"](raw[name], f"{place}.{name}") for name, f in checks.items() if name in raw
-    }
+    values = {name: f.metadata["check"](raw[name], f"{place}.{name}") for name, f in checks.items() if name in raw}
     missing = [name for name, f in checks.items() if f.default is MISSING and name not in raw]
     if missing:
-        raise ConfigError(
-            f"config: block {place!r} lacks {', '.join(map(repr, missing))}, which it must give"
-        )
+        raise ConfigError(f"config: block {place!r} lacks {', '.join(map(repr, missing))}, which it must give")
     return block_type(**values)

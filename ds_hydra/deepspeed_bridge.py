@@ -249,6 +249,7 @@ class HostEngine(DeepSpeedEngine):
         self.step_log = StepLog(
             self.global_rank,
             steps_file=self.hydra_config.steps_file,
+            plans_file=self.hydra_config.plans_file,
             steps_per_print=self.steps_per_print() or 1,
             write_events=self.monitor.write_events if self.monitor.enabled else None,
         )

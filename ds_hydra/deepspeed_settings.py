@@ -164,22 +164,17 @@ def _screen_optimizer(settings: dict[str, Any]) -> None:
         if block is None:
             continue
         if not isinstance(block, Mapping) or not isinstance(block.get("type"), str):
-            raise ConfigError(
-                f'config: {key} must be a block {{"type": NAME, "params": {{ ... }}}}, but is {block!r}'
-            )
+            raise ConfigError(f'config: {key} must be a block {{"type": NAME, "params": {{ ... }}}}, but is {block!r}')
         unknown = sorted(set(block) - {"type", "params", "legacy_fusion"})
         if unknown:
             raise ConfigError(
-                f"config: unknown key {unknown[0]!r} in block {key!r}; "
-                + nearest(unknown[0], ("type", "params"))
+                f"config: unknown key {unknown[0]!r} in block {key!r}; " + nearest(unknown[0], ("type", "params"))
             )
         params = block.get("params", {})
         if not isinstance(params, Mapping):
             raise ConfigError(f"config: {key}.params must be a block {{ ... }}, but is {params!r}")
         if "max_grad_norm" in params:
-            raise ConfigError(
-                f'config: {key}.params.max_grad_norm: use the top-level setting "gradient_clipping"'
-            )
+            raise ConfigError(f'config: {key}.params.max_grad_norm: use the top-level setting "gradient_clipping"')
         _check_rates(params, key)
 
 

@@ -15,6 +15,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from ds_hydra.zero_hetero.errors import ConfigError
+
 logger = logging.getLogger(__name__)
 
 Event = tuple[str, float, int]  # name, value, x-axis (sequences so far), as DeepSpeed's monitors take them
@@ -54,7 +56,7 @@ class StepRecord:
     skipped: bool = False  # the gradient was not finite, so parameters stayed as they were
     skipped_steps: int = 0  # so far
     epoch: int = 0
-    plan: str = ""  # StepPlan.to_json(), for replay
+    plan: str = ""  # StepPlan.to_json(), for `plans_file`
 
     @property
     def balance(self) -> float:
@@ -84,7 +86,7 @@ class StepRecord:
     def to_dict(self) -> dict[str, Any]:
         """All fields and derived figures, fit for JSON (a number that is not finite becomes null)."""
         record = asdict(self)
-        record["plan"] = json.loads(self.plan) if self.plan else None
+        del record["plan"]  # large; it has a file of its own
         for name in ("balance", "padding_share", "tokens_per_second", "prediction_error", "gap"):
             record[name] = getattr(self, name)
         return {key: _finite(value) for key, value in record.items()}
@@ -189,10 +191,31 @@ def is_heterogeneous(strategy: str) -> bool:
     return len({term.split("*")[-1] for term in strategy.replace(" ", "").split("+")}) > 1
 
 
+def _writable(name: str | None) -> Path | None:
+    """The path of a file that can be appended to, its folder made if need be."""
+    if name is None:
+        return None
+    path = Path(name)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8"):
+            return path
+    except OSError as error:
+        raise ConfigError(
+            f"the file {name!r} cannot be written: {error.strerror}; change hydra.steps_file or hydra.plans_file"
+        ) from error
+
+
+def _append(path: Path, line: str, *, anew: bool = False) -> None:
+    with path.open("w" if anew else "a", encoding="utf-8") as file:
+        file.write(line + "\n")
+
+
 class StepLog:
     """Rank 0's account of a run: prints, appends to `steps_file`, hands scalars to `write_events`.
 
-    Every rank may hold one and add to it; only the one with `rank` 0 writes.
+    Every rank may hold one and add to it; only the one with `rank` 0 writes. `plans_file` receives the plans, one a
+    line, from the first step on. Raises ConfigError for a file that cannot be written.
     """
 
     def __init__(
@@ -200,11 +223,13 @@ class StepLog:
         rank: int = 0,
         *,
         steps_file: str | None = None,
+        plans_file: str | None = None,
         steps_per_print: int = 1,
         write_events: Callable[[Sequence[Event]], None] | None = None,
     ) -> None:
         self._rank = rank
-        self._steps_file = Path(steps_file) if steps_file is not None else None
+        self._steps_file = _writable(steps_file) if rank == 0 else None
+        self._plans_file = _writable(plans_file) if rank == 0 else None
         self._steps_per_print = steps_per_print
         self._write_events = write_events
         self._run = time.strftime("%Y-%m-%dT%H:%M:%S")
@@ -220,16 +245,11 @@ class StepLog:
         if record.step % self._steps_per_print == 0 or record.skipped:
             logger.info("%s", format_line(record))
         if self._steps_file is not None:
-            self._append(record)
+            _append(self._steps_file, json.dumps({"run": self._run, **record.to_dict()}, allow_nan=False))
+        if self._plans_file is not None and record.plan:
+            _append(self._plans_file, record.plan, anew=record.step == 1)
         if self._write_events is not None:
             self._write_events(monitor_events(record, self.num_sequences))
-
-    def _append(self, record: StepRecord) -> None:
-        assert self._steps_file is not None, "only called with a file"
-        self._steps_file.parent.mkdir(parents=True, exist_ok=True)
-        line = json.dumps({"run": self._run, **record.to_dict()}, allow_nan=False)
-        with self._steps_file.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
 
     def summary(self) -> str:
         """What the run did as a whole, a few lines; "" when there was no step, or on other ranks."""
