@@ -131,7 +131,7 @@ class CostTable:
             ) from error
         except ValueError as error:
             raise ConfigError(f"the cost table {path} is not JSON: {error}") from error
-        return _read_table(record, str(path))
+        return read_table(record, str(path))
 
     def save(self, path: str | Path) -> None:
         """Write the table so that `load` gives it back unchanged."""
@@ -146,8 +146,8 @@ class CostTable:
         return {"format": FORMAT, "version": VERSION, "source": self.source, "unit": "ms", "schemes": rows}
 
 
-def _read_table(record: object, place: str) -> CostTable:
-    """The strict reading of a table's JSON; `place` is what errors call it."""
+def read_table(record: object, place: str) -> CostTable:
+    """The strict reading of a table's JSON, as `to_record` gives it; `place` is what errors call it."""
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise ConfigError(f"{place}: 'format' must be {FORMAT!r}; this is not a cost table")
     if record.get("version") != VERSION:
@@ -266,9 +266,7 @@ def analytic_cost_table(
     if device_bytes is not None:
         ranks = num_ranks or max((s.num_ranks for s in wanted), default=1)
         states = 16.0 * shape.params / (shape.layers * shape.hidden**2)
-        memory = MemoryModel(
-            shape.hidden, shape.layers, shape.vocab, device_bytes, ranks, activation_bytes, states
-        )
+        memory = MemoryModel(shape.hidden, shape.layers, shape.vocab, device_bytes, ranks, activation_bytes, states)
     costs = []
     for scheme in wanted:
         limit = min(memory.max_length(scheme), 64 * context_length) if memory else context_length

@@ -5,13 +5,16 @@ Pure: nothing here imports torch or DeepSpeed, or knows a process group. Start r
 
 from ds_hydra.planner.options import PlannerOptions
 from ds_hydra.planner.selection import Planner
+from ds_hydra.planner.service import PlannedStep, PlannerService
 from ds_hydra.planner.step_plan import PipelinePlan, StepPlan, load_plans, save_plans
 from ds_hydra.planner.validate import validate_plan
 
 __all__ = [
     "PipelinePlan",
+    "PlannedStep",
     "Planner",
     "PlannerOptions",
+    "PlannerService",
     "StepPlan",
     "load_plans",
     "save_plans",

@@ -145,9 +145,7 @@ def sharing_ms(work, tokens, count, n, scheme_of, pipelines, groups, c, max_leng
     return bound
 
 
-def strategy_bound(
-    work, tokens, count, n, scheme_of, pipelines, groups, c, max_length, pp, rates, outer, inner, price
-):
+def strategy_bound(work, tokens, count, n, scheme_of, pipelines, groups, c, max_length, pp, rates, outer, inner, price):
     """Certified lower bound in ms on any plan under a strategy [Note: dispatch bound].
 
     work (schemes, n) ms; tokens, count (n,), longest first; group g has pipelines[g] pipelines of scheme
@@ -156,17 +154,13 @@ def strategy_bound(
     proven = longest_ms(work, tokens, n, scheme_of, groups, c, max_length, pp)
     if math.isinf(proven):
         return proven
-    proven = max(
-        proven, sharing_ms(work, tokens, count, n, scheme_of, pipelines, groups, c, max_length, pp)
-    )
+    proven = max(proven, sharing_ms(work, tokens, count, n, scheme_of, pipelines, groups, c, max_length, pp))
     shares = np.empty((groups, n), dtype=np.float64)
     tau, failed = proven, math.inf
     for _ in range(outer):
         for g in range(groups):
             k = scheme_of[g]
-            share_of_pipeline(
-                tau, work[k], tokens, n, c[k], max_length[k], pp[k], rates[k], shares[g]
-            )
+            share_of_pipeline(tau, work[k], tokens, n, c[k], max_length[k], pp[k], rates[k], shares[g])
         ratio = search_prices(shares, count, n, groups, pipelines, price, inner)
         if ratio > 1.0 + 1e-9:
             proven = max(proven, tau)

@@ -149,7 +149,15 @@ def improve(
             left = second[slow] if longest[slow] == i else longest[slow]
             left_widest = work_at(work, ks, left, n)
             without = pipeline_ms(
-                ks, total[slow] - work[ks, i], held[slow] - tokens[i], left_widest, c, max_length, util_length, pp, paper
+                ks,
+                total[slow] - work[ks, i],
+                held[slow] - tokens[i],
+                left_widest,
+                c,
+                max_length,
+                util_length,
+                pp,
+                paper,
             )
             if without >= best:
                 continue
@@ -323,9 +331,7 @@ def pack_one(work, tokens, n, k, p, c, max_length, util_length, pp, paper, round
             own_work[at] = work[k, i]
             own_tokens[at] = tokens[i]
             at += 1
-    v, ms, _ = pack(
-        own_work, own_tokens, size, c[k], max_length[k], util_length[k], pp[k], paper, rounds, own_bins
-    )
+    v, ms, _ = pack(own_work, own_tokens, size, c[k], max_length[k], util_length[k], pp[k], paper, rounds, own_bins)
     for x in range(size):
         bin_of[chosen[x]] = own_bins[x]
     return ms, v

@@ -10,8 +10,11 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
+import os
 import types
 from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,3 +60,22 @@ def compiled() -> SimpleNamespace:
         kernels[name] = numba.njit(cache=True, nogil=True)(clone)
         namespace.update(kernels)
     return SimpleNamespace(**kernels, is_compiled=True)
+
+
+def _marker() -> Path:
+    folder = os.environ.get("NUMBA_CACHE_DIR") or Path(__file__).parent / "__pycache__"
+    return Path(folder) / f"planner-{source_digest()}-numba-{metadata.version('numba')}.warm"
+
+
+def is_warm() -> bool:
+    """Whether numba's cache is known to hold these kernels, so that `compiled()` takes well under a second."""
+    return _marker().exists()
+
+
+def mark_warm() -> None:
+    """Note that every kernel has been compiled here; silently not where the folder cannot be written."""
+    try:
+        _marker().parent.mkdir(parents=True, exist_ok=True)
+        _marker().touch()
+    except OSError:
+        pass  # a cold cache is only slower

@@ -46,9 +46,7 @@ def fill_bins(work, tokens, n, v, max_length, by_room, bin_of, load, used):
         chosen = -1
         for j in range(v):
             if used[j] + tokens[i] <= max_length and (
-                chosen < 0
-                or (by_room and used[j] > used[chosen])
-                or (not by_room and load[j] < load[chosen])
+                chosen < 0 or (by_room and used[j] > used[chosen]) or (not by_room and load[j] < load[chosen])
             ):
                 chosen = j
         if chosen < 0:

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from ds_hydra.cost_model import CostTable
-from ds_hydra.pipe.strategy import ParallelScheme
+from ds_hydra.cost_model import CostTable, SchemeCost
+from ds_hydra.pipe.strategy import ParallelScheme, parse_strategy
 from ds_hydra.planner import kernels
 from ds_hydra.planner.options import PlannerOptions
 from ds_hydra.planner.problem import Batch, Floats, Groups, Ints, SchemeArrays, check_sequences
@@ -23,6 +23,7 @@ from ds_hydra.zero_hetero.errors import PlanError
 
 _TINY_SEQUENCES = 8  # up to here 3^n subsets are cheaper than any search
 _LEVEL_ROUNDS = 40
+_LEAN_TRIES = 3  # strategies tried by plain Python kernels
 
 
 @dataclass(frozen=True)
@@ -158,9 +159,7 @@ class Search:
         self._arrays = planner._arrays
         self._options = planner.options
         self._batch = batch
-        self._kernels: SimpleNamespace = (
-            kernels.compiled() if planner.options.kernels == "compiled" else kernels.pure()
-        )
+        self._kernels: SimpleNamespace = kernels.compiled() if planner.options.kernels == "compiled" else kernels.pure()
         self._paper = planner.options.objective == "paper"
 
     def best_of(self, candidates: Sequence[int]) -> tuple[Assignment, float]:
@@ -169,6 +168,7 @@ class Search:
         prices = {i: self._prices[i].copy() for i in candidates}
         bounds = {i: self.bound(self._groups[i], prices[i], 4, 8) for i in candidates}
         best: Assignment | None = None
+        tried = 0
         tiny = self._batch.size <= _TINY_SEQUENCES
         for i in sorted(candidates, key=lambda i: (bounds[i], i)):
             if best is not None and bounds[i] * (1.0 + self._options.tolerance) >= best.ms:
@@ -185,7 +185,8 @@ class Search:
                 bounds[i] = found.ms
             if found is not None and (best is None or found.ms < best.ms):
                 best = found
-            if lean and best is not None:
+            tried += 1
+            if lean and not tiny and tried == _LEAN_TRIES:
                 break
         if best is None:
             raise PlanError("no strategy was found that holds every sequence")
@@ -262,3 +263,13 @@ class Search:
         starts = np.cumsum(groups.count) - groups.count
         group = int(np.searchsorted(starts, pipeline, side="right")) - 1
         return bool(pipeline - starts[group] < n)
+
+
+def warm_up() -> None:
+    """Compile every kernel, or load it from numba's cache, by planning two made-up steps."""
+    costs = tuple(SchemeCost(ParallelScheme(tp, pp), 1e-6, 0.1, 10.0, 400, 8) for tp, pp in ((1, 1), (2, 1), (1, 2)))
+    table = CostTable(costs, "made up to warm the cache")
+    planner = Planner(table, [parse_strategy("tp2 + 2*tp1"), parse_strategy("2*pp2")])
+    for size in (3, 40):
+        planner.plan(0, range(size), [(37 * i) % 300 + 1 for i in range(size)])
+    kernels.mark_warm()

@@ -101,9 +101,7 @@ def pack_tiny(work, tokens, n, scheme, pipelines, c, max_length, util_length, pp
                 at += 1
         cost = np.empty(1 << size, dtype=np.float64)
         parts = np.empty(1 << size, dtype=np.int64)
-        subset_costs(
-            own_work, own_tokens, size, c[k], max_length[k], util_length[k], pp[k], paper, cost, parts
-        )
+        subset_costs(own_work, own_tokens, size, c[k], max_length[k], util_length[k], pp[k], paper, cost, parts)
         v = parts[(1 << size) - 1]
         found, load, used = np.empty(size, dtype=np.int64), np.zeros(v), np.zeros(v, dtype=np.int64)
         trial = np.zeros(size, dtype=np.int64)

@@ -46,7 +46,9 @@ def _check_ranks(plan: StepPlan, num_ranks: int, where: str) -> None:
 def _check_sequences(plan: StepPlan, where: str) -> None:
     size = len(plan.lengths)
     if len(plan.sequence_ids) != size or size == 0:
-        raise PlanError(f"{where}: {len(plan.sequence_ids)} sequence ids and {size} lengths; needs one each, at least 1")
+        raise PlanError(
+            f"{where}: {len(plan.sequence_ids)} sequence ids and {size} lengths; needs one each, at least 1"
+        )
     short = [i for i, length in enumerate(plan.lengths) if length < 1]
     if short:
         raise PlanError(f"{where}: sequence at position {short[0]} has length {plan.lengths[short[0]]}, not at least 1")
@@ -75,7 +77,9 @@ def _check_memory(plan: StepPlan, limits: CostTable | Mapping[ParallelScheme, in
         try:
             limit = limits[pipeline.scheme]
         except (KeyError, PlanError):
-            raise PlanError(f"{where}: pipeline {index} has scheme {pipeline.scheme}, for which MaxLen is unknown") from None
+            raise PlanError(
+                f"{where}: pipeline {index} has scheme {pipeline.scheme}, for which MaxLen is unknown"
+            ) from None
         most = limit if isinstance(limit, int) else limit.max_length
         for number, batch in enumerate(pipeline.microbatches):
             tokens = sum(plan.lengths[i] for i in batch)

@@ -1,0 +1,95 @@
+"""The planner's own process: `python -m ds_hydra.planner.producer`. JSON lines in on stdin, JSON lines out on stdout.
+
+First line in: {"table", "strategies", "options"}. Then {"step", "ids", "lengths"} each answered by
+{"step", "plan", "planning_ms"} or {"step", "error"}. It plans with plain Python while a child of its own fills
+numba's cache, if that is cold. It ends with its parent: at end of input, or when the parent is gone. With
+`--compile` it only fills the cache.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from typing import IO
+
+from ds_hydra.cost_model import CostTable, read_table
+from ds_hydra.pipe.strategy import parse_strategy
+from ds_hydra.planner import kernels, selection
+from ds_hydra.planner.options import PlannerOptions
+from ds_hydra.planner.selection import Planner
+
+
+def serve(requests: IO[str], answers: IO[str]) -> None:
+    """Answer requests one by one until they end."""
+    setup = json.loads(requests.readline())
+    table = read_table(setup["table"], "the cost table given to the producer")
+    strategies = [parse_strategy(text) for text in setup["strategies"]]
+    options = PlannerOptions(**setup["options"])
+    compiler: subprocess.Popen[bytes] | None = None
+    if options.kernels == "compiled" and not kernels.is_warm():
+        compiler = subprocess.Popen(
+            [sys.executable, "-m", "ds_hydra.planner.producer", "--compile"], stdin=subprocess.DEVNULL, stdout=2
+        )
+    planner = make_planner(table, strategies, options, compiled=compiler is None)
+    for line in requests:
+        if compiler is not None and compiler.poll() is not None:
+            planner = make_planner(table, strategies, options, compiled=compiler.returncode == 0)
+            compiler = None
+        request = json.loads(line)
+        answers.write(json.dumps(answer(planner, request)) + "\n")
+        answers.flush()
+
+
+def make_planner(table: CostTable, strategies: list, options: PlannerOptions, *, compiled: bool) -> Planner:
+    """The planner that the options ask for, with plain Python kernels unless compiled ones are at hand."""
+    if compiled and options.kernels == "compiled":
+        selection.warm_up()
+        return Planner(table, strategies, options)
+    return Planner(table, strategies, replace(options, kernels="pure"))
+
+
+def answer(planner: Planner, request: dict) -> dict[str, object]:
+    """The plan of one request, or the error that planning it raised."""
+    started = time.perf_counter()
+    try:
+        plan = planner.plan(request["step"], request["ids"], request["lengths"])
+    except ValueError as error:
+        return {"step": request["step"], "error": str(error)}
+    return {
+        "step": request["step"],
+        "plan": plan.to_json(),
+        "planning_ms": (time.perf_counter() - started) * 1e3,
+    }
+
+
+def end_with_parent() -> None:
+    """Leave when the parent does, also if others still hold its end of the pipe."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os._exit(0)
+
+    threading.Thread(target=watch, daemon=True, name="parent-watch").start()
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the training process's to handle
+    end_with_parent()
+    if sys.argv[1:] == ["--compile"]:
+        selection.warm_up()
+        return
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # nothing that prints can get between the answers
+    serve(sys.stdin, answers)
+
+
+if __name__ == "__main__":
+    main()

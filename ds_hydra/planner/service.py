@@ -1,0 +1,279 @@
+"""Coming batches in, their plans out, made by a producer process some steps ahead. Pure: no torch.
+
+[Note: planning never stops training]
+The producer is a plain child process spoken to in JSON lines: no fork of a process that has threads, no pickle.
+Whatever happens to it (killed, frozen, answering nonsense), the step is planned in this process by the same
+planner, the event is counted by reason, and a new producer starts. Kernels are never compiled here: until the
+cache on disk is warm the in-process planner runs plain Python.
+
+One service per job decides the plans; ranks share what it says, since a fallback may differ from what the
+producer would have answered.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ds_hydra.cost_model import CostTable
+from ds_hydra.pipe.strategy import ParallelScheme, format_strategy
+from ds_hydra.planner import kernels
+from ds_hydra.planner.options import PlannerOptions
+from ds_hydra.planner.selection import Planner, warm_up
+from ds_hydra.planner.step_plan import StepPlan
+from ds_hydra.planner.validate import validate_plan
+from ds_hydra.zero_hetero.errors import ConfigError, PlanError
+
+logger = logging.getLogger(__name__)
+_RESTARTS_IN_A_ROW = 5
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStep:
+    """A plan and how it came about.
+
+    `planning_ms` is the planner's wall time; `hidden` whether the plan lay ready when it was asked for;
+    `fallback` why it was made in this process, None when the producer made it.
+    """
+
+    plan: StepPlan
+    planning_ms: float
+    hidden: bool
+    fallback: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    step: int
+    ids: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+
+class _Producer:
+    """One child process with a thread for each direction, so that no pipe can block the training thread."""
+
+    def __init__(self, command: Sequence[str], setup: str) -> None:
+        root = str(Path(__file__).resolve().parents[2])
+        path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH", ""))))
+        single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")
+        self.process = subprocess.Popen(
+            list(command),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, **single, "PYTHONPATH": path},
+        )
+        self.answers: dict[int, str] = {}
+        self.broken: str | None = None  # why nothing more will come
+        self.changed = threading.Condition()
+        self._outbox: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._outbox.put(setup)
+        for target in (self._write, self._read):
+            threading.Thread(target=target, daemon=True, name=f"planner{target.__name__}").start()
+
+    def send(self, request: _Request) -> None:
+        line = json.dumps({"step": request.step, "ids": request.ids, "lengths": request.lengths})
+        self._outbox.put(line)
+
+    def _write(self) -> None:
+        assert self.process.stdin is not None
+        try:
+            while (line := self._outbox.get()) is not None:
+                self.process.stdin.write(line.encode() + b"\n")
+                self.process.stdin.flush()
+            self.process.stdin.close()
+        except (OSError, ValueError):
+            self._break("died")
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            try:
+                step = int(json.loads(line)["step"])
+            except (ValueError, TypeError, KeyError, RecursionError):
+                self._break("garbage")
+                return
+            with self.changed:
+                self.answers[step] = line.decode()
+                self.changed.notify_all()
+        self._break("died")
+
+    def _break(self, reason: str) -> None:
+        with self.changed:
+            self.broken = self.broken or reason
+            self.changed.notify_all()
+
+    def stop(self) -> None:
+        """End the child at once; its threads end with its pipes."""
+        self._outbox.put(None)
+        self.process.kill()
+        self.process.wait()
+
+
+class PlannerService:
+    """Plans steps ahead of their use: `submit` the coming batches, `get` each step's plan.
+
+    At most `ahead` steps are with the producer at a time; more may be submitted and wait here. `get` waits up to
+    `patience` seconds for a living producer before it counts it as frozen. `fallbacks` and `restarts` count
+    events by reason: "died", "frozen", "garbage", "invalid", "refused" or "stopped".
+    """
+
+    def __init__(
+        self,
+        cost_table: CostTable,
+        strategies: Sequence[tuple[ParallelScheme, ...]],
+        options: PlannerOptions | None = None,
+        ahead: int = 2,
+        *,
+        patience: float = 5.0,
+        command: Sequence[str] = (sys.executable, "-m", "ds_hydra.planner.producer"),
+    ) -> None:
+        if ahead < 1 or patience <= 0:
+            raise ConfigError(f"planner service: needs ahead >= 1 and patience > 0 but has {ahead} and {patience}")
+        options = options or PlannerOptions()
+        self._planner = Planner(cost_table, strategies, options)  # checks its input before anything starts
+        self._pure = Planner(cost_table, strategies, replace(options, kernels="pure"))
+        self._options, self._ahead, self._patience, self._command = options, ahead, patience, command
+        self._setup = json.dumps(
+            {
+                "table": cost_table.to_record(),
+                "strategies": [format_strategy(strategy) for strategy in self._planner.strategies],
+                "options": asdict(options),
+            }
+        )
+        self.fallbacks: Counter[str] = Counter()
+        self.restarts: Counter[str] = Counter()
+        self._failures_in_a_row = 0
+        self._requests: OrderedDict[int, _Request] = OrderedDict()
+        self._sent: set[int] = set()
+        self._loading = False
+        self._compiled_here = threading.Event()
+        self._producer: _Producer | None = _Producer(command, self._setup)
+
+    def submit(self, step: int, sequence_ids: Sequence[int], lengths: Sequence[int]) -> None:
+        """Tell the batch of a coming step; lengths in tokens. A step is submitted once."""
+        if step in self._requests:
+            raise PlanError(f"step {step} was submitted to the planner twice")
+        self._requests[step] = _Request(step, tuple(map(int, sequence_ids)), tuple(lengths))
+        self._send_waiting()
+
+    def get(self, step: int) -> PlannedStep:
+        """The plan of a submitted step; PlanError only for what no planner could plan."""
+        request = self._requests.get(step)
+        if request is None:
+            raise PlanError(f"step {step} was never submitted to the planner; submit it before asking for its plan")
+        planned = self._from_producer(request)
+        if isinstance(planned, str):
+            planned = self._fall_back(request, planned)
+        del self._requests[step]
+        self._sent.discard(step)
+        self._send_waiting()
+        return planned
+
+    def close(self) -> None:
+        """End the producer. `get` still works, in this process."""
+        if self._producer is not None:
+            self._producer.stop()
+            self._producer = None
+
+    def __enter__(self) -> PlannerService:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def producer_pid(self) -> int | None:
+        """Process id of the producer; None when there is none."""
+        return self._producer.process.pid if self._producer else None
+
+    def _send_waiting(self) -> None:
+        if self._producer is None:
+            return
+        for step, request in self._requests.items():
+            if len(self._sent) >= self._ahead:
+                break
+            if step not in self._sent:
+                self._sent.add(step)
+                self._producer.send(request)
+
+    def _from_producer(self, request: _Request) -> PlannedStep | str:
+        """The producer's plan, or the reason why there is none."""
+        producer = self._producer
+        if producer is None:
+            return "stopped"
+        if request.step not in self._sent:
+            self._sent.add(request.step)
+            producer.send(request)
+        deadline = time.monotonic() + self._patience
+        with producer.changed:
+            hidden = request.step in producer.answers
+            while request.step not in producer.answers and producer.broken is None:
+                if not producer.changed.wait(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
+                    return "frozen"
+            line = producer.answers.pop(request.step, None)
+        if line is None:
+            return producer.broken or "died"
+        return self._read_answer(request, json.loads(line), hidden)
+
+    def _read_answer(self, request: _Request, answer: dict[str, Any], hidden: bool) -> PlannedStep | str:
+        if "error" in answer:
+            return "refused"
+        try:
+            plan = StepPlan.from_json(answer["plan"], "the producer's answer")
+            planning_ms = float(answer["planning_ms"])
+            if (plan.step, plan.sequence_ids, plan.lengths) != (request.step, request.ids, request.lengths):
+                raise PlanError(f"the producer answered for other sequences than those of step {request.step}")
+            validate_plan(plan, self._planner.cost_table, self._planner.num_ranks, self._options.objective)
+        except (ValueError, TypeError, KeyError) as error:
+            logger.warning("planner: step %d: the producer's plan is not valid: %s", request.step, error)
+            return "invalid"
+        self._failures_in_a_row = 0
+        if kernels.is_warm():
+            self._load_kernels()
+        return PlannedStep(plan, planning_ms, hidden)
+
+    def _fall_back(self, request: _Request, reason: str) -> PlannedStep:
+        """Plan here, count it, and start a new producer unless the old one is well."""
+        if reason not in ("refused", "stopped"):
+            self._restart(reason)
+        started = time.perf_counter()
+        planner = self._planner if self._compiled_here.is_set() else self._pure
+        plan = replace(planner.plan(request.step, request.ids, request.lengths), source="fast")
+        self.fallbacks[reason] += 1
+        return PlannedStep(plan, (time.perf_counter() - started) * 1e3, False, reason)
+
+    def _restart(self, reason: str) -> None:
+        if self._producer is not None:
+            self._producer.stop()
+            self._producer = None
+        self._sent.clear()
+        self._failures_in_a_row += 1
+        if self._failures_in_a_row > _RESTARTS_IN_A_ROW:
+            logger.warning("planner: the producer failed %d times in a row; planning in process", _RESTARTS_IN_A_ROW)
+            return
+        self.restarts[reason] += 1
+        logger.warning("planner: the producer %s; planning this step in process and starting a new one", reason)
+        self._producer = _Producer(self._command, self._setup)
+
+    def _load_kernels(self) -> None:
+        """Load the compiled kernels from the warm cache, once, beside the training thread."""
+        if self._options.kernels != "compiled" or self._loading:
+            return
+        self._loading = True
+
+        def load() -> None:
+            warm_up()
+            self._compiled_here.set()
+
+        threading.Thread(target=load, daemon=True, name="planner-kernels").start()
