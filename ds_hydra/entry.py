@@ -56,7 +56,7 @@ def initialize(
             mesh_param=mesh_param,
             config_params=config_params,
         )
-    _refuse_arguments(mpu=mpu, mesh_param=mesh_param, collate_fn=collate_fn)
+    _refuse_arguments(mpu=mpu, mesh_param=mesh_param)
     if model is None:
         raise ConfigError("initialize() needs a model")
     rank = int(os.environ.get("RANK", "0"))
@@ -64,6 +64,8 @@ def initialize(
     if rank == 0:
         for note in parsed.notes:
             logger.warning("%s", note)
+        if collate_fn is not None:
+            logger.info("collate_fn is not called: sequences are packed, not collated")
 
     from ds_hydra.deepspeed_bridge import deepspeed_config, init_distributed
 
@@ -86,11 +88,9 @@ def initialize(
 
 def _refuse_arguments(**arguments: Any) -> None:
     """Arguments of `deepspeed.initialize` that have no meaning here; ignoring them would change the result."""
-    reasons = {
-        "mpu": "process groups follow from hydra.strategies",
-        "mesh_param": "process groups follow from hydra.strategies",
-        "collate_fn": "sequences are packed, not collated; give a dataset of token sequences",
-    }
     for name, value in arguments.items():
         if value is not None:
-            raise ConfigError(f'initialize({name}=...) cannot be used with a "hydra" block: {reasons[name]}')
+            raise ConfigError(
+                f'initialize({name}=...) cannot be used with a "hydra" block: process groups follow from '
+                "hydra.strategies"
+            )
