@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -111,7 +111,7 @@ def even_layout(numel: int, num_ranks: int) -> Layout:
     if num_ranks < 1 or numel < 0:
         raise PlanError(f"cannot share {numel} elements among {num_ranks} ranks; there must be at least one rank")
     cuts = [rank * numel // num_ranks for rank in range(num_ranks + 1)]
-    return layout_of_intervals(numel, list(zip(cuts[:-1], cuts[1:], strict=True)))
+    return layout_of_intervals(numel, list(pairwise(cuts)))
 
 
 def layout_of_intervals(numel: int, intervals: Sequence[tuple[int, int]]) -> Layout:

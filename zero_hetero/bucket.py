@@ -1,0 +1,36 @@
+"""Buckets: the parameters that are pulled and pushed together, as one flat tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+from ds_hydra.zero_hetero.errors import PlanError
+
+
+@dataclass(frozen=True, slots=True)
+class BucketSpec:
+    """A transformer layer, the embeddings or the head: its parameters one after the other, without gaps."""
+
+    name: str
+    params: tuple[tuple[str, int], ...]  # (parameter name, elements), in flat order
+
+    def __post_init__(self) -> None:
+        names = [name for name, _ in self.params]
+        twice = {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else set()
+        if twice:
+            raise PlanError(f"bucket {self.name!r} lists {sorted(twice)} twice; a parameter belongs to it once")
+        for name, numel in self.params:
+            if numel < 1:
+                raise PlanError(f"bucket {self.name!r}: parameter {name!r} has {numel} elements; leave it out")
+
+    @property
+    def numel(self) -> int:
+        """Elements of the bucket."""
+        return sum(numel for _, numel in self.params)
+
+    @property
+    def offsets(self) -> dict[str, int]:
+        """Where each parameter begins in the bucket, in elements."""
+        ends = accumulate(numel for _, numel in self.params)
+        return {name: end - numel for (name, numel), end in zip(self.params, ends, strict=True)}

@@ -1,0 +1,230 @@
+"""LNK, the operator that moves mutual slices between two layouts (Hydraulis, section 5.2, figure 9).
+
+A transfer plan and this rank's two local buffers go in; messages and local moves follow the plan. A message that is
+one interval of the local buffer is sent from it or received into it; any other is packed into a scratch buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ds_hydra.zero_hetero.buffer_pool import BufferPool
+from ds_hydra.zero_hetero.contributions import Contribution, order_contributions
+from ds_hydra.zero_hetero.errors import PlanError
+from ds_hydra.zero_hetero.transfer_plan import TransferPlan
+from ds_hydra.zero_hetero.transport import Transport, Work
+
+# Elements of a sum that are finished before the next: with one contribution they stay in a core's second-level
+# cache. On an accelerator each step is a kernel, so there a sum is not cut.
+SUM_BLOCK_ON_CPU = 1 << 16
+
+
+class Part(NamedTuple):
+    """`length` elements at `offset` of a local buffer and at `packed` of a message."""
+
+    offset: int
+    packed: int
+    length: int
+
+
+class Envelope(NamedTuple):
+    """One rank's side of one message: its parts in message order; a single part needs no packing."""
+
+    peer: int
+    numel: int
+    parts: tuple[Part, ...]
+
+
+class Handle:
+    """A pull or push under way. `wait()` ends it; until then neither buffer may be written."""
+
+    def __init__(self, work: Work, finish: Callable[[], None]):
+        self._pending: tuple[Work, Callable[[], None]] | None = (work, finish)
+
+    def wait(self) -> None:
+        """Return when the destination is complete and the source is free again; more calls do nothing."""
+        if self._pending is None:
+            return
+        work, finish = self._pending
+        self._pending = None
+        work.wait()
+        finish()
+
+
+class Link:
+    """Runs one rank's part of a transfer plan, any number of times.
+
+    The plan's ranks are the ranks of `transport`. `buffers` is the scratch memory; links that share one pool need
+    together only what is in use at once.
+    """
+
+    def __init__(self, plan: TransferPlan, rank: int, transport: Transport, *, buffers: BufferPool | None = None):
+        if not 0 <= rank < plan.num_ranks:
+            raise PlanError(f"rank {rank} is not among the {plan.num_ranks} ranks of the transfer plan")
+        self.rank = rank
+        self.transport = transport
+        self.buffers = BufferPool() if buffers is None else buffers
+        self.sends = tuple(_envelope(m.dst, ((s.src_offset, s.length) for s in m.slices)) for m in plan.sends(rank))
+        self.recvs = tuple(_envelope(m.src, ((s.dst_offset, s.length) for s in m.slices)) for m in plan.recvs(rank))
+        self.local = plan.local(rank)
+        self.src_numel = max([_end(self.sends), *(s.src_offset + s.length for s in self.local)])
+        self.dst_numel = max([_end(self.recvs), *(s.dst_offset + s.length for s in self.local)])
+        self._sum_steps: dict[tuple[int, int | None], tuple[Contribution, ...]] = {}
+
+    @property
+    def sent_numel(self) -> int:
+        """Elements that this rank sends to others."""
+        return sum(envelope.numel for envelope in self.sends)
+
+    @property
+    def received_numel(self) -> int:
+        """Elements that this rank receives from others."""
+        return sum(envelope.numel for envelope in self.recvs)
+
+    def pull(self, src: Tensor, dst: Tensor, *, tag: int = 0) -> Handle:
+        """Start to copy everybody's `src`, buffers in the source layout, to everybody's `dst`.
+
+        Both flat, contiguous and of one dtype, which is also the one on the wire. Elements of `dst` outside the
+        plan stay as they are.
+        """
+        self._check(src, dst)
+        if src.dtype != dst.dtype:
+            raise PlanError(f"rank {self.rank} pulls {src.dtype} into {dst.dtype}; cast the source first")
+        scratch = _Scratch(self.buffers, src.dtype, src.device)
+        sends = [(envelope.peer, _packed(envelope, src, scratch)) for envelope in self.sends]
+        recvs = [(envelope.peer, _landing(envelope, dst, scratch)) for envelope in self.recvs]
+        work = self.transport.exchange(sends, recvs, tag)
+        for src_offset, dst_offset, length in self.local:
+            dst.narrow(0, dst_offset, length).copy_(src.narrow(0, src_offset, length))
+
+        def finish() -> None:
+            for envelope, (_, message) in zip(self.recvs, recvs, strict=True):
+                if len(envelope.parts) > 1:
+                    _unpack(envelope, message, dst)
+            scratch.give_back()
+
+        return Handle(work, finish)
+
+    def push(self, src: Tensor, dst: Tensor, *, wire_dtype: torch.dtype | None = None, tag: int = 0) -> Handle:
+        """Start to sum everybody's `src`, contributions in the source layout, into everybody's `dst`.
+
+        `wait()` fills the whole of `dst`, with zeros where nobody contributes. Sums are taken in dst's dtype and in
+        rank order, the rank's own contribution in its turn, so they are the same to the bit each time. Messages
+        travel as `wire_dtype` (default: src's own); `src` must not change before `wait()` returns.
+        """
+        self._check(src, dst)
+        scratch = _Scratch(self.buffers, wire_dtype or src.dtype, src.device)
+        sends = [(envelope.peer, _packed(envelope, src, scratch)) for envelope in self.sends]
+        recvs = [(envelope.peer, scratch.take(envelope.numel)) for envelope in self.recvs]
+        work = self.transport.exchange(sends, recvs, tag)
+
+        def finish() -> None:
+            self._sum({self.rank: src, **dict(recvs)}, dst)
+            scratch.give_back()
+
+        return Handle(work, finish)
+
+    def _sum(self, messages: dict[int, Tensor], dst: Tensor) -> None:
+        block = SUM_BLOCK_ON_CPU if dst.device.type == "cpu" else None
+        steps = self._steps(dst.numel(), block)
+        # Adding across dtypes takes many times as long as casting first and adding then.
+        widest = max(
+            (step.length for step in steps if step.sender is not None and messages[step.sender].dtype != dst.dtype),
+            default=0,
+        )
+        scratch = _Scratch(self.buffers, dst.dtype, dst.device)
+        cast = scratch.take(widest)
+        for sender, src_offset, dst_offset, length, first in steps:
+            target = dst.narrow(0, dst_offset, length)
+            if sender is None:
+                target.zero_()
+                continue
+            source = messages[sender].narrow(0, src_offset, length)
+            if first:
+                target.copy_(source)
+            elif source.dtype == dst.dtype:
+                target.add_(source)
+            else:
+                target.add_(cast.narrow(0, 0, length).copy_(source))
+        scratch.give_back()
+
+    def _steps(self, numel: int, block: int | None) -> tuple[Contribution, ...]:
+        """The steps of a sum of `numel` elements, worked out once."""
+        if (numel, block) not in self._sum_steps:
+            senders = {
+                envelope.peer: [(p.packed, p.offset, p.length) for p in envelope.parts] for envelope in self.recvs
+            }
+            senders[self.rank] = list(self.local)
+            self._sum_steps[numel, block] = order_contributions(senders.items(), numel, block)
+        return self._sum_steps[numel, block]
+
+    def _check(self, src: Tensor, dst: Tensor) -> None:
+        for what, buffer, numel in (("source", src, self.src_numel), ("destination", dst, self.dst_numel)):
+            if buffer.dim() != 1 or not buffer.is_contiguous() or buffer.numel() < numel:
+                raise PlanError(
+                    f"rank {self.rank}: the {what} buffer has shape {tuple(buffer.shape)} and strides "
+                    f"{buffer.stride()}, the transfer plan needs {numel} contiguous elements; give the local buffer "
+                    f"of the {what} layout, flat"
+                )
+
+
+class _Scratch:
+    """What one operation has borrowed from the pool."""
+
+    def __init__(self, pool: BufferPool, dtype: torch.dtype, device: torch.device):
+        self.pool, self.dtype, self.device = pool, dtype, device
+        self.lent: list[Tensor] = []
+
+    def take(self, numel: int) -> Tensor:
+        if numel == 0:
+            return torch.empty(0, dtype=self.dtype, device=self.device)
+        self.lent.append(self.pool.take(numel, self.dtype, self.device))
+        return self.lent[-1].narrow(0, 0, numel)
+
+    def give_back(self) -> None:
+        for buffer in self.lent:
+            self.pool.give(buffer)
+        self.lent = []
+
+
+def _envelope(peer: int, intervals: Iterable[tuple[int, int]]) -> Envelope:
+    """Parts from (offset, length) in message order; neighbours that touch become one part."""
+    parts: list[Part] = []
+    numel = 0
+    for offset, length in intervals:
+        if parts and parts[-1].offset + parts[-1].length == offset:
+            parts[-1] = parts[-1]._replace(length=parts[-1].length + length)
+        else:
+            parts.append(Part(offset, numel, length))
+        numel += length
+    return Envelope(peer, numel, tuple(parts))
+
+
+def _end(envelopes: Iterable[Envelope]) -> int:
+    return max((part.offset + part.length for envelope in envelopes for part in envelope.parts), default=0)
+
+
+def _packed(envelope: Envelope, src: Tensor, scratch: _Scratch) -> Tensor:
+    """The message to send, shape (numel,) in the scratch's dtype: an interval of `src` itself where it can be."""
+    if len(envelope.parts) == 1 and src.dtype == scratch.dtype:
+        return src.narrow(0, envelope.parts[0].offset, envelope.numel)
+    message = scratch.take(envelope.numel)
+    for offset, packed, length in envelope.parts:
+        message.narrow(0, packed, length).copy_(src.narrow(0, offset, length))
+    return message
+
+
+def _landing(envelope: Envelope, dst: Tensor, scratch: _Scratch) -> Tensor:
+    """Where a message is received: in `dst` itself where it is one interval."""
+    if len(envelope.parts) == 1:
+        return dst.narrow(0, envelope.parts[0].offset, envelope.numel)
+    return scratch.take(envelope.numel)
+
+
+def _unpack(envelope: Envelope, message: Tensor, dst: Tensor) -> None:
+    for offset, packed, length in envelope.parts:
+        dst.narrow(0, offset, length).copy_(message.narrow(0, packed, length))

@@ -1,0 +1,190 @@
+"""Master shards: FP32 parameters and gradients, evenly and permanently sharded over all ranks of the job.
+
+[Note: master shards] Rank r holds the r-th of N equal intervals of every bucket, whatever the strategy of a step
+(the optimization phase of Hydraulis, section 5.2). All its intervals lie in one tensor `flat`, bucket after bucket,
+and its gradients in `flat_grad` likewise; `shards[b]`, `grads[b]` and the optimizer's parameters are views.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ds_hydra.zero_hetero.bucket import BucketSpec
+from ds_hydra.zero_hetero.errors import PlanError
+from ds_hydra.zero_hetero.layout import Layout, even_layout, layout_of_intervals
+from ds_hydra.zero_hetero.link import Link
+from ds_hydra.zero_hetero.transfer_plan import plan_transfer
+from ds_hydra.zero_hetero.transport import Transport
+
+
+class OwnedPiece(NamedTuple):
+    """The elements of one parameter that this rank owns; `shard` and `grad` are views of shape (stop - start,)."""
+
+    bucket: int
+    name: str
+    start: int  # first element, counted in the parameter
+    stop: int
+    shard: Tensor
+    grad: Tensor
+
+
+class OptimizerSpan(NamedTuple):
+    """What one parameter of the optimizer stands for: elements [start, stop) of a bucket's local shard."""
+
+    param: nn.Parameter
+    bucket: int
+    start: int
+    stop: int
+
+
+class MasterShards:
+    """This rank's part of the FP32 parameters and their gradients; see [Note: master shards].
+
+    `layouts[b]`: who owns which interval of bucket b. `shards[b]`, `grads[b]`: this rank's, flat, in `dtype`.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[BucketSpec],
+        rank: int,
+        num_ranks: int,
+        device: torch.device | str,
+        dtype: torch.dtype = torch.float32,
+    ):
+        self.buckets = tuple(buckets)
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.layouts: list[Layout] = [even_layout(bucket.numel, num_ranks) for bucket in self.buckets]
+        sizes = [layout.sizes[rank] for layout in self.layouts]
+        self.flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
+        self.flat_grad = torch.zeros_like(self.flat)
+        self.shards: list[Tensor] = list(self.flat.split(sizes))
+        self.grads: list[Tensor] = list(self.flat_grad.split(sizes))
+        self.spans: list[OptimizerSpan] = []
+        self._owned = {piece.name: piece for piece in self._cut_pieces()}
+        self._numels = {name: numel for bucket in self.buckets for name, numel in bucket.params}
+        if len(self._numels) < sum(len(bucket.params) for bucket in self.buckets):
+            raise PlanError("a parameter is in two buckets; shared parameters are listed once, where they are stored")
+
+    def load(self, name: str, flat: Tensor) -> None:
+        """Take this rank's interval of a whole parameter, given flat in master order, of any dtype and device."""
+        numel = self._numel_of(name)
+        if flat.numel() != numel:
+            raise PlanError(f"parameter {name!r} has {numel} elements, the tensor to load {flat.numel()}")
+        piece = self._owned.get(name)
+        if piece is not None:
+            with torch.no_grad():
+                piece.shard.copy_(flat.reshape(-1)[piece.start : piece.stop])
+
+    def pieces(self) -> Iterator[OwnedPiece]:
+        """What this rank owns, parameter by parameter in the order of the buckets."""
+        return iter(self._owned.values())
+
+    def param_groups(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Parameter groups for any element-wise `torch.optim` optimizer, over this rank's elements only.
+
+        `groups` have `names` (parameter names) and any options of the optimizer; together they name each parameter
+        once. What one group owns side by side in a bucket becomes one 1-D parameter whose data and `.grad` are
+        views of the shards: update with `step()`, and never drop the gradients with `zero_grad()`, for a push
+        overwrites them. Every group is returned, those without elements too, so that schedulers see the same
+        groups on every rank.
+        """
+        group_of = self._group_of_each(groups)
+        params: list[list[nn.Parameter]] = [[] for _ in groups]
+        self.spans = []
+        for bucket, start, stop, group in self._runs(group_of):
+            param = nn.Parameter(self.shards[bucket][start:stop])
+            param.grad = self.grads[bucket][start:stop]
+            params[group].append(param)
+            self.spans.append(OptimizerSpan(param, bucket, start, stop))
+        return [
+            {**{key: value for key, value in group.items() if key != "names"}, "params": owned}
+            for group, owned in zip(groups, params, strict=True)
+        ]
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer, key: str) -> list[Tensor]:
+        """An element-wise state such as "exp_avg", per bucket like `shards`; zeros where there is none yet."""
+        state = [torch.zeros_like(shard) for shard in self.shards]
+        for param, bucket, start, stop in self.spans:
+            value = optimizer.state.get(param, {}).get(key)
+            if value is not None:
+                state[bucket][start:stop].copy_(value)
+        return state
+
+    def gather_full(
+        self,
+        transport: Transport,
+        *,
+        source: Sequence[Tensor] | None = None,
+        ranks: Sequence[int] | None = None,
+    ) -> dict[str, Tensor]:
+        """Whole parameters by name, flat in master order, on CPU; called on all ranks together.
+
+        `source`: what to gather, per bucket like `shards` (default: the shards). `ranks`: who gets them (default:
+        all); the others get an empty dictionary. Goes bucket by bucket, so a device holds one whole bucket.
+        """
+        receivers = range(self.num_ranks) if ranks is None else ranks
+        gathered: dict[str, Tensor] = {}
+        for bucket, spec in enumerate(self.buckets):
+            local = (self.shards if source is None else source)[bucket].detach()
+            wanted = [(0, spec.numel if rank in receivers else 0) for rank in range(self.num_ranks)]
+            plan = plan_transfer(self.layouts[bucket], layout_of_intervals(spec.numel, wanted))
+            whole = torch.empty(wanted[self.rank][1], dtype=local.dtype, device=local.device)
+            Link(plan, self.rank, transport).pull(local, whole).wait()
+            if self.rank in receivers:
+                values = whole.cpu().split([numel for _, numel in spec.params])
+                gathered |= {name: value.clone() for (name, _), value in zip(spec.params, values, strict=True)}
+        return gathered
+
+    def _cut_pieces(self) -> Iterator[OwnedPiece]:
+        for index, bucket in enumerate(self.buckets):
+            for piece in self.layouts[index].pieces[self.rank]:
+                for (name, numel), offset in zip(bucket.params, bucket.offsets.values(), strict=True):
+                    start, stop = max(piece.start, offset), min(piece.stop, offset + numel)
+                    if start < stop:
+                        at = slice(start - piece.start, stop - piece.start)
+                        yield OwnedPiece(
+                            index, name, start - offset, stop - offset, self.shards[index][at], self.grads[index][at]
+                        )
+
+    def _runs(self, group_of: Mapping[str, int]) -> Iterator[tuple[int, int, int, int]]:
+        """Maximal (bucket, start, stop, group) of adjacent pieces in one group, in the local shard."""
+        bucket, start, stop, group = -1, 0, 0, -1
+        for piece in self.pieces():
+            length = piece.stop - piece.start
+            if (piece.bucket, group_of[piece.name]) == (bucket, group):
+                stop += length
+                continue
+            if stop > start:
+                yield bucket, start, stop, group
+            start = stop if piece.bucket == bucket else 0
+            bucket, stop, group = piece.bucket, start + length, group_of[piece.name]
+        if stop > start:
+            yield bucket, start, stop, group
+
+    def _group_of_each(self, groups: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+        group_of: dict[str, int] = {}
+        for index, group in enumerate(groups):
+            for name in group["names"]:
+                self._numel_of(name)
+                if name in group_of:
+                    raise PlanError(
+                        f"parameter {name!r} is in optimizer groups {group_of[name]} and {index}; name it in one"
+                    )
+                group_of[name] = index
+        missing = [name for name in self._numels if name not in group_of]
+        if missing:
+            raise PlanError(
+                f"{len(missing)} of {len(self._numels)} parameters are in no optimizer group, the first is "
+                f"{missing[0]!r}; name each in one group"
+            )
+        return group_of
+
+    def _numel_of(self, name: str) -> int:
+        if name not in self._numels:
+            raise PlanError(f"no bucket holds a parameter {name!r}; there are {len(self._numels)} parameters")
+        return self._numels[name]

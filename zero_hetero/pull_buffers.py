@@ -1,0 +1,62 @@
+"""Pulled parameters: all buckets' pulls start with the step and each is waited for before its first use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ds_hydra.zero_hetero.link import Handle, Link
+
+
+class PullBuffers:
+    """Pulls one strategy's buckets from the master shards, in ascending bucket index on every rank.
+
+    `links[b]` pulls bucket b from `shards[b]`, the rank's master shard, into `buffers[b]`, the rank's flat local
+    parameters (empty where it holds nothing). The buffers' dtype is the compute dtype: shards are cast to it once,
+    before they are sent.
+    """
+
+    def __init__(
+        self, links: Sequence[Link], shards: Sequence[Tensor], buffers: Sequence[Tensor], *, first_tag: int = 0
+    ):
+        """Bucket b is pulled with tag `first_tag + b`."""
+        self.links = tuple(links)
+        self.shards = tuple(shards)
+        self.buffers = tuple(buffers)
+        self.first_tag = first_tag
+        self._handles: dict[int, Handle] = {}
+        self._casts: list[Tensor] = []
+
+    def start(self) -> None:
+        """Start all pulls; from now on no buffer may be read before `wait` of its bucket."""
+        if self._handles:
+            raise RuntimeError(f"pulls of buckets {sorted(self._handles)} are still under way; call finish() first")
+        with torch.no_grad():
+            for index, link in enumerate(self.links):
+                wire = self._cast(index)
+                self._handles[index] = link.pull(wire, self.buffers[index], tag=self.first_tag + index)
+
+    def wait(self, bucket: int) -> None:
+        """Return when this rank's parameters of `bucket` are complete; more calls do nothing."""
+        handle = self._handles.pop(bucket, None)
+        if handle is not None:
+            handle.wait()
+
+    def finish(self) -> None:
+        """Wait for every pull that is left, those of which this rank only sends too: shards may change again."""
+        for bucket in sorted(self._handles):
+            self.wait(bucket)
+
+    def _cast(self, index: int) -> Tensor:
+        """The shard in the compute dtype; the buffer for it is kept from step to step."""
+        shard, dtype = self.shards[index].detach(), self.buffers[index].dtype
+        if shard.dtype == dtype:
+            return shard
+        if not self._casts:
+            self._casts = [
+                torch.empty_like(shard, dtype=buffer.dtype)
+                for shard, buffer in zip(self.shards, self.buffers, strict=True)
+            ]
+        return self._casts[index].copy_(shard)

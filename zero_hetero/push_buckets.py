@@ -1,0 +1,93 @@
+"""Push buckets: hand each bucket's gradients to its LNK push as soon as the last backward has passed it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ds_hydra.zero_hetero.link import Handle, Link
+
+
+@dataclass(frozen=True, slots=True)
+class PushBucket:
+    """One bucket as this rank sees it in one strategy.
+
+    `grads` is the flat local gradient buffer (empty where the rank holds nothing), of which the `.grad` of `params`
+    are views; `masters` is the rank's master gradient, which the push fills. `link` has the transposed plan.
+    """
+
+    link: Link
+    params: tuple[nn.Parameter, ...]
+    grads: Tensor
+    masters: Tensor
+
+
+class PushBuckets:
+    """Issues the pushes of one strategy in one global order: descending bucket index, on every rank.
+
+    A rank also issues, in its place, a bucket of which it only receives or holds nothing, so that no two ranks ever
+    start the same pushes in different orders (NCCL matches messages by order). Life of a step: `arm()` before the
+    last backward, gradient hooks issue what is ready, `finish()` issues the rest and waits.
+    """
+
+    def __init__(self, buckets: Sequence[PushBucket], *, wire_dtype: torch.dtype | None = None, first_tag: int = 0):
+        """Bucket b is pushed with tag `first_tag + b`; `wire_dtype` as in `Link.push`."""
+        self.buckets = tuple(buckets)
+        self.wire_dtype = wire_dtype
+        self.first_tag = first_tag
+        self._armed = False
+        self._unready: list[set[int]] = [set() for _ in self.buckets]
+        self._next = -1  # the bucket to issue next; those above it are under way
+        self._handles: list[Handle] = []
+        self._hooks = [
+            param.register_post_accumulate_grad_hook(self._hook(index, position))
+            for index, bucket in enumerate(self.buckets)
+            for position, param in enumerate(bucket.params)
+        ]
+
+    def arm(self) -> None:
+        """From now on a gradient is final once autograd has accumulated into it: this backward is the last."""
+        if self._armed or self._handles:
+            raise RuntimeError("push buckets are armed twice in one step; call finish() before the next step")
+        self._armed = True
+        self._next = len(self.buckets) - 1
+        self._unready = [set(range(len(bucket.params))) for bucket in self.buckets]
+        self._issue_ready()
+
+    def finish(self) -> None:
+        """Issue every push that is left, then wait for all: the master gradients are complete.
+
+        Parameters that the last backward did not reach, and ranks that had no backward at all, are final now.
+        """
+        if not self._armed:
+            self.arm()
+        self._unready = [set() for _ in self.buckets]
+        self._issue_ready()
+        self._armed = False
+        handles, self._handles = self._handles, []
+        for handle in handles:
+            handle.wait()
+
+    def remove(self) -> None:
+        """Take the hooks off the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _hook(self, index: int, position: int) -> Callable[[Tensor], None]:
+        def on_accumulated(_: Tensor) -> None:
+            if self._armed:
+                self._unready[index].discard(position)
+                self._issue_ready()
+
+        return on_accumulated
+
+    def _issue_ready(self) -> None:
+        while self._next >= 0 and not self._unready[self._next]:
+            bucket = self.buckets[self._next]
+            tag = self.first_tag + self._next
+            self._next -= 1
+            self._handles.append(bucket.link.push(bucket.grads, bucket.masters, wire_dtype=self.wire_dtype, tag=tag))
