@@ -156,6 +156,14 @@ def strategy_bound(work, tokens, count, n, scheme_of, pipelines, groups, c, max_
         return proven
     proven = max(proven, sharing_ms(work, tokens, count, n, scheme_of, pipelines, groups, c, max_length, pp))
     shares = np.empty((groups, n), dtype=np.float64)
+    for g in range(groups):
+        k = scheme_of[g]
+        for i in range(n):
+            shares[g, i] = BLOCKED
+            if tokens[i] <= max_length[k]:
+                shares[g, i] = work[k, i] + c[k] * tokens[i] / max_length[k]
+    demand = np.empty(groups, dtype=np.float64)
+    proven = max(proven, priced_ratio(shares, count, n, groups, pipelines, price, demand) * (1.0 - 1e-12))
     tau, failed = proven, math.inf
     for _ in range(outer):
         for g in range(groups):
@@ -164,10 +172,7 @@ def strategy_bound(work, tokens, count, n, scheme_of, pipelines, groups, c, max_
         ratio = search_prices(shares, count, n, groups, pipelines, price, inner)
         if ratio > 1.0 + 1e-9:
             proven = max(proven, tau)
-            if math.isinf(ratio):
-                guess = tau * 1.05
-            else:
-                guess = tau * (ratio - 2e-4)
+            guess = tau * (min(ratio, 1.3) - 2e-4)
             if guess <= tau:
                 guess = tau * (1.0 + 2e-4)
         else:

@@ -1,0 +1,78 @@
+"""Mixed-integer linear programs in, HiGHS's solutions out: one thread, limits by nodes. Pure: no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class MilpSolution:
+    """The best point found, its objective, HiGHS's bound on the optimum, and whether the two are proven to meet."""
+
+    values: np.ndarray
+    objective: float
+    bound: float
+    optimal: bool
+
+
+def solve_milp(
+    cost: np.ndarray,
+    ceiling: np.ndarray,
+    rows: Sequence[Sequence[tuple[int, float]]],
+    row_lower: Sequence[float],
+    row_upper: Sequence[float],
+    *,
+    integers: int,
+    node_limit: int | None = None,
+    seconds: float | None = None,
+    gap: float = 0.0,
+    floor: np.ndarray | None = None,
+    start: np.ndarray | None = None,
+) -> MilpSolution | None:
+    """Minimise cost @ x over row_lower <= rows <= row_upper, floor <= x <= ceiling; the first `integers` are whole.
+
+    `rows` lists (column, coefficient) pairs; `start` is a feasible point to begin from. None when HiGHS found
+    no feasible point within its limits. Coefficients should be near 1: scale times before they come here.
+    """
+    import highspy
+
+    columns = len(cost)
+    starts = np.cumsum([0] + [len(row) for row in rows], dtype=np.int32)
+    index = np.array([at for row in rows for at, _ in row], dtype=np.int32)
+    value = np.array([x for row in rows for _, x in row], dtype=np.float64)
+    lp = highspy.HighsLp()
+    lp.num_col_, lp.num_row_ = columns, len(rows)
+    lp.col_cost_ = np.asarray(cost, dtype=np.float64)
+    lp.col_lower_ = np.zeros(columns) if floor is None else np.asarray(floor, dtype=np.float64)
+    lp.col_upper_ = np.asarray(ceiling, dtype=np.float64)
+    lp.row_lower_ = np.asarray(row_lower, dtype=np.float64)
+    lp.row_upper_ = np.asarray(row_upper, dtype=np.float64)
+    lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    lp.a_matrix_.start_, lp.a_matrix_.index_, lp.a_matrix_.value_ = starts, index, value
+    whole, real = highspy.HighsVarType.kInteger, highspy.HighsVarType.kContinuous
+    lp.integrality_ = [whole] * integers + [real] * (columns - integers)
+    solver = highspy.Highs()
+    options: dict[str, object] = {"output_flag": False, "threads": 1, "mip_rel_gap": gap, "random_seed": 0}
+    if node_limit is not None:
+        options["mip_max_nodes"] = node_limit
+    if seconds is not None:
+        options["time_limit"] = float(seconds)
+    for name, option in options.items():
+        solver.setOptionValue(name, option)
+    solver.passModel(lp)
+    if start is not None:
+        point = highspy.HighsSolution()
+        point.col_value = [float(x) for x in start]
+        solver.setSolution(point)
+    solver.run()
+    info = solver.getInfo()
+    if info.primal_solution_status != 2:  # kSolutionStatusFeasible
+        return None
+    optimal = solver.getModelStatus() == highspy.HighsModelStatus.kOptimal
+    bound = info.mip_dual_bound if integers else info.objective_function_value
+    values = np.array(solver.getSolution().col_value)
+    return MilpSolution(values, info.objective_function_value, bound if math.isfinite(bound) else -math.inf, optimal)

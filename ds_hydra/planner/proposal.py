@@ -1,0 +1,266 @@
+"""Lengths of the data in, the candidate strategies of a training run out (Hydraulis, section 7). Pure: no torch.
+
+[Note: proposal]
+Sampled batches stand for the data, so a batch whose longest sequence is L contains one, and bubbles count. For
+each: whole numbers of pipelines by HiGHS on the continuous problem (with u = 1/tau it is linear), then hill
+climbing on the certified bound. The pool of all of these is reduced greedily to the subset with the least mean
+time over all sampled batches, each batch run by its best strategy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ds_hydra.cost_model import CostTable
+from ds_hydra.pipe.strategy import ParallelScheme
+from ds_hydra.planner.candidates import counts_to_schemes, usable_schemes
+from ds_hydra.planner.options import PlannerOptions
+from ds_hydra.planner.problem import Batch, Groups
+from ds_hydra.planner.proposal_milp import counts_by_milp
+from ds_hydra.planner.selection import Planner, Search
+from ds_hydra.zero_hetero.errors import PlanError
+
+Counts = tuple[int, ...]  # pipelines of each usable scheme
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much work a proposal may do; all are counts, so that the result does not depend on the machine."""
+
+    batches: int  # sampled
+    milp_batches: int  # of these, solved by HiGHS
+    node_limit: int  # of each HiGHS solution
+    rounds: int  # of hill climbing over all batches
+    moves: int  # neighbours looked at per batch and round
+    plan_pool: int  # strategies that are planned, not only bounded, before the final choice
+
+
+QUICK = Effort(batches=12, milp_batches=6, node_limit=20, rounds=2, moves=60, plan_pool=0)
+THOROUGH = Effort(batches=64, milp_batches=16, node_limit=100, rounds=8, moves=150, plan_pool=60)
+
+
+def sample_batches(
+    lengths: Sequence[int], tokens_per_step: int, count: int, seed: int, context_length: int
+) -> list[np.ndarray]:
+    """Batches of random lengths of the data, each of at least `tokens_per_step` tokens."""
+    data = np.asarray(lengths, dtype=np.int64)
+    data = data[(data >= 1) & (data <= context_length)]
+    if not data.size:
+        raise PlanError(f"no sequence of the sample has 1..{context_length} tokens (context_length)")
+    rng = np.random.default_rng(seed)
+    batches = []
+    for _ in range(count):
+        drawn: list[np.ndarray] = []
+        total = 0
+        while total < tokens_per_step:
+            drawn.append(rng.choice(data, size=max(8, int(1.2 * (tokens_per_step - total) / data.mean()))))
+            total += int(drawn[-1].sum())
+        batch = np.concatenate(drawn)
+        batches.append(batch[: int(np.searchsorted(np.cumsum(batch), tokens_per_step)) + 1])
+    return batches
+
+
+def propose_strategies(
+    cost_table: CostTable,
+    num_ranks: int,
+    lengths: Sequence[int],
+    tokens_per_step: int,
+    context_length: int,
+    *,
+    node_size: int = 8,
+    tp_across_nodes: bool = False,
+    count: int = 20,
+    effort: Effort = QUICK,
+    seed: int = 0,
+) -> tuple[tuple[ParallelScheme, ...], ...]:
+    """Up to `count` strategies for data with these lengths [Note: proposal], the most useful first.
+
+    One of them holds a sequence of `context_length` tokens; PlanError when no usable scheme does. Pipelines
+    stand in rank order; TP groups stay inside nodes of `node_size` ranks unless `tp_across_nodes`.
+    """
+    schemes = usable_schemes(cost_table, num_ranks, node_size, tp_across_nodes)
+    longest = max(cost_table[scheme].max_length for scheme in schemes)
+    if longest < context_length:
+        raise PlanError(
+            f"no usable scheme holds a sequence of context_length={context_length} tokens: the largest MaxLen is "
+            f"{longest}; measure schemes with more tp or sp, allow tp across nodes, or lower context_length"
+        )
+    sampled = sample_batches(lengths, tokens_per_step, effort.batches, seed, context_length)
+    pool = _Pool(cost_table, schemes, num_ranks, sampled)
+    pool.add(pool.homogeneous())
+    by_longest = sorted(range(len(sampled)), key=lambda b: int(sampled[b].max()))
+    for turn in np.linspace(0, len(sampled) - 1, min(effort.milp_batches, len(sampled))):
+        index = by_longest[round(turn)]
+        pool.add(pool.whole_numbers(index, effort.node_limit))
+    for round_number in range(effort.rounds):
+        if not pool.climb(effort.moves, seed + round_number):
+            break
+    chosen = pool.best_subset(count, effort.plan_pool)
+    chosen = pool.cover(chosen, context_length, count)
+    return tuple(counts_to_schemes(counts, schemes) for counts in chosen)
+
+
+class _Pool:
+    """Strategies and their times on every sampled batch."""
+
+    def __init__(
+        self,
+        cost_table: CostTable,
+        schemes: tuple[ParallelScheme, ...],
+        num_ranks: int,
+        sampled: Sequence[np.ndarray],
+    ) -> None:
+        self._table = CostTable(tuple(cost_table[scheme] for scheme in schemes))
+        self._schemes = schemes
+        self._sizes = np.array([scheme.num_ranks for scheme in schemes], dtype=np.int64)
+        self._num_ranks = num_ranks
+        self._lengths = sampled
+        self._batches = [Batch.of(batch.tolist(), self._table) for batch in sampled]
+        planner = Planner(self._table, [self._any_strategy()], PlannerOptions(effort=1))
+        self._searches = [Search(planner, batch) for batch in self._batches]
+        self.times: dict[Counts, np.ndarray] = {}  # ms on each batch
+        self._moves = self._exchanges()
+
+    def _any_strategy(self) -> tuple[ParallelScheme, ...]:
+        return (self._schemes[0],)
+
+    def groups(self, counts: Counts) -> Groups:
+        return Groups.of(counts_to_schemes(counts, self._schemes), self._table)
+
+    def bound(self, counts: Counts, batch: int, outer: int = 6, inner: int = 8) -> float:
+        """Certified bound on a batch in ms: cheap, and close to the planned time."""
+        groups = self.groups(counts)
+        price = self._sizes[groups.scheme_of].astype(np.float64)
+        return self._searches[batch].bound(groups, price, outer, inner)
+
+    def planned(self, counts: Counts, batch: int) -> float:
+        """Planned time on a batch in ms; infinite when it does not fit."""
+        groups = self.groups(counts)
+        price = self._sizes[groups.scheme_of].astype(np.float64)
+        bound = self._searches[batch].bound(groups, price, 6, 8)
+        if math.isinf(bound):
+            return math.inf
+        found = self._searches[batch].assign(groups, bound, price, math.inf)
+        return found.ms if found else math.inf
+
+    def add(self, strategies: Iterable[Counts]) -> int:
+        """Bound strategies that are new to the pool on every batch; how many were."""
+        fresh = [counts for counts in dict.fromkeys(strategies) if counts not in self.times]
+        for counts in fresh:
+            self.times[counts] = np.array([self.bound(counts, b) for b in range(len(self._batches))])
+        return len(fresh)
+
+    def homogeneous(self) -> list[Counts]:
+        """Strategies of one scheme only, where it divides the ranks."""
+        found = []
+        for k, size in enumerate(self._sizes.tolist()):
+            if self._num_ranks % size == 0:
+                found.append(tuple(self._num_ranks // size if j == k else 0 for j in range(len(self._sizes))))
+        return found
+
+    def whole_numbers(self, batch: int, node_limit: int) -> list[Counts]:
+        """HiGHS's strategies for one batch, at a few target times around the continuous optimum."""
+        found = []
+        for slack in (1.02, 1.15, 1.4):
+            counts = counts_by_milp(
+                self._batches[batch], self._table, self._sizes, self._num_ranks, slack, node_limit
+            )
+            if counts is not None:
+                found.append(counts)
+        return found
+
+    def _exchanges(self) -> list[Counts]:
+        """Changes of the counts that keep the number of ranks: some pipelines of one kind for some of others."""
+        n, sizes = len(self._sizes), self._sizes.tolist()
+        found: dict[Counts, None] = {}
+
+        def note(change: dict[int, int]) -> None:
+            found[tuple(change.get(k, 0) for k in range(n))] = None
+
+        for a in range(n):
+            for b in range(n):
+                if a == b:
+                    continue
+                shared = math.lcm(sizes[a], sizes[b])
+                note({a: -shared // sizes[a], b: shared // sizes[b]})
+                for c in range(b + 1, n):
+                    if c != a and sizes[b] + sizes[c] == sizes[a]:
+                        note({a: -1, b: 1, c: 1})
+                        note({a: 1, b: -1, c: -1})
+        return list(found)
+
+    def neighbours(self, counts: Counts, rng: np.random.Generator, most: int) -> list[Counts]:
+        """Strategies one exchange away, once or a power of two times; a random choice of `most` of them."""
+        found: dict[Counts, None] = {}
+        for change in self._moves:
+            times = 1
+            while True:
+                after = tuple(x + times * y for x, y in zip(counts, change, strict=True))
+                if min(after) < 0:
+                    break
+                found[after] = None
+                times *= 2
+        listed = [after for after in found if after not in self.times]
+        if len(listed) > most:
+            listed = [listed[i] for i in sorted(rng.choice(len(listed), size=most, replace=False))]
+        return listed
+
+    def climb(self, moves: int, seed: int) -> bool:
+        """One round: the best neighbours of every batch's best strategy join the pool. False if none is better."""
+        rng = np.random.default_rng(seed)
+        better: dict[Counts, None] = {}
+        for b in range(len(self._batches)):
+            best = min(self.times, key=lambda counts: float(self.times[counts][b]))
+            ranked = []
+            for counts in self.neighbours(best, rng, moves):
+                ms = self.bound(counts, b, 4, 6)
+                if ms < self.times[best][b] * (1.0 - 1e-4):
+                    ranked.append((ms, counts))
+            better.update((counts, None) for _, counts in sorted(ranked)[:3])
+        return self.add(better) > 0
+
+    def best_subset(self, count: int, plan_pool: int) -> list[Counts]:
+        """Greedy choice of the strategies with the least mean time, each batch run by its best."""
+        times = self.times
+        if plan_pool:
+            short = _greedy(times, plan_pool)
+            times = {c: np.array([self.planned(c, b) for b in range(len(self._batches))]) for c in short}
+        return _greedy(times, count)
+
+    def cover(self, chosen: list[Counts], context_length: int, count: int) -> list[Counts]:
+        """Make sure that some strategy holds the context length, at the price of the least useful one."""
+        limits = [cost.max_length for cost in self._table.costs]
+
+        def holds(counts: Counts) -> bool:
+            return any(x and limit >= context_length for x, limit in zip(counts, limits, strict=True))
+
+        if any(holds(counts) for counts in chosen):
+            return chosen
+        able = [counts for counts in self.times if holds(counts)]
+        if not able:
+            raise PlanError(
+                f"no strategy over {self._num_ranks} ranks holds a sequence of context_length={context_length} tokens; "
+                "measure schemes whose ranks divide the job's"
+            )
+        fallback = min(able, key=lambda counts: float(self.times[counts].mean()))
+        return [*chosen[: count - 1], fallback]
+
+
+def _greedy(times: dict[Counts, np.ndarray], count: int) -> list[Counts]:
+    """Repeatedly the strategy that lowers the mean of the batchwise minimum most; ends when none lowers it."""
+    names = list(times)
+    table = np.minimum(np.stack([times[name] for name in names]), 1e12)
+    chosen: list[int] = []
+    current = np.full(table.shape[1], 1e12)
+    while len(chosen) < min(count, len(names)):
+        means = np.minimum(table, current).mean(axis=1)
+        best = int(means.argmin())
+        if chosen and means[best] >= current.mean() * (1.0 - 1e-6):
+            break
+        chosen.append(best)
+        current = np.minimum(current, table[best])
+    return [names[index] for index in chosen]
