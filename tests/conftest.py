@@ -8,8 +8,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: forked ranks shar
 
 import pytest
 import torch
+from hypothesis import settings
 
 torch.set_num_threads(1)
+# The same examples in every run, and no time limit on one: the machine's cores may be shared.
+settings.register_profile("repeatable", deadline=None, derandomize=True)
+settings.load_profile("repeatable")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

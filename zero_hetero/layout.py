@@ -96,8 +96,8 @@ class Layout:
             reason = f"leaves the tensor's elements [0, {self.numel}); cut it to the tensor"
         else:
             reason = (
-                f"ends at {piece.offset + piece.stop - piece.start} of a local buffer of {size[at]} elements; "
-                f"raise the rank's size or lower the offset"
+                f"does not fit its local buffer of {size[at]} elements, it would end at "
+                f"{piece.offset + piece.stop - piece.start}; raise the rank's size or lower the offset"
             )
         raise PlanError(f"rank {rank[at]}: {piece} {reason}")
 

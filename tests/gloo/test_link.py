@@ -1,0 +1,196 @@
+"""LNK over gloo and in one process: what a plan says arrives, sums in rank order, the same bits each time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from ds_hydra.zero_hetero.errors import PlanError
+from ds_hydra.zero_hetero.layout import Layout, Piece, even_layout, layout_of_intervals
+from ds_hydra.zero_hetero.link import Handle, Link
+from ds_hydra.zero_hetero.transfer_plan import TransferPlan, plan_transfer
+from ds_hydra.zero_hetero.transport import InProcessTransport, Post, TorchTransport, Transport
+from tests.ranks import run_ranks
+
+NUMELS = (101, 64, 37)  # three parameters, none of which divides by what follows
+
+
+def heterogeneous(num_ranks: int) -> Layout:
+    """A replica of TP 3 (its last parameter not split), then replicas of TP 1; the very last rank holds nothing."""
+    pieces: list[tuple[Piece, ...]] = []
+    for rank in range(num_ranks):
+        own: list[Piece] = []
+        offset, base = 2, 0  # a gap at the start of the local buffer
+        for index, numel in enumerate(NUMELS):
+            low, high = (numel * rank // 3, numel * (rank + 1) // 3) if rank < 3 and index < 2 else (0, numel)
+            own.append(Piece(base + low, base + high, offset))
+            offset += high - low + 1  # and one after each parameter
+            base += numel
+        pieces.append(tuple(own) if rank < num_ranks - 1 else ())
+    return Layout(sum(NUMELS), tuple(pieces), tuple(own[-1].offset + 60 if own else 0 for own in pieces))
+
+
+def local_values(layout: Layout, rank: int, full: Tensor, gap: float) -> Tensor:
+    buffer = torch.full((layout.sizes[rank],), gap, dtype=full.dtype)
+    for start, stop, offset in layout.pieces[rank]:
+        buffer[offset : offset + stop - start] = full[start:stop]
+    return buffer
+
+
+def full_tensor(seed: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(sum(NUMELS), generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def contribution(layout: Layout, rank: int, dtype: torch.dtype) -> Tensor:
+    """What `rank` contributes, as a full tensor, zero where it holds nothing."""
+    held = torch.zeros(layout.numel, dtype=torch.bool)
+    for start, stop, _ in layout.pieces[rank]:
+        held[start:stop] = True
+    return full_tensor(100 + rank, dtype) * held
+
+
+def expected_sum(layout: Layout, dtype: torch.dtype, sum_dtype: torch.dtype) -> Tensor:
+    """The reference: one contribution after the other, in rank order, in the sum's own dtype."""
+    total = torch.zeros(layout.numel, dtype=sum_dtype)
+    for rank in range(layout.num_ranks):
+        total += contribution(layout, rank, dtype).to(sum_dtype)
+    return total
+
+
+def pull_and_push(
+    rank: int, transport: Transport, plan: TransferPlan, layout: Layout, dtype: torch.dtype, sum_dtype: torch.dtype
+) -> tuple[tuple[Tensor, Handle], tuple[Tensor, Handle]]:
+    masters = even_layout(layout.numel, layout.num_ranks)
+    pulled = torch.full((layout.sizes[rank],), -7.0, dtype=dtype)
+    pull = Link(plan, rank, transport).pull(local_values(masters, rank, full_tensor(1, dtype), 0), pulled, tag=3)
+    summed = torch.full((masters.sizes[rank],), 99.0, dtype=sum_dtype)
+    source = local_values(layout, rank, contribution(layout, rank, dtype), float("nan"))  # gaps must not travel
+    push = Link(plan.transposed(), rank, transport).push(source, summed, tag=5)
+    return (pulled, pull), (summed, push)
+
+
+def check(rank: int, layout: Layout, pulled: Tensor, summed: Tensor) -> None:
+    torch.testing.assert_close(pulled, local_values(layout, rank, full_tensor(1, pulled.dtype), -7.0), rtol=0, atol=0)
+    masters = even_layout(layout.numel, layout.num_ranks)
+    for start, stop, _ in masters.pieces[rank]:
+        assert torch.equal(summed, expected_sum(layout, pulled.dtype, summed.dtype)[start:stop])
+
+
+DTYPES = [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.float64, torch.float64)]
+
+
+@pytest.mark.parametrize("num_ranks", [4, 5, 6, 7])
+@pytest.mark.parametrize(("dtype", "sum_dtype"), DTYPES)
+def test_in_process(num_ranks: int, dtype: torch.dtype, sum_dtype: torch.dtype) -> None:
+    layout = heterogeneous(num_ranks)
+    plan = plan_transfer(even_layout(layout.numel, num_ranks), layout)
+    post = Post()
+    started = [
+        pull_and_push(rank, InProcessTransport(post, rank), plan, layout, dtype, sum_dtype) for rank in range(num_ranks)
+    ]
+    for rank, ((pulled, pull), (summed, push)) in enumerate(started):
+        pull.wait()
+        push.wait()
+        check(rank, layout, pulled, summed)
+    assert not any(post.boxes.values())
+
+
+@pytest.mark.parametrize("num_ranks", [4, 7])
+def test_gloo(num_ranks: int) -> None:
+    layout = heterogeneous(num_ranks)
+    plan = plan_transfer(even_layout(layout.numel, num_ranks), layout)
+
+    def body(rank: int) -> None:
+        transport = TorchTransport()
+        for dtype, sum_dtype in DTYPES:
+            (pulled, pull), (summed, push) = pull_and_push(rank, transport, plan, layout, dtype, sum_dtype)
+            push.wait()  # not in the order of the start
+            pull.wait()
+            pull.wait()  # a second time does nothing
+            check(rank, layout, pulled, summed)
+
+    run_ranks(body, num_ranks)
+
+
+def test_many_in_flight_share_scratch_and_give_the_same_bits() -> None:
+    num_ranks = 4
+    layout = heterogeneous(num_ranks)
+    plan = plan_transfer(even_layout(layout.numel, num_ranks), layout)
+
+    def body(rank: int) -> list[Tensor]:
+        push = Link(plan.transposed(), rank, TorchTransport())
+        source = local_values(layout, rank, contribution(layout, rank, torch.bfloat16), 0)
+        results = []
+        for _ in range(2):
+            sums = [torch.empty(even_layout(layout.numel, num_ranks).sizes[rank]) for _ in range(4)]
+            handles = [push.push(source, total, tag=index) for index, total in enumerate(sums)]
+            for handle in handles:
+                handle.wait()
+            results += sums
+        held = len(push.buffers.idle)
+        push.push(source, sums[0]).wait()
+        assert len(push.buffers.idle) == held  # scratch is used again
+        return results
+
+    for results in run_ranks(body, num_ranks):
+        assert all(torch.equal(results[0], other) for other in results)
+
+
+def test_push_casts_for_the_wire_and_sums_own_part_exactly() -> None:
+    layout = layout_of_intervals(6, [(0, 6), (0, 6)])
+    plan = plan_transfer(even_layout(6, 2), layout).transposed()
+    post = Post()
+    values = [torch.tensor([1.0 + 2**-20] * 6), torch.tensor([3.0 + 2**-20] * 6)]
+    sums = [torch.empty(3), torch.empty(3)]
+    handles = [
+        Link(plan, rank, InProcessTransport(post, rank)).push(values[rank], sums[rank], wire_dtype=torch.bfloat16)
+        for rank in range(2)
+    ]
+    for handle in handles:
+        handle.wait()
+    assert sums[0].tolist() == [4.0 + 2**-20] * 3
+    assert sums[1].tolist() == [4.0 + 2**-20] * 3
+
+
+def test_nobody_contributes_gives_zeros() -> None:
+    layout = layout_of_intervals(10, [(2, 5), (0, 0)])
+    plan = plan_transfer(even_layout(10, 2), layout).transposed()
+    post = Post()
+    sums = [torch.full((5,), 9.0), torch.full((5,), 9.0)]
+    sources = [torch.ones(3), torch.empty(0)]
+    handles = [Link(plan, r, InProcessTransport(post, r)).push(sources[r], sums[r]) for r in range(2)]
+    for handle in handles:
+        handle.wait()
+    assert sums[0].tolist() == [0, 0, 1, 1, 1]
+    assert sums[1].tolist() == [0] * 5
+
+
+def test_contiguous_messages_are_not_packed() -> None:
+    """A TP shard's part of an owner's interval is many slices for the owner, one interval for the receiver."""
+    params = (40, 40)
+    pieces = tuple((Piece(20 * t, 20 * t + 20, 0), Piece(40 + 20 * t, 60 + 20 * t, 20)) for t in range(2))
+    plan = plan_transfer(even_layout(sum(params), 2), Layout(80, pieces, (40, 40)))
+    link = Link(plan, 0, InProcessTransport(Post(), 0))
+    assert all(len(envelope.parts) == 1 for envelope in link.sends + link.recvs)
+    link.pull(torch.zeros(40), torch.zeros(40))
+    assert link.buffers.idle == []
+
+
+def test_wrong_buffers_are_refused() -> None:
+    link = Link(plan_transfer(even_layout(10, 2), layout_of_intervals(10, [(0, 10)] * 2)), 1, TorchTransport())
+    with pytest.raises(PlanError, match=r"rank 1.*destination.*\(9,\).*10"):
+        link.pull(torch.zeros(5), torch.zeros(9))
+    with pytest.raises(PlanError, match=r"rank 1.*source.*strides \(2,\)"):
+        link.pull(torch.zeros(10)[::2], torch.zeros(10))
+    with pytest.raises(PlanError, match=r"float32 into torch.bfloat16"):
+        link.pull(torch.zeros(5), torch.zeros(10, dtype=torch.bfloat16))
+    with pytest.raises(PlanError, match=r"rank 2.*2 ranks"):
+        Link(plan_transfer(even_layout(10, 2), even_layout(10, 2)), 2, TorchTransport())
+
+
+def test_waiting_before_sending_is_explained() -> None:
+    plan = plan_transfer(even_layout(4, 2), layout_of_intervals(4, [(0, 4)] * 2))
+    handle = Link(plan, 0, InProcessTransport(Post(), 0)).pull(torch.zeros(2), torch.zeros(4), tag=8)
+    with pytest.raises(RuntimeError, match=r"rank 0 waits .*tag 8.*rank 1"):
+        handle.wait()
