@@ -1,0 +1,174 @@
+"""Push buckets and pull buffers: gradients leave in one order as the last backward passes them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ds_hydra.zero_hetero.layout import even_layout, layout_of_intervals
+from ds_hydra.zero_hetero.link import Link
+from ds_hydra.zero_hetero.pull_buffers import PullBuffers
+from ds_hydra.zero_hetero.push_buckets import PushBucket, PushBuckets
+from ds_hydra.zero_hetero.transfer_plan import plan_transfer
+from ds_hydra.zero_hetero.transport import TorchTransport, Transport, Work
+from tests.ranks import run_ranks
+
+WIDTH = 6
+NUM_LAYERS = 4
+NUMEL = WIDTH * WIDTH + WIDTH
+
+
+class Recorder:
+    """A transport that notes which tags it starts."""
+
+    def __init__(self, inner: Transport):
+        self.inner = inner
+        self.tags: list[int] = []
+
+    def exchange(self, sends: list[tuple[int, Tensor]], recvs: list[tuple[int, Tensor]], tag: int = 0) -> Work:
+        self.tags.append(tag)
+        return self.inner.exchange(sends, recvs, tag)
+
+
+class Stack:
+    """Some layers of an MLP whose parameters and gradients are views of one flat buffer per layer."""
+
+    def __init__(self, layers: list[int], dtype: torch.dtype):
+        self.layers = layers
+        self.buffers = [torch.zeros(NUMEL if layer in layers else 0, dtype=dtype) for layer in range(NUM_LAYERS)]
+        self.grads = [torch.zeros_like(buffer) for buffer in self.buffers]
+        self.params: dict[int, tuple[nn.Parameter, ...]] = dict.fromkeys(range(NUM_LAYERS), ())
+        for layer in layers:
+            weight, bias = (nn.Parameter(part) for part in self.split(self.buffers[layer]))
+            weight.grad, bias.grad = self.split(self.grads[layer])
+            self.params[layer] = (weight, bias)
+
+    @staticmethod
+    def split(flat: Tensor) -> tuple[Tensor, Tensor]:
+        return flat[: WIDTH * WIDTH].view(WIDTH, WIDTH), flat[WIDTH * WIDTH :]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            weight, bias = self.params[layer]
+            x = torch.tanh(x @ weight + bias)
+        return x
+
+
+def initial(layer: int) -> Tensor:
+    return torch.randn(NUMEL, generator=torch.Generator().manual_seed(layer)) * 0.5
+
+
+def batch(index: int) -> Tensor:
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(100 + index))
+
+
+def layers_of(rank: int) -> list[int]:
+    """Ranks 0 and 1 are replicas of everything; 2 and 3 the two stages of a third, without batches of their own."""
+    return {0: [0, 1, 2, 3], 1: [0, 1, 2, 3], 2: [0, 1], 3: [2, 3]}[rank]
+
+
+def one_step(rank: int) -> tuple[list[int], list[int], list[Tensor], int]:
+    """Pull, run 2 (rank 0) or 1 (rank 1) micro-batches, push; tags in order, summed gradients, early pushes."""
+    stack = Stack(layers_of(rank), torch.float32)
+    masters = even_layout(NUMEL, 4)
+    start, stop = ((p.start, p.stop) for p in masters.pieces[rank]).__next__()
+    shards = [initial(layer)[start:stop].clone() for layer in range(NUM_LAYERS)]
+    summed = [torch.full((stop - start,), 7.0) for _ in range(NUM_LAYERS)]
+    pull_transport, push_transport = Recorder(TorchTransport()), Recorder(TorchTransport())
+    plans = [
+        plan_transfer(masters, layout_of_intervals(NUMEL, [(0, NUMEL * (b in layers_of(r))) for r in range(4)]))
+        for b in range(NUM_LAYERS)
+    ]
+    pulls = PullBuffers([Link(plan, rank, pull_transport) for plan in plans], shards, stack.buffers)
+    pulls.start()
+    for bucket in range(NUM_LAYERS):
+        pulls.wait(bucket)
+    pulls.finish()
+    pushes = PushBuckets(
+        [
+            PushBucket(Link(plan.transposed(), rank, push_transport), stack.params[b], stack.grads[b], summed[b])
+            for b, plan in enumerate(plans)
+        ],
+        first_tag=10,
+    )
+    batches = {0: [0, 1], 1: [2], 2: [], 3: []}[rank]
+    for index, number in enumerate(batches):
+        if index == len(batches) - 1:
+            assert push_transport.tags == []  # gradients are not final before
+            pushes.arm()
+        stack(batch(number)).square().sum().backward()
+    early = len(push_transport.tags)
+    pushes.finish()
+    return pull_transport.tags, push_transport.tags, summed, early
+
+
+def test_step_over_replicas_and_stages() -> None:
+    results = run_ranks(one_step, 4)
+    reference = Stack([0, 1, 2, 3], torch.float32)
+    for layer in range(NUM_LAYERS):
+        reference.buffers[layer].copy_(initial(layer))
+    for index in range(3):
+        reference(batch(index)).square().sum().backward()
+    for layer in range(NUM_LAYERS):
+        summed = torch.cat([result[2][layer] for result in results])
+        torch.testing.assert_close(summed, reference.grads[layer], rtol=1e-6, atol=1e-6)
+    assert [result[0] for result in results] == [[0, 1, 2, 3]] * 4
+    assert [result[1] for result in results] == [[13, 12, 11, 10]] * 4
+    assert [result[3] for result in results] == [4, 4, 0, 0]  # all had left when the last backward was over
+    again = run_ranks(one_step, 4)
+    assert all(torch.equal(a, b) for r, s in zip(results, again, strict=True) for a, b in zip(r[2], s[2], strict=True))
+
+
+def test_pushes_leave_while_the_backward_runs_and_wait_for_higher_buckets() -> None:
+    stack = Stack([0, 1, 2, 3], torch.float32)
+    plan = plan_transfer(even_layout(NUMEL, 1), layout_of_intervals(NUMEL, [(0, NUMEL)])).transposed()
+    transport = Recorder(TorchTransport())
+    summed = [torch.empty(NUMEL) for _ in range(NUM_LAYERS)]
+    pushes = PushBuckets(
+        [PushBucket(Link(plan, 0, transport), stack.params[b], stack.grads[b], summed[b]) for b in range(NUM_LAYERS)]
+    )
+    seen: list[tuple[int, list[int]]] = []
+    for layer in range(NUM_LAYERS):
+        stack.params[layer][0].register_hook(lambda _, layer=layer: seen.append((layer, list(transport.tags))))
+    pushes.arm()
+    stack(batch(0)).square().sum().backward()
+    for layer, tags in seen:  # a layer's gradients arrive when those above it have left
+        assert tags == [b for b in (3, 2, 1, 0) if b > layer]
+    with pytest.raises(RuntimeError, match="armed twice"):
+        pushes.arm()
+    pushes.finish()
+    # A last backward that misses layer 3 holds back the others: the order is the same on all ranks.
+    transport.tags.clear()
+    pushes.arm()
+    stack.layers = [0, 1, 2]
+    stack(batch(1)).square().sum().backward()
+    assert transport.tags == []
+    pushes.finish()
+    assert transport.tags == [3, 2, 1, 0]
+    assert all(torch.equal(a, b) for a, b in zip(summed, stack.grads, strict=True))
+    pushes.remove()
+    pushes._armed = True
+    stack(batch(1)).square().sum().backward()
+    assert len(transport.tags) == 4
+
+
+def test_pull_casts_once_and_keeps_its_buffers() -> None:
+    def body(rank: int) -> list[Tensor]:
+        masters = even_layout(10, 2)
+        shards = [torch.arange(5) + 5.0 * rank + 1 / 3, torch.arange(5) + 5.0 * rank]
+        buffers = [torch.zeros(10, dtype=torch.bfloat16), torch.zeros(10)]
+        plan = plan_transfer(masters, layout_of_intervals(10, [(0, 10)] * 2))
+        pulls = PullBuffers([Link(plan, rank, TorchTransport()) for _ in buffers], shards, buffers, first_tag=4)
+        for _ in range(2):
+            pulls.start()
+            with pytest.raises(RuntimeError, match=r"\[0, 1\] are still under way"):
+                pulls.start()
+            pulls.wait(1)
+            pulls.wait(1)
+            pulls.finish()
+        return buffers
+
+    for low, full in run_ranks(body, 2):
+        assert torch.equal(low, (torch.arange(10) + 1 / 3).bfloat16())
+        assert torch.equal(full, torch.arange(10.0))
