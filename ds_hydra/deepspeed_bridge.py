@@ -66,6 +66,8 @@ def init_distributed(config: HydraConfig, *, port: int, required: bool | None = 
         verbose=False,
     )
     check_num_ranks(config, dist.get_world_size())
+    if "LOCAL_RANK" not in os.environ:  # the script itself started torch.distributed, without a launcher
+        os.environ["LOCAL_RANK"] = str(dist.get_rank() % max(1, accelerator.device_count()))
 
 
 def _require_launcher() -> None:

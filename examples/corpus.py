@@ -60,7 +60,8 @@ def load_corpus(
     """Tokenize the files that `data` (a folder, a glob, None for the default) names, or read the cached result.
 
     `max_files` limits them to a seeded sample (0: all), which the tokenizer does not depend on. A process with
-    `prepare` false waits for the cache that another process on the machine writes. Raises ValueError when there are no files.
+    `prepare` false waits for the cache that another process on the machine writes. Raises ValueError when there
+    are no files.
     """
     cache = cache or Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "ds_hydra"
     files = _find_files(data)

@@ -1,0 +1,227 @@
+"""The config: what is accepted, and that everything else is refused with the key, the numbers and the remedy."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import math
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_hydra.config import HydraConfig, check_num_ranks, parse_config, read_config
+from ds_hydra.zero_hetero.errors import ConfigError
+
+HYDRA: dict[str, Any] = {"tokens_per_step": 4096, "strategies": ["tp4 + 2*tp1pp2", "8*tp1"]}
+
+
+def parse(**settings: Any) -> HydraConfig:
+    parsed = parse_config({"hydra": {**HYDRA, **settings}})
+    assert parsed is not None
+    return parsed.hydra
+
+
+def refusal(raw: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as error:
+        parse_config(raw)
+    return str(error.value)
+
+
+def test_defaults_and_canonical_strategies() -> None:
+    config = parse()
+    assert config.strategies == ("tp4 + 2*pp2", "8*tp1")
+    assert (config.too_long, config.choose, config.loss_norm, config.context_length) == ("error", "best", "token", None)
+    assert parse(strategies="auto").strategies == ()
+    assert [len(schemes) for schemes in config.schemes] == [3, 8]
+
+
+def test_planner_seed_defaults_to_the_job_seed() -> None:
+    assert parse(seed=5).planner_options().seed == 5
+    assert parse(seed=5, planner={"seed": 7, "method": "exact"}).planner_options().seed == 7
+
+
+def test_no_block_means_plain_deepspeed() -> None:
+    assert parse_config({"train_batch_size": 8}) is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"tokens_per_stp": 1}, ["tokens_per_stp", "did you mean 'tokens_per_step'"]),
+        ({"planner": {"ahed": 1}}, ["ahed", "hydra.planner", "did you mean 'ahead'"]),
+        ({"tokens_per_step": True}, ["hydra.tokens_per_step", "whole number", "True"]),
+        ({"tokens_per_step": 1e6}, ["hydra.tokens_per_step", "write 1000000"]),
+        ({"tokens_per_step": -1}, ["hydra.tokens_per_step", "-1"]),
+        ({"tokens_per_step": 10**30}, ["hydra.tokens_per_step", "from 1 to"]),
+        ({"tokens_per_step": None}, ["hydra.tokens_per_step"]),
+        ({"context_length": 1}, ["hydra.context_length", "1"]),
+        ({"activation_checkpointing": 1}, ["hydra.activation_checkpointing", "true or false"]),
+        ({"timeout_seconds": math.nan}, ["hydra.timeout_seconds", "nan"]),
+        ({"timeout_seconds": 0}, ["hydra.timeout_seconds", "above 0"]),
+        ({"planner": {"seconds": math.inf}}, ["hydra.planner.seconds", "inf"]),
+        ({"planner": 3}, ["hydra.planner", "block"]),
+        ({"choose": "bset"}, ["hydra.choose", "'bset'", "mean 'best'"]),
+        ({"choose": "cycle", "strategies": "auto"}, ["hydra.choose", "hydra.strategies"]),
+        ({"choose": "replay"}, ["hydra.planner.replay_file"]),
+        ({"planner": {"replay_file": "x"}}, ["replay_file", 'set it to "replay"']),
+        ({"strategies": []}, ["hydra.strategies"]),
+        ({"strategies": "tp4"}, ["hydra.strategies", "list"]),
+        ({"strategies": [4]}, ["hydra.strategies[0]", "string"]),
+        ({"strategies": ["tp4 + tpp2"]}, ["hydra.strategies[0]", "'tpp2'"]),
+        ({"strategies": ["tp4", "tp8"]}, ["strategies[0]", "4 ranks", "strategies[1]", "uses 8"]),
+        ({"strategies": ["9999999999*tp1"]}, ["hydra.strategies[0]", "digits"]),
+        ({"steps_file": ""}, ["hydra.steps_file"]),
+    ],
+)
+def test_bad_settings_are_refused_by_name(settings: dict[str, Any], words: list[str]) -> None:
+    message = refusal({"hydra": {**HYDRA, **settings}})
+    assert all(word in message for word in words), message
+
+
+def test_required_setting() -> None:
+    assert "tokens_per_step" in refusal({"hydra": {}})
+    assert "block" in refusal({"hydra": [1]})
+
+
+@pytest.mark.parametrize("name", ["hydrra", "Hydra", "ds_hydra", "ds-hydra", "hydra_", "hidra", "deepspeed_hydra"])
+def test_near_miss_of_the_block_name(name: str) -> None:
+    message = refusal({name: HYDRA})
+    assert repr(name) in message
+    assert '"hydra"' in message
+
+
+def test_deepspeed_settings_are_no_near_miss() -> None:
+    assert parse_config({"hybrid_engine": {"enabled": True}, "train_batch_size": 1}) is None
+
+
+def test_batch_keys_are_filled_in_and_explained() -> None:
+    parsed = parse_config({"hydra": HYDRA, "train_batch_size": 64, "gradient_accumulation_steps": 2})
+    assert parsed is not None
+    assert parsed.deepspeed == {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
+    assert any("train_batch_size, gradient_accumulation_steps" in note for note in parsed.notes)
+    assert parsed.source["train_batch_size"] == 64
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"zero_optimization": {"stage": 3}}, ["zero_optimization.stage 3", "0 or 1"]),
+        ({"zero_optimization": {"stage": True}}, ["zero_optimization.stage", "True"]),
+        ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, ["offload_optimizer"]),
+        ({"pipeline": {"stages": 2}}, ["pipeline", "hydra.strategies"]),
+        ({"sequence_parallel_size": 2}, ["sequence_parallel_size"]),
+        ({"fp16": {"enabled": True}}, ["fp16", "bf16"]),
+        ({"bf16": {"enabled": "auto"}}, ["bf16.enabled", "true or false"]),
+        ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, ["bf16_master_weights_and_grads"]),
+        ({"gradient_clipping": -1.0}, ["gradient_clipping", "-1.0"]),
+        ({"gradient_clipping": math.nan}, ["gradient_clipping", "nan"]),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": "abc"}}}, ["optimizer.params.lr", "abc"]),
+        ({"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 2]}}}, ["optimizer.params.betas[1]", "2"]),
+        ({"optimizer": {"type": "AdamW", "parms": {}}}, ["parms", "mean 'params'"]),
+        ({"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1}}}, ["max_grad_norm", "gradient_clipping"]),
+        ({"scheduler": {}}, ["scheduler", "type"]),
+        ({"steps_per_print": 0}, ["steps_per_print"]),
+    ],
+)
+def test_deepspeed_settings_that_cannot_hold(settings: dict[str, Any], words: list[str]) -> None:
+    message = refusal({"hydra": HYDRA, **settings})
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    ("settings", "word"),
+    [
+        ({"wall_clock_breakdown": True}, "wall_clock_breakdown"),
+        ({"gradient_clipp1ng": 1.0}, "'gradient_clipping'"),
+        ({"zero_optimization": {"stage": 1, "overlap_comm": True}}, "overlap_comm"),
+        ({"train_batch_size": 4}, "train_batch_size"),
+    ],
+)
+def test_nothing_is_ignored_in_silence(settings: dict[str, Any], word: str) -> None:
+    parsed = parse_config({"hydra": HYDRA, **settings})
+    assert parsed is not None
+    assert any(word in note for note in parsed.notes), parsed.notes
+
+
+def test_switched_off_blocks_are_fine() -> None:
+    parsed = parse_config({"hydra": HYDRA, "fp16": {"enabled": False}, "torch_autocast": {"enabled": False}})
+    assert parsed is not None
+    assert parsed.notes == ()
+
+
+def test_number_of_ranks() -> None:
+    check_num_ranks(parse(), 8)
+    with pytest.raises(ConfigError, match=r"strategies\[0\] 'tp4 \+ 2\*pp2' uses 4 \+ 2 \+ 2 = 8 ranks .* 6"):
+        check_num_ranks(parse(), 6)
+
+
+def test_read_config_from_every_place(tmp_path: Path) -> None:
+    raw = {"hydra": HYDRA}
+    file = tmp_path / "ds.json"
+    file.write_text("// a comment\n" + json.dumps(raw))
+    encoded = base64.urlsafe_b64encode(json.dumps(raw).encode()).decode()
+    sources = [
+        read_config(config=raw),
+        read_config(config=str(file)),
+        read_config(config=file),
+        read_config(config=encoded),
+        read_config(config_params=raw),
+        read_config(Namespace(deepspeed_config=str(file))),
+    ]
+    assert all(source == raw for source in sources)
+    read_config(config=raw)["hydra"]["seed"] = 3
+    assert "seed" not in HYDRA, "the caller's dict was changed"
+
+
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [
+        ('{"hydra": {"seed": 1, "seed": 2}}', "'seed' stands twice"),
+        ('{"a": [1', "not valid"),
+        ("[1, 2]", "must be one block"),
+        ('{"a":' * 100_000 + "1" + "}" * 100_000, "nested too deeply"),
+    ],
+)
+def test_bad_files(tmp_path: Path, content: str, word: str) -> None:
+    file = tmp_path / "bad.json"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match=word):
+        read_config(config=str(file))
+
+
+def test_missing_and_double_config(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.json.*does not exist"):
+        read_config(config="nowhere.json")
+    with pytest.raises(ConfigError, match="no config was given"):
+        read_config(Namespace(deepspeed_config=None))
+    with pytest.raises(ConfigError, match="two configs"):
+        read_config(Namespace(deepspeed_config="a.json"), config={})
+    with pytest.raises(ConfigError, match="int"):
+        read_config(config=3)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+KEYS = st.sampled_from(sorted(HydraConfig.__dataclass_fields__)) | st.text(max_size=12)
+
+
+@given(st.dictionaries(KEYS, JSON, max_size=4), st.dictionaries(st.text(max_size=8), JSON, max_size=2))
+def test_any_json_parses_or_is_refused_as_config_error(block: dict[str, Any], rest: dict[str, Any]) -> None:
+    with contextlib.suppress(ConfigError):
+        parse_config({**rest, "hydra": {**HYDRA, **block}})
+
+
+def test_importing_the_package_or_its_config_imports_no_torch() -> None:
+    code = "import sys, ds_hydra, ds_hydra.config, ds_hydra.data, ds_hydra.report; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

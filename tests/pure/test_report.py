@@ -1,0 +1,124 @@
+"""Reports: the step line, the JSON record, monitor scalars and the summary say what a step did."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ds_hydra.report import Event, StepLog, StepRecord, format_line, is_heterogeneous, monitor_events
+from ds_hydra.zero_hetero.errors import ConfigError
+
+RECORD = StepRecord(
+    step=1,
+    total_steps=40,
+    loss=2.34561,
+    grad_norm=1.25,
+    learning_rate=1e-4,
+    num_tokens=9000,
+    num_targets=8990,
+    num_sequences=10,
+    strategy="tp4 + 2*pp2",
+    changed=True,
+    step_ms=800.0,
+    predicted_ms=760.0,
+    num_padding=1000,
+    pipeline_ms=(600.0, 700.0, 800.0),
+    lower_bound_ms=700.0,
+    planning_ms=12.0,
+    plan='{"step":0}',
+)
+
+
+def test_line() -> None:
+    assert format_line(RECORD) == (
+        "step 1/40 | loss 2.3456 | gnorm 1.250 | lr 1.00e-04 | tok 9,000 (pad 10.0%) | tp4 + 2*pp2 (changed) | "
+        "800 ms (pred 760, -5.0%) | balance 1.14 | 11.2k tok/s | plan 12 ms hidden | skip 0"
+    )
+    waited = replace(RECORD, planning_hidden=False, skipped=True, skipped_steps=1, grad_norm=None, total_steps=None)
+    assert "plan 12 ms waited for" in format_line(waited)
+    assert "skip 1 (gradient not finite" in format_line(waited)
+    assert format_line(waited).startswith("step 1 | ")
+
+
+def test_derived_figures() -> None:
+    assert RECORD.balance == pytest.approx(800 / 700)
+    assert RECORD.padding_share == pytest.approx(0.1)
+    assert RECORD.tokens_per_second == pytest.approx(11250)
+    assert RECORD.gap == pytest.approx(760 / 700 - 1)
+    assert replace(RECORD, lower_bound_ms=0.0).gap is None
+    assert replace(RECORD, pipeline_ms=()).balance == 1.0
+
+
+def test_json_record_is_valid_json_even_when_numbers_are_not() -> None:
+    record = json.loads(json.dumps(replace(RECORD, loss=math.nan, grad_norm=math.inf).to_dict(), allow_nan=False))
+    assert record["loss"] is None
+    assert record["grad_norm"] is None
+    assert record["balance"] == pytest.approx(800 / 700)
+    assert set(StepRecord.__dataclass_fields__) - {"plan"} <= set(record)
+
+
+def test_log_writes_line_json_plans_and_events(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    events: list[Event] = []
+
+    def write(new: Sequence[Event]) -> None:
+        events.extend(new)
+
+    steps, plans = tmp_path / "runs" / "steps.jsonl", tmp_path / "plans.jsonl"
+    plans.write_text("left by an earlier run\n")
+    log = StepLog(0, steps_file=str(steps), plans_file=str(plans), write_events=write)
+    with caplog.at_level(logging.INFO, logger="ds_hydra"):
+        log.add(RECORD)
+        log.add(replace(RECORD, step=2, strategy="8*tp1", plan='{"step":1}', loss=2.0))
+        log.add(replace(RECORD, step=3, skipped=True, skipped_steps=1, loss=1.5))
+        log.close()
+        log.close()
+    assert [json.loads(line)["step"] for line in steps.read_text().splitlines()] == [1, 2, 3]
+    assert plans.read_text().splitlines() == ['{"step":0}', '{"step":1}', '{"step":0}']
+    assert ("Train/Samples/train_loss", 2.34561, 10) in events
+    assert ("Train/Samples/lr", 1e-4, 30) in events
+    assert len(caplog.messages) == 4, "three lines and one summary"
+    summary = caplog.messages[-1]
+    for words in ("3 steps", "2.3456 -> 1.5000", "1 skipped", "2 strategies, 1 heterogeneous", "2 x  tp4 + 2*pp2"):
+        assert words in summary, summary
+
+
+def test_other_ranks_write_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "steps.jsonl"
+    log = StepLog(1, steps_file=str(file))
+    with caplog.at_level(logging.INFO, logger="ds_hydra"):
+        log.add(RECORD)
+        log.close()
+    assert not file.exists()
+    assert not caplog.messages
+
+
+def test_steps_per_print(caplog: pytest.LogCaptureFixture) -> None:
+    log = StepLog(0, steps_per_print=2)
+    with caplog.at_level(logging.INFO, logger="ds_hydra"):
+        for step in range(1, 6):
+            log.add(replace(RECORD, step=step, skipped=step == 3))
+    assert [message.split(" ")[1] for message in caplog.messages] == ["2/40", "3/40", "4/40"]
+
+
+def test_file_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ConfigError, match=r"folder.*cannot be written.*hydra\.steps_file"):
+        StepLog(0, steps_file=str(tmp_path / "folder"))
+
+
+def test_events_leave_out_what_is_not_known() -> None:
+    names = {name for name, _, _ in monitor_events(replace(RECORD, grad_norm=None, lower_bound_ms=0.0), 10)}
+    assert "Train/Samples/grad_norm" not in names
+    assert "Train/Hydra/gap" not in names
+
+
+def test_heterogeneous() -> None:
+    assert is_heterogeneous("tp4 + 2*pp2")
+    assert not is_heterogeneous("8*tp1")
+    assert not is_heterogeneous("tp2 + tp2")

@@ -1,0 +1,313 @@
+"""What is reused of DeepSpeed and what stands in its place: optimizers over shards, schedules, the engine's face."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.runtime.lr_schedules import WarmupLR
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from ds_hydra.config import ParsedConfig, parse_config
+from ds_hydra.deepspeed_bridge import HostEngine, deepspeed_config, init_distributed
+from ds_hydra.optimizers import Lion, optimizer_recipe, parameter_groups
+from ds_hydra.report import StepRecord
+from ds_hydra.zero_hetero.errors import ConfigError
+from tests.ranks import run_ranks
+
+HYDRA = {"tokens_per_step": 20, "strategies": ["tp1"], "steps_file": None}
+ADAMW = {"type": "AdamW", "params": {"lr": 0.1, "weight_decay": 0.5}}
+
+
+def small_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(50, 4), nn.Linear(4, 3))
+
+
+def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Biases without weight decay, the usual two groups."""
+    biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
+    weights = [p for name, p in model.named_parameters() if not name.endswith("bias")]
+    return [{"params": weights}, {"params": biases, "weight_decay": 0.0}]
+
+
+def shards_of(model: nn.Module, recipe: Any, cut: int) -> list[list[Tensor]]:
+    """Masters as a rank might own them: each parameter flat and cut in two at `cut`."""
+    named = dict(model.named_parameters())
+    flat = [[named[name].detach().clone().view(-1) for name in group.names] for group in recipe.groups]
+    return [[nn.Parameter(part) for f in own for part in (f[:cut], f[cut:])] for own in flat]
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "reference"),
+    [
+        ("AdamW", {"lr": 0.1, "torch_adam": True}, lambda g: torch.optim.AdamW(g, lr=0.1)),
+        ("AdamW", {"lr": 0.1}, lambda g: torch.optim.AdamW(g, lr=0.1, weight_decay=0.0)),
+        ("Adam", {"lr": 0.1, "weight_decay": 0.1}, lambda g: torch.optim.AdamW(g, lr=0.1, weight_decay=0.1)),
+        ("Adam", {"lr": 0.1, "adam_w_mode": False}, lambda g: torch.optim.Adam(g, lr=0.1)),
+        ("SGD", {"lr": 0.1, "momentum": 0.9}, lambda g: torch.optim.SGD(g, lr=0.1, momentum=0.9)),
+        ("Lion", {"lr": 0.1, "weight_decay": 0.1}, lambda g: Lion(g, lr=0.1, weight_decay=0.1)),
+    ],
+)
+def test_update_of_shards_is_the_update_of_parameters(
+    name: str, params: dict[str, Any], reference: Callable[[Any], torch.optim.Optimizer]
+) -> None:
+    model = small_model()
+    recipe = optimizer_recipe(model, name=name, params=params, model_parameters=decay_groups(model))
+    shards = shards_of(model, recipe, cut=2)
+    optimizer, whole = recipe.build(shards), reference(decay_groups(model))
+    for _ in range(3):
+        for shard_group, group in zip(optimizer.param_groups, whole.param_groups, strict=True):
+            for index, parameter in enumerate(group["params"]):
+                parameter.grad = torch.randn_like(parameter)
+                flat = parameter.grad.view(-1)
+                for part, grad in zip(shard_group["params"][2 * index :], (flat[:2], flat[2:]), strict=False):
+                    part.grad = grad.clone()
+        optimizer.step()
+        whole.step()
+    for shard_group, group in zip(optimizer.param_groups, whole.param_groups, strict=True):
+        parts = torch.cat(shard_group["params"])
+        assert torch.allclose(parts, torch.cat([p.view(-1) for p in group["params"]]), atol=1e-6)
+
+
+def test_client_optimizer_keeps_identity_groups_and_scheduler() -> None:
+    model = small_model()
+    client = torch.optim.AdamW(decay_groups(model), lr=0.2, weight_decay=0.3)
+    scheduler = LambdaLR(client, lambda step: 0.5**step)
+    recipe = optimizer_recipe(model, client=client)
+    assert [group.names for group in recipe.groups] == [("0.weight", "1.weight"), ("1.bias",)]
+    shards = shards_of(model, recipe, cut=1)
+    optimizer = recipe.build(shards)
+    assert optimizer is client
+    assert optimizer.param_groups[0]["params"][0] is shards[0][0]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.0]
+    optimizer.step()
+    scheduler.step()
+    assert optimizer.param_groups[1]["lr"] == pytest.approx(0.1)
+
+
+def test_groups_name_trainable_parameters_only() -> None:
+    model = small_model()
+    model[0].weight.requires_grad_(False)
+    assert parameter_groups(model)[0].names == ("1.weight", "1.bias")
+    assert parameter_groups(model, model.named_parameters())[0].names == ("1.weight", "1.bias")
+    model.requires_grad_(False)
+    with pytest.raises(ConfigError, match="nothing to train"):
+        parameter_groups(model)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"name": "Lamb"}, "Lamb scales each parameter's step by its norm.*AdamW"),
+        ({"name": "Muon"}, "orthogonalizes"),
+        ({"name": "OneBitAdam"}, "communication"),
+        ({"name": "AdmW"}, "optimizer.type \"AdmW\".*mean 'AdamW'"),
+        ({"name": "AdamW", "params": {"learning_rate": 1.0}}, "learning_rate"),
+        ({"name": "AdamW", "params": {"bias_correction": False}}, "bias_correction"),
+        ({"client": torch.optim.Adafactor}, "Adafactor factors"),
+        ({"client": lambda groups: "no"}, "returned a str"),
+        ({}, "no optimizer"),
+    ],
+)
+def test_optimizers_that_shards_do_not_allow(arguments: dict[str, Any], words: str) -> None:
+    def build() -> None:
+        model = small_model()
+        recipe = optimizer_recipe(model, **arguments)
+        recipe.build(shards_of(model, recipe, cut=1))
+
+    with pytest.raises(ConfigError, match=words):
+        build()
+
+
+def test_client_optimizers_are_checked() -> None:
+    model = small_model()
+
+    class Own(torch.optim.SGD):
+        pass
+
+    with pytest.raises(ConfigError, match=r"Own is not known to be element-wise.*zero_allow_untested_optimizer"):
+        optimizer_recipe(model, client=Own(model.parameters(), lr=1))
+    assert optimizer_recipe(model, client=Own(model.parameters(), lr=1), allow_untested=True).name == "Own"
+    with pytest.raises(ConfigError, match=r"shape \(3, 4\).*not one of the model's"):
+        optimizer_recipe(model, client=torch.optim.SGD([nn.Parameter(torch.zeros(3, 4))], lr=1))
+    used = torch.optim.SGD(model.parameters(), lr=1, momentum=0.9)
+    next(model.parameters()).grad = torch.zeros(50, 4)
+    used.step()
+    with pytest.raises(ConfigError, match="already made steps"):
+        optimizer_recipe(model, client=used)
+
+
+def parsed_config(**settings: Any) -> ParsedConfig:
+    parsed = parse_config({"hydra": HYDRA, "optimizer": ADAMW, **settings})
+    assert parsed is not None
+    return parsed
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"scheduler": {"type": "WarmpLR"}}, "scheduler.type.*mean 'WarmupLR'"),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup": 3}}}, "'warmup'.*warmup_num_steps"),
+        ({"scheduler": {"type": "StepLR"}}, "step_size"),
+        ({"elasticity": {"enabled": True}}, "Elastic training has been removed"),
+        ({"csv_monitor": {"enabld": True}}, "enabld"),
+        ({"comet": {"enabled": True}}, "comet_ml"),
+    ],
+)
+def test_what_deepspeed_would_refuse_late_or_badly(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        deepspeed_config(parsed_config(**settings))
+
+
+class StillEngine(HostEngine):
+    """A host whose steps only move the optimizer along a gradient of ones."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.install_optimizer(shards_of(self.module, self.recipe, cut=1))
+
+    def train_batch(self, data_iter: Any = None, skipped: bool = False) -> Tensor:
+        assert self.optimizer is not None
+        assert self.sampler is not None
+        lr = self.get_lr()[0]
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.ones_like(parameter)
+        if not skipped:
+            self.optimizer.step()
+        lengths = self.sampler.batch_lengths(self.global_steps)
+        self.finish_step(
+            StepRecord(
+                step=self.global_steps + 1,
+                loss=1.0,
+                grad_norm=2.0,
+                learning_rate=lr,
+                num_tokens=sum(lengths),
+                num_targets=sum(lengths),
+                num_sequences=len(lengths),
+                strategy="tp1",
+                changed=False,
+                step_ms=1.0,
+                predicted_ms=1.0,
+                skipped=skipped,
+            )
+        )
+        return torch.tensor(1.0)
+
+
+def on_one_rank(function: Callable[[], Any], num_ranks: int = 1) -> Any:
+    def run(rank: int) -> Any:
+        return function()
+
+    return run_ranks(run, num_ranks)[0]
+
+
+def make_engine(parsed: ParsedConfig, model: nn.Module | None = None, **arguments: Any) -> StillEngine:
+    init_distributed(parsed.hydra, port=29500)
+    data = [list(range(length)) for length in (5, 3, 9, 40, 7, 12)]
+    return StillEngine(parsed, model or small_model(), training_data=data, **arguments)
+
+
+def test_engine_face() -> None:
+    def run() -> None:
+        warmup = {"warmup_max_lr": 1.0, "warmup_num_steps": 4, "warmup_type": "linear"}
+        engine = make_engine(parsed_config(scheduler={"type": "WarmupLR", "params": warmup}))
+        assert isinstance(engine, deepspeed.DeepSpeedEngine)
+        assert engine.train_batch_size() == len(engine.sampler.batch(0)) > 0
+        assert engine.gradient_clipping() == 1.0
+        assert (engine.compute_dtype, engine.master_dtype) == (torch.float32, torch.float32)
+        reference = WarmupLR(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1), **warmup)
+        rates, expected = [], []
+        for step in range(5):
+            expected.append(reference.optimizer.param_groups[0]["lr"])
+            if step != 1:
+                reference.step()
+            rates.append(engine.get_lr()[0])
+            engine.train_batch(skipped=step == 1)
+        assert rates == expected == pytest.approx([0.0, 0.0, 0.0, 0.25, 0.5]), (
+            "the schedule stands still in a skipped step"
+        )
+        assert (engine.global_steps, engine.skipped_steps, engine.get_global_grad_norm()) == (5, 1, 2.0)
+        assert engine.last_step is not None
+        assert engine.train_batch_size() == engine.last_step.num_sequences
+        assert len(engine.training_dataloader) == 4
+        for call in (lambda: engine(torch.zeros(1)), lambda: engine.backward(torch.zeros(1)), engine.step):
+            with pytest.raises(RuntimeError, match="train_batch"):
+                call()
+        with pytest.raises(ConfigError, match="tokens_per_step"):
+            engine.set_train_batch_size(4)
+        engine.destroy()
+
+    on_one_rank(run)
+
+
+def test_precision_follows_the_config_and_the_model() -> None:
+    def run() -> None:
+        bf16 = make_engine(parsed_config(bf16={"enabled": True}))
+        assert (bf16.compute_dtype, bf16.master_dtype) == (torch.bfloat16, torch.float32)
+        fp64 = make_engine(parsed_config(), small_model().double())
+        assert (fp64.compute_dtype, fp64.master_dtype) == (torch.float64, torch.float64)
+        with pytest.raises(ConfigError, match="bfloat16 but the block bf16 is not enabled"):
+            make_engine(parsed_config(), small_model().bfloat16())
+
+    on_one_rank(run)
+
+
+def test_client_scheduler_of_another_optimizer_is_refused() -> None:
+    def run() -> None:
+        stray = LambdaLR(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1), lambda step: 1.0)
+        with pytest.raises(ConfigError, match="belongs to an optimizer that was not passed"):
+            make_engine(parsed_config(), lr_scheduler=stray)
+        engine = make_engine(parsed_config(), lr_scheduler=lambda optimizer: LambdaLR(optimizer, lambda s: 0.5**s))
+        engine.train_batch()
+        assert engine.get_lr() == [0.05]
+
+    on_one_rank(run)
+
+
+def test_strategies_must_fit_the_ranks() -> None:
+    def run() -> None:
+        with pytest.raises(ConfigError, match="uses 1 = 1 ranks but the job has 2"):
+            make_engine(parsed_config())
+
+    on_one_rank(run, num_ranks=2)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"hydrra": HYDRA}, "Rename it"),
+        ({"hydra": {**HYDRA, "sede": 1}}, "did you mean 'seed'"),
+        ({"hydra": HYDRA, "optimizer": ADAMW}, "the environment lacks RANK"),
+    ],
+)
+def test_initialize_refuses_before_there_is_a_process_group(config: dict[str, Any], words: str, tmp_path: Path) -> None:
+    code = (
+        "import ds_hydra, torch\n"
+        f"try: ds_hydra.initialize(model=torch.nn.Linear(1, 1), config={config!r})\n"
+        "except ds_hydra.ConfigError as error: print(error, torch.distributed.is_initialized())"
+    )
+    environment = {"PATH": "/usr/bin:/bin", "DS_ACCELERATOR": "cpu", "HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert words.lower() in done.stdout.lower(), done.stdout + done.stderr
+    assert done.stdout.strip().endswith("False")
+
+
+def test_without_the_block_deepspeed_gets_every_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ds_hydra
+
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr(deepspeed, "initialize", lambda **arguments: seen.update(arguments) or (1, 2, 3, 4))
+    model, config = small_model(), {"train_batch_size": 8}
+    assert ds_hydra.initialize(model=model, config=config, collate_fn=len, mpu="m") == (1, 2, 3, 4)
+    assert seen["model"] is model
+    assert seen["config"] is config
+    assert (seen["collate_fn"], seen["mpu"], len(seen)) == (len, "m", 13)
