@@ -171,6 +171,19 @@ class _Received(nn.Module):
         return self.value
 
 
+class _Hidden:
+    """What a base model returns, reduced to its hidden states; whatever else a head asks for is None."""
+
+    def __init__(self, value: Tensor | None):
+        self.last_hidden_state = value
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, index: Any) -> Any:
+        return (self.last_hidden_state,)[index]
+
+
 class _Given(nn.Module):
     """Stands in for the model below the head: hands the head hidden states that were computed before."""
 
@@ -180,10 +193,8 @@ class _Given(nn.Module):
     def decoder(self) -> _Given:  # some models call the decoder of their base model
         return self
 
-    def forward(self, *_: Any, **__: Any) -> Any:
-        from transformers.modeling_outputs import MoeModelOutputWithPast
-
-        return MoeModelOutputWithPast(last_hidden_state=self.value)
+    def forward(self, *_: Any, **__: Any) -> _Hidden:
+        return _Hidden(self.value)
 
 
 class _Skipped(nn.Module):

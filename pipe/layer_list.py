@@ -41,6 +41,7 @@ class LayerList:
         self.specs, self.loss_fn = list(model._layer_specs), model.loss_fn
         self._buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
         self.values: Mapping[str, Tensor] = {name: p.detach() for name, p in model.named_parameters()}
+        self.aliases: Mapping[str, str] = {name: name for name in self.values}
         self.layers = [self.layer(index) for index in range(len(self.specs))]
         self._widths = self._trace()
         names: dict[str, ParamSpec] = {}

@@ -45,7 +45,7 @@ class StageModule:
             for owner, _ in owners:
                 owner.register_forward_pre_hook(lambda _module, _args, name=name: self._use(name))
 
-    def install(self, slot: Slot, buffer: Tensor, dtype: torch.dtype) -> nn.Parameter:
+    def install(self, slot: Slot, buffer: Tensor) -> nn.Parameter:
         """Make one parameter a view of its bucket's local buffer; returns it (the same object every step)."""
         view = shard_view(slot, buffer)
         parameter = self.parameters.get(slot.param.name)
@@ -72,6 +72,7 @@ class ModelSource(Protocol):
 
     plan: ModelPlan
     values: Mapping[str, Tensor]  # full parameters that this rank has, by master name
+    aliases: Mapping[str, str]  # every path of a parameter in the user's model -> its master name
     vocab_size: int | None
 
     def width(self, layer: int) -> int:

@@ -1,0 +1,308 @@
+"""The engine: plan, pull, run, push, update, report; one call a step.
+
+Start reading at `train_batch`: its lines stand in the order in which a step happens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.pipe.module import PipelineModule
+from torch import Tensor, nn
+
+from ds_hydra.batching import RankBatches, build_batches
+from ds_hydra.candidates import (
+    candidate_strategies,
+    feasible_schemes,
+    job_cost_table,
+    model_shape,
+)
+from ds_hydra.config import ParsedConfig
+from ds_hydra.data import SequenceData
+from ds_hydra.deepspeed_bridge import HostEngine
+from ds_hydra.groups import GroupCache
+from ds_hydra.masters import ModelMasters
+from ds_hydra.pipe.causal_lm import CausalLM
+from ds_hydra.pipe.layer_list import LayerList
+from ds_hydra.pipe.packing import MicroBatch
+from ds_hydra.pipe.stage import ModelSource
+from ds_hydra.pipe.strategy import parse_strategy, place_strategy
+from ds_hydra.plan_source import PlanSource, agree
+from ds_hydra.planner import PlannedStep, StepPlan
+from ds_hydra.report import StepRecord
+from ds_hydra.strategy_runtime import Arena, StrategyRuntime
+from ds_hydra.zero_hetero.buffer_pool import BufferPool
+from ds_hydra.zero_hetero.errors import ConfigError
+from ds_hydra.zero_hetero.grad_norm import clip_, global_grad_norm
+from ds_hydra.zero_hetero.transport import TorchTransport
+
+
+class HydraEngine(HostEngine):
+    """Trains a model by heterogeneous strategies that change from step to step.
+
+    Made by `ds_hydra.initialize`. The model's own parameters move to the meta device: from then on the master
+    shards are the parameters, and `fp32_state_dict` gathers them.
+    """
+
+    def __init__(self, parsed: ParsedConfig, model: Any, **arguments: Any) -> None:
+        super().__init__(parsed, model, **arguments)
+        config = self.hydra_config
+        self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
+        self._source = model_source(model, activation_checkpointing=config.activation_checkpointing)
+        self._configure_plans()
+        self._configure_communication(timedelta(seconds=config.timeout_seconds))
+        self._masters = ModelMasters(
+            self._source, self._rank, self._num_ranks, self.device, self.master_dtype, self.compute_dtype
+        )
+        self._masters.load(self._source.values, self._rank, self._num_ranks)
+        self._source.values = {}
+        model.to("meta")
+        groups = self._masters.trained.param_groups([{"names": group.names} for group in self.recipe.groups])
+        self.install_optimizer([group["params"] for group in groups])
+
+    def _configure_plans(self) -> None:
+        """Cost table and candidate strategies, all checked against the model and the data before step 0."""
+        config, plan = self.hydra_config, self._source.plan
+        lengths = [] if self.data is None else [int(n) for n in self.data.lengths if n]
+        longest = max(lengths, default=config.context_length or config.tokens_per_step)
+        schemes = sorted({scheme for strategy in config.schemes for scheme in strategy}) or feasible_schemes(
+            plan, self._num_ranks, config.node_size
+        )
+        shape = model_shape(
+            plan, max(self._source.width(i) for i in range(1, plan.num_layers)), self._source.vocab_size
+        )
+        self._table = job_cost_table(config, shape, schemes, longest, self.device.type)
+        self._schemes = candidate_strategies(config, self._table, lengths, self._num_ranks)
+        self._strategies = {
+            schemes: place_strategy(schemes, self._num_ranks, plan.num_layers) for schemes in self._schemes
+        }
+        for strategy in self._strategies.values():
+            plan.check(strategy)
+        limit = max(self._table[scheme].max_length for strategy in self._schemes for scheme in strategy)
+        if longest > limit:
+            where = f"sequence {int(self.data.lengths.argmax())} has" if self.data is not None else "sequences may have"
+            raise ConfigError(
+                f"{where} {longest} tokens but no candidate strategy holds more than {limit} in one micro-batch: add a "
+                "strategy with larger tp, sp or pp, or lower hydra.context_length"
+            )
+
+    def _configure_communication(self, timeout: timedelta) -> None:
+        gloo = dist.get_backend() == "gloo"
+        self._control = None if gloo else dist.new_group(backend="gloo", timeout=timeout)
+        self._groups = GroupCache(timeout)
+        # NCCL runs one group's messages in the order they were started: pipelines get a communicator of their own.
+        self._links = TorchTransport()
+        self._edges = self._links if gloo else TorchTransport(dist.new_group(timeout=timeout))
+        self._pool = BufferPool()
+        self._arena = Arena.for_strategies(
+            self._source.plan, list(self._strategies.values()), self._rank, self.device, self.compute_dtype
+        )
+        self._runtimes: dict[str, StrategyRuntime] = {}
+        self._previous: str | None = None
+        config = self.hydra_config
+        self._plans = PlanSource(
+            self._table, self._schemes, config.planner_options(), self.sampler, config.planner.ahead, self._control
+        )
+
+    def train_batch(self, data_iter: Any = None) -> Tensor:
+        """Run one step and return its loss, a scalar in FP32.
+
+        The sequences come from `training_data`; `data_iter` is there for DeepSpeed's signature and must be None.
+        Every rank must call it.
+        """
+        self._refuse_iterator(data_iter)
+        began = time.perf_counter()
+        planned = self._plans.next(self.global_steps)
+        runtime = self._runtime(planned.plan)
+        batches = self._batches(planned.plan, runtime, self._data())
+        weight = agree(planned.plan, batches.weight, self._control)
+        loss = runtime.train(_weighted(batches.batches, weight))
+        norm, optimizer_s = self._update()
+        stats = self._gather_stats(loss, runtime, batches)
+        self._report(planned, runtime, norm, optimizer_s, weight, stats, time.perf_counter() - began)
+        return stats[:, 0].sum().to(torch.float32)
+
+    def eval_batch(self, data_iter: Any = None) -> Tensor:
+        """Mean loss of a batch of sequences, without an update: a scalar in FP32, equal on all ranks.
+
+        `data_iter` is a dataset or list of sequences like `training_data`, or an iterator whose next item is one.
+        Every rank must call it with the same sequences.
+        """
+        batch = next(data_iter) if hasattr(data_iter, "__next__") else data_iter
+        if batch is None:
+            raise ConfigError("eval_batch() needs sequences: a dataset, a list of token lists, or an iterator of them")
+        data = self.sequences(batch)
+        ids = tuple(i for i, length in enumerate(data.lengths) if length)
+        plan = self._plans.plan_once(ids, tuple(int(data.lengths[i]) for i in ids))
+        runtime = self._runtime(plan)
+        batches = self._batches(plan, runtime, data)
+        weight = agree(plan, batches.weight, self._control)
+        loss = runtime.evaluate(_weighted(batches.batches, weight))
+        return self._gather_stats(loss, runtime, batches)[:, 0].sum().to(torch.float32)
+
+    def fp32_state_dict(self) -> dict[str, Tensor]:
+        """Full parameters on CPU by the model's own names, tied ones under each of theirs; FP64 for an FP64 model.
+
+        Every rank must call it, and gets all of them.
+        """
+        full = self._masters.gather(self._links)
+        return {path: full[name] for path, name in self._source.aliases.items()}
+
+    def destroy(self) -> None:
+        """End the planning process, print the summary, release what DeepSpeed's engine would."""
+        plans = self.__dict__.get("_plans")
+        if plans is not None:
+            plans.close()
+        super().destroy()
+
+    def _data(self) -> SequenceData:
+        if self.data is None:
+            raise ConfigError("train_batch() needs sequences: pass training_data to initialize()")
+        return self.data
+
+    def _refuse_iterator(self, data_iter: Any) -> None:
+        if data_iter is not None:
+            raise ConfigError(
+                "train_batch(data_iter) is not supported: steps are planned ahead from all sequences; pass the "
+                "dataset as training_data to initialize() and call train_batch()"
+            )
+
+    def _runtime(self, plan: StepPlan) -> StrategyRuntime:
+        """The strategy's runtime, built when it is first used; all ranks build it in the same step."""
+        if plan.strategy not in self._runtimes:
+            schemes = parse_strategy(plan.strategy)
+            strategy = self._strategies.get(schemes) or place_strategy(
+                schemes, self._num_ranks, self._source.plan.num_layers
+            )
+            self._runtimes[plan.strategy] = StrategyRuntime(
+                strategy, self._source, self._masters, self._arena, self._groups,
+                self._rank, self._links, self._edges, self._pool, self.device,
+            )  # fmt: skip
+        return self._runtimes[plan.strategy]
+
+    def _batches(self, plan: StepPlan, runtime: StrategyRuntime, data: SequenceData) -> RankBatches:
+        return build_batches(
+            plan.pipelines[runtime.pipeline_index].microbatches,
+            plan.sequence_ids,
+            plan.lengths,
+            runtime.place,
+            data.load_sequence,
+            self.hydra_config.loss_norm,
+            self.device,
+        )
+
+    def _update(self) -> tuple[float, float]:
+        """Clip and step; a gradient that is not finite leaves everything as it was. Returns norm and seconds."""
+        began = time.perf_counter()
+        grads = self._masters.trained.grads
+        norm = global_grad_norm(grads, None)
+        value = float(norm)
+        if math.isfinite(value):
+            if self.gradient_clipping() > 0:
+                clip_(grads, norm, self.gradient_clipping())
+            assert self.optimizer is not None, "made by install_optimizer"
+            self.optimizer.step()
+        return value, time.perf_counter() - began
+
+    def _gather_stats(self, loss: Tensor, runtime: StrategyRuntime, batches: RankBatches) -> Tensor:
+        """(num_ranks, 6) in FP64 on CPU: loss share, run seconds, exposed pull and push seconds, bytes moved.
+
+        A tensor parallel group computes one loss: its first rank counts it.
+        """
+        counts = runtime.place.tp_rank == 0
+        mine = [
+            float(loss) if counts else 0.0,
+            runtime.run_s,
+            runtime.exposed_pull_s,
+            runtime.exposed_push_s,
+            float(batches.num_padding if counts and runtime.place.is_last and runtime.place.sp_rank == 0 else 0),
+            float(_peak_memory(self.device)),
+        ]
+        everyone = torch.empty(self._num_ranks * len(mine), dtype=torch.float64)
+        dist.all_gather_into_tensor(everyone, torch.tensor(mine, dtype=torch.float64), group=self._control)
+        return everyone.view(self._num_ranks, -1)
+
+    def _report(
+        self,
+        planned: PlannedStep,
+        runtime: StrategyRuntime,
+        norm: float,
+        optimizer_s: float,
+        weight: int,
+        stats: Tensor,
+        seconds: float,
+    ) -> None:
+        plan, strategy = planned.plan, runtime.strategy
+        pipeline_ms = [1e3 * float(stats[list(p.ranks), 1].max()) for p in strategy.pipelines]
+        record = StepRecord(
+            step=self.global_steps + 1,
+            loss=float(stats[:, 0].sum()),
+            grad_norm=norm,
+            learning_rate=self.get_lr()[0],
+            num_tokens=plan.num_tokens,
+            num_targets=weight,
+            num_sequences=len(plan.lengths),
+            strategy=plan.strategy,
+            changed=self._previous is not None and plan.strategy != self._previous,
+            step_ms=1e3 * seconds,
+            predicted_ms=plan.predicted_ms,
+            num_padding=int(stats[:, 4].sum()),
+            pipeline_ms=tuple(pipeline_ms),
+            lower_bound_ms=plan.lower_bound_ms,
+            planning_ms=planned.planning_ms,
+            planning_hidden=planned.hidden,
+            plan_source=plan.source,
+            plan_digest=plan.digest().hex(),
+            ids_digest=hashlib.sha256(repr(plan.sequence_ids).encode()).hexdigest()[:16],
+            num_micro_batches=tuple(len(pipeline.microbatches) for pipeline in plan.pipelines),
+            pull_ms=1e3 * float(stats[:, 2].max()),
+            push_ms=1e3 * float(stats[:, 3].max()),
+            optimizer_ms=1e3 * optimizer_s,
+            pull_bytes=runtime.pull_bytes,
+            push_bytes=runtime.push_bytes,
+            peak_memory_bytes=int(stats[:, 5].max()),
+            skipped=not math.isfinite(norm),
+            skipped_steps=self.skipped_steps + (not math.isfinite(norm)),
+            plan=plan.to_json(),
+        )
+        self._previous = plan.strategy
+        self.finish_step(record)
+
+
+def model_source(model: Any, *, activation_checkpointing: bool) -> ModelSource:
+    """What kind of model the user gave, read once."""
+    from transformers import PreTrainedModel
+
+    if isinstance(model, PipelineModule):
+        if activation_checkpointing:
+            raise ConfigError(
+                "hydra.activation_checkpointing works with Hugging Face models only; wrap the layers' own"
+            )
+        return LayerList(model)
+    if isinstance(model, PreTrainedModel):
+        return CausalLM(model, activation_checkpointing=activation_checkpointing)
+    kind = type(model).__name__
+    what = "a module" if isinstance(model, nn.Module) else "not even a module"
+    raise ConfigError(
+        f"the model is a {kind}, {what} whose layers ds_hydra cannot find: give a Hugging Face causal language "
+        "model or a DeepSpeed PipelineModule"
+    )
+
+
+def _weighted(batches: Sequence[MicroBatch], total: int) -> Sequence[MicroBatch]:
+    """Loss weights divided by what all ranks count of the step's normaliser."""
+    for batch in batches:
+        if batch.weights is not None:
+            batch.weights.div_(max(1, total))
+    return batches
+
+
+def _peak_memory(device: torch.device) -> int:
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0

@@ -1,0 +1,79 @@
+"""The masters of a whole model: FP32 shards of what is trained, compute-dtype shards of what is frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_hydra.pipe.stage import ModelSource, from_flat, to_flat
+from ds_hydra.zero_hetero.bucket import BucketSpec
+from ds_hydra.zero_hetero.errors import ConfigError
+from ds_hydra.zero_hetero.masters import MasterShards
+from ds_hydra.zero_hetero.transport import Transport
+
+
+class ModelMasters:
+    """Both kinds of master shards, numbered like the buckets of the model's plan."""
+
+    def __init__(
+        self,
+        source: ModelSource,
+        rank: int,
+        num_ranks: int,
+        device: torch.device,
+        master: torch.dtype,
+        frozen: torch.dtype,
+    ):
+        self.buckets = source.plan.buckets
+        specs = [BucketSpec(b.name, tuple((p.name, p.numel) for p in b.params)) for b in self.buckets]
+        trained = [spec for spec, b in zip(specs, self.buckets, strict=True) if b.trainable]
+        kept = [spec for spec, b in zip(specs, self.buckets, strict=True) if not b.trainable]
+        if not trained:
+            raise ConfigError("every parameter of the model is frozen: there is nothing to train")
+        self.trained = MasterShards(trained, rank, num_ranks, device, master)
+        self.frozen = MasterShards(kept, rank, num_ranks, device, frozen)
+        self.shards = tuple(self._pick(self.trained.shards, self.frozen.shards))
+
+    def _pick(self, trained: Sequence[Tensor], frozen: Sequence[Tensor]) -> Iterator[Tensor]:
+        """Both lists as one, in the order of the buckets."""
+        one, other = iter(trained), iter(frozen)
+        return (next(one if bucket.trainable else other) for bucket in self.buckets)
+
+    def grad(self, bucket: int) -> Tensor:
+        """This rank's master gradient of a trainable bucket."""
+        assert self.buckets[bucket].trainable, "frozen buckets have no gradient"
+        return self.trained.grads[sum(b.trainable for b in self.buckets[:bucket])]
+
+    def load(self, values: Mapping[str, Tensor], rank: int, num_ranks: int) -> None:
+        """Take the initial values: each parameter's from the lowest rank that has it, as DeepSpeed does.
+
+        Raises ConfigError on every rank when no rank has a parameter.
+        """
+        params = [(param, bucket.trainable) for bucket in self.buckets for param in bucket.params]
+        device = self.trained.flat.device
+        owners = torch.tensor([rank if param.name in values else num_ranks for param, _ in params], device=device)
+        if num_ranks > 1:
+            dist.all_reduce(owners, op=dist.ReduceOp.MIN)
+        for (param, trainable), owner in zip(params, owners.tolist(), strict=True):
+            if owner == num_ranks:
+                raise ConfigError(f"no rank has a value for {param.name!r}: build the whole model on some rank")
+            masters = self.trained if trainable else self.frozen
+            if rank == owner:
+                flat = to_flat(values[param.name], param.rule.dim, param.rule.parts).to(masters.flat)
+            else:
+                flat = torch.empty(param.numel, dtype=masters.flat.dtype, device=device)
+            if num_ranks > 1:
+                dist.broadcast(flat, owner)
+            masters.load(param.name, flat)
+
+    def gather(self, transport: Transport) -> dict[str, Tensor]:
+        """Full parameters on CPU by master name, in their own shapes; all ranks must call it."""
+        flat = self.trained.gather_full(transport) | self.frozen.gather_full(transport)
+        params = [param for bucket in self.buckets for param in bucket.params]
+        return {
+            p.name: from_flat(flat[p.name], p.shape, p.rule.dim, p.rule.parts).contiguous().to(self.trained.flat.dtype)
+            for p in params
+        }

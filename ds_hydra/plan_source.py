@@ -1,0 +1,151 @@
+"""Each step's plan, the same on every rank: rank 0 plans some steps ahead, everybody checks and compares."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+import torch
+import torch.distributed as dist
+
+from ds_hydra.cost_model import CostTable
+from ds_hydra.data import TokenBudgetSampler
+from ds_hydra.pipe.strategy import ParallelScheme
+from ds_hydra.planner import PlannedStep, Planner, PlannerOptions, PlannerService, StepPlan, validate_plan
+from ds_hydra.zero_hetero.errors import PlanError
+
+_INLINE_BYTES = 1 << 15  # of a plan that travel with its length; longer plans take a second message
+_DIGEST_WORDS = 4  # a SHA-256 as int64
+
+
+class PlanSource:
+    """The pre-step consumer of plans.
+
+    The planner may fall back to another plan than its producer would have made, so one rank decides and the
+    others take what it says; every rank validates it against the sequences that its own sampler drew.
+    `control` is a group over all ranks that takes CPU tensors.
+    """
+
+    def __init__(
+        self,
+        cost_table: CostTable,
+        strategies: tuple[tuple[ParallelScheme, ...], ...],
+        options: PlannerOptions,
+        sampler: TokenBudgetSampler | None,
+        ahead: int,
+        control: dist.ProcessGroup | None,
+    ):
+        self._table, self._options, self._sampler, self._control = cost_table, options, sampler, control
+        self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
+        self._ahead = ahead
+        self._planner = Planner(cost_table, strategies, options)
+        self._service: PlannerService | None = None
+        if self._rank == 0 and ahead > 0 and sampler is not None:
+            self._service = PlannerService(cost_table, strategies, options, ahead)
+        self._submitted: int | None = None
+
+    @property
+    def strategies(self) -> tuple[tuple[ParallelScheme, ...], ...]:
+        """Candidates, in the order of the config."""
+        return self._planner.strategies
+
+    @property
+    def fallbacks(self) -> Counter[str]:
+        """How often rank 0 had to plan in its own process, by reason."""
+        return self._service.fallbacks if self._service else Counter()
+
+    def next(self, step: int) -> PlannedStep:
+        """The plan of `step`, which its ranks have agreed on. Every rank must call it."""
+        assert self._sampler is not None, "plans of steps need a sampler"
+        ids, lengths = self._sampler.batch(step), self._sampler.batch_lengths(step)
+        planned: PlannedStep | None = None
+        if self._service is not None:
+            first = step if self._submitted is None else self._submitted + 1
+            for coming in range(first, step + self._ahead + 1):
+                self._service.submit(coming, self._sampler.batch(coming), self._sampler.batch_lengths(coming))
+                self._submitted = coming
+        if self._rank == 0:
+            planned = self._service.get(step) if self._service else self._plan_here(step, ids, lengths)
+        return self._share(planned, step, ids, lengths)
+
+    def plan_once(self, ids: tuple[int, ...], lengths: tuple[int, ...]) -> StepPlan:
+        """A plan for a batch outside the training order. Every rank must call it."""
+        planned = self._plan_here(0, ids, lengths) if self._rank == 0 else None
+        return self._share(planned, 0, ids, lengths).plan
+
+    def close(self) -> None:
+        """End the producer process."""
+        if self._service is not None:
+            self._service.close()
+
+    def _plan_here(self, step: int, ids: tuple[int, ...], lengths: tuple[int, ...]) -> PlannedStep:
+        began = time.perf_counter()
+        plan = self._planner.plan(step, ids, lengths)
+        return PlannedStep(plan, (time.perf_counter() - began) * 1e3, hidden=False)
+
+    def _share(
+        self, planned: PlannedStep | None, step: int, ids: tuple[int, ...], lengths: tuple[int, ...]
+    ) -> PlannedStep:
+        """Hand rank 0's plan to all ranks; each checks that it is about the sequences it drew itself."""
+        if self._num_ranks > 1:
+            text = self._broadcast(_encode(planned) if planned is not None else "")
+            if planned is None:
+                planned = _decode(text)
+        assert planned is not None, "rank 0 has planned"
+        plan = planned.plan
+        if (plan.step, plan.sequence_ids, plan.lengths) != (step, ids, lengths):
+            raise PlanError(
+                f"rank {self._rank} drew other sequences for step {step} than rank 0 planned for: the ranks' "
+                "data, seed or config differ; give all ranks the same"
+            )
+        validate_plan(plan, self._table, self._num_ranks, self._options.objective)
+        return planned
+
+    def _broadcast(self, text: str) -> str:
+        payload = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if text else torch.empty(0)
+        head = torch.zeros(8 + _INLINE_BYTES, dtype=torch.uint8)
+        if self._rank == 0:
+            head[:8] = torch.tensor([len(payload)], dtype=torch.int64).view(torch.uint8)
+            inline = payload[:_INLINE_BYTES]
+            head[8 : 8 + len(inline)] = inline
+        dist.broadcast(head, 0, group=self._control)
+        size = int(head[:8].view(torch.int64))
+        rest = torch.empty(max(0, size - _INLINE_BYTES), dtype=torch.uint8)
+        if len(rest):
+            if self._rank == 0:
+                rest.copy_(payload[_INLINE_BYTES:])
+            dist.broadcast(rest, 0, group=self._control)
+        whole = torch.cat((head[8 : 8 + min(size, _INLINE_BYTES)], rest))
+        return bytes(whole.numpy()).decode()
+
+
+def _encode(planned: PlannedStep) -> str:
+    return f"{planned.planning_ms!r} {int(planned.hidden)} {planned.fallback or '-'}\n{planned.plan.to_json()}"
+
+
+def _decode(text: str) -> PlannedStep:
+    head, plan = text.split("\n", 1)
+    planning_ms, hidden, fallback = head.split(" ")
+    return PlannedStep(
+        StepPlan.from_json(plan, "rank 0's plan"),
+        float(planning_ms),
+        hidden == "1",
+        None if fallback == "-" else fallback,
+    )
+
+
+def agree(plan: StepPlan, weight: int, control: dist.ProcessGroup | None) -> int:
+    """Compare the plan's digest over all ranks and sum their `weight`, in one message before any other moves.
+
+    Raises PlanError naming the ranks whose plan differs from rank 0's.
+    """
+    mine = torch.cat(
+        (torch.frombuffer(bytearray(plan.digest()), dtype=torch.int64), torch.tensor([weight], dtype=torch.int64))
+    )
+    everyone = torch.empty(dist.get_world_size() * (_DIGEST_WORDS + 1), dtype=torch.int64)
+    dist.all_gather_into_tensor(everyone, mine, group=control)
+    table = everyone.view(-1, _DIGEST_WORDS + 1)
+    differing = (table[:, :_DIGEST_WORDS] != table[0, :_DIGEST_WORDS]).any(dim=1).nonzero().flatten().tolist()
+    if differing:
+        raise PlanError(f"step {plan.step}: ranks {differing} hold another plan than rank 0; nothing was computed")
+    return int(table[:, _DIGEST_WORDS].sum())
