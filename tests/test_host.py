@@ -77,6 +77,17 @@ def test_update_of_shards_is_the_update_of_parameters(
         assert torch.allclose(parts, torch.cat([p.view(-1) for p in group["params"]]), atol=1e-6)
 
 
+def test_lion_by_hand() -> None:
+    parameter = nn.Parameter(torch.tensor([1.0, 1.0]))
+    lion = Lion([parameter], lr=0.1, betas=(0.9, 0.5), weight_decay=0.2)
+    for gradient in ([1.0, -1.0], [-4.0, -4.0]):
+        parameter.grad = torch.tensor(gradient)
+        lion.step()
+    # momentum after step 1: [0.5, -0.5]; step 2 moves by sign(0.9 * momentum + 0.1 * gradient) = [+, -]
+    expected = [((1.0 * 0.98 - 0.1) * 0.98) - 0.1, ((1.0 * 0.98 + 0.1) * 0.98) + 0.1]
+    assert parameter.tolist() == pytest.approx(expected)
+
+
 def test_client_optimizer_keeps_identity_groups_and_scheduler() -> None:
     model = small_model()
     client = torch.optim.AdamW(decay_groups(model), lr=0.2, weight_decay=0.3)

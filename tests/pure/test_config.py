@@ -112,6 +112,7 @@ def test_batch_keys_are_filled_in_and_explained() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
+        ({"zero_optimization": {"stage": 2}}, ["zero_optimization.stage 2", "0 or 1"]),
         ({"zero_optimization": {"stage": 3}}, ["zero_optimization.stage 3", "0 or 1"]),
         ({"zero_optimization": {"stage": True}}, ["zero_optimization.stage", "True"]),
         ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, ["offload_optimizer"]),
