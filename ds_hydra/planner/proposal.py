@@ -36,11 +36,10 @@ class Effort:
     node_limit: int  # of each HiGHS solution
     rounds: int  # of hill climbing over all batches
     moves: int  # neighbours looked at per batch and round
-    plan_pool: int  # strategies that are planned, not only bounded, before the final choice
 
 
-QUICK = Effort(batches=12, milp_batches=6, node_limit=20, rounds=2, moves=60, plan_pool=0)
-THOROUGH = Effort(batches=64, milp_batches=16, node_limit=100, rounds=8, moves=150, plan_pool=60)
+QUICK = Effort(batches=12, milp_batches=6, node_limit=20, rounds=2, moves=60)
+THOROUGH = Effort(batches=64, milp_batches=16, node_limit=100, rounds=8, moves=150)
 
 
 def sample_batches(
@@ -99,7 +98,7 @@ def propose_strategies(
     for round_number in range(effort.rounds):
         if not pool.climb(effort.moves, seed + round_number):
             break
-    chosen = pool.best_subset(count, effort.plan_pool)
+    chosen = pool.best_subset(count)
     chosen = pool.cover(chosen, context_length, count)
     return tuple(counts_to_schemes(counts, schemes) for counts in chosen)
 
@@ -123,6 +122,7 @@ class _Pool:
         planner = Planner(self._table, [self._any_strategy()], PlannerOptions(effort=1))
         self._searches = [Search(planner, batch) for batch in self._batches]
         self.times: dict[Counts, np.ndarray] = {}  # ms on each batch
+        self._best = np.full(len(sampled), math.inf)
         self._moves = self._exchanges()
 
     def _any_strategy(self) -> tuple[ParallelScheme, ...]:
@@ -131,27 +131,23 @@ class _Pool:
     def groups(self, counts: Counts) -> Groups:
         return Groups.of(counts_to_schemes(counts, self._schemes), self._table)
 
-    def bound(self, counts: Counts, batch: int, outer: int = 6, inner: int = 8) -> float:
-        """Certified bound on a batch in ms: cheap, and close to the planned time."""
-        groups = self.groups(counts)
-        price = self._sizes[groups.scheme_of].astype(np.float64)
-        return self._searches[batch].bound(groups, price, outer, inner)
-
-    def planned(self, counts: Counts, batch: int) -> float:
-        """Planned time on a batch in ms; infinite when it does not fit."""
+    def time(self, counts: Counts, batch: int, worth: float) -> float:
+        """Planned time on a batch in ms where the bound allows less than `worth`, else the bound."""
         groups = self.groups(counts)
         price = self._sizes[groups.scheme_of].astype(np.float64)
         bound = self._searches[batch].bound(groups, price, 6, 8)
-        if math.isinf(bound):
-            return math.inf
+        if bound >= worth:
+            return bound
         found = self._searches[batch].assign(groups, bound, price, math.inf)
         return found.ms if found else math.inf
 
     def add(self, strategies: Iterable[Counts]) -> int:
-        """Bound strategies that are new to the pool on every batch; how many were."""
+        """Time strategies that are new to the pool on every batch; how many were."""
         fresh = [counts for counts in dict.fromkeys(strategies) if counts not in self.times]
         for counts in fresh:
-            self.times[counts] = np.array([self.bound(counts, b) for b in range(len(self._batches))])
+            times = [self.time(counts, b, 1.02 * self._best[b]) for b in range(len(self._batches))]
+            self.times[counts] = np.array(times)
+            self._best = np.minimum(self._best, self.times[counts])
         return len(fresh)
 
     def homogeneous(self) -> list[Counts]:
@@ -166,9 +162,7 @@ class _Pool:
         """HiGHS's strategies for one batch, at a few target times around the continuous optimum."""
         found = []
         for slack in (1.02, 1.15, 1.4):
-            counts = counts_by_milp(
-                self._batches[batch], self._table, self._sizes, self._num_ranks, slack, node_limit
-            )
+            counts = counts_by_milp(self._batches[batch], self._table, self._sizes, self._num_ranks, slack, node_limit)
             if counts is not None:
                 found.append(counts)
         return found
@@ -217,19 +211,15 @@ class _Pool:
             best = min(self.times, key=lambda counts: float(self.times[counts][b]))
             ranked = []
             for counts in self.neighbours(best, rng, moves):
-                ms = self.bound(counts, b, 4, 6)
-                if ms < self.times[best][b] * (1.0 - 1e-4):
+                ms = self.time(counts, b, float(self._best[b]))
+                if ms < self._best[b] * (1.0 - 1e-4):
                     ranked.append((ms, counts))
-            better.update((counts, None) for _, counts in sorted(ranked)[:3])
+            better.update((counts, None) for _, counts in sorted(ranked)[:2])
         return self.add(better) > 0
 
-    def best_subset(self, count: int, plan_pool: int) -> list[Counts]:
+    def best_subset(self, count: int) -> list[Counts]:
         """Greedy choice of the strategies with the least mean time, each batch run by its best."""
-        times = self.times
-        if plan_pool:
-            short = _greedy(times, plan_pool)
-            times = {c: np.array([self.planned(c, b) for b in range(len(self._batches))]) for c in short}
-        return _greedy(times, count)
+        return _greedy(self.times, count)
 
     def cover(self, chosen: list[Counts], context_length: int, count: int) -> list[Counts]:
         """Make sure that some strategy holds the context length, at the price of the least useful one."""

@@ -23,6 +23,9 @@ from ds_hydra.zero_hetero.errors import PlanError
 
 _TINY_SEQUENCES = 8  # up to here 3^n subsets are cheaper than any search
 _LEVEL_ROUNDS = 40
+_PROOF_TARGETS = (0.001, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08)  # gaps tried, best first
+_PROOF_DEPTH = 10
+_PROOF_NODES = 300
 _LEAN_TRIES = 3  # strategies tried by plain Python kernels
 
 
@@ -190,7 +193,36 @@ class Search:
                 break
         if best is None:
             raise PlanError("no strategy was found that holds every sequence")
+        if not lean and not tiny:
+            self._raise_bounds(bounds, prices, best.ms)
         return best, min(bounds.values())
+
+    def _raise_bounds(self, bounds: dict[int, float], prices: dict[int, Floats], best_ms: float) -> None:
+        """Prove better bounds for the strategies that could still beat the plan [Note: branching on the longest]."""
+        if len(self._batch.merged_tokens) < self._batch.size:
+            return
+        proven, refused = min(bounds.values()), best_ms
+        for share in _PROOF_TARGETS:
+            target = best_ms / (1.0 + share)
+            if target <= proven:
+                break
+            if target < refused and all(
+                self.refute(self._groups[i], target, prices[i]) for i in bounds if bounds[i] < target
+            ):
+                for i in bounds:
+                    bounds[i] = max(bounds[i], target)
+                break
+
+    def refute(self, groups: Groups, target: float, price: Floats) -> bool:
+        """Whether branching on the longest sequences proves that no plan under a strategy meets `target` ms."""
+        batch, arrays = self._batch, self._arrays
+        deepest = min(_PROOF_DEPTH, batch.size)
+        placed = np.empty(deepest, dtype=np.int64)
+        nodes = self._kernels.refute(
+            target, batch.work, batch.tokens, batch.size, groups.scheme_of, groups.count, len(groups.count), arrays.c,
+            arrays.max_length, arrays.pp, batch.rates, price, deepest, 6, _PROOF_NODES, placed,
+        )  # fmt: skip
+        return bool(nodes > 0)
 
     def bound(self, groups: Groups, price: Floats, outer: int, inner: int) -> float:
         """Certified lower bound in ms on any plan under a strategy; `price` is warm start and result."""
