@@ -1,0 +1,46 @@
+"""What the measuring tools share: their options, a table, and an end that says what was missed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+
+def figures_parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser with the options of every tool: `--quick` and `--json FILE`."""
+    first_line = (description or "").strip().splitlines()[0]
+    parser = argparse.ArgumentParser(description=first_line)
+    parser.add_argument("--quick", action="store_true", help="fewer and smaller cases, within a minute")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+    return parser
+
+
+def print_table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Print columns: text to the left, numbers to the right."""
+    cells = [[f"{value:.3g}" if isinstance(value, float) else str(value) for value in row] for row in rows]
+    widths = [max(len(line[column]) for line in [list(headers), *cells]) for column in range(len(headers))]
+    numeric = [all(isinstance(row[column], int | float) for row in rows) for column in range(len(headers))]
+
+    def show(line: Sequence[str]) -> str:
+        aligned = zip(line, widths, numeric, strict=True)
+        return "  ".join(cell.rjust(width) if right else cell.ljust(width) for cell, width, right in aligned).rstrip()
+
+    print(show(headers))
+    print("  ".join("-" * width for width in widths))
+    for line in cells:
+        print(show(line))
+
+
+def finish(name: str, summary: str, figures: Mapping[str, Any], missed: Sequence[str], json_file: Path | None) -> int:
+    """Print what was missed and one summary line, write the figures if asked; the exit code of the tool."""
+    for aim in missed:
+        print(f"missed: {aim}")
+    print(f"{name}: {summary}; {f'{len(missed)} aims missed' if missed else 'all aims met'}")
+    if json_file is not None:
+        json_file.write_text(
+            json.dumps({"name": name, "summary": summary, "missed": list(missed), **figures}, indent=1)
+        )
+    return 1 if missed else 0

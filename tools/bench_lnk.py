@@ -1,0 +1,318 @@
+"""Pull and push beside gloo's own collectives: bytes against the bound, messages, milliseconds.
+
+Every case is one strategy on forked gloo ranks, with the buckets of a small Llama. `pull` and `push` start all
+buckets and wait for all, casts between FP32 master shards and the wire dtype included. Beside them, in turns and in
+the same processes, gloo's all_gather_into_tensor and reduce_scatter_tensor of as many bytes, cast likewise. Note that
+gloo's reduce-scatter is slow (slower than its own all-reduce), so a push far below 1.0 is gloo's doing in part.
+
+  python -m tools.bench_lnk [--quick] [--json FILE] [--ranks N] [--rounds N] [--strategies TEXT ...]
+
+Exits non-zero if a ratio of times is above 1.0 or bytes or messages are above the bound.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.distributed as dist
+
+from ds_hydra.pipe.model_plan import ModelPlan, ParamSpec, ShardRule, make_buckets
+from ds_hydra.pipe.strategy import Strategy, parse_strategy, place_strategy
+from ds_hydra.zero_hetero.bucket import BucketSpec
+from ds_hydra.zero_hetero.buffer_pool import BufferPool
+from ds_hydra.zero_hetero.layout import Layout
+from ds_hydra.zero_hetero.link import Link
+from ds_hydra.zero_hetero.masters import MasterShards
+from ds_hydra.zero_hetero.pull_buffers import PullBuffers
+from ds_hydra.zero_hetero.push_buckets import PushBucket, PushBuckets
+from ds_hydra.zero_hetero.transfer_plan import TransferPlan, plan_transfer
+from ds_hydra.zero_hetero.transport import TorchTransport
+from tests.ranks import run_ranks
+from tools._figures import figures_parser, finish, print_table
+
+STRATEGIES = {4: ("4*tp1", "2*tp2", "tp2 + 2*tp1", "tp2pp2"), 8: ("8*tp1", "tp4 + 2*tp1pp2")}
+PUSH_TAG = 1 << 10
+
+
+@dataclass(frozen=True)
+class Case:
+    """One strategy on some ranks in one wire dtype."""
+
+    num_ranks: int
+    dtype: torch.dtype
+    text: str
+    strategy: Strategy
+    plan: ModelPlan
+
+
+@dataclass(frozen=True)
+class Volumes:
+    """What one direction moves, in elements over all buckets; `needed` is the least that could be."""
+
+    largest: int  # of any rank: received in a pull, sent in a push
+    bound: int  # of appendix B, for that rank
+    total: int
+    needed: int
+    messages: int  # most that one rank sends and receives in one bucket, over the number of its peers
+    zero_1: int  # what ZeRO-1 would move in total
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    num_ranks: int
+    dtype: str
+    strategy: str
+    direction: str
+    mib_largest: float
+    mib_bound: float
+    mib_total: float
+    mib_needed: float
+    mib_zero_1: float
+    messages_per_peer: int
+    ms: float
+    gloo_ms: float
+
+    @property
+    def ratio(self) -> float:
+        return self.ms / self.gloo_ms
+
+
+def llama_plan(num_layers: int, hidden: int = 512, vocab: int = 8192) -> ModelPlan:
+    """Shapes and shard rules of a Llama."""
+    ffn = hidden * 11 // 4
+    column, row, whole = ShardRule(dim=0), ShardRule(dim=1), ShardRule()
+    specs = [ParamSpec("embed.weight", (vocab, hidden), column)]
+    for layer in range(num_layers):
+        shapes = {"qkv": (3 * hidden, hidden), "gate_up": (2 * ffn, hidden)}
+        specs += [
+            ParamSpec(f"{layer}.norm1", (hidden,), whole),
+            ParamSpec(f"{layer}.qkv", shapes["qkv"], ShardRule(dim=0, parts=3)),
+            ParamSpec(f"{layer}.o", (hidden, hidden), row),
+            ParamSpec(f"{layer}.norm2", (hidden,), whole),
+            ParamSpec(f"{layer}.gate_up", shapes["gate_up"], ShardRule(dim=0, parts=2)),
+            ParamSpec(f"{layer}.down", (hidden, ffn), row),
+        ]
+    specs += [ParamSpec("norm", (hidden,), whole), ParamSpec("head.weight", (vocab, hidden), column)]
+    by_name = {spec.name: spec for spec in specs}
+    layers = tuple(frozenset(n for n in by_name if n.startswith(f"{layer}.")) for layer in range(num_layers))
+    first, last = frozenset({"embed.weight"}), frozenset({"norm", "head.weight"})
+    groups = [("embed", first), *((f"layer.{i}", names) for i, names in enumerate(layers)), ("head", last)]
+    return ModelPlan(make_buckets(groups, by_name), first, layers, last)
+
+
+def volumes(case: Case, masters: list[Layout], layouts: list[Layout]) -> Volumes:
+    """Count what the plans between master shards and `layouts` move, against what must be moved."""
+    ranks = range(case.num_ranks)
+    moved, held, total, needed, messages, zero_1 = [0] * len(ranks), [0] * len(ranks), 0, 0, 0, 0
+    for master, layout in zip(masters, layouts, strict=True):
+        plan = plan_transfer(master, layout)
+        received = plan.received_numels()
+        total += sum(received)
+        zero_1 += master.numel * (case.num_ranks - 1)
+        for rank in ranks:
+            moved[rank] += received[rank]
+            held[rank] += layout.held(rank)
+            needed += layout.held(rank) - _common(master, layout, rank)
+            peers = [m.dst for m in plan.sends(rank)], [m.src for m in plan.recvs(rank)]
+            messages = max([messages, *(peer.count(p) for peer in peers for p in peer)])
+    return Volumes(max(moved), held[moved.index(max(moved))], total, needed, messages, zero_1)
+
+
+def _common(one: Layout, other: Layout, rank: int) -> int:
+    """Elements that `rank` holds in both layouts."""
+    return sum(
+        max(0, min(a.stop, b.stop) - max(a.start, b.start)) for a in one.pieces[rank] for b in other.pieces[rank]
+    )
+
+
+class Lnk:
+    """Pull and push of one strategy on this rank."""
+
+    def __init__(self, case: Case, rank: int, plans: list[tuple[TransferPlan, Layout, TransferPlan]]):
+        specs = [BucketSpec(b.name, tuple((p.name, p.numel) for p in b.params)) for b in case.plan.buckets]
+        masters = MasterShards(specs, rank, case.num_ranks, "cpu")
+        transport, pool = TorchTransport(), BufferPool()
+        buffers = [torch.zeros(held.sizes[rank], dtype=case.dtype) for _, held, _ in plans]
+        pulls = [Link(pull, rank, transport, buffers=pool) for pull, _, _ in plans]
+        self.pulls = PullBuffers(pulls, masters.shards, buffers)
+        self.pushes = PushBuckets(
+            [
+                PushBucket(
+                    Link(push, rank, transport, buffers=pool), (), torch.zeros(held.sizes[rank]), masters.grads[b]
+                )
+                for b, (_, held, push) in enumerate(plans)
+            ],
+            wire_dtype=case.dtype,
+            first_tag=PUSH_TAG,
+        )
+
+    def pull(self) -> None:
+        self.pulls.start()
+        self.pulls.finish()
+
+    def push(self) -> None:
+        self.pushes.finish()
+
+
+class Gloo:
+    """The collectives of ZeRO-1 over buckets of such sizes that as many elements move as in `moved`."""
+
+    def __init__(self, case: Case, rank: int, moved: int, zero_1: int):
+        sizes = [max(1, bucket.numel * moved // zero_1 // case.num_ranks) for bucket in case.plan.buckets]
+        self.dtype = case.dtype
+        self.shards = [torch.zeros(size) for size in sizes]
+        self.wires = [torch.zeros(size, dtype=case.dtype) for size in sizes]
+        self.wholes = [torch.zeros(size * case.num_ranks, dtype=case.dtype) for size in sizes]
+        self.grads = [torch.zeros(size * case.num_ranks) for size in sizes]
+
+    def pull(self) -> None:
+        works = []
+        for shard, wire, whole in zip(self.shards, self.wires, self.wholes, strict=True):
+            source = shard if shard.dtype == self.dtype else wire.copy_(shard)
+            works.append(dist.all_gather_into_tensor(whole, source, async_op=True))
+        for work in works:
+            work.wait()
+
+    def push(self) -> None:
+        works = []
+        for shard, wire, whole, grad in zip(self.shards, self.wires, self.wholes, self.grads, strict=True):
+            same = grad.dtype == self.dtype
+            source, target = (grad, shard) if same else (whole.copy_(grad), wire)
+            works.append(dist.reduce_scatter_tensor(target, source, async_op=True))
+        for work, shard, wire in zip(works, self.shards, self.wires, strict=True):
+            work.wait()
+            if shard.dtype != self.dtype:
+                shard.copy_(wire)
+
+
+def slowest_ms(run: Callable[[], None]) -> float:
+    """Time of the slowest rank, all starting together."""
+    dist.barrier()
+    began = time.perf_counter()
+    run()
+    elapsed = torch.tensor((time.perf_counter() - began) * 1e3, dtype=torch.float64)
+    dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
+    return elapsed.item()
+
+
+def measure(rank: int, case: Case, plans: list, moved: tuple[int, int], zero_1: int, rounds: int) -> list[float]:
+    """Medians in ms of pull, gloo's pull, push, gloo's push, taken in turns."""
+    warnings.simplefilter("ignore")
+    lnk = Lnk(case, rank, plans)
+    runs: list[Callable[[], None]] = [
+        lnk.pull,
+        Gloo(case, rank, moved[0], zero_1).pull,
+        lnk.push,
+        Gloo(case, rank, moved[1], zero_1).push,
+    ]
+    times: list[list[float]] = [[] for _ in runs]
+    for turn in range(rounds + 1):
+        for index, run in enumerate(runs):
+            elapsed = slowest_ms(run)
+            if turn > 0:  # the first turn connects, allocates and touches pages
+                times[index].append(elapsed)
+    return [statistics.median(values) for values in times]
+
+
+def run_case(case: Case, rounds: int) -> list[Row]:
+    plan, strategy = case.plan, case.strategy
+    specs = [BucketSpec(b.name, tuple((p.name, p.numel) for p in b.params)) for b in plan.buckets]
+    masters = MasterShards(specs, 0, case.num_ranks, "meta").layouts
+    held = [plan.pull_layout(bucket, strategy) for bucket in plan.buckets]
+    contributed = [plan.push_layout(bucket, strategy) for bucket in plan.buckets]
+    plans = [
+        (plan_transfer(m, h), h, plan_transfer(m, c).transposed())
+        for m, h, c in zip(masters, held, contributed, strict=True)
+    ]
+    pull, push = volumes(case, masters, held), volumes(case, masters, contributed)
+
+    def body(rank: int) -> list[float]:
+        return measure(rank, case, plans, (pull.total, push.total), pull.zero_1, rounds)
+
+    ms = run_ranks(body, case.num_ranks, timeout=600)[0]
+    mib = case.dtype.itemsize / 2**20
+    name = str(case.dtype).removeprefix("torch.")
+    return [
+        Row(
+            case.num_ranks,
+            name,
+            case.text,
+            direction,
+            volume.largest * mib,
+            volume.bound * mib,
+            volume.total * mib,
+            volume.needed * mib,
+            volume.zero_1 * mib,
+            volume.messages,
+            ours,
+            theirs,
+        )
+        for direction, volume, ours, theirs in (("pull", pull, ms[0], ms[1]), ("push", push, ms[2], ms[3]))
+    ]
+
+
+def missed_aims(row: Row) -> list[str]:
+    """What a row misses."""
+    where = f"{row.num_ranks} ranks, {row.dtype}, {row.strategy}, {row.direction}"
+    missed = []
+    if row.mib_largest > row.mib_bound or row.mib_total != row.mib_needed:
+        missed.append(f"{where}: {row.mib_total} MiB moved, {row.mib_needed} needed")
+    if row.strategy == f"{row.num_ranks}*tp1" and row.mib_total != row.mib_zero_1:
+        missed.append(f"{where}: {row.mib_total} MiB moved, {row.mib_zero_1} by ZeRO-1")
+    if row.messages_per_peer > 1:
+        missed.append(f"{where}: {row.messages_per_peer} messages to one peer in one bucket")
+    if row.ratio > 1.0:
+        missed.append(f"{where}: {row.ratio:.2f} times gloo's time")
+    return missed
+
+
+def main() -> int:
+    parser = figures_parser(__doc__)
+    parser.add_argument("--ranks", type=int, action="append", help="number of ranks (default: 4 and 8)")
+    parser.add_argument("--rounds", type=int, help="timings of each operation (default: 11; quick: 5)")
+    parser.add_argument("--strategies", nargs="+", help="strategies instead of the default ones")
+    args = parser.parse_args()
+    plan = llama_plan(num_layers=2 if args.quick else 8)
+    rounds = args.rounds or (5 if args.quick else 11)
+    rows: list[Row] = []
+    for num_ranks in args.ranks or (4, 8):
+        for text in args.strategies or STRATEGIES.get(num_ranks, (f"{num_ranks}*tp1",)):
+            strategy = place_strategy(parse_strategy(text), num_ranks, plan.num_layers)
+            for dtype in (torch.float32, torch.bfloat16):
+                rows += run_case(Case(num_ranks, dtype, text, strategy, plan), rounds)
+    print_table(
+        [
+            "ranks",
+            "wire",
+            "strategy",
+            "",
+            "MiB/rank",
+            "bound",
+            "MiB",
+            "needed",
+            "ZeRO-1",
+            "msg/peer",
+            "ms",
+            "gloo ms",
+            "ratio",
+        ],
+        [(*asdict(row).values(), row.ratio) for row in rows],
+    )
+    print("gloo: all_gather_into_tensor for pull, reduce_scatter_tensor for push (which is slow on gloo), equal bytes")
+    missed = [aim for row in rows for aim in missed_aims(row)]
+    worst = max(rows, key=lambda row: row.ratio)
+    figures = {"rows": [{**asdict(row), "ratio": row.ratio} for row in rows]}
+    summary = f"{len(rows)} rows, time against gloo at worst {worst.ratio:.2f} ({worst.strategy} {worst.direction})"
+    return finish("bench_lnk", summary, figures, missed, args.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
