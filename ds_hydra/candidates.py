@@ -8,15 +8,16 @@ from ds_hydra.config import HydraConfig
 from ds_hydra.cost_model import CostTable, ModelShape, analytic_cost_table
 from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.pipe.strategy import ParallelScheme, place_strategy
+from ds_hydra.planner.proposal import propose_strategies
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 
 # Rough speeds for the analytic table, of one rank: FLOP/s and bytes/s between ranks.
 _SPEEDS = {"cuda": (1.5e14, 1.5e11), "cpu": (2e10, 1e9)}
 
 
-def feasible_schemes(plan: ModelPlan, num_ranks: int, node_size: int | None) -> tuple[ParallelScheme, ...]:
+def feasible_schemes(plan: ModelPlan, num_ranks: int, node_size: int) -> tuple[ParallelScheme, ...]:
     """Every scheme of up to `num_ranks` ranks that the model can be cut by; TP and SP stay inside a node."""
-    node = min(node_size or num_ranks, num_ranks)
+    node = min(node_size, num_ranks)
     schemes: list[ParallelScheme] = []
     for tp in range(1, node + 1):
         for sp in range(1, node // tp + 1):
@@ -67,12 +68,20 @@ def job_cost_table(
     return table
 
 
-def candidate_strategies(
-    config: HydraConfig, table: CostTable, lengths: Sequence[int], num_ranks: int
+def proposed_strategies(
+    config: HydraConfig, table: CostTable, lengths: Sequence[int], num_ranks: int, node_size: int
 ) -> tuple[tuple[ParallelScheme, ...], ...]:
-    """The strategies of the config, or for "auto" those that the planner proposes for these lengths."""
-    if config.schemes:
-        return config.schemes
-    from ds_hydra.planner.proposal import propose_strategies
-
-    return propose_strategies(table, lengths, num_ranks, config.tokens_per_step, seed=config.planner_options().seed)
+    """What the planner proposes for `strategies: "auto"`; lengths in tokens, of all sequences of the data."""
+    if not lengths:
+        raise ConfigError(
+            'hydra.strategies "auto" needs training_data to propose strategies for; list strategies instead'
+        )
+    return propose_strategies(
+        table,
+        num_ranks,
+        lengths,
+        config.tokens_per_step,
+        max(lengths),
+        node_size=node_size,
+        seed=config.planner_options().seed,
+    )

@@ -6,7 +6,9 @@ Start reading at `train_batch`: its lines stand in the order in which a step hap
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
+import os
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -19,12 +21,13 @@ from torch import Tensor, nn
 
 from ds_hydra.batching import RankBatches, build_batches
 from ds_hydra.candidates import (
-    candidate_strategies,
     feasible_schemes,
     job_cost_table,
     model_shape,
+    proposed_strategies,
 )
 from ds_hydra.config import ParsedConfig
+from ds_hydra.control import broadcast_text
 from ds_hydra.data import SequenceData
 from ds_hydra.deepspeed_bridge import HostEngine
 from ds_hydra.groups import GroupCache
@@ -33,7 +36,7 @@ from ds_hydra.pipe.causal_lm import CausalLM
 from ds_hydra.pipe.layer_list import LayerList
 from ds_hydra.pipe.packing import MicroBatch
 from ds_hydra.pipe.stage import ModelSource
-from ds_hydra.pipe.strategy import parse_strategy, place_strategy
+from ds_hydra.pipe.strategy import ParallelScheme, format_strategy, parse_strategy, place_strategy
 from ds_hydra.plan_source import PlanSource, agree
 from ds_hydra.planner import PlannedStep, StepPlan
 from ds_hydra.report import StepRecord
@@ -42,6 +45,8 @@ from ds_hydra.zero_hetero.buffer_pool import BufferPool
 from ds_hydra.zero_hetero.errors import ConfigError
 from ds_hydra.zero_hetero.grad_norm import clip_, global_grad_norm
 from ds_hydra.zero_hetero.transport import TorchTransport
+
+logger = logging.getLogger(__name__)
 
 
 class HydraEngine(HostEngine):
@@ -56,8 +61,10 @@ class HydraEngine(HostEngine):
         config = self.hydra_config
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
         self._source = model_source(model, activation_checkpointing=config.activation_checkpointing)
+        timeout = timedelta(seconds=config.timeout_seconds)
+        self._control = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
         self._configure_plans()
-        self._configure_communication(timedelta(seconds=config.timeout_seconds))
+        self._configure_communication(timeout)
         self._masters = ModelMasters(
             self._source, self._rank, self._num_ranks, self.device, self.master_dtype, self.compute_dtype
         )
@@ -73,13 +80,13 @@ class HydraEngine(HostEngine):
         lengths = [] if self.data is None else [int(n) for n in self.data.lengths if n]
         longest = max(lengths, default=config.context_length or config.tokens_per_step)
         schemes = sorted({scheme for strategy in config.schemes for scheme in strategy}) or feasible_schemes(
-            plan, self._num_ranks, config.node_size
+            plan, self._num_ranks, self._node_size()
         )
         shape = model_shape(
             plan, max(self._source.width(i) for i in range(1, plan.num_layers)), self._source.vocab_size
         )
         self._table = job_cost_table(config, shape, schemes, longest, self.device.type)
-        self._schemes = candidate_strategies(config, self._table, lengths, self._num_ranks)
+        self._schemes = config.schemes or self._propose(lengths)
         self._strategies = {
             schemes: place_strategy(schemes, self._num_ranks, plan.num_layers) for schemes in self._schemes
         }
@@ -93,9 +100,24 @@ class HydraEngine(HostEngine):
                 "strategy with larger tp, sp or pp, or lower hydra.context_length"
             )
 
+    def _propose(self, lengths: Sequence[int]) -> tuple[tuple[ParallelScheme, ...], ...]:
+        """Rank 0 proposes, so that only one process compiles and searches."""
+        proposed: str | None = None
+        if self._rank == 0:
+            strategies = proposed_strategies(
+                self.hydra_config, self._table, lengths, self._num_ranks, self._node_size()
+            )
+            proposed = "\n".join(format_strategy(strategy) for strategy in strategies)
+            logger.info("strategies proposed for these lengths:\n  %s", proposed.replace("\n", "\n  "))
+        return tuple(parse_strategy(line) for line in broadcast_text(proposed, self._control).split("\n"))
+
+    def _node_size(self) -> int:
+        """Ranks per node, as the config or the launcher says."""
+        launched = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or self._num_ranks
+        return self.hydra_config.node_size or int(launched)
+
     def _configure_communication(self, timeout: timedelta) -> None:
-        gloo = dist.get_backend() == "gloo"
-        self._control = None if gloo else dist.new_group(backend="gloo", timeout=timeout)
+        gloo = self._control is None
         self._groups = GroupCache(timeout)
         # NCCL runs one group's messages in the order they were started: pipelines get a communicator of their own.
         self._links = TorchTransport()
@@ -225,9 +247,9 @@ class HydraEngine(HostEngine):
             float(batches.num_padding if counts and runtime.place.is_last and runtime.place.sp_rank == 0 else 0),
             float(_peak_memory(self.device)),
         ]
-        everyone = torch.empty(self._num_ranks * len(mine), dtype=torch.float64)
-        dist.all_gather_into_tensor(everyone, torch.tensor(mine, dtype=torch.float64), group=self._control)
-        return everyone.view(self._num_ranks, -1)
+        everyone = torch.empty(self._num_ranks, len(mine), dtype=torch.float64)
+        dist.all_gather(list(everyone.unbind()), torch.tensor(mine, dtype=torch.float64), group=self._control)
+        return everyone
 
     def _report(
         self,

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
+from ds_hydra.control import broadcast_text
 from ds_hydra.cost_model import CostTable
 from ds_hydra.data import TokenBudgetSampler
 from ds_hydra.pipe.strategy import ParallelScheme
 from ds_hydra.planner import PlannedStep, Planner, PlannerOptions, PlannerService, StepPlan, validate_plan
 from ds_hydra.zero_hetero.errors import PlanError
 
-_INLINE_BYTES = 1 << 15  # of a plan that travel with its length; longer plans take a second message
 _DIGEST_WORDS = 4  # a SHA-256 as int64
 
 
@@ -39,6 +40,8 @@ class PlanSource:
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
         self._ahead = ahead
         self._planner = Planner(cost_table, strategies, options)
+        once = replace(options, kernels="pure", choose="best", replay_file=None)  # nothing to compile for one plan
+        self._pure = Planner(cost_table, strategies, once)
         self._service: PlannerService | None = None
         if self._rank == 0 and ahead > 0 and sampler is not None:
             self._service = PlannerService(cost_table, strategies, options, ahead)
@@ -65,12 +68,12 @@ class PlanSource:
                 self._service.submit(coming, self._sampler.batch(coming), self._sampler.batch_lengths(coming))
                 self._submitted = coming
         if self._rank == 0:
-            planned = self._service.get(step) if self._service else self._plan_here(step, ids, lengths)
+            planned = self._service.get(step) if self._service else self._plan_here(self._planner, step, ids, lengths)
         return self._share(planned, step, ids, lengths)
 
     def plan_once(self, ids: tuple[int, ...], lengths: tuple[int, ...]) -> StepPlan:
         """A plan for a batch outside the training order. Every rank must call it."""
-        planned = self._plan_here(0, ids, lengths) if self._rank == 0 else None
+        planned = self._plan_here(self._pure, 0, ids, lengths) if self._rank == 0 else None
         return self._share(planned, 0, ids, lengths).plan
 
     def close(self) -> None:
@@ -78,9 +81,10 @@ class PlanSource:
         if self._service is not None:
             self._service.close()
 
-    def _plan_here(self, step: int, ids: tuple[int, ...], lengths: tuple[int, ...]) -> PlannedStep:
+    @staticmethod
+    def _plan_here(planner: Planner, step: int, ids: tuple[int, ...], lengths: tuple[int, ...]) -> PlannedStep:
         began = time.perf_counter()
-        plan = self._planner.plan(step, ids, lengths)
+        plan = planner.plan(step, ids, lengths)
         return PlannedStep(plan, (time.perf_counter() - began) * 1e3, hidden=False)
 
     def _share(
@@ -88,9 +92,8 @@ class PlanSource:
     ) -> PlannedStep:
         """Hand rank 0's plan to all ranks; each checks that it is about the sequences it drew itself."""
         if self._num_ranks > 1:
-            text = self._broadcast(_encode(planned) if planned is not None else "")
-            if planned is None:
-                planned = _decode(text)
+            text = broadcast_text(_encode(planned) if planned is not None else None, self._control)
+            planned = planned or _decode(text)
         assert planned is not None, "rank 0 has planned"
         plan = planned.plan
         if (plan.step, plan.sequence_ids, plan.lengths) != (step, ids, lengths):
@@ -100,23 +103,6 @@ class PlanSource:
             )
         validate_plan(plan, self._table, self._num_ranks, self._options.objective)
         return planned
-
-    def _broadcast(self, text: str) -> str:
-        payload = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if text else torch.empty(0)
-        head = torch.zeros(8 + _INLINE_BYTES, dtype=torch.uint8)
-        if self._rank == 0:
-            head[:8] = torch.tensor([len(payload)], dtype=torch.int64).view(torch.uint8)
-            inline = payload[:_INLINE_BYTES]
-            head[8 : 8 + len(inline)] = inline
-        dist.broadcast(head, 0, group=self._control)
-        size = int(head[:8].view(torch.int64))
-        rest = torch.empty(max(0, size - _INLINE_BYTES), dtype=torch.uint8)
-        if len(rest):
-            if self._rank == 0:
-                rest.copy_(payload[_INLINE_BYTES:])
-            dist.broadcast(rest, 0, group=self._control)
-        whole = torch.cat((head[8 : 8 + min(size, _INLINE_BYTES)], rest))
-        return bytes(whole.numpy()).decode()
 
 
 def _encode(planned: PlannedStep) -> str:
@@ -142,9 +128,8 @@ def agree(plan: StepPlan, weight: int, control: dist.ProcessGroup | None) -> int
     mine = torch.cat(
         (torch.frombuffer(bytearray(plan.digest()), dtype=torch.int64), torch.tensor([weight], dtype=torch.int64))
     )
-    everyone = torch.empty(dist.get_world_size() * (_DIGEST_WORDS + 1), dtype=torch.int64)
-    dist.all_gather_into_tensor(everyone, mine, group=control)
-    table = everyone.view(-1, _DIGEST_WORDS + 1)
+    table = torch.empty(dist.get_world_size(), _DIGEST_WORDS + 1, dtype=torch.int64)
+    dist.all_gather(list(table.unbind()), mine, group=control)
     differing = (table[:, :_DIGEST_WORDS] != table[0, :_DIGEST_WORDS]).any(dim=1).nonzero().flatten().tolist()
     if differing:
         raise PlanError(f"step {plan.step}: ranks {differing} hold another plan than rank 0; nothing was computed")

@@ -43,11 +43,11 @@ class CausalLM:
         self.activation_checkpointing = activation_checkpointing
         self.layers_path = find_layers(model, self.text_config.num_hidden_layers)
         self.hidden_size: int = self.text_config.hidden_size
-        self.vocab_size: int = model.get_input_embeddings().weight.shape[0]
+        self.vocab_size: int | None = model.get_input_embeddings().weight.shape[0]
         self.values: Mapping[str, Tensor] = {name: p.detach() for name, p in model.named_parameters()}
         self.buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
         self.style_plan: Mapping[str, str] = dict(model.tp_plan or {})
-        self.aliases = _aliases(model)
+        self.aliases: Mapping[str, str] = _aliases(model)
         self.plan = self._plan(model)
         self.specs = {param.name: param for bucket in self.plan.buckets for param in bucket.params}
 

@@ -27,7 +27,7 @@ _GIVEN = ("position_ids", "hydra")
 class LayerList:
     """A `PipelineModule` as a source of stages; every entry of its list counts as one layer."""
 
-    vocab_size = None  # a layer list does not say
+    vocab_size: int | None = None  # a layer list does not say
 
     def __init__(self, model: Any):
         """Reads specs, buffers and values of the layers that this rank has built.

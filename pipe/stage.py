@@ -32,18 +32,18 @@ class StagePlace:
 class StageModule:
     """A rank's share of a stage: a module on the meta device whose parameters are views of pulled buffers."""
 
-    def __init__(self, module: nn.Module, place: StagePlace, names: Mapping[str, str]):
+    def __init__(self, model: nn.Module, place: StagePlace, names: Mapping[str, str]):
         """`names` maps the module's own parameter names to master names; others belong to other stages."""
-        self.module, self.place = module, place
+        self.module, self.place = model, place
         self._owners: dict[str, list[tuple[nn.Module, str]]] = {}
         for path, name in names.items():
             owner, _, leaf = path.rpartition(".")
-            self._owners.setdefault(name, []).append((module.get_submodule(owner), leaf))
+            self._owners.setdefault(name, []).append((model.get_submodule(owner), leaf))
         self.parameters: dict[str, nn.Parameter] = {}
         self.before_use: Callable[[str], None] | None = None  # called with a master name before it computes
         for name, owners in self._owners.items():
-            for owner, _ in owners:
-                owner.register_forward_pre_hook(lambda _module, _args, name=name: self._use(name))
+            for module, _ in owners:
+                module.register_forward_pre_hook(lambda _module, _args, name=name: self._use(name))
 
     def install(self, slot: Slot, buffer: Tensor) -> nn.Parameter:
         """Make one parameter a view of its bucket's local buffer; returns it (the same object every step)."""
