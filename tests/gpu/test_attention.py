@@ -1,0 +1,43 @@
+"""Attention backends on a GPU against per-sequence SDPA in FP32."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+from torch import Tensor
+
+from ds_hydra.pipe.attention import BACKENDS, _torch_varlen
+from ds_hydra.pipe.packing import Pack
+
+pytestmark = pytest.mark.gpu
+
+LENGTHS = (7, 513, 64, 1, 130)
+TOLERANCE = 2e-2  # BF16 attention against FP32, relative to the largest entry
+
+
+def attend(backend: str, inputs: list[Tensor], window: int | None, softcap: float | None) -> list[Tensor]:
+    """Output and input gradients, in FP32 on the CPU."""
+    q, k, v = (x.detach().clone().requires_grad_() for x in inputs)
+    out = BACKENDS[backend](q, k, v, Pack(LENGTHS), q.shape[-1] ** -0.5, window, softcap)
+    out.float().sin().sum().backward()
+    grads = [x.grad for x in (q, k, v)]
+    return [x.detach().float().cpu() for x in (out, *grads) if x is not None]
+
+
+@pytest.mark.parametrize("backend", ["torch", "flash", "sdpa"])
+@pytest.mark.parametrize("kv_heads", [8, 2])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (33, None), (None, 20.0)])
+def test_backend_matches_fp32_sdpa(backend: str, kv_heads: int, window: int | None, softcap: float | None) -> None:
+    if backend == "torch" and (softcap is not None or _torch_varlen() is None):
+        pytest.skip("torch's varlen_attn has no softcap, or is not in this torch")
+    if backend == "flash" and importlib.util.find_spec("flash_attn") is None:
+        pytest.skip("the package flash-attn is not installed")
+    generator = torch.Generator().manual_seed(0)
+    tokens = sum(LENGTHS)
+    wide = [torch.randn(tokens, heads, 64, generator=generator).cuda() for heads in (8, kv_heads, kv_heads)]
+    expected = attend("sdpa", wide, window, softcap)
+    got = attend(backend, [x.bfloat16() for x in wide], window, softcap)
+    for one, other in zip(got, expected, strict=True):
+        assert (one - other).abs().max() <= TOLERANCE * other.abs().max()
