@@ -68,8 +68,15 @@ class Link:
         self.rank = rank
         self.transport = transport
         self.buffers = BufferPool() if buffers is None else buffers
-        self.sends = tuple(_envelope(m.dst, ((s.src_offset, s.length) for s in m.slices)) for m in plan.sends(rank))
-        self.recvs = tuple(_envelope(m.src, ((s.dst_offset, s.length) for s in m.slices)) for m in plan.recvs(rank))
+        # Each rank begins with its next neighbour, so that not all of them send to rank 0 first.
+        self.sends = tuple(
+            _envelope(message.dst, ((piece.src_offset, piece.length) for piece in message.slices))
+            for message in sorted(plan.sends(rank), key=lambda message: (message.dst - rank) % plan.num_ranks)
+        )
+        self.recvs = tuple(
+            _envelope(message.src, ((piece.dst_offset, piece.length) for piece in message.slices))
+            for message in sorted(plan.recvs(rank), key=lambda message: (rank - message.src) % plan.num_ranks)
+        )
         self.local = plan.local(rank)
         self.src_numel = max([_end(self.sends), *(s.src_offset + s.length for s in self.local)])
         self.dst_numel = max([_end(self.recvs), *(s.dst_offset + s.length for s in self.local)])
