@@ -1,6 +1,20 @@
-"""Tensors on ranks: layouts, mutual slices, the LNK operator, FP32 master shards, the sharded optimizer.
+"""Tensors on ranks: layouts, mutual slices, the LNK operator, FP32 master shards.
 
-Imports torch only; `intervals`, `layout` and `transfer_plan` not even that.
+Read in this order; the first five files plan and import no torch, the others execute what was planned.
+
+  intervals        arithmetic on integer intervals, as columns
+  layout           which rank holds which intervals of a flat tensor
+  sender_choice    which of several holders sends
+  transfer_plan    two layouts -> messages between ranks; a push is the transposed pull
+  contributions    in which order contributions are written and added
+  transport        start sends and receives, wait for them (torch.distributed, or in one process)
+  buffer_pool      scratch memory that is used again
+  link             LNK: runs one rank's part of a transfer plan
+  bucket           parameters that travel together
+  masters          FP32 parameters and gradients, sharded over all ranks for good
+  grad_norm        gradient norm and clipping over owned elements
+  pull_buffers     all pulls of a step, waited for one by one
+  push_buckets     gradient hooks that start each push when its bucket is complete
 """
 
 if __name__ != "ds_hydra.zero_hetero":

@@ -7,3 +7,11 @@ class ConfigError(ValueError):
 
 class PlanError(ValueError):
     """A plan, a strategy or a layout that contradicts itself or the job it is meant for."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be written, or that is not what was saved; names the file and the remedy."""
+
+
+class NumericsError(ArithmeticError):
+    """Losses or gradients that are not finite, in too many steps in a row to go on."""

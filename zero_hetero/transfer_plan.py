@@ -157,8 +157,8 @@ def plan_transfer(src: Layout, dst: Layout, *, link_cost: LinkCost | None = None
         SliceColumns(
             src=held.rank[held_row],
             dst=wanted.rank[wanted_row],
-            src_offset=held.offset[held_row] + start - held.start[held_row],
-            dst_offset=wanted.offset[wanted_row] + start - wanted.start[wanted_row],
+            src_offset=(held.offset - held.start)[held_row] + start,
+            dst_offset=(wanted.offset - wanted.start)[wanted_row] + start,
             length=stop - start,
         ),
     )

@@ -178,6 +178,12 @@ def test_the_sender_is_local_then_near_then_idle() -> None:
     assert [(m.src, m.dst) for m in near.messages] == [(2, 3), (2, 4), (2, 5)]
 
 
+def test_the_holder_that_has_sent_least_is_next() -> None:
+    src = layout_of_intervals(8, [(0, 8), (0, 4), (4, 8), (0, 0)])
+    plan = plan_transfer(src, layout_of_intervals(8, [(0, 0)] * 3 + [(0, 8)]))
+    assert plan.messages == (Message(0, 3, (Slice(0, 0, 4),)), Message(2, 3, (Slice(0, 4, 4),)))
+
+
 def test_an_element_that_nobody_holds_is_named() -> None:
     src = layout_of_intervals(10, [(0, 4), (6, 10)])
     with pytest.raises(PlanError, match=r"rank 1 needs elements \[2, 8\).*holds element 4"):
