@@ -250,13 +250,17 @@ class TokenBudgetSampler:
         self._seed = seed
         self._digest = hashlib.sha256(np.ascontiguousarray(self._lengths).tobytes()).hexdigest()[:16]
         self._orders: dict[int, tuple[Int64Array, Int64Array]] = {}
-        start = cursor or DataCursor(0, 0, 0, seed, tokens_per_step, self._digest)
-        self._check_cursor(start)
-        self._first_step = start.step
-        self._epochs = array("q", [start.epoch])  # where each step from first_step on begins
-        self._positions = array("q", [start.position])
+        self.restart(cursor or DataCursor(0, 0, 0, seed, tokens_per_step, self._digest))
 
-    def _check_cursor(self, cursor: DataCursor) -> None:
+    def restart(self, cursor: DataCursor) -> None:
+        """Go on from a saved place; ConfigError if it is not one of these data."""
+        self.check_cursor(cursor)
+        self._first_step = cursor.step
+        self._epochs = array("q", [cursor.epoch])  # where each step from first_step on begins
+        self._positions = array("q", [cursor.position])
+
+    def check_cursor(self, cursor: DataCursor) -> None:
+        """ConfigError unless the place was saved with the same data, seed and budget."""
         for what, saved, now in (
             ("seed", cursor.seed, self._seed),
             ("tokens_per_step", cursor.tokens_per_step, self._budget),
