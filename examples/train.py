@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--model", default=str(HERE / "llama_tiny.json"), help="config JSON, or checkpoint folder")
     parser.add_argument("--data", help="folder or glob of text files (default: Python sources)")
     parser.add_argument("--max_files", type=int, default=400, help="sample this many of the files; 0: all")
-    parser.add_argument("--steps", type=int, default=48)
+    parser.add_argument("--steps", type=int, default=44)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--local_rank", type=int, default=int(os.environ.get("LOCAL_RANK", "0")))
     return ds_hydra.add_config_arguments(parser).parse_args()
@@ -83,6 +84,7 @@ def main() -> None:
     logging.basicConfig(
         format=f"[%(asctime)s] [rank {os.environ.get('RANK', '0')}] %(message)s",
         datefmt="%H:%M:%S",
+        stream=sys.stdout,
         level=logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING,
     )
     data = load_data(args)
