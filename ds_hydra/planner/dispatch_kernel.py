@@ -1,7 +1,7 @@
 """Kernels of dispatch (Eq. 3): sequences to pipelines, slowest pipeline least. Plain Python that numba can compile.
 
-Sequences come longest first and pipelines group by group; `owner[i]` is the pipeline of sequence i. A pipeline's
-time here is `ideal_ms` of packing: what it takes if its micro-batches balance and fill perfectly.
+A pipeline's time here is `ideal_ms` of packing: what it takes if its micro-batches balance and fill perfectly.
+`repair` then works on packed times.
 """
 
 from __future__ import annotations
@@ -10,34 +10,58 @@ import math
 
 import numpy as np
 
+from ds_hydra.planner.arrays import Floats, Ints, Items, Placement, Scheme, Schemes, Shape
 from ds_hydra.planner.bound_kernel import BLOCKED, share_of_pipeline
-from ds_hydra.planner.packing_kernel import ideal_ms, pack
+from ds_hydra.planner.packing_kernel import ideal_ms, pack_pipeline, scheme_at
 
 
-def pipeline_ms(k, total, held, widest, c, max_length, util_length, pp, paper):
-    """`ideal_ms` with scheme k's constants."""
-    return ideal_ms(total, held, widest, c[k], max_length[k], util_length[k], pp[k], paper)
+def clear(place: Placement) -> None:
+    """No sequence on any pipeline."""
+    place.total[:] = 0.0
+    place.held[:] = 0
+    place.widest[:] = 0.0
+
+
+def put(items: Items, k: int, i: int, p: int, place: Placement) -> None:
+    """Sequence i, on no pipeline yet, goes to pipeline p of scheme k."""
+    place.owner[i] = p
+    place.total[p] += items.work[k, i]
+    place.held[p] += items.tokens[i]
+    place.widest[p] = max(place.widest[p], items.work[k, i])
+
+
+def fullest_below(scheme: Scheme, work: float, tokens: int, tau: float, first: int, last: int, place: Placement) -> int:
+    """Of pipelines first..last-1, of one scheme, the fullest that takes a sequence within tau; -1 if none does."""
+    total, held, widest = place.total, place.held, place.widest
+    fullest, slot = -1.0, -1
+    for p in range(first, last):
+        if total[p] > fullest and total[p] + work + scheme.c <= tau:
+            ms = ideal_ms(scheme, total[p] + work, held[p] + tokens, max(widest[p], work))
+            if ms <= tau:
+                fullest, slot = total[p], p
+        if held[p] == 0:
+            break  # those after the first empty one are empty too
+    return slot
 
 
 def place_by_price(
-    tau, shares, price, work, tokens, n, scheme_of, first, last, groups, c, max_length, util_length, pp, paper,
-    owner, total, held, widest,
-):  # fmt: skip
+    schemes: Schemes, items: Items, shape: Shape, shares: Floats, price: Floats, tau: float, place: Placement
+) -> bool:
     """Multifit at target tau: each sequence to the cheapest priced group where a pipeline still meets tau.
 
-    Within the group the fullest pipeline that still meets tau takes it. Returns False at the first sequence
-    that meets tau nowhere.
+    shares (groups, n), price (groups,). False at the first sequence that meets tau nowhere.
     """
-    for p in range(last[groups - 1]):
-        total[p] = 0.0
-        held[p] = 0
-        widest[p] = 0.0
+    clear(place)
+    work, tokens, scheme, pipelines = items.work, items.tokens, shape.scheme, shape.pipelines
+    groups = len(pipelines)
     tried = np.empty(groups, dtype=np.bool_)
-    for i in range(n):
-        for g in range(groups):
-            tried[g] = False
-        placed = False
-        while not placed:
+    first = np.zeros(groups, dtype=np.int64)
+    for g in range(1, groups):
+        first[g] = first[g - 1] + pipelines[g - 1]
+    for i in range(len(tokens)):
+        tried[:] = False
+        slot = -1
+        while slot < 0:
             best, chosen = math.inf, -1
             for g in range(groups):
                 if not tried[g] and shares[g, i] < BLOCKED and price[g] * shares[g, i] < best:
@@ -45,362 +69,318 @@ def place_by_price(
             if chosen < 0:
                 return False
             tried[chosen] = True
-            k = scheme_of[chosen]
-            fullest, slot = -1.0, -1
-            for p in range(first[chosen], last[chosen]):
-                if total[p] <= fullest:
-                    continue
-                ms = pipeline_ms(
-                    k, total[p] + work[k, i], held[p] + tokens[i], max(widest[p], work[k, i]),
-                    c, max_length, util_length, pp, paper,
-                )  # fmt: skip
-                if ms <= tau:
-                    fullest, slot = total[p], p
-                if held[p] == 0:
-                    break  # the pipelines after the first empty one are empty too
+            k, at = scheme[chosen], first[chosen]
+            one = scheme_at(schemes, k)
+            slot = fullest_below(one, work[k, i], tokens[i], tau, at, at + pipelines[chosen], place)
             if slot >= 0:
-                owner[i] = slot
-                total[slot] += work[k, i]
-                held[slot] += tokens[i]
-                widest[slot] = max(widest[slot], work[k, i])
-                placed = True
+                put(items, k, i, slot, place)
     return True
 
 
-def place_greedily(
-    work, tokens, n, scheme_of, first, last, groups, c, max_length, util_length, pp, paper,
-    owner, total, held, widest,
-):  # fmt: skip
-    """Longest first, each sequence to the pipeline that would be done soonest with it. False if one fits nowhere."""
-    for p in range(last[groups - 1]):
-        total[p] = 0.0
-        held[p] = 0
-        widest[p] = 0.0
-    for i in range(n):
-        soonest, slot = math.inf, -1
-        for g in range(groups):
-            k = scheme_of[g]
-            if tokens[i] > max_length[k]:
-                continue
-            for p in range(first[g], last[g]):
-                ms = pipeline_ms(
-                    k, total[p] + work[k, i], held[p] + tokens[i], max(widest[p], work[k, i]),
-                    c, max_length, util_length, pp, paper,
-                )  # fmt: skip
-                if ms < soonest:
-                    soonest, slot = ms, p
-                if held[p] == 0:
-                    break
+def place_greedily(schemes: Schemes, items: Items, shape: Shape, place: Placement) -> bool:
+    """Longest first, each to the pipeline that would be done soonest with it. False if one fits nowhere."""
+    clear(place)
+    work, tokens, total, held, widest = items.work, items.tokens, place.total, place.held, place.widest
+    for i in range(len(tokens)):
+        soonest, slot, first = math.inf, -1, 0
+        for g in range(len(shape.pipelines)):
+            k = shape.scheme[g]
+            one = scheme_at(schemes, k)
+            if tokens[i] <= one.max_length:
+                for p in range(first, first + shape.pipelines[g]):
+                    if total[p] < soonest:
+                        more = work[k, i]
+                        ms = ideal_ms(one, total[p] + more, held[p] + tokens[i], max(widest[p], more))
+                        if ms < soonest:
+                            soonest, slot = ms, p
+                    if held[p] == 0:
+                        break
+            first += shape.pipelines[g]
         if slot < 0:
             return False
-        for g in range(groups):
-            if first[g] <= slot < last[g]:
-                k = scheme_of[g]
-        owner[i] = slot
-        total[slot] += work[k, i]
-        held[slot] += tokens[i]
-        widest[slot] = max(widest[slot], work[k, i])
+        put(items, shape.pipeline_scheme[slot], i, slot, place)
     return True
 
 
-def two_longest(owner, n, p):
-    """Positions of the longest and the second longest sequence of pipeline p; n where there is none."""
-    one = n
+def find_longest(owner: Ints, longest: Ints, second: Ints) -> None:
+    """Positions of the longest and second longest sequence of every pipeline; n where there is none."""
+    n = len(owner)
+    longest[:] = n
+    second[:] = n
     for i in range(n):
-        if owner[i] == p:
-            if one < n:
-                return one, i
-            one = i
-    return one, n
+        p = owner[i]
+        if longest[p] == n:
+            longest[p] = i
+        elif second[p] == n:
+            second[p] = i
 
 
-def work_at(work, k, i, n):
-    """Work of sequence i under scheme k; 0 for the position n, which stands for none."""
-    return work[k, i] if i < n else 0.0
+def other_work(work: Floats, k: int, longest: int, second: int, i: int) -> float:
+    """Work under scheme k of a pipeline's longest sequence apart from i, given its two longest; 0 if none."""
+    other = second if longest == i else longest
+    return work[k, other] if other < work.shape[1] else 0.0
 
 
-def improve(
-    work, tokens, n, scheme, pipelines, c, max_length, util_length, pp, paper, goal, budget,
-    owner, total, held, widest, ms,
-):  # fmt: skip
+def retime(schemes: Schemes, shape: Shape, p: int, place: Placement) -> None:
+    """Set place.ms[p] from the pipeline's sums."""
+    one = scheme_at(schemes, shape.pipeline_scheme[p])
+    place.ms[p] = ideal_ms(one, place.total[p], place.held[p], place.widest[p])
+
+
+def improve(schemes: Schemes, items: Items, shape: Shape, goal: float, budget: int, place: Placement) -> float:
     """Local search: moves and swaps that relieve the slowest pipeline, until it meets `goal` or nothing helps.
 
     `budget` caps the candidates that are looked at. Returns the slowest pipeline's ideal time in ms.
     """
+    pipelines = len(shape.pipeline_scheme)
     longest = np.empty(pipelines, dtype=np.int64)
     second = np.empty(pipelines, dtype=np.int64)
+    find_longest(place.owner, longest, second)
     for p in range(pipelines):
-        longest[p], second[p] = two_longest(owner, n, p)
-        ms[p] = pipeline_ms(scheme[p], total[p], held[p], widest[p], c, max_length, util_length, pp, paper)
+        retime(schemes, shape, p, place)
     looked = 0
     while True:
-        slow = 0
-        for p in range(1, pipelines):
-            if ms[p] > ms[slow]:
-                slow = p
-        peak = ms[slow]
+        slow = int(place.ms.argmax())
+        peak = place.ms[slow]
         if peak <= goal or looked >= budget:
             return peak
-        ks = scheme[slow]
-        best, best_i, best_q, best_j = peak * (1.0 - 1e-9), -1, -1, -1
-        for i in range(n):
-            if owner[i] != slow:
-                continue
-            left = second[slow] if longest[slow] == i else longest[slow]
-            left_widest = work_at(work, ks, left, n)
-            without = pipeline_ms(
-                ks,
-                total[slow] - work[ks, i],
-                held[slow] - tokens[i],
-                left_widest,
-                c,
-                max_length,
-                util_length,
-                pp,
-                paper,
-            )
-            if without >= best:
-                continue
-            for q in range(pipelines):
-                kq = scheme[q]
-                if q == slow or tokens[i] > max_length[kq] or total[q] * 1.0 >= best:
-                    continue
-                if held[q] == 0 and q > 0 and held[q - 1] == 0 and scheme[q - 1] == kq and q - 1 != slow:
-                    continue
-                looked += 1
-                after = pipeline_ms(
-                    kq, total[q] + work[kq, i], held[q] + tokens[i], max(widest[q], work[kq, i]),
-                    c, max_length, util_length, pp, paper,
-                )  # fmt: skip
-                if max(after, without) < best:
-                    best, best_i, best_q, best_j = max(after, without), i, q, -1
-            for j in range(n):
-                q = owner[j]
-                kq = scheme[q]
-                if q == slow or tokens[i] > max_length[kq] or tokens[j] > max_length[ks]:
-                    continue
-                if tokens[j] == tokens[i] or total[q] + work[kq, i] - work[kq, j] >= best:
-                    continue
-                if work[ks, j] >= work[ks, i] and kq == ks:
-                    continue
-                gone = total[slow] - work[ks, i] + work[ks, j]
-                if gone >= best:
-                    continue
-                looked += 1
-                here = pipeline_ms(
-                    ks, gone, held[slow] - tokens[i] + tokens[j], max(left_widest, work[ks, j]),
-                    c, max_length, util_length, pp, paper,
-                )  # fmt: skip
-                if here >= best:
-                    continue
-                other = second[q] if longest[q] == j else longest[q]
-                after = pipeline_ms(
-                    kq, total[q] - work[kq, j] + work[kq, i], held[q] - tokens[j] + tokens[i],
-                    max(work_at(work, kq, other, n), work[kq, i]), c, max_length, util_length, pp, paper,
-                )  # fmt: skip
-                if max(here, after) < best:
-                    best, best_i, best_q, best_j = max(here, after), i, q, j
-        if best_i < 0:
+        i, q, j, spent = find_exchange(schemes, items, shape, slow, goal, longest, second, place)
+        looked += spent
+        if i < 0:
             return peak
-        apply_exchange(work, tokens, n, scheme, owner, total, held, widest, slow, best_i, best_q, best_j)
-        for p in (slow, best_q):
-            longest[p], second[p] = two_longest(owner, n, p)
-            ms[p] = pipeline_ms(scheme[p], total[p], held[p], widest[p], c, max_length, util_length, pp, paper)
+        exchange(items, shape, i, slow, j, q, place)
+        find_longest(place.owner, longest, second)
+        retime(schemes, shape, slow, place)
+        retime(schemes, shape, q, place)
 
 
-def apply_exchange(work, tokens, n, scheme, owner, total, held, widest, p, i, q, j):
+def find_exchange(
+    schemes: Schemes,
+    items: Items,
+    shape: Shape,
+    slow: int,
+    goal: float,
+    longest: Ints,
+    second: Ints,
+    place: Placement,
+) -> tuple[int, int, int, int]:
+    """A move of i from `slow` to q (j = -1) or a swap with j of q after which both are sooner done than `slow` is.
+
+    The best one, or the first that is half way to `goal`. Returns (i, q, j, candidates looked at); i = -1: none.
+    """
+    work, tokens, scheme, max_length = items.work, items.tokens, shape.pipeline_scheme, schemes.max_length
+    owner, total, held, widest = place.owner, place.total, place.held, place.widest
+    n, ks, peak = len(tokens), scheme[slow], place.ms[slow]
+    one = scheme_at(schemes, ks)
+    enough = 0.5 * (peak + goal)
+    best, best_i, best_q, best_j, looked = peak * (1.0 - 1e-9), -1, -1, -1, 0
+    for i in range(n):
+        if owner[i] != slow:
+            continue
+        rest = other_work(work, ks, longest[slow], second[slow], i)
+        left, left_held = total[slow] - work[ks, i], held[slow] - tokens[i]
+        without = ideal_ms(one, left, left_held, rest)
+        if without >= best:
+            continue
+        for q in range(len(scheme)):
+            kq = scheme[q]
+            if q == slow or tokens[i] > max_length[kq] or total[q] + work[kq, i] >= best:
+                continue
+            looked += 1
+            wider = max(widest[q], work[kq, i])
+            after = ideal_ms(scheme_at(schemes, kq), total[q] + work[kq, i], held[q] + tokens[i], wider)
+            if max(without, after) < best:
+                best, best_i, best_q, best_j = max(without, after), i, q, -1
+                if best <= enough:
+                    return best_i, best_q, best_j, looked
+        for j in range(n):
+            q = owner[j]
+            kq = scheme[q]
+            there = total[q] + work[kq, i] - work[kq, j]
+            if q == slow or there >= best or left + work[ks, j] >= best or tokens[j] == tokens[i]:
+                continue
+            if tokens[i] > max_length[kq] or tokens[j] > one.max_length:
+                continue
+            looked += 1
+            here = ideal_ms(one, left + work[ks, j], left_held + tokens[j], max(rest, work[ks, j]))
+            if here >= best:
+                continue
+            wider = max(other_work(work, kq, longest[q], second[q], j), work[kq, i])
+            after = ideal_ms(scheme_at(schemes, kq), there, held[q] - tokens[j] + tokens[i], wider)
+            if max(here, after) < best:
+                best, best_i, best_q, best_j = max(here, after), i, q, j
+                if best <= enough:
+                    return best_i, best_q, best_j, looked
+    return best_i, best_q, best_j, looked
+
+
+def exchange(items: Items, shape: Shape, i: int, p: int, j: int, q: int, place: Placement) -> None:
     """Sequence i goes from pipeline p to q, and j, unless it is -1, from q to p; both sums are made anew."""
-    owner[i] = q
+    place.owner[i] = q
     if j >= 0:
-        owner[j] = p
+        place.owner[j] = p
     for r in (p, q):
-        total[r] = 0.0
-        held[r] = 0
-        widest[r] = 0.0
-    for x in range(n):
+        place.total[r] = 0.0
+        place.held[r] = 0
+        place.widest[r] = 0.0
+    owner = place.owner
+    for x in range(len(owner)):
         r = owner[x]
-        if r == p or r == q:
-            total[r] += work[scheme[r], x]
-            held[r] += tokens[x]
-            widest[r] = max(widest[r], work[scheme[r], x])
+        if r == p or r == q:  # noqa: SIM109 (numba builds no tuple here)
+            put(items, shape.pipeline_scheme[r], x, r, place)
 
 
 def dispatch(
-    work, tokens, n, scheme_of, pipelines, groups, c, max_length, util_length, pp, rates, paper,
-    bound, price, ceiling, steps, restarts, budget, seed, owner, ms,
-):  # fmt: skip
-    """Best of the greedy placement and `restarts` priced multifits, each after local search.
+    schemes: Schemes,
+    items: Items,
+    shape: Shape,
+    bound: float,
+    price: Floats,
+    ceiling: float,
+    restarts: int,
+    budget: int,
+    seed: int,
+    place: Placement,
+) -> float:
+    """Best of the greedy placement and `restarts` priced multifits with bisection, each after local search.
 
-    Stops early at `bound`. Placements whose time is `ceiling` or more are not refined. Fills `owner` (n,) and
-    `ms` (pipelines in all); returns the slowest pipeline's ideal time in ms, infinite when none was found.
+    Prices (groups,) are the bound's; every restart but the first bends them at random. Stops early at `bound`,
+    and a restart is given up at once when it cannot meet `ceiling`, the time that would be of use.
+    Fills `place` and returns the slowest pipeline's ideal time in ms, infinite when nothing was found.
     """
-    first = np.empty(groups, dtype=np.int64)
-    last = np.empty(groups, dtype=np.int64)
-    count = 0
-    for g in range(groups):
-        first[g] = count
-        count += pipelines[g]
-        last[g] = count
-    scheme = np.empty(count, dtype=np.int64)
-    for g in range(groups):
-        scheme[first[g] : last[g]] = scheme_of[g]
-    total = np.zeros(count, dtype=np.float64)
-    held = np.zeros(count, dtype=np.int64)
-    widest = np.zeros(count, dtype=np.float64)
-    trial = np.zeros(n, dtype=np.int64)
-    trial_ms = np.zeros(count, dtype=np.float64)
+    groups, n, pipelines = len(shape.pipelines), len(items.tokens), len(shape.pipeline_scheme)
+    trial = Placement(
+        np.zeros(n, dtype=np.int64),
+        np.zeros(pipelines, dtype=np.float64),
+        np.zeros(pipelines, dtype=np.int64),
+        np.zeros(pipelines, dtype=np.float64),
+        np.zeros(pipelines, dtype=np.float64),
+    )
     shares = np.empty((groups, n), dtype=np.float64)
     bent = np.empty(groups, dtype=np.float64)
     goal = bound * (1.0 + 1e-6)
     best = math.inf
-    if place_greedily(
-        work, tokens, n, scheme_of, first, last, groups, c, max_length, util_length, pp, paper,
-        trial, total, held, widest,
-    ):  # fmt: skip
-        best = improve(
-            work, tokens, n, scheme, count, c, max_length, util_length, pp, paper, goal, budget,
-            trial, total, held, widest, trial_ms,
-        )  # fmt: skip
-        owner[:n] = trial
-        ms[:count] = trial_ms
-    state = seed
+    if place_greedily(schemes, items, shape, trial):
+        best = keep_best(improve(schemes, items, shape, goal, budget, trial), best, trial, place)
+    state = seed + 1
     for restart in range(restarts):
-        if best <= goal:
-            break
-        for g in range(groups):
-            bent[g] = price[g]
-            if restart > 0:
+        bent[:] = price
+        if restart > 0:
+            for g in range(groups):
                 state = (state * 1103515245 + 12345) % 2147483648
                 bent[g] *= 1.0 + 0.16 * (state / 2147483648.0 - 0.5)
         low, high = bound, best
-        fresh = False
-        for step in range(steps):
+        for step in range(8):
             tau = low * (1.0 + 0.002) if step == 0 else 0.5 * (low + high)
-            if tau >= high or high - low < 2e-4 * low:
+            if step == 0 and low < ceiling < high:
+                tau = ceiling * (1.0 - 1e-3)
+            if best <= goal or tau >= high or high - low < 2e-4 * low:
                 break
             for g in range(groups):
-                k = scheme_of[g]
-                share_of_pipeline(tau, work[k], tokens, n, c[k], max_length[k], pp[k], rates[k], shares[g])
-            if place_by_price(
-                tau, shares, bent, work, tokens, n, scheme_of, first, last, groups, c, max_length, util_length,
-                pp, paper, trial, total, held, widest,
-            ):  # fmt: skip
-                after = improve(
-                    work, tokens, n, scheme, count, c, max_length, util_length, pp, paper, goal, budget,
-                    trial, total, held, widest, trial_ms,
-                )  # fmt: skip
-                high = min(tau, after)
-                if after < best:
-                    best = after
-                    owner[:n] = trial
-                    ms[:count] = trial_ms
-                if best <= goal:
-                    break
+                share_of_pipeline(schemes, shape.scheme[g], items, tau, shares[g])
+            if place_by_price(schemes, items, shape, shares, bent, tau, trial):
+                high = improve(schemes, items, shape, goal, budget, trial)
+                best = keep_best(high, best, trial, place)
+            elif step == 0 and tau < ceiling < high:
+                break
             else:
                 low = tau
     return best
 
 
-def pack_all(
-    work, tokens, n, scheme, pipelines, c, max_length, util_length, pp, paper, rounds, owner, bin_of, ms, bins
-):
-    """Pack every pipeline's sequences. Fills bin_of (n,), ms and bins (pipelines,); returns the slowest in ms."""
-    slowest = 0.0
-    for p in range(pipelines):
-        ms[p], bins[p] = pack_one(
-            work, tokens, n, scheme[p], p, c, max_length, util_length, pp, paper, rounds, owner, bin_of
-        )
-        slowest = max(slowest, ms[p])
-    return slowest
+def keep_best(ms: float, best: float, trial: Placement, place: Placement) -> float:
+    """The lesser of the two times; `trial` is copied to `place` if it is better."""
+    if ms >= best:
+        return best
+    place.owner[:] = trial.owner
+    place.total[:] = trial.total
+    place.held[:] = trial.held
+    place.widest[:] = trial.widest
+    place.ms[:] = trial.ms
+    return ms
 
 
-def pack_one(work, tokens, n, k, p, c, max_length, util_length, pp, paper, rounds, owner, bin_of):
-    """Pack the sequences that `owner` gives to pipeline p of scheme k; (ms, micro-batches)."""
-    size = 0
-    for i in range(n):
-        if owner[i] == p:
-            size += 1
-    chosen = np.empty(size, dtype=np.int64)
-    own_work = np.empty(size, dtype=np.float64)
-    own_tokens = np.empty(size, dtype=np.int64)
-    own_bins = np.empty(size, dtype=np.int64)
-    at = 0
-    for i in range(n):
-        if owner[i] == p:
-            chosen[at] = i
-            own_work[at] = work[k, i]
-            own_tokens[at] = tokens[i]
-            at += 1
-    v, ms, _ = pack(own_work, own_tokens, size, c[k], max_length[k], util_length[k], pp[k], paper, rounds, own_bins)
-    for x in range(size):
-        bin_of[chosen[x]] = own_bins[x]
-    return ms, v
+def pack_all(schemes: Schemes, items: Items, shape: Shape, rounds: int, place: Placement, bin_of: Ints) -> float:
+    """Pack every pipeline's sequences. Fills bin_of (n,) and place.ms; returns the slowest in ms."""
+    for p in range(len(shape.pipeline_scheme)):
+        k = shape.pipeline_scheme[p]
+        _, place.ms[p] = pack_pipeline(schemes, k, p, items.work, items.tokens, rounds, place.owner, bin_of)
+    return place.ms.max()
 
 
 def repair(
-    work, tokens, n, scheme, pipelines, c, max_length, util_length, pp, paper, rounds, bound, budget,
-    owner, bin_of, ms, bins,
-):  # fmt: skip
-    """Local search on the packed times: relieve the slowest pipeline by moves and swaps, packing both ends anew.
+    schemes: Schemes,
+    items: Items,
+    shape: Shape,
+    rounds: int,
+    goal: float,
+    budget: int,
+    place: Placement,
+    bin_of: Ints,
+) -> float:
+    """Local search on packed times: relieve the slowest pipeline by moves and swaps, packing both ends anew.
 
-    `budget` caps the packings. Returns the slowest pipeline's packed time in ms.
+    `budget` caps the packings. Only owner, ms and bin_of are kept up. Returns the slowest pipeline's ms.
     """
-    trial = np.empty(n, dtype=np.int64)
-    trial_bins = np.empty(n, dtype=np.int64)
-    packed = 0
-    while True:
-        slow = 0
-        for p in range(1, pipelines):
-            if ms[p] > ms[slow]:
-                slow = p
-        peak = ms[slow]
-        if peak <= bound * (1.0 + 1e-6) or packed >= budget:
-            return peak
-        ks = scheme[slow]
-        helped = False
-        for i in range(n):
-            if owner[i] != slow or helped:
+    trial, trial_bins = place.owner.copy(), bin_of.copy()
+    while budget > 0:
+        slow = int(place.ms.argmax())
+        if place.ms[slow] <= goal:
+            break
+        spent = relieve(schemes, items, shape, rounds, slow, budget, trial, trial_bins, place, bin_of)
+        if spent < 0:
+            break
+        budget -= spent
+    return place.ms.max()
+
+
+def relieve(
+    schemes: Schemes,
+    items: Items,
+    shape: Shape,
+    rounds: int,
+    slow: int,
+    budget: int,
+    trial: Ints,
+    trial_bins: Ints,
+    place: Placement,
+    bin_of: Ints,
+) -> int:
+    """One step of `repair`: the first exchange that helps. Returns the packings spent, -1 when none helps."""
+    n, pipelines, ks = len(items.tokens), len(shape.pipeline_scheme), shape.pipeline_scheme[slow]
+    peak = place.ms[slow]
+    spent = 0
+    for i in range(n):
+        if place.owner[i] != slow:
+            continue
+        for j in range(-pipelines, n):  # negative: a move to pipeline -j-1; else a swap with sequence j
+            q = -j - 1 if j < 0 else place.owner[j]
+            kq = shape.pipeline_scheme[q]
+            if q == slow or items.tokens[i] > schemes.max_length[kq]:
                 continue
-            for j in range(-pipelines, n):
-                # negative j: a move to pipeline -j-1; else a swap with sequence j
-                q = -j - 1 if j < 0 else owner[j]
-                kq = scheme[q]
-                if q == slow or tokens[i] > max_length[kq] or ms[q] >= peak:
+            gain, extra = items.work[ks, i], items.work[kq, i]
+            if j >= 0:
+                gain -= items.work[ks, j]
+                extra -= items.work[kq, j]
+                if items.tokens[j] > schemes.max_length[ks] or (gain <= 0.0 and kq == ks):
                     continue
-                gain = work[ks, i]
-                extra = work[kq, i]
-                if j >= 0:
-                    if tokens[j] > max_length[ks]:
-                        continue
-                    gain -= work[ks, j]
-                    extra -= work[kq, j]
-                    if gain <= 0.0 and kq == ks:
-                        continue
-                if peak - gain - pp[ks] * c[ks] >= peak or ms[q] + extra >= peak:
-                    continue
-                for x in range(n):
-                    trial[x] = owner[x]
-                    trial_bins[x] = bin_of[x]
-                trial[i] = q
-                if j >= 0:
-                    trial[j] = slow
-                packed += 1
-                to_ms, to_v = pack_one(
-                    work, tokens, n, kq, q, c, max_length, util_length, pp, paper, rounds, trial, trial_bins
-                )
-                if to_ms < peak * (1.0 - 1e-9):
-                    from_ms, from_v = pack_one(
-                        work, tokens, n, ks, slow, c, max_length, util_length, pp, paper, rounds, trial, trial_bins
-                    )
-                    if from_ms < peak * (1.0 - 1e-9):
-                        for x in range(n):
-                            owner[x] = trial[x]
-                            bin_of[x] = trial_bins[x]
-                        ms[slow], bins[slow] = from_ms, from_v
-                        ms[q], bins[q] = to_ms, to_v
-                        helped = True
-                        break
-                if packed >= budget:
-                    return peak
-        if not helped:
-            return peak
+            if gain <= -schemes.pp[ks] * schemes.c[ks] or place.ms[q] + extra >= peak:
+                continue
+            if spent >= budget:
+                return -1
+            spent += 1
+            trial[i] = q
+            if j >= 0:
+                trial[j] = slow
+            _, to_ms = pack_pipeline(schemes, kq, q, items.work, items.tokens, rounds, trial, trial_bins)
+            from_ms = peak
+            if to_ms < peak * (1.0 - 1e-9):
+                _, from_ms = pack_pipeline(schemes, ks, slow, items.work, items.tokens, rounds, trial, trial_bins)
+            if from_ms < peak * (1.0 - 1e-9):
+                place.owner[:] = trial
+                bin_of[:] = trial_bins
+                place.ms[slow], place.ms[q] = from_ms, to_ms
+                return spent
+            trial[:] = place.owner
+            trial_bins[:] = bin_of
+    return -1

@@ -1,7 +1,7 @@
 """Kernels of packing: the sequences of one pipeline in, micro-batches out. Plain Python that numba can compile.
 
-Sequences come longest first: `work[i]` ms, `tokens[i]` tokens. A micro-batch pays `c` ms once and holds up to
-`max_length` tokens. `paper` selects Eq. 1, max * (PP-1+V), in place of the flow shop, sum + (PP-1) * max.
+Sequences come longest first: `work[i]` ms, `tokens[i]` tokens. A micro-batch pays c ms once and holds up to
+MaxLen tokens. Times are the flow shop's, sum + (PP-1) * max, or Eq. 1's, max * (PP-1+V), as `schemes.paper` says.
 """
 
 from __future__ import annotations
@@ -10,44 +10,52 @@ import math
 
 import numpy as np
 
+from ds_hydra.planner.arrays import Floats, Ints, Scheme, Schemes
 
-def stage_ms(total, widest, v, c, pp, paper):
+
+def scheme_at(schemes: Schemes, k: int) -> Scheme:
+    """The constants of scheme k."""
+    return Scheme(schemes.c[k], schemes.max_length[k], schemes.util_length[k], schemes.pp[k], schemes.paper)
+
+
+def stage_ms(scheme: Scheme, total: float, widest: float, v: int) -> float:
     """Time of a pipeline with v micro-batches of `total` ms in all and `widest` ms at most, c excluded."""
-    if paper:
-        return (widest + c) * (pp - 1 + v)
-    return total + v * c + (pp - 1) * (widest + c)
+    if scheme.paper:
+        return (widest + scheme.c) * (scheme.pp - 1 + v)
+    return total + v * scheme.c + (scheme.pp - 1) * (widest + scheme.c)
 
 
-def ideal_ms(total, tokens, widest, c, max_length, util_length, pp, paper):
+def ideal_ms(scheme: Scheme, total: float, tokens: int, widest: float) -> float:
     """Time of a pipeline whose micro-batches balance and fill perfectly: a lower bound on every packing."""
     if tokens == 0:
         return 0.0
-    fewest = (tokens + max_length - 1) // max_length
-    best = stage_ms(total, max(widest, total / fewest), fewest, c, pp, paper)
-    if pp == 1:
+    fewest = (tokens + scheme.max_length - 1) // scheme.max_length
+    best = stage_ms(scheme, total, max(widest, total / fewest), fewest)
+    if scheme.pp == 1:
         return best
-    most = max(fewest, tokens // util_length)
+    most = max(fewest, tokens // scheme.util_length)
     if widest > 0.0:
-        most = max(fewest, min(most, int(math.ceil(total / widest))))
+        most = max(fewest, min(most, math.ceil(total / widest)))
     v = most
-    if c > 0.0:
-        v = min(most, int(math.sqrt((pp - 1) * total / c)))
+    if scheme.c > 0.0:
+        v = min(most, int(math.sqrt((scheme.pp - 1) * total / scheme.c)))
     for candidate in range(max(v, fewest), min(v + 1, most) + 1):
-        best = min(best, stage_ms(total, max(widest, total / candidate), candidate, c, pp, paper))
+        best = min(best, stage_ms(scheme, total, max(widest, total / candidate), candidate))
     return best
 
 
-def fill_bins(work, tokens, n, v, max_length, by_room, bin_of, load, used):
-    """Put n sequences, longest first, into v bins: the least loaded, or the fullest with room. False if stuck."""
-    for j in range(v):
-        load[j] = 0.0
-        used[j] = 0
-    for i in range(n):
+def fill_bins(
+    work: Floats, tokens: Ints, v: int, max_length: int, by_room: bool, bin_of: Ints, load: Floats, used: Ints
+) -> bool:
+    """Put the sequences, longest first, into v bins: the least loaded, or the fullest with room. False if stuck."""
+    load[:v] = 0.0
+    used[:v] = 0
+    for i in range(len(tokens)):
         chosen = -1
         for j in range(v):
-            if used[j] + tokens[i] <= max_length and (
-                chosen < 0 or (by_room and used[j] > used[chosen]) or (not by_room and load[j] < load[chosen])
-            ):
+            if used[j] + tokens[i] > max_length:
+                continue
+            if chosen < 0 or (by_room and used[j] > used[chosen]) or (not by_room and load[j] < load[chosen]):
                 chosen = j
         if chosen < 0:
             return False
@@ -57,8 +65,19 @@ def fill_bins(work, tokens, n, v, max_length, by_room, bin_of, load, used):
     return True
 
 
-def level_bins(work, tokens, n, v, max_length, floor, rounds, bin_of, load, used):
-    """Lower the heaviest bin by moves and swaps until it is at `floor` or nothing helps; its load."""
+def level_bins(
+    work: Floats,
+    tokens: Ints,
+    v: int,
+    max_length: int,
+    floor: float,
+    rounds: int,
+    bin_of: Ints,
+    load: Floats,
+    used: Ints,
+) -> float:
+    """Lower the heaviest bin by moves and swaps until it is at `floor` or nothing helps; its load in ms."""
+    n = len(tokens)
     for _ in range(rounds):
         top = 0
         for j in range(1, v):
@@ -81,36 +100,30 @@ def level_bins(work, tokens, n, v, max_length, floor, rounds, bin_of, load, used
                 j = bin_of[k]
                 if j == top or used[j] - tokens[k] + tokens[i] > max_length:
                     continue
-                if used[top] - tokens[i] + tokens[k] > max_length:
-                    continue
                 after = max(peak - work[i] + work[k], load[j] + work[i] - work[k])
                 if after < best:
                     best, best_i, best_k, best_j = after, i, k, j
         if best_i < 0:
             return peak
-        load[top] -= work[best_i]
-        used[top] -= tokens[best_i]
-        load[best_j] += work[best_i]
-        used[best_j] += tokens[best_i]
-        bin_of[best_i] = best_j
+        move_item(work, tokens, best_i, best_j, bin_of, load, used)
         if best_k >= 0:
-            load[best_j] -= work[best_k]
-            used[best_j] -= tokens[best_k]
-            load[top] += work[best_k]
-            used[top] += tokens[best_k]
-            bin_of[best_k] = top
-    top_load = 0.0
-    for j in range(v):
-        top_load = max(top_load, load[j])
-    return top_load
+            move_item(work, tokens, best_k, top, bin_of, load, used)
+    return load[:v].max()
 
 
-def fewest_bins(tokens, n, max_length):
-    """Least micro-batches that can hold the sequences: the L2 bound of bin packing (Martello and Toth)."""
-    total = 0
-    for i in range(n):
-        total += tokens[i]
-    best = (total + max_length - 1) // max_length
+def move_item(work: Floats, tokens: Ints, i: int, to: int, bin_of: Ints, load: Floats, used: Ints) -> None:
+    """Sequence i leaves its bin for bin `to`."""
+    load[bin_of[i]] -= work[i]
+    used[bin_of[i]] -= tokens[i]
+    load[to] += work[i]
+    used[to] += tokens[i]
+    bin_of[i] = to
+
+
+def fewest_bins(tokens: Ints, max_length: int) -> int:
+    """Fewest micro-batches that could hold the sequences: the L2 bound of bin packing (Martello and Toth)."""
+    n = len(tokens)
+    best = (tokens.sum() + max_length - 1) // max_length
     for split in range(n):
         small = tokens[split]  # sequences shorter than `small` do not count
         if 2 * small > max_length:
@@ -131,29 +144,26 @@ def fewest_bins(tokens, n, max_length):
     return best
 
 
-def pack(work, tokens, n, c, max_length, util_length, pp, paper, rounds, out_bin):
-    """Pack the n sequences of one pipeline. Returns (micro-batches, ms, lower bound ms); bins go to `out_bin`.
+def pack(scheme: Scheme, work: Floats, tokens: Ints, rounds: int, out_bin: Ints) -> tuple[int, float, float]:
+    """Pack the sequences of one pipeline: (micro-batches, ms, lower bound ms); bins go to `out_bin`.
 
     Tries the numbers of micro-batches of appendix D, the one with the least bound first, and stops when the
     next bound is no better than what is found. More than appendix D's are tried only when none of them fits.
     """
+    n = len(tokens)
     if n == 0:
         return 0, 0.0, 0.0
-    total, total_tokens = 0.0, 0
+    max_length, total, widest = scheme.max_length, 0.0, work.max()
     for i in range(n):
-        total += work[i]
-        total_tokens += tokens[i]
-    widest = work[0]
-    for i in range(1, n):
-        widest = max(widest, work[i])
-    fewest = fewest_bins(tokens, n, max_length)
-    most = min(n, max(fewest, total_tokens // util_length))
+        total += work[i]  # in order: numpy's own sum rounds differently
+    fewest = fewest_bins(tokens, max_length)
+    most = min(n, max(fewest, tokens.sum() // scheme.util_length))
     load = np.empty(n, dtype=np.float64)
     used = np.empty(n, dtype=np.int64)
     trial = np.empty(n, dtype=np.int64)
     bounds = np.empty(n + 1, dtype=np.float64)
     for v in range(fewest, n + 1):
-        bounds[v] = stage_ms(total, max(widest, total / v), v, c, pp, paper)
+        bounds[v] = stage_ms(scheme, total, max(widest, total / v), v)
     best, best_v, bound = math.inf, 0, math.inf
     done = np.zeros(n + 1, dtype=np.bool_)
     while True:
@@ -170,18 +180,28 @@ def pack(work, tokens, n, c, max_length, util_length, pp, paper, rounds, out_bin
         if bounds[v] >= best:
             break
         done[v] = True
-        floor = max(widest, total / v)
-        fits = fill_bins(work, tokens, n, v, max_length, False, trial, load, used)
+        fits = fill_bins(work, tokens, v, max_length, False, trial, load, used)
         if not fits:
-            fits = fill_bins(work, tokens, n, v, max_length, True, trial, load, used)
+            fits = fill_bins(work, tokens, v, max_length, True, trial, load, used)
         if not fits:
             continue
-        peak = 0.0
-        if pp > 1 or paper:
-            peak = level_bins(work, tokens, n, v, max_length, floor * (1.0 + 1e-9), rounds, trial, load, used)
-        ms = stage_ms(total, peak, v, c, pp, paper)
+        peak = load[:v].max()
+        if scheme.pp > 1 or scheme.paper:
+            floor = max(widest, total / v) * (1.0 + 1e-9)
+            peak = level_bins(work, tokens, v, max_length, floor, rounds, trial, load, used)
+        ms = stage_ms(scheme, total, peak, v)
         if ms < best:
             best, best_v = ms, v
-            for i in range(n):
-                out_bin[i] = trial[i]
+            out_bin[:n] = trial
     return best_v, best, min(bound, best)
+
+
+def pack_pipeline(
+    schemes: Schemes, k: int, p: int, work: Floats, tokens: Ints, rounds: int, owner: Ints, bin_of: Ints
+) -> tuple[int, float]:
+    """Pack the sequences that `owner` gives to pipeline p of scheme k: (micro-batches, ms); fills their bin_of."""
+    chosen = np.flatnonzero(owner == p)
+    own_bins = np.empty(len(chosen), dtype=np.int64)
+    v, ms, _ = pack(scheme_at(schemes, k), work[k][chosen], tokens[chosen], rounds, own_bins)
+    bin_of[chosen] = own_bins
+    return v, ms

@@ -4,42 +4,35 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ds_hydra.cost_model import CostTable
 from ds_hydra.pipe.strategy import ParallelScheme, format_strategy
+from ds_hydra.planner.arrays import Floats, Ints, Items, Scheme, Schemes, Shape
 from ds_hydra.zero_hetero.errors import PlanError
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 _EXACT_BOUND_ITEMS = 400  # more sequences than this are merged by length in the bound
 _MERGE_WIDTH = 1.003  # lengths within this ratio count as the shortest of them, in the bound only
 
 
-@dataclass(frozen=True)
-class SchemeArrays:
-    """The constants of every scheme of a cost table, (schemes,) each."""
+def scheme_arrays(table: CostTable, paper: bool = False) -> Schemes:
+    """The constants of every scheme of a cost table; `paper` chooses Eq. 1 as the objective."""
+    costs = table.costs
+    return Schemes(
+        np.array([k.c for k in costs], dtype=np.float64),
+        np.array([k.max_length for k in costs], dtype=np.int64),
+        np.array([k.util_length for k in costs], dtype=np.int64),
+        np.array([k.scheme.pp for k in costs], dtype=np.int64),
+        paper,
+    )
 
-    c: Floats
-    max_length: Ints
-    util_length: Ints
-    pp: Ints
-    num_ranks: Floats
 
-    @classmethod
-    def of(cls, table: CostTable) -> SchemeArrays:
-        costs = table.costs
-        return cls(
-            np.array([k.c for k in costs], dtype=np.float64),
-            np.array([k.max_length for k in costs], dtype=np.int64),
-            np.array([k.util_length for k in costs], dtype=np.int64),
-            np.array([k.scheme.pp for k in costs], dtype=np.int64),
-            np.array([k.scheme.num_ranks for k in costs], dtype=np.float64),
-        )
+def scheme_row(schemes: Schemes, k: int) -> Scheme:
+    """The constants of scheme k as Python scalars."""
+    c, max_length, util_length, pp, paper = schemes
+    return Scheme(float(c[k]), int(max_length[k]), int(util_length[k]), int(pp[k]), paper)
 
 
 @dataclass(frozen=True)
@@ -47,33 +40,28 @@ class Groups:
     """A strategy as groups of equal pipelines, largest MaxLen first.
 
     `rank_order[x]` is where pipeline x (group by group) stands among the strategy's pipelines in rank order.
+    `num_ranks` (groups,) is one pipeline's ranks: the prices to begin with.
     """
 
     schemes: tuple[ParallelScheme, ...]  # in rank order
-    scheme_of: Ints  # (groups,) row of the cost table
-    count: Ints  # (groups,) pipelines
-    rank_order: tuple[int, ...] = field(default=())
+    shape: Shape
+    rank_order: tuple[int, ...]
+    num_ranks: Floats
 
     @classmethod
     def of(cls, schemes: Sequence[ParallelScheme], table: CostTable) -> Groups:
+        """PlanError when the table has no costs for a scheme."""
         row = {scheme: index for index, scheme in enumerate(table.schemes)}
-        for scheme in schemes:
-            if scheme not in row:
-                raise PlanError(f"strategy {format_strategy(schemes)!r}: {_unknown(table, scheme)}")
-        counts = Counter(row[scheme] for scheme in schemes)
+        for scheme in set(schemes) - set(row):
+            raise PlanError(f"strategy {format_strategy(schemes)!r}: {_unknown(table, scheme)}")
+        rows = [row[scheme] for scheme in schemes]
+        counts = Counter(rows)
         order = sorted(counts, key=lambda k: (-table.costs[k].max_length, k))
-        rank_order = [p for k in order for p, scheme in enumerate(schemes) if row[scheme] == k]
-        return cls(
-            tuple(schemes),
-            np.array(order, dtype=np.int64),
-            np.array([counts[k] for k in order], dtype=np.int64),
-            tuple(rank_order),
-        )
-
-    @property
-    def pipeline_schemes(self) -> Ints:
-        """Row of the cost table for each pipeline, group by group."""
-        return np.repeat(self.scheme_of, self.count)
+        scheme_of = np.array(order, dtype=np.int64)
+        count = np.array([counts[k] for k in order], dtype=np.int64)
+        ranks = np.array([table.schemes[k].num_ranks for k in order], dtype=np.float64)
+        rank_order = tuple(p for k in order for p, at in enumerate(rows) if at == k)
+        return cls(tuple(schemes), Shape(scheme_of, count, np.repeat(scheme_of, count)), rank_order, ranks)
 
     def __str__(self) -> str:
         return format_strategy(self.schemes)
@@ -89,22 +77,18 @@ def _unknown(table: CostTable, scheme: ParallelScheme) -> str:
 
 @dataclass(frozen=True)
 class Batch:
-    """A step's sequences, longest first: position[i] in the step's batch, tokens[i], work[k, i] ms by scheme.
+    """A step's sequences, longest first; position[i] is where sequence i stands in the step's batch.
 
-    The merged arrays are for bounds only: runs of nearly equal lengths as `merged_count` copies of the shortest.
+    `merged` is for bounds only: runs of nearly equal lengths as copies of the shortest; few are as they are.
     """
 
     position: Ints
-    tokens: Ints
-    work: Floats
-    merged_tokens: Ints
-    merged_count: Ints
-    merged_work: Floats
-    rates: Floats  # (schemes,) least ms per token
+    items: Items
+    merged: Items
 
     @property
     def size(self) -> int:
-        return len(self.tokens)
+        return len(self.items.tokens)
 
     @classmethod
     def of(cls, lengths: Sequence[int], table: CostTable) -> Batch:
@@ -112,12 +96,12 @@ class Batch:
         position = np.argsort(-given, kind="stable").astype(np.int64)
         tokens = given[position]
         work = np.stack([cost.sequence_ms(tokens) for cost in table.costs])
-        merged_tokens, merged_count, merged_work = tokens, np.ones_like(tokens), work
+        rates = (work / tokens).min(axis=1)
+        items = merged = Items(work, tokens, np.ones_like(tokens), rates)
         if len(tokens) > _EXACT_BOUND_ITEMS:
-            last, merged_count = _merge(tokens)
-            merged_tokens, merged_work = tokens[last], np.ascontiguousarray(work[:, last])
-        rates = (merged_work / merged_tokens).min(axis=1)
-        return cls(position, tokens, work, merged_tokens, merged_count, merged_work, rates)
+            last, count = _merge(tokens)
+            merged = Items(np.ascontiguousarray(work[:, last]), tokens[last], count, rates)
+        return cls(position, items, merged)
 
 
 def _merge(tokens: Ints) -> tuple[Ints, Ints]:

@@ -38,8 +38,10 @@ class Effort:
     moves: int  # neighbours looked at per batch and round
 
 
+_USUAL_BATCH = 200  # sequences; where batches are larger, fewer are sampled, as each costs more and differs less
+_FEWEST_BATCHES = 4
 QUICK = Effort(batches=12, milp_batches=6, node_limit=20, rounds=2, moves=60)
-THOROUGH = Effort(batches=64, milp_batches=16, node_limit=100, rounds=8, moves=150)
+THOROUGH = Effort(batches=192, milp_batches=24, node_limit=100, rounds=10, moves=200)
 
 
 def sample_batches(
@@ -89,6 +91,7 @@ def propose_strategies(
             f"{longest}; measure schemes with more tp or sp, allow tp across nodes, or lower context_length"
         )
     sampled = sample_batches(lengths, tokens_per_step, effort.batches, seed, context_length)
+    sampled = sampled[: max(_FEWEST_BATCHES, effort.batches * _USUAL_BATCH // max(len(batch) for batch in sampled))]
     pool = _Pool(cost_table, schemes, num_ranks, sampled)
     pool.add(pool.homogeneous())
     by_longest = sorted(range(len(sampled)), key=lambda b: int(sampled[b].max()))
@@ -134,11 +137,11 @@ class _Pool:
     def time(self, counts: Counts, batch: int, worth: float) -> float:
         """Planned time on a batch in ms where the bound allows less than `worth`, else the bound."""
         groups = self.groups(counts)
-        price = self._sizes[groups.scheme_of].astype(np.float64)
+        price = groups.num_ranks.copy()
         bound = self._searches[batch].bound(groups, price, 6, 8)
         if bound >= worth:
             return bound
-        found = self._searches[batch].assign(groups, bound, price, math.inf)
+        found = self._searches[batch].assign(groups, bound, price, worth)
         return found.ms if found else math.inf
 
     def add(self, strategies: Iterable[Counts]) -> int:

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
+from ds_hydra.planner.arrays import Floats, Ints
 
 
-def interval_program(work_below, cover, unit_gpus, gpu_units, steps, schemes, best, choice_k, choice_d, choice_l):
+def interval_program(
+    work_below: Floats,
+    cover: Ints,
+    unit_gpus: Ints,
+    gpu_units: int,
+    steps: int,
+    best: Floats,
+    choice_k: Ints,
+    choice_d: Ints,
+    choice_l: Ints,
+) -> None:
     """Eq. 4 over n = 0..gpu_units units of GPUs and l = 0..steps length steps, with d in tenths of a pipeline.
 
     work_below[k, l] is sum of T over the data up to length step l, cover[k] the largest step that scheme k holds,
@@ -20,7 +30,7 @@ def interval_program(work_below, cover, unit_gpus, gpu_units, steps, schemes, be
         for l in range(1, steps + 1):
             value = best[n - 1, l]
             take_k, take_d, take_l = -1, 0, 0
-            for k in range(schemes):
+            for k in range(len(cover)):
                 if l > cover[k]:
                     continue
                 most = n // unit_gpus[k]
@@ -45,13 +55,13 @@ def interval_program(work_below, cover, unit_gpus, gpu_units, steps, schemes, be
             choice_k[n, l] = take_k
             choice_d[n, l] = take_d
             choice_l[n, l] = take_l
-    return best[gpu_units, steps]
 
 
-def program_counts(choice_k, choice_d, choice_l, unit_gpus, n, l, tenths):
+def program_counts(
+    choice_k: Ints, choice_d: Ints, choice_l: Ints, unit_gpus: Ints, n: int, l: int, tenths: Ints
+) -> None:
     """Tenths of a pipeline of each scheme in the solution at (n, l); fills tenths (schemes,)."""
-    for k in range(len(tenths)):
-        tenths[k] = 0
+    tenths[:] = 0
     while l > 0 and n > 0:
         k = choice_k[n, l]
         if k < 0:
@@ -59,4 +69,3 @@ def program_counts(choice_k, choice_d, choice_l, unit_gpus, n, l, tenths):
             continue
         tenths[k] += choice_d[n, l]
         l, n = choice_l[n, l], n - choice_d[n, l] * unit_gpus[k]
-    return np.sum(tenths)

@@ -52,7 +52,7 @@ def propose_by_program(
     best = np.empty(shape)
     choices = [np.full(shape, -1, dtype=np.int64) for _ in range(3)]
     kernel = kernels.compiled()
-    kernel.interval_program(work_below, cover, unit_gpus, gpu_units, steps, len(costs), best, *choices)
+    kernel.interval_program(work_below, cover, unit_gpus, gpu_units, steps, best, *choices)
     found: dict[tuple[int, ...], None] = {}
     tenths = np.zeros(len(costs), dtype=np.int64)
     for step in range(1, steps + 1):

@@ -9,20 +9,22 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 
 import numpy as np
 
 from ds_hydra.cost_model import CostTable, SchemeCost
 from ds_hydra.pipe.strategy import ParallelScheme, parse_strategy
 from ds_hydra.planner import kernels
+from ds_hydra.planner.arrays import Floats, Ints, Placement
 from ds_hydra.planner.options import PlannerOptions
-from ds_hydra.planner.problem import Batch, Floats, Groups, Ints, SchemeArrays, check_sequences
+from ds_hydra.planner.problem import Batch, Groups, check_sequences, scheme_arrays, scheme_row
 from ds_hydra.planner.step_plan import PipelinePlan, StepPlan, load_plans
 from ds_hydra.zero_hetero.errors import PlanError
 
 _TINY_SEQUENCES = 8  # up to here 3^n subsets are cheaper than any search
 _LEVEL_ROUNDS = 40
+_MOVES = 200_000  # candidates that one local search looks at
+_REPACKINGS = 400
 _PROOF_TARGETS = (0.001, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08)  # gaps tried, best first
 _PROOF_DEPTH = 10
 _PROOF_NODES = 300
@@ -66,14 +68,13 @@ class Planner:
             listed = ", ".join(f"{g} ({sum(s.num_ranks for s in g.schemes)})" for g in self._groups)
             raise PlanError(f"strategies must all use the same number of ranks but use {sorted(ranks)}: {listed}")
         self.num_ranks = ranks.pop()
-        self._arrays = SchemeArrays.of(cost_table)
-        self._prices = [self._arrays.num_ranks[g.scheme_of].copy() for g in self._groups]
+        self._schemes = scheme_arrays(cost_table, paper=self.options.objective == "paper")
         self._replay = load_plans(self.options.replay_file) if self.options.replay_file else {}
 
     @property
     def max_length(self) -> int:
         """The longest sequence that some strategy can hold, in tokens."""
-        return max(int(self._arrays.max_length[g.scheme_of].max()) for g in self._groups)
+        return max(int(self._schemes.max_length[g.shape.scheme].max()) for g in self._groups)
 
     def plan(self, step: int, sequence_ids: Sequence[int], lengths: Sequence[int]) -> StepPlan:
         """The plan of one step. PlanError for bad lengths and sequences that no strategy holds."""
@@ -95,7 +96,7 @@ class Planner:
         return self._step_plan(step, ids, tokens, batch, best, bound)
 
     def _holds(self, groups: Groups, length: int) -> bool:
-        return bool(length <= self._arrays.max_length[groups.scheme_of].max())
+        return bool(length <= self._schemes.max_length[groups.shape.scheme].max())
 
     def _replayed(self, step: int, ids: tuple[int, ...], tokens: tuple[int, ...]) -> StepPlan:
         plan = self._replay.get(step)
@@ -158,17 +159,15 @@ class Search:
 
     def __init__(self, planner: Planner, batch: Batch) -> None:
         self._groups = planner._groups
-        self._prices = planner._prices
-        self._arrays = planner._arrays
+        self._schemes = planner._schemes
         self._options = planner.options
         self._batch = batch
-        self._kernels: SimpleNamespace = kernels.compiled() if planner.options.kernels == "compiled" else kernels.pure()
-        self._paper = planner.options.objective == "paper"
+        self._kernels = kernels.compiled() if planner.options.kernels == "compiled" else kernels.pure()
 
     def best_of(self, candidates: Sequence[int]) -> tuple[Assignment, float]:
         """The best assignment over these strategies, and a lower bound on any (ms)."""
         lean = not self._kernels.is_compiled
-        prices = {i: self._prices[i].copy() for i in candidates}
+        prices = {i: self._groups[i].num_ranks.copy() for i in candidates}
         bounds = {i: self.bound(self._groups[i], prices[i], 4, 8) for i in candidates}
         best: Assignment | None = None
         tried = 0
@@ -199,7 +198,7 @@ class Search:
 
     def _raise_bounds(self, bounds: dict[int, float], prices: dict[int, Floats], best_ms: float) -> None:
         """Prove better bounds for the strategies that could still beat the plan [Note: branching on the longest]."""
-        if len(self._batch.merged_tokens) < self._batch.size:
+        if self._batch.merged is not self._batch.items:
             return
         proven, refused = min(bounds.values()), best_ms
         for share in _PROOF_TARGETS:
@@ -215,86 +214,68 @@ class Search:
 
     def refute(self, groups: Groups, target: float, price: Floats) -> bool:
         """Whether branching on the longest sequences proves that no plan under a strategy meets `target` ms."""
-        batch, arrays = self._batch, self._arrays
-        deepest = min(_PROOF_DEPTH, batch.size)
-        placed = np.empty(deepest, dtype=np.int64)
-        nodes = self._kernels.refute(
-            target, batch.work, batch.tokens, batch.size, groups.scheme_of, groups.count, len(groups.count), arrays.c,
-            arrays.max_length, arrays.pp, batch.rates, price, deepest, 6, _PROOF_NODES, placed,
-        )  # fmt: skip
-        return bool(nodes > 0)
+        depth = min(_PROOF_DEPTH, self._batch.size)
+        looked = self._kernels.refute(
+            self._schemes, self._batch.items, groups.shape, target, price, depth, 6, _PROOF_NODES
+        )
+        return bool(looked > 0)
 
     def bound(self, groups: Groups, price: Floats, outer: int, inner: int) -> float:
         """Certified lower bound in ms on any plan under a strategy; `price` is warm start and result."""
-        batch, arrays = self._batch, self._arrays
-        return float(
-            self._kernels.strategy_bound(
-                batch.merged_work, batch.merged_tokens, batch.merged_count, len(batch.merged_tokens),
-                groups.scheme_of, groups.count, len(groups.count), arrays.c, arrays.max_length, arrays.pp,
-                batch.rates, outer, inner, price,
-            )
-        )  # fmt: skip
+        return float(self._kernels.strategy_bound(self._schemes, self._batch.merged, groups.shape, outer, inner, price))
 
     def assign(self, groups: Groups, bound: float, price: Floats, ceiling: float) -> Assignment | None:
-        """Dispatch, pack and repair under one strategy; None when some sequence found no place."""
-        batch, arrays = self._batch, self._arrays
-        constants = (arrays.c, arrays.max_length, arrays.util_length, arrays.pp)
-        pipelines = int(groups.count.sum())
-        owner = np.zeros(batch.size, dtype=np.int64)
-        ms = np.zeros(pipelines)
-        lean = not self._kernels.is_compiled
-        effort, budget = (0, 0) if lean else (1 + self._options.effort, 200_000)
-        ideal = self._kernels.dispatch(
-            batch.work, batch.tokens, batch.size, groups.scheme_of, groups.count, len(groups.count), *constants,
-            batch.rates, self._paper, bound, price, ceiling, 8, effort, budget, self._options.seed, owner, ms,
-        )  # fmt: skip
+        """Dispatch, pack and repair under one strategy; None when some sequence found no place.
+
+        Little is tried where `ceiling` ms looks out of reach.
+        """
+        items, shape, kernel = self._batch.items, groups.shape, self._kernels
+        place = empty_placement(self._batch.size, len(shape.pipeline_scheme))
+        lean = not kernel.is_compiled
+        restarts, budget, rounds = (0, 0, 0) if lean else (1 + self._options.effort, _MOVES, _LEVEL_ROUNDS)
+        ideal = kernel.dispatch(self._schemes, items, shape, bound, price, ceiling, restarts, budget, self._options.seed, place)
         if math.isinf(ideal):
             return None
-        bin_of = np.zeros(batch.size, dtype=np.int64)
-        bins = np.zeros(pipelines, dtype=np.int64)
-        scheme = groups.pipeline_schemes
-        rounds = 0 if lean else _LEVEL_ROUNDS
-        packed = self._kernels.pack_all(
-            batch.work, batch.tokens, batch.size, scheme, pipelines, *constants, self._paper, rounds,
-            owner, bin_of, ms, bins,
-        )  # fmt: skip
-        if not lean and packed > ideal * (1.0 + 1e-9):
-            packed = self._kernels.repair(
-                batch.work, batch.tokens, batch.size, scheme, pipelines, *constants, self._paper, rounds,
-                bound, 400, owner, bin_of, ms, bins,
-            )  # fmt: skip
-        return Assignment(groups, owner, bin_of, float(packed))
+        bin_of = np.zeros(self._batch.size, dtype=np.int64)
+        packed = kernel.pack_all(self._schemes, items, shape, rounds, place, bin_of)
+        if not lean and ideal < ceiling and packed > ideal * (1.0 + 1e-9):
+            goal = bound * (1.0 + 1e-6)
+            packed = kernel.repair(self._schemes, items, shape, rounds, goal, _REPACKINGS, place, bin_of)
+        return Assignment(groups, place.owner, bin_of, float(packed))
 
     def solve_tiny(self, groups: Groups) -> Assignment | None:
         """The optimum under one strategy by dynamic programming over subsets; None when nothing fits."""
-        batch, arrays = self._batch, self._arrays
-        n = batch.size
-        cost = np.full((len(arrays.c), 1 << n), math.inf)
+        items, schemes, kernel, n = self._batch.items, self._schemes, self._kernels, self._batch.size
+        cost = np.full((len(schemes.c), 1 << n), math.inf)
         parts = np.zeros(1 << n, dtype=np.int64)
-        for k in groups.scheme_of.tolist():
-            self._kernels.subset_costs(
-                batch.work[k], batch.tokens, n, arrays.c[k], arrays.max_length[k], arrays.util_length[k],
-                arrays.pp[k], self._paper, cost[k], parts,
-            )  # fmt: skip
-        chosen = [x for x in range(len(groups.rank_order)) if self._worth_keeping(groups, x, n)]
-        scheme = groups.pipeline_schemes[chosen]
+        for k in groups.shape.scheme.tolist():
+            kernel.subset_costs(scheme_row(schemes, k), items.work[k], items.tokens, cost[k], parts)
+        first = np.cumsum(groups.shape.pipelines) - groups.shape.pipelines
+        useful = np.minimum(groups.shape.pipelines, n)  # of equal pipelines no more than there are sequences
+        chosen = np.concatenate([np.arange(at, at + some) for at, some in zip(first, useful, strict=True)])
         local = np.zeros(n, dtype=np.int64)
-        ms = self._kernels.best_split(cost, scheme, len(chosen), n, local)
+        ms = kernel.best_split(cost, groups.shape.pipeline_scheme[chosen], n, local)
         if math.isinf(ms):
             return None
-        owner = np.array(chosen, dtype=np.int64)[local]
-        bin_of = np.zeros(n, dtype=np.int64)
-        self._kernels.pack_tiny(
-            batch.work, batch.tokens, n, groups.pipeline_schemes, len(groups.rank_order), arrays.c,
-            arrays.max_length, arrays.util_length, arrays.pp, self._paper, owner, bin_of,
-        )  # fmt: skip
+        owner, bin_of = chosen[local], np.zeros(n, dtype=np.int64)
+        for p in range(len(groups.rank_order)):
+            own = np.flatnonzero(owner == p)
+            bins = np.zeros(len(own), dtype=np.int64)
+            k = int(groups.shape.pipeline_scheme[p])
+            kernel.pack_tiny(scheme_row(schemes, k), items.work[k][own], items.tokens[own], bins)
+            bin_of[own] = bins
         return Assignment(groups, owner, bin_of, float(ms))
 
-    def _worth_keeping(self, groups: Groups, pipeline: int, n: int) -> bool:
-        """Of equal pipelines, no more than there are sequences can be of use."""
-        starts = np.cumsum(groups.count) - groups.count
-        group = int(np.searchsorted(starts, pipeline, side="right")) - 1
-        return bool(pipeline - starts[group] < n)
+
+def empty_placement(sequences: int, pipelines: int) -> Placement:
+    """No sequence on any pipeline."""
+    return Placement(
+        np.zeros(sequences, dtype=np.int64),
+        np.zeros(pipelines),
+        np.zeros(pipelines, dtype=np.int64),
+        np.zeros(pipelines),
+        np.zeros(pipelines),
+    )
 
 
 def warm_up() -> None:
