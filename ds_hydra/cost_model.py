@@ -27,6 +27,7 @@ from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 
 FORMAT = "ds-hydra cost table"
 VERSION = 1
+EVIDENCE = ("job", "measured", "links", "step")  # how a measured table came about; `table_file` reads these
 _TP_EFFICIENCY = (1.0, 0.97, 0.93, 0.87, 0.80)  # share of the peak left at tp = 1, 2, 4, 8, 16
 
 
@@ -155,7 +156,7 @@ def read_table(record: object, place: str) -> CostTable:
             f"{place}: 'version' is {record.get('version')!r} but this release reads {VERSION}; "
             "write the table again with tools/profile_schemes"
         )
-    unknown = sorted(set(record) - {"format", "version", "source", "unit", "schemes"})
+    unknown = sorted(set(record) - {"format", "version", "source", "unit", "schemes", *EVIDENCE})
     if unknown or record.get("unit", "ms") != "ms":
         raise ConfigError(f"{place}: " + (f"unknown keys {unknown}" if unknown else "'unit' must be 'ms'"))
     rows = record.get("schemes")

@@ -1,0 +1,151 @@
+"""Measured micro-batches in; a, b, c of one scheme, with residuals and what the points cannot tell, out. Pure.
+
+[Note: fit]
+T = a * sum(l^2) + b * sum(l) + c with a, b, c >= 0 (Hydraulis, appendix C.2). Timing noise grows with the time, so
+residuals are relative; points that a passing disturbance slowed are weighed down by Huber's rule. A coefficient
+is identifiable when the points fix it to within 5%: 3 standard errors are no more than that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ds_hydra.zero_hetero.errors import PlanError
+
+Floats = NDArray[np.float64]
+NAMES = ("a", "b", "c")
+_HUBER = 1.345  # of robust standard deviations: 95% efficient on clean normal noise
+_ROUNDS = 50
+_CONFIDENCE = 3.0  # standard errors
+_WITHIN = 0.05  # what "identifiable" promises
+_LEAST_NOISE = 1e-4  # clocks are no better than this share of what they measure
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One measured micro-batch: tokens of its sequences and milliseconds of one stage, forward plus backward."""
+
+    lengths: tuple[int, ...]
+    ms: float
+    compute_ms: float = 0.0  # of `ms`, measured
+    comm_ms: float = 0.0  # of `ms`, from link figures; 0 where collectives really ran
+    spread: float = 0.0  # (median - least) / least of the repeats
+    held_out: bool = False  # kept from the fit, to test it
+
+    @property
+    def terms(self) -> tuple[float, float, float]:
+        """What a, b and c are multiplied by."""
+        return float(sum(n * n for n in self.lengths)), float(sum(self.lengths)), 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Coefficients (ms per token^2, ms per token, ms) and how far to trust them; errors are shares of the time."""
+
+    a: float
+    b: float
+    c: float
+    standard_errors: tuple[float, float, float]  # of a, b, c, in their own units
+    unidentified: tuple[str, ...]  # names of coefficients that the points do not fix to within 5%
+    residual_median: float
+    residual_worst: float
+    held_out_median: float | None = None
+    held_out_p90: float | None = None
+
+    def predict(self, point: Point) -> float:
+        """Milliseconds of a micro-batch."""
+        return math.fsum(k * x for k, x in zip((self.a, self.b, self.c), point.terms, strict=True))
+
+    def error(self, point: Point) -> float:
+        """(predicted - measured) / measured."""
+        return self.predict(point) / point.ms - 1.0
+
+
+def fit_points(points: Sequence[Point]) -> Fit:
+    """Fit the points that are not held out; test on those that are. PlanError for fewer than two lengths."""
+    used = [point for point in points if not point.held_out]
+    tested = [point for point in points if point.held_out]
+    if any(not (point.ms > 0 and math.isfinite(point.ms)) or not point.lengths for point in points):
+        raise PlanError("fit: every point needs sequences and a time above 0 ms; measure again")
+    if len({sum(point.lengths) for point in used}) < 2:
+        raise PlanError(f"fit: needs at least two different lengths but has {len(used)} points; measure more lengths")
+    terms = np.array([point.terms for point in used])
+    times = np.array([point.ms for point in used])
+    coefficients, weights = _robust(terms / times[:, None])
+    errors = _standard_errors(terms / times[:, None], coefficients, weights)
+    unidentified = tuple(
+        name
+        for name, k, error in zip(NAMES, coefficients, errors, strict=True)
+        if k <= 0 or _CONFIDENCE * error > _WITHIN * k
+    )
+    a, b, c = map(float, coefficients)
+    residuals = np.abs(terms @ coefficients / times - 1.0)
+    held = np.array([abs(math.fsum((a * p.terms[0], b * p.terms[1], c)) / p.ms - 1.0) for p in tested])
+    return Fit(
+        a, b, c, (float(errors[0]), float(errors[1]), float(errors[2])), unidentified,
+        float(np.median(residuals)), float(residuals.max()),
+        float(np.median(held)) if len(held) else None, float(np.quantile(held, 0.9)) if len(held) else None,
+    )  # fmt: skip
+
+
+def _robust(relative: Floats) -> tuple[Floats, Floats]:
+    """Coefficients for `relative @ k = 1` by iteratively reweighted non-negative least squares, and the weights."""
+    weights = np.ones(len(relative))
+    coefficients = nonnegative_least_squares(relative, np.ones(len(relative)))
+    for _ in range(_ROUNDS):
+        residuals = relative @ coefficients - 1.0
+        scale = max(_LEAST_NOISE, 1.4826 * float(np.median(np.abs(residuals))))
+        weights = np.minimum(1.0, _HUBER * scale / np.maximum(np.abs(residuals), 1e-300))
+        root = np.sqrt(weights)
+        again = nonnegative_least_squares(relative * root[:, None], root)
+        settled = np.allclose(again, coefficients, rtol=1e-9, atol=0.0)
+        coefficients = again
+        if settled:
+            break
+    return coefficients, weights
+
+
+def nonnegative_least_squares(matrix: Floats, target: Floats) -> Floats:
+    """argmin |matrix @ k - target|^2 over k >= 0, exact for few columns: (points, columns), (points,) -> (columns,).
+
+    The optimum is the unconstrained one of some subset of columns: with three columns there are seven.
+    """
+    scale = np.linalg.norm(matrix, axis=0)
+    scale[scale == 0] = 1.0
+    scaled = matrix / scale
+    best, best_loss = np.zeros(matrix.shape[1]), float(target @ target)
+    for size in range(1, matrix.shape[1] + 1):
+        for columns in combinations(range(matrix.shape[1]), size):
+            chosen = scaled[:, columns]
+            k, _, rank, _ = np.linalg.lstsq(chosen, target, rcond=None)
+            if rank < size or (k < 0).any():
+                continue
+            residual = chosen @ k - target
+            loss = float(residual @ residual)
+            if loss < best_loss:
+                best, best_loss = np.zeros(matrix.shape[1]), loss
+                best[list(columns)] = k
+    return best / scale
+
+
+def _standard_errors(relative: Floats, coefficients: Floats, weights: Floats) -> Floats:
+    """Standard errors of the three coefficients; infinite where the points say nothing."""
+    num_points, num_terms = relative.shape
+    if num_points <= num_terms:
+        return np.full(num_terms, math.inf)
+    residuals = relative @ coefficients - 1.0
+    freedom = max(1.0, float(weights.sum()) - num_terms)
+    robust = 1.4826 * float(np.median(np.abs(residuals)))
+    variance = max(_LEAST_NOISE**2, robust**2, float((weights * residuals**2).sum()) / freedom)
+    scale = np.linalg.norm(relative, axis=0)
+    scaled = relative / scale
+    normal = scaled.T @ (scaled * weights[:, None])
+    if np.linalg.cond(normal) > 1e12:
+        return np.full(num_terms, math.inf)
+    return np.sqrt(variance * np.diag(np.linalg.inv(normal))) / scale

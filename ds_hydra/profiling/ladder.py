@@ -1,0 +1,44 @@
+"""A range of lengths in, the micro-batches to measure out. Pure.
+
+Single sequences stand on a geometric ladder; packs of the same tokens in shorter sequences tell a from b. Every
+other rung between is held out of the fit, to test it on lengths it has not seen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ds_hydra.zero_hetero.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """One micro-batch to measure: tokens of its sequences."""
+
+    lengths: tuple[int, ...]
+    held_out: bool
+
+
+def make_ladder(shortest: int, longest: int, num_rungs: int) -> tuple[Rung, ...]:
+    """Micro-batches of `shortest` up to `longest` tokens, shortest first.
+
+    `num_rungs` single sequences for the fit, packs of every second of them in four sequences, and held-out
+    single sequences and packs between the rungs. ConfigError for a range without room.
+    """
+    if not 1 <= shortest < longest:
+        raise ConfigError(f"lengths to measure: needs 1 <= shortest < longest but has {shortest} and {longest}")
+    if num_rungs < 3:
+        raise ConfigError(f"lengths to measure: three coefficients need at least 3 rungs, not {num_rungs}")
+    ratio = (longest / shortest) ** (1.0 / (num_rungs - 1))
+    fitted = sorted({round(shortest * ratio**i) for i in range(num_rungs)})
+    between = sorted({round(shortest * ratio ** (i + 0.5)) for i in range(num_rungs - 1)} - set(fitted))
+    rungs = [Rung((n,), False) for n in fitted]
+    rungs += [Rung(split_evenly(n, 4), False) for n in fitted[1::2] if n >= 16]
+    rungs += [Rung((n,), True) if i % 2 == 0 else Rung(split_evenly(n, 3), True) for i, n in enumerate(between)]
+    return tuple(sorted(rungs, key=lambda rung: (sum(rung.lengths), len(rung.lengths))))
+
+
+def split_evenly(tokens: int, parts: int) -> tuple[int, ...]:
+    """`tokens` in up to `parts` sequences that differ by one token at most."""
+    parts = min(parts, tokens)
+    return tuple(tokens // parts + (i < tokens % parts) for i in range(parts))

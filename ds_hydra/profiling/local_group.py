@@ -1,0 +1,63 @@
+"""A process group of any size in one process: collectives move nothing, but are counted with their bytes.
+
+It lets one rank compute its true share of a stage [Note: how an entry is made].
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_hydra.profiling.links import Collective
+
+
+class _Done(dist.Work):
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+
+class LocalGroup(dist.ProcessGroup):
+    """Stands in for a group of `num_ranks`; `calls` lists what was asked of it, `seconds` what standing in took.
+
+    What would have been received is filled with this rank's own values: memory that nobody wrote may hold
+    numbers that are slow to compute with.
+    """
+
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        super().__init__(rank, num_ranks)
+        self.num_ranks = num_ranks
+        self.calls: list[Collective] = []
+        self.seconds = 0.0
+
+    def forget(self) -> None:
+        """Start counting anew."""
+        self.calls, self.seconds = [], 0.0
+
+    def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> _Done:
+        for tensor in tensors:
+            self.calls.append(Collective("all_reduce", self.num_ranks, tensor.nbytes))
+        return _Done()
+
+    def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> _Done:
+        began = time.perf_counter()
+        for parts, mine in zip(outputs, inputs, strict=True):
+            self.calls.append(Collective("all_gather", self.num_ranks, mine.nbytes * self.num_ranks))
+            for part in parts:
+                part.copy_(mine)
+        self.seconds += time.perf_counter() - began
+        return _Done()
+
+    def alltoall_base(
+        self, output: Tensor, source: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], opts: Any = None
+    ) -> _Done:
+        began = time.perf_counter()
+        self.calls.append(Collective("all_to_all", self.num_ranks, max(output.nbytes, source.nbytes)))
+        shared = min(output.numel(), source.numel())
+        output[:shared].copy_(source[:shared])
+        output[shared:].fill_(1.0)
+        self.seconds += time.perf_counter() - began
+        return _Done()

@@ -1,0 +1,161 @@
+"""A stage in, bytes of its activations out: what a forward keeps, and the most that a step of it needs.
+
+On a GPU the allocator tells both. On a CPU the process's peak tells the second; what is kept is counted from the
+tensors that autograd saves, since freed pages may stay with the process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_hydra.memory_model import CHUNK_ELEMENTS, Activations
+from ds_hydra.pipe.causal_lm import CausalLM
+from ds_hydra.pipe.stage import ModelSource
+from ds_hydra.pipe.strategy import ParallelScheme, split_layers
+from ds_hydra.profiling.stage_timer import StageTimer
+
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_M_MMAP_THRESHOLD = -3
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes of one micro-batch on one rank's stage, parameters and gradients apart."""
+
+    num_tokens: int
+    kept: int  # from forward to backward
+    peak: int | None  # most at any time, by the allocator or the process; None where nobody counts
+
+
+def kept_bytes(timer: StageTimer, lengths: Sequence[int]) -> int:
+    """Bytes of distinct storages that autograd keeps of a forward, parameters apart."""
+    own = {parameter.untyped_storage().data_ptr() for parameter in timer.module.parameters.values()}
+    seen: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            seen[storage.data_ptr()] = storage.nbytes()
+        alive.append(storage)  # an address is not given out twice
+        return tensor
+
+    alive: list[Any] = []
+    batch = timer.batch(lengths)
+    inputs = [t for t in (batch.input_ids, batch.labels, batch.weights, batch.position_ids) if t is not None]
+    own |= {tensor.untyped_storage().data_ptr() for tensor in inputs}
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = timer.module.forward(None if timer.place.is_first else timer._hidden(batch, grad=True), batch)
+    if not timer.place.is_last:
+        seen[out.untyped_storage().data_ptr()] = out.untyped_storage().nbytes()
+    return sum(seen.values())
+
+
+def footprint(timer: StageTimer, lengths: Sequence[int]) -> Footprint:
+    """Kept bytes and the peak of a forward and backward."""
+    kept = kept_bytes(timer, lengths)
+    batch = timer.batch(lengths)
+    gc.collect()
+    if timer.device.type == "cuda":
+        torch.cuda.synchronize(timer.device)
+        torch.cuda.reset_peak_memory_stats(timer.device)
+        before = torch.cuda.memory_allocated(timer.device)
+        timer.run(batch)
+        torch.cuda.synchronize(timer.device)
+        return Footprint(sum(lengths), kept, torch.cuda.max_memory_allocated(timer.device) - before)
+    with _exact_frees():
+        before = _reset_peak()
+        timer.run(batch)
+        after = _peak()
+    peak = None if before is None or after is None else after - before
+    return Footprint(sum(lengths), kept, peak)
+
+
+def measure_activations(
+    source: ModelSource, tp: int, sp: int, device: torch.device, dtype: torch.dtype, num_tokens: int
+) -> Activations:
+    """Bytes per token kept by layers, embeddings and head, and the transient, by running local shapes.
+
+    A stage of a few layers in the middle tells the layers' own, the stages before and after it the rest.
+    """
+    plan = source.plan
+    stages = min(plan.num_layers, 3)
+    timers = [StageTimer(source, ParallelScheme(tp, stages, sp), index, device, dtype) for index in range(stages)]
+    counts = split_layers(plan.num_layers, stages)
+    kept = [kept_bytes(timer, (num_tokens,)) / num_tokens for timer in timers]
+    kept[-1] -= _probabilities(timers[-1], num_tokens) / num_tokens
+    if stages < 3:
+        layer = sum(kept) / plan.num_layers
+        return Activations(layer, 0.0, 0.0, _transient(timers[0], num_tokens))
+    layer = kept[1] / counts[1]
+    first, last = (max(0.0, kept[i] - counts[i] * layer) for i in (0, -1))
+    return Activations(layer, first, last, _transient(timers[1], num_tokens))
+
+
+def _transient(timer: StageTimer, num_tokens: int) -> float:
+    """Bytes per token that a stage without logits needs beyond what it keeps; 0 where nobody counts the peak."""
+    found = footprint(timer, (num_tokens,))
+    return 0.0 if found.peak is None else max(0.0, (found.peak - found.kept) / num_tokens)
+
+
+def _probabilities(timer: StageTimer, num_tokens: int) -> int:
+    """Bytes that the loss keeps of one chunk of logits: probabilities in FP32 or wider."""
+    if not isinstance(timer.source, CausalLM) or not timer.source.vocab_size:
+        return 0
+    rows = -(-timer.source.vocab_size // timer.place.stage.tp)
+    start, stop = timer.batch((num_tokens,)).pack.local
+    if (stop - start) * rows > CHUNK_ELEMENTS:
+        return 0  # chunks are recomputed
+    return (stop - start) * rows * max(4, timer.dtype.itemsize)
+
+
+class _exact_frees:
+    """While active, glibc hands back what is freed, so that the process's peak is the tensors' peak."""
+
+    def __enter__(self) -> None:
+        self._libc = _libc()
+        if self._libc is not None:
+            self._libc.mallopt(_M_MMAP_THRESHOLD, 64 * 1024)
+            self._libc.malloc_trim(0)
+
+    def __exit__(self, *_: object) -> None:
+        if self._libc is not None:
+            self._libc.mallopt(_M_MMAP_THRESHOLD, 32 * 1024 * 1024)
+
+
+def _libc() -> Any | None:
+    try:
+        libc = ctypes.CDLL("libc.so.6")
+        return libc if hasattr(libc, "mallopt") else None
+    except OSError:
+        return None
+
+
+def _reset_peak() -> int | None:
+    """Start the process's peak anew and return its present size in bytes; None where the system has no such thing."""
+    try:
+        _CLEAR.write_text("5")
+    except OSError:
+        return None
+    return _status("VmRSS")
+
+
+def _peak() -> int | None:
+    return _status("VmHWM")
+
+
+def _status(key: str) -> int | None:
+    try:
+        for line in _STATUS.read_text().splitlines():
+            if line.startswith(key + ":"):
+                return 1024 * int(line.split()[1])
+    except OSError:
+        pass
+    return None

@@ -1,0 +1,174 @@
+"""A model and a scheme in, milliseconds of its stages out: each stage built and run as training would run it."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ds_hydra.pipe.packing import MicroBatch, Pack, position_ids
+from ds_hydra.pipe.stage import ModelSource, StageModule, StagePlace, shard_view
+from ds_hydra.pipe.strategy import ParallelScheme, Stage, place_pipeline
+from ds_hydra.profiling.links import Collective, Links
+from ds_hydra.profiling.local_group import LocalGroup
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Repeats of one micro-batch on one stage, in ms: `ms` without collectives that did not really run."""
+
+    ms: float
+    least_ms: float
+    calls: tuple[Collective, ...]  # collectives that were counted, not run
+
+    @property
+    def spread(self) -> float:
+        """(median - least) / least."""
+        return self.ms / self.least_ms - 1.0
+
+
+class StageTimer:
+    """One rank's share of one stage with parameters and gradients, ready to run any micro-batch.
+
+    Without groups the collectives are counted instead of run [Note: how an entry is made]. Parameters are random:
+    nothing depends on their values. Routers of mixtures of experts then balance as untrained ones do.
+    """
+
+    def __init__(
+        self,
+        source: ModelSource,
+        scheme: ParallelScheme,
+        stage_index: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        tp_group: dist.ProcessGroup | None = None,
+        sp_group: dist.ProcessGroup | None = None,
+        tp_rank: int = 0,
+        sp_rank: int = 0,
+        clock: Clock = time.perf_counter,
+    ) -> None:
+        self.device, self.dtype, self._clock = device, dtype, clock
+        self.scheme, self.source = scheme, source
+        stage = place_pipeline(scheme, 0, source.plan.num_layers).stages[stage_index]
+        first, last = stage_index == 0, stage_index == scheme.pp - 1
+        self.local = [] if tp_group or sp_group else _local_groups(scheme)
+        tp_group = tp_group or next((g for g in self.local if g.name == "tp"), None)
+        sp_group = sp_group or next((g for g in self.local if g.name == "sp"), None)
+        self.place = StagePlace(stage, first, last, tp_rank, sp_rank, tp_group, sp_group)
+        self.module = source.build(self.place, device, dtype)
+        self.num_params = _install(self.module, source, stage, tp_rank, device, dtype)
+
+    def batch(self, lengths: Sequence[int]) -> MicroBatch:
+        """Random tokens of these lengths, as this rank's stage would see them."""
+        pack = Pack(tuple(lengths), self.place.sp_rank, self.place.stage.sp, self.place.sp_group)
+        start, stop = pack.local
+        positions = torch.tensor([position_ids(pack.lengths, start, stop)], device=self.device)
+        size = stop - start
+        vocab = self.source.vocab_size or 1
+        ids = torch.randint(0, vocab, (1, size), device=self.device)
+        labels = torch.randint(0, vocab, (size,), device=self.device)
+        weights = torch.full((size,), 1.0 / max(1, pack.num_tokens), dtype=torch.float64, device=self.device)
+        return MicroBatch(
+            pack,
+            positions,
+            ids if self.place.is_first else None,
+            labels if self.place.is_last else None,
+            weights if self.place.is_last else None,
+        )
+
+    def run(self, batch: MicroBatch) -> None:
+        """Forward and backward of one micro-batch, gradients accumulating as in training."""
+        hidden = None if self.place.is_first else self._hidden(batch, grad=True)
+        out = self.module.forward(hidden, batch)
+        torch.autograd.backward(out, None if self.place.is_last else torch.ones_like(out))
+
+    def time(self, lengths: Sequence[int], repeats: int, *, warm_up: int = 1) -> Timing:
+        """Median and least of some repeats."""
+        batch = self.batch(lengths)
+        for _ in range(warm_up):
+            self.run(batch)
+        samples: list[float] = []
+        for _ in range(repeats):
+            for group in self.local:
+                group.forget()
+            _synchronize(self.device)
+            began = self._clock()
+            self.run(batch)
+            _synchronize(self.device)
+            samples.append(1e3 * (self._clock() - began - sum(group.seconds for group in self.local)))
+        calls = tuple(call for group in self.local for call in group.calls)
+        return Timing(statistics.median(samples), min(samples), calls)
+
+    def message_ms(self, num_tokens: int, links: Links, *, inter_node: bool = False) -> float:
+        """Activations and gradients that this stage exchanges with its neighbours, per micro-batch."""
+        neighbours = (not self.place.is_first) + (not self.place.is_last)
+        if not neighbours:
+            return 0.0
+        width = self.source.width(max(1, self.place.stage.first_layer))
+        size = num_tokens // self.scheme.sp * width * self.dtype.itemsize
+        return links.ms(Collective("p2p", 2, size), inter_node=inter_node) * 2 * neighbours
+
+    def _hidden(self, batch: MicroBatch, *, grad: bool) -> Tensor:
+        start, stop = batch.pack.local
+        width = self.source.width(self.place.stage.first_layer)
+        hidden = torch.randn((1, stop - start, width), device=self.device, dtype=self.dtype)
+        return hidden.requires_grad_(grad)
+
+
+class _Named(LocalGroup):
+    def __init__(self, name: str, num_ranks: int) -> None:
+        super().__init__(0, num_ranks)
+        self._label = name
+
+    @property
+    def name(self) -> str:
+        return self._label
+
+
+def _local_groups(scheme: ParallelScheme) -> list[_Named]:
+    return [_Named(name, degree) for name, degree in (("tp", scheme.tp), ("sp", scheme.sp)) if degree > 1]
+
+
+def _install(
+    module: StageModule, source: ModelSource, stage: Stage, tp_rank: int, device: torch.device, dtype: torch.dtype
+) -> int:
+    """Random parameters as views of one buffer a bucket, gradients likewise; returns their number."""
+    total = 0
+    for bucket in source.plan.buckets:
+        slots = source.plan.slots(bucket, stage, tp_rank)
+        size = sum(slot.numel for slot in slots)
+        buffer = torch.randn(size, device=device, dtype=dtype).mul_(0.02)
+        grads = torch.zeros(size, device=device, dtype=torch.promote_types(dtype, torch.float32))
+        total += size
+        for slot in slots:
+            parameter = module.install(slot, buffer)
+            if parameter.requires_grad:
+                _collect(parameter, shard_view(slot, grads))
+    return total
+
+
+def _collect(parameter: nn.Parameter, gradients: Tensor) -> None:
+    """Gradients accumulate where training accumulates them: in FP32 beside 16 bit parameters."""
+    if gradients.dtype == parameter.dtype:
+        parameter.grad = gradients
+        return
+
+    def accumulate(_: Tensor) -> None:
+        assert parameter.grad is not None, "called after autograd has made it"
+        gradients.add_(parameter.grad)
+        parameter.grad = None
+
+    parameter.register_post_accumulate_grad_hook(accumulate)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
