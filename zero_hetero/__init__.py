@@ -1,6 +1,6 @@
 """Tensors on ranks: layouts, mutual slices, the LNK operator, FP32 master shards.
 
-Read in this order; the first five files plan and import no torch, the others execute what was planned.
+Read in this order; the first five, `relay_plan` and `bucket` plan and import no torch.
 
   intervals        arithmetic on integer intervals, as columns
   layout           which rank holds which intervals of a flat tensor
@@ -10,6 +10,8 @@ Read in this order; the first five files plan and import no torch, the others ex
   transport        start sends and receives, wait for them (torch.distributed, or in one process)
   buffer_pool      scratch memory that is used again
   link             LNK: runs one rank's part of a transfer plan
+  relay_plan       two hops, so that each element enters a node once
+  relay_link       LNK over two hops
   bucket           parameters that travel together
   masters          FP32 parameters and gradients, sharded over all ranks for good
   grad_norm        gradient norm and clipping over owned elements

@@ -45,6 +45,9 @@ class Handle:
     def __init__(self, work: Work, finish: Callable[[], None]):
         self._pending: tuple[Work, Callable[[], None]] | None = (work, finish)
 
+    def advance(self) -> None:
+        """Begin what has to follow a first hop; a plain link has one hop."""
+
     def wait(self) -> None:
         """Return when the destination is complete and the source is free again; more calls do nothing."""
         if self._pending is None:
@@ -105,8 +108,10 @@ class Link:
         sends = [(envelope.peer, _packed(envelope, src, scratch)) for envelope in self.sends]
         recvs = [(envelope.peer, _landing(envelope, dst, scratch)) for envelope in self.recvs]
         work = self.transport.exchange(sends, recvs, tag)
+        in_place = src.data_ptr() == dst.data_ptr()
         for src_offset, dst_offset, length in self.local:
-            dst.narrow(0, dst_offset, length).copy_(src.narrow(0, src_offset, length))
+            if not (in_place and src_offset == dst_offset):
+                dst.narrow(0, dst_offset, length).copy_(src.narrow(0, src_offset, length))
 
         def finish() -> None:
             for envelope, (_, message) in zip(self.recvs, recvs, strict=True):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ds_hydra.zero_hetero.link import Handle, Link
+from ds_hydra.zero_hetero.relay_link import RelayHandle, RelayLink
 
 
 class PullBuffers:
@@ -19,14 +20,19 @@ class PullBuffers:
     """
 
     def __init__(
-        self, links: Sequence[Link], shards: Sequence[Tensor], buffers: Sequence[Tensor], *, first_tag: int = 0
+        self,
+        links: Sequence[Link | RelayLink],
+        shards: Sequence[Tensor],
+        buffers: Sequence[Tensor],
+        *,
+        first_tag: int = 0,
     ):
         """Bucket b is pulled with tag `first_tag + b`."""
         self.links = tuple(links)
         self.shards = tuple(shards)
         self.buffers = tuple(buffers)
         self.first_tag = first_tag
-        self._handles: dict[int, Handle] = {}
+        self._handles: dict[int, Handle | RelayHandle] = {}
         self._casts: list[Tensor] = []
 
     def start(self) -> None:
@@ -37,6 +43,8 @@ class PullBuffers:
             for index, link in enumerate(self.links):
                 wire = self._cast(index)
                 self._handles[index] = link.pull(wire, self.buffers[index], tag=self.first_tag + index)
+            for handle in self._handles.values():
+                handle.advance()
 
     def wait(self, bucket: int) -> None:
         """Return when this rank's parameters of `bucket` are complete; more calls do nothing."""

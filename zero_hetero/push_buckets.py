@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_hydra.zero_hetero.link import Handle, Link
+from ds_hydra.zero_hetero.relay_link import RelayHandle, RelayLink
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,7 @@ class PushBucket:
     are views; `masters` is the rank's master gradient, which the push fills. `link` has the transposed plan.
     """
 
-    link: Link
+    link: Link | RelayLink
     params: tuple[nn.Parameter, ...]
     grads: Tensor
     masters: Tensor
@@ -41,7 +42,7 @@ class PushBuckets:
         self._armed = False
         self._unready: list[set[int]] = [set() for _ in self.buckets]
         self._next = -1  # the bucket to issue next; those above it are under way
-        self._handles: list[Handle] = []
+        self._handles: list[Handle | RelayHandle] = []
         self._hooks = [
             param.register_post_accumulate_grad_hook(self._hook(index, position))
             for index, bucket in enumerate(self.buckets)
@@ -68,6 +69,8 @@ class PushBuckets:
         self._issue_ready()
         self._armed = False
         handles, self._handles = self._handles, []
+        for handle in handles:
+            handle.advance()
         for handle in handles:
             handle.wait()
 

@@ -9,6 +9,8 @@ from torch import Tensor
 from ds_hydra.zero_hetero.errors import PlanError
 from ds_hydra.zero_hetero.layout import Layout, Piece, even_layout, layout_of_intervals
 from ds_hydra.zero_hetero.link import Handle, Link
+from ds_hydra.zero_hetero.relay_link import RelayLink
+from ds_hydra.zero_hetero.relay_plan import plan_relay
 from ds_hydra.zero_hetero.transfer_plan import TransferPlan, plan_transfer
 from ds_hydra.zero_hetero.transport import InProcessTransport, Post, TorchTransport, Transport
 from tests.ranks import run_ranks
@@ -194,3 +196,48 @@ def test_waiting_before_sending_is_explained() -> None:
     handle = Link(plan, 0, InProcessTransport(Post(), 0)).pull(torch.zeros(2), torch.zeros(4), tag=8)
     with pytest.raises(RuntimeError, match=r"rank 0 waits .*tag 8.*rank 1"):
         handle.wait()
+
+
+@pytest.mark.parametrize(("num_ranks", "node_size"), [(4, 2), (7, 3)])
+def test_relay_pulls_the_same_and_pushes_the_same_sum(num_ranks: int, node_size: int) -> None:
+    layout = heterogeneous(num_ranks)
+    masters = even_layout(layout.numel, num_ranks)
+    plan = plan_relay(masters, layout, node_size)
+
+    def body(rank: int) -> tuple[Tensor, Tensor]:
+        pull_link = RelayLink(plan, rank, TorchTransport())
+        push_link = RelayLink(plan.transposed(), rank, TorchTransport())
+        pulled = torch.full((layout.sizes[rank],), -7.0, dtype=torch.float64)
+        pull = pull_link.pull(local_values(masters, rank, full_tensor(1, torch.float64), 0), pulled, tag=1)
+        source = local_values(layout, rank, contribution(layout, rank, torch.float64), float("nan"))
+        summed = torch.full((masters.sizes[rank],), 99.0, dtype=torch.float64)
+        push = push_link.push(source, summed, tag=2)
+        for handle in (pull, push):
+            handle.advance()
+        for handle in (push, pull, push):
+            handle.wait()
+        assert torch.equal(pulled, local_values(layout, rank, full_tensor(1, torch.float64), -7.0))
+        start, stop = masters.pieces[rank][0][:2]
+        expected = expected_sum(layout, torch.float64, torch.float64)[start:stop]
+        torch.testing.assert_close(summed, expected, rtol=1e-14, atol=1e-14)
+        return pulled, summed
+
+    first, second = run_ranks(body, num_ranks), run_ranks(body, num_ranks)
+    assert all(torch.equal(a[1], b[1]) for a, b in zip(first, second, strict=True))
+
+
+def test_scratch_is_used_again() -> None:
+    pieces = tuple((Piece(5 * t, 5 * t + 5, 0), Piece(10 + 5 * t, 15 + 5 * t, 7)) for t in range(2))
+    layout = Layout(20, pieces, (12, 12))
+    pull_plan = plan_transfer(layout_of_intervals(20, [(0, 20), (0, 0)]), layout)
+    post = Post()
+    pulls = [Link(pull_plan, rank, InProcessTransport(post, rank)) for rank in range(2)]
+    pushes = [Link(pull_plan.transposed(), rank, InProcessTransport(post, rank)) for rank in range(2)]
+    masters = [torch.arange(20.0), torch.empty(0)]
+    local = [torch.zeros(12), torch.zeros(12)]
+    for _ in range(3):
+        handles = [link.pull(masters[rank], local[rank]) for rank, link in enumerate(pulls)]
+        handles += [link.push(local[rank], masters[rank]) for rank, link in enumerate(pushes)]
+        for handle in handles:
+            handle.wait()
+    assert [len(link.buffers.idle) for link in pulls + pushes] == [1, 1, 1, 1]

@@ -1,0 +1,81 @@
+"""LNK over two hops: each element crosses into a node once; see [Note: relay] in `relay_plan.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ds_hydra.zero_hetero.buffer_pool import BufferPool
+from ds_hydra.zero_hetero.link import Handle, Link
+from ds_hydra.zero_hetero.relay_plan import RelayPlan
+from ds_hydra.zero_hetero.transport import Transport
+
+
+class RelayHandle:
+    """A pull or push of two hops. `advance()` waits for the first hop and begins the second.
+
+    The second hop of one rank waits for neighbours that have advanced too. So all ranks advance at one point of
+    their program, after they have started everything, never between computations.
+    """
+
+    def __init__(self, first: Handle, second: Callable[[], Handle], finish: Callable[[], None] | None = None):
+        self._first = first
+        self._begin_second = second
+        self._finish = finish
+        self._second: Handle | None = None
+        self._done = False
+
+    def advance(self) -> None:
+        """Wait for the first hop and begin the second; more calls do nothing."""
+        if self._second is None:
+            self._first.wait()
+            self._second = self._begin_second()
+
+    def wait(self) -> None:
+        """Return when the destination is complete and the source is free again; more calls do nothing."""
+        self.advance()
+        if self._second is not None and not self._done:
+            self._done = True
+            self._second.wait()
+            if self._finish is not None:
+                self._finish()
+
+
+class RelayLink:
+    """Runs one rank's part of a relay plan; pulls and pushes as a `Link` between the same layouts does.
+
+    A pull gives the same bits as a `Link`. A push adds up inside each node first and then over the nodes, in rank
+    order both times: the same bits each time, but rounded in another order than by a `Link`.
+    """
+
+    def __init__(self, plan: RelayPlan, rank: int, transport: Transport, *, buffers: BufferPool | None = None):
+        self.buffers = BufferPool() if buffers is None else buffers
+        self.first = Link(plan.first, rank, transport, buffers=self.buffers)
+        self.second = Link(plan.second, rank, transport, buffers=self.buffers)
+
+    @property
+    def sent_numel(self) -> int:
+        """Elements that this rank sends to others, in both hops."""
+        return self.first.sent_numel + self.second.sent_numel
+
+    @property
+    def received_numel(self) -> int:
+        """Elements that this rank receives from others, in both hops."""
+        return self.first.received_numel + self.second.received_numel
+
+    def pull(self, src: Tensor, dst: Tensor, *, tag: int = 0) -> RelayHandle:
+        """As `Link.pull`."""
+        return RelayHandle(self.first.pull(src, dst, tag=tag), lambda: self.second.pull(dst, dst, tag=tag))
+
+    def push(self, src: Tensor, dst: Tensor, *, wire_dtype: torch.dtype | None = None, tag: int = 0) -> RelayHandle:
+        """As `Link.push`, given the transposed plan; the sums of a node travel as `wire_dtype` too."""
+        wire = wire_dtype or src.dtype
+        lent = self.buffers.take(src.numel(), dst.dtype, dst.device)
+        sums = lent[: src.numel()]
+        return RelayHandle(
+            self.first.push(src, sums, wire_dtype=wire, tag=tag),
+            lambda: self.second.push(sums, dst, wire_dtype=wire, tag=tag),
+            lambda: self.buffers.give(lent),
+        )

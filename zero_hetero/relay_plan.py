@@ -1,0 +1,114 @@
+"""Relay plans: across nodes each element enters a node once and is shared inside it. Pure.
+
+[Note: relay] A node is `node_size` consecutive ranks. A pull takes two hops, both into the receivers' final places:
+`enter` brings what a node's own ranks do not own to one of those that want it, in equal parts where several do,
+and `spread` passes it on inside the node. What a node's own rank owns goes to its neighbours at once, in `enter`. A
+push is both hops transposed: a node adds up its contributions first, so that one sum per element leaves it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from ds_hydra.zero_hetero.errors import PlanError
+from ds_hydra.zero_hetero.layout import Layout, Piece
+from ds_hydra.zero_hetero.sender_choice import LinkCost
+from ds_hydra.zero_hetero.transfer_plan import SliceColumns, TransferPlan, plan_transfer
+
+
+@dataclass(frozen=True, slots=True)
+class RelayPlan:
+    """Two hops, one after the other; of a pull `enter` and `spread`, see [Note: relay].
+
+    The buffers between the hops are like those of the layout that is not `src`; elements that stay where they are
+    in the hop of a pull that spreads are local moves in place.
+    """
+
+    first: TransferPlan
+    second: TransferPlan
+
+    @property
+    def num_ranks(self) -> int:
+        return self.first.num_ranks
+
+    def transposed(self) -> RelayPlan:
+        """The push of a pull."""
+        return RelayPlan(self.second.transposed(), self.first.transposed())
+
+
+class _Wanter(NamedTuple):
+    """A rank that wants an atom, and where it keeps the atom's first element."""
+
+    rank: int
+    offset: int
+
+
+class _Atom(NamedTuple):
+    """An interval that the same ranks of a node want; `owned`: by a rank of this node."""
+
+    start: int
+    stop: int
+    wanters: tuple[_Wanter, ...]
+    owned: bool
+
+
+def plan_relay(src: Layout, dst: Layout, node_size: int) -> RelayPlan:
+    """Deliver `dst` from `src` as `plan_transfer` does, with each element entering a node at most once.
+
+    No rank receives more elements than without the relay. Raises `PlanError` as `plan_transfer` does.
+    """
+    if node_size < 1:
+        raise PlanError(f"a node of {node_size} ranks: give the number of ranks on one machine, at least 1")
+    arriving: list[list[Piece]] = [[] for _ in dst.pieces]
+    for first_rank in range(0, dst.num_ranks, node_size):
+        for atom in _atoms(src, dst, range(first_rank, min(first_rank + node_size, dst.num_ranks))):
+            num_parts = 1 if atom.owned else len(atom.wanters)
+            for index, wanter in enumerate(atom.wanters):
+                part = 0 if atom.owned else index
+                start, stop = (atom.start + (atom.stop - atom.start) * cut // num_parts for cut in (part, part + 1))
+                if start < stop:
+                    arriving[wanter.rank].append(Piece(start, stop, wanter.offset + start - atom.start))
+    entered = Layout(dst.numel, tuple(map(tuple, arriving)), dst.sizes)
+    return RelayPlan(plan_transfer(src, entered, link_cost=_between_nodes(node_size)), _spread(entered, dst, node_size))
+
+
+def _atoms(src: Layout, dst: Layout, ranks: range) -> Iterator[_Atom]:
+    """What a node wants, in the tensor's order, cut where its wanters, its owners or its buffers change."""
+    wanted = sorted((piece.start, piece.stop, rank, piece.offset) for rank in ranks for piece in dst.pieces[rank])
+    owned = sorted((piece.start, piece.stop) for rank in ranks for piece in src.pieces[rank])
+    cuts = sorted({cut for start, stop, *_ in [*wanted, *owned] for cut in (start, stop)})
+    next_wanted = next_owned = 0
+    open_wanted: list[tuple[int, int, int, int]] = []
+    open_owned: list[int] = []  # stops
+    for start, stop in pairwise(cuts):
+        while next_wanted < len(wanted) and wanted[next_wanted][0] <= start:
+            open_wanted.append(wanted[next_wanted])
+            next_wanted += 1
+        while next_owned < len(owned) and owned[next_owned][0] <= start:
+            open_owned.append(owned[next_owned][1])
+            next_owned += 1
+        open_wanted = [piece for piece in open_wanted if piece[1] > start]
+        open_owned = [end for end in open_owned if end > start]
+        if open_wanted:
+            wanters = sorted(_Wanter(rank, offset + start - begin) for begin, _, rank, offset in open_wanted)
+            yield _Atom(start, stop, tuple(wanters), bool(open_owned))
+
+
+def _spread(entered: Layout, dst: Layout, node_size: int) -> TransferPlan:
+    """Node by node, so that nobody takes from another node what its own has."""
+    columns: list[SliceColumns] = []
+    for first_rank in range(0, dst.num_ranks, node_size):
+        node = slice(first_rank, first_rank + node_size)
+        inside = [Layout(layout.numel, layout.pieces[node], layout.sizes[node]) for layout in (entered, dst)]
+        slices = plan_transfer(*inside).slices
+        columns.append(slices._replace(src=slices.src + first_rank, dst=slices.dst + first_rank))
+    return TransferPlan(dst.num_ranks, SliceColumns(*map(np.concatenate, zip(*columns, strict=True))))
+
+
+def _between_nodes(node_size: int) -> LinkCost:
+    return lambda sender, receiver: float(sender // node_size != receiver // node_size)
