@@ -1,0 +1,271 @@
+"""The engine's checkpoints: its state to a Writer, and what a folder holds back into it, on any number of ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch.optim import Optimizer
+
+from ds_hydra.checkpoint import folder as folders
+from ds_hydra.checkpoint import state
+from ds_hydra.checkpoint.format import Manifest, check_client_state, check_tag, rank_file
+from ds_hydra.checkpoint.meeting import Meeting
+from ds_hydra.checkpoint.shard_file import ShardReader
+from ds_hydra.checkpoint.write import Saving, Writer
+from ds_hydra.data import DataCursor, TokenBudgetSampler
+from ds_hydra.masters import ModelMasters
+from ds_hydra.zero_hetero.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+
+class Trained(Protocol):
+    """What is saved of an engine; `global_steps` and the like are set when it is loaded."""
+
+    config: dict[str, Any]
+    device: torch.device
+    optimizer: Optimizer | None
+    lr_scheduler: Any
+    sampler: TokenBudgetSampler | None
+    global_steps: int
+    global_samples: int
+    micro_steps: int
+    skipped_steps: int
+
+
+@dataclass(frozen=True)
+class What:
+    """Which parts of a checkpoint are loaded."""
+
+    optimizer: bool = True
+    lr_scheduler: bool = True
+    place: bool = True  # steps, samples, data: without it only the model is loaded
+
+
+class Checkpointer:
+    """Saves and loads one engine. All ranks call the same methods together."""
+
+    def __init__(self, engine: Trained, masters: ModelMasters, aliases: Mapping[str, str], meeting: Meeting):
+        self._engine, self._masters, self._aliases, self._meeting = engine, masters, aliases, meeting
+        self.writer = Writer(meeting)
+        self.folder: Path | None = None  # where the last save went
+
+    def save(
+        self,
+        folder: Path,
+        tag: object = None,
+        client_state: Mapping[str, Any] | None = None,
+        *,
+        save_latest: bool = True,
+        with_frozen: bool = True,
+        keep_last: int | None = None,
+        background: bool = False,
+    ) -> None:
+        """Save under a tag, "global_stepN" by default. Raises CheckpointError on all ranks when it cannot."""
+        engine = self._engine
+        name = f"global_step{engine.global_steps}" if tag is None else tag
+        name = check_tag(name)
+        told = self._meeting.tell(name)
+        if told != name:
+            raise CheckpointError(
+                f"rank {self._meeting.rank} saves the tag {name!r}, rank 0 {told!r}; give all ranks one"
+            )
+        assert engine.optimizer is not None, "an engine has an optimizer before it is saved"
+        error, saving = None, None
+        try:
+            saving = Saving(
+                folder,
+                self._manifest(name, check_client_state(client_state), with_frozen),
+                state.collect_tensors(self._masters, engine.optimizer, engine.device, with_frozen=with_frozen),
+                state.collect_groups(engine.optimizer),
+                tuple(state.element_wise_states(self._masters.trained.spans, engine.optimizer)),
+                save_latest=save_latest,
+                keep_last=keep_last,
+            )
+        except CheckpointError as raised:
+            error = raised
+        self._meeting.settle(error, f"saving checkpoint {str(folder / name)!r}")
+        assert saving is not None, "there was no error"
+        self.folder = folder
+        (self.writer.start if background else self.writer.save)(saving)
+
+    def load(self, folder: Path, tag: object = None, what: What | None = None) -> tuple[str | None, dict[str, Any]]:
+        """(path of the tag, client_state); (None, {}) where nothing was ever saved and no tag is named.
+
+        Nothing of the engine changes unless all ranks could read and verify their part. Raises CheckpointError on all
+        ranks otherwise.
+        """
+        what = what or What()
+        self.writer.wait()
+        found = self._choose(folder, tag)
+        if found is None:
+            return None, {}
+        place = folder / found
+        manifest: Manifest | None = None
+        loaded: state.LoadedTensors | None = None
+        error: Exception | None = None
+        try:
+            manifest = folders.open_manifest(folder, found)
+            loaded = self._read(manifest, place, what)
+        except (CheckpointError, OSError, ValueError, TypeError) as raised:
+            error = raised
+        self._meeting.settle(error, f"loading checkpoint {str(place)!r}")
+        assert manifest is not None, "there was no error"
+        assert loaded is not None, "there was no error"
+        self._install(manifest, loaded, what)
+        return str(place), manifest.client_state
+
+    def load_newest(self, folder: Path) -> str | None:
+        """Load the newest checkpoint that can be loaded; its path, or None where there is none.
+
+        Damaged ones are passed over, each with an error in the log. Raises CheckpointError when there are checkpoints
+        but none can be loaded: training must not begin anew in silence.
+        """
+        tags = json.loads(self._meeting.tell(self._list_tags(folder) if self._meeting.rank == 0 else ""))
+        last: CheckpointError | None = None
+        for tag in tags:
+            try:
+                return self.load(folder, tag)[0]
+            except CheckpointError as error:
+                last = error
+                if self._meeting.rank == 0:
+                    logger.error("%s; trying the checkpoint before", error)
+        if last is not None:
+            raise CheckpointError(
+                f"none of the {len(tags)} checkpoints in {str(folder)!r} can be loaded, the newest because: {last}. "
+                "Restore one, or begin anew in another folder"
+            ) from last
+        return None
+
+    def _list_tags(self, folder: Path) -> str:
+        """All tags that could be meant, newest first; those without a readable manifest last."""
+        if not folder.is_dir():
+            return "[]"
+        _restore_aside(folder)
+        whole = [tag for _, tag in folders.complete_tags(folder)]
+        broken = [path.name for path in sorted(folder.iterdir()) if (path / "manifest.json").exists()]
+        return json.dumps([*whole, *(name for name in broken if name not in whole)])
+
+    def _choose(self, folder: Path, tag: object) -> str | None:
+        """The tag to load, as rank 0 sees it."""
+        found, error = None, None
+        if self._meeting.rank == 0:
+            try:
+                _restore_aside(folder)
+                found = folders.find_tag(folder) if tag is None else check_tag(tag)
+            except (CheckpointError, OSError) as raised:
+                error = raised
+        self._meeting.settle(error, f"loading from {str(folder)!r}")
+        found = self._meeting.tell(found or "") or None
+        if found is None and self._meeting.rank == 0:
+            logger.warning("%s holds no checkpoint: nothing was loaded", folder)
+        return found
+
+    def _read(self, manifest: Manifest, place: Path, what: What) -> state.LoadedTensors:
+        engine, rank = self._engine, self._meeting.rank
+        with_optimizer = what.optimizer and what.place
+        if with_optimizer:
+            self._check_optimizer(manifest, place)
+        if what.place and manifest.data is not None and engine.sampler is not None:
+            engine.sampler.check_cursor(DataCursor(**manifest.data))
+
+        def open_rank(index: int) -> ShardReader:
+            entry = manifest.files[index]
+            return ShardReader(place / rank_file(index), entry, manifest.block_bytes, manifest.save_id)
+
+        reader = state.RangeReader(manifest, open_rank)
+        try:
+            state.check_params(self._masters, reader, manifest, str(place))
+            same_world = manifest.num_ranks == self._meeting.num_ranks
+            return state.read_tensors(
+                self._masters,
+                reader,
+                manifest.states if with_optimizer else (),
+                random_rank=rank if same_world and what.place else None,
+            )
+        finally:
+            reader.close()
+
+    def _check_optimizer(self, manifest: Manifest, place: Path) -> None:
+        optimizer = self._engine.optimizer
+        name, count = type(optimizer).__name__, len(optimizer.param_groups) if optimizer else 0
+        if manifest.groups and (manifest.optimizer, len(manifest.groups)) != (name, count):
+            raise CheckpointError(
+                f"{place} holds the state of {manifest.optimizer} with {len(manifest.groups)} parameter groups, this job "
+                f"has {name} with {count}: use the optimizer that was saved, or load_optimizer_states=False"
+            )
+
+    def _install(self, manifest: Manifest, loaded: state.LoadedTensors, what: What) -> None:
+        engine = self._engine
+        state.install_masters(loaded)
+        if not what.place:
+            return
+        state.install_random(loaded, engine.device)
+        if what.optimizer and manifest.groups and engine.optimizer is not None:
+            state.install_optimizer(self._masters.trained, engine.optimizer, loaded, manifest.groups)
+        if what.lr_scheduler and manifest.lr_scheduler is not None and engine.lr_scheduler is not None:
+            engine.lr_scheduler.load_state_dict(manifest.lr_scheduler)
+        counters = manifest.counters
+        engine.global_steps = manifest.step
+        engine.global_samples = int(counters.get("global_samples", 0))
+        engine.micro_steps = int(counters.get("micro_steps", 0))
+        engine.skipped_steps = int(counters.get("skipped_steps", 0))
+        if engine.sampler is not None and manifest.data is not None:
+            engine.sampler.restart(DataCursor(**manifest.data))
+        if self._meeting.rank == 0:
+            if manifest.config_sha256 != config_digest(engine.config):
+                logger.info("the config is not the one that was saved with")
+            logger.info("loaded %s: step %d, saved by %d ranks", manifest.tag, manifest.step, manifest.num_ranks)
+
+    def _manifest(self, tag: str, client_state: dict[str, Any], with_frozen: bool) -> Manifest:
+        engine = self._engine
+        buckets = state.saved_buckets(self._masters)
+        schedule = None
+        if engine.lr_scheduler is not None:
+            schedule = _as_json(engine.lr_scheduler.state_dict(), "the LR scheduler's state")
+        return Manifest(
+            tag=tag,
+            save_id="",
+            step=engine.global_steps,
+            num_ranks=self._meeting.num_ranks,
+            buckets=tuple(bucket for bucket in buckets if bucket.trainable or with_frozen),
+            files=(),
+            optimizer=type(engine.optimizer).__name__,
+            lr_scheduler=schedule,
+            data=None if engine.sampler is None else engine.sampler.cursor(engine.global_steps).to_dict(),
+            counters={
+                "global_samples": engine.global_samples,
+                "micro_steps": engine.micro_steps,
+                "skipped_steps": engine.skipped_steps,
+            },
+            aliases=dict(self._aliases),
+            config_sha256=config_digest(engine.config),
+            client_state=client_state,
+        )
+
+
+def config_digest(config: Mapping[str, Any]) -> str:
+    """Digest of a config, to notice that it has changed."""
+    return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _as_json(value: Any, what: str) -> dict[str, Any]:
+    try:
+        return json.loads(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{what} cannot be saved as JSON ({error}): use a schedule of the config") from None
+
+
+def _restore_aside(folder: Path) -> None:
+    if folder.is_dir():
+        try:
+            folders.restore_aside(folder)
+        except OSError as error:
+            logger.warning("%s: %s", folder, error)

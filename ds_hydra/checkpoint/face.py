@@ -1,0 +1,97 @@
+"""DeepSpeed's checkpoint methods, on an engine that has a `Checkpointer`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ds_hydra.checkpoint.checkpointer import Checkpointer, What
+from ds_hydra.config import HydraConfig
+from ds_hydra.zero_hetero.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from ds_hydra.plan_source import PlanSource
+    from ds_hydra.report import StepLog
+
+
+class CheckpointFace:
+    """What users call to save and load. Every rank must call it, with the same arguments."""
+
+    hydra_config: HydraConfig
+    step_log: StepLog
+    global_steps: int
+    _checkpoints: Checkpointer
+    _plans: PlanSource
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: object = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save everything that training needs to go on, under `save_dir`/`tag` ("global_stepN" by default).
+
+        `client_state` is any JSON. With hydra.checkpoint.asynchronous this returns when the state is copied to host
+        memory; an error of that save is raised by the next. Raises CheckpointError on all ranks alike.
+        """
+        config = self.hydra_config.checkpoint
+        self._checkpoints.save(
+            Path(save_dir),
+            tag,
+            client_state,
+            save_latest=save_latest,
+            with_frozen=not exclude_frozen_parameters,
+            keep_last=config.keep_last if config else None,
+            background=bool(config and config.asynchronous),
+        )
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: object = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """(path, client_state) of what was loaded: `tag`, or the one that `latest` names.
+
+        Any number of ranks loads what any other number saved. `load_module_only` loads parameters and leaves optimizer,
+        schedule, steps and data as they are. (None, {}) where nothing was ever saved; CheckpointError on all ranks for
+        whatever is damaged or ambiguous, and then nothing has changed.
+        """
+        if custom_load_fn is not None or not load_module_strict:
+            raise CheckpointError(
+                "load_checkpoint(custom_load_fn=..., load_module_strict=False) is not supported: a checkpoint holds "
+                "exactly the model's parameters; load others with load_16bit_model()"
+            )
+        what = What(load_optimizer_states, load_lr_scheduler_states, not load_module_only)
+        loaded = self._checkpoints.load(Path(load_dir), tag, what)
+        if loaded[0] is not None and what.place:
+            self._moved()
+        return loaded
+
+    def wait_for_checkpoint(self) -> None:
+        """Return when no save is under way; raises what the last one in the background raised."""
+        self._checkpoints.writer.wait()
+
+    def _resume(self) -> None:
+        """Begin where hydra.checkpoint.dir ends, if it is to be so."""
+        config = self.hydra_config.checkpoint
+        if config is not None and config.resume and self._checkpoints.load_newest(Path(config.dir)) is not None:
+            self._moved()
+
+    def _save_when_due(self) -> None:
+        config = self.hydra_config.checkpoint
+        if config is not None and config.every and self.global_steps % config.every == 0:
+            self.save_checkpoint(config.dir)
+
+    def _moved(self) -> None:
+        """Training goes on at another step."""
+        self._plans.restart()
+        self.step_log.rewind(self.global_steps)

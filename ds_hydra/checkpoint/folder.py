@@ -1,0 +1,198 @@
+"""A folder of checkpoints: which tags it holds, how one appears whole, and how old ones go. Pure.
+
+[Note: whole or absent] A tag appears by one rename of a folder whose files are durable already; one that is saved
+again first steps aside under a hidden name and comes back if the new one does not appear.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from pathlib import Path
+
+from ds_hydra.checkpoint.format import MANIFEST, MAX_MANIFEST_BYTES, Manifest, check_tag, read_manifest
+from ds_hydra.zero_hetero.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+LATEST = "latest"
+_TEMPORARY, _ASIDE = ".tmp-", ".old-"
+_MAX_LATEST_BYTES = 4096
+
+
+def fsync_path(path: Path) -> None:
+    """Make a file, or a folder's list of names, durable."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Write a small file and wait until it is on disk."""
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def begin(folder: Path, tag: str, save_id: str) -> Path:
+    """A fresh temporary folder for a save; what earlier, broken saves left behind is taken away."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tidy(folder)
+    temporary = folder / f"{_TEMPORARY}{tag}-{save_id}"
+    temporary.mkdir()
+    return temporary
+
+
+def publish(temporary: Path, tag: str, *, latest: bool) -> Path:
+    """Rename the durable `temporary` to its tag, then let `latest` name it. See [Note: whole or absent]."""
+    folder = temporary.parent
+    target, aside = folder / tag, folder / f"{_ASIDE}{tag}"
+    fsync_path(temporary)
+    if target.exists():
+        remove(aside)
+        target.rename(aside)
+    temporary.rename(target)
+    fsync_path(folder)
+    if latest:
+        set_latest(folder, tag)
+    remove(aside)
+    return target
+
+
+def set_latest(folder: Path, tag: str) -> None:
+    """Replace `latest` atomically."""
+    fresh = folder / f"{_TEMPORARY}{LATEST}"
+    write_durably(fresh, tag)
+    os.replace(fresh, folder / LATEST)
+    fsync_path(folder)
+
+
+def restore_aside(folder: Path) -> None:
+    """Bring back a tag that stepped aside for one that never appeared."""
+    for path in folder.glob(f"{_ASIDE}*"):
+        target = folder / path.name[len(_ASIDE) :]
+        if not target.exists():
+            path.rename(target)
+
+
+def tidy(folder: Path) -> None:
+    """Undo what an interrupted save left; only for the one that saves."""
+    restore_aside(folder)
+    for path in [*folder.glob(f"{_ASIDE}*"), *folder.glob(f"{_TEMPORARY}*")]:
+        remove(path)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder as far as that is possible."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def prune(folder: Path, keep_last: int) -> list[str]:
+    """Remove all but the `keep_last` newest tags (by step); never the one that `latest` names."""
+    removed = []
+    named = _latest_text(folder / LATEST)
+    for tag in [tag for _, tag in complete_tags(folder)][keep_last:]:
+        if tag != named:
+            gone = folder / f"{_TEMPORARY}gone-{tag}"
+            (folder / tag).rename(gone)
+            remove(gone)
+            removed.append(tag)
+    return removed
+
+
+def complete_tags(folder: Path) -> list[tuple[int, str]]:
+    """(step, tag) of the checkpoints that lie whole in `folder`, newest first."""
+    found = []
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        try:
+            if (path / MANIFEST).is_file():
+                found.append((open_manifest(folder, path.name).step, path.name))
+        except CheckpointError:
+            continue
+    return sorted(found, reverse=True)
+
+
+def open_manifest(folder: Path, tag: str) -> Manifest:
+    """The manifest of a tag, its files all there and of the right size. Raises CheckpointError for any other."""
+    place = folder / check_tag(tag) / MANIFEST
+    try:
+        if place.stat().st_size > MAX_MANIFEST_BYTES:
+            raise CheckpointError(
+                f"{place} has more than {MAX_MANIFEST_BYTES} bytes; it is no manifest: {_other(folder, tag)}"
+            )
+        manifest = read_manifest(place.read_bytes(), str(place))
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{place} does not exist, so this is no complete checkpoint: {_other(folder, tag)}"
+        ) from None
+    except OSError as error:
+        raise CheckpointError(
+            f"{place} cannot be read: {error.strerror}; correct that, or {_other(folder, tag)}"
+        ) from None
+    for entry in manifest.files:
+        path = place.parent / entry.name
+        size = path.stat().st_size if path.is_file() else None
+        if size is None:
+            raise CheckpointError(f"{path} is missing: bring it back, or {_other(folder, tag)}")
+        if size != entry.size:
+            raise CheckpointError(
+                f"{path} has {size} bytes but was saved with {entry.size}: it is truncated or of another save; "
+                f"{_other(folder, tag)}"
+            )
+    return manifest
+
+
+def find_tag(folder: Path) -> str | None:
+    """The tag that `latest` names; None where nothing was ever saved.
+
+    Raises CheckpointError, naming the newest complete tag, when `latest` is missing beside checkpoints, empty, damaged
+    or names a tag that is not there.
+    """
+    path = folder / LATEST
+    tags = [tag for _, tag in complete_tags(folder)]
+    remedy = (
+        f"load_checkpoint({str(folder)!r}, tag={tags[0]!r}) loads the newest complete one"
+        if tags
+        else "nothing else is there to load"
+    )
+    text = _latest_text(path)
+    if text is None:
+        if not tags:
+            return None
+        raise CheckpointError(f"{path} is missing, though there are checkpoints: {remedy}")
+    if not text:
+        raise CheckpointError(f"{path} is empty: {remedy}")
+    try:
+        tag = check_tag(text)
+    except CheckpointError:
+        raise CheckpointError(f"{path} holds {text[:80]!r}, which is no tag: {remedy}") from None
+    if not (folder / tag).is_dir():
+        raise CheckpointError(f"{path} names {tag!r}, which does not exist: {remedy}")
+    return tag
+
+
+def _latest_text(path: Path) -> str | None:
+    """What `latest` says; None when there is no such file."""
+    try:
+        with path.open("rb") as file:
+            return file.read(_MAX_LATEST_BYTES).decode("utf-8", "replace").strip()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}; correct that, or name a tag") from None
+
+
+def _other(folder: Path, tag: str) -> str:
+    """What to load instead of `tag`."""
+    others = []
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if path.name != tag and (path / MANIFEST).is_file():
+            others.append(path.name)
+    return "load another tag: " + ", ".join(others[:8]) if others else "there is no other tag in this folder"

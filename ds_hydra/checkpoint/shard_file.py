@@ -1,0 +1,210 @@
+"""Safetensors files with a digest for each block: tensors out in one pass, verified ranges of them back in.
+
+Any tool that reads safetensors reads these files. Written here because the digests are taken while the bytes go by,
+and read here because only blocks whose digest was compared may be used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ds_hydra.checkpoint.format import BLOCK_BYTES, DIGEST_BYTES, FileEntry, block_digests, parse_json
+from ds_hydra.zero_hetero.errors import CheckpointError
+
+_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_MAX_HEADER_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class Source:
+    """A tensor to be written: its size is known before its values are fetched."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    fetch: Callable[[], Tensor]  # called once, when its turn comes
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Source:
+        return cls(tuple(tensor.shape), tensor.dtype, lambda: tensor)
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write_shard(path: Path, tensors: Mapping[str, Source], metadata: Mapping[str, str]) -> FileEntry:
+    """Write and fsync a safetensors file; its size and the digests of its blocks.
+
+    Leaves the pages to the system's cache. Raises OSError as the system does.
+    """
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    at = 0
+    for name, source in tensors.items():
+        header[name] = {
+            "dtype": _NAMES[source.dtype],
+            "shape": list(source.shape),
+            "data_offsets": [at, at + source.num_bytes],
+        }
+        at += source.num_bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb", buffering=0) as file:
+        blocks = _Blocks(file.fileno())
+        blocks.add(memoryview(len(text).to_bytes(8, "little") + text))
+        for source in tensors.values():
+            blocks.add(_bytes_of(source.fetch()))
+        digests, size = blocks.close()
+        os.fsync(file.fileno())
+    return FileEntry(path.name, size, digests.hex())
+
+
+class _Blocks:
+    """Writes bytes as they come and takes the digest of each block of the file."""
+
+    def __init__(self, handle: int):
+        self._handle, self._size = handle, 0
+        self._digests = bytearray()
+        self._open = hashlib.sha256()
+
+    def add(self, data: memoryview) -> None:
+        while len(data):
+            part = data[: BLOCK_BYTES - self._size % BLOCK_BYTES]
+            self._open.update(part)
+            _write_all(self._handle, part)
+            self._size += len(part)
+            if self._size % BLOCK_BYTES == 0:
+                self._end_block()
+            data = data[len(part) :]
+
+    def close(self) -> tuple[bytes, int]:
+        if self._size % BLOCK_BYTES:
+            self._end_block()
+        return bytes(self._digests), self._size
+
+    def _end_block(self) -> None:
+        self._digests += self._open.digest()[:DIGEST_BYTES]
+        self._open = hashlib.sha256()
+
+
+def _write_all(handle: int, data: memoryview) -> None:
+    while len(data):
+        data = data[os.write(handle, data) :]
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+
+
+class ShardReader:
+    """Reads ranges of a file's tensors; every block is compared with its digest before its bytes are used."""
+
+    def __init__(self, path: Path, entry: FileEntry, block_bytes: int, save_id: str):
+        """Reads the header. Raises CheckpointError when the file is not the one that was saved."""
+        self._path, self._entry, self._block_bytes = path, entry, block_bytes
+        self._digests = bytes.fromhex(entry.digests)
+        self._kept: tuple[int, bytes] = (-1, b"")
+        self.bytes_read = 0
+        try:
+            self._file = path.open("rb", buffering=0)
+        except OSError as error:
+            raise CheckpointError(
+                f"{path} cannot be read: {error.strerror}; bring it back, or use another tag"
+            ) from None
+        size = int.from_bytes(self._bytes(0, 8), "little")
+        if size > min(_MAX_HEADER_BYTES, entry.size - 8):
+            raise self._damaged("its header does not fit")
+        header = parse_json(self._bytes(8, 8 + size), str(path))
+        self._start = 8 + size
+        if not isinstance(header, dict) or not isinstance(header.get("__metadata__"), dict):
+            raise self._damaged("it has no header")
+        if header["__metadata__"].get("save_id") != save_id:
+            raise self._damaged("it belongs to another save than the manifest")
+        self._tensors = {name: self._place(value) for name, value in header.items() if name != "__metadata__"}
+
+    def close(self) -> None:
+        self._file.close()
+
+    def names(self) -> Iterator[str]:
+        """Names of the tensors."""
+        return iter(self._tensors)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Type of a tensor."""
+        return self._find(name)[0]
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of a tensor, flat."""
+        dtype, begin, numel = self._find(name)
+        if not 0 <= start <= stop <= numel:
+            raise self._damaged(f"{name!r} has {numel} elements where at least {stop} were saved")
+        first = begin + start * dtype.itemsize
+        data = self._bytes(first, first + (stop - start) * dtype.itemsize)
+        return torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+
+    def read_all(self, name: str) -> Tensor:
+        """A whole tensor, flat."""
+        return self.read(name, 0, self._find(name)[2])
+
+    def _find(self, name: str) -> tuple[torch.dtype, int, int]:
+        found = self._tensors.get(name)
+        if found is None:
+            raise self._damaged(f"it holds no {name!r}")
+        return found
+
+    def _place(self, value: object) -> tuple[torch.dtype, int, int]:
+        """(dtype, first byte in the file, elements) of a header's entry."""
+        try:
+            assert isinstance(value, dict)
+            dtype = _DTYPES[value["dtype"]]
+            numel = math.prod(int(n) for n in value["shape"])
+            begin, end = (int(offset) for offset in value["data_offsets"])
+            assert 0 <= begin <= end <= self._entry.size - self._start
+            assert end - begin == numel * dtype.itemsize
+        except (AssertionError, KeyError, TypeError, ValueError):
+            raise self._damaged("its header contradicts itself") from None
+        return dtype, self._start + begin, numel
+
+    def _bytes(self, start: int, stop: int) -> bytearray:
+        """Bytes [start, stop) of the file, verified."""
+        data = bytearray()
+        for block in range(start // self._block_bytes, -(-stop // self._block_bytes)):
+            whole = self._block(block)
+            at = block * self._block_bytes
+            data += memoryview(whole)[max(0, start - at) : stop - at]
+        if len(data) != max(0, stop - start):
+            raise self._damaged("it is truncated")
+        return data
+
+    def _block(self, index: int) -> bytes:
+        if self._kept[0] == index:
+            return self._kept[1]
+        self._file.seek(index * self._block_bytes)
+        want = min(self._block_bytes, self._entry.size - index * self._block_bytes)
+        data = self._file.read(max(0, want))
+        while len(data) < want and (more := self._file.read(want - len(data))):
+            data += more
+        self.bytes_read += len(data)
+        digest = self._digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
+        if block_digests(data) != digest:
+            raise self._damaged(f"the bytes from {index * self._block_bytes} on do not match their checksum")
+        self._kept = (index, data)
+        return data
+
+    def _damaged(self, what: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self._path} is damaged: {what}; bring back the file that was saved, or use another tag"
+        )

@@ -1,0 +1,312 @@
+"""Training state as named flat tensors and plain numbers, and back: one rank's part of it.
+
+Tensors of a rank file: "BUCKET/master" and "BUCKET/STATE" for each element-wise optimizer state, each the rank's even
+share of the bucket in the masters' flat order; "rng/cpu" and "rng/DEVICE" for the random generators.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ds_hydra.checkpoint.format import (
+    Manifest,
+    SavedBucket,
+    SavedGroup,
+    SavedParam,
+    SavedScalar,
+    owners,
+)
+from ds_hydra.checkpoint.shard_file import ShardReader, Source
+from ds_hydra.masters import ModelMasters
+from ds_hydra.pipe.stage import from_flat, to_flat
+from ds_hydra.zero_hetero.errors import CheckpointError
+from ds_hydra.zero_hetero.masters import MasterShards, OptimizerSpan
+
+logger = logging.getLogger(__name__)
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def saved_buckets(masters: ModelMasters) -> tuple[SavedBucket, ...]:
+    """The masters' buckets as a manifest lists them."""
+    return tuple(
+        SavedBucket(
+            bucket.name,
+            bucket.trainable,
+            tuple(SavedParam(p.name, tuple(p.shape), p.rule.dim, p.rule.parts) for p in bucket.params),
+        )
+        for bucket in masters.buckets
+    )
+
+
+def collect_tensors(
+    masters: ModelMasters, optimizer: Optimizer, device: torch.device, *, with_frozen: bool = True
+) -> dict[str, Source]:
+    """What this rank writes, in the order of its file."""
+    sources: dict[str, Source] = {}
+    for shards in (masters.trained, masters.frozen) if with_frozen else (masters.trained,):
+        for spec, shard in zip(shards.buckets, shards.shards, strict=True):
+            sources[f"{spec.name}/master"] = Source.of(shard)
+    keys = element_wise_states(masters.trained.spans, optimizer)
+    for index, spec in enumerate(masters.trained.buckets):
+        spans = [span for span in masters.trained.spans if span.bucket == index]
+        numel = masters.trained.shards[index].numel()
+        for key, dtype in keys.items():
+            sources[f"{spec.name}/{key}"] = Source((numel,), dtype, _state_of(optimizer, spans, key, numel, dtype))
+    sources["rng/cpu"] = Source.of(torch.get_rng_state())
+    if device.type == "cuda":
+        sources["rng/cuda"] = Source.of(torch.cuda.get_rng_state(device))
+    return sources
+
+
+def element_wise_states(spans: Iterable[OptimizerSpan], optimizer: Optimizer) -> dict[str, torch.dtype]:
+    """Names and types of the state tensors that have one value for each element."""
+    keys: dict[str, torch.dtype] = {}
+    for span in spans:
+        for key, value in optimizer.state.get(span.param, {}).items():
+            if isinstance(value, Tensor) and value.dim():
+                if value.shape != span.param.shape:
+                    raise CheckpointError(
+                        f"optimizer {type(optimizer).__name__} keeps a state {key!r} of shape {tuple(value.shape)} for "
+                        f"{span.param.numel()} elements, which cannot be resharded: use an element-wise optimizer"
+                    )
+                keys.setdefault(key, value.dtype)
+    return keys
+
+
+def _state_of(
+    optimizer: Optimizer, spans: Sequence[OptimizerSpan], key: str, numel: int, dtype: torch.dtype
+) -> Callable[[], Tensor]:
+    """Fetches one state of one bucket's shard, without a copy where one span is the whole shard."""
+
+    def fetch() -> Tensor:
+        values = [optimizer.state.get(span.param, {}).get(key) for span in spans]
+        if len(spans) == 1 and spans[0].stop - spans[0].start == numel and values[0] is not None:
+            return values[0]
+        whole = torch.zeros(numel, dtype=dtype, device=spans[0].param.device if spans else "cpu")
+        for span, value in zip(spans, values, strict=True):
+            if value is not None:
+                whole[span.start : span.stop] = value
+        return whole
+
+    return fetch
+
+
+def collect_groups(optimizer: Optimizer) -> list[SavedGroup]:
+    """Options and shared numbers of each parameter group, as far as this rank has parameters in it."""
+    return [
+        SavedGroup(
+            {key: _plain(value, f"option {key!r}") for key, value in group.items() if key != "params"},
+            _scalars(optimizer, group["params"]),
+        )
+        for group in optimizer.param_groups
+    ]
+
+
+def _plain(value: Any, what: str) -> Any:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, what) for item in value]
+    if isinstance(value, _PLAIN):
+        return value
+    raise CheckpointError(
+        f"the optimizer's {what} is a {type(value).__name__}, which a checkpoint cannot hold: use numbers or text"
+    )
+
+
+def _scalars(optimizer: Optimizer, params: Sequence[Any]) -> dict[str, SavedScalar]:
+    found: dict[str, SavedScalar] = {}
+    for param in params:
+        for key, value in optimizer.state.get(param, {}).items():
+            if value is None or (isinstance(value, Tensor) and value.dim()):
+                continue
+            is_tensor = isinstance(value, Tensor)
+            scalar = SavedScalar(value.item() if is_tensor else value, str(value.dtype)[6:] if is_tensor else None)
+            if found.setdefault(key, scalar) != scalar:
+                raise CheckpointError(
+                    f"the optimizer's {key!r} differs within one parameter group ({found[key].value}, {scalar.value}): "
+                    "a checkpoint keeps one value for each group"
+                )
+    return found
+
+
+def merge_groups(everyone: Sequence[Sequence[SavedGroup]]) -> tuple[SavedGroup, ...]:
+    """One list of groups from those of all ranks: a rank without parameters in a group knows no numbers of it."""
+    return tuple(
+        SavedGroup(own[0].options, next((group.scalars for group in own if group.scalars), {}))
+        for own in zip(*everyone, strict=True)
+    )
+
+
+@dataclass
+class LoadedTensors:
+    """This rank's part of a checkpoint, verified, before any of it is installed."""
+
+    shards: list[tuple[Tensor, Tensor]]  # (master shard, its new values)
+    states: dict[str, list[Tensor]]  # per key and trained bucket
+    random: dict[str, Tensor]
+
+
+class RangeReader:
+    """Reads intervals of parameters from the files of any number of ranks, opening only those that hold them."""
+
+    def __init__(self, manifest: Manifest, open_rank: Callable[[int], ShardReader]):
+        self._manifest, self._open = manifest, open_rank
+        self._readers: dict[int, ShardReader] = {}
+        self._places: dict[str, tuple[SavedBucket, SavedParam, int]] = {}
+        for bucket in manifest.buckets:
+            at = 0
+            for param in bucket.params:
+                self._places[param.name] = (bucket, param, at)
+                at += param.numel
+
+    def close(self) -> None:
+        """Close the files."""
+        for reader in self._readers.values():
+            reader.close()
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that were read from files."""
+        return sum(reader.bytes_read for reader in self._readers.values())
+
+    def file(self, rank: int) -> ShardReader:
+        """The reader of a rank's file."""
+        if rank not in self._readers:
+            self._readers[rank] = self._open(rank)
+        return self._readers[rank]
+
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint holds a parameter."""
+        return name in self._places
+
+    def trained(self, name: str) -> bool:
+        """Whether a parameter was trained, and so has optimizer state."""
+        return self._places[name][0].trainable
+
+    def read(self, param: SavedParam, key: str, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of a parameter or of its state, in the flat order of `param`."""
+        bucket, saved, at = self._places[param.name]
+        if (saved.dim, saved.parts) != (param.dim, param.parts):  # another flat order: it must be turned as a whole
+            whole = self._range(bucket, key, at, at + saved.numel)
+            value = from_flat(whole, saved.shape, saved.dim, saved.parts)
+            return to_flat(value, param.dim, param.parts)[start:stop]
+        return self._range(bucket, key, at + start, at + stop)
+
+    def _range(self, bucket: SavedBucket, key: str, start: int, stop: int) -> Tensor:
+        parts = [
+            self.file(rank).read(f"{bucket.name}/{key}", first, last)
+            for rank, first, last in owners(bucket.numel, self._manifest.num_ranks, start, stop)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def check_params(masters: ModelMasters, reader: RangeReader, manifest: Manifest, place: str) -> None:
+    """CheckpointError unless the checkpoint holds exactly this model's parameters; frozen ones may be left out."""
+    here = {p.name: tuple(p.shape) for b in masters.buckets for p in b.params if b.trainable or reader.has(p.name)}
+    saved = {p.name: p.shape for bucket in manifest.buckets for p in bucket.params}
+    shapes = [f"{n!r} {saved[n]} there, {here[n]} here" for n in here if n in saved and saved[n] != here[n]]
+    lists = [f"only {where}: {', '.join(map(repr, names[:5]))}{', ...' if len(names) > 5 else ''}"
+             for where, names in (("in the model", [n for n in here if n not in saved]),
+                                  ("in the checkpoint", [n for n in saved if n not in here])) if names]  # fmt: skip
+    if shapes or lists:
+        raise CheckpointError(
+            f"{place} is of another model: {'; '.join([*lists, *shapes[:5]])}. Build the model that was saved"
+        )
+
+
+def read_tensors(
+    masters: ModelMasters, reader: RangeReader, states: Sequence[str], *, random_rank: int | None
+) -> LoadedTensors:
+    """Read this rank's share of every parameter, and of its optimizer states `states`."""
+    shards: list[tuple[Tensor, Tensor]] = []
+    loaded: dict[str, list[Tensor]] = {key: [] for key in states}
+    specs = {
+        p.name: SavedParam(p.name, tuple(p.shape), p.rule.dim, p.rule.parts) for b in masters.buckets for p in b.params
+    }
+    for own in (masters.trained, masters.frozen):
+        pieces = list(own.pieces())
+        for index, shard in enumerate(own.shards):
+            mine = [(specs[p.name], p.start, p.stop) for p in pieces if p.bucket == index]
+            if all(reader.has(param.name) for param, _, _ in mine):
+                shards.append((shard, _assemble(reader, mine, "master")))
+            if own is masters.trained:
+                for key, values in loaded.items():
+                    values.append(_assemble(reader, mine, key))
+    random: dict[str, Tensor] = {}
+    if random_rank is not None:
+        file = reader.file(random_rank)
+        random = {name: file.read_all(name) for name in file.names() if name.startswith("rng/")}
+    return LoadedTensors(shards, loaded, random)
+
+
+def _assemble(reader: RangeReader, mine: Sequence[tuple[SavedParam, int, int]], key: str) -> Tensor:
+    parts = []
+    for param, start, stop in mine:
+        if key != "master" and not reader.trained(param.name):
+            logger.warning("%s was frozen when it was saved: its optimizer state %s begins at zero", param.name, key)
+            parts.append(torch.zeros(stop - start))
+        else:
+            parts.append(reader.read(param, key, start, stop))
+    return torch.cat(parts) if parts else torch.empty(0)
+
+
+def install_masters(loaded: LoadedTensors) -> None:
+    """Copy the values that were read into the master shards."""
+    with torch.no_grad():
+        for shard, values in loaded.shards:
+            shard.copy_(values)
+
+
+def install_random(loaded: LoadedTensors, device: torch.device) -> None:
+    """Set the random generators to where they were."""
+    if "rng/cpu" in loaded.random:
+        torch.set_rng_state(loaded.random["rng/cpu"])
+    if "rng/cuda" in loaded.random and device.type == "cuda":
+        torch.cuda.set_rng_state(loaded.random["rng/cuda"], device)
+
+
+def install_optimizer(
+    masters: MasterShards, optimizer: Optimizer, loaded: LoadedTensors, groups: Sequence[SavedGroup]
+) -> None:
+    """Give every parameter of the optimizer its state, and every group its options."""
+    group_of = {param: index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
+    for span in masters.spans:
+        group, saved = optimizer.param_groups[group_of[span.param]], groups[group_of[span.param]]
+        state: dict[str, Any] = {}
+        for key, scalar in saved.scalars.items():
+            state[key] = _scalar(scalar, group, span.param)
+        for key, values in loaded.states.items():
+            state[key] = values[span.bucket][span.start : span.stop].to(span.param.device, copy=True)
+        if state:
+            optimizer.state[span.param] = state
+        else:
+            optimizer.state.pop(span.param, None)
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        for key, value in saved.options.items():
+            group[key] = _like(group.get(key), value)
+
+
+def _scalar(saved: SavedScalar, group: dict[str, Any], param: Tensor) -> Any:
+    if saved.dtype is None:
+        return saved.value
+    on_device = group.get("fused") or group.get("capturable")
+    dtype = getattr(torch, saved.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(f"the checkpoint's optimizer holds a number of unknown type {saved.dtype!r}")
+    return torch.tensor(saved.value, dtype=dtype, device=param.device if on_device else "cpu")
+
+
+def _like(current: Any, value: Any) -> Any:
+    """A saved option as the kind of value it replaces."""
+    if isinstance(current, Tensor):
+        return torch.full_like(current, value)
+    return tuple(value) if isinstance(value, list) and not isinstance(current, list) else value

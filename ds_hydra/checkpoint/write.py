@@ -1,0 +1,177 @@
+"""Saving: every rank's tensors and rank 0's account of the rest in, a checkpoint that appears whole out."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+
+from ds_hydra.checkpoint import folder as folders
+from ds_hydra.checkpoint.format import MANIFEST, FileEntry, Manifest, SavedGroup, SavedScalar, rank_file
+from ds_hydra.checkpoint.meeting import Meeting
+from ds_hydra.checkpoint.shard_file import Source, write_shard
+from ds_hydra.checkpoint.state import merge_groups
+from ds_hydra.zero_hetero.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Saving:
+    """What one rank contributes to a checkpoint. `manifest` lacks what only all ranks together know."""
+
+    folder: Path
+    manifest: Manifest
+    tensors: Mapping[str, Source]
+    groups: list[SavedGroup]
+    states: tuple[str, ...]
+    save_latest: bool = True
+    keep_last: int | None = None
+
+
+class Writer:
+    """Saves checkpoints, one at a time; in a thread of its own if asked. All ranks call the same methods."""
+
+    def __init__(self, meeting: Meeting):
+        self._meeting = meeting
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self.seconds = 0.0  # that the last save took, its last rename included
+
+    def save(self, saving: Saving) -> None:
+        """Save and return when the checkpoint is durable. Raises CheckpointError, on all ranks, if it is not."""
+        self.wait()
+        self._save(saving)
+
+    def start(self, saving: Saving) -> None:
+        """Copy the tensors to host memory and save in the background; first waits for the save before.
+
+        Raises CheckpointError, on all ranks, if that one failed.
+        """
+        self.wait()
+        held = {name: _held(source) for name, source in saving.tensors.items()}
+        self._thread = threading.Thread(
+            target=self._run, args=(replace(saving, tensors=held),), name="checkpoint", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is under way in the background."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Return when no save is under way; raises what the last one raised in the background."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _run(self, saving: Saving) -> None:
+        try:
+            self._save(saving)
+        except BaseException as error:
+            self._error = error
+
+    def _save(self, saving: Saving) -> None:
+        began = time.perf_counter()
+        meeting, tag = self._meeting, saving.manifest.tag
+        what = f"saving checkpoint {str(saving.folder / tag)!r}"
+        save_id = meeting.tell(secrets.token_hex(8))
+        temporary = saving.folder / f".tmp-{tag}-{save_id}"
+        error = _attempt(lambda: folders.begin(saving.folder, tag, save_id)) if meeting.rank == 0 else None
+        meeting.settle(_explained(error, saving), what)
+        record: dict[str, object] = {}
+        error = _attempt(lambda: record.update(_write_own(temporary, meeting.rank, saving, save_id)))
+        record["error"] = "" if error is None else str(_explained(error, saving))
+        everyone = [json.loads(text) for text in meeting.gather(json.dumps(record))]
+        failed = [(rank, own["error"]) for rank, own in enumerate(everyone) if own["error"]]
+        error = None
+        if meeting.rank == 0 and not failed:
+            error = _explained(_attempt(lambda: _finish(temporary, saving, save_id, everyone)), saving)
+        if meeting.rank == 0 and (failed or error):
+            folders.remove(temporary)
+        if failed:
+            raise CheckpointError(f"{what} failed on rank {failed[0][0]}: {failed[0][1]}")
+        meeting.settle(error, what)
+        self.seconds = time.perf_counter() - began
+        if meeting.rank == 0:
+            size = sum(own["file"]["size"] for own in everyone)
+            logger.info("saved %s: %.1f MB in %.2f s", saving.folder / tag, size / 1e6, self.seconds)
+
+
+def _write_own(temporary: Path, rank: int, saving: Saving, save_id: str) -> dict[str, object]:
+    """Write this rank's file; what the manifest must say of it."""
+    entry = write_shard(temporary / rank_file(rank), saving.tensors, {"format": "pt", "save_id": save_id})
+    return {"file": asdict(entry), "groups": [asdict(group) for group in saving.groups], "states": list(saving.states)}
+
+
+def _finish(temporary: Path, saving: Saving, save_id: str, everyone: list[dict]) -> None:
+    """Rank 0, when all files are durable: the manifest, then the renames."""
+    manifest = replace(
+        saving.manifest,
+        save_id=save_id,
+        num_ranks=len(everyone),
+        files=tuple(FileEntry(**own["file"]) for own in everyone),
+        groups=merge_groups([[_group(group) for group in own["groups"]] for own in everyone]),
+        states=tuple(dict.fromkeys(key for own in everyone for key in own["states"])),
+    )
+    folders.write_durably(temporary / MANIFEST, manifest.to_json())
+    folders.publish(temporary, manifest.tag, latest=saving.save_latest)
+    if saving.keep_last is not None:
+        folders.prune(saving.folder, saving.keep_last)
+
+
+def _group(record: dict) -> SavedGroup:
+    return SavedGroup(record["options"], {key: SavedScalar(**scalar) for key, scalar in record["scalars"].items()})
+
+
+def _held(source: Source) -> Source:
+    """The tensor's values now, in host memory of their own."""
+    value = source.fetch().detach()
+    if value.device.type == "cpu":
+        return Source.of(value.clone())
+    host = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.device.type == "cuda")
+    return Source.of(host.copy_(value))
+
+
+def _attempt(action: object) -> Exception | None:
+    try:
+        action()  # type: ignore[operator]
+    except (OSError, CheckpointError) as error:
+        return error
+    return None
+
+
+def _explained(error: Exception | None, saving: Saving) -> Exception | None:
+    """The system's error with what to do about it."""
+    if not isinstance(error, OSError):
+        return error
+    place = error.filename or saving.folder
+    kept = "checkpoints saved before are as they were"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        need = sum(source.num_bytes for source in saving.tensors.values())
+        try:
+            free = f", {shutil.disk_usage(saving.folder).free / 1e6:.0f} MB are free"
+        except OSError:
+            free = ""
+        return CheckpointError(
+            f"{place}: {error.strerror}: this rank's file needs {need / 1e6:.0f} MB{free}; free space, lower keep_last "
+            f"or save elsewhere; {kept}"
+        )
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return CheckpointError(
+            f"{place} cannot be written ({error.strerror}): correct its permissions or save elsewhere; {kept}"
+        )
+    return CheckpointError(f"{place}: {error.strerror or error}: correct that or save elsewhere; {kept}")
