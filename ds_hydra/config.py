@@ -54,6 +54,44 @@ def _planner(value: Any, place: str) -> PlannerConfig:
     return parse_block(PlannerConfig, value, place)
 
 
+@dataclass(frozen=True, slots=True)
+class CheckpointConfig:
+    """The block "hydra.checkpoint": where and when training saves itself."""
+
+    dir: str = setting(text())
+    """Folder of the checkpoints, on a file system that all ranks share."""
+    every: int = setting(integer(0), 0)
+    """Save after every so many steps; 0 saves only at a signal or by save_checkpoint()."""
+    keep_last: int | None = setting(integer(1, optional=True), None)
+    """Checkpoints to keep, the newest; None keeps all."""
+    asynchronous: bool = setting(flag, False)
+    """Train on while a copy in host memory is written."""
+    resume: bool = setting(flag, True)
+    """Begin with the newest complete checkpoint in `dir`, if there is one."""
+
+
+@dataclass(frozen=True, slots=True)
+class FaultsConfig:
+    """The block "hydra.faults": when a job that cannot go on is ended, on all ranks."""
+
+    heartbeat_seconds: float = setting(number(0.0, 3600.0), 1.0)
+    """Each rank shows that it lives every so many seconds; 0 switches that off."""
+    frozen_seconds: float = setting(number(exclusive=True, maximum=86400.0), 9.0)
+    """A rank that is silent for so long counts as frozen, and the job ends."""
+    address: str | None = setting(text(optional=True), None)
+    """Where rank 0 listens for heartbeats; None takes the interface over which ranks reach each other."""
+    skipped_steps: int = setting(integer(1), 20)
+    """The job ends when so many steps in a row were skipped, their loss or gradient not finite."""
+
+
+def _checkpoint(value: Any, place: str) -> CheckpointConfig | None:
+    return None if value is None else parse_block(CheckpointConfig, value, place)
+
+
+def _faults(value: Any, place: str) -> FaultsConfig:
+    return parse_block(FaultsConfig, value, place)
+
+
 def _strategies(value: Any, place: str) -> tuple[str, ...]:
     """ "auto" as (); else each string in its canonical form. All must use the same number of ranks."""
     if value == "auto":
@@ -114,6 +152,8 @@ class HydraConfig:
     """Ranks per node; None takes what the launcher says."""
     timeout_seconds: float = setting(number(exclusive=True, maximum=86400.0), 300.0)
     """How long a collective may wait for a rank before the job is given up."""
+    checkpoint: CheckpointConfig | None = setting(_checkpoint, None)
+    faults: FaultsConfig = setting(_faults, FaultsConfig())
     steps_file: str | None = setting(text(optional=True), "steps.jsonl")
     """One JSON record per step is appended here by rank 0; None writes none."""
     plans_file: str | None = setting(text(optional=True), None)
@@ -121,6 +161,11 @@ class HydraConfig:
 
     def __post_init__(self) -> None:
         """Settings that contradict each other, or that would have no effect."""
+        if self.faults.heartbeat_seconds > 0 and self.faults.frozen_seconds < 3 * self.faults.heartbeat_seconds:
+            raise ConfigError(
+                f"config: hydra.faults.frozen_seconds {self.faults.frozen_seconds:g} is less than three heartbeats of "
+                f"{self.faults.heartbeat_seconds:g} s: slow ranks would count as frozen; raise it"
+            )
         if self.choose == "cycle" and not self.strategies:
             raise ConfigError('config: hydra.choose "cycle" needs a list in hydra.strategies, which is "auto"')
         if self.choose == "replay" and self.planner.replay_file is None:

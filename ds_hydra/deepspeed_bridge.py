@@ -329,14 +329,6 @@ class HostEngine(DeepSpeedEngine):
         """Not supported: see the error."""
         _refuse_three_call_loop("engine.step()")
 
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not supported yet."""
-        raise NotImplementedError("engine.save_checkpoint(): not supported yet; save engine.fp32_state_dict()")
-
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Not supported yet."""
-        raise NotImplementedError("engine.load_checkpoint(): not supported yet; load weights into the model first")
-
     def destroy(self) -> None:
         """Print the summary, and release what DeepSpeed's engine would."""
         step_log = self.__dict__.get("step_log")

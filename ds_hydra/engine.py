@@ -26,6 +26,9 @@ from ds_hydra.candidates import (
     model_shape,
     proposed_strategies,
 )
+from ds_hydra.checkpoint.checkpointer import Checkpointer
+from ds_hydra.checkpoint.face import CheckpointFace
+from ds_hydra.checkpoint.meeting import Meeting
 from ds_hydra.config import ParsedConfig
 from ds_hydra.control import broadcast_text
 from ds_hydra.data import SequenceData
@@ -49,7 +52,7 @@ from ds_hydra.zero_hetero.transport import TorchTransport
 logger = logging.getLogger(__name__)
 
 
-class HydraEngine(HostEngine):
+class HydraEngine(CheckpointFace, HostEngine):
     """Trains a model by heterogeneous strategies that change from step to step.
 
     Made by `ds_hydra.initialize`. The model's own parameters move to the meta device: from then on the master
@@ -73,6 +76,9 @@ class HydraEngine(HostEngine):
         model.to("meta")
         groups = self._masters.trained.param_groups([{"names": group.names} for group in self.recipe.groups])
         self.install_optimizer([group["params"] for group in groups])
+        meeting = Meeting(dist.new_group(backend="gloo", timeout=timeout), self._rank, self._num_ranks)
+        self._checkpoints = Checkpointer(self, self._masters, self._source.aliases, meeting)
+        self._resume()
 
     def _configure_plans(self) -> None:
         """Cost table and candidate strategies, all checked against the model and the data before step 0."""
@@ -149,6 +155,7 @@ class HydraEngine(HostEngine):
         norm, optimizer_s = self._update()
         stats = self._gather_stats(loss, runtime, batches)
         self._report(planned, runtime, norm, optimizer_s, weight, stats, time.perf_counter() - began)
+        self._save_when_due()
         return stats[:, 0].sum().to(torch.float32)
 
     def eval_batch(self, data_iter: Any = None) -> Tensor:
@@ -178,7 +185,10 @@ class HydraEngine(HostEngine):
         return {path: full[name] for path, name in self._source.aliases.items()}
 
     def destroy(self) -> None:
-        """End the planning process, print the summary, release what DeepSpeed's engine would."""
+        """End the planning process and a save that is under way, print the summary, release what DeepSpeed's would."""
+        checkpoints = self.__dict__.get("_checkpoints")
+        if checkpoints is not None:
+            checkpoints.writer.wait()
         plans = self.__dict__.get("_plans")
         if plans is not None:
             plans.close()

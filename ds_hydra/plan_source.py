@@ -42,10 +42,20 @@ class PlanSource:
         self._planner = Planner(cost_table, strategies, options)
         once = replace(options, kernels="pure", choose="best", replay_file=None)  # nothing to compile for one plan
         self._pure = Planner(cost_table, strategies, once)
-        self._service: PlannerService | None = None
-        if self._rank == 0 and ahead > 0 and sampler is not None:
-            self._service = PlannerService(cost_table, strategies, options, ahead)
+        self._service = self._start_service()
         self._submitted: int | None = None
+
+    def _start_service(self) -> PlannerService | None:
+        if self._rank != 0 or self._ahead == 0 or self._sampler is None:
+            return None
+        return PlannerService(self._table, self._planner.strategies, self._options, self._ahead)
+
+    def restart(self) -> None:
+        """Forget which steps were planned ahead: the sampler has moved to another place."""
+        if self._submitted is not None:
+            self.close()
+            self._service = self._start_service()
+            self._submitted = None
 
     @property
     def strategies(self) -> tuple[tuple[ParallelScheme, ...], ...]:

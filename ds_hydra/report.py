@@ -251,6 +251,15 @@ class StepLog:
         if self._write_events is not None:
             self._write_events(monitor_events(record, self.num_sequences))
 
+    def rewind(self, step: int) -> None:
+        """Training goes on after `step` steps: plans of later ones are made again, so `plans_file` forgets them."""
+        if self._plans_file is not None and self._plans_file.exists():
+            lines = self._plans_file.read_text(encoding="utf-8").splitlines(keepends=True)
+            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] < step]
+            fresh = self._plans_file.with_name(self._plans_file.name + ".tmp")
+            fresh.write_text("".join(kept), encoding="utf-8")
+            fresh.replace(self._plans_file)
+
     def summary(self) -> str:
         """What the run did as a whole, a few lines; "" when there was no step, or on other ranks."""
         return self.totals.summary()
