@@ -17,8 +17,7 @@ import numpy as np
 
 from ds_hydra.zero_hetero.errors import PlanError
 from ds_hydra.zero_hetero.layout import Layout, Piece
-from ds_hydra.zero_hetero.sender_choice import LinkCost
-from ds_hydra.zero_hetero.transfer_plan import SliceColumns, TransferPlan, plan_transfer
+from ds_hydra.zero_hetero.transfer_plan import Slice, SliceColumns, TransferPlan, plan_transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,17 +63,50 @@ def plan_relay(src: Layout, dst: Layout, node_size: int) -> RelayPlan:
     """
     if node_size < 1:
         raise PlanError(f"a node of {node_size} ranks: give the number of ranks on one machine, at least 1")
+    dst.validate()
     arriving: list[list[Piece]] = [[] for _ in dst.pieces]
+    spread: list[tuple[int, int, Slice]] = []  # (src, dst, slice)
     for first_rank in range(0, dst.num_ranks, node_size):
-        for atom in _atoms(src, dst, range(first_rank, min(first_rank + node_size, dst.num_ranks))):
-            num_parts = 1 if atom.owned else len(atom.wanters)
-            for index, wanter in enumerate(atom.wanters):
-                part = 0 if atom.owned else index
-                start, stop = (atom.start + (atom.stop - atom.start) * cut // num_parts for cut in (part, part + 1))
-                if start < stop:
-                    arriving[wanter.rank].append(Piece(start, stop, wanter.offset + start - atom.start))
+        for atom in _joined(_atoms(src, dst, range(first_rank, min(first_rank + node_size, dst.num_ranks)))):
+            for relay, start, length in _arrivals(atom):
+                at = relay.offset + start
+                arriving[relay.rank].append(Piece(atom.start + start, atom.start + start + length, at))
+                readers = (relay,) if atom.owned else atom.wanters
+                spread += [(relay.rank, reader.rank, Slice(at, reader.offset + start, length)) for reader in readers]
     entered = Layout(dst.numel, tuple(map(tuple, arriving)), dst.sizes)
-    return RelayPlan(plan_transfer(src, entered, link_cost=_between_nodes(node_size)), _spread(entered, dst, node_size))
+    rows = np.array([(src_rank, dst_rank, *piece) for src_rank, dst_rank, piece in spread], dtype=np.int64)
+    return RelayPlan(
+        plan_transfer(src, entered, link_cost=lambda sender, receiver: sender // node_size != receiver // node_size),
+        TransferPlan(dst.num_ranks, SliceColumns(*rows.reshape(-1, 5).T)),
+    )
+
+
+def _arrivals(atom: _Atom) -> Iterator[tuple[_Wanter, int, int]]:
+    """Who receives what of an atom in the first hop, as (rank, start in the atom, length)."""
+    length = atom.stop - atom.start
+    for index, wanter in enumerate(atom.wanters):
+        if atom.owned:
+            yield wanter, 0, length
+            continue
+        start, stop = (length * cut // len(atom.wanters) for cut in (index, index + 1))
+        if start < stop:
+            yield wanter, start, stop - start
+
+
+def _joined(atoms: Iterator[_Atom]) -> Iterator[_Atom]:
+    """Atoms that follow each other in the tensor and in every wanter's buffer, as one."""
+    last: _Atom | None = None
+    for atom in atoms:
+        if last is not None:
+            length = last.stop - last.start
+            follows = tuple(_Wanter(rank, offset + length) for rank, offset in last.wanters)
+            if (last.stop, last.owned, follows) == (atom.start, atom.owned, atom.wanters):
+                last = last._replace(stop=atom.stop)
+                continue
+            yield last
+        last = atom
+    if last is not None:
+        yield last
 
 
 def _atoms(src: Layout, dst: Layout, ranks: range) -> Iterator[_Atom]:
@@ -97,18 +129,3 @@ def _atoms(src: Layout, dst: Layout, ranks: range) -> Iterator[_Atom]:
         if open_wanted:
             wanters = sorted(_Wanter(rank, offset + start - begin) for begin, _, rank, offset in open_wanted)
             yield _Atom(start, stop, tuple(wanters), bool(open_owned))
-
-
-def _spread(entered: Layout, dst: Layout, node_size: int) -> TransferPlan:
-    """Node by node, so that nobody takes from another node what its own has."""
-    columns: list[SliceColumns] = []
-    for first_rank in range(0, dst.num_ranks, node_size):
-        node = slice(first_rank, first_rank + node_size)
-        inside = [Layout(layout.numel, layout.pieces[node], layout.sizes[node]) for layout in (entered, dst)]
-        slices = plan_transfer(*inside).slices
-        columns.append(slices._replace(src=slices.src + first_rank, dst=slices.dst + first_rank))
-    return TransferPlan(dst.num_ranks, SliceColumns(*map(np.concatenate, zip(*columns, strict=True))))
-
-
-def _between_nodes(node_size: int) -> LinkCost:
-    return lambda sender, receiver: float(sender // node_size != receiver // node_size)
