@@ -7,11 +7,13 @@ and flatten whole parameters over one homogeneous data parallel group.
 from __future__ import annotations
 
 import atexit
+import importlib
 import importlib.util
 import inspect
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -53,21 +55,34 @@ def init_distributed(config: HydraConfig, *, port: int, required: bool | None = 
     if os.environ.get("WORLD_SIZE", "").isdigit():
         check_num_ranks(config, int(os.environ["WORLD_SIZE"]))
     accelerator = get_accelerator()
-    if accelerator.device_name() == "cpu":
-        # Serves inference only; takes a C++ compiler, 20 s and 66 MiB of /dev/shm per rank that stay behind.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    elif "LOCAL_RANK" in os.environ:
+    if accelerator.device_name() != "cpu" and "LOCAL_RANK" in os.environ:
         accelerator.set_device(int(os.environ["LOCAL_RANK"]))
-    deepspeed.init_distributed(
-        dist_backend=accelerator.communication_backend_name(),
-        distributed_port=port,
-        dist_init_required=required,
-        timeout=timedelta(seconds=config.timeout_seconds),
-        verbose=False,
-    )
+    with _no_shared_memory_operator():
+        deepspeed.init_distributed(
+            dist_backend=accelerator.communication_backend_name(),
+            distributed_port=port,
+            dist_init_required=required,
+            timeout=timedelta(seconds=config.timeout_seconds),
+            verbose=False,
+        )
     check_num_ranks(config, dist.get_world_size())
     if "LOCAL_RANK" not in os.environ:  # the script itself started torch.distributed, without a launcher
         os.environ["LOCAL_RANK"] = str(dist.get_rank() % max(1, accelerator.device_count()))
+
+
+@contextmanager
+def _no_shared_memory_operator() -> Iterator[None]:
+    """Keep DeepSpeed from compiling an operator for CPU inference whenever it starts torch.distributed.
+
+    It takes a C++ compiler and 20 s, and leaves 66 MiB per rank in /dev/shm.
+    """
+    backend: Any = importlib.import_module("deepspeed.comm.torch")
+    build = backend.build_shm_op
+    backend.build_shm_op = lambda: None
+    try:
+        yield
+    finally:
+        backend.build_shm_op = build
 
 
 def _require_launcher() -> None:
