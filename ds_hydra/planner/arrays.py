@@ -57,3 +57,16 @@ class Placement(NamedTuple):
     held: Ints  # tokens
     widest: Floats  # ms of the longest sequence
     ms: Floats  # time of the pipeline
+
+
+class Effort(NamedTuple):
+    """How much a dispatch may try, in counts."""
+
+    restarts: int  # priced multifits with bisection
+    moves: int  # candidates that one local search looks at
+    levels: int  # moves and swaps that level one pipeline's micro-batches
+    repackings: int  # packings that one repair makes
+    packs: bool  # whether placements are packed and compared by packed time
+
+
+LEAN = Effort(restarts=0, moves=0, levels=0, repackings=0, packs=True)

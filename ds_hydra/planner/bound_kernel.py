@@ -33,7 +33,8 @@ def share_of_pipeline(schemes: Schemes, k: int, items: Items, tau: float, out: F
         peak_v = 1
     elif c > 0.0:
         peak_v = min(peak_v, max(1, math.ceil(math.sqrt(tau * (pp - 1) / c) - (pp - 1))))
-    for v in range(1, MOST_MICROBATCHES + 1):
+    first_v = 1 if c > 0.0 else MOST_MICROBATCHES  # without c, many micro-batches cost nothing
+    for v in range(first_v, MOST_MICROBATCHES + 1):
         mean_cap = tau * v / (v + pp - 1) - v * c
         if v == MOST_MICROBATCHES:
             mean_cap = tau - v * c  # stands for every larger V too

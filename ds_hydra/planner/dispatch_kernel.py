@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from ds_hydra.planner.arrays import Floats, Ints, Items, Placement, Scheme, Schemes, Shape
+from ds_hydra.planner.arrays import Effort, Floats, Ints, Items, Placement, Scheme, Schemes, Shape
 from ds_hydra.planner.bound_kernel import BLOCKED, share_of_pipeline
 from ds_hydra.planner.packing_kernel import ideal_ms, pack_pipeline, scheme_at
 
@@ -237,16 +237,16 @@ def dispatch(
     bound: float,
     price: Floats,
     ceiling: float,
-    restarts: int,
-    budget: int,
+    effort: Effort,
     seed: int,
     place: Placement,
+    bin_of: Ints,
 ) -> float:
-    """Best of the greedy placement and `restarts` priced multifits with bisection, each after local search.
+    """Best of the greedy placement and some priced multifits with bisection, each after local search and packing.
 
     Prices (groups,) are the bound's; every restart but the first bends them at random. Stops early at `bound`,
-    and a restart is given up at once when it cannot meet `ceiling`, the time that would be of use.
-    Fills `place` and returns the slowest pipeline's ideal time in ms, infinite when nothing was found.
+    and a restart is given up at once when it cannot meet `ceiling`, the time that would be of use. Fills `place`
+    and bin_of (n,); returns the slowest pipeline's time in ms, infinite when nothing was found.
     """
     groups, n, pipelines = len(shape.pipelines), len(items.tokens), len(shape.pipeline_scheme)
     trial = Placement(
@@ -259,17 +259,18 @@ def dispatch(
     shares = np.empty((groups, n), dtype=np.float64)
     bent = np.empty(groups, dtype=np.float64)
     goal = bound * (1.0 + 1e-6)
-    best = math.inf
+    best, best_ideal = math.inf, math.inf
     if place_greedily(schemes, items, shape, trial):
-        best = keep_best(improve(schemes, items, shape, goal, budget, trial), best, trial, place)
+        best_ideal = improve(schemes, items, shape, goal, effort.moves, trial)
+        best = finish(schemes, items, shape, best_ideal, best, goal, effort, trial, place, bin_of)
     state = seed + 1
-    for restart in range(restarts):
+    for restart in range(effort.restarts):
         bent[:] = price
         if restart > 0:
             for g in range(groups):
                 state = (state * 1103515245 + 12345) % 2147483648
                 bent[g] *= 1.0 + 0.16 * (state / 2147483648.0 - 0.5)
-        low, high = bound, best
+        low, high = bound, min(best, best_ideal if restart == 0 else best)
         for step in range(8):
             tau = low * (1.0 + 0.002) if step == 0 else 0.5 * (low + high)
             if step == 0 and low < ceiling < high:
@@ -279,8 +280,8 @@ def dispatch(
             for g in range(groups):
                 share_of_pipeline(schemes, shape.scheme[g], items, tau, shares[g])
             if place_by_price(schemes, items, shape, shares, bent, tau, trial):
-                high = improve(schemes, items, shape, goal, budget, trial)
-                best = keep_best(high, best, trial, place)
+                high = improve(schemes, items, shape, goal, effort.moves, trial)
+                best = finish(schemes, items, shape, high, best, goal, effort, trial, place, bin_of)
             elif step == 0 and tau < ceiling < high:
                 break
             else:
@@ -288,8 +289,26 @@ def dispatch(
     return best
 
 
-def keep_best(ms: float, best: float, trial: Placement, place: Placement) -> float:
-    """The lesser of the two times; `trial` is copied to `place` if it is better."""
+def finish(
+    schemes: Schemes,
+    items: Items,
+    shape: Shape,
+    ideal: float,
+    best: float,
+    goal: float,
+    effort: Effort,
+    trial: Placement,
+    place: Placement,
+    bin_of: Ints,
+) -> float:
+    """Pack and repair a trial whose ideal time is less than the best; the best time. A better trial becomes `place`."""
+    if ideal >= best:
+        return best
+    bins, ms = np.zeros(len(bin_of), dtype=np.int64), ideal
+    if effort.packs:
+        ms = pack_all(schemes, items, shape, effort.levels, trial, bins)
+        if ms > ideal * (1.0 + 1e-9) and ms < best * 1.05:
+            ms = repair(schemes, items, shape, effort.levels, goal, effort.repackings, trial, bins)
     if ms >= best:
         return best
     place.owner[:] = trial.owner
@@ -297,6 +316,7 @@ def keep_best(ms: float, best: float, trial: Placement, place: Placement) -> flo
     place.held[:] = trial.held
     place.widest[:] = trial.widest
     place.ms[:] = trial.ms
+    bin_of[:] = bins
     return ms
 
 

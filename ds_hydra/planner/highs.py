@@ -56,7 +56,7 @@ def solve_milp(
     whole, real = highspy.HighsVarType.kInteger, highspy.HighsVarType.kContinuous
     lp.integrality_ = [whole] * integers + [real] * (columns - integers)
     solver = highspy.Highs()
-    options: dict[str, object] = {"output_flag": False, "threads": 1, "mip_rel_gap": gap, "random_seed": 0}
+    options: dict[str, bool | int | float] = {"output_flag": False, "threads": 1, "mip_rel_gap": gap, "random_seed": 0}
     if node_limit is not None:
         options["mip_max_nodes"] = node_limit
     if seconds is not None:

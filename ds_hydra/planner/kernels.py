@@ -18,9 +18,25 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from ds_hydra.planner import bound_kernel, dispatch_kernel, packing_kernel, proof_kernel, proposal_kernel, tiny_kernel
+from ds_hydra.planner import (
+    bound_kernel,
+    dispatch_kernel,
+    greedy_kernel,
+    packing_kernel,
+    proof_kernel,
+    proposal_kernel,
+    tiny_kernel,
+)
 
-_MODULES = (packing_kernel, bound_kernel, proof_kernel, dispatch_kernel, tiny_kernel, proposal_kernel)  # callees first
+_MODULES = (
+    packing_kernel,
+    bound_kernel,
+    proof_kernel,
+    dispatch_kernel,
+    tiny_kernel,
+    greedy_kernel,
+    proposal_kernel,
+)  # callees first
 
 
 def _kernels() -> dict[str, Callable[..., Any]]:

@@ -120,6 +120,21 @@ def move_item(work: Floats, tokens: Ints, i: int, to: int, bin_of: Ints, load: F
     bin_of[i] = to
 
 
+def squeeze_bins(
+    work: Floats, tokens: Ints, v: int, max_length: int, rounds: int, bin_of: Ints, load: Floats, used: Ints
+) -> bool:
+    """Level the bins by tokens until none holds more than max_length: finds packings with hardly any room to spare."""
+    n = len(tokens)
+    as_work = tokens.astype(np.float64)
+    no_limit = tokens.sum() + 1
+    fill_bins(as_work, tokens, v, no_limit, False, bin_of, load, used)
+    fullest = level_bins(as_work, tokens, v, no_limit, float(max_length), rounds, bin_of, load, used)
+    load[:v] = 0.0
+    for i in range(n):
+        load[bin_of[i]] += work[i]
+    return fullest <= max_length
+
+
 def fewest_bins(tokens: Ints, max_length: int) -> int:
     """Fewest micro-batches that could hold the sequences: the L2 bound of bin packing (Martello and Toth)."""
     n = len(tokens)
@@ -183,6 +198,8 @@ def pack(scheme: Scheme, work: Floats, tokens: Ints, rounds: int, out_bin: Ints)
         fits = fill_bins(work, tokens, v, max_length, False, trial, load, used)
         if not fits:
             fits = fill_bins(work, tokens, v, max_length, True, trial, load, used)
+        if not fits and rounds > 0:
+            fits = squeeze_bins(work, tokens, v, max_length, rounds, trial, load, used)
         if not fits:
             continue
         peak = load[:v].max()

@@ -120,6 +120,19 @@ def _merge(tokens: Ints) -> tuple[Ints, Ints]:
     return np.array(last, dtype=np.int64), np.array(count, dtype=np.int64)
 
 
+@dataclass(frozen=True)
+class Assignment:
+    """Sequences of a batch (longest first) on a strategy's pipelines (group by group), packed.
+
+    owner[i] is sequence i's pipeline, bin_of[i] its micro-batch there; `ms` is the slowest pipeline's time.
+    """
+
+    groups: Groups
+    owner: Ints
+    bin_of: Ints
+    ms: float
+
+
 def check_sequences(sequence_ids: Sequence[int], lengths: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Both as tuples of ints; PlanError for a length that is no whole number of at least 1 token."""
     if len(sequence_ids) != len(lengths):

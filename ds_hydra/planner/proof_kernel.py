@@ -44,6 +44,8 @@ def share_of_rest(schemes: Schemes, items: Items, start: int, tau: float, rows: 
     out[start:] = BLOCKED
     possible = False
     first_v = max(rows.least_v[depth, r], (held + max_length - 1) // max_length)
+    if c == 0.0:
+        first_v = MOST_MICROBATCHES
     for v in range(first_v, MOST_MICROBATCHES + 1):
         last = v == MOST_MICROBATCHES
         mean_cap = tau - v * c if last else tau * v / (v + pp - 1) - v * c

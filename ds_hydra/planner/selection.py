@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from ds_hydra.cost_model import CostTable, SchemeCost
 from ds_hydra.pipe.strategy import ParallelScheme, parse_strategy
 from ds_hydra.planner import kernels
-from ds_hydra.planner.arrays import Floats, Ints, Placement
+from ds_hydra.planner.arrays import LEAN, Effort, Floats, Ints, Placement
+from ds_hydra.planner.dispatch import DispatchProblem
+from ds_hydra.planner.exact import repack_slowest
 from ds_hydra.planner.options import PlannerOptions
-from ds_hydra.planner.problem import Batch, Groups, check_sequences, scheme_arrays, scheme_row
+from ds_hydra.planner.problem import Assignment, Batch, Groups, check_sequences, scheme_arrays, scheme_row
 from ds_hydra.planner.step_plan import PipelinePlan, StepPlan, load_plans
 from ds_hydra.zero_hetero.errors import PlanError
 
@@ -29,19 +31,6 @@ _PROOF_TARGETS = (0.001, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08)  # ga
 _PROOF_DEPTH = 10
 _PROOF_NODES = 300
 _LEAN_TRIES = 3  # strategies tried by plain Python kernels
-
-
-@dataclass(frozen=True)
-class Assignment:
-    """Sequences of a batch (longest first) on a strategy's pipelines (group by group), packed.
-
-    owner[i] is sequence i's pipeline, bin_of[i] its micro-batch there; `ms` is the slowest pipeline's time.
-    """
-
-    groups: Groups
-    owner: Ints
-    bin_of: Ints
-    ms: float
 
 
 class Planner:
@@ -163,6 +152,8 @@ class Search:
         self._options = planner.options
         self._batch = batch
         self._kernels = kernels.compiled() if planner.options.kernels == "compiled" else kernels.pure()
+        full = Effort(1 + planner.options.effort, _MOVES, _LEVEL_ROUNDS, _REPACKINGS, packs=True)
+        self._effort = full if self._kernels.is_compiled else LEAN
 
     def best_of(self, candidates: Sequence[int]) -> tuple[Assignment, float]:
         """The best assignment over these strategies, and a lower bound on any (ms)."""
@@ -171,11 +162,13 @@ class Search:
         bounds = {i: self.bound(self._groups[i], prices[i], 4, 8) for i in candidates}
         best: Assignment | None = None
         tried = 0
-        tiny = self._batch.size <= _TINY_SEQUENCES
+        tiny = self._batch.size <= _TINY_SEQUENCES and self._options.method != "paper"
         for i in sorted(candidates, key=lambda i: (bounds[i], i)):
             if best is not None and bounds[i] * (1.0 + self._options.tolerance) >= best.ms:
                 break
-            if tiny:
+            if self._options.method == "paper":
+                found = self.assign_as_paper(self._groups[i])
+            elif tiny:
                 found = self.solve_tiny(self._groups[i])
             else:
                 if not lean and len(candidates) > 1:
@@ -192,6 +185,8 @@ class Search:
                 break
         if best is None:
             raise PlanError("no strategy was found that holds every sequence")
+        if self._options.method == "exact" and not tiny:
+            best = self._improve_exactly(best, bounds)
         if not lean and not tiny:
             self._raise_bounds(bounds, prices, best.ms)
         return best, min(bounds.values())
@@ -229,19 +224,49 @@ class Search:
 
         Little is tried where `ceiling` ms looks out of reach.
         """
-        items, shape, kernel = self._batch.items, groups.shape, self._kernels
-        place = empty_placement(self._batch.size, len(shape.pipeline_scheme))
-        lean = not kernel.is_compiled
-        restarts, budget, rounds = (0, 0, 0) if lean else (1 + self._options.effort, _MOVES, _LEVEL_ROUNDS)
-        ideal = kernel.dispatch(self._schemes, items, shape, bound, price, ceiling, restarts, budget, self._options.seed, place)
-        if math.isinf(ideal):
-            return None
+        n, shape = self._batch.size, groups.shape
+        place = empty_placement(np.zeros(n, dtype=np.int64), len(shape.pipeline_scheme))
+        bin_of = np.zeros(n, dtype=np.int64)
+        ms = self._kernels.dispatch(
+            self._schemes,
+            self._batch.items,
+            shape,
+            bound,
+            price,
+            ceiling,
+            self._effort,
+            self._options.seed,
+            place,
+            bin_of,
+        )
+        return None if math.isinf(ms) else Assignment(groups, place.owner, bin_of, float(ms))
+
+    def pack(self, groups: Groups, place: Placement) -> Assignment:
+        """Pack a dispatch as it stands."""
         bin_of = np.zeros(self._batch.size, dtype=np.int64)
-        packed = kernel.pack_all(self._schemes, items, shape, rounds, place, bin_of)
-        if not lean and ideal < ceiling and packed > ideal * (1.0 + 1e-9):
-            goal = bound * (1.0 + 1e-6)
-            packed = kernel.repair(self._schemes, items, shape, rounds, goal, _REPACKINGS, place, bin_of)
-        return Assignment(groups, place.owner, bin_of, float(packed))
+        ms = self._kernels.pack_all(self._schemes, self._batch.items, groups.shape, self._effort.levels, place, bin_of)
+        return Assignment(groups, place.owner, bin_of, float(ms))
+
+    def assign_as_paper(self, groups: Groups) -> Assignment | None:
+        """Algorithm 1 on Eq. 3 with its 100 trials, then packing; None when a sequence fits nowhere."""
+        problem = DispatchProblem.of_batch(self._batch, groups, self._schemes, self._kernels)
+        owner = problem.by_paper(seed=self._options.seed)
+        if owner is None:
+            return None
+        return self.pack(groups, empty_placement(owner, len(groups.shape.pipeline_scheme)))
+
+    def _improve_exactly(self, best: Assignment, bounds: dict[int, float]) -> Assignment:
+        """What HiGHS makes of the best plan's dispatch and of its slowest pipeline, if that is better."""
+        groups, limits = best.groups, {"node_limit": self._options.node_limit, "seconds": self._options.seconds}
+        if self._options.seconds is not None:
+            limits["node_limit"] = None
+        problem = DispatchProblem.of_batch(self._batch, groups, self._schemes, self._kernels)
+        found = problem.by_highs(best.owner, 0.9 * min(bounds.values()), **limits)
+        if found is not None:
+            place = empty_placement(found.owner, len(groups.shape.pipeline_scheme))
+            packed = self.pack(groups, place)
+            best = min(best, packed, key=lambda plan: plan.ms)
+        return repack_slowest(self._schemes, self._batch.items, best, **limits)
 
     def solve_tiny(self, groups: Groups) -> Assignment | None:
         """The optimum under one strategy by dynamic programming over subsets; None when nothing fits."""
@@ -267,14 +292,10 @@ class Search:
         return Assignment(groups, owner, bin_of, float(ms))
 
 
-def empty_placement(sequences: int, pipelines: int) -> Placement:
-    """No sequence on any pipeline."""
+def empty_placement(owner: Ints, pipelines: int) -> Placement:
+    """Sums of zero beside an owner array."""
     return Placement(
-        np.zeros(sequences, dtype=np.int64),
-        np.zeros(pipelines),
-        np.zeros(pipelines, dtype=np.int64),
-        np.zeros(pipelines),
-        np.zeros(pipelines),
+        owner, np.zeros(pipelines), np.zeros(pipelines, dtype=np.int64), np.zeros(pipelines), np.zeros(pipelines)
     )
 
 
