@@ -1,13 +1,13 @@
-"""Package map: top-level folders become sub-packages of `ds_hydra`."""
+"""Package map: the top-level folders pipe/ and zero_hetero/ become sub-packages of `ds_hydra`."""
 
-from setuptools import setup
+from setuptools import find_packages, setup
 
+LINKED = {"ds_hydra.pipe": "pipe", "ds_hydra.zero_hetero": "zero_hetero"}
+INSIDE = find_packages("ds_hydra", exclude=("pipe", "pipe.*", "zero_hetero", "zero_hetero.*"))
 PACKAGES = {
     "ds_hydra": "ds_hydra",
-    "ds_hydra.checkpoint": "ds_hydra/checkpoint",
-    "ds_hydra.planner": "ds_hydra/planner",
-    "ds_hydra.zero_hetero": "zero_hetero",
-    "ds_hydra.pipe": "pipe",
+    **{f"ds_hydra.{name}": f"ds_hydra/{name.replace('.', '/')}" for name in INSIDE},
+    **LINKED,
 }
 
 setup(packages=list(PACKAGES), package_dir=PACKAGES)
