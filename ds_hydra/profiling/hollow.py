@@ -1,0 +1,47 @@
+"""A model's config in; a source of stages without parameter values out, so that a model of any size can be measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_hydra.pipe.causal_lm import CausalLM
+from ds_hydra.zero_hetero.errors import ConfigError
+
+
+def hollow_source(path: str | Path, *, activation_checkpointing: bool = False) -> CausalLM:
+    """Stages of the Hugging Face causal language model of a config file or checkpoint folder.
+
+    Parameters have shapes but no memory of their own, buffers are zeros: fit for timing and counting, not for
+    training. ConfigError for what is no such model or cannot be cut into stages.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if not Path(path).exists():
+        raise ConfigError(f"the model {str(path)!r} does not exist: give a config JSON or a checkpoint folder")
+    try:
+        config = AutoConfig.from_pretrained(str(path))
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{path} is not the config of a causal language model: {error}") from error
+    _fill(model)
+    return CausalLM(model, activation_checkpointing=activation_checkpointing)
+
+
+def _fill(model: Any) -> None:
+    """Replace what is on the meta device: parameters by one repeated number, buffers by zeros."""
+    replaced: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in replaced:
+                    number = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+                    replaced[id(parameter)] = nn.Parameter(number, requires_grad=parameter.requires_grad)
+                module._parameters[name] = replaced[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype)

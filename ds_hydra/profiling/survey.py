@@ -1,0 +1,274 @@
+"""A model, schemes and links in; one measured entry per scheme out, ready for a cost table [Note: how an entry is made].
+
+All ranks of the job take part. A scheme whose TP and SP degrees fit into them is measured with its collectives
+running, one copy of the stage per group, all at once as in training; a wider one by local shapes, one copy per rank.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ds_hydra.cost_model import SchemeCost
+from ds_hydra.pipe.stage import ModelSource
+from ds_hydra.pipe.strategy import ParallelScheme, Stage, split_layers
+from ds_hydra.profiling.fit import Fit, Point, fit_points
+from ds_hydra.profiling.ladder import Rung
+from ds_hydra.profiling.links import Links
+from ds_hydra.profiling.stage_timer import StageTimer
+
+How = Literal["ranks", "local shapes"]
+UTILISED = 0.85  # of the best throughput: where UtilLen lies (Hydraulis, appendix D)
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How long to measure: each micro-batch is repeated for about `seconds`, within the bounds on repeats."""
+
+    seconds: float = 0.5
+    least: int = 3
+    most: int = 15
+
+    def repeats(self, once_ms: float) -> int:
+        """Repeats of a micro-batch that takes `once_ms`."""
+        return max(self.least, min(self.most, int(1e3 * self.seconds / max(once_ms, 1e-3))))
+
+
+@dataclass(frozen=True)
+class StageEntry:
+    """One stage of a scheme: what was measured of it and its own coefficients."""
+
+    index: int
+    num_layers: int
+    how: How
+    points: tuple[Point, ...]
+    fit: Fit
+
+
+@dataclass(frozen=True)
+class SchemeEntry:
+    """One scheme: its slowest stage's coefficients are the scheme's."""
+
+    scheme: ParallelScheme
+    stages: tuple[StageEntry, ...]
+    clock: str
+    scaled_links: bool  # some collective's time was scaled from a group of another size
+
+    @property
+    def slowest(self) -> StageEntry:
+        """The stage with the largest load in the middle of the ladder, on a logarithmic scale."""
+        probe = self.stages[0].points[len(self.stages[0].points) // 2]
+        return max(self.stages, key=lambda stage: stage.fit.predict(probe))
+
+    def cost(self, max_length: int) -> SchemeCost:
+        """The scheme's row of a cost table."""
+        fit = self.slowest.fit
+        a, b = (fit.a, fit.b) if fit.a or fit.b else (0.0, 1e-9)
+        return SchemeCost(self.scheme, a, b, fit.c, max_length, utilised_length(fit, max_length))
+
+    def record(self) -> dict[str, Any]:
+        """As the table file holds it."""
+        slowest = self.slowest
+        return {
+            "how": slowest.how,
+            "clock": self.clock,
+            "scaled_links": self.scaled_links,
+            "slowest_stage": slowest.index,
+            "held_out_median": slowest.fit.held_out_median,
+            "held_out_p90": slowest.fit.held_out_p90,
+            "unidentified": list(slowest.fit.unidentified),
+            "stages": [
+                {
+                    "index": stage.index,
+                    "num_layers": stage.num_layers,
+                    "fit": asdict(stage.fit),
+                    "points": [asdict(point) for point in stage.points],
+                }
+                for stage in self.stages
+            ],
+        }
+
+
+def utilised_length(fit: Fit, max_length: int) -> int:
+    """UtilLen: the fewest tokens with 85% of the best throughput l / T(l) up to `max_length`."""
+    lengths = np.unique(np.geomspace(1, max_length, 512).astype(np.int64))
+    rate = lengths / (fit.a * lengths.astype(np.float64) ** 2 + fit.b * lengths + fit.c)
+    return int(lengths[int(np.argmax(rate >= UTILISED * rate.max()))])
+
+
+def distinct_stages(num_layers: int, scheme: ParallelScheme) -> tuple[int, ...]:
+    """The stages that can be the slowest: the first, the last, and of those between the one with the most layers."""
+    counts = split_layers(num_layers, scheme.pp)
+    between = [i for i in range(1, scheme.pp - 1) if counts[i] == max(counts[1:-1])][:1]
+    return tuple(dict.fromkeys((0, *between, scheme.pp - 1)))
+
+
+class Survey:
+    """Measures schemes of one model on the ranks at hand; every rank must make the same calls."""
+
+    def __init__(
+        self,
+        source: ModelSource,
+        device: torch.device,
+        dtype: torch.dtype,
+        links: Links,
+        rungs: Sequence[Rung],
+        *,
+        effort: Effort | None = None,
+        clock: Literal["wall", "cpu"] = "wall",
+        node_size: int | None = None,
+        control: dist.ProcessGroup | None = None,
+        on_point: Callable[[], None] | None = None,
+    ) -> None:
+        self._source, self._device, self._dtype = source, device, dtype
+        self._links, self._rungs = links, tuple(rungs)
+        self._effort = effort or Effort()
+        self._clock_name = clock
+        self._clock = time.perf_counter if clock == "wall" else time.process_time
+        self._node_size, self._control = node_size, control
+        self._on_point = on_point or (lambda: None)
+        self._world = dist.get_world_size() if dist.is_initialized() else 1
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+    def how(self, scheme: ParallelScheme) -> How:
+        """Which way a scheme is measured. CPU time does not see waiting, so it goes with local shapes."""
+        width = scheme.tp * scheme.sp
+        alone = width == 1 or self._clock_name == "cpu" or width > self._world or self._world % width
+        return "local shapes" if alone and width > 1 else "ranks"
+
+    def measure(self, scheme: ParallelScheme) -> SchemeEntry:
+        """Measure the stages of a scheme that can be the slowest, on every micro-batch of the ladder."""
+        how = self.how(scheme)
+        stages = tuple(
+            self._stage(scheme, index, how) for index in distinct_stages(self._source.plan.num_layers, scheme)
+        )
+        degrees = [(op, n) for op, n in (("all_reduce", scheme.tp), ("all_to_all", scheme.sp)) if n > 1]
+        scaled = how == "local shapes" and any(self._links.is_scaled(op, n) for op, n in degrees)
+        return SchemeEntry(scheme, stages, self._clock_name, scaled)
+
+    def _stage(self, scheme: ParallelScheme, index: int, how: How) -> StageEntry:
+        timer = self._timer(scheme, index, how)
+        points = tuple(self._point(timer, rung) for rung in self._rungs)
+        return StageEntry(index, timer.place.stage.last_layer - timer.place.stage.first_layer, how, points,
+                          fit_points(points))  # fmt: skip
+
+    def _timer(self, scheme: ParallelScheme, index: int, how: How) -> StageTimer:
+        if how == "local shapes" or scheme.tp * scheme.sp == 1:
+            return StageTimer(self._source, scheme, index, self._device, self._dtype, clock=self._clock)
+        width = scheme.tp * scheme.sp
+        block = Stage(tuple(range(width)), 0, 1, scheme.tp, scheme.sp)
+        first = self._rank // width * width
+        tp_rank, sp_rank = block.coordinates(self._rank - first)
+        for start in range(0, self._world, width):  # every rank takes part in making every group
+            for rank in block.ranks:
+                for members in (block.tp_ranks(rank), block.sp_ranks(rank)):
+                    self._group(tuple(start + member for member in members))
+        local = self._rank - first
+        tp = tuple(first + member for member in block.tp_ranks(local))
+        sp = tuple(first + member for member in block.sp_ranks(local))
+        return StageTimer(
+            self._source, scheme, index, self._device, self._dtype,
+            tp_group=self._groups.get(tp), sp_group=self._groups.get(sp), tp_rank=tp_rank, sp_rank=sp_rank,
+            clock=self._clock,
+        )  # fmt: skip
+
+    def _group(self, members: tuple[int, ...]) -> None:
+        if len(members) > 1 and members not in self._groups:
+            self._groups[members] = dist.new_group(list(members))
+
+    def _point(self, timer: StageTimer, rung: Rung) -> Point:
+        """One micro-batch: the slowest rank's time in each repeat, the median over the repeats."""
+        self._meet()
+        once = self._slowest([timer.time(rung.lengths, 1).ms])[0]
+        repeats = self._effort.repeats(once)
+        samples: list[float] = []
+        for _ in range(repeats):
+            self._meet()
+            timing = timer.time(rung.lengths, 1, warm_up=0)
+            samples.append(timing.ms)
+        samples = self._slowest(samples) if self._clock_name == "wall" else self._mean(samples)
+        compute, least = statistics.median(samples), min(samples)
+        tokens = sum(rung.lengths)
+        inter_tp = self._crosses(timer.scheme.tp)
+        comm = self._links.total_ms(timing.calls, inter_node=inter_tp) if timing.calls else 0.0
+        if timer.scheme.pp > 1:
+            comm += timer.message_ms(tokens, self._links, inter_node=self._crosses(timer.scheme.num_ranks))
+        self._on_point()
+        return Point(rung.lengths, compute + comm, compute, comm, compute / least - 1.0, rung.held_out)
+
+    def _crosses(self, width: int) -> bool:
+        """Whether so many neighbouring ranks lie on more than one node, and the links know of that."""
+        wide = self._node_size is not None and width > self._node_size
+        return wide and any(figure.inter_node for figure in self._links.figures)
+
+    def _meet(self) -> None:
+        if self._world > 1:
+            dist.barrier(self._control)
+
+    def _slowest(self, samples: list[float]) -> list[float]:
+        return self._over_ranks(samples, dist.ReduceOp.MAX)
+
+    def _mean(self, samples: list[float]) -> list[float]:
+        return [sample / self._world for sample in self._over_ranks(samples, dist.ReduceOp.SUM)]
+
+    def _over_ranks(self, samples: list[float], operation: Any) -> list[float]:
+        if self._world == 1:
+            return samples
+        shared = torch.tensor(samples, dtype=torch.float64)
+        dist.all_reduce(shared, op=operation, group=self._control)
+        return [float(sample) for sample in shared]
+
+
+def step_costs(device: torch.device, dtype: torch.dtype, links: Links, elements: int = 1 << 20) -> dict[str, float]:
+    """What a step costs besides its pipelines, from a measured AdamW and the links.
+
+    Milliseconds per master element of a rank, per byte moved in pull and push, and for a step's small messages.
+    """
+    parameter = torch.nn.Parameter(torch.zeros(elements, device=device))
+    parameter.grad = torch.full_like(parameter, 1e-3)
+    optimizer = torch.optim.AdamW([parameter])
+    samples: list[float] = []
+    for _ in range(7):
+        began = time.perf_counter()
+        parameter.grad.norm().item()
+        optimizer.step()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        samples.append(1e3 * (time.perf_counter() - began))
+    message = [f for f in links.figures if f.operation == "p2p" and not f.inter_node]
+    small = [f for f in links.figures if f.operation == "all_gather"]
+    return {
+        "update_ms_per_element": statistics.median(samples[2:]) / elements,
+        "move_ms_per_byte": 1e3 / message[0].bytes_per_second if message else 0.0,
+        "fixed_ms": 4 * small[0].latency_us / 1e3 if small else 0.0,
+    }
+
+
+
+def entry_from_record(scheme: ParallelScheme, record: Mapping[str, Any]) -> SchemeEntry:
+    """Inverse of `SchemeEntry.record`."""
+    stages = tuple(
+        StageEntry(
+            stage["index"],
+            stage["num_layers"],
+            record["how"],
+            tuple(Point(**{**point, "lengths": tuple(point["lengths"])}) for point in stage["points"]),
+            Fit(
+                **{
+                    **stage["fit"],
+                    "standard_errors": tuple(stage["fit"]["standard_errors"]),
+                    "unidentified": tuple(stage["fit"]["unidentified"]),
+                }
+            ),
+        )
+        for stage in record["stages"]
+    )
+    return SchemeEntry(scheme, stages, record["clock"], record["scaled_links"])
