@@ -40,22 +40,30 @@ class Envelope(NamedTuple):
 
 
 class Handle:
-    """A pull or push under way. `wait()` ends it; until then neither buffer may be written."""
+    """A pull or push under way. Until `wait()` returns, neither buffer may be written."""
 
-    def __init__(self, work: Work, finish: Callable[[], None]):
-        self._pending: tuple[Work, Callable[[], None]] | None = (work, finish)
+    def __init__(self, work: Work, arrived: Callable[[], None], finished: Callable[[], None]):
+        self._work: Work | None = work
+        self._arrived: Callable[[], None] | None = arrived
+        self._finished = finished
 
     def advance(self) -> None:
         """Begin what has to follow a first hop; a plain link has one hop."""
 
+    def wait_arrived(self) -> None:
+        """Return when the destination is complete; the source may still be on its way. Repeats do nothing."""
+        if self._work is not None and self._arrived is not None:
+            arrived, self._arrived = self._arrived, None
+            self._work.wait_receives()
+            arrived()
+
     def wait(self) -> None:
-        """Return when the destination is complete and the source is free again; more calls do nothing."""
-        if self._pending is None:
-            return
-        work, finish = self._pending
-        self._pending = None
-        work.wait()
-        finish()
+        """Return when the destination is complete and the source is free again. Repeats do nothing."""
+        if self._work is not None:
+            self.wait_arrived()
+            self._work.wait()
+            self._work = None
+            self._finished()
 
 
 class Link:
@@ -113,13 +121,12 @@ class Link:
             if not (in_place and src_offset == dst_offset):
                 dst.narrow(0, dst_offset, length).copy_(src.narrow(0, src_offset, length))
 
-        def finish() -> None:
+        def arrived() -> None:
             for envelope, (_, message) in zip(self.recvs, recvs, strict=True):
                 if len(envelope.parts) > 1:
                     _unpack(envelope, message, dst)
-            scratch.give_back()
 
-        return Handle(work, finish)
+        return Handle(work, arrived, scratch.give_back)
 
     def push(self, src: Tensor, dst: Tensor, *, wire_dtype: torch.dtype | None = None, tag: int = 0) -> Handle:
         """Start to sum everybody's `src`, contributions in the source layout, into everybody's `dst`.
@@ -134,11 +141,10 @@ class Link:
         recvs = [(envelope.peer, scratch.take(envelope.numel)) for envelope in self.recvs]
         work = self.transport.exchange(sends, recvs, tag)
 
-        def finish() -> None:
+        def arrived() -> None:
             self._sum({self.rank: src, **dict(recvs)}, dst)
-            scratch.give_back()
 
-        return Handle(work, finish)
+        return Handle(work, arrived, scratch.give_back)
 
     def _sum(self, messages: dict[int, Tensor], dst: Tensor) -> None:
         block = SUM_BLOCK_ON_CPU if dst.device.type == "cpu" else None

@@ -48,14 +48,17 @@ class PullBuffers:
 
     def wait(self, bucket: int) -> None:
         """Return when this rank's parameters of `bucket` are complete; more calls do nothing."""
-        handle = self._handles.pop(bucket, None)
+        handle = self._handles.get(bucket)
         if handle is not None:
-            handle.wait()
+            handle.wait_arrived()
 
     def finish(self) -> None:
-        """Wait for every pull that is left, those of which this rank only sends too: shards may change again."""
-        for bucket in sorted(self._handles):
-            self.wait(bucket)
+        """Wait for all that is left, of buckets that this rank only sends too: shards may change again."""
+        handles, self._handles = self._handles, {}
+        for handle in handles.values():
+            handle.wait_arrived()
+        for handle in handles.values():
+            handle.wait()
 
     def _cast(self, index: int) -> Tensor:
         """The shard in the compute dtype; the buffer for it is kept from step to step."""

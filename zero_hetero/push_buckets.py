@@ -72,6 +72,8 @@ class PushBuckets:
         for handle in handles:
             handle.advance()
         for handle in handles:
+            handle.wait_arrived()
+        for handle in handles:
             handle.wait()
 
     def remove(self) -> None:

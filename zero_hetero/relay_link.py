@@ -30,15 +30,22 @@ class RelayHandle:
     def advance(self) -> None:
         """Wait for the first hop and begin the second; more calls do nothing."""
         if self._second is None:
-            self._first.wait()
+            self._first.wait_arrived()
             self._second = self._begin_second()
 
+    def wait_arrived(self) -> None:
+        """Return when the destination is complete; the source may still be on its way."""
+        self.advance()
+        if self._second is not None:
+            self._second.wait_arrived()
+
     def wait(self) -> None:
-        """Return when the destination is complete and the source is free again; more calls do nothing."""
+        """Return when the destination is complete and the source is free again. Repeats do nothing."""
         self.advance()
         if self._second is not None and not self._done:
             self._done = True
             self._second.wait()
+            self._first.wait()
             if self._finish is not None:
                 self._finish()
 

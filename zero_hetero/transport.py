@@ -18,8 +18,11 @@ Parcel = tuple[int, Tensor]  # (peer, contiguous buffer of shape (numel,))
 class Work(Protocol):
     """Communication under way."""
 
+    def wait_receives(self) -> None:
+        """Return when all receives may be read; needs no more of the peers than that they have started."""
+
     def wait(self) -> None:
-        """Return when all sends may be overwritten and all receives may be read."""
+        """Return when all receives may be read and all sends may be overwritten."""
 
 
 class Transport(Protocol):
@@ -34,15 +37,76 @@ class TorchTransport:
 
     gloo matches by tag, so exchanges may be started in any order. NCCL has no tags: there every rank must start its
     exchanges in one global order.
+
+    `max_open_receives` (gloo only; None: any number) bounds the exchanges whose receives are open at once; those
+    beyond it open as earlier ones are waited for. Sends start at once, so no rank waits for another's progress.
+    With as many open as there are buckets, ranks that share cores spend twice the time on the same bytes.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None):
+    def __init__(self, group: dist.ProcessGroup | None = None, *, max_open_receives: int | None = None):
         self.group = group
+        self.max_open_receives = max_open_receives
+        self._opened: list[_Exchange] = []
+        self._waiting: deque[_Exchange] = deque()
 
     def exchange(self, sends: Sequence[Parcel], recvs: Sequence[Parcel], tag: int = 0) -> Work:
-        operations = [dist.P2POp(dist.irecv, buffer, peer, self.group, tag) for peer, buffer in recvs]
-        operations += [dist.P2POp(dist.isend, buffer, peer, self.group, tag) for peer, buffer in sends]
-        return _Batch(dist.batch_isend_irecv(operations) if operations else [])
+        if not sends and not recvs:
+            return _Batch([])
+        if dist.get_backend(self.group) != "gloo":
+            operations = [dist.P2POp(dist.irecv, buffer, peer, self.group, tag) for peer, buffer in recvs]
+            operations += [dist.P2POp(dist.isend, buffer, peer, self.group, tag) for peer, buffer in sends]
+            return _Batch(dist.batch_isend_irecv(operations))
+        exchange = _Exchange(self, recvs, tag)
+        if recvs:
+            self._waiting.append(exchange)
+            self._open_next()
+        exchange.sends = [_started(dist.isend(buffer, peer, self.group, tag)) for peer, buffer in sends]
+        return exchange
+
+    def _open_next(self, until: _Exchange | None = None) -> None:
+        """Open receives in the order of their start: as many as may be, and all up to `until`."""
+        while self._waiting:
+            full = self.max_open_receives is not None and len(self._opened) >= self.max_open_receives
+            if full and (until is None or until.works is not None):
+                return
+            exchange = self._waiting.popleft()
+            exchange.works = [
+                _started(dist.irecv(buffer, peer, self.group, exchange.tag)) for peer, buffer in exchange.recvs
+            ]
+            self._opened.append(exchange)
+
+    def _close(self, exchange: _Exchange) -> None:
+        self._opened.remove(exchange)
+        self._open_next()
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "this rank is in the group, so an operation has started"
+    return work
+
+
+class _Exchange:
+    """One exchange over gloo; its receives may open later than its sends."""
+
+    def __init__(self, transport: TorchTransport, recvs: Sequence[Parcel], tag: int):
+        self.transport, self.recvs, self.tag = transport, list(recvs), tag
+        self.sends: list[dist.Work] = []
+        self.works: list[dist.Work] | None = None  # of the receives, once open
+
+    def wait_receives(self) -> None:
+        if not self.recvs:
+            return
+        self.transport._open_next(until=self)
+        for work in self.works or ():
+            work.wait()
+        self.recvs = []
+        self.transport._close(self)
+
+    def wait(self) -> None:
+        self.wait_receives()
+        for work in self.sends:
+            work.wait()
+        self.sends = []
 
 
 class _Batch:
@@ -52,6 +116,8 @@ class _Batch:
     def wait(self) -> None:
         for work in self.works:
             work.wait()
+
+    wait_receives = wait
 
 
 class InProcessTransport:
@@ -97,3 +163,5 @@ class _Delivery:
                 )
             buffer.copy_(message)
         self.recvs = []
+
+    wait_receives = wait

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ds_hydra.zero_hetero.errors import PlanError
@@ -98,13 +99,13 @@ def test_in_process(num_ranks: int, dtype: torch.dtype, sum_dtype: torch.dtype) 
     assert not any(post.boxes.values())
 
 
-@pytest.mark.parametrize("num_ranks", [4, 7])
-def test_gloo(num_ranks: int) -> None:
+@pytest.mark.parametrize(("num_ranks", "max_open_receives"), [(4, None), (7, None), (5, 1)])
+def test_gloo(num_ranks: int, max_open_receives: int | None) -> None:
     layout = heterogeneous(num_ranks)
     plan = plan_transfer(even_layout(layout.numel, num_ranks), layout)
 
     def body(rank: int) -> None:
-        transport = TorchTransport()
+        transport = TorchTransport(max_open_receives=max_open_receives)
         for dtype, sum_dtype in DTYPES:
             (pulled, pull), (summed, push) = pull_and_push(rank, transport, plan, layout, dtype, sum_dtype)
             push.wait()  # not in the order of the start
@@ -137,6 +138,33 @@ def test_many_in_flight_share_scratch_and_give_the_same_bits() -> None:
 
     for results in run_ranks(body, num_ranks):
         assert all(torch.equal(results[0], other) for other in results)
+
+
+def test_receives_open_in_the_order_of_their_start() -> None:
+    """Also where a later one is waited for first, all have one tag, and a peer is far behind."""
+
+    def body(rank: int) -> list[list[float]]:
+        transport = TorchTransport(max_open_receives=2)
+        peer = 1 - rank
+        buffers = [torch.zeros(1000) for _ in range(6)]
+        works = [
+            transport.exchange([(peer, torch.full((1000,), 10.0 * rank + index))], [(peer, buffer)])
+            for index, buffer in enumerate(buffers)
+        ]
+        if rank == 0:
+            works[4].wait_receives()  # rank 1 need not open anything for this
+            dist.barrier()
+        else:
+            dist.barrier()
+        for work in works:
+            work.wait_receives()
+        for work in works:
+            work.wait()
+        assert not transport._opened
+        assert not transport._waiting
+        return [buffer.unique().tolist() for buffer in buffers]
+
+    assert run_ranks(body, 2, timeout=20) == [[[10.0 + i] for i in range(6)], [[float(i)] for i in range(6)]]
 
 
 def test_push_casts_for_the_wire_and_sums_own_part_exactly() -> None:
