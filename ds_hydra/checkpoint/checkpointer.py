@@ -198,8 +198,8 @@ class Checkpointer:
         name, count = type(optimizer).__name__, len(optimizer.param_groups) if optimizer else 0
         if manifest.groups and (manifest.optimizer, len(manifest.groups)) != (name, count):
             raise CheckpointError(
-                f"{place} holds the state of {manifest.optimizer} with {len(manifest.groups)} parameter groups, this job "
-                f"has {name} with {count}: use the optimizer that was saved, or load_optimizer_states=False"
+                f"{place} holds the state of {manifest.optimizer} with {len(manifest.groups)} parameter groups, this "
+                f"job has {name} with {count}: use the optimizer that was saved, or load_optimizer_states=False"
             )
 
     def _install(self, manifest: Manifest, loaded: state.LoadedTensors, what: What) -> None:

@@ -156,7 +156,7 @@ def read_manifest(text: str | bytes, place: str) -> Manifest:
     return manifest
 
 
-def parse_json(text: str | bytes, place: str) -> Any:
+def parse_json(text: str | bytes | bytearray, place: str) -> Any:
     """JSON without duplicate keys, NaN or deep nesting; CheckpointError naming `place` for anything else."""
     try:
         value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)

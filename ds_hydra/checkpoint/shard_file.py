@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -106,7 +107,8 @@ def _write_all(handle: int, data: memoryview) -> None:
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     flat = tensor.detach().cpu().contiguous().view(-1)
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+    array: Any = flat.view(torch.uint8).numpy()
+    return memoryview(array) if flat.numel() else memoryview(b"")
 
 
 class ShardReader:

@@ -9,7 +9,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -146,9 +146,9 @@ def _held(source: Source) -> Source:
     return Source.of(host.copy_(value))
 
 
-def _attempt(action: object) -> Exception | None:
+def _attempt(action: Callable[[], object]) -> Exception | None:
     try:
-        action()  # type: ignore[operator]
+        action()
     except (OSError, CheckpointError) as error:
         return error
     return None

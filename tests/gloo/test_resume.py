@@ -1,0 +1,116 @@
+"""A run that stops and goes on is the run that never stopped: parameters to the bit, sequences one by one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ranks import run_ranks
+from tests.small_job import same, small_engine, whole_state
+
+STEPS = 5
+
+
+def undisturbed(rank: int) -> list[dict[str, Tensor]]:
+    """State after each step."""
+    engine = small_engine(rank)
+    states = []
+    for _ in range(STEPS):
+        engine.train_batch()
+        states.append(whole_state(engine))
+    return states
+
+
+def interrupted(rank: int, folder: Path, states: list[dict[str, Tensor]]) -> list[tuple[int, int]]:
+    """Stop after a step, go on in a new engine, stop a step later, go on in a third: where states differ."""
+    differ: list[tuple[int, int]] = []
+    for stop in range(1, STEPS - 1):
+        place = folder / str(stop)
+        engine = small_engine(rank)
+        for _ in range(stop):
+            engine.train_batch()
+        for again in (1, STEPS - stop - 1):
+            engine.save_checkpoint(place)
+            engine = small_engine(rank)
+            engine.load_checkpoint(place)
+            for _ in range(again):
+                engine.train_batch()
+                if not same(whole_state(engine), states[engine.global_steps - 1]):
+                    differ.append((stop, engine.global_steps))
+    return differ
+
+
+def test_stopping_twice_changes_no_bit(tmp_path: Path) -> None:
+    states = run_ranks(undisturbed, 4)[0]
+    assert not same(states[0], states[1])
+    assert run_ranks(interrupted, 4, tmp_path, states, timeout=200) == [[]] * 4
+
+
+def leg(rank: int, folder: Path, steps: int) -> tuple[dict[str, Tensor], dict[str, Tensor], list[tuple[int, ...]]]:
+    """Load, train, save: state after loading, state when saved, sequences trained on."""
+    engine = small_engine(rank)
+    engine.load_checkpoint(folder)
+    loaded = whole_state(engine)
+    order = []
+    for _ in range(steps):
+        order.append(engine.sampler.batch(engine.global_steps))
+        engine.train_batch()
+    engine.save_checkpoint(folder)
+    return loaded, whole_state(engine), order
+
+
+def test_any_number_of_ranks_goes_on(tmp_path: Path) -> None:
+    """8 -> 4 -> 6 -> 8 ranks: masters and moments survive to the bit, and no sequence is repeated or left out."""
+    saved: dict[str, Tensor] = {}
+    order: list[tuple[int, ...]] = []
+    for num_ranks in (8, 4, 6, 8):
+        results = run_ranks(leg, num_ranks, tmp_path, 2, timeout=200)
+        loaded, after, drawn = results[0]
+        assert all(same(other[0], loaded) and other[2] == drawn for other in results)
+        assert not saved or same(loaded, saved)
+        saved, order = after, order + drawn
+    assert order == run_ranks(lambda rank: [small_engine(rank).sampler.batch(step) for step in range(8)], 1)[0]
+
+
+def test_resume_happens_by_itself(tmp_path: Path) -> None:
+    """With hydra.checkpoint a restarted script needs no line of its own, and passes over what is damaged."""
+    config = {"checkpoint": {"dir": str(tmp_path), "every": 2, "keep_last": 2}}
+
+    def run(rank: int, steps: int) -> tuple[int, dict[str, Tensor]]:
+        engine = small_engine(rank, **config)
+        begun = engine.global_steps
+        for _ in range(steps):
+            engine.train_batch()
+        return begun, whole_state(engine)
+
+    assert run_ranks(run, 4, 4)[0][0] == 0
+    begun, state = run_ranks(run, 4, 1)[0]
+    assert begun == 4
+    assert same(state, run_ranks(undisturbed, 4)[0][4])
+    path = tmp_path / "global_step4" / "rank_00001.safetensors"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    assert run_ranks(run, 2, 0)[0][0] == 2
+    for path in tmp_path.glob("*/rank_00000.safetensors"):
+        path.write_bytes(b"")
+    with pytest.raises(RuntimeError, match="none of the 2 checkpoints"):
+        run_ranks(run, 2, 0)
+
+
+def test_random_state_goes_on_with_the_same_ranks(tmp_path: Path) -> None:
+    def run(rank: int) -> tuple[Tensor, Tensor, Any]:
+        engine = small_engine(rank)
+        torch.manual_seed(rank)
+        engine.save_checkpoint(tmp_path, client_state={"rank": 0})
+        expected = torch.rand(3)
+        path, client = engine.load_checkpoint(tmp_path)
+        return expected, torch.rand(3), (path, client)
+
+    for expected, drawn, loaded in run_ranks(run, 2):
+        assert torch.equal(expected, drawn)
+        assert loaded == (str(tmp_path / "global_step0"), {"rank": 0})

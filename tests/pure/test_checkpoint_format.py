@@ -1,0 +1,213 @@
+"""The manifest refuses whatever was not written by us and left alone; a folder's tags are whole or absent."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_hydra.checkpoint import folder as folders
+from ds_hydra.checkpoint.format import (
+    DIGEST_BYTES,
+    FileEntry,
+    Manifest,
+    SavedBucket,
+    SavedGroup,
+    SavedParam,
+    SavedScalar,
+    check_client_state,
+    check_tag,
+    owners,
+    parse_json,
+    rank_file,
+    read_manifest,
+)
+from ds_hydra.zero_hetero.errors import CheckpointError
+from ds_hydra.zero_hetero.layout import even_layout
+
+MANIFEST = Manifest(
+    tag="step_3",
+    save_id="5f",
+    step=3,
+    num_ranks=2,
+    buckets=(SavedBucket("layers.0", True, (SavedParam("a", (4, 3), 1, 2), SavedParam("b", (5,)))),),
+    files=tuple(FileEntry(rank_file(rank), 5, "ab" * DIGEST_BYTES) for rank in range(2)),
+    optimizer="AdamW",
+    groups=(SavedGroup({"lr": 0.1, "betas": [0.9, 0.95]}, {"step": SavedScalar(3.0, "float32")}),),
+    states=("exp_avg", "exp_avg_sq"),
+    lr_scheduler={"last_batch_iteration": 3},
+    data={"step": 3},
+    client_state={"best": 1.5, "names": ["x", "y"]},
+)
+
+
+def test_manifest_survives_json() -> None:
+    assert read_manifest(MANIFEST.to_json(), "manifest.json") == MANIFEST
+
+
+def test_any_flipped_bit_of_a_manifest_is_noticed() -> None:
+    data = bytearray(MANIFEST.to_json().encode())
+    for bit in random.Random(0).sample(range(8 * len(data)), 400):
+        data[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(CheckpointError, match=r"DIR/manifest\.json"):
+            read_manifest(bytes(data), "DIR/manifest.json")
+        data[bit // 8] ^= 1 << bit % 8
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "damaged"),
+        ("[]", "not the manifest"),
+        ('{"format": "other"}', "not the manifest"),
+        ("[" * 100_000, "damaged"),
+        ("[" * 80 + "]" * 80, "nested deeper"),
+        ('{"a": 1, "a": 2}', "twice"),
+        ('{"a": NaN}', "NaN"),
+        (MANIFEST.to_json().replace('"version":1', '"version":2'), "version 2"),
+        (MANIFEST.to_json()[:-10], "damaged"),
+    ],
+)
+def test_what_is_no_manifest_is_refused(text: str, reason: str) -> None:
+    with pytest.raises(CheckpointError, match=reason) as error:
+        read_manifest(text, "DIR/manifest.json")
+    assert "DIR/manifest.json" in str(error.value)
+    assert "tag" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_ranks": 3},
+        {"num_ranks": 0},
+        {"files": (FileEntry("../../etc/passwd", 5, "ab" * DIGEST_BYTES),) * 2},
+        {"files": tuple(FileEntry(rank_file(rank), 2**33, "ab" * DIGEST_BYTES) for rank in range(2))},
+        {"block_bytes": 0},
+        {"step": -1},
+        {"data": [1]},
+        {"tag": "../x"},
+        {"buckets": MANIFEST.buckets * 2},
+    ],
+)
+def test_a_manifest_that_contradicts_itself_is_refused(change: dict) -> None:
+    """Also when its checksum is right: whoever wrote it may have meant harm."""
+    with pytest.raises(CheckpointError):
+        read_manifest(replace(MANIFEST, **change).to_json(), "manifest.json")
+
+
+@pytest.mark.parametrize("tag", ["a", "step_1000", "global_step7", 12, "v1.2+x@y=3"])
+def test_a_name_is_a_tag(tag: object) -> None:
+    assert check_tag(tag) == str(tag)
+
+
+@pytest.mark.parametrize(
+    "tag",
+    ["", ".", "..", "../x", "a/b", "/etc", "a\\b", ".hidden", "a\0b", "a\nb", "x" * 129, "latest", "~root", "-rf"],
+)
+def test_a_path_is_no_tag(tag: str) -> None:
+    with pytest.raises(CheckpointError, match="not a name"):
+        check_tag(tag)
+
+
+@pytest.mark.parametrize("state", [{"x": float("nan")}, {"x": object()}, {1: 2}, {"x": [{2: 3}]}, {"x": {1, 2}}])
+def test_client_state_is_json(state: dict) -> None:
+    with pytest.raises(CheckpointError, match="client_state"):
+        check_client_state(state)
+
+
+def test_client_state_that_contains_itself_is_refused() -> None:
+    state: dict = {}
+    state["self"] = state
+    with pytest.raises(CheckpointError, match="client_state"):
+        check_client_state(state)
+
+
+def test_client_state_comes_back() -> None:
+    assert check_client_state({"a": (1, 2), "b": {"c": None}}) == {"a": [1, 2], "b": {"c": None}}
+
+
+@given(st.integers(0, 60), st.integers(1, 70), st.data())
+def test_owners_are_those_of_the_even_layout(numel: int, num_ranks: int, data: st.DataObject) -> None:
+    start = data.draw(st.integers(0, numel))
+    stop = data.draw(st.integers(start, numel))
+    layout = even_layout(numel, num_ranks)
+    rebuilt = []
+    for rank, first, last in owners(numel, num_ranks, start, stop):
+        begin = layout.pieces[rank][0].start
+        rebuilt += range(begin + first, begin + last)
+    assert rebuilt == list(range(start, stop))
+
+
+def complete(folder: Path, tag: str, step: int) -> None:
+    temporary = folders.begin(folder, tag, "id")
+    for rank in range(2):
+        (temporary / rank_file(rank)).write_bytes(b"12345")
+    (temporary / "manifest.json").write_text(replace(MANIFEST, tag=tag, step=step).to_json())
+    folders.publish(temporary, tag, latest=True)
+
+
+def test_keep_last_never_takes_what_latest_names(tmp_path: Path) -> None:
+    for step in range(5):
+        complete(tmp_path, f"s{step}", step)
+    folders.set_latest(tmp_path, "s0")
+    assert folders.prune(tmp_path, 2) == ["s2", "s1"]
+    assert [tag for _, tag in folders.complete_tags(tmp_path)] == ["s4", "s3", "s0"]
+
+
+def test_a_tag_saved_again_is_there_at_every_moment(tmp_path: Path) -> None:
+    complete(tmp_path, "a", 1)
+    (tmp_path / "a").rename(tmp_path / ".old-a")  # a save was killed between its two renames
+    folders.tidy(tmp_path)
+    assert folders.complete_tags(tmp_path) == [(1, "a")]
+    complete(tmp_path, "a", 2)
+    assert folders.complete_tags(tmp_path) == [(2, "a")]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "latest"]
+
+
+@pytest.mark.parametrize(
+    ("latest", "reason"),
+    [(None, "is missing"), ("", "is empty"), ("b", "does not exist"), ("../a", "no tag"), ("\xff\0", "no tag")],
+)
+def test_a_broken_latest_names_the_newest_tag(tmp_path: Path, latest: str | None, reason: str) -> None:
+    complete(tmp_path, "a", 1)
+    if latest is None:
+        (tmp_path / "latest").unlink()
+    else:
+        (tmp_path / "latest").write_text(latest)
+    with pytest.raises(CheckpointError, match=reason) as error:
+        folders.find_tag(tmp_path)
+    assert "latest" in str(error.value)
+    assert "tag='a'" in str(error.value)
+
+
+def test_nothing_saved_is_no_error(tmp_path: Path) -> None:
+    assert folders.find_tag(tmp_path) is None
+    assert folders.find_tag(tmp_path / "nowhere") is None
+    (tmp_path / ".tmp-a-x").mkdir()
+    assert folders.find_tag(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"), [("missing", "is missing"), ("short", "truncated"), ("bare", "complete")]
+)
+def test_missing_and_truncated_files_are_named(tmp_path: Path, damage: str, reason: str) -> None:
+    complete(tmp_path, "a", 1)
+    complete(tmp_path, "b", 2)
+    path = tmp_path / "b" / ("manifest.json" if damage == "bare" else rank_file(1))
+    if damage == "short":
+        path.write_bytes(b"123")
+    else:
+        path.unlink()
+    with pytest.raises(CheckpointError, match=reason) as error:
+        folders.open_manifest(tmp_path, "b")
+    assert str(path) in str(error.value)
+    assert "another tag: a" in str(error.value)
+
+
+def test_json_of_other_tools_is_read() -> None:
+    assert parse_json(json.dumps({"a": [1, {"b": None}]}), "x") == {"a": [1, {"b": None}]}

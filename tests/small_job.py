@@ -1,0 +1,104 @@
+"""A small training job for tests of checkpoints and faults: model, sequences, config, engine."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+STRATEGIES = {
+    1: ["tp1"],
+    2: ["tp2", "pp2", "2*tp1"],
+    4: ["tp2 + 2*tp1", "2*sp2", "pp2 + sp2", "4*tp1"],
+    6: ["tp2 + pp2 + 2*tp1", "6*tp1"],
+    8: ["tp2pp2 + 2*sp2", "8*tp1", "tp2 + pp2 + sp2 + 2*tp1"],
+}
+"""Heterogeneous ones by number of ranks; with choose "cycle" the strategy changes in every step."""
+
+LENGTHS = (3, 5, 120, 33, 90, 64, 9, 77, 31, 60, 50, 8, 90, 12, 45, 45) * 2
+
+
+def small_model(tied: bool = True, hidden: int = 32) -> Any:
+    """A Llama of four layers with fixed random weights in FP32."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        "llama",
+        vocab_size=97,
+        hidden_size=hidden,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=256,
+        tie_word_embeddings=tied,
+        pad_token_id=None,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config)
+
+
+def sequences() -> list[Tensor]:
+    """The training data."""
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(3, 97, (n,), generator=generator) for n in LENGTHS]
+
+
+def small_config(num_ranks: int, **hydra: Any) -> dict[str, Any]:
+    """A config that cycles through STRATEGIES; `hydra` adds to its block."""
+    return {
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 6, "warmup_max_lr": 1e-2}},
+        "gradient_clipping": 1.0,
+        "hydra": {
+            "tokens_per_step": 250,
+            "strategies": STRATEGIES[num_ranks],
+            "choose": "cycle",
+            "steps_file": None,
+            "planner": {"ahead": 0},
+            "faults": {"heartbeat_seconds": 0},
+            **hydra,
+        },
+    }
+
+
+def rank_environment(rank: int) -> None:
+    """What a launcher would set; the process group exists already."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(dist.get_world_size()))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+
+
+def small_engine(rank: int, model: Any = None, config: dict[str, Any] | None = None, **hydra: Any) -> Any:
+    """An engine on this rank."""
+    import ds_hydra
+
+    rank_environment(rank)
+    config = config or small_config(dist.get_world_size(), **hydra)
+    groups = None
+    model = model or small_model()
+    named = list(model.named_parameters())
+    groups = [
+        {"params": [p for n, p in named if "norm" not in n]},
+        {"params": [p for n, p in named if "norm" in n], "weight_decay": 0.0},
+    ]
+    return ds_hydra.initialize(model=model, training_data=sequences(), config=config, model_parameters=groups)[0]
+
+
+def whole_state(engine: Any) -> dict[str, Tensor]:
+    """Masters and moments in full, by name; every rank must call it."""
+    masters, links = engine._masters.trained, engine._links
+    found = {f"{name}/master": value for name, value in masters.gather_full(links).items()}
+    for key in ("exp_avg", "exp_avg_sq"):
+        source = masters.optimizer_state(engine.optimizer, key)
+        found |= {f"{name}/{key}": value for name, value in masters.gather_full(links, source=source).items()}
+    return found
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    """Equal to the bit."""
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
