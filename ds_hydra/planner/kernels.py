@@ -48,6 +48,7 @@ def _kernels() -> dict[str, Callable[..., Any]]:
     return found
 
 
+@functools.cache
 def source_digest() -> str:
     """Changes whenever any kernel does; part of the cache key, since numba only looks at the caller's file."""
     text = "".join(inspect.getsource(module) for module in _MODULES)
@@ -78,6 +79,12 @@ def compiled() -> SimpleNamespace:
     return SimpleNamespace(**kernels, is_compiled=True)
 
 
+def select(which: str) -> SimpleNamespace:
+    """The kernels that `PlannerOptions.kernels` asks for: "compiled", "pure", or "auto"."""
+    return compiled() if which == "compiled" or (which == "auto" and is_warm()) else pure()
+
+
+@functools.cache
 def _marker() -> Path:
     folder = os.environ.get("NUMBA_CACHE_DIR") or Path(__file__).parent / "__pycache__"
     return Path(folder) / f"planner-{source_digest()}-numba-{metadata.version('numba')}.warm"

@@ -11,7 +11,7 @@ _CHOICES = {
     "objective": ("flow_shop", "paper"),
     "method": ("fast", "paper", "exact"),
     "choose": ("best", "cycle", "replay"),
-    "kernels": ("compiled", "pure"),
+    "kernels": ("auto", "compiled", "pure"),
 }
 
 
@@ -37,8 +37,8 @@ class PlannerOptions:
     """Restarts of the dispatch search for each strategy that is tried."""
     node_limit: int = 2000
     """Branch-and-bound nodes of each HiGHS solution when `seconds` is None."""
-    kernels: str = "compiled"
-    """"compiled": numba; "pure": plain Python with less search, for when nothing is compiled yet."""
+    kernels: str = "auto"
+    """"compiled": numba; "pure": plain Python with less search; "auto": compiled if numba's cache is warm."""
 
     def __post_init__(self) -> None:
         for key, known in _CHOICES.items():

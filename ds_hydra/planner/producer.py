@@ -32,7 +32,7 @@ def serve(requests: IO[str], answers: IO[str]) -> None:
     strategies = [parse_strategy(text) for text in setup["strategies"]]
     options = PlannerOptions(**setup["options"])
     compiler: subprocess.Popen[bytes] | None = None
-    if options.kernels == "compiled" and not kernels.is_warm():
+    if options.kernels != "pure" and not kernels.is_warm():
         compiler = subprocess.Popen(
             [sys.executable, "-m", "ds_hydra.planner.producer", "--compile"], stdin=subprocess.DEVNULL, stdout=2
         )
@@ -48,9 +48,9 @@ def serve(requests: IO[str], answers: IO[str]) -> None:
 
 def make_planner(table: CostTable, strategies: list, options: PlannerOptions, *, compiled: bool) -> Planner:
     """The planner that the options ask for, with plain Python kernels unless compiled ones are at hand."""
-    if compiled and options.kernels == "compiled":
+    if compiled and options.kernels != "pure":
         selection.warm_up()
-        return Planner(table, strategies, options)
+        return Planner(table, strategies, replace(options, kernels="compiled"))
     return Planner(table, strategies, replace(options, kernels="pure"))
 
 

@@ -1,4 +1,4 @@
-"""Kernels that prove a time impossible by placing the longest sequences one by one. Plain Python that numba can compile.
+"""Kernels that prove a time impossible by placing the longest sequences. Plain Python that numba can compile.
 
 [Note: branching on the longest]
 The dispatch bound deals sequences out in fractions, which is loose where a few long sequences meet the few
@@ -161,7 +161,7 @@ def refute(
             if rest_ratio(items, rows, depth, used[depth], rounds) > 1.0 + 1e-9:
                 depth -= 1
                 continue
-            if depth == deepest or depth == n or looked >= budget:
+            if depth == min(deepest, n) or looked >= budget:
                 return 0
             branch[depth] = 0
         r = branch[depth]

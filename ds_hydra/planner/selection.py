@@ -129,7 +129,7 @@ class Planner:
             ms = cost.paper_ms(loads) if self.options.objective == "paper" else cost.pipeline_ms(loads)
             pipelines.append(PipelinePlan(scheme, tuple(sequences for _, sequences in ordered), ms))
         predicted = max(pipeline.predicted_ms for pipeline in pipelines)
-        source = "fast" if self.options.kernels == "pure" else "search"
+        source = "search" if kernels.select(self.options.kernels).is_compiled else "fast"
         return StepPlan(step, ids, tokens, tuple(pipelines), predicted, min(bound, predicted), source)
 
 
@@ -151,7 +151,7 @@ class Search:
         self._schemes = planner._schemes
         self._options = planner.options
         self._batch = batch
-        self._kernels = kernels.compiled() if planner.options.kernels == "compiled" else kernels.pure()
+        self._kernels = kernels.select(planner.options.kernels)
         full = Effort(1 + planner.options.effort, _MOVES, _LEVEL_ROUNDS, _REPACKINGS, packs=True)
         self._effort = full if self._kernels.is_compiled else LEAN
 
@@ -257,16 +257,15 @@ class Search:
 
     def _improve_exactly(self, best: Assignment, bounds: dict[int, float]) -> Assignment:
         """What HiGHS makes of the best plan's dispatch and of its slowest pipeline, if that is better."""
-        groups, limits = best.groups, {"node_limit": self._options.node_limit, "seconds": self._options.seconds}
-        if self._options.seconds is not None:
-            limits["node_limit"] = None
+        groups, seconds = best.groups, self._options.seconds
+        nodes = self._options.node_limit if seconds is None else None
         problem = DispatchProblem.of_batch(self._batch, groups, self._schemes, self._kernels)
-        found = problem.by_highs(best.owner, 0.9 * min(bounds.values()), **limits)
+        found = problem.by_highs(best.owner, 0.9 * min(bounds.values()), node_limit=nodes, seconds=seconds)
         if found is not None:
             place = empty_placement(found.owner, len(groups.shape.pipeline_scheme))
             packed = self.pack(groups, place)
             best = min(best, packed, key=lambda plan: plan.ms)
-        return repack_slowest(self._schemes, self._batch.items, best, **limits)
+        return repack_slowest(self._schemes, self._batch.items, best, node_limit=nodes, seconds=seconds)
 
     def solve_tiny(self, groups: Groups) -> Assignment | None:
         """The optimum under one strategy by dynamic programming over subsets; None when nothing fits."""
@@ -303,7 +302,9 @@ def warm_up() -> None:
     """Compile every kernel, or load it from numba's cache, by planning two made-up steps."""
     costs = tuple(SchemeCost(ParallelScheme(tp, pp), 1e-6, 0.1, 10.0, 400, 8) for tp, pp in ((1, 1), (2, 1), (1, 2)))
     table = CostTable(costs, "made up to warm the cache")
-    planner = Planner(table, [parse_strategy("tp2 + 2*tp1"), parse_strategy("2*pp2")])
+    planner = Planner(
+        table, [parse_strategy("tp2 + 2*tp1"), parse_strategy("2*pp2")], PlannerOptions(kernels="compiled")
+    )
     for size in (3, 40):
         planner.plan(0, range(size), [(37 * i) % 300 + 1 for i in range(size)])
     kernels.mark_warm()

@@ -141,13 +141,13 @@ class PlannerService:
         if ahead < 1 or patience <= 0:
             raise ConfigError(f"planner service: needs ahead >= 1 and patience > 0 but has {ahead} and {patience}")
         options = options or PlannerOptions()
-        self._planner = Planner(cost_table, strategies, options)  # checks its input before anything starts
         self._pure = Planner(cost_table, strategies, replace(options, kernels="pure"))
+        self._compiled = Planner(cost_table, strategies, replace(options, kernels="compiled"))
         self._options, self._ahead, self._patience, self._command = options, ahead, patience, command
         self._setup = json.dumps(
             {
                 "table": cost_table.to_record(),
-                "strategies": [format_strategy(strategy) for strategy in self._planner.strategies],
+                "strategies": [format_strategy(strategy) for strategy in self._pure.strategies],
                 "options": asdict(options),
             }
         )
@@ -234,7 +234,7 @@ class PlannerService:
             planning_ms = float(answer["planning_ms"])
             if (plan.step, plan.sequence_ids, plan.lengths) != (request.step, request.ids, request.lengths):
                 raise PlanError(f"the producer answered for other sequences than those of step {request.step}")
-            validate_plan(plan, self._planner.cost_table, self._planner.num_ranks, self._options.objective)
+            validate_plan(plan, self._pure.cost_table, self._pure.num_ranks, self._options.objective)
         except (ValueError, TypeError, KeyError) as error:
             logger.warning("planner: step %d: the producer's plan is not valid: %s", request.step, error)
             return "invalid"
@@ -248,7 +248,7 @@ class PlannerService:
         if reason not in ("refused", "stopped"):
             self._restart(reason)
         started = time.perf_counter()
-        planner = self._planner if self._compiled_here.is_set() else self._pure
+        planner = self._compiled if self._compiled_here.is_set() else self._pure
         plan = replace(planner.plan(request.step, request.ids, request.lengths), source="fast")
         self.fallbacks[reason] += 1
         return PlannedStep(plan, (time.perf_counter() - started) * 1e3, False, reason)
@@ -268,7 +268,7 @@ class PlannerService:
 
     def _load_kernels(self) -> None:
         """Load the compiled kernels from the warm cache, once, beside the training thread."""
-        if self._options.kernels != "compiled" or self._loading:
+        if self._options.kernels == "pure" or self._loading:
             return
         self._loading = True
 
