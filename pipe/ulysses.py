@@ -23,7 +23,8 @@ def scatter_heads(q: Tensor, k: Tensor, v: Tensor, pack: Pack) -> tuple[Tensor, 
     shapes = [(x.shape[1] // pack.sp, x.shape[2]) for x in (q, k, v)]
     columns = [heads * dim for heads, dim in shapes]
     width = sum(columns)
-    rows = torch.cat([x.reshape(x.shape[0], pack.sp, -1) for x in (q, k, v)], dim=-1)  # (T_local, sp, width)
+    # (T_local, sp, width); no dimension is left open, for T_local may be 0
+    rows = torch.cat([x.reshape(len(x), pack.sp, n) for x, n in zip((q, k, v), columns, strict=True)], dim=-1)
     mine = pack.tokens[pack.sp_rank]
     flat = exchange_rows(
         rows.transpose(0, 1).reshape(-1),

@@ -126,8 +126,8 @@ def _options() -> Iterator[Case]:
         tokens_per_step=31, quick=True,
     )  # fmt: skip
     yield replace(
-        base, name="fewer tokens than sp", strategies=("sp4", "tp2sp2", "2*sp2"), lengths=(2, 3) * 10,
-        tokens_per_step=2, quick=True,
+        base, name="fewer tokens than sp", strategies=("sp4", "tp2sp2", "2*sp2"), lengths=(3,) * 20,
+        tokens_per_step=3, quick=True,
     )  # fmt: skip
     yield replace(base, name="uneven layers", family="llama_3_layers", strategies=("pp2 + tp1pp2", "pp3 + tp1"))
     yield replace(

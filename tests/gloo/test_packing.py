@@ -1,0 +1,209 @@
+"""Packed equals separate: sequences in one row give what each gives alone, whoever holds which tokens."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ds_hydra.pipe.attention import varlen_attention
+from ds_hydra.pipe.causal_lm import CausalLM
+from ds_hydra.pipe.packing import MicroBatch, Pack, position_ids, split_tokens
+from ds_hydra.pipe.stage import StagePlace, to_flat
+from ds_hydra.pipe.strategy import Stage
+from tests.families import VOCAB, build_model, reference_model
+from tests.ranks import run_ranks
+from tests.reference import float64_throughout
+
+FLOAT64 = torch.float64
+
+
+@dataclass(frozen=True)
+class Example:
+    """Attention over one pack."""
+
+    lengths: tuple[int, ...]
+    heads: int
+    kv_heads: int
+    window: int | None
+    softcap: float | None
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q, k, v and the gradient of the output; v is wider than q and k."""
+        generator = torch.Generator().manual_seed(sum(self.lengths))
+        shapes = ((self.heads, 6), (self.kv_heads, 6), (self.kv_heads, 10), (self.heads, 10))
+        q, k, v, grad = (
+            torch.randn(sum(self.lengths), *shape, generator=generator, dtype=FLOAT64) for shape in shapes
+        )
+        return q * 3, k, v, grad
+
+    def separately(self) -> tuple[Tensor, ...]:
+        """Output and gradients of q, k, v, each sequence alone, by the definition of attention."""
+        q, k, v, grad = self.tensors()
+        q, k, v = (x.requires_grad_() for x in (q, k, v))
+        outs: list[Tensor] = []
+        start = 0
+        groups = self.heads // self.kv_heads
+        for length in self.lengths:
+            part = slice(start, start + length)
+            start += length
+            scores = torch.einsum("qhd,khd->hqk", q[part], k[part].repeat_interleave(groups, 1)) * 6**-0.5
+            if self.softcap is not None:
+                scores = self.softcap * torch.tanh(scores / self.softcap)
+            distance = torch.arange(length)[:, None] - torch.arange(length)[None]
+            seen = (distance >= 0) & (distance < (self.window or length))
+            weights = torch.softmax(scores.masked_fill(~seen, float("-inf")), dim=-1)
+            outs.append(torch.einsum("hqk,khd->qhd", weights, v[part].repeat_interleave(groups, 1)))
+        out = torch.cat(outs)
+        return out.detach(), *torch.autograd.grad(out, (q, k, v), grad)
+
+
+def packed(case: Example, sp_rank: int = 0, sp: int = 1, group: dist.ProcessGroup | None = None) -> tuple[Tensor, ...]:
+    """What one rank gets for its own tokens."""
+    pack = Pack(case.lengths, sp_rank, sp, group)
+    start, stop = pack.local
+    q, k, v, grad = (x[start:stop].clone() for x in case.tensors())
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out = varlen_attention(q, k, v, pack, window=case.window, softcap=case.softcap)
+    return out.detach(), *torch.autograd.grad(out, (q, k, v), grad)
+
+
+def examples() -> st.SearchStrategy[Example]:
+    heads = st.sampled_from([(8, 8), (8, 4), (8, 2), (8, 1), (4, 4), (4, 1)])
+    return st.builds(
+        lambda lengths, heads, window, softcap: Example(tuple(lengths), *heads, window, softcap),
+        st.lists(st.integers(1, 40), min_size=1, max_size=6),
+        heads,
+        st.one_of(st.none(), st.integers(1, 30)),
+        st.sampled_from([None, 2.0]),
+    )
+
+
+def assert_same(values: Sequence[Tensor], expected: Sequence[Tensor], what: object) -> None:
+    for name, value, reference in zip(("out", "q", "k", "v"), values, expected, strict=True):
+        torch.testing.assert_close(value, reference, rtol=0, atol=1e-12, msg=lambda m, n=name: f"{what} {n}: {m}")
+
+
+@settings(max_examples=60)
+@given(examples())
+@example(Example((1500, 1, 300), 2, 1, 1100, None))  # longer than a block of query rows
+@example(Example((1500, 1, 300), 2, 1, None, 5.0))
+def test_attention_in_a_pack_is_attention_alone(case: Example) -> None:
+    assert_same(packed(case), case.separately(), case)
+
+
+@pytest.mark.parametrize("sp", [2, 4])
+def test_attention_over_sequence_parallel_ranks(sp: int) -> None:
+    rng = random.Random(sp)
+    cases = [
+        Example(
+            tuple(rng.randint(1, 30) for _ in range(rng.randint(1, 6))),
+            *rng.choice([(8, 8), (8, 4), (8, 2), (8, 1), (4, 1)]),
+            rng.choice([None, 1, 5, 12]),
+            rng.choice([None, 2.0]),
+        )
+        for _ in range(25)
+    ]
+    cases += [Example((sp,), 4, 2, None, None), Example((1,) * sp, 4, 1, 3, None), Example((sp + 1,), 8, 2, None, 2.0)]
+
+    def run(rank: int) -> list[tuple[Tensor, ...]]:
+        return [packed(case, rank, sp, dist.group.WORLD) for case in cases]
+
+    ranks = run_ranks(run, sp)
+    for index, case in enumerate(cases):
+        whole = [torch.cat([ranks[rank][index][part] for rank in range(sp)]) for part in range(4)]
+        assert_same(whole, case.separately(), (sp, case))
+
+
+@given(st.integers(0, 5000), st.integers(1, 64))
+def test_token_splits_are_even_and_whole(num_tokens: int, num_ranks: int) -> None:
+    split = split_tokens(num_tokens, num_ranks)
+    assert sum(split) == num_tokens
+    assert max(split) - min(split) <= 1
+    assert len(split) == num_ranks
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=6), st.integers(1, 8))
+def test_positions_restart_and_tile(lengths: list[int], sp: int) -> None:
+    whole = [position for length in lengths for position in range(length)]
+    parts: list[int] = []
+    for sp_rank in range(sp):
+        start, stop = Pack(tuple(lengths), sp_rank, sp).local
+        parts += position_ids(lengths, start, stop)
+    assert parts == whole
+
+
+PACKS = ((7, 19, 3, 14), (1, 30, 2, 9, 25), (3, 1), (41,))
+
+
+def test_pack_with_window_softcap_and_few_kv_heads_in_whole_models() -> None:
+    """Logits, loss and gradients of Gemma 2 (window 8, softcaps), Mistral (window 6) and Qwen 3 over packs."""
+    for family in ("gemma2", "mistral", "qwen3"):
+        for sp in (1, 2, 4, 8):
+            _check_model(family, sp)
+
+
+def _check_model(family: str, sp: int) -> None:
+    reference = reference_model(family, FLOAT64)
+    generator = torch.Generator().manual_seed(5)
+    rows = [[torch.randint(3, VOCAB, (length,), generator=generator) for length in lengths] for lengths in PACKS]
+    with float64_throughout(reference):
+        ranks = run_ranks(lambda rank: [_packed_model(rank, sp, family, row) for row in rows], sp)
+        for index, row in enumerate(rows):
+            reference.zero_grad()
+            logits = [reference(input_ids=tokens[None], use_cache=False).logits[0] for tokens in row]
+            targets = sum(len(tokens) - 1 for tokens in row)
+            losses = [F.cross_entropy(x[:-1], t[1:], reduction="sum") for x, t in zip(logits, row, strict=True)]
+            loss = torch.stack(losses).sum() / targets
+            loss.backward()
+            mine = torch.cat([rank[index][0] for rank in ranks])
+            assert float((mine - torch.cat(logits).detach()).abs().max()) < 1e-11, (family, sp, PACKS[index])
+            assert abs(sum(float(rank[index][1]) for rank in ranks) - float(loss.detach())) < 1e-12
+            for name, parameter in reference.named_parameters():
+                gradient = sum(rank[index][2][name] for rank in ranks)
+                assert parameter.grad is not None
+                apart = (gradient - parameter.grad).abs().max() / parameter.grad.abs().max().clamp(min=1e-9)
+                assert apart < 1e-9, (family, sp, PACKS[index], name, float(apart))
+
+
+def _packed_model(rank: int, sp: int, family: str, row: Sequence[Tensor]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Logits of this rank's tokens, its share of the loss, and its share of the gradients, from one stage."""
+    source = CausalLM(build_model(family, FLOAT64))
+    stage = Stage(tuple(range(sp)), 0, source.plan.num_layers, sp=sp)
+    group = dist.group.WORLD if sp > 1 else None
+    module = source.build(StagePlace(stage, True, True, 0, rank, None, group), torch.device("cpu"), FLOAT64)
+    for bucket in source.plan.buckets:
+        for slot in source.plan.slots(bucket, stage, 0):
+            rule = slot.param.rule
+            flat = torch.zeros(slot.offset + slot.numel, dtype=FLOAT64)
+            flat[slot.offset :] = to_flat(source.values[slot.param.name], rule.dim, rule.parts)
+            module.install(slot, flat)
+    lengths = tuple(len(tokens) for tokens in row)
+    padding = max(0, sp - sum(lengths))
+    lengths = (*lengths, padding) if padding else lengths
+    pack = Pack(lengths, rank, sp, group)
+    start, stop = pack.local
+    ignored = torch.full((max(1, padding),), -100)
+    labels = torch.cat([torch.cat((tokens[1:], ignored[:1])) for tokens in row] + [ignored[:padding]])[start:stop]
+    tokens = torch.cat([*row, torch.zeros(padding, dtype=torch.long)])[None, start:stop]
+    weights = torch.full((stop - start,), 1 / sum(len(t) - 1 for t in row), dtype=FLOAT64)
+    positions = torch.tensor([position_ids(lengths, start, stop)])
+    batch = MicroBatch(pack, positions, tokens, labels, weights)
+    loss = module.forward(None, batch)
+    loss.backward()
+    with torch.no_grad():
+        hidden = module.base(input_ids=tokens, position_ids=positions, use_cache=False, hydra=pack)[0]
+        logits = module._head(hidden).squeeze(0)
+    own = max(0, min(stop, sum(lengths) - padding) - start)
+    gradients = {
+        name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in module.parameters.items()
+    }
+    return logits[:own], loss.detach(), gradients

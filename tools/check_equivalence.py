@@ -1,0 +1,111 @@
+"""Trains each case on forked ranks and in one process, and prints how far the two are apart.
+
+Every case is five steps of a tiny model on sequences from 3 to 700 tokens, with clipping and weight decay groups, under
+fixed strategies and under strategies that change every step. The reference is plain Hugging Face in one process, one
+sequence at a time. Differences are the largest of any entry, relative to the reference tensor's largest entry. FP32
+gradients are compared from the same parameters in each step. In FP64 cases, norms and routers that Hugging Face
+computes in FP32 compute in FP64 on both sides, and Gemma 2's reference has an FP64 softmax. An aim of "-" is printed
+only: Adam magnifies FP32 rounding where a gradient is near zero.
+
+  python -m tools.check_equivalence [--quick] [--json FILE] [--only WORDS]
+  python -m tools.check_equivalence --model CONFIG.json --ranks 4 --strategies "tp2pp2" "sp2 + 2*tp1"
+
+Exits non-zero if an aim is missed or a case fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import traceback
+from dataclasses import asdict, replace
+
+import deepspeed  # noqa: F401  (before forking: the ranks share it)
+import torch
+
+import ds_hydra.engine  # noqa: F401
+from ds_hydra.pipe.strategy import parse_strategy
+from tests.cases import CASES, FLOAT32, FLOAT64, Case
+from tests.equivalence import Difference, compare, num_ranks
+from tools._figures import figures_parser, finish, print_table
+
+QUICK = (
+    "fixed tp4 + pp2 + tp1",
+    "llama on 8 ranks",
+    "qwen3",
+    "gemma2",
+    "mixtral",
+    "layer_list",
+    "qwen3 fp32",
+    "sgd fp32",
+    "bf16",
+)
+WHAT = ("parameter", "moment", "gradient", "norm", "loss")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = _options(arguments)
+    torch.set_num_threads(1)
+    cases = _own_cases(options) if options.model else _table(options)
+    rows: list[list[object]] = []
+    missed: list[str] = []
+    figures: list[dict[str, object]] = []
+    for number, case in enumerate(cases, start=1):
+        print(f"{number}/{len(cases)} {case.name}", file=sys.stderr, flush=True)
+        began = time.perf_counter()
+        try:
+            found = compare(case, timeout=options.timeout)
+            short = found.missed(case)
+        except Exception as error:
+            traceback.print_exc()
+            found, short = Difference(*[float("nan")] * 5), [f"{case.name}: {type(error).__name__}: {error}"]
+        seconds = time.perf_counter() - began
+        missed += short
+        rows.append(_row(case, found, not short, seconds))
+        figures.append({"case": asdict(case), "found": asdict(found), "missed": short, "seconds": seconds})
+    headers = ["case", "family", "ranks", "type", "steps", *WHAT, "aims", "ok", "s"]
+    print_table(headers, rows)
+    done = sum(1 for row in rows if row[-2] == "yes")
+    return finish("check_equivalence", f"{done} of {len(cases)}", {"cases": figures}, missed, options.json)
+
+
+def _options(arguments: list[str] | None) -> argparse.Namespace:
+    parser = figures_parser(__doc__)
+    parser.add_argument("--only", metavar="WORDS", help="cases whose name holds WORDS")
+    parser.add_argument("--model", metavar="CONFIG.json", help="a Hugging Face config of a model of one's own")
+    parser.add_argument("--ranks", type=int, help="ranks for --model")
+    parser.add_argument("--strategies", nargs="+", metavar="TEXT", help="strategies for --model, one per step in turn")
+    parser.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="for one case")
+    options = parser.parse_args(arguments)
+    if (options.model is None) != (options.strategies is None):
+        parser.error("--model and --strategies go together")
+    for text in options.strategies or ():
+        used = sum(scheme.num_ranks for scheme in parse_strategy(text))
+        if options.ranks not in (None, used):
+            parser.error(f"strategy {text!r} uses {used} ranks, but --ranks is {options.ranks}")
+    return options
+
+
+def _table(options: argparse.Namespace) -> list[Case]:
+    cases = [case for case in CASES if not options.quick or case.name in QUICK]
+    return [case for case in cases if options.only is None or options.only in case.name]
+
+
+def _own_cases(options: argparse.Namespace) -> list[Case]:
+    """FP64 throughout, and FP32 gradients, of the model of a config file."""
+    case = Case("own", options.model, tuple(options.strategies), steps=max(2 if options.quick else 5, 1))
+    sgd = replace(case, name="own fp32", dtype=FLOAT32, optimizer="SGD")
+    return [replace(case, dtype=FLOAT64), sgd]
+
+
+def _row(case: Case, found: Difference, ok: bool, seconds: float) -> list[object]:
+    aims = case.aims
+    values = [f"{getattr(found, what):.1e}" for what in WHAT]
+    limits = "/".join("-" if (aim := getattr(aims, what)) is None else f"{aim:.0e}" for what in WHAT)
+    kind = f"{case.dtype} {case.optimizer}"
+    return [case.name, case.family, num_ranks(case), kind, case.steps, *values, limits, "yes" if ok else "NO", seconds]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
