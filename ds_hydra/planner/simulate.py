@@ -26,7 +26,12 @@ def schedule_1f1b(stage: int, num_stages: int, num_microbatches: int) -> list[tu
 
 def simulate_pipeline(loads: Sequence[float], num_stages: int) -> float:
     """Time of one pipeline over micro-batches with these loads (ms, one stage, forward and backward)."""
-    count = len(loads)
+    return simulate_stages([loads] * num_stages)
+
+
+def simulate_stages(loads: Sequence[Sequence[float]]) -> float:
+    """As `simulate_pipeline` for stages that differ: `loads[stage][micro-batch]` in ms."""
+    num_stages, count = len(loads), len(loads[0])
     done: dict[tuple[int, bool, int], float] = {}
     orders = [schedule_1f1b(stage, num_stages, count) for stage in range(num_stages)]
     at, free = [0] * num_stages, [0.0] * num_stages
@@ -40,7 +45,7 @@ def simulate_pipeline(loads: Sequence[float], num_stages: int) -> float:
                 if ready is None:
                     break
                 share = FORWARD_SHARE if forward else 1.0 - FORWARD_SHARE
-                free[stage] = max(free[stage], ready) + share * loads[m]
+                free[stage] = max(free[stage], ready) + share * loads[stage][m]
                 done[stage, forward, m] = free[stage]
                 at[stage] += 1
                 remaining -= 1
