@@ -37,6 +37,8 @@ class StageRuntime:
         self.module, self.pipeline, self.rank, self.transport = module, pipeline, rank, transport
         self.index = pipeline.stage_index(rank)
         self.widths, self.device, self.dtype = widths, device, dtype
+        self.phase = "forward"  # or "backward": for reports of what a rank was doing
+        self.losses: dict[int, Tensor] = {}  # of this stage's micro-batches in the last run, on the last stage
 
     def run(
         self,
@@ -55,6 +57,7 @@ class StageRuntime:
         self._gradients: dict[int, Tensor] = {}
         self._sending: list[tuple[Work, list[Tensor]]] = []
         self._loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.losses = {}
         self.compute_s = 0.0
         last_backward = max((i for i, step in enumerate(steps) if _has(step, "backward")), default=-1)
         with torch.set_grad_enabled(last_backward >= 0):
@@ -72,20 +75,24 @@ class StageRuntime:
         for work, _ in self._sending:
             work.wait()
         self._sending.clear()
+        self.phase = "push"
         return self._loss
 
     def _forward(self, microbatch: int, *, keep: bool) -> None:
+        self.phase = "forward"
         received = self._inputs.setdefault(microbatch, None)
         out = self.module.forward(received, self._batches[microbatch])
         self._outputs[microbatch] = out
         if self.module.place.is_last:
             self._loss += out.detach()
+            self.losses[microbatch] = out.detach()
         if not keep:
             del self._inputs[microbatch]
             if self.module.place.is_last:
                 del self._outputs[microbatch]
 
     def _backward(self, microbatch: int) -> None:
+        self.phase = "backward"
         out = self._outputs.pop(microbatch)
         if not out.requires_grad:  # everything up to here is frozen
             self._gradients.pop(microbatch, None)
