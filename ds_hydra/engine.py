@@ -43,9 +43,11 @@ from ds_hydra.pipe.strategy import ParallelScheme, format_strategy, parse_strate
 from ds_hydra.plan_source import PlanSource, agree
 from ds_hydra.planner import PlannedStep, StepPlan
 from ds_hydra.report import StepRecord
+from ds_hydra.signals import Signals
 from ds_hydra.strategy_runtime import Arena, StrategyRuntime
+from ds_hydra.watchdog import IDLE, Watchdog
 from ds_hydra.zero_hetero.buffer_pool import BufferPool
-from ds_hydra.zero_hetero.errors import ConfigError
+from ds_hydra.zero_hetero.errors import ConfigError, NumericsError
 from ds_hydra.zero_hetero.grad_norm import clip_, global_grad_norm
 from ds_hydra.zero_hetero.transport import TorchTransport
 
@@ -76,8 +78,7 @@ class HydraEngine(CheckpointFace, HostEngine):
         model.to("meta")
         groups = self._masters.trained.param_groups([{"names": group.names} for group in self.recipe.groups])
         self.install_optimizer([group["params"] for group in groups])
-        meeting = Meeting(dist.new_group(backend="gloo", timeout=timeout), self._rank, self._num_ranks)
-        self._checkpoints = Checkpointer(self, self._masters, self._source.aliases, meeting)
+        self._configure_safety(timeout)
         self._resume()
 
     def _configure_plans(self) -> None:
@@ -139,6 +140,31 @@ class HydraEngine(CheckpointFace, HostEngine):
             self._table, self._schemes, config.planner_options(), self.sampler, config.planner.ahead, self._control
         )
 
+    def _configure_safety(self, timeout: timedelta) -> None:
+        """Checkpoints, signals, heartbeats: what keeps a long run from losing anything."""
+        own = dist.new_group(backend="gloo", timeout=timeout)  # a save in the background must not meet training
+        meeting = Meeting(own, self._rank, self._num_ranks)
+        self._checkpoints = Checkpointer(self, self._masters, self._source.aliases, meeting)
+        self._meeting = Meeting(self._control, self._rank, self._num_ranks)
+        self._signals = Signals()
+        if self.hydra_config.checkpoint is not None:
+            self._signals.install()
+        self._phase, self._skipped_in_a_row = IDLE, 0
+        self._running: StrategyRuntime | None = None
+        faults = self.hydra_config.faults
+        self._watchdog = Watchdog(
+            meeting,
+            self._where,
+            heartbeat_s=faults.heartbeat_seconds,
+            frozen_s=faults.frozen_seconds,
+            address=faults.address,
+        )
+
+    def _where(self) -> tuple[int, str]:
+        """The step and phase that this rank is in."""
+        running = self._running
+        return self.global_steps + 1, self._phase if running is None else running._runtime.phase
+
     def train_batch(self, data_iter: Any = None) -> Tensor:
         """Run one step and return its loss, a scalar in FP32.
 
@@ -146,17 +172,31 @@ class HydraEngine(CheckpointFace, HostEngine):
         Every rank must call it.
         """
         self._refuse_iterator(data_iter)
+        data = self._data()
+        with self._phase_of("planning"):
+            loss, request = self._train_step(data)
+        self._save_when_due(request)
+        return loss
+
+    def _train_step(self, data: SequenceData) -> tuple[Tensor, int]:
+        """One step; its loss and what signals have asked for on any rank."""
         began = time.perf_counter()
         planned = self._plans.next(self.global_steps)
         runtime = self._runtime(planned.plan)
-        batches = self._batches(planned.plan, runtime, self._data())
+        batches = self._batches(planned.plan, runtime, data)
         weight = agree(planned.plan, batches.weight, self._control)
+        runtime._runtime.phase = "pull"
+        self._running = runtime
         loss = runtime.train(_weighted(batches.batches, weight))
-        norm, optimizer_s = self._update()
+        self._phase, self._running = "optimizer", None
+        norm, optimizer_s = self._update(loss)
+        self._phase = "report"
         stats = self._gather_stats(loss, runtime, batches)
+        if not math.isfinite(norm):
+            self._explain_skip(planned.plan, runtime)
         self._report(planned, runtime, norm, optimizer_s, weight, stats, time.perf_counter() - began)
-        self._save_when_due()
-        return stats[:, 0].sum().to(torch.float32)
+        self._count_skips(norm)
+        return stats[:, 0].sum().to(torch.float32), int(stats[:, 6].max())
 
     def eval_batch(self, data_iter: Any = None) -> Tensor:
         """Mean loss of a batch of sequences, without an update: a scalar in FP32, equal on all ranks.
@@ -186,9 +226,10 @@ class HydraEngine(CheckpointFace, HostEngine):
 
     def destroy(self) -> None:
         """End the planning process and a save that is under way, print the summary, release what DeepSpeed's would."""
-        checkpoints = self.__dict__.get("_checkpoints")
-        if checkpoints is not None:
-            checkpoints.writer.wait()
+        if "_watchdog" in self.__dict__:
+            self._checkpoints.writer.wait()
+            self._signals.remove()
+            self._watchdog.close()
         plans = self.__dict__.get("_plans")
         if plans is not None:
             plans.close()
@@ -230,11 +271,15 @@ class HydraEngine(CheckpointFace, HostEngine):
             self.device,
         )
 
-    def _update(self) -> tuple[float, float]:
-        """Clip and step; a gradient that is not finite leaves everything as it was. Returns norm and seconds."""
+    def _update(self, loss: Tensor) -> tuple[float, float]:
+        """Clip and step; a loss or gradient that is not finite, on any rank, leaves everything as it was on all.
+
+        Returns norm and seconds.
+        """
         began = time.perf_counter()
         grads = self._masters.trained.grads
-        norm = global_grad_norm(grads, None)
+        poison = (loss.detach() * 0.0).reshape(1)  # 0, or NaN for a loss that is not finite
+        norm = global_grad_norm([*grads, poison], None)
         value = float(norm)
         if math.isfinite(value):
             if self.gradient_clipping() > 0:
@@ -243,8 +288,37 @@ class HydraEngine(CheckpointFace, HostEngine):
             self.optimizer.step()
         return value, time.perf_counter() - began
 
+    def _explain_skip(self, plan: StepPlan, runtime: StrategyRuntime) -> None:
+        """Name what was not finite: micro-batches and their sequences by the loss, parameters by the gradient."""
+        found = []
+        if runtime.place.tp_rank == 0:
+            microbatches = plan.pipelines[runtime.pipeline_index].microbatches
+            for index, loss in runtime._runtime.losses.items():
+                if not math.isfinite(loss):
+                    ids = ", ".join(str(plan.sequence_ids[p]) for p in microbatches[index][:16])
+                    found.append(
+                        f"pipeline {runtime.pipeline_index}, micro-batch {index}: loss {float(loss)}, sequences {ids}"
+                    )
+        names = [piece.name for piece in self._masters.trained.pieces() if not bool(piece.grad.isfinite().all())]
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            found.append(f"gradient of {', '.join(names[:3])}{more}")
+        lines = [f"rank {r}: {text}" for r, text in enumerate(self._meeting.gather("; ".join(found)[:4000])) if text]
+        if self._rank == 0:
+            logger.warning("step %d is skipped, not finite: %s", self.global_steps + 1, " | ".join(lines[:16]))
+
+    def _count_skips(self, norm: float) -> None:
+        self._skipped_in_a_row = 0 if math.isfinite(norm) else self._skipped_in_a_row + 1
+        limit = self.hydra_config.faults.skipped_steps
+        if self._skipped_in_a_row >= limit:
+            raise NumericsError(
+                f"{limit} steps in a row were skipped, the last is step {self.global_steps}: losses or gradients are "
+                "not finite. Look at the sequences and parameters named above, lower the learning rate, or raise "
+                "hydra.faults.skipped_steps"
+            )
+
     def _gather_stats(self, loss: Tensor, runtime: StrategyRuntime, batches: RankBatches) -> Tensor:
-        """(num_ranks, 6) in FP64 on CPU: loss share, run seconds, exposed pull and push seconds, bytes moved.
+        """(num_ranks, 7) in FP64 on CPU: loss share; run, exposed pull and push seconds; padding; bytes; signal.
 
         A tensor parallel group computes one loss: its first rank counts it.
         """
@@ -256,6 +330,7 @@ class HydraEngine(CheckpointFace, HostEngine):
             runtime.exposed_push_s,
             float(batches.num_padding if counts and runtime.place.is_last and runtime.place.sp_rank == 0 else 0),
             float(_peak_memory(self.device)),
+            float(self._signals.request),
         ]
         everyone = torch.empty(self._num_ranks, len(mine), dtype=torch.float64)
         dist.all_gather(list(everyone.unbind()), torch.tensor(mine, dtype=torch.float64), group=self._control)

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_hydra.checkpoint.checkpointer import Checkpointer, What
 from ds_hydra.config import HydraConfig
-from ds_hydra.zero_hetero.errors import CheckpointError
+from ds_hydra.signals import LEAVE, NOTHING, Signals
+from ds_hydra.watchdog import Watchdog
+from ds_hydra.zero_hetero.errors import CheckpointError, NumericsError
 
 if TYPE_CHECKING:
     from ds_hydra.plan_source import PlanSource
     from ds_hydra.report import StepLog
+    from ds_hydra.strategy_runtime import StrategyRuntime
+
+logger = logging.getLogger(__name__)
 
 
 class CheckpointFace:
@@ -23,6 +31,14 @@ class CheckpointFace:
     global_steps: int
     _checkpoints: Checkpointer
     _plans: PlanSource
+    _signals: Signals
+    _watchdog: Watchdog
+    _phase: str
+    _running: StrategyRuntime | None
+
+    def destroy(self) -> None:
+        """See the engine."""
+        raise NotImplementedError
 
     def save_checkpoint(
         self,
@@ -38,15 +54,16 @@ class CheckpointFace:
         memory; an error of that save is raised by the next. Raises CheckpointError on all ranks alike.
         """
         config = self.hydra_config.checkpoint
-        self._checkpoints.save(
-            Path(save_dir),
-            tag,
-            client_state,
-            save_latest=save_latest,
-            with_frozen=not exclude_frozen_parameters,
-            keep_last=config.keep_last if config else None,
-            background=bool(config and config.asynchronous),
-        )
+        with self._phase_of("saving"):
+            self._checkpoints.save(
+                Path(save_dir),
+                tag,
+                client_state,
+                save_latest=save_latest,
+                with_frozen=not exclude_frozen_parameters,
+                keep_last=config.keep_last if config else None,
+                background=bool(config and config.asynchronous),
+            )
         return True
 
     def load_checkpoint(
@@ -71,7 +88,8 @@ class CheckpointFace:
                 "exactly the model's parameters; load others with load_16bit_model()"
             )
         what = What(load_optimizer_states, load_lr_scheduler_states, not load_module_only)
-        loaded = self._checkpoints.load(Path(load_dir), tag, what)
+        with self._phase_of("loading"):
+            loaded = self._checkpoints.load(Path(load_dir), tag, what)
         if loaded[0] is not None and what.place:
             self._moved()
         return loaded
@@ -86,10 +104,38 @@ class CheckpointFace:
         if config is not None and config.resume and self._checkpoints.load_newest(Path(config.dir)) is not None:
             self._moved()
 
-    def _save_when_due(self) -> None:
+    def _save_when_due(self, request: int) -> None:
+        """Save if the config or a signal says so; leave if a signal says so."""
         config = self.hydra_config.checkpoint
-        if config is not None and config.every and self.global_steps % config.every == 0:
+        if config is None:
+            return
+        due = config.every > 0 and self.global_steps % config.every == 0
+        if due or request:
             self.save_checkpoint(config.dir)
+            if self._signals.request <= request:  # else it came after this step had asked all ranks
+                self._signals.request = NOTHING
+        if request == LEAVE:
+            self.wait_for_checkpoint()
+            logger.info("saved step %d and leaving, as a signal asked for", self.global_steps)
+            self.destroy()
+            sys.exit(0)
+
+    @contextmanager
+    def _phase_of(self, name: str) -> Iterator[None]:
+        """A phase that all ranks are in together: what one of them raises concerns the others.
+
+        Errors of checkpoints and numerics are raised on all ranks alike, so each may be dealt with where it is raised.
+        """
+        before, self._phase = self._phase, name
+        try:
+            yield
+        except (CheckpointError, NumericsError):
+            raise
+        except BaseException as error:
+            self._watchdog.report(error)
+            raise
+        finally:
+            self._phase, self._running = before, None
 
     def _moved(self) -> None:
         """Training goes on at another step."""

@@ -24,8 +24,8 @@ class Meeting:
         if self.num_ranks == 1:
             return [text]
         mine = torch.frombuffer(bytearray(text.encode()) or bytearray(1), dtype=torch.uint8)
-        sizes = torch.empty(self.num_ranks, dtype=torch.int64)
-        dist.all_gather_into_tensor(sizes, torch.tensor([len(text.encode())]), group=self._group)
+        sizes = torch.empty(self.num_ranks, 1, dtype=torch.int64)
+        dist.all_gather(list(sizes.unbind()), torch.tensor([len(text.encode())]), group=self._group)
         longest = max(1, int(sizes.max()))
         if longest * self.num_ranks > _MAX_BYTES:
             raise CheckpointError(
@@ -33,9 +33,8 @@ class Meeting:
             )
         padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: len(mine)] = mine
-        everyone = torch.empty(self.num_ranks * longest, dtype=torch.uint8)
-        dist.all_gather_into_tensor(everyone, padded, group=self._group)
-        rows = everyone.view(self.num_ranks, longest)
+        rows = torch.empty(self.num_ranks, longest, dtype=torch.uint8)
+        dist.all_gather(list(rows.unbind()), padded, group=self._group)
         return [bytes(row[: int(size)].numpy()).decode() for row, size in zip(rows, sizes, strict=True)]
 
     def tell(self, text: str) -> str:

@@ -1,0 +1,58 @@
+"""Signals as requests that a step takes up at its end: SIGTERM and Ctrl-C save and leave, SIGUSR1 saves and goes on."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+from types import FrameType
+
+logger = logging.getLogger(__name__)
+
+NOTHING, SAVE, LEAVE = 0, 1, 2  # what is asked for; of several ranks' requests the largest counts
+_HANDLED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+_INTERRUPTED = 130
+
+
+class Signals:
+    """Takes over signals that the application leaves at their default; `request` is what they ask for."""
+
+    def __init__(self) -> None:
+        self.request = NOTHING
+        self._interrupts = 0
+        self._before: dict[int, object] = {}
+
+    def install(self) -> None:
+        """From now on signals become requests. Only the main thread can; elsewhere this does nothing."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in _HANDLED:
+            current = signal.getsignal(number)
+            if current in (signal.SIG_DFL, signal.default_int_handler):
+                self._before[number] = current
+                signal.signal(number, self._handle)
+            else:
+                logger.info("%s is handled by the application: it does not save", signal.Signals(number).name)
+
+    def remove(self) -> None:
+        """Give the signals back."""
+        if threading.current_thread() is threading.main_thread():
+            for number, before in self._before.items():
+                if signal.getsignal(number) == self._handle:
+                    signal.signal(number, before)  # type: ignore[arg-type]
+        self._before.clear()
+
+    def _handle(self, number: int, _: FrameType | None) -> None:
+        if number == signal.SIGUSR1:
+            self.request = max(self.request, SAVE)
+            return
+        self.request = LEAVE
+        if number == signal.SIGINT:
+            self._interrupts += 1
+            if self._interrupts > 1:
+                os.write(2, b"[ds_hydra] interrupted twice: ending at once, without saving\n")
+                sys.stdout.flush()
+                os._exit(_INTERRUPTED)
+        os.write(2, b"[ds_hydra] finishing this step, then saving and leaving; Ctrl-C once more ends at once\n")
