@@ -74,7 +74,7 @@ class DispatchProblem:
         ms = self.kernels.greedy_trials(self.times, self.items.tokens, self.max_length, self.pp, trials, seed, owner)
         return owner if np.isfinite(ms) else None
 
-    def by_search(self, restarts: int = 3, budget: int = 200_000, seed: int = 0) -> tuple[Ints, float] | None:
+    def by_search(self, restarts: int = 40, budget: int = 200_000, seed: int = 0) -> tuple[Ints, float] | None:
         """Our search, and the certified bound in ms; None when a sequence fits nowhere."""
         shape, n = self.groups.shape, len(self.items.tokens)
         price = self.groups.num_ranks.copy()

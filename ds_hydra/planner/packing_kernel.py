@@ -159,6 +159,69 @@ def fewest_bins(tokens: Ints, max_length: int) -> int:
     return best
 
 
+def bins_needed(sizes: Floats, capacity: float) -> int:
+    """The L2 bound of bin packing for sizes (n,), largest first, none above the capacity."""
+    n = len(sizes)
+    total = 0.0
+    for i in range(n):
+        total += sizes[i]
+    best = math.ceil(total / capacity - 1e-9)
+    for split in range(n):
+        small = sizes[split]
+        if 2.0 * small > capacity:
+            continue
+        large, middle, room, rest = 0, 0, 0.0, 0.0
+        for i in range(n):
+            if sizes[i] > capacity - small:
+                large += 1
+            elif 2.0 * sizes[i] > capacity:
+                middle += 1
+                room += capacity - sizes[i]
+            elif sizes[i] >= small:
+                rest += sizes[i]
+        best = max(best, large + middle + math.ceil(max(0.0, rest - room) / capacity - 1e-9))
+        if middle == 0 and large == 0:
+            break
+    return best
+
+
+def least_peak(work: Floats, v: int, most: float) -> float:
+    """Lower bound, up to `most`, on the largest of v micro-batches' work: mean, pigeonhole, L2 by bisection."""
+    n, total = len(work), 0.0
+    for i in range(n):
+        total += work[i]
+    low = max(work[0], total / v)
+    for k in range(1, (n - 1) // v + 1):  # k+1 of the k*v+1 largest share a micro-batch
+        together = 0.0
+        for i in range(k * v - k, k * v + 1):
+            together += work[i]
+        low = max(low, together)
+    high = most
+    while high > low * 1.0005:
+        middle = 0.5 * (low + high)
+        if bins_needed(work, middle) > v:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def packing_bound(scheme: Scheme, work: Floats, tokens: Ints, best_v: int, best_ms: float) -> float:
+    """Certified lower bound in ms on every packing of a pipeline, given the best one that `pack` found."""
+    n = len(tokens)
+    if n == 0:
+        return 0.0
+    total = 0.0
+    for i in range(n):
+        total += work[i]
+    fewest = fewest_bins(tokens, scheme.max_length)
+    bound = best_ms
+    for v in range(fewest, max(min(n, tokens.sum() // scheme.util_length), best_v) + 1):
+        if stage_ms(scheme, total, max(work[0], total / v), v) < bound:
+            bound = min(bound, stage_ms(scheme, total, least_peak(work, v, total), v))
+    return bound
+
+
 def pack(scheme: Scheme, work: Floats, tokens: Ints, rounds: int, out_bin: Ints) -> tuple[int, float, float]:
     """Pack the sequences of one pipeline: (micro-batches, ms, lower bound ms); bins go to `out_bin`.
 

@@ -27,6 +27,7 @@ _TINY_SEQUENCES = 8  # up to here 3^n subsets are cheaper than any search
 _LEVEL_ROUNDS = 40
 _MOVES = 200_000  # candidates that one local search looks at
 _REPACKINGS = 400
+_MORE_RESTARTS = 12
 _PROOF_TARGETS = (0.001, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08)  # gaps tried, best first
 _PROOF_DEPTH = 10
 _PROOF_NODES = 300
@@ -185,11 +186,24 @@ class Search:
                 break
         if best is None:
             raise PlanError("no strategy was found that holds every sequence")
+        if self._options.method == "fast" and not lean and not tiny:
+            best = self._look_again(best, bounds, prices)
         if self._options.method == "exact" and not tiny:
             best = self._improve_exactly(best, bounds)
         if not lean and not tiny:
             self._raise_bounds(bounds, prices, best.ms)
         return best, min(bounds.values())
+
+    def _look_again(self, best: Assignment, bounds: dict[int, float], prices: dict[int, Floats]) -> Assignment:
+        """More restarts, bent by other random numbers, for every strategy whose bound is still below the plan."""
+        restarts = _MORE_RESTARTS * self._options.effort * 100 // max(200, self._batch.size)
+        effort = self._effort._replace(restarts=restarts)
+        for i in sorted(bounds, key=lambda i: (bounds[i], i)):
+            if restarts and bounds[i] * (1.0 + self._options.tolerance) < best.ms:
+                found = self.assign(self._groups[i], bounds[i], prices[i], best.ms, effort)
+                if found is not None and found.ms < best.ms:
+                    best = found
+        return best
 
     def _raise_bounds(self, bounds: dict[int, float], prices: dict[int, Floats], best_ms: float) -> None:
         """Prove better bounds for the strategies that could still beat the plan [Note: branching on the longest]."""
@@ -219,7 +233,9 @@ class Search:
         """Certified lower bound in ms on any plan under a strategy; `price` is warm start and result."""
         return float(self._kernels.strategy_bound(self._schemes, self._batch.merged, groups.shape, outer, inner, price))
 
-    def assign(self, groups: Groups, bound: float, price: Floats, ceiling: float) -> Assignment | None:
+    def assign(
+        self, groups: Groups, bound: float, price: Floats, ceiling: float, effort: Effort | None = None
+    ) -> Assignment | None:
         """Dispatch, pack and repair under one strategy; None when some sequence found no place.
 
         Little is tried where `ceiling` ms looks out of reach.
@@ -227,17 +243,9 @@ class Search:
         n, shape = self._batch.size, groups.shape
         place = empty_placement(np.zeros(n, dtype=np.int64), len(shape.pipeline_scheme))
         bin_of = np.zeros(n, dtype=np.int64)
+        seed = self._options.seed + (effort is not None)
         ms = self._kernels.dispatch(
-            self._schemes,
-            self._batch.items,
-            shape,
-            bound,
-            price,
-            ceiling,
-            self._effort,
-            self._options.seed,
-            place,
-            bin_of,
+            self._schemes, self._batch.items, shape, bound, price, ceiling, effort or self._effort, seed, place, bin_of
         )
         return None if math.isinf(ms) else Assignment(groups, place.owner, bin_of, float(ms))
 
