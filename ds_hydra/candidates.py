@@ -9,6 +9,7 @@ from ds_hydra.cost_model import CostTable, ModelShape, analytic_cost_table
 from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.pipe.strategy import ParallelScheme, place_strategy
 from ds_hydra.planner.proposal import propose_strategies
+from ds_hydra.table_file import JobPrint, TableFile, check_job, read_table_file
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 
 # Rough speeds for the analytic table, of one rank: FLOP/s and bytes/s between ranks.
@@ -48,24 +49,29 @@ def model_shape(plan: ModelPlan, hidden: int, vocab: int | None) -> ModelShape:
 
 
 def job_cost_table(
-    config: HydraConfig, shape: ModelShape, schemes: Sequence[ParallelScheme], longest: int, device_type: str
-) -> CostTable:
+    config: HydraConfig, shape: ModelShape, schemes: Sequence[ParallelScheme], longest: int, job: JobPrint
+) -> TableFile:
     """The measured table of the config, or an analytic one for sequences of up to `longest` tokens.
 
-    Raises ConfigError when the measured table lacks a scheme that a strategy of the config uses.
+    Raises ConfigError when the measured table was made for another job, or lacks a scheme that a strategy of the
+    config uses.
     """
     if config.cost_table is None:
-        flops, link = _SPEEDS.get(device_type, _SPEEDS["cuda"])
+        flops, link = _SPEEDS["cpu" if job.threads else "cuda"]
         context = max(longest, config.tokens_per_step)
-        return analytic_cost_table(shape, schemes, context, device_flops=flops, link_bytes_per_second=link)
-    table = CostTable.load(config.cost_table)
+        return TableFile(
+            analytic_cost_table(shape, schemes, context, device_flops=flops, link_bytes_per_second=link)
+        )
+    found = read_table_file(config.cost_table)
+    check_job(found, job, repr(config.cost_table))
+    table = found.table
     missing = sorted({s for strategy in config.schemes for s in strategy} - set(table.schemes))
     if missing:
         raise ConfigError(
             f"cost table {config.cost_table!r} has no entry for {', '.join(map(str, missing))}, which "
             f"hydra.strategies use; it has {', '.join(map(str, table.schemes))}. Measure them, or leave them out"
         )
-    return table
+    return found
 
 
 def proposed_strategies(

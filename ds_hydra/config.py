@@ -141,6 +141,8 @@ class HydraConfig:
     """Time of V loads: "flow_shop" is sum + (PP - 1) * largest, "paper" is Eq. 1, largest * (PP - 1 + V)."""
     cost_table: str | None = setting(text(optional=True), None)
     """Measured coefficients (JSON); None estimates them from the model's FLOPs."""
+    cost_correction: str = setting(choice("off", "report", "apply"), "report")
+    """Measured over predicted times: "report" writes them to `steps_file`, "apply" also scales the costs by them."""
     planner: PlannerConfig = setting(_planner, PlannerConfig())
     seed: int = setting(integer(), 0)
     """Seed of the order of sequences and of the search for plans."""

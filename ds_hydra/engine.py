@@ -11,6 +11,7 @@ import math
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -35,6 +36,7 @@ from ds_hydra.data import SequenceData
 from ds_hydra.deepspeed_bridge import HostEngine
 from ds_hydra.groups import GroupCache
 from ds_hydra.masters import ModelMasters
+from ds_hydra.memory_check import check_memory, job_memory, rank_memory, within_memory
 from ds_hydra.pipe.causal_lm import CausalLM
 from ds_hydra.pipe.layer_list import LayerList
 from ds_hydra.pipe.packing import MicroBatch
@@ -42,8 +44,10 @@ from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.pipe.strategy import ParallelScheme, format_strategy, parse_strategy, place_strategy
 from ds_hydra.plan_source import PlanSource, agree
 from ds_hydra.planner import PlannedStep, StepPlan
+from ds_hydra.profiling.job_print import describe_job
 from ds_hydra.report import StepRecord
 from ds_hydra.signals import Signals
+from ds_hydra.step_watch import StepWatch
 from ds_hydra.strategy_runtime import Arena, StrategyRuntime
 from ds_hydra.watchdog import IDLE, Watchdog
 from ds_hydra.zero_hetero.buffer_pool import BufferPool
@@ -92,20 +96,23 @@ class HydraEngine(CheckpointFace, HostEngine):
         shape = model_shape(
             plan, max(self._source.width(i) for i in range(1, plan.num_layers)), self._source.vocab_size
         )
-        self._table = job_cost_table(config, shape, schemes, longest, self.device.type)
+        job = describe_job(self._source, self.device, self.compute_dtype, self._num_ranks)
+        found = job_cost_table(config, shape, schemes, longest, job)
+        memory = job_memory(
+            self._source, found.table.schemes, self._num_ranks, rank_memory(self.device, self._node_size()),
+            self.compute_dtype, activation_checkpointing=config.activation_checkpointing,
+        )  # fmt: skip
+        self._table = found.table if config.cost_table else within_memory(found.table, memory)
+        share = shape.params // self._num_ranks
+        self._watch = StepWatch(config.cost_correction, replace(found, table=self._table), plan.num_layers, share)
         self._schemes = config.schemes or self._propose(lengths)
         self._strategies = {
             schemes: place_strategy(schemes, self._num_ranks, plan.num_layers) for schemes in self._schemes
         }
         for strategy in self._strategies.values():
             plan.check(strategy)
-        limit = max(self._table[scheme].max_length for strategy in self._schemes for scheme in strategy)
-        if longest > limit:
-            where = f"sequence {int(self.data.lengths.argmax())} has" if self.data is not None else "sequences may have"
-            raise ConfigError(
-                f"{where} {longest} tokens but no candidate strategy holds more than {limit} in one micro-batch: add a "
-                "strategy with larger tp, sp or pp, or lower hydra.context_length"
-            )
+        where = "sequences may have" if self.data is None else f"sequence {int(self.data.lengths.argmax())} has"
+        check_memory(self._table, memory, self._schemes, longest, where)
 
     def _propose(self, lengths: Sequence[int]) -> tuple[tuple[ParallelScheme, ...], ...]:
         """Rank 0 proposes, so that only one process compiles and searches."""
@@ -318,7 +325,7 @@ class HydraEngine(CheckpointFace, HostEngine):
             )
 
     def _gather_stats(self, loss: Tensor, runtime: StrategyRuntime, batches: RankBatches) -> Tensor:
-        """(num_ranks, 7) in FP64 on CPU: loss share; run, exposed pull and push seconds; padding; bytes; signal.
+        """(num_ranks, 8) in FP64 on CPU: loss share; run, exposed pull and push seconds; padding; bytes; signal; compute.
 
         A tensor parallel group computes one loss: its first rank counts it.
         """
@@ -331,6 +338,7 @@ class HydraEngine(CheckpointFace, HostEngine):
             float(batches.num_padding if counts and runtime.place.is_last and runtime.place.sp_rank == 0 else 0),
             float(_peak_memory(self.device)),
             float(self._signals.request),
+            runtime.compute_s,
         ]
         everyone = torch.empty(self._num_ranks, len(mine), dtype=torch.float64)
         dist.all_gather(list(everyone.unbind()), torch.tensor(mine, dtype=torch.float64), group=self._control)
@@ -348,6 +356,11 @@ class HydraEngine(CheckpointFace, HostEngine):
     ) -> None:
         plan, strategy = planned.plan, runtime.strategy
         pipeline_ms = [1e3 * float(stats[list(p.ranks), 1].max()) for p in strategy.pipelines]
+        stage_ms = [[1e3 * float(stats[list(s.ranks), 7].max()) for s in p.stages] for p in strategy.pipelines]
+        watched = self._watch.fields(
+            plan, pipeline_ms=pipeline_ms, stage_ms=stage_ms, step_ms=1e3 * seconds,
+            moved_bytes=runtime.pull_bytes + runtime.push_bytes,
+        )  # fmt: skip
         record = StepRecord(
             step=self.global_steps + 1,
             loss=float(stats[:, 0].sum()),
@@ -378,9 +391,14 @@ class HydraEngine(CheckpointFace, HostEngine):
             skipped=not math.isfinite(norm),
             skipped_steps=self.skipped_steps + (not math.isfinite(norm)),
             plan=plan.to_json(),
+            **watched,
         )
         self._previous = plan.strategy
         self.finish_step(record)
+        corrected = self._watch.new_table(self.global_steps)
+        if corrected is not None:
+            self._table = corrected
+            self._plans.use_table(corrected)
 
 
 def model_source(model: Any, *, activation_checkpointing: bool) -> ModelSource:

@@ -39,11 +39,20 @@ class PlanSource:
         self._table, self._options, self._sampler, self._control = cost_table, options, sampler, control
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
         self._ahead = ahead
-        self._planner = Planner(cost_table, strategies, options)
-        once = replace(options, kernels="pure", choose="best", replay_file=None)  # nothing to compile for one plan
-        self._pure = Planner(cost_table, strategies, once)
+        self._set_planners(strategies)
         self._service = self._start_service()
         self._submitted: int | None = None
+
+    def _set_planners(self, strategies: tuple[tuple[ParallelScheme, ...], ...]) -> None:
+        self._planner = Planner(self._table, strategies, self._options)
+        once = replace(self._options, kernels="pure", choose="best", replay_file=None)  # nothing to compile for one plan
+        self._pure = Planner(self._table, strategies, once)
+
+    def use_table(self, cost_table: CostTable) -> None:
+        """Plan by other costs from the next step on. Every rank must call it, with the same table."""
+        self._table = cost_table
+        self._set_planners(self._planner.strategies)
+        self.restart()
 
     def _start_service(self) -> PlannerService | None:
         if self._rank != 0 or self._ahead == 0 or self._sampler is None:

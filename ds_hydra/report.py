@@ -9,8 +9,8 @@ import sys
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -57,6 +57,12 @@ class StepRecord:
     skipped_steps: int = 0  # so far
     epoch: int = 0
     plan: str = ""  # StepPlan.to_json(), for `plans_file`
+    predicted_step_ms: float | None = None  # stage by stage, with all that a step costs besides its pipelines
+    corrected_step_ms: float | None = None  # the same, corrected by the steps before
+    predicted_pipeline_ms: tuple[float, ...] = ()
+    predicted_stage_ms: tuple[tuple[float, ...], ...] = ()  # of each pipeline's stages
+    stage_ms: tuple[tuple[float, ...], ...] = ()  # computing, of each stage's slowest rank
+    corrections: Mapping[str, float] = field(default_factory=dict)  # measured over predicted time, by scheme
 
     @property
     def balance(self) -> float:
@@ -75,8 +81,9 @@ class StepRecord:
 
     @property
     def prediction_error(self) -> float:
-        """(predicted - measured) / measured."""
-        return self.predicted_ms / self.step_ms - 1.0 if self.step_ms > 0 else 0.0
+        """(predicted - measured) / measured, of the step's own prediction where there is one."""
+        predicted = self.predicted_ms if self.predicted_step_ms is None else self.predicted_step_ms
+        return predicted / self.step_ms - 1.0 if self.step_ms > 0 else 0.0
 
     @property
     def gap(self) -> float | None:
@@ -108,13 +115,17 @@ def format_line(record: StepRecord) -> str:
         f"lr {record.learning_rate:.2e}",
         f"tok {record.num_tokens:,} (pad {record.padding_share:.1%})",
         f"{record.strategy}{' (changed)' if record.changed else ''}",
-        f"{record.step_ms:,.0f} ms (pred {record.predicted_ms:,.0f}, {record.prediction_error:+.1%})",
+        f"{record.step_ms:,.0f} ms (pred {_predicted(record):,.0f}, {record.prediction_error:+.1%})",
         f"balance {record.balance:.2f}",
         f"{_thousands(record.tokens_per_second)} tok/s",
         f"plan {record.planning_ms:,.0f} ms {hidden}",
         f"skip {record.skipped_steps}{' (gradient not finite: skipped)' if record.skipped else ''}",
     ]
     return " | ".join(parts)
+
+
+def _predicted(record: StepRecord) -> float:
+    return record.predicted_ms if record.predicted_step_ms is None else record.predicted_step_ms
 
 
 def _thousands(value: float) -> str:

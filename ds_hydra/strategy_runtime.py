@@ -196,6 +196,11 @@ class StrategyRuntime:
         return loss
 
     @property
+    def compute_s(self) -> float:
+        """Seconds of the last step in forwards and backwards, their collectives included."""
+        return self._runtime.compute_s
+
+    @property
     def pull_bytes(self) -> int:
         """Bytes that this rank receives in a pull."""
         size = self._arena.params.dtype.itemsize
