@@ -1,0 +1,218 @@
+"""Layouts of a model under any strategy: who computes with what, and whose gradients add up to each element's."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_hydra.pipe.model_plan import ModelPlan, ParamSpec, ShardRule, make_buckets
+from ds_hydra.pipe.strategy import ParallelScheme, Pipeline, Stage, Strategy, place_strategy
+from ds_hydra.zero_hetero.errors import PlanError
+
+HEADS, KV_HEADS = 12, 2
+LAYER = {
+    "q.weight": ((24, 5), ShardRule(0, units=HEADS)),
+    "k.weight": ((4, 5), ShardRule(0, units=KV_HEADS)),
+    "o.weight": ((5, 24), ShardRule(1, units=HEADS)),
+    "gate_up.weight": ((26, 5), ShardRule(0, parts=2)),  # 13 rows a part: divides nothing
+    "experts": ((3, 14, 5), ShardRule(1, parts=2)),
+    "down.weight": ((5, 13), ShardRule(1)),
+    "norm.weight": ((5,), ShardRule()),
+    "q_norm.weight": ((7,), ShardRule(gradient="partial")),
+}
+
+
+def model_plan(num_layers: int, tied: bool, frozen: bool = False) -> ModelPlan:
+    specs = {"embed": ParamSpec("embed", (29, 5), ShardRule(0), not frozen)}
+    layers = []
+    for layer in range(num_layers):
+        own = {f"{layer}.{name}": ParamSpec(f"{layer}.{name}", *rule) for name, rule in LAYER.items()}
+        if frozen and layer == 0:
+            own = {name: replace(spec, trainable="norm" in name) for name, spec in own.items()}
+        specs |= own
+        layers.append(frozenset(own))
+    specs["norm"] = ParamSpec("norm", (5,))
+    if not tied:
+        specs["head"] = ParamSpec("head", (29, 5), ShardRule(0))
+    last = frozenset({"norm", "embed" if tied else "head"})
+    first = frozenset({"embed"})
+    groups = [("embeddings", first), *((f"layers.{i}", own) for i, own in enumerate(layers)), ("head", last - first)]
+    return ModelPlan(make_buckets(groups, specs), first, tuple(layers), last, HEADS, KV_HEADS, heads_cut=True)
+
+
+@st.composite
+def strategies(draw: st.DrawFn, num_layers: int) -> Strategy:
+    """Pipelines of stages that differ in tp, sp and layers."""
+    pipelines: list[Pipeline] = []
+    rank = 0
+    for _ in range(draw(st.integers(1, 3))):
+        cuts = sorted(draw(st.sets(st.integers(1, num_layers - 1), max_size=2)))
+        stages: list[Stage] = []
+        for first, last in zip([0, *cuts], [*cuts, num_layers], strict=True):
+            tp, sp = draw(st.sampled_from([1, 2, 4, 6])), draw(st.integers(1, 3))
+            stages.append(Stage(tuple(range(rank, rank + tp * sp)), first, last, tp, sp))
+            rank += tp * sp
+        pipelines.append(Pipeline(tuple(stages)))
+    return Strategy(tuple(pipelines))
+
+
+CASES = st.integers(2, 5).flatmap(
+    lambda layers: st.tuples(st.builds(model_plan, st.just(layers), st.booleans(), st.booleans()), strategies(layers))
+)
+
+
+def stage_of(strategy: Strategy, rank: int) -> Stage:
+    pipeline, stage = strategy.locate(rank)
+    return strategy.pipelines[pipeline].stages[stage]
+
+
+def test_buckets_hold_every_parameter_once() -> None:
+    for frozen in (False, True):
+        plan = model_plan(3, tied=False, frozen=frozen)
+        names = [param.name for bucket in plan.buckets for param in bucket.params]
+        assert sorted(names) == sorted(set(names))
+        assert set(names) == plan.first | plan.last | frozenset().union(*plan.layers)
+        assert all(param.trainable == bucket.trainable for bucket in plan.buckets for param in bucket.params)
+        assert any(not bucket.trainable for bucket in plan.buckets) == frozen
+
+
+@settings(max_examples=50)
+@given(CASES)
+def test_pull_gives_each_rank_what_its_stage_needs_once(case: tuple[ModelPlan, Strategy]) -> None:
+    plan, strategy = case
+    for bucket in plan.buckets:
+        layout = plan.pull_layout(bucket, strategy)
+        layout.validate()
+        for rank in range(strategy.num_ranks):
+            stage = stage_of(strategy, rank)
+            tp_rank = stage.coordinates(rank)[0]
+            slots = plan.slots(bucket, stage, tp_rank)
+            assert {slot.param.name for slot in slots} == plan.needed(stage) & {p.name for p in bucket.params}
+            size = sum(slot.numel for slot in slots)
+            assert layout.sizes[rank] == layout.held(rank) == size  # without holes
+            filled = Counter(
+                place for piece in layout.pieces[rank] for place in range(piece.offset, piece.offset + piece.stop - piece.start)
+            )
+            assert filled == Counter(range(size))
+
+
+@settings(max_examples=50)
+@given(CASES)
+def test_whole_parameters_are_covered_by_each_tensor_parallel_group(case: tuple[ModelPlan, Strategy]) -> None:
+    plan, strategy = case
+    for bucket in plan.buckets:
+        layout = plan.pull_layout(bucket, strategy)
+        for pipeline in strategy.pipelines:
+            for stage in pipeline.stages:
+                for sp_rank in range(stage.sp):
+                    held = np.zeros(bucket.numel, dtype=int)
+                    for rank in stage.ranks[sp_rank * stage.tp : (sp_rank + 1) * stage.tp]:
+                        for piece in layout.pieces[rank]:
+                            held[piece.start : piece.stop] += 1
+                    assert_covers(plan, bucket, stage, held)
+
+
+def assert_covers(plan: ModelPlan, bucket, stage: Stage, held: np.ndarray) -> None:  # type: ignore[no-untyped-def,type-arg]
+    """Once if cut, by all ranks if not, by some ranks where there are fewer heads than ranks; not if not needed."""
+    start = 0
+    for param in bucket.params:
+        counts = held[start : start + param.numel]
+        start += param.numel
+        if param.name not in plan.needed(stage):
+            expected = 0
+        elif param.rule.dim is None:
+            expected = stage.tp
+        else:
+            expected = max(1, stage.tp // param.rule.units) if param.rule.units else 1
+        assert (counts == expected).all(), (param, stage)
+
+
+@settings(max_examples=50)
+@given(CASES)
+def test_contributions_add_up_to_the_gradient(case: tuple[ModelPlan, Strategy]) -> None:
+    """Numbers instead of counts: true gradients per pipeline and sp rank, shared as autograd would leave them."""
+    plan, strategy = case
+    random = np.random.default_rng(0)
+    for bucket in plan.buckets:
+        layout = plan.push_layout(bucket, strategy)
+        layout.validate()
+        pushed, true = np.zeros(bucket.numel), np.zeros(bucket.numel)
+        for pipeline in strategy.pipelines:
+            for stage in pipeline.stages:
+                for sp_rank in range(stage.sp):
+                    gradient = random.integers(1, 1000, bucket.numel).astype(float)
+                    true += gradient * needed_mask(plan, bucket, stage)
+                    for tp_rank, rank in enumerate(stage.ranks[sp_rank * stage.tp : (sp_rank + 1) * stage.tp]):
+                        local = local_gradient(plan, bucket, stage, tp_rank, gradient)
+                        for piece in layout.pieces[rank]:
+                            length = piece.stop - piece.start
+                            pushed[piece.start : piece.stop] += local[piece.offset : piece.offset + length]
+        np.testing.assert_allclose(pushed, true, rtol=1e-12)
+
+
+def needed_mask(plan: ModelPlan, bucket, stage: Stage) -> np.ndarray:  # type: ignore[no-untyped-def,type-arg]
+    needed = plan.needed(stage)
+    return np.concatenate([np.full(param.numel, float(param.name in needed)) for param in bucket.params])
+
+
+def local_gradient(plan: ModelPlan, bucket, stage: Stage, tp_rank: int, gradient: np.ndarray) -> np.ndarray:  # type: ignore[no-untyped-def,type-arg]
+    """What a rank's gradient buffer holds: its shard; for shared heads and partial gradients its part of the sum."""
+    starts = dict(zip([p.name for p in bucket.params], np.cumsum([0, *(p.numel for p in bucket.params)]), strict=False))
+    parts: list[np.ndarray] = []  # type: ignore[type-arg]
+    for slot in plan.slots(bucket, stage, tp_rank):
+        param, rule = slot.param, slot.param.rule
+        holders = 1
+        if rule.dim is None and rule.gradient == "partial":
+            holders = stage.tp
+        elif rule.dim is not None and rule.units:
+            holders = max(1, stage.tp // rule.units)
+        own = gradient[starts[param.name] : starts[param.name] + param.numel]
+        cut = [own[lo:hi] for lo, hi in param.shard_intervals(tp_rank, stage.tp)]
+        parts.append(np.concatenate(cut) / holders)
+    return np.concatenate(parts) if parts else np.zeros(0)
+
+
+def test_shard_intervals_are_slices_of_the_parameter() -> None:
+    """Against numpy: intervals of the flat order are the rows that a rank would slice out."""
+    for shape, rule in LAYER.values():
+        param = ParamSpec("p", shape, rule)
+        if rule.dim is None:
+            continue
+        full = np.arange(param.numel).reshape(shape)
+        split = np.moveaxis(full.reshape(*shape[: rule.dim], rule.parts, -1, *shape[rule.dim + 1 :]), rule.dim, 0)
+        flat = np.moveaxis(split, rule.dim + 1, 1).reshape(-1)
+        for tp in (1, 2, 4, 6):
+            for tp_rank in range(tp):
+                mine = np.concatenate([flat[lo:hi] for lo, hi in param.shard_intervals(tp_rank, tp)])
+                rows = shape[rule.dim] // rule.parts
+                start, stop = param.shard_rows(tp_rank, tp)
+                index = [part * rows + row for part in range(rule.parts) for row in range(start, stop)]
+                assert set(mine) == set(np.take(full, index, axis=rule.dim).reshape(-1))
+                assert param.shard_shape(tp_rank, tp) == np.take(full, index, axis=rule.dim).shape
+
+
+@pytest.mark.parametrize(
+    ("scheme", "words"),
+    [
+        (ParallelScheme(tp=5), "12 heads cannot be shared by tp=5"),
+        (ParallelScheme(tp=3), "2 heads cannot be shared by tp=3"),
+        (ParallelScheme(tp=36), "embed: 29 rows cannot be cut over tp=36; use tp <= 29"),
+        (ParallelScheme(sp=5), "sp=5 does not divide the 12 attention heads"),
+        (ParallelScheme(tp=4, sp=2), "sp=2 does not divide the 3 attention heads that tp=4 leaves of 12"),
+        (ParallelScheme(sp=3), "sp=3 and the 2 key/value heads do not divide each other"),
+    ],
+)
+def test_degrees_that_the_model_cannot_be_cut_by(scheme: ParallelScheme, words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        model_plan(3, tied=True).check(place_strategy([scheme], scheme.num_ranks, 3))
+
+
+@pytest.mark.parametrize("text", [(1, 3, 1), (2, 1, 1), (4, 2, 1), (2, 1, 2), (6, 1, 1), (1, 1, 4), (2, 1, 6)])
+def test_degrees_that_it_can(text: tuple[int, int, int]) -> None:
+    scheme = ParallelScheme(*text)
+    model_plan(3, tied=True).check(place_strategy([scheme], scheme.num_ranks, 3))
