@@ -36,9 +36,9 @@ class CheckpointFace:
     _phase: str
     _running: StrategyRuntime | None
 
-    def destroy(self) -> None:
-        """See the engine."""
-        raise NotImplementedError
+    if TYPE_CHECKING:  # the engine's
+
+        def destroy(self) -> None: ...
 
     def save_checkpoint(
         self,
