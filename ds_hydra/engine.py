@@ -325,7 +325,8 @@ class HydraEngine(CheckpointFace, HostEngine):
             )
 
     def _gather_stats(self, loss: Tensor, runtime: StrategyRuntime, batches: RankBatches) -> Tensor:
-        """(num_ranks, 8) in FP64 on CPU: loss share; run, exposed pull and push seconds; padding; bytes; signal; compute.
+        """(num_ranks, 8) in FP64 on CPU: loss share; run, exposed pull and push seconds; padding; bytes; signal;
+        seconds computing.
 
         A tensor parallel group computes one loss: its first rank counts it.
         """

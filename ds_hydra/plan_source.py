@@ -45,7 +45,8 @@ class PlanSource:
 
     def _set_planners(self, strategies: tuple[tuple[ParallelScheme, ...], ...]) -> None:
         self._planner = Planner(self._table, strategies, self._options)
-        once = replace(self._options, kernels="pure", choose="best", replay_file=None)  # nothing to compile for one plan
+        # One plan is not worth compiling for.
+        once = replace(self._options, kernels="pure", choose="best", replay_file=None)
         self._pure = Planner(self._table, strategies, once)
 
     def use_table(self, cost_table: CostTable) -> None:
