@@ -1,0 +1,137 @@
+"""Cost tables: what is read, what is refused, and that the memory model reproduces published limits."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from ds_hydra.cost_model import CostTable, MemoryModel, ModelShape, SchemeCost, analytic_cost_table
+from ds_hydra.pipe.strategy import ParallelScheme
+from ds_hydra.zero_hetero.errors import ConfigError, PlanError
+
+TABLES = Path(__file__).parents[2] / "examples" / "cost_tables"
+SHAPE = ModelShape(hidden=256, layers=8, heads=8, kv_heads=4, intermediate=688, vocab=8192, params=10_000_000)
+
+
+def test_times_follow_the_quadratic() -> None:
+    cost = SchemeCost(ParallelScheme(2, 3), a=0.5, b=2.0, c=10.0, max_length=100)
+    assert cost.sequence_ms([2, 4]).tolist() == [6.0, 16.0]
+    assert cost.load_ms([2, 4]) == 32.0
+    assert cost.pipeline_ms([32.0, 20.0]) == 32.0 + 20.0 + 2 * 32.0
+    assert cost.paper_ms([32.0, 20.0]) == 32.0 * (2 + 2)
+    assert cost.pipeline_ms([]) == cost.paper_ms([]) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("scheme", "activation", "expected"),
+    [((1, 4), 36, 1994), ((2, 2), 36, 4045), ((4, 1), 37, 7872), ((8, 3), 42, 27288), ((16, 1), 50, 43614)],
+)
+def test_memory_model_gives_published_limits_of_32b(scheme: tuple[int, int], activation: int, expected: int) -> None:
+    capacity = 85198897152 - 10737418240 - 5242880000
+    model = MemoryModel(6656, 60, 30592, capacity, 64, activation, state_bytes=201, sharded_share=0.75)
+    assert model.max_length(ParallelScheme(*scheme)) == expected
+    table = CostTable.load(TABLES / "llama_32b_a800.json")
+    assert table[ParallelScheme(*scheme)].max_length == expected
+
+
+def test_save_and_load_give_back_the_table(tmp_path: Path) -> None:
+    table = analytic_cost_table(SHAPE, [ParallelScheme(), ParallelScheme(2, 2), ParallelScheme(1, 1, 2)], 700)
+    table.save(tmp_path / "table.json")
+    assert CostTable.load(tmp_path / "table.json") == table
+
+
+BAD_FIELDS = [
+    ({"a": -1e-6}, "a must not be negative"),
+    ({"c": -3}, "c must not be negative"),
+    ({"b": math.nan}, "b must be a finite number"),
+    ({"b": "fast"}, "b must be a finite number"),
+    ({"c": True}, "c must be a finite number"),
+    ({"a": 0, "b": 0}, "not monotone"),
+    ({"max_length": 0}, "util_length <= max_length"),
+    ({"max_length": 10.5}, "whole number"),
+    ({"util_length": 5000}, "util_length <= max_length"),
+    ({"scheme": "tp0"}, "at least 1"),
+    ({"scheme": "2*tp1"}, "one scheme is due"),
+    ({"scheme": "tq1"}, "cannot read the term"),
+    ({"speed": 1}, "unknown keys"),
+]
+
+
+def _table(**changes: object) -> dict[str, object]:
+    row = {"scheme": "tp2", "a": 1e-6, "b": 0.1, "c": 5.0, "max_length": 4096, "util_length": 256}
+    return {"format": "ds-hydra cost table", "version": 1, "schemes": [{**row, **changes}]}
+
+
+@pytest.mark.parametrize(("changes", "reason"), BAD_FIELDS)
+def test_bad_entries_name_file_key_and_reason(tmp_path: Path, changes: dict[str, object], reason: str) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(_table(**changes)))
+    with pytest.raises(ConfigError, match=reason) as error:
+        CostTable.load(path)
+    assert str(path) in str(error.value)
+    assert "schemes[0]" in str(error.value)
+
+
+@pytest.mark.parametrize("key", ["scheme", "a", "b", "c", "max_length", "util_length"])
+def test_missing_entries_are_named(tmp_path: Path, key: str) -> None:
+    record = _table()
+    del record["schemes"][0][key]  # type: ignore[index]
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(record))
+    with pytest.raises(ConfigError, match=f"missing {key}"):
+        CostTable.load(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"version": 2}, "'version' is 2 but this release reads 1"),
+        ({"format": "other"}, "not a cost table"),
+        ({"schemes": []}, "at least one scheme"),
+        ({"unit": "s"}, "'unit' must be 'ms'"),
+        ({"colour": "red"}, "unknown keys"),
+    ],
+)
+def test_bad_tables_are_refused(tmp_path: Path, change: dict[str, object], reason: str) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps({**_table(), **change}))
+    with pytest.raises(ConfigError, match=reason):
+        CostTable.load(path)
+
+
+def test_files_that_are_no_tables(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read the cost table"):
+        CostTable.load(tmp_path / "none.json")
+    (tmp_path / "bad.json").write_text("{")
+    with pytest.raises(ConfigError, match="is not JSON"):
+        CostTable.load(tmp_path / "bad.json")
+    cost = SchemeCost(ParallelScheme(), 0.0, 1.0, 0.0, 10)
+    with pytest.raises(ConfigError, match="twice"):
+        CostTable((cost, cost))
+
+
+def test_unknown_scheme_is_named_with_those_known() -> None:
+    table = analytic_cost_table(SHAPE, [ParallelScheme()], 700)
+    with pytest.raises(PlanError, match=r"no entry for scheme tp4.*it has tp1"):
+        table[ParallelScheme(4)]
+
+
+def test_analytic_costs_fall_with_ranks_and_rise_with_length() -> None:
+    schemes = [ParallelScheme(), ParallelScheme(2), ParallelScheme(4), ParallelScheme(1, 2), ParallelScheme(1, 1, 2)]
+    table = analytic_cost_table(SHAPE, schemes, 4096)
+    times = {cost.scheme: cost.sequence_ms([100, 4096]) for cost in table.costs}
+    assert all(short < long for short, long in times.values())
+    for scheme in schemes[1:]:
+        assert (times[scheme] < times[ParallelScheme()]).all()
+    assert all(cost.max_length == 4096 for cost in table.costs)
+
+
+def test_analytic_memory_limits_and_leaves_out_what_does_not_fit() -> None:
+    big = ModelShape(6656, 60, 52, 52, 17920, 30592, 32_000_000_000)
+    schemes = [ParallelScheme(), ParallelScheme(8), ParallelScheme(16)]
+    table = analytic_cost_table(big, schemes, 32768, device_bytes=70e9, num_ranks=64)
+    assert table.schemes == (ParallelScheme(8), ParallelScheme(16))
+    assert table.costs[0].max_length < table.costs[1].max_length
+    with pytest.raises(ConfigError, match="no scheme fits"):
+        analytic_cost_table(big, schemes[:1], 32768, device_bytes=70e9, num_ranks=64)

@@ -1,0 +1,63 @@
+"""The planner against plain enumeration on over 10,000 random small instances."""
+
+import math
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_hydra.planner import validate_plan
+from ds_hydra.planner.problem import Batch, Groups
+from ds_hydra.planner.selection import Search
+from tests.pure.planner_cases import Instance, random_instance, strategy_optimum
+
+EXAMPLES, PER_EXAMPLE = 42, 240  # 10,080 instances
+
+
+@settings(max_examples=EXAMPLES, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_bounds_and_plans_against_enumeration(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    for _ in range(PER_EXAMPLE):
+        most = int(rng.choice([3, 4, 5], p=[0.4, 0.45, 0.15]))
+        check_instance(random_instance(rng, most))
+
+
+def check_instance(instance: Instance) -> None:
+    """Bound <= optimum, nothing reachable is refuted, the plan is optimal, valid, and certified."""
+    planner = instance.planner()
+    optimum = math.inf
+    for strategy in instance.strategies:
+        best = strategy_optimum(instance, strategy)
+        optimum = min(optimum, best)
+        search = Search(planner, Batch.of(instance.lengths, instance.table))
+        groups = Groups.of(strategy, instance.table)
+        bound = search.bound(groups, groups.num_ranks.copy(), 10, 12)
+        assert bound <= best * (1 + 1e-9), instance
+        if math.isfinite(best):
+            assert not search.refute(groups, best * (1 + 1e-9), groups.num_ranks.copy()), instance
+            found = search.assign(groups, bound, groups.num_ranks.copy(), math.inf)
+            assert found is not None, instance
+            assert found.ms >= best * (1 - 1e-9), instance
+    plan = planner.plan(0, range(len(instance.lengths)), instance.lengths)
+    validate_plan(plan, instance.table, 4, instance.objective)
+    assert plan.lower_bound_ms <= optimum * (1 + 1e-9), instance
+    assert optimum * (1 - 1e-9) <= plan.predicted_ms <= optimum * 1.01, instance
+
+
+def test_search_without_enumeration_is_close_to_the_optimum() -> None:
+    """The heuristic alone, which larger steps rely on: the mean of its gap to the optimum."""
+    rng, gaps = np.random.default_rng(3), []
+    for _ in range(300):
+        instance = random_instance(rng)
+        planner = instance.planner()
+        for strategy in instance.strategies:
+            best = strategy_optimum(instance, strategy)
+            groups = Groups.of(strategy, instance.table)
+            search = Search(planner, Batch.of(instance.lengths, instance.table))
+            price = groups.num_ranks.copy()
+            found = search.assign(groups, search.bound(groups, price, 10, 12), price, math.inf)
+            if found is not None:
+                gaps.append(found.ms / best - 1.0)
+    assert np.mean(gaps) < 0.01
+    assert np.quantile(gaps, 0.9) < 0.02
