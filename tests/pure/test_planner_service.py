@@ -1,0 +1,192 @@
+"""The service with real producer processes: killed, frozen, talking nonsense; training's plans go on."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ds_hydra.planner import PlannerOptions, PlannerService, validate_plan
+from ds_hydra.planner.service import PlannedStep
+from ds_hydra.zero_hetero.errors import ConfigError, PlanError
+from tests.pure.planner_cases import a800_batch, a800_planner
+
+PATIENT = 60.0  # seconds; machines may be busy
+# A producer that answers the first request it gets with what its argument says, and then sleeps.
+LIAR = """
+import json, sys, time
+sys.stdin.readline()
+step = json.loads(sys.stdin.readline())["step"]
+print(sys.argv[1].replace("STEP", str(step)), flush=True)
+time.sleep(600)
+"""
+
+
+def service(patience: float = PATIENT, **options: object) -> PlannerService:
+    planner = a800_planner()
+    options = {"kernels": "pure", **options}
+    return PlannerService(planner.cost_table, planner.strategies, PlannerOptions(**options), patience=patience)  # type: ignore[arg-type]
+
+
+def steps(planner: PlannerService, first: int, count: int) -> list[PlannedStep]:
+    """Submit and get `count` steps, two ahead, as training does; every plan is checked."""
+    for step in range(first, first + 2):
+        planner.submit(step, range(40), a800_batch(step, 40))
+    planned = []
+    for step in range(first, first + count):
+        planner.submit(step + 2, range(40), a800_batch(step + 2, 40))
+        planned.append(planner.get(step))
+        assert planned[-1].plan.step == step
+        assert planned[-1].plan.lengths == tuple(a800_batch(step, 40))
+        validate_plan(planned[-1].plan, a800_planner().cost_table, 64)
+    return planned
+
+
+def test_plans_come_from_the_producer_and_equal_those_made_here() -> None:
+    with service() as planner:
+        planned = steps(planner, 0, 4)
+        assert not planner.fallbacks
+        time.sleep(0.5)
+        assert planner.get(4).hidden
+    here = a800_planner(kernels="pure")
+    for step, one in enumerate(planned):
+        assert one.fallback is None
+        assert one.plan == here.plan(step, range(40), a800_batch(step, 40))
+
+
+def test_a_killed_producer_is_counted_and_replaced() -> None:
+    with service() as planner:
+        steps(planner, 0, 2)
+        assert planner.producer_pid is not None
+        os.kill(planner.producer_pid, signal.SIGKILL)
+        planned = steps(planner, 10, 4)
+        assert planner.fallbacks["died"] >= 1
+        assert planner.restarts["died"] >= 1
+        assert planned[-1].fallback is None
+        assert any(one.plan.source == "fast" and one.fallback == "died" for one in planned)
+
+
+def test_a_frozen_producer_is_counted_and_replaced() -> None:
+    with service() as planner:
+        steps(planner, 0, 1)
+        planner._patience = 1.0
+        frozen = planner.producer_pid
+        assert frozen is not None
+        os.kill(frozen, signal.SIGSTOP)
+        planner.submit(20, range(5), a800_batch(20, 5))
+        began = time.monotonic()
+        one = planner.get(20)
+        assert one.fallback == "frozen"
+        assert time.monotonic() - began < 30
+        assert planner.restarts["frozen"] == 1
+        with pytest.raises(ProcessLookupError):
+            os.kill(frozen, 0)
+        planner._patience = PATIENT
+        assert steps(planner, 30, 1)[0].fallback is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ("not json at all", "garbage"),
+        ('{"plan": 3}', "garbage"),
+        ('{"step": STEP, "plan": "nonsense", "planning_ms": 1}', "invalid"),
+        ('{"step": STEP, "planning_ms": 1}', "invalid"),
+        ("STALE", "invalid"),
+        ("TOO_FULL", "invalid"),
+        ("", "garbage"),
+    ],
+)
+def test_nonsense_is_counted_and_answered_here(answer: str, reason: str) -> None:
+    here = a800_planner(kernels="pure")
+    text = here.plan(0, range(40), a800_batch(0, 40)).to_json()
+    if answer == "STALE":  # a good plan, of another batch
+        answer = json.dumps({"step": 0, "plan": here.plan(0, range(40), a800_batch(1, 40)).to_json(), "planning_ms": 1})
+    if answer == "TOO_FULL":
+        record = json.loads(text)
+        record["pipelines"][0]["microbatches"] = [list(range(40))]
+        for pipeline in record["pipelines"][1:]:
+            pipeline["microbatches"], pipeline["predicted_ms"] = [], 0
+        answer = json.dumps({"step": 0, "plan": json.dumps(record), "planning_ms": 1})
+    planner = PlannerService(
+        here.cost_table, here.strategies, PlannerOptions(kernels="pure"), patience=PATIENT,
+        command=(sys.executable, "-c", LIAR, answer),
+    )  # fmt: skip
+    with planner:
+        planner.submit(0, range(40), a800_batch(0, 40))
+        one = planner.get(0)
+        assert one.fallback == reason
+        assert planner.fallbacks == {reason: 1}
+        assert planner.restarts == {reason: 1}
+        assert one.plan.lengths == tuple(a800_batch(0, 40))
+
+
+def test_a_producer_that_never_starts_is_given_up() -> None:
+    here = a800_planner(kernels="pure")
+    with PlannerService(here.cost_table, here.strategies, PlannerOptions(kernels="pure"), command=("false",)) as planner:
+        for step in range(8):
+            planner.submit(step, range(5), a800_batch(step, 5))
+            assert planner.get(step).fallback in ("died", "stopped")
+        assert sum(planner.restarts.values()) == 5
+        assert planner.producer_pid is None
+
+
+def test_bad_sequences_raise_here_what_the_planner_says() -> None:
+    with service() as planner:
+        planner.submit(0, [7], [10**6])
+        with pytest.raises(PlanError, match="no strategy can hold sequence 7 of 1000000 tokens"):
+            planner.get(0)
+        assert not planner.restarts
+
+
+def test_misuse_is_refused() -> None:
+    with service() as planner:
+        planner.submit(0, [1], [5])
+        with pytest.raises(PlanError, match="submitted to the planner twice"):
+            planner.submit(0, [1], [5])
+        with pytest.raises(PlanError, match="never submitted"):
+            planner.get(3)
+    with pytest.raises(ConfigError, match="ahead >= 1"):
+        PlannerService(a800_planner().cost_table, a800_planner().strategies, ahead=0)
+
+
+def test_steps_are_told_apart_by_their_number_not_by_their_order() -> None:
+    """A reference planner picks plans by how many it has made; here any order of submission will do."""
+    with service() as planner:
+        for step in (9, 2, 5):
+            planner.submit(step, range(20), a800_batch(step, 20))
+        for step in (2, 5, 9):
+            assert planner.get(step).plan.lengths == tuple(a800_batch(step, 20))
+        assert not planner.fallbacks
+
+
+def test_the_producer_dies_with_its_parent() -> None:
+    script = (
+        "import os, sys, time; from tests.pure.test_planner_service import service\n"
+        "s = service(); s.submit(0, range(5), [5, 6, 7, 8, 9]); s.get(0); print(s.producer_pid, flush=True); time.sleep(600)"
+    )
+    root = Path(__file__).parents[2]
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=root)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 20
+    with contextlib.suppress(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.kill(child, 0)
+            time.sleep(0.05)
+        pytest.fail(f"producer {child} outlived its parent by 20 s")
+
+
+def test_planning_imports_no_torch() -> None:
+    code = (
+        "import sys, ds_hydra.planner, ds_hydra.cost_model, ds_hydra.planner.proposal, ds_hydra.planner.producer\n"
+        "assert not {'torch', 'deepspeed', 'transformers'} & set(sys.modules), 'heavy import'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
