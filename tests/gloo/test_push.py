@@ -161,11 +161,13 @@ def test_pull_casts_once_and_keeps_its_buffers() -> None:
         plan = plan_transfer(masters, layout_of_intervals(10, [(0, 10)] * 2))
         pulls = PullBuffers([Link(plan, rank, TorchTransport()) for _ in buffers], shards, buffers, first_tag=4)
         for _ in range(2):
+            buffers[1].fill_(-1)
             pulls.start()
             with pytest.raises(RuntimeError, match=r"\[0, 1\] are still under way"):
                 pulls.start()
             pulls.wait(1)
             pulls.wait(1)
+            assert torch.equal(buffers[1], torch.arange(10.0))  # complete before finish
             pulls.finish()
         return buffers
 
