@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--node_size", type=int, help="ranks of a node: TP and SP stay inside (default: 8 at most)")
     parser.add_argument("--device_memory", type=float, metavar="GIB", help="of one rank (default: what is here)")
     parser.add_argument("--tokens", type=int, default=4096, help="of a micro-batch, for the column of activations")
-    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="of computing (default: the config's, or bf16)")
+    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="of computing (default: the config, or bf16)")
     parser.add_argument("--deepspeed_config", help="the job's config: dtype, checkpointing, context length")
     parser.add_argument("--measure", action="store_true", help="count activations by running the layers (slower)")
     args = parser.parse_args(arguments)

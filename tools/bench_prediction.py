@@ -1,0 +1,149 @@
+"""Predicted against measured step time in real training: 2 gloo ranks on this machine's cores, one thread each.
+
+  python -m tools.bench_prediction [--steps 100] [--table cost_table.json] [--out FOLDER] [--quick] [--json FILE]
+
+First a cost table of tp1, tp2, pp2 and sp2 is measured (or --table is read). Then the example's model trains on sequences
+of web-like lengths under 2*tp1, tp2, pp2 and sp2: once with the planner's choice of the strategy, once with all four
+in turn. The prediction is the one that was made before the step, from the table alone. Last, identical steps are
+repeated: what they differ by is the machine's noise, which no prediction can be better than. Exits non-zero when the
+error is above 8% in the median or 20% at p90 and the noise is not.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from ds_hydra.plots import draw_report, read_steps, relative_errors, summarise
+from tests.ranks import run_ranks
+from tools import profile_schemes
+from tools._figures import figures_parser, finish, print_table
+
+MODEL = Path(__file__).resolve().parents[1] / "examples" / "llama_tiny.json"
+STRATEGIES = ["2*tp1", "tp2", "pp2", "sp2"]
+MEDIAN_AIM, P90_AIM = 0.08, 0.20
+CONTEXT, TOKENS, VOCAB = 2048, 4096, 8192
+WARM_UP = 6  # steps that build stages, allocate and load the planner's kernels
+
+
+def web_lengths(count: int) -> list[int]:
+    """Log-normal lengths as of web pages, cut at the context length."""
+    rng = np.random.default_rng(11)
+    return [int(n) for n in np.clip(rng.lognormal(5.6, 1.1, count), 16, CONTEXT)]
+
+
+def train(rank: int, steps: int, choose: str, lengths: Sequence[int], steps_file: str, table: str) -> None:
+    """One rank's training; rank 0 writes the steps file."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    import ds_hydra
+
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    logging.getLogger("ds_hydra").setLevel(logging.WARNING)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(str(MODEL)), dtype=torch.float32)
+    generator = torch.Generator().manual_seed(5)
+    data = [torch.randint(0, VOCAB, (length,), generator=generator) for length in lengths]
+    config = {
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        "gradient_clipping": 1.0,
+        "hydra": {
+            "tokens_per_step": TOKENS, "context_length": CONTEXT, "strategies": STRATEGIES, "choose": choose,
+            "cost_table": table, "steps_file": steps_file,
+        },
+    }  # fmt: skip
+    engine, _, _, _ = ds_hydra.initialize(model=model, training_data=data, config=config)
+    for _ in range(steps):
+        engine.train_batch()
+    engine.destroy()
+
+
+def run(steps: int, choose: str, lengths: Sequence[int], folder: Path, name: str, table: Path) -> list[dict[str, Any]]:
+    """Records of a training run, its first steps left out."""
+    steps_file = folder / f"{name}.jsonl"
+    steps_file.unlink(missing_ok=True)
+    run_ranks(train, 2, steps + WARM_UP, choose, lengths, str(steps_file), str(table), timeout=1800)
+    return read_steps(steps_file)[0][WARM_UP:]
+
+
+def noise_of(records: Sequence[dict[str, Any]]) -> tuple[float, float]:
+    """Median and p90 of how far identical steps are from their strategy's median."""
+    deviations: list[float] = []
+    for name in {r["strategy"] for r in records}:
+        times = [r["step_ms"] for r in records if r["strategy"] == name]
+        deviations += [ms / median(times) - 1.0 for ms in times]
+    return summarise(deviations)
+
+
+def rows_of(kind: str, records: Sequence[dict[str, Any]]) -> list[tuple[object, ...]]:
+    """A line per strategy, and one for all."""
+    rows: list[tuple[object, ...]] = []
+    for name in [*STRATEGIES, "all"]:
+        chosen = [r for r in records if name in (r["strategy"], "all")]
+        if not chosen:
+            continue
+        signed = relative_errors(chosen)
+        errors = [summarise(relative_errors(chosen, key)) for key in
+                  ("predicted_step_ms", "corrected_step_ms", "predicted_ms")]  # fmt: skip
+        rows.append((kind, name, len(chosen), f"{median(r['step_ms'] for r in chosen):.0f}", f"{median(signed):+.1%}",
+                     *(f"{a:.1%} / {b:.1%}" for a, b in errors)))  # fmt: skip
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, train, compare."""
+    parser = figures_parser(__doc__)
+    parser.add_argument("--steps", type=int, help="of each run (default 100, with --quick 12)")
+    parser.add_argument("--table", type=Path, help="a cost table instead of measuring one now")
+    parser.add_argument("--clock", choices=("auto", "wall", "cpu"), default="auto", help="of the table's measurement")
+    parser.add_argument("--out", type=Path, help="keep table, records and figures in this folder")
+    args = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    steps = args.steps or (12 if args.quick else 100)
+    with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
+        folder = args.out or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        table = args.table or folder / "cost_table.json"
+        if args.table is None:
+            command = ["--model", str(MODEL), "--gpus", "2", "--ranks", "2", "--longest", str(CONTEXT), "--out",
+                       str(table), "--clock", args.clock, "--schemes", "tp1", "tp2", "pp2", "sp2"]  # fmt: skip
+            if profile_schemes.main([*command, "--quick"] if args.quick else command) > 1:
+                return 2
+        lengths = web_lengths(2000)
+        chosen = run(steps, "best", lengths, folder, "best", table)
+        cycled = run(steps, "cycle", lengths, folder, "cycle", table)
+        same = run(max(8, steps // 2), "cycle", [512] * 2000, folder, "identical", table)
+        if args.out:
+            draw_report(cycled, folder / "report", lengths)
+    print(f"\n{os.getloadavg()[0]:.1f} processes want {os.cpu_count()} cores; error of the step's time: median / p90")
+    print_table(("run", "strategy", "steps", "ms", "bias", "predicted", "corrected as it runs", "planner's pipelines only"),
+                rows_of("chosen", chosen) + rows_of("in turn", cycled) + rows_of("identical", same))  # fmt: skip
+    noise = noise_of(same)
+    results = {"chosen": summarise(relative_errors(chosen)), "in_turn": summarise(relative_errors(cycled))}
+    missed = []
+    for name, (middle, high) in results.items():
+        for what, value, aim, floor in (("median", middle, MEDIAN_AIM, noise[0]), ("p90", high, P90_AIM, noise[1])):
+            if value > aim and floor <= aim:
+                missed.append(f"{name}: {what} error {value:.1%} is above {aim:.0%}; identical steps differ by {floor:.1%}")
+            elif value > aim:
+                print(f"{name}: {what} error {value:.1%} is above {aim:.0%}, but identical steps alone differ by {floor:.1%}")
+    summary = (
+        f"{steps} steps each; prediction error {results['chosen'][0]:.1%} / {results['chosen'][1]:.1%} (planner's choice), "
+        f"{results['in_turn'][0]:.1%} / {results['in_turn'][1]:.1%} (all four in turn); noise of identical steps "
+        f"{noise[0]:.1%} / {noise[1]:.1%}"
+    )
+    figures = {"errors": results, "noise": noise, "load": os.getloadavg(), "steps": steps}
+    return finish("bench_prediction", summary, figures, missed, args.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
