@@ -248,7 +248,14 @@ class Watchdog:
             text = f"rank {self.rank} failed in step {step}, phase {phase}: {type(error).__name__}: {error}"
             with self._lock:
                 self._outbox.append({"failed": text[:1500]})
-            time.sleep(2 * _TURN_S)  # so that it is sent before this process may be gone
+            deadline = time.monotonic() + 4 * _TURN_S  # to be heard, and to hear whose fault it was
+            while self._verdict is None and time.monotonic() < deadline:
+                time.sleep(_TURN_S / 5)
+            if self._verdict is not None and not self._verdict.text.startswith(f"rank {self.rank} "):
+                sys.stderr.write(
+                    f"[ds_hydra] rank {self.rank} failed in step {step}, phase {phase}: {self._verdict.text}. "
+                    "Restart the job: it resumes from the newest checkpoint\n"
+                )
 
     def close(self) -> None:
         """Leave in peace: the others may go on with what needs this rank no more."""

@@ -10,15 +10,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_hydra.checkpoint.checkpointer import Checkpointer, What
+from ds_hydra.checkpoint.meeting import Meeting
+from ds_hydra.checkpoint.pretrained import gather_weights, load_pretrained, write_pretrained
 from ds_hydra.config import HydraConfig
 from ds_hydra.signals import LEAVE, NOTHING, Signals
 from ds_hydra.watchdog import Watchdog
 from ds_hydra.zero_hetero.errors import CheckpointError, NumericsError
 
 if TYPE_CHECKING:
+    import torch
+
+    from ds_hydra.masters import ModelMasters
+    from ds_hydra.pipe.stage import ModelSource
     from ds_hydra.plan_source import PlanSource
     from ds_hydra.report import StepLog
     from ds_hydra.strategy_runtime import StrategyRuntime
+    from ds_hydra.zero_hetero.transport import Transport
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +36,12 @@ class CheckpointFace:
     hydra_config: HydraConfig
     step_log: StepLog
     global_steps: int
+    module: Any
+    compute_dtype: torch.dtype
+    _masters: ModelMasters
+    _links: Transport
+    _source: ModelSource
+    _meeting: Meeting
     _checkpoints: Checkpointer
     _plans: PlanSource
     _signals: Signals
@@ -93,6 +106,51 @@ class CheckpointFace:
         if loaded[0] is not None and what.place:
             self._moved()
         return loaded
+
+    def save_16bit_model(
+        self,
+        save_dir: str | Path,
+        save_filename: str | None = None,
+        exclude_frozen_parameters: bool = False,
+        *,
+        max_shard_size: str = "5GB",
+        tokenizer: Any = None,
+    ) -> bool:
+        """Write the model, in the type that it is computed in, as a folder that `from_pretrained` loads.
+
+        Rank 0 gathers and writes safetensors shards, config and tokenizer (the one given, or the one beside the model
+        that was loaded). The folder's file names are Hugging Face's. Every rank must call it.
+        """
+        if save_filename is not None or exclude_frozen_parameters:
+            raise CheckpointError(
+                "save_16bit_model(save_filename=..., exclude_frozen_parameters=True) is not supported: it writes a "
+                "whole Hugging Face folder under its usual names"
+            )
+        with self._phase_of("saving"):
+            weights = gather_weights(self._masters, self._links, self.compute_dtype)
+            error: Exception | None = None
+            try:
+                if self._meeting.rank == 0:
+                    write_pretrained(
+                        Path(save_dir),
+                        self.module,
+                        weights,
+                        self._source.aliases,
+                        max_shard_size=max_shard_size,
+                        tokenizer=tokenizer,
+                    )
+            except (OSError, CheckpointError) as raised:
+                error = raised
+            self._meeting.settle(error, f"saving the model in {str(save_dir)!r}")
+        return True
+
+    def load_16bit_model(self, load_dir: str | Path) -> None:
+        """Take the parameters of a Hugging Face folder; steps, optimizer and data stay. Every rank must call it.
+
+        A rank reads of each parameter only what it owns, so no rank holds the whole model.
+        """
+        with self._phase_of("loading"):
+            load_pretrained(self._masters, Path(load_dir), self._source.aliases, self.module, self._meeting)
 
     def wait_for_checkpoint(self) -> None:
         """Return when no save is under way; raises what the last one in the background raised."""

@@ -1,0 +1,205 @@
+"""Hugging Face folders: the model out as one that `from_pretrained` loads, and such a folder into the masters."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ds_hydra.checkpoint.folder import fsync_path, remove
+from ds_hydra.checkpoint.format import MAX_MANIFEST_BYTES, parse_json
+from ds_hydra.checkpoint.meeting import Meeting
+from ds_hydra.masters import ModelMasters
+from ds_hydra.pipe.model_plan import ParamSpec
+from ds_hydra.pipe.stage import from_flat, to_flat
+from ds_hydra.zero_hetero.errors import CheckpointError
+from ds_hydra.zero_hetero.transport import Transport
+
+logger = logging.getLogger(__name__)
+
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_TOKENIZER = (
+    *("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "added_tokens.json"),
+    *("*.model", "chat_template*"),
+)
+
+
+def gather_weights(masters: ModelMasters, transport: Transport, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Every parameter in its own shape and in `dtype`, on rank 0; an empty dictionary on the others."""
+    flat: dict[str, Tensor] = {}
+    for shards in (masters.trained, masters.frozen):
+        source = [shard.detach().to(dtype) for shard in shards.shards]
+        flat |= shards.gather_full(transport, source=source, ranks=[0])
+    params = {p.name: p for bucket in masters.buckets for p in bucket.params}
+    return {
+        name: from_flat(value, params[name].shape, params[name].rule.dim, params[name].rule.parts).contiguous()
+        for name, value in flat.items()
+    }
+
+
+def write_pretrained(
+    folder: Path,
+    model: Any,
+    weights: Mapping[str, Tensor],
+    aliases: Mapping[str, str],
+    *,
+    max_shard_size: str = "5GB",
+    tokenizer: Any = None,
+) -> None:
+    """Write safetensors shards, config and tokenizer; files appear in `folder` only when all are complete.
+
+    A model that is no `PreTrainedModel` gets its weights in one file. The tokenizer is the one given, or that of the
+    folder which the model was loaded from.
+    """
+    temporary = folder.with_name(f".tmp-{folder.name}")
+    remove(temporary)
+    temporary.mkdir(parents=True)
+    try:
+        if hasattr(model, "save_pretrained"):
+            state = {path: weights[name] for path, name in aliases.items()}
+            dtype, model.config.dtype = model.config.dtype, next(iter(weights.values())).dtype
+            try:
+                model.save_pretrained(temporary, state_dict=state, max_shard_size=max_shard_size)
+            finally:
+                model.config.dtype = dtype
+        else:
+            save_file({name: value.clone() for name, value in weights.items()}, temporary / _SINGLE, {"format": "pt"})
+        if tokenizer is not None:
+            tokenizer.save_pretrained(temporary)
+        else:
+            _copy_tokenizer(Path(getattr(model, "name_or_path", "") or "/nowhere"), temporary)
+        _move_into(temporary, folder)
+    finally:
+        remove(temporary)
+
+
+def _copy_tokenizer(source: Path, target: Path) -> None:
+    for pattern in _TOKENIZER if source.is_dir() else ():
+        for path in source.glob(pattern):
+            if path.is_file() and not (target / path.name).exists():
+                shutil.copyfile(path, target / path.name)
+
+
+def _move_into(temporary: Path, folder: Path) -> None:
+    """Put the files in place, the weights' index last; weights of an earlier, differently cut save go."""
+    folder.mkdir(parents=True, exist_ok=True)
+    fresh = sorted(temporary.iterdir(), key=lambda path: path.name == _INDEX)
+    for path in fresh:
+        fsync_path(path)
+    for path in fresh:
+        os.replace(path, folder / path.name)
+    names = {path.name for path in fresh}
+    for old in [*folder.glob("model-*-of-*.safetensors"), folder / _INDEX, folder / _SINGLE]:
+        if old.name not in names:
+            remove(old)
+    fsync_path(folder)
+
+
+def load_pretrained(
+    masters: ModelMasters, folder: Path, aliases: Mapping[str, str], model: Any, meeting: Meeting
+) -> None:
+    """Fill the masters from a Hugging Face folder: each rank reads only what it owns of each parameter.
+
+    Where the folder's names are not the model's, rank 0 loads it by `from_pretrained` and shares it, one parameter at
+    a time. Raises CheckpointError on all ranks.
+    """
+    places: dict[str, tuple[Path, str]] = {}
+    error: Exception | None = None
+    try:
+        places = _find_all(folder, masters, aliases)
+    except (CheckpointError, OSError) as raised:
+        error = raised
+    meeting.settle(error, f"loading {str(folder)!r}")
+    if all(p.name in places for bucket in masters.buckets for p in bucket.params):
+        try:
+            for shard, flat in _own_pieces(masters, places):
+                shard.copy_(flat)
+        except (CheckpointError, OSError) as raised:
+            error = raised
+        meeting.settle(error, f"loading {str(folder)!r}")
+        return
+    if not hasattr(model, "from_pretrained"):
+        missing = [p.name for bucket in masters.buckets for p in bucket.params if p.name not in places]
+        raise CheckpointError(f"{folder} lacks {missing[0]!r} and {len(missing) - 1} more parameters of this model")
+    values: dict[str, Tensor] = {}
+    if meeting.rank == 0:
+        try:
+            loaded = type(model).from_pretrained(folder, config=model.config)
+            values = {name: p.detach() for name, p in loaded.named_parameters()}
+        except Exception as raised:
+            error = raised
+    meeting.settle(error, f"loading {str(folder)!r}")
+    masters.load(values, meeting.rank, meeting.num_ranks)
+
+
+def _find_all(folder: Path, masters: ModelMasters, aliases: Mapping[str, str]) -> dict[str, tuple[Path, str]]:
+    """File and key of each parameter, by any of its paths in the model."""
+    files = _files(folder)
+    found = {}
+    for path, name in aliases.items():
+        if path in files:
+            found[name] = (files[path], path)
+    for bucket in masters.buckets:
+        for param in bucket.params:
+            if param.name in files:
+                found[param.name] = (files[param.name], param.name)
+    return found
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """Key -> file of a folder's weights."""
+    index, single = folder / _INDEX, folder / _SINGLE
+    if index.is_file():
+        if index.stat().st_size > MAX_MANIFEST_BYTES:
+            raise CheckpointError(f"{index} has more than {MAX_MANIFEST_BYTES} bytes; it is no index of weights")
+        record = parse_json(index.read_bytes(), str(index))
+        names = record.get("weight_map") if isinstance(record, dict) else None
+        if not isinstance(names, dict) or not all(isinstance(n, str) and n == Path(n).name for n in names.values()):
+            raise CheckpointError(f"{index} maps no weights to files beside it; download the folder again")
+        return {key: folder / name for key, name in names.items()}
+    if single.is_file():
+        with safe_open(single, "pt") as file:
+            return dict.fromkeys(file.keys(), single)
+    raise CheckpointError(
+        f"{folder} holds neither {_INDEX} nor {_SINGLE}: give a folder with safetensors weights, as save_pretrained "
+        "writes it (pickled weights are not read)"
+    )
+
+
+def _own_pieces(masters: ModelMasters, places: Mapping[str, tuple[Path, str]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """This rank's shard of each parameter and the values for it, in flat order."""
+    params = {p.name: p for bucket in masters.buckets for p in bucket.params}
+    open_files: dict[Path, Any] = {}
+    for shards in (masters.trained, masters.frozen):
+        for piece in shards.pieces():
+            path, key = places[piece.name]
+            if path not in open_files:
+                try:
+                    open_files[path] = safe_open(path, "pt").__enter__()
+                except Exception as error:
+                    raise CheckpointError(f"{path} cannot be read: {error}; download it again") from error
+            yield piece.shard.detach(), _piece(open_files[path], key, params[piece.name], piece.start, piece.stop, path)
+    for file in open_files.values():
+        file.__exit__(None, None, None)
+
+
+def _piece(file: Any, key: str, param: ParamSpec, start: int, stop: int, path: Path) -> Tensor:
+    view = file.get_slice(key)
+    shape = tuple(view.get_shape())
+    if shape != tuple(param.shape):
+        raise CheckpointError(f"{path}: {key!r} has shape {shape}, the model's {param.name!r} {tuple(param.shape)}")
+    rule = param.rule
+    if rule.dim is None or (rule.dim == 0 and rule.parts == 1):
+        row = max(1, param.numel // shape[0]) if shape else 1
+        first, last = start // row, -(-stop // row)
+        rows = view[first:last] if shape else file.get_tensor(key)
+        return rows.reshape(-1)[start - first * row : stop - first * row]
+    return to_flat(file.get_tensor(key), rule.dim, rule.parts)[start:stop]
