@@ -246,7 +246,7 @@ def main() -> int:
     parser.add_argument("--rows", nargs="+", choices=strategies, default=strategies, help="only these rows")
     args = parser.parse_args()
     if args.quick:
-        job = Job(Shape(256, 4, 688, 4096), 8, 512, 768, 2, args.pairs or 5)
+        job = Job(Shape(256, 4, 688, 4096), 8, 384, 768, 2, args.pairs or 5)
     else:
         job = Job(Shape(256, 6, 688, 8192), 8, 1024, 2048, 3, args.pairs or 24)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)

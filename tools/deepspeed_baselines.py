@@ -159,12 +159,17 @@ class Ulysses:
 
 
 def _accumulate(engine: Any, sequences: Sequence[Tensor], loss_of: Callable[[Tensor], Tensor], divisor: int) -> Tensor:
-    """One micro-step a sequence, reduction in the last; `divisor` is what DeepSpeed will divide gradients by."""
+    """One micro-step a sequence, reduction in the last; `divisor` is what DeepSpeed will divide gradients by.
+
+    DeepSpeed needs a backward on every rank: one without a sequence runs two tokens that count nothing.
+    """
     share = torch.zeros(())
+    if not sequences:
+        sequences, divisor = [torch.zeros(2, dtype=torch.int64)], 0
     for index, sequence in enumerate(sequences):
         engine.set_gradient_accumulation_boundary(index == len(sequences) - 1)
         loss = loss_of(sequence)
-        share += loss.detach()
+        share += loss.detach() * (divisor > 0)
         engine.backward(loss * divisor)
     engine.step()
     return share
