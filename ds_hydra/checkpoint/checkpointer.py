@@ -196,7 +196,9 @@ class Checkpointer:
     def _check_optimizer(self, manifest: Manifest, place: Path) -> None:
         optimizer = self._engine.optimizer
         name, count = type(optimizer).__name__, len(optimizer.param_groups) if optimizer else 0
-        if manifest.groups and (manifest.optimizer, len(manifest.groups)) != (name, count):
+        if not manifest.optimizer and len(manifest.groups) == 1:  # converted: one group stands for all
+            return
+        if manifest.groups and (manifest.optimizer or name, len(manifest.groups)) != (name, count):
             raise CheckpointError(
                 f"{place} holds the state of {manifest.optimizer} with {len(manifest.groups)} parameter groups, this "
                 f"job has {name} with {count}: use the optimizer that was saved, or load_optimizer_states=False"
@@ -209,7 +211,10 @@ class Checkpointer:
             return
         state.install_random(loaded, engine.device)
         if what.optimizer and manifest.groups and engine.optimizer is not None:
-            state.install_optimizer(self._masters.trained, engine.optimizer, loaded, manifest.groups)
+            groups = manifest.groups
+            if len(groups) < len(engine.optimizer.param_groups):
+                groups = groups * len(engine.optimizer.param_groups)
+            state.install_optimizer(self._masters.trained, engine.optimizer, loaded, groups)
         if what.lr_scheduler and manifest.lr_scheduler is not None and engine.lr_scheduler is not None:
             engine.lr_scheduler.load_state_dict(manifest.lr_scheduler)
         counters = manifest.counters

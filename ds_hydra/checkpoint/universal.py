@@ -1,0 +1,241 @@
+"""DeepSpeed's universal checkpoints from ours, and ours from them: weights, optimizer state, step, schedule.
+
+A universal checkpoint is a folder of torch files, which are pickles. Reading them uses torch's restricted loader and
+a short list of DeepSpeed's own plain classes; still, read only what you trust. Both directions hold one tensor at a
+time in memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_hydra.checkpoint import folder as folders
+from ds_hydra.checkpoint.format import (
+    MANIFEST,
+    Manifest,
+    SavedBucket,
+    SavedGroup,
+    SavedParam,
+    SavedScalar,
+    check_tag,
+    rank_file,
+)
+from ds_hydra.checkpoint.shard_file import ShardReader, Source, write_shard
+from ds_hydra.checkpoint.state import RangeReader
+from ds_hydra.pipe.stage import from_flat
+from ds_hydra.zero_hetero.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+_OPTIONS = ("lr", "initial_lr", "betas", "eps", "weight_decay", "momentum", "amsgrad", "bias_correction")
+_MODEL_STATES, _OPTIMIZER_STATE, _LATEST = "mp_rank_00_model_states.pt", "optimizer_state.pt", "latest_universal"
+_OLDEST_TORCH = (2, 10)  # older restricted loaders have known holes
+
+
+def to_universal(folder: Path, tag: str | None, target: Path, target_tag: str | None = None) -> Path:
+    """Write a checkpoint of ours as a universal one, below `target`; its folder.
+
+    Plain DeepSpeed (ZeRO 1 to 3, "checkpoint": {"load_universal": true}) loads it and goes on.
+    """
+    import deepspeed
+
+    found = check_tag(tag) if tag is not None else folders.find_tag(folder)
+    if found is None:
+        raise CheckpointError(f"{folder} holds no checkpoint to convert")
+    manifest = folders.open_manifest(folder, found)
+    out = target / check_tag(target_tag or f"{found}_universal")
+    if out.exists():
+        raise CheckpointError(f"{out} exists already: remove it or choose another tag")
+    zero = out / "zero"
+    zero.mkdir(parents=True)
+    reader = RangeReader(manifest, _opener(manifest, folder / found))
+    frozen: dict[str, Tensor] = {}
+    for bucket in manifest.buckets:
+        for param in bucket.params:
+            whole = reader.read(param, "master", 0, param.numel)
+            value = from_flat(whole, param.shape, param.dim, param.parts).clone()
+            if not bucket.trainable:
+                frozen[param.name] = value
+                continue
+            place = zero / param.name
+            place.mkdir()
+            torch.save({"param": value, "cat_dim": 0}, place / "fp32.pt")
+            for key in manifest.states:
+                flat = reader.read(param, key, 0, param.numel)
+                state = from_flat(flat, param.shape, param.dim, param.parts).clone()
+                torch.save({"param": state, "cat_dim": 0}, place / f"{key}.pt")
+            step = next((group.scalars["step"] for group in manifest.groups if "step" in group.scalars), None)
+            if step is not None:
+                torch.save(_number(step), place / "step.pt")
+    reader.close()
+    groups = [
+        {key: tuple(v) if isinstance(v, list) else v for key, v in group.options.items() if key in _OPTIONS}
+        | {"params": [index]}
+        for index, group in enumerate(manifest.groups)
+    ]
+    torch.save({"param_groups": groups, "ds_version": deepspeed.__version__}, zero / _OPTIMIZER_STATE)
+    shapes = {p.name: torch.Size(p.shape) for b in manifest.buckets for p in b.params if b.trainable}
+    torch.save(
+        {
+            "module": frozen,
+            "optimizer": None,
+            "lr_scheduler": manifest.lr_scheduler,
+            "param_shapes": [shapes],
+            "global_steps": manifest.step,
+            "global_samples": manifest.counters.get("global_samples", 0),
+            "skipped_steps": manifest.counters.get("skipped_steps", 0),
+            "dp_world_size": manifest.num_ranks,
+            "mp_world_size": 1,
+            "ds_version": deepspeed.__version__,
+            "universal_checkpoint_info": {"universal_checkpoint_version": 0.2},
+        },
+        out / _MODEL_STATES,
+    )
+    folders.write_durably(target / _LATEST, out.name)
+    return out
+
+
+def from_universal(source: Path, target: Path, tag: str, *, step: int | None = None) -> Path:
+    """Write a universal checkpoint (its tag's folder, with `zero` in it) as one of ours, below `target`.
+
+    `step` is needed where the model states cannot be read without running what they contain. Raises CheckpointError
+    naming the file for whatever is missing or more than tensors and plain values.
+    """
+    _require_torch()
+    check_tag(tag)
+    zero = source / "zero"
+    names = sorted(path.parent.relative_to(zero).as_posix() for path in zero.rglob("fp32.pt")) if zero.is_dir() else []
+    if not names:
+        raise CheckpointError(
+            f"{zero} holds no fp32.pt: give the folder that deepspeed.checkpoint.ds_to_universal wrote, with zero in it"
+        )
+    states = _read(source / _MODEL_STATES, optional=step is not None)
+    if step is None:
+        step = int(states["global_steps"])
+    buckets, tensors, keys, count = [], {}, [], None
+    for name in names:
+        place = zero / name
+        shape = tuple(_param(place / "fp32.pt").shape)
+        buckets.append(SavedBucket(name, True, (SavedParam(name, shape),)))
+        tensors[f"{name}/master"] = _source(place / "fp32.pt", shape)
+        for path in sorted(place.glob("*.pt")):
+            if path.stem == "step":
+                count = _read(path)
+            elif path.stem != "fp32":
+                tensors[f"{name}/{path.stem}"] = _source(path, shape)
+                keys += [path.stem] if path.stem not in keys else []
+    scalars = {}
+    if count is not None:
+        scalars["step"] = SavedScalar(float(count), "float32")
+    groups = _groups(zero / _OPTIMIZER_STATE, scalars)
+    save_id = secrets.token_hex(8)
+    temporary = folders.begin(target, tag, save_id)
+    entry = write_shard(temporary / rank_file(0), tensors, {"format": "pt", "save_id": save_id})
+    schedule = states.get("lr_scheduler")
+    manifest = Manifest(
+        tag=tag,
+        save_id=save_id,
+        step=step,
+        num_ranks=1,
+        buckets=tuple(buckets),
+        files=(entry,),
+        groups=groups,
+        states=tuple(keys),
+        lr_scheduler=schedule if isinstance(schedule, dict) else None,
+        counters={
+            "global_samples": int(states.get("global_samples", 0)),
+            "skipped_steps": int(states.get("skipped_steps", 0)),
+        },
+    )
+    folders.write_durably(temporary / MANIFEST, manifest.to_json())
+    return folders.publish(temporary, tag, latest=True)
+
+
+def _opener(manifest: Manifest, place: Path) -> Callable[[int], ShardReader]:
+    def open_rank(rank: int) -> ShardReader:
+        return ShardReader(place / rank_file(rank), manifest.files[rank], manifest.block_bytes, manifest.save_id)
+
+    return open_rank
+
+
+def _number(scalar: SavedScalar) -> Any:
+    return scalar.value if scalar.dtype is None else torch.tensor(scalar.value, dtype=getattr(torch, scalar.dtype))
+
+
+def _groups(path: Path, scalars: dict[str, SavedScalar]) -> tuple[SavedGroup, ...]:
+    """Options of the parameter groups as far as they are plain; one group for all where they cannot be read."""
+    found = _read(path, optional=True).get("param_groups", [])
+    options = [{k: _plain(v) for k, v in group.items() if k in _OPTIONS} for group in found if isinstance(group, dict)]
+    return tuple(SavedGroup(option, scalars) for option in options or [{}])
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.item()
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _source(path: Path, shape: tuple[int, ...]) -> Source:
+    """A tensor that is read from its file when it is written."""
+
+    def fetch() -> Tensor:
+        value = _param(path)
+        if tuple(value.shape) != shape:
+            raise CheckpointError(f"{path} has shape {tuple(value.shape)}, its parameter {shape}; convert again")
+        return value.float().reshape(-1)
+
+    return Source((math.prod(shape),), torch.float32, fetch)
+
+
+def _param(path: Path) -> Tensor:
+    record = _read(path)
+    value = record.get("param") if isinstance(record, dict) else None
+    if not isinstance(value, Tensor):
+        raise CheckpointError(f"{path} holds no tensor under 'param': it is no universal checkpoint's file")
+    return value
+
+
+def _read(path: Path, *, optional: bool = False) -> Any:
+    """A torch file, by the restricted loader; with `optional`, {} for one that it refuses."""
+    try:
+        with torch.serialization.safe_globals(list(_plain_classes())):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        if optional:
+            return {}
+        raise CheckpointError(f"{path} is missing: convert the DeepSpeed checkpoint again") from None
+    except Exception as error:
+        if optional:
+            logger.warning("%s was left out: it holds more than tensors and plain values", path)
+            return {}
+        hint = "; give the step yourself (--step)" if path.name == _MODEL_STATES else ""
+        raise CheckpointError(
+            f"{path} is damaged or holds more than tensors and plain values, and is not read{hint} "
+            f"({str(error).splitlines()[0][:300]})"
+        ) from None
+
+
+def _plain_classes() -> Iterator[Any]:
+    """Classes of DeepSpeed that hold numbers and nothing else."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    yield from (LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address)
+
+
+def _require_torch() -> None:
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if version < _OLDEST_TORCH:
+        raise CheckpointError(
+            f"reading .pt files needs torch {'.'.join(map(str, _OLDEST_TORCH))} or newer, not {torch.__version__}: the "
+            "restricted loader of older ones can be made to run code"
+        )
