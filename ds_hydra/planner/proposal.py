@@ -40,6 +40,8 @@ class Effort:
 
 _USUAL_BATCH = 200  # sequences; where batches are larger, fewer are sampled, as each costs more and differs less
 _FEWEST_BATCHES = 4
+_BATCHES_PER_STRATUM = 4  # drawn for each typical batch that is kept
+_RARE_WEIGHT = 0.01  # of a batch with a longer sequence than any typical one, against all typical ones
 QUICK = Effort(batches=12, milp_batches=6, node_limit=20, rounds=2, moves=60)
 THOROUGH = Effort(batches=192, milp_batches=24, node_limit=100, rounds=10, moves=200)
 
@@ -63,6 +65,31 @@ def sample_batches(
         batch = np.concatenate(drawn)
         batches.append(batch[: int(np.searchsorted(np.cumsum(batch), tokens_per_step)) + 1])
     return batches
+
+
+def _typical_batches(
+    lengths: Sequence[int], tokens_per_step: int, count: int, seed: int, context_length: int
+) -> list[np.ndarray]:
+    """Batches that stand for many more: those at even ranks of the longest sequence."""
+    drawn = sample_batches(lengths, tokens_per_step, _BATCHES_PER_STRATUM * count, seed, context_length)
+    count = min(count, max(_FEWEST_BATCHES, count * _USUAL_BATCH // max(len(batch) for batch in drawn)))
+    drawn.sort(key=lambda batch: int(batch.max()))
+    return [drawn[int((rank + 0.5) * len(drawn) / count)] for rank in range(count)]
+
+
+def _rare_batches(common: Sequence[np.ndarray], limits: Sequence[int]) -> list[np.ndarray]:
+    """A median batch with its longest sequence as long as some scheme can hold, where no typical batch is as long.
+
+    They make sure that every length up to the context has a strategy that was chosen for it.
+    """
+    median, longest = common[len(common) // 2], int(common[-1].max())
+    rare = []
+    for limit in limits:
+        if limit > longest:
+            batch = median.copy()
+            batch[int(batch.argmax())] = limit
+            rare.append(batch)
+    return rare
 
 
 def propose_strategies(
@@ -90,9 +117,12 @@ def propose_strategies(
             f"no usable scheme holds a sequence of context_length={context_length} tokens: the largest MaxLen is "
             f"{longest}; measure schemes with more tp or sp, allow tp across nodes, or lower context_length"
         )
-    sampled = sample_batches(lengths, tokens_per_step, effort.batches, seed, context_length)
-    sampled = sampled[: max(_FEWEST_BATCHES, effort.batches * _USUAL_BATCH // max(len(batch) for batch in sampled))]
-    pool = _Pool(cost_table, schemes, num_ranks, sampled)
+    common = _typical_batches(lengths, tokens_per_step, effort.batches, seed, context_length)
+    limits = {cost_table[scheme].max_length for scheme in schemes}
+    rare = _rare_batches(common, sorted({min(limit, context_length) for limit in limits}))
+    sampled = [*common, *rare]
+    weights = np.array([1.0] * len(common) + [_RARE_WEIGHT * len(common)] * len(rare))
+    pool = _Pool(cost_table, schemes, num_ranks, sampled, weights)
     pool.add(pool.homogeneous())
     by_longest = sorted(range(len(sampled)), key=lambda b: int(sampled[b].max()))
     for turn in np.linspace(0, len(sampled) - 1, min(effort.milp_batches, len(sampled))):
@@ -115,12 +145,13 @@ class _Pool:
         schemes: tuple[ParallelScheme, ...],
         num_ranks: int,
         sampled: Sequence[np.ndarray],
+        weights: np.ndarray,
     ) -> None:
         self._table = CostTable(tuple(cost_table[scheme] for scheme in schemes))
         self._schemes = schemes
         self._sizes = np.array([scheme.num_ranks for scheme in schemes], dtype=np.int64)
         self._num_ranks = num_ranks
-        self._lengths = sampled
+        self._weights = weights / weights.sum()
         self._batches = [Batch.of(batch.tolist(), self._table) for batch in sampled]
         planner = Planner(self._table, [self._any_strategy()], PlannerOptions(effort=1, kernels="compiled"))
         self._searches = [Search(planner, batch) for batch in self._batches]
@@ -222,7 +253,7 @@ class _Pool:
 
     def best_subset(self, count: int) -> list[Counts]:
         """Greedy choice of the strategies with the least mean time, each batch run by its best."""
-        return _greedy(self.times, count)
+        return _greedy(self.times, self._weights, count)
 
     def cover(self, chosen: list[Counts], context_length: int, count: int) -> list[Counts]:
         """Make sure that some strategy holds the context length, at the price of the least useful one."""
@@ -243,8 +274,8 @@ class _Pool:
         return [*chosen[: count - 1], fallback]
 
 
-def _greedy(times: dict[Counts, np.ndarray], count: int) -> list[Counts]:
-    """Repeatedly the strategy that lowers the mean of the batchwise minimum most.
+def _greedy(times: dict[Counts, np.ndarray], weights: np.ndarray, count: int) -> list[Counts]:
+    """Repeatedly the strategy that lowers the weighted mean of the batchwise minimum most.
 
     When none lowers it, the next layer begins as if nothing were chosen yet: strategies to fall back on for
     batches unlike the sampled ones.
@@ -255,10 +286,10 @@ def _greedy(times: dict[Counts, np.ndarray], count: int) -> list[Counts]:
     current = np.full(table.shape[1], 1e12)
     layer = 0
     while len(chosen) < min(count, len(names)):
-        means = np.minimum(table, current).mean(axis=1)
+        means = np.minimum(table, current) @ weights
         means[chosen] = math.inf
         best = int(means.argmin())
-        if layer and means[best] >= current.mean() * (1.0 - 1e-6):
+        if layer and means[best] >= current @ weights * (1.0 - 1e-6):
             current, layer = np.full(table.shape[1], 1e12), 0
             continue
         chosen.append(best)

@@ -1,0 +1,111 @@
+"""What a training run would do, without running it: strategies, how often each wins, times, gains, memory. Pure.
+
+Feeds `tools/preview_plan`; nothing here prints.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ds_hydra.cost_model import CostTable, SchemeCost
+from ds_hydra.pipe.strategy import ParallelScheme, format_strategy
+from ds_hydra.planner.arrays import Floats, Ints
+from ds_hydra.planner.options import PlannerOptions
+from ds_hydra.planner.proposal import sample_batches
+from ds_hydra.planner.selection import Planner
+from ds_hydra.planner.simulate import simulate_plan
+from ds_hydra.zero_hetero.errors import PlanError
+
+
+@dataclass(frozen=True)
+class Preview:
+    """Figures of the previewed steps; times in ms, one entry per step."""
+
+    wins: dict[str, int]  # steps by strategy
+    step_ms: Floats
+    simulated_ms: Floats
+    gaps: Floats
+    balance: Floats  # slowest over mean pipeline
+    homogeneous: str | None  # the best strategy of one scheme
+    homogeneous_ms: Floats  # its two-stage assignment
+    packed_full_ms: Floats  # the same strategy, batches packed to MaxLen and dealt out in turn
+
+
+def preview_steps(
+    cost_table: CostTable,
+    strategies: Sequence[tuple[ParallelScheme, ...]],
+    lengths: Sequence[int],
+    tokens_per_step: int,
+    context_length: int,
+    steps: int,
+    options: PlannerOptions,
+) -> Preview:
+    """Plan `steps` random batches of the data with these strategies, and with the best homogeneous one."""
+    planner = Planner(cost_table, strategies, options)
+    batches = [
+        batch.tolist() for batch in sample_batches(lengths, tokens_per_step, steps, options.seed + 1, context_length)
+    ]
+    plans = [planner.plan(step, range(len(batch)), batch) for step, batch in enumerate(batches)]
+    simulated = [max(simulate_plan(plan, cost_table)) for plan in plans]
+    best, two_stage = _best_homogeneous(cost_table, planner.num_ranks, batches, options)
+    full = [pack_full_ms(cost_table[best[0]], len(best), batch) for batch in batches] if best else []
+    return Preview(
+        dict(Counter(plan.strategy for plan in plans).most_common()),
+        np.array([plan.predicted_ms for plan in plans]),
+        np.array(simulated),
+        np.array([plan.gap for plan in plans]),
+        np.array([plan.balance for plan in plans]),
+        format_strategy(best) if best else None,
+        two_stage,
+        np.array(full),
+    )
+
+
+def _best_homogeneous(
+    table: CostTable, num_ranks: int, batches: Sequence[list[int]], options: PlannerOptions
+) -> tuple[tuple[ParallelScheme, ...], Floats]:
+    """The strategy of one scheme with the least mean planned time, and its times; none if none holds every batch."""
+    best: tuple[ParallelScheme, ...] = ()
+    times = np.empty(0)
+    for scheme in table.schemes:
+        if num_ranks % scheme.num_ranks:
+            continue
+        strategy = (scheme,) * (num_ranks // scheme.num_ranks)
+        planner = Planner(table, [strategy], options)
+        try:
+            found = np.array([planner.plan(0, range(len(batch)), batch).predicted_ms for batch in batches])
+        except PlanError:
+            continue
+        if not best or found.mean() < times.mean():
+            best, times = strategy, found
+    return best, times
+
+
+def pack_full_ms(cost: SchemeCost, pipelines: int, lengths: Sequence[int]) -> float:
+    """Step time of equal pipelines when sequences are packed to MaxLen, first fit decreasing, and dealt out in turn."""
+    bins: list[list[int]] = []
+    for length in sorted(lengths, reverse=True):
+        for held in bins:
+            if sum(held) + length <= cost.max_length:
+                held.append(length)
+                break
+        else:
+            bins.append([length])
+    loads = [cost.load_ms(held) for held in bins]
+    return max(cost.pipeline_ms(loads[first::pipelines]) for first in range(pipelines))
+
+
+def length_histogram(lengths: Ints, context_length: int) -> list[tuple[int, int, int]]:
+    """(longest length, sequences, tokens) of buckets that double in length, up to the context."""
+    rows = []
+    low, high = 0, 64
+    while low < context_length:
+        high = min(high, context_length)
+        inside = lengths[(lengths > low) & (lengths <= high)]
+        rows.append((high, len(inside), int(inside.sum())))
+        low, high = high, high * 2
+    return rows
