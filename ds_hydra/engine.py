@@ -11,6 +11,7 @@ import math
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -42,7 +43,7 @@ from ds_hydra.pipe.layer_list import LayerList
 from ds_hydra.pipe.packing import MicroBatch
 from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.pipe.strategy import ParallelScheme, format_strategy, parse_strategy, place_strategy
-from ds_hydra.plan_source import PlanSource, agree
+from ds_hydra.plan_source import FAILED, PlanSource, agree
 from ds_hydra.planner import PlannedStep, StepPlan
 from ds_hydra.profiling.job_print import describe_job
 from ds_hydra.report import StepRecord
@@ -51,11 +52,13 @@ from ds_hydra.step_watch import StepWatch
 from ds_hydra.strategy_runtime import Arena, StrategyRuntime
 from ds_hydra.watchdog import IDLE, Watchdog
 from ds_hydra.zero_hetero.buffer_pool import BufferPool
-from ds_hydra.zero_hetero.errors import ConfigError, NumericsError
+from ds_hydra.zero_hetero.errors import ConfigError, NumericsError, PlanError
 from ds_hydra.zero_hetero.grad_norm import clip_, global_grad_norm
 from ds_hydra.zero_hetero.transport import TorchTransport
 
 logger = logging.getLogger(__name__)
+
+_OPEN_RECEIVES = 2  # buckets whose receives are open at once on gloo, which slows down with more
 
 
 class HydraEngine(CheckpointFace, HostEngine):
@@ -134,8 +137,8 @@ class HydraEngine(CheckpointFace, HostEngine):
         gloo = self._control is None
         self._groups = GroupCache(timeout)
         # NCCL runs one group's messages in the order they were started: pipelines get a communicator of their own.
-        self._links = TorchTransport()
-        self._edges = self._links if gloo else TorchTransport(dist.new_group(timeout=timeout))
+        self._links = TorchTransport(max_open_receives=_OPEN_RECEIVES)
+        self._edges = TorchTransport(None if gloo else dist.new_group(timeout=timeout))
         self._pool = BufferPool()
         self._arena = Arena.for_strategies(
             self._source.plan, list(self._strategies.values()), self._rank, self.device, self.compute_dtype
@@ -190,8 +193,7 @@ class HydraEngine(CheckpointFace, HostEngine):
         began = time.perf_counter()
         planned = self._plans.next(self.global_steps)
         runtime = self._runtime(planned.plan)
-        batches = self._batches(planned.plan, runtime, data)
-        weight = agree(planned.plan, batches.weight, self._control)
+        batches, weight = self._batches(planned.plan, runtime, data)
         runtime._runtime.phase = "pull"
         self._running = runtime
         loss = runtime.train(_weighted(batches.batches, weight))
@@ -218,8 +220,7 @@ class HydraEngine(CheckpointFace, HostEngine):
         ids = tuple(i for i, length in enumerate(data.lengths) if length)
         plan = self._plans.plan_once(ids, tuple(int(data.lengths[i]) for i in ids))
         runtime = self._runtime(plan)
-        batches = self._batches(plan, runtime, data)
-        weight = agree(plan, batches.weight, self._control)
+        batches, weight = self._batches(plan, runtime, data)
         loss = runtime.evaluate(_weighted(batches.batches, weight))
         return self._gather_stats(loss, runtime, batches)[:, 0].sum().to(torch.float32)
 
@@ -267,16 +268,26 @@ class HydraEngine(CheckpointFace, HostEngine):
             )  # fmt: skip
         return self._runtimes[plan.strategy]
 
-    def _batches(self, plan: StepPlan, runtime: StrategyRuntime, data: SequenceData) -> RankBatches:
-        return build_batches(
-            plan.pipelines[runtime.pipeline_index].microbatches,
-            plan.sequence_ids,
-            plan.lengths,
-            runtime.place,
-            data.load_sequence,
-            self.hydra_config.loss_norm,
-            self.device,
-        )
+    def _batches(self, plan: StepPlan, runtime: StrategyRuntime, data: SequenceData) -> tuple[RankBatches, int]:
+        """This rank's micro-batches, and the normaliser that all ranks agree on with the plan.
+
+        A sequence that one rank cannot load is an error on all of them.
+        """
+        try:
+            batches = build_batches(
+                plan.pipelines[runtime.pipeline_index].microbatches,
+                plan.sequence_ids,
+                plan.lengths,
+                runtime.place,
+                data.load_sequence,
+                self.hydra_config.loss_norm,
+                self.device,
+            )
+        except Exception:
+            with suppress(PlanError):
+                agree(plan, FAILED, self._control)
+            raise
+        return batches, agree(plan, batches.weight, self._control)
 
     def _update(self, loss: Tensor) -> tuple[float, float]:
         """Clip and step; a loss or gradient that is not finite, on any rank, leaves everything as it was on all.

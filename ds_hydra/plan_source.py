@@ -17,6 +17,7 @@ from ds_hydra.planner import PlannedStep, Planner, PlannerOptions, PlannerServic
 from ds_hydra.zero_hetero.errors import PlanError
 
 _DIGEST_WORDS = 4  # a SHA-256 as int64
+FAILED = -1  # weight of a rank that could not load its sequences
 
 
 class PlanSource:
@@ -143,7 +144,7 @@ def _decode(text: str) -> PlannedStep:
 def agree(plan: StepPlan, weight: int, control: dist.ProcessGroup | None) -> int:
     """Compare the plan's digest over all ranks and sum their `weight`, in one message before any other moves.
 
-    Raises PlanError naming the ranks whose plan differs from rank 0's.
+    Raises PlanError naming the ranks whose plan differs from rank 0's, or whose weight is FAILED.
     """
     mine = torch.cat(
         (torch.frombuffer(bytearray(plan.digest()), dtype=torch.int64), torch.tensor([weight], dtype=torch.int64))
@@ -153,4 +154,7 @@ def agree(plan: StepPlan, weight: int, control: dist.ProcessGroup | None) -> int
     differing = (table[:, :_DIGEST_WORDS] != table[0, :_DIGEST_WORDS]).any(dim=1).nonzero().flatten().tolist()
     if differing:
         raise PlanError(f"step {plan.step}: ranks {differing} hold another plan than rank 0; nothing was computed")
+    failed = (table[:, _DIGEST_WORDS] == FAILED).nonzero().flatten().tolist()
+    if failed:
+        raise PlanError(f"step {plan.step}: ranks {failed} could not load their sequences; their own errors say why")
     return int(table[:, _DIGEST_WORDS].sum())

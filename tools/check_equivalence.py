@@ -52,7 +52,6 @@ def main(arguments: list[str] | None = None) -> int:
     missed: list[str] = []
     figures: list[dict[str, object]] = []
     for number, case in enumerate(cases, start=1):
-        print(f"{number}/{len(cases)} {case.name}", file=sys.stderr, flush=True)
         began = time.perf_counter()
         try:
             found = compare(case, timeout=options.timeout)
@@ -62,12 +61,13 @@ def main(arguments: list[str] | None = None) -> int:
             found, short = Difference(*[float("nan")] * 5), [f"{case.name}: {type(error).__name__}: {error}"]
         seconds = time.perf_counter() - began
         missed += short
+        print(f"{number}/{len(cases)} {case.name}: {'; '.join(short) or 'ok'}, {seconds:.0f} s", file=sys.stderr, flush=True)
         rows.append(_row(case, found, not short, seconds))
         figures.append({"case": asdict(case), "found": asdict(found), "missed": short, "seconds": seconds})
     headers = ["case", "family", "ranks", "type", "steps", *WHAT, "aims", "ok", "s"]
     print_table(headers, rows)
     done = sum(1 for row in rows if row[-2] == "yes")
-    return finish("check_equivalence", f"{done} of {len(cases)}", {"cases": figures}, missed, options.json)
+    return finish("check_equivalence", f"{done} of {len(cases)} cases", {"cases": figures}, missed, options.json)
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
