@@ -128,7 +128,9 @@ def test_nonsense_is_counted_and_answered_here(answer: str, reason: str) -> None
 
 def test_a_producer_that_never_starts_is_given_up() -> None:
     here = a800_planner(kernels="pure")
-    with PlannerService(here.cost_table, here.strategies, PlannerOptions(kernels="pure"), command=("false",)) as planner:
+    with PlannerService(
+        here.cost_table, here.strategies, PlannerOptions(kernels="pure"), command=("false",)
+    ) as planner:
         for step in range(8):
             planner.submit(step, range(5), a800_batch(step, 5))
             assert planner.get(step).fallback in ("died", "stopped")
@@ -168,7 +170,8 @@ def test_steps_are_told_apart_by_their_number_not_by_their_order() -> None:
 def test_the_producer_dies_with_its_parent() -> None:
     script = (
         "import os, sys, time; from tests.pure.test_planner_service import service\n"
-        "s = service(); s.submit(0, range(5), [5, 6, 7, 8, 9]); s.get(0); print(s.producer_pid, flush=True); time.sleep(600)"
+        "s = service(); s.submit(0, range(5), [5, 6, 7, 8, 9]); s.get(0); print(s.producer_pid, flush=True)\n"
+        "time.sleep(600)"
     )
     root = Path(__file__).parents[2]
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=root)

@@ -52,7 +52,10 @@ def other_lengths(plan: StepPlan, draw: random.Random) -> StepPlan:
 MUTATIONS: dict[str, tuple[Mutation, str]] = {
     "drop a sequence": (lambda p, d: edit(p, d, lambda b: b[0].pop() if len(b[0]) > 1 else b.pop(0)), "run nowhere"),
     "run one twice": (lambda p, d: edit(p, d, lambda b: b[0].append(b[-1][0])), r"runs \d+ times"),
-    "unknown position": (lambda p, d: edit(p, d, lambda b: b[0].append(len(p.lengths) + d.randrange(9))), "names position"),
+    "unknown position": (
+        lambda p, d: edit(p, d, lambda b: b[0].append(len(p.lengths) + d.randrange(9))),
+        "names position",
+    ),
     "negative position": (lambda p, d: edit(p, d, lambda b: b[0].append(-1)), "names position"),
     "empty micro-batch": (lambda p, d: edit(p, d, lambda b: b.insert(d.randrange(len(b) + 1), [])), "is empty"),
     "no memory": (overfill, "MaxLen is"),
@@ -61,13 +64,19 @@ MUTATIONS: dict[str, tuple[Mutation, str]] = {
         "use 68 ranks but the job has 64",
     ),
     "a pipeline less": (lambda p, d: dataclasses.replace(p, pipelines=p.pipelines[:-1]), "ranks but the job has 64"),
-    "unknown scheme": (lambda p, d: change(p, 0, scheme=ParallelScheme(1, 1, p.pipelines[0].scheme.num_ranks)), "MaxLen is unknown"),
+    "unknown scheme": (
+        lambda p, d: change(p, 0, scheme=ParallelScheme(1, 1, p.pipelines[0].scheme.num_ranks)),
+        "MaxLen is unknown",
+    ),
     "wrong pipeline time": (
         lambda p, d: change(p, (at := busy(p, d)), predicted_ms=p.pipelines[at].predicted_ms * d.choice([0.5, 1.01])),
         "cost table gives|slowest pipeline",
     ),
     "time of nothing": (lambda p, d: change(p, busy(p, d), predicted_ms=0.0), "micro-batches in a predicted"),
-    "time not a number": (lambda p, d: change(p, busy(p, d), predicted_ms=float("nan")), "micro-batches in a predicted"),
+    "time not a number": (
+        lambda p, d: change(p, busy(p, d), predicted_ms=float("nan")),
+        "micro-batches in a predicted",
+    ),
     "wrong step time": (
         lambda p, d: dataclasses.replace(p, predicted_ms=p.predicted_ms * d.choice([0.9, 1.001])),
         "slowest pipeline takes",

@@ -1,0 +1,204 @@
+"""Proposals, schemes, simulation, lengths, and the dry run."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ds_hydra.cost_model import CostTable
+from ds_hydra.pipe.strategy import ParallelScheme, parse_strategy
+from ds_hydra.planner import Planner, PlannerOptions
+from ds_hydra.planner.candidates import candidate_schemes, crosses_nodes, usable_schemes
+from ds_hydra.planner.lengths import read_length_file, read_lengths
+from ds_hydra.planner.preview import pack_full_ms
+from ds_hydra.planner.proposal import QUICK, propose_strategies, sample_batches
+from ds_hydra.planner.proposal_paper import propose_by_program
+from ds_hydra.planner.simulate import schedule_1f1b, simulate_pipeline
+from ds_hydra.zero_hetero.errors import ConfigError, PlanError
+from tests.pure.planner_cases import TABLES, a800_batch
+
+TABLE = CostTable.load(TABLES / "llama_32b_a800.json")
+LENGTHS = a800_batch(0, 5000)
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def proposed() -> tuple[tuple[ParallelScheme, ...], ...]:
+    return propose_strategies(TABLE, 64, LENGTHS, 200_000, 32768, tp_across_nodes=True, effort=QUICK)
+
+
+def test_proposals_tile_the_ranks_cover_the_context_and_keep_tp_inside_nodes(proposed: tuple) -> None:
+    assert 2 <= len(proposed) <= 20
+    assert len(set(proposed)) == len(proposed)
+    for strategy in proposed:
+        assert sum(scheme.num_ranks for scheme in strategy) == 64
+        assert not crosses_nodes(strategy, 8)
+    planner = Planner(TABLE, proposed, PlannerOptions(kernels="compiled"))
+    assert planner.max_length >= 32768
+
+
+def test_proposals_are_the_same_every_time_and_better_than_the_paper_s(proposed: tuple) -> None:
+    again = propose_strategies(TABLE, 64, LENGTHS, 200_000, 32768, tp_across_nodes=True, effort=QUICK)
+    assert again == proposed
+    program = propose_by_program(TABLE, 64, LENGTHS, 32768, usable_schemes(TABLE, 64, tp_across_nodes=True))
+    batches = [batch.tolist() for batch in sample_batches(LENGTHS, 200_000, 12, 9, 32768)]
+    means = []
+    for strategies in (proposed, program):
+        planner = Planner(TABLE, strategies, PlannerOptions(kernels="compiled"))
+        means.append(np.mean([planner.plan(0, range(len(b)), b).predicted_ms for b in batches]))
+    assert means[0] < 0.92 * means[1]
+
+
+def test_the_paper_s_program_with_one_scheme_gives_that_scheme() -> None:
+    only = propose_by_program(TABLE, 64, LENGTHS, 16384, [ParallelScheme(8)])
+    assert only == (parse_strategy("8*tp8"),)
+
+
+def test_what_cannot_be_proposed_is_refused() -> None:
+    with pytest.raises(PlanError, match="context_length=32768 tokens: the largest MaxLen is 27951"):
+        propose_strategies(TABLE, 64, LENGTHS, 200_000, 32768)
+    with pytest.raises(PlanError, match="no scheme of the cost table fits 2 ranks"):
+        propose_strategies(TABLE, 2, LENGTHS, 200_000, 1024)
+    with pytest.raises(PlanError, match=r"has 1\.\.100 tokens"):
+        propose_strategies(TABLE, 64, [500], 2000, 100)
+
+
+def test_candidate_schemes_fit_heads_layers_ranks_and_nodes() -> None:
+    schemes = candidate_schemes(16, num_layers=6, num_heads=8, node_size=4)
+    assert ParallelScheme(4, 3) in schemes
+    for scheme in schemes:
+        assert scheme.tp <= 4
+        assert scheme.num_ranks <= 16
+        assert 8 % (scheme.tp * scheme.sp) == 0
+        assert 6 % scheme.pp == 0
+    assert ParallelScheme(8) in candidate_schemes(16, num_layers=6, num_heads=8, node_size=4, tp_across_nodes=True)
+
+
+def test_tp_groups_over_two_nodes_are_found() -> None:
+    assert crosses_nodes(parse_strategy("tp4 + tp8 + tp4"), 8)
+    assert not crosses_nodes(parse_strategy("tp8 + 2*tp4"), 8)
+    assert not crosses_nodes(parse_strategy("tp16"), 8)
+
+
+def test_1f1b_takes_what_it_takes_on_paper() -> None:
+    assert simulate_pipeline([3.0] * 5, 4) == pytest.approx(3.0 * (5 + 3))
+    assert simulate_pipeline([3.0, 4.0, 5.0], 1) == pytest.approx(12.0)
+    assert simulate_pipeline([], 4) == 0.0
+    assert simulate_pipeline([6.0], 3) == pytest.approx(18.0)
+    # two stages, loads 3 then 6: the second stage starts after 1, runs 1+2 and 2+4; its last backward ends at 10
+    assert simulate_pipeline([3.0, 6.0], 2) == pytest.approx(14.0)
+
+
+def test_1f1b_runs_every_forward_before_its_backward() -> None:
+    for stages in range(1, 6):
+        for stage in range(stages):
+            order = schedule_1f1b(stage, stages, 7)
+            assert sorted(order) == sorted([(f, m) for f in (True, False) for m in range(7)])
+            assert all(order.index((True, m)) < order.index((False, m)) for m in range(7))
+
+
+def test_flow_shop_time_is_near_the_simulation_and_no_shorter() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        loads = sorted(rng.uniform(1.0, 2.0, size=int(rng.integers(4, 20))).tolist())
+        loads = loads[0::2] + loads[1::2][::-1]
+        stages = int(rng.integers(2, 5))
+        flow_shop = sum(loads) + (stages - 1) * max(loads)
+        assert 0.999 * simulate_pipeline(loads, stages) <= flow_shop <= 1.2 * simulate_pipeline(loads, stages)
+
+
+def test_lengths_are_read_from_every_source(tmp_path: Path) -> None:
+    lognormal = read_lengths("lognormal:6.22,1.233", 32768, count=50_000)
+    assert 0.26 < (lognormal.lengths >= 1024).mean() < 0.30
+    histogram = read_lengths(str(TABLES / "pretraining_length_histogram.csv"), 32768, count=50_000)
+    assert histogram.lengths.max() <= 32768
+    assert 0.68 < (histogram.lengths <= 1024).mean() < 0.74
+    wikipedia = read_lengths(str(TABLES / "wikipedia_lengths.txt"), 32768)
+    assert len(wikipedia.lengths) + wikipedia.too_long == 200_000
+    (tmp_path / "some.txt").write_text("5\n7\n\n9\n")
+    assert read_lengths(str(tmp_path / "some.txt"), 8).too_long == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("5\n0\n", "line 2: '0' is not a whole number"),
+        ("5\n6\n-7\n", "line 3: '-7'"),
+        ("5\n6.5\n", "line 2: '6.5'"),
+        ("5\nlong\n", "line 2: 'long'"),
+        ("99999999999999999999999\n", "line 1"),
+        ("", "holds no lengths"),
+    ],
+)
+def test_bad_lengths_name_file_and_line(tmp_path: Path, text: str, reason: str) -> None:
+    path = tmp_path / "lengths.txt"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=reason) as error:
+        read_length_file(path)
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        ("lognormal:6", "give lognormal:MU,SIGMA"),
+        ("lognormal:a,b", "give lognormal:MU,SIGMA"),
+        ("lognormal:6,-1", "give lognormal:MU,SIGMA"),
+        ("lognormal:nan,1", "give lognormal:MU,SIGMA"),
+        ("none.txt", "cannot read the lengths file"),
+        ("none.csv", "cannot read the histogram"),
+        ("lognormal:30,0.1", "none of its"),
+    ],
+)
+def test_bad_specs_are_refused(spec: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        read_lengths(spec, 4096, count=100)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('range,number\n"[1, 5]",x\n', "line 2"),
+        ('"[5, 1]",3\n', "line 1: the bucket"),
+        ("range,number\n", "counts no sequence"),
+    ],
+)
+def test_bad_histograms_name_the_line(tmp_path: Path, text: str, reason: str) -> None:
+    (tmp_path / "h.csv").write_text(text)
+    with pytest.raises(ConfigError, match=reason):
+        read_lengths(str(tmp_path / "h.csv"), 4096)
+
+
+def test_a_file_of_ten_million_lengths_takes_seconds(tmp_path: Path) -> None:
+    path = tmp_path / "many.txt"
+    path.write_text("1234\n567\n89\n4321\n12\n" * 2_000_000)
+    began = time.process_time()
+    assert len(read_length_file(path)) == 10_000_000
+    assert time.process_time() - began < 20
+
+
+def test_full_packing_is_first_fit_decreasing_dealt_out_in_turn() -> None:
+    cost = TABLE[ParallelScheme(4)]
+    expected = max(cost.load_ms([7000, 800]), cost.load_ms([5000, 2000]))
+    assert pack_full_ms(cost, 2, [2000, 5000, 800, 7000]) == pytest.approx(expected)
+
+
+def test_preview_prints_what_it_found(tmp_path: Path) -> None:
+    out = tmp_path / "preview.json"
+    command = [
+        sys.executable, "-m", "tools.preview_plan", "--cost-table", str(TABLES / "llama_32b_a800.json"), "--lengths",
+        "lognormal:6.220,1.233", "--gpus", "64", "--tokens", "200000", "--context", "32768", "--tp-across-nodes",
+        "--steps", "6", "--strategies", "4*tp16", "tp16 + 2*tp8 + 8*tp4", "--json", str(out),
+    ]  # fmt: skip
+    text = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    for word in ("MaxLen", "steps won", "p50", "certified gap", "gain over", "two-stage assignment"):
+        assert word in text
+    assert len(json.loads(out.read_text())["step_ms"]) == 6
+    command[command.index("lognormal:6.220,1.233")] = str(tmp_path / "none")
+    failed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert failed.returncode == 2
+    assert "ConfigError: cannot read the lengths file" in failed.stderr
