@@ -69,6 +69,7 @@ class Checkpointer:
         background: bool = False,
     ) -> None:
         """Save under a tag, "global_stepN" by default. Raises CheckpointError on all ranks when it cannot."""
+        self.writer.wait()  # for what it still has to say to the other ranks, too
         engine = self._engine
         name = f"global_step{engine.global_steps}" if tag is None else tag
         name = check_tag(name)

@@ -159,7 +159,7 @@ def read_manifest(text: str | bytes, place: str) -> Manifest:
 def parse_json(text: str | bytes | bytearray, place: str) -> Any:
     """JSON without duplicate keys, NaN or deep nesting; CheckpointError naming `place` for anything else."""
     try:
-        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise CheckpointError(
@@ -298,6 +298,13 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(block) < len(pairs):
         raise ValueError("a key stands twice in one block")
     return block
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {text[:40]}")
+    return value
 
 
 def _no_constant(name: str) -> Any:

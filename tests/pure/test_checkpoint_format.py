@@ -69,6 +69,8 @@ def test_any_flipped_bit_of_a_manifest_is_noticed() -> None:
         ("[" * 80 + "]" * 80, "nested deeper"),
         ('{"a": 1, "a": 2}', "twice"),
         ('{"a": NaN}', "NaN"),
+        ('{"a": 1e9999}', "1e9999"),
+        (MANIFEST.to_json().replace('"lr":0.1', '"lr":1e9999'), "damaged"),
         (MANIFEST.to_json().replace('"version":1', '"version":2'), "version 2"),
         (MANIFEST.to_json()[:-10], "damaged"),
     ],

@@ -1,0 +1,390 @@
+"""Saving and loading in an engine: damage is refused on all ranks; other formats come in and go out."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import shutil
+import signal
+import threading
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from ds_hydra.checkpoint.folder import complete_tags
+from ds_hydra.checkpoint.meeting import Meeting
+from ds_hydra.checkpoint.universal import from_universal, to_universal
+from ds_hydra.zero_hetero.errors import CheckpointError
+from tests.ranks import run_ranks
+from tests.saver import Saver
+from tests.small_job import rank_environment, same, sequences, small_engine, small_model, whole_state
+
+
+def saved(folder: Path, num_ranks: int = 2, steps: int = 1) -> dict[str, Tensor]:
+    """A folder with two tags, "old" and "new"; the state of "new"."""
+
+    def run(rank: int) -> dict[str, Tensor]:
+        engine = small_engine(rank)
+        engine.save_checkpoint(folder, "old")
+        for _ in range(steps):
+            engine.train_batch()
+        engine.save_checkpoint(folder, "new", client_state={"note": [1, 2]})
+        return whole_state(engine)
+
+    return run_ranks(run, num_ranks)[0]
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    saved(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(template: Path, tmp_path: Path) -> Path:
+    """A copy of the folder to damage."""
+    return Path(shutil.copytree(template, tmp_path / "run"))
+
+
+def flip(path: Path, share: float = 0.6) -> None:
+    data = bytearray(path.read_bytes())
+    data[int(share * len(data))] ^= 1
+    path.write_bytes(data)
+
+
+def swap(one: Path, other: Path) -> None:
+    first, second = one.read_bytes(), other.read_bytes()
+    one.write_bytes(second)
+    other.write_bytes(first)
+
+
+NAMES = ("rank_00000.safetensors", "rank_00001.safetensors")
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "truncated": (lambda new: os.truncate(new / NAMES[1], 1000), NAMES[1]),
+    "bit in a shard": (lambda new: flip(new / NAMES[0]), NAMES[0]),
+    "bit in a header": (lambda new: flip(new / NAMES[0], 0.001), NAMES[0]),
+    "bit in the manifest": (lambda new: flip(new / "manifest.json"), "manifest.json"),
+    "shards swapped": (lambda new: swap(new / NAMES[0], new / NAMES[1]), "rank_0000"),
+    "shard missing": (lambda new: (new / NAMES[1]).unlink(), NAMES[1]),
+    "shard of another save": (lambda new: shutil.copy(new.parent / "old" / NAMES[0], new / NAMES[0]), NAMES[0]),
+    "stale manifest": (
+        lambda new: shutil.copy(new.parent / "old" / "manifest.json", new / "manifest.json"),
+        "rank_0000",
+    ),
+    "manifest missing": (lambda new: (new / "manifest.json").unlink(), "manifest.json"),
+    "manifest of a later version": (
+        lambda new: (new / "manifest.json").write_text(
+            (new / "manifest.json").read_text().replace('"version":1', '"version":9')
+        ),
+        "version 9",
+    ),
+    "pickle for a shard": (lambda new: (new / NAMES[0]).write_bytes(pickle.dumps(os.system)), NAMES[0]),
+    "pickle for the manifest": (
+        lambda new: (new / "manifest.json").write_bytes(pickle.dumps(os.system)),
+        "manifest.json",
+    ),
+    "latest empty": (lambda new: (new.parent / "latest").write_text(""), "latest"),
+    "latest missing": (lambda new: (new.parent / "latest").unlink(), "latest"),
+    "latest to nowhere": (lambda new: (new.parent / "latest").write_text("gone"), "latest"),
+    "latest to another folder": (lambda new: (new.parent / "latest").write_text("../run/new"), "latest"),
+}
+
+
+def test_damage_is_refused_on_all_ranks_and_changes_nothing(folder: Path, template: Path) -> None:
+    """One pair of engines meets every damage; afterwards it still loads what is whole."""
+
+    def run(rank: int) -> list[str]:
+        engine = small_engine(rank)
+        before = whole_state(engine)
+        wrong = []
+        for name, (damage, named) in DAMAGES.items():
+            engine._meeting.gather("")
+            if rank == 0:
+                shutil.rmtree(folder)
+                shutil.copytree(template, folder)
+                damage(folder / "new")
+            engine._meeting.gather("")
+            try:
+                engine.load_checkpoint(folder)
+                wrong.append(f"{name}: loaded")
+            except CheckpointError as error:
+                if named not in str(error) or "tag" not in str(error) or str(folder) not in str(error):
+                    wrong.append(f"{name}: {error}")
+        if not same(before, whole_state(engine)) or engine.global_steps:
+            wrong.append("the engine has changed")
+        engine._meeting.gather("")
+        engine.load_checkpoint(folder, "old")
+        return wrong
+
+    assert run_ranks(run, 2) == [[], []]
+
+
+@pytest.mark.parametrize("tag", ["../x", "/etc", "a/b", ".x", ""])
+def test_a_tag_is_no_path(tag: str, tmp_path: Path) -> None:
+    def run(rank: int) -> None:
+        engine = small_engine(rank)
+        for call in (engine.save_checkpoint, engine.load_checkpoint):
+            with pytest.raises(CheckpointError, match="not a name"):
+                call(tmp_path, tag)
+
+    run_ranks(run, 1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_cannot_be_written_leaves_what_was_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk on one rank, a folder that is a file: an error on all, no new tag, the old one loads."""
+
+    def run(rank: int) -> list[str]:
+        engine = small_engine(rank, checkpoint={"dir": str(tmp_path), "asynchronous": False, "resume": False})
+        engine.save_checkpoint(tmp_path, "old", client_state={"a": 1})
+        engine._meeting.gather("")
+        messages = []
+        from ds_hydra.checkpoint import shard_file
+
+        write = shard_file._write_all
+
+        def full(handle: int, data: memoryview) -> None:
+            raise OSError(28, "No space left on device", "rank_00001.safetensors")
+
+        shard_file._write_all = full if rank == 1 else write
+        for target, state in ((tmp_path, None), (tmp_path / "latest", None), (tmp_path, {"x": torch.ones(1)})):
+            try:
+                engine.save_checkpoint(target, "new", client_state=state)
+            except CheckpointError as error:
+                messages.append(str(error))
+        shard_file._write_all = write
+        assert engine.load_checkpoint(tmp_path)[1] == {"a": 1}
+        return messages
+
+    for messages in run_ranks(run, 2):
+        assert len(messages) == 3
+        assert "rank 1" in messages[0]
+        assert "free space" in messages[0]
+        assert "latest" in messages[1]
+        assert "client_state" in messages[2]
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["latest", "old"]
+
+
+def test_saving_in_the_background_is_saving(tmp_path: Path) -> None:
+    """Training goes on while files are written; what is saved is the state at the call."""
+
+    def run(rank: int) -> tuple[bool, dict[str, Tensor], dict[str, Tensor]]:
+        from ds_hydra.checkpoint import write
+
+        go = threading.Event()
+        original = write.write_shard
+        write.write_shard = lambda *args: (go.wait(30), original(*args))[1]
+        engine = small_engine(rank, checkpoint={"dir": str(tmp_path), "asynchronous": True})
+        engine.train_batch()
+        state = whole_state(engine)
+        engine.save_checkpoint(tmp_path)
+        engine.train_batch()
+        busy = engine._checkpoints.writer.busy
+        go.set()
+        engine.save_checkpoint(tmp_path)
+        engine.destroy()
+        other = small_engine(rank)
+        other.load_checkpoint(tmp_path, "global_step1")
+        return busy, state, whole_state(other)
+
+    for busy, state, loaded in run_ranks(run, 2):
+        assert busy
+        assert same(state, loaded)
+    assert [tag for _, tag in complete_tags(tmp_path)] == ["global_step2", "global_step1"]
+
+
+def test_a_failed_save_in_the_background_is_raised_by_the_next(tmp_path: Path) -> None:
+    def run(rank: int) -> None:
+        from ds_hydra.checkpoint import shard_file
+
+        def full(handle: int, data: memoryview) -> None:
+            raise OSError(28, "No space left on device")
+
+        engine = small_engine(rank, checkpoint={"dir": str(tmp_path), "asynchronous": True})
+        write, shard_file._write_all = shard_file._write_all, full
+        engine.save_checkpoint(tmp_path)
+        with pytest.raises(CheckpointError, match="free space"):
+            engine.wait_for_checkpoint()
+        shard_file._write_all = write
+        engine.save_checkpoint(tmp_path)
+        engine.destroy()
+
+    run_ranks(run, 2)
+    assert [tag for _, tag in complete_tags(tmp_path)] == ["global_step0"]
+
+
+def test_killed_while_saving_one_tag_always_loads(tmp_path: Path) -> None:
+    """Saves over the same tags again and again, killed at random instants: no tag is ever half there."""
+    pause = random.Random(0)
+    last = 0
+    for _ in range(15):
+        pid = os.fork()
+        if pid == 0:
+            Saver(tmp_path, Meeting(None, 0, 1), first=last + 1).run()
+        while not complete_tags(tmp_path):
+            time.sleep(0.002)
+        time.sleep(pause.uniform(0.0, 0.2))
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        step = Saver.verify(tmp_path)
+        assert step >= last
+        last = step
+    assert last > 1
+
+
+def test_hugging_face_folders_go_out_and_in(tmp_path: Path) -> None:
+    """Export in shards, load by from_pretrained; load into an engine on other ranks: the same parameters."""
+    from transformers import AutoModelForCausalLM
+
+    def export(rank: int) -> dict[str, Tensor]:
+        engine = small_engine(rank)
+        engine.train_batch()
+        engine.save_16bit_model(tmp_path / "hf", max_shard_size="20KB")
+        return engine.fp32_state_dict()
+
+    trained = run_ranks(export, 2)[0]
+    assert len(list((tmp_path / "hf").glob("model-*.safetensors"))) > 1
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert all(torch.equal(value, trained[name]) for name, value in model.state_dict().items() if name in trained)
+    assert model.config.tie_word_embeddings
+
+    def back(rank: int) -> dict[str, Tensor]:
+        engine = small_engine(rank)
+        engine.load_16bit_model(tmp_path / "hf")
+        with pytest.raises(CheckpointError, match="safetensors"):
+            engine.load_16bit_model(tmp_path)
+        return engine.fp32_state_dict()
+
+    assert same(run_ranks(back, 4)[0], trained)
+
+
+def test_shards_are_safetensors(template: Path) -> None:
+    tensors = load_file(template / "new" / NAMES[0])
+    assert {name.rpartition("/")[2] for name in tensors} == {"master", "exp_avg", "exp_avg_sq", "cpu"}
+
+
+def deepspeed_engine(rank: int, universal: bool) -> Any:
+    """Plain DeepSpeed with ZeRO stage 1 on the same model."""
+    import deepspeed
+
+    rank_environment(rank)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    model = small_model(tied=False)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True}},
+        "zero_optimization": {"stage": 1},
+        "gradient_clipping": 1.0,
+        "checkpoint": {"load_universal": universal},
+    }
+    return deepspeed.initialize(model=model, config=config)[0]
+
+
+def deepspeed_step(engine: Any, tokens: Tensor) -> float:
+    logits = engine(input_ids=tokens[None], use_cache=False).logits[0, :-1]
+    loss = torch.nn.functional.cross_entropy(logits, tokens[1:])
+    engine.backward(loss)
+    engine.step()
+    return loss.item()
+
+
+def our_config() -> dict[str, Any]:
+    return {
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True}},
+        "gradient_clipping": 1.0,
+        "hydra": {"tokens_per_step": 100, "strategies": ["pp2"], "steps_file": None, "planner": {"ahead": 0},
+                  "faults": {"heartbeat_seconds": 0}},
+    }  # fmt: skip
+
+
+def our_engine(rank: int, tokens: Tensor) -> Any:
+    import ds_hydra
+
+    rank_environment(rank)
+    return ds_hydra.initialize(model=small_model(tied=False), training_data=[tokens], config=our_config())[0]
+
+
+TOKENS = sequences()[2]
+
+
+def test_from_deepspeed_and_on(tmp_path: Path) -> None:
+    """DeepSpeed trains, we go on: masters and moments are equal to the bit, the next losses equal."""
+
+    def theirs(rank: int) -> tuple[list[float], dict[str, Tensor]]:
+        engine = deepspeed_engine(rank, universal=False)
+        for _ in range(2):
+            deepspeed_step(engine, TOKENS)
+        engine.save_checkpoint(str(tmp_path / "ds"), tag="t")
+        weights = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+        return [deepspeed_step(engine, TOKENS) for _ in range(2)], weights
+
+    losses, weights = run_ranks(theirs, 1)[0]
+    from deepspeed.checkpoint.ds_to_universal import main
+
+    main(
+        Namespace(
+            input_folder=str(tmp_path / "ds/t"), output_folder=str(tmp_path / "ds/t_universal"), num_extract_workers=1,
+            num_merge_workers=1, keep_temp_folder=False, strict=True, inject_missing_state=True,
+        )
+    )  # fmt: skip
+    from_universal(tmp_path / "ds/t_universal", tmp_path / "ours", "step_2")
+
+    def ours(rank: int) -> tuple[dict[str, Tensor], list[float], int]:
+        engine = our_engine(rank, TOKENS)
+        engine.load_checkpoint(tmp_path / "ours")
+        return engine.fp32_state_dict(), [float(engine.train_batch()) for _ in range(2)], engine.global_steps
+
+    loaded, mine, step = run_ranks(ours, 2)[0]
+    assert same(loaded, weights)
+    assert step == 4
+    assert mine == pytest.approx(losses, rel=1e-5)
+
+
+def test_to_deepspeed_and_on(tmp_path: Path) -> None:
+    """We train, DeepSpeed goes on."""
+
+    def ours(rank: int) -> tuple[dict[str, Tensor], list[float]]:
+        engine = our_engine(rank, TOKENS)
+        for _ in range(2):
+            engine.train_batch()
+        engine.save_checkpoint(tmp_path / "ours")
+        return engine.fp32_state_dict(), [float(engine.train_batch()) for _ in range(2)]
+
+    weights, losses = run_ranks(ours, 2)[0]
+    to_universal(tmp_path / "ours", None, tmp_path / "ds", "t_universal")
+
+    def theirs(rank: int) -> tuple[dict[str, Tensor], list[float], int]:
+        engine = deepspeed_engine(rank, universal=True)
+        path, _ = engine.load_checkpoint(str(tmp_path / "ds"))
+        assert path is not None
+        loaded = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+        return loaded, [deepspeed_step(engine, TOKENS) for _ in range(2)], engine.global_steps
+
+    loaded, mine, step = run_ranks(theirs, 2)[0]
+    assert same(loaded, weights)
+    assert step == 4
+    assert mine == pytest.approx(losses, rel=1e-5)
+
+
+def test_a_pickle_with_a_payload_is_not_run(tmp_path: Path) -> None:
+    class Payload:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "executed"),)
+
+    place = tmp_path / "uni" / "zero" / "w"
+    place.mkdir(parents=True)
+    torch.save({"param": Payload()}, place / "fp32.pt")
+    torch.save({"global_steps": 1}, tmp_path / "uni" / "mp_rank_00_model_states.pt")
+    with pytest.raises(CheckpointError, match=r"fp32\.pt"):
+        from_universal(tmp_path / "uni", tmp_path / "out", "a")
+    assert not (tmp_path / "executed").exists()
