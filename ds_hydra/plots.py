@@ -145,8 +145,9 @@ def _scatter(axes: Any, records: Sequence[Record], look: _Look) -> str:
 
 
 def _residuals(axes: Any, records: Sequence[Record], look: _Look) -> str:
+    timed = [r for r in records if r["step_ms"] > 0]
     errors = {
-        name: [100.0 * (predicted(r) / r["step_ms"] - 1.0) for r in records if r["strategy"] == name and r["step_ms"] > 0]
+        name: [100.0 * (predicted(r) / r["step_ms"] - 1.0) for r in timed if r["strategy"] == name]
         for name in look.strategies
     }
     return _boxes(axes, errors, look.colour, "predicted less measured, % of measured", 0.0)
@@ -155,9 +156,8 @@ def _residuals(axes: Any, records: Sequence[Record], look: _Look) -> str:
 def _schemes(axes: Any, records: Sequence[Record], look: _Look) -> str:
     ratios: dict[str, list[float]] = {}
     for r in records:
-        for scheme, mine, measured in zip(
-            pipeline_schemes(r["strategy"]), r.get("predicted_pipeline_ms") or (), r.get("pipeline_ms") or (), strict=False
-        ):
+        mine_of, measured_of = r.get("predicted_pipeline_ms") or (), r.get("pipeline_ms") or ()
+        for scheme, mine, measured in zip(pipeline_schemes(r["strategy"]), mine_of, measured_of, strict=False):
             if mine and measured:
                 ratios.setdefault(scheme, []).append(measured / mine)
     names = list(ratios)
@@ -191,7 +191,8 @@ def _balance(axes: Any, records: Sequence[Record], look: _Look) -> str:
     axes.axhline(1.0, color="0.4", linewidth=1)
     axes.set(xlabel="step", ylabel="slowest / mean pipeline time (1 is perfect)")
     axes.legend(fontsize=8)
-    return f"The median over {len(several)} steps with several pipelines is {median(r['balance'] for r in several):.2f}."
+    middle = median(r["balance"] for r in several)
+    return f"The median over {len(several)} steps with several pipelines is {middle:.2f}."
 
 
 def _timeline(axes: Any, records: Sequence[Record], look: _Look) -> str:

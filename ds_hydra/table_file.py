@@ -1,4 +1,4 @@
-"""The cost table file as it is measured: for which job, how, with which error; written so that no write loses one. Pure.
+"""The cost table file: for which job it was measured, how, with which error; no write loses an old one. Pure.
 
 [Note: table file]
 The file is a cost table that `CostTable.load` reads, with two additions: "job" says what it was measured for, and
@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -144,10 +145,8 @@ def write_atomically(path: str | Path, text: str) -> None:
             os.fsync(file.fileno())
         draft.replace(target)
     except OSError as error:
-        try:
+        with suppress(OSError):
             draft.unlink(missing_ok=True)
-        except OSError:
-            pass
         kept = "; the old file was left as it is" if target.exists() else ""
         raise ConfigError(f"cannot write {target}: {error.strerror or error}{kept}") from error
 

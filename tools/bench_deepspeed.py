@@ -205,7 +205,7 @@ def measure(rank: int, job: Job, rival: Rival) -> Row:
     counted = pairs[job.num_warm_up :]
     our_ms, their_ms = (statistics.median(pair[i].ms for pair in counted) for i in (0, 1))
     our_cpu_ms, their_cpu_ms = (statistics.median(pair[i].cpu_ms for pair in counted) for i in (0, 1))
-    quartiles = statistics.quantiles([our.ms / their.ms for our, their in counted], n=4)
+    quartiles = statistics.quantiles([our.ms / their.ms for our, their in counted], n=4, method="inclusive")
     return Row(
         deepspeed=rival.name,
         ours=rival.strategy,

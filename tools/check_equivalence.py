@@ -61,7 +61,11 @@ def main(arguments: list[str] | None = None) -> int:
             found, short = Difference(*[float("nan")] * 5), [f"{case.name}: {type(error).__name__}: {error}"]
         seconds = time.perf_counter() - began
         missed += short
-        print(f"{number}/{len(cases)} {case.name}: {'; '.join(short) or 'ok'}, {seconds:.0f} s", file=sys.stderr, flush=True)
+        print(
+            f"{number}/{len(cases)} {case.name}: {'; '.join(short) or 'ok'}, {seconds:.0f} s",
+            file=sys.stderr,
+            flush=True,
+        )
         rows.append(_row(case, found, not short, seconds))
         figures.append({"case": asdict(case), "found": asdict(found), "missed": short, "seconds": seconds})
     headers = ["case", "family", "ranks", "type", "steps", *WHAT, "aims", "ok", "s"]

@@ -68,10 +68,10 @@ def parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Command line; the launcher adds --local_rank."""
     parser = figures_parser(__doc__)
     parser.add_argument("--model", required=True, help="config JSON, or checkpoint folder")
-    parser.add_argument("--deepspeed_config", help="the job's config: dtype, checkpointing, context length, strategies")
+    parser.add_argument("--deepspeed_config", help="the job's config: dtype, checkpointing, context length")
     parser.add_argument("--out", type=Path, default=Path("cost_table.json"))
     parser.add_argument("--gpus", type=int, help="ranks of the job (default: of the config's strategies, or those here)")
-    parser.add_argument("--schemes", nargs="+", metavar="SCHEME", help="only these, e.g. tp2 tp4pp2 (default: all)")
+    parser.add_argument("--schemes", nargs="+", metavar="SCHEME", help="only these, e.g. tp2 tp4pp2")
     parser.add_argument("--node_size", type=int, help="ranks of a node: TP and SP stay inside (default: --gpus)")
     parser.add_argument("--links", type=Path, help="link figures (JSON) instead of measuring them")
     parser.add_argument("--longest", type=int, help="longest sequence to measure, in tokens")
@@ -101,7 +101,7 @@ def make_request(args: argparse.Namespace) -> Request:
         allowed = feasible_schemes(source.plan, max(s.num_ranks for s in schemes), max(s.num_ranks for s in schemes))
         wrong = [str(scheme) for scheme in schemes if scheme not in allowed]
         if wrong:
-            raise ConfigError(f"the model cannot be cut by {', '.join(wrong)}; it can by: {', '.join(map(str, allowed))}")
+            raise ConfigError(f"the model cannot be cut by {', '.join(wrong)}; it can by {', '.join(map(str, allowed))}")
     else:
         schemes = feasible_schemes(source.plan, num_gpus, node_size)
     if not schemes:
@@ -237,8 +237,14 @@ def _cost(scheme: ParallelScheme, entry: dict[str, Any], limit: int) -> tuple[An
 
 def _memory_record(memory: JobMemory, scheme: ParallelScheme) -> dict[str, Any]:
     needs = memory.fullest(scheme, 1024)
-    return {"stage": needs.stage, "state_bytes": needs.states, "bytes_per_token": needs.per_token,
-            "transient_per_token": needs.transient, "device_bytes": memory.device_bytes, "margin": memory.margin}  # fmt: skip
+    return {
+        "stage": needs.stage,
+        "state_bytes": needs.states,
+        "bytes_per_token": needs.per_token,
+        "transient_per_token": needs.transient,
+        "device_bytes": memory.device_bytes,
+        "margin": memory.margin,
+    }
 
 
 def _measure_links(device: torch.device) -> list[Any]:
@@ -354,7 +360,8 @@ def show(made: TableFile, args: argparse.Namespace, seconds: float) -> int:
         how = entry["how"] + (", scaled links" if entry["scaled_links"] else "")
         rows.append((str(cost.scheme), f"{cost.a:.3e}", f"{cost.b:.4e}", f"{cost.c:.3f}",
                      " ".join(entry["unidentified"]) or "-", cost.max_length, cost.util_length,
-                     f"{entry['held_out_median']:.1%}", f"{entry['held_out_p90']:.1%}", f"{spread:.1%}", how))  # fmt: skip
+                     f"{entry['held_out_median']:.1%}", f"{entry['held_out_p90']:.1%}", f"{spread:.1%}",
+                     how))  # fmt: skip
     print_table(("scheme", "a ms/tok^2", "b ms/tok", "c ms", "not fixed", "MaxLen", "UtilLen", "held-out med",
                  "p90", "spread", "how"), rows)  # fmt: skip
     errors.sort()

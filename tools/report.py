@@ -61,7 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"report: {error}", file=sys.stderr)
         return 2
-    print_table(("strategy", "steps", "ms", "plan's error med / p90", "step's error", "corrected"), strategy_rows(records))
+    headers = ("strategy", "steps", "ms", "plan's error med / p90", "step's error", "corrected")
+    print_table(headers, strategy_rows(records))
     for figure in figures:
         print(f"{figure.path}: {figure.words}")
     overall = {

@@ -1,4 +1,4 @@
-"""Process groups in, link figures out: latency and bandwidth of the collectives that schemes use, as training calls them."""
+"""Process groups in, link figures out: latency and bandwidth of the collectives that schemes use."""
 
 from __future__ import annotations
 

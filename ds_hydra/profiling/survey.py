@@ -1,4 +1,4 @@
-"""A model, schemes and links in; one measured entry per scheme out, ready for a cost table [Note: how an entry is made].
+"""Model, schemes and links in; one measured entry per scheme, for a cost table, out [Note: how an entry is made].
 
 All ranks of the job take part. A scheme whose TP and SP degrees fit into them is measured with its collectives
 running, one copy of the stage per group, all at once as in training; a wider one by local shapes, one copy per rank.

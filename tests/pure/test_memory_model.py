@@ -1,0 +1,162 @@
+"""MaxLen by the published constants, memory counted from a model's plan, calibration of predicted times."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ds_hydra.calibration import LEAST, Calibration
+from ds_hydra.cost_model import CostTable, SchemeCost
+from ds_hydra.memory_model import Activations, JobMemory, estimate_activations
+from ds_hydra.pipe.model_plan import ModelPlan, ParamSpec, ShardRule, make_buckets
+from ds_hydra.pipe.strategy import ParallelScheme
+from ds_hydra.planner.step_plan import PipelinePlan, StepPlan
+from ds_hydra.table_file import TableFile
+from ds_hydra.zero_hetero.errors import ConfigError
+from tools.check_cost_model import PUBLISHED_MAX_LENGTH, TABLES, constants, max_length
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("model", "name"), [(model, name) for model, rows in PUBLISHED_MAX_LENGTH.items() for name in rows]
+)
+def test_max_length_equals_the_published_formula(model: str, name: str) -> None:
+    from ds_hydra.pipe.strategy import parse_strategy
+
+    assert max_length(model, parse_strategy(name)[0], constants()[model]["num_ranks"]) == PUBLISHED_MAX_LENGTH[model][name]
+
+
+def test_published_tables_hold_the_same_max_length() -> None:
+    for model in ("7b", "32b"):
+        for cost in CostTable.load(TABLES / f"llama_{model}_a800.json").costs:
+            assert cost.max_length == PUBLISHED_MAX_LENGTH[model][str(cost.scheme)]
+
+
+def llama_plan(layers: int = 8, hidden: int = 64, vocab: int = 1000) -> ModelPlan:
+    specs = {"embed": ParamSpec("embed", (vocab, hidden), ShardRule(0)), "head": ParamSpec("head", (vocab, hidden), ShardRule(0))}
+    for i in range(layers):
+        specs[f"l{i}"] = ParamSpec(f"l{i}", (12 * hidden, hidden), ShardRule(0))
+    names = [frozenset({f"l{i}"}) for i in range(layers)]
+    groups = [("embeddings", frozenset({"embed"})), *((f"layers.{i}", n) for i, n in enumerate(names)), ("head", frozenset({"head"}))]
+    return ModelPlan(make_buckets(groups, specs), frozenset({"embed"}), tuple(names), frozenset({"head"}), 8, 8, True)
+
+
+def job(num_ranks: int = 8, device: float = GIB, **changes: object) -> JobMemory:
+    figures = {(tp, sp): estimate_activations(64, 256, 8, 8, 2, tp, sp) for tp in (1, 2, 4) for sp in (1, 2, 4)}
+    return JobMemory(llama_plan(), num_ranks, figures, 2, device_bytes=device, vocab=1000, **changes)  # type: ignore[arg-type]
+
+
+def test_states_follow_the_real_split() -> None:
+    total = 2 * 1000 * 64 + 8 * 12 * 64 * 64
+    alone = job(1).needs(ParallelScheme(), 0)
+    assert alone.masters == 2 * 4 * total
+    assert alone.optimizer == 2 * 4 * total
+    assert alone.params == 2 * total
+    assert alone.grads == 4 * total
+    shared = job(8).needs(ParallelScheme(2, 2), 0)
+    assert shared.masters == 2 * 4 * total // 8
+    assert shared.params == 2 * (1000 * 64 + 4 * 12 * 64 * 64) // 2  # embeddings and half of the layers, by tp
+
+
+def test_max_length_is_the_most_that_fits_on_every_stage() -> None:
+    memory = job(8, device=64 * 2**20)
+    for scheme in (ParallelScheme(), ParallelScheme(2), ParallelScheme(1, 4), ParallelScheme(2, 2, 2), ParallelScheme(1, 1, 4)):
+        limit = memory.max_length(scheme)
+        assert all(needs.total(limit) <= memory.capacity for needs in memory.stages(scheme))
+        assert any(needs.total(limit + 1) > memory.capacity for needs in memory.stages(scheme))
+
+
+def test_more_ranks_and_more_splitting_hold_more() -> None:
+    memory = job(8, device=64 * 2**20)
+    assert memory.max_length(ParallelScheme(1, 1, 2)) > memory.max_length(ParallelScheme())
+    assert memory.max_length(ParallelScheme(2)) > memory.max_length(ParallelScheme())
+    assert job(64, device=64 * 2**20).needs(ParallelScheme(), 0).masters < memory.needs(ParallelScheme(), 0).masters
+
+
+def test_first_stage_keeps_the_most_micro_batches() -> None:
+    needs = job().stages(ParallelScheme(1, 4))
+    assert [round(n.per_token / needs[-2].per_token, 1) for n in needs[1:-1]] == [1.5, 1.0]
+    assert needs[0].logits == 0
+    assert needs[-1].logits > 0
+
+
+def test_states_that_do_not_fit_give_zero_and_no_device_gives_an_error() -> None:
+    assert job(8, device=2**20).max_length(ParallelScheme()) == 0
+    with pytest.raises(ConfigError, match="device_bytes"):
+        job(8, device=float("inf")).max_length(ParallelScheme())
+    with pytest.raises(ConfigError, match="tp8sp1"):
+        job().needs(ParallelScheme(8), 0)
+
+
+def test_jobs_that_do_not_fit_are_refused_with_numbers_and_keys() -> None:
+    from ds_hydra.memory_check import check_memory, within_memory
+
+    table = CostTable(tuple(SchemeCost(ParallelScheme(tp), 1e-6, 0.1, 1.0, 4096) for tp in (1, 2)))
+    strategies = [(ParallelScheme(),) * 8, (ParallelScheme(2),) * 4]
+    tight = job(8, device=3 * 2**20)
+    with pytest.raises(ConfigError, match=r"(?s)hydra\.strategies\[0\].*MiB.*more than the.*larger tp or pp"):
+        check_memory(table, tight, strategies, 100, "sequence 3 has")
+    with pytest.raises(ConfigError, match=r"sequence 3 has 5000 tokens .* more than 4096 .*hydra\.context_length"):
+        check_memory(table, job(), strategies, 5000, "sequence 3 has")
+    check_memory(table, job(), strategies, 4096, "sequence 3 has")
+    small = within_memory(table, job(8, device=40 * 2**20))
+    assert 1 <= small[ParallelScheme()].max_length < 4096
+    with pytest.raises(ConfigError, match="no scheme fits"):
+        within_memory(table, job(8, device=2**20))
+
+
+def test_checkpointing_keeps_less() -> None:
+    full = estimate_activations(4096, 11008, 32, 32, 2, 1, 1)
+    light = estimate_activations(4096, 11008, 32, 32, 2, 1, 1, checkpointing=True)
+    assert light.layer < full.layer / 8
+    assert light.transient > full.transient
+    assert Activations(1.0, 0.0, 0.0).transient == 0.0
+
+
+TABLE = CostTable((SchemeCost(ParallelScheme(1, 2), 0.0, 1.0, 0.0, 1000), SchemeCost(ParallelScheme(2), 0.0, 1.0, 5.0, 1000)))
+PLAN = StepPlan(0, (0, 1), (10, 20), (PipelinePlan(ParallelScheme(1, 2), ((0,), (1,)), 50.0),), 50.0)
+
+
+def stage_table() -> TableFile:
+    stages = [
+        {"index": 0, "num_layers": 2, "fit": {"a": 0.0, "b": 0.5, "c": 0.0}},
+        {"index": 1, "num_layers": 2, "fit": {"a": 0.0, "b": 1.0, "c": 0.0}},
+    ]
+    return TableFile(TABLE, None, {"pp2": {"stages": stages}}, None, {"fixed_ms": 2.0, "update_ms_per_element": 0.1})
+
+
+def test_stages_of_their_own_predict_less_than_the_slowest_for_all() -> None:
+    plain = Calibration(TABLE, 4).predict(PLAN)
+    finer = Calibration(TABLE, 4, stage_table()).predict(PLAN, num_elements=10)
+    assert plain.stage_ms == ((30.0, 30.0),)
+    assert finer.stage_ms == ((15.0, 30.0),)
+    assert finer.pipeline_ms[0] < plain.pipeline_ms[0]
+    assert finer.overhead_ms == pytest.approx(3.0)
+    assert finer.step_ms == pytest.approx(finer.pipeline_ms[0] + 3.0)
+
+
+def test_factors_follow_what_was_measured() -> None:
+    calibration = Calibration(TABLE, 4)
+    for step in range(LEAST):
+        prediction = calibration.predict(PLAN)
+        assert calibration.factors == {}, step
+        calibration.observe(PLAN, prediction, [1.5 * prediction.pipeline_ms[0]], 1.5 * prediction.pipeline_ms[0] + 7.0)
+    prediction = calibration.predict(PLAN)
+    assert calibration.factors == {ParallelScheme(1, 2): pytest.approx(1.5)}
+    assert calibration.correct(PLAN, prediction) == pytest.approx(1.5 * prediction.pipeline_ms[0] + 7.0)
+    assert calibration.corrected_table(5) is None
+    corrected = calibration.corrected_table(16)
+    assert corrected is not None
+    assert corrected[ParallelScheme(1, 2)].b == pytest.approx(1.5)
+    assert corrected[ParallelScheme(2)] == TABLE[ParallelScheme(2)]
+    assert calibration.corrected_table(32) is None  # nothing has moved since
+
+
+def test_memory_constants_name_their_source() -> None:
+    record = json.loads((Path(TABLES) / "a800_memory.json").read_text())
+    assert "Apache-2.0" in record["source"]
+    assert replace(TABLE, source="x").source == "x"

@@ -1,0 +1,85 @@
+"""Reports of a run from its step records."""
+
+from __future__ import annotations
+
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_hydra.plots import draw_report, read_steps, relative_errors, summarise
+from ds_hydra.zero_hetero.errors import ConfigError
+from tools import report
+
+pytest.importorskip("matplotlib")
+
+
+def record(step: int, **changes: Any) -> dict[str, Any]:
+    strategy = ("2*tp1", "tp2", "tp1 + pp2")[step % 3]
+    pipelines = 1 if strategy == "tp2" else 2
+    return {
+        "step": step, "strategy": strategy, "step_ms": 100.0 + step, "predicted_ms": 90.0, "num_tokens": 4000 + step,
+        "predicted_step_ms": 99.0, "corrected_step_ms": 100.5 + step, "num_sequences": 10, "planning_ms": 2.0,
+        "planning_hidden": step % 2 == 0, "balance": 1.1, "changed": True, "pipeline_ms": [95.0] * pipelines,
+        "predicted_pipeline_ms": [93.0] * pipelines, **changes,
+    }  # fmt: skip
+
+
+def write(path: Path, records: list[dict[str, Any]], *more: str) -> Path:
+    path.write_text("".join(json.dumps(r) + "\n" for r in records) + "".join(more))
+    return path
+
+
+class Images(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[dict[str, str | None]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag == "img":
+            self.found.append(dict(attrs))
+
+
+def test_every_figure_is_drawn_and_told_in_words(tmp_path: Path) -> None:
+    figures = draw_report([record(i) for i in range(1, 13)], tmp_path, [5, 50, 500] * 9)
+    parser = Images()
+    parser.feed((tmp_path / "index.html").read_text())
+    assert [image["src"] for image in parser.found] == [figure.path.name for figure in figures]
+    assert all(image["alt"] for image in parser.found)
+    assert all(figure.path.stat().st_size > 5000 for figure in figures)
+    assert len(figures) == 7
+
+
+def test_records_without_predictions_and_single_pipelines_still_draw(tmp_path: Path) -> None:
+    plain = [record(i, strategy="tp2", predicted_step_ms=None, predicted_pipeline_ms=[], pipeline_ms=[90.0]) for i in (1, 2)]
+    words = [figure.words for figure in draw_report(plain, tmp_path)]
+    assert sum(text.startswith("Nothing to draw") for text in words) == 2
+
+
+def test_a_resumed_run_counts_each_step_once_and_broken_lines_are_told(tmp_path: Path) -> None:
+    path = write(tmp_path / "s.jsonl", [record(1), record(2), record(2, step_ms=7.0)], '{"step": 3, "st')
+    records, broken = read_steps(path)
+    assert [r["step"] for r in records] == [1, 2]
+    assert records[1]["step_ms"] == 7.0
+    assert broken == 1
+    with pytest.raises(ConfigError, match="no step records"):
+        read_steps(write(tmp_path / "none.jsonl", []))
+
+
+def test_errors_are_relative_to_the_measured_time() -> None:
+    records = [record(1, step_ms=100.0, predicted_step_ms=110.0), record(2, step_ms=100.0, predicted_step_ms=80.0)]
+    assert relative_errors(records) == pytest.approx([0.1, -0.2])
+    assert summarise([0.1, -0.2, 0.05]) == pytest.approx((0.1, 0.2))
+
+
+def test_the_tool_prints_a_summary_and_refuses_what_is_no_steps_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "steps.jsonl", [record(i) for i in range(1, 9)])
+    assert report.main([str(path), "--json", str(tmp_path / "figures.json")]) == 0
+    assert capsys.readouterr().out.strip().splitlines()[-1].startswith("report: 8 steps, 3 schemes")
+    assert (tmp_path / "report" / "index.html").is_file()
+    assert json.loads((tmp_path / "figures.json").read_text())["steps"] == 8
+    assert report.main([str(tmp_path / "missing.jsonl")]) == 2
