@@ -111,11 +111,15 @@ def _options() -> Iterator[Case]:
     yield replace(base, name="no clipping", clip=0.0)
     yield replace(base, name="checkpointed", activation_checkpointing=True, quick=True)
     yield replace(base, name="checkpointed gemma3", family="gemma3_text", activation_checkpointing=True)
-    yield replace(base, name="checkpointed fp32 mixtral", family="mixtral", dtype=FLOAT32, activation_checkpointing=True)
+    yield replace(
+        base, name="checkpointed fp32 mixtral", family="mixtral", dtype=FLOAT32, activation_checkpointing=True
+    )
     yield replace(base, name="masked labels", masked_labels=True, quick=True)
     yield replace(base, name="mean of sequences", loss_norm="sequence", masked_labels=True, quick=True)
     yield replace(base, name="mean of micro-batches", loss_norm="micro_batch", masked_labels=True, quick=True)
-    yield replace(base, name="layer list, mean of sequences", family=LAYER_LIST, loss_norm="sequence", masked_labels=True)
+    yield replace(
+        base, name="layer list, mean of sequences", family=LAYER_LIST, loss_norm="sequence", masked_labels=True
+    )
     yield replace(base, name="frozen embeddings", frozen=("embed_tokens",), quick=True)
     yield replace(base, name="frozen lower layers", frozen=("embed_tokens", "layers.0.", "layers.1."), quick=True)
     yield replace(base, name="frozen tied", family="llama_tied", frozen=("embed_tokens",))

@@ -170,7 +170,12 @@ def _pipeline_module() -> Any:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # takes a compiler and 20 s
     deepspeed.init_distributed("gloo", verbose=False)
     embedding = functools.partial(TiedLayerSpec, "embedding", Embedding, tied_weight_attr="weight")
-    layers = [embedding(), *(LayerSpec(Block) for _ in range(LAYERS)), nn.LayerNorm(64), embedding(forward_fn=tied_head)]
+    layers = [
+        embedding(),
+        *(LayerSpec(Block) for _ in range(LAYERS)),
+        nn.LayerNorm(64),
+        embedding(forward_fn=tied_head),
+    ]
     return PipelineModule(layers, num_stages=1, loss_fn=mean_loss, partition_method="uniform")
 
 

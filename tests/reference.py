@@ -102,7 +102,9 @@ class Reference:
         for name, parameter in self.masters.items():
             parameter.grad = sums[name]
         norm = torch.nn.utils.clip_grad_norm_(self.masters.values(), self.clip if self.clip > 0 else float("inf"))
-        return Step(total, float(norm), {name: p.grad.clone() for name, p in self.masters.items() if p.grad is not None})
+        return Step(
+            total, float(norm), {name: p.grad.clone() for name, p in self.masters.items() if p.grad is not None}
+        )
 
     def step(self, samples: Sequence[Sample], weights: Sequence[float]) -> Step:
         """`gradients`, and an update by them."""

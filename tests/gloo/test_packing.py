@@ -40,9 +40,7 @@ class Example:
         """q, k, v and the gradient of the output; v is wider than q and k."""
         generator = torch.Generator().manual_seed(sum(self.lengths))
         shapes = ((self.heads, 6), (self.kv_heads, 6), (self.kv_heads, 10), (self.heads, 10))
-        q, k, v, grad = (
-            torch.randn(sum(self.lengths), *shape, generator=generator, dtype=FLOAT64) for shape in shapes
-        )
+        q, k, v, grad = (torch.randn(sum(self.lengths), *shape, generator=generator, dtype=FLOAT64) for shape in shapes)
         return q * 3, k, v, grad
 
     def separately(self) -> tuple[Tensor, ...]:

@@ -38,7 +38,9 @@ def _bits(value: Tensor) -> Tensor:
 
 def test_comparison_sees_small_errors() -> None:
     """The proof itself is checked: errors just above the aims, in any of what is compared, are reported."""
-    case = Case("sees", "llama_tied", ("tp1",), FLOAT32, optimizer="SGD", steps=2, lengths=(9, 5, 12), tokens_per_step=9)
+    case = Case(
+        "sees", "llama_tied", ("tp1",), FLOAT32, optimizer="SGD", steps=2, lengths=(9, 5, 12), tokens_per_step=9
+    )
     data = samples_of(case)
     run: RankRun = run_ranks(train, 1, case, data, timeout=120)[0]
     assert not difference(case, data, run).missed(case)

@@ -96,7 +96,9 @@ def test_pull_gives_each_rank_what_its_stage_needs_once(case: tuple[ModelPlan, S
             size = sum(slot.numel for slot in slots)
             assert layout.sizes[rank] == layout.held(rank) == size  # without holes
             filled = Counter(
-                place for piece in layout.pieces[rank] for place in range(piece.offset, piece.offset + piece.stop - piece.start)
+                place
+                for piece in layout.pieces[rank]
+                for place in range(piece.offset, piece.offset + piece.stop - piece.start)
             )
             assert filled == Counter(range(size))
 

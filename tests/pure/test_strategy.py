@@ -45,7 +45,9 @@ def test_text_and_back(schemes: list[ParallelScheme]) -> None:
     assert format_strategy(parse_strategy(text)) == text
 
 
-@pytest.mark.parametrize("text", ["", "tp", "4tp", "tp4+", "tp2tp2", "2*", "dp4", "tp4 pp2 +", "1.5*tp2", "-1*tp2", "tp-2"])
+@pytest.mark.parametrize(
+    "text", ["", "tp", "4tp", "tp4+", "tp2tp2", "2*", "dp4", "tp4 pp2 +", "1.5*tp2", "-1*tp2", "tp-2"]
+)
 def test_terms_that_cannot_be_read(text: str) -> None:
     with pytest.raises(PlanError, match="cannot read the term"):
         parse_strategy(text)
@@ -94,7 +96,11 @@ def test_layers_are_split_evenly(num_layers: int, num_stages: int) -> None:
 
 def test_uneven_layers_on_request() -> None:
     pipeline = place_pipeline(ParallelScheme(pp=3), 4, 7, (1, 4, 2))
-    assert [(s.ranks, s.first_layer, s.last_layer) for s in pipeline.stages] == [((4,), 0, 1), ((5,), 1, 5), ((6,), 5, 7)]
+    assert [(s.ranks, s.first_layer, s.last_layer) for s in pipeline.stages] == [
+        ((4,), 0, 1),
+        ((5,), 1, 5),
+        ((6,), 5, 7),
+    ]
     for split in ((3, 4), (1, 1, 1), (0, 3, 4)):
         with pytest.raises(PlanError, match="layer"):
             place_pipeline(ParallelScheme(pp=3), 0, 7, split)

@@ -1,0 +1,231 @@
+"""What cannot be trained is refused on every rank, with what is wrong and what to do, and nobody waits."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import ds_hydra
+import ds_hydra.engine
+import ds_hydra.watchdog
+from ds_hydra.cost_model import CostTable, SchemeCost
+from ds_hydra.pipe.causal_lm import CausalLM
+from ds_hydra.pipe.strategy import ParallelScheme, parse_strategy
+from tests.families import LAYERS, VOCAB, Block, build_model
+from tests.ranks import RankError, run_ranks
+
+ADAMW = {"type": "AdamW", "params": {"lr": 1e-3}}
+DATA = [list(range(3, 3 + length)) for length in (9, 5, 20, 33)] * 4
+
+
+class Lazy:
+    """Data whose lengths are known without reading them; sequence `bad` cannot be trained on."""
+
+    def __init__(self, bad: int, item: Callable[[], Any]):
+        self.lengths, self._bad, self._item = [20] * 8, bad, item
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._item() if index == self._bad else [3] * 20
+
+
+def start(strategy: str, model: Any = "llama", data: Any = DATA, **hydra: Any) -> Any:
+    """An engine, as a user's script would make it."""
+    logging.getLogger("ds_hydra").setLevel(logging.ERROR)
+    settings = {"tokens_per_step": 60, "strategies": [strategy], "steps_file": None, "planner": {"ahead": 0}}
+    model = build_model(model, torch.float32) if isinstance(model, str) else model
+    config = {"optimizer": ADAMW, "hydra": settings | hydra}
+    return ds_hydra.initialize(model=model, training_data=data, config=config)[0]
+
+
+def errors(num_ranks: int, job: Callable[[], Any]) -> list[str]:
+    """Every rank's error, as the class name and the text; a rank that hangs fails the test."""
+
+    def run(rank: int) -> str:
+        ds_hydra.watchdog._end_process = lambda text: None  # it would end ranks before they could say their own error
+        try:
+            job()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return "no error"
+
+    return run_ranks(run, num_ranks, timeout=90)
+
+
+def used_ranks(strategy: str) -> int:
+    return sum(scheme.num_ranks for scheme in parse_strategy(strategy))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "words"),
+    [
+        ("tp3", ["PlanError", "q_proj", "8 heads cannot be shared by tp=3", "divides 8"]),
+        ("sp3", ["PlanError", "sp=3", "8 attention heads"]),
+        (f"pp{LAYERS + 1}", ["PlanError", f"{LAYERS + 1} stages for {LAYERS} layers", f"pp <= {LAYERS}"]),
+    ],
+)
+def test_degrees_that_do_not_fit_the_model(strategy: str, words: list[str]) -> None:
+    for text in errors(used_ranks(strategy), lambda: start(strategy)):
+        assert all(word in text for word in words), text
+
+
+def test_strategies_that_do_not_add_up_to_the_ranks() -> None:
+    for strategy, used in (("tp2 + tp1", 3), ("2*tp4", 8)):
+        for text in errors(2, lambda strategy=strategy: start(strategy)):
+            assert text.startswith("ConfigError")
+            assert f"= {used} ranks but the job has 2" in text
+
+
+@pytest.mark.parametrize(
+    ("data", "settings", "words"),
+    [
+        ([], {}, ["the training data are empty"]),
+        ([[5], []], {}, ["no sequence is left"]),
+        (DATA, {"context_length": 32}, ["longer than context_length 32", "sequence", "33 tokens", "truncate"]),
+        (Lazy(2, lambda: 5), {"tokens_per_step": 1}, None),
+    ],
+)
+def test_data_that_cannot_be_trained_on(data: Any, settings: dict[str, Any], words: list[str] | None) -> None:
+    def job() -> None:
+        engine = start("2*tp1", data=data, **settings)
+        for _ in range(8):
+            engine.train_batch()
+
+    for text in errors(2, job):
+        assert all(word in text for word in words or ["Error"]), text
+
+
+def test_sequence_that_no_strategy_holds(tmp_path: Path) -> None:
+    schemes = [ParallelScheme(1), ParallelScheme(2)]
+    costs = tuple(SchemeCost(s, a=1e-6, b=1e-3, c=0.1, max_length=16 * s.tp, util_length=8) for s in schemes)
+    table = CostTable(costs, source="measured")
+    path = tmp_path / "table.json"
+    table.save(path)
+    for text in errors(2, lambda: start("2*tp1", cost_table=str(path))):
+        assert "33 tokens" in text, text
+        assert "16" in text, text
+    for text in errors(
+        2, lambda: start("tp2", data=[d for d in DATA if len(d) < 33], cost_table=str(path)).train_batch()
+    ):
+        assert text == "no error"
+
+
+@pytest.mark.parametrize(
+    ("item", "words"),
+    [
+        (lambda: [3] * 19 + [VOCAB], [f"token id {VOCAB}", f"vocabulary of {VOCAB}"]),
+        (lambda: [-1] + [3] * 19, ["token id -1"]),
+        (lambda: [3] * 7, ["has 7 tokens but the dataset gave its length as 20"]),
+        (lambda: 1 / 0, ["ZeroDivisionError"]),
+    ],
+)
+def test_sequence_that_one_rank_cannot_load_is_an_error_on_all(item: Callable[[], Any], words: list[str]) -> None:
+    def job() -> None:
+        engine = start("pp2 + 2*tp1", data=Lazy(5, item), tokens_per_step=80)
+        for _ in range(2):
+            engine.train_batch()
+
+    texts = errors(4, job)
+    own = [text for text in texts if all(word in text for word in words)]
+    others = [text for text in texts if "could not load their sequences" in text]
+    assert own, texts
+    assert others, texts
+    assert len(own) + len(others) == 4, texts
+
+
+def tiny(model_type: str, **settings: Any) -> Any:
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 32}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **(sizes | settings)))
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (lambda: tiny("mamba", state_size=4), ["Mamba", "recurrent state"]),
+        (lambda: build_model("llama", torch.float32).model, ["LlamaModel", "ForCausalLM"]),
+        (lambda: nn.Linear(2, 2), ["Linear", "Hugging Face causal language model or a DeepSpeed PipelineModule"]),
+    ],
+)
+def test_models_that_cannot_be_cut_or_packed(model: Callable[[], Any], words: list[str]) -> None:
+    for text in errors(1, lambda: start("tp1", model=model())):
+        assert all(word in text for word in words), text
+
+
+def test_unknown_attention_features_are_never_dropped() -> None:
+    """GPT-OSS has attention sinks: learnt logits beside the scores."""
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    for text in errors(1, lambda: start("tp1", model=tiny("gpt_oss", num_local_experts=2, **heads)).train_batch()):
+        assert text.startswith("ConfigError"), text
+        assert "s_aux" in text, text
+        assert "would train another model" in text, text
+
+
+def test_attention_dropout_is_refused() -> None:
+    def job() -> None:
+        start("tp1", model=tiny("llama", num_attention_heads=4, attention_dropout=0.1)).train_batch()
+
+    for text in errors(1, job):
+        assert text.startswith("ConfigError"), text
+        assert "attention_dropout to 0" in text
+
+
+def test_encoder_decoders_are_refused() -> None:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"vocab_size": VOCAB, "d_model": 16, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    with pytest.raises(ds_hydra.ConfigError, match="encoder-decoder"):
+        CausalLM(T5ForConditionalGeneration(T5Config(**sizes)))
+
+
+def test_layer_lists_that_cannot_be_packed() -> None:
+    def job() -> None:
+        from deepspeed.pipe import LayerSpec, PipelineModule
+
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        os.environ.setdefault("LOCAL_RANK", "0")
+        deepspeed.init_distributed("gloo", verbose=False)
+        layers = [nn.Embedding(VOCAB, 64), LayerSpec(Block), LayerSpec(nn.Linear, 64, VOCAB)]
+        with pytest.raises(ds_hydra.ConfigError, match="no loss_fn"):
+            start("tp1", model=PipelineModule(layers, num_stages=1))
+        folded = [*layers, nn.Flatten(0, 1)]
+        with pytest.raises(ds_hydra.ConfigError, match=r"layer 3 hands on \(4, 97\)"):
+            start("tp1", model=PipelineModule(folded, num_stages=1, loss_fn=nn.CrossEntropyLoss()))
+
+    assert errors(1, job) == ["no error"]
+
+
+def test_other_ranks_end_soon_when_one_dies() -> None:
+    def run(rank: int) -> None:
+        engine = start("tp2 + pp2", timeout_seconds=60)
+        engine.train_batch()
+        if rank == 3:
+            os._exit(9)
+        for _ in range(50):
+            engine.train_batch()
+
+    began = time.monotonic()
+    with pytest.raises((RankError, RuntimeError)):
+        run_ranks(run, 4, timeout=90)
+    assert time.monotonic() - began < 60
+
+
+def test_ranks_that_do_not_get_the_same_data_are_told() -> None:
+    def job() -> None:
+        engine = start("2*tp1", data=DATA if torch.distributed.get_rank() == 0 else DATA[::-1])
+        engine.train_batch()
+
+    texts = errors(2, job)
+    assert "drew other sequences" in texts[1], texts
+    assert texts[0] != "no error", texts
