@@ -107,7 +107,7 @@ def _options() -> Iterator[Case]:
     yield replace(base, name="sgd fp32 gemma2", family="gemma2", dtype=FLOAT32, optimizer="SGD")
     yield replace(base, name="sgd fp32 8 ranks", strategies=CHANGING_8, dtype=FLOAT32, optimizer="SGD")
     yield replace(base, name="bf16", dtype=BFLOAT16, quick=True)
-    yield replace(base, name="bf16 mixtral", family="mixtral", dtype=BFLOAT16)
+    yield replace(base, name="bf16 gemma2", family="gemma2", dtype=BFLOAT16)
     yield replace(base, name="no clipping", clip=0.0)
     yield replace(base, name="checkpointed", activation_checkpointing=True, quick=True)
     yield replace(base, name="checkpointed gemma3", family="gemma3_text", activation_checkpointing=True)

@@ -10,8 +10,13 @@ from tests.cases import Case
 from tests.equivalence import make_engine, samples_of
 
 LAUNCHED = Case(
-    "launched", "llama_tied", ("2*tp2", "tp2pp2", "sp2 + 2*tp1"), steps=3, lengths=(9, 30, 5, 17, 44) * 4, tokens_per_step=90
-)  # fmt: skip
+    "launched",
+    "llama_tied",
+    ("2*tp2", "tp2pp2", "sp2 + 2*tp1"),
+    steps=3,
+    lengths=(9, 30, 5, 17, 44) * 4,
+    tokens_per_step=90,
+)
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
