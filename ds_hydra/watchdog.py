@@ -214,6 +214,7 @@ class Watchdog:
         self._verdict: Verdict | None = None
         self._turns = 0
         self._judged_at = 0.0
+        self._reported = False
         self._outbox: list[dict[str, Any]] = []
         self._lock = threading.Lock()
         self._closing = threading.Event()
@@ -243,7 +244,8 @@ class Watchdog:
 
     def report(self, error: BaseException) -> None:
         """Tell the others that this rank cannot go on."""
-        if self.running and not self._closing.is_set():
+        if self.running and not self._closing.is_set() and not self._reported:
+            self._reported = True
             step, phase = self._where()
             text = f"rank {self.rank} failed in step {step}, phase {phase}: {type(error).__name__}: {error}"
             with self._lock:

@@ -87,7 +87,7 @@ class Writer:
     def _save(self, saving: Saving) -> None:
         began = time.perf_counter()
         meeting, tag = self._meeting, saving.manifest.tag
-        what = f"saving checkpoint {str(saving.folder / tag)!r}"
+        what = f"saving checkpoint {str(saving.folder / tag)!r} of step {saving.manifest.step}"
         save_id = meeting.tell(secrets.token_hex(8))
         temporary = saving.folder / f".tmp-{tag}-{save_id}"
         error = _attempt(lambda: folders.begin(saving.folder, tag, save_id)) if meeting.rank == 0 else None
@@ -149,15 +149,17 @@ def _held(source: Source) -> Source:
 def _attempt(action: Callable[[], object]) -> Exception | None:
     try:
         action()
-    except (OSError, CheckpointError) as error:
+    except Exception as error:  # whatever it is, the other ranks must hear of it
         return error
     return None
 
 
 def _explained(error: Exception | None, saving: Saving) -> Exception | None:
     """The system's error with what to do about it."""
-    if not isinstance(error, OSError):
+    if error is None or isinstance(error, CheckpointError):
         return error
+    if not isinstance(error, OSError):
+        return CheckpointError(f"{type(error).__name__}: {error}; checkpoints saved before are as they were")
     place = error.filename or saving.folder
     kept = "checkpoints saved before are as they were"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):

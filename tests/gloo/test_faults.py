@@ -1,0 +1,188 @@
+"""Faults end a job on all ranks within seconds, and a restart loses nothing. `tools.check_faults` tries them all."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from ds_hydra.checkpoint.meeting import Meeting
+from ds_hydra.watchdog import IDLE, Watchdog
+from ds_hydra.zero_hetero.errors import NumericsError
+from tests.fault_job import Fault, run_job
+from tests.ranks import run_ranks
+from tests.small_job import same, small_engine, whole_state
+
+
+@pytest.mark.parametrize(
+    ("kind", "phase", "rank", "limit_s"),
+    [("SIGKILL", "forward", 1, 3.0), ("SIGSTOP", "push", 0, 12.0), ("exception", "saving", 2, 3.0)],
+)
+def test_a_fault_ends_all_ranks_and_a_restart_goes_on(
+    kind: str, phase: str, rank: int, limit_s: float, tmp_path: Path
+) -> None:
+    outcome = run_job(tmp_path / "faulty", 4, 3, fault=Fault(kind, phase, rank, 1))
+    assert outcome.fired
+    assert outcome.end_s < limit_s
+    assert not outcome.orphans
+    assert all(outcome.codes)
+    assert f"rank {rank}" in outcome.errors
+    again = run_job(tmp_path / "faulty", 4, 3)
+    assert again.codes == [0] * 4
+    assert again.digests == run_job(tmp_path / "straight", 4, 3).digests
+
+
+def test_signals_save_and_leave_or_go_on(tmp_path: Path) -> None:
+    """SIGUSR1 on one rank saves on all and goes on; SIGTERM on another saves and exits with 0."""
+
+    def run(rank: int) -> tuple[list[str], int, object]:
+        engine = small_engine(rank, checkpoint={"dir": str(tmp_path)})
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        engine.train_batch()
+        found = sorted(path.name for path in tmp_path.iterdir())
+        engine.train_batch()
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        code: object = None
+        try:
+            engine.train_batch()
+        except SystemExit as leave:
+            code = leave.code
+        return found, engine.global_steps, code
+
+    assert run_ranks(run, 2) == [(["global_step1", "latest"], 3, 0)] * 2
+    assert (tmp_path / "latest").read_text() == "global_step3"
+
+
+def test_a_loss_that_is_not_finite_skips_the_step_everywhere() -> None:
+    """NaN in one micro-batch of one pipeline: no rank updates, the sequences are named, and too many end the job."""
+    from ds_hydra.pipe.runtime import StageRuntime
+
+    def run(rank: int) -> tuple[bool, int, bool, list[str], str]:
+        import logging
+
+        lines: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("ds_hydra").addHandler(handler)
+        engine = small_engine(rank, faults={"heartbeat_seconds": 0, "skipped_steps": 2})
+        engine.train_batch()
+        before = whole_state(engine)
+        forward = StageRuntime._forward
+
+        def poisoned(self: Any, microbatch: int, **options: Any) -> None:
+            forward(self, microbatch, **options)
+            if self.module.place.is_last and rank == 3:
+                self._outputs[microbatch] = self._outputs[microbatch] * float("nan")
+                self._loss = self._loss * float("nan")
+                self.losses[microbatch] = self._loss
+
+        StageRuntime._forward = poisoned  # type: ignore[method-assign]
+        engine.train_batch()
+        unchanged = same(before, whole_state(engine))
+        message = ""
+        try:
+            engine.train_batch()
+        except NumericsError as error:
+            message = str(error)
+        StageRuntime._forward = forward  # type: ignore[method-assign]
+        engine.train_batch()
+        moved = not same(before, whole_state(engine))
+        return unchanged, engine.skipped_steps, moved, [line for line in lines if "skipped, not" in line], message
+
+    results = run_ranks(run, 4)
+    for unchanged, skipped, moved, _, message in results:
+        assert unchanged
+        assert skipped == 2
+        assert moved
+        assert "2 steps in a row" in message
+    assert "step 2" in results[0][3][0]
+    assert "rank 3" in results[0][3][0]
+    assert "sequences" in results[0][3][0]
+
+
+def watched(rank: int, leave: str) -> tuple[list[str], float]:
+    """Two of three ranks stay in a step; rank 2 goes away, as `leave` says. Why and when this rank ended."""
+    ended: list[str] = []
+    where = {"now": (7, "forward")}
+    meeting = Meeting(None, rank, 3)
+    dog = Watchdog(meeting, lambda: where["now"], heartbeat_s=0.2, frozen_s=2.0, end=ended.append)
+    time.sleep(0.5)
+    began = time.monotonic()
+    if rank == 2:
+        if leave == "bye":
+            where["now"] = (7, IDLE)
+            dog.close()
+        elif leave == "raise":
+            dog.report(ValueError("no good"))
+        elif leave == "slow":
+            time.sleep(0.3)
+            dog.close()
+    deadline = began + (1.5 if leave == "slow" else 6.0)
+    if leave == "slow":
+        where["now"] = (8, IDLE)
+    while not ended and time.monotonic() < deadline and rank != 2:
+        time.sleep(0.02)
+    took = time.monotonic() - began
+    if rank == 2:
+        time.sleep(4.0 if leave != "slow" else 1.0)
+    return ended[:1], took
+
+
+@pytest.mark.parametrize(("leave", "reason"), [("bye", "has left"), ("raise", "ValueError: no good")])
+def test_who_leaves_inside_a_step_ends_it(leave: str, reason: str) -> None:
+    for ended, took in run_ranks(watched, 3, leave)[:2]:
+        assert reason in ended[0]
+        assert "rank 2" in ended[0]
+        assert "step 7, phase forward" in ended[0]
+        assert took < 5.0
+
+
+def test_who_leaves_after_a_step_ends_nothing() -> None:
+    assert [ended for ended, _ in run_ranks(watched, 3, "slow")] == [[], [], []]
+
+
+def test_strangers_are_refused() -> None:
+    """Whoever does not know the job's secret is not heard, and cannot end the job."""
+
+    def run(rank: int) -> tuple[list[str], tuple[str, int] | None]:
+        ended: list[str] = []
+        meeting = Meeting(None, rank, 2)
+        dog = Watchdog(meeting, lambda: (1, "push"), heartbeat_s=0.2, frozen_s=5.0, end=ended.append)
+        address = dog.address
+        if rank == 1 and address is not None:
+            for data in (
+                b"GET / HTTP/1.1\r\n\r\n",
+                os.urandom(4096),
+                b"\0" * 16 + b'\0\0\0\x30{"rank": 1}' + b"\0" * 40,
+            ):
+                with socket.create_connection(address, timeout=5) as client:
+                    client.sendall(data)
+        time.sleep(0.8)
+        meeting.gather("")
+        dog.close()
+        return ended, address
+
+    for ended, address in run_ranks(run, 2):
+        assert ended == []
+        assert address is not None
+        assert address[0] == "127.0.0.1"
+
+
+def test_loss_of_finite_steps_is_what_it_was() -> None:
+    """Heartbeats, checks and signals change no result."""
+
+    def run(rank: int, heartbeat: float) -> dict[str, Tensor]:
+        engine = small_engine(rank, faults={"heartbeat_seconds": heartbeat})
+        for _ in range(2):
+            engine.train_batch()
+        return whole_state(engine)
+
+    assert same(run_ranks(run, 2, 0)[0], run_ranks(run, 2, 1)[0])
