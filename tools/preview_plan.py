@@ -58,10 +58,8 @@ def print_lengths(sample: LengthSample, table: CostTable, context: int) -> None:
     for high, count, held in rows:
         share, weight = count / len(sample.lengths), held / tokens
         limits = [f"{c.scheme}:{c.max_length}" for c in table.costs if low < c.max_length <= high]
-        print(
         bar, note = "#" * round(BAR * share), f"MaxLen {' '.join(limits)}" if limits else ""
         print(f"{high:>9} {share:>6.1%} {bar:<{BAR}}  {note}".rstrip())
-        )
         print(f"{'':>9} {weight:>6.1%} {'=' * round(BAR * weight)}")
         low = high
     above = [f"{c.scheme}:{c.max_length}" for c in table.costs if c.max_length > context]
@@ -77,10 +75,8 @@ def print_preview(preview: Preview, strategies: list[str]) -> None:
     print(f"\nstep time, predicted: p10 {p10:.0f}  p50 {p50:.0f}  p90 {p90:.0f}  mean {mean:.0f} ms")
     print(f"step time, 1F1B simulated: mean {preview.simulated_ms.mean():.0f} ms")
     print(f"slowest over mean pipeline: p50 {np.median(preview.balance):.3f}")
-    print(
     g50, g90 = np.percentile(preview.gaps, [50, 90])
     print(f"certified gap to the best possible plan: p50 {g50:.2%}, p90 {g90:.2%}")
-    )
     if preview.homogeneous is None:
         print("no strategy of one scheme holds these batches")
         return
