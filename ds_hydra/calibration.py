@@ -40,6 +40,23 @@ class StepPrediction:
 
 
 @dataclass(frozen=True)
+class StageLoad:
+    """Coefficients of one stage; a micro-batch of more than `chunk_tokens` costs `r` more per token."""
+
+    a: float
+    b: float
+    c: float
+    r: float = 0.0
+    chunk_tokens: int | None = None
+
+    def load_ms(self, lengths: Sequence[int]) -> float:
+        """Forward and backward of one micro-batch."""
+        tokens = sum(lengths)
+        more = self.r if self.chunk_tokens is not None and tokens > self.chunk_tokens else 0.0
+        return self.a * sum(n * n for n in lengths) + (self.b + more) * tokens + self.c
+
+
+@dataclass(frozen=True)
 class StepCosts:
     """What a step costs beside its pipelines: the coefficients of a table's "step"; zeros where none were measured."""
 
@@ -90,9 +107,7 @@ class Calibration:
         overhead = median(seen) if len(seen) >= LEAST else prediction.overhead_ms
         return max(pipelines, default=0.0) + overhead
 
-    def observe(
-        self, plan: StepPlan, prediction: StepPrediction, pipeline_ms: Sequence[float], step_ms: float
-    ) -> None:
+    def observe(self, plan: StepPlan, prediction: StepPrediction, pipeline_ms: Sequence[float], step_ms: float) -> None:
         """Take in a step's measured times."""
         for pipeline, predicted, measured in zip(plan.pipelines, prediction.pipeline_ms, pipeline_ms, strict=True):
             if predicted > 0 and measured > 0:
@@ -120,21 +135,21 @@ def _scaled(cost: SchemeCost, factor: float) -> SchemeCost:
     return replace(cost, a=cost.a * factor, b=cost.b * factor, c=cost.c * factor)
 
 
-def _stage_costs(cost: SchemeCost, num_layers: int, found: TableFile | None) -> tuple[SchemeCost, ...]:
+def _stage_costs(cost: SchemeCost, num_layers: int, found: TableFile | None) -> tuple[StageLoad, ...]:
     """One cost per stage: its own where it was measured, for others that of the middle stage scaled by the layers."""
     pp = cost.scheme.pp
     measured: Mapping[str, object] = (found.measured or {}).get(str(cost.scheme), {}) if found is not None else {}
     rows = measured.get("stages")
     if not isinstance(rows, list) or pp > num_layers:
-        return (cost,) * pp
-    known = {row["index"]: (row["num_layers"], row["fit"]) for row in rows}
+        return (StageLoad(cost.a, cost.b, cost.c),) * pp
+    known = {row["index"]: row for row in rows}
     counts = split_layers(num_layers, pp)
     between = [index for index in known if 0 < index < pp - 1]
     stages = []
     for index in range(pp):
         source = index if index in known else (between or [0])[0]
-        layers, fit = known[source]
-        share = counts[index] / layers if source != index else 1.0
-        a, b, c = (share * float(fit[name]) for name in ("a", "b", "c"))
-        stages.append(replace(cost, a=a, b=b if a or b else 1e-9, c=c))
+        row = known[source]
+        share = counts[index] / row["num_layers"] if source != index else 1.0
+        a, b, c, r = (share * float(row["fit"].get(name, 0.0)) for name in ("a", "b", "c", "r"))
+        stages.append(StageLoad(a, b, c, r, row.get("chunk_tokens")))
     return tuple(stages)

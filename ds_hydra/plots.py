@@ -63,9 +63,7 @@ def predicted(record: Record) -> float:
 
 def relative_errors(records: Sequence[Record], key: str = "predicted_step_ms") -> list[float]:
     """(predicted - measured) / measured of each step that has the prediction `key`."""
-    return [
-        float(r[key]) / r["step_ms"] - 1.0 for r in records if r.get(key) is not None and r["step_ms"] > 0
-    ]
+    return [float(r[key]) / r["step_ms"] - 1.0 for r in records if r.get(key) is not None and r["step_ms"] > 0]
 
 
 def summarise(errors: Sequence[float]) -> tuple[float, float]:

@@ -3,8 +3,8 @@
   python -m tools.bench_prediction [--steps 100] [--table cost_table.json] [--out FOLDER] [--quick] [--json FILE]
 
 First a cost table of tp1, tp2, pp2 and sp2 is measured (or --table is read). Then the example's model trains on
-sequences of web-like lengths under 2*tp1, tp2, pp2 and sp2: once with the planner's choice of the strategy, once with all four
-in turn. The prediction is the one that was made before the step, from the table alone. Last, identical steps are
+sequences of web-like lengths under 2*tp1, tp2, pp2 and sp2: once with the planner's choice of the strategy, once with
+all four in turn. The prediction is the one that was made before the step, from the table alone. Last, identical steps are
 repeated: what they differ by is the machine's noise, which no prediction can be better than. On a machine that others
 use too, the CPU time of the stages, which does not see other processes, is compared with its prediction as well.
 Exits non-zero when the error is above 8% in the median or 20% at p90, and above the noise.
@@ -140,7 +140,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.out:
             draw_report(cycled, folder / "report", lengths)
     print(f"\n{os.getloadavg()[0]:.1f} processes want {os.cpu_count()} cores; error of the step's time: median / p90")
-    print_table(("run", "strategy", "steps", "ms", "bias", "predicted", "corrected as it runs", "planner's own", "stages' CPU time"),
+    print_table(("run", "strategy", "steps", "ms", "bias", "predicted", "corrected as it runs", "planner's own",
+                 "stages' CPU time"),
                 rows_of("chosen", chosen) + rows_of("in turn", cycled) + rows_of("identical", same))  # fmt: skip
     noise = noise_of(same)
     results = {"chosen": summarise(relative_errors(chosen)), "in_turn": summarise(relative_errors(cycled))}

@@ -27,6 +27,7 @@ from ds_hydra.pipe.strategy import ParallelScheme, parse_strategy
 from ds_hydra.planner.options import PlannerOptions
 from ds_hydra.planner.selection import Planner
 from ds_hydra.profiling.fit import NAMES, Point, fit_points
+from ds_hydra.profiling.survey import entry_from_record
 from ds_hydra.table_file import read_table_file
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from tools._figures import figures_parser, finish, print_table
@@ -180,7 +181,7 @@ def _judge(row: Published, rates: dict[str, float], steps: dict[str, float], mis
         missed.append(f"{place}: {row.scheme} is {behind:.0%} behind {fastest}")
     return {"model": row.model, "ranks": row.num_ranks, "row": row.system, "published": row.scheme,
             "max_length": limit, "fits": fits, "fastest": fastest, "behind": behind, "same_tp": same_tp,
-            "step_fastest": quickest, "step_behind": steps[row.scheme] / steps[quickest] - 1.0 if fits else float("inf"),
+            "step_fastest": quickest, "step_behind": steps[row.scheme] / steps[quickest] - 1.0 if fits else np.inf,
             "fitting": sorted(rates), "note": row.note}  # fmt: skip
 
 
@@ -213,12 +214,11 @@ def check_fit(missed: list[str], seeds: int) -> list[dict[str, Any]]:
                 for name, error in worst.items()
                 if error > WITHIN
             ]
-    print(f"\nFit from times with {NOISE:.0%} noise, means of 5, {seeds} seeds: worst error of identifiable coefficients")
+    print(f"\nFit of times with {NOISE:.0%} noise, means of 5, {seeds} seeds: worst error of identifiable coefficients")
     print_table(
         ("model", "scheme", "a", "identified", "b", "identified", "c", "identified"),
         [
-            (r["model"], r["scheme"])
-            + tuple(cell for n in NAMES for cell in (_error(r, n), f"{r['identified'][n]}/{seeds}"))
+            (r["model"], r["scheme"], *(c for n in NAMES for c in (_error(r, n), f"{r['identified'][n]}/{seeds}")))
             for r in rows
         ],
     )
@@ -234,12 +234,9 @@ def check_table(path: Path, missed: list[str]) -> dict[str, float]:
     found = read_table_file(path)
     errors = []
     for cost in found.table.costs:
-        for stage in (found.measured or {}).get(str(cost.scheme), {}).get("stages", []):
-            fit = stage["fit"]
-            for point in stage["points"]:
-                if point["held_out"]:
-                    squares, tokens = sum(n * n for n in point["lengths"]), sum(point["lengths"])
-                    errors.append(abs((fit["a"] * squares + fit["b"] * tokens + fit["c"]) / point["ms"] - 1.0))
+        record = (found.measured or {}).get(str(cost.scheme))
+        for stage in entry_from_record(cost.scheme, record).stages if record else ():
+            errors += [abs(stage.fit.error(point)) for point in stage.points if point.held_out]
     if not errors:
         missed.append(f"{path} holds no held-out points")
         return {}
@@ -272,8 +269,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     largest = max((max(r["worst"].values()) for r in fits), default=0.0)
     summary = (
         f"MaxLen equal in {equal}/{len(lengths)} rows; Table 3: {sum(r['fits'] for r in strategies)}/{len(strategies)} "
-        f"fit, {agree}/{len(aimed)} at 16K and 32K have the TP of the fastest that fits and are {behind:.1%} behind it at "
-        f"most; identifiable coefficients within {largest:.1%}"
+        f"fit, {agree}/{len(aimed)} at 16K and 32K have the TP of the fastest that fits and are at most {behind:.1%} "
+        f"behind it; identifiable coefficients within {largest:.1%}"
     )
     figures = {"max_length": lengths, "table_3": strategies, "fit": fits, "table": table}
     return finish("check_cost_model", summary, figures, missed, args.json)

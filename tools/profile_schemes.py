@@ -34,13 +34,14 @@ from ds_hydra.cost_model import CostTable
 from ds_hydra.memory_model import Activations, JobMemory
 from ds_hydra.pipe.causal_lm import CausalLM
 from ds_hydra.pipe.strategy import ParallelScheme, parse_strategy
+from ds_hydra.profiling.fit import Point
 from ds_hydra.profiling.hollow import hollow_source
 from ds_hydra.profiling.job_print import describe_job, device_memory
 from ds_hydra.profiling.ladder import Rung, make_ladder
 from ds_hydra.profiling.link_timer import time_links
 from ds_hydra.profiling.links import Links, links_from_record, read_links
 from ds_hydra.profiling.stage_memory import measure_activations
-from ds_hydra.profiling.survey import Effort, SchemeEntry, Survey, step_costs
+from ds_hydra.profiling.survey import Effort, SchemeEntry, Survey, entry_from_record, step_costs
 from ds_hydra.table_file import JobPrint, TableFile, read_table_file, write_atomically
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from tools._figures import figures_parser, finish, print_table
@@ -70,15 +71,17 @@ def parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", required=True, help="config JSON, or checkpoint folder")
     parser.add_argument("--deepspeed_config", help="the job's config: dtype, checkpointing, context length")
     parser.add_argument("--out", type=Path, default=Path("cost_table.json"))
-    parser.add_argument("--gpus", type=int, help="ranks of the job (default: of the config's strategies, or those here)")
+    parser.add_argument(
+        "--gpus", type=int, help="ranks of the job (default: of the config's strategies, or those here)"
+    )
     parser.add_argument("--schemes", nargs="+", metavar="SCHEME", help="only these, e.g. tp2 tp4pp2")
     parser.add_argument("--node_size", type=int, help="ranks of a node: TP and SP stay inside (default: --gpus)")
     parser.add_argument("--links", type=Path, help="link figures (JSON) instead of measuring them")
     parser.add_argument("--longest", type=int, help="longest sequence to measure, in tokens")
     parser.add_argument("--rungs", type=int, help="lengths on the ladder (default 7, with --quick 5)")
     parser.add_argument("--seconds", type=float, help="time for the repeats of one micro-batch")
-    parser.add_argument("--clock", choices=("auto", "wall", "cpu"), default="auto",
-                        help="cpu: CPU time and local shapes, for a machine that others use too; auto: cpu there")  # fmt: skip
+    clock_help = "cpu: CPU time and local shapes, for a machine that others use too; auto: cpu there"
+    parser.add_argument("--clock", choices=("auto", "wall", "cpu"), default="auto", help=clock_help)
     parser.add_argument("--ranks", type=int, help="ranks to start here (CPU; default: the cores, 8 at most)")
     parser.add_argument("--device_memory", type=float, metavar="GIB", help="of one rank (default: what is there)")
     parser.add_argument("--merge", action="store_true", help="extend --out, keeping its other schemes")
@@ -101,7 +104,9 @@ def make_request(args: argparse.Namespace) -> Request:
         allowed = feasible_schemes(source.plan, max(s.num_ranks for s in schemes), max(s.num_ranks for s in schemes))
         wrong = [str(scheme) for scheme in schemes if scheme not in allowed]
         if wrong:
-            raise ConfigError(f"the model cannot be cut by {', '.join(wrong)}; it can by {', '.join(map(str, allowed))}")
+            raise ConfigError(
+                f"the model cannot be cut by {', '.join(wrong)}; it can by {', '.join(map(str, allowed))}"
+            )
     else:
         schemes = feasible_schemes(source.plan, num_gpus, node_size)
     if not schemes:
@@ -112,7 +117,7 @@ def make_request(args: argparse.Namespace) -> Request:
     dtype = _dtype(settings)
     shortest = max(16, min(128 if device.type == "cuda" else 32, longest // 8))
     rungs = make_ladder(shortest, longest, args.rungs or (5 if args.quick else 7))
-    seconds = args.seconds or (0.1 if args.quick else 0.4)
+    seconds = args.seconds or (0.1 if args.quick else 0.25)
     return Request(
         source, schemes, num_gpus, node_size, rungs, Effort(seconds, 3, 5 if args.quick else 15), _clock(args, device),
         dtype, device, describe_job(source, device, dtype, num_gpus),
@@ -229,8 +234,6 @@ class Session:
 
 
 def _cost(scheme: ParallelScheme, entry: dict[str, Any], limit: int) -> tuple[Any, dict[str, Any]]:
-    from ds_hydra.profiling.survey import entry_from_record
-
     read = entry_from_record(scheme, entry)
     return read.cost(limit), entry
 
@@ -351,11 +354,10 @@ def show(made: TableFile, args: argparse.Namespace, seconds: float) -> int:
     for cost in made.table.costs:
         entry = (made.measured or {})[str(cost.scheme)]
         stage = entry["stages"][[s["index"] for s in entry["stages"]].index(entry["slowest_stage"])]
+        fit = entry_from_record(cost.scheme, entry).slowest.fit
         for point in stage["points"]:
             if point["held_out"]:
-                tokens = point["lengths"]
-                predicted = cost.load_ms(tokens)
-                errors.append(abs(predicted / point["ms"] - 1.0))
+                errors.append(abs(fit.error(Point(**{**point, "lengths": tuple(point["lengths"])}))))
         spread = sorted(point["spread"] for point in stage["points"])[len(stage["points"]) // 2]
         how = entry["how"] + (", scaled links" if entry["scaled_links"] else "")
         rows.append((str(cost.scheme), f"{cost.a:.3e}", f"{cost.b:.4e}", f"{cost.c:.3f}",

@@ -4,6 +4,9 @@
 T = a * sum(l^2) + b * sum(l) + c with a, b, c >= 0 (Hydraulis, appendix C.2). Timing noise grows with the time, so
 residuals are relative; points that a passing disturbance slowed are weighed down by Huber's rule. A coefficient
 is identifiable when the points fix it to within 5%: 3 standard errors are no more than that.
+
+A last stage whose logits pass one chunk computes its head twice: from there on a token costs r more. With a small
+vocabulary that step lies at common lengths, so it is fitted apart and not smeared over a, b and c.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from operator import mul
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,11 +41,13 @@ class Point:
     comm_ms: float = 0.0  # of `ms`, from link figures; 0 where collectives really ran
     spread: float = 0.0  # (median - least) / least of the repeats
     held_out: bool = False  # kept from the fit, to test it
+    chunked: bool = False  # the loss was computed in chunks, its head twice
 
     @property
-    def terms(self) -> tuple[float, float, float]:
-        """What a, b and c are multiplied by."""
-        return float(sum(n * n for n in self.lengths)), float(sum(self.lengths)), 1.0
+    def terms(self) -> tuple[float, float, float, float]:
+        """What a, b, c and r are multiplied by."""
+        tokens = float(sum(self.lengths))
+        return float(sum(n * n for n in self.lengths)), tokens, 1.0, tokens if self.chunked else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +63,11 @@ class Fit:
     residual_worst: float
     held_out_median: float | None = None
     held_out_p90: float | None = None
+    r: float = 0.0  # ms per token, on top where the loss is computed in chunks
 
     def predict(self, point: Point) -> float:
         """Milliseconds of a micro-batch."""
-        return math.fsum(k * x for k, x in zip((self.a, self.b, self.c), point.terms, strict=True))
+        return math.fsum(k * x for k, x in zip((self.a, self.b, self.c, self.r), point.terms, strict=True))
 
     def error(self, point: Point) -> float:
         """(predicted - measured) / measured."""
@@ -81,16 +88,16 @@ def fit_points(points: Sequence[Point]) -> Fit:
     errors = _standard_errors(terms / times[:, None], coefficients, weights)
     unidentified = tuple(
         name
-        for name, k, error in zip(NAMES, coefficients, errors, strict=True)
+        for name, k, error in zip(NAMES, coefficients, errors, strict=False)
         if k <= 0 or _CONFIDENCE * error > _WITHIN * k
     )
-    a, b, c = map(float, coefficients)
+    a, b, c, r = map(float, coefficients)
     residuals = np.abs(terms @ coefficients / times - 1.0)
-    held = np.array([abs(math.fsum((a * p.terms[0], b * p.terms[1], c)) / p.ms - 1.0) for p in tested])
+    held = np.array([abs(math.fsum(map(mul, (a, b, c, r), p.terms)) / p.ms - 1.0) for p in tested])
     return Fit(
         a, b, c, (float(errors[0]), float(errors[1]), float(errors[2])), unidentified,
         float(np.median(residuals)), float(residuals.max()),
-        float(np.median(held)) if len(held) else None, float(np.quantile(held, 0.9)) if len(held) else None,
+        float(np.median(held)) if len(held) else None, float(np.quantile(held, 0.9)) if len(held) else None, r,
     )  # fmt: skip
 
 
@@ -135,7 +142,12 @@ def nonnegative_least_squares(matrix: Floats, target: Floats) -> Floats:
 
 
 def _standard_errors(relative: Floats, coefficients: Floats, weights: Floats) -> Floats:
-    """Standard errors of the three coefficients; infinite where the points say nothing."""
+    """Standard errors of the coefficients; infinite where the points say nothing."""
+    known = np.asarray((relative != 0).any(axis=0))
+    if not known.all():
+        errors = np.zeros(len(known))
+        errors[known] = _standard_errors(relative[:, known], coefficients[known], weights)
+        return errors
     num_points, num_terms = relative.shape
     if num_points <= num_terms:
         return np.full(num_terms, math.inf)

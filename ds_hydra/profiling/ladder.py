@@ -22,8 +22,8 @@ class Rung:
 def make_ladder(shortest: int, longest: int, num_rungs: int) -> tuple[Rung, ...]:
     """Micro-batches of `shortest` up to `longest` tokens, shortest first.
 
-    `num_rungs` single sequences for the fit, packs of every second of them in four sequences, and held-out
-    single sequences and packs between the rungs. ConfigError for a range without room.
+    `num_rungs` single sequences for the fit, packs of every second of them in four sequences, packs of up to twice
+    `longest` tokens, and held-out single sequences and packs between the rungs. ConfigError for a range without room.
     """
     if not 1 <= shortest < longest:
         raise ConfigError(f"lengths to measure: needs 1 <= shortest < longest but has {shortest} and {longest}")
@@ -34,6 +34,7 @@ def make_ladder(shortest: int, longest: int, num_rungs: int) -> tuple[Rung, ...]
     between = sorted({round(shortest * ratio ** (i + 0.5)) for i in range(num_rungs - 1)} - set(fitted))
     rungs = [Rung((n,), False) for n in fitted]
     rungs += [Rung(split_evenly(n, 4), False) for n in fitted[1::2] if n >= 16]
+    rungs += [Rung(split_evenly(longest * n // 4, n), n == 6) for n in (5, 6, 8)]
     rungs += [Rung((n,), True) if i % 2 == 0 else Rung(split_evenly(n, 3), True) for i, n in enumerate(between)]
     return tuple(sorted(rungs, key=lambda rung: (sum(rung.lengths), len(rung.lengths))))
 

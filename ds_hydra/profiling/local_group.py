@@ -28,7 +28,7 @@ class LocalGroup(dist.ProcessGroup):
     """
 
     def __init__(self, rank: int, num_ranks: int) -> None:
-        super().__init__(rank, num_ranks)
+        super().__init__(rank, num_ranks)  # type: ignore[call-arg]
         self.num_ranks = num_ranks
         self.calls: list[Collective] = []
         self.seconds = 0.0
@@ -37,12 +37,14 @@ class LocalGroup(dist.ProcessGroup):
         """Start counting anew."""
         self.calls, self.seconds = [], 0.0
 
-    def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> _Done:
+    def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> _Done:  # type: ignore[override]
         for tensor in tensors:
             self.calls.append(Collective("all_reduce", self.num_ranks, tensor.nbytes))
         return _Done()
 
-    def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> _Done:
+    def allgather(  # type: ignore[override]
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
+    ) -> _Done:
         began = time.perf_counter()
         for parts, mine in zip(outputs, inputs, strict=True):
             self.calls.append(Collective("all_gather", self.num_ranks, mine.nbytes * self.num_ranks))

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ds_hydra.pipe.causal_lm import CausalLM
+from ds_hydra.pipe.loss import CHUNK_ELEMENTS
 from ds_hydra.pipe.packing import MicroBatch, Pack, position_ids
 from ds_hydra.pipe.stage import ModelSource, StageModule, StagePlace, shard_view
 from ds_hydra.pipe.strategy import ParallelScheme, Stage, place_pipeline
@@ -106,6 +108,14 @@ class StageTimer:
             samples.append(1e3 * (self._clock() - began - sum(group.seconds for group in self.local)))
         calls = tuple(call for group in self.local for call in group.calls)
         return Timing(statistics.median(samples), min(samples), calls)
+
+    @property
+    def chunk_tokens(self) -> int | None:
+        """Tokens of a micro-batch from which on this stage computes its head twice; None where it never does."""
+        if not self.place.is_last or not isinstance(self.source, CausalLM):
+            return None
+        start, stop = self.module.vocab  # type: ignore[attr-defined]
+        return max(1, CHUNK_ELEMENTS // max(1, stop - start)) * self.scheme.sp
 
     def message_ms(self, num_tokens: int, links: Links, *, inter_node: bool = False) -> float:
         """Activations and gradients that this stage exchanges with its neighbours, per micro-batch."""

@@ -50,6 +50,7 @@ class StageEntry:
     how: How
     points: tuple[Point, ...]
     fit: Fit
+    chunk_tokens: int | None = None  # a micro-batch of more computes its head twice
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,15 @@ class SchemeEntry:
         return max(self.stages, key=lambda stage: stage.fit.predict(probe))
 
     def cost(self, max_length: int) -> SchemeCost:
-        """The scheme's row of a cost table."""
-        fit = self.slowest.fit
-        a, b = (fit.a, fit.b) if fit.a or fit.b else (0.0, 1e-9)
+        """The scheme's row of a cost table.
+
+        With PP = 1 a plan fills its micro-batches, so their heads are computed twice if any are; with more it keeps
+        them small.
+        """
+        fit, chunk = self.slowest.fit, self.slowest.chunk_tokens
+        filled = self.scheme.pp == 1 and chunk is not None and max_length > chunk
+        a, b = fit.a, fit.b + (fit.r if filled else 0.0)
+        b = b if a or b else 1e-9
         return SchemeCost(self.scheme, a, b, fit.c, max_length, utilised_length(fit, max_length))
 
     def record(self) -> dict[str, Any]:
@@ -88,6 +95,7 @@ class SchemeEntry:
                 {
                     "index": stage.index,
                     "num_layers": stage.num_layers,
+                    "chunk_tokens": stage.chunk_tokens,
                     "fit": asdict(stage.fit),
                     "points": [asdict(point) for point in stage.points],
                 }
@@ -158,7 +166,7 @@ class Survey:
         timer = self._timer(scheme, index, how)
         points = tuple(self._point(timer, rung) for rung in self._rungs)
         return StageEntry(index, timer.place.stage.last_layer - timer.place.stage.first_layer, how, points,
-                          fit_points(points))  # fmt: skip
+                          fit_points(points), timer.chunk_tokens)  # fmt: skip
 
     def _timer(self, scheme: ParallelScheme, index: int, how: How) -> StageTimer:
         if how == "local shapes" or scheme.tp * scheme.sp == 1:
@@ -202,7 +210,8 @@ class Survey:
         if timer.scheme.pp > 1:
             comm += timer.message_ms(tokens, self._links, inter_node=self._crosses(timer.scheme.num_ranks))
         self._on_point()
-        return Point(rung.lengths, compute + comm, compute, comm, compute / least - 1.0, rung.held_out)
+        chunked = timer.chunk_tokens is not None and tokens > timer.chunk_tokens
+        return Point(rung.lengths, compute + comm, compute, comm, compute / least - 1.0, rung.held_out, chunked)
 
     def _crosses(self, width: int) -> bool:
         """Whether so many neighbouring ranks lie on more than one node, and the links know of that."""
@@ -252,7 +261,6 @@ def step_costs(device: torch.device, dtype: torch.dtype, links: Links, elements:
     }
 
 
-
 def entry_from_record(scheme: ParallelScheme, record: Mapping[str, Any]) -> SchemeEntry:
     """Inverse of `SchemeEntry.record`."""
     stages = tuple(
@@ -268,6 +276,7 @@ def entry_from_record(scheme: ParallelScheme, record: Mapping[str, Any]) -> Sche
                     "unidentified": tuple(stage["fit"]["unidentified"]),
                 }
             ),
+            stage.get("chunk_tokens"),
         )
         for stage in record["stages"]
     )

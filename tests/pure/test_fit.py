@@ -98,7 +98,8 @@ def test_ladder_has_no_length_twice_and_keeps_some_back(shortest: int, room: int
     ladder = make_ladder(shortest, shortest + room, rungs)
     singles = [r.lengths[0] for r in ladder if len(r.lengths) == 1]
     assert len(set(singles)) == len(singles)
-    assert max(sum(r.lengths) for r in ladder) == shortest + room
+    assert max(max(r.lengths) for r in ladder) == shortest + room
+    assert max(sum(r.lengths) for r in ladder) == 2 * (shortest + room)
     assert not {r.lengths for r in ladder if r.held_out} & {r.lengths for r in ladder if not r.held_out}
 
 
@@ -144,7 +145,8 @@ JOB = JobPrint("1234", "cpu", "float32", "per_sequence_sdpa", False, 4, 1, (("to
 
 def table_file(*schemes: ParallelScheme, job: JobPrint = JOB, b: float = 0.1) -> TableFile:
     costs = tuple(SchemeCost(scheme, 1e-6, b, 1.0, 1000) for scheme in schemes)
-    return TableFile(CostTable(costs, "here"), job, {str(s): {"how": "ranks"} for s in schemes}, None, {"fixed_ms": 1.0})
+    measured = {str(s): {"how": "ranks"} for s in schemes}
+    return TableFile(CostTable(costs, "here"), job, measured, None, {"fixed_ms": 1.0})
 
 
 def test_table_files_come_back_and_are_cost_tables(tmp_path: Path) -> None:

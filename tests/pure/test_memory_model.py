@@ -12,7 +12,7 @@ from ds_hydra.calibration import LEAST, Calibration
 from ds_hydra.cost_model import CostTable, SchemeCost
 from ds_hydra.memory_model import Activations, JobMemory, estimate_activations
 from ds_hydra.pipe.model_plan import ModelPlan, ParamSpec, ShardRule, make_buckets
-from ds_hydra.pipe.strategy import ParallelScheme
+from ds_hydra.pipe.strategy import ParallelScheme, parse_strategy
 from ds_hydra.planner.step_plan import PipelinePlan, StepPlan
 from ds_hydra.table_file import TableFile
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -25,9 +25,8 @@ GIB = 2**30
     ("model", "name"), [(model, name) for model, rows in PUBLISHED_MAX_LENGTH.items() for name in rows]
 )
 def test_max_length_equals_the_published_formula(model: str, name: str) -> None:
-    from ds_hydra.pipe.strategy import parse_strategy
-
-    assert max_length(model, parse_strategy(name)[0], constants()[model]["num_ranks"]) == PUBLISHED_MAX_LENGTH[model][name]
+    ranks = constants()[model]["num_ranks"]
+    assert max_length(model, parse_strategy(name)[0], ranks) == PUBLISHED_MAX_LENGTH[model][name]
 
 
 def test_published_tables_hold_the_same_max_length() -> None:
@@ -37,11 +36,18 @@ def test_published_tables_hold_the_same_max_length() -> None:
 
 
 def llama_plan(layers: int = 8, hidden: int = 64, vocab: int = 1000) -> ModelPlan:
-    specs = {"embed": ParamSpec("embed", (vocab, hidden), ShardRule(0)), "head": ParamSpec("head", (vocab, hidden), ShardRule(0))}
+    specs = {
+        "embed": ParamSpec("embed", (vocab, hidden), ShardRule(0)),
+        "head": ParamSpec("head", (vocab, hidden), ShardRule(0)),
+    }
     for i in range(layers):
         specs[f"l{i}"] = ParamSpec(f"l{i}", (12 * hidden, hidden), ShardRule(0))
     names = [frozenset({f"l{i}"}) for i in range(layers)]
-    groups = [("embeddings", frozenset({"embed"})), *((f"layers.{i}", n) for i, n in enumerate(names)), ("head", frozenset({"head"}))]
+    groups = [
+        ("embeddings", frozenset({"embed"})),
+        *((f"layers.{i}", n) for i, n in enumerate(names)),
+        ("head", frozenset({"head"})),
+    ]
     return ModelPlan(make_buckets(groups, specs), frozenset({"embed"}), tuple(names), frozenset({"head"}), 8, 8, True)
 
 
@@ -64,7 +70,13 @@ def test_states_follow_the_real_split() -> None:
 
 def test_max_length_is_the_most_that_fits_on_every_stage() -> None:
     memory = job(8, device=64 * 2**20)
-    for scheme in (ParallelScheme(), ParallelScheme(2), ParallelScheme(1, 4), ParallelScheme(2, 2, 2), ParallelScheme(1, 1, 4)):
+    for scheme in (
+        ParallelScheme(),
+        ParallelScheme(2),
+        ParallelScheme(1, 4),
+        ParallelScheme(2, 2, 2),
+        ParallelScheme(1, 1, 4),
+    ):
         limit = memory.max_length(scheme)
         assert all(needs.total(limit) <= memory.capacity for needs in memory.stages(scheme))
         assert any(needs.total(limit + 1) > memory.capacity for needs in memory.stages(scheme))
@@ -117,7 +129,9 @@ def test_checkpointing_keeps_less() -> None:
     assert Activations(1.0, 0.0, 0.0).transient == 0.0
 
 
-TABLE = CostTable((SchemeCost(ParallelScheme(1, 2), 0.0, 1.0, 0.0, 1000), SchemeCost(ParallelScheme(2), 0.0, 1.0, 5.0, 1000)))
+TABLE = CostTable(
+    (SchemeCost(ParallelScheme(1, 2), 0.0, 1.0, 0.0, 1000), SchemeCost(ParallelScheme(2), 0.0, 1.0, 5.0, 1000))
+)
 PLAN = StepPlan(0, (0, 1), (10, 20), (PipelinePlan(ParallelScheme(1, 2), ((0,), (1,)), 50.0),), 50.0)
 
 

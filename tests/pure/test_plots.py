@@ -53,7 +53,9 @@ def test_every_figure_is_drawn_and_told_in_words(tmp_path: Path) -> None:
 
 
 def test_records_without_predictions_and_single_pipelines_still_draw(tmp_path: Path) -> None:
-    plain = [record(i, strategy="tp2", predicted_step_ms=None, predicted_pipeline_ms=[], pipeline_ms=[90.0]) for i in (1, 2)]
+    plain = [
+        record(i, strategy="tp2", predicted_step_ms=None, predicted_pipeline_ms=[], pipeline_ms=[90.0]) for i in (1, 2)
+    ]
     words = [figure.words for figure in draw_report(plain, tmp_path)]
     assert sum(text.startswith("Nothing to draw") for text in words) == 2
 

@@ -1,0 +1,209 @@
+"""Stages measured by local shapes and on ranks, memory against the process's peak, and the profiling tool's life."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ds_hydra.candidates import job_cost_table, model_shape
+from ds_hydra.config import parse_config
+from ds_hydra.cost_model import CostTable
+from ds_hydra.memory_model import JobMemory
+from ds_hydra.pipe.causal_lm import CausalLM
+from ds_hydra.pipe.strategy import ParallelScheme
+from ds_hydra.profiling.hollow import hollow_source
+from ds_hydra.profiling.job_print import describe_job
+from ds_hydra.profiling.ladder import make_ladder
+from ds_hydra.profiling.links import LinkFigure, Links
+from ds_hydra.profiling.stage_memory import footprint, measure_activations
+from ds_hydra.profiling.stage_timer import StageTimer
+from ds_hydra.profiling.survey import Effort, Survey, distinct_stages, entry_from_record
+from ds_hydra.table_file import read_table_file
+from ds_hydra.zero_hetero.errors import ConfigError
+from tests.ranks import run_ranks
+from tools import profile_schemes
+
+CPU = torch.device("cpu")
+LINKS = Links(tuple(LinkFigure(op, 2, 100.0, 1e9) for op in ("all_reduce", "all_gather", "all_to_all", "p2p")))
+SMALL = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 96, "hidden_size": 32,
+    "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 256, "bos_token_id": None, "eos_token_id": 0, "pad_token_id": None,
+}  # fmt: skip
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    path = tmp_path / "model.json"
+    path.write_text(json.dumps(SMALL))
+    return path
+
+
+@pytest.fixture
+def source(model: Path) -> CausalLM:
+    return hollow_source(model)
+
+
+def wider(tmp_path: Path) -> CausalLM:
+    """Large enough that the process's peak is the tensors' peak."""
+    path = tmp_path / "wide.json"
+    path.write_text(json.dumps({**SMALL, "hidden_size": 128, "intermediate_size": 384, "vocab_size": 2048}))
+    return hollow_source(path)
+
+
+def test_collectives_are_counted_with_the_bytes_of_the_real_ones(source: CausalLM) -> None:
+    timing = StageTimer(source, ParallelScheme(tp=2), 0, CPU, torch.float32).time((40, 24), 1)
+    hidden = 64 * 32 * 4
+    sizes = sorted(call.num_bytes for call in timing.calls)
+    assert {call.operation for call in timing.calls} == {"all_reduce"}
+    assert sizes.count(hidden) == 4 * 4 + 1 + 1  # layers forward and backward, embeddings, head's backward
+    timing = StageTimer(source, ParallelScheme(sp=2), 0, CPU, torch.float32).time((40, 24), 1)
+    assert [call.operation for call in timing.calls] == [
+        "all_to_all"
+    ] * 4 * 4  # q, k, v there and back, output likewise
+
+
+def test_only_stages_that_can_be_slowest_are_measured() -> None:
+    assert distinct_stages(4, ParallelScheme()) == (0,)
+    assert distinct_stages(4, ParallelScheme(pp=2)) == (0, 1)
+    assert distinct_stages(12, ParallelScheme(pp=4)) == (0, 1, 3)
+
+
+def survey_two_schemes(rank: int, source: CausalLM) -> list[dict[str, object]]:
+    rungs = make_ladder(16, 128, 3)
+    survey = Survey(source, CPU, torch.float32, LINKS, rungs, effort=Effort(0.01, 2, 2))
+    return [
+        survey.measure(scheme).record()
+        for scheme in (ParallelScheme(tp=2), ParallelScheme(sp=2), ParallelScheme(2, 1, 2))
+    ]
+
+
+def test_schemes_that_fit_the_ranks_run_there_and_wider_ones_by_local_shapes(source: CausalLM) -> None:
+    first, second = run_ranks(survey_two_schemes, 2, source)
+    assert first == second  # every rank knows the same
+    assert [entry["how"] for entry in first] == ["ranks", "ranks", "local shapes"]
+    assert [entry["scaled_links"] for entry in first] == [False, False, False]
+    again = entry_from_record(ParallelScheme(tp=2), json.loads(json.dumps(first[0])))
+    assert again.record() == first[0]
+    assert again.cost(1000).load_ms([100]) > 0
+
+
+def test_message_and_collective_times_come_from_the_links(source: CausalLM) -> None:
+    rungs = make_ladder(16, 128, 3)
+    slow = Links(tuple(LinkFigure(f.operation, 2, 50_000.0, 1e9) for f in LINKS.figures))
+    survey = Survey(source, CPU, torch.float32, slow, rungs, effort=Effort(0.01, 2, 2))
+    entry = survey.measure(ParallelScheme(tp=2, pp=2))
+    assert all(point.comm_ms > 8 * 50 for stage in entry.stages for point in stage.points)
+
+
+def test_predicted_peak_is_the_processs(tmp_path: Path) -> None:
+    source = wider(tmp_path)
+    figures = {(1, 1): measure_activations(source, 1, 1, CPU, torch.float32, 512)}
+    memory = JobMemory(source.plan, 1, figures, 4, vocab=2048)
+    needs = memory.needs(ParallelScheme(), 0)
+    found = footprint(StageTimer(source, ParallelScheme(), 0, CPU, torch.float32), (1024,))
+    if found.peak is None:
+        pytest.skip("this system does not tell a process's peak")
+    assert (needs.total(1024) - needs.states) / found.peak == pytest.approx(1.0, abs=0.15)
+
+
+def test_activations_shrink_with_tp_and_sp(source: CausalLM) -> None:
+    whole, tp, sp = (
+        measure_activations(source, *degrees, CPU, torch.float32, 64) for degrees in ((1, 1), (2, 1), (1, 2))
+    )
+    assert sp.layer == pytest.approx(whole.layer / 2, rel=0.05)
+    assert whole.layer / 2 < tp.layer < whole.layer
+
+
+def profile(model: Path, out: Path, *more: str) -> int:
+    links = out.with_name("links.json")
+    links.write_text(json.dumps(LINKS.to_record()))
+    return profile_schemes.main(
+        ["--model", str(model), "--gpus", "2", "--out", str(out), "--links", str(links), "--ranks", "1", "--rungs", "3",
+         "--seconds", "0.005", "--clock", "cpu", "--quick", *more]
+    )  # fmt: skip
+
+
+def test_the_tool_writes_a_table_that_a_job_takes(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "table.json"
+    assert profile(model, out, "--schemes", "tp1", "sp2") in (0, 1)  # 1: noise above the aims
+    assert "profile_schemes: 2 schemes in" in capsys.readouterr().out
+    assert profile(model, out, "--schemes", "pp2", "--merge") in (0, 1)
+    assert [str(s) for s in CostTable.load(out).schemes] == ["tp1", "sp2", "pp2"]
+    found = read_table_file(out)
+    assert found.job is not None
+    assert found.measured is not None
+    assert found.measured["sp2"]["how"] == "local shapes"
+    assert not list(tmp_path.glob("*.partial"))
+
+    source = hollow_source(model)
+    parsed = parse_config({"hydra": {"tokens_per_step": 64, "strategies": ["2*tp1", "sp2"], "cost_table": str(out)}})
+    assert parsed is not None
+    shape = model_shape(source.plan, 32, 96)
+    job = describe_job(source, CPU, torch.float32, 2)
+    assert job_cost_table(parsed.hydra, shape, (), 64, job).table == found.table
+    with pytest.raises(ConfigError, match=r"(?s)not measured for this job.*dtype.*'bfloat16'"):
+        job_cost_table(parsed.hydra, shape, (), 64, describe_job(source, CPU, torch.bfloat16, 2))
+
+
+def test_an_interrupted_run_goes_on_where_it_was(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, measured = tmp_path / "table.json", []
+    real = profile_schemes.Session.save_partial
+
+    def interrupt(self: profile_schemes.Session) -> None:
+        real(self)
+        measured.append(len(self.done))
+        if len(self.done) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(profile_schemes.Session, "save_partial", interrupt)
+    assert profile(model, out, "--schemes", "tp1", "pp2") == 130
+    assert not out.exists()
+    assert "1 of 2 schemes" in capsys.readouterr().out
+    assert profile(model, out, "--schemes", "tp1", "pp2") in (0, 1)
+    assert "going on after 1 schemes" in capsys.readouterr().out
+    assert measured == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--schemes", "tp3"), "cannot be cut by tp3"),
+        (("--schemes", "tp1", "--device_memory", "0.00001"), "no scheme fits"),
+        (("--longest", "1"), "shortest < longest"),
+        (("--schemes", "tq2"), "cannot read the term"),
+    ],
+)
+def test_bad_input_is_told(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+) -> None:
+    assert profile(model, tmp_path / "t.json", *arguments) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "t.json").exists()
+
+
+def test_models_that_are_none_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert profile(tmp_path / "missing.json", tmp_path / "t.json") == 2
+    assert "does not exist" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_predicted_peak_is_the_allocators(tmp_path: Path) -> None:
+    source, device = wider(tmp_path), torch.device("cuda")
+    figures = {(1, 1): measure_activations(source, 1, 1, device, torch.bfloat16, 2048)}
+    needs = JobMemory(source.plan, 1, figures, 2, vocab=2048).needs(ParallelScheme(), 0)
+    found = footprint(StageTimer(source, ParallelScheme(), 0, device, torch.bfloat16), (8192,))
+    assert found.peak is not None
+    assert (needs.total(8192) - needs.states) / found.peak == pytest.approx(1.0, abs=0.08)
+
+
+def test_no_group_is_needed_to_measure() -> None:
+    assert not dist.is_initialized()
