@@ -136,6 +136,7 @@ def _rank_main(
     handle = os.open(place / f"stderr{rank}", os.O_WRONLY | os.O_CREAT)
     os.dup2(handle, 2)
     os.dup2(handle, 1)
+    sys.stderr = sys.stdout = os.fdopen(os.dup(handle), "w", buffering=1)  # pytest has put its own in their place
     try:
         torch.set_num_threads(1)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
