@@ -6,20 +6,18 @@ The engine tells every step; what is kept and when it becomes a corrected table 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from ds_hydra.calibration import Calibration
 from ds_hydra.cost_model import CostTable
 from ds_hydra.planner.step_plan import StepPlan
 from ds_hydra.table_file import TableFile
 
-Mode = Literal["off", "report", "apply"]
-
 
 class StepWatch:
     """Holds the calibration of one job; `mode` is the config's `cost_correction`. Every rank tells it the same."""
 
-    def __init__(self, mode: Mode, found: TableFile, num_layers: int, num_elements: int) -> None:
+    def __init__(self, mode: str, found: TableFile, num_layers: int, num_elements: int) -> None:
         """`num_elements` are the master elements of one rank."""
         self.mode = mode
         self._num_elements = num_elements

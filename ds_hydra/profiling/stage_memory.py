@@ -66,10 +66,10 @@ def footprint(timer: StageTimer, lengths: Sequence[int]) -> Footprint:
     if timer.device.type == "cuda":
         torch.cuda.synchronize(timer.device)
         torch.cuda.reset_peak_memory_stats(timer.device)
-        before = torch.cuda.memory_allocated(timer.device)
+        allocated = torch.cuda.memory_allocated(timer.device)
         timer.run(batch)
         torch.cuda.synchronize(timer.device)
-        return Footprint(sum(lengths), kept, torch.cuda.max_memory_allocated(timer.device) - before)
+        return Footprint(sum(lengths), kept, torch.cuda.max_memory_allocated(timer.device) - allocated)
     with _exact_frees():
         before = _reset_peak()
         timer.run(batch)

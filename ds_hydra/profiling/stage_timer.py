@@ -61,12 +61,18 @@ class StageTimer:
         self.scheme, self.source = scheme, source
         stage = place_pipeline(scheme, 0, source.plan.num_layers).stages[stage_index]
         first, last = stage_index == 0, stage_index == scheme.pp - 1
-        self.local = [] if tp_group or sp_group else _local_groups(scheme)
-        tp_group = tp_group or next((g for g in self.local if g.name == "tp"), None)
-        sp_group = sp_group or next((g for g in self.local if g.name == "sp"), None)
+        self.local: list[LocalGroup] = []
+        if tp_group is None and sp_group is None:
+            tp_group, sp_group = (self._stand_in(degree) for degree in (scheme.tp, scheme.sp))
         self.place = StagePlace(stage, first, last, tp_rank, sp_rank, tp_group, sp_group)
         self.module = source.build(self.place, device, dtype)
         self.num_params = _install(self.module, source, stage, tp_rank, device, dtype)
+
+    def _stand_in(self, degree: int) -> LocalGroup | None:
+        if degree == 1:
+            return None
+        self.local.append(LocalGroup(0, degree))
+        return self.local[-1]
 
     def batch(self, lengths: Sequence[int]) -> MicroBatch:
         """Random tokens of these lengths, as this rank's stage would see them."""
@@ -131,20 +137,6 @@ class StageTimer:
         width = self.source.width(self.place.stage.first_layer)
         hidden = torch.randn((1, stop - start, width), device=self.device, dtype=self.dtype)
         return hidden.requires_grad_(grad)
-
-
-class _Named(LocalGroup):
-    def __init__(self, name: str, num_ranks: int) -> None:
-        super().__init__(0, num_ranks)
-        self._label = name
-
-    @property
-    def name(self) -> str:
-        return self._label
-
-
-def _local_groups(scheme: ParallelScheme) -> list[_Named]:
-    return [_Named(name, degree) for name, degree in (("tp", scheme.tp), ("sp", scheme.sp)) if degree > 1]
 
 
 def _install(
