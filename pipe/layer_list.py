@@ -44,13 +44,15 @@ class LayerList:
         self.aliases: Mapping[str, str] = {name: name for name in self.values}
         self.layers = [self.layer(index) for index in range(len(self.specs))]
         self._widths = self._trace()
+        trained = {name: p.requires_grad for name, p in model.named_parameters()}  # as the user left them
         names: dict[str, ParamSpec] = {}
         per_layer: list[frozenset[str]] = []
         for index, layer in enumerate(self.layers):
             mine: set[str] = set()
             for path, parameter in _parameters(layer):
                 name = self.name(index, path)
-                names.setdefault(name, ParamSpec(name, tuple(parameter.shape), trainable=parameter.requires_grad))
+                trainable = trained.get(name, parameter.requires_grad)
+                names.setdefault(name, ParamSpec(name, tuple(parameter.shape), trainable=trainable))
                 mine.add(name)
             per_layer.append(frozenset(mine))
         groups: list[tuple[str, frozenset[str]]] = []
