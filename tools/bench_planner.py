@@ -241,6 +241,26 @@ def bench_packing(figures: Figures, quick: bool) -> None:
         figures.note(name, f"{share:.1%}", f">= {aim:.0%}", share >= aim)
 
 
+def bench_prediction(figures: Figures, quick: bool) -> None:
+    """Predicted against simulated times of single pipelines with PP > 1, where the flow shop is an estimate."""
+    errors: list[float] = []
+    for data in DATA:
+        work = Workload.of("32b", data, 64)
+        for text in PIPELINED:
+            strategy = parse_strategy(text)
+            longest = min(CONTEXT, max(work.table[s].max_length for s in strategy))
+            batches = sample_batches(work.sample(3), work.tokens, 4 if quick else 12, 3, longest)
+            for plan, _ in work.plan((strategy,), batches):
+                simulated = simulate_plan(plan, work.table)
+                for pipeline, ms in zip(plan.pipelines, simulated, strict=True):
+                    if pipeline.scheme.pp > 1 and ms > 0:
+                        errors.append(pipeline.predicted_ms / ms - 1.0)
+    p50, p90 = np.percentile(np.abs(errors), [50, 90])
+    name = f"predicted vs simulated, {len(errors)} pipelines with PP > 1, of fixed strategies"
+    figures.rows.append((name, f"{p50:.2%} / {p90:.2%}", "-", "-"))
+    print(f"  {name}: {p50:.2%} / {p90:.2%}, {min(errors):+.2%} .. {max(errors):+.2%}: never predicted too short")
+
+
 def packing_gaps(kernel: SimpleNamespace, table: CostTable, plan: StepPlan, paper: bool) -> Iterator[float]:
     """Certified gap of the packing of each pipeline that runs something."""
     schemes = scheme_arrays(table, paper)
@@ -313,6 +333,7 @@ def main() -> int:
         "plans": bench_plans,
         "program": bench_against_program,
         "packing": bench_packing,
+        "prediction": bench_prediction,
         "start": bench_start,
         "dispatch": lambda f, q: bench_dispatch(f, q, args.highs_seconds or (2.0 if q else 60.0)),
     }

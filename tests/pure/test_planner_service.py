@@ -167,6 +167,15 @@ def test_steps_are_told_apart_by_their_number_not_by_their_order() -> None:
         assert not planner.fallbacks
 
 
+def test_a_cold_compile_delays_no_plan(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))  # read by the producer; this process's kernels are loaded
+    with service(kernels="auto") as planner:
+        planned = steps(planner, 0, 2)
+        assert {(one.plan.source, one.fallback) for one in planned} == {("fast", None)}
+        assert all(one.planning_ms < 10_000 for one in planned)
+    assert not list(tmp_path.glob("*.warm"))  # the compilation had not ended
+
+
 def test_the_producer_dies_with_its_parent() -> None:
     script = (
         "import os, sys, time; from tests.pure.test_planner_service import service\n"
