@@ -1,0 +1,200 @@
+"""Time and size of a save, beside DeepSpeed's ZeRO stage 1 of the same model in the same run, turn by turn.
+
+    python -m tools.bench_checkpoint            # about 25 million parameters on 2 ranks
+    python -m tools.bench_checkpoint --quick
+
+Both save FP32 masters, both Adam moments and what training needs to go on. Ours is durable when it returns (every file
+and folder synchronized); DeepSpeed's is not, so it is also timed with a sync of its files. Also timed: how long a save
+in the background holds up training, loading, and steps with heartbeats and checks against without.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from tools._figures import figures_parser, finish, print_table
+
+NUM_RANKS = 2
+
+
+def model(hidden: int) -> Any:
+    """A Llama of four layers, random weights in FP32."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        "llama", vocab_size=8192, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=4,
+        num_attention_heads=8, num_key_value_heads=8, max_position_embeddings=128, pad_token_id=None,
+        bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config)
+
+
+def optimizer_block() -> dict[str, Any]:
+    return {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+
+
+def ours(rank: int, hidden: int, **hydra: Any) -> Any:
+    """Our engine after one step, so that there is optimizer state."""
+    import torch
+
+    import ds_hydra
+    from tests.small_job import rank_environment
+
+    rank_environment(rank)
+    generator = torch.Generator().manual_seed(1)
+    data = [torch.randint(3, 8000, (16,), generator=generator) for _ in range(64)]
+    block = {"tokens_per_step": 64, "strategies": ["2*tp1", "pp2"], "choose": "cycle", "steps_file": None,
+             "planner": {"ahead": 0}, "faults": {"heartbeat_seconds": 0}, **hydra}  # fmt: skip
+    config = {"optimizer": optimizer_block(), "gradient_clipping": 1.0, "hydra": block}
+    engine = ds_hydra.initialize(model=model(hidden), training_data=data, config=config)[0]
+    engine.train_batch()
+    return engine
+
+
+def theirs(rank: int, hidden: int) -> Any:
+    """DeepSpeed's engine, ZeRO stage 1, after one step."""
+    import deepspeed
+    import torch
+
+    from tests.small_job import rank_environment
+
+    rank_environment(rank)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": optimizer_block(),
+        "zero_optimization": {"stage": 1},
+        "gradient_clipping": 1.0,
+    }
+    engine = deepspeed.initialize(model=model(hidden), config=config)[0]
+    tokens = torch.arange(3, 19)[None]
+    loss = torch.nn.functional.cross_entropy(engine(input_ids=tokens, use_cache=False).logits[0, :-1], tokens[0, 1:])
+    engine.backward(loss)
+    engine.step()
+    return engine
+
+
+def compare(rank: int, folder: str, hidden: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds of each way to save, turn by turn, and bytes."""
+    import torch.distributed as dist
+
+    mine, other = ours(rank, hidden), theirs(rank, hidden)
+    background = ours(rank, hidden, checkpoint={"dir": folder + "/bg", "asynchronous": True, "resume": False})
+    figures: dict[str, list[float]] = {}
+
+    def timed(name: str, action: Any) -> None:
+        dist.barrier()
+        began = time.perf_counter()
+        action()
+        dist.barrier()
+        figures.setdefault(name, []).append(time.perf_counter() - began)
+
+    def fresh(name: str) -> str:
+        dist.barrier()
+        if rank == 0:
+            shutil.rmtree(f"{folder}/{name}", ignore_errors=True)
+            os.sync()
+        dist.barrier()
+        return f"{folder}/{name}"
+
+    def save_and_sync(place: str) -> None:
+        other.save_checkpoint(place, tag="t")
+        dist.barrier()
+        if rank == 0:
+            for path in Path(place).rglob("*"):
+                handle = os.open(path, os.O_RDONLY)
+                os.fsync(handle)
+                os.close(handle)
+
+    for _ in range(rounds):
+        place = fresh("ours")
+        timed("ours", lambda place=place: mine.save_checkpoint(place, "t"))
+        place = fresh("theirs")
+        timed("DeepSpeed", lambda place=place: other.save_checkpoint(place, tag="t"))
+        place = fresh("theirs")
+        timed("DeepSpeed, synchronized", lambda place=place: save_and_sync(place))
+        place = fresh("bg")
+        timed("ours, held up in the background", lambda place=place: background.save_checkpoint(place, "t"))
+        background.wait_for_checkpoint()
+        timed("ours, load", lambda: mine.load_checkpoint(f"{folder}/ours"))
+        timed("DeepSpeed, load", lambda: other.load_checkpoint(f"{folder}/theirs", tag="t"))
+    figures["bytes"] = [_size(f"{folder}/ours"), _size(f"{folder}/theirs")]
+    figures["parameters"] = [float(sum(bucket.numel for bucket in mine._masters.buckets))]
+    mine.destroy()
+    background.destroy()
+    return figures
+
+
+def step_times(rank: int, hidden: int, steps: int) -> tuple[list[float], list[float]]:
+    """Seconds of steps with heartbeats and without, in pairs."""
+    on, off = ours(rank, hidden, faults={"heartbeat_seconds": 1.0}), ours(rank, hidden)
+    times: tuple[list[float], list[float]] = ([], [])
+    for index in range(steps):
+        for which in ((0, 1), (1, 0))[index % 2]:
+            began = time.perf_counter()
+            (on, off)[which].train_batch()
+            times[which].append(time.perf_counter() - began)
+    on.destroy()
+    off.destroy()
+    return times
+
+
+def _size(folder: str) -> float:
+    return float(sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file()))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit code: 0 when the aims are met."""
+    options = figures_parser(__doc__).parse_args(arguments)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from tests.ranks import run_ranks
+
+    hidden, rounds, steps = (256, 3, 20) if options.quick else (640, 7, 100)
+    with tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_DIR")) as folder:
+        figures = run_ranks(compare, NUM_RANKS, folder, hidden, rounds, timeout=900)[0]
+    on, off = run_ranks(step_times, NUM_RANKS, 64, steps, timeout=900)[0]
+    bytes_ours, bytes_theirs = figures.pop("bytes")
+    (parameters,) = figures.pop("parameters")
+    rows = [(name, min(times), median(times), max(times)) for name, times in figures.items()]
+    print_table(("seconds", "least", "median", "most"), rows)
+    time_ratio = median(figures["ours"]) / median(figures["DeepSpeed, synchronized"])
+    raw_ratio = median(figures["ours"]) / median(figures["DeepSpeed"])
+    size_ratio = bytes_ours / bytes_theirs
+    # Pairs run next to each other, so their ratios do not suffer from what else the machine does.
+    step_ratio = median(a / b for a, b in zip(on, off, strict=True))
+    missed = []
+    if raw_ratio > 1.0:
+        missed.append(f"a durable save takes {raw_ratio:.2f} of the time of DeepSpeed's, which is not durable")
+    if time_ratio > 1.0:
+        missed.append(f"a save takes {time_ratio:.2f} of DeepSpeed's time, both durable")
+    if size_ratio > 1.0:
+        missed.append(f"a checkpoint has {size_ratio:.2f} of DeepSpeed's bytes")
+    if step_ratio > 1.01:
+        missed.append(f"a step with heartbeats takes {step_ratio:.3f} of one without")
+    summary = (
+        f"{parameters / 1e6:.1f} M parameters, {NUM_RANKS} ranks: a save takes {time_ratio:.2f} of DeepSpeed's time, both "
+        f"durable ({raw_ratio:.2f} of its own, which is not), {bytes_ours / 1e6:.0f} against {bytes_theirs / 1e6:.0f} MB "
+        f"({size_ratio:.2f}); step with heartbeats {step_ratio:.3f}"
+    )
+    record = {
+        "seconds": figures,
+        "bytes": [bytes_ours, bytes_theirs],
+        "time_ratio": time_ratio,
+        "time_ratio_unsynchronized": raw_ratio,
+        "step_ratio": step_ratio,
+    }
+    return finish("bench_checkpoint", summary, record, missed, options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
