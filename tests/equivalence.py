@@ -24,7 +24,7 @@ from tests.families import build_model, reference_model, vocab_size
 from tests.ranks import run_ranks
 from tests.reference import IGNORED, Reference, Sample, Step, decay_groups, float64_throughout, freeze, token_weights
 
-# At larger rates the tiny models unlearn to attend, and gradients of queries and keys fall below what FP32 resolves.
+# At larger rates the tiny models soon attend to everything alike; FP32 then rounds away gradients of queries and keys.
 ADAMW = {"lr": 2e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
 SGD = {"lr": 1.0, "momentum": 0.9, "weight_decay": 0.01}
 MOMENTS = {"AdamW": ("exp_avg", "exp_avg_sq"), "SGD": ("momentum_buffer",)}

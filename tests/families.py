@@ -34,6 +34,7 @@ _COMMON: dict[str, Any] = {
     "num_attention_heads": HEADS,
     "num_key_value_heads": KV_HEADS,
     "max_position_embeddings": 1024,
+    "initializer_range": 0.1,  # so that attention looks somewhere, and the gradients of queries and keys count
     "pad_token_id": None,
     "bos_token_id": 1,
     "eos_token_id": 2,
