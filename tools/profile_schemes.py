@@ -113,7 +113,10 @@ def make_request(args: argparse.Namespace) -> Request:
         raise ConfigError("the model cannot be cut by any scheme: no TP, SP or PP degree fits it")
     limit = getattr(source.text_config, "max_position_embeddings", None) or 4096
     longest = args.longest or min(limit, (hydra.context_length if hydra else None) or limit)
-    device = torch.device("cuda", args.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", args.local_rank)))
+        torch.cuda.set_device(device)
     dtype = _dtype(settings)
     shortest = max(16, min(128 if device.type == "cuda" else 32, longest // 8))
     rungs = make_ladder(shortest, longest, args.rungs or (5 if args.quick else 7))
@@ -201,7 +204,8 @@ class Session:
 
     def measure_links(self) -> tuple[Links, dict[str, float]]:
         """Figures of the ranks at hand, and what a step costs besides its pipelines."""
-        links = self.links or Links(tuple(_measure_links(self.request.device)), "measured here")
+        needed = any(scheme.num_ranks > 1 for scheme in self.request.schemes)
+        links = self.links or Links(tuple(_measure_links(self.request.device)) if needed else (), "measured here")
         return links, step_costs(self.request.device, self.request.dtype, links)
 
     def table(self, device_bytes: float) -> TableFile:
