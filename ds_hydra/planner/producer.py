@@ -3,7 +3,7 @@
 First line in: {"table", "strategies", "options"}. Then {"step", "ids", "lengths"} each answered by
 {"step", "plan", "planning_ms"} or {"step", "error"}. It plans with plain Python while a child of its own fills
 numba's cache, if that is cold. It ends with its parent: at end of input, or when the parent is gone. With
-`--compile` it only fills the cache.
+`--compile PID` it only fills the cache, for the process PID.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ def serve(requests: IO[str], answers: IO[str]) -> None:
     compiler: subprocess.Popen[bytes] | None = None
     if options.kernels != "pure" and not kernels.is_warm():
         compiler = subprocess.Popen(
-            [sys.executable, "-m", "ds_hydra.planner.producer", "--compile"], stdin=subprocess.DEVNULL, stdout=2
+            [sys.executable, "-m", "ds_hydra.planner.producer", "--compile", str(os.getpid())],
+            stdin=subprocess.DEVNULL,
+            stdout=2,
         )
     planner = make_planner(table, strategies, options, compiled=compiler is None)
     for line in requests:
@@ -68,9 +70,8 @@ def answer(planner: Planner, request: dict) -> dict[str, object]:
     }
 
 
-def end_with_parent() -> None:
-    """Leave when the parent does, also if others still hold its end of the pipe."""
-    parent = os.getppid()
+def end_with_parent(parent: int) -> None:
+    """Leave when the process `parent` does, also if others still hold its end of the pipe."""
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -82,8 +83,9 @@ def end_with_parent() -> None:
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the training process's to handle
-    end_with_parent()
-    if sys.argv[1:] == ["--compile"]:
+    compile_only = sys.argv[1:2] == ["--compile"]
+    end_with_parent(int(sys.argv[2]) if compile_only else os.getppid())
+    if compile_only:
         selection.warm_up()
         return
     answers = os.fdopen(os.dup(1), "w")
