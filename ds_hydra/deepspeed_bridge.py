@@ -214,7 +214,12 @@ class HostEngine(DeepSpeedEngine):
         self._python_gc_generation: int | None = None
 
     def _select_compute_dtype(self, model: nn.Module) -> torch.dtype:
-        """BF16 if its block says so, else the model's own type; masters are FP32, or FP64 for an FP64 model."""
+        """BF16 or FP16 if its block says so, else the model's own; masters are FP32, or FP64 for an FP64 model."""
+        if self.fp16_enabled():
+            accelerator = get_accelerator()  # on CPU it knows of fast kernels only; torch computes without them
+            if accelerator.device_name() != "cpu" and not accelerator.is_fp16_supported():
+                raise ConfigError("config: fp16 is enabled but this device does not support it; disable it")
+            return torch.float16
         if self.bfloat16_enabled():
             if not get_accelerator().is_bf16_supported():
                 raise ConfigError("config: bf16 is enabled but this device does not support it; disable it")
@@ -224,8 +229,8 @@ class HostEngine(DeepSpeedEngine):
             return torch.float64
         if types & {torch.bfloat16, torch.float16}:
             raise ConfigError(
-                f"the model's parameters are {', '.join(sorted(map(str, types)))} but the block bf16 is not enabled: "
-                'set "bf16": {"enabled": true}, or load the model in float32'
+                f"the model's parameters are {', '.join(sorted(map(str, types)))} but neither bf16 nor fp16 is "
+                'enabled: set "bf16": {"enabled": true}, or load the model in float32'
             )
         return torch.float32
 

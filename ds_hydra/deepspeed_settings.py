@@ -139,6 +139,12 @@ def _screen_zero(settings: dict[str, Any]) -> list[str]:
     return [f"zero_optimization: {', '.join(without_effect)} have no effect here; masters are sharded evenly"]
 
 
+_LOSS_SCALING = (
+    *("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis"),
+    "min_loss_scale",
+)
+
+
 def _screen_precision(settings: dict[str, Any]) -> None:
     for key in ("fp16", "bf16"):
         block = settings.get(key)
@@ -147,12 +153,7 @@ def _screen_precision(settings: dict[str, Any]) -> None:
         if not isinstance(block, Mapping):
             raise ConfigError(f'config: {key} must be a block such as {{"enabled": true}}, but is {block!r}')
         enabled = flag(block.get("enabled", False), f"{key}.enabled")
-        if key == "fp16" and enabled:
-            raise ConfigError(
-                'config: fp16 is not supported with a "hydra" block: use "bf16": {"enabled": true}, which '
-                "needs no loss scaling"
-            )
-        extra = sorted(set(block) - {"enabled"})
+        extra = sorted(set(block) - {"enabled", *(_LOSS_SCALING if key == "fp16" else ())})
         if enabled and extra:
             raise ConfigError(f'config: {key}.{extra[0]} is not supported with a "hydra" block; remove it')
 

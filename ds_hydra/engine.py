@@ -36,6 +36,7 @@ from ds_hydra.control import broadcast_text
 from ds_hydra.data import SequenceData
 from ds_hydra.deepspeed_bridge import HostEngine
 from ds_hydra.groups import GroupCache
+from ds_hydra.loss_scale import LossScale
 from ds_hydra.masters import ModelMasters
 from ds_hydra.memory_check import check_memory, job_memory, rank_memory, within_memory
 from ds_hydra.pipe.causal_lm import CausalLM
@@ -152,6 +153,7 @@ class HydraEngine(CheckpointFace, HostEngine):
 
     def _configure_safety(self, timeout: timedelta) -> None:
         """Checkpoints, signals, heartbeats: what keeps a long run from losing anything."""
+        self._loss_scale = LossScale(self)
         own = dist.new_group(backend="gloo", timeout=timeout)  # a save in the background must not meet training
         meeting = Meeting(own, self._rank, self._num_ranks)
         self._checkpoints = Checkpointer(self, self._masters, self._source.aliases, meeting)
@@ -196,12 +198,12 @@ class HydraEngine(CheckpointFace, HostEngine):
         batches, weight = self._batches(planned.plan, runtime, data)
         runtime._runtime.phase = "pull"
         self._running = runtime
-        loss = runtime.train(_weighted(batches.batches, weight))
+        loss = runtime.train(_weighted(batches.batches, weight, self._loss_scale.value)) / self._loss_scale.value
         self._phase, self._running = "optimizer", None
         norm, optimizer_s = self._update(loss)
         self._phase = "report"
         stats = self._gather_stats(loss, runtime, batches)
-        if not math.isfinite(norm):
+        if not math.isfinite(norm) and not self._loss_scale.dynamic:
             self._explain_skip(planned.plan, runtime)
         self._report(planned, runtime, norm, optimizer_s, weight, stats, time.perf_counter() - began)
         self._count_skips(norm)
@@ -297,9 +299,10 @@ class HydraEngine(CheckpointFace, HostEngine):
         began = time.perf_counter()
         grads = self._masters.trained.grads
         poison = (loss.detach() * 0.0).reshape(1)  # 0, or NaN for a loss that is not finite
-        norm = global_grad_norm([*grads, poison], None)
+        norm = global_grad_norm([*grads, poison], None) / self._loss_scale.value
         value = float(norm)
         if math.isfinite(value):
+            self._loss_scale.unscale(grads)
             if self.gradient_clipping() > 0:
                 clip_(grads, norm, self.gradient_clipping())
             assert self.optimizer is not None, "made by install_optimizer"
@@ -326,6 +329,9 @@ class HydraEngine(CheckpointFace, HostEngine):
             logger.warning("step %d is skipped, not finite: %s", self.global_steps + 1, " | ".join(lines[:16]))
 
     def _count_skips(self, norm: float) -> None:
+        self._loss_scale.update(overflow=not math.isfinite(norm))
+        if self._loss_scale.dynamic:
+            return  # skipped steps are how it finds its scale
         self._skipped_in_a_row = 0 if math.isfinite(norm) else self._skipped_in_a_row + 1
         limit = self.hydra_config.faults.skipped_steps
         if self._skipped_in_a_row >= limit:
@@ -433,11 +439,11 @@ def model_source(model: Any, *, activation_checkpointing: bool) -> ModelSource:
     )
 
 
-def _weighted(batches: Sequence[MicroBatch], total: int) -> Sequence[MicroBatch]:
-    """Loss weights divided by what all ranks count of the step's normaliser."""
+def _weighted(batches: Sequence[MicroBatch], total: int, scale: float = 1.0) -> Sequence[MicroBatch]:
+    """Loss weights divided by what all ranks count of the step's normaliser, times a loss scale."""
     for batch in batches:
         if batch.weights is not None:
-            batch.weights.div_(max(1, total))
+            batch.weights.div_(max(1, total) / scale)
     return batches
 
 

@@ -20,6 +20,7 @@ from ds_hydra.checkpoint.meeting import Meeting
 from ds_hydra.checkpoint.shard_file import ShardReader
 from ds_hydra.checkpoint.write import Saving, Writer
 from ds_hydra.data import DataCursor, TokenBudgetSampler
+from ds_hydra.loss_scale import LossScale
 from ds_hydra.masters import ModelMasters
 from ds_hydra.zero_hetero.errors import CheckpointError
 
@@ -34,6 +35,7 @@ class Trained(Protocol):
     optimizer: Optimizer | None
     lr_scheduler: Any
     sampler: TokenBudgetSampler | None
+    _loss_scale: LossScale
     global_steps: int
     global_samples: int
     micro_steps: int
@@ -218,6 +220,8 @@ class Checkpointer:
             state.install_optimizer(self._masters.trained, engine.optimizer, loaded, groups)
         if what.lr_scheduler and manifest.lr_scheduler is not None and engine.lr_scheduler is not None:
             engine.lr_scheduler.load_state_dict(manifest.lr_scheduler)
+        if manifest.loss_scale is not None:
+            engine._loss_scale.load_state_dict(manifest.loss_scale)
         counters = manifest.counters
         engine.global_steps = manifest.step
         engine.global_samples = int(counters.get("global_samples", 0))
@@ -245,6 +249,7 @@ class Checkpointer:
             files=(),
             optimizer=type(engine.optimizer).__name__,
             lr_scheduler=schedule,
+            loss_scale=engine._loss_scale.state_dict(),
             data=None if engine.sampler is None else engine.sampler.cursor(engine.global_steps).to_dict(),
             counters={
                 "global_samples": engine.global_samples,

@@ -17,7 +17,7 @@ from ds_hydra.watchdog import IDLE, Watchdog
 from ds_hydra.zero_hetero.errors import NumericsError
 from tests.fault_job import Fault, run_job
 from tests.ranks import run_ranks
-from tests.small_job import same, small_engine, whole_state
+from tests.small_job import same, small_config, small_engine, whole_state
 
 
 @pytest.mark.parametrize(
@@ -186,3 +186,61 @@ def test_loss_of_finite_steps_is_what_it_was() -> None:
         return whole_state(engine)
 
     assert same(run_ranks(run, 2, 0)[0], run_ranks(run, 2, 1)[0])
+
+
+def half_config(num_ranks: int, **fp16: Any) -> dict[str, Any]:
+    return {**small_config(num_ranks), "fp16": {"enabled": True, **fp16}}
+
+
+def test_fp16_finds_its_scale_as_deepspeed_does(tmp_path: Path) -> None:
+    """A scale that overflows comes down by DeepSpeed's rules, is saved, and training then follows FP32."""
+
+    def run(rank: int) -> tuple[list[float], list[bool], list[float], bool]:
+        engine = small_engine(rank, config=half_config(2, initial_scale_power=40, hysteresis=1, loss_scale_window=2))
+        scales, skipped, losses = [], [], []
+        while len(losses) < 5:
+            scales.append(engine._loss_scale.value)
+            loss = float(engine.train_batch())
+            skipped.append(engine.last_step.skipped)
+            if not skipped[-1]:
+                losses.append(loss)
+        engine.save_checkpoint(tmp_path)
+        other = small_engine(rank, config=half_config(2, initial_scale_power=8))
+        other.load_checkpoint(tmp_path)
+        engine.train_batch()
+        other.train_batch()
+        equal = same(whole_state(engine), whole_state(other))
+        return scales, skipped, losses, equal and engine._loss_scale.value == other._loss_scale.value
+
+    scales, skipped, losses, equal = run_ranks(run, 2)[0]
+    assert scales[0] == 2.0**40
+    assert skipped[0]
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+
+    scaler = DynamicLossScaler(2.0**40, 2, 1, 1, False)
+    for scale, overflow in zip(scales, skipped, strict=True):
+        assert scale == scaler.cur_scale
+        scaler.cur_scale = scaler.cur_scale / 2 if overflow else scaler.cur_scale
+        if overflow:
+            scaler.last_overflow_iter = scaler.cur_iter
+        else:
+            good = scaler.cur_iter - scaler.last_overflow_iter - 1
+            scaler.cur_scale *= 2 if good > 0 and good % 2 == 0 else 1
+        scaler.cur_iter += 1
+    assert equal
+    assert losses[-1] < losses[0]
+
+
+def test_fp16_follows_fp32() -> None:
+    """With a fixed scale and the same sequences, losses and norms agree to FP16's precision."""
+
+    def run(rank: int, half: bool) -> list[tuple[float, float]]:
+        config = half_config(2, loss_scale=1024.0) if half else small_config(2)
+        engine = small_engine(rank, config=config)
+        return [(float(engine.train_batch()), engine.get_global_grad_norm()) for _ in range(3)]
+
+    for (loss, norm), (expected, expected_norm) in zip(
+        run_ranks(run, 2, True)[0], run_ranks(run, 2, False)[0], strict=True
+    ):
+        assert loss == pytest.approx(expected, rel=2e-3)
+        assert norm == pytest.approx(expected_norm, rel=2e-2)

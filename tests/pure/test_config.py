@@ -118,7 +118,7 @@ def test_batch_keys_are_filled_in_and_explained() -> None:
         ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, ["offload_optimizer"]),
         ({"pipeline": {"stages": 2}}, ["pipeline", "hydra.strategies"]),
         ({"sequence_parallel_size": 2}, ["sequence_parallel_size"]),
-        ({"fp16": {"enabled": True}}, ["fp16", "bf16"]),
+        ({"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}, ["fp16_master_weights_and_grads"]),
         ({"bf16": {"enabled": "auto"}}, ["bf16.enabled", "true or false"]),
         ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, ["bf16_master_weights_and_grads"]),
         ({"gradient_clipping": -1.0}, ["gradient_clipping", "-1.0"]),
