@@ -182,9 +182,9 @@ def main(arguments: list[str] | None = None) -> int:
     if step_ratio > 1.01:
         missed.append(f"a step with heartbeats takes {step_ratio:.3f} of one without")
     summary = (
-        f"{parameters / 1e6:.1f} M parameters, {NUM_RANKS} ranks: a save takes {time_ratio:.2f} of DeepSpeed's time, both "
-        f"durable ({raw_ratio:.2f} of its own, which is not), {bytes_ours / 1e6:.0f} against {bytes_theirs / 1e6:.0f} MB "
-        f"({size_ratio:.2f}); step with heartbeats {step_ratio:.3f}"
+        f"{parameters / 1e6:.1f} M parameters, {NUM_RANKS} ranks: a durable save takes {time_ratio:.2f} of the time of "
+        f"a durable one of DeepSpeed's, {raw_ratio:.2f} of its usual one; {bytes_ours / 1e6:.0f} against "
+        f"{bytes_theirs / 1e6:.0f} MB ({size_ratio:.2f}); step with heartbeats {step_ratio:.3f}"
     )
     record = {
         "seconds": figures,
