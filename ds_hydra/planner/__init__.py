@@ -3,7 +3,9 @@
 Pure: nothing here imports torch or DeepSpeed, or knows a process group. Start reading at `selection`.
 """
 
+from ds_hydra.planner.candidates import candidate_schemes
 from ds_hydra.planner.options import PlannerOptions
+from ds_hydra.planner.proposal import propose_strategies
 from ds_hydra.planner.selection import Planner
 from ds_hydra.planner.service import PlannedStep, PlannerService
 from ds_hydra.planner.step_plan import PipelinePlan, StepPlan, load_plans, save_plans
@@ -16,7 +18,9 @@ __all__ = [
     "PlannerOptions",
     "PlannerService",
     "StepPlan",
+    "candidate_schemes",
     "load_plans",
+    "propose_strategies",
     "save_plans",
     "validate_plan",
 ]

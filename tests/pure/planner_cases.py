@@ -37,7 +37,13 @@ class Instance:
 
 def random_instance(rng: np.random.Generator, most_sequences: int = 5) -> Instance:
     """Three schemes with random costs, one to three strategies of 4 ranks, few sequences, some near MaxLen."""
-    shapes = [ParallelScheme(4, 1), ParallelScheme(2, 1), ParallelScheme(1, 2), ParallelScheme(1, 1), ParallelScheme(1, 4)]
+    shapes = [
+        ParallelScheme(4, 1),
+        ParallelScheme(2, 1),
+        ParallelScheme(1, 2),
+        ParallelScheme(1, 1),
+        ParallelScheme(1, 4),
+    ]
     limits = np.sort(rng.integers(20, 400, size=len(shapes)))[::-1]
     costs = tuple(
         SchemeCost(
