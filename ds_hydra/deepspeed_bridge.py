@@ -229,8 +229,8 @@ class HostEngine(DeepSpeedEngine):
             return torch.float64
         if types & {torch.bfloat16, torch.float16}:
             raise ConfigError(
-                f"the model's parameters are {', '.join(sorted(map(str, types)))} but neither bf16 nor fp16 is "
-                'enabled: set "bf16": {"enabled": true}, or load the model in float32'
+                f"the model's parameters are {', '.join(sorted(map(str, types)))} but the block bf16 is not enabled: "
+                'set "bf16": {"enabled": true}, or load the model in float32'
             )
         return torch.float32
 
