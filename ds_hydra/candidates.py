@@ -59,9 +59,7 @@ def job_cost_table(
     if config.cost_table is None:
         flops, link = _SPEEDS["cpu" if job.threads else "cuda"]
         context = max(longest, config.tokens_per_step)
-        return TableFile(
-            analytic_cost_table(shape, schemes, context, device_flops=flops, link_bytes_per_second=link)
-        )
+        return TableFile(analytic_cost_table(shape, schemes, context, device_flops=flops, link_bytes_per_second=link))
     found = read_table_file(config.cost_table)
     check_job(found, job, repr(config.cost_table))
     table = found.table

@@ -85,6 +85,24 @@ def _no_shared_memory_operator() -> Iterator[None]:
         backend.build_shm_op = build
 
 
+def _meet_in_this_attempt(backend: str, timeout: timedelta) -> None:
+    """Start the process group under torchrun, whose store may still hold the addresses of ranks that have died.
+
+    It outlives a restart (--max-restarts), so each attempt uses keys of its own.
+    """
+    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = torch.distributed.TCPStore(address, port, num_ranks, is_master=False, timeout=timeout)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    torch.distributed.init_process_group(
+        backend,
+        store=torch.distributed.PrefixStore(f"ds_hydra/attempt_{attempt}", store),
+        rank=rank,
+        world_size=num_ranks,
+        timeout=timeout,
+    )
+
+
 def _require_launcher() -> None:
     if torch.distributed.is_initialized() or all(name in os.environ for name in _LAUNCHER_VARIABLES):
         return

@@ -141,9 +141,7 @@ def _rank_main(
         torch.set_num_threads(1)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         store = dist.FileStore(f"{place}/store", num_ranks)
-        dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=60)
-        )
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=60))
         _train(rank, folder, place, steps, fault, every, hydra)
         code = 0
     except SystemExit as leave:

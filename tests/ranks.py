@@ -81,9 +81,7 @@ def _collect(receivers: list[Connection], children: list[Any], timeout: float) -
         open_pipes = [receiver for receiver in receivers if id(receiver) in pending]
         ready = wait(open_pipes, timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
-            raise TimeoutError(
-                f"ranks {sorted(pending.values())} of {len(receivers)} gave no result in {timeout} s"
-            )
+            raise TimeoutError(f"ranks {sorted(pending.values())} of {len(receivers)} gave no result in {timeout} s")
         for receiver in ready:
             assert isinstance(receiver, Connection)
             rank = pending.pop(id(receiver))
@@ -91,9 +89,7 @@ def _collect(receivers: list[Connection], children: list[Any], timeout: float) -
                 succeeded, value, text = pickle.loads(receiver.recv_bytes())
             except EOFError:
                 children[rank].join(timeout=5)
-                raise RankError(
-                    f"rank {rank} left without a result, exit code {children[rank].exitcode}"
-                ) from None
+                raise RankError(f"rank {rank} left without a result, exit code {children[rank].exitcode}") from None
             if not succeeded:
                 raise value from _RankTraceback(f"rank {rank}:\n{text}")
             results[rank] = value
