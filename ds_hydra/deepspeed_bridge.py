@@ -57,6 +57,8 @@ def init_distributed(config: HydraConfig, *, port: int, required: bool | None = 
     accelerator = get_accelerator()
     if accelerator.device_name() != "cpu" and "LOCAL_RANK" in os.environ:
         accelerator.set_device(int(os.environ["LOCAL_RANK"]))
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not torch.distributed.is_initialized():
+        _meet_in_this_attempt(accelerator.communication_backend_name(), timedelta(seconds=config.timeout_seconds))
     with _no_shared_memory_operator():
         deepspeed.init_distributed(
             dist_backend=accelerator.communication_backend_name(),
