@@ -47,6 +47,7 @@ from ds_hydra.pipe.strategy import ParallelScheme, format_strategy, parse_strate
 from ds_hydra.plan_source import FAILED, PlanSource, agree
 from ds_hydra.planner import PlannedStep, StepPlan
 from ds_hydra.profiling.job_print import describe_job
+from ds_hydra.rank_stats import RankStats, gather_stats
 from ds_hydra.report import StepRecord
 from ds_hydra.signals import Signals
 from ds_hydra.step_watch import StepWatch
@@ -175,7 +176,7 @@ class HydraEngine(CheckpointFace, HostEngine):
     def _where(self) -> tuple[int, str]:
         """The step and phase that this rank is in."""
         running = self._running
-        return self.global_steps + 1, self._phase if running is None else running._runtime.phase
+        return self.global_steps + 1, self._phase if running is None else running.stage_runtime.phase
 
     def train_batch(self, data_iter: Any = None) -> Tensor:
         """Run one step and return its loss, a scalar in FP32.
@@ -196,18 +197,18 @@ class HydraEngine(CheckpointFace, HostEngine):
         planned = self._plans.next(self.global_steps)
         runtime = self._runtime(planned.plan)
         batches, weight = self._batches(planned.plan, runtime, data)
-        runtime._runtime.phase = "pull"
+        runtime.stage_runtime.phase = "pull"
         self._running = runtime
         loss = runtime.train(_weighted(batches.batches, weight, self._loss_scale.value)) / self._loss_scale.value
         self._phase, self._running = "optimizer", None
         norm, optimizer_s = self._update(loss)
         self._phase = "report"
-        stats = self._gather_stats(loss, runtime, batches)
+        stats = self._stats(loss, runtime, batches)
         if not math.isfinite(norm) and not self._loss_scale.dynamic:
             self._explain_skip(planned.plan, runtime)
         self._report(planned, runtime, norm, optimizer_s, weight, stats, time.perf_counter() - began)
         self._count_skips(norm)
-        return stats[:, 0].sum().to(torch.float32), int(stats[:, 6].max())
+        return _total_loss(stats), int(max(rank.request for rank in stats))
 
     def eval_batch(self, data_iter: Any = None) -> Tensor:
         """Mean loss of a batch of sequences, without an update: a scalar in FP32, equal on all ranks.
@@ -224,7 +225,7 @@ class HydraEngine(CheckpointFace, HostEngine):
         runtime = self._runtime(plan)
         batches, weight = self._batches(plan, runtime, data)
         loss = runtime.evaluate(_weighted(batches.batches, weight))
-        return self._gather_stats(loss, runtime, batches)[:, 0].sum().to(torch.float32)
+        return _total_loss(self._stats(loss, runtime, batches))
 
     def fp32_state_dict(self) -> dict[str, Tensor]:
         """Full parameters on CPU by the model's own names, tied ones under each of theirs; FP64 for an FP64 model.
@@ -314,7 +315,7 @@ class HydraEngine(CheckpointFace, HostEngine):
         found = []
         if runtime.place.tp_rank == 0:
             microbatches = plan.pipelines[runtime.pipeline_index].microbatches
-            for index, loss in runtime._runtime.losses.items():
+            for index, loss in runtime.stage_runtime.losses.items():
                 if not math.isfinite(loss):
                     ids = ", ".join(str(plan.sequence_ids[p]) for p in microbatches[index][:16])
                     found.append(
@@ -341,26 +342,21 @@ class HydraEngine(CheckpointFace, HostEngine):
                 "hydra.faults.skipped_steps"
             )
 
-    def _gather_stats(self, loss: Tensor, runtime: StrategyRuntime, batches: RankBatches) -> Tensor:
-        """(num_ranks, 8) in FP64 on CPU: loss share; run, exposed pull and push seconds; padding; bytes; signal;
-        seconds computing.
-
-        A tensor parallel group computes one loss: its first rank counts it.
-        """
-        counts = runtime.place.tp_rank == 0
-        mine = [
-            float(loss) if counts else 0.0,
-            runtime.run_s,
-            runtime.exposed_pull_s,
-            runtime.exposed_push_s,
-            float(batches.num_padding if counts and runtime.place.is_last and runtime.place.sp_rank == 0 else 0),
-            float(_peak_memory(self.device)),
-            float(self._signals.request),
-            runtime.compute_s,
-        ]
-        everyone = torch.empty(self._num_ranks, len(mine), dtype=torch.float64)
-        dist.all_gather(list(everyone.unbind()), torch.tensor(mine, dtype=torch.float64), group=self._control)
-        return everyone
+    def _stats(self, loss: Tensor, runtime: StrategyRuntime, batches: RankBatches) -> tuple[RankStats, ...]:
+        """Every rank's figures of the step. A tensor parallel group computes one loss: its first rank counts it."""
+        place = runtime.place
+        counts = place.tp_rank == 0
+        mine = RankStats(
+            loss=float(loss) if counts else 0.0,
+            run_s=runtime.run_s,
+            compute_s=runtime.stage_runtime.compute_s,
+            exposed_pull_s=runtime.exposed_pull_s,
+            exposed_push_s=runtime.exposed_push_s,
+            num_padding=batches.num_padding if counts and place.is_last and place.sp_rank == 0 else 0,
+            peak_memory_bytes=_peak_memory(self.device),
+            request=self._signals.request,
+        )
+        return gather_stats(mine, self._control)
 
     def _report(
         self,
@@ -369,19 +365,21 @@ class HydraEngine(CheckpointFace, HostEngine):
         norm: float,
         optimizer_s: float,
         weight: int,
-        stats: Tensor,
+        stats: Sequence[RankStats],
         seconds: float,
     ) -> None:
         plan, strategy = planned.plan, runtime.strategy
-        pipeline_ms = [1e3 * float(stats[list(p.ranks), 1].max()) for p in strategy.pipelines]
-        stage_ms = [[1e3 * float(stats[list(s.ranks), 7].max()) for s in p.stages] for p in strategy.pipelines]
+        pipeline_ms = [1e3 * max(stats[rank].run_s for rank in p.ranks) for p in strategy.pipelines]
+        stage_ms = [
+            [1e3 * max(stats[rank].compute_s for rank in stage.ranks) for stage in p.stages] for p in strategy.pipelines
+        ]
         watched = self._watch.fields(
             plan, pipeline_ms=pipeline_ms, stage_ms=stage_ms, step_ms=1e3 * seconds,
             moved_bytes=runtime.pull_bytes + runtime.push_bytes,
         )  # fmt: skip
         record = StepRecord(
             step=self.global_steps + 1,
-            loss=float(stats[:, 0].sum()),
+            loss=sum(rank.loss for rank in stats),
             grad_norm=norm,
             learning_rate=self.get_lr()[0],
             num_tokens=plan.num_tokens,
@@ -391,7 +389,7 @@ class HydraEngine(CheckpointFace, HostEngine):
             changed=self._previous is not None and plan.strategy != self._previous,
             step_ms=1e3 * seconds,
             predicted_ms=plan.predicted_ms,
-            num_padding=int(stats[:, 4].sum()),
+            num_padding=int(sum(rank.num_padding for rank in stats)),
             pipeline_ms=tuple(pipeline_ms),
             lower_bound_ms=plan.lower_bound_ms,
             planning_ms=planned.planning_ms,
@@ -400,12 +398,12 @@ class HydraEngine(CheckpointFace, HostEngine):
             plan_digest=plan.digest().hex(),
             ids_digest=hashlib.sha256(repr(plan.sequence_ids).encode()).hexdigest()[:16],
             num_micro_batches=tuple(len(pipeline.microbatches) for pipeline in plan.pipelines),
-            pull_ms=1e3 * float(stats[:, 2].max()),
-            push_ms=1e3 * float(stats[:, 3].max()),
+            pull_ms=1e3 * max(rank.exposed_pull_s for rank in stats),
+            push_ms=1e3 * max(rank.exposed_push_s for rank in stats),
             optimizer_ms=1e3 * optimizer_s,
             pull_bytes=runtime.pull_bytes,
             push_bytes=runtime.push_bytes,
-            peak_memory_bytes=int(stats[:, 5].max()),
+            peak_memory_bytes=int(max(rank.peak_memory_bytes for rank in stats)),
             skipped=not math.isfinite(norm),
             skipped_steps=self.skipped_steps + (not math.isfinite(norm)),
             plan=plan.to_json(),
@@ -445,6 +443,10 @@ def _weighted(batches: Sequence[MicroBatch], total: int, scale: float = 1.0) -> 
         if batch.weights is not None:
             batch.weights.div_(max(1, total) / scale)
     return batches
+
+
+def _total_loss(stats: Sequence[RankStats]) -> Tensor:
+    return torch.tensor(sum(rank.loss for rank in stats), dtype=torch.float32)
 
 
 def _peak_memory(device: torch.device) -> int:

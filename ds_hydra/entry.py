@@ -57,8 +57,11 @@ def initialize(
             config_params=config_params,
         )
     _refuse_arguments(mpu=mpu, mesh_param=mesh_param)
-    if model is None:
-        raise ConfigError("initialize() needs a model")
+    if not hasattr(model, "named_parameters"):
+        raise ConfigError(
+            f"initialize() needs a model, but was given {type(model).__name__}: pass a Hugging Face causal language "
+            "model or a DeepSpeed PipelineModule"
+        )
     rank = int(os.environ.get("RANK", "0"))
     show_log(rank)
     if rank == 0:

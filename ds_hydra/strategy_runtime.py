@@ -118,7 +118,7 @@ class StrategyRuntime:
         self.module.before_use = self._before_use
         last = stage.last_layer
         widths = (source.width(stage.first_layer), 0 if self.place.is_last else source.width(last))
-        self._runtime = StageRuntime(self.module, pipeline, rank, edges, widths, device, dtype)
+        self.stage_runtime = StageRuntime(self.module, pipeline, rank, edges, widths, device, dtype)
         self.exposed_pull_s = self.exposed_push_s = self.run_s = 0.0
 
     def _link(self, plan: ModelPlan, masters: ModelMasters, rank: int, transport: Transport, pool: BufferPool) -> None:
@@ -177,7 +177,7 @@ class StrategyRuntime:
             self.pulls.start()
         began = time.perf_counter()
         steps = one_f_one_b(len(batches), self.num_stages, self.stage_index)
-        loss = self._runtime.run(steps, batches, self.pushes.arm)
+        loss = self.stage_runtime.run(steps, batches, self.pushes.arm)
         self.run_s = time.perf_counter() - began
         with self._timed("exposed_pull_s"):
             self.pulls.finish()
@@ -190,7 +190,7 @@ class StrategyRuntime:
         self.module.module.eval()
         self.pulls.start()
         steps = forward_only(len(batches), self.num_stages, self.stage_index)
-        loss = self._runtime.run(steps, batches)
+        loss = self.stage_runtime.run(steps, batches)
         self.pulls.finish()
         self.module.module.train()
         return loss
@@ -198,7 +198,7 @@ class StrategyRuntime:
     @property
     def compute_s(self) -> float:
         """Seconds of the last step in forwards and backwards, their collectives included."""
-        return self._runtime.compute_s
+        return self.stage_runtime.compute_s
 
     @property
     def pull_bytes(self) -> int:

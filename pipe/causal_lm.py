@@ -8,6 +8,7 @@ that transform embeddings before the layers (Gemma, Granite, GPT-2) need no code
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,10 +18,12 @@ from torch import Tensor, nn
 from ds_hydra.pipe import attention
 from ds_hydra.pipe.loss import chunked_loss
 from ds_hydra.pipe.model_plan import ModelPlan, ParamSpec, ShardRule, make_buckets
-from ds_hydra.pipe.packing import MicroBatch
+from ds_hydra.pipe.packing import MicroBatch, Pack
 from ds_hydra.pipe.stage import StageModule, StagePlace
 from ds_hydra.pipe.tensor_parallel import TensorParallel, shard_rule, style_of
 from ds_hydra.zero_hetero.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 _QUERY_MODULES = ("q_proj", "q_b_proj", "kv_b_proj", "o_proj", "out_proj", "dense", "query_key_value")
 _KEY_VALUE_MODULES = ("k_proj", "v_proj")
@@ -50,6 +53,7 @@ class CausalLM:
         self.aliases: Mapping[str, str] = _aliases(model)
         self.plan = self._plan(model)
         self.specs = {param.name: param for bucket in self.plan.buckets for param in bucket.params}
+        self._try_attention()
 
     def _plan(self, model: Any) -> ModelPlan:
         config, modules = self.text_config, {m: name for name, m in model.named_modules()}
@@ -97,6 +101,18 @@ class CausalLM:
             else:
                 last.add(name)
         return frozenset(first), [frozenset(names) for names in layers], frozenset(last)
+
+    def _try_attention(self) -> None:
+        """Run four tokens through the layers without data, so that attention refuses what it lacks before step 0."""
+        model = self.skeleton(torch.device("meta"), torch.float32)
+        tokens = torch.zeros(1, 4, dtype=torch.long, device="meta")
+        try:
+            with torch.no_grad():
+                model.base_model(input_ids=tokens, position_ids=tokens, use_cache=False, hydra=Pack((4,)))
+        except ConfigError:
+            raise
+        except (NotImplementedError, RuntimeError, ValueError) as error:  # experts are chosen by data
+            logger.debug("a dry run of the layers stopped early: %s", error)
 
     def build(self, place: StagePlace, device: torch.device, dtype: torch.dtype) -> StageModule:
         """One rank's share of a stage, on the meta device but for its buffers."""
