@@ -6,6 +6,7 @@ other rung between is held out of the fit, to test it on lengths it has not seen
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -37,6 +38,15 @@ def make_ladder(shortest: int, longest: int, num_rungs: int) -> tuple[Rung, ...]
     rungs += [Rung(split_evenly(longest * n // 4, n), n == 6) for n in (5, 6, 8)]
     rungs += [Rung((n,), True) if i % 2 == 0 else Rung(split_evenly(n, 3), True) for i, n in enumerate(between)]
     return tuple(sorted(rungs, key=lambda rung: (sum(rung.lengths), len(rung.lengths))))
+
+
+def beyond_chunk(rungs: Sequence[Rung], chunk_tokens: int | None) -> tuple[Rung, ...]:
+    """Packs above `chunk_tokens`, where the loss is computed in chunks, unless the ladder has some or it is far away."""
+    most, longest = max(sum(rung.lengths) for rung in rungs), max(max(rung.lengths) for rung in rungs)
+    if chunk_tokens is None or most > chunk_tokens or chunk_tokens > 8 * longest:
+        return ()
+    totals = ((chunk_tokens * 9 // 8, False), (chunk_tokens * 5 // 4, True), (chunk_tokens * 11 // 8, False))
+    return tuple(Rung(split_evenly(total, -(-4 * total // longest)), held_out) for total, held_out in totals)
 
 
 def split_evenly(tokens: int, parts: int) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from ds_hydra.cost_model import SchemeCost
 from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.pipe.strategy import ParallelScheme, Stage, split_layers
 from ds_hydra.profiling.fit import Fit, Point, fit_points
-from ds_hydra.profiling.ladder import Rung
+from ds_hydra.profiling.ladder import Rung, beyond_chunk
 from ds_hydra.profiling.links import Links
 from ds_hydra.profiling.stage_timer import StageTimer
 
@@ -164,7 +164,8 @@ class Survey:
 
     def _stage(self, scheme: ParallelScheme, index: int, how: How) -> StageEntry:
         timer = self._timer(scheme, index, how)
-        points = tuple(self._point(timer, rung) for rung in self._rungs)
+        rungs = (*self._rungs, *beyond_chunk(self._rungs, timer.chunk_tokens))
+        points = tuple(self._point(timer, rung) for rung in rungs)
         return StageEntry(index, timer.place.stage.last_layer - timer.place.stage.first_layer, how, points,
                           fit_points(points), timer.chunk_tokens)  # fmt: skip
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ds_hydra.cost_model import CostTable, SchemeCost
 from ds_hydra.pipe.strategy import ParallelScheme
 from ds_hydra.profiling.fit import NAMES, Point, fit_points, nonnegative_least_squares
-from ds_hydra.profiling.ladder import make_ladder, split_evenly
+from ds_hydra.profiling.ladder import beyond_chunk, make_ladder, split_evenly
 from ds_hydra.profiling.links import Collective, LinkFigure, Links, links_from_record, read_links
 from ds_hydra.table_file import JobPrint, TableFile, check_job, read_table_file
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
@@ -107,6 +107,27 @@ def test_ladder_refuses_a_range_without_room() -> None:
     with pytest.raises(ConfigError, match="shortest < longest"):
         make_ladder(64, 64, 5)
     assert split_evenly(10, 4) == (3, 3, 2, 2)
+
+
+def test_packs_above_one_chunk_of_logits_are_measured_too() -> None:
+    ladder = make_ladder(16, 256, 3)
+    assert beyond_chunk(ladder, None) == ()
+    assert beyond_chunk(ladder, 400) == ()  # the ladder goes up to 512
+    more = beyond_chunk(ladder, 600)
+    assert [sum(rung.lengths) for rung in more] == [675, 750, 825]
+    assert max(max(rung.lengths) for rung in more) <= 256
+    assert beyond_chunk(ladder, 100_000) == ()
+
+
+def test_a_step_of_the_time_is_fitted_apart() -> None:
+    cost = SchemeCost(ParallelScheme(), 2e-6, 0.1, 20.0, 10_000)
+    points = [
+        replace(p, ms=p.ms + 0.03 * sum(p.lengths), chunked=True) if sum(p.lengths) > 2048 else p
+        for p in points_of(cost)
+    ]
+    fit = fit_points(points)
+    assert (fit.a, fit.b, fit.c, fit.r) == pytest.approx((2e-6, 0.1, 20.0, 0.03), rel=1e-6)
+    assert fit.residual_worst < 1e-9
 
 
 def test_links_scale_to_other_group_sizes() -> None:
