@@ -41,7 +41,7 @@ def make_ladder(shortest: int, longest: int, num_rungs: int) -> tuple[Rung, ...]
 
 
 def beyond_chunk(rungs: Sequence[Rung], chunk_tokens: int | None) -> tuple[Rung, ...]:
-    """Packs above `chunk_tokens`, where the loss is computed in chunks, unless the ladder has some or it is far away."""
+    """Packs above `chunk_tokens`, where the head is computed twice, unless the ladder has some or it is far away."""
     most, longest = max(sum(rung.lengths) for rung in rungs), max(max(rung.lengths) for rung in rungs)
     if chunk_tokens is None or most > chunk_tokens or chunk_tokens > 8 * longest:
         return ()
