@@ -6,11 +6,12 @@ and read here because only blocks whose digest was compared may be used.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_hydra.checkpoint.format import BLOCK_BYTES, DIGEST_BYTES, FileEntry, block_digests, parse_json
+from ds_hydra.checkpoint.format import BLOCK_BYTES, DIGEST_BYTES, FileEntry, block_digest, parse_json
 from ds_hydra.zero_hetero.errors import CheckpointError
 
 _NAMES = {
@@ -27,6 +28,7 @@ _NAMES = {
 }  # fmt: skip
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _MAX_HEADER_BYTES = 64 * 2**20
+_MOST_PENDING = 4
 
 
 @dataclass(frozen=True)
@@ -67,37 +69,47 @@ def write_shard(path: Path, tensors: Mapping[str, Source], metadata: Mapping[str
         blocks.add(memoryview(len(text).to_bytes(8, "little") + text))
         for source in tensors.values():
             blocks.add(_bytes_of(source.fetch()))
-        digests, size = blocks.close()
         os.fsync(file.fileno())
+        digests, size = blocks.close()
     return FileEntry(path.name, size, digests.hex())
 
 
 class _Blocks:
-    """Writes bytes as they come and takes the digest of each block of the file."""
+    """Writes bytes as they come and, in a thread beside, takes the digest of each block of the file."""
 
     def __init__(self, handle: int):
         self._handle, self._size = handle, 0
         self._digests = bytearray()
-        self._open = hashlib.sha256()
+        self._open = bytes(DIGEST_BYTES)
+        self._worker = ThreadPoolExecutor(1, "digest")
+        self._pending: deque[Future[None]] = deque()
 
     def add(self, data: memoryview) -> None:
         while len(data):
             part = data[: BLOCK_BYTES - self._size % BLOCK_BYTES]
-            self._open.update(part)
-            _write_all(self._handle, part)
             self._size += len(part)
-            if self._size % BLOCK_BYTES == 0:
-                self._end_block()
+            self._pending.append(self._worker.submit(self._digest, part, self._size % BLOCK_BYTES == 0))
+            _write_all(self._handle, part)
+            if len(self._pending) > _MOST_PENDING:  # what is pending is held in memory
+                self._pending.popleft().result()
             data = data[len(part) :]
 
     def close(self) -> tuple[bytes, int]:
+        self._worker.shutdown(wait=True)
+        for pending in self._pending:
+            pending.result()
         if self._size % BLOCK_BYTES:
             self._end_block()
         return bytes(self._digests), self._size
 
+    def _digest(self, part: memoryview, ends_block: bool) -> None:
+        self._open = block_digest(part, self._open)
+        if ends_block:
+            self._end_block()
+
     def _end_block(self) -> None:
-        self._digests += self._open.digest()[:DIGEST_BYTES]
-        self._open = hashlib.sha256()
+        self._digests += self._open
+        self._open = bytes(DIGEST_BYTES)
 
 
 def _write_all(handle: int, data: memoryview) -> None:
@@ -201,7 +213,7 @@ class ShardReader:
             data += more
         self.bytes_read += len(data)
         digest = self._digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
-        if block_digests(data) != digest:
+        if block_digest(data) != digest:
             raise self._damaged(f"the bytes from {index * self._block_bytes} on do not match their checksum")
         self._kept = (index, data)
         return data
