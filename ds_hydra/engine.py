@@ -395,6 +395,7 @@ class HydraEngine(CheckpointFace, HostEngine):
             planning_ms=planned.planning_ms,
             planning_hidden=planned.hidden,
             plan_source=plan.source,
+            planning_fallback=planned.fallback,
             plan_digest=plan.digest().hex(),
             ids_digest=hashlib.sha256(repr(plan.sequence_ids).encode()).hexdigest()[:16],
             num_micro_batches=tuple(len(pipeline.microbatches) for pipeline in plan.pipelines),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from dataclasses import replace
 
 import torch
@@ -72,11 +71,6 @@ class PlanSource:
     def strategies(self) -> tuple[tuple[ParallelScheme, ...], ...]:
         """Candidates, in the order of the config."""
         return self._planner.strategies
-
-    @property
-    def fallbacks(self) -> Counter[str]:
-        """How often rank 0 had to plan in its own process, by reason."""
-        return self._service.fallbacks if self._service else Counter()
 
     def next(self, step: int) -> PlannedStep:
         """The plan of `step`, which its ranks have agreed on. Every rank must call it."""

@@ -44,6 +44,7 @@ class StepRecord:
     planning_ms: float = 0.0
     planning_hidden: bool = True  # the plan was ready when the step began
     plan_source: str = "search"
+    planning_fallback: str | None = None  # why the plan was made in the training process; None: it was not
     plan_digest: str = ""  # hex
     ids_digest: str = ""  # hex, of the sequence ids
     num_micro_batches: tuple[int, ...] = ()  # of each pipeline
@@ -163,6 +164,7 @@ class RunTotals:
 
     def __init__(self) -> None:
         self.strategies: Counter[str] = Counter()
+        self.fallbacks: Counter[str] = Counter()
         self.num_tokens = self.num_changes = self.num_hidden = self.num_skipped = 0
         self.losses, self.step_ms, self.balances, self.errors = (array("d") for _ in range(4))
 
@@ -172,6 +174,7 @@ class RunTotals:
         self.num_tokens += record.num_tokens
         self.num_changes += record.changed
         self.num_hidden += record.planning_hidden
+        self.fallbacks.update([record.planning_fallback] if record.planning_fallback else [])
         self.num_skipped += record.skipped
         self.losses.append(record.loss)
         self.step_ms.append(record.step_ms)
@@ -190,7 +193,8 @@ class RunTotals:
             f"{self.losses[-1]:.4f}; {self.num_skipped} skipped",
             f"step time: median {median(self.step_ms):,.0f} ms; balance: median {median(self.balances):.2f}; "
             f"prediction error: median {median(self.errors):.1%}, worst {max(self.errors):.1%}; "
-            f"planning hidden in {self.num_hidden} steps",
+            f"planning hidden in {self.num_hidden} steps"
+            + "".join(f", {n} planned in process (producer {why})" for why, n in self.fallbacks.items()),
             f"{len(self.strategies)} strategies, {mixed} heterogeneous, {self.num_changes} changes:",
         ]
         lines += [f"  {count:5d} x  {strategy}" for strategy, count in self.strategies.most_common()]
