@@ -115,6 +115,7 @@ def _rank_main(
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=timeout)
         )
+        dist.barrier()  # a rank that is done at once must not leave while another still connects to it
         message = pickle.dumps((True, fn(rank, *args), ""))
         exit_code = 0
     except BaseException as error:
