@@ -82,6 +82,8 @@ class FaultsConfig:
     """Where rank 0 listens for heartbeats; None takes the interface over which ranks reach each other."""
     skipped_steps: int = setting(integer(1), 20)
     """The job ends when so many steps in a row were skipped, their loss or gradient not finite."""
+    compare_every: int = setting(integer(0), 0)
+    """Every so many steps the parameters that each rank computed with are compared with the masters; 0 never does."""
 
 
 def _checkpoint(value: Any, place: str) -> CheckpointConfig | None:

@@ -47,7 +47,7 @@ from ds_hydra.pipe.strategy import ParallelScheme, format_strategy, parse_strate
 from ds_hydra.plan_source import FAILED, PlanSource, agree
 from ds_hydra.planner import PlannedStep, StepPlan
 from ds_hydra.profiling.job_print import describe_job
-from ds_hydra.rank_stats import RankStats, gather_stats
+from ds_hydra.rank_stats import RankStats, gather_stats, unequal_pairs
 from ds_hydra.report import StepRecord
 from ds_hydra.signals import Signals
 from ds_hydra.step_watch import StepWatch
@@ -201,6 +201,7 @@ class HydraEngine(CheckpointFace, HostEngine):
         self._running = runtime
         loss = runtime.train(_weighted(batches.batches, weight, self._loss_scale.value)) / self._loss_scale.value
         self._phase, self._running = "optimizer", None
+        self._compare_parameters(runtime)
         norm, optimizer_s = self._update(loss)
         self._phase = "report"
         stats = self._stats(loss, runtime, batches)
@@ -309,6 +310,20 @@ class HydraEngine(CheckpointFace, HostEngine):
             assert self.optimizer is not None, "made by install_optimizer"
             self.optimizer.step()
         return value, time.perf_counter() - began
+
+    def _compare_parameters(self, runtime: StrategyRuntime) -> None:
+        """Now and then: NumericsError on all ranks, before the update, if any computed with other values than sent."""
+        every = self.hydra_config.faults.compare_every
+        if every == 0 or (self.global_steps + 1) % every:
+            return
+        wrong = unequal_pairs(runtime.pulls.checksums(self._num_ranks), self._control)
+        if wrong:
+            pairs = ", ".join(f"rank {receiver} from rank {sender}" for sender, receiver in wrong[:8])
+            raise NumericsError(
+                f"step {self.global_steps + 1}: parameters are not what was sent ({pairs}; {len(wrong)} pairs in all). "
+                "Memory or network of these ranks has changed bits, or the model writes to its own parameters; no "
+                "update was made. Exchange the hardware and restart: the job resumes from the newest checkpoint"
+            )
 
     def _explain_skip(self, plan: StepPlan, runtime: StrategyRuntime) -> None:
         """Name what was not finite: micro-batches and their sequences by the loss, parameters by the gradient."""

@@ -1,4 +1,4 @@
-"""What each rank tells the others at the end of a step, in one small message."""
+"""What each rank tells the others at the end of a step, in small messages."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 
 class RankStats(NamedTuple):
@@ -26,3 +27,11 @@ def gather_stats(mine: RankStats, control: dist.ProcessGroup | None) -> tuple[Ra
     table = torch.empty(dist.get_world_size(), len(mine), dtype=torch.float64)
     dist.all_gather(list(table.unbind()), torch.tensor(mine, dtype=torch.float64), group=control)
     return tuple(RankStats(*row) for row in table.tolist())
+
+
+def unequal_pairs(checksums: Tensor, control: dist.ProcessGroup | None) -> list[tuple[int, int]]:
+    """(sender, receiver) whose `link_checksums` disagree, on every rank; every rank must call it."""
+    table = torch.empty(dist.get_world_size(), *checksums.shape, dtype=torch.int64)
+    dist.all_gather(list(table.unbind()), checksums, group=control)
+    sent, held = table[:, 0], table[:, 1].T
+    return [(sender, receiver) for sender, receiver in (sent != held).nonzero().tolist()]

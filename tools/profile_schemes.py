@@ -58,6 +58,7 @@ class Request:
     num_gpus: int
     node_size: int
     rungs: tuple[Rung, ...]
+    most_tokens: int | None  # of a micro-batch, if the job says how many a step has
     effort: Effort
     clock: Literal["wall", "cpu"]
     dtype: torch.dtype
@@ -122,8 +123,9 @@ def make_request(args: argparse.Namespace) -> Request:
     rungs = make_ladder(shortest, longest, args.rungs or (5 if args.quick else 7))
     seconds = args.seconds or (0.1 if args.quick else 0.25)
     return Request(
-        source, schemes, num_gpus, node_size, rungs, Effort(seconds, 3, 5 if args.quick else 15), _clock(args, device),
-        dtype, device, describe_job(source, device, dtype, num_gpus),
+        source, schemes, num_gpus, node_size, rungs, hydra.tokens_per_step if hydra else None,
+        Effort(seconds, 3, 5 if args.quick else 15), _clock(args, device), dtype, device,
+        describe_job(source, device, dtype, num_gpus),
     )  # fmt: skip
 
 
@@ -161,7 +163,8 @@ class Session:
         given = json.loads(self.args.links.read_text()) if self.args.links else None
         rungs = [[list(rung.lengths), rung.held_out] for rung in self.request.rungs]
         return {"model": job.model, "device": job.device, "dtype": job.dtype, "checkpointing":
-                job.activation_checkpointing, "rungs": rungs, "clock": self.request.clock, "links": given}  # fmt: skip
+                job.activation_checkpointing, "rungs": rungs, "most_tokens": self.request.most_tokens,
+                "clock": self.request.clock, "links": given}  # fmt: skip
 
     def _load_partial(self) -> None:
         if not self.partial.exists():
@@ -200,7 +203,7 @@ class Session:
         r = self.request
         control = _control(r.device)
         return Survey(r.source, r.device, r.dtype, self.links, r.rungs, effort=r.effort, clock=r.clock,
-                      node_size=r.node_size, control=control)  # fmt: skip
+                      most_tokens=r.most_tokens, node_size=r.node_size, control=control)  # fmt: skip
 
     def measure_links(self) -> tuple[Links, dict[str, float]]:
         """Figures of the ranks at hand, and what a step costs besides its pipelines."""
@@ -364,11 +367,12 @@ def show(made: TableFile, args: argparse.Namespace, seconds: float) -> int:
                 errors.append(abs(fit.error(Point(**{**point, "lengths": tuple(point["lengths"])}))))
         spread = sorted(point["spread"] for point in stage["points"])[len(stage["points"]) // 2]
         how = entry["how"] + (", scaled links" if entry["scaled_links"] else "")
-        rows.append((str(cost.scheme), f"{cost.a:.3e}", f"{cost.b:.4e}", f"{cost.c:.3f}",
-                     " ".join(entry["unidentified"]) or "-", cost.max_length, cost.util_length,
-                     f"{entry['held_out_median']:.1%}", f"{entry['held_out_p90']:.1%}", f"{spread:.1%}",
-                     how))  # fmt: skip
-    print_table(("scheme", "a ms/tok^2", "b ms/tok", "c ms", "not fixed", "MaxLen", "UtilLen", "held-out med",
+        known = ((fit.a, fit.standard_errors[0]), (fit.b, fit.standard_errors[1]), (fit.c, fit.standard_errors[2]))
+        within = " ".join(f"{error / k:.0%}" if k else "-" for k, error in known)
+        rows.append((str(cost.scheme), f"{cost.a:.3e}", f"{cost.b:.4e}", f"{cost.c:.3f}", within,
+                     cost.max_length, cost.util_length, f"{entry['held_out_median']:.1%}",
+                     f"{entry['held_out_p90']:.1%}", f"{spread:.1%}", how))  # fmt: skip
+    print_table(("scheme", "a ms/tok^2", "b ms/tok", "c ms", "std. errors", "MaxLen", "UtilLen", "held-out med",
                  "p90", "spread", "how"), rows)  # fmt: skip
     errors.sort()
     median, p90 = errors[len(errors) // 2], errors[min(len(errors) - 1, int(0.9 * len(errors)))]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ds_hydra.zero_hetero.checksum import link_checksums
 from ds_hydra.zero_hetero.link import Handle, Link
 from ds_hydra.zero_hetero.relay_link import RelayHandle, RelayLink
 
@@ -59,6 +60,15 @@ class PullBuffers:
             handle.wait_arrived()
         for handle in handles.values():
             handle.wait()
+
+    def checksums(self, num_ranks: int) -> Tensor:
+        """`link_checksums` of the pulls that have finished, as long as neither shards nor buffers have changed."""
+        links = [link for link in self.links if isinstance(link, Link)]
+        wires = [
+            shard.detach() if shard.dtype == buffer.dtype else self._casts[index]
+            for index, (shard, buffer) in enumerate(zip(self.shards, self.buffers, strict=True))
+        ]
+        return link_checksums(links, wires, self.buffers, num_ranks)
 
     def _cast(self, index: int) -> Tensor:
         """The shard in the compute dtype; the buffer for it is kept from step to step."""

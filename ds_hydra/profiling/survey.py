@@ -131,6 +131,7 @@ class Survey:
         *,
         effort: Effort | None = None,
         clock: Literal["wall", "cpu"] = "wall",
+        most_tokens: int | None = None,
         node_size: int | None = None,
         control: dist.ProcessGroup | None = None,
         on_point: Callable[[], None] | None = None,
@@ -138,6 +139,7 @@ class Survey:
         self._source, self._device, self._dtype = source, device, dtype
         self._links, self._rungs = links, tuple(rungs)
         self._effort = effort or Effort()
+        self._most_tokens = most_tokens or 8 * max(max(rung.lengths) for rung in self._rungs)
         self._clock_name = clock
         self._clock = time.perf_counter if clock == "wall" else time.process_time
         self._node_size, self._control = node_size, control
@@ -164,10 +166,12 @@ class Survey:
 
     def _stage(self, scheme: ParallelScheme, index: int, how: How) -> StageEntry:
         timer = self._timer(scheme, index, how)
-        rungs = (*self._rungs, *beyond_chunk(self._rungs, timer.chunk_tokens))
+        chunk = timer.chunk_tokens if scheme.pp == 1 else None  # with more, micro-batches are kept small
+        timer.time(self._rungs[0].lengths, 1)  # later rungs need no warm-up: the median drops a slow first run
+        rungs = (*self._rungs, *beyond_chunk(self._rungs, chunk, self._most_tokens))
         points = tuple(self._point(timer, rung) for rung in rungs)
         return StageEntry(index, timer.place.stage.last_layer - timer.place.stage.first_layer, how, points,
-                          fit_points(points), timer.chunk_tokens)  # fmt: skip
+                          fit_points(points), chunk)  # fmt: skip
 
     def _timer(self, scheme: ParallelScheme, index: int, how: How) -> StageTimer:
         if how == "local shapes" or scheme.tp * scheme.sp == 1:
@@ -195,14 +199,14 @@ class Survey:
 
     def _point(self, timer: StageTimer, rung: Rung) -> Point:
         """One micro-batch: the slowest rank's time in each repeat, the median over the repeats."""
-        self._meet()
-        once = self._slowest([timer.time(rung.lengths, 1).ms])[0]
-        repeats = self._effort.repeats(once)
         samples: list[float] = []
-        for _ in range(repeats):
+        repeats = 1
+        while len(samples) < repeats:
             self._meet()
             timing = timer.time(rung.lengths, 1, warm_up=0)
             samples.append(timing.ms)
+            if len(samples) == 1:
+                repeats = self._effort.repeats(self._slowest(samples)[0])
         samples = self._slowest(samples) if self._clock_name == "wall" else self._mean(samples)
         compute, least = statistics.median(samples), min(samples)
         tokens = sum(rung.lengths)

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from ds_hydra.checkpoint.meeting import Meeting
+from ds_hydra.strategy_runtime import StrategyRuntime
 from ds_hydra.watchdog import IDLE, Watchdog
 from ds_hydra.zero_hetero.errors import NumericsError
 from tests.fault_job import Fault, run_job
@@ -106,6 +108,37 @@ def test_a_loss_that_is_not_finite_skips_the_step_everywhere() -> None:
     assert "step 2" in results[0][3][0]
     assert "rank 3" in results[0][3][0]
     assert "sequences" in results[0][3][0]
+
+
+@pytest.mark.parametrize("bucket", [0, 2, -1])
+def test_a_changed_bit_in_a_parameter_is_noticed_before_the_update(bucket: int) -> None:
+    """Strategies change; in step 3 one bit flips on rank 2 after its pull. Without a flip nothing is found."""
+
+    def run(rank: int) -> tuple[int, str, bool]:
+        engine = small_engine(rank, faults={"heartbeat_seconds": 0, "compare_every": 1})
+        for _ in range(2):
+            engine.train_batch()
+        before, message = whole_state(engine), ""
+        train = StrategyRuntime.train
+
+        def flipped(self: StrategyRuntime, batches: Any) -> Any:
+            loss = train(self, batches)
+            buffer = self.pulls.buffers[bucket] if rank == 2 else torch.empty(0)
+            if buffer.numel():
+                buffer.view(torch.int32)[buffer.numel() // 2] ^= 1 << 30
+            return loss
+
+        StrategyRuntime.train = flipped  # type: ignore[method-assign]
+        try:
+            engine.train_batch()
+        except NumericsError as error:
+            message = str(error)
+        return engine.global_steps, message, same(before, whole_state(engine))
+
+    for steps, message, unchanged in run_ranks(run, 4):
+        assert steps == 2
+        assert "rank 2 from rank" in message
+        assert unchanged
 
 
 def watched(rank: int, leave: str) -> tuple[list[str], float]:

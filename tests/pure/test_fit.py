@@ -111,12 +111,12 @@ def test_ladder_refuses_a_range_without_room() -> None:
 
 def test_packs_above_one_chunk_of_logits_are_measured_too() -> None:
     ladder = make_ladder(16, 256, 3)
-    assert beyond_chunk(ladder, None) == ()
-    assert beyond_chunk(ladder, 400) == ()  # the ladder goes up to 512
-    more = beyond_chunk(ladder, 600)
+    assert beyond_chunk(ladder, None, 4000) == ()
+    assert beyond_chunk(ladder, 400, 4000) == ()  # the ladder goes up to 512
+    more = beyond_chunk(ladder, 600, 4000)
     assert [sum(rung.lengths) for rung in more] == [675, 750, 825]
     assert max(max(rung.lengths) for rung in more) <= 256
-    assert beyond_chunk(ladder, 100_000) == ()
+    assert beyond_chunk(ladder, 600, 600) == ()  # no step of the job has more
 
 
 def test_a_step_of_the_time_is_fitted_apart() -> None:
