@@ -39,6 +39,7 @@ from ds_hydra.groups import GroupCache
 from ds_hydra.loss_scale import LossScale
 from ds_hydra.masters import ModelMasters
 from ds_hydra.memory_check import check_memory, job_memory, rank_memory, within_memory
+from ds_hydra.memory_model import activations_from_record
 from ds_hydra.pipe.causal_lm import CausalLM
 from ds_hydra.pipe.layer_list import LayerList
 from ds_hydra.pipe.packing import MicroBatch
@@ -106,8 +107,11 @@ class HydraEngine(CheckpointFace, HostEngine):
         memory = job_memory(
             self._source, found.table.schemes, self._num_ranks, rank_memory(self.device, self._node_size()),
             self.compute_dtype, activation_checkpointing=config.activation_checkpointing,
+            measured=activations_from_record(found.activations or {}),
         )  # fmt: skip
-        self._table = found.table if config.cost_table else within_memory(found.table, memory)
+        # A measured table's MaxLen holds for as many ranks as shared the masters then.
+        as_measured = config.cost_table and (found.job is None or found.job.num_ranks in (0, self._num_ranks))
+        self._table = found.table if as_measured else within_memory(found.table, memory)
         share = shape.params // self._num_ranks
         self._watch = StepWatch(config.cost_correction, replace(found, table=self._table), plan.num_layers, share)
         self._schemes = config.schemes or self._propose(lengths)

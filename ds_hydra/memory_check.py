@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,14 +27,18 @@ def job_memory(
     *,
     activation_checkpointing: bool,
     optimizer_states: int = 2,
+    measured: Mapping[tuple[int, int], Activations] | None = None,
 ) -> JobMemory:
-    """The memory model of a job with estimated activations, for all (tp, sp) of the schemes.
+    """The memory model of a job for all (tp, sp) of the schemes, with measured activations or else estimated ones.
 
     Layers of a pipeline module tell nothing of their inside: their activations count as none.
     """
     config: Any = getattr(source, "text_config", None)
     figures: dict[tuple[int, int], Activations] = {}
     for tp, sp in {(scheme.tp, scheme.sp) for scheme in schemes}:
+        if measured and (tp, sp) in measured:
+            figures[tp, sp] = measured[tp, sp]
+            continue
         if config is None:
             figures[tp, sp] = Activations(0.0, 0.0, 0.0)
             continue
@@ -62,7 +66,7 @@ def rank_memory(device: torch.device, ranks_per_node: int) -> float:
 
 
 def within_memory(table: CostTable, memory: JobMemory) -> CostTable:
-    """An estimated table with MaxLen by the memory model; schemes whose states do not fit are left out.
+    """A table with MaxLen by the memory model where that is less; schemes whose states do not fit are left out.
 
     Raises ConfigError when none is left.
     """

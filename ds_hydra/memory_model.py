@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
-from ds_hydra.pipe.model_plan import ModelPlan
+from ds_hydra.pipe.model_plan import LOGITS_AT_ONCE, ModelPlan
 from ds_hydra.pipe.strategy import ParallelScheme, Stage, place_pipeline
 from ds_hydra.zero_hetero.errors import ConfigError
 
 _MOST_TOKENS = 1 << 40
-CHUNK_ELEMENTS = 1 << 24  # logits that stand in memory at once, as in `pipe.loss`
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +36,16 @@ class Activations:
     first: float
     last: float
     transient: float = 0.0
+
+
+def activations_record(figures: Mapping[tuple[int, int], Activations]) -> dict[str, dict[str, float]]:
+    """As a table file holds them, by "TP,SP"."""
+    return {f"{tp},{sp}": asdict(figure) for (tp, sp), figure in figures.items()}
+
+
+def activations_from_record(record: Mapping[str, Mapping[str, float]]) -> dict[tuple[int, int], Activations]:
+    """Inverse of `activations_record`."""
+    return {(int(tp), int(sp)): Activations(**v) for (tp, sp), v in ((k.split(","), v) for k, v in record.items())}
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +161,7 @@ class JobMemory:
             params=held * self.param_bytes,
             grads=trained * wide,
             buffers=self._buffers(scheme, share, trained),
-            logits=max(CHUNK_ELEMENTS, rows) * logits_bytes,
+            logits=max(LOGITS_AT_ONCE, rows) * logits_bytes,
             logits_per_token=rows * logits_bytes / scheme.sp,
             per_token=(scheme.pp - index) * per_batch,
             transient=kept.transient,

@@ -62,13 +62,14 @@ class TableFile:
     measured: Mapping[str, Mapping[str, Any]] | None = None  # by scheme
     links: Mapping[str, Any] | None = None
     step: Mapping[str, float] | None = None  # what a step costs besides its pipelines
+    activations: Mapping[str, Mapping[str, float]] | None = None  # bytes per token by "TP,SP", see `memory_model`
 
     def to_record(self) -> dict[str, Any]:
         """As the file holds it."""
         record: dict[str, Any] = self.table.to_record()
         if self.job is not None:
             record["job"] = asdict(self.job) | {"versions": dict(self.job.versions)}
-        for name in ("measured", "links", "step"):
+        for name in ("measured", "links", "step", "activations"):
             if getattr(self, name):
                 record[name] = getattr(self, name)
         return record
@@ -92,6 +93,7 @@ class TableFile:
             {**(self.measured or {}), **(other.measured or {})},
             other.links or self.links,
             other.step or self.step,
+            {**(self.activations or {}), **(other.activations or {})},
         )
 
 
@@ -111,7 +113,8 @@ def table_file_from_record(table: CostTable, record: Mapping[str, Any], place: s
         if not isinstance(job, Mapping) or not set(_MUST_MATCH) <= set(job) <= names:
             raise ConfigError(f'{place}: "job" must hold {", ".join(sorted(_MUST_MATCH))}; profile again')
         parsed = JobPrint(**{**job, "versions": tuple(dict(job.get("versions", {})).items())})
-    return TableFile(table, parsed, record.get("measured"), record.get("links"), record.get("step"))
+    return TableFile(table, parsed, record.get("measured"), record.get("links"), record.get("step"),
+                     record.get("activations"))  # fmt: skip
 
 
 def check_job(found: TableFile, job: JobPrint, place: str) -> None:

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ds_hydra.pipe.collectives import Group
+from ds_hydra.pipe.model_plan import LOGITS_AT_ONCE
 
 IGNORED = -100  # label of a token without a target, as in torch's cross_entropy
-CHUNK_ELEMENTS = 1 << 25  # logits held at once, in elements: 128 MiB in FP32; above it the head is computed twice
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
@@ -69,7 +69,7 @@ def chunked_loss(
 ) -> Tensor:
     """Sum of weights * token losses; `head` maps hidden (1, t, H) to logits (1, t, V_local).
 
-    Chunks are recomputed in the backward, so that logits of at most CHUNK_ELEMENTS stand in memory.
+    Chunks are recomputed in the backward, so that logits of at most LOGITS_AT_ONCE stand in memory.
     """
 
     def chunk_loss(part: Tensor, part_labels: Tensor, part_weights: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ def chunked_loss(
         return (losses * part_weights).sum()
 
     num_tokens = hidden.shape[1]
-    size = max(1, CHUNK_ELEMENTS // max(1, vocab_local))
+    size = max(1, LOGITS_AT_ONCE // max(1, vocab_local))
     if num_tokens <= size:
         return chunk_loss(hidden, labels, weights)
     total: Tensor | None = None

@@ -20,6 +20,8 @@ from ds_hydra.zero_hetero.layout import Layout, Piece
 
 Gradient = Literal["complete", "partial"]
 
+LOGITS_AT_ONCE = 1 << 25  # elements, 128 MiB in FP32: a micro-batch with more computes its head twice, in chunks
+
 
 @dataclass(frozen=True, slots=True)
 class ShardRule:

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from ds_hydra.candidates import feasible_schemes
 from ds_hydra.config import parse_config, read_config
 from ds_hydra.cost_model import CostTable
-from ds_hydra.memory_model import Activations, JobMemory
+from ds_hydra.memory_model import Activations, JobMemory, activations_from_record, activations_record
 from ds_hydra.pipe.causal_lm import CausalLM
 from ds_hydra.pipe.strategy import ParallelScheme, parse_strategy
 from ds_hydra.profiling.fit import Point
@@ -121,7 +121,7 @@ def make_request(args: argparse.Namespace) -> Request:
     dtype = _dtype(settings)
     shortest = max(16, min(128 if device.type == "cuda" else 32, longest // 8))
     rungs = make_ladder(shortest, longest, args.rungs or (5 if args.quick else 7))
-    seconds = args.seconds or (0.1 if args.quick else 0.25)
+    seconds = args.seconds or (0.1 if args.quick else 0.35)
     return Request(
         source, schemes, num_gpus, node_size, rungs, hydra.tokens_per_step if hydra else None,
         Effort(seconds, 3, 5 if args.quick else 15), _clock(args, device), dtype, device,
@@ -177,9 +177,7 @@ class Session:
             self.done, self.step = dict(record["done"]), dict(record["step"])
             if record["links"]:
                 self.links = links_from_record(record["links"], str(self.partial))
-            for name, values in record["activations"].items():
-                tp, sp = map(int, name.split(","))
-                self.activations[tp, sp] = Activations(*values)
+            self.activations = activations_from_record(record["activations"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{self.partial} cannot be read ({error}); remove it to start anew") from error
         print(f"going on after {len(self.done)} schemes of an interrupted run")
@@ -191,9 +189,7 @@ class Session:
             "done": self.done,
             "links": self.links.to_record() if self.links else None,
             "step": self.step,
-            "activations": {
-                f"{tp},{sp}": [a.layer, a.first, a.last, a.transient] for (tp, sp), a in self.activations.items()
-            },
+            "activations": activations_record(self.activations),
         }
         write_atomically(self.partial, json.dumps(record))
 
@@ -237,7 +233,8 @@ class Session:
             )
         source = f"measured by tools/profile_schemes on {r.job.device}, {r.num_gpus} ranks"
         return TableFile(CostTable(tuple(costs), source), r.job, measured,
-                         self.links.to_record() if self.links else None, self.step)  # fmt: skip
+                         self.links.to_record() if self.links else None, self.step,
+                         activations_record(self.activations))  # fmt: skip
 
 
 def _cost(scheme: ParallelScheme, entry: dict[str, Any], limit: int) -> tuple[Any, dict[str, Any]]:

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_hydra.memory_model import CHUNK_ELEMENTS, Activations
+from ds_hydra.memory_model import Activations
 from ds_hydra.pipe.causal_lm import CausalLM
+from ds_hydra.pipe.model_plan import LOGITS_AT_ONCE
 from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.pipe.strategy import ParallelScheme, split_layers
 from ds_hydra.profiling.stage_timer import StageTimer
@@ -111,7 +112,7 @@ def _probabilities(timer: StageTimer, num_tokens: int) -> int:
         return 0
     rows = -(-timer.source.vocab_size // timer.place.stage.tp)
     start, stop = timer.batch((num_tokens,)).pack.local
-    if (stop - start) * rows > CHUNK_ELEMENTS:
+    if (stop - start) * rows > LOGITS_AT_ONCE:
         return 0  # chunks are recomputed
     return (stop - start) * rows * max(4, timer.dtype.itemsize)
 

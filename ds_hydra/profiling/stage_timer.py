@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_hydra.pipe.causal_lm import CausalLM
-from ds_hydra.pipe.loss import CHUNK_ELEMENTS
+from ds_hydra.pipe.model_plan import LOGITS_AT_ONCE
 from ds_hydra.pipe.packing import MicroBatch, Pack, position_ids
 from ds_hydra.pipe.stage import ModelSource, StageModule, StagePlace, shard_view
 from ds_hydra.pipe.strategy import ParallelScheme, Stage, place_pipeline
@@ -121,7 +121,7 @@ class StageTimer:
         if not self.place.is_last or not isinstance(self.source, CausalLM):
             return None
         start, stop = self.module.vocab  # type: ignore[attr-defined]
-        return max(1, CHUNK_ELEMENTS // max(1, stop - start)) * self.scheme.sp
+        return max(1, LOGITS_AT_ONCE // max(1, stop - start)) * self.scheme.sp
 
     def message_ms(self, num_tokens: int, links: Links, *, inter_node: bool = False) -> float:
         """Activations and gradients that this stage exchanges with its neighbours, per micro-batch."""

@@ -17,10 +17,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import ds_hydra
 import ds_hydra.engine
-import ds_hydra.watchdog
 from ds_hydra.cost_model import CostTable, SchemeCost
 from ds_hydra.pipe.causal_lm import CausalLM
 from ds_hydra.pipe.strategy import ParallelScheme, parse_strategy
+from ds_hydra.watchdog import watchdog
 from tests.families import LAYERS, VOCAB, Block, build_model
 from tests.ranks import RankError, run_ranks
 
@@ -54,7 +54,7 @@ def errors(num_ranks: int, job: Callable[[], Any]) -> list[str]:
     """Every rank's error, as the class name and the text; a rank that hangs fails the test."""
 
     def run(rank: int) -> str:
-        ds_hydra.watchdog._end_process = lambda text: None  # it would end ranks before they could say their own error
+        watchdog.end_process = lambda text: None  # it would end ranks before they could say their own error
         try:
             job()
         except Exception as error:

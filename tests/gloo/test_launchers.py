@@ -1,4 +1,4 @@
-"""Two launchers, as on two machines, end with the parameters of one."""
+"""Real launchers: two of them, as on two machines, and one that restarts what has died."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from typing import Any
 
 import torch
 
-JOB = Path(__file__).parents[1] / "torchrun_job.py"
 ROOT = Path(__file__).parents[2]
+JOB, RESTARTED_JOB = ROOT / "tests/torchrun_job.py", ROOT / "tests/restarted_job.py"
+
+
+Process = subprocess.Popen[str]
 
 
 def free_port() -> int:
@@ -21,8 +24,8 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def launch(result: Path, *, num_nodes: int, node: int, ranks: int, port: int) -> subprocess.Popen[str]:
-    address = ["--master_addr", "127.0.0.1", "--master_port", str(port)]
+def launch(*job: object, ranks: int, num_nodes: int = 1, node: int = 0, port: int, restarts: int = 0) -> Process:
+    address = ["--master_addr", "127.0.0.1", "--master_port", str(port), "--max_restarts", str(restarts)]
     shape = ["--nnodes", str(num_nodes), "--node_rank", str(node), "--nproc_per_node", str(ranks)]
     environment = os.environ | {
         "PYTHONPATH": str(ROOT),
@@ -31,15 +34,15 @@ def launch(result: Path, *, num_nodes: int, node: int, ranks: int, port: int) ->
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-m", "torch.distributed.run", *shape, *address, str(JOB), str(result)]
+    command = [sys.executable, "-m", "torch.distributed.run", *shape, *address, *map(str, job)]
     return subprocess.Popen(
         command, env=environment, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
 
 
-def finish(jobs: list[subprocess.Popen[str]]) -> None:
+def finish(jobs: list[Process]) -> None:
     try:
-        outputs = [job.communicate(timeout=240)[0] for job in jobs]
+        outputs = [job.communicate(timeout=150)[0] for job in jobs]
     finally:
         for job in jobs:
             job.kill()
@@ -49,11 +52,27 @@ def finish(jobs: list[subprocess.Popen[str]]) -> None:
 def test_two_launchers_equal_one(tmp_path: Path) -> None:
     one, two = tmp_path / "one.pt", tmp_path / "two.pt"
     port, other = free_port(), free_port()
-    jobs = [launch(one, num_nodes=1, node=0, ranks=4, port=port)]
-    jobs += [launch(two, num_nodes=2, node=node, ranks=2, port=other) for node in range(2)]
+    jobs = [launch(JOB, one, ranks=4, port=port)]
+    jobs += [launch(JOB, two, num_nodes=2, node=node, ranks=2, port=other) for node in range(2)]
     finish(jobs)
     results: list[dict[str, Any]] = [torch.load(path) for path in (one, two)]
     assert results[0]["losses"] == results[1]["losses"]
     assert results[0]["parameters"].keys() == results[1]["parameters"].keys()
     for name, value in results[0]["parameters"].items():
         assert torch.equal(value, results[1]["parameters"][name]), name
+
+
+def test_a_launcher_restarts_what_has_died(tmp_path: Path) -> None:
+    """The launcher starts all ranks anew; they resume by themselves and end as if nothing had happened."""
+    for name in ("undisturbed", "restarted"):
+        (tmp_path / name).mkdir()
+    finish(
+        [
+            launch(RESTARTED_JOB, tmp_path / "undisturbed", -1, ranks=2, port=free_port()),
+            launch(RESTARTED_JOB, tmp_path / "restarted", 3, ranks=2, port=free_port(), restarts=1),
+        ]
+    )
+    assert (tmp_path / "restarted/died").exists()
+    for rank in range(2):
+        texts = [(tmp_path / name / f"digest{rank}").read_text() for name in ("undisturbed", "restarted")]
+        assert texts[0] == texts[1]

@@ -1,0 +1,5 @@
+"""Heartbeats between ranks, and the end of the job on all of them when one cannot go on; start at `watchdog.py`."""
+
+from ds_hydra.watchdog.watchdog import EXIT_CODE, IDLE, Watchdog
+
+__all__ = ["EXIT_CODE", "IDLE", "Watchdog"]

@@ -1,0 +1,117 @@
+"""Frames over a socket between two ranks of one job: each proves that its sender knows the job's secret."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import os
+import socket
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+_MAX_FRAME = 4096
+_MAC_BYTES, NONCE_BYTES = 16, 16
+
+
+_OPEN: weakref.WeakSet[Channel] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """A forked child must not hold connections open whose end tells that this rank has died."""
+    for channel in list(_OPEN):
+        channel.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+class Channel:
+    """Frames with a message authentication code over a non-blocking socket."""
+
+    def __init__(self, sock: socket.socket, *, server: bool):
+        sock.setblocking(False)
+        self.socket, self._server = sock, server
+        _OPEN.add(self)
+        self._key: bytes | None = None
+        self._in, self._out = bytearray(), bytearray()
+        self._received = self._sent = 0
+
+    def set_key(self, secret: bytes, nonces: bytes) -> None:
+        self._key = hmac.digest(secret, nonces, hashlib.sha256)
+
+    @property
+    def keyed(self) -> bool:
+        """Whether frames can be told from strangers'."""
+        return self._key is not None
+
+    def take_raw(self, size: int) -> bytes | None:
+        """`size` bytes before any frame, once they are there."""
+        if len(self._in) < size:
+            return None
+        raw = bytes(self._in[:size])
+        del self._in[:size]
+        return raw
+
+    def send_raw(self, data: bytes) -> None:
+        self._out += data
+        self.flush()
+
+    def send(self, message: dict[str, Any]) -> None:
+        body = json.dumps(message).encode()
+        assert len(body) + _MAC_BYTES <= _MAX_FRAME, "messages are short"
+        self._out += (len(body) + _MAC_BYTES).to_bytes(4, "big") + body + self._mac(self._server, self._sent, body)
+        self._sent += 1
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what the system takes now; errors show when reading."""
+        with contextlib.suppress(OSError):
+            while self._out:
+                del self._out[: self.socket.send(self._out)]
+        if len(self._out) > 64 * _MAX_FRAME:  # nobody reads at the other end
+            self._out.clear()
+
+    def receive(self) -> bool:
+        """Read what is there; False when the other end has closed."""
+        try:
+            while True:
+                data = self.socket.recv(65536)
+                if not data:
+                    return False
+                self._in += data
+                if len(self._in) > 64 * _MAX_FRAME:
+                    return False
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+    def messages(self) -> Iterator[dict[str, Any]]:
+        """Complete frames; ValueError for one that is not from this job."""
+        while len(self._in) >= 4:
+            size = int.from_bytes(self._in[:4], "big")
+            if not _MAC_BYTES < size <= _MAX_FRAME:
+                raise ValueError("a frame of impossible size")
+            if len(self._in) < 4 + size:
+                return
+            body, mac = bytes(self._in[4 : 4 + size - _MAC_BYTES]), bytes(self._in[4 + size - _MAC_BYTES : 4 + size])
+            del self._in[: 4 + size]
+            if not hmac.compare_digest(mac, self._mac(not self._server, self._received, body)):
+                raise ValueError("a frame that does not know the job's secret")
+            self._received += 1
+            message = json.loads(body)
+            if not isinstance(message, dict):
+                raise ValueError("a frame that is no message")
+            yield message
+
+    def _mac(self, from_server: bool, count: int, body: bytes) -> bytes:
+        assert self._key is not None, "frames follow the handshake"
+        text = bytes([from_server]) + count.to_bytes(8, "big") + body
+        return hmac.digest(self._key, text, hashlib.sha256)[:_MAC_BYTES]
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self.socket.close()

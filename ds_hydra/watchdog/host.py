@@ -1,0 +1,85 @@
+"""This process and its host: who it is beyond doubt, where it can listen, how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from ds_hydra.zero_hetero.errors import ConfigError
+
+EXIT_CODE = 75  # "try again": a restart resumes
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """A rank's process, such that it cannot be taken for another one."""
+
+    host: str
+    pid: int
+    started: str  # in clock ticks since boot; "" where that is not known
+
+    @classmethod
+    def of_self(cls) -> Identity:
+        return cls(host(), os.getpid(), started(os.getpid()))
+
+
+def end_process(text: str) -> None:
+    """Say why and end at once: other threads may hang in a collective for ever."""
+    sys.stdout.flush()
+    sys.stderr.write(f"[ds_hydra] {text}\n")
+    sys.stderr.flush()
+    os._exit(EXIT_CODE)
+
+
+def kill(who: Identity) -> None:
+    """End a frozen process of this job that runs on this host."""
+    if who.host == host() and who.pid != os.getpid() and who.started and started(who.pid) == who.started:
+        with contextlib.suppress(OSError):
+            os.kill(who.pid, signal.SIGKILL)
+
+
+def host() -> str:
+    """A name of this host that no other has: containers may share host names."""
+    try:
+        return f"{socket.gethostname()}/{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
+    except OSError:
+        return socket.gethostname()
+
+
+def started(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""
+
+
+def own_address() -> str:
+    """This host's address on the interface over which the others were told to reach rank 0."""
+    target = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((target, 9))
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ConfigError(
+            f"no interface leads to MASTER_ADDR {target!r} ({error}): name one in hydra.faults.address"
+        ) from None
+
+
+def listen(address: str) -> socket.socket:
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.bind((address, 0))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen for heartbeats on {address!r} ({error}): give an address of rank 0's host in "
+            "hydra.faults.address"
+        ) from None
+    listener.listen(1024)
+    return listener

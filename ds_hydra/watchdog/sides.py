@@ -1,0 +1,270 @@
+"""The watchdog's thread: one loop, as rank 0, which hears all ranks, or as another, which hears rank 0."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import selectors
+import socket
+import time
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from ds_hydra.watchdog.channel import NONCE_BYTES, Channel
+
+if TYPE_CHECKING:
+    from ds_hydra.watchdog.watchdog import Watchdog
+
+logger = logging.getLogger(__name__)
+
+TURN_S = 0.25
+_BUSY_TURNS = 4  # inside a step, after a rank died or failed
+_LEFT_TURNS = 8  # inside a step, after a rank left in peace
+_HANDSHAKE_S = 10.0
+_MAX_STRANGERS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Why the job cannot go on. `turns` in a step, or `idle_s` seconds outside one (None: for ever), are left."""
+
+    text: str
+    turns: int
+    idle_s: float | None
+    frozen: int | None = None  # a rank that cannot end itself
+
+
+@dataclass
+class Peer:
+    """What a rank knows of another one."""
+
+    rank: int
+    heard: float
+    step: int = 0
+    phase: str = "start"
+    channel: Channel | None = None
+    left: bool = False
+    judged: bool = False
+
+
+class Side:
+    """The loop of the thread: listen, beat, judge, obey; at its end a farewell."""
+
+    def __init__(self, dog: Watchdog):
+        self.dog = dog
+        self.selector = selectors.DefaultSelector()
+
+    def run(self) -> None:
+        dog = self.dog
+        last_turn, next_beat = time.monotonic(), 0.0
+        while not dog.closing.is_set():
+            for key, _ in self.selector.select(timeout=min(TURN_S, dog.heartbeat_s)):
+                self.ready(key)
+            now = time.monotonic()
+            if now - last_turn > max(2.0, 4 * TURN_S):  # this process did not run: the others' silence is its own
+                for peer in dog.peers.values():
+                    peer.heard = max(peer.heard, now)
+            elif now >= last_turn + 0.8 * TURN_S:
+                self.check(now)
+                dog.obey()
+            else:
+                continue
+            last_turn = now
+            for message in dog.take_outbox():
+                self.failed(message)
+            if now >= next_beat:
+                next_beat = now + dog.heartbeat_s
+                self.broadcast(dog.beat())
+        for message in dog.take_outbox():
+            self.failed(message)
+        self.broadcast({"bye": dog._where()[0]})
+        self.close()
+
+    def ready(self, key: selectors.SelectorKey) -> None:
+        raise NotImplementedError
+
+    def check(self, now: float) -> None:
+        """Silence of those that are still there."""
+        for peer in self.dog.peers.values():
+            silent = now - peer.heard
+            if not peer.left and not peer.judged and silent > self.dog.frozen_s:
+                peer.judged = True
+                self.verdict(self._frozen(peer, silent))
+
+    def verdict(self, verdict: Verdict) -> None:
+        self.dog.judge(verdict)
+
+    def failed(self, message: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def broadcast(self, message: dict[str, Any]) -> None:
+        for peer in self.dog.peers.values():
+            if peer.channel is not None:
+                peer.channel.send(message)
+
+    def note(self, peer: Peer, message: dict[str, Any]) -> None:
+        """A beat or a farewell."""
+        peer.heard = max(peer.heard, time.monotonic())
+        if "beat" in message:
+            peer.step, peer.phase = int(message["beat"][0]), str(message["beat"][1])
+        if "bye" in message:
+            peer.left, peer.step = True, int(message["bye"])
+            self.verdict(self._left(peer))
+
+    def lost(self, peer: Peer) -> None:
+        """The connection is closed."""
+        if peer.channel is not None:
+            with contextlib.suppress(KeyError, ValueError):
+                self.selector.unregister(peer.channel.socket)
+            peer.channel.close()
+            peer.channel = None
+        if not peer.left and not peer.judged:
+            peer.judged = peer.left = True
+            self.verdict(self._died(peer))
+
+    def _died(self, peer: Peer) -> Verdict:
+        text = f"rank {peer.rank} died, last heard of in step {peer.step}, phase {peer.phase}"
+        return Verdict(text, _BUSY_TURNS, self.dog.frozen_s)
+
+    def _frozen(self, peer: Peer, silent_s: float) -> Verdict:
+        who = self.dog.identities[peer.rank]
+        text = (
+            f"rank {peer.rank} is frozen: nothing heard for {silent_s:.1f} s, last in step {peer.step}, phase "
+            f"{peer.phase} (process {who.pid} on {who.host})"
+        )
+        return Verdict(text, 0, 0.0, peer.rank)
+
+    def _left(self, peer: Peer) -> Verdict:
+        return Verdict(f"rank {peer.rank} has left the job after step {peer.step}", _LEFT_TURNS, None)
+
+    def close(self) -> None:
+        for peer in self.dog.peers.values():
+            if peer.channel is not None:
+                with contextlib.suppress(OSError):
+                    peer.channel.socket.shutdown(socket.SHUT_WR)
+                peer.channel.close()
+        self.selector.close()
+
+
+class Client(Side):
+    """A rank other than 0: hears rank 0 only, and by it of the others."""
+
+    def __init__(self, dog: Watchdog):
+        super().__init__(dog)
+        self.peer = dog.peers[0]
+        assert self.peer.channel is not None, "connected by the constructor"
+        self.selector.register(self.peer.channel.socket, selectors.EVENT_READ)
+
+    def ready(self, key: selectors.SelectorKey) -> None:
+        channel = self.peer.channel
+        if channel is None:
+            return
+        open_still = channel.receive()
+        try:
+            for message in channel.messages():
+                self.note(self.peer, message)
+                if "verdict" in message:
+                    self.dog.judge(Verdict(**message["verdict"]))
+        except (ValueError, TypeError, KeyError, IndexError):
+            open_still = False
+        if not open_still:
+            self.lost(self.peer)
+
+    def failed(self, message: dict[str, Any]) -> None:
+        self.broadcast(message)
+
+
+class Server(Side):
+    """Rank 0: accepts the others, hears all, tells all."""
+
+    def __init__(self, dog: Watchdog):
+        super().__init__(dog)
+        dog.listener.setblocking(False)
+        self.selector.register(dog.listener, selectors.EVENT_READ, None)
+        self.strangers: dict[Channel, tuple[float, bytes]] = {}
+
+    def ready(self, key: selectors.SelectorKey) -> None:
+        if key.data is None:
+            self._accept()
+        elif isinstance(key.data, Peer):
+            self._hear(key.data)
+        else:
+            self._meet(key.data)
+
+    def check(self, now: float) -> None:
+        for channel in [c for c, (since, _) in self.strangers.items() if now - since > _HANDSHAKE_S]:
+            self._refuse(channel)
+        super().check(now)
+
+    def verdict(self, verdict: Verdict) -> None:
+        if self.dog.judge(verdict):
+            self.broadcast({"verdict": asdict(verdict)})
+
+    def failed(self, message: dict[str, Any]) -> None:
+        self.verdict(Verdict(str(message["failed"]), _BUSY_TURNS, None))
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                sock, _ = self.dog.listener.accept()
+                if len(self.strangers) >= _MAX_STRANGERS + self.dog.num_ranks:
+                    sock.close()
+                    continue
+                channel = Channel(sock, server=True)
+                nonce = secrets.token_bytes(NONCE_BYTES)
+                self.strangers[channel] = (time.monotonic(), nonce)
+                self.selector.register(sock, selectors.EVENT_READ, channel)
+                channel.send_raw(nonce)
+
+    def _meet(self, channel: Channel) -> None:
+        """A stranger speaks: it is a rank if its first frame knows the secret."""
+        open_still = channel.receive()
+        _, nonce = self.strangers[channel]
+        try:
+            if not channel.keyed:
+                theirs = channel.take_raw(NONCE_BYTES)
+                if theirs is not None:
+                    channel.set_key(self.dog.secret, nonce + theirs)
+            if channel.keyed:
+                for message in channel.messages():
+                    peer = self.dog.peers[int(message["rank"])]
+                    if peer.channel is not None or peer.left:
+                        raise ValueError("that rank is here already")
+                    peer.channel, peer.heard = channel, time.monotonic()
+                    del self.strangers[channel]
+                    self.selector.modify(channel.socket, selectors.EVENT_READ, peer)
+                    self._hear(peer)
+                    return
+        except (ValueError, TypeError, KeyError):
+            open_still = False
+        if not open_still:
+            logger.warning("refused a connection to the heartbeat port that does not know the job's secret")
+            self._refuse(channel)
+
+    def _refuse(self, channel: Channel) -> None:
+        self.strangers.pop(channel, None)
+        with contextlib.suppress(KeyError, ValueError):
+            self.selector.unregister(channel.socket)
+        channel.close()
+
+    def _hear(self, peer: Peer) -> None:
+        channel = peer.channel
+        if channel is None:
+            return
+        open_still = channel.receive()
+        try:
+            for message in channel.messages():
+                self.note(peer, message)
+                if "failed" in message:
+                    self.failed(message)
+        except (ValueError, TypeError, KeyError, IndexError):
+            open_still = False
+        if not open_still:
+            self.lost(peer)
+
+    def close(self) -> None:
+        for channel in list(self.strangers):
+            self._refuse(channel)
+        self.dog.listener.close()
+        super().close()

@@ -1,0 +1,206 @@
+"""Heartbeats between ranks, outside the collectives: a dead or frozen rank in, an end of the job on all ranks out.
+
+[Note: who ends when] Every rank has a connection to rank 0 and a thread that beats on it. A closed connection is a
+dead rank, a silent one a frozen rank. What happened is told to all ranks as a verdict; each ends itself by it:
+a frozen rank ends the job at once; a dead, failed or departed one ends ranks that are inside a step, since that
+step can never complete, while a rank outside a step may be about to leave as well and gets more time. Times are counted
+in turns of the thread: a rank that gets no processor time judges nobody.
+
+Whoever connects must know the job's secret, which travels over the ranks' process group. Nothing that is received can
+do more than end this job.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from types import TracebackType
+from typing import Any, Protocol
+
+from ds_hydra.watchdog.channel import NONCE_BYTES, Channel
+from ds_hydra.watchdog.host import EXIT_CODE, Identity, end_process, kill, listen, own_address
+from ds_hydra.watchdog.sides import TURN_S, Client, Peer, Server, Verdict
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["EXIT_CODE", "IDLE", "Watchdog"]
+
+IDLE = "idle"  # phase of a rank outside a step
+_START_S = 60.0  # until every rank has connected
+
+
+class Gather(Protocol):
+    """Exchanges short texts between all ranks (`checkpoint.meeting.Meeting`)."""
+
+    rank: int
+    num_ranks: int
+
+    def gather(self, text: str) -> list[str]: ...
+
+
+class Watchdog:
+    """This rank's heartbeat and its ear for the others'. See [Note: who ends when]."""
+
+    def __init__(
+        self,
+        meeting: Gather,
+        where: Callable[[], tuple[int, str]],
+        *,
+        heartbeat_s: float = 1.0,
+        frozen_s: float = 9.0,
+        address: str | None = None,
+        end: Callable[[str], None] | None = None,
+    ):
+        """Connects all ranks; every rank must call it. `where` says (step, phase); `end` replaces the process' end.
+
+        Does nothing for a rank alone or without a heartbeat.
+        """
+        self.rank, self.num_ranks, self._where = meeting.rank, meeting.num_ranks, where
+        self.heartbeat_s, self.frozen_s, self._end = heartbeat_s, frozen_s, end or end_process
+        self._verdict: Verdict | None = None
+        self._turns = 0
+        self._judged_at = 0.0
+        self._reported = False
+        self._outbox: list[dict[str, Any]] = []
+        self._lock = threading.Lock()
+        self.closing = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.address: tuple[str, int] | None = None
+        if meeting.num_ranks == 1 or heartbeat_s == 0:
+            return
+        self._connect(meeting, address)
+        self._thread = threading.Thread(target=self._live, daemon=True, name="watchdog")
+        self._thread.start()
+        atexit.register(self.close)
+        _watch_exceptions(self)
+
+    @property
+    def running(self) -> bool:
+        """Whether this rank is watched."""
+        return self._thread is not None
+
+    def report(self, error: BaseException) -> None:
+        """Tell the others that this rank cannot go on."""
+        if self.running and not self.closing.is_set() and not self._reported:
+            self._reported = True
+            step, phase = self._where()
+            text = f"rank {self.rank} failed in step {step}, phase {phase}: {type(error).__name__}: {error}"
+            with self._lock:
+                self._outbox.append({"failed": text[:1500]})
+            deadline = time.monotonic() + 4 * TURN_S  # to be heard, and to hear whose fault it was
+            while self._verdict is None and time.monotonic() < deadline:
+                time.sleep(TURN_S / 5)
+            if self._verdict is not None and not self._verdict.text.startswith(f"rank {self.rank} "):
+                sys.stderr.write(
+                    f"[ds_hydra] rank {self.rank} failed in step {step}, phase {phase}: {self._verdict.text}. "
+                    "Restart the job: it resumes from the newest checkpoint\n"
+                )
+
+    def close(self) -> None:
+        """Leave in peace: the others may go on with what needs this rank no more."""
+        if self._thread is not None and not self.closing.is_set():
+            self.closing.set()
+            self._thread.join(timeout=5.0)
+            atexit.unregister(self.close)
+
+    # Connecting.
+
+    def _connect(self, meeting: Gather, address: str | None) -> None:
+        mine = asdict(Identity.of_self())
+        offer: dict[str, Any] = {}
+        if self.rank == 0:
+            self.secret = secrets.token_bytes(32)
+        hosts = [json.loads(text)["host"] for text in meeting.gather(json.dumps(mine))]
+        if self.rank == 0:
+            host = address or ("127.0.0.1" if len(set(hosts)) == 1 else own_address())
+            self.listener = listen(host)
+            offer = {"address": host, "port": self.listener.getsockname()[1], "secret": self.secret.hex()}
+        told = [json.loads(text) for text in meeting.gather(json.dumps({"identity": mine, "offer": offer}))]
+        self.identities = [Identity(**one["identity"]) for one in told]
+        offer = told[0]["offer"]
+        self.secret = bytes.fromhex(offer["secret"])
+        self.address = (offer["address"], offer["port"])
+        now = time.monotonic()
+        self.peers = {rank: Peer(rank, now + _START_S) for rank in range(self.num_ranks) if rank != self.rank}
+        if self.rank != 0:
+            self.peers = {0: Peer(0, now)}
+            self.peers[0].channel = self._greet()
+
+    def _greet(self) -> Channel:
+        """Connect to rank 0 and show that this rank knows the secret."""
+        assert self.address is not None, "rank 0 has said where it listens"
+        sock = socket.create_connection(self.address, timeout=_START_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.settimeout(_START_S)
+        theirs = b""
+        while len(theirs) < NONCE_BYTES:
+            data = sock.recv(NONCE_BYTES - len(theirs))
+            if not data:
+                raise ConnectionError(f"rank 0 closed the heartbeat connection to {self.address}")
+            theirs += data
+        mine = secrets.token_bytes(NONCE_BYTES)
+        channel = Channel(sock, server=False)
+        channel.set_key(self.secret, theirs + mine)
+        channel.send_raw(mine)
+        channel.send({"rank": self.rank})
+        return channel
+
+    # Living: one thread, whichever side of the connection this is.
+
+    def _live(self) -> None:
+        try:
+            (Server(self) if self.rank == 0 else Client(self)).run()
+        except Exception:
+            logger.exception("the watchdog of rank %d has ended; faults of other ranks go unnoticed", self.rank)
+
+    def beat(self) -> dict[str, Any]:
+        """What this rank says regularly."""
+        step, phase = self._where()
+        return {"beat": [step, phase]}
+
+    def judge(self, verdict: Verdict) -> bool:
+        """Take a verdict; the first one stands."""
+        if self._verdict is not None:
+            return False
+        self._verdict, self._turns, self._judged_at = verdict, 0, time.monotonic()
+        return True
+
+    def obey(self) -> None:
+        """Once a turn: end this process if the verdict asks for it."""
+        verdict = self._verdict
+        if verdict is None or self.closing.is_set():
+            return
+        step, phase = self._where()
+        self._turns = self._turns + 1 if phase != IDLE else 0
+        waited = time.monotonic() - self._judged_at
+        if self._turns >= max(1, verdict.turns) or (verdict.idle_s is not None and waited >= verdict.idle_s):
+            if verdict.frozen is not None:
+                kill(self.identities[verdict.frozen])
+            self._end(
+                f"rank {self.rank} ends in step {step}, phase {phase}: {verdict.text}. Restart the job: it resumes "
+                "from the newest checkpoint"
+            )
+
+    def take_outbox(self) -> list[dict[str, Any]]:
+        with self._lock:
+            taken, self._outbox = self._outbox, []
+        return taken
+
+
+def _watch_exceptions(dog: Watchdog) -> None:
+    """An exception that ends the script of one rank, also between steps, is told to the others."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        dog.report(error)
+        before(kind, error, trace)
+
+    sys.excepthook = hook
