@@ -53,7 +53,8 @@ class PlanSource:
         """Plan by other costs from the next step on. Every rank must call it, with the same table."""
         self._table = cost_table
         self._set_planners(self._planner.strategies)
-        self.restart()
+        if self._service is not None:
+            self._service.use_table(cost_table)
 
     def _start_service(self) -> PlannerService | None:
         if self._rank != 0 or self._ahead == 0 or self._sampler is None:

@@ -12,6 +12,7 @@ Exits non-zero when the error is above 8% in the median or 20% at p90, and above
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
@@ -43,6 +44,15 @@ def web_lengths(count: int) -> list[int]:
     return [int(n) for n in np.clip(rng.lognormal(5.6, 1.1, count), 16, CONTEXT)]
 
 
+def job_config(**hydra: Any) -> dict[str, Any]:
+    """The job's config; `hydra` adds to its block."""
+    return {
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        "gradient_clipping": 1.0,
+        "hydra": {"tokens_per_step": TOKENS, "context_length": CONTEXT, "strategies": STRATEGIES, **hydra},
+    }
+
+
 def train(rank: int, steps: int, choose: str, lengths: Sequence[int], steps_file: str, table: str) -> None:
     """One rank's training; rank 0 writes the steps file."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -57,14 +67,7 @@ def train(rank: int, steps: int, choose: str, lengths: Sequence[int], steps_file
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(str(MODEL)), dtype=torch.float32)
     generator = torch.Generator().manual_seed(5)
     data = [torch.randint(0, VOCAB, (length,), generator=generator) for length in lengths]
-    config = {
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
-        "gradient_clipping": 1.0,
-        "hydra": {
-            "tokens_per_step": TOKENS, "context_length": CONTEXT, "strategies": STRATEGIES, "choose": choose,
-            "cost_table": table, "steps_file": steps_file,
-        },
-    }  # fmt: skip
+    config = job_config(choose=choose, cost_table=table, steps_file=steps_file)
     engine, _, _, _ = ds_hydra.initialize(model=model, training_data=data, config=config)
     for _ in range(steps):
         engine.train_batch()
@@ -129,8 +132,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         table = args.table or folder / "cost_table.json"
         if args.table is None:
-            command = ["--model", str(MODEL), "--gpus", "2", "--ranks", "2", "--longest", str(CONTEXT), "--out",
-                       str(table), "--clock", args.clock, "--schemes", "tp1", "tp2", "pp2", "sp2"]  # fmt: skip
+            config = folder / "ds_hydra.json"
+            config.write_text(json.dumps(job_config()))
+            command = ["--model", str(MODEL), "--deepspeed_config", str(config), "--ranks", "2", "--out", str(table),
+                       "--clock", args.clock, "--schemes", "tp1", "tp2", "pp2", "sp2"]  # fmt: skip
             if profile_schemes.main([*command, "--quick"] if args.quick else command) > 1:
                 return 2
         lengths = web_lengths(2000)

@@ -29,6 +29,7 @@ _NAMES = {
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _MAX_HEADER_BYTES = 64 * 2**20
 _MOST_PENDING = 4
+_FLUSH_BYTES = 16 * 2**20  # the disk begins when so much is written: the fsync at the end is then short
 
 
 @dataclass(frozen=True)
@@ -64,24 +65,23 @@ def write_shard(path: Path, tensors: Mapping[str, Source], metadata: Mapping[str
         at += source.num_bytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb", buffering=0) as file:
-        blocks = _Blocks(file.fileno())
+    with path.open("wb", buffering=0) as file, _Blocks(file.fileno()) as blocks:
         blocks.add(memoryview(len(text).to_bytes(8, "little") + text))
         for source in tensors.values():
             blocks.add(_bytes_of(source.fetch()))
-        os.fsync(file.fileno())
-        digests, size = blocks.close()
+        digests, size = blocks.finish()
     return FileEntry(path.name, size, digests.hex())
 
 
 class _Blocks:
-    """Writes bytes as they come and, in a thread beside, takes the digest of each block of the file."""
+    """Writes bytes as they come; threads beside take the digest of each block of the file and bring it to disk."""
 
     def __init__(self, handle: int):
         self._handle, self._size = handle, 0
         self._digests = bytearray()
         self._open = bytes(DIGEST_BYTES)
-        self._worker = ThreadPoolExecutor(1, "digest")
+        self._worker, self._flusher = ThreadPoolExecutor(1, "digest"), ThreadPoolExecutor(1, "flush")
+        self._flushes: list[Future[None]] = []
         self._pending: deque[Future[None]] = deque()
 
     def add(self, data: memoryview) -> None:
@@ -92,11 +92,24 @@ class _Blocks:
             _write_all(self._handle, part)
             if len(self._pending) > _MOST_PENDING:  # what is pending is held in memory
                 self._pending.popleft().result()
+            if self._size // _FLUSH_BYTES > len(self._flushes):
+                self._flushes.append(self._flusher.submit(getattr(os, "fdatasync", os.fsync), self._handle))
             data = data[len(part) :]
 
-    def close(self) -> tuple[bytes, int]:
+    def __enter__(self) -> _Blocks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Threads end before the file closes, also after an error: its number may be another file's then."""
+        self._flusher.shutdown(wait=True, cancel_futures=True)
+        self._worker.shutdown(wait=True, cancel_futures=True)
+
+    def finish(self) -> tuple[bytes, int]:
+        """(digests, size), when everything is on disk."""
+        self._flusher.shutdown(wait=True)
+        os.fsync(self._handle)
         self._worker.shutdown(wait=True)
-        for pending in self._pending:
+        for pending in (*self._flushes, *self._pending):
             pending.result()
         if self._size % BLOCK_BYTES:
             self._end_block()

@@ -1,7 +1,8 @@
 """The planner's own process: `python -m ds_hydra.planner.producer`. JSON lines in on stdin, JSON lines out on stdout.
 
-First line in: {"table", "strategies", "options"}. Then {"step", "ids", "lengths"} each answered by
-{"step", "plan", "planning_ms"} or {"step", "error"}. It plans with plain Python while a child of its own fills
+First line in: {"table", "strategies", "options"}. Then {"generation", "step", "ids", "lengths"}, each answered by
+{"generation", "step", "plan", "planning_ms"} or {"generation", "step", "error"}; in between {"table"} with other
+costs for what follows. It plans with plain Python while a child of its own fills
 numba's cache, if that is cold. It ends with its parent: at end of input, or when the parent is gone. With
 `--compile PID` it only fills the cache, for the process PID.
 """
@@ -38,12 +39,17 @@ def serve(requests: IO[str], answers: IO[str]) -> None:
             stdin=subprocess.DEVNULL,
             stdout=2,
         )
-    planner = make_planner(table, strategies, options, compiled=compiler is None)
+    compiled = compiler is None
+    planner = make_planner(table, strategies, options, compiled=compiled)
     for line in requests:
         if compiler is not None and compiler.poll() is not None:
-            planner = make_planner(table, strategies, options, compiled=compiler.returncode == 0)
-            compiler = None
+            compiled, compiler = compiler.returncode == 0, None
+            planner = make_planner(table, strategies, options, compiled=compiled)
         request = json.loads(line)
+        if "table" in request:
+            table = read_table(request["table"], "the cost table given to the producer")
+            planner = make_planner(table, strategies, options, compiled=compiled)
+            continue
         answers.write(json.dumps(answer(planner, request)) + "\n")
         answers.flush()
 
@@ -59,15 +65,12 @@ def make_planner(table: CostTable, strategies: list, options: PlannerOptions, *,
 def answer(planner: Planner, request: dict) -> dict[str, object]:
     """The plan of one request, or the error that planning it raised."""
     started = time.perf_counter()
+    of = {"generation": request["generation"], "step": request["step"]}
     try:
         plan = planner.plan(request["step"], request["ids"], request["lengths"])
     except ValueError as error:
-        return {"step": request["step"], "error": str(error)}
-    return {
-        "step": request["step"],
-        "plan": plan.to_json(),
-        "planning_ms": (time.perf_counter() - started) * 1e3,
-    }
+        return {**of, "error": str(error)}
+    return {**of, "plan": plan.to_json(), "planning_ms": (time.perf_counter() - started) * 1e3}
 
 
 def end_with_parent(parent: int) -> None:
@@ -86,6 +89,7 @@ def main() -> None:
     compile_only = sys.argv[1:2] == ["--compile"]
     end_with_parent(int(sys.argv[2]) if compile_only else os.getppid())
     if compile_only:
+        os.nice(19)  # it takes half a minute of a core that training may want
         selection.warm_up()
         return
     answers = os.fdopen(os.dup(1), "w")

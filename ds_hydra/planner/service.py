@@ -73,7 +73,7 @@ class _Producer:
             stdout=subprocess.PIPE,
             env={**os.environ, **single, "PYTHONPATH": path},
         )
-        self.answers: dict[int, str] = {}
+        self.answers: dict[tuple[int, int], str] = {}  # by (generation of the cost table, step)
         self.broken: str | None = None  # why nothing more will come
         self.changed = threading.Condition()
         self._outbox: queue.SimpleQueue[str | None] = queue.SimpleQueue()
@@ -81,9 +81,8 @@ class _Producer:
         for target in (self._write, self._read):
             threading.Thread(target=target, daemon=True, name=f"planner{target.__name__}").start()
 
-    def send(self, request: _Request) -> None:
-        line = json.dumps({"step": request.step, "ids": request.ids, "lengths": request.lengths})
-        self._outbox.put(line)
+    def send(self, message: dict[str, Any]) -> None:
+        self._outbox.put(json.dumps(message))
 
     def _write(self) -> None:
         assert self.process.stdin is not None
@@ -99,12 +98,13 @@ class _Producer:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             try:
-                step = int(json.loads(line)["step"])
+                answer = json.loads(line)
+                key = (int(answer["generation"]), int(answer["step"]))
             except (ValueError, TypeError, KeyError, RecursionError):
                 self._break("garbage")
                 return
             with self.changed:
-                self.answers[step] = line.decode()
+                self.answers[key] = line.decode()
                 self.changed.notify_all()
         self._break("died")
 
@@ -141,16 +141,9 @@ class PlannerService:
         if ahead < 1 or patience <= 0:
             raise ConfigError(f"planner service: needs ahead >= 1 and patience > 0 but has {ahead} and {patience}")
         options = options or PlannerOptions()
-        self._pure = Planner(cost_table, strategies, replace(options, kernels="pure"))
-        self._compiled = Planner(cost_table, strategies, replace(options, kernels="compiled"))
         self._options, self._ahead, self._patience, self._command = options, ahead, patience, command
-        self._setup = json.dumps(
-            {
-                "table": cost_table.to_record(),
-                "strategies": [format_strategy(strategy) for strategy in self._pure.strategies],
-                "options": asdict(options),
-            }
-        )
+        self._generation = 0
+        self._set_table(cost_table, strategies)
         self.fallbacks: Counter[str] = Counter()
         self.restarts: Counter[str] = Counter()
         self._failures_in_a_row = 0
@@ -159,6 +152,27 @@ class PlannerService:
         self._loading = False
         self._compiled_here = threading.Event()
         self._producer: _Producer | None = _Producer(command, self._setup)
+
+    def _set_table(self, cost_table: CostTable, strategies: Sequence[tuple[ParallelScheme, ...]]) -> None:
+        self._pure = Planner(cost_table, strategies, replace(self._options, kernels="pure"))
+        self._compiled = Planner(cost_table, strategies, replace(self._options, kernels="compiled"))
+        setup = {
+            "table": cost_table.to_record(),
+            "strategies": [format_strategy(strategy) for strategy in self._pure.strategies],
+            "options": asdict(self._options),
+        }
+        self._setup = json.dumps(setup)
+
+    def use_table(self, cost_table: CostTable) -> None:
+        """Plan by other costs from the next `get` on; what was planned ahead by the old ones is planned again."""
+        self._set_table(cost_table, self._pure.strategies)
+        self._generation += 1
+        self._sent.clear()
+        if self._producer is not None:
+            with self._producer.changed:
+                self._producer.answers.clear()
+            self._producer.send({"table": cost_table.to_record()})
+        self._send_waiting()
 
     def submit(self, step: int, sequence_ids: Sequence[int], lengths: Sequence[int]) -> None:
         """Tell the batch of a coming step; lengths in tokens. A step is submitted once."""
@@ -204,8 +218,11 @@ class PlannerService:
             if len(self._sent) >= self._ahead:
                 break
             if step not in self._sent:
-                self._sent.add(step)
-                self._producer.send(request)
+                self._send(self._producer, request)
+
+    def _send(self, producer: _Producer, request: _Request) -> None:
+        self._sent.add(request.step)
+        producer.send({"generation": self._generation, **asdict(request)})
 
     def _from_producer(self, request: _Request) -> PlannedStep | str:
         """The producer's plan, or the reason why there is none."""
@@ -213,15 +230,15 @@ class PlannerService:
         if producer is None:
             return "stopped"
         if request.step not in self._sent:
-            self._sent.add(request.step)
-            producer.send(request)
+            self._send(producer, request)
+        key = (self._generation, request.step)
         deadline = time.monotonic() + self._patience
         with producer.changed:
-            hidden = request.step in producer.answers
-            while request.step not in producer.answers and producer.broken is None:
+            hidden = key in producer.answers
+            while key not in producer.answers and producer.broken is None:
                 if not producer.changed.wait(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
                     return "frozen"
-            line = producer.answers.pop(request.step, None)
+            line = producer.answers.pop(key, None)
         if line is None:
             return producer.broken or "died"
         return self._read_answer(request, json.loads(line), hidden)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import AutoConfig, AutoModelForCausalLM
 
+import ds_hydra
 from ds_hydra.candidates import job_cost_table, model_shape
 from ds_hydra.config import parse_config
 from ds_hydra.cost_model import CostTable
@@ -25,6 +29,7 @@ from ds_hydra.profiling.survey import Effort, Survey, distinct_stages, entry_fro
 from ds_hydra.table_file import read_table_file
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.ranks import run_ranks
+from tests.small_job import rank_environment
 from tools import profile_schemes
 
 CPU = torch.device("cpu")
@@ -171,6 +176,31 @@ def test_an_interrupted_run_goes_on_where_it_was(
     assert profile(model, out, "--schemes", "tp1", "pp2") in (0, 1)
     assert "going on after 1 schemes" in capsys.readouterr().out
     assert measured == [0, 1, 2]
+
+
+def longest_of(rank: int, model: Path, table: Path) -> int:
+    """MaxLen of tp1 that a job of 2 ranks takes from a table."""
+    logging.getLogger("ds_hydra").setLevel(logging.ERROR)
+    rank_environment(rank)
+    block = {"tokens_per_step": 64, "strategies": ["2*tp1"], "cost_table": str(table), "steps_file": None,
+             "planner": {"ahead": 0}}  # fmt: skip
+    config = {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}, "hydra": block}
+    job = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=torch.float32)
+    engine: Any = ds_hydra.initialize(model=job, training_data=[[3] * 20] * 4, config=config)[0]
+    engine.destroy()
+    return engine._table[ParallelScheme()].max_length
+
+
+def test_maxlen_of_a_measured_table_follows_the_number_of_ranks(model: Path, tmp_path: Path) -> None:
+    """Fewer ranks share the masters, so each has less room for tokens than in the job that the table was made for."""
+    found = {}
+    for gpus in ("2", "8"):
+        out = tmp_path / f"table{gpus}.json"
+        assert profile(model, out, "--schemes", "tp1", "--gpus", gpus) in (0, 1)
+        limit = CostTable.load(out)[ParallelScheme()].max_length
+        found[gpus] = (limit, *run_ranks(longest_of, 2, model, out))
+    assert found["2"][0] == found["2"][1] == found["2"][2]
+    assert found["8"][0] > found["8"][1] == found["8"][2]
 
 
 @pytest.mark.parametrize(

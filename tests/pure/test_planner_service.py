@@ -7,11 +7,13 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from ds_hydra.planner import PlannerOptions, PlannerService, validate_plan
+from ds_hydra.cost_model import CostTable
+from ds_hydra.planner import Planner, PlannerOptions, PlannerService, validate_plan
 from ds_hydra.planner.service import PlannedStep
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from tests.pure.planner_cases import a800_batch, a800_planner
@@ -59,6 +61,21 @@ def test_plans_come_from_the_producer_and_equal_those_made_here() -> None:
         assert one.plan == here.plan(step, range(40), a800_batch(step, 40))
 
 
+def test_other_costs_hold_from_the_next_step_on() -> None:
+    """Also for steps that the producer has planned, or is planning, by the costs before; nothing falls back."""
+    here = a800_planner(kernels="pure")
+    slower = CostTable(tuple(replace(cost, b=2 * cost.b) for cost in here.cost_table.costs), "slower")
+    with service() as planner:
+        for step in range(3):
+            planner.submit(step, range(40), a800_batch(step, 40))
+        assert planner.get(0).plan.predicted_ms == here.plan(0, range(40), a800_batch(0, 40)).predicted_ms
+        planner.use_table(slower)
+        changed = Planner(slower, here.strategies, PlannerOptions(kernels="pure"))
+        for step in (1, 2):
+            assert planner.get(step).plan == changed.plan(step, range(40), a800_batch(step, 40))
+        assert not planner.fallbacks
+
+
 def test_a_killed_producer_is_counted_and_replaced() -> None:
     with service() as planner:
         steps(planner, 0, 2)
@@ -95,8 +112,8 @@ def test_a_frozen_producer_is_counted_and_replaced() -> None:
     [
         ("not json at all", "garbage"),
         ('{"plan": 3}', "garbage"),
-        ('{"step": STEP, "plan": "nonsense", "planning_ms": 1}', "invalid"),
-        ('{"step": STEP, "planning_ms": 1}', "invalid"),
+        ('{"generation": 0, "step": STEP, "plan": "nonsense", "planning_ms": 1}', "invalid"),
+        ('{"generation": 0, "step": STEP, "planning_ms": 1}', "invalid"),
         ("STALE", "invalid"),
         ("TOO_FULL", "invalid"),
         ("", "garbage"),
@@ -106,13 +123,15 @@ def test_nonsense_is_counted_and_answered_here(answer: str, reason: str) -> None
     here = a800_planner(kernels="pure")
     text = here.plan(0, range(40), a800_batch(0, 40)).to_json()
     if answer == "STALE":  # a good plan, of another batch
-        answer = json.dumps({"step": 0, "plan": here.plan(0, range(40), a800_batch(1, 40)).to_json(), "planning_ms": 1})
+        answer = json.dumps(
+            {"generation": 0, "step": 0, "plan": here.plan(0, range(40), a800_batch(1, 40)).to_json(), "planning_ms": 1}
+        )
     if answer == "TOO_FULL":
         record = json.loads(text)
         record["pipelines"][0]["microbatches"] = [list(range(40))]
         for pipeline in record["pipelines"][1:]:
             pipeline["microbatches"], pipeline["predicted_ms"] = [], 0
-        answer = json.dumps({"step": 0, "plan": json.dumps(record), "planning_ms": 1})
+        answer = json.dumps({"generation": 0, "step": 0, "plan": json.dumps(record), "planning_ms": 1})
     planner = PlannerService(
         here.cost_table, here.strategies, PlannerOptions(kernels="pure"), patience=PATIENT,
         command=(sys.executable, "-c", LIAR, answer),

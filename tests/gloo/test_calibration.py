@@ -1,0 +1,40 @@
+"""Correction factors in a real training run: reported by default, and applied to the plans if the config says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_hydra import calibration
+from tests.ranks import run_ranks
+from tests.small_job import small_engine
+
+
+def job(rank: int, mode: str, ahead: int) -> tuple[list[float], list[dict[str, Any]], list[str | None], float]:
+    """Losses, corrections and fallbacks of each step, and how far the last plan's prediction is from the table's."""
+    calibration.APPLY_EVERY = 8
+    engine: Any = small_engine(rank, cost_correction=mode, planner={"ahead": ahead}, strategies=["2*tp1", "tp2"])
+    losses, corrections, reasons = [], [], []
+    before = engine._table
+    for _ in range(20):
+        losses.append(float(engine.train_batch()))
+        corrections.append(dict(engine.last_step.corrections))
+        reasons.append(engine.last_step.planning_fallback)
+    scale = max(engine._table[cost.scheme].b / cost.b for cost in before.costs)
+    engine.destroy()
+    return losses, corrections, reasons, scale
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_applied_corrections_change_the_plans_costs_and_not_the_training(ahead: int, tmp_path: Path) -> None:
+    reported = run_ranks(job, 2, "report", ahead, timeout=120)
+    applied = run_ranks(job, 2, "apply", ahead, timeout=120)
+    assert reported[0][3] == 1.0
+    for losses, corrections, reasons, scale in applied:
+        assert losses == pytest.approx(reported[0][0], rel=1e-5)
+        assert set(corrections[-1]) == {"tp1", "tp2"}  # both kinds of pipelines were seen often enough
+        assert scale > 1.03  # the estimated table takes CPU ranks for faster than they are
+        assert set(reasons) == {None}  # new costs need no new planning process
+    assert applied[0][3] == applied[1][3]
