@@ -28,7 +28,8 @@ _NAMES = {
 }  # fmt: skip
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _MAX_HEADER_BYTES = 64 * 2**20
-_MOST_PENDING = 4
+_PART_BYTES = 8 * 2**20  # written and digested at a time: a thread is woken for each
+_MOST_PENDING = 2
 _FLUSH_BYTES = 16 * 2**20  # the disk begins when so much is written: the fsync at the end is then short
 
 
@@ -78,23 +79,21 @@ class _Blocks:
 
     def __init__(self, handle: int):
         self._handle, self._size = handle, 0
-        self._digests = bytearray()
-        self._open = bytes(DIGEST_BYTES)
+        self._digests, self._open, self._filled = bytearray(), bytes(DIGEST_BYTES), 0  # `_filled` bytes of a block
         self._worker, self._flusher = ThreadPoolExecutor(1, "digest"), ThreadPoolExecutor(1, "flush")
         self._flushes: list[Future[None]] = []
         self._pending: deque[Future[None]] = deque()
 
     def add(self, data: memoryview) -> None:
-        while len(data):
-            part = data[: BLOCK_BYTES - self._size % BLOCK_BYTES]
+        for start in range(0, len(data), _PART_BYTES):
+            part = data[start : start + _PART_BYTES]
             self._size += len(part)
-            self._pending.append(self._worker.submit(self._digest, part, self._size % BLOCK_BYTES == 0))
+            self._pending.append(self._worker.submit(self._digest, part))
             _write_all(self._handle, part)
             if len(self._pending) > _MOST_PENDING:  # what is pending is held in memory
                 self._pending.popleft().result()
             if self._size // _FLUSH_BYTES > len(self._flushes):
                 self._flushes.append(self._flusher.submit(getattr(os, "fdatasync", os.fsync), self._handle))
-            data = data[len(part) :]
 
     def __enter__(self) -> _Blocks:
         return self
@@ -111,18 +110,22 @@ class _Blocks:
         self._worker.shutdown(wait=True)
         for pending in (*self._flushes, *self._pending):
             pending.result()
-        if self._size % BLOCK_BYTES:
+        if self._filled:
             self._end_block()
         return bytes(self._digests), self._size
 
-    def _digest(self, part: memoryview, ends_block: bool) -> None:
-        self._open = block_digest(part, self._open)
-        if ends_block:
-            self._end_block()
+    def _digest(self, data: memoryview) -> None:
+        while len(data):
+            part = data[: BLOCK_BYTES - self._filled]
+            self._open = block_digest(part, self._open)
+            self._filled += len(part)
+            if self._filled == BLOCK_BYTES:
+                self._end_block()
+            data = data[len(part) :]
 
     def _end_block(self) -> None:
         self._digests += self._open
-        self._open = bytes(DIGEST_BYTES)
+        self._open, self._filled = bytes(DIGEST_BYTES), 0
 
 
 def _write_all(handle: int, data: memoryview) -> None:
