@@ -75,11 +75,6 @@ class Checkpointer:
         engine = self._engine
         name = f"global_step{engine.global_steps}" if tag is None else tag
         name = check_tag(name)
-        told = self._meeting.tell(name)
-        if told != name:
-            raise CheckpointError(
-                f"rank {self._meeting.rank} saves the tag {name!r}, rank 0 {told!r}; give all ranks one"
-            )
         assert engine.optimizer is not None, "an engine has an optimizer before it is saved"
         error, saving = None, None
         try:
@@ -94,7 +89,9 @@ class Checkpointer:
             )
         except CheckpointError as raised:
             error = raised
-        self._meeting.settle(error, f"saving checkpoint {str(folder / name)!r}")
+        names = self._meeting.settle(error, f"saving checkpoint {str(folder / name)!r}", name)
+        if len(set(names)) > 1:
+            raise CheckpointError(f"the ranks save different tags, rank 0 {names[0]!r}: {names}; give all ranks one")
         assert saving is not None, "there was no error"
         self.folder = folder
         (self.writer.start if background else self.writer.save)(saving)

@@ -88,10 +88,13 @@ class Writer:
         began = time.perf_counter()
         meeting, tag = self._meeting, saving.manifest.tag
         what = f"saving checkpoint {str(saving.folder / tag)!r} of step {saving.manifest.step}"
-        save_id = meeting.tell(secrets.token_hex(8))
+        save_id, refused = secrets.token_hex(8), ""
+        if meeting.rank == 0:
+            refused = str(_explained(_attempt(lambda: folders.begin(saving.folder, tag, save_id)), saving) or "")
+        save_id, _, refused = meeting.tell(f"{save_id} {refused}").partition(" ")
+        if refused:
+            raise CheckpointError(f"{what} failed on rank 0: {refused}")
         temporary = saving.folder / f".tmp-{tag}-{save_id}"
-        error = _attempt(lambda: folders.begin(saving.folder, tag, save_id)) if meeting.rank == 0 else None
-        meeting.settle(_explained(error, saving), what)
         record: dict[str, object] = {}
         error = _attempt(lambda: record.update(_write_own(temporary, meeting.rank, saving, save_id)))
         record["error"] = "" if error is None else str(_explained(error, saving))
