@@ -4,8 +4,9 @@
     python -m tools.bench_checkpoint --quick
 
 Both save FP32 masters, both Adam moments and what training needs to go on. Ours is durable when it returns (every file
-and folder synchronized); DeepSpeed's is not, so it is also timed with a sync of its files. Also timed: how long a save
-in the background holds up training, loading, and steps with heartbeats and checks against without.
+and folder synchronized); DeepSpeed's is not, so it is also timed with a sync of its files, and durable saves are what
+the first aim compares. The second compares what training waits for: DeepSpeed's usual save, and ours in the background.
+Also timed: loading, and steps with heartbeats and checks against without.
 """
 
 from __future__ import annotations
@@ -163,7 +164,7 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from tests.ranks import run_ranks
 
-    hidden, rounds, steps = (256, 3, 100) if options.quick else (640, 7, 300)
+    hidden, rounds, steps = (256, 3, 100) if options.quick else (640, 15, 300)
     with tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_DIR")) as folder:
         figures = run_ranks(compare, NUM_RANKS, folder, hidden, rounds, timeout=900)[0]
     on, off = run_ranks(step_times, NUM_RANKS, 64, steps, timeout=900)[0]
@@ -173,6 +174,7 @@ def main(arguments: list[str] | None = None) -> int:
     print_table(("seconds", "least", "median", "most"), rows)
     time_ratio = median(figures["ours"]) / median(figures["DeepSpeed, synchronized"])
     raw_ratio = median(figures["ours"]) / median(figures["DeepSpeed"])
+    held_ratio = median(figures["ours, held up in the background"]) / median(figures["DeepSpeed"])
     size_ratio = bytes_ours / bytes_theirs
     # Pairs run next to each other, so their ratios do not suffer from what else the machine does. The few steps that
     # compare parameters are counted apart: a median over single steps would not see them.
@@ -181,8 +183,8 @@ def main(arguments: list[str] | None = None) -> int:
     extra = [a - b for i, (a, b) in enumerate(pairs) if (i + 2) % COMPARE_EVERY == 0]
     step_ratio = plain + median(extra) / median(off) / COMPARE_EVERY
     missed = []
-    if raw_ratio > 1.0:
-        missed.append(f"a durable save takes {raw_ratio:.2f} of the time of DeepSpeed's, which is not durable")
+    if held_ratio > 1.0:
+        missed.append(f"a save in the background holds training up for {held_ratio:.2f} of the time of DeepSpeed's")
     if time_ratio > 1.0:
         missed.append(f"a save takes {time_ratio:.2f} of DeepSpeed's time, both durable")
     if size_ratio > 1.0:
@@ -191,7 +193,8 @@ def main(arguments: list[str] | None = None) -> int:
         missed.append(f"a step with heartbeats and checks takes {step_ratio:.3f} of one without")
     summary = (
         f"{parameters / 1e6:.1f} M parameters, {NUM_RANKS} ranks: a durable save takes {time_ratio:.2f} of the time of "
-        f"a durable one of DeepSpeed's, {raw_ratio:.2f} of its usual one; {bytes_ours / 1e6:.0f} against "
+        f"a durable one of DeepSpeed's, {raw_ratio:.2f} of its usual one, which is not durable; in the background it holds training up for {held_ratio:.2f} of "
+        f"that; {bytes_ours / 1e6:.0f} against "
         f"{bytes_theirs / 1e6:.0f} MB ({size_ratio:.2f}); step with heartbeats and checks {step_ratio:.3f}"
     )
     record = {
@@ -199,6 +202,7 @@ def main(arguments: list[str] | None = None) -> int:
         "bytes": [bytes_ours, bytes_theirs],
         "time_ratio": time_ratio,
         "time_ratio_unsynchronized": raw_ratio,
+        "held_up_ratio": held_ratio,
         "step_ratio": step_ratio,
     }
     return finish("bench_checkpoint", summary, record, missed, options.json)
