@@ -82,6 +82,8 @@ def check_faults(quick: bool, sample: int | None = None) -> Tally:
             if second.digests != expected:
                 wrong.append(f"after a restart the parameters differ: exit codes {second.codes}")
             tally.count(not wrong, f"{what}: {'; '.join(wrong)}")
+        if tally.tried % 21 == 0:
+            print(f"  {tally.passed} of {tally.tried} held, of {len(cases)} to try", flush=True)
     tally.figures = {f"{name}_s_worst": max(times, default=0.0) for name, times in ends.items()}
     return tally
 
