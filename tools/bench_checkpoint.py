@@ -193,8 +193,8 @@ def main(arguments: list[str] | None = None) -> int:
         missed.append(f"a step with heartbeats and checks takes {step_ratio:.3f} of one without")
     summary = (
         f"{parameters / 1e6:.1f} M parameters, {NUM_RANKS} ranks: a durable save takes {time_ratio:.2f} of the time of "
-        f"a durable one of DeepSpeed's, {raw_ratio:.2f} of its usual one, which is not durable; in the background it holds training "
-        f"up for {held_ratio:.2f} of that; {bytes_ours / 1e6:.0f} against "
+        f"a durable one of DeepSpeed's, {raw_ratio:.2f} of its usual one, which is not durable; in the background "
+        f"it holds training up for {held_ratio:.2f} of that; {bytes_ours / 1e6:.0f} against "
         f"{bytes_theirs / 1e6:.0f} MB ({size_ratio:.2f}); step with heartbeats and checks {step_ratio:.3f}"
     )
     record = {
