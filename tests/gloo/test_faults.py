@@ -110,12 +110,13 @@ def test_a_loss_that_is_not_finite_skips_the_step_everywhere() -> None:
     assert "sequences" in results[0][3][0]
 
 
-@pytest.mark.parametrize("bucket", [0, 2, -1])
-def test_a_changed_bit_in_a_parameter_is_noticed_before_the_update(bucket: int) -> None:
+@pytest.mark.parametrize(("bucket", "bf16"), [(0, False), (2, True), (-1, False)])
+def test_a_changed_bit_in_a_parameter_is_noticed_before_the_update(bucket: int, bf16: bool) -> None:
     """Strategies change; in step 3 one bit flips on rank 2 after its pull. Without a flip nothing is found."""
 
     def run(rank: int) -> tuple[int, str, bool]:
-        engine = small_engine(rank, faults={"heartbeat_seconds": 0, "compare_every": 1})
+        config = small_config(4, faults={"heartbeat_seconds": 0, "compare_every": 1})
+        engine = small_engine(rank, config=config | {"bf16": {"enabled": bf16}})
         for _ in range(2):
             engine.train_batch()
         before, message = whole_state(engine), ""
@@ -125,7 +126,7 @@ def test_a_changed_bit_in_a_parameter_is_noticed_before_the_update(bucket: int) 
             loss = train(self, batches)
             buffer = self.pulls.buffers[bucket] if rank == 2 else torch.empty(0)
             if buffer.numel():
-                buffer.view(torch.int32)[buffer.numel() // 2] ^= 1 << 30
+                buffer.view(torch.uint8)[buffer.numel() // 2] ^= 4
             return loss
 
         StrategyRuntime.train = flipped  # type: ignore[method-assign]
