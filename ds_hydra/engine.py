@@ -48,15 +48,15 @@ from ds_hydra.pipe.strategy import ParallelScheme, format_strategy, parse_strate
 from ds_hydra.plan_source import FAILED, PlanSource, agree
 from ds_hydra.planner import PlannedStep, StepPlan
 from ds_hydra.profiling.job_print import describe_job
-from ds_hydra.rank_stats import RankStats, gather_stats, unequal_pairs
+from ds_hydra.rank_stats import RankStats, gather_stats
 from ds_hydra.report import StepRecord
 from ds_hydra.signals import Signals
 from ds_hydra.step_watch import StepWatch
 from ds_hydra.strategy_runtime import Arena, StrategyRuntime
+from ds_hydra.update import Update
 from ds_hydra.watchdog import IDLE, Watchdog
 from ds_hydra.zero_hetero.buffer_pool import BufferPool
-from ds_hydra.zero_hetero.errors import ConfigError, NumericsError, PlanError
-from ds_hydra.zero_hetero.grad_norm import clip_, global_grad_norm
+from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from ds_hydra.zero_hetero.transport import TorchTransport
 
 logger = logging.getLogger(__name__)
@@ -166,9 +166,13 @@ class HydraEngine(CheckpointFace, HostEngine):
         self._signals = Signals()
         if self.hydra_config.checkpoint is not None:
             self._signals.install()
-        self._phase, self._skipped_in_a_row = IDLE, 0
+        self._phase = IDLE
         self._running: StrategyRuntime | None = None
         faults = self.hydra_config.faults
+        assert self.optimizer is not None, "made by install_optimizer"
+        self._update = Update(
+            self._masters.trained, self.optimizer, self.gradient_clipping(), self._loss_scale, self._meeting, faults
+        )
         self._watchdog = Watchdog(
             meeting,
             self._where,
@@ -205,14 +209,14 @@ class HydraEngine(CheckpointFace, HostEngine):
         self._running = runtime
         loss = runtime.train(_weighted(batches.batches, weight, self._loss_scale.value)) / self._loss_scale.value
         self._phase, self._running = "optimizer", None
-        self._compare_parameters(runtime)
-        norm, optimizer_s = self._update(loss)
+        self._update.compare(self.global_steps + 1, runtime, self._control)
+        norm, optimizer_s = self._update.apply(loss)
         self._phase = "report"
         stats = self._stats(loss, runtime, batches)
-        if not math.isfinite(norm) and not self._loss_scale.dynamic:
-            self._explain_skip(planned.plan, runtime)
+        if not math.isfinite(norm):
+            self._update.explain(self.global_steps + 1, planned.plan, runtime)
         self._report(planned, runtime, norm, optimizer_s, weight, stats, time.perf_counter() - began)
-        self._count_skips(norm)
+        self._update.count(self.global_steps, norm)
         return _total_loss(stats), int(max(rank.request for rank in stats))
 
     def eval_batch(self, data_iter: Any = None) -> Tensor:
@@ -296,70 +300,6 @@ class HydraEngine(CheckpointFace, HostEngine):
                 agree(plan, FAILED, self._control)
             raise
         return batches, agree(plan, batches.weight, self._control)
-
-    def _update(self, loss: Tensor) -> tuple[float, float]:
-        """Clip and step; a loss or gradient that is not finite, on any rank, leaves everything as it was on all.
-
-        Returns norm and seconds.
-        """
-        began = time.perf_counter()
-        grads = self._masters.trained.grads
-        poison = (loss.detach() * 0.0).reshape(1)  # 0, or NaN for a loss that is not finite
-        norm = global_grad_norm([*grads, poison], None) / self._loss_scale.value
-        value = float(norm)
-        if math.isfinite(value):
-            self._loss_scale.unscale(grads)
-            if self.gradient_clipping() > 0:
-                clip_(grads, norm, self.gradient_clipping())
-            assert self.optimizer is not None, "made by install_optimizer"
-            self.optimizer.step()
-        return value, time.perf_counter() - began
-
-    def _compare_parameters(self, runtime: StrategyRuntime) -> None:
-        """Now and then: NumericsError on all ranks, before the update, if any computed with other values than sent."""
-        every = self.hydra_config.faults.compare_every
-        if every == 0 or (self.global_steps + 1) % every:
-            return
-        wrong = unequal_pairs(runtime.pulls.checksums(self._num_ranks), self._control)
-        if wrong:
-            pairs = ", ".join(f"rank {receiver} from rank {sender}" for sender, receiver in wrong[:8])
-            raise NumericsError(
-                f"step {self.global_steps + 1}: parameters are not what was sent ({pairs}; {len(wrong)} pairs in all). "
-                "Memory or network of these ranks has changed bits, or the model writes to its own parameters; no "
-                "update was made. Exchange the hardware and restart: the job resumes from the newest checkpoint"
-            )
-
-    def _explain_skip(self, plan: StepPlan, runtime: StrategyRuntime) -> None:
-        """Name what was not finite: micro-batches and their sequences by the loss, parameters by the gradient."""
-        found = []
-        if runtime.place.tp_rank == 0:
-            microbatches = plan.pipelines[runtime.pipeline_index].microbatches
-            for index, loss in runtime.stage_runtime.losses.items():
-                if not math.isfinite(loss):
-                    ids = ", ".join(str(plan.sequence_ids[p]) for p in microbatches[index][:16])
-                    found.append(
-                        f"pipeline {runtime.pipeline_index}, micro-batch {index}: loss {float(loss)}, sequences {ids}"
-                    )
-        names = [piece.name for piece in self._masters.trained.pieces() if not bool(piece.grad.isfinite().all())]
-        if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            found.append(f"gradient of {', '.join(names[:3])}{more}")
-        lines = [f"rank {r}: {text}" for r, text in enumerate(self._meeting.gather("; ".join(found)[:4000])) if text]
-        if self._rank == 0:
-            logger.warning("step %d is skipped, not finite: %s", self.global_steps + 1, " | ".join(lines[:16]))
-
-    def _count_skips(self, norm: float) -> None:
-        self._loss_scale.update(overflow=not math.isfinite(norm))
-        if self._loss_scale.dynamic:
-            return  # skipped steps are how it finds its scale
-        self._skipped_in_a_row = 0 if math.isfinite(norm) else self._skipped_in_a_row + 1
-        limit = self.hydra_config.faults.skipped_steps
-        if self._skipped_in_a_row >= limit:
-            raise NumericsError(
-                f"{limit} steps in a row were skipped, the last is step {self.global_steps}: losses or gradients are "
-                "not finite. Look at the sequences and parameters named above, lower the learning rate, or raise "
-                "hydra.faults.skipped_steps"
-            )
 
     def _stats(self, loss: Tensor, runtime: StrategyRuntime, batches: RankBatches) -> tuple[RankStats, ...]:
         """Every rank's figures of the step. A tensor parallel group computes one loss: its first rank counts it."""

@@ -181,6 +181,7 @@ def _arm(engine: Any, fault: Fault, place: Path) -> None:
     """Set the fault off on entry to its phase, once, in the step it is meant for or the next one to reach it."""
     from ds_hydra.checkpoint import write
     from ds_hydra.pipe.runtime import StageRuntime
+    from ds_hydra.update import Update
     from ds_hydra.zero_hetero.pull_buffers import PullBuffers
     from ds_hydra.zero_hetero.push_buckets import PushBuckets
 
@@ -190,7 +191,7 @@ def _arm(engine: Any, fault: Fault, place: Path) -> None:
         "forward": (StageRuntime, "_forward"),
         "backward": (StageRuntime, "_backward"),
         "push": (PushBuckets, "finish"),
-        "optimizer": (type(engine), "_update"),
+        "optimizer": (Update, "apply"),
         "saving": (write, "write_shard"),
     }
     owner, name = owners[fault.phase]
