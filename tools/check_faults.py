@@ -25,6 +25,7 @@ from tools._figures import figures_parser, finish, print_table
 
 NUM_RANKS, STEPS = 4, 5
 DEAD_LIMIT_S, FROZEN_LIMIT_S = 3.0, 12.0
+_NOBODY = 65534  # the user without rights, on any Linux
 
 
 @dataclass
@@ -213,12 +214,34 @@ def _unwritable(scratch: Path) -> list[tuple[str, str]]:
     results.append(
         ("folder is a file", _refused(lambda: other.save(1, "a"), (str(scratch / "file"),), CheckpointError))
     )
-    if os.geteuid() != 0:
-        folder.chmod(0o500)
-        results.append(("read-only folder", _refused(lambda: saver.save(3, "b"), ("permissions",), CheckpointError)))
-        folder.chmod(0o700)
+    scratch.chmod(0o755)
+    folder.chmod(0o555)
+    wrong = _without_root(lambda: _refused(lambda: saver.save(3, "b"), ("permissions", str(folder)), CheckpointError))
+    results.append(("read-only folder", wrong))
+    folder.chmod(0o700)
     kept = "" if Saver.verify(folder) == 1 else "the checkpoint before is lost"
     return [*results, ("what was saved before", kept)]
+
+
+def _without_root(action: Callable[[], str]) -> str:
+    """What `action` returns in a child process that may not write wherever it likes."""
+    receiver, sender = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        text = "the child failed"
+        try:
+            if os.geteuid() == 0:
+                os.setgid(_NOBODY)
+                os.setuid(_NOBODY)
+            text = action()
+        finally:
+            os.write(sender, text.encode()[:4096])
+            os._exit(0)
+    os.close(sender)
+    with os.fdopen(receiver) as told:
+        text = told.read()
+    os.waitpid(pid, 0)
+    return text
 
 
 def _refused(action: Callable[[], object], words: Sequence[str], kind: type[Exception]) -> str:
