@@ -1,6 +1,6 @@
 """Set off faults and count what survived: every figure that "nothing lost" promises, n of N.
 
-python -m tools.check_faults            # all of it: about half an hour on two cores
+python -m tools.check_faults            # all of it: about 40 minutes on two cores
 python -m tools.check_faults --quick    # a sample, within a minute
 python -m tools.check_faults --only faults,kills
 """
