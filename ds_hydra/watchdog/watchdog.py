@@ -79,6 +79,7 @@ class Watchdog:
         self._connect(meeting, address)
         self._thread = threading.Thread(target=self._live, daemon=True, name="watchdog")
         self._thread.start()
+        meeting.gather("")  # a rank that leaves at once must not be gone before the others have connected
         atexit.register(self.close)
         _watch_exceptions(self)
 

@@ -278,3 +278,16 @@ def test_fp16_follows_fp32() -> None:
     ):
         assert loss == pytest.approx(expected, rel=2e-3)
         assert norm == pytest.approx(expected_norm, rel=2e-2)
+
+
+def test_a_rank_may_leave_at_once() -> None:
+    def run(rank: int) -> list[str]:
+        ended: list[str] = []
+        meeting = Meeting(None, rank, 3)
+        if rank == 2:
+            time.sleep(0.2)  # whoever comes last finds rank 0 still there
+        Watchdog(meeting, lambda: (1, IDLE), heartbeat_s=0.2, frozen_s=5.0, end=ended.append).close()
+        return ended
+
+    for _ in range(3):
+        assert run_ranks(run, 3) == [[], [], []]
