@@ -139,7 +139,23 @@ def _clock(args: argparse.Namespace, device: torch.device) -> Literal["wall", "c
     """CPU time where other work runs on the same cores: wall time would measure that too."""
     if args.clock != "auto":
         return "cpu" if args.clock == "cpu" else "wall"
-    return "cpu" if device.type == "cpu" and os.getloadavg()[0] > 0.5 else "wall"
+    return "cpu" if device.type == "cpu" and _busy_cores() > 0.5 else "wall"
+
+
+def _busy_cores(seconds: float = 1.0) -> float:
+    """Cores that others use now; the load average would remember what has ended."""
+
+    def ticks() -> tuple[int, int]:
+        numbers = [int(n) for n in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+        return sum(numbers), numbers[3] + numbers[4]  # idle, and waiting for a disk
+
+    try:
+        before = ticks()
+        time.sleep(seconds)
+        total, idle = (b - a for a, b in zip(before, ticks(), strict=True))
+    except (OSError, ValueError, IndexError):
+        return os.getloadavg()[0]
+    return (1.0 - idle / max(1, total)) * (os.cpu_count() or 1)
 
 
 def _world_size() -> int:
