@@ -4,9 +4,9 @@
     python -m tools.bench_checkpoint --quick
 
 Both save FP32 masters, both Adam moments and what training needs to go on. Ours is durable when it returns (every file
-and folder synchronized); DeepSpeed's is not, so it is also timed with a sync of its files, and durable saves are what
-the first aim compares. The second compares what training waits for: DeepSpeed's usual save, and ours in the background.
-Also timed: loading, and steps with heartbeats and checks against without.
+and folder synchronized); DeepSpeed's is not, so it is also timed with a sync of its files; the aim holds against both.
+Also timed: how long a save in the background holds up training, loading, and steps with heartbeats and checks against
+without.
 """
 
 from __future__ import annotations
@@ -183,6 +183,8 @@ def main(arguments: list[str] | None = None) -> int:
     extra = [a - b for i, (a, b) in enumerate(pairs) if (i + 2) % COMPARE_EVERY == 0]
     step_ratio = plain + median(extra) / median(off) / COMPARE_EVERY
     missed = []
+    if raw_ratio > 1.0:
+        missed.append(f"a durable save takes {raw_ratio:.2f} of the time of DeepSpeed's, which is not durable")
     if held_ratio > 1.0:
         missed.append(f"a save in the background holds training up for {held_ratio:.2f} of the time of DeepSpeed's")
     if time_ratio > 1.0:
