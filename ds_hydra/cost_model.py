@@ -27,13 +27,8 @@ from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 
 FORMAT = "ds-hydra cost table"
 VERSION = 1
-EVIDENCE = (
-    "job",
-    "measured",
-    "links",
-    "step",
-    "activations",
-)  # of a measured table; see `table_file`
+# How a measured table came about; `table_file` reads these.
+EVIDENCE = ("job", "measured", "links", "step", "activations")
 _TP_EFFICIENCY = (1.0, 0.97, 0.93, 0.87, 0.80)  # share of the peak left at tp = 1, 2, 4, 8, 16
 
 

@@ -39,7 +39,6 @@ from ds_hydra.groups import GroupCache
 from ds_hydra.loss_scale import LossScale
 from ds_hydra.masters import ModelMasters
 from ds_hydra.memory_check import check_memory, job_memory, rank_memory, within_memory
-from ds_hydra.memory_model import activations_from_record
 from ds_hydra.pipe.causal_lm import CausalLM
 from ds_hydra.pipe.layer_list import LayerList
 from ds_hydra.pipe.packing import MicroBatch
@@ -107,7 +106,7 @@ class HydraEngine(CheckpointFace, HostEngine):
         memory = job_memory(
             self._source, found.table.schemes, self._num_ranks, rank_memory(self.device, self._node_size()),
             self.compute_dtype, activation_checkpointing=config.activation_checkpointing,
-            measured=activations_from_record(found.activations or {}),
+            measured=found.activations,
         )  # fmt: skip
         # A measured table's MaxLen holds for as many ranks as shared the masters then.
         as_measured = config.cost_table and (found.job is None or found.job.num_ranks in (0, self._num_ranks))

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_hydra.cost_model import CostTable, SchemeCost, read_table
+from ds_hydra.memory_model import Activations, activations_from_record, activations_record
 from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.zero_hetero.errors import ConfigError
 
@@ -62,16 +63,18 @@ class TableFile:
     measured: Mapping[str, Mapping[str, Any]] | None = None  # by scheme
     links: Mapping[str, Any] | None = None
     step: Mapping[str, float] | None = None  # what a step costs besides its pipelines
-    activations: Mapping[str, Mapping[str, float]] | None = None  # bytes per token by "TP,SP", see `memory_model`
+    activations: Mapping[tuple[int, int], Activations] | None = None  # by (TP, SP)
 
     def to_record(self) -> dict[str, Any]:
         """As the file holds it."""
         record: dict[str, Any] = self.table.to_record()
         if self.job is not None:
             record["job"] = asdict(self.job) | {"versions": dict(self.job.versions)}
-        for name in ("measured", "links", "step", "activations"):
+        for name in ("measured", "links", "step"):
             if getattr(self, name):
                 record[name] = getattr(self, name)
+        if self.activations:
+            record["activations"] = activations_record(self.activations)
         return record
 
     def save(self, path: str | Path) -> None:
@@ -113,8 +116,11 @@ def table_file_from_record(table: CostTable, record: Mapping[str, Any], place: s
         if not isinstance(job, Mapping) or not set(_MUST_MATCH) <= set(job) <= names:
             raise ConfigError(f'{place}: "job" must hold {", ".join(sorted(_MUST_MATCH))}; profile again')
         parsed = JobPrint(**{**job, "versions": tuple(dict(job.get("versions", {})).items())})
-    return TableFile(table, parsed, record.get("measured"), record.get("links"), record.get("step"),
-                     record.get("activations"))  # fmt: skip
+    try:
+        activations = activations_from_record(record["activations"]) if "activations" in record else None
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(f'{place}: "activations" cannot be read ({error}); profile again') from error
+    return TableFile(table, parsed, record.get("measured"), record.get("links"), record.get("step"), activations)
 
 
 def check_job(found: TableFile, job: JobPrint, place: str) -> None:

@@ -250,7 +250,7 @@ class Session:
         source = f"measured by tools/profile_schemes on {r.job.device}, {r.num_gpus} ranks"
         return TableFile(CostTable(tuple(costs), source), r.job, measured,
                          self.links.to_record() if self.links else None, self.step,
-                         activations_record(self.activations))  # fmt: skip
+                         self.activations)  # fmt: skip
 
 
 def _cost(scheme: ParallelScheme, entry: dict[str, Any], limit: int) -> tuple[Any, dict[str, Any]]:
@@ -383,10 +383,11 @@ def show(made: TableFile, args: argparse.Namespace, seconds: float) -> int:
         known = ((fit.a, fit.standard_errors[0]), (fit.b, fit.standard_errors[1]), (fit.c, fit.standard_errors[2]))
         within = " ".join(f"{error / k:.0%}" if k else "-" for k, error in known)
         rows.append((str(cost.scheme), f"{cost.a:.3e}", f"{cost.b:.4e}", f"{cost.c:.3f}", within,
-                     cost.max_length, cost.util_length, f"{entry['held_out_median']:.1%}",
-                     f"{entry['held_out_p90']:.1%}", f"{spread:.1%}", how))  # fmt: skip
-    print_table(("scheme", "a ms/tok^2", "b ms/tok", "c ms", "std. errors", "MaxLen", "UtilLen", "held-out med",
-                 "p90", "spread", "how"), rows)  # fmt: skip
+                     " ".join(entry["unidentified"]) or "-", cost.max_length, cost.util_length,
+                     f"{entry['held_out_median']:.1%}", f"{entry['held_out_p90']:.1%}", f"{spread:.1%}",
+                     how))  # fmt: skip
+    print_table(("scheme", "a ms/tok^2", "b ms/tok", "c ms", "std. errors", "not fixed", "MaxLen", "UtilLen",
+                 "held-out med", "p90", "spread", "how"), rows)  # fmt: skip
     errors.sort()
     median, p90 = errors[len(errors) // 2], errors[min(len(errors) - 1, int(0.9 * len(errors)))]
     missed = []

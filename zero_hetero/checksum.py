@@ -1,8 +1,8 @@
 """Sums over the bits of slices: what a rank has sent against what the other one holds.
 
 [Note: checksum] Element p of a message counts as its bits, an integer, times an odd number that grows with p and with
-the bucket; sums wrap at 2^64. An odd number times a difference below 2^64 is not 0, so one wrong element in a step is
-always seen; several are missed with a probability of about 2^-64.
+the bucket; sums wrap at 2^64. An odd number times a difference below 2^64 is not 0, so one wrong element in
+a message is always seen; the differences of several could cancel.
 """
 
 from __future__ import annotations

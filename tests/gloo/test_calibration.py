@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from tests.small_job import small_engine
 
 
 def job(rank: int, mode: str, ahead: int) -> tuple[list[float], list[dict[str, Any]], list[str | None], float]:
-    """Losses, corrections and fallbacks of each step, and how far the last plan's prediction is from the table's."""
+    """Losses, corrections and fallbacks of each step, and the largest factor by which the costs of plans have grown."""
     calibration.APPLY_EVERY = 8
     engine: Any = small_engine(rank, cost_correction=mode, planner={"ahead": ahead}, strategies=["2*tp1", "tp2"])
     losses, corrections, reasons = [], [], []
@@ -28,7 +27,7 @@ def job(rank: int, mode: str, ahead: int) -> tuple[list[float], list[dict[str, A
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
-def test_applied_corrections_change_the_plans_costs_and_not_the_training(ahead: int, tmp_path: Path) -> None:
+def test_applied_corrections_change_the_plans_costs_and_not_the_training(ahead: int) -> None:
     reported = run_ranks(job, 2, "report", ahead, timeout=120)
     applied = run_ranks(job, 2, "apply", ahead, timeout=120)
     assert reported[0][3] == 1.0

@@ -116,6 +116,7 @@ def test_packs_above_one_chunk_of_logits_are_measured_too() -> None:
     more = beyond_chunk(ladder, 600, 4000)
     assert [sum(rung.lengths) for rung in more] == [675, 750, 825]
     assert max(max(rung.lengths) for rung in more) <= 256
+    assert beyond_chunk(ladder, 100_000, 4000) == ()
     assert beyond_chunk(ladder, 600, 600) == ()  # no step of the job has more
 
 
@@ -183,6 +184,15 @@ def test_tables_of_another_job_are_refused_with_what_differs() -> None:
         check_job(table_file(ParallelScheme()), other, "t.json")
     check_job(table_file(ParallelScheme()), replace(JOB, num_ranks=8, versions=()), "t.json")
     check_job(TableFile(table_file(ParallelScheme()).table), other, "a published table")
+
+
+@pytest.mark.parametrize("activations", [[1], {"1": {"layer": 1.0}}, {"1,1": {"layer": 1.0}}, {"1,1": 3}])
+def test_activations_that_cannot_be_read_are_told(tmp_path: Path, activations: object) -> None:
+    record = table_file(ParallelScheme()).to_record() | {"activations": activations}
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps(record))
+    with pytest.raises(ConfigError, match=r"table\.json: .activations. cannot be read"):
+        read_table_file(path)
 
 
 def test_merging_keeps_old_schemes_and_takes_new_entries() -> None:
