@@ -15,9 +15,8 @@ from torch.optim import Optimizer
 
 from ds_hydra.checkpoint import folder as folders
 from ds_hydra.checkpoint import state
-from ds_hydra.checkpoint.format import Manifest, check_client_state, check_tag, rank_file
+from ds_hydra.checkpoint.format import Manifest, check_client_state, check_tag
 from ds_hydra.checkpoint.meeting import Meeting
-from ds_hydra.checkpoint.shard_file import ShardReader
 from ds_hydra.checkpoint.write import Saving, Writer
 from ds_hydra.data import DataCursor, TokenBudgetSampler
 from ds_hydra.loss_scale import LossScale
@@ -176,11 +175,7 @@ class Checkpointer:
         if what.place and manifest.data is not None and engine.sampler is not None:
             engine.sampler.check_cursor(DataCursor(**manifest.data))
 
-        def open_rank(index: int) -> ShardReader:
-            entry = manifest.files[index]
-            return ShardReader(place / rank_file(index), entry, manifest.block_bytes, manifest.save_id)
-
-        reader = state.RangeReader(manifest, open_rank)
+        reader = state.RangeReader(manifest, place)
         try:
             state.check_params(self._masters, reader, manifest, str(place))
             same_world = manifest.num_ranks == self._meeting.num_ranks

@@ -146,7 +146,7 @@ class ShardReader:
         """Reads the header. Raises CheckpointError when the file is not the one that was saved."""
         self._path, self._entry, self._block_bytes = path, entry, block_bytes
         self._digests = bytes.fromhex(entry.digests)
-        self._kept: tuple[int, bytes] = (-1, b"")
+        self._kept = (-1, bytearray())  # the last block of which only a part was wanted
         self.bytes_read = 0
         try:
             self._file = path.open("rb", buffering=0)
@@ -154,10 +154,14 @@ class ShardReader:
             raise CheckpointError(
                 f"{path} cannot be read: {error.strerror}; bring it back, or use another tag"
             ) from None
-        size = int.from_bytes(self._bytes(0, 8), "little")
+        head = bytearray(8)
+        self._fill(0, memoryview(head))
+        size = int.from_bytes(head, "little")
         if size > min(_MAX_HEADER_BYTES, entry.size - 8):
             raise self._damaged("its header does not fit")
-        header = parse_json(self._bytes(8, 8 + size), str(path))
+        text = bytearray(size)
+        self._fill(8, memoryview(text))
+        header = parse_json(text, str(path))
         self._start = 8 + size
         if not isinstance(header, dict) or not isinstance(header.get("__metadata__"), dict):
             raise self._damaged("it has no header")
@@ -176,18 +180,22 @@ class ShardReader:
         """Type of a tensor."""
         return self._find(name)[0]
 
-    def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of a tensor, flat."""
+    def read(self, name: str, start: int, out: Tensor) -> None:
+        """Fill `out`, flat and in host memory, with a tensor's elements from `start` on, converted to its type."""
         dtype, begin, numel = self._find(name)
-        if not 0 <= start <= stop <= numel:
-            raise self._damaged(f"{name!r} has {numel} elements where at least {stop} were saved")
-        first = begin + start * dtype.itemsize
-        data = self._bytes(first, first + (stop - start) * dtype.itemsize)
-        return torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+        if not 0 <= start <= start + out.numel() <= numel:
+            raise self._damaged(f"{name!r} has {numel} elements where at least {start + out.numel()} were saved")
+        data = out if out.dtype == dtype else torch.empty(out.numel(), dtype=dtype)
+        self._fill(begin + start * dtype.itemsize, _bytes_of(data))
+        if data is not out:
+            out.copy_(data)
 
     def read_all(self, name: str) -> Tensor:
         """A whole tensor, flat."""
-        return self.read(name, 0, self._find(name)[2])
+        dtype, _, numel = self._find(name)
+        out = torch.empty(numel, dtype=dtype)
+        self.read(name, 0, out)
+        return out
 
     def _find(self, name: str) -> tuple[torch.dtype, int, int]:
         found = self._tensors.get(name)
@@ -208,31 +216,35 @@ class ShardReader:
             raise self._damaged("its header contradicts itself") from None
         return dtype, self._start + begin, numel
 
-    def _bytes(self, start: int, stop: int) -> bytearray:
-        """Bytes [start, stop) of the file, verified."""
-        data = bytearray()
-        for block in range(start // self._block_bytes, -(-stop // self._block_bytes)):
-            whole = self._block(block)
-            at = block * self._block_bytes
-            data += memoryview(whole)[max(0, start - at) : stop - at]
-        if len(data) != max(0, stop - start):
+    def _fill(self, start: int, out: memoryview) -> None:
+        """Verified bytes of the file from `start` on; blocks that are wanted whole are read straight into place."""
+        if start + len(out) > self._entry.size:
             raise self._damaged("it is truncated")
-        return data
+        while len(out):
+            index, skip = divmod(start, self._block_bytes)
+            size = min(self._block_bytes, self._entry.size - index * self._block_bytes)
+            part = out[: size - skip]
+            if len(part) == size:
+                self._read_block(index, part)
+            else:
+                if self._kept[0] != index:
+                    block = bytearray(size)
+                    self._read_block(index, memoryview(block))
+                    self._kept = (index, block)
+                part[:] = memoryview(self._kept[1])[skip : skip + len(part)]
+            start += len(part)
+            out = out[len(part) :]
 
-    def _block(self, index: int) -> bytes:
-        if self._kept[0] == index:
-            return self._kept[1]
+    def _read_block(self, index: int, out: memoryview) -> None:
+        """A whole block, compared with its digest."""
         self._file.seek(index * self._block_bytes)
-        want = min(self._block_bytes, self._entry.size - index * self._block_bytes)
-        data = self._file.read(max(0, want))
-        while len(data) < want and (more := self._file.read(want - len(data))):
-            data += more
-        self.bytes_read += len(data)
+        filled = 0
+        while filled < len(out) and (count := self._file.readinto(out[filled:])):
+            filled += count
+        self.bytes_read += filled
         digest = self._digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
-        if block_digest(data) != digest:
+        if filled < len(out) or block_digest(out) != digest:
             raise self._damaged(f"the bytes from {index * self._block_bytes} on do not match their checksum")
-        self._kept = (index, data)
-        return data
 
     def _damaged(self, what: str) -> CheckpointError:
         return CheckpointError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from ds_hydra.checkpoint.format import (
     SavedParam,
     SavedScalar,
     owners,
+    rank_file,
 )
 from ds_hydra.checkpoint.shard_file import ShardReader, Source
 from ds_hydra.masters import ModelMasters
@@ -158,8 +160,8 @@ class LoadedTensors:
 class RangeReader:
     """Reads intervals of parameters from the files of any number of ranks, opening only those that hold them."""
 
-    def __init__(self, manifest: Manifest, open_rank: Callable[[int], ShardReader]):
-        self._manifest, self._open = manifest, open_rank
+    def __init__(self, manifest: Manifest, folder: Path):
+        self._manifest, self._folder = manifest, folder
         self._readers: dict[int, ShardReader] = {}
         self._places: dict[str, tuple[SavedBucket, SavedParam, int]] = {}
         for bucket in manifest.buckets:
@@ -181,7 +183,10 @@ class RangeReader:
     def file(self, rank: int) -> ShardReader:
         """The reader of a rank's file."""
         if rank not in self._readers:
-            self._readers[rank] = self._open(rank)
+            entry = self._manifest.files[rank]
+            self._readers[rank] = ShardReader(
+                self._folder / rank_file(rank), entry, self._manifest.block_bytes, self._manifest.save_id
+            )
         return self._readers[rank]
 
     def has(self, name: str) -> bool:
@@ -192,21 +197,29 @@ class RangeReader:
         """Whether a parameter was trained, and so has optimizer state."""
         return self._places[name][0].trainable
 
-    def read(self, param: SavedParam, key: str, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of a parameter or of its state, in the flat order of `param`."""
+    def dtype(self, name: str, key: str) -> torch.dtype:
+        """Type that a parameter, or its state, was saved in."""
+        bucket, saved, at = self._places[name]
+        found = owners(bucket.numel, self._manifest.num_ranks, at, at + saved.numel)
+        return self.file(found[0][0]).dtype(f"{bucket.name}/{key}") if found else torch.float32
+
+    def read_all(self, param: SavedParam, key: str) -> Tensor:
+        """A whole parameter or its state, in the flat order of `param`."""
+        out = torch.empty(param.numel, dtype=self.dtype(param.name, key))
+        self.read(param, key, 0, out)
+        return out
+
+    def read(self, param: SavedParam, key: str, start: int, out: Tensor) -> None:
+        """Fill `out` with the elements of a parameter or of its state from `start` on, in the flat order of `param`."""
         bucket, saved, at = self._places[param.name]
         if (saved.dim, saved.parts) != (param.dim, param.parts):  # another flat order: it must be turned as a whole
-            whole = self._range(bucket, key, at, at + saved.numel)
-            value = from_flat(whole, saved.shape, saved.dim, saved.parts)
-            return to_flat(value, param.dim, param.parts)[start:stop]
-        return self._range(bucket, key, at + start, at + stop)
-
-    def _range(self, bucket: SavedBucket, key: str, start: int, stop: int) -> Tensor:
-        parts = [
-            self.file(rank).read(f"{bucket.name}/{key}", first, last)
-            for rank, first, last in owners(bucket.numel, self._manifest.num_ranks, start, stop)
-        ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+            value = from_flat(self.read_all(saved, key), saved.shape, saved.dim, saved.parts)
+            out.copy_(to_flat(value, param.dim, param.parts)[start : start + out.numel()])
+            return
+        begin, filled = at + start, 0
+        for rank, first, last in owners(bucket.numel, self._manifest.num_ranks, begin, begin + out.numel()):
+            self.file(rank).read(f"{bucket.name}/{key}", first, out[filled : filled + last - first])
+            filled += last - first
 
 
 def check_params(masters: ModelMasters, reader: RangeReader, manifest: Manifest, place: str) -> None:
@@ -249,14 +262,20 @@ def read_tensors(
 
 
 def _assemble(reader: RangeReader, mine: Sequence[tuple[SavedParam, int, int]], key: str) -> Tensor:
-    parts = []
+    """One rank's share of a bucket, in one tensor; zeros where there was no such state."""
+    saved = [param.name for param, _, _ in mine if key == "master" or reader.trained(param.name)]
+    dtype = reader.dtype(saved[0], key) if saved else torch.float32
+    whole = torch.empty(sum(stop - start for _, start, stop in mine), dtype=dtype)
+    at = 0
     for param, start, stop in mine:
-        if key != "master" and not reader.trained(param.name):
-            logger.warning("%s was frozen when it was saved: its optimizer state %s begins at zero", param.name, key)
-            parts.append(torch.zeros(stop - start))
+        part = whole[at : at + stop - start]
+        if param.name in saved:
+            reader.read(param, key, start, part)
         else:
-            parts.append(reader.read(param, key, start, stop))
-    return torch.cat(parts) if parts else torch.empty(0)
+            logger.warning("%s was frozen when it was saved: its optimizer state %s begins at zero", param.name, key)
+            part.zero_()
+        at += stop - start
+    return whole
 
 
 def install_masters(loaded: LoadedTensors) -> None:
@@ -285,7 +304,7 @@ def install_optimizer(
         for key, scalar in saved.scalars.items():
             state[key] = _scalar(scalar, group, span.param)
         for key, values in loaded.states.items():
-            state[key] = values[span.bucket][span.start : span.stop].to(span.param.device, copy=True)
+            state[key] = values[span.bucket][span.start : span.stop].to(span.param.device)
         if state:
             optimizer.state[span.param] = state
         else:

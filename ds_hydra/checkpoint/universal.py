@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from ds_hydra.checkpoint.format import (
     check_tag,
     rank_file,
 )
-from ds_hydra.checkpoint.shard_file import ShardReader, Source, write_shard
+from ds_hydra.checkpoint.shard_file import Source, write_shard
 from ds_hydra.checkpoint.state import RangeReader
 from ds_hydra.pipe.stage import from_flat
 from ds_hydra.zero_hetero.errors import CheckpointError
@@ -56,11 +56,11 @@ def to_universal(folder: Path, tag: str | None, target: Path, target_tag: str | 
         raise CheckpointError(f"{out} exists already: remove it or choose another tag")
     zero = out / "zero"
     zero.mkdir(parents=True)
-    reader = RangeReader(manifest, _opener(manifest, folder / found))
+    reader = RangeReader(manifest, folder / found)
     frozen: dict[str, Tensor] = {}
     for bucket in manifest.buckets:
         for param in bucket.params:
-            whole = reader.read(param, "master", 0, param.numel)
+            whole = reader.read_all(param, "master")
             value = from_flat(whole, param.shape, param.dim, param.parts).clone()
             if not bucket.trainable:
                 frozen[param.name] = value
@@ -69,7 +69,7 @@ def to_universal(folder: Path, tag: str | None, target: Path, target_tag: str | 
             place.mkdir()
             torch.save({"param": value, "cat_dim": 0}, place / "fp32.pt")
             for key in manifest.states:
-                flat = reader.read(param, key, 0, param.numel)
+                flat = reader.read_all(param, key)
                 state = from_flat(flat, param.shape, param.dim, param.parts).clone()
                 torch.save({"param": state, "cat_dim": 0}, place / f"{key}.pt")
             step = next((group.scalars["step"] for group in manifest.groups if "step" in group.scalars), None)
@@ -157,13 +157,6 @@ def from_universal(source: Path, target: Path, tag: str, *, step: int | None = N
     )
     folders.write_durably(temporary / MANIFEST, manifest.to_json())
     return folders.publish(temporary, tag, latest=True)
-
-
-def _opener(manifest: Manifest, place: Path) -> Callable[[int], ShardReader]:
-    def open_rank(rank: int) -> ShardReader:
-        return ShardReader(place / rank_file(rank), manifest.files[rank], manifest.block_bytes, manifest.save_id)
-
-    return open_rank
 
 
 def _number(scalar: SavedScalar) -> Any:

@@ -45,6 +45,7 @@ class Writer:
         self._meeting = meeting
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._host: dict[str, torch.Tensor] = {}  # what the last save in the background was copied to
         self.seconds = 0.0  # that the last save took, its last rename included
 
     def save(self, saving: Saving) -> None:
@@ -55,10 +56,12 @@ class Writer:
     def start(self, saving: Saving) -> None:
         """Copy the tensors to host memory and save in the background; first waits for the save before.
 
-        Raises CheckpointError, on all ranks, if that one failed.
+        That memory is kept for the next time: fresh (or pinned) memory takes longer to get than to fill. Raises
+        CheckpointError, on all ranks, if the save before failed.
         """
         self.wait()
-        held = {name: _held(source) for name, source in saving.tensors.items()}
+        self._host = {name: _copied(source, self._host.get(name)) for name, source in saving.tensors.items()}
+        held = {name: Source.of(value) for name, value in self._host.items()}
         self._thread = threading.Thread(
             target=self._run, args=(replace(saving, tensors=held),), name="checkpoint", daemon=True
         )
@@ -140,13 +143,12 @@ def _group(record: dict) -> SavedGroup:
     return SavedGroup(record["options"], {key: SavedScalar(**scalar) for key, scalar in record["scalars"].items()})
 
 
-def _held(source: Source) -> Source:
-    """The tensor's values now, in host memory of their own."""
+def _copied(source: Source, host: torch.Tensor | None) -> torch.Tensor:
+    """The tensor's values now, in host memory of their own: `host` if it fits."""
     value = source.fetch().detach()
-    if value.device.type == "cpu":
-        return Source.of(value.clone())
-    host = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.device.type == "cuda")
-    return Source.of(host.copy_(value))
+    if host is None or (host.shape, host.dtype) != (value.shape, value.dtype):
+        host = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.device.type == "cuda")
+    return host.copy_(value)
 
 
 def _attempt(action: Callable[[], object]) -> Exception | None:

@@ -175,9 +175,9 @@ def test_what_cannot_be_written_leaves_what_was_saved(tmp_path: Path, monkeypatc
 
 
 def test_saving_in_the_background_is_saving(tmp_path: Path) -> None:
-    """Training goes on while files are written; what is saved is the state at the call."""
+    """Training goes on while files are written; what is saved is the state at the call, also the second time."""
 
-    def run(rank: int) -> tuple[bool, dict[str, Tensor], dict[str, Tensor]]:
+    def run(rank: int) -> tuple[bool, list[dict[str, Tensor]], list[dict[str, Tensor]]]:
         from ds_hydra.checkpoint import write
 
         go = threading.Event()
@@ -185,21 +185,49 @@ def test_saving_in_the_background_is_saving(tmp_path: Path) -> None:
         write.write_shard = lambda *args: (go.wait(30), original(*args))[1]
         engine = small_engine(rank, checkpoint={"dir": str(tmp_path), "asynchronous": True})
         engine.train_batch()
-        state = whole_state(engine)
+        states = [whole_state(engine)]
         engine.save_checkpoint(tmp_path)
         engine.train_batch()
+        states.append(whole_state(engine))
         busy = engine._checkpoints.writer.busy
         go.set()
         engine.save_checkpoint(tmp_path)
         engine.destroy()
-        other = small_engine(rank)
-        other.load_checkpoint(tmp_path, "global_step1")
-        return busy, state, whole_state(other)
+        other, loaded = small_engine(rank), []
+        for tag in ("global_step1", "global_step2"):
+            other.load_checkpoint(tmp_path, tag)
+            loaded.append(whole_state(other))
+        return busy, states, loaded
 
-    for busy, state, loaded in run_ranks(run, 2):
+    for busy, states, loaded in run_ranks(run, 2):
         assert busy
-        assert same(state, loaded)
+        assert all(map(same, states, loaded))
     assert [tag for _, tag in complete_tags(tmp_path)] == ["global_step2", "global_step1"]
+
+
+def test_what_was_frozen_begins_without_moments(tmp_path: Path) -> None:
+    """A checkpoint of a partly frozen model goes on with all of it trained, in other buckets."""
+
+    def run(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+        model = small_model()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(".layers.1." not in name)
+        engine = small_engine(rank, model)
+        engine.train_batch()
+        engine.save_checkpoint(tmp_path)
+        before, frozen = whole_state(engine), engine._masters.frozen.gather_full(engine._links)
+        engine.destroy()
+        other = small_engine(rank)
+        other.train_batch()
+        other.load_checkpoint(tmp_path)
+        return frozen, before, whole_state(other)
+
+    for frozen, before, after in run_ranks(run, 2):
+        assert frozen
+        assert all(torch.equal(after[name], value) for name, value in before.items())
+        for name, value in frozen.items():
+            assert torch.equal(after[f"{name}/master"], value)
+            assert not any(after[f"{name}/{key}"].any() for key in ("exp_avg", "exp_avg_sq"))
 
 
 def test_a_failed_save_in_the_background_is_raised_by_the_next(tmp_path: Path) -> None:
