@@ -98,6 +98,7 @@ def compare(rank: int, folder: str, hidden: int, rounds: int) -> dict[str, list[
     import torch.distributed as dist
 
     from ds_hydra.checkpoint.format import rank_file
+    from ds_hydra.checkpoint.shard_file import begin_writing
 
     mine, other = ours(rank, hidden, checkpoint={"dir": folder, "resume": False}), theirs(rank, hidden)
     in_turn = mine.hydra_config
@@ -139,24 +140,26 @@ def compare(rank: int, folder: str, hidden: int, rounds: int) -> dict[str, list[
         chunk = memoryview(os.urandom(2**23))
         with Path(place, str(rank)).open("wb", buffering=0) as file:
             while size:
-                size -= file.write(chunk[:size])
+                count = file.write(chunk[:size])
+                begin_writing(file.fileno(), file.tell() - count, count)
+                size -= count
             os.fsync(file.fileno())
 
     for _ in range(rounds):
         place = fresh("ours")
         timed("ours", lambda place=place: mine.save_checkpoint(place, "t"))
+        timed("ours, load", lambda place=place: mine.load_checkpoint(place))
         place = fresh("theirs")
         timed("DeepSpeed", lambda place=place: other.save_checkpoint(place, tag="t"))
         place = fresh("theirs")
         timed("DeepSpeed, synchronized", lambda place=place: save_and_sync(place))
+        timed("DeepSpeed, load", lambda place=place: other.load_checkpoint(place, tag="t"))
         place = fresh("background")
         timed("ours, held up in the background", lambda place=place: save_in_background(place))
         mine.wait_for_checkpoint()
         size = Path(folder, "ours", "t", rank_file(rank)).stat().st_size
         place = fresh("plain")
         timed("as many plain bytes", lambda place=place, size=size: write_plainly(place, size))
-        timed("ours, load", lambda: mine.load_checkpoint(f"{folder}/ours"))
-        timed("DeepSpeed, load", lambda: other.load_checkpoint(f"{folder}/theirs", tag="t"))
     figures["bytes"] = [_size(f"{folder}/ours"), _size(f"{folder}/theirs")]
     figures["parameters"] = [float(sum(bucket.numel for bucket in mine._masters.buckets))]
     mine.destroy()
