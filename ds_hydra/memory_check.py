@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -59,8 +60,6 @@ def rank_memory(device: torch.device, ranks_per_node: int) -> float:
     """Bytes that one rank may use: of its GPU, or its share of the node's memory."""
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
-    import os
-
     pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     return float(pages * size) / max(1, ranks_per_node)
 
@@ -100,10 +99,11 @@ def check_memory(
     for index, strategy in enumerate(strategies):
         for scheme in dict.fromkeys(strategy):
             needs = memory.fullest(scheme, 1)
-            if needs.states > memory.capacity:
+            least = needs.total(1)
+            if least > memory.capacity:
                 lines.append(
                     f"hydra.strategies[{index}] {format_strategy(strategy)!r}: stage {needs.stage} of {scheme} needs "
-                    f"{gibibytes(needs.states)} for its model states, {gibibytes(needs.states - memory.capacity)} more "
+                    f"{gibibytes(least)} for its model states and one token, {gibibytes(least - memory.capacity)} more "
                     f"than the {gibibytes(memory.capacity)} that a rank may use"
                 )
     if lines:

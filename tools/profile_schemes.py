@@ -31,12 +31,13 @@ import torch.distributed as dist
 from ds_hydra.candidates import feasible_schemes
 from ds_hydra.config import parse_config, read_config
 from ds_hydra.cost_model import CostTable
+from ds_hydra.memory_check import rank_memory
 from ds_hydra.memory_model import Activations, JobMemory, activations_from_record, activations_record
 from ds_hydra.pipe.causal_lm import CausalLM
 from ds_hydra.pipe.strategy import ParallelScheme, parse_strategy
 from ds_hydra.profiling.fit import Point
 from ds_hydra.profiling.hollow import hollow_source
-from ds_hydra.profiling.job_print import describe_job, device_memory
+from ds_hydra.profiling.job_print import describe_job
 from ds_hydra.profiling.ladder import Rung, make_ladder
 from ds_hydra.profiling.link_timer import time_links
 from ds_hydra.profiling.links import Links, links_from_record, read_links
@@ -358,7 +359,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 130
         if dist.is_initialized() and dist.get_rank() != 0:
             return 0
-        device_bytes = args.device_memory * 2**30 if args.device_memory else device_memory(request.device)
+        here = rank_memory(request.device, os.cpu_count() or 1)  # of a CPU: a rank for each core
+        device_bytes = args.device_memory * 2**30 if args.device_memory else here
         made = session.table(device_bytes)
         (old.merged(made) if old else made).save(args.out)
         session.partial.unlink(missing_ok=True)

@@ -49,16 +49,6 @@ def attention_name(source: ModelSource, device: torch.device, dtype: torch.dtype
     return choose_backend(probe, probe, softcap).__name__
 
 
-def device_memory(device: torch.device) -> float:
-    """Bytes of one rank: of the GPU, or of the machine's memory over its cores."""
-    if device.type == "cuda":
-        return float(torch.cuda.get_device_properties(device).total_memory)
-    import os
-
-    pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-    return float(pages * size) / max(1, os.cpu_count() or 1)
-
-
 def _versions() -> tuple[tuple[str, str], ...]:
     from importlib.metadata import PackageNotFoundError, version
 

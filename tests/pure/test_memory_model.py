@@ -115,6 +115,9 @@ def test_jobs_that_do_not_fit_are_refused_with_numbers_and_keys() -> None:
     with pytest.raises(ConfigError, match=r"sequence 3 has 5000 tokens .* more than 4096 .*hydra\.context_length"):
         check_memory(table, job(), strategies, 5000, "sequence 3 has")
     check_memory(table, job(), strategies, 4096, "sequence 3 has")
+    states_only = job(8, device=job().fullest(ParallelScheme(), 1).states / job().capacity * GIB)
+    with pytest.raises(ConfigError, match=r"hydra\.strategies\[0\].*stage 0 of tp1 .*and one token"):
+        check_memory(within_memory(table, states_only), states_only, strategies, 100, "sequence 3 has")
     small = within_memory(table, job(8, device=40 * 2**20))
     assert 1 <= small[ParallelScheme()].max_length < 4096
     with pytest.raises(ConfigError, match="no scheme fits"):
