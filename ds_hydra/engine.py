@@ -275,7 +275,7 @@ class HydraEngine(CheckpointFace, HostEngine):
             )
             self._runtimes[plan.strategy] = StrategyRuntime(
                 strategy, self._source, self._masters, self._arena, self._groups,
-                self._rank, self._links, self._edges, self._pool, self.device,
+                self._rank, self._node_size(), self._links, self._edges, self._pool, self.device,
             )  # fmt: skip
         return self._runtimes[plan.strategy]
 

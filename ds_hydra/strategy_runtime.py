@@ -19,7 +19,9 @@ from ds_hydra.zero_hetero.layout import even_layout
 from ds_hydra.zero_hetero.link import Link
 from ds_hydra.zero_hetero.pull_buffers import PullBuffers
 from ds_hydra.zero_hetero.push_buckets import PushBucket, PushBuckets
-from ds_hydra.zero_hetero.transfer_plan import TransferPlan, plan_transfer
+from ds_hydra.zero_hetero.relay_link import RelayLink
+from ds_hydra.zero_hetero.relay_plan import plan_relay
+from ds_hydra.zero_hetero.transfer_plan import plan_transfer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,7 +32,6 @@ if TYPE_CHECKING:
     from ds_hydra.pipe.packing import MicroBatch
     from ds_hydra.pipe.strategy import Stage, Strategy
     from ds_hydra.zero_hetero.buffer_pool import BufferPool
-    from ds_hydra.zero_hetero.layout import Layout
     from ds_hydra.zero_hetero.transport import Transport
 
 _PULL_TAG, _PUSH_TAG = 1 << 21, 1 << 22
@@ -72,10 +73,8 @@ def _stage(strategy: Strategy, rank: int) -> Stage:
     return strategy.pipelines[pipeline].stages[stage]
 
 
-@lru_cache(maxsize=1024)
-def _transfer(src: Layout, dst: Layout) -> TransferPlan:
-    """Layers of one stage have equal layouts, so a strategy needs a few plans, not one per layer."""
-    return plan_transfer(src, dst)
+# Layers of one stage have equal layouts, so a strategy needs a few plans, not one per layer.
+_transfer, _relay = lru_cache(maxsize=1024)(plan_transfer), lru_cache(maxsize=1024)(plan_relay)
 
 
 class StrategyRuntime:
@@ -89,6 +88,7 @@ class StrategyRuntime:
         arena: Arena,
         groups: GroupCache,
         rank: int,
+        node_size: int,
         links: Transport,
         edges: Transport,
         pool: BufferPool,
@@ -114,16 +114,27 @@ class StrategyRuntime:
         self.module = source.build(self.place, device, dtype)
         self._bucket_of: dict[str, int] = {}
         self._num_grads = 0
-        self._link(source.plan, masters, rank, links, pool)
+        self._link(source.plan, masters, rank, node_size, links, pool)
         self.module.before_use = self._before_use
         last = stage.last_layer
         widths = (source.width(stage.first_layer), 0 if self.place.is_last else source.width(last))
         self.stage_runtime = StageRuntime(self.module, pipeline, rank, edges, widths, device, dtype)
         self.exposed_pull_s = self.exposed_push_s = self.run_s = 0.0
 
-    def _link(self, plan: ModelPlan, masters: ModelMasters, rank: int, transport: Transport, pool: BufferPool) -> None:
-        """Cut the arena into buckets, make parameters their views, and plan the pulls and pushes."""
-        pull_links: list[Link] = []
+    def _link(
+        self,
+        plan: ModelPlan,
+        masters: ModelMasters,
+        rank: int,
+        node_size: int,
+        transport: Transport,
+        pool: BufferPool,
+    ) -> None:
+        """Cut the arena into buckets, make parameters their views, and plan the pulls and pushes.
+
+        Between nodes pulls are relayed. Pushes are not: a relay would need a second buffer of all gradients.
+        """
+        pull_links: list[Link | RelayLink] = []
         buffers: list[Tensor] = []
         pushes: list[PushBucket] = []
         start = 0
@@ -132,8 +143,11 @@ class StrategyRuntime:
             size = sum(slot.numel for slot in slots)
             buffer = self._arena.params[start : start + size]
             master = even_layout(bucket.numel, self.strategy.num_ranks)
-            pull = _transfer(master, plan.pull_layout(bucket, self.strategy))
-            pull_links.append(Link(pull, rank, transport, buffers=pool))
+            layout = plan.pull_layout(bucket, self.strategy)
+            if 1 < node_size < self.strategy.num_ranks:
+                pull_links.append(RelayLink(_relay(master, layout, node_size), rank, transport, buffers=pool))
+            else:
+                pull_links.append(Link(_transfer(master, layout), rank, transport, buffers=pool))
             buffers.append(buffer)
             start += size
             self._bucket_of |= {slot.param.name: index for slot in slots}
@@ -164,6 +178,14 @@ class StrategyRuntime:
                 installed.append(parameter)
         return installed
 
+    def _before_last_backward(self) -> None:
+        self._finish_pulls()  # the pushes that start now use the pulls' scratch memory again
+        self.pushes.arm()
+
+    def _finish_pulls(self) -> None:
+        with self._timed("exposed_pull_s"):
+            self.pulls.finish()
+
     def _before_use(self, name: str) -> None:
         bucket = self._bucket_of[name]
         with self._timed("exposed_pull_s"):
@@ -177,10 +199,9 @@ class StrategyRuntime:
             self.pulls.start()
         began = time.perf_counter()
         steps = one_f_one_b(len(batches), self.num_stages, self.stage_index)
-        loss = self.stage_runtime.run(steps, batches, self.pushes.arm)
+        loss = self.stage_runtime.run(steps, batches, self._before_last_backward)
         self.run_s = time.perf_counter() - began
-        with self._timed("exposed_pull_s"):
-            self.pulls.finish()
+        self._finish_pulls()
         with self._timed("exposed_push_s"):
             self.pushes.finish()
         return loss

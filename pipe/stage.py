@@ -47,7 +47,8 @@ class StageModule:
 
     def install(self, slot: Slot, buffer: Tensor) -> nn.Parameter:
         """Make one parameter a view of its bucket's local buffer; returns it (the same object every step)."""
-        view = shard_view(slot, buffer)
+        # `.data` has a version of its own: buckets arrive while tensors of earlier ones are kept for the backward.
+        view = shard_view(slot, buffer).data
         parameter = self.parameters.get(slot.param.name)
         if parameter is None:
             parameter = nn.Parameter(view, requires_grad=slot.param.trainable)

@@ -45,6 +45,7 @@ class Case:
     frozen: tuple[str, ...] = ()  # words in the names of parameters that are not trained
     # (tp, sp, number of layers) of every stage of every pipeline, in place of the uniform ones of strategies[0]
     stages: tuple[tuple[tuple[int, int, int], ...], ...] = ()
+    node_size: int | None = None  # ranks of a node, as if there were several nodes
     quick: bool = False  # runs in every test run, and under --quick
 
     @property
@@ -142,6 +143,10 @@ def _options() -> Iterator[Case]:
         base, name="stages of different size", family="gemma2", strategies=("tp2pp3 + sp2",),
         stages=(((1, 1, 1), (4, 1, 2), (1, 1, 1)), ((1, 2, 4),)),
     )  # fmt: skip
+    yield replace(base, name="nodes of 2 ranks", node_size=2, quick=True)
+    yield replace(base, name="nodes of 2 ranks bf16", node_size=2, dtype=BFLOAT16)
+    yield replace(base, name="nodes of 3 and 1 ranks, tied", family="gemma2", node_size=3)
+    yield replace(base, name="8 ranks on 2 nodes", strategies=CHANGING_8, node_size=4, quick=True)
 
 
 CASES: tuple[Case, ...] = (*_fixed(), *_families(), *_options())

@@ -118,6 +118,7 @@ def config_of(case: Case) -> dict[str, Any]:
             "choose": "cycle",
             "loss_norm": case.loss_norm,
             "activation_checkpointing": case.activation_checkpointing,
+            "node_size": case.node_size,
             "timeout_seconds": 60,
             "steps_file": None,
             "planner": {"ahead": 0},

@@ -14,13 +14,16 @@ class BufferPool:
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A tensor of at least `numel` elements with arbitrary contents, the caller's until given back."""
-        fitting = [
+        alike = [
             (buffer.numel(), index)
             for index, buffer in enumerate(self.idle)
-            if buffer.dtype == dtype and buffer.device == device and buffer.numel() >= numel
+            if buffer.dtype == dtype and buffer.device == device
         ]
+        fitting = [found for found in alike if found[0] >= numel]
         if fitting:
             return self.idle.pop(min(fitting)[1])
+        if alike:  # one that is too small makes room for this one
+            self.idle.pop(max(alike)[1])
         return torch.empty(numel, dtype=dtype, device=device)
 
     def give(self, buffer: Tensor) -> None:

@@ -1,7 +1,7 @@
 """Sums over the bits of slices: what a rank has sent against what the other one holds.
 
 [Note: checksum] Element p of a message counts as its bits, an integer, times an odd number that grows with p and with
-the bucket; sums wrap at 2^64. An odd number times a difference below 2^64 is not 0, so one wrong element in
+the move; sums wrap at 2^64. An odd number times a difference below 2^64 is not 0, so one wrong element in
 a message is always seen; the differences of several could cancel.
 """
 
@@ -16,18 +16,18 @@ from ds_hydra.zero_hetero.link import Link, Part
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _BLOCK = 1 << 20  # elements that are widened to 64 bits at a time
-_BUCKET_SHIFT = 40
+_MOVE_SHIFT = 40
 
 
-def link_checksums(links: Sequence[Link], sources: Sequence[Tensor], targets: Sequence[Tensor], ranks: int) -> Tensor:
+def link_checksums(moves: Sequence[tuple[Link, Tensor, Tensor]], ranks: int) -> Tensor:
     """int64 of shape (2, ranks) on CPU: of all that this rank sent to each rank, and of what it holds from each.
 
-    `links[b]` has pulled bucket b from `sources[b]` into `targets[b]`, flat and as they were on the wire. The sum of
-    what rank i sent to j equals that of what j holds from i, unless something was changed on the way or afterwards.
+    Each of `moves`, (link, source, target), was a pull between flat tensors as they were on the wire. The sum of what
+    rank i sent to j equals that of what j holds from i, unless something was changed on the way or afterwards.
     """
-    totals = torch.zeros(2, ranks, dtype=torch.int64, device=targets[0].device)
-    for bucket, (link, source, target) in enumerate(zip(links, sources, targets, strict=True)):
-        base = bucket << _BUCKET_SHIFT
+    totals = torch.zeros(2, ranks, dtype=torch.int64, device=moves[0][2].device)
+    for index, (link, source, target) in enumerate(moves):
+        base = index << _MOVE_SHIFT
         for envelope in link.sends:
             totals[0, envelope.peer] += _checksum(source, envelope.parts, base)
         for envelope in link.recvs:

@@ -113,7 +113,11 @@ class Link:
         if src.dtype != dst.dtype:
             raise PlanError(f"rank {self.rank} pulls {src.dtype} into {dst.dtype}; cast the source first")
         scratch = _Scratch(self.buffers, src.dtype, src.device)
-        sends = [(envelope.peer, _packed(envelope, src, scratch)) for envelope in self.sends]
+        packed: dict[tuple[Part, ...], Tensor] = {}  # what several peers get is packed once
+        for envelope in self.sends:
+            if envelope.parts not in packed:
+                packed[envelope.parts] = _packed(envelope, src, scratch)
+        sends = [(envelope.peer, packed[envelope.parts]) for envelope in self.sends]
         recvs = [(envelope.peer, _landing(envelope, dst, scratch)) for envelope in self.recvs]
         work = self.transport.exchange(sends, recvs, tag)
         in_place = src.data_ptr() == dst.data_ptr()

@@ -63,12 +63,14 @@ class PullBuffers:
 
     def checksums(self, num_ranks: int) -> Tensor:
         """`link_checksums` of the pulls that have finished, as long as neither shards nor buffers have changed."""
-        links = [link for link in self.links if isinstance(link, Link)]
-        wires = [
-            shard.detach() if shard.dtype == buffer.dtype else self._casts[index]
-            for index, (shard, buffer) in enumerate(zip(self.shards, self.buffers, strict=True))
-        ]
-        return link_checksums(links, wires, self.buffers, num_ranks)
+        moves: list[tuple[Link, Tensor, Tensor]] = []
+        for index, (link, shard, buffer) in enumerate(zip(self.links, self.shards, self.buffers, strict=True)):
+            wire = shard.detach() if shard.dtype == buffer.dtype else self._casts[index]
+            if isinstance(link, RelayLink):  # what it passes on lies in the buffer
+                moves += [(link.first, wire, buffer), (link.second, buffer, buffer)]
+            else:
+                moves.append((link, wire, buffer))
+        return link_checksums(moves, num_ranks)
 
     def _cast(self, index: int) -> Tensor:
         """The shard in the compute dtype; the buffer for it is kept from step to step."""

@@ -8,7 +8,7 @@ push is both hops transposed: a node adds up its contributions first, so that on
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -55,6 +55,11 @@ class _Atom(NamedTuple):
     wanters: tuple[_Wanter, ...]
     owned: bool
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The wanters' ranks."""
+        return tuple(rank for rank, _ in self.wanters)
+
 
 def plan_relay(src: Layout, dst: Layout, node_size: int) -> RelayPlan:
     """Deliver `dst` from `src` as `plan_transfer` does, with each element entering a node at most once.
@@ -67,12 +72,12 @@ def plan_relay(src: Layout, dst: Layout, node_size: int) -> RelayPlan:
     arriving: list[list[Piece]] = [[] for _ in dst.pieces]
     spread: list[tuple[int, int, Slice]] = []  # (src, dst, slice)
     for first_rank in range(0, dst.num_ranks, node_size):
-        for atom in _joined(_atoms(src, dst, range(first_rank, min(first_rank + node_size, dst.num_ranks)))):
-            for relay, start, length in _arrivals(atom):
-                at = relay.offset + start
-                arriving[relay.rank].append(Piece(atom.start + start, atom.start + start + length, at))
-                readers = (relay,) if atom.owned else atom.wanters
-                spread += [(relay.rank, reader.rank, Slice(at, reader.offset + start, length)) for reader in readers]
+        node = range(first_rank, min(first_rank + node_size, dst.num_ranks))
+        for atom, relay, start, length in _arrivals(tuple(_joined(_atoms(src, dst, node)))):
+            at = relay.offset + start
+            arriving[relay.rank].append(Piece(atom.start + start, atom.start + start + length, at))
+            readers = (relay,) if atom.owned else atom.wanters
+            spread += [(relay.rank, reader.rank, Slice(at, reader.offset + start, length)) for reader in readers]
     entered = Layout(dst.numel, tuple(map(tuple, arriving)), dst.sizes)
     rows = np.array([(src_rank, dst_rank, *piece) for src_rank, dst_rank, piece in spread], dtype=np.int64)
     return RelayPlan(
@@ -81,16 +86,28 @@ def plan_relay(src: Layout, dst: Layout, node_size: int) -> RelayPlan:
     )
 
 
-def _arrivals(atom: _Atom) -> Iterator[tuple[_Wanter, int, int]]:
-    """Who receives what of an atom in the first hop, as (rank, start in the atom, length)."""
-    length = atom.stop - atom.start
-    for index, wanter in enumerate(atom.wanters):
+def _arrivals(atoms: Sequence[_Atom]) -> Iterator[tuple[_Atom, _Wanter, int, int]]:
+    """Who receives what of each atom in the first hop, as (atom, receiver, start in the atom, length).
+
+    All that the same ranks want is cut once for each of them, so that what a rank passes on is one interval, or few:
+    it leaves and arrives without packing.
+    """
+    totals: dict[tuple[int, ...], int] = {}
+    for atom in atoms:
+        if not atom.owned:
+            totals[atom.ranks] = totals.get(atom.ranks, 0) + atom.stop - atom.start
+    before = dict.fromkeys(totals, 0)  # of what these ranks want, in the atoms so far
+    for atom in atoms:
+        length = atom.stop - atom.start
         if atom.owned:
-            yield wanter, 0, length
+            yield from ((atom, wanter, 0, length) for wanter in atom.wanters)
             continue
-        start, stop = (length * cut // len(atom.wanters) for cut in (index, index + 1))
-        if start < stop:
-            yield wanter, start, stop - start
+        begin, total, count = before[atom.ranks], totals[atom.ranks], len(atom.wanters)
+        before[atom.ranks] += length
+        for index, wanter in enumerate(atom.wanters):
+            start, stop = (min(max(total * cut // count - begin, 0), length) for cut in (index, index + 1))
+            if start < stop:
+                yield atom, wanter, start, stop - start
 
 
 def _joined(atoms: Iterator[_Atom]) -> Iterator[_Atom]:

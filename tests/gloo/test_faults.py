@@ -110,12 +110,15 @@ def test_a_loss_that_is_not_finite_skips_the_step_everywhere() -> None:
     assert "sequences" in results[0][3][0]
 
 
-@pytest.mark.parametrize(("bucket", "bf16"), [(0, False), (2, True), (-1, False)])
-def test_a_changed_bit_in_a_parameter_is_noticed_before_the_update(bucket: int, bf16: bool) -> None:
+@pytest.mark.parametrize(
+    ("bucket", "bf16", "node_size"), [(0, False, 4), (2, True, 4), (-1, False, 4), (1, False, 2), (2, True, 3)]
+)
+def test_a_changed_bit_in_a_parameter_is_noticed_before_the_update(bucket: int, bf16: bool, node_size: int) -> None:
     """Strategies change; in step 3 one bit flips on rank 2 after its pull. Without a flip nothing is found."""
 
     def run(rank: int) -> tuple[int, str, bool]:
-        config = small_config(4, faults={"heartbeat_seconds": 0, "compare_every": 1})
+        faults = {"heartbeat_seconds": 0, "compare_every": 1}
+        config = small_config(4, faults=faults, node_size=node_size)
         engine = small_engine(rank, config=config | {"bf16": {"enabled": bf16}})
         for _ in range(2):
             engine.train_batch()

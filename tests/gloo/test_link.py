@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_hydra.zero_hetero.buffer_pool import BufferPool
 from ds_hydra.zero_hetero.errors import PlanError
 from ds_hydra.zero_hetero.layout import Layout, Piece, even_layout, layout_of_intervals
 from ds_hydra.zero_hetero.link import Handle, Link
@@ -269,3 +270,28 @@ def test_scratch_is_used_again() -> None:
         for handle in handles:
             handle.wait()
     assert [len(link.buffers.idle) for link in pulls + pushes] == [1, 1, 1, 1]
+
+
+def test_the_pool_keeps_as_many_buffers_as_were_out_at_once() -> None:
+    pool, cpu = BufferPool(), torch.device("cpu")
+    for sizes in ((3, 5), (4, 8), (7, 2), (9, 9)):
+        lent = [pool.take(size, torch.float32, cpu) for size in sizes]
+        assert all(buffer.numel() >= size for buffer, size in zip(lent, sizes, strict=True))
+        for buffer in lent:
+            pool.give(buffer)
+    assert sorted(buffer.numel() for buffer in pool.idle) == [9, 9]
+
+
+def test_what_several_ranks_get_is_packed_once() -> None:
+    """Rank 0 owns what ranks 1 and 2 want in two parts each."""
+    pieces = ((), *[(Piece(0, 2, 0), Piece(5, 8, 2))] * 2)
+    plan = plan_transfer(layout_of_intervals(8, [(0, 8), (0, 0), (0, 0)]), Layout(8, pieces, (0, 5, 5)))
+    post = Post()
+    links = [Link(plan, rank, InProcessTransport(post, rank)) for rank in range(3)]
+    local = [torch.zeros(size) for size in (0, 5, 5)]
+    sources = [torch.arange(8.0), torch.empty(0), torch.empty(0)]
+    handles = [link.pull(*buffers) for link, *buffers in zip(links, sources, local, strict=True)]
+    for handle in handles:
+        handle.wait()
+    assert [buffer.tolist() for buffer in local[1:]] == [[0.0, 1.0, 5.0, 6.0, 7.0]] * 2
+    assert [len(link.buffers.idle) for link in links] == [1, 0, 0]

@@ -89,3 +89,11 @@ def test_replicas_of_a_node_bring_in_equal_parts() -> None:
 def test_nodes_need_ranks() -> None:
     with pytest.raises(PlanError, match="node of 0 ranks"):
         plan_relay(even_layout(4, 2), even_layout(4, 2), 0)
+
+
+def test_a_rank_passes_on_one_interval_unless_its_node_s_own_part_lies_in_it() -> None:
+    """Seven nodes of four: of 144 elements that others own, each rank brings in 36 that follow each other."""
+    plan = plan_relay(even_layout(168, 28), layout_of_intervals(168, [(0, 168)] * 28), 4)
+    parts = {message.src: len(message.slices) for message in plan.second.messages if message.src != message.dst}
+    assert [rank for rank in range(28) if parts[rank] > 1] == [4, 9, 18, 23]
+    assert max(parts.values()) == 2
