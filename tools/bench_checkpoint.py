@@ -193,7 +193,7 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from tests.ranks import run_ranks
 
-    hidden, rounds, steps = (256, 3, 100) if options.quick else (1664, 9, 300)
+    hidden, rounds, steps = (256, 5, 300) if options.quick else (1664, 9, 300)
     hidden = options.hidden or hidden
     with tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_DIR")) as folder:
         figures = run_ranks(compare, NUM_RANKS, folder, hidden, rounds, timeout=900)[0]
