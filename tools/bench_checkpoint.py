@@ -5,9 +5,8 @@
     python -m tools.bench_checkpoint --quick
 
 Both save FP32 masters, both Adam moments and what training needs to go on. Ours is durable when it returns (every file
-and folder synchronized); DeepSpeed's is not, so it is also timed with a sync of its files. The aim holds against both,
-but no durable save is faster than the disk: where as many plain bytes, written and synchronized by as many processes,
-take longer than DeepSpeed's save that leaves them in memory, the aim is a tenth above the plain bytes.
+and folder synchronized); DeepSpeed's is not, so it is also timed with a sync of its files; the aim holds against both.
+No durable save is faster than the disk: as many plain bytes, written and synchronized by as many processes, show it.
 Also timed: how long a save in the background holds up training, loading, and steps with heartbeats and checks against
 without.
 """
@@ -29,7 +28,6 @@ from tools._figures import figures_parser, finish, print_table
 
 NUM_RANKS = 2
 COMPARE_EVERY = 50  # steps
-DISK_SLACK = 1.1  # of the time that plain bytes take
 
 
 def model(hidden: int) -> Any:
@@ -214,11 +212,8 @@ def main(arguments: list[str] | None = None) -> int:
     extra = [a - b for i, (a, b) in enumerate(pairs) if (i + 2) % COMPARE_EVERY == 0]
     step_ratio = plain + median(extra) / median(off) / COMPARE_EVERY
     missed = []
-    if raw_ratio > 1.0 and disk_ratio > DISK_SLACK:
-        missed.append(
-            f"a durable save takes {raw_ratio:.2f} of the time of DeepSpeed's, which is not durable, and "
-            f"{disk_ratio:.2f} of that of plain bytes"
-        )
+    if raw_ratio > 1.0:
+        missed.append(f"a durable save takes {raw_ratio:.2f} of the time of DeepSpeed's, which is not durable")
     if held_ratio > 1.0:
         missed.append(f"a save in the background holds training up for {held_ratio:.2f} of the time of DeepSpeed's")
     if time_ratio > 1.0:
