@@ -1,6 +1,6 @@
 """Time and size of a save, beside DeepSpeed's ZeRO stage 1 of the same model in the same run, turn by turn.
 
-    python -m tools.bench_checkpoint                # 171 million parameters on 2 ranks, 12 GB of memory
+    python -m tools.bench_checkpoint                # 171 million parameters on 2 ranks, 14 GB of memory
     python -m tools.bench_checkpoint --hidden 640   # 32 million
     python -m tools.bench_checkpoint --quick
 
