@@ -8,6 +8,7 @@ PACKAGES = {
     "ds_hydra": "ds_hydra",
     **{f"ds_hydra.{name}": f"ds_hydra/{name.replace('.', '/')}" for name in INSIDE},
     **LINKED,
+    **{f"{p}.{name}": f"{d}/{name.replace('.', '/')}" for p, d in LINKED.items() for name in find_packages(d)},
 }
 
 setup(packages=list(PACKAGES), package_dir=PACKAGES)

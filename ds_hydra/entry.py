@@ -6,8 +6,8 @@ import logging
 import os
 from typing import Any
 
-from ds_hydra.config import parse_config, read_config
-from ds_hydra.report import show_log
+from ds_hydra.config.hydra_block import parse_config, read_config
+from ds_hydra.report.log import show_log
 from ds_hydra.zero_hetero.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -70,12 +70,13 @@ def initialize(
         if collate_fn is not None:
             logger.info("collate_fn is not called: sequences are packed, not collated")
 
-    from ds_hydra.deepspeed_bridge import deepspeed_config, init_distributed
+    from ds_hydra.host.launch import init_distributed
+    from ds_hydra.host.settings import deepspeed_config
 
     deepspeed_config(parsed)  # refuse what DeepSpeed itself would, while there is nothing to take down
     init_distributed(parsed.hydra, port=distributed_port, required=dist_init_required)
 
-    from ds_hydra.engine import HydraEngine
+    from ds_hydra.engine.engine import HydraEngine
 
     engine = HydraEngine(
         parsed,

@@ -10,8 +10,8 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from ds_hydra.pipe.packing import split_tokens
-from ds_hydra.pipe.strategy import Stage
+from ds_hydra.pipe.placement import Stage
+from ds_hydra.pipe.rows import split_tokens
 
 
 class Rows(NamedTuple):

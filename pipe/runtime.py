@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from ds_hydra.pipe.p2p import Rows, edge
-from ds_hydra.pipe.packing import MicroBatch
-from ds_hydra.pipe.schedule import Action, Step
+from ds_hydra.pipe.placement import Pipeline
+from ds_hydra.pipe.rows import MicroBatch
+from ds_hydra.pipe.schedules.one_f_one_b import Action, Step
 from ds_hydra.pipe.stage import StageModule
-from ds_hydra.pipe.strategy import Pipeline
 from ds_hydra.zero_hetero.transport import Transport, Work
 
 _TAG = 1 << 20  # apart from the tags of pull and push

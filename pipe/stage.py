@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from ds_hydra.pipe.collectives import Group
 from ds_hydra.pipe.model_plan import ModelPlan, Slot
-from ds_hydra.pipe.packing import MicroBatch
-from ds_hydra.pipe.strategy import Stage
+from ds_hydra.pipe.placement import Stage
+from ds_hydra.pipe.rows import MicroBatch
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ds_hydra.pipe.collectives import exchange_rows
-from ds_hydra.pipe.packing import Pack
+from ds_hydra.pipe.rows import Pack
 
 
 def scatter_heads(q: Tensor, k: Tensor, v: Tensor, pack: Pack) -> tuple[Tensor, Tensor, Tensor]:

@@ -18,8 +18,8 @@ import hjson
 import numpy as np
 import pytest
 
-from ds_hydra.config import check_num_ranks, parse_config
-from ds_hydra.report import is_heterogeneous
+from ds_hydra.config.hydra_block import check_num_ranks, parse_config
+from ds_hydra.report.record import is_heterogeneous
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"

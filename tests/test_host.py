@@ -15,12 +15,14 @@ from deepspeed.runtime.lr_schedules import WarmupLR
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from ds_hydra.config import ParsedConfig, parse_config
-from ds_hydra.deepspeed_bridge import HostEngine, deepspeed_config, init_distributed
-from ds_hydra.optimizers import Lion, optimizer_recipe, parameter_groups
-from ds_hydra.report import StepRecord
+from ds_hydra.config.hydra_block import ParsedConfig, parse_config
+from ds_hydra.host.host_engine import HostEngine
+from ds_hydra.host.launch import init_distributed
+from ds_hydra.host.optimizers import Lion, optimizer_recipe, parameter_groups
+from ds_hydra.host.settings import deepspeed_config
+from ds_hydra.report.record import StepRecord
 from ds_hydra.zero_hetero.errors import ConfigError
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 HYDRA = {"tokens_per_step": 20, "strategies": ["tp1"], "steps_file": None}
 ADAMW = {"type": "AdamW", "params": {"lr": 0.1, "weight_decay": 0.5}}

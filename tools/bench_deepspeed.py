@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 from tools._figures import figures_parser, finish, print_table
 from tools.deepspeed_baselines import (
     GRADIENT_CLIPPING,

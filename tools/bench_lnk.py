@@ -28,18 +28,19 @@ import torch
 import torch.distributed as dist
 
 from ds_hydra.pipe.model_plan import ModelPlan, ParamSpec, ShardRule, make_buckets
-from ds_hydra.pipe.strategy import Strategy, parse_strategy, place_strategy
+from ds_hydra.pipe.placement import Strategy, place_strategy
+from ds_hydra.pipe.shape import parse_strategy
 from ds_hydra.zero_hetero.bucket import BucketSpec
 from ds_hydra.zero_hetero.buffer_pool import BufferPool
 from ds_hydra.zero_hetero.layout import Layout, even_layout
 from ds_hydra.zero_hetero.link import Link
 from ds_hydra.zero_hetero.masters import MasterShards
-from ds_hydra.zero_hetero.pull_buffers import PullBuffers
-from ds_hydra.zero_hetero.push_buckets import PushBucket, PushBuckets
+from ds_hydra.zero_hetero.pulls import PullBuffers
+from ds_hydra.zero_hetero.pushes import PushBucket, PushBuckets
 from ds_hydra.zero_hetero.relay_plan import plan_relay
 from ds_hydra.zero_hetero.transfer_plan import TransferPlan, plan_transfer
 from ds_hydra.zero_hetero.transport import TorchTransport
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 from tools._figures import figures_parser, finish, print_table
 
 STRATEGIES = {4: ("4*tp1", "2*tp2", "tp2 + 2*tp1", "tp2pp2"), 8: ("8*tp1", "tp4 + 2*tp1pp2")}

@@ -24,18 +24,19 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from ds_hydra.cost_model import CostTable
-from ds_hydra.pipe.strategy import ParallelScheme, parse_strategy
-from ds_hydra.planner import Planner, PlannerOptions, StepPlan, kernels
-from ds_hydra.planner.candidates import usable_schemes
-from ds_hydra.planner.dispatch import DispatchProblem
-from ds_hydra.planner.lengths import read_lengths
-from ds_hydra.planner.problem import Batch, scheme_arrays, scheme_row
-from ds_hydra.planner.proposal import QUICK, THOROUGH, propose_strategies, sample_batches
-from ds_hydra.planner.proposal_milp import continuous_ms
-from ds_hydra.planner.proposal_paper import propose_by_program
+import ds_hydra.planner.kernels as kernels
+from ds_hydra.costs.cost_table import CostTable
+from ds_hydra.data.length_sources import read_lengths, sample_batches
+from ds_hydra.pipe.shape import ParallelScheme, parse_strategy
+from ds_hydra.plan.simulate import simulate_plan
+from ds_hydra.planner import Planner, PlannerOptions, StepPlan
+from ds_hydra.planner.exact.paper_problem import DispatchProblem
+from ds_hydra.planner.kernels.problem import Batch, scheme_arrays, scheme_row
+from ds_hydra.planner.proposal.by_milp import continuous_ms
+from ds_hydra.planner.proposal.by_paper import propose_by_program
+from ds_hydra.planner.proposal.candidates import usable_schemes
+from ds_hydra.planner.proposal.propose import QUICK, THOROUGH, propose_strategies
 from ds_hydra.planner.selection import warm_up
-from ds_hydra.planner.simulate import simulate_plan
 from tools._figures import figures_parser, finish, print_table
 
 Strategies = tuple[tuple[ParallelScheme, ...], ...]

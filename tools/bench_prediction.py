@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ds_hydra.plots import draw_report, read_steps, relative_errors, summarise
-from tests.ranks import run_ranks
+from ds_hydra.report.plots import draw_report, read_steps, relative_errors, summarise
+from tests.support.ranks import run_ranks
 from tools import profile_schemes
 from tools._figures import figures_parser, finish, print_table
 

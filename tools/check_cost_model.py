@@ -22,13 +22,14 @@ from typing import Any
 
 import numpy as np
 
-from ds_hydra.cost_model import CostTable, MemoryModel, SchemeCost
-from ds_hydra.pipe.strategy import ParallelScheme, parse_strategy
+from ds_hydra.costs.cost_table import CostTable, SchemeCost
+from ds_hydra.costs.paper_memory import MemoryModel
+from ds_hydra.costs.table_file import read_table_file
+from ds_hydra.pipe.shape import ParallelScheme, parse_strategy
 from ds_hydra.planner.options import PlannerOptions
 from ds_hydra.planner.selection import Planner
 from ds_hydra.profiling.fit import NAMES, Point, fit_points
 from ds_hydra.profiling.survey import entry_from_record
-from ds_hydra.table_file import read_table_file
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from tools._figures import figures_parser, finish, print_table
 

@@ -24,10 +24,10 @@ from dataclasses import asdict, replace
 import deepspeed  # noqa: F401  (before forking: the ranks share it)
 import torch
 
-import ds_hydra.engine  # noqa: F401
-from ds_hydra.pipe.strategy import parse_strategy
-from tests.cases import CASES, FLOAT32, FLOAT64, Case
-from tests.equivalence import Difference, compare, num_ranks
+import ds_hydra.engine.engine  # noqa: F401
+from ds_hydra.pipe.shape import parse_strategy
+from tests.support.cases import CASES, FLOAT32, FLOAT64, Case
+from tests.support.equivalence import Difference, compare, num_ranks
 from tools._figures import figures_parser, finish, print_table
 
 QUICK = (

@@ -48,7 +48,7 @@ class Tally:
 
 def check_faults(quick: bool, sample: int | None = None) -> Tally:
     """Fault × phase × rank: every rank ends in time, nothing lives on, and the restarted job ends the same."""
-    from tests.fault_job import FAULTS, PHASES, Fault, run_job
+    from tests.support.fault_job import FAULTS, PHASES, Fault, run_job
 
     tally = Tally("faults")
     cases = list(itertools.product(FAULTS, PHASES, (0, 1, NUM_RANKS - 1)))
@@ -91,7 +91,7 @@ def check_faults(quick: bool, sample: int | None = None) -> Tally:
 
 def check_resume(quick: bool) -> Tally:
     """Stop at every step of 12, twice, with another strategy on both sides: difference 0."""
-    from tests.fault_job import run_job
+    from tests.support.fault_job import run_job
 
     tally = Tally("exact resume")
     steps = 4 if quick else 12
@@ -108,8 +108,8 @@ def check_resume(quick: bool) -> Tally:
 def check_resharding(quick: bool) -> Tally:
     """8 -> 4 -> 6 -> 8 ranks: masters and moments after each load, and the order of the data."""
     from tests.gloo.test_resume import leg
-    from tests.ranks import run_ranks
-    from tests.small_job import same, small_engine
+    from tests.support.ranks import run_ranks
+    from tests.support.small_job import same, small_engine
 
     tally = Tally("resharding")
     with tempfile.TemporaryDirectory() as scratch:
@@ -129,8 +129,8 @@ def check_resharding(quick: bool) -> Tally:
 def check_kills(quick: bool) -> Tally:
     """SIGKILL at random instants of saves over the same tags: the previous or the new one always loads whole."""
     from ds_hydra.checkpoint.folder import complete_tags
-    from ds_hydra.checkpoint.meeting import Meeting
-    from tests.saver import Saver
+    from ds_hydra.ranks.meeting import Meeting
+    from tests.support.saver import Saver
 
     tally, pause = Tally("kills while saving"), random.Random(0)
     with tempfile.TemporaryDirectory() as scratch:
@@ -159,8 +159,8 @@ def check_damage(quick: bool) -> Tally:
 
     from ds_hydra.zero_hetero.errors import CheckpointError
     from tests.gloo.test_checkpoint import DAMAGES, saved
-    from tests.ranks import run_ranks
-    from tests.small_job import small_engine
+    from tests.support.ranks import run_ranks
+    from tests.support.small_job import small_engine
 
     tally = Tally("damage")
     with tempfile.TemporaryDirectory() as scratch:
@@ -195,9 +195,9 @@ def check_damage(quick: bool) -> Tally:
 def _unwritable(scratch: Path) -> list[tuple[str, str]]:
     """A full disk and a folder that is no folder: (case, what went wrong)."""
     from ds_hydra.checkpoint import shard_file
-    from ds_hydra.checkpoint.meeting import Meeting
+    from ds_hydra.ranks.meeting import Meeting
     from ds_hydra.zero_hetero.errors import CheckpointError
-    from tests.saver import Saver
+    from tests.support.saver import Saver
 
     def full(handle: int, data: memoryview) -> None:
         raise OSError(28, "No space left on device", "rank_00000.safetensors")
@@ -258,7 +258,7 @@ def check_security(quick: bool) -> Tally:
     from ds_hydra.checkpoint.universal import from_universal
     from ds_hydra.watchdog import Watchdog
     from ds_hydra.zero_hetero.errors import CheckpointError
-    from tests.ranks import run_ranks
+    from tests.support.ranks import run_ranks
 
     tally = Tally("security")
     for tag in ("../x", "/etc/passwd", "a/b", "..", ".x", "a\0b", "x" * 200, "latest"):
@@ -282,7 +282,7 @@ def check_security(quick: bool) -> Tally:
         tally.count(not refused and not mark.exists(), "a pickle's payload ran")
 
     def visited(rank: int) -> list[str]:
-        from ds_hydra.checkpoint.meeting import Meeting
+        from ds_hydra.ranks.meeting import Meeting
 
         ended: list[str] = []
         meeting = Meeting(None, rank, 2)
@@ -310,7 +310,7 @@ def check_security(quick: bool) -> Tally:
 
 def check_false_alarms(quick: bool) -> Tally:
     """Ranks slowed five times, by pulses of SIGSTOP in turn: none counts as dead or frozen, and training ends."""
-    from tests.fault_job import run_job
+    from tests.support.fault_job import run_job
 
     tally = Tally("false alarms")
     seconds = 8.0 if quick else 180.0
@@ -342,8 +342,8 @@ def check_false_alarms(quick: bool) -> Tally:
 
 def check_soak(quick: bool) -> Tally:
     """Many steps, another strategy in each, saved in the background: memory, descriptors and threads stay flat."""
-    from tests.ranks import run_ranks
-    from tests.small_job import small_engine
+    from tests.support.ranks import run_ranks
+    from tests.support.small_job import small_engine
 
     tally = Tally("soak")
     steps = 60 if quick else 2000
@@ -351,7 +351,7 @@ def check_soak(quick: bool) -> Tally:
     def run(rank: int) -> tuple[dict[str, int], dict[str, int]]:
         with tempfile.TemporaryDirectory() as scratch:
             folder = scratch if rank == 0 else ""
-            from ds_hydra.checkpoint.meeting import Meeting
+            from ds_hydra.ranks.meeting import Meeting
 
             folder = Meeting(None, rank, NUM_RANKS).tell(folder)
             block = {"dir": folder, "every": 10, "keep_last": 2, "asynchronous": True}

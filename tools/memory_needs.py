@@ -15,11 +15,11 @@ from collections.abc import Sequence
 
 import torch
 
-from ds_hydra.candidates import feasible_schemes
-from ds_hydra.config import parse_config, read_config
-from ds_hydra.memory_check import job_memory, rank_memory
-from ds_hydra.memory_model import JobMemory
-from ds_hydra.pipe.strategy import ParallelScheme
+from ds_hydra.config.hydra_block import parse_config, read_config
+from ds_hydra.costs.memory import JobMemory
+from ds_hydra.engine.fits import job_memory, rank_memory
+from ds_hydra.pipe.shape import ParallelScheme
+from ds_hydra.plan.schemes import feasible_schemes
 from ds_hydra.profiling.hollow import hollow_source
 from ds_hydra.profiling.stage_memory import measure_activations
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError

@@ -16,13 +16,13 @@ from pathlib import Path
 
 import numpy as np
 
-from ds_hydra.cost_model import CostTable
-from ds_hydra.pipe.strategy import format_strategy, parse_strategy
+from ds_hydra.costs.cost_table import CostTable
+from ds_hydra.data.length_sources import LengthSample, read_lengths
+from ds_hydra.pipe.shape import format_strategy, parse_strategy
 from ds_hydra.planner import PlannerOptions
-from ds_hydra.planner.candidates import usable_schemes
-from ds_hydra.planner.lengths import LengthSample, read_lengths
 from ds_hydra.planner.preview import Preview, length_histogram, preview_steps
-from ds_hydra.planner.proposal import QUICK, THOROUGH, propose_strategies
+from ds_hydra.planner.proposal.candidates import usable_schemes
+from ds_hydra.planner.proposal.propose import QUICK, THOROUGH, propose_strategies
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from tools._figures import print_table
 

@@ -28,22 +28,22 @@ if __package__ in (None, ""):  # run as a file, by a launcher
 import torch
 import torch.distributed as dist
 
-from ds_hydra.candidates import feasible_schemes
-from ds_hydra.config import parse_config, read_config
-from ds_hydra.cost_model import CostTable
-from ds_hydra.memory_check import rank_memory
-from ds_hydra.memory_model import Activations, JobMemory, activations_from_record, activations_record
-from ds_hydra.pipe.causal_lm import CausalLM
-from ds_hydra.pipe.strategy import ParallelScheme, parse_strategy
+from ds_hydra.config.hydra_block import parse_config, read_config
+from ds_hydra.costs.cost_table import CostTable
+from ds_hydra.costs.memory import Activations, JobMemory, activations_from_record, activations_record
+from ds_hydra.costs.table_file import JobPrint, TableFile, read_table_file, write_atomically
+from ds_hydra.engine.fingerprint import describe_job
+from ds_hydra.engine.fits import rank_memory
+from ds_hydra.pipe.models.causal_lm import CausalLM
+from ds_hydra.pipe.shape import ParallelScheme, parse_strategy
+from ds_hydra.plan.schemes import feasible_schemes
 from ds_hydra.profiling.fit import Point
 from ds_hydra.profiling.hollow import hollow_source
-from ds_hydra.profiling.job_print import describe_job
 from ds_hydra.profiling.ladder import Rung, make_ladder
 from ds_hydra.profiling.link_timer import time_links
 from ds_hydra.profiling.links import Links, links_from_record, read_links
 from ds_hydra.profiling.stage_memory import measure_activations
 from ds_hydra.profiling.survey import Effort, SchemeEntry, Survey, entry_from_record, step_costs
-from ds_hydra.table_file import JobPrint, TableFile, read_table_file, write_atomically
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from tools._figures import figures_parser, finish, print_table
 
@@ -306,7 +306,7 @@ def run_here(session: Session, survey_ranks: int) -> None:
     def call(function: Any, *args: Any) -> Any:
         if not forked:
             return function(0, *args)
-        from tests.ranks import run_ranks
+        from tests.support.ranks import run_ranks
 
         return run_ranks(function, survey_ranks, *args, timeout=1200)[0]
 

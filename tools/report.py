@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ds_hydra.plots import draw_report, pipeline_schemes, read_steps, relative_errors, summarise
+from ds_hydra.report.plots import draw_report, pipeline_schemes, read_steps, relative_errors, summarise
 from ds_hydra.zero_hetero.errors import ConfigError
 from tools._figures import figures_parser, finish, print_table
 

@@ -16,11 +16,11 @@ from torch.optim import Optimizer
 from ds_hydra.checkpoint import folder as folders
 from ds_hydra.checkpoint import state
 from ds_hydra.checkpoint.format import Manifest, check_client_state, check_tag
-from ds_hydra.checkpoint.meeting import Meeting
 from ds_hydra.checkpoint.write import Saving, Writer
-from ds_hydra.data import DataCursor, TokenBudgetSampler
-from ds_hydra.loss_scale import LossScale
-from ds_hydra.masters import ModelMasters
+from ds_hydra.data.sampler import DataCursor, TokenBudgetSampler
+from ds_hydra.host.loss_scale import LossScale
+from ds_hydra.ranks.meeting import Meeting
+from ds_hydra.step.model_masters import ModelMasters
 from ds_hydra.zero_hetero.errors import CheckpointError
 
 logger = logging.getLogger(__name__)

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from ds_hydra.checkpoint.folder import fsync_path, remove
 from ds_hydra.checkpoint.format import MAX_MANIFEST_BYTES, parse_json
-from ds_hydra.checkpoint.meeting import Meeting
-from ds_hydra.masters import ModelMasters
 from ds_hydra.pipe.model_plan import ParamSpec
 from ds_hydra.pipe.stage import from_flat, to_flat
+from ds_hydra.ranks.meeting import Meeting
+from ds_hydra.step.model_masters import ModelMasters
 from ds_hydra.zero_hetero.errors import CheckpointError
 from ds_hydra.zero_hetero.transport import Transport
 

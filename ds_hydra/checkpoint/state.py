@@ -16,18 +16,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ds_hydra.checkpoint.format import (
-    Manifest,
-    SavedBucket,
-    SavedGroup,
-    SavedParam,
-    SavedScalar,
-    owners,
-    rank_file,
-)
+from ds_hydra.checkpoint.format import Manifest, SavedBucket, SavedGroup, SavedParam, SavedScalar, owners, rank_file
 from ds_hydra.checkpoint.shard_file import ShardReader, Source
-from ds_hydra.masters import ModelMasters
 from ds_hydra.pipe.stage import from_flat, to_flat
+from ds_hydra.step.model_masters import ModelMasters
 from ds_hydra.zero_hetero.errors import CheckpointError
 from ds_hydra.zero_hetero.masters import MasterShards, OptimizerSpan
 

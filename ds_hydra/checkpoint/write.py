@@ -17,9 +17,9 @@ import torch
 
 from ds_hydra.checkpoint import folder as folders
 from ds_hydra.checkpoint.format import MANIFEST, FileEntry, Manifest, SavedGroup, SavedScalar, rank_file
-from ds_hydra.checkpoint.meeting import Meeting
 from ds_hydra.checkpoint.shard_file import Source, write_shard
 from ds_hydra.checkpoint.state import merge_groups
+from ds_hydra.ranks.meeting import Meeting
 from ds_hydra.zero_hetero.errors import CheckpointError
 
 logger = logging.getLogger(__name__)

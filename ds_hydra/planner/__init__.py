@@ -3,13 +3,11 @@
 Pure: nothing here imports torch or DeepSpeed, or knows a process group. Start reading at `selection`.
 """
 
-from ds_hydra.planner.candidates import candidate_schemes
+from ds_hydra.plan.step_plan import PipelinePlan, StepPlan, load_plans, save_plans
+from ds_hydra.plan.validate import validate_plan
 from ds_hydra.planner.options import PlannerOptions
-from ds_hydra.planner.proposal import propose_strategies
 from ds_hydra.planner.selection import Planner
 from ds_hydra.planner.service import PlannedStep, PlannerService
-from ds_hydra.planner.step_plan import PipelinePlan, StepPlan, load_plans, save_plans
-from ds_hydra.planner.validate import validate_plan
 
 __all__ = [
     "PipelinePlan",
@@ -18,9 +16,7 @@ __all__ = [
     "PlannerOptions",
     "PlannerService",
     "StepPlan",
-    "candidate_schemes",
     "load_plans",
-    "propose_strategies",
     "save_plans",
     "validate_plan",
 ]

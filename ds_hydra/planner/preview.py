@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ds_hydra.cost_model import CostTable, SchemeCost
-from ds_hydra.pipe.strategy import ParallelScheme, format_strategy
-from ds_hydra.planner.arrays import Floats, Ints
+from ds_hydra.costs.cost_table import CostTable, SchemeCost
+from ds_hydra.data.length_sources import sample_batches
+from ds_hydra.pipe.shape import ParallelScheme, format_strategy
+from ds_hydra.plan.simulate import simulate_plan
+from ds_hydra.planner.kernels.arrays import Floats, Ints
 from ds_hydra.planner.options import PlannerOptions
-from ds_hydra.planner.proposal import sample_batches
 from ds_hydra.planner.selection import Planner
-from ds_hydra.planner.simulate import simulate_plan
 from ds_hydra.zero_hetero.errors import PlanError
 
 

@@ -19,9 +19,10 @@ import time
 from dataclasses import replace
 from typing import IO
 
-from ds_hydra.cost_model import CostTable, read_table
-from ds_hydra.pipe.strategy import parse_strategy
-from ds_hydra.planner import kernels, selection
+import ds_hydra.planner.kernels as kernels
+from ds_hydra.costs.cost_table import CostTable, read_table
+from ds_hydra.pipe.shape import parse_strategy
+from ds_hydra.planner import selection
 from ds_hydra.planner.options import PlannerOptions
 from ds_hydra.planner.selection import Planner
 

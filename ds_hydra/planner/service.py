@@ -26,13 +26,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ds_hydra.cost_model import CostTable
-from ds_hydra.pipe.strategy import ParallelScheme, format_strategy
-from ds_hydra.planner import kernels
+import ds_hydra.planner.kernels as kernels
+from ds_hydra.costs.cost_table import CostTable
+from ds_hydra.pipe.shape import ParallelScheme, format_strategy
+from ds_hydra.plan.step_plan import StepPlan
+from ds_hydra.plan.validate import validate_plan
 from ds_hydra.planner.options import PlannerOptions
 from ds_hydra.planner.selection import Planner, warm_up
-from ds_hydra.planner.step_plan import StepPlan
-from ds_hydra.planner.validate import validate_plan
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 
 logger = logging.getLogger(__name__)

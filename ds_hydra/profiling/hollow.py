@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_hydra.pipe.causal_lm import CausalLM
+from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.zero_hetero.errors import ConfigError
 
 

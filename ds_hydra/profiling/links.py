@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ds_hydra.config_checks import nearest
+from ds_hydra.config.checks import nearest
 from ds_hydra.zero_hetero.errors import ConfigError
 
 OPERATIONS = ("all_reduce", "all_gather", "all_to_all", "p2p")

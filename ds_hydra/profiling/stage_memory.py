@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_hydra.memory_model import Activations
-from ds_hydra.pipe.causal_lm import CausalLM
+from ds_hydra.costs.memory import Activations
 from ds_hydra.pipe.model_plan import LOGITS_AT_ONCE
+from ds_hydra.pipe.models.causal_lm import CausalLM
+from ds_hydra.pipe.placement import split_layers
+from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.pipe.stage import ModelSource
-from ds_hydra.pipe.strategy import ParallelScheme, split_layers
 from ds_hydra.profiling.stage_timer import StageTimer
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")

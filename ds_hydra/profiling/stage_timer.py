@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_hydra.pipe.causal_lm import CausalLM
 from ds_hydra.pipe.model_plan import LOGITS_AT_ONCE
-from ds_hydra.pipe.packing import MicroBatch, Pack, position_ids
+from ds_hydra.pipe.models.causal_lm import CausalLM
+from ds_hydra.pipe.placement import Stage, place_pipeline
+from ds_hydra.pipe.rows import MicroBatch, Pack, position_ids
+from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.pipe.stage import ModelSource, StageModule, StagePlace, shard_view
-from ds_hydra.pipe.strategy import ParallelScheme, Stage, place_pipeline
 from ds_hydra.profiling.links import Collective, Links
 from ds_hydra.profiling.local_group import LocalGroup
 

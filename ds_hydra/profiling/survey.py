@@ -16,9 +16,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ds_hydra.cost_model import SchemeCost
+from ds_hydra.costs.cost_table import SchemeCost
+from ds_hydra.pipe.placement import Stage, split_layers
+from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.pipe.stage import ModelSource
-from ds_hydra.pipe.strategy import ParallelScheme, Stage, split_layers
 from ds_hydra.profiling.fit import Fit, Point, fit_points
 from ds_hydra.profiling.ladder import Rung, beyond_chunk
 from ds_hydra.profiling.links import Links

@@ -16,13 +16,13 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import ds_hydra
-import ds_hydra.engine
-from ds_hydra.cost_model import CostTable, SchemeCost
-from ds_hydra.pipe.causal_lm import CausalLM
-from ds_hydra.pipe.strategy import ParallelScheme, parse_strategy
+import ds_hydra.engine.engine
+from ds_hydra.costs.cost_table import CostTable, SchemeCost
+from ds_hydra.pipe.models.causal_lm import CausalLM
+from ds_hydra.pipe.shape import ParallelScheme, parse_strategy
 from ds_hydra.watchdog import watchdog
-from tests.families import LAYERS, VOCAB, Block, build_model
-from tests.ranks import RankError, run_ranks
+from tests.support.families import LAYERS, VOCAB, Block, build_model
+from tests.support.ranks import RankError, run_ranks
 
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-3}}
 DATA = [list(range(3, 3 + length)) for length in (9, 5, 20, 33)] * 4

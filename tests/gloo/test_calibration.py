@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from ds_hydra import calibration
-from tests.ranks import run_ranks
-from tests.small_job import small_engine
+from ds_hydra.report import calibration
+from tests.support.ranks import run_ranks
+from tests.support.small_job import small_engine
 
 
 def job(rank: int, mode: str, ahead: int) -> tuple[list[float], list[dict[str, Any]], list[str | None], float]:

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_hydra.checkpoint.meeting import Meeting
-from ds_hydra.strategy_runtime import StrategyRuntime
+from ds_hydra.ranks.meeting import Meeting
+from ds_hydra.step.strategy_runtime import StrategyRuntime
 from ds_hydra.watchdog import IDLE, Watchdog
 from ds_hydra.zero_hetero.errors import NumericsError
-from tests.fault_job import Fault, run_job
-from tests.ranks import run_ranks
-from tests.small_job import same, small_config, small_engine, whole_state
+from tests.support.fault_job import Fault, run_job
+from tests.support.ranks import run_ranks
+from tests.support.small_job import same, small_config, small_engine, whole_state
 
 
 @pytest.mark.parametrize(

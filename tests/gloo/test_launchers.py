@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).parents[2]
-JOB, RESTARTED_JOB = ROOT / "tests/torchrun_job.py", ROOT / "tests/restarted_job.py"
+JOB, RESTARTED_JOB = ROOT / "tests/support/torchrun_job.py", ROOT / "tests/support/restarted_job.py"
 
 
 Process = subprocess.Popen[str]

@@ -15,7 +15,7 @@ from ds_hydra.zero_hetero.relay_link import RelayLink
 from ds_hydra.zero_hetero.relay_plan import plan_relay
 from ds_hydra.zero_hetero.transfer_plan import TransferPlan, plan_transfer
 from ds_hydra.zero_hetero.transport import InProcessTransport, Post, TorchTransport, Transport
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 NUMELS = (101, 64, 37)  # three parameters, none of which divides by what follows
 

@@ -11,7 +11,7 @@ from ds_hydra.zero_hetero.errors import PlanError
 from ds_hydra.zero_hetero.grad_norm import clip_, global_grad_norm
 from ds_hydra.zero_hetero.masters import MasterShards
 from ds_hydra.zero_hetero.transport import TorchTransport
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 BUCKETS = (
     BucketSpec("embed", (("embed.weight", 57),)),

@@ -14,14 +14,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ds_hydra.pipe.attention import varlen_attention
-from ds_hydra.pipe.causal_lm import CausalLM
-from ds_hydra.pipe.packing import MicroBatch, Pack, position_ids, split_tokens
+from ds_hydra.pipe.attention.backends import varlen_attention
+from ds_hydra.pipe.models.causal_lm import CausalLM
+from ds_hydra.pipe.placement import Stage
+from ds_hydra.pipe.rows import MicroBatch, Pack, position_ids, split_tokens
 from ds_hydra.pipe.stage import StagePlace, to_flat
-from ds_hydra.pipe.strategy import Stage
-from tests.families import VOCAB, build_model, reference_model
-from tests.ranks import run_ranks
-from tests.reference import float64_throughout
+from tests.support.families import VOCAB, build_model, reference_model
+from tests.support.ranks import run_ranks
+from tests.support.reference import float64_throughout
 
 FLOAT64 = torch.float64
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.ranks import run_ranks
-from tests.small_job import small_engine
+from tests.support.ranks import run_ranks
+from tests.support.small_job import small_engine
 
 NONSENSE = (sys.executable, "-c", "import sys; print('nonsense', flush=True); sys.stdin.read()")
 

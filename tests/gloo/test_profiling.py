@@ -13,23 +13,24 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import ds_hydra
-from ds_hydra.candidates import job_cost_table, model_shape
-from ds_hydra.config import parse_config
-from ds_hydra.cost_model import CostTable
-from ds_hydra.memory_model import JobMemory
-from ds_hydra.pipe.causal_lm import CausalLM
-from ds_hydra.pipe.strategy import ParallelScheme
+from ds_hydra.config.hydra_block import parse_config
+from ds_hydra.costs.analytic import model_shape
+from ds_hydra.costs.cost_table import CostTable
+from ds_hydra.costs.memory import JobMemory
+from ds_hydra.costs.table_file import read_table_file
+from ds_hydra.engine.candidates import job_cost_table
+from ds_hydra.engine.fingerprint import describe_job
+from ds_hydra.pipe.models.causal_lm import CausalLM
+from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.profiling.hollow import hollow_source
-from ds_hydra.profiling.job_print import describe_job
 from ds_hydra.profiling.ladder import make_ladder
 from ds_hydra.profiling.links import LinkFigure, Links
 from ds_hydra.profiling.stage_memory import footprint, measure_activations
 from ds_hydra.profiling.stage_timer import StageTimer
 from ds_hydra.profiling.survey import Effort, Survey, distinct_stages, entry_from_record
-from ds_hydra.table_file import read_table_file
 from ds_hydra.zero_hetero.errors import ConfigError
-from tests.ranks import run_ranks
-from tests.small_job import rank_environment
+from tests.support.ranks import run_ranks
+from tests.support.small_job import rank_environment
 from tools import profile_schemes
 
 CPU = torch.device("cpu")

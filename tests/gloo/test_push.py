@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from ds_hydra.zero_hetero.layout import even_layout, layout_of_intervals
 from ds_hydra.zero_hetero.link import Link
-from ds_hydra.zero_hetero.pull_buffers import PullBuffers
-from ds_hydra.zero_hetero.push_buckets import PushBucket, PushBuckets
+from ds_hydra.zero_hetero.pulls import PullBuffers
+from ds_hydra.zero_hetero.pushes import PushBucket, PushBuckets
 from ds_hydra.zero_hetero.transfer_plan import plan_transfer
 from ds_hydra.zero_hetero.transport import TorchTransport, Transport, Work
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 WIDTH = 6
 NUM_LAYERS = 4

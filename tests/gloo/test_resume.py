@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ranks import run_ranks
-from tests.small_job import same, small_engine, whole_state
+from tests.support.ranks import run_ranks
+from tests.support.small_job import same, small_engine, whole_state
 
 STEPS = 5
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-import ds_hydra.engine  # noqa: F401
-from tests.cases import CASES, FLOAT32, Case
-from tests.equivalence import RankRun, compare, difference, num_ranks, samples_of, train
-from tests.ranks import run_ranks
+import ds_hydra.engine.engine  # noqa: F401
+from tests.support.cases import CASES, FLOAT32, Case
+from tests.support.equivalence import RankRun, compare, difference, num_ranks, samples_of, train
+from tests.support.ranks import run_ranks
 
 QUICK = [case for case in CASES if case.quick]
 

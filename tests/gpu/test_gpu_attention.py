@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_hydra.pipe.attention import BACKENDS, _torch_varlen
-from ds_hydra.pipe.packing import Pack
+from ds_hydra.pipe.attention.backends import BACKENDS, _torch_varlen
+from ds_hydra.pipe.rows import Pack
 
 pytestmark = pytest.mark.gpu
 

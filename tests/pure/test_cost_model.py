@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from ds_hydra.cost_model import CostTable, MemoryModel, ModelShape, SchemeCost, analytic_cost_table
-from ds_hydra.pipe.strategy import ParallelScheme
+from ds_hydra.costs.analytic import ModelShape, analytic_cost_table
+from ds_hydra.costs.cost_table import CostTable, SchemeCost
+from ds_hydra.costs.paper_memory import MemoryModel
+from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 
 TABLES = Path(__file__).parents[2] / "examples" / "cost_tables"

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_hydra.data import IGNORE_INDEX, SequenceData, StepLoader, TokenBudgetSampler
+from ds_hydra.data.sampler import StepLoader, TokenBudgetSampler
+from ds_hydra.data.sequences import IGNORE_INDEX, SequenceData
 from ds_hydra.zero_hetero.errors import ConfigError
 
 LENGTHS = st.lists(st.integers(0, 50), min_size=1, max_size=30).filter(any)

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_hydra.cost_model import CostTable, SchemeCost
-from ds_hydra.pipe.strategy import ParallelScheme
+from ds_hydra.costs.cost_table import CostTable, SchemeCost
+from ds_hydra.costs.table_file import JobPrint, TableFile, check_job, read_table_file
+from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.profiling.fit import NAMES, Point, fit_points, nonnegative_least_squares
 from ds_hydra.profiling.ladder import beyond_chunk, make_ladder, split_evenly
 from ds_hydra.profiling.links import Collective, LinkFigure, Links, links_from_record, read_links
-from ds_hydra.table_file import JobPrint, TableFile, check_job, read_table_file
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 
 TABLES = Path(__file__).resolve().parents[2] / "examples" / "cost_tables"

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from ds_hydra.calibration import LEAST, Calibration
-from ds_hydra.cost_model import CostTable, SchemeCost
-from ds_hydra.memory_model import Activations, JobMemory, estimate_activations
+from ds_hydra.costs.cost_table import CostTable, SchemeCost
+from ds_hydra.costs.memory import Activations, JobMemory, estimate_activations
+from ds_hydra.costs.table_file import TableFile
 from ds_hydra.pipe.model_plan import ModelPlan, ParamSpec, ShardRule, make_buckets
-from ds_hydra.pipe.strategy import ParallelScheme, parse_strategy
-from ds_hydra.planner.step_plan import PipelinePlan, StepPlan
-from ds_hydra.table_file import TableFile
+from ds_hydra.pipe.shape import ParallelScheme, parse_strategy
+from ds_hydra.plan.step_plan import PipelinePlan, StepPlan
+from ds_hydra.report.calibration import LEAST, Calibration
 from ds_hydra.zero_hetero.errors import ConfigError
 from tools.check_cost_model import PUBLISHED_MAX_LENGTH, TABLES, constants, max_length
 
@@ -105,7 +105,7 @@ def test_states_that_do_not_fit_give_zero_and_no_device_gives_an_error() -> None
 
 
 def test_jobs_that_do_not_fit_are_refused_with_numbers_and_keys() -> None:
-    from ds_hydra.memory_check import check_memory, within_memory
+    from ds_hydra.engine.fits import check_memory, within_memory
 
     table = CostTable(tuple(SchemeCost(ParallelScheme(tp), 1e-6, 0.1, 1.0, 4096) for tp in (1, 2)))
     strategies = [(ParallelScheme(),) * 8, (ParallelScheme(2),) * 4]

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_hydra.pipe.model_plan import ModelPlan, ParamSpec, ShardRule, make_buckets
-from ds_hydra.pipe.strategy import ParallelScheme, Pipeline, Stage, Strategy, place_strategy
+from ds_hydra.pipe.placement import Pipeline, Stage, Strategy, place_strategy
+from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.zero_hetero.errors import PlanError
 
 HEADS, KV_HEADS = 12, 2

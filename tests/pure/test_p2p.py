@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_hydra.pipe.p2p import edge
-from ds_hydra.pipe.packing import split_tokens
-from ds_hydra.pipe.strategy import Stage
+from ds_hydra.pipe.placement import Stage
+from ds_hydra.pipe.rows import split_tokens
 
 DEGREES = st.integers(1, 5)
 

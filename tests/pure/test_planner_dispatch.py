@@ -7,15 +7,17 @@ import random
 import numpy as np
 import pytest
 
-from ds_hydra.cost_model import CostTable
-from ds_hydra.pipe.strategy import parse_strategy
-from ds_hydra.planner import PlannerOptions, kernels
-from ds_hydra.planner.arrays import Scheme
-from ds_hydra.planner.dispatch import DispatchProblem
-from ds_hydra.planner.exact import dispatch_ms, pack_exactly, relabel
-from ds_hydra.planner.problem import Batch, Groups
-from ds_hydra.planner.selection import Search, order_microbatches
-from tests.pure.planner_cases import TABLES, a800_batch, a800_planner, random_instance
+import ds_hydra.planner.kernels as kernels
+from ds_hydra.costs.cost_table import CostTable
+from ds_hydra.pipe.shape import parse_strategy
+from ds_hydra.planner import PlannerOptions
+from ds_hydra.planner.exact.paper_problem import DispatchProblem
+from ds_hydra.planner.exact.programs import dispatch_ms, pack_exactly, relabel
+from ds_hydra.planner.kernels.arrays import Scheme
+from ds_hydra.planner.kernels.problem import Batch, Groups
+from ds_hydra.planner.search import Search
+from ds_hydra.planner.selection import order_microbatches
+from tests.support.planner_cases import TABLES, a800_batch, a800_planner, random_instance
 
 TABLE = CostTable.load(TABLES / "llama_32b_a800.json")
 
@@ -145,7 +147,7 @@ def test_pure_and_compiled_kernels_give_the_same_bits() -> None:
         batch = Batch.of(a800_batch(seed, 24), planner.cost_table)
         results = []
         for kernel in (kernels.pure(), kernels.compiled()):
-            search = Search(planner, batch)
+            search = Search(planner._groups, planner._schemes, planner.options, batch)
             search._kernels = kernel
             groups = Groups.of(parse_strategy("tp16 + tp8 + 8*tp4 + tp2pp4"), planner.cost_table)
             price = groups.num_ranks.copy()

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_hydra.planner import validate_plan
-from ds_hydra.planner.problem import Batch, Groups
-from ds_hydra.planner.selection import Search
-from tests.pure.planner_cases import Instance, random_instance, strategy_optimum
+from ds_hydra.planner.kernels.problem import Batch, Groups
+from ds_hydra.planner.search import Search
+from tests.support.planner_cases import Instance, random_instance, strategy_optimum
 
 EXAMPLES, PER_EXAMPLE = 42, 240  # 10,080 instances
 
@@ -30,7 +30,8 @@ def check_instance(instance: Instance) -> None:
     for strategy in instance.strategies:
         best = strategy_optimum(instance, strategy)
         optimum = min(optimum, best)
-        search = Search(planner, Batch.of(instance.lengths, instance.table))
+        batch = Batch.of(instance.lengths, instance.table)
+        search = Search(planner._groups, planner._schemes, planner.options, batch)
         groups = Groups.of(strategy, instance.table)
         bound = search.bound(groups, groups.num_ranks.copy(), 10, 12)
         assert bound <= best * (1 + 1e-9), instance
@@ -54,7 +55,9 @@ def test_search_without_enumeration_is_close_to_the_optimum() -> None:
         for strategy in instance.strategies:
             best = strategy_optimum(instance, strategy)
             groups = Groups.of(strategy, instance.table)
-            search = Search(planner, Batch.of(instance.lengths, instance.table))
+            search = Search(
+                planner._groups, planner._schemes, planner.options, Batch.of(instance.lengths, instance.table)
+            )
             price = groups.num_ranks.copy()
             found = search.assign(groups, search.bound(groups, price, 10, 12), price, math.inf)
             if found is not None:

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ds_hydra.cost_model import CostTable, SchemeCost
-from ds_hydra.pipe.strategy import ParallelScheme, parse_strategy
+from ds_hydra.costs.cost_table import CostTable, SchemeCost
+from ds_hydra.pipe.shape import ParallelScheme, parse_strategy
 from ds_hydra.planner import Planner, PlannerOptions, StepPlan, load_plans, save_plans, validate_plan
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
-from tests.pure.planner_cases import TABLES, a800_batch, a800_planner
+from tests.support.planner_cases import TABLES, a800_batch, a800_planner
 
 TABLE = CostTable.load(TABLES / "llama_32b_a800.json")
 
@@ -190,7 +190,7 @@ def test_files_that_hold_no_plans_name_the_line(tmp_path: Path, line: str) -> No
 
 def test_plan_bytes_do_not_depend_on_the_process() -> None:
     code = (
-        "from tests.pure.planner_cases import a800_planner, a800_batch\n"
+        "from tests.support.planner_cases import a800_planner, a800_batch\n"
         "print(a800_planner().plan(0, range(190), a800_batch(4)).digest().hex())"
     )
     root = Path(__file__).parents[2]

@@ -9,17 +9,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ds_hydra.cost_model import CostTable
-from ds_hydra.pipe.strategy import ParallelScheme, parse_strategy
+from ds_hydra.costs.cost_table import CostTable
+from ds_hydra.data.length_sources import read_length_file, read_lengths, sample_batches
+from ds_hydra.pipe.schedules.simulate import schedule_1f1b, simulate_pipeline
+from ds_hydra.pipe.shape import ParallelScheme, parse_strategy
 from ds_hydra.planner import Planner, PlannerOptions
-from ds_hydra.planner.candidates import candidate_schemes, crosses_nodes, usable_schemes
-from ds_hydra.planner.lengths import read_length_file, read_lengths
 from ds_hydra.planner.preview import pack_full_ms
-from ds_hydra.planner.proposal import QUICK, propose_strategies, sample_batches
-from ds_hydra.planner.proposal_paper import propose_by_program
-from ds_hydra.planner.simulate import schedule_1f1b, simulate_pipeline
+from ds_hydra.planner.proposal.by_paper import propose_by_program
+from ds_hydra.planner.proposal.candidates import candidate_schemes, crosses_nodes, usable_schemes
+from ds_hydra.planner.proposal.propose import QUICK, propose_strategies
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
-from tests.pure.planner_cases import TABLES, a800_batch
+from tests.support.planner_cases import TABLES, a800_batch
 
 TABLE = CostTable.load(TABLES / "llama_32b_a800.json")
 LENGTHS = a800_batch(0, 5000)

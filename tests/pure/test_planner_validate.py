@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from ds_hydra.pipe.strategy import ParallelScheme
+from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.planner import PipelinePlan, StepPlan, validate_plan
 from ds_hydra.zero_hetero.errors import PlanError
-from tests.pure.planner_cases import a800_batch, a800_planner
+from tests.support.planner_cases import a800_batch, a800_planner
 
 NUM_RANKS = 64
 Mutation = Callable[[StepPlan, random.Random], StepPlan]

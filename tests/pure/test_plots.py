@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ds_hydra.plots import draw_report, read_steps, relative_errors, summarise
+from ds_hydra.report.plots import draw_report, read_steps, relative_errors, summarise
 from ds_hydra.zero_hetero.errors import ConfigError
 from tools import report
 

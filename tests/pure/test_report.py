@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from ds_hydra.report import Event, StepLog, StepRecord, format_line, is_heterogeneous, monitor_events
+from ds_hydra.report.log import StepLog
+from ds_hydra.report.record import Event, StepRecord, format_line, is_heterogeneous, monitor_events
 from ds_hydra.zero_hetero.errors import ConfigError
 
 RECORD = StepRecord(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ds_hydra.pipe.schedule import Action, Kind, Step, forward_only, one_f_one_b
+from ds_hydra.pipe.schedules.one_f_one_b import Action, Kind, Step, forward_only, one_f_one_b
 
 SIZES = (st.integers(0, 12), st.integers(1, 7))
 

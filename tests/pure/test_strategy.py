@@ -9,17 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_hydra.pipe.strategy import (
-    ParallelScheme,
-    Pipeline,
-    Stage,
-    Strategy,
-    format_strategy,
-    parse_strategy,
-    place_pipeline,
-    place_strategy,
-    split_layers,
-)
+from ds_hydra.pipe.placement import Pipeline, Stage, Strategy, place_pipeline, place_strategy, split_layers
+from ds_hydra.pipe.shape import ParallelScheme, format_strategy, parse_strategy
 from ds_hydra.zero_hetero.errors import PlanError
 
 SCHEMES = st.builds(ParallelScheme, st.integers(1, 8), st.integers(1, 6), st.integers(1, 8))
@@ -133,6 +124,6 @@ def test_contradictory_stages_are_refused() -> None:
 
 
 def test_planning_imports_no_torch() -> None:
-    modules = "ds_hydra.pipe.strategy, ds_hydra.pipe.schedule, ds_hydra.pipe.model_plan"
+    modules = "ds_hydra.pipe.placement, ds_hydra.pipe.schedules.one_f_one_b, ds_hydra.pipe.model_plan"
     code = f"import sys, {modules}; assert not {{'torch', 'deepspeed', 'transformers'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,194 @@
+"""Which DeepSpeed settings a job with a "hydra" block honours, refuses or ignores. Pure: no DeepSpeed.
+
+No setting is ignored in silence: what has no effect is logged, what would change the result is an error.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from ds_hydra.config.checks import flag, integer, nearest, number
+from ds_hydra.zero_hetero.errors import ConfigError
+
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+HONOURED = frozenset(
+    (
+        *("optimizer", "scheduler", "bf16", "fp16", "zero_optimization", "gradient_clipping"),
+        *("steps_per_print", "dump_state", "log_level", "disable_python_gc"),
+        *("tensorboard", "wandb", "comet", "csv_monitor", "zero_allow_untested_optimizer"),
+        *BATCH_KEYS,
+    )
+)
+
+REFUSED = {
+    "pipeline": "stages follow from hydra.strategies (ppN)",
+    "tensor_parallel": "tensor parallel degrees follow from hydra.strategies (tpN)",
+    "sequence_parallel_size": "sequence parallel degrees follow from hydra.strategies (spN)",
+    "data_parallel_size": "the number of pipelines follows from hydra.strategies",
+    "expert_parallel": "experts are not sharded over ranks of their own",
+    "hybrid_engine": "it is an engine of its own",
+    "torch_autocast": 'use "bf16": {"enabled": true}',
+    "data_efficiency": "sequences are drawn by hydra.tokens_per_step",
+    "weight_quantization": "parameters are trained unquantized",
+    "compile": "stages are re-shaped from step to step, which a compiled graph cannot follow",
+    "autotuning": "the planner searches the strategies",
+}
+"""Blocks that promise something this engine does not do. `{"enabled": false}` is accepted."""
+
+IGNORED = {
+    "activation_checkpointing": "use hydra.activation_checkpointing",
+    "aio": "nothing is offloaded",
+    "checkpoint": "checkpoints of this engine have one layout for any number of ranks",
+    "comms_logger": "bytes and times of pull and push stand in steps.jsonl",
+    "communication_data_type": "gradients are summed in FP32",
+    "data_types": "gradients are accumulated and summed in FP32",
+    "dataloader_drop_last": "the order of sequences is one global one without batches to drop",
+    "disable_allgather": "parameters move by pull and push",
+    "flops_profiler": "use the measured and predicted times in steps.jsonl",
+    "gradient_allreduce_op": "gradients are those of hydra.loss_norm",
+    "gradient_predivide_factor": "gradients are summed in FP32",
+    "managed_gradient_accumulation": "train_batch() runs whole steps",
+    "memory_breakdown": "memory stands in steps.jsonl",
+    "prescale_gradients": "gradients are summed in FP32",
+    "seq_parallel_communication_data_type": "sequence parallel ranks exchange activations as they are",
+    "timers": "times stand in steps.jsonl",
+    "use_data_before_expert_parallelism": "experts are not sharded over ranks of their own",
+    "vocabulary_size": "it is the model's",
+    "wall_clock_breakdown": "times stand in steps.jsonl",
+    "zero_force_ds_cpu_optimizer": "nothing is offloaded",
+}
+"""Settings without effect here; the log says so."""
+
+KNOWN_SETTINGS = HONOURED | REFUSED.keys() | IGNORED.keys()
+
+_ZERO_WITHOUT_EFFECT = frozenset({"stage", "offload_optimizer", "offload_param"})
+
+
+def screen_deepspeed_settings(settings: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Split what the user wrote into what DeepSpeed's parser is given and lines for the log.
+
+    The copy returned lacks the settings without effect and has the batch-size keys, which DeepSpeed demands,
+    filled in. Unknown settings stay: DeepSpeed itself refuses those that it has removed. Raises ConfigError
+    for settings that this engine cannot honour and for values that DeepSpeed would not check.
+    """
+    kept = copy.deepcopy(dict(settings))
+    notes: list[str] = []
+    for key in list(kept):
+        if key in REFUSED:
+            _refuse(key, kept.pop(key))
+        elif key in IGNORED:
+            del kept[key]
+            notes.append(f'setting "{key}" has no effect here: {IGNORED[key]}')
+        elif key not in HONOURED:
+            notes.append(f'setting "{key}" is unknown and has no effect; {nearest(key, KNOWN_SETTINGS)}')
+    notes += _map_batch_keys(kept)
+    notes += _screen_zero(kept)
+    _screen_precision(kept)
+    _screen_optimizer(kept)
+    if kept.get("gradient_clipping") is not None:
+        number()(kept["gradient_clipping"], "gradient_clipping")
+    if kept.get("steps_per_print") is not None:
+        integer(1)(kept["steps_per_print"], "steps_per_print")
+    return kept, tuple(notes)
+
+
+def _refuse(key: str, value: Any) -> None:
+    off = isinstance(value, Mapping) and value.get("enabled") is False
+    if off or value in (None, 1, {}):  # a degree of 1 asks for nothing
+        return
+    raise ConfigError(f'config: the setting "{key}" cannot be used with a "hydra" block: {REFUSED[key]}')
+
+
+def _map_batch_keys(settings: dict[str, Any]) -> list[str]:
+    """Replace the user's batch-size keys by the ones DeepSpeed's parser accepts for any number of ranks."""
+    given = [key for key in BATCH_KEYS if settings.pop(key, None) is not None]
+    settings.update(train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=1)
+    if not given:
+        return []
+    return [
+        f"{', '.join(given)}: a step is sized by hydra.tokens_per_step, and its micro-batches by the plan; "
+        "these keys have no effect"
+    ]
+
+
+def _screen_zero(settings: dict[str, Any]) -> list[str]:
+    """Master shards are ZeRO-1's whatever the stage says; stages 2 and 3 and offloading are refused."""
+    zero = settings.pop("zero_optimization", None)
+    if zero is None:
+        return []
+    if not isinstance(zero, Mapping):
+        raise ConfigError(f"config: zero_optimization must be a block {{ ... }}, but is {zero!r}")
+    stage = integer(0, 3)(zero.get("stage", 0), "zero_optimization.stage")
+    if stage > 1:
+        raise ConfigError(
+            f'config: zero_optimization.stage {stage} cannot be used with a "hydra" block: master parameters '
+            "and optimizer state are sharded over all ranks as in stage 1, gradients are not; use 0 or 1"
+        )
+    for key in ("offload_optimizer", "offload_param"):
+        target = zero.get(key)
+        if isinstance(target, Mapping) and target.get("device", "none") not in (None, "none"):
+            raise ConfigError(
+                f'config: zero_optimization.{key} cannot be used with a "hydra" block: nothing is offloaded'
+            )
+    without_effect = sorted(set(zero) - _ZERO_WITHOUT_EFFECT)
+    if not without_effect:
+        return []
+    return [f"zero_optimization: {', '.join(without_effect)} have no effect here; masters are sharded evenly"]
+
+
+_LOSS_SCALING = (
+    *("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis"),
+    "min_loss_scale",
+)
+
+
+def _screen_precision(settings: dict[str, Any]) -> None:
+    for key in ("fp16", "bf16"):
+        block = settings.get(key)
+        if block is None:
+            continue
+        if not isinstance(block, Mapping):
+            raise ConfigError(f'config: {key} must be a block such as {{"enabled": true}}, but is {block!r}')
+        enabled = flag(block.get("enabled", False), f"{key}.enabled")
+        extra = sorted(set(block) - {"enabled", *(_LOSS_SCALING if key == "fp16" else ())})
+        if enabled and extra:
+            raise ConfigError(f'config: {key}.{extra[0]} is not supported with a "hydra" block; remove it')
+
+
+def _screen_optimizer(settings: dict[str, Any]) -> None:
+    """Shape of the optimizer and scheduler blocks and their numbers, none of which DeepSpeed checks."""
+    for key in ("optimizer", "scheduler"):
+        block = settings.get(key)
+        if block is None:
+            continue
+        if not isinstance(block, Mapping) or not isinstance(block.get("type"), str):
+            raise ConfigError(f'config: {key} must be a block {{"type": NAME, "params": {{ ... }}}}, but is {block!r}')
+        unknown = sorted(set(block) - {"type", "params", "legacy_fusion"})
+        if unknown:
+            raise ConfigError(
+                f"config: unknown key {unknown[0]!r} in block {key!r}; " + nearest(unknown[0], ("type", "params"))
+            )
+        params = block.get("params", {})
+        if not isinstance(params, Mapping):
+            raise ConfigError(f"config: {key}.params must be a block {{ ... }}, but is {params!r}")
+        if "max_grad_norm" in params:
+            raise ConfigError(f'config: {key}.params.max_grad_norm: use the top-level setting "gradient_clipping"')
+        _check_rates(params, key)
+
+
+_RATES = ("lr", "eps", "weight_decay", "momentum", "warmup_min_lr", "warmup_max_lr")
+
+
+def _check_rates(params: Mapping[str, Any], key: str) -> None:
+    for name in _RATES:
+        value = params.get(name)
+        if value is not None and not isinstance(value, (list, tuple)):  # schedulers take a rate per group
+            number()(value, f"{key}.params.{name}")
+    betas = params.get("betas", ())
+    if not isinstance(betas, (list, tuple)):
+        raise ConfigError(f"config: {key}.params.betas must be a list of two numbers, but is {betas!r}")
+    for index, beta in enumerate(betas):
+        number(0.0, 1.0)(beta, f"{key}.params.betas[{index}]")

@@ -1,0 +1,323 @@
+"""A job's config: a DeepSpeed config with a strict "hydra" block in, frozen dataclasses out. Pure."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import copy
+import difflib
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import hjson
+
+from ds_hydra.config.checks import choice, flag, integer, number, parse_block, setting, text
+from ds_hydra.config.deepspeed_settings import KNOWN_SETTINGS, screen_deepspeed_settings
+from ds_hydra.pipe.shape import ParallelScheme, format_strategy, parse_strategy
+from ds_hydra.zero_hetero.errors import ConfigError, PlanError
+
+if TYPE_CHECKING:
+    from ds_hydra.planner.options import PlannerOptions
+
+BLOCK = "hydra"
+_MAX_CONFIG_BYTES = 16 * 2**20
+_MAX_DEGREE_DIGITS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerConfig:
+    """The block "hydra.planner": how, how far ahead and for how long steps are planned."""
+
+    method: str = setting(choice("fast", "paper", "exact"), "fast")
+    """"fast": bounds, priced placement, local search; "paper": Alg. 1; "exact": Eq. 3 by HiGHS, then packing."""
+    ahead: int = setting(integer(0, 1024), 2)
+    """Steps planned ahead in a process of its own; 0 plans in the training process."""
+    seconds: float | None = setting(number(exclusive=True, maximum=86400.0, optional=True), None)
+    """Wall-clock limit of a solution, which then depends on the machine's load; None limits by `node_limit`."""
+    node_limit: int = setting(integer(1), 2000)
+    """Branch-and-bound nodes of one solution; equal inputs then give equal plans."""
+    tolerance: float = setting(number(0.0, 1.0), 0.001)
+    """A strategy is not tried when its bound is within this share of the best plan found."""
+    effort: int = setting(integer(0, 1000), 2)
+    """Restarts of the search for each strategy that is tried."""
+    seed: int | None = setting(integer(optional=True), None)
+    """Seed of the search; None takes the seed of the block "hydra"."""
+    replay_file: str | None = setting(text(optional=True), None)
+    """Plans to run again with choose: "replay", as a run with `plans_file` wrote them."""
+
+
+def _planner(value: Any, place: str) -> PlannerConfig:
+    return parse_block(PlannerConfig, value, place)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointConfig:
+    """The block "hydra.checkpoint": where and when training saves itself."""
+
+    dir: str = setting(text())
+    """Folder of the checkpoints, on a file system that all ranks share."""
+    every: int = setting(integer(0), 0)
+    """Save after every so many steps; 0 saves only at a signal or by save_checkpoint()."""
+    keep_last: int | None = setting(integer(1, optional=True), None)
+    """Checkpoints to keep, the newest; None keeps all."""
+    asynchronous: bool = setting(flag, False)
+    """Train on while a copy in host memory is written; that memory, 12 bytes per parameter over all ranks with Adam, is
+    kept for the next save."""
+    resume: bool = setting(flag, True)
+    """Begin with the newest complete checkpoint in `dir`, if there is one."""
+
+
+@dataclass(frozen=True, slots=True)
+class FaultsConfig:
+    """The block "hydra.faults": when a job that cannot go on is ended, on all ranks."""
+
+    heartbeat_seconds: float = setting(number(0.0, 3600.0), 1.0)
+    """Each rank shows that it lives every so many seconds; 0 switches that off."""
+    frozen_seconds: float = setting(number(exclusive=True, maximum=86400.0), 9.0)
+    """A rank that is silent for so long counts as frozen, and the job ends."""
+    address: str | None = setting(text(optional=True), None)
+    """Where rank 0 listens for heartbeats; None takes the interface over which ranks reach each other."""
+    skipped_steps: int = setting(integer(1), 20)
+    """The job ends when so many steps in a row were skipped, their loss or gradient not finite."""
+    compare_every: int = setting(integer(0), 0)
+    """Every so many steps the parameters that each rank computed with are compared with the masters; 0 never does."""
+
+
+def _checkpoint(value: Any, place: str) -> CheckpointConfig | None:
+    return None if value is None else parse_block(CheckpointConfig, value, place)
+
+
+def _faults(value: Any, place: str) -> FaultsConfig:
+    return parse_block(FaultsConfig, value, place)
+
+
+def _strategies(value: Any, place: str) -> tuple[str, ...]:
+    """ "auto" as (); else each string in its canonical form. All must use the same number of ranks."""
+    if value == "auto":
+        return ()
+    if not isinstance(value, (list, tuple)) or not value:
+        raise ConfigError(
+            f'config: {place} must be "auto" or a non-empty list of strings such as "tp4 + 2*tp1pp2 + sp2", '
+            f"but is {value!r}"
+        )
+    schemes = [_schemes(item, f"{place}[{index}]") for index, item in enumerate(value)]
+    ranks = [sum(scheme.num_ranks for scheme in strategy) for strategy in schemes]
+    for index, used in enumerate(ranks):
+        if used != ranks[0]:
+            raise ConfigError(
+                f"config: {place}[0] {value[0]!r} uses {ranks[0]} ranks but {place}[{index}] "
+                f"{value[index]!r} uses {used}: all strategies of a job share the same ranks"
+            )
+    return tuple(format_strategy(strategy) for strategy in schemes)
+
+
+def _schemes(value: Any, place: str) -> tuple[ParallelScheme, ...]:
+    if not isinstance(value, str):
+        raise ConfigError(f'config: {place} must be a string such as "tp4 + 2*tp1pp2", but is {value!r}')
+    if any(len(digits) > _MAX_DEGREE_DIGITS for digits in re.findall(r"\d+", value)):
+        raise ConfigError(f"config: {place} {value[:80]!r} holds a number of more than {_MAX_DEGREE_DIGITS} digits")
+    try:
+        return parse_strategy(value)
+    except PlanError as error:
+        raise ConfigError(f"config: {place}: {error}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class HydraConfig:
+    """The block "hydra"."""
+
+    tokens_per_step: int = setting(integer(1))
+    """A step draws sequences until it holds at least this many tokens."""
+    context_length: int | None = setting(integer(2, optional=True), None)
+    """Longest sequence that is trained on, in tokens; None sets no limit."""
+    too_long: str = setting(choice("error", "truncate", "skip"), "error")
+    """What becomes of a sequence longer than `context_length`; cut and skipped ones are counted."""
+    strategies: tuple[str, ...] = setting(_strategies, ())
+    """Candidate strategies, in canonical form; () is "auto": the planner proposes them."""
+    choose: str = setting(choice("best", "cycle", "replay"), "best")
+    """"best": the planner's choice in each step; "cycle": in turn; "replay": as planner.replay_file says."""
+    objective: str = setting(choice("flow_shop", "paper"), "flow_shop")
+    """Time of V loads: "flow_shop" is sum + (PP - 1) * largest, "paper" is Eq. 1, largest * (PP - 1 + V)."""
+    cost_table: str | None = setting(text(optional=True), None)
+    """Measured coefficients (JSON); None estimates them from the model's FLOPs."""
+    cost_correction: str = setting(choice("off", "report", "apply"), "report")
+    """Measured over predicted times: "report" writes them to `steps_file`, "apply" also scales the costs by them."""
+    planner: PlannerConfig = setting(_planner, PlannerConfig())
+    seed: int = setting(integer(), 0)
+    """Seed of the order of sequences and of the search for plans."""
+    loss_norm: str = setting(choice("token", "sequence", "micro_batch"), "token")
+    """Mean over all target tokens of the step, or mean of the sequences', or of the micro-batches' means."""
+    activation_checkpointing: bool = setting(flag, False)
+    """Recompute each layer's activations in the backward pass."""
+    node_size: int | None = setting(integer(1, optional=True), None)
+    """Ranks per node; None takes what the launcher says."""
+    timeout_seconds: float = setting(number(exclusive=True, maximum=86400.0), 300.0)
+    """How long a collective may wait for a rank before the job is given up."""
+    checkpoint: CheckpointConfig | None = setting(_checkpoint, None)
+    faults: FaultsConfig = setting(_faults, FaultsConfig())
+    steps_file: str | None = setting(text(optional=True), "steps.jsonl")
+    """One JSON record per step is appended here by rank 0; None writes none."""
+    plans_file: str | None = setting(text(optional=True), None)
+    """Each step's plan is written here by rank 0, for choose: "replay"; None writes none."""
+
+    def __post_init__(self) -> None:
+        """Settings that contradict each other, or that would have no effect."""
+        if self.faults.heartbeat_seconds > 0 and self.faults.frozen_seconds < 3 * self.faults.heartbeat_seconds:
+            raise ConfigError(
+                f"config: hydra.faults.frozen_seconds {self.faults.frozen_seconds:g} is less than three heartbeats of "
+                f"{self.faults.heartbeat_seconds:g} s: slow ranks would count as frozen; raise it"
+            )
+        if self.choose == "cycle" and not self.strategies:
+            raise ConfigError('config: hydra.choose "cycle" needs a list in hydra.strategies, which is "auto"')
+        if self.choose == "replay" and self.planner.replay_file is None:
+            raise ConfigError('config: hydra.choose "replay" needs hydra.planner.replay_file, the plans to run again')
+        if self.choose != "replay" and self.planner.replay_file is not None:
+            raise ConfigError(
+                f'config: hydra.planner.replay_file is given but hydra.choose is "{self.choose}": '
+                'set it to "replay" or remove the file'
+            )
+
+    @property
+    def schemes(self) -> tuple[tuple[ParallelScheme, ...], ...]:
+        """The candidate strategies as schemes, one tuple of schemes per strategy."""
+        return tuple(parse_strategy(strategy) for strategy in self.strategies)
+
+    def planner_options(self) -> PlannerOptions:
+        """What the planner is told."""
+        from ds_hydra.planner.options import PlannerOptions
+
+        planner = self.planner
+        return PlannerOptions(
+            objective=self.objective,
+            method=planner.method,
+            choose=self.choose,
+            replay_file=planner.replay_file,
+            seed=self.seed if planner.seed is None else planner.seed,
+            seconds=planner.seconds,
+            tolerance=planner.tolerance,
+            effort=planner.effort,
+            node_limit=planner.node_limit,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedConfig:
+    """Both halves of a job's config, and what the user should be told about it."""
+
+    hydra: HydraConfig
+    deepspeed: dict[str, Any]  # a copy without the block "hydra", with DeepSpeed's batch keys filled in
+    notes: tuple[str, ...]  # one line each, for the log: how settings map, which are ignored
+    source: dict[str, Any]  # as the user gave it
+
+
+def read_config(args: Any = None, config: Any = None, config_params: Any = None) -> dict[str, Any]:
+    """The job's config as a new dict, from the same places as `deepspeed.initialize`.
+
+    `config` (or `config_params`, its old name) or `args.deepspeed_config` is a dict, a path to an hjson file
+    or base64 text. Raises ConfigError when there is none, more than one, or one that cannot be read.
+    """
+    config = config if config is not None else config_params
+    from_args = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
+    if config is not None and from_args is not None:
+        raise ConfigError(
+            f"two configs were given: --deepspeed_config {from_args!r} and initialize(config=...); give one"
+        )
+    config = from_args if config is None else config
+    if config is None:
+        raise ConfigError("no config was given: pass --deepspeed_config FILE or initialize(config=...)")
+    if isinstance(config, Mapping):
+        return copy.deepcopy(dict(config))
+    if not isinstance(config, (str, os.PathLike)):
+        raise ConfigError(f"the config must be a dict, a path or base64 text, but is a {type(config).__name__}")
+    name = os.fspath(config)
+    return _parse_hjson(_read_text(name), name)
+
+
+def _read_text(name: str) -> str:
+    """Content of the file `name`, or `name` itself decoded from base64."""
+    try:
+        path = Path(name)
+        if path.is_file():
+            if path.stat().st_size > _MAX_CONFIG_BYTES:
+                raise ConfigError(
+                    f"config file {name!r} has {path.stat().st_size} bytes, more than {_MAX_CONFIG_BYTES}"
+                )
+            return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        if len(name) < 256:
+            raise ConfigError(f"config file {name!r} cannot be read: {error}") from None
+    try:
+        return base64.b64decode(name, altchars=b"-_", validate=True).decode("utf-8")
+    except (binascii.Error, UnicodeDecodeError, ValueError):
+        shown = name if len(name) <= 200 else name[:200] + "..."
+        raise ConfigError(
+            f"config file {shown!r} does not exist (in directory {os.getcwd()!r}), nor is it base64 text"
+        ) from None
+
+
+def _parse_hjson(content: str, name: str) -> dict[str, Any]:
+    shown = repr(name if len(name) <= 200 else name[:200] + "...")
+
+    def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        block: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in block:
+                raise ConfigError(f"config {shown}: the key {key!r} stands twice in one block; remove one")
+            block[key] = value
+        return block
+
+    try:
+        parsed = hjson.loads(content, object_pairs_hook=refuse_duplicates)
+    except ConfigError:
+        raise
+    except RecursionError:
+        raise ConfigError(f"config {shown}: its blocks are nested too deeply") from None
+    except ValueError as error:
+        raise ConfigError(f"config {shown} is not valid (h)json: {error}") from None
+    if not isinstance(parsed, dict):
+        raise ConfigError(f"config {shown} must be one block {{ ... }}, but is a {type(parsed).__name__}")
+    return parsed
+
+
+def parse_config(raw: Mapping[str, Any]) -> ParsedConfig | None:
+    """Validate a config read by `read_config`; None when it has no block "hydra" (a plain DeepSpeed job).
+
+    Raises ConfigError, naming the key and the remedy, for anything in the block that is not understood, for a
+    near miss of the block's own name, and for DeepSpeed settings that cannot hold for such a job.
+    """
+    _refuse_near_misses(raw)
+    if BLOCK not in raw:
+        return None
+    hydra = parse_block(HydraConfig, raw[BLOCK], BLOCK)
+    deepspeed, notes = screen_deepspeed_settings({key: value for key, value in raw.items() if key != BLOCK})
+    return ParsedConfig(hydra, deepspeed, notes, dict(raw))
+
+
+def _refuse_near_misses(raw: Mapping[str, Any]) -> None:
+    """ "hydrra", "Hydra" or "ds_hydra" at top level: DeepSpeed would ignore the whole block in silence."""
+    for key in raw:
+        if key == BLOCK or key in KNOWN_SETTINGS or not isinstance(key, str):
+            continue
+        bare = re.sub(r"^(ds|deepspeed)[_-]*", "", key.lower())
+        alike = difflib.SequenceMatcher(None, bare, BLOCK).ratio()
+        if bare.startswith(BLOCK) or alike >= 0.75:
+            raise ConfigError(
+                f'config: the top-level block {key!r} looks like "{BLOCK}" but is not, and DeepSpeed would '
+                f'ignore it: rename it to "{BLOCK}" or remove it'
+            )
+
+
+def check_num_ranks(config: HydraConfig, num_ranks: int) -> None:
+    """Raise ConfigError unless each candidate strategy uses all `num_ranks` ranks of the job."""
+    for index, (strategy, schemes) in enumerate(zip(config.strategies, config.schemes, strict=True)):
+        used = sum(scheme.num_ranks for scheme in schemes)
+        if used != num_ranks:
+            sizes = " + ".join(str(scheme.num_ranks) for scheme in schemes)
+            raise ConfigError(
+                f"config: hydra.strategies[{index}] {strategy!r} uses {sizes} = {used} ranks but the job has "
+                f"{num_ranks}: start it with {used} ranks or change the strategy"
+            )

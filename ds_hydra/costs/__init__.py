@@ -1,0 +1,1 @@
+"""Milliseconds and bytes of every parallel scheme: measured tables, their files, estimates. Pure: no torch."""

@@ -1,0 +1,109 @@
+"""A model's sizes and rough speeds in, a cost table out, for when nothing has been measured. Pure: no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ds_hydra.costs.cost_table import CostTable, SchemeCost
+from ds_hydra.costs.paper_memory import MemoryModel
+from ds_hydra.pipe.model_plan import ModelPlan
+from ds_hydra.pipe.shape import ParallelScheme
+from ds_hydra.zero_hetero.errors import ConfigError
+
+_TP_EFFICIENCY = (1.0, 0.97, 0.93, 0.87, 0.80)  # share of the peak left at tp = 1, 2, 4, 8, 16
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The sizes of a Transformer that its cost depends on; `params` counts all parameters."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+    vocab: int
+    params: int
+
+    def __post_init__(self) -> None:
+        for key in self.__slots__:
+            value = getattr(self, key)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"model shape: {key} must be a whole number of at least 1 but is {value!r}")
+
+
+def analytic_cost_table(
+    shape: ModelShape,
+    schemes: Iterable[ParallelScheme],
+    context_length: int,
+    *,
+    device_flops: float = 1.5e14,
+    link_bytes_per_second: float = 1.5e11,
+    layer_overhead_ms: float = 0.5,
+    device_bytes: float | None = None,
+    num_ranks: int | None = None,
+    activation_bytes: float = 40.0,
+) -> CostTable:
+    """Costs from the model's FLOPs, for when nothing has been measured.
+
+    6 FLOPs per parameter and token, 7 * hidden * length^2 per layer for causal attention (forward and
+    backward), the TP all-gathers and reduce-scatters and the Ulysses all-to-alls of every layer at
+    `link_bytes_per_second`, and a launch overhead per layer. Without `device_bytes` the memory is no limit and
+    a micro-batch holds up to `context_length` tokens; with it, MaxLen is the memory model's and schemes that
+    hold nothing are left out (ConfigError when none is left).
+    """
+    if context_length < 1:
+        raise ConfigError(f"context_length must be at least 1 token but is {context_length}")
+    wanted = list(dict.fromkeys(schemes))
+    memory = None
+    if device_bytes is not None:
+        ranks = num_ranks or max((s.num_ranks for s in wanted), default=1)
+        states = 16.0 * shape.params / (shape.layers * shape.hidden**2)
+        memory = MemoryModel(shape.hidden, shape.layers, shape.vocab, device_bytes, ranks, activation_bytes, states)
+    costs = []
+    for scheme in wanted:
+        limit = min(memory.max_length(scheme), 64 * context_length) if memory else context_length
+        if limit < 1:
+            continue
+        efficiency = _TP_EFFICIENCY[min(scheme.tp.bit_length() - 1, len(_TP_EFFICIENCY) - 1)]
+        speed = device_flops * efficiency * scheme.num_ranks / 1e3  # FLOPs per ms, all ranks of the pipeline
+        moved = 0.0  # bytes per token, layer and rank, over tp and sp
+        if scheme.tp > 1:
+            moved += 16.0 * shape.hidden * (scheme.tp - 1) / scheme.tp
+        if scheme.sp > 1:
+            moved += 16.0 * shape.hidden * (scheme.sp - 1) / (scheme.sp * scheme.tp)
+        stage_layers = shape.layers / scheme.pp
+        comm = stage_layers * moved / scheme.sp / (link_bytes_per_second / 1e3)
+        costs.append(
+            SchemeCost(
+                scheme,
+                a=7.0 * shape.hidden * shape.layers / speed,
+                b=6.0 * shape.params / speed + comm,
+                c=layer_overhead_ms * stage_layers,
+                max_length=limit,
+                util_length=min(limit, 256 * scheme.tp * scheme.sp),
+            )
+        )
+    if not costs:
+        raise ConfigError(
+            f"no scheme fits {device_bytes} bytes per device: the {shape.params} parameters' states alone need more; "
+            "use more ranks or a higher tp or pp"
+        )
+    return CostTable(tuple(costs), source="analytic")
+
+
+def model_shape(plan: ModelPlan, hidden: int, vocab: int | None) -> ModelShape:
+    """Sizes that the analytic cost depends on, read off the parameters."""
+    params = [param for bucket in plan.buckets for param in bucket.params]
+    largest = max((max(param.shape) for param in params if param.name in plan.layers[-1]), default=hidden)
+    heads = max(1, plan.num_heads)
+    return ModelShape(
+        hidden=hidden,
+        layers=plan.num_layers,
+        heads=heads,
+        kv_heads=max(1, plan.num_kv_heads),
+        intermediate=largest,
+        vocab=vocab or 1,
+        params=sum(param.numel for param in params),
+    )

@@ -1,0 +1,249 @@
+"""A model's plan, a scheme and a device in; bytes on each rank and MaxLen out. Pure: no torch.
+
+[Note: memory]
+A rank holds its 1/N of the master shards (FP32 parameters, gradients and optimizer state) whatever the strategy, and
+under a strategy the parameters (compute dtype) and gradients (FP32) of its share of a stage, buffers of pull and
+push, and activations. Stage i of PP keeps the activations of up to PP - i micro-batches at once (1F1B), and needs a
+transient on top while it computes: a chunk of logits, or what a layer's backward needs, whichever is more
+(Hydraulis, appendix C.1, with embedding and head stages apart). All of it grows with the tokens of a micro-batch;
+MaxLen is where it meets the device's bytes less a margin.
+
+`paper_memory.MemoryModel` is the paper's own formula with its constants A, B and alpha; this one counts a real model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+
+from ds_hydra.pipe.model_plan import LOGITS_AT_ONCE, ModelPlan
+from ds_hydra.pipe.placement import Stage, place_pipeline
+from ds_hydra.pipe.shape import ParallelScheme
+from ds_hydra.zero_hetero.errors import ConfigError
+
+_MOST_TOKENS = 1 << 40
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """Bytes per token of a whole micro-batch on one rank, for one TP and SP degree.
+
+    `layer`, `first` and `last` are kept from forward to backward, by each layer, by the embeddings and by what
+    follows the layers (logits apart); `transient` is needed while a layer computes its backward.
+    """
+
+    layer: float
+    first: float
+    last: float
+    transient: float = 0.0
+
+
+def activations_record(figures: Mapping[tuple[int, int], Activations]) -> dict[str, dict[str, float]]:
+    """As a table file holds them, by "TP,SP"."""
+    return {f"{tp},{sp}": asdict(figure) for (tp, sp), figure in figures.items()}
+
+
+def activations_from_record(record: Mapping[str, Mapping[str, float]]) -> dict[tuple[int, int], Activations]:
+    """Inverse of `activations_record`."""
+    return {(int(tp), int(sp)): Activations(**v) for (tp, sp), v in ((k.split(","), v) for k, v in record.items())}
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Bytes of one rank in one stage of a scheme; `per_token` counts tokens of a micro-batch."""
+
+    scheme: ParallelScheme
+    stage: int
+    masters: int  # parameters and gradients, 1/N
+    optimizer: int  # its state, 1/N
+    params: int
+    grads: int
+    buffers: int  # of pull and push
+    logits: int  # of one chunk at most
+    logits_per_token: float  # until a chunk is full
+    per_token: float  # activations that are kept, of all micro-batches under way
+    transient: float  # per token, while a layer computes its backward
+
+    @property
+    def states(self) -> int:
+        """What does not depend on the micro-batch."""
+        return self.masters + self.optimizer + self.params + self.grads + self.buffers
+
+    def total(self, num_tokens: int) -> int:
+        """All bytes with micro-batches of this many tokens."""
+        on_top = max(self._logits(num_tokens), self.transient * num_tokens)
+        return self.states + math.ceil(self.per_token * num_tokens + on_top)
+
+    def max_length(self, capacity: float) -> int:
+        """Most tokens of a micro-batch within `capacity` bytes; 0 when the states alone do not fit."""
+        if self.total(1) > capacity:
+            return 0
+        fits, too_many = 1, 2
+        while self.total(too_many) <= capacity:
+            fits, too_many = too_many, 2 * too_many
+            if too_many > _MOST_TOKENS:
+                return fits
+        while too_many - fits > 1:
+            middle = (fits + too_many) // 2
+            fits, too_many = (middle, too_many) if self.total(middle) <= capacity else (fits, middle)
+        return fits
+
+    def _logits(self, num_tokens: int) -> float:
+        return min(float(self.logits), self.logits_per_token * num_tokens)
+
+
+@dataclass(frozen=True)
+class JobMemory:
+    """Memory of a job: its model, ranks, dtypes and measured or estimated activations by (tp, sp)."""
+
+    plan: ModelPlan
+    num_ranks: int
+    activations: Mapping[tuple[int, int], Activations]
+    param_bytes: int  # of an element in the compute dtype
+    master_bytes: int = 4
+    optimizer_states: int = 2  # tensors of the masters' size, such as Adam's two moments
+    device_bytes: float = math.inf
+    margin: float = 0.05  # share of the device left for fragmentation and what is not counted
+    vocab: int = 1
+    _cache: dict[tuple[ParallelScheme, int], Needs] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def capacity(self) -> float:
+        """Bytes that may be planned with."""
+        return self.device_bytes * (1.0 - self.margin)
+
+    def needs(self, scheme: ParallelScheme, stage_index: int) -> Needs:
+        """Bytes of the fullest rank of one stage. ConfigError when (tp, sp) has no activation figures."""
+        key = (scheme, stage_index)
+        if key not in self._cache:
+            self._cache[key] = self._count(scheme, stage_index)
+        return self._cache[key]
+
+    def stages(self, scheme: ParallelScheme) -> tuple[Needs, ...]:
+        """Needs of every stage."""
+        return tuple(self.needs(scheme, index) for index in range(scheme.pp))
+
+    def fullest(self, scheme: ParallelScheme, num_tokens: int) -> Needs:
+        """The stage that needs the most for micro-batches of this many tokens."""
+        return max(self.stages(scheme), key=lambda needs: needs.total(num_tokens))
+
+    def max_length(self, scheme: ParallelScheme) -> int:
+        """MaxLen in tokens: the least of the stages'; 0 when the model states of one do not fit."""
+        if math.isinf(self.device_bytes):
+            raise ConfigError("memory model: there is no MaxLen without device_bytes; give the device's memory")
+        return min(needs.max_length(self.capacity) for needs in self.stages(scheme))
+
+    def _count(self, scheme: ParallelScheme, index: int) -> Needs:
+        stage = place_pipeline(scheme, 0, self.plan.num_layers).stages[index]
+        try:
+            kept = self.activations[(scheme.tp, scheme.sp)]
+        except KeyError:
+            known = ", ".join(f"tp{tp}sp{sp}" for tp, sp in sorted(self.activations))
+            raise ConfigError(
+                f"memory model: no activation figures for tp{scheme.tp}sp{scheme.sp}; it has {known}"
+            ) from None
+        held, trained = stage_elements(self.plan, stage)
+        total = sum(bucket.numel for bucket in self.plan.buckets if bucket.trainable)
+        share = math.ceil(total / self.num_ranks)
+        layers = stage.last_layer - stage.first_layer
+        last = index == scheme.pp - 1
+        per_batch = layers * kept.layer + (kept.first if index == 0 else 0.0) + (kept.last if last else 0.0)
+        wide = max(self.master_bytes, self.param_bytes)
+        rows = math.ceil(self.vocab / scheme.tp)
+        # Logits, an FP32 copy of 16 bit ones, and the probabilities that become their gradient.
+        logits_bytes = self.param_bytes + max(4, self.param_bytes) + (4 if self.param_bytes < 4 else 0)
+        logits_bytes = logits_bytes if last else 0
+        return Needs(
+            scheme,
+            index,
+            masters=2 * share * self.master_bytes,
+            optimizer=self.optimizer_states * share * self.master_bytes,
+            params=held * self.param_bytes,
+            grads=trained * wide,
+            buffers=self._buffers(scheme, share, trained),
+            logits=max(LOGITS_AT_ONCE, rows) * logits_bytes,
+            logits_per_token=rows * logits_bytes / scheme.sp,
+            per_token=(scheme.pp - index) * per_batch,
+            transient=kept.transient,
+        )
+
+    def _buffers(self, scheme: ParallelScheme, share: int, trained: int) -> int:
+        """A cast of the master shard for the pull; for the push a cast of the gradients sent and what N / (tp * pp)
+        contributors send for one shard."""
+        cast = self.param_bytes != self.master_bytes
+        contributors = max(1, self.num_ranks // (scheme.tp * scheme.pp))
+        pull = share if cast else 0
+        push = (trained if cast else 0) + (contributors - 1) * share
+        return (pull + push) * self.param_bytes
+
+
+def stage_elements(plan: ModelPlan, stage: Stage) -> tuple[int, int]:
+    """Elements of all and of trainable parameters that the fullest TP rank of a stage holds."""
+    held = trained = 0
+    for bucket in plan.buckets:
+        size = max(sum(slot.numel for slot in plan.slots(bucket, stage, rank)) for rank in range(stage.tp))
+        held += size
+        trained += size if bucket.trainable else 0
+    return held, trained
+
+
+def estimate_activations(
+    hidden: int, intermediate: int, heads: int, kv_heads: int, param_bytes: int, tp: int, sp: int,
+    *, checkpointing: bool = False,
+) -> Activations:  # fmt: skip
+    """Activations of a Llama-like layer with fused attention, for when none were measured.
+
+    Per token a layer keeps: its two normalised inputs with their FP32 copies and statistics, q, k, v and the attention
+    output, gate, up and their product, residuals; TP divides what lies between its two collectives, SP all of it.
+    With checkpointing a layer keeps its input only, and what one layer keeps becomes the transient.
+    """
+    key_value = 2.0 * max(kv_heads, tp) / heads * hidden
+    whole = 2 * hidden * param_bytes + 2 * hidden * 4 + 2 * hidden * param_bytes
+    cut = (2 * hidden + key_value + 4 * intermediate) * param_bytes
+    layer = (whole + cut / tp) / sp
+    stream = hidden * param_bytes / sp
+    transient = (cut / tp + whole) / sp
+    if checkpointing:
+        return Activations(stream, stream, 4 * stream, transient + layer)
+    return Activations(layer, stream, 4 * stream, transient)
+
+
+def refuse_what_does_not_fit(
+    memory: JobMemory, strategies: Sequence[Sequence[ParallelScheme]], longest: int, names: Sequence[str]
+) -> list[str]:
+    """What a job cannot do, before step 0: ConfigError when no strategy holds the longest sequence.
+
+    Returns a line for each scheme of each strategy whose model states do not fit at all; the caller decides.
+    """
+    lines: list[str] = []
+    best_scheme, best = None, -1
+    for name, strategy in zip(names, strategies, strict=True):
+        for scheme in dict.fromkeys(strategy):
+            length = memory.max_length(scheme)
+            if length > best:
+                best_scheme, best = scheme, length
+            if length < 1:
+                fullest = memory.fullest(scheme, 1)
+                lines.append(
+                    f"strategy {name!r}: scheme {scheme}, stage {fullest.stage}: its model states need "
+                    f"{gibibytes(fullest.states)} but a rank may use {gibibytes(memory.capacity)}, "
+                    f"{gibibytes(fullest.states - memory.capacity)} too much; use a larger tp or pp there or more ranks"
+                )
+    if best < longest and best_scheme is not None and not lines:
+        fullest = memory.fullest(best_scheme, longest)
+        need = fullest.total(longest)
+        raise ConfigError(
+            f"the longest sequence has {longest} tokens; {best_scheme} holds the most of all candidate strategies, "
+            f"{best} tokens: with {longest} its stage {fullest.stage} needs {gibibytes(need)} of "
+            f"{gibibytes(memory.capacity)}, {gibibytes(need - memory.capacity)} too much. Add a strategy with larger "
+            "tp, sp or pp to hydra.strategies, set hydra.activation_checkpointing, or lower hydra.context_length"
+        )
+    return lines
+
+
+def gibibytes(num_bytes: float) -> str:
+    """Bytes for a reader."""
+    if abs(num_bytes) >= 2**30:
+        return f"{num_bytes / 2**30:.2f} GiB"
+    return f"{num_bytes / 2**20:.1f} MiB"

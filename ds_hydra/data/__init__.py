@@ -1,0 +1,1 @@
+"""Sequences and their order: contents, the global sampler with its cursor, sources of lengths."""

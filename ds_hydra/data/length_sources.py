@@ -1,0 +1,146 @@
+"""Where sequence lengths for planning come from: a file, a histogram, or a lognormal. Pure: no torch.
+
+A spec is a path (one whole number of tokens a line), a path ending in .csv (a histogram: columns "[low, high]" and
+number of sequences), or "lognormal:MU,SIGMA" (of the natural log of the tokens).
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ds_hydra.zero_hetero.errors import ConfigError, PlanError
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+_LOGNORMAL = re.compile(r"lognormal:([^,]+),([^,]+)")
+_RANGE = re.compile(r"\[\s*(\d+)\s*,\s*(\d+)\s*\]")
+
+
+@dataclass(frozen=True)
+class LengthSample:
+    """Lengths in tokens, and how many sequences of the source were longer than the context and left out."""
+
+    lengths: Ints
+    too_long: int
+
+
+def read_lengths(spec: str, context_length: int, count: int = 100_000, seed: int = 0) -> LengthSample:
+    """Lengths of 1..context_length tokens from a spec; `count` are drawn where the spec is a distribution.
+
+    Raises ConfigError with file and line for what is not a length, or when nothing fits the context.
+    """
+    rng = np.random.default_rng(seed)
+    if spec.startswith("lognormal"):
+        mu, sigma = _lognormal(spec)
+        drawn = np.maximum(1.0, rng.lognormal(mu, sigma, size=count))
+        lengths = np.minimum(drawn, 2.0**62).astype(np.int64)
+    elif spec.endswith(".csv"):
+        lengths = _draw_histogram(spec, count, rng)
+    else:
+        lengths = read_length_file(spec)
+    fitting = lengths[lengths <= context_length]
+    if not fitting.size:
+        raise ConfigError(
+            f"{spec}: none of its {len(lengths)} sequences fits context_length={context_length} tokens; the shortest "
+            f"has {lengths.min()}"
+        )
+    return LengthSample(fitting, len(lengths) - len(fitting))
+
+
+def sample_batches(
+    lengths: Sequence[int], tokens_per_step: int, count: int, seed: int, context_length: int
+) -> list[np.ndarray]:
+    """Batches of random lengths of the data, each of at least `tokens_per_step` tokens."""
+    data = np.asarray(lengths, dtype=np.int64)
+    data = data[(data >= 1) & (data <= context_length)]
+    if not data.size:
+        raise PlanError(f"no sequence of the sample has 1..{context_length} tokens (context_length)")
+    rng = np.random.default_rng(seed)
+    batches = []
+    for _ in range(count):
+        drawn: list[np.ndarray] = []
+        total = 0
+        while total < tokens_per_step:
+            drawn.append(rng.choice(data, size=max(8, int(1.2 * (tokens_per_step - total) / data.mean()))))
+            total += int(drawn[-1].sum())
+        batch = np.concatenate(drawn)
+        batches.append(batch[: int(np.searchsorted(np.cumsum(batch), tokens_per_step)) + 1])
+    return batches
+
+
+def _lognormal(spec: str) -> tuple[float, float]:
+    match = _LOGNORMAL.fullmatch(spec)
+    try:
+        mu, sigma = (float(match[1]), float(match[2])) if match else (math.nan, math.nan)
+    except ValueError:
+        mu = sigma = math.nan
+    if not (math.isfinite(mu) and math.isfinite(sigma) and sigma >= 0):
+        raise ConfigError(f"cannot read lengths from {spec!r}: give lognormal:MU,SIGMA, e.g. lognormal:6.22,1.233")
+    return mu, sigma
+
+
+def read_length_file(path: str | Path) -> Ints:
+    """One length a line, at least 1; ConfigError names the line that is none. 10 million lines take seconds."""
+    try:
+        words = Path(path).read_bytes().split()
+    except OSError as error:
+        raise ConfigError(f"cannot read the lengths file {path}: {error.strerror}") from error
+    if not words:
+        raise ConfigError(f"{path}: holds no lengths; write one whole number of tokens a line")
+    try:
+        lengths = np.array(words, dtype=np.bytes_).astype(np.int64)
+    except (ValueError, OverflowError):
+        lengths = None
+    if lengths is None or int(lengths.min()) < 1:
+        raise ConfigError(_first_bad_line(path))
+    return lengths
+
+
+def _first_bad_line(path: str | Path) -> str:
+    with Path(path).open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            for word in line.split():
+                if not word.isdigit() or not 1 <= int(word) < 2**62:
+                    shown = word[:40].decode(errors="replace")
+                    return f"{path}, line {number}: {shown!r} is not a whole number of tokens of at least 1"
+    return f"{path}: not a list of lengths"
+
+
+def _draw_histogram(path: str, count: int, rng: np.random.Generator) -> Ints:
+    """Lengths drawn from a histogram, log-uniform inside each bucket."""
+    low, high, weight = _read_histogram(path)
+    bucket = rng.choice(len(weight), size=count, p=weight / weight.sum())
+    exponent = rng.uniform(np.log(low[bucket]), np.log(high[bucket] + 1.0))
+    return np.minimum(np.exp(exponent).astype(np.int64), high[bucket].astype(np.int64))
+
+
+def _read_histogram(path: str) -> tuple[Floats, Floats, Floats]:
+    rows: list[tuple[float, float, float]] = []
+    try:
+        with Path(path).open(newline="") as file:
+            for number, row in enumerate(csv.reader(file), start=1):
+                match = _RANGE.fullmatch(row[0].strip()) if row else None
+                if match is None and number == 1:
+                    continue  # header
+                if match is None or len(row) < 2 or not row[1].strip().isdigit():
+                    raise ConfigError(
+                        f'{path}, line {number}: expected "[low, high]",number of sequences but found {row!r}'
+                    )
+                low, high = int(match[1]), int(match[2])
+                if high < max(low, 1):
+                    raise ConfigError(f"{path}, line {number}: the bucket [{low}, {high}] holds no length")
+                rows.append((float(max(low, 1)), float(high), float(row[1])))
+    except OSError as error:
+        raise ConfigError(f"cannot read the histogram {path}: {error.strerror}") from error
+    if not rows or sum(row[2] for row in rows) <= 0:
+        raise ConfigError(f"{path}: the histogram counts no sequence")
+    table = np.array(rows)
+    return table[:, 0], table[:, 1], table[:, 2]

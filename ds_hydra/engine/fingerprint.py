@@ -1,0 +1,61 @@
+"""A model and a device in, what a cost table depends on out: the same for profiling and for training."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+
+import torch
+
+from ds_hydra.costs.table_file import JobPrint, model_fingerprint
+from ds_hydra.pipe.attention.backends import choose_backend
+from ds_hydra.pipe.stage import ModelSource
+
+
+def describe_job(source: ModelSource, device: torch.device, dtype: torch.dtype, num_ranks: int) -> JobPrint:
+    """The print of a job on this machine."""
+    return JobPrint(
+        model=model_fingerprint(source.plan),
+        device=device_name(device),
+        dtype=str(dtype).removeprefix("torch."),
+        attention=attention_name(source, device, dtype),
+        activation_checkpointing=bool(getattr(source, "activation_checkpointing", False)),
+        num_ranks=num_ranks,
+        threads=torch.get_num_threads() if device.type == "cpu" else 0,
+        versions=_versions(),
+    )
+
+
+def device_name(device: torch.device) -> str:
+    """The device's model, as its driver or the operating system calls it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def attention_name(source: ModelSource, device: torch.device, dtype: torch.dtype) -> str:
+    """The attention backend that a layer of this model would choose."""
+    config = getattr(source, "text_config", None)
+    softcap = getattr(config, "attn_logit_softcapping", None)
+    head = getattr(config, "head_dim", None)
+    if head is None:
+        heads = max(1, source.plan.num_heads)
+        head = max(1, source.width(min(1, source.plan.num_layers - 1)) // heads)
+    probe = torch.empty((1, 1, head), device=device, dtype=dtype)
+    return choose_backend(probe, probe, softcap).__name__
+
+
+def _versions() -> tuple[tuple[str, str], ...]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    found: list[tuple[str, str]] = [("python", platform.python_version())]
+    for name in ("torch", "transformers", "deepspeed", "flash_attn"):
+        try:
+            found.append((name, version(name)))
+        except PackageNotFoundError:
+            continue
+    return tuple(found)

@@ -1,0 +1,126 @@
+"""Before step 0: does the job fit its devices? A source, a cost table and strategies in; a table of what fits out."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ds_hydra.costs.cost_table import CostTable
+from ds_hydra.costs.memory import Activations, JobMemory, estimate_activations, gibibytes
+from ds_hydra.pipe.shape import ParallelScheme, format_strategy
+from ds_hydra.pipe.stage import ModelSource
+from ds_hydra.zero_hetero.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+def job_memory(
+    source: ModelSource,
+    schemes: Sequence[ParallelScheme],
+    num_ranks: int,
+    device_bytes: float,
+    dtype: torch.dtype,
+    *,
+    activation_checkpointing: bool,
+    optimizer_states: int = 2,
+    measured: Mapping[tuple[int, int], Activations] | None = None,
+) -> JobMemory:
+    """The memory model of a job for all (tp, sp) of the schemes, with measured activations or else estimated ones.
+
+    Layers of a pipeline module tell nothing of their inside: their activations count as none.
+    """
+    config: Any = getattr(source, "text_config", None)
+    figures: dict[tuple[int, int], Activations] = {}
+    for tp, sp in {(scheme.tp, scheme.sp) for scheme in schemes}:
+        if measured and (tp, sp) in measured:
+            figures[tp, sp] = measured[tp, sp]
+            continue
+        if config is None:
+            figures[tp, sp] = Activations(0.0, 0.0, 0.0)
+            continue
+        heads = max(1, source.plan.num_heads)
+        hidden = config.hidden_size
+        inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * hidden
+        figures[tp, sp] = estimate_activations(
+            hidden, inner, heads, source.plan.num_kv_heads or heads, dtype.itemsize, tp, sp,
+            checkpointing=activation_checkpointing,
+        )  # fmt: skip
+    return JobMemory(
+        source.plan, num_ranks, figures, dtype.itemsize, max(4, dtype.itemsize), optimizer_states,
+        device_bytes=device_bytes, vocab=source.vocab_size or 1,
+    )  # fmt: skip
+
+
+def rank_memory(device: torch.device, ranks_per_node: int) -> float:
+    """Bytes that one rank may use: of its GPU, or its share of the node's memory."""
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    return float(pages * size) / max(1, ranks_per_node)
+
+
+def within_memory(table: CostTable, memory: JobMemory) -> CostTable:
+    """A table with MaxLen by the memory model where that is less; schemes whose states do not fit are left out.
+
+    Raises ConfigError when none is left.
+    """
+    costs = []
+    for cost in table.costs:
+        limit = min(cost.max_length, memory.max_length(cost.scheme))
+        if limit >= 1:
+            costs.append(replace(cost, max_length=limit, util_length=min(cost.util_length, limit)))
+    if not costs:
+        least = min(table.schemes, key=lambda scheme: memory.fullest(scheme, 1).total(1))
+        needs = memory.fullest(least, 1)
+        raise ConfigError(
+            f"no scheme fits: the least, {least}, needs {gibibytes(needs.total(1))} of a rank's "
+            f"{gibibytes(memory.capacity)} for its model states and one token; use more ranks or a smaller model"
+        )
+    return CostTable(tuple(costs), table.source)
+
+
+def check_memory(
+    table: CostTable,
+    memory: JobMemory,
+    strategies: Sequence[Sequence[ParallelScheme]],
+    longest: int,
+    place: str,
+) -> None:
+    """Refuse a job that cannot run: ConfigError names what does not fit, by how much, and the key to change.
+
+    `place` says which sequence is the longest. The table's own MaxLen counts, measured or estimated.
+    """
+    lines = []
+    for index, strategy in enumerate(strategies):
+        for scheme in dict.fromkeys(strategy):
+            needs = memory.fullest(scheme, 1)
+            least = needs.total(1)
+            if least > memory.capacity:
+                lines.append(
+                    f"hydra.strategies[{index}] {format_strategy(strategy)!r}: stage {needs.stage} of {scheme} needs "
+                    f"{gibibytes(least)} for its model states and one token, {gibibytes(least - memory.capacity)} more "
+                    f"than the {gibibytes(memory.capacity)} that a rank may use"
+                )
+    if lines:
+        raise ConfigError(
+            "these strategies do not fit the devices' memory:\n  " + "\n  ".join(lines) + "\nTake them out of "
+            "hydra.strategies, use a larger tp or pp in them, or more ranks"
+        )
+    candidates = {scheme for strategy in strategies for scheme in strategy}
+    best = max(candidates, key=lambda scheme: table[scheme].max_length)
+    limit = table[best].max_length
+    if longest <= limit:
+        return
+    needs = memory.fullest(best, longest)
+    total = needs.total(longest)
+    over = f", {gibibytes(total - memory.capacity)} more than a rank may use" if total > memory.capacity else ""
+    raise ConfigError(
+        f"{place} {longest} tokens but no candidate strategy holds more than {limit} in one micro-batch: with that "
+        f"sequence stage {needs.stage} of {best} needs about {gibibytes(total)}{over}. Add a strategy with larger tp, "
+        "sp or pp, set hydra.activation_checkpointing, or lower hydra.context_length"
+    )

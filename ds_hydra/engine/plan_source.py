@@ -1,0 +1,155 @@
+"""Each step's plan, the same on every rank: rank 0 plans some steps ahead, everybody checks and compares."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from ds_hydra.costs.cost_table import CostTable
+from ds_hydra.data.sampler import TokenBudgetSampler
+from ds_hydra.pipe.shape import ParallelScheme
+from ds_hydra.planner import PlannedStep, Planner, PlannerOptions, PlannerService, StepPlan, validate_plan
+from ds_hydra.ranks.control import broadcast_text
+from ds_hydra.zero_hetero.errors import PlanError
+
+_DIGEST_WORDS = 4  # a SHA-256 as int64
+FAILED = -1  # weight of a rank that could not load its sequences
+
+
+class PlanSource:
+    """The pre-step consumer of plans.
+
+    The planner may fall back to another plan than its producer would have made, so one rank decides and the
+    others take what it says; every rank validates it against the sequences that its own sampler drew.
+    `control` is a group over all ranks that takes CPU tensors.
+    """
+
+    def __init__(
+        self,
+        cost_table: CostTable,
+        strategies: tuple[tuple[ParallelScheme, ...], ...],
+        options: PlannerOptions,
+        sampler: TokenBudgetSampler | None,
+        ahead: int,
+        control: dist.ProcessGroup | None,
+    ):
+        self._table, self._options, self._sampler, self._control = cost_table, options, sampler, control
+        self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
+        self._ahead = ahead
+        self._set_planners(strategies)
+        self._service = self._start_service()
+        self._submitted: int | None = None
+
+    def _set_planners(self, strategies: tuple[tuple[ParallelScheme, ...], ...]) -> None:
+        self._planner = Planner(self._table, strategies, self._options)
+        # One plan is not worth compiling for.
+        once = replace(self._options, kernels="pure", choose="best", replay_file=None)
+        self._pure = Planner(self._table, strategies, once)
+
+    def use_table(self, cost_table: CostTable) -> None:
+        """Plan by other costs from the next step on. Every rank must call it, with the same table."""
+        self._table = cost_table
+        self._set_planners(self._planner.strategies)
+        if self._service is not None:
+            self._service.use_table(cost_table)
+
+    def _start_service(self) -> PlannerService | None:
+        if self._rank != 0 or self._ahead == 0 or self._sampler is None:
+            return None
+        return PlannerService(self._table, self._planner.strategies, self._options, self._ahead)
+
+    def restart(self) -> None:
+        """Forget which steps were planned ahead: the sampler has moved to another place."""
+        if self._submitted is not None:
+            self.close()
+            self._service = self._start_service()
+            self._submitted = None
+
+    @property
+    def strategies(self) -> tuple[tuple[ParallelScheme, ...], ...]:
+        """Candidates, in the order of the config."""
+        return self._planner.strategies
+
+    def next(self, step: int) -> PlannedStep:
+        """The plan of `step`, which its ranks have agreed on. Every rank must call it."""
+        assert self._sampler is not None, "plans of steps need a sampler"
+        ids, lengths = self._sampler.batch(step), self._sampler.batch_lengths(step)
+        planned: PlannedStep | None = None
+        if self._service is not None:
+            first = step if self._submitted is None else self._submitted + 1
+            for coming in range(first, step + self._ahead + 1):
+                self._service.submit(coming, self._sampler.batch(coming), self._sampler.batch_lengths(coming))
+                self._submitted = coming
+        if self._rank == 0:
+            planned = self._service.get(step) if self._service else self._plan_here(self._planner, step, ids, lengths)
+        return self._share(planned, step, ids, lengths)
+
+    def plan_once(self, ids: tuple[int, ...], lengths: tuple[int, ...]) -> StepPlan:
+        """A plan for a batch outside the training order. Every rank must call it."""
+        planned = self._plan_here(self._pure, 0, ids, lengths) if self._rank == 0 else None
+        return self._share(planned, 0, ids, lengths).plan
+
+    def close(self) -> None:
+        """End the producer process."""
+        if self._service is not None:
+            self._service.close()
+
+    @staticmethod
+    def _plan_here(planner: Planner, step: int, ids: tuple[int, ...], lengths: tuple[int, ...]) -> PlannedStep:
+        began = time.perf_counter()
+        plan = planner.plan(step, ids, lengths)
+        return PlannedStep(plan, (time.perf_counter() - began) * 1e3, hidden=False)
+
+    def _share(
+        self, planned: PlannedStep | None, step: int, ids: tuple[int, ...], lengths: tuple[int, ...]
+    ) -> PlannedStep:
+        """Hand rank 0's plan to all ranks; each checks that it is about the sequences it drew itself."""
+        if self._num_ranks > 1:
+            text = broadcast_text(_encode(planned) if planned is not None else None, self._control)
+            planned = planned or _decode(text)
+        assert planned is not None, "rank 0 has planned"
+        plan = planned.plan
+        if (plan.step, plan.sequence_ids, plan.lengths) != (step, ids, lengths):
+            raise PlanError(
+                f"rank {self._rank} drew other sequences for step {step} than rank 0 planned for: the ranks' "
+                "data, seed or config differ; give all ranks the same"
+            )
+        validate_plan(plan, self._table, self._num_ranks, self._options.objective)
+        return planned
+
+
+def _encode(planned: PlannedStep) -> str:
+    return f"{planned.planning_ms!r} {int(planned.hidden)} {planned.fallback or '-'}\n{planned.plan.to_json()}"
+
+
+def _decode(text: str) -> PlannedStep:
+    head, plan = text.split("\n", 1)
+    planning_ms, hidden, fallback = head.split(" ")
+    return PlannedStep(
+        StepPlan.from_json(plan, "rank 0's plan"),
+        float(planning_ms),
+        hidden == "1",
+        None if fallback == "-" else fallback,
+    )
+
+
+def agree(plan: StepPlan, weight: int, control: dist.ProcessGroup | None) -> int:
+    """Compare the plan's digest over all ranks and sum their `weight`, in one message before any other moves.
+
+    Raises PlanError naming the ranks whose plan differs from rank 0's, or whose weight is FAILED.
+    """
+    mine = torch.cat(
+        (torch.frombuffer(bytearray(plan.digest()), dtype=torch.int64), torch.tensor([weight], dtype=torch.int64))
+    )
+    table = torch.empty(dist.get_world_size(), _DIGEST_WORDS + 1, dtype=torch.int64)
+    dist.all_gather(list(table.unbind()), mine, group=control)
+    differing = (table[:, :_DIGEST_WORDS] != table[0, :_DIGEST_WORDS]).any(dim=1).nonzero().flatten().tolist()
+    if differing:
+        raise PlanError(f"step {plan.step}: ranks {differing} hold another plan than rank 0; nothing was computed")
+    failed = (table[:, _DIGEST_WORDS] == FAILED).nonzero().flatten().tolist()
+    if failed:
+        raise PlanError(f"step {plan.step}: ranks {failed} could not load their sequences; their own errors say why")
+    return int(table[:, _DIGEST_WORDS].sum())

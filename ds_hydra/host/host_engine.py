@@ -1,0 +1,266 @@
+"""Everything that touches DeepSpeed's internals: process groups, config, schedulers, monitors, the engine's face.
+
+`HostEngine` is a DeepSpeedEngine by isinstance, but runs none of its constructor: that would cast, broadcast
+and flatten whole parameters over one homogeneous data parallel group.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.monitor.monitor import MonitorMaster
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils import logger as deepspeed_logger
+from deepspeed.utils import set_log_level_from_string
+from deepspeed.utils.timer import SynchronizedWallClockTimer
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ds_hydra.config.hydra_block import ParsedConfig
+from ds_hydra.data.sampler import StepLoader, TokenBudgetSampler
+from ds_hydra.data.sequences import SequenceData
+from ds_hydra.host.optimizers import OptimizerRecipe, optimizer_recipe
+from ds_hydra.host.settings import deepspeed_config
+from ds_hydra.report.log import StepLog
+from ds_hydra.report.record import StepRecord
+from ds_hydra.zero_hetero.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+class HostEngine(DeepSpeedEngine):
+    """The surface of a DeepSpeedEngine over an engine that plans whole steps.
+
+    A subclass implements `train_batch`, `eval_batch` and `fp32_state_dict`. In its constructor it makes the
+    master shards of `recipe.groups` and hands them to `install_optimizer`; after each step it calls
+    `finish_step`. Needs an initialized process group (`init_distributed`).
+    """
+
+    def __init__(
+        self,
+        parsed: ParsedConfig,
+        model: nn.Module,
+        *,
+        optimizer: Optimizer | Callable[[Any], Optimizer] | None = None,
+        model_parameters: Iterable[Any] | None = None,
+        training_data: Any = None,
+        lr_scheduler: LRScheduler | Callable[[Optimizer], Any] | None = None,
+        args: Any = None,
+    ) -> None:
+        nn.Module.__init__(self)  # and not DeepSpeedEngine's
+        self.hydra_config = parsed.hydra
+        self.config = parsed.source
+        self._config = deepspeed_config(parsed)
+        self.client_optimizer = optimizer
+        self.client_lr_scheduler = lr_scheduler
+        self._set_deepspeed_defaults()
+        self._do_args_sanity_check(args)
+        self._configure_with_arguments(args, None)
+        self._set_distributed_vars(args)
+        if self.log_level() is not None:
+            set_log_level_from_string(self.log_level())
+        self._configure_python_gc()
+
+        self.module = model
+        self.compute_dtype = self._select_compute_dtype(model)
+        self.master_dtype = torch.float64 if self.compute_dtype == torch.float64 else torch.float32
+        self.recipe: OptimizerRecipe = optimizer_recipe(
+            model,
+            name=self.optimizer_name(),
+            params=self.optimizer_params(),
+            client=optimizer,
+            model_parameters=model_parameters,
+            allow_untested=bool(self.zero_allow_untested_optimizer()),
+        )
+        self._check_client_scheduler()
+        self._configure_data(training_data)
+        self._configure_reports()
+
+    def _set_deepspeed_defaults(self) -> None:
+        """Attributes that DeepSpeedEngine's methods and its users read."""
+        self.global_steps = 0
+        self.global_samples = 0
+        self.micro_steps = 0
+        self.skipped_steps = 0
+        self.last_step: StepRecord | None = None
+        self.optimizer: Optimizer | None = None
+        self.basic_optimizer: Optimizer | None = None
+        self.lr_scheduler: Any = None
+        self.checkpoint_engine = None
+        self.dist_backend = get_accelerator().communication_backend_name()
+        self.mpu = None
+        self.collate_fn = None
+        self.has_moe_layers = False
+        self.pipeline_parallelism = True
+        self.warn_unscaled_loss = False
+        self.enable_backward_allreduce = False
+        self.timers = SynchronizedWallClockTimer()
+        self._global_grad_norm: float | None = None
+        self._step_applied = False
+        self._is_compiled = False
+        self._deepcompile_active = False
+        self._is_gradient_accumulation_boundary = True
+        self._python_gc_generation: int | None = None
+
+    def _select_compute_dtype(self, model: nn.Module) -> torch.dtype:
+        """BF16 or FP16 if its block says so, else the model's own; masters are FP32, or FP64 for an FP64 model."""
+        if self.fp16_enabled():
+            accelerator = get_accelerator()  # on CPU it knows of fast kernels only; torch computes without them
+            if accelerator.device_name() != "cpu" and not accelerator.is_fp16_supported():
+                raise ConfigError("config: fp16 is enabled but this device does not support it; disable it")
+            return torch.float16
+        if self.bfloat16_enabled():
+            if not get_accelerator().is_bf16_supported():
+                raise ConfigError("config: bf16 is enabled but this device does not support it; disable it")
+            return torch.bfloat16
+        types = {parameter.dtype for parameter in model.parameters()}
+        if types == {torch.float64}:
+            return torch.float64
+        if types & {torch.bfloat16, torch.float16}:
+            raise ConfigError(
+                f"the model's parameters are {', '.join(sorted(map(str, types)))} but the block bf16 is not enabled: "
+                'set "bf16": {"enabled": true}, or load the model in float32'
+            )
+        return torch.float32
+
+    def _check_client_scheduler(self) -> None:
+        bound = getattr(self.client_lr_scheduler, "optimizer", None)
+        if isinstance(bound, Optimizer) and bound is not self.client_optimizer:
+            raise ConfigError(
+                f"the LR scheduler {type(self.client_lr_scheduler).__name__} belongs to an optimizer that was not "
+                "passed to initialize(): pass that optimizer too, or a callable that makes the scheduler"
+            )
+
+    def _configure_data(self, training_data: Any) -> None:
+        self.training_data = training_data
+        self.data: SequenceData | None = None
+        self.sampler: TokenBudgetSampler | None = None
+        self.training_dataloader: StepLoader | None = None
+        if training_data is None:
+            return
+        config = self.hydra_config
+        self.data = self.sequences(training_data)
+        self.sampler = TokenBudgetSampler(self.data.lengths, config.tokens_per_step, config.seed)
+        self.training_dataloader = StepLoader(self.sampler, lambda: self.global_steps)
+        if self.global_rank == 0:
+            logger.info("data: %s; %d steps an epoch", self.data.counts, len(self.training_dataloader))
+
+    def sequences(self, dataset: Any) -> SequenceData:
+        """A dataset under this job's context length and this model's vocabulary."""
+        config = self.hydra_config
+        return SequenceData(
+            dataset,
+            context_length=config.context_length,
+            too_long=config.too_long,
+            vocab_size=_vocab_size(self.module),
+        )
+
+    def _configure_reports(self) -> None:
+        self.monitor = MonitorMaster(self._config.monitor_config)
+        self.step_log = StepLog(
+            self.global_rank,
+            steps_file=self.hydra_config.steps_file,
+            plans_file=self.hydra_config.plans_file,
+            steps_per_print=self.steps_per_print() or 1,
+            write_events=self.monitor.write_events if self.monitor.enabled else None,
+        )
+        atexit.register(self.step_log.close)
+
+    # What the subclass calls.
+
+    def install_optimizer(self, shards: Sequence[Sequence[Tensor]]) -> Optimizer:
+        """Make optimizer and LR scheduler on this rank's master shards, `shards[i]` those of `recipe.groups[i]`."""
+        self.optimizer = self.basic_optimizer = self.recipe.build(shards)
+        level = deepspeed_logger.level
+        deepspeed_logger.setLevel(logging.ERROR)  # its schedules warn of their own first call, on every rank
+        try:
+            self._configure_lr_scheduler()
+        except (TypeError, ValueError, AssertionError) as error:
+            raise ConfigError(f"the LR scheduler cannot be made: {error}") from error
+        finally:
+            deepspeed_logger.setLevel(level)
+        return self.optimizer
+
+    def finish_step(self, record: StepRecord) -> None:
+        """Take a step into the engine's books: counters, gradient norm, LR schedule, log line, JSONL, monitors.
+
+        The schedule stands still in a skipped step, as in DeepSpeed.
+        """
+        assert record.step == self.global_steps + 1, f"step {record.step} follows step {self.global_steps}"
+        self.global_steps = record.step
+        self.global_samples += record.num_sequences
+        self.micro_steps += sum(record.num_micro_batches)
+        self.skipped_steps += record.skipped
+        self._global_grad_norm = record.grad_norm
+        self._step_applied = not record.skipped
+        if self.lr_scheduler is not None and not record.skipped:
+            self.lr_scheduler.step()
+        self.last_step = record
+        self.step_log.add(record)
+
+    # What users call.
+
+    def train_batch(self, data_iter: Any = None) -> Tensor:
+        """Run one step and return its loss, a scalar."""
+        raise NotImplementedError
+
+    def eval_batch(self, data_iter: Any = None) -> Tensor:
+        """Loss of one batch, without an update."""
+        raise NotImplementedError
+
+    def fp32_state_dict(self) -> dict[str, Tensor]:
+        """The full parameters in FP32 on CPU, by the model's own names. All ranks must call it."""
+        raise NotImplementedError
+
+    def train_batch_size(self) -> int:
+        """Sequences of the last step, or of the first before it has run: DeepSpeed counts samples per step too."""
+        if self.last_step is not None:
+            return self.last_step.num_sequences
+        return len(self.sampler.batch(0)) if self.sampler is not None else 0
+
+    def set_train_batch_size(self, train_batch_size: int) -> NoReturn:
+        """Not supported: steps are sized in tokens."""
+        raise ConfigError(f"set_train_batch_size({train_batch_size}): a step is sized by hydra.tokens_per_step")
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> NoReturn:
+        """Not supported: the plan sizes micro-batches."""
+        raise ConfigError(f"set_train_micro_batch_size({micro_batch_size}): micro-batches are sized by the plan")
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> NoReturn:
+        """Not supported: see the error."""
+        _refuse_three_call_loop("engine(batch)")
+
+    def backward(self, *inputs: Any, **kwargs: Any) -> NoReturn:
+        """Not supported: see the error."""
+        _refuse_three_call_loop("engine.backward(loss)")
+
+    def step(self, *inputs: Any, **kwargs: Any) -> NoReturn:
+        """Not supported: see the error."""
+        _refuse_three_call_loop("engine.step()")
+
+    def destroy(self) -> None:
+        """Print the summary, and release what DeepSpeed's engine would."""
+        step_log = self.__dict__.get("step_log")
+        if step_log is not None:
+            step_log.close()
+            atexit.unregister(step_log.close)
+        super().destroy()
+
+
+def _refuse_three_call_loop(call: str) -> NoReturn:
+    raise RuntimeError(
+        f'{call} is not supported with a "hydra" block: a step is planned from all its sequences at once. Pass '
+        "training_data to initialize() and call engine.train_batch(), or engine.eval_batch(), instead"
+    )
+
+
+def _vocab_size(model: nn.Module) -> int | None:
+    """Rows of the model's input embedding; None when it does not say."""
+    embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    return getattr(embedding, "num_embeddings", None)

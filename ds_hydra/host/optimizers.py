@@ -1,0 +1,270 @@
+"""Optimizers over master shards: the user's choice in, a torch Optimizer over one rank's shards out.
+
+A rank owns flat intervals that cut across parameters, so only element-wise optimizers give the same update
+as on whole parameters. Those that look at a parameter as a matrix or at its norm (LAMB, Muon, Adafactor) are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ds_hydra.config.checks import nearest
+from ds_hydra.zero_hetero.errors import ConfigError
+
+
+class Lion(Optimizer):
+    """Sign of an interpolated momentum (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms")."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        loss = closure() if closure is not None else None
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(param)
+                momentum = state["exp_avg"]
+                update = torch.lerp(param.grad, momentum, beta1).sign_()
+                param.mul_(1.0 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
+                momentum.lerp_(param.grad, 1.0 - beta2)
+        return loss
+
+
+ELEMENT_WISE: dict[str, type[Optimizer]] = {
+    "adadelta": torch.optim.Adadelta,
+    "adagrad": torch.optim.Adagrad,
+    "adam": torch.optim.Adam,
+    "adamax": torch.optim.Adamax,
+    "adamw": torch.optim.AdamW,
+    "asgd": torch.optim.ASGD,
+    "lion": Lion,
+    "nadam": torch.optim.NAdam,
+    "radam": torch.optim.RAdam,
+    "rmsprop": torch.optim.RMSprop,
+    "rprop": torch.optim.Rprop,
+    "sgd": torch.optim.SGD,
+}
+_ELEMENT_WISE_ELSEWHERE = frozenset({"FusedAdam", "DeepSpeedCPUAdam", "FusedLion", "DeepSpeedCPULion"})
+_NOT_ELEMENT_WISE = {
+    "adafactor": "factors each weight's second moment into rows and columns",
+    "fusedlamb": "scales each parameter's step by its norm",
+    "lamb": "scales each parameter's step by its norm",
+    "lars": "scales each parameter's step by its norm",
+    "lbfgs": "uses inner products over all parameters",
+    "muadam": "sets rates by each parameter's shape",
+    "muadamw": "sets rates by each parameter's shape",
+    "muon": "orthogonalizes each weight matrix",
+    "muonwithauxadam": "orthogonalizes each weight matrix",
+    "musgd": "sets rates by each parameter's shape",
+    "onebitadam": "compresses gradients in its own communication",
+    "onebitlamb": "scales each parameter's step by its norm",
+    "sparseadam": "needs sparse gradients",
+    "zerooneadam": "compresses gradients in its own communication",
+}
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """Parameters that share optimizer settings, by the names the model gives them."""
+
+    names: tuple[str, ...]
+    settings: dict[str, Any]  # such as {"weight_decay": 0.0}; what is not in it comes from the optimizer
+
+
+@dataclass(frozen=True)
+class OptimizerRecipe:
+    """How to make the user's optimizer once the masters exist. `groups` says which parameters they come from."""
+
+    name: str
+    groups: tuple[ParameterGroup, ...]
+    make: Callable[[list[dict[str, Any]]], Optimizer]
+
+    def build(self, shards: Sequence[Sequence[Tensor]]) -> Optimizer:
+        """The optimizer over this rank's master shards, `shards[i]` those of `groups[i]` (none is allowed)."""
+        if len(shards) != len(self.groups):
+            raise ValueError(f"{len(shards)} groups of shards for {len(self.groups)} parameter groups")
+        groups = [{"params": list(own), **g.settings} for own, g in zip(shards, self.groups, strict=True)]
+        optimizer = self.make(groups)
+        if len(optimizer.param_groups) != len(groups):
+            raise ConfigError(
+                f"optimizer {self.name} was given {len(groups)} parameter groups but has "
+                f"{len(optimizer.param_groups)}: it must keep the groups it is given"
+            )
+        return optimizer
+
+
+def optimizer_recipe(
+    model: nn.Module,
+    *,
+    name: str | None = None,
+    params: Mapping[str, Any] | None = None,
+    client: Optimizer | Callable[[Any], Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    allow_untested: bool = False,
+) -> OptimizerRecipe:
+    """The user's optimizer, from an object, from a callable over parameter groups, or from a config block.
+
+    As in DeepSpeed a client optimizer goes before the block (`name`, `params`). A client object keeps its
+    identity: its groups receive the shards in place of the parameters, so LR schedulers made for it go on
+    working. Raises ConfigError for optimizers that are not element-wise (`allow_untested` admits unknown ones)
+    and for parameters that are not the model's.
+    """
+    if isinstance(client, Optimizer):
+        _check_class(type(client), allow_untested)
+        if client.state:
+            raise ConfigError(
+                f"optimizer {type(client).__name__} has already made steps, and its state is not kept: give a fresh one"
+            )
+        groups = parameter_groups(model, client.param_groups)
+        return OptimizerRecipe(type(client).__name__, groups, _refill(client))
+    groups = parameter_groups(model, model_parameters)
+    if client is not None:
+        return OptimizerRecipe("client callable", groups, _checked_callable(client, allow_untested))
+    if name is None:
+        raise ConfigError('there is no optimizer: give the block "optimizer" or initialize(optimizer=...)')
+    return OptimizerRecipe(name, groups, _from_block(name, dict(params or {})))
+
+
+def parameter_groups(model: nn.Module, given: Iterable[Any] | None = None) -> tuple[ParameterGroup, ...]:
+    """Groups of the model's trainable parameters, by name.
+
+    `given` is what torch optimizers take: tensors, (name, tensor) pairs or group dicts; None is all parameters.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    items = list(given) if given is not None else list(model.parameters())
+    dicts = [item for item in items if isinstance(item, Mapping)]
+    loose = [item for item in items if not isinstance(item, Mapping)]
+    sources: list[Mapping[str, Any]] = [*([{"params": loose}] if loose or not dicts else []), *dicts]
+    groups: list[ParameterGroup] = []
+    seen: set[str] = set()
+    for source in sources:
+        group = _named_group(source, names, seen)
+        seen.update(group.names)
+        groups.append(group)
+    if not seen:
+        raise ConfigError("there is nothing to train: no parameter given to the optimizer requires a gradient")
+    return tuple(groups)
+
+
+def _named_group(source: Mapping[str, Any], names: Mapping[int, str], seen: set[str]) -> ParameterGroup:
+    params = source["params"]
+    own: list[str] = []
+    for item in [params] if isinstance(params, Tensor) else params:
+        parameter = item[1] if isinstance(item, tuple) else item
+        name = names.get(id(parameter))
+        if name is None:
+            shape = tuple(getattr(parameter, "shape", ()))
+            raise ConfigError(
+                f"the optimizer was given a parameter of shape {shape} that is not one of the model's: build it "
+                "from the parameters of the model that is passed to initialize()"
+            )
+        if name in seen or name in own:
+            raise ConfigError(f"the optimizer was given the parameter {name!r} twice; list it in one group only")
+        if parameter.requires_grad:
+            own.append(name)
+    return ParameterGroup(tuple(own), {k: v for k, v in source.items() if k not in ("params", "param_names")})
+
+
+def _check_class(optimizer: type[Optimizer], allow_untested: bool) -> None:
+    name = optimizer.__name__
+    if name.lower() in _NOT_ELEMENT_WISE:
+        raise _refusal(name)
+    if optimizer in ELEMENT_WISE.values() or name in _ELEMENT_WISE_ELSEWHERE or allow_untested:
+        return
+    raise ConfigError(
+        f"optimizer {name} is not known to be element-wise, and master shards cut across parameters: if each "
+        'element\'s update depends on that element alone, set "zero_allow_untested_optimizer": true'
+    )
+
+
+def _refusal(name: str) -> ConfigError:
+    return ConfigError(
+        f"optimizer {name} {_NOT_ELEMENT_WISE[name.lower()]}, which flat master shards do not allow: use one of "
+        + ", ".join(sorted(kind.__name__ for kind in ELEMENT_WISE.values()))
+    )
+
+
+def _refill(client: Optimizer) -> Callable[[list[dict[str, Any]]], Optimizer]:
+    def make(groups: list[dict[str, Any]]) -> Optimizer:
+        for own, shards in zip(client.param_groups, groups, strict=True):
+            own["params"] = shards["params"]
+            own.pop("param_names", None)
+        return client
+
+    return make
+
+
+def _checked_callable(
+    client: Callable[[Any], Optimizer], allow_untested: bool
+) -> Callable[[list[dict[str, Any]]], Optimizer]:
+    def make(groups: list[dict[str, Any]]) -> Optimizer:
+        optimizer = client(groups)
+        if not isinstance(optimizer, Optimizer):
+            raise ConfigError(
+                f"initialize(optimizer=...) was given a callable that returned a {type(optimizer).__name__}; it "
+                "must return a torch.optim.Optimizer"
+            )
+        _check_class(type(optimizer), allow_untested)
+        return optimizer
+
+    return make
+
+
+def _from_block(name: str, params: dict[str, Any]) -> Callable[[list[dict[str, Any]]], Optimizer]:
+    """A config block's optimizer; Adam and AdamW follow DeepSpeed's rules for them."""
+    kind = name.lower()
+    if kind in _NOT_ELEMENT_WISE:
+        raise _refusal(name)
+    if kind not in ELEMENT_WISE:
+        kinds = [known.__name__ for known in ELEMENT_WISE.values()]
+        raise ConfigError(f'config: optimizer.type "{name}" is not known; {nearest(name, kinds)}')
+    optimizer_class = ELEMENT_WISE[kind]
+    if kind in ("adam", "adamw"):
+        optimizer_class, params = _adam(kind, params)
+
+    def make(groups: list[dict[str, Any]]) -> Optimizer:
+        try:
+            return optimizer_class(groups, **params)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"config: optimizer.params of {name}: {error}") from None
+
+    make([{"params": [nn.Parameter(torch.zeros(1))]}])  # so that wrong settings are refused before training
+    return make
+
+
+def _adam(kind: str, params: dict[str, Any]) -> tuple[type[Optimizer], dict[str, Any]]:
+    """DeepSpeed reads "Adam" as AdamW unless adam_w_mode is false, and decays nothing unless told to.
+
+    Its own kernels are compiled when first used; torch's fused ones do the same arithmetic and are not.
+    """
+    decoupled = params.pop("adam_w_mode", True) or kind == "adamw"
+    if not params.pop("torch_adam", False):
+        params.setdefault("weight_decay", 0.0)
+    if not params.pop("bias_correction", True):
+        raise ConfigError("config: optimizer.params.bias_correction false is not supported; remove it")
+    for key in ("fp32_optimizer_states", "set_grad_none"):
+        params.pop(key, None)
+    if not any(params.get(key) for key in ("foreach", "capturable", "differentiable")):
+        params.setdefault("fused", True)
+    if "betas" in params:
+        params["betas"] = tuple(params["betas"])
+    return (torch.optim.AdamW if decoupled else torch.optim.Adam), params

@@ -1,0 +1,61 @@
+"""DeepSpeed's own reading of its half of the config; what it refuses comes as ConfigError."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from deepspeed.runtime import lr_schedules
+from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+
+from ds_hydra.config.checks import nearest
+from ds_hydra.config.hydra_block import ParsedConfig
+from ds_hydra.zero_hetero.errors import ConfigError
+
+_MONITOR_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
+
+
+def deepspeed_config(parsed: ParsedConfig) -> DeepSpeedConfig:
+    """DeepSpeed's own reading of its half of the config; its complaints come as ConfigError."""
+    try:
+        config = DeepSpeedConfig(dict(parsed.deepspeed))
+    except (AssertionError, DeepSpeedConfigError, TypeError, ValueError, KeyError) as error:
+        raise ConfigError(f"config: DeepSpeed refuses its settings: {error}") from error
+    _check_scheduler(config)
+    for block, package in _MONITOR_PACKAGES.items():
+        if getattr(config.monitor_config, block).enabled and importlib.util.find_spec(package) is None:
+            raise ConfigError(
+                f'config: the monitor "{block}" is enabled but the package {package!r} is not installed: '
+                f"pip install {package}, or disable it"
+            )
+    return config
+
+
+def _scheduler_class(name: str) -> Callable[..., Any] | None:
+    """The class behind scheduler.type: DeepSpeed's own first, then torch's."""
+    if name in lr_schedules.VALID_LR_SCHEDULES:
+        return getattr(lr_schedules, name)
+    found = getattr(torch.optim.lr_scheduler, name, None)
+    return found if inspect.isclass(found) else None
+
+
+def _check_scheduler(config: DeepSpeedConfig) -> None:
+    """Name and arguments of the scheduler block, before there is an optimizer to build it on."""
+    name = config.scheduler_name
+    if name is None:
+        return
+    scheduler = _scheduler_class(name)
+    if scheduler is None:
+        torch_names = [n for n, kind in vars(torch.optim.lr_scheduler).items() if inspect.isclass(kind)]
+        hint = nearest(name, [*lr_schedules.VALID_LR_SCHEDULES, *torch_names])
+        raise ConfigError(f'config: scheduler.type "{name}" is not known; {hint}')
+    config.scheduler_params = dict(config.scheduler_params or {})
+    try:
+        inspect.signature(scheduler).bind(None, **config.scheduler_params)
+    except TypeError as error:
+        accepted = ", ".join(list(inspect.signature(scheduler).parameters)[1:])
+        raise ConfigError(f"config: scheduler.params of {name}: {error}; it takes {accepted}") from None

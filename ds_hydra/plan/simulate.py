@@ -1,0 +1,17 @@
+"""A plan in, the time it takes under an event simulation out (ms). Pure: no torch."""
+
+from __future__ import annotations
+
+from ds_hydra.costs.cost_table import CostTable
+from ds_hydra.pipe.schedules.simulate import simulate_pipeline
+from ds_hydra.plan.step_plan import StepPlan
+
+
+def simulate_plan(plan: StepPlan, cost_table: CostTable) -> tuple[float, ...]:
+    """Simulated time of every pipeline of a plan, in ms; the step takes the largest."""
+    times = []
+    for pipeline in plan.pipelines:
+        cost = cost_table[pipeline.scheme]
+        loads = [cost.load_ms([plan.lengths[i] for i in batch]) for batch in pipeline.microbatches]
+        times.append(simulate_pipeline(loads, pipeline.scheme.pp))
+    return tuple(times)

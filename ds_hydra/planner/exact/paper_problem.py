@@ -1,0 +1,100 @@
+"""Eq. 3 as the paper states it: by its Algorithm 1, by our search, by HiGHS. Pure: no torch.
+
+T(l) carries c for every sequence here, as printed. Planning itself charges c once per micro-batch; see
+`selection`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import numpy as np
+
+import ds_hydra.planner.kernels as kernels
+from ds_hydra.costs.cost_table import CostTable
+from ds_hydra.pipe.shape import ParallelScheme
+from ds_hydra.planner.exact.programs import ExactResult, dispatch_exactly, dispatch_ms
+from ds_hydra.planner.kernels.arrays import Effort, Floats, Ints, Items, Placement, Schemes
+from ds_hydra.planner.kernels.problem import Batch, Groups, scheme_arrays
+
+PAPER_TRIALS = 100
+
+
+@dataclass(frozen=True)
+class DispatchProblem:
+    """Eq. 3 for one batch and one strategy; pipelines group by group, largest MaxLen first."""
+
+    groups: Groups
+    items: Items  # work is T(l) with c
+    schemes: Schemes  # c is 0
+    kernels: SimpleNamespace
+
+    @classmethod
+    def of(
+        cls, lengths: Sequence[int], strategy: Sequence[ParallelScheme], table: CostTable, compiled: bool = True
+    ) -> DispatchProblem:
+        schemes = scheme_arrays(table)
+        batch = Batch.of(lengths, table)
+        return cls.of_batch(
+            batch, Groups.of(strategy, table), schemes, kernels.compiled() if compiled else kernels.pure()
+        )
+
+    @classmethod
+    def of_batch(cls, batch: Batch, groups: Groups, schemes: Schemes, kernel: SimpleNamespace) -> DispatchProblem:
+        """The same from what a step's search already has."""
+        work = batch.items.work + schemes.c[:, None]
+        items = Items(work, batch.items.tokens, batch.items.copies, (work / batch.items.tokens).min(axis=1))
+        free = Schemes(
+            np.zeros_like(schemes.c), schemes.max_length, np.ones_like(schemes.util_length), schemes.pp, False
+        )
+        return cls(groups, items, free, kernel)
+
+    @property
+    def times(self) -> Floats:
+        """T(l_i, P_j) in ms: (pipelines, n)."""
+        return np.ascontiguousarray(self.items.work[self.groups.shape.pipeline_scheme])
+
+    @property
+    def pp(self) -> Ints:
+        return self.schemes.pp[self.groups.shape.pipeline_scheme]
+
+    @property
+    def max_length(self) -> Ints:
+        return self.schemes.max_length[self.groups.shape.pipeline_scheme]
+
+    def ms(self, owner: Ints) -> float:
+        """The objective of a placement."""
+        return dispatch_ms(self.times, self.pp, owner)
+
+    def by_paper(self, trials: int = PAPER_TRIALS, seed: int = 0) -> Ints | None:
+        """Algorithm 1 as printed; None when a sequence fits nowhere."""
+        owner = np.zeros(len(self.items.tokens), dtype=np.int64)
+        ms = self.kernels.greedy_trials(self.times, self.items.tokens, self.max_length, self.pp, trials, seed, owner)
+        return owner if np.isfinite(ms) else None
+
+    def by_search(self, restarts: int = 40, budget: int = 200_000, seed: int = 0) -> tuple[Ints, float] | None:
+        """Our search, and the certified bound in ms; None when a sequence fits nowhere."""
+        shape, n = self.groups.shape, len(self.items.tokens)
+        price = self.groups.num_ranks.copy()
+        bound = float(self.kernels.strategy_bound(self.schemes, self.items, shape, 12, 14, price))
+        pipelines = len(shape.pipeline_scheme)
+        place = Placement(
+            np.zeros(n, dtype=np.int64), np.zeros(pipelines), np.zeros(pipelines, dtype=np.int64),
+            np.zeros(pipelines), np.zeros(pipelines),
+        )  # fmt: skip
+        effort = Effort(restarts, budget, 0, 0, packs=False)
+        ms = self.kernels.dispatch(
+            self.schemes, self.items, shape, bound, price, np.inf, effort, seed, place, np.zeros(n, dtype=np.int64)
+        )
+        return (place.owner, bound) if np.isfinite(ms) else None
+
+    def by_highs(
+        self, start: Ints, bound_ms: float, *, node_limit: int | None = None, seconds: float | None = None
+    ) -> ExactResult | None:
+        """HiGHS from `start` on; see `dispatch_exactly`."""
+        return dispatch_exactly(
+            self.times, self.items.tokens, self.max_length, self.pp, self.groups.shape.pipelines, start, bound_ms,
+            node_limit=node_limit, seconds=seconds,
+        )  # fmt: skip

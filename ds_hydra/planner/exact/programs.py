@@ -1,0 +1,219 @@
+"""Dispatch (Eq. 3) and packing (Eq. 1) as integer programs for HiGHS, from a heuristic's solution on. Pure: no torch.
+
+Equal pipelines, and micro-batches, are told apart by their longest sequence: sequence i, longest first, may only
+go to the first i+1 of them. Times are scaled by a bound, so that coefficients are near 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ds_hydra.planner.exact.highs import solve_milp
+from ds_hydra.planner.kernels.arrays import Floats, Ints, Items, Schemes
+from ds_hydra.planner.kernels.packing import ideal_ms, stage_ms
+from ds_hydra.planner.kernels.problem import Assignment, scheme_row
+
+
+@dataclass(frozen=True, slots=True)
+class ExactResult:
+    """owner[i] is the pipeline (or micro-batch) of sequence i; `ms` the objective; `bound_ms` HiGHS's bound."""
+
+    owner: Ints
+    ms: float
+    bound_ms: float
+    optimal: bool
+
+
+def relabel(owner: Ints, first: Ints, count: Ints) -> Ints:
+    """The same placement with equal pipelines named in the order of their longest sequence.
+
+    Group g holds pipelines first[g] .. first[g]+count[g]-1; sequences come longest first.
+    """
+    names: dict[int, int] = {}
+    used = np.zeros(len(first), dtype=np.int64)
+    group = np.repeat(np.arange(len(first)), count)
+    for p in owner.tolist():
+        if p not in names:
+            g = group[p]
+            names[p] = int(first[g] + used[g])
+            used[g] += 1
+    return np.array([names[p] for p in owner.tolist()], dtype=np.int64)
+
+
+def dispatch_exactly(
+    times: Floats,
+    tokens: Ints,
+    max_length: Ints,
+    pp: Ints,
+    group_sizes: Ints,
+    start: Ints,
+    bound_ms: float,
+    *,
+    node_limit: int | None = None,
+    seconds: float | None = None,
+    gap: float = 0.0,
+) -> ExactResult | None:
+    """Eq. 3 by HiGHS: times (pipelines, n) in ms, sequences longest first, pipelines group by group.
+
+    `start` is a feasible owner (n,) and `bound_ms` > 0 a valid lower bound. None when HiGHS found nothing.
+    """
+    pipelines, n = times.shape
+    first = np.cumsum(group_sizes) - group_sizes
+    nth = np.arange(pipelines) - np.repeat(first, group_sizes)  # of its group
+    scaled = times / bound_ms
+    pairs = [(i, j) for i in range(n) for j in range(pipelines) if tokens[i] <= max_length[j] and nth[j] <= i]
+    bubbles = [j for j in range(pipelines) if pp[j] > 1]
+    tau, columns = len(pairs) + len(bubbles), len(pairs) + len(bubbles) + 1
+    rows: list[list[tuple[int, float]]] = [[] for _ in range(n)]
+    loads: list[list[tuple[int, float]]] = [[(tau, -1.0)] for _ in range(pipelines)]
+    drains: list[list[tuple[int, float]]] = []
+    bubble_of = {j: len(pairs) + at for at, j in enumerate(bubbles)}
+    for at, (i, j) in enumerate(pairs):
+        rows[i].append((at, 1.0))
+        loads[j].append((at, float(scaled[j, i])))
+        if j in bubble_of:
+            drains.append([(at, float(scaled[j, i] * (pp[j] - 1))), (bubble_of[j], -1.0)])
+    for j, column in bubble_of.items():
+        loads[j].append((column, 1.0))
+    cost = np.zeros(columns)
+    cost[tau] = 1.0
+    ceiling = np.ones(columns)
+    ceiling[len(pairs) :] = np.inf
+    floor = np.zeros(columns)
+    floor[tau] = 1.0 - 1e-9
+    named = relabel(start, first, group_sizes)
+    solution = solve_milp(
+        cost, ceiling, rows + loads + drains,
+        [1.0] * n + [-np.inf] * (pipelines + len(drains)), [1.0] * n + [0.0] * (pipelines + len(drains)),
+        integers=len(pairs), node_limit=node_limit, seconds=seconds, gap=gap, floor=floor,
+        start=_start_point(named, scaled, pp, pairs, bubble_of, columns),
+    )  # fmt: skip
+    if solution is None:
+        return None
+    owner = np.zeros(n, dtype=np.int64)
+    for at, (i, j) in enumerate(pairs):
+        if solution.values[at] > 0.5:
+            owner[i] = j
+    return ExactResult(owner, dispatch_ms(times, pp, owner), solution.bound * bound_ms, solution.optimal)
+
+
+def dispatch_ms(times: Floats, pp: Ints, owner: Ints) -> float:
+    """Eq. 3 of a placement: slowest pipeline of sum T + (PP-1) * T of its longest sequence, in ms."""
+    slowest = 0.0
+    for j in range(len(times)):
+        own = times[j][owner == j]
+        if own.size:
+            slowest = max(slowest, float(own.sum() + (pp[j] - 1) * own.max()))
+    return slowest
+
+
+def _start_point(
+    owner: Ints, scaled: Floats, pp: Ints, pairs: list[tuple[int, int]], bubble_of: dict[int, int], columns: int
+) -> Floats:
+    point = np.zeros(columns)
+    for at, (i, j) in enumerate(pairs):
+        point[at] = float(owner[i] == j)
+    for j, column in bubble_of.items():
+        own = scaled[j][owner == j]
+        point[column] = (pp[j] - 1) * own.max() if own.size else 0.0
+    point[-1] = dispatch_ms(scaled, pp, owner)
+    return point
+
+
+def pack_exactly(
+    work: Floats,
+    tokens: Ints,
+    v: int,
+    max_length: int,
+    start: Ints | None,
+    *,
+    node_limit: int | None = None,
+    seconds: float | None = None,
+    gap: float = 0.0,
+) -> ExactResult | None:
+    """The v micro-batches of at most max_length tokens with the least largest work, by HiGHS (Eq. 1 for one V).
+
+    work (n,) ms and tokens (n,), longest first; `start` (n,) a feasible packing. `ms` excludes c. None when HiGHS
+    found no packing.
+    """
+    n = len(work)
+    floor_ms = max(float(work.max()), float(work.sum()) / v)
+    pairs = [(i, j) for i in range(n) for j in range(min(v, i + 1))]
+    tau, columns = len(pairs), len(pairs) + 1
+    rows: list[list[tuple[int, float]]] = [[] for _ in range(n)]
+    loads: list[list[tuple[int, float]]] = [[(tau, -1.0)] for _ in range(v)]
+    rooms: list[list[tuple[int, float]]] = [[] for _ in range(v)]
+    for at, (i, j) in enumerate(pairs):
+        rows[i].append((at, 1.0))
+        loads[j].append((at, float(work[i] / floor_ms)))
+        rooms[j].append((at, float(tokens[i] / max_length)))
+    cost, ceiling, floor = np.zeros(columns), np.ones(columns), np.zeros(columns)
+    cost[tau], ceiling[tau], floor[tau] = 1.0, np.inf, 1.0 - 1e-9
+    point = None
+    if start is not None:
+        named = relabel(start, np.zeros(1, dtype=np.int64), np.array([v]))
+        point = np.array([float(named[i] == j) for i, j in pairs] + [0.0])
+        point[tau] = max(float(work[named == j].sum()) for j in range(v)) / floor_ms
+    solution = solve_milp(
+        cost, ceiling, rows + loads + rooms,
+        [1.0] * n + [-np.inf] * (2 * v), [1.0] * n + [0.0] * v + [1.0] * v,
+        integers=len(pairs), node_limit=node_limit, seconds=seconds, gap=gap, floor=floor, start=point,
+    )  # fmt: skip
+    if solution is None:
+        return None
+    owner = np.zeros(n, dtype=np.int64)
+    for at, (i, j) in enumerate(pairs):
+        if solution.values[at] > 0.5:
+            owner[i] = j
+    largest = max(float(work[owner == j].sum()) for j in range(v))
+    return ExactResult(owner, largest, solution.bound * floor_ms, solution.optimal)
+
+
+def repack_slowest(
+    schemes: Schemes,
+    items: Items,
+    plan: Assignment,
+    *,
+    node_limit: int | None = None,
+    seconds: float | None = None,
+) -> Assignment:
+    """The plan with its slowest pipeline's micro-batches packed by HiGHS, if that is better.
+
+    One V is solved for: the one that the pipeline has, for which the packing is a start. Nothing is done where
+    that pipeline is already at its bound.
+    """
+    slowest, at = 0.0, -1
+    for p in range(len(plan.groups.rank_order)):
+        ms = _pipeline_ms(schemes, items, plan, p, plan.bin_of)
+        if ms > slowest:
+            slowest, at = ms, p
+    one = scheme_row(schemes, int(plan.groups.shape.pipeline_scheme[at]))
+    own = np.flatnonzero(plan.owner == at)
+    work = items.work[plan.groups.shape.pipeline_scheme[at]][own]
+    floor = ideal_ms(one, float(work.sum()), int(items.tokens[own].sum()), float(work.max()))
+    if slowest <= floor * (1.0 + 1e-6) or (one.pp == 1 and not one.paper):
+        return plan
+    v = int(plan.bin_of[own].max()) + 1
+    found = pack_exactly(
+        work, items.tokens[own], v, one.max_length, plan.bin_of[own], node_limit=node_limit, seconds=seconds
+    )
+    if found is None:
+        return plan
+    bin_of = plan.bin_of.copy()
+    bin_of[own] = found.owner
+    if _pipeline_ms(schemes, items, plan, at, bin_of) >= slowest:
+        return plan
+    times = [_pipeline_ms(schemes, items, plan, p, bin_of) for p in range(len(plan.groups.rank_order))]
+    return replace(plan, bin_of=bin_of, ms=max(times))
+
+
+def _pipeline_ms(schemes: Schemes, items: Items, plan: Assignment, p: int, bin_of: Ints) -> float:
+    """Time of one pipeline under given micro-batches."""
+    k = int(plan.groups.shape.pipeline_scheme[p])
+    own = np.flatnonzero(plan.owner == p)
+    if not own.size:
+        return 0.0
+    loads = np.bincount(bin_of[own], weights=items.work[k][own])
+    return float(stage_ms(scheme_row(schemes, k), float(loads.sum()), float(loads.max()), len(loads)))

@@ -1,0 +1,156 @@
+"""One step's sequences and the candidate strategies as arrays for the kernels. Pure: no torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ds_hydra.costs.cost_table import CostTable
+from ds_hydra.pipe.shape import ParallelScheme, format_strategy
+from ds_hydra.planner.kernels.arrays import Floats, Ints, Items, Scheme, Schemes, Shape
+from ds_hydra.zero_hetero.errors import PlanError
+
+_EXACT_BOUND_ITEMS = 400  # more sequences than this are merged by length in the bound
+_MERGE_WIDTH = 1.003  # lengths within this ratio count as the shortest of them, in the bound only
+
+
+def scheme_arrays(table: CostTable, paper: bool = False) -> Schemes:
+    """The constants of every scheme of a cost table; `paper` chooses Eq. 1 as the objective."""
+    costs = table.costs
+    return Schemes(
+        np.array([k.c for k in costs], dtype=np.float64),
+        np.array([k.max_length for k in costs], dtype=np.int64),
+        np.array([k.util_length for k in costs], dtype=np.int64),
+        np.array([k.scheme.pp for k in costs], dtype=np.int64),
+        paper,
+    )
+
+
+def scheme_row(schemes: Schemes, k: int) -> Scheme:
+    """The constants of scheme k as Python scalars."""
+    c, max_length, util_length, pp, paper = schemes
+    return Scheme(float(c[k]), int(max_length[k]), int(util_length[k]), int(pp[k]), paper)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """A strategy as groups of equal pipelines, largest MaxLen first.
+
+    `rank_order[x]` is where pipeline x (group by group) stands among the strategy's pipelines in rank order.
+    `num_ranks` (groups,) is one pipeline's ranks: the prices to begin with.
+    """
+
+    schemes: tuple[ParallelScheme, ...]  # in rank order
+    shape: Shape
+    rank_order: tuple[int, ...]
+    num_ranks: Floats
+
+    @classmethod
+    def of(cls, schemes: Sequence[ParallelScheme], table: CostTable) -> Groups:
+        """PlanError when the table has no costs for a scheme."""
+        row = {scheme: index for index, scheme in enumerate(table.schemes)}
+        for scheme in set(schemes) - set(row):
+            raise PlanError(f"strategy {format_strategy(schemes)!r}: {_unknown(table, scheme)}")
+        rows = [row[scheme] for scheme in schemes]
+        counts = Counter(rows)
+        order = sorted(counts, key=lambda k: (-table.costs[k].max_length, k))
+        scheme_of = np.array(order, dtype=np.int64)
+        count = np.array([counts[k] for k in order], dtype=np.int64)
+        ranks = np.array([table.schemes[k].num_ranks for k in order], dtype=np.float64)
+        rank_order = tuple(p for k in order for p, at in enumerate(rows) if at == k)
+        return cls(tuple(schemes), Shape(scheme_of, count, np.repeat(scheme_of, count)), rank_order, ranks)
+
+    def __str__(self) -> str:
+        return format_strategy(self.schemes)
+
+
+def _unknown(table: CostTable, scheme: ParallelScheme) -> str:
+    try:
+        table[scheme]
+    except PlanError as error:
+        return str(error)
+    raise AssertionError(f"{scheme} is in the table")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A step's sequences, longest first; position[i] is where sequence i stands in the step's batch.
+
+    `merged` is for bounds only: runs of nearly equal lengths as copies of the shortest; few are as they are.
+    """
+
+    position: Ints
+    items: Items
+    merged: Items
+
+    @property
+    def size(self) -> int:
+        return len(self.items.tokens)
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], table: CostTable) -> Batch:
+        given = np.array(lengths, dtype=np.int64)
+        position = np.argsort(-given, kind="stable").astype(np.int64)
+        tokens = given[position]
+        work = np.stack([cost.sequence_ms(tokens) for cost in table.costs])
+        rates = (work / tokens).min(axis=1)
+        items = merged = Items(work, tokens, np.ones_like(tokens), rates)
+        if len(tokens) > _EXACT_BOUND_ITEMS:
+            last, count = _merge(tokens)
+            merged = Items(np.ascontiguousarray(work[:, last]), tokens[last], count, rates)
+        return cls(position, items, merged)
+
+
+def _merge(tokens: Ints) -> tuple[Ints, Ints]:
+    """Runs of lengths within _MERGE_WIDTH of each other: index of each run's shortest, and its size."""
+    last: list[int] = []
+    count: list[int] = []
+    longest = 0.0
+    for index, length in enumerate(tokens.tolist()):
+        if last and longest <= length * _MERGE_WIDTH:
+            last[-1] = index
+            count[-1] += 1
+        else:
+            last.append(index)
+            count.append(1)
+            longest = length
+    return np.array(last, dtype=np.int64), np.array(count, dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Sequences of a batch (longest first) on a strategy's pipelines (group by group), packed.
+
+    owner[i] is sequence i's pipeline, bin_of[i] its micro-batch there; `ms` is the slowest pipeline's time.
+    """
+
+    groups: Groups
+    owner: Ints
+    bin_of: Ints
+    ms: float
+
+
+def check_sequences(sequence_ids: Sequence[int], lengths: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Both as tuples of ints; PlanError for a length that is no whole number of at least 1 token."""
+    if len(sequence_ids) != len(lengths):
+        raise PlanError(f"{len(sequence_ids)} sequence ids but {len(lengths)} lengths; give one length for each id")
+    if not len(lengths):
+        raise PlanError("the step has no sequence; check that tokens_per_step is at least one sequence long")
+    ids: list[int] = []
+    tokens: list[int] = []
+    for index, (sequence, length) in enumerate(zip(sequence_ids, lengths, strict=True)):
+        if isinstance(length, bool | np.bool_) or not isinstance(length, int | np.integer):
+            raise PlanError(
+                f"sequence {sequence} (position {index}): its length {length!r} is not a whole number of tokens"
+            )
+        if length < 1:
+            raise PlanError(
+                f"sequence {sequence} (position {index}) has length {length}: at least 1 token is needed; "
+                "drop empty samples from the data"
+            )
+        ids.append(int(sequence))
+        tokens.append(int(length))
+    return tuple(ids), tuple(tokens)

@@ -1,0 +1,75 @@
+"""Strategy proposal as Hydraulis has it (section 7, Eq. 4): the baseline of ours. Pure: no torch.
+
+A dynamic program deals length intervals to schemes with pipelines counted in tenths; every length up to the
+context gives a solution, and every solution its nearby whole numbers.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+import ds_hydra.planner.kernels as kernels
+from ds_hydra.costs.cost_table import CostTable
+from ds_hydra.pipe.shape import ParallelScheme
+from ds_hydra.planner.proposal.candidates import counts_to_schemes, fill_ranks
+
+_LENGTH_STEP = 128
+_MOST_ROUNDINGS = 64  # nearby whole solutions taken from one continuous one
+
+
+def propose_by_program(
+    cost_table: CostTable,
+    num_ranks: int,
+    lengths: Sequence[int],
+    context_length: int,
+    schemes: Sequence[ParallelScheme],
+    *,
+    with_overhead: bool = True,
+    gpu_step: float = 0.1,
+) -> tuple[tuple[ParallelScheme, ...], ...]:
+    """All strategies that Eq. 4 with continuous relaxation and rounding proposes for this data.
+
+    `lengths` samples the data, `schemes` are those allowed; the paper's T(l) carries c for each sequence, which
+    `with_overhead=False` leaves out. Leftover ranks of a rounding are filled up, as every rank needs a pipeline.
+    """
+    costs = [cost_table[scheme] for scheme in schemes]
+    data = np.array([x for x in lengths if x <= context_length], dtype=np.int64)
+    steps = -(-context_length // _LENGTH_STEP)
+    bucket = -(-data // _LENGTH_STEP)
+    work_below = np.zeros((len(costs), steps + 1))
+    for k, cost in enumerate(costs):
+        ms = cost.sequence_ms(data) + (cost.c if with_overhead else 0.0)
+        work_below[k] = np.cumsum(np.bincount(bucket, weights=ms, minlength=steps + 1))
+    cover = np.array([min(steps, cost.max_length // _LENGTH_STEP) for cost in costs], dtype=np.int64)
+    sizes = np.array([scheme.num_ranks for scheme in schemes], dtype=np.int64)
+    unit = int(np.gcd.reduce(sizes))
+    gpu_units = int(num_ranks * round(1 / gpu_step)) // unit
+    unit_gpus = sizes // unit
+    shape = (gpu_units + 1, steps + 1)
+    best = np.empty(shape)
+    choices = [np.full(shape, -1, dtype=np.int64) for _ in range(3)]
+    kernel = kernels.compiled()
+    kernel.interval_program(work_below, cover, unit_gpus, gpu_units, steps, best, *choices)
+    found: dict[tuple[int, ...], None] = {}
+    tenths = np.zeros(len(costs), dtype=np.int64)
+    for step in range(1, steps + 1):
+        if not np.isfinite(best[gpu_units, step]):
+            continue
+        kernel.program_counts(*choices, unit_gpus, gpu_units, step, tenths)
+        for counts in _nearby(tenths, sizes, num_ranks):
+            filled = fill_ranks(counts, sizes, num_ranks)
+            if filled is not None:
+                found[filled] = None
+    return tuple(counts_to_schemes(counts, schemes) for counts in found)
+
+
+def _nearby(tenths: np.ndarray, sizes: np.ndarray, num_ranks: int) -> list[tuple[int, ...]]:
+    """Every way to round the counts up or down whose ranks do not exceed the job's."""
+    options = [sorted({int(t) // 10, -(-int(t) // 10)}) for t in tenths]
+    near = itertools.islice(itertools.product(*options), 4096)
+    fitting = [c for c in near if 0 < sum(x * s for x, s in zip(c, sizes.tolist(), strict=True)) <= num_ranks]
+    fitting.sort(key=lambda c: (-sum(x * s for x, s in zip(c, sizes.tolist(), strict=True)), c))
+    return fitting[:_MOST_ROUNDINGS]

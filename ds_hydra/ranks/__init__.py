@@ -1,0 +1,1 @@
+"""All ranks of the job: process groups, texts and figures that every rank gets."""

@@ -1,0 +1,1 @@
+"""What a run tells: step records, log lines, predicted against measured, figures of a run."""

@@ -1,0 +1,156 @@
+"""Plans and measured times in; predicted stage, pipeline and step times, and running correction factors, out. Pure.
+
+[Note: calibration]
+The planner's time of a pipeline takes all of its stages as slow as the slowest. A measured table knows each stage's own
+coefficients, so here a step is predicted finer: 1F1B over the stages' own loads, plus what a step costs besides its
+pipelines (pull, push, update, messages). The factor of a scheme is the median of measured over predicted times of its
+last steps: it shows drift, and with `cost_correction: "apply"` it scales the table that plans are made with.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from ds_hydra.costs.cost_table import CostTable, SchemeCost
+from ds_hydra.costs.table_file import TableFile
+from ds_hydra.pipe.placement import split_layers
+from ds_hydra.pipe.schedules.simulate import simulate_stages
+from ds_hydra.pipe.shape import ParallelScheme
+from ds_hydra.plan.step_plan import StepPlan
+
+WINDOW = 32  # steps that a factor remembers
+LEAST = 4  # observations before a factor says anything
+APPLY_EVERY, APPLY_CHANGE = 16, 0.03  # steps between new tables, and what a factor must have moved by
+
+
+@dataclass(frozen=True, slots=True)
+class StepPrediction:
+    """Milliseconds of one step; `stage_ms[p][s]` is what stage s of pipeline p computes in all."""
+
+    stage_ms: tuple[tuple[float, ...], ...]
+    pipeline_ms: tuple[float, ...]
+    overhead_ms: float
+
+    @property
+    def step_ms(self) -> float:
+        """The slowest pipeline and what is besides."""
+        return max(self.pipeline_ms, default=0.0) + self.overhead_ms
+
+
+@dataclass(frozen=True)
+class StageLoad:
+    """Coefficients of one stage; a micro-batch of more than `chunk_tokens` costs `r` more per token."""
+
+    a: float
+    b: float
+    c: float
+    r: float = 0.0
+    chunk_tokens: int | None = None
+
+    def load_ms(self, lengths: Sequence[int]) -> float:
+        """Forward and backward of one micro-batch."""
+        tokens = sum(lengths)
+        more = self.r if self.chunk_tokens is not None and tokens > self.chunk_tokens else 0.0
+        return self.a * sum(n * n for n in lengths) + (self.b + more) * tokens + self.c
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """What a step costs beside its pipelines: the coefficients of a table's "step"; zeros where none were measured."""
+
+    update_ms_per_element: float = 0.0
+    move_ms_per_byte: float = 0.0
+    fixed_ms: float = 0.0
+
+    def ms(self, num_elements: int, moved_bytes: int) -> float:
+        """For a rank's master elements, and bytes that it pulls and pushes."""
+        return self.fixed_ms + self.update_ms_per_element * num_elements + self.move_ms_per_byte * moved_bytes
+
+
+class Calibration:
+    """Predicts steps and learns from their measured times. Deterministic in what it is told."""
+
+    def __init__(self, table: CostTable, num_layers: int, found: TableFile | None = None) -> None:
+        self._table = table
+        self._stages = {cost.scheme: _stage_costs(cost, num_layers, found) for cost in table.costs}
+        known = dict(found.step) if found is not None and found.step else {}
+        self._step = StepCosts(**{key: float(known.get(key, 0.0)) for key in StepCosts.__dataclass_fields__})
+        self._ratios: dict[ParallelScheme, deque[float]] = {}
+        self._overheads: dict[str, deque[float]] = {}
+        self._applied: dict[ParallelScheme, float] = {}
+
+    @property
+    def factors(self) -> dict[ParallelScheme, float]:
+        """Measured over predicted time of each scheme that was seen often enough, as the table was measured."""
+        return {scheme: median(ratios) for scheme, ratios in self._ratios.items() if len(ratios) >= LEAST}
+
+    def predict(self, plan: StepPlan, num_elements: int = 0, moved_bytes: int = 0) -> StepPrediction:
+        """By the table as it was measured."""
+        stage_ms, pipeline_ms = [], []
+        for pipeline in plan.pipelines:
+            batches = [[plan.lengths[i] for i in batch] for batch in pipeline.microbatches]
+            loads = [[stage.load_ms(batch) for batch in batches] for stage in self._stages[pipeline.scheme]]
+            stage_ms.append(tuple(sum(row) for row in loads))
+            pipeline_ms.append(simulate_stages(loads))
+        return StepPrediction(tuple(stage_ms), tuple(pipeline_ms), self._step.ms(num_elements, moved_bytes))
+
+    def correct(self, plan: StepPlan, prediction: StepPrediction) -> float:
+        """The step's time with the factors and overheads seen so far, in ms."""
+        factors = self.factors
+        pipelines = [
+            ms * factors.get(pipeline.scheme, 1.0)
+            for ms, pipeline in zip(prediction.pipeline_ms, plan.pipelines, strict=True)
+        ]
+        seen = self._overheads.get(plan.strategy, ())
+        overhead = median(seen) if len(seen) >= LEAST else prediction.overhead_ms
+        return max(pipelines, default=0.0) + overhead
+
+    def observe(self, plan: StepPlan, prediction: StepPrediction, pipeline_ms: Sequence[float], step_ms: float) -> None:
+        """Take in a step's measured times."""
+        for pipeline, predicted, measured in zip(plan.pipelines, prediction.pipeline_ms, pipeline_ms, strict=True):
+            if predicted > 0 and measured > 0:
+                self._ratios.setdefault(pipeline.scheme, deque(maxlen=WINDOW)).append(measured / predicted)
+        besides = max(0.0, step_ms - max(pipeline_ms, default=0.0))
+        self._overheads.setdefault(plan.strategy, deque(maxlen=WINDOW)).append(besides)
+
+    def corrected_table(self, step: int) -> CostTable | None:
+        """A table scaled by the factors, when it is time for one and they have moved; else None.
+
+        Uses what every rank knows alike, so all ranks get the same.
+        """
+        if step == 0 or step % APPLY_EVERY:
+            return None
+        factors = self.factors
+        moved = [f for scheme, f in factors.items() if abs(f / self._applied.get(scheme, 1.0) - 1.0) > APPLY_CHANGE]
+        if not moved:
+            return None
+        self._applied.update(factors)
+        costs = tuple(_scaled(cost, self._applied.get(cost.scheme, 1.0)) for cost in self._table.costs)
+        return CostTable(costs, self._table.source)
+
+
+def _scaled(cost: SchemeCost, factor: float) -> SchemeCost:
+    return replace(cost, a=cost.a * factor, b=cost.b * factor, c=cost.c * factor)
+
+
+def _stage_costs(cost: SchemeCost, num_layers: int, found: TableFile | None) -> tuple[StageLoad, ...]:
+    """One cost per stage: its own where it was measured, for others that of the middle stage scaled by the layers."""
+    pp = cost.scheme.pp
+    measured: Mapping[str, object] = (found.measured or {}).get(str(cost.scheme), {}) if found is not None else {}
+    rows = measured.get("stages")
+    if not isinstance(rows, list) or pp > num_layers:
+        return (StageLoad(cost.a, cost.b, cost.c),) * pp
+    known = {row["index"]: row for row in rows}
+    counts = split_layers(num_layers, pp)
+    between = [index for index in known if 0 < index < pp - 1]
+    stages = []
+    for index in range(pp):
+        source = index if index in known else (between or [0])[0]
+        row = known[source]
+        share = counts[index] / row["num_layers"] if source != index else 1.0
+        a, b, c, r = (share * float(row["fit"].get(name, 0.0)) for name in ("a", "b", "c", "r"))
+        stages.append(StageLoad(a, b, c, r, row.get("chunk_tokens")))
+    return tuple(stages)

@@ -1,0 +1,154 @@
+"""Reports of a run: a record per step in; log line, JSON line, monitor scalars and summary out. Pure."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from array import array
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+
+from ds_hydra.report.record import Event, StepRecord, format_line, is_heterogeneous, monitor_events
+from ds_hydra.zero_hetero.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+class RunTotals:
+    """Figures of all steps of a run, for its summary: a few numbers a step, however much a record holds."""
+
+    def __init__(self) -> None:
+        self.strategies: Counter[str] = Counter()
+        self.fallbacks: Counter[str] = Counter()
+        self.num_tokens = self.num_changes = self.num_hidden = self.num_skipped = 0
+        self.losses, self.step_ms, self.balances, self.errors = (array("d") for _ in range(4))
+
+    def add(self, record: StepRecord) -> None:
+        """Count one more step."""
+        self.strategies[record.strategy] += 1
+        self.num_tokens += record.num_tokens
+        self.num_changes += record.changed
+        self.num_hidden += record.planning_hidden
+        self.fallbacks.update([record.planning_fallback] if record.planning_fallback else [])
+        self.num_skipped += record.skipped
+        self.losses.append(record.loss)
+        self.step_ms.append(record.step_ms)
+        self.balances.append(record.balance)
+        self.errors.append(abs(record.prediction_error))
+
+    def summary(self) -> str:
+        """Strategies used and how often, times and prediction errors; "" when there was no step."""
+        if not self.step_ms:
+            return ""
+        steps, seconds = len(self.step_ms), sum(self.step_ms) / 1000.0
+        mixed = sum(is_heterogeneous(strategy) for strategy in self.strategies)
+        lines = [
+            f"{steps} steps, {self.num_tokens:,} tokens in {seconds:.1f} s, "
+            f"{self.num_tokens / seconds if seconds else 0:,.0f} tok/s; loss {self.losses[0]:.4f} -> "
+            f"{self.losses[-1]:.4f}; {self.num_skipped} skipped",
+            f"step time: median {median(self.step_ms):,.0f} ms; balance: median {median(self.balances):.2f}; "
+            f"prediction error: median {median(self.errors):.1%}, worst {max(self.errors):.1%}; "
+            f"planning hidden in {self.num_hidden} steps"
+            + "".join(f", {n} planned in process (producer {why})" for why, n in self.fallbacks.items()),
+            f"{len(self.strategies)} strategies, {mixed} heterogeneous, {self.num_changes} changes:",
+        ]
+        lines += [f"  {count:5d} x  {strategy}" for strategy, count in self.strategies.most_common()]
+        return "\n".join(lines)
+
+
+def _writable(name: str | None) -> Path | None:
+    """The path of a file that can be appended to, its folder made if need be."""
+    if name is None:
+        return None
+    path = Path(name)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8"):
+            return path
+    except OSError as error:
+        raise ConfigError(
+            f"the file {name!r} cannot be written: {error.strerror}; change hydra.steps_file or hydra.plans_file"
+        ) from error
+
+
+def _append(path: Path, line: str, *, anew: bool = False) -> None:
+    with path.open("w" if anew else "a", encoding="utf-8") as file:
+        file.write(line + "\n")
+
+
+class StepLog:
+    """Rank 0's account of a run: prints, appends to `steps_file`, hands scalars to `write_events`.
+
+    Every rank may hold one and add to it; only the one with `rank` 0 writes. `plans_file` receives the plans, one a
+    line, from the first step on. Raises ConfigError for a file that cannot be written.
+    """
+
+    def __init__(
+        self,
+        rank: int = 0,
+        *,
+        steps_file: str | None = None,
+        plans_file: str | None = None,
+        steps_per_print: int = 1,
+        write_events: Callable[[Sequence[Event]], None] | None = None,
+    ) -> None:
+        self._rank = rank
+        self._steps_file = _writable(steps_file) if rank == 0 else None
+        self._plans_file = _writable(plans_file) if rank == 0 else None
+        self._steps_per_print = steps_per_print
+        self._write_events = write_events
+        self._run = time.strftime("%Y-%m-%dT%H:%M:%S")
+        self.totals = RunTotals()
+        self.num_sequences = 0
+
+    def add(self, record: StepRecord) -> None:
+        """Report a step."""
+        self.num_sequences += record.num_sequences
+        if self._rank != 0:
+            return
+        self.totals.add(record)
+        if record.step % self._steps_per_print == 0 or record.skipped:
+            logger.info("%s", format_line(record))
+        if self._steps_file is not None:
+            _append(self._steps_file, json.dumps({"run": self._run, **record.to_dict()}, allow_nan=False))
+        if self._plans_file is not None and record.plan:
+            _append(self._plans_file, record.plan, anew=record.step == 1)
+        if self._write_events is not None:
+            self._write_events(monitor_events(record, self.num_sequences))
+
+    def rewind(self, step: int) -> None:
+        """Training goes on after `step` steps: plans of later ones are made again, so `plans_file` forgets them."""
+        if self._plans_file is not None and self._plans_file.exists():
+            lines = self._plans_file.read_text(encoding="utf-8").splitlines(keepends=True)
+            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] < step]
+            fresh = self._plans_file.with_name(self._plans_file.name + ".tmp")
+            fresh.write_text("".join(kept), encoding="utf-8")
+            fresh.replace(self._plans_file)
+
+    def summary(self) -> str:
+        """What the run did as a whole, a few lines; "" when there was no step, or on other ranks."""
+        return self.totals.summary()
+
+    def close(self) -> None:
+        """Print the summary, once."""
+        summary, self.totals = self.totals.summary(), RunTotals()
+        if summary:
+            logger.info("%s", summary)
+
+
+def show_log(rank: int) -> None:
+    """Make the package's INFO lines visible: under DeepSpeed's launcher only warnings would be.
+
+    A logger that the application has already configured is left as it is, apart from an unset level.
+    """
+    package = logging.getLogger("ds_hydra")
+    if package.level == logging.NOTSET:
+        package.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    if not package.hasHandlers():
+        handler = logging.StreamHandler(sys.stdout)
+        handler.setFormatter(logging.Formatter(f"[%(asctime)s] [rank {rank}] %(message)s", datefmt="%H:%M:%S"))
+        package.addHandler(handler)

@@ -1,0 +1,53 @@
+"""A step's plan and measured times in, its fields of the step record out: predicted against measured. Pure.
+
+The engine tells every step; what is kept and when it becomes a corrected table is `calibration`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ds_hydra.costs.cost_table import CostTable
+from ds_hydra.costs.table_file import TableFile
+from ds_hydra.plan.step_plan import StepPlan
+from ds_hydra.report.calibration import Calibration
+
+
+class StepWatch:
+    """Holds the calibration of one job; `mode` is the config's `cost_correction`. Every rank tells it the same."""
+
+    def __init__(self, mode: str, found: TableFile, num_layers: int, num_elements: int) -> None:
+        """`num_elements` are the master elements of one rank."""
+        self.mode = mode
+        self._num_elements = num_elements
+        self._calibration = Calibration(found.table, num_layers, found)
+
+    def fields(
+        self,
+        plan: StepPlan,
+        *,
+        pipeline_ms: Sequence[float],
+        stage_ms: Sequence[Sequence[float]],
+        step_ms: float,
+        moved_bytes: int,
+    ) -> Mapping[str, Any]:
+        """Fields of the step's record; learns from the step afterwards. Nothing with mode "off"."""
+        if self.mode == "off":
+            return {}
+        prediction = self._calibration.predict(plan, self._num_elements, moved_bytes)
+        corrected = self._calibration.correct(plan, prediction)
+        factors = self._calibration.factors
+        self._calibration.observe(plan, prediction, pipeline_ms, step_ms)
+        return {
+            "predicted_step_ms": prediction.step_ms,
+            "corrected_step_ms": corrected,
+            "predicted_pipeline_ms": prediction.pipeline_ms,
+            "predicted_stage_ms": prediction.stage_ms,
+            "stage_ms": tuple(tuple(row) for row in stage_ms),
+            "corrections": {str(scheme): factors[scheme] for scheme in sorted(factors)},
+        }
+
+    def new_table(self, step: int) -> CostTable | None:
+        """With mode "apply": a corrected table for the plans from now on, now and then; else None."""
+        return self._calibration.corrected_table(step) if self.mode == "apply" else None

@@ -1,0 +1,152 @@
+"""What one step leaves behind: its record, its line of text and its monitor events. Pure: no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+Event = tuple[str, float, int]  # name, value, x-axis (sequences so far), as DeepSpeed's monitors take them
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """What one step did. Times are in milliseconds; `step` counts from 1, as `global_steps` does after it."""
+
+    step: int
+    loss: float
+    grad_norm: float | None
+    learning_rate: float  # of the first parameter group, as used by this step
+    num_tokens: int  # of the sequences, padding not counted
+    num_targets: int  # tokens that were predicted
+    num_sequences: int
+    strategy: str
+    changed: bool  # the strategy differs from the step before
+    step_ms: float  # measured, from the plan to the updated masters
+    predicted_ms: float
+    num_padding: int = 0  # padding tokens computed besides
+    total_steps: int | None = None
+    pipeline_ms: tuple[float, ...] = ()  # measured time of each pipeline, in rank order
+    lower_bound_ms: float = 0.0  # no plan of this step can be predicted faster; 0 when not known
+    planning_ms: float = 0.0
+    planning_hidden: bool = True  # the plan was ready when the step began
+    plan_source: str = "search"
+    planning_fallback: str | None = None  # why the plan was made in the training process; None: it was not
+    plan_digest: str = ""  # hex
+    ids_digest: str = ""  # hex, of the sequence ids
+    num_micro_batches: tuple[int, ...] = ()  # of each pipeline
+    pull_ms: float = 0.0
+    push_ms: float = 0.0
+    optimizer_ms: float = 0.0
+    pull_bytes: int = 0
+    push_bytes: int = 0
+    peak_memory_bytes: int = 0  # largest of the ranks; 0 when not known
+    skipped: bool = False  # the gradient was not finite, so parameters stayed as they were
+    skipped_steps: int = 0  # so far
+    epoch: int = 0
+    plan: str = ""  # StepPlan.to_json(), for `plans_file`
+    predicted_step_ms: float | None = None  # stage by stage, with all that a step costs besides its pipelines
+    corrected_step_ms: float | None = None  # the same, corrected by the steps before
+    predicted_pipeline_ms: tuple[float, ...] = ()
+    predicted_stage_ms: tuple[tuple[float, ...], ...] = ()  # of each pipeline's stages
+    stage_ms: tuple[tuple[float, ...], ...] = ()  # computing, of each stage's slowest rank
+    corrections: Mapping[str, float] = field(default_factory=dict)  # measured over predicted time, by scheme
+
+    @property
+    def balance(self) -> float:
+        """Largest over mean pipeline time; 1 is perfect."""
+        mean = sum(self.pipeline_ms) / len(self.pipeline_ms) if self.pipeline_ms else 0.0
+        return max(self.pipeline_ms) / mean if mean > 0 else 1.0
+
+    @property
+    def padding_share(self) -> float:
+        computed = self.num_tokens + self.num_padding
+        return self.num_padding / computed if computed else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        return 1000.0 * self.num_tokens / self.step_ms if self.step_ms > 0 else 0.0
+
+    @property
+    def prediction_error(self) -> float:
+        """(predicted - measured) / measured, of the step's own prediction where there is one."""
+        predicted = self.predicted_ms if self.predicted_step_ms is None else self.predicted_step_ms
+        return predicted / self.step_ms - 1.0 if self.step_ms > 0 else 0.0
+
+    @property
+    def gap(self) -> float | None:
+        """How much slower than the lower bound this plan is predicted to be; None when no bound is known."""
+        return self.predicted_ms / self.lower_bound_ms - 1.0 if self.lower_bound_ms > 0 else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields and derived figures, fit for JSON (a number that is not finite becomes null)."""
+        record = asdict(self)
+        del record["plan"]  # large; it has a file of its own
+        for name in ("balance", "padding_share", "tokens_per_second", "prediction_error", "gap"):
+            record[name] = getattr(self, name)
+        return {key: _finite(value) for key, value in record.items()}
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def format_line(record: StepRecord) -> str:
+    """The line that a step prints."""
+    total = f"/{record.total_steps}" if record.total_steps else ""
+    norm = "-" if record.grad_norm is None else f"{record.grad_norm:.3f}"
+    hidden = "hidden" if record.planning_hidden else "waited for"
+    parts = [
+        f"step {record.step}{total}",
+        f"loss {record.loss:.4f}",
+        f"gnorm {norm}",
+        f"lr {record.learning_rate:.2e}",
+        f"tok {record.num_tokens:,} (pad {record.padding_share:.1%})",
+        f"{record.strategy}{' (changed)' if record.changed else ''}",
+        f"{record.step_ms:,.0f} ms (pred {_predicted(record):,.0f}, {record.prediction_error:+.1%})",
+        f"balance {record.balance:.2f}",
+        f"{_thousands(record.tokens_per_second)} tok/s",
+        f"plan {record.planning_ms:,.0f} ms {hidden}",
+        f"skip {record.skipped_steps}{' (gradient not finite: skipped)' if record.skipped else ''}",
+    ]
+    return " | ".join(parts)
+
+
+def _predicted(record: StepRecord) -> float:
+    return record.predicted_ms if record.predicted_step_ms is None else record.predicted_step_ms
+
+
+def _thousands(value: float) -> str:
+    return f"{value / 1000:.1f}k" if value >= 1000 else f"{value:.0f}"
+
+
+def monitor_events(record: StepRecord, num_sequences_so_far: int) -> list[Event]:
+    """The record as scalars under the names DeepSpeed uses where it has one."""
+    values: dict[str, float | None] = {
+        "Train/Samples/train_loss": record.loss,
+        "Train/Samples/lr": record.learning_rate,
+        "Train/Samples/grad_norm": record.grad_norm,
+        "Train/Samples/elapsed_time_ms_step": record.step_ms,
+        "Train/Hydra/predicted_ms": record.predicted_ms,
+        "Train/Hydra/prediction_error": record.prediction_error,
+        "Train/Hydra/balance": record.balance,
+        "Train/Hydra/tokens": record.num_tokens,
+        "Train/Hydra/padding_share": record.padding_share,
+        "Train/Hydra/tokens_per_second": record.tokens_per_second,
+        "Train/Hydra/planning_ms": record.planning_ms,
+        "Train/Hydra/planning_hidden": record.planning_hidden,
+        "Train/Hydra/gap": record.gap,
+        "Train/Hydra/pull_ms": record.pull_ms,
+        "Train/Hydra/push_ms": record.push_ms,
+        "Train/Hydra/optimizer_ms": record.optimizer_ms,
+        "Train/Hydra/strategy_changed": record.changed,
+        "Train/Hydra/num_pipelines": len(record.pipeline_ms),
+        "Train/Hydra/skipped_steps": record.skipped_steps,
+    }
+    return [(name, float(v), num_sequences_so_far) for name, v in values.items() if v is not None]
+
+
+def is_heterogeneous(strategy: str) -> bool:
+    """Whether a strategy in canonical form mixes parallel schemes."""
+    return len({term.split("*")[-1] for term in strategy.replace(" ", "").split("+")}) > 1

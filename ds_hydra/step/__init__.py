@@ -1,0 +1,1 @@
+"""One step on one rank: micro-batches, the runtime of a strategy, masters and their update."""

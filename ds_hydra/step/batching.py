@@ -1,0 +1,106 @@
+"""A step plan and the data in; this rank's packed micro-batches, as tensors, out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ds_hydra.pipe.loss import IGNORED
+from ds_hydra.pipe.rows import MicroBatch, Pack, position_ids
+from ds_hydra.pipe.stage import StagePlace
+
+Tokens = npt.NDArray[np.int64]
+Load = Callable[[int], tuple[Tokens, Tokens]]  # sequence id -> (input_ids, labels), both (length,)
+
+
+@dataclass(frozen=True)
+class RankBatches:
+    """This rank's micro-batches of a step and what it counts of the step's loss normaliser."""
+
+    batches: tuple[MicroBatch, ...]
+    weight: int  # this rank's share of the normaliser: targets, sequences or micro-batches
+    num_padding: int  # tokens added so that every sequence parallel rank holds at least one
+
+
+def build_batches(
+    microbatches: Sequence[Sequence[int]],
+    sequence_ids: Sequence[int],
+    lengths: Sequence[int],
+    place: StagePlace,
+    load: Load,
+    loss_norm: str,
+    device: torch.device,
+) -> RankBatches:
+    """Pack the micro-batches (positions in the step's batch) of one pipeline for one rank of it.
+
+    Only the first stage reads tokens and only the last reads labels, each for the sequences it has tokens of.
+    """
+    built = [
+        _build([sequence_ids[p] for p in positions], [lengths[p] for p in positions], place, load, loss_norm, device)
+        for positions in microbatches
+    ]
+    return RankBatches(
+        tuple(batch for batch, _, _ in built), sum(w for _, w, _ in built), sum(pad for _, _, pad in built)
+    )
+
+
+def _build(
+    ids: Sequence[int],
+    lengths: Sequence[int],
+    place: StagePlace,
+    load: Load,
+    loss_norm: str,
+    device: torch.device,
+) -> tuple[MicroBatch, int, int]:
+    padding = max(0, place.stage.sp - sum(lengths))
+    packed = (*lengths, padding) if padding else tuple(lengths)
+    pack = Pack(packed, place.sp_rank, place.stage.sp, place.sp_group)
+    start, stop = pack.local
+    positions = torch.tensor([position_ids(packed, start, stop)], device=device)
+    input_ids = labels = weights = None
+    counted = 0
+    if place.is_first or place.is_last:
+        tokens, targets, scale, counted = _row(ids, packed, start, stop, place, load, loss_norm)
+        if place.is_first:
+            input_ids = torch.from_numpy(tokens[start:stop]).to(device).unsqueeze(0)
+        if place.is_last:
+            labels = torch.from_numpy(targets[start:stop]).to(device)
+            weights = torch.from_numpy(scale[start:stop]).to(device)
+    return MicroBatch(pack, positions, input_ids, labels, weights), counted, padding
+
+
+def _row(
+    ids: Sequence[int],
+    packed: Sequence[int],
+    start: int,
+    stop: int,
+    place: StagePlace,
+    load: Load,
+    loss_norm: str,
+) -> tuple[Tokens, Tokens, npt.NDArray[np.float64], int]:
+    """Tokens, labels and unnormalised loss weights of the whole row, filled in where this rank needs them."""
+    num_tokens = sum(packed)
+    tokens = np.zeros(num_tokens, dtype=np.int64)
+    targets = np.full(num_tokens, IGNORED, dtype=np.int64)
+    scale = np.zeros(num_tokens)
+    whole = place.is_last and loss_norm != "token"  # needs the targets of all of a sequence
+    begin, sequences = 0, 0
+    for sequence_id, length in zip(ids, packed, strict=False):
+        end = begin + length
+        if whole or (begin < stop and end > start):
+            tokens[begin:end], targets[begin:end] = load(sequence_id)
+            count = int((targets[begin:end] != IGNORED).sum())
+            scale[begin:end] = 1.0 / max(1, count) if loss_norm == "sequence" else 1.0
+            sequences += count > 0
+        begin = end
+    if loss_norm == "micro_batch":
+        scale /= max(1, int((targets != IGNORED).sum()))
+    if loss_norm == "token":
+        counted = int((targets[start:stop] != IGNORED).sum())
+    else:
+        counted = (int(sequences > 0) if loss_norm == "micro_batch" else sequences) if place.sp_rank == 0 else 0
+    return tokens, targets, scale, counted if place.is_last and place.tp_rank == 0 else 0

@@ -1,0 +1,215 @@
+"""One strategy on this rank: its stage, links and buffers, kept from its first step on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from ds_hydra.pipe.runtime import StageRuntime
+from ds_hydra.pipe.schedules.one_f_one_b import forward_only, one_f_one_b
+from ds_hydra.pipe.stage import ModelSource, StagePlace, shard_view
+from ds_hydra.step.arena import Arena
+from ds_hydra.zero_hetero.layout import even_layout
+from ds_hydra.zero_hetero.link import Link
+from ds_hydra.zero_hetero.pulls import PullBuffers
+from ds_hydra.zero_hetero.pushes import PushBucket, PushBuckets
+from ds_hydra.zero_hetero.relay_link import RelayLink
+from ds_hydra.zero_hetero.relay_plan import plan_relay
+from ds_hydra.zero_hetero.transfer_plan import plan_transfer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ds_hydra.pipe.model_plan import ModelPlan, Slot
+    from ds_hydra.pipe.placement import Strategy
+    from ds_hydra.pipe.rows import MicroBatch
+    from ds_hydra.ranks.groups import GroupCache
+    from ds_hydra.step.model_masters import ModelMasters
+    from ds_hydra.zero_hetero.buffer_pool import BufferPool
+    from ds_hydra.zero_hetero.transport import Transport
+
+_PULL_TAG, _PUSH_TAG = 1 << 21, 1 << 22
+
+
+# Layers of one stage have equal layouts, so a strategy needs a few plans, not one per layer.
+_transfer, _relay = lru_cache(maxsize=1024)(plan_transfer), lru_cache(maxsize=1024)(plan_relay)
+
+
+class StrategyRuntime:
+    """Runs steps under one strategy. Building it decides everything that does not depend on the batch."""
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        source: ModelSource,
+        masters: ModelMasters,
+        arena: Arena,
+        groups: GroupCache,
+        rank: int,
+        node_size: int,
+        links: Transport,
+        edges: Transport,
+        pool: BufferPool,
+        device: torch.device,
+    ):
+        self.strategy = strategy
+        self.pipeline_index, index = strategy.locate(rank)
+        pipeline = strategy.pipelines[self.pipeline_index]
+        self.stage_index, self.num_stages = index, len(pipeline.stages)
+        stage = pipeline.stages[index]
+        tp_rank, sp_rank = stage.coordinates(rank)
+        groups.create(strategy)
+        self.place = StagePlace(
+            stage,
+            index == 0,
+            index == self.num_stages - 1,
+            tp_rank,
+            sp_rank,
+            groups.get(stage.tp_ranks(rank)),
+            groups.get(stage.sp_ranks(rank)),
+        )
+        self._arena, dtype = arena, arena.params.dtype
+        self.module = source.build(self.place, device, dtype)
+        self._bucket_of: dict[str, int] = {}
+        self._num_grads = 0
+        self._link(source.plan, masters, rank, node_size, links, pool)
+        self.module.before_use = self._before_use
+        last = stage.last_layer
+        widths = (source.width(stage.first_layer), 0 if self.place.is_last else source.width(last))
+        self.stage_runtime = StageRuntime(self.module, pipeline, rank, edges, widths, device, dtype)
+        self.exposed_pull_s = self.exposed_push_s = self.run_s = 0.0
+
+    def _link(
+        self,
+        plan: ModelPlan,
+        masters: ModelMasters,
+        rank: int,
+        node_size: int,
+        transport: Transport,
+        pool: BufferPool,
+    ) -> None:
+        """Cut the arena into buckets, make parameters their views, and plan the pulls and pushes.
+
+        Between nodes pulls are relayed. Pushes are not: a relay would need a second buffer of all gradients.
+        """
+        pull_links: list[Link | RelayLink] = []
+        buffers: list[Tensor] = []
+        pushes: list[PushBucket] = []
+        start = 0
+        for index, bucket in enumerate(plan.buckets):
+            slots = plan.slots(bucket, self.place.stage, self.place.tp_rank)
+            size = sum(slot.numel for slot in slots)
+            buffer = self._arena.params[start : start + size]
+            master = even_layout(bucket.numel, self.strategy.num_ranks)
+            layout = plan.pull_layout(bucket, self.strategy)
+            if 1 < node_size < self.strategy.num_ranks:
+                pull_links.append(RelayLink(_relay(master, layout, node_size), rank, transport, buffers=pool))
+            else:
+                pull_links.append(Link(_transfer(master, layout), rank, transport, buffers=pool))
+            buffers.append(buffer)
+            start += size
+            self._bucket_of |= {slot.param.name: index for slot in slots}
+            if not bucket.trainable:
+                self._install(slots, buffer, None)
+                continue
+            grads = self._arena.grads[self._num_grads : self._num_grads + size]
+            self._num_grads += size
+            params = self._install(slots, buffer, grads)
+            push = _transfer(master, plan.push_layout(bucket, self.strategy)).transposed()
+            link = Link(push, rank, transport, buffers=pool)
+            pushes.append(PushBucket(link, tuple(params), grads, masters.grad(index)))
+        self.pulls = PullBuffers(pull_links, masters.shards, buffers, first_tag=_PULL_TAG)
+        wire = self._arena.params.dtype
+        self.pushes = PushBuckets(pushes, wire_dtype=wire, first_tag=_PUSH_TAG)
+
+    def _install(self, slots: Sequence[Slot], buffer: Tensor, grads: Tensor | None) -> list[nn.Parameter]:
+        """Parameters of a bucket as views of its buffer, their gradients as views of the gradient buffer."""
+        installed: list[nn.Parameter] = []
+        for slot in slots:
+            parameter = self.module.install(slot, buffer)
+            if grads is not None:
+                total = shard_view(slot, grads)
+                if total.dtype == parameter.dtype:
+                    parameter.grad = total
+                else:
+                    parameter.register_post_accumulate_grad_hook(_accumulate_into(total))
+                installed.append(parameter)
+        return installed
+
+    def _before_last_backward(self) -> None:
+        self._finish_pulls()  # the pushes that start now use the pulls' scratch memory again
+        self.pushes.arm()
+
+    def _finish_pulls(self) -> None:
+        with self._timed("exposed_pull_s"):
+            self.pulls.finish()
+
+    def _before_use(self, name: str) -> None:
+        bucket = self._bucket_of[name]
+        with self._timed("exposed_pull_s"):
+            self.pulls.wait(bucket)
+
+    def train(self, batches: Sequence[MicroBatch]) -> Tensor:
+        """Pull, run every micro-batch forward and backward, push. Returns this rank's share of the loss."""
+        self.exposed_pull_s = self.exposed_push_s = 0.0
+        self._arena.grads[: self._num_grads].zero_()
+        with self._timed("exposed_pull_s"):
+            self.pulls.start()
+        began = time.perf_counter()
+        steps = one_f_one_b(len(batches), self.num_stages, self.stage_index)
+        loss = self.stage_runtime.run(steps, batches, self._before_last_backward)
+        self.run_s = time.perf_counter() - began
+        self._finish_pulls()
+        with self._timed("exposed_push_s"):
+            self.pushes.finish()
+        return loss
+
+    def evaluate(self, batches: Sequence[MicroBatch]) -> Tensor:
+        """Pull and run every micro-batch forward. Returns this rank's share of the loss."""
+        self.module.module.eval()
+        self.pulls.start()
+        steps = forward_only(len(batches), self.num_stages, self.stage_index)
+        loss = self.stage_runtime.run(steps, batches)
+        self.pulls.finish()
+        self.module.module.train()
+        return loss
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of the last step in forwards and backwards, their collectives included."""
+        return self.stage_runtime.compute_s
+
+    @property
+    def pull_bytes(self) -> int:
+        """Bytes that this rank receives in a pull."""
+        size = self._arena.params.dtype.itemsize
+        return size * sum(link.received_numel for link in self.pulls.links)
+
+    @property
+    def push_bytes(self) -> int:
+        """Bytes that this rank sends in a push."""
+        size = self._arena.params.dtype.itemsize
+        return size * sum(bucket.link.sent_numel for bucket in self.pushes.buckets)
+
+    @contextmanager
+    def _timed(self, counter: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        setattr(self, counter, getattr(self, counter) + time.perf_counter() - began)
+
+
+def _accumulate_into(total: Tensor) -> Callable[[Tensor], None]:
+    """Hook that sums a 16 bit gradient into FP32: many micro-batches would lose bits in 16."""
+
+    def accumulate(parameter: Tensor) -> None:
+        assert parameter.grad is not None, "called after autograd has made it"
+        total.add_(parameter.grad)
+        parameter.grad = None
+
+    return accumulate

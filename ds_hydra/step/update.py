@@ -1,0 +1,109 @@
+"""A step's loss and gradients in, updated masters out; or a step that is skipped on all ranks alike, and why."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ds_hydra.ranks.rank_stats import unequal_pairs
+from ds_hydra.zero_hetero.errors import NumericsError
+from ds_hydra.zero_hetero.grad_norm import clip_, global_grad_norm
+
+if TYPE_CHECKING:
+    from ds_hydra.config.hydra_block import FaultsConfig
+    from ds_hydra.host.loss_scale import LossScale
+    from ds_hydra.planner import StepPlan
+    from ds_hydra.ranks.meeting import Meeting
+    from ds_hydra.step.strategy_runtime import StrategyRuntime
+    from ds_hydra.zero_hetero.masters import MasterShards
+
+logger = logging.getLogger(__name__)
+
+
+class Update:
+    """Updates the masters of this rank. Every rank must call the same methods; each decides alike on all."""
+
+    def __init__(
+        self,
+        masters: MasterShards,
+        optimizer: Optimizer,
+        clipping: float,
+        loss_scale: LossScale,
+        meeting: Meeting,
+        faults: FaultsConfig,
+    ):
+        """`clipping` is the largest norm of the gradient; 0 does not clip."""
+        self._masters, self._optimizer, self._clipping = masters, optimizer, clipping
+        self._loss_scale, self._meeting, self._faults = loss_scale, meeting, faults
+        self._skipped_in_a_row = 0
+
+    def apply(self, loss: Tensor) -> tuple[float, float]:
+        """Clip and step; a loss or gradient that is not finite, on any rank, leaves everything as it was on all.
+
+        Returns norm and seconds.
+        """
+        began = time.perf_counter()
+        grads = self._masters.grads
+        poison = (loss.detach() * 0.0).reshape(1)  # 0, or NaN for a loss that is not finite
+        norm = global_grad_norm([*grads, poison], None) / self._loss_scale.value
+        value = float(norm)
+        if math.isfinite(value):
+            self._loss_scale.unscale(grads)
+            if self._clipping > 0:
+                clip_(grads, norm, self._clipping)
+            self._optimizer.step()
+        return value, time.perf_counter() - began
+
+    def compare(self, step: int, runtime: StrategyRuntime, control: dist.ProcessGroup | None) -> None:
+        """Every `compare_every` steps: NumericsError on all ranks if any has computed with other values than sent."""
+        if self._faults.compare_every == 0 or step % self._faults.compare_every:
+            return
+        wrong = unequal_pairs(runtime.pulls.checksums(self._masters.num_ranks), control)
+        if wrong:
+            pairs = ", ".join(f"rank {receiver} from rank {sender}" for sender, receiver in wrong[:8])
+            raise NumericsError(
+                f"step {step}: parameters are not what was sent ({pairs}; {len(wrong)} pairs in all). Memory or "
+                "network of these ranks has changed bits, or the model writes to its own parameters; no update was "
+                "made. Exchange the hardware and restart: the job resumes from the newest checkpoint"
+            )
+
+    def explain(self, step: int, plan: StepPlan, runtime: StrategyRuntime) -> None:
+        """Name what was not finite: micro-batches and their sequences by the loss, parameters by the gradient."""
+        if self._loss_scale.dynamic:
+            return  # skipped steps are how it finds its scale
+        found = []
+        if runtime.place.tp_rank == 0:
+            microbatches = plan.pipelines[runtime.pipeline_index].microbatches
+            for index, loss in runtime.stage_runtime.losses.items():
+                if not math.isfinite(loss):
+                    ids = ", ".join(str(plan.sequence_ids[p]) for p in microbatches[index][:16])
+                    found.append(
+                        f"pipeline {runtime.pipeline_index}, micro-batch {index}: loss {float(loss)}, sequences {ids}"
+                    )
+        names = [piece.name for piece in self._masters.pieces() if not bool(piece.grad.isfinite().all())]
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            found.append(f"gradient of {', '.join(names[:3])}{more}")
+        lines = [f"rank {r}: {text}" for r, text in enumerate(self._meeting.gather("; ".join(found)[:4000])) if text]
+        if self._meeting.rank == 0:
+            logger.warning("step %d is skipped, not finite: %s", step, " | ".join(lines[:16]))
+
+    def count(self, step: int, norm: float) -> None:
+        """Take in whether `step` was skipped. Raises NumericsError when too many were, one after the other."""
+        self._loss_scale.update(overflow=not math.isfinite(norm))
+        if self._loss_scale.dynamic:
+            return
+        self._skipped_in_a_row = 0 if math.isfinite(norm) else self._skipped_in_a_row + 1
+        limit = self._faults.skipped_steps
+        if self._skipped_in_a_row >= limit:
+            raise NumericsError(
+                f"{limit} steps in a row were skipped, the last is step {step}: losses or gradients are not finite. "
+                "Look at the sequences and parameters named above, lower the learning rate, or raise "
+                "hydra.faults.skipped_steps"
+            )

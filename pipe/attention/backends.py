@@ -1,0 +1,159 @@
+"""Block-diagonal causal attention over packed sequences, for any model that uses Hugging Face's interface.
+
+`hydra_attention` is registered under the name ATTENTION_NAME without a mask function, so Hugging Face builds
+no T x T mask; the pack [Note: packs] arrives as the keyword argument `hydra`. A feature that a backend
+lacks is an error: dropping one silently would train another model.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ds_hydra.pipe.rows import Pack
+from ds_hydra.pipe.ulysses import gather_heads, scatter_heads
+from ds_hydra.zero_hetero.errors import ConfigError
+
+QUERY_BLOCK = 1024  # rows of scores held at once where a mask or a softcap needs them in memory
+
+
+def varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pack: Pack,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Causal attention within each sequence of a pack, by Ulysses over its sequence parallel group.
+
+    q (T_local, heads, d), k (T_local, kv_heads, d), v (T_local, kv_heads, d_v) -> (T_local, heads, d_v).
+    `window` counts the token itself; `softcap` bounds the scores by softcap * tanh(scores / softcap).
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if pack.sp > 1:
+        q, k, v = scatter_heads(q, k, v, pack)
+    if window is not None and window >= max(pack.lengths):
+        window = None
+    attend = BACKENDS[backend] if backend else choose_backend(q, v, softcap)
+    out = attend(q, k, v, pack, scale, window, softcap)
+    return gather_heads(out, pack) if pack.sp > 1 else out
+
+
+Attend = Callable[[Tensor, Tensor, Tensor, Pack, float, int | None, float | None], Tensor]
+
+
+def choose_backend(q: Tensor, v: Tensor, softcap: float | None) -> Attend:
+    """The fastest backend that has what is asked for: flash-attn, torch's varlen_attn, per-sequence SDPA."""
+    fused = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] == v.shape[-1] <= 256
+    if fused and softcap is None and _torch_varlen() is not None:
+        return torch_varlen
+    if fused and importlib.util.find_spec("flash_attn") is not None:
+        return flash_attn
+    return per_sequence_sdpa
+
+
+@cache
+def _torch_varlen() -> Callable[..., Any] | None:
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    return varlen_attn if "window_size" in inspect.signature(varlen_attn).parameters else None
+
+
+def torch_varlen(
+    q: Tensor, k: Tensor, v: Tensor, pack: Pack, scale: float, window: int | None, softcap: float | None
+) -> Tensor:
+    """torch.nn.attention.varlen (FlashAttention 2 in the torch build); CUDA, 16 bit, no softcap."""
+    if softcap is not None:
+        raise ConfigError("torch's varlen_attn has no softcap; install flash-attn or use the sdpa backend")
+    varlen_attn = _torch_varlen()
+    if varlen_attn is None:
+        raise ConfigError("this torch has no torch.nn.attention.varlen.varlen_attn with window_size; use torch >= 2.12")
+    bounds, longest = _bounds(pack, q.device), max(pack.lengths)
+    left = -1 if window is None else window - 1
+    k, v, extra = _match_heads(q, k, v, "enable_gqa" in inspect.signature(varlen_attn).parameters)
+    return varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=(left, 0), **extra)
+
+
+def flash_attn(
+    q: Tensor, k: Tensor, v: Tensor, pack: Pack, scale: float, window: int | None, softcap: float | None
+) -> Tensor:
+    """The flash-attn package; CUDA, 16 bit, with window and softcap."""
+    from flash_attn import flash_attn_varlen_func
+
+    bounds, longest = _bounds(pack, q.device), max(pack.lengths)
+    left = -1 if window is None else window - 1
+    return flash_attn_varlen_func(
+        q, k, v, bounds, bounds, longest, longest,
+        softmax_scale=scale, causal=True, window_size=(left, 0), softcap=softcap or 0.0,
+    )  # fmt: skip
+
+
+def per_sequence_sdpa(
+    q: Tensor, k: Tensor, v: Tensor, pack: Pack, scale: float, window: int | None, softcap: float | None
+) -> Tensor:
+    """One scaled_dot_product_attention per sequence: any device, any dtype, every feature."""
+    outs: list[Tensor] = []
+    for start, length in zip(pack.offsets, pack.lengths, strict=False):
+        qs, ks, vs = (x[start : start + length].transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+        if softcap is not None or (window is not None and window < length):
+            out = _blocked(qs, ks, vs, scale, window, softcap)
+        else:
+            out = F.scaled_dot_product_attention(
+                qs, ks, vs, is_causal=True, scale=scale, enable_gqa=qs.shape[1] != ks.shape[1]
+            )
+        outs.append(out.squeeze(0).transpose(0, 1))
+    return torch.cat(outs)
+
+
+def _blocked(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
+    """One sequence in blocks of query rows, each against the keys it can see: (1, heads, T, d)."""
+    length = q.shape[2]
+    groups = q.shape[1] // k.shape[1]
+    outs: list[Tensor] = []
+    for start in range(0, length, QUERY_BLOCK):
+        stop = min(start + QUERY_BLOCK, length)
+        first = 0 if window is None else max(0, start - window + 1)
+        rows = torch.arange(start, stop, device=q.device)[:, None]
+        columns = torch.arange(first, stop, device=q.device)[None]
+        seen = columns <= rows
+        if window is not None:
+            seen &= columns > rows - window
+        qb, kb, vb = q[:, :, start:stop], k[:, :, first:stop], v[:, :, first:stop]
+        if softcap is None:
+            outs.append(F.scaled_dot_product_attention(qb, kb, vb, attn_mask=seen, scale=scale, enable_gqa=groups > 1))
+            continue
+        kb, vb = (x.repeat_interleave(groups, dim=1) for x in (kb, vb))
+        scores = softcap * torch.tanh(qb @ kb.transpose(-1, -2) * (scale / softcap))
+        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+        weights = torch.softmax(scores.masked_fill(~seen, float("-inf")), dim=-1, dtype=wide).to(q.dtype)
+        outs.append(weights @ vb)
+    return torch.cat(outs, dim=2)
+
+
+def _match_heads(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> tuple[Tensor, Tensor, dict[str, bool]]:
+    if q.shape[1] == k.shape[1]:
+        return k, v, {}
+    if grouped:
+        return k, v, {"enable_gqa": True}
+    groups = q.shape[1] // k.shape[1]
+    return k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1), {}
+
+
+def _bounds(pack: Pack, device: torch.device) -> Tensor:
+    return torch.tensor(pack.offsets, dtype=torch.int32).to(device, non_blocking=True)
+
+
+BACKENDS: dict[str, Attend] = {"torch": torch_varlen, "flash": flash_attn, "sdpa": per_sequence_sdpa}

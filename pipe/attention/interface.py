@@ -1,0 +1,74 @@
+"""Hugging Face's attention interface: a layer's queries, keys and values in, block-diagonal causal attention out."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from torch import Tensor, nn
+
+from ds_hydra.pipe.attention.backends import varlen_attention
+from ds_hydra.pipe.rows import Pack
+from ds_hydra.zero_hetero.errors import ConfigError
+
+ATTENTION_NAME = "hydra_varlen"
+
+
+# Keywords that Hugging Face passes along and that change nothing here (positions are already in q and k).
+_HARMLESS = frozenset(
+    {
+        "position_ids",
+        "position_embeddings",
+        "cache_position",
+        "use_cache",
+        "past_key_values",
+        "past_key_value",
+    }
+    | {"output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "logits_to_keep"}
+    | {"is_causal", "num_items_in_batch"}
+)
+
+
+def hydra_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    hydra: Pack | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **features: Any,
+) -> tuple[Tensor, None]:
+    """Attention of one layer in Hugging Face's calling convention.
+
+    query (1, heads, T_local, d), key and value (1, kv_heads, T_local, d), after rotary embedding;
+    returns (1, T_local, heads, d_v). Raises ConfigError on a feature that is not implemented.
+    """
+    unknown = {name for name, given in features.items() if given is not None and name not in _HARMLESS}
+    if unknown or attention_mask is not None or features.get("is_causal") is False:
+        what = ", ".join(sorted(unknown)) or ("attention_mask" if attention_mask is not None else "is_causal=False")
+        raise ConfigError(
+            f"{type(module).__name__} uses the attention feature {what}, which packed attention does not "
+            "implement; ignoring it would train another model"
+        )
+    if hydra is None:
+        raise ConfigError(f"{type(module).__name__} did not pass the keyword argument 'hydra' on to its attention")
+    if dropout:
+        raise ConfigError(
+            f"attention dropout {dropout} is not supported: set attention_dropout to 0 in the model config"
+        )
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # (T_local, heads, d)
+    out = varlen_attention(q, k, v, hydra, scale=scaling, window=sliding_window, softcap=softcap)
+    return out.unsqueeze(0), None
+
+
+@cache
+def register() -> None:
+    """Make ATTENTION_NAME known to Hugging Face; asked for by name in the configs of our own stages only."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION_NAME, hydra_attention)

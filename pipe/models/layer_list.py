@@ -1,0 +1,162 @@
+"""Stages of a DeepSpeed `PipelineModule`: its list of layer specs, tied layers and loss function.
+
+Layers run one after the other on (1, T_local, ...) tensors. A layer that names `position_ids` or `hydra` in its
+forward is given them; with the pack it can call `ds_hydra.pipe.attention.backends.varlen_attention`. Tensor
+parallel ranks hold and compute the same, since a layer list publishes no plan.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_hydra.pipe.loss import IGNORED
+from ds_hydra.pipe.model_plan import ModelPlan, ParamSpec, make_buckets
+from ds_hydra.pipe.rows import MicroBatch, Pack
+from ds_hydra.pipe.stage import StageModule, StagePlace
+from ds_hydra.zero_hetero.errors import ConfigError
+
+_GIVEN = ("position_ids", "hydra")
+
+
+class LayerList:
+    """A `PipelineModule` as a source of stages; every entry of its list counts as one layer."""
+
+    vocab_size: int | None = None  # a layer list does not say
+
+    def __init__(self, model: Any):
+        """Reads specs, buffers and values of the layers that this rank has built.
+
+        Raises ConfigError without a loss function, and for layers that hand on anything but (1, T, width).
+        """
+        if model.loss_fn is None:
+            raise ConfigError(
+                "the PipelineModule has no loss_fn; give it one that means over the targets of its labels"
+            )
+        self.specs, self.loss_fn = list(model._layer_specs), model.loss_fn
+        self._buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
+        self.values: Mapping[str, Tensor] = {name: p.detach() for name, p in model.named_parameters()}
+        self.aliases: Mapping[str, str] = {name: name for name in self.values}
+        self.layers = [self.layer(index) for index in range(len(self.specs))]
+        self._widths = self._trace()
+        trained = {name: p.requires_grad for name, p in model.named_parameters()}  # as the user left them
+        names: dict[str, ParamSpec] = {}
+        per_layer: list[frozenset[str]] = []
+        for index, layer in enumerate(self.layers):
+            mine: set[str] = set()
+            for path, parameter in _parameters(layer):
+                name = self.name(index, path)
+                trainable = trained.get(name, parameter.requires_grad)
+                names.setdefault(name, ParamSpec(name, tuple(parameter.shape), trainable=trainable))
+                mine.add(name)
+            per_layer.append(frozenset(mine))
+        groups: list[tuple[str, frozenset[str]]] = []
+        placed: frozenset[str] = frozenset()
+        for index, members in enumerate(per_layer):
+            groups.append((f"layers.{index}", members - placed))
+            placed |= members
+        self.plan = ModelPlan(make_buckets(groups, names), frozenset(), tuple(per_layer), frozenset())
+
+    def name(self, index: int, path: str) -> str:
+        """Name that PipelineModule gives a parameter of layer `index`."""
+        key = getattr(self.specs[index], "key", None)
+        return f"tied_modules.{key}.{path}" if key is not None else f"{index}.{path}"
+
+    def layer(self, index: int) -> Any:
+        """A fresh copy of one layer, parameters on the meta device and buffers real, or a plain function."""
+        spec = self.specs[index]
+        if not hasattr(spec, "build") and not isinstance(spec, nn.Module):
+            return spec
+        with torch.device("meta"):
+            layer = spec.build() if hasattr(spec, "build") else copy.deepcopy(spec).to("meta")
+        for path, _ in list(layer.named_buffers()):
+            owner, _, leaf = path.rpartition(".")
+            buffer = self._buffers.get(self.name(index, path))
+            if buffer is None:
+                raise ConfigError(f"layer {index}: buffer {path} is on no stage of this rank; build with num_stages=1")
+            layer.get_submodule(owner)._buffers[leaf] = buffer
+        return layer
+
+    def width(self, layer: int) -> int:
+        """Features of the hidden states (1, T, width) that enter a layer."""
+        return self._widths[layer]
+
+    def _trace(self) -> list[int]:
+        """Features after each layer, by running four tokens through the list without data."""
+        batch = MicroBatch(Pack((4,)), torch.zeros(1, 4, dtype=torch.long, device="meta"))
+        x: Any = torch.zeros(1, 4, dtype=torch.long, device="meta")
+        widths = [0]
+        for index, layer in enumerate(self.layers):
+            module = layer.to("meta") if isinstance(layer, nn.Module) else layer
+            with torch.no_grad():
+                x = _call(module, getattr(self.specs[index], "forward_fn", None))(
+                    x, position_ids=batch.position_ids, hydra=batch.pack
+                )
+            if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[:2] != (1, 4):
+                shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+                raise ConfigError(
+                    f"layer {index} hands on {shape} for 4 tokens; layers must hand on one tensor (1, 4, width)"
+                )
+            widths.append(x.shape[2])
+        return widths
+
+    def build(self, place: StagePlace, device: torch.device, dtype: torch.dtype) -> StageModule:
+        """One rank's share of a stage."""
+        return _LayerListStage(self, place)
+
+
+class _LayerListStage(StageModule):
+    def __init__(self, source: LayerList, place: StagePlace):
+        stage = place.stage
+        layers = nn.ModuleDict()
+        self._calls: list[Callable[..., Any]] = []
+        names: dict[str, str] = {}
+        for index in range(stage.first_layer, stage.last_layer):
+            layer, spec = source.layer(index), source.specs[index]
+            if isinstance(layer, nn.Module):
+                layers[str(index)] = layer
+                names |= {f"{index}.{path}": source.name(index, path) for path, _ in _parameters(layer)}
+            self._calls.append(_call(layer, getattr(spec, "forward_fn", None)))
+        super().__init__(layers, place, names)
+        self._loss_fn = source.loss_fn
+
+    def forward(self, hidden: Tensor | None, batch: MicroBatch) -> Tensor:
+        x = batch.input_ids if self.place.is_first else hidden
+        for call in self._calls:
+            x = call(x, position_ids=batch.position_ids, hydra=batch.pack)
+        assert isinstance(x, Tensor), "layers hand one tensor on"
+        return self._loss(x, batch) if self.place.is_last else x
+
+    def _loss(self, out: Tensor, batch: MicroBatch) -> Tensor:
+        """The user's mean over the targets of each sequence, weighted by what they count in the step."""
+        assert batch.labels is not None, "the last stage was given no labels"
+        assert batch.weights is not None, "the last stage was given no weights"
+        start, stop = batch.pack.local
+        loss = out.sum() * 0.0
+        for begin, end in zip(batch.pack.offsets, batch.pack.offsets[1:], strict=False):
+            part = slice(max(begin, start) - start, max(0, min(end, stop) - start))
+            weight = (batch.weights[part] * (batch.labels[part] != IGNORED)).sum()
+            if part.stop > part.start and weight > 0:
+                loss = loss + self._loss_fn(out[:, part], batch.labels[None, part]) * weight
+        return loss
+
+
+def _parameters(layer: Any) -> list[tuple[str, nn.Parameter]]:
+    return list(layer.named_parameters()) if isinstance(layer, nn.Module) else []
+
+
+def _call(layer: Any, forward_fn: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Call with those of the extra arguments that the layer names."""
+    function = forward_fn or (layer.forward if isinstance(layer, nn.Module) else layer)
+    wanted = [name for name in _GIVEN if name in inspect.signature(function).parameters]
+
+    def call(x: Any, **given: Any) -> Any:
+        extra = {name: given[name] for name in wanted}
+        return forward_fn(layer, x, **extra) if forward_fn is not None else layer(x, **extra)
+
+    return call

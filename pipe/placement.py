@@ -1,0 +1,152 @@
+"""Parallel schemes, stages, pipelines, strategies: text or degrees in, rank placement out. Pure: no torch.
+
+[Note: rank order]
+Pipelines tile the ranks 0..N-1 in the order the strategy names them. Inside a pipeline the tensor
+parallel rank runs fastest, then the sequence parallel rank, then the stage, so that the chattiest
+neighbours sit closest together: rank = first + (stage * sp + sp_rank) * tp + tp_rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ds_hydra.pipe.shape import ParallelScheme, format_strategy
+from ds_hydra.zero_hetero.errors import PlanError
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Consecutive layers of a pipeline and the ranks that hold them.
+
+    `ranks[sp_rank * tp + tp_rank]` is a global rank; layers run from `first_layer` up to, not
+    including, `last_layer`. Stages of one pipeline may differ in all of it (Hetu v2).
+    """
+
+    ranks: tuple[int, ...]
+    first_layer: int
+    last_layer: int
+    tp: int = 1
+    sp: int = 1
+
+    def __post_init__(self) -> None:
+        if len(self.ranks) != self.tp * self.sp:
+            raise PlanError(
+                f"stage with tp={self.tp}, sp={self.sp} needs {self.tp * self.sp} ranks but was given "
+                f"{len(self.ranks)}: {self.ranks}"
+            )
+        if self.first_layer >= self.last_layer:
+            raise PlanError(f"stage on ranks {self.ranks} holds no layer ({self.first_layer}..{self.last_layer})")
+
+    def coordinates(self, rank: int) -> tuple[int, int]:
+        """(tp_rank, sp_rank) of a global rank of this stage."""
+        sp_rank, tp_rank = divmod(self.ranks.index(rank), self.tp)
+        return tp_rank, sp_rank
+
+    def tp_ranks(self, rank: int) -> tuple[int, ...]:
+        """The tensor parallel group that `rank` is in, in order of tp_rank."""
+        _, sp_rank = self.coordinates(rank)
+        return self.ranks[sp_rank * self.tp : (sp_rank + 1) * self.tp]
+
+    def sp_ranks(self, rank: int) -> tuple[int, ...]:
+        """The sequence parallel group that `rank` is in, in order of sp_rank."""
+        tp_rank, _ = self.coordinates(rank)
+        return self.ranks[tp_rank :: self.tp]
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """One model replica: its stages in order of their layers."""
+
+    stages: tuple[Stage, ...]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(rank for stage in self.stages for rank in stage.ranks)
+
+    def stage_index(self, rank: int) -> int:
+        """Index of the stage that holds `rank`; PlanError if none does."""
+        for index, stage in enumerate(self.stages):
+            if rank in stage.ranks:
+                return index
+        raise PlanError(f"rank {rank} is in no stage of the pipeline on ranks {self.ranks}")
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """The pipelines that share the ranks in one step."""
+
+    pipelines: tuple[Pipeline, ...]
+
+    def __post_init__(self) -> None:
+        """Ranks must tile [0, N) and each pipeline hold the same layers, each exactly once."""
+        ranks = sorted(rank for pipeline in self.pipelines for rank in pipeline.ranks)
+        if ranks != list(range(len(ranks))):
+            raise PlanError(f"the pipelines' ranks must tile 0..{len(ranks) - 1} but are {ranks}")
+        num_layers = self.pipelines[0].stages[-1].last_layer
+        for index, pipeline in enumerate(self.pipelines):
+            cuts = [0, *(stage.last_layer for stage in pipeline.stages)]
+            if [stage.first_layer for stage in pipeline.stages] != cuts[:-1] or cuts[-1] != num_layers:
+                raise PlanError(
+                    f"pipeline {index} does not hold layers 0..{num_layers} once each: its stages hold "
+                    + ", ".join(f"{s.first_layer}..{s.last_layer}" for s in pipeline.stages)
+                )
+
+    @property
+    def num_ranks(self) -> int:
+        return sum(len(pipeline.ranks) for pipeline in self.pipelines)
+
+    def locate(self, rank: int) -> tuple[int, int]:
+        """(pipeline index, stage index) of a global rank."""
+        for index, pipeline in enumerate(self.pipelines):
+            if rank in pipeline.ranks:
+                return index, pipeline.stage_index(rank)
+        raise PlanError(f"rank {rank} is in no pipeline of a strategy over {self.num_ranks} ranks")
+
+
+def split_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """Layers per stage, as even as can be; later stages take the remainder's lack (they carry the head).
+
+    Raises PlanError when a stage would hold none.
+    """
+    if num_stages > num_layers:
+        raise PlanError(
+            f"{num_stages} stages for {num_layers} layers: a stage needs at least one layer, so use pp <= {num_layers}"
+        )
+    base, extra = divmod(num_layers, num_stages)
+    return tuple(base + (index < extra) for index in range(num_stages))
+
+
+def place_pipeline(
+    scheme: ParallelScheme, first_rank: int, num_layers: int, layer_split: Sequence[int] | None = None
+) -> Pipeline:
+    """A uniform pipeline on consecutive ranks [Note: rank order]; `layer_split` gives layers per stage."""
+    counts = tuple(layer_split) if layer_split is not None else split_layers(num_layers, scheme.pp)
+    if len(counts) != scheme.pp or sum(counts) != num_layers:
+        raise PlanError(f"layer split {counts} does not give {num_layers} layers to {scheme.pp} stages")
+    stages: list[Stage] = []
+    layer, rank, width = 0, first_rank, scheme.tp * scheme.sp
+    for count in counts:
+        ranks = tuple(range(rank, rank + width))
+        stages.append(Stage(ranks, layer, layer + count, scheme.tp, scheme.sp))
+        layer, rank = layer + count, rank + width
+    return Pipeline(tuple(stages))
+
+
+def place_strategy(schemes: Sequence[ParallelScheme], num_ranks: int, num_layers: int) -> Strategy:
+    """Put one pipeline per scheme on ranks 0..num_ranks-1, in order [Note: rank order].
+
+    Raises PlanError when the schemes' ranks do not add up to `num_ranks`.
+    """
+    needed = sum(scheme.num_ranks for scheme in schemes)
+    if needed != num_ranks:
+        raise PlanError(
+            f"strategy {format_strategy(schemes)!r} uses {needed} ranks but the job has {num_ranks}: "
+            + (f"add pipelines for {num_ranks - needed} more" if needed < num_ranks else f"remove {needed - num_ranks}")
+        )
+    pipelines: list[Pipeline] = []
+    first_rank = 0
+    for scheme in schemes:
+        pipelines.append(place_pipeline(scheme, first_rank, num_layers))
+        first_rank += scheme.num_ranks
+    return Strategy(tuple(pipelines))

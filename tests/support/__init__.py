@@ -1,0 +1,1 @@
+"""What tests and measuring tools share: ranks, training cases, the reference, small jobs."""

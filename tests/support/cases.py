@@ -1,0 +1,153 @@
+"""The table of training cases: each row is trained on ranks and compared with the single-process reference.
+
+To add a case, add a row; `tests/gloo/test_training.py` runs the rows marked quick, `tools.check_equivalence` all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from tests.support.families import FAMILIES, LAYER_LIST
+
+FLOAT64, FLOAT32, BFLOAT16 = "float64", "float32", "bfloat16"
+
+LONG_TAILED = (3, 5, 700, 33, 120, 64, 9, 400, 31, 77, 250, 8, 90, 12, 333, 45) * 3
+
+
+@dataclass(frozen=True)
+class Aims:
+    """Largest difference allowed, relative to the largest entry of the reference's tensor; None: printed only."""
+
+    loss: float
+    norm: float
+    gradient: float
+    parameter: float | None
+    moment: float | None
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training run: step i runs under strategies[i % len(strategies)]."""
+
+    name: str
+    family: str
+    strategies: tuple[str, ...]
+    dtype: str = FLOAT64
+    optimizer: str = "AdamW"
+    steps: int = 5
+    lengths: tuple[int, ...] = LONG_TAILED
+    tokens_per_step: int = 900
+    clip: float = 0.1
+    loss_norm: str = "token"
+    activation_checkpointing: bool = False
+    masked_labels: bool = False  # some targets are not learnt, in one sequence none is
+    frozen: tuple[str, ...] = ()  # words in the names of parameters that are not trained
+    # (tp, sp, number of layers) of every stage of every pipeline, in place of the uniform ones of strategies[0]
+    stages: tuple[tuple[tuple[int, int, int], ...], ...] = ()
+    node_size: int | None = None  # ranks of a node, as if there were several nodes
+    quick: bool = False  # runs in every test run, and under --quick
+
+    @property
+    def aims(self) -> Aims:
+        """FP64 runs must agree throughout. Adam magnifies FP32 rounding where a gradient is near zero, so there its
+        parameters are only printed. BF16 is compared with one process in BF16: its rounding is all that is left.
+        """
+        if self.dtype == FLOAT64:
+            return Aims(1e-9, 1e-9, 1e-9, 1e-9, 1e-9)
+        if self.dtype == FLOAT32:
+            return Aims(1e-6, 1e-5, 1e-5, 1e-5 if self.optimizer == "SGD" else None, None)
+        return Aims(5e-3, 5e-2, 1e-1, None, None)
+
+
+FIXED_STRATEGIES = (
+    "tp1",
+    "tp2",
+    "pp2",
+    "sp2",
+    "tp4",
+    "pp4",
+    "sp4",
+    "tp2pp2",
+    "tp2 + 2*tp1",
+    "tp2pp3",  # 4 layers over 3 stages
+    "tp4 + pp2 + tp1",
+    "pp3 + sp4",
+    "tp2pp2sp2",
+    "tp4sp2",
+    "8*tp1",
+    "sp4 + tp2pp2",
+)
+CHANGING = ("tp2pp2", "sp2 + 2*tp1", "tp4", "pp3 + tp1", "sp4")
+CHANGING_8 = ("tp4 + 2*pp2", "sp4 + tp2sp2", "8*tp1", "tp2pp2sp2", "pp4 + tp4")
+
+# Rows for every test run: each axis of parallelism, heterogeneous mixes, every number of ranks up to 8.
+_QUICK_FIXED = {"tp1", "sp4", "tp2pp3", "tp4 + pp2 + tp1", "tp2pp2sp2"}
+_QUICK_FAMILIES_FP64 = {"llama_tied", "gemma2", "mistral", "qwen3", "phi3", "mixtral", LAYER_LIST}
+_QUICK_FAMILIES_FP32 = {"qwen3", "granite", "gpt2", "cohere"}
+
+
+def _fixed() -> Iterator[Case]:
+    for strategy in FIXED_STRATEGIES:
+        yield Case(f"fixed {strategy}", "qwen3", (strategy,), quick=strategy in _QUICK_FIXED)
+    for strategy in FIXED_STRATEGIES:
+        yield Case(f"fixed {strategy} fp32", "llama", (strategy,), FLOAT32, quick=strategy == "sp4 + tp2pp2")
+
+
+def _families() -> Iterator[Case]:
+    for family in (*(name for name in FAMILIES if name != "llama_3_layers"), LAYER_LIST):
+        yield Case(f"{family}", family, CHANGING, quick=family in _QUICK_FAMILIES_FP64)
+        yield Case(f"{family} fp32", family, CHANGING, FLOAT32, quick=family in _QUICK_FAMILIES_FP32)
+    yield Case("llama on 8 ranks", "llama", CHANGING_8, quick=True)
+    yield Case("gemma3 on 8 ranks", "gemma3_text", CHANGING_8)
+
+
+def _options() -> Iterator[Case]:
+    base = Case("", "llama", CHANGING)
+    yield replace(base, name="sgd fp32", dtype=FLOAT32, optimizer="SGD", quick=True)
+    yield replace(base, name="sgd fp32 gemma2", family="gemma2", dtype=FLOAT32, optimizer="SGD")
+    yield replace(base, name="sgd fp32 8 ranks", strategies=CHANGING_8, dtype=FLOAT32, optimizer="SGD")
+    yield replace(base, name="bf16", dtype=BFLOAT16, quick=True)
+    yield replace(base, name="bf16 gemma2", family="gemma2", dtype=BFLOAT16)
+    yield replace(base, name="no clipping", clip=0.0)
+    yield replace(base, name="checkpointed", activation_checkpointing=True, quick=True)
+    yield replace(base, name="checkpointed gemma3", family="gemma3_text", activation_checkpointing=True)
+    yield replace(
+        base, name="checkpointed fp32 mixtral", family="mixtral", dtype=FLOAT32, activation_checkpointing=True
+    )
+    yield replace(base, name="masked labels", masked_labels=True, quick=True)
+    yield replace(base, name="mean of sequences", loss_norm="sequence", masked_labels=True, quick=True)
+    yield replace(base, name="mean of micro-batches", loss_norm="micro_batch", masked_labels=True, quick=True)
+    yield replace(
+        base, name="layer list, mean of sequences", family=LAYER_LIST, loss_norm="sequence", masked_labels=True
+    )
+    yield replace(base, name="frozen embeddings", frozen=("embed_tokens",), quick=True)
+    yield replace(base, name="frozen lower layers", frozen=("embed_tokens", "layers.0.", "layers.1."), quick=True)
+    yield replace(base, name="frozen tied", family="llama_tied", frozen=("embed_tokens",))
+    yield replace(base, name="frozen layer list", family=LAYER_LIST, frozen=("tied_modules", "1.qkv"))
+    yield replace(base, name="idle pipelines", strategies=("4*tp1", "2*pp2"), lengths=(30,) * 20, tokens_per_step=30)
+    yield replace(
+        base, name="idle pipelines on 7 ranks", strategies=("sp2 + tp2 + pp3", "7*tp1"), lengths=(30, 7) * 20,
+        tokens_per_step=31, quick=True,
+    )  # fmt: skip
+    yield replace(
+        base, name="fewer tokens than sp", strategies=("sp4", "tp2sp2", "2*sp2"), lengths=(3,) * 20,
+        tokens_per_step=3, quick=True,
+    )  # fmt: skip
+    yield replace(base, name="uneven layers", family="llama_3_layers", strategies=("pp2 + tp1pp2", "pp3 + tp1"))
+    yield replace(
+        base, name="stages of different tp and sp", strategies=("tp2pp2",), quick=True,
+        stages=(((1, 2, 1), (2, 1, 3)),),
+    )  # fmt: skip
+    yield replace(
+        base, name="stages of different size", family="gemma2", strategies=("tp2pp3 + sp2",),
+        stages=(((1, 1, 1), (4, 1, 2), (1, 1, 1)), ((1, 2, 4),)),
+    )  # fmt: skip
+    yield replace(base, name="nodes of 2 ranks", node_size=2, quick=True)
+    yield replace(base, name="nodes of 2 ranks bf16", node_size=2, dtype=BFLOAT16)
+    yield replace(base, name="nodes of 3 and 1 ranks, tied", family="gemma2", node_size=3)
+    yield replace(base, name="8 ranks on 2 nodes", strategies=CHANGING_8, node_size=4, quick=True)
+
+
+CASES: tuple[Case, ...] = (*_fixed(), *_families(), *_options())
+assert len({case.name for case in CASES}) == len(CASES), "every row has a name of its own"

@@ -1,0 +1,286 @@
+"""Runs a case on forked ranks and in the reference; how far they are apart.
+
+The ranks' parameters before every step, and their gradients, come back with the results: FP32 gradients are compared
+from the same parameters, so that rounding of earlier steps does not count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ds_hydra.pipe.placement import Pipeline, Stage, Strategy
+from ds_hydra.pipe.shape import ParallelScheme, parse_strategy
+from ds_hydra.pipe.stage import from_flat
+from tests.support.cases import BFLOAT16, FLOAT32, FLOAT64, Case
+from tests.support.families import build_model, reference_model, vocab_size
+from tests.support.ranks import run_ranks
+from tests.support.reference import (
+    IGNORED,
+    Reference,
+    Sample,
+    Step,
+    decay_groups,
+    float64_throughout,
+    freeze,
+    token_weights,
+)
+
+# At larger rates the tiny models soon attend to everything alike; FP32 then rounds away gradients of queries and keys.
+ADAMW = {"lr": 2e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
+SGD = {"lr": 1.0, "momentum": 0.9, "weight_decay": 0.01}
+MOMENTS = {"AdamW": ("exp_avg", "exp_avg_sq"), "SGD": ("momentum_buffer",)}
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """One step as the ranks saw it; tensors by parameter name."""
+
+    strategy: str
+    ids: tuple[int, ...]
+    microbatches: tuple[tuple[int, ...], ...]
+    before: dict[str, Tensor]  # parameters
+    result: Step
+
+
+@dataclass(frozen=True)
+class RankRun:
+    """What rank 0 brings home of a run."""
+
+    steps: tuple[RankStep, ...]
+    parameters: dict[str, Tensor]
+    moments: dict[str, dict[str, Tensor]]
+
+
+@dataclass
+class Difference:
+    """The largest differences of a run, relative to the largest entry of the reference's tensor, and where."""
+
+    loss: float = 0.0
+    norm: float = 0.0
+    gradient: float = 0.0
+    parameter: float = 0.0
+    moment: float = 0.0
+    worst: dict[str, str] = field(default_factory=dict)  # what -> name of the worst tensor
+
+    def missed(self, case: Case) -> list[str]:
+        """Aims of the case that are not met, in words."""
+        aims = case.aims
+        return [
+            f"{case.name}: {what} differs by {value:.1e} (aim {aim:.0e}) in {self.worst.get(what, 'all')}"
+            for what in ("loss", "norm", "gradient", "parameter", "moment")
+            if (aim := getattr(aims, what)) is not None and not (value := getattr(self, what)) <= aim
+        ]
+
+    def take(self, what: str, name: str, value: Tensor, reference: Tensor) -> None:
+        """Note the difference of two tensors."""
+        if value.shape != reference.shape:
+            raise AssertionError(f"{what} {name} has shape {tuple(value.shape)}, not {tuple(reference.shape)}")
+        largest = float(reference.abs().max()) if reference.numel() else 0.0
+        apart = float((value - reference).abs().max()) if reference.numel() else 0.0
+        ratio = apart / largest if largest > 0 else (0.0 if apart == 0 else math.inf)
+        if not ratio <= getattr(self, what):  # a NaN is the worst there is
+            setattr(self, what, ratio)
+            self.worst[what] = name
+
+
+def samples_of(case: Case) -> list[Sample]:
+    """The data of a case, without the token 0 (some models treat it as padding)."""
+    random = np.random.default_rng(3)
+    size = vocab_size(case.family)
+    samples: list[Sample] = []
+    for index, length in enumerate(case.lengths):
+        tokens = torch.from_numpy(random.integers(3, size, length))
+        labels = tokens.clone()
+        if case.masked_labels:
+            labels[: length // 3] = IGNORED
+            if index % 7 == 0:
+                labels[:] = IGNORED
+        samples.append({"input_ids": tokens, "labels": labels})
+    return samples
+
+
+def optimizer_of(case: Case) -> Callable[[list[dict[str, Any]]], torch.optim.Optimizer]:
+    """A case's optimizer over parameter groups."""
+    if case.optimizer == "AdamW":
+        return lambda groups: torch.optim.AdamW(groups, **ADAMW)  # type: ignore[arg-type]
+    return lambda groups: torch.optim.SGD(groups, **SGD)  # type: ignore[arg-type]
+
+
+def config_of(case: Case) -> dict[str, Any]:
+    """The config a user would write for a case."""
+    settings = ADAMW | {"torch_adam": True} if case.optimizer == "AdamW" else SGD
+    return {
+        "optimizer": {"type": case.optimizer, "params": dict(settings)},
+        "gradient_clipping": case.clip,
+        **({"bf16": {"enabled": True}} if case.dtype == BFLOAT16 else {}),
+        "hydra": {
+            "tokens_per_step": case.tokens_per_step,
+            "strategies": list(dict.fromkeys(case.strategies)),
+            "choose": "cycle",
+            "loss_norm": case.loss_norm,
+            "activation_checkpointing": case.activation_checkpointing,
+            "node_size": case.node_size,
+            "timeout_seconds": 60,
+            "steps_file": None,
+            "planner": {"ahead": 0},
+        },
+    }
+
+
+def model_dtype(case: Case) -> torch.dtype:
+    """Dtype of the model that the user hands over: FP32 for BF16 training."""
+    return torch.float64 if case.dtype == FLOAT64 else torch.float32
+
+
+def make_engine(case: Case, data: Sequence[Sample]) -> Any:
+    """The engine of a case on this rank."""
+    import ds_hydra
+
+    logging.getLogger("ds_hydra").setLevel(logging.ERROR)
+    model = build_model(case.family, model_dtype(case))
+    freeze(model, case.frozen)
+    with _placed(case):
+        engine, *_ = ds_hydra.initialize(
+            model=model, model_parameters=decay_groups(model), training_data=data, config=config_of(case)
+        )
+    return engine
+
+
+@contextlib.contextmanager
+def _placed(case: Case) -> Iterator[None]:
+    """Within it, the engine places the first strategy with the stages of the case."""
+    if not case.stages:
+        yield
+        return
+    import ds_hydra.engine.engine as engine_module
+
+    uniform = engine_module.place_strategy
+    special = custom_strategy(case.stages)
+
+    def place(schemes: Sequence[ParallelScheme], num_ranks: int, num_layers: int) -> Strategy:
+        return special if schemes == parse_strategy(case.strategies[0]) else uniform(schemes, num_ranks, num_layers)
+
+    engine_module.place_strategy = place  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        engine_module.place_strategy = uniform
+
+
+def custom_strategy(stages: Sequence[Sequence[tuple[int, int, int]]]) -> Strategy:
+    """A strategy from (tp, sp, number of layers) of every stage of every pipeline."""
+    pipelines: list[Pipeline] = []
+    rank = 0
+    for shapes in stages:
+        built: list[Stage] = []
+        layer = 0
+        for tp, sp, layers in shapes:
+            built.append(Stage(tuple(range(rank, rank + tp * sp)), layer, layer + layers, tp, sp))
+            rank, layer = rank + tp * sp, layer + layers
+        pipelines.append(Pipeline(tuple(built)))
+    return Strategy(tuple(pipelines))
+
+
+def num_ranks(case: Case) -> int:
+    """Ranks that a case needs."""
+    if case.stages:
+        return custom_strategy(case.stages).num_ranks
+    return sum(scheme.num_ranks for scheme in parse_strategy(case.strategies[0]))
+
+
+def whole_gradients(engine: Any) -> dict[str, Tensor]:
+    """The last step's gradients by parameter name, as the optimizer got them; on rank 0. All ranks must call it."""
+    return _whole(engine, engine._masters.trained.grads)
+
+
+def _whole(engine: Any, source: Sequence[Tensor]) -> dict[str, Tensor]:
+    flat = engine._masters.trained.gather_full(engine._links, source=source, ranks=[0])
+    specs = [param for bucket in engine._source.plan.buckets for param in bucket.params if param.name in flat]
+    return {p.name: from_flat(flat[p.name], p.shape, p.rule.dim, p.rule.parts).contiguous() for p in specs}
+
+
+def train(rank: int, case: Case, data: Sequence[Sample]) -> RankRun | None:
+    """One rank's whole run; rank 0 returns what is compared."""
+    from ds_hydra.planner import StepPlan
+
+    engine = make_engine(case, data)
+    steps: list[RankStep] = []
+    for _ in range(case.steps):
+        before = _whole(engine, engine._masters.trained.shards)
+        engine.train_batch()
+        record = engine.last_step
+        plan = StepPlan.from_json(record.plan, "the step's plan")
+        microbatches = tuple(batch for pipeline in plan.pipelines for batch in pipeline.microbatches)
+        result = Step(record.loss, record.grad_norm, whole_gradients(engine))
+        steps.append(RankStep(plan.strategy, plan.sequence_ids, microbatches, before, result))
+    masters, optimizer = engine._masters.trained, engine.optimizer
+    moments = {key: _whole(engine, masters.optimizer_state(optimizer, key)) for key in MOMENTS[case.optimizer]}
+    parameters = engine.fp32_state_dict()
+    assert not any(torch.isnan(value).any() for value in parameters.values()), "parameters are finite"
+    return RankRun(tuple(steps), parameters, moments) if rank == 0 else None
+
+
+def compare(case: Case, timeout: float = 120) -> Difference:
+    """Train a case on ranks and in the reference, and compare all there is to compare."""
+    data = samples_of(case)
+    exact = contextlib.nullcontext()
+    if case.dtype == FLOAT64:
+        exact = float64_throughout(reference_model(case.family, torch.float64))  # type: ignore[assignment]
+    with exact:
+        run: RankRun = run_ranks(train, num_ranks(case), case, data, timeout=timeout)[0]
+        return difference(case, data, run)
+
+
+def difference(case: Case, data: Sequence[Sample], run: RankRun) -> Difference:
+    """A run's largest differences from the reference's run over the same steps."""
+    found = Difference()
+    reference = _reference(case)
+    initial = {name: parameter.detach() for name, parameter in reference.masters.items()}
+    _take_all(found, "parameter", run.steps[0].before, initial)
+    follow = _reference(case) if case.dtype != FLOAT64 else None  # takes the ranks' parameters before each step
+    for step in run.steps:
+        samples = [data[i] for i in step.ids]
+        weights = token_weights(samples, step.microbatches, case.loss_norm)
+        expected = reference.step(samples, weights)
+        if follow is not None:
+            follow.load(step.before)
+            expected = follow.gradients(samples, weights)
+        _take_step(found, step, expected)
+    state = dict(reference.model.state_dict() if reference.masters is reference.parameters else reference.masters)
+    _take_all(found, "parameter", {name: run.parameters[name] for name in state}, state)
+    for key, values in run.moments.items():
+        _take_all(found, "moment", values, reference.moments(key))
+    return found
+
+
+def _take_step(found: Difference, step: RankStep, expected: Step) -> None:
+    wide = torch.float64
+    for what, value, reference in (
+        ("loss", step.result.loss, expected.loss),
+        ("norm", step.result.norm, expected.norm),
+    ):
+        found.take(what, step.strategy, torch.tensor(value, dtype=wide), torch.tensor(reference, dtype=wide))
+    _take_all(found, "gradient", step.result.gradients, expected.gradients)
+
+
+def _take_all(found: Difference, what: str, values: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> None:
+    if set(values) != set(reference):
+        raise AssertionError(f"{what}s of {sorted(set(values) ^ set(reference))} are on one side only")
+    for name, value in values.items():
+        found.take(what, name, value.double(), reference[name].detach().double())
+
+
+def _reference(case: Case) -> Reference:
+    compute = {FLOAT64: torch.float64, FLOAT32: torch.float32, BFLOAT16: torch.bfloat16}[case.dtype]
+    return Reference(
+        case.family, compute, optimizer_of(case), clip=case.clip, frozen=case.frozen, masters=model_dtype(case)
+    )

@@ -1,0 +1,221 @@
+"""The reference of every training test: one process, plain Hugging Face, one sequence at a time.
+
+It knows nothing of packs, plans or ranks: only which sequences a step has and what a token's loss counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from tests.support.families import reference_model
+
+Sample = Mapping[str, Tensor]  # input_ids and labels, both (length,), labels not shifted
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step did; gradients by parameter name, as the optimizer got them (clipped)."""
+
+    loss: float
+    norm: float
+    gradients: dict[str, Tensor]
+
+
+def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """The usual two parameter groups: no weight decay for norms and biases."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return [
+        {"params": [parameter for parameter in trained if parameter.dim() > 1]},
+        {"params": [parameter for parameter in trained if parameter.dim() <= 1], "weight_decay": 0.0},
+    ]
+
+
+def freeze(model: nn.Module, words: Sequence[str]) -> None:
+    """No gradient for the parameters whose name holds one of `words`."""
+    for name, parameter in model.named_parameters():
+        if any(word in name for word in words):
+            parameter.requires_grad_(False)
+
+
+class Reference:
+    """A model and its optimizer in one process."""
+
+    def __init__(
+        self,
+        family: str,
+        dtype: torch.dtype,
+        optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+        *,
+        clip: float,
+        frozen: Sequence[str] = (),
+        masters: torch.dtype | None = None,
+    ):
+        """`masters`: dtype of the parameters that the optimizer moves, if not the model's own."""
+        self.model = reference_model(family, dtype)
+        freeze(self.model, frozen)
+        self.clip = clip
+        self.parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self.masters = self.parameters
+        if masters is not None and masters != dtype:
+            wide = reference_model(family, masters)
+            freeze(wide, frozen)
+            self.masters = {name: p for name, p in wide.named_parameters() if p.requires_grad}
+            self.optimizer = optimizer(decay_groups(wide))
+        else:
+            self.optimizer = optimizer(decay_groups(self.model))
+
+    def load(self, values: Mapping[str, Tensor]) -> None:
+        """Take parameters from elsewhere."""
+        with torch.no_grad():
+            for name, parameter in self.masters.items():
+                parameter.copy_(values[name])
+
+    def gradients(self, samples: Sequence[Sample], weights: Sequence[float]) -> Step:
+        """Loss, norm and clipped gradients, left in the masters; `weights[i]` is what a token of sample i counts."""
+        if self.masters is not self.parameters:
+            with torch.no_grad():
+                for name, parameter in self.parameters.items():
+                    parameter.copy_(self.masters[name])
+        sums = {name: torch.zeros_like(parameter) for name, parameter in self.masters.items()}
+        self.model.zero_grad()
+        total = 0.0
+        for sample, weight in zip(samples, weights, strict=True):
+            loss = token_loss_sum(self.model, sample) * weight
+            loss.backward()
+            total += float(loss.detach())
+            for name, parameter in self.parameters.items():
+                if parameter.grad is not None:
+                    sums[name] += parameter.grad
+                    parameter.grad = None
+        for name, parameter in self.masters.items():
+            parameter.grad = sums[name]
+        norm = torch.nn.utils.clip_grad_norm_(self.masters.values(), self.clip if self.clip > 0 else float("inf"))
+        return Step(
+            total, float(norm), {name: p.grad.clone() for name, p in self.masters.items() if p.grad is not None}
+        )
+
+    def step(self, samples: Sequence[Sample], weights: Sequence[float]) -> Step:
+        """`gradients`, and an update by them."""
+        result = self.gradients(samples, weights)
+        self.optimizer.step()
+        return result
+
+    def moments(self, key: str) -> dict[str, Tensor]:
+        """A state of the optimizer by parameter name."""
+        return {name: self.optimizer.state[parameter][key] for name, parameter in self.masters.items()}
+
+
+def token_loss_sum(model: nn.Module, sample: Sample) -> Tensor:
+    """Sum of one sequence's token losses."""
+    token_ids = sample["input_ids"][None]
+    out = model(token_ids) if not hasattr(model, "config") else model(input_ids=token_ids, use_cache=False).logits
+    logits = out[0, :-1]
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    return F.cross_entropy(wide, sample["labels"][1:], ignore_index=IGNORED, reduction="sum")
+
+
+def num_targets(sample: Sample) -> int:
+    """Tokens of a sequence that are predicted."""
+    return int((sample["labels"][1:] != IGNORED).sum())
+
+
+def token_weights(samples: Sequence[Sample], microbatches: Sequence[Sequence[int]], loss_norm: str) -> list[float]:
+    """What a token of each sample counts in the step's loss.
+
+    `microbatches` lists the samples of every micro-batch of the step, by position in `samples`.
+    """
+    counts = [num_targets(sample) for sample in samples]
+    if loss_norm == "token":
+        return [1.0 / max(1, sum(counts))] * len(samples)
+    if loss_norm == "sequence":
+        some = sum(count > 0 for count in counts)
+        return [1.0 / (max(1, count) * max(1, some)) for count in counts]
+    sums = [sum(counts[position] for position in batch) for batch in microbatches]
+    some = sum(total > 0 for total in sums)
+    weights = [0.0] * len(samples)
+    for batch, total in zip(microbatches, sums, strict=True):
+        for position in batch:
+            weights[position] = 1.0 / (max(1, total) * max(1, some))
+    return weights
+
+
+def dense_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Softcapped, windowed, causal attention over the whole score matrix, in the dtype of its inputs."""
+    assert attention_mask is None, "no mask function is registered for it"
+    groups = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    scores = query @ key.transpose(-1, -2) * scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    distance = torch.arange(query.shape[2])[:, None] - torch.arange(query.shape[2])[None]
+    hidden = distance < 0
+    if sliding_window is not None:
+        hidden |= distance >= sliding_window
+    weights = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1)
+    return (weights @ value).transpose(1, 2), None
+
+
+AttentionInterface.register("dense", dense_attention)
+
+
+@contextlib.contextmanager
+def float64_throughout(model: nn.Module) -> Iterator[None]:
+    """Within it, the methods of the model's classes that go down to FP32 (norms, routers) compute in FP64.
+
+    Hugging Face's norms round to FP32 whatever the model's dtype. Two runs that differ by 1e-16 then differ by 1e-7 as
+    soon as one number falls to the other side of a rounding border, so a comparison of FP64 runs would say
+    little. Forked ranks inherit the change.
+    """
+    changed: list[tuple[Any, str, Any]] = []
+    try:
+        for cls in {type(module) for module in model.modules()}:
+            if not cls.__module__.startswith("transformers.models.") or "Rotary" in cls.__name__:
+                continue
+            home = inspect.getmodule(cls)
+            for owner, name in ((cls, "forward"), (cls, "_norm"), (home, "apply_rotary_pos_emb")):
+                method = vars(owner).get(name)
+                wide = _widened(method)
+                if wide is not None:
+                    changed.append((owner, name, method))
+                    setattr(owner, name, wide)
+        yield
+    finally:
+        for owner, name, method in changed:
+            setattr(owner, name, method)
+
+
+def _widened(function: Any) -> Any:
+    """The function with FP64 where its source says FP32; None if it does not, or was replaced before."""
+    if not inspect.isfunction(function) or function.__code__.co_filename.startswith("<"):
+        return None
+    source = textwrap.dedent(inspect.getsource(function))
+    wide = re.sub(r"torch\.float(32)?\b", "torch.float64", source).replace(".float()", ".double()")
+    if wide == source or "super()" in source:
+        return None
+    space: dict[str, Any] = {}
+    body = wide[wide.index("def ") :]
+    exec(compile(body, f"<{function.__qualname__} in FP64>", "exec"), function.__globals__, space)
+    return space[function.__name__]

@@ -1,0 +1,35 @@
+"""A job that a launcher restarts: `torchrun --max-restarts 1 tests/support/restarted_job.py FOLDER DIE_AT`.
+
+Rank 1 kills itself once before step DIE_AT (counted from 0); every rank leaves the digest of its masters and moments.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import ds_hydra
+from tests.support.fault_job import digest
+from tests.support.small_job import sequences, small_config, small_model
+
+STEPS = 5
+
+if __name__ == "__main__":
+    folder, die_at = Path(sys.argv[1]), int(sys.argv[2])
+    torch.set_num_threads(1)
+    config = small_config(2, checkpoint={"dir": str(folder / "checkpoints"), "every": 1}, faults={})
+    engine = ds_hydra.initialize(model=small_model(), training_data=sequences(), config=config)[0]
+    rank = dist.get_rank()
+    while engine.global_steps < STEPS:
+        if rank == 1 and engine.global_steps == die_at and not (folder / "died").exists():
+            (folder / "died").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        engine.train_batch()
+    (folder / f"digest{rank}").write_text(digest(engine))
+    engine.destroy()
+    dist.destroy_process_group()
