@@ -129,7 +129,7 @@ def check_resharding(quick: bool) -> Tally:
 def check_kills(quick: bool) -> Tally:
     """SIGKILL at random instants of saves over the same tags: the previous or the new one always loads whole."""
     from ds_hydra.checkpoint.folder import complete_tags
-    from ds_hydra.ranks.meeting import Meeting
+    from ds_hydra.ranks.channel import Channel
     from tests.support.saver import Saver
 
     tally, pause = Tally("kills while saving"), random.Random(0)
@@ -138,7 +138,7 @@ def check_kills(quick: bool) -> Tally:
         for index in range(10 if quick else 100):
             pid = os.fork()
             if pid == 0:
-                Saver(folder, Meeting(None, 0, 1), first=last + 1).run()
+                Saver(folder, Channel(None, 0, 1), first=last + 1).run()
             while not complete_tags(folder):
                 time.sleep(0.002)
             time.sleep(pause.uniform(0.0, 0.15))
@@ -170,12 +170,12 @@ def check_damage(quick: bool) -> Tally:
         def run(rank: int) -> list[tuple[str, str]]:
             engine, results = small_engine(rank), []
             for name, (damage, named) in DAMAGES.items():
-                engine._meeting.gather("")
+                engine._world.channel.texts("")
                 if rank == 0:
                     shutil.rmtree(folder, ignore_errors=True)
                     shutil.copytree(template, folder)
                     damage(folder / "new")
-                engine._meeting.gather("")
+                engine._world.channel.texts("")
                 try:
                     engine.load_checkpoint(folder)
                     results.append((name, "was loaded"))
@@ -195,7 +195,7 @@ def check_damage(quick: bool) -> Tally:
 def _unwritable(scratch: Path) -> list[tuple[str, str]]:
     """A full disk and a folder that is no folder: (case, what went wrong)."""
     from ds_hydra.checkpoint import shard_file
-    from ds_hydra.ranks.meeting import Meeting
+    from ds_hydra.ranks.channel import Channel
     from ds_hydra.zero_hetero.errors import CheckpointError
     from tests.support.saver import Saver
 
@@ -203,14 +203,14 @@ def _unwritable(scratch: Path) -> list[tuple[str, str]]:
         raise OSError(28, "No space left on device", "rank_00000.safetensors")
 
     folder = scratch / "space"
-    saver = Saver(folder, Meeting(None, 0, 1))
+    saver = Saver(folder, Channel(None, 0, 1))
     saver.save(1, "old")
     results = []
     original, shard_file._write_all = shard_file._write_all, full
     results.append(("disk full", _refused(lambda: saver.save(2, "new"), ("free space", "rank_00000"), CheckpointError)))
     shard_file._write_all = original
     (scratch / "file").write_text("")
-    other = Saver(scratch / "file", Meeting(None, 0, 1))
+    other = Saver(scratch / "file", Channel(None, 0, 1))
     results.append(
         ("folder is a file", _refused(lambda: other.save(1, "a"), (str(scratch / "file"),), CheckpointError))
     )
@@ -282,10 +282,10 @@ def check_security(quick: bool) -> Tally:
         tally.count(not refused and not mark.exists(), "a pickle's payload ran")
 
     def visited(rank: int) -> list[str]:
-        from ds_hydra.ranks.meeting import Meeting
+        from ds_hydra.ranks.channel import Channel
 
         ended: list[str] = []
-        meeting = Meeting(None, rank, 2)
+        meeting = Channel(None, rank, 2)
         dog = Watchdog(meeting, lambda: (1, "forward"), heartbeat_s=0.2, frozen_s=5.0, end=ended.append)
         if rank == 1:
             assert dog.address is not None
@@ -299,7 +299,7 @@ def check_security(quick: bool) -> Tally:
                     except OSError:
                         pass
         time.sleep(1.0)
-        meeting.gather("")
+        meeting.texts("")
         dog.close()
         return [*ended, *([] if dog.address and dog.address[0] == "127.0.0.1" else [f"listens on {dog.address}"])]
 
@@ -351,9 +351,9 @@ def check_soak(quick: bool) -> Tally:
     def run(rank: int) -> tuple[dict[str, int], dict[str, int]]:
         with tempfile.TemporaryDirectory() as scratch:
             folder = scratch if rank == 0 else ""
-            from ds_hydra.ranks.meeting import Meeting
+            from ds_hydra.ranks.channel import Channel
 
-            folder = Meeting(None, rank, NUM_RANKS).tell(folder)
+            folder = Channel(None, rank, NUM_RANKS).tell(folder)
             block = {"dir": folder, "every": 10, "keep_last": 2, "asynchronous": True}
             engine = small_engine(rank, checkpoint=block, faults={"heartbeat_seconds": 1.0})
             while engine.global_steps < steps // 2:

@@ -15,15 +15,14 @@ def global_grad_norm(grads: Iterable[Tensor], group: dist.ProcessGroup | None) -
     """L2 norm of the gradients of the whole job, a float64 scalar, equal to the bit on all ranks.
 
     `grads`: what this rank owns, flat tensors of any dtype, at least one, possibly empty. Squares are summed in
-    FP64, over the ranks of `group` in rank order. `group` None is this process's default group; without
-    torch.distributed the job is this rank.
+    FP64, over the ranks of `group` in rank order. `group` None is a rank alone.
     """
     total: Tensor | None = None
     for grad in grads:
         squares = sum_of_squares(grad)
         total = squares if total is None else total + squares
     assert total is not None, "give the gradient shard even where it is empty"
-    if dist.is_initialized() and dist.get_world_size(group) > 1:
+    if group is not None and dist.get_world_size(group) > 1:
         parts = total.new_empty(dist.get_world_size(group))
         dist.all_gather(list(parts.split(1)), total.reshape(1), group=group)
         total = parts.sum()

@@ -33,7 +33,7 @@ class Transport(Protocol):
 
 
 class TorchTransport:
-    """Point-to-point operations of a torch process group; peers are global ranks.
+    """Point-to-point operations of a torch process group; peers are ranks of that group.
 
     gloo matches by tag, so exchanges may be started in any order. NCCL has no tags: there every rank must start its
     exchanges in one global order.
@@ -53,14 +53,20 @@ class TorchTransport:
         if not sends and not recvs:
             return _Batch([])
         if dist.get_backend(self.group) != "gloo":
-            operations = [dist.P2POp(dist.irecv, buffer, peer, self.group, tag) for peer, buffer in recvs]
-            operations += [dist.P2POp(dist.isend, buffer, peer, self.group, tag) for peer, buffer in sends]
+            operations = [
+                dist.P2POp(dist.irecv, buffer, group=self.group, tag=tag, group_peer=peer) for peer, buffer in recvs
+            ]
+            operations += [
+                dist.P2POp(dist.isend, buffer, group=self.group, tag=tag, group_peer=peer) for peer, buffer in sends
+            ]
             return _Batch(dist.batch_isend_irecv(operations))
         exchange = _Exchange(self, recvs, tag)
         if recvs:
             self._waiting.append(exchange)
             self._open_next()
-        exchange.sends = [_started(dist.isend(buffer, peer, self.group, tag)) for peer, buffer in sends]
+        exchange.sends = [
+            _started(dist.isend(buffer, group=self.group, tag=tag, group_dst=peer)) for peer, buffer in sends
+        ]
         return exchange
 
     def _open_next(self, until: _Exchange | None = None) -> None:
@@ -71,7 +77,8 @@ class TorchTransport:
                 return
             exchange = self._waiting.popleft()
             exchange.works = [
-                _started(dist.irecv(buffer, peer, self.group, exchange.tag)) for peer, buffer in exchange.recvs
+                _started(dist.irecv(buffer, group=self.group, tag=exchange.tag, group_src=peer))
+                for peer, buffer in exchange.recvs
             ]
             self._opened.append(exchange)
 

@@ -19,7 +19,7 @@ from ds_hydra.checkpoint.format import Manifest, check_client_state, check_tag
 from ds_hydra.checkpoint.write import Saving, Writer
 from ds_hydra.data.sampler import DataCursor, TokenBudgetSampler
 from ds_hydra.host.loss_scale import LossScale
-from ds_hydra.ranks.meeting import Meeting
+from ds_hydra.ranks.channel import Channel
 from ds_hydra.step.model_masters import ModelMasters
 from ds_hydra.zero_hetero.errors import CheckpointError
 
@@ -53,7 +53,7 @@ class What:
 class Checkpointer:
     """Saves and loads one engine. All ranks call the same methods together."""
 
-    def __init__(self, engine: Trained, masters: ModelMasters, aliases: Mapping[str, str], meeting: Meeting):
+    def __init__(self, engine: Trained, masters: ModelMasters, aliases: Mapping[str, str], meeting: Channel):
         self._engine, self._masters, self._aliases, self._meeting = engine, masters, aliases, meeting
         self.writer = Writer(meeting)
         self.folder: Path | None = None  # where the last save went

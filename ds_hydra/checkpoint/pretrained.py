@@ -18,7 +18,7 @@ from ds_hydra.checkpoint.folder import fsync_path, remove
 from ds_hydra.checkpoint.format import MAX_MANIFEST_BYTES, parse_json
 from ds_hydra.pipe.model_plan import ParamSpec
 from ds_hydra.pipe.stage import from_flat, to_flat
-from ds_hydra.ranks.meeting import Meeting
+from ds_hydra.ranks.world import World
 from ds_hydra.step.model_masters import ModelMasters
 from ds_hydra.zero_hetero.errors import CheckpointError
 from ds_hydra.zero_hetero.transport import Transport
@@ -103,9 +103,7 @@ def _move_into(temporary: Path, folder: Path) -> None:
     fsync_path(folder)
 
 
-def load_pretrained(
-    masters: ModelMasters, folder: Path, aliases: Mapping[str, str], model: Any, meeting: Meeting
-) -> None:
+def load_pretrained(masters: ModelMasters, folder: Path, aliases: Mapping[str, str], model: Any, world: World) -> None:
     """Fill the masters from a Hugging Face folder: each rank reads only what it owns of each parameter.
 
     Where the folder's names are not the model's, rank 0 loads it by `from_pretrained` and shares it, one parameter at
@@ -117,27 +115,27 @@ def load_pretrained(
         places = _find_all(folder, masters, aliases)
     except (CheckpointError, OSError) as raised:
         error = raised
-    meeting.settle(error, f"loading {str(folder)!r}")
+    world.channel.settle(error, f"loading {str(folder)!r}")
     if all(p.name in places for bucket in masters.buckets for p in bucket.params):
         try:
             for shard, flat in _own_pieces(masters, places):
                 shard.copy_(flat)
         except (CheckpointError, OSError) as raised:
             error = raised
-        meeting.settle(error, f"loading {str(folder)!r}")
+        world.channel.settle(error, f"loading {str(folder)!r}")
         return
     if not hasattr(model, "from_pretrained"):
         missing = [p.name for bucket in masters.buckets for p in bucket.params if p.name not in places]
         raise CheckpointError(f"{folder} lacks {missing[0]!r} and {len(missing) - 1} more parameters of this model")
     values: dict[str, Tensor] = {}
-    if meeting.rank == 0:
+    if world.rank == 0:
         try:
             loaded = type(model).from_pretrained(folder, config=model.config)
             values = {name: p.detach() for name, p in loaded.named_parameters()}
         except Exception as raised:
             error = raised
-    meeting.settle(error, f"loading {str(folder)!r}")
-    masters.load(values, meeting.rank, meeting.num_ranks)
+    world.channel.settle(error, f"loading {str(folder)!r}")
+    masters.load(values, world.group)
 
 
 def _find_all(folder: Path, masters: ModelMasters, aliases: Mapping[str, str]) -> dict[str, tuple[Path, str]]:

@@ -19,7 +19,7 @@ from ds_hydra.checkpoint import folder as folders
 from ds_hydra.checkpoint.format import MANIFEST, FileEntry, Manifest, SavedGroup, SavedScalar, rank_file
 from ds_hydra.checkpoint.shard_file import Source, write_shard
 from ds_hydra.checkpoint.state import merge_groups
-from ds_hydra.ranks.meeting import Meeting
+from ds_hydra.ranks.channel import Channel
 from ds_hydra.zero_hetero.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class Saving:
 class Writer:
     """Saves checkpoints, one at a time; in a thread of its own if asked. All ranks call the same methods."""
 
-    def __init__(self, meeting: Meeting):
+    def __init__(self, meeting: Channel):
         self._meeting = meeting
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -101,7 +101,7 @@ class Writer:
         record: dict[str, object] = {}
         error = _attempt(lambda: record.update(_write_own(temporary, meeting.rank, saving, save_id)))
         record["error"] = "" if error is None else str(_explained(error, saving))
-        everyone = [json.loads(text) for text in meeting.gather(json.dumps(record))]
+        everyone = [json.loads(text) for text in meeting.texts(json.dumps(record))]
         failed = [(rank, own["error"]) for rank, own in enumerate(everyone) if own["error"]]
         error = None
         if meeting.rank == 0 and not failed:

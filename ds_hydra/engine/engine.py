@@ -8,12 +8,10 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -28,10 +26,11 @@ from ds_hydra.data.sequences import SequenceData
 from ds_hydra.engine.candidates import job_cost_table, proposed_strategies
 from ds_hydra.engine.fingerprint import describe_job
 from ds_hydra.engine.fits import check_memory, job_memory, rank_memory, within_memory
-from ds_hydra.engine.plan_source import FAILED, PlanSource, agree
+from ds_hydra.engine.plan_source import PlanSource
 from ds_hydra.engine.saving import CheckpointFace
 from ds_hydra.engine.signals import Signals
 from ds_hydra.host.host_engine import HostEngine
+from ds_hydra.host.launch import launched_node_size
 from ds_hydra.host.loss_scale import LossScale
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.models.layer_list import LayerList
@@ -41,12 +40,11 @@ from ds_hydra.pipe.shape import ParallelScheme, format_strategy, parse_strategy
 from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.plan.schemes import feasible_schemes
 from ds_hydra.planner import PlannedStep, StepPlan
-from ds_hydra.ranks.control import broadcast_text
-from ds_hydra.ranks.groups import GroupCache
-from ds_hydra.ranks.meeting import Meeting
 from ds_hydra.ranks.rank_stats import RankStats, gather_stats
+from ds_hydra.ranks.world import World
 from ds_hydra.report.prediction import StepWatch
 from ds_hydra.report.record import StepRecord
+from ds_hydra.step.agreement import FAILED, agree
 from ds_hydra.step.arena import Arena
 from ds_hydra.step.batching import RankBatches, build_batches
 from ds_hydra.step.model_masters import ModelMasters
@@ -55,11 +53,8 @@ from ds_hydra.step.update import Update
 from ds_hydra.watchdog import IDLE, Watchdog
 from ds_hydra.zero_hetero.buffer_pool import BufferPool
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
-from ds_hydra.zero_hetero.transport import TorchTransport
 
 logger = logging.getLogger(__name__)
-
-_OPEN_RECEIVES = 2  # buckets whose receives are open at once on gloo, which slows down with more
 
 
 class HydraEngine(CheckpointFace, HostEngine):
@@ -72,21 +67,21 @@ class HydraEngine(CheckpointFace, HostEngine):
     def __init__(self, parsed: ParsedConfig, model: Any, **arguments: Any) -> None:
         super().__init__(parsed, model, **arguments)
         config = self.hydra_config
-        self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
+        node_size = config.node_size or launched_node_size() or dist.get_world_size()
+        self._world = World.of_process(self.device, node_size=node_size, timeout_s=config.timeout_seconds)
+        self._rank, self._num_ranks = self._world.rank, self._world.num_ranks
         self._source = model_source(model, activation_checkpointing=config.activation_checkpointing)
-        timeout = timedelta(seconds=config.timeout_seconds)
-        self._control = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
         self._configure_plans()
-        self._configure_communication(timeout)
+        self._configure_communication()
         self._masters = ModelMasters(
             self._source, self._rank, self._num_ranks, self.device, self.master_dtype, self.compute_dtype
         )
-        self._masters.load(self._source.values, self._rank, self._num_ranks)
+        self._masters.load(self._source.values, self._world.group)
         self._source.values = {}
         model.to("meta")
         groups = self._masters.trained.param_groups([{"names": group.names} for group in self.recipe.groups])
         self.install_optimizer([group["params"] for group in groups])
-        self._configure_safety(timeout)
+        self._configure_safety()
         self._resume()
 
     def _configure_plans(self) -> None:
@@ -95,7 +90,7 @@ class HydraEngine(CheckpointFace, HostEngine):
         lengths = [] if self.data is None else [int(n) for n in self.data.lengths if n]
         longest = max(lengths, default=config.context_length or config.tokens_per_step)
         schemes = sorted({scheme for strategy in config.schemes for scheme in strategy}) or feasible_schemes(
-            plan, self._num_ranks, self._node_size()
+            plan, self._num_ranks, self._world.node_size
         )
         shape = model_shape(
             plan, max(self._source.width(i) for i in range(1, plan.num_layers)), self._source.vocab_size
@@ -103,7 +98,7 @@ class HydraEngine(CheckpointFace, HostEngine):
         job = describe_job(self._source, self.device, self.compute_dtype, self._num_ranks)
         found = job_cost_table(config, shape, schemes, longest, job)
         memory = job_memory(
-            self._source, found.table.schemes, self._num_ranks, rank_memory(self.device, self._node_size()),
+            self._source, found.table.schemes, self._num_ranks, rank_memory(self.device, self._world.node_size),
             self.compute_dtype, activation_checkpointing=config.activation_checkpointing,
             measured=found.activations,
         )  # fmt: skip
@@ -126,23 +121,13 @@ class HydraEngine(CheckpointFace, HostEngine):
         proposed: str | None = None
         if self._rank == 0:
             strategies = proposed_strategies(
-                self.hydra_config, self._table, lengths, self._num_ranks, self._node_size()
+                self.hydra_config, self._table, lengths, self._num_ranks, self._world.node_size
             )
             proposed = "\n".join(format_strategy(strategy) for strategy in strategies)
             logger.info("strategies proposed for these lengths:\n  %s", proposed.replace("\n", "\n  "))
-        return tuple(parse_strategy(line) for line in broadcast_text(proposed, self._control).split("\n"))
+        return tuple(parse_strategy(line) for line in self._world.channel.tell(proposed).split("\n"))
 
-    def _node_size(self) -> int:
-        """Ranks per node, as the config or the launcher says."""
-        launched = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or self._num_ranks
-        return self.hydra_config.node_size or int(launched)
-
-    def _configure_communication(self, timeout: timedelta) -> None:
-        gloo = self._control is None
-        self._groups = GroupCache(timeout)
-        # NCCL runs one group's messages in the order they were started: pipelines get a communicator of their own.
-        self._links = TorchTransport(max_open_receives=_OPEN_RECEIVES)
-        self._edges = TorchTransport(None if gloo else dist.new_group(timeout=timeout))
+    def _configure_communication(self) -> None:
         self._pool = BufferPool()
         self._arena = Arena.for_strategies(
             self._source.plan, list(self._strategies.values()), self._rank, self.device, self.compute_dtype
@@ -151,16 +136,18 @@ class HydraEngine(CheckpointFace, HostEngine):
         self._previous: str | None = None
         config = self.hydra_config
         self._plans = PlanSource(
-            self._table, self._schemes, config.planner_options(), self.sampler, config.planner.ahead, self._control
+            self._table,
+            self._schemes,
+            config.planner_options(),
+            self.sampler,
+            config.planner.ahead,
+            self._world.channel,
         )
 
-    def _configure_safety(self, timeout: timedelta) -> None:
+    def _configure_safety(self) -> None:
         """Checkpoints, signals, heartbeats: what keeps a long run from losing anything."""
         self._loss_scale = LossScale(self)
-        own = dist.new_group(backend="gloo", timeout=timeout)  # a save in the background must not meet training
-        meeting = Meeting(own, self._rank, self._num_ranks)
-        self._checkpoints = Checkpointer(self, self._masters, self._source.aliases, meeting)
-        self._meeting = Meeting(self._control, self._rank, self._num_ranks)
+        self._checkpoints = Checkpointer(self, self._masters, self._source.aliases, self._world.background)
         self._signals = Signals()
         if self.hydra_config.checkpoint is not None:
             self._signals.install()
@@ -169,10 +156,10 @@ class HydraEngine(CheckpointFace, HostEngine):
         faults = self.hydra_config.faults
         assert self.optimizer is not None, "made by install_optimizer"
         self._update = Update(
-            self._masters.trained, self.optimizer, self.gradient_clipping(), self._loss_scale, self._meeting, faults
+            self._masters.trained, self.optimizer, self.gradient_clipping(), self._loss_scale, self._world, faults
         )
         self._watchdog = Watchdog(
-            meeting,
+            self._world.background,
             self._where,
             heartbeat_s=faults.heartbeat_seconds,
             frozen_s=faults.frozen_seconds,
@@ -207,7 +194,7 @@ class HydraEngine(CheckpointFace, HostEngine):
         self._running = runtime
         loss = runtime.train(_weighted(batches.batches, weight, self._loss_scale.value)) / self._loss_scale.value
         self._phase, self._running = "optimizer", None
-        self._update.compare(self.global_steps + 1, runtime, self._control)
+        self._update.compare(self.global_steps + 1, runtime)
         norm, optimizer_s = self._update.apply(loss)
         self._phase = "report"
         stats = self._stats(loss, runtime, batches)
@@ -239,7 +226,7 @@ class HydraEngine(CheckpointFace, HostEngine):
 
         Every rank must call it, and gets all of them.
         """
-        full = self._masters.gather(self._links)
+        full = self._masters.gather(self._world.links)
         return {path: full[name] for path, name in self._source.aliases.items()}
 
     def destroy(self) -> None:
@@ -273,9 +260,8 @@ class HydraEngine(CheckpointFace, HostEngine):
                 schemes, self._num_ranks, self._source.plan.num_layers
             )
             self._runtimes[plan.strategy] = StrategyRuntime(
-                strategy, self._source, self._masters, self._arena, self._groups,
-                self._rank, self._node_size(), self._links, self._edges, self._pool, self.device,
-            )  # fmt: skip
+                strategy, self._source, self._masters, self._arena, self._pool, self._world
+            )
         return self._runtimes[plan.strategy]
 
     def _batches(self, plan: StepPlan, runtime: StrategyRuntime, data: SequenceData) -> tuple[RankBatches, int]:
@@ -295,9 +281,9 @@ class HydraEngine(CheckpointFace, HostEngine):
             )
         except Exception:
             with suppress(PlanError):
-                agree(plan, FAILED, self._control)
+                agree(plan, FAILED, self._world.channel)
             raise
-        return batches, agree(plan, batches.weight, self._control)
+        return batches, agree(plan, batches.weight, self._world.channel)
 
     def _stats(self, loss: Tensor, runtime: StrategyRuntime, batches: RankBatches) -> tuple[RankStats, ...]:
         """Every rank's figures of the step. A tensor parallel group computes one loss: its first rank counts it."""
@@ -313,7 +299,7 @@ class HydraEngine(CheckpointFace, HostEngine):
             peak_memory_bytes=_peak_memory(self.device),
             request=self._signals.request,
         )
-        return gather_stats(mine, self._control)
+        return gather_stats(mine, self._world.channel)
 
     def _report(
         self,

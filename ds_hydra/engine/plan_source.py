@@ -5,18 +5,12 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-import torch
-import torch.distributed as dist
-
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.data.sampler import TokenBudgetSampler
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.planner import PlannedStep, Planner, PlannerOptions, PlannerService, StepPlan, validate_plan
-from ds_hydra.ranks.control import broadcast_text
+from ds_hydra.ranks.channel import Channel
 from ds_hydra.zero_hetero.errors import PlanError
-
-_DIGEST_WORDS = 4  # a SHA-256 as int64
-FAILED = -1  # weight of a rank that could not load its sequences
 
 
 class PlanSource:
@@ -24,7 +18,6 @@ class PlanSource:
 
     The planner may fall back to another plan than its producer would have made, so one rank decides and the
     others take what it says; every rank validates it against the sequences that its own sampler drew.
-    `control` is a group over all ranks that takes CPU tensors.
     """
 
     def __init__(
@@ -34,10 +27,10 @@ class PlanSource:
         options: PlannerOptions,
         sampler: TokenBudgetSampler | None,
         ahead: int,
-        control: dist.ProcessGroup | None,
+        channel: Channel,
     ):
-        self._table, self._options, self._sampler, self._control = cost_table, options, sampler, control
-        self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
+        self._table, self._options, self._sampler, self._channel = cost_table, options, sampler, channel
+        self._rank, self._num_ranks = channel.rank, channel.num_ranks
         self._ahead = ahead
         self._set_planners(strategies)
         self._service = self._start_service()
@@ -108,7 +101,7 @@ class PlanSource:
     ) -> PlannedStep:
         """Hand rank 0's plan to all ranks; each checks that it is about the sequences it drew itself."""
         if self._num_ranks > 1:
-            text = broadcast_text(_encode(planned) if planned is not None else None, self._control)
+            text = self._channel.tell(_encode(planned) if planned is not None else None)
             planned = planned or _decode(text)
         assert planned is not None, "rank 0 has planned"
         plan = planned.plan
@@ -134,22 +127,3 @@ def _decode(text: str) -> PlannedStep:
         hidden == "1",
         None if fallback == "-" else fallback,
     )
-
-
-def agree(plan: StepPlan, weight: int, control: dist.ProcessGroup | None) -> int:
-    """Compare the plan's digest over all ranks and sum their `weight`, in one message before any other moves.
-
-    Raises PlanError naming the ranks whose plan differs from rank 0's, or whose weight is FAILED.
-    """
-    mine = torch.cat(
-        (torch.frombuffer(bytearray(plan.digest()), dtype=torch.int64), torch.tensor([weight], dtype=torch.int64))
-    )
-    table = torch.empty(dist.get_world_size(), _DIGEST_WORDS + 1, dtype=torch.int64)
-    dist.all_gather(list(table.unbind()), mine, group=control)
-    differing = (table[:, :_DIGEST_WORDS] != table[0, :_DIGEST_WORDS]).any(dim=1).nonzero().flatten().tolist()
-    if differing:
-        raise PlanError(f"step {plan.step}: ranks {differing} hold another plan than rank 0; nothing was computed")
-    failed = (table[:, _DIGEST_WORDS] == FAILED).nonzero().flatten().tolist()
-    if failed:
-        raise PlanError(f"step {plan.step}: ranks {failed} could not load their sequences; their own errors say why")
-    return int(table[:, _DIGEST_WORDS].sum())

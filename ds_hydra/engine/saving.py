@@ -13,7 +13,7 @@ from ds_hydra.checkpoint.checkpointer import Checkpointer, What
 from ds_hydra.checkpoint.pretrained import gather_weights, load_pretrained, write_pretrained
 from ds_hydra.config.hydra_block import HydraConfig
 from ds_hydra.engine.signals import LEAVE, NOTHING, Signals
-from ds_hydra.ranks.meeting import Meeting
+from ds_hydra.ranks.world import World
 from ds_hydra.watchdog import Watchdog
 from ds_hydra.zero_hetero.errors import CheckpointError, NumericsError
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from ds_hydra.report.log import StepLog
     from ds_hydra.step.model_masters import ModelMasters
     from ds_hydra.step.strategy_runtime import StrategyRuntime
-    from ds_hydra.zero_hetero.transport import Transport
 
 logger = logging.getLogger(__name__)
 
@@ -39,9 +38,8 @@ class CheckpointFace:
     module: Any
     compute_dtype: torch.dtype
     _masters: ModelMasters
-    _links: Transport
     _source: ModelSource
-    _meeting: Meeting
+    _world: World
     _checkpoints: Checkpointer
     _plans: PlanSource
     _signals: Signals
@@ -127,10 +125,10 @@ class CheckpointFace:
                 "whole Hugging Face folder under its usual names"
             )
         with self._phase_of("saving"):
-            weights = gather_weights(self._masters, self._links, self.compute_dtype)
+            weights = gather_weights(self._masters, self._world.links, self.compute_dtype)
             error: Exception | None = None
             try:
-                if self._meeting.rank == 0:
+                if self._world.rank == 0:
                     write_pretrained(
                         Path(save_dir),
                         self.module,
@@ -141,7 +139,7 @@ class CheckpointFace:
                     )
             except (OSError, CheckpointError) as raised:
                 error = raised
-            self._meeting.settle(error, f"saving the model in {str(save_dir)!r}")
+            self._world.channel.settle(error, f"saving the model in {str(save_dir)!r}")
         return True
 
     def load_16bit_model(self, load_dir: str | Path) -> None:
@@ -150,7 +148,7 @@ class CheckpointFace:
         A rank reads of each parameter only what it owns, so no rank holds the whole model.
         """
         with self._phase_of("loading"):
-            load_pretrained(self._masters, Path(load_dir), self._source.aliases, self.module, self._meeting)
+            load_pretrained(self._masters, Path(load_dir), self._source.aliases, self.module, self._world)
 
     def wait_for_checkpoint(self) -> None:
         """Return when no save is under way; raises what the last one in the background raised."""

@@ -59,9 +59,9 @@ def _calls(
     def p2p(numel: int) -> None:
         whole = torch.ones(numel, device=device)
         if me == 0:
-            transport.exchange([(ranks[1], whole)], []).wait()
+            transport.exchange([(1, whole)], []).wait()
         elif me == 1:
-            transport.exchange([], [(ranks[0], whole)]).wait()
+            transport.exchange([], [(0, whole)]).wait()
 
     return {"all_reduce": all_reduce, "all_gather": all_gather, "all_to_all": all_to_all, "p2p": p2p}
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from datetime import timedelta
+from collections.abc import Callable, Iterable
 
 import torch.distributed as dist
 
@@ -23,17 +22,20 @@ def needed_groups(strategy: Strategy) -> Iterable[tuple[int, ...]]:
 
 
 class GroupCache:
-    """Groups cost threads and file descriptors each, so equal rank tuples share one for the job's life."""
+    """Groups cost threads and file descriptors each, so equal rank tuples share one for the world's life.
 
-    def __init__(self, timeout: timedelta):
-        self._timeout = timeout
+    `make` makes the group of some of the world's ranks.
+    """
+
+    def __init__(self, make: Callable[[tuple[int, ...]], dist.ProcessGroup]):
+        self._make = make
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
     def create(self, strategy: Strategy) -> None:
-        """Make the groups of a strategy that do not exist yet. Every rank of the job must call it."""
+        """Make the groups of a strategy that do not exist yet. Every rank of the world must call it."""
         for ranks in needed_groups(strategy):
             if ranks not in self._groups:
-                self._groups[ranks] = dist.new_group(list(ranks), timeout=self._timeout)
+                self._groups[ranks] = self._make(ranks)
 
     def get(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         """The group of exactly these ranks; None for a single rank."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+
+from ds_hydra.ranks.channel import Channel
 
 
 class RankStats(NamedTuple):
@@ -22,16 +23,13 @@ class RankStats(NamedTuple):
     request: float  # what a signal has asked this rank for
 
 
-def gather_stats(mine: RankStats, control: dist.ProcessGroup | None) -> tuple[RankStats, ...]:
-    """All ranks' figures, in rank order; every rank must call it. `control` takes CPU tensors."""
-    table = torch.empty(dist.get_world_size(), len(mine), dtype=torch.float64)
-    dist.all_gather(list(table.unbind()), torch.tensor(mine, dtype=torch.float64), group=control)
-    return tuple(RankStats(*row) for row in table.tolist())
+def gather_stats(mine: RankStats, channel: Channel) -> tuple[RankStats, ...]:
+    """All ranks' figures, in rank order; every rank must call it."""
+    return tuple(RankStats(*row) for row in channel.rows(torch.tensor(mine, dtype=torch.float64)).tolist())
 
 
-def unequal_pairs(checksums: Tensor, control: dist.ProcessGroup | None) -> list[tuple[int, int]]:
+def unequal_pairs(checksums: Tensor, channel: Channel) -> list[tuple[int, int]]:
     """(sender, receiver) whose `link_checksums` disagree, on every rank; every rank must call it."""
-    table = torch.empty(dist.get_world_size(), *checksums.shape, dtype=torch.int64)
-    dist.all_gather(list(table.unbind()), checksums, group=control)
+    table = channel.rows(checksums)
     sent, held = table[:, 0], table[:, 1].T
     return [(sender, receiver) for sender, receiver in (sent != held).nonzero().tolist()]

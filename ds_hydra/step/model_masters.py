@@ -47,16 +47,18 @@ class ModelMasters:
         assert self.buckets[bucket].trainable, "frozen buckets have no gradient"
         return self.trained.grads[sum(b.trainable for b in self.buckets[:bucket])]
 
-    def load(self, values: Mapping[str, Tensor], rank: int, num_ranks: int) -> None:
-        """Take the initial values: each parameter's from the lowest rank that has it, as DeepSpeed does.
+    def load(self, values: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
+        """Take the initial values: each parameter's from the lowest rank of `group` that has it, as DeepSpeed does.
 
-        Raises ConfigError on every rank when no rank has a parameter.
+        `group` holds all ranks of the masters; None is a rank alone. Raises ConfigError on every rank when no rank
+        has a parameter.
         """
+        rank, num_ranks = self.trained.rank, self.trained.num_ranks
         params = [(param, bucket.trainable) for bucket in self.buckets for param in bucket.params]
         device = self.trained.flat.device
         owners = torch.tensor([rank if param.name in values else num_ranks for param, _ in params], device=device)
         if num_ranks > 1:
-            dist.all_reduce(owners, op=dist.ReduceOp.MIN)
+            dist.all_reduce(owners, op=dist.ReduceOp.MIN, group=group)
         for (param, trainable), owner in zip(params, owners.tolist(), strict=True):
             if owner == num_ranks:
                 raise ConfigError(f"no rank has a value for {param.name!r}: build the whole model on some rank")
@@ -66,7 +68,7 @@ class ModelMasters:
             else:
                 flat = torch.empty(param.numel, dtype=masters.flat.dtype, device=device)
             if num_ranks > 1:
-                dist.broadcast(flat, owner)
+                dist.broadcast(flat, group_src=owner, group=group)
             masters.load(param.name, flat)
 
     def gather(self, transport: Transport) -> dict[str, Tensor]:

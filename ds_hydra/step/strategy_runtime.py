@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 
 from ds_hydra.pipe.runtime import StageRuntime
@@ -29,10 +28,9 @@ if TYPE_CHECKING:
     from ds_hydra.pipe.model_plan import ModelPlan, Slot
     from ds_hydra.pipe.placement import Strategy
     from ds_hydra.pipe.rows import MicroBatch
-    from ds_hydra.ranks.groups import GroupCache
+    from ds_hydra.ranks.world import World
     from ds_hydra.step.model_masters import ModelMasters
     from ds_hydra.zero_hetero.buffer_pool import BufferPool
-    from ds_hydra.zero_hetero.transport import Transport
 
 _PULL_TAG, _PUSH_TAG = 1 << 21, 1 << 22
 
@@ -50,14 +48,10 @@ class StrategyRuntime:
         source: ModelSource,
         masters: ModelMasters,
         arena: Arena,
-        groups: GroupCache,
-        rank: int,
-        node_size: int,
-        links: Transport,
-        edges: Transport,
         pool: BufferPool,
-        device: torch.device,
+        world: World,
     ):
+        rank, groups = world.rank, world.groups
         self.strategy = strategy
         self.pipeline_index, index = strategy.locate(rank)
         pipeline = strategy.pipelines[self.pipeline_index]
@@ -75,24 +69,22 @@ class StrategyRuntime:
             groups.get(stage.sp_ranks(rank)),
         )
         self._arena, dtype = arena, arena.params.dtype
-        self.module = source.build(self.place, device, dtype)
+        self.module = source.build(self.place, world.device, dtype)
         self._bucket_of: dict[str, int] = {}
         self._num_grads = 0
-        self._link(source.plan, masters, rank, node_size, links, pool)
+        self._link(source.plan, masters, pool, world)
         self.module.before_use = self._before_use
         last = stage.last_layer
         widths = (source.width(stage.first_layer), 0 if self.place.is_last else source.width(last))
-        self.stage_runtime = StageRuntime(self.module, pipeline, rank, edges, widths, device, dtype)
+        self.stage_runtime = StageRuntime(self.module, pipeline, rank, world.edges, widths, world.device, dtype)
         self.exposed_pull_s = self.exposed_push_s = self.run_s = 0.0
 
     def _link(
         self,
         plan: ModelPlan,
         masters: ModelMasters,
-        rank: int,
-        node_size: int,
-        transport: Transport,
         pool: BufferPool,
+        world: World,
     ) -> None:
         """Cut the arena into buckets, make parameters their views, and plan the pulls and pushes.
 
@@ -101,6 +93,7 @@ class StrategyRuntime:
         pull_links: list[Link | RelayLink] = []
         buffers: list[Tensor] = []
         pushes: list[PushBucket] = []
+        rank, transport, node_size = world.rank, world.links, world.node_size
         start = 0
         for index, bucket in enumerate(plan.buckets):
             slots = plan.slots(bucket, self.place.stage, self.place.tp_rank)

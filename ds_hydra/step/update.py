@@ -7,7 +7,6 @@ import math
 import time
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from ds_hydra.config.hydra_block import FaultsConfig
     from ds_hydra.host.loss_scale import LossScale
     from ds_hydra.planner import StepPlan
-    from ds_hydra.ranks.meeting import Meeting
+    from ds_hydra.ranks.world import World
     from ds_hydra.step.strategy_runtime import StrategyRuntime
     from ds_hydra.zero_hetero.masters import MasterShards
 
@@ -35,12 +34,12 @@ class Update:
         optimizer: Optimizer,
         clipping: float,
         loss_scale: LossScale,
-        meeting: Meeting,
+        world: World,
         faults: FaultsConfig,
     ):
         """`clipping` is the largest norm of the gradient; 0 does not clip."""
         self._masters, self._optimizer, self._clipping = masters, optimizer, clipping
-        self._loss_scale, self._meeting, self._faults = loss_scale, meeting, faults
+        self._loss_scale, self._world, self._faults = loss_scale, world, faults
         self._skipped_in_a_row = 0
 
     def apply(self, loss: Tensor) -> tuple[float, float]:
@@ -51,7 +50,7 @@ class Update:
         began = time.perf_counter()
         grads = self._masters.grads
         poison = (loss.detach() * 0.0).reshape(1)  # 0, or NaN for a loss that is not finite
-        norm = global_grad_norm([*grads, poison], None) / self._loss_scale.value
+        norm = global_grad_norm([*grads, poison], self._world.group) / self._loss_scale.value
         value = float(norm)
         if math.isfinite(value):
             self._loss_scale.unscale(grads)
@@ -60,11 +59,11 @@ class Update:
             self._optimizer.step()
         return value, time.perf_counter() - began
 
-    def compare(self, step: int, runtime: StrategyRuntime, control: dist.ProcessGroup | None) -> None:
+    def compare(self, step: int, runtime: StrategyRuntime) -> None:
         """Every `compare_every` steps: NumericsError on all ranks if any has computed with other values than sent."""
         if self._faults.compare_every == 0 or step % self._faults.compare_every:
             return
-        wrong = unequal_pairs(runtime.pulls.checksums(self._masters.num_ranks), control)
+        wrong = unequal_pairs(runtime.pulls.checksums(self._masters.num_ranks), self._world.channel)
         if wrong:
             pairs = ", ".join(f"rank {receiver} from rank {sender}" for sender, receiver in wrong[:8])
             raise NumericsError(
@@ -90,8 +89,10 @@ class Update:
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             found.append(f"gradient of {', '.join(names[:3])}{more}")
-        lines = [f"rank {r}: {text}" for r, text in enumerate(self._meeting.gather("; ".join(found)[:4000])) if text]
-        if self._meeting.rank == 0:
+        lines = [
+            f"rank {r}: {text}" for r, text in enumerate(self._world.channel.texts("; ".join(found)[:4000])) if text
+        ]
+        if self._world.rank == 0:
             logger.warning("step %d is skipped, not finite: %s", step, " | ".join(lines[:16]))
 
     def count(self, step: int, norm: float) -> None:

@@ -37,13 +37,13 @@ IDLE = "idle"  # phase of a rank outside a step
 _START_S = 60.0  # until every rank has connected
 
 
-class Gather(Protocol):
-    """Exchanges short texts between all ranks (`checkpoint.meeting.Meeting`)."""
+class Texts(Protocol):
+    """Exchanges short texts between all ranks (`ranks.channel.Channel`)."""
 
     rank: int
     num_ranks: int
 
-    def gather(self, text: str) -> list[str]: ...
+    def texts(self, text: str) -> list[str]: ...
 
 
 class Watchdog:
@@ -51,7 +51,7 @@ class Watchdog:
 
     def __init__(
         self,
-        meeting: Gather,
+        channel: Texts,
         where: Callable[[], tuple[int, str]],
         *,
         heartbeat_s: float = 1.0,
@@ -63,7 +63,7 @@ class Watchdog:
 
         Does nothing for a rank alone or without a heartbeat.
         """
-        self.rank, self.num_ranks, self._where = meeting.rank, meeting.num_ranks, where
+        self.rank, self.num_ranks, self._where = channel.rank, channel.num_ranks, where
         self.heartbeat_s, self.frozen_s, self._end = heartbeat_s, frozen_s, end or end_process
         self._verdict: Verdict | None = None
         self._turns = 0
@@ -74,12 +74,12 @@ class Watchdog:
         self.closing = threading.Event()
         self._thread: threading.Thread | None = None
         self.address: tuple[str, int] | None = None
-        if meeting.num_ranks == 1 or heartbeat_s == 0:
+        if channel.num_ranks == 1 or heartbeat_s == 0:
             return
-        self._connect(meeting, address)
+        self._connect(channel, address)
         self._thread = threading.Thread(target=self._live, daemon=True, name="watchdog")
         self._thread.start()
-        meeting.gather("")  # a rank that leaves at once must not be gone before the others have connected
+        channel.texts("")  # a rank that leaves at once must not be gone before the others have connected
         atexit.register(self.close)
         _watch_exceptions(self)
 
@@ -114,17 +114,17 @@ class Watchdog:
 
     # Connecting.
 
-    def _connect(self, meeting: Gather, address: str | None) -> None:
+    def _connect(self, channel: Texts, address: str | None) -> None:
         mine = asdict(Identity.of_self())
         offer: dict[str, Any] = {}
         if self.rank == 0:
             self.secret = secrets.token_bytes(32)
-        hosts = [json.loads(text)["host"] for text in meeting.gather(json.dumps(mine))]
+        hosts = [json.loads(text)["host"] for text in channel.texts(json.dumps(mine))]
         if self.rank == 0:
             host = address or ("127.0.0.1" if len(set(hosts)) == 1 else own_address())
             self.listener = listen(host)
             offer = {"address": host, "port": self.listener.getsockname()[1], "secret": self.secret.hex()}
-        told = [json.loads(text) for text in meeting.gather(json.dumps({"identity": mine, "offer": offer}))]
+        told = [json.loads(text) for text in channel.texts(json.dumps({"identity": mine, "offer": offer}))]
         self.identities = [Identity(**one["identity"]) for one in told]
         offer = told[0]["offer"]
         self.secret = bytes.fromhex(offer["secret"])

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ds_hydra.checkpoint.folder import complete_tags
 from ds_hydra.checkpoint.universal import from_universal, to_universal
-from ds_hydra.ranks.meeting import Meeting
+from ds_hydra.ranks.channel import Channel
 from ds_hydra.zero_hetero.errors import CheckpointError
 from tests.support.ranks import run_ranks
 from tests.support.saver import Saver
@@ -107,12 +107,12 @@ def test_damage_is_refused_on_all_ranks_and_changes_nothing(folder: Path, templa
         before = whole_state(engine)
         wrong = []
         for name, (damage, named) in DAMAGES.items():
-            engine._meeting.gather("")
+            engine._world.channel.texts("")
             if rank == 0:
                 shutil.rmtree(folder)
                 shutil.copytree(template, folder)
                 damage(folder / "new")
-            engine._meeting.gather("")
+            engine._world.channel.texts("")
             try:
                 engine.load_checkpoint(folder)
                 wrong.append(f"{name}: loaded")
@@ -121,7 +121,7 @@ def test_damage_is_refused_on_all_ranks_and_changes_nothing(folder: Path, templa
                     wrong.append(f"{name}: {error}")
         if not same(before, whole_state(engine)) or engine.global_steps:
             wrong.append("the engine has changed")
-        engine._meeting.gather("")
+        engine._world.channel.texts("")
         engine.load_checkpoint(folder, "old")
         return wrong
 
@@ -146,7 +146,7 @@ def test_what_cannot_be_written_leaves_what_was_saved(tmp_path: Path, monkeypatc
     def run(rank: int) -> list[str]:
         engine = small_engine(rank, checkpoint={"dir": str(tmp_path), "asynchronous": False, "resume": False})
         engine.save_checkpoint(tmp_path, "old", client_state={"a": 1})
-        engine._meeting.gather("")
+        engine._world.channel.texts("")
         messages = []
         from ds_hydra.checkpoint import shard_file
 
@@ -215,7 +215,7 @@ def test_what_was_frozen_begins_without_moments(tmp_path: Path) -> None:
         engine = small_engine(rank, model)
         engine.train_batch()
         engine.save_checkpoint(tmp_path)
-        before, frozen = whole_state(engine), engine._masters.frozen.gather_full(engine._links)
+        before, frozen = whole_state(engine), engine._masters.frozen.gather_full(engine._world.links)
         engine.destroy()
         other = small_engine(rank)
         other.train_batch()
@@ -257,7 +257,7 @@ def test_killed_while_saving_one_tag_always_loads(tmp_path: Path) -> None:
     for _ in range(15):
         pid = os.fork()
         if pid == 0:
-            Saver(tmp_path, Meeting(None, 0, 1), first=last + 1).run()
+            Saver(tmp_path, Channel(None, 0, 1), first=last + 1).run()
         while not complete_tags(tmp_path):
             time.sleep(0.002)
         time.sleep(pause.uniform(0.0, 0.2))

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_hydra.ranks.meeting import Meeting
+from ds_hydra.ranks.channel import Channel
 from ds_hydra.step.strategy_runtime import StrategyRuntime
 from ds_hydra.watchdog import IDLE, Watchdog
 from ds_hydra.zero_hetero.errors import NumericsError
@@ -149,7 +149,7 @@ def watched(rank: int, leave: str) -> tuple[list[str], float]:
     """Two of three ranks stay in a step; rank 2 goes away, as `leave` says. Why and when this rank ended."""
     ended: list[str] = []
     where = {"now": (7, "forward")}
-    meeting = Meeting(None, rank, 3)
+    meeting = Channel(None, rank, 3)
     dog = Watchdog(meeting, lambda: where["now"], heartbeat_s=0.2, frozen_s=2.0, end=ended.append)
     time.sleep(0.5)
     began = time.monotonic()
@@ -191,7 +191,7 @@ def test_strangers_are_refused() -> None:
 
     def run(rank: int) -> tuple[list[str], tuple[str, int] | None]:
         ended: list[str] = []
-        meeting = Meeting(None, rank, 2)
+        meeting = Channel(None, rank, 2)
         dog = Watchdog(meeting, lambda: (1, "push"), heartbeat_s=0.2, frozen_s=5.0, end=ended.append)
         address = dog.address
         if rank == 1 and address is not None:
@@ -203,7 +203,7 @@ def test_strangers_are_refused() -> None:
                 with socket.create_connection(address, timeout=5) as client:
                     client.sendall(data)
         time.sleep(0.8)
-        meeting.gather("")
+        meeting.texts("")
         dog.close()
         return ended, address
 
@@ -286,7 +286,7 @@ def test_fp16_follows_fp32() -> None:
 def test_a_rank_may_leave_at_once() -> None:
     def run(rank: int) -> list[str]:
         ended: list[str] = []
-        meeting = Meeting(None, rank, 3)
+        meeting = Channel(None, rank, 3)
         if rank == 2:
             time.sleep(0.2)  # whoever comes last finds rank 0 still there
         Watchdog(meeting, lambda: (1, IDLE), heartbeat_s=0.2, frozen_s=5.0, end=ended.append).close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ds_hydra.zero_hetero.bucket import BucketSpec
@@ -41,7 +42,7 @@ def train_sharded(rank: int, num_ranks: int, steps: int) -> tuple[list[float], d
         gradients = tensors(1 + step)
         for piece in masters.pieces():
             piece.grad.copy_(gradients[piece.name][piece.start : piece.stop])
-        norm = global_grad_norm(masters.grads, None)
+        norm = global_grad_norm(masters.grads, dist.group.WORLD)
         clip_(masters.grads, norm, 1.0)
         optimizer.step()
         norms.append(norm.item())

@@ -203,7 +203,7 @@ def whole_gradients(engine: Any) -> dict[str, Tensor]:
 
 
 def _whole(engine: Any, source: Sequence[Tensor]) -> dict[str, Tensor]:
-    flat = engine._masters.trained.gather_full(engine._links, source=source, ranks=[0])
+    flat = engine._masters.trained.gather_full(engine._world.links, source=source, ranks=[0])
     specs = [param for bucket in engine._source.plan.buckets for param in bucket.params if param.name in flat]
     return {p.name: from_flat(flat[p.name], p.shape, p.rule.dim, p.rule.parts).contiguous() for p in specs}
 

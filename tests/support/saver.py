@@ -15,13 +15,13 @@ from ds_hydra.checkpoint import state
 from ds_hydra.checkpoint.format import Manifest, SavedBucket, SavedParam
 from ds_hydra.checkpoint.shard_file import ShardReader, Source
 from ds_hydra.checkpoint.write import Saving, Writer
-from ds_hydra.ranks.meeting import Meeting
+from ds_hydra.ranks.channel import Channel
 
 
 class Saver:
     """Saves one parameter, filled with the number of the save, under a few tags in turn."""
 
-    def __init__(self, folder: Path, meeting: Meeting, numel: int = 1 << 18, first: int = 1):
+    def __init__(self, folder: Path, meeting: Channel, numel: int = 1 << 18, first: int = 1):
         self.folder, self.numel, self.first = folder, numel, first
         self.writer = Writer(meeting)
         bucket = SavedBucket("all", True, (SavedParam("w", (numel * meeting.num_ranks,)),))

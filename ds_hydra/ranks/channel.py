@@ -1,0 +1,98 @@
+"""Texts, rows of numbers and errors between all ranks of a world: small messages that steer a job.
+
+A channel moves nothing of the model and decides nothing. Every rank must make the same calls in the same order.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_hydra.zero_hetero.errors import CheckpointError
+
+_MAX_BYTES = 256 * 2**20
+# A text travels with its length in one message of this size; only a longer one takes a second message. A plan of a
+# few hundred sequences fits the first size, the short reports of all ranks fit the second.
+_INLINE_TOLD = 1 << 15
+_INLINE_GATHERED = 4088
+_LENGTH_BYTES = 8
+_Error = TypeVar("_Error", bound=Exception)
+
+
+class Channel:
+    """Small messages over `group`, whose ranks are 0..num_ranks-1 of a world and which takes CPU tensors.
+
+    A thread that talks while training goes on needs a channel with a group of its own: messages of one group are
+    matched by their order. `group` None with `num_ranks` 1 is a process alone.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, rank: int, num_ranks: int):
+        self.rank, self.num_ranks, self._group = rank, num_ranks, group
+
+    def rows(self, row: Tensor) -> Tensor:
+        """Everybody's `row`, a CPU tensor of one shape and type on all ranks: (num_ranks, *row.shape)."""
+        if self.num_ranks == 1:
+            return row.unsqueeze(0)
+        table = torch.empty(self.num_ranks, *row.shape, dtype=row.dtype)
+        dist.all_gather(list(table.unbind()), row, group=self._group)
+        return table
+
+    def texts(self, text: str) -> list[str]:
+        """Everybody's text, by rank. Raises CheckpointError when all together pass 256 MiB."""
+        data = text.encode()
+        heads = self._bytes(_framed(data, _INLINE_GATHERED))
+        sizes = [int.from_bytes(head[:_LENGTH_BYTES], "little") for head in heads]
+        longest = max(sizes)
+        if longest * self.num_ranks > _MAX_BYTES:
+            raise CheckpointError(
+                f"{self.num_ranks} ranks have texts of up to {longest} bytes for each other: too long"
+            )
+        rest = longest - _INLINE_GATHERED
+        tails = [b""] * self.num_ranks
+        if rest > 0:
+            tails = self._bytes(data[_INLINE_GATHERED:].ljust(rest, b"\0"))
+        whole = zip(heads, tails, sizes, strict=True)
+        return [(head[_LENGTH_BYTES:] + tail)[:size].decode() for head, tail, size in whole]
+
+    def _bytes(self, data: bytes) -> list[bytes]:
+        table = self.rows(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        return [bytes(row.numpy()) for row in table]
+
+    def tell(self, text: str | None) -> str:
+        """Rank 0's text, on every rank; what the others give is not looked at."""
+        if self.num_ranks == 1:
+            assert text is not None, "the only rank is rank 0"
+            return text
+        data = text.encode() if self.rank == 0 and text else b""
+        head = torch.frombuffer(bytearray(_framed(data, _INLINE_TOLD)), dtype=torch.uint8)
+        dist.broadcast(head, group_src=0, group=self._group)
+        told = bytes(head.numpy())
+        size = int.from_bytes(told[:_LENGTH_BYTES], "little")
+        inline, beyond = told[_LENGTH_BYTES:][:size], size - _INLINE_TOLD
+        if beyond <= 0:
+            return inline.decode()
+        rest = torch.frombuffer(bytearray(data[_INLINE_TOLD:] or bytes(beyond)), dtype=torch.uint8)
+        dist.broadcast(rest, group_src=0, group=self._group)
+        return (inline + bytes(rest.numpy())).decode()
+
+    def settle(
+        self, error: BaseException | None, what: str, told: str = "", kind: type[_Error] | None = None
+    ) -> list[str]:
+        """What each rank has `told`; or, if any brings an `error`, that error's text on all ranks, with its rank.
+
+        `what` says what was tried. Raises `kind` (CheckpointError by default).
+        """
+        texts = self.texts(f"+{told}" if error is None else f"-{error}")
+        failed = [(rank, text[1:]) for rank, text in enumerate(texts) if text[0] == "-"]
+        if failed:
+            ranks = ", ".join(str(rank) for rank, _ in failed[:8])
+            raise (kind or CheckpointError)(f"{what} failed on rank {ranks}: {failed[0][1]}") from error
+        return [text[1:] for text in texts]
+
+
+def _framed(data: bytes, inline: int) -> bytes:
+    """The first `inline` bytes, filled up with zeros, behind the length of the whole."""
+    return len(data).to_bytes(_LENGTH_BYTES, "little") + data[:inline].ljust(inline, b"\0")

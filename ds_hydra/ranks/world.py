@@ -1,0 +1,81 @@
+"""Who we are: this rank's number, and every group, channel and transport that it uses, in one value.
+
+[Note: worlds]
+A world is the set of processes that train together, numbered 0..num_ranks-1. It is made once and handed down; nothing
+below asks torch for the default group. So training can go on with other processes: close the world, let torch's
+default group be that of the processes that are there, make another world, assemble again. Ranks in strategies, layouts
+and plans are always the world's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from ds_hydra.ranks.channel import Channel
+from ds_hydra.ranks.groups import GroupCache
+from ds_hydra.zero_hetero.transport import TorchTransport, Transport
+
+_OPEN_RECEIVES = 2  # buckets whose receives are open at once on gloo, which slows down with more
+
+
+@dataclass(frozen=True)
+class World:
+    """One rank's view of its world [Note: worlds]."""
+
+    rank: int
+    num_ranks: int
+    node_size: int  # ranks of a node, consecutive; the last node may have fewer
+    device: torch.device
+    group: dist.ProcessGroup | None  # all ranks, tensors on `device`; None for a rank alone
+    channel: Channel  # what training says between all ranks
+    background: Channel  # the same for threads beside training: saves, heartbeats
+    groups: GroupCache  # tensor and sequence parallel groups
+    links: Transport  # between masters and pipelines: pulls and pushes
+    edges: Transport  # between the stages of a pipeline
+    _made: list[dist.ProcessGroup] = field(repr=False)
+
+    @classmethod
+    def of_process(cls, device: torch.device, *, node_size: int, timeout_s: float) -> World:
+        """The world of torch's default process group, which must exist; every process of it must call this.
+
+        `timeout_s` bounds what a rank waits for others in one collective of the groups made here.
+        """
+        everyone = dist.group.WORLD
+        assert everyone is not None, "init_distributed has made it"
+        rank, num_ranks = dist.get_rank(everyone), dist.get_world_size(everyone)
+        made: list[dist.ProcessGroup] = []
+
+        def make(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
+            group = dist.new_group(list(ranks), timedelta(seconds=timeout_s), backend)
+            if group is not dist.GroupMember.NON_GROUP_MEMBER:
+                made.append(group)
+            return group
+
+        gloo = dist.get_backend(everyone) == "gloo"
+        control = everyone if gloo else make(range(num_ranks), "gloo")
+        # NCCL runs one group's messages in the order they were started: pipelines get a communicator of their own.
+        edges = everyone if gloo else make(range(num_ranks))
+        background = make(range(num_ranks), "gloo")  # a save in the background must not meet training
+        return cls(
+            rank=rank,
+            num_ranks=num_ranks,
+            node_size=node_size,
+            device=device,
+            group=everyone if num_ranks > 1 else None,
+            channel=Channel(control, rank, num_ranks),
+            background=Channel(background, rank, num_ranks),
+            groups=GroupCache(make),
+            links=TorchTransport(everyone, max_open_receives=_OPEN_RECEIVES),
+            edges=TorchTransport(edges),
+            _made=made,
+        )
+
+    def close(self) -> None:
+        """Give back the groups that were made for this world; it cannot be used any more."""
+        while self._made:
+            dist.destroy_process_group(self._made.pop())

@@ -1,0 +1,73 @@
+"""Worlds: channels, groups and transports of all ranks, given back without a trace."""
+
+from __future__ import annotations
+
+import gc
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ds_hydra.pipe.placement import place_strategy
+from ds_hydra.pipe.shape import parse_strategy
+from ds_hydra.ranks.channel import Channel
+from ds_hydra.ranks.world import World
+from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError
+from tests.support.ranks import run_ranks
+
+
+@pytest.mark.parametrize("size", [0, 5, 4088, 4089, 1 << 15, (1 << 15) + 1, 200_000])
+def test_texts_of_any_length_reach_all_ranks(size: int) -> None:
+    def talk(rank: int) -> tuple[str, list[str]]:
+        channel = Channel(dist.group.WORLD, rank, 3)
+        return channel.tell("ä" * size if rank == 0 else None), channel.texts(f"{rank}" * (size if rank == 1 else 2))
+
+    for told, texts in run_ranks(talk, 3):
+        assert told == "ä" * size
+        assert texts == ["00", "1" * size, "22"]
+
+
+def test_rows_and_errors_reach_all_ranks() -> None:
+    def talk(rank: int) -> tuple[torch.Tensor, str]:
+        channel = Channel(dist.group.WORLD, rank, 3)
+        assert channel.settle(None, "trying", f"r{rank}") == ["r0", "r1", "r2"]
+        table = channel.rows(torch.tensor([[rank, 2.5]], dtype=torch.float64))
+        with pytest.raises(CheckpointError):
+            channel.settle(OSError("disk full") if rank == 1 else None, "saving")
+        with pytest.raises(ConfigError) as raised:
+            channel.settle(ValueError("no") if rank else None, "the set-up", kind=ConfigError)
+        return table, str(raised.value)
+
+    for table, text in run_ranks(talk, 3):
+        assert table.tolist() == [[[0, 2.5]], [[1, 2.5]], [[2, 2.5]]]
+        assert text == "the set-up failed on rank 1, 2: no"
+
+
+def test_a_rank_alone_talks_to_itself() -> None:
+    channel = Channel(None, 0, 1)
+    assert channel.texts("x") == ["x"]
+    assert channel.tell("x") == "x"
+    assert channel.rows(torch.ones(2)).tolist() == [[1, 1]]
+
+
+def test_worlds_are_given_back_whole() -> None:
+    def many(rank: int) -> list[tuple[int, int]]:
+        seen = []
+        for turn in range(20):
+            world = World.of_process(torch.device("cpu"), node_size=2, timeout_s=30)
+            world.groups.create(place_strategy(parse_strategy("tp4" if turn % 2 else "tp2 + sp2"), 4, 1))
+            assert world.channel.texts(str(rank)) == ["0", "1", "2", "3"]
+            assert world.background.tell("x" if rank == 0 else None) == "x"
+            received = torch.zeros(1)
+            sent = torch.tensor([float(rank)])
+            world.links.exchange([((rank + 1) % 4, sent)], [((rank - 1) % 4, received)]).wait()
+            assert received.item() == (rank - 1) % 4
+            world.close()
+            del world
+            gc.collect()
+            seen.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+        return seen
+
+    for seen in run_ranks(many, 4):
+        assert seen[19] <= seen[3], seen
