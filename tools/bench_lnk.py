@@ -35,8 +35,8 @@ from ds_hydra.zero_hetero.buffer_pool import BufferPool
 from ds_hydra.zero_hetero.layout import Layout, even_layout
 from ds_hydra.zero_hetero.link import Link
 from ds_hydra.zero_hetero.masters import MasterShards
-from ds_hydra.zero_hetero.pulls import PullBuffers
-from ds_hydra.zero_hetero.pushes import PushBucket, PushBuckets
+from ds_hydra.zero_hetero.pulls import Pulls
+from ds_hydra.zero_hetero.pushes import PushBucket, Pushes
 from ds_hydra.zero_hetero.relay_plan import plan_relay
 from ds_hydra.zero_hetero.transfer_plan import TransferPlan, plan_transfer
 from ds_hydra.zero_hetero.transport import TorchTransport
@@ -149,8 +149,8 @@ class Lnk:
         transport, pool = TorchTransport(max_open_receives=2), BufferPool()
         buffers = [torch.zeros(held.sizes[rank], dtype=case.dtype) for _, held, _ in plans]
         pulls = [Link(pull, rank, transport, buffers=pool) for pull, _, _ in plans]
-        self.pulls = PullBuffers(pulls, masters.shards, buffers)
-        self.pushes = PushBuckets(
+        self.pulls = Pulls(pulls, masters.shards, buffers)
+        self.pushes = Pushes(
             [
                 PushBucket(
                     Link(push, rank, transport, buffers=pool), (), torch.zeros(held.sizes[rank]), masters.grads[b]
@@ -233,7 +233,7 @@ def plan_cluster(num_ranks: int, text: str) -> NodeRow:
         needed += sum(stop - start - max(0, min(stop, owned[1]) - max(start, owned[0])) for start, stop in wanted)
     whole = bucket.numel * (num_ranks // NODE_SIZE)
     plan_ms, relay_ms = (min(column) for column in zip(*times, strict=True))
-    direct, relayed = (_between_nodes(p) / whole for p in (plan, relay.first))
+    direct, relayed = (_between_nodes(p) / whole for p in (plan, relay.enter))
     return NodeRow(num_ranks, text, direct, relayed, needed / whole, plan_ms, relay_ms)
 
 

@@ -9,14 +9,18 @@ Read in this order; the first five, `relay_plan` and `bucket` plan and import no
   contributions    in which order contributions are written and added
   transport        start sends and receives, wait for them (torch.distributed, or in one process)
   buffer_pool      scratch memory that is used again
+  envelope         one rank's side of a message: packing, or in place
+  mover            what `link` and `relay_link` both are; all that their users know of them
   link             LNK: runs one rank's part of a transfer plan
   relay_plan       two hops, so that each element enters a node once
   relay_link       LNK over two hops
+  checksum         does what a rank holds equal what was sent to it
   bucket           parameters that travel together
+  errors           the errors that users see
   masters          FP32 parameters and gradients, sharded over all ranks for good
   grad_norm        gradient norm and clipping over owned elements
-  pull_buffers     all pulls of a step, waited for one by one
-  push_buckets     gradient hooks that start each push when its bucket is complete
+  pulls            all pulls of a step, waited for one by one
+  pushes           gradient hooks that start each push when its bucket is complete
 """
 
 if __name__ != "ds_hydra.zero_hetero":

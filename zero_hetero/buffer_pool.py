@@ -29,7 +29,3 @@ class BufferPool:
     def give(self, buffer: Tensor) -> None:
         """Take back a tensor that `take` lent."""
         self.idle.append(buffer)
-
-    def clear(self) -> None:
-        """Free the idle buffers."""
-        self.idle.clear()

@@ -12,29 +12,30 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from ds_hydra.zero_hetero.link import Link, Part
+from ds_hydra.zero_hetero.envelope import Part
+from ds_hydra.zero_hetero.mover import Hop
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _BLOCK = 1 << 20  # elements that are widened to 64 bits at a time
 _MOVE_SHIFT = 40
 
 
-def link_checksums(moves: Sequence[tuple[Link, Tensor, Tensor]], ranks: int) -> Tensor:
+def checksums_of(hops: Sequence[Hop], ranks: int) -> Tensor:
     """int64 of shape (2, ranks) on CPU: of all that this rank sent to each rank, and of what it holds from each.
 
-    Each of `moves`, (link, source, target), was a pull between flat tensors as they were on the wire. The sum of what
-    rank i sent to j equals that of what j holds from i, unless something was changed on the way or afterwards.
+    Each of `hops` was a pull between flat tensors as they were on the wire. The sum of what rank i sent to j equals
+    that of what j holds from i, unless something was changed on the way or afterwards.
     """
-    totals = torch.zeros(2, ranks, dtype=torch.int64, device=moves[0][2].device)
-    for index, (link, source, target) in enumerate(moves):
+    totals = torch.zeros(2, ranks, dtype=torch.int64, device=hops[0].src.device)
+    for index, (rank, sends, recvs, local, src, dst) in enumerate(hops):
         base = index << _MOVE_SHIFT
-        for envelope in link.sends:
-            totals[0, envelope.peer] += _checksum(source, envelope.parts, base)
-        for envelope in link.recvs:
-            totals[1, envelope.peer] += _checksum(target, envelope.parts, base)
-        for src_offset, dst_offset, length in link.local:
-            totals[0, link.rank] += _checksum(source, [Part(src_offset, src_offset, length)], base)
-            totals[1, link.rank] += _checksum(target, [Part(dst_offset, src_offset, length)], base)
+        for envelope in sends:
+            totals[0, envelope.peer] += _checksum(src, envelope.parts, base)
+        for envelope in recvs:
+            totals[1, envelope.peer] += _checksum(dst, envelope.parts, base)
+        for src_offset, dst_offset, length in local:
+            totals[0, rank] += _checksum(src, [Part(src_offset, src_offset, length)], base)
+            totals[1, rank] += _checksum(dst, [Part(dst_offset, src_offset, length)], base)
     return totals.cpu()
 
 

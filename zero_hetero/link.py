@@ -6,37 +6,22 @@ one interval of the local buffer is sent from it or received into it; any other 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from ds_hydra.zero_hetero.buffer_pool import BufferPool
 from ds_hydra.zero_hetero.contributions import Contribution, order_contributions
+from ds_hydra.zero_hetero.envelope import Envelope, Part, Scratch
 from ds_hydra.zero_hetero.errors import PlanError
+from ds_hydra.zero_hetero.mover import Hop
 from ds_hydra.zero_hetero.transfer_plan import TransferPlan
 from ds_hydra.zero_hetero.transport import Transport, Work
 
 # Elements of a sum that are finished before the next: with one contribution they stay in a core's second-level
 # cache. On an accelerator each step is a kernel, so there a sum is not cut.
 SUM_BLOCK_ON_CPU = 1 << 16
-
-
-class Part(NamedTuple):
-    """`length` elements at `offset` of a local buffer and at `packed` of a message."""
-
-    offset: int
-    packed: int
-    length: int
-
-
-class Envelope(NamedTuple):
-    """One rank's side of one message: its parts in message order; a single part needs no packing."""
-
-    peer: int
-    numel: int
-    parts: tuple[Part, ...]
 
 
 class Handle:
@@ -48,7 +33,7 @@ class Handle:
         self._finished = finished
 
     def advance(self) -> None:
-        """Begin what has to follow a first hop; a plain link has one hop."""
+        """Nothing to begin: a plain link has one hop."""
 
     def wait_arrived(self) -> None:
         """Return when the destination is complete; the source may still be on its way. Repeats do nothing."""
@@ -81,16 +66,16 @@ class Link:
         self.buffers = BufferPool() if buffers is None else buffers
         # Each rank begins with its next neighbour, so that not all of them send to rank 0 first.
         self.sends = tuple(
-            _envelope(message.dst, ((piece.src_offset, piece.length) for piece in message.slices))
+            Envelope.of_intervals(message.dst, ((piece.src_offset, piece.length) for piece in message.slices))
             for message in sorted(plan.sends(rank), key=lambda message: (message.dst - rank) % plan.num_ranks)
         )
         self.recvs = tuple(
-            _envelope(message.src, ((piece.dst_offset, piece.length) for piece in message.slices))
+            Envelope.of_intervals(message.src, ((piece.dst_offset, piece.length) for piece in message.slices))
             for message in sorted(plan.recvs(rank), key=lambda message: (rank - message.src) % plan.num_ranks)
         )
         self.local = plan.local(rank)
-        self.src_numel = max([_end(self.sends), *(s.src_offset + s.length for s in self.local)])
-        self.dst_numel = max([_end(self.recvs), *(s.dst_offset + s.length for s in self.local)])
+        self.src_numel = max([0, *(one.end for one in self.sends), *(s.src_offset + s.length for s in self.local)])
+        self.dst_numel = max([0, *(one.end for one in self.recvs), *(s.dst_offset + s.length for s in self.local)])
         self._sum_steps: dict[tuple[int, int | None], tuple[Contribution, ...]] = {}
 
     @property
@@ -112,13 +97,13 @@ class Link:
         self._check(src, dst)
         if src.dtype != dst.dtype:
             raise PlanError(f"rank {self.rank} pulls {src.dtype} into {dst.dtype}; cast the source first")
-        scratch = _Scratch(self.buffers, src.dtype, src.device)
+        scratch = Scratch(self.buffers, src.dtype, src.device)
         packed: dict[tuple[Part, ...], Tensor] = {}  # what several peers get is packed once
         for envelope in self.sends:
             if envelope.parts not in packed:
-                packed[envelope.parts] = _packed(envelope, src, scratch)
+                packed[envelope.parts] = envelope.outgoing(src, scratch)
         sends = [(envelope.peer, packed[envelope.parts]) for envelope in self.sends]
-        recvs = [(envelope.peer, _landing(envelope, dst, scratch)) for envelope in self.recvs]
+        recvs = [(envelope.peer, envelope.landing(dst, scratch)) for envelope in self.recvs]
         work = self.transport.exchange(sends, recvs, tag)
         in_place = src.data_ptr() == dst.data_ptr()
         for src_offset, dst_offset, length in self.local:
@@ -127,8 +112,7 @@ class Link:
 
         def arrived() -> None:
             for envelope, (_, message) in zip(self.recvs, recvs, strict=True):
-                if len(envelope.parts) > 1:
-                    _unpack(envelope, message, dst)
+                envelope.unpack(message, dst)
 
         return Handle(work, arrived, scratch.give_back)
 
@@ -140,8 +124,8 @@ class Link:
         travel as `wire_dtype` (default: src's own); `src` must not change before `wait()` returns.
         """
         self._check(src, dst)
-        scratch = _Scratch(self.buffers, wire_dtype or src.dtype, src.device)
-        sends = [(envelope.peer, _packed(envelope, src, scratch)) for envelope in self.sends]
+        scratch = Scratch(self.buffers, wire_dtype or src.dtype, src.device)
+        sends = [(envelope.peer, envelope.outgoing(src, scratch)) for envelope in self.sends]
         recvs = [(envelope.peer, scratch.take(envelope.numel)) for envelope in self.recvs]
         work = self.transport.exchange(sends, recvs, tag)
 
@@ -149,6 +133,10 @@ class Link:
             self._sum({self.rank: src, **dict(recvs)}, dst)
 
         return Handle(work, arrived, scratch.give_back)
+
+    def hops(self, src: Tensor, dst: Tensor) -> tuple[Hop, ...]:
+        """See `Mover.hops`."""
+        return (Hop(self.rank, self.sends, self.recvs, self.local, src, dst),)
 
     def _sum(self, messages: dict[int, Tensor], dst: Tensor) -> None:
         block = SUM_BLOCK_ON_CPU if dst.device.type == "cpu" else None
@@ -158,7 +146,7 @@ class Link:
             (step.length for step in steps if step.sender is not None and messages[step.sender].dtype != dst.dtype),
             default=0,
         )
-        scratch = _Scratch(self.buffers, dst.dtype, dst.device)
+        scratch = Scratch(self.buffers, dst.dtype, dst.device)
         cast = scratch.take(widest)
         for sender, src_offset, dst_offset, length, first in steps:
             target = dst.narrow(0, dst_offset, length)
@@ -192,61 +180,3 @@ class Link:
                     f"{buffer.stride()}, the transfer plan needs {numel} contiguous elements; give the local buffer "
                     f"of the {what} layout, flat"
                 )
-
-
-class _Scratch:
-    """What one operation has borrowed from the pool."""
-
-    def __init__(self, pool: BufferPool, dtype: torch.dtype, device: torch.device):
-        self.pool, self.dtype, self.device = pool, dtype, device
-        self.lent: list[Tensor] = []
-
-    def take(self, numel: int) -> Tensor:
-        if numel == 0:
-            return torch.empty(0, dtype=self.dtype, device=self.device)
-        self.lent.append(self.pool.take(numel, self.dtype, self.device))
-        return self.lent[-1].narrow(0, 0, numel)
-
-    def give_back(self) -> None:
-        for buffer in self.lent:
-            self.pool.give(buffer)
-        self.lent = []
-
-
-def _envelope(peer: int, intervals: Iterable[tuple[int, int]]) -> Envelope:
-    """Parts from (offset, length) in message order; neighbours that touch become one part."""
-    parts: list[Part] = []
-    numel = 0
-    for offset, length in intervals:
-        if parts and parts[-1].offset + parts[-1].length == offset:
-            parts[-1] = parts[-1]._replace(length=parts[-1].length + length)
-        else:
-            parts.append(Part(offset, numel, length))
-        numel += length
-    return Envelope(peer, numel, tuple(parts))
-
-
-def _end(envelopes: Iterable[Envelope]) -> int:
-    return max((part.offset + part.length for envelope in envelopes for part in envelope.parts), default=0)
-
-
-def _packed(envelope: Envelope, src: Tensor, scratch: _Scratch) -> Tensor:
-    """The message to send, shape (numel,) in the scratch's dtype: an interval of `src` itself where it can be."""
-    if len(envelope.parts) == 1 and src.dtype == scratch.dtype:
-        return src.narrow(0, envelope.parts[0].offset, envelope.numel)
-    message = scratch.take(envelope.numel)
-    for offset, packed, length in envelope.parts:
-        message.narrow(0, packed, length).copy_(src.narrow(0, offset, length))
-    return message
-
-
-def _landing(envelope: Envelope, dst: Tensor, scratch: _Scratch) -> Tensor:
-    """Where a message is received: in `dst` itself where it is one interval."""
-    if len(envelope.parts) == 1:
-        return dst.narrow(0, envelope.parts[0].offset, envelope.numel)
-    return scratch.take(envelope.numel)
-
-
-def _unpack(envelope: Envelope, message: Tensor, dst: Tensor) -> None:
-    for offset, packed, length in envelope.parts:
-        dst.narrow(0, offset, length).copy_(message.narrow(0, packed, length))

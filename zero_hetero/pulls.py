@@ -7,12 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ds_hydra.zero_hetero.checksum import link_checksums
-from ds_hydra.zero_hetero.link import Handle, Link
-from ds_hydra.zero_hetero.relay_link import RelayHandle, RelayLink
+from ds_hydra.zero_hetero.checksum import checksums_of
+from ds_hydra.zero_hetero.mover import Hop, Movement, Mover
 
 
-class PullBuffers:
+class Pulls:
     """Pulls one strategy's buckets from the master shards, in ascending bucket index on every rank.
 
     `links[b]` pulls bucket b from `shards[b]`, the rank's master shard, into `buffers[b]`, the rank's flat local
@@ -22,7 +21,7 @@ class PullBuffers:
 
     def __init__(
         self,
-        links: Sequence[Link | RelayLink],
+        links: Sequence[Mover],
         shards: Sequence[Tensor],
         buffers: Sequence[Tensor],
         *,
@@ -33,7 +32,7 @@ class PullBuffers:
         self.shards = tuple(shards)
         self.buffers = tuple(buffers)
         self.first_tag = first_tag
-        self._handles: dict[int, Handle | RelayHandle] = {}
+        self._handles: dict[int, Movement] = {}
         self._casts: list[Tensor] = []
 
     def start(self) -> None:
@@ -62,15 +61,12 @@ class PullBuffers:
             handle.wait()
 
     def checksums(self, num_ranks: int) -> Tensor:
-        """`link_checksums` of the pulls that have finished, as long as neither shards nor buffers have changed."""
-        moves: list[tuple[Link, Tensor, Tensor]] = []
+        """`checksums_of` the pulls that have finished, as long as neither shards nor buffers have changed."""
+        hops: list[Hop] = []
         for index, (link, shard, buffer) in enumerate(zip(self.links, self.shards, self.buffers, strict=True)):
             wire = shard.detach() if shard.dtype == buffer.dtype else self._casts[index]
-            if isinstance(link, RelayLink):  # what it passes on lies in the buffer
-                moves += [(link.first, wire, buffer), (link.second, buffer, buffer)]
-            else:
-                moves.append((link, wire, buffer))
-        return link_checksums(moves, num_ranks)
+            hops += link.hops(wire, buffer)
+        return checksums_of(hops, num_ranks)
 
     def _cast(self, index: int) -> Tensor:
         """The shard in the compute dtype; the buffer for it is kept from step to step."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from ds_hydra.zero_hetero.link import Handle, Link
-from ds_hydra.zero_hetero.relay_link import RelayHandle, RelayLink
+from ds_hydra.zero_hetero.mover import Movement, Mover
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,13 +20,13 @@ class PushBucket:
     are views; `masters` is the rank's master gradient, which the push fills. `link` has the transposed plan.
     """
 
-    link: Link | RelayLink
+    link: Mover
     params: tuple[nn.Parameter, ...]
     grads: Tensor
     masters: Tensor
 
 
-class PushBuckets:
+class Pushes:
     """Issues the pushes of one strategy in one global order: descending bucket index, on every rank.
 
     A rank also issues, in its place, a bucket of which it only receives or holds nothing, so that no two ranks ever
@@ -42,12 +42,10 @@ class PushBuckets:
         self._armed = False
         self._unready: list[set[int]] = [set() for _ in self.buckets]
         self._next = -1  # the bucket to issue next; those above it are under way
-        self._handles: list[Handle | RelayHandle] = []
-        self._hooks = [
-            param.register_post_accumulate_grad_hook(self._hook(index, position))
-            for index, bucket in enumerate(self.buckets)
-            for position, param in enumerate(bucket.params)
-        ]
+        self._handles: list[Movement] = []
+        for index, bucket in enumerate(self.buckets):
+            for position, param in enumerate(bucket.params):
+                param.register_post_accumulate_grad_hook(self._hook(index, position))
 
     def arm(self) -> None:
         """From now on a gradient is final once autograd has accumulated into it: this backward is the last."""
@@ -76,17 +74,16 @@ class PushBuckets:
         for handle in handles:
             handle.wait()
 
-    def remove(self) -> None:
-        """Take the hooks off the parameters."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-
     def _hook(self, index: int, position: int) -> Callable[[Tensor], None]:
+        # The hook keeps no hold on `self`. Python's garbage collector does not see through hooks of tensors: with a
+        # ring parameter -> hook -> self -> parameter, no parameter of a strategy that is dropped would ever be freed.
+        me = weakref.ref(self)
+
         def on_accumulated(_: Tensor) -> None:
-            if self._armed:
-                self._unready[index].discard(position)
-                self._issue_ready()
+            pushes = me()
+            if pushes is not None and pushes._armed:
+                pushes._unready[index].discard(position)
+                pushes._issue_ready()
 
         return on_accumulated
 

@@ -9,16 +9,13 @@ from torch import Tensor
 
 from ds_hydra.zero_hetero.buffer_pool import BufferPool
 from ds_hydra.zero_hetero.link import Handle, Link
-from ds_hydra.zero_hetero.relay_plan import RelayPlan
+from ds_hydra.zero_hetero.mover import Hop
+from ds_hydra.zero_hetero.transfer_plan import TransferPlan
 from ds_hydra.zero_hetero.transport import Transport
 
 
 class RelayHandle:
-    """A pull or push of two hops. `advance()` waits for the first hop and begins the second.
-
-    The second hop of one rank waits for neighbours that have advanced too. So all ranks advance at one point of
-    their program, after they have started everything, never between computations.
-    """
+    """A pull or push of two hops; `advance()` waits for the first and begins the second. See `Movement`."""
 
     def __init__(self, first: Handle, second: Callable[[], Handle], finish: Callable[[], None] | None = None):
         self._first = first
@@ -51,16 +48,23 @@ class RelayHandle:
 
 
 class RelayLink:
-    """Runs one rank's part of a relay plan; pulls and pushes as a `Link` between the same layouts does.
+    """Runs one rank's part of two transfer plans, one after the other, as a `Link` runs one. See `Mover`.
 
-    A pull gives the same bits as a `Link`. A push adds up inside each node first and then over the nodes, in rank
-    order both times: the same bits each time, but rounded in another order than by a `Link`.
+    `hops`: of a pull the `RelayPlan` itself, of a push what its `transposed` returns. A pull gives the same bits as a
+    `Link`. A push adds up inside each node first and then over the nodes, in rank order both times: the same bits
+    each time, but rounded in another order than by a `Link`.
     """
 
-    def __init__(self, plan: RelayPlan, rank: int, transport: Transport, *, buffers: BufferPool | None = None):
+    def __init__(
+        self,
+        hops: tuple[TransferPlan, TransferPlan],
+        rank: int,
+        transport: Transport,
+        *,
+        buffers: BufferPool | None = None,
+    ):
         self.buffers = BufferPool() if buffers is None else buffers
-        self.first = Link(plan.first, rank, transport, buffers=self.buffers)
-        self.second = Link(plan.second, rank, transport, buffers=self.buffers)
+        self.first, self.second = (Link(hop, rank, transport, buffers=self.buffers) for hop in hops)
 
     @property
     def sent_numel(self) -> int:
@@ -73,11 +77,11 @@ class RelayLink:
         return self.first.received_numel + self.second.received_numel
 
     def pull(self, src: Tensor, dst: Tensor, *, tag: int = 0) -> RelayHandle:
-        """As `Link.pull`."""
+        """See `Mover.pull`; between the hops data lies in `dst`, already at its final places."""
         return RelayHandle(self.first.pull(src, dst, tag=tag), lambda: self.second.pull(dst, dst, tag=tag))
 
     def push(self, src: Tensor, dst: Tensor, *, wire_dtype: torch.dtype | None = None, tag: int = 0) -> RelayHandle:
-        """As `Link.push`, given the transposed plan; the sums of a node travel as `wire_dtype` too."""
+        """See `Mover.push`; the sums of a node lie in scratch memory of src's size and travel as `wire_dtype` too."""
         wire = wire_dtype or src.dtype
         lent = self.buffers.take(src.numel(), dst.dtype, dst.device)
         sums = lent[: src.numel()]
@@ -86,3 +90,7 @@ class RelayLink:
             lambda: self.second.push(sums, dst, wire_dtype=wire, tag=tag),
             lambda: self.buffers.give(lent),
         )
+
+    def hops(self, src: Tensor, dst: Tensor) -> tuple[Hop, ...]:
+        """See `Mover.hops`; what the second hop passes on lies in `dst`."""
+        return self.first.hops(src, dst) + self.second.hops(dst, dst)

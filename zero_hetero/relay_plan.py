@@ -9,7 +9,6 @@ push is both hops transposed: a node adds up its contributions first, so that on
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -20,24 +19,19 @@ from ds_hydra.zero_hetero.layout import Layout, Piece
 from ds_hydra.zero_hetero.transfer_plan import Slice, SliceColumns, TransferPlan, plan_transfer
 
 
-@dataclass(frozen=True, slots=True)
-class RelayPlan:
-    """Two hops, one after the other; of a pull `enter` and `spread`, see [Note: relay].
+class RelayPlan(NamedTuple):
+    """The two hops of a pull, one after the other; see [Note: relay].
 
-    The buffers between the hops are like those of the layout that is not `src`; elements that stay where they are
-    in the hop of a pull that spreads are local moves in place.
+    Between the hops data lies in the destination's local buffers. An element that is at its final place already is
+    a local move onto itself, so that the second hop names every element that arrives.
     """
 
-    first: TransferPlan
-    second: TransferPlan
+    enter: TransferPlan
+    spread: TransferPlan
 
-    @property
-    def num_ranks(self) -> int:
-        return self.first.num_ranks
-
-    def transposed(self) -> RelayPlan:
-        """The push of a pull."""
-        return RelayPlan(self.second.transposed(), self.first.transposed())
+    def transposed(self) -> tuple[TransferPlan, TransferPlan]:
+        """The two hops of the push that goes back the way of this pull: first inside the nodes, then across."""
+        return self.spread.transposed(), self.enter.transposed()
 
 
 class _Wanter(NamedTuple):

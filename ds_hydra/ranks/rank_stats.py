@@ -29,7 +29,7 @@ def gather_stats(mine: RankStats, channel: Channel) -> tuple[RankStats, ...]:
 
 
 def unequal_pairs(checksums: Tensor, channel: Channel) -> list[tuple[int, int]]:
-    """(sender, receiver) whose `link_checksums` disagree, on every rank; every rank must call it."""
+    """(sender, receiver) whose `checksums_of` results disagree, on every rank; every rank must call it."""
     table = channel.rows(checksums)
     sent, held = table[:, 0], table[:, 1].T
     return [(sender, receiver) for sender, receiver in (sent != held).nonzero().tolist()]

@@ -26,7 +26,6 @@ class StepRecord:
     step_ms: float  # measured, from the plan to the updated masters
     predicted_ms: float
     num_padding: int = 0  # padding tokens computed besides
-    total_steps: int | None = None
     pipeline_ms: tuple[float, ...] = ()  # measured time of each pipeline, in rank order
     lower_bound_ms: float = 0.0  # no plan of this step can be predicted faster; 0 when not known
     planning_ms: float = 0.0
@@ -44,7 +43,6 @@ class StepRecord:
     peak_memory_bytes: int = 0  # largest of the ranks; 0 when not known
     skipped: bool = False  # the gradient was not finite, so parameters stayed as they were
     skipped_steps: int = 0  # so far
-    epoch: int = 0
     plan: str = ""  # StepPlan.to_json(), for `plans_file`
     predicted_step_ms: float | None = None  # stage by stage, with all that a step costs besides its pipelines
     corrected_step_ms: float | None = None  # the same, corrected by the steps before
@@ -94,11 +92,10 @@ def _finite(value: Any) -> Any:
 
 def format_line(record: StepRecord) -> str:
     """The line that a step prints."""
-    total = f"/{record.total_steps}" if record.total_steps else ""
     norm = "-" if record.grad_norm is None else f"{record.grad_norm:.3f}"
     hidden = "hidden" if record.planning_hidden else "waited for"
     parts = [
-        f"step {record.step}{total}",
+        f"step {record.step}",
         f"loss {record.loss:.4f}",
         f"gnorm {norm}",
         f"lr {record.learning_rate:.2e}",

@@ -16,8 +16,8 @@ from ds_hydra.pipe.stage import ModelSource, StagePlace, shard_view
 from ds_hydra.step.arena import Arena
 from ds_hydra.zero_hetero.layout import even_layout
 from ds_hydra.zero_hetero.link import Link
-from ds_hydra.zero_hetero.pulls import PullBuffers
-from ds_hydra.zero_hetero.pushes import PushBucket, PushBuckets
+from ds_hydra.zero_hetero.pulls import Pulls
+from ds_hydra.zero_hetero.pushes import PushBucket, Pushes
 from ds_hydra.zero_hetero.relay_link import RelayLink
 from ds_hydra.zero_hetero.relay_plan import plan_relay
 from ds_hydra.zero_hetero.transfer_plan import plan_transfer
@@ -117,9 +117,9 @@ class StrategyRuntime:
             push = _transfer(master, plan.push_layout(bucket, self.strategy)).transposed()
             link = Link(push, rank, transport, buffers=pool)
             pushes.append(PushBucket(link, tuple(params), grads, masters.grad(index)))
-        self.pulls = PullBuffers(pull_links, masters.shards, buffers, first_tag=_PULL_TAG)
+        self.pulls = Pulls(pull_links, masters.shards, buffers, first_tag=_PULL_TAG)
         wire = self._arena.params.dtype
-        self.pushes = PushBuckets(pushes, wire_dtype=wire, first_tag=_PUSH_TAG)
+        self.pushes = Pushes(pushes, wire_dtype=wire, first_tag=_PUSH_TAG)
 
     def _install(self, slots: Sequence[Slot], buffer: Tensor, grads: Tensor | None) -> list[nn.Parameter]:
         """Parameters of a bucket as views of its buffer, their gradients as views of the gradient buffer."""

@@ -1,6 +1,9 @@
-"""Push buckets and pull buffers: gradients leave in one order as the last backward passes them."""
+"""Pulls and pushes of a step: gradients leave in one order as the last backward passes them."""
 
 from __future__ import annotations
+
+import gc
+import weakref
 
 import pytest
 import torch
@@ -8,8 +11,8 @@ from torch import Tensor, nn
 
 from ds_hydra.zero_hetero.layout import even_layout, layout_of_intervals
 from ds_hydra.zero_hetero.link import Link
-from ds_hydra.zero_hetero.pulls import PullBuffers
-from ds_hydra.zero_hetero.pushes import PushBucket, PushBuckets
+from ds_hydra.zero_hetero.pulls import Pulls
+from ds_hydra.zero_hetero.pushes import PushBucket, Pushes
 from ds_hydra.zero_hetero.transfer_plan import plan_transfer
 from ds_hydra.zero_hetero.transport import TorchTransport, Transport, Work
 from tests.support.ranks import run_ranks
@@ -80,12 +83,12 @@ def one_step(rank: int) -> tuple[list[int], list[int], list[Tensor], int]:
         plan_transfer(masters, layout_of_intervals(NUMEL, [(0, NUMEL * (b in layers_of(r))) for r in range(4)]))
         for b in range(NUM_LAYERS)
     ]
-    pulls = PullBuffers([Link(plan, rank, pull_transport) for plan in plans], shards, stack.buffers)
+    pulls = Pulls([Link(plan, rank, pull_transport) for plan in plans], shards, stack.buffers)
     pulls.start()
     for bucket in range(NUM_LAYERS):
         pulls.wait(bucket)
     pulls.finish()
-    pushes = PushBuckets(
+    pushes = Pushes(
         [
             PushBucket(Link(plan.transposed(), rank, push_transport), stack.params[b], stack.grads[b], summed[b])
             for b, plan in enumerate(plans)
@@ -125,7 +128,7 @@ def test_pushes_leave_while_the_backward_runs_and_wait_for_higher_buckets() -> N
     plan = plan_transfer(even_layout(NUMEL, 1), layout_of_intervals(NUMEL, [(0, NUMEL)])).transposed()
     transport = Recorder(TorchTransport())
     summed = [torch.empty(NUMEL) for _ in range(NUM_LAYERS)]
-    pushes = PushBuckets(
+    pushes = Pushes(
         [PushBucket(Link(plan, 0, transport), stack.params[b], stack.grads[b], summed[b]) for b in range(NUM_LAYERS)]
     )
     seen: list[tuple[int, list[int]]] = []
@@ -147,10 +150,23 @@ def test_pushes_leave_while_the_backward_runs_and_wait_for_higher_buckets() -> N
     pushes.finish()
     assert transport.tags == [3, 2, 1, 0]
     assert all(torch.equal(a, b) for a, b in zip(summed, stack.grads, strict=True))
-    pushes.remove()
-    pushes._armed = True
-    stack(batch(1)).square().sum().backward()
-    assert len(transport.tags) == 4
+
+
+def test_pushes_that_are_dropped_leave_nothing_behind() -> None:
+    stack = Stack([0, 1, 2, 3], torch.float32)
+    plan = plan_transfer(even_layout(NUMEL, 1), layout_of_intervals(NUMEL, [(0, NUMEL)])).transposed()
+    buckets = [
+        PushBucket(Link(plan, 0, TorchTransport()), stack.params[b], stack.grads[b], torch.empty(NUMEL))
+        for b in range(4)
+    ]
+    pushes = Pushes(buckets)
+    stack(batch(0)).square().sum().backward()
+    left = [weakref.ref(pushes), weakref.ref(stack.params[0][0])]
+    del pushes
+    stack(batch(0)).square().sum().backward()  # hooks without an owner do nothing
+    del buckets, stack
+    gc.collect()
+    assert [reference() for reference in left] == [None, None]
 
 
 def test_pull_casts_once_and_keeps_its_buffers() -> None:
@@ -159,7 +175,7 @@ def test_pull_casts_once_and_keeps_its_buffers() -> None:
         shards = [torch.arange(5) + 5.0 * rank + 1 / 3, torch.arange(5) + 5.0 * rank]
         buffers = [torch.zeros(10, dtype=torch.bfloat16), torch.zeros(10)]
         plan = plan_transfer(masters, layout_of_intervals(10, [(0, 10)] * 2))
-        pulls = PullBuffers([Link(plan, rank, TorchTransport()) for _ in buffers], shards, buffers, first_tag=4)
+        pulls = Pulls([Link(plan, rank, TorchTransport()) for _ in buffers], shards, buffers, first_tag=4)
         for _ in range(2):
             buffers[1].fill_(-1)
             pulls.start()

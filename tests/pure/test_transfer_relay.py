@@ -53,35 +53,35 @@ def filled(layout: Layout) -> list[list[int]]:
 def test_two_hops_deliver_everything_once(dst: Layout, node_size: int) -> None:
     src = even_layout(dst.numel, dst.num_ranks)
     plan = plan_relay(src, dst, node_size)
-    entered = moved(plan.first, filled(src), dst.sizes)
+    entered = moved(plan.enter, filled(src), dst.sizes)
     between = [
         [values.get(index, -2) for index in range(size)] for values, size in zip(entered, dst.sizes, strict=True)
     ]
-    spread = moved(plan.second, between, dst.sizes)
+    spread = moved(plan.spread, between, dst.sizes)
     assert [[values.get(index, -1) for index in range(len(b))] for values, b in zip(spread, between, strict=True)] == (
         filled(dst)
     )
     direct = plan_transfer(src, dst)
     into_node: dict[tuple[int, int], int] = {}
-    for message in plan.first.messages:
+    for message in plan.enter.messages:
         if message.src // node_size != message.dst // node_size:
             for piece in message.slices:
                 for index in range(piece.length):
                     key = (message.dst // node_size, filled(src)[message.src][piece.src_offset + index])
                     into_node[key] = into_node.get(key, 0) + 1
     assert all(count == 1 for count in into_node.values())
-    assert all(message.src // node_size == message.dst // node_size for message in plan.second.messages)
-    both = zip(plan.first.received_numels(), plan.second.received_numels(), strict=True)
+    assert all(message.src // node_size == message.dst // node_size for message in plan.spread.messages)
+    both = zip(plan.enter.received_numels(), plan.spread.received_numels(), strict=True)
     assert tuple(a + b for a, b in both) == direct.received_numels()
-    for message in plan.second.messages:  # what stays, stays in its place
+    for message in plan.spread.messages:  # what stays, stays in its place
         assert message.src != message.dst or all(piece.src_offset == piece.dst_offset for piece in message.slices)
-    assert plan.transposed().transposed() == plan
+    assert tuple(hop.transposed() for hop in reversed(plan.transposed())) == plan
 
 
 def test_replicas_of_a_node_bring_in_equal_parts() -> None:
     plan = plan_relay(even_layout(64, 8), layout_of_intervals(64, [(0, 64)] * 8), 4)
     across = [
-        sum(message.numel for message in plan.first.recvs(rank) if message.src // 4 != rank // 4) for rank in range(8)
+        sum(message.numel for message in plan.enter.recvs(rank) if message.src // 4 != rank // 4) for rank in range(8)
     ]
     assert across == [8] * 8  # without the relay 32 each
 
@@ -94,6 +94,6 @@ def test_nodes_need_ranks() -> None:
 def test_a_rank_passes_on_one_interval_unless_its_node_s_own_part_lies_in_it() -> None:
     """Seven nodes of four: of 144 elements that others own, each rank brings in 36 that follow each other."""
     plan = plan_relay(even_layout(168, 28), layout_of_intervals(168, [(0, 168)] * 28), 4)
-    parts = {message.src: len(message.slices) for message in plan.second.messages if message.src != message.dst}
+    parts = {message.src: len(message.slices) for message in plan.spread.messages if message.src != message.dst}
     assert [rank for rank in range(28) if parts[rank] > 1] == [4, 9, 18, 23]
     assert max(parts.values()) == 2

@@ -182,15 +182,15 @@ def _arm(engine: Any, fault: Fault, place: Path) -> None:
     from ds_hydra.checkpoint import write
     from ds_hydra.pipe.runtime import StageRuntime
     from ds_hydra.step.update import Update
-    from ds_hydra.zero_hetero.pulls import PullBuffers
-    from ds_hydra.zero_hetero.pushes import PushBuckets
+    from ds_hydra.zero_hetero.pulls import Pulls
+    from ds_hydra.zero_hetero.pushes import Pushes
 
     owners: dict[str, tuple[Any, str]] = {
         "planning": (type(engine._plans), "next"),
-        "pull": (PullBuffers, "start"),
+        "pull": (Pulls, "start"),
         "forward": (StageRuntime, "_forward"),
         "backward": (StageRuntime, "_backward"),
-        "push": (PushBuckets, "finish"),
+        "push": (Pushes, "finish"),
         "optimizer": (Update, "apply"),
         "saving": (write, "write_shard"),
     }

@@ -1,0 +1,73 @@
+"""What moves data from one layout to another: `Link` in one hop, `RelayLink` in two. Callers know only this."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ds_hydra.zero_hetero.envelope import Envelope
+from ds_hydra.zero_hetero.transfer_plan import Slice
+
+
+class Hop(NamedTuple):
+    """One rank's part of one transfer between two flat buffers, for those who check what was moved."""
+
+    rank: int
+    sends: tuple[Envelope, ...]
+    recvs: tuple[Envelope, ...]
+    local: tuple[Slice, ...]
+    src: Tensor
+    dst: Tensor
+
+
+class Movement(Protocol):
+    """A pull or a push under way. Until `wait()` returns, neither of its buffers may be written.
+
+    A movement that is over ignores further calls.
+    """
+
+    def advance(self) -> None:
+        """Begin the next hop, where there is one.
+
+        It waits for neighbours that must advance too. So all ranks call it at one point of their program, after
+        they have started everything, and never between two computations.
+        """
+
+    def wait_arrived(self) -> None:
+        """Return when the destination is complete; the source may still be on its way."""
+
+    def wait(self) -> None:
+        """Return when the destination is complete and the source may be written again."""
+
+
+class Mover(Protocol):
+    """One rank's part of a transfer from a source layout to a destination layout, to be run any number of times."""
+
+    @property
+    def sent_numel(self) -> int:
+        """Elements that this rank sends to others, in all hops."""
+
+    @property
+    def received_numel(self) -> int:
+        """Elements that this rank receives from others, in all hops."""
+
+    def pull(self, src: Tensor, dst: Tensor, *, tag: int = 0) -> Movement:
+        """Start to copy everybody's `src` to everybody's `dst`, the local buffers of the two layouts.
+
+        Both are flat, contiguous and of one dtype, which is also the one on the wire. Elements of `dst` outside
+        the plan stay as they are. Raises `PlanError` for buffers that do not fit the plan.
+        """
+
+    def push(self, src: Tensor, dst: Tensor, *, wire_dtype: torch.dtype | None = None, tag: int = 0) -> Movement:
+        """Start to sum everybody's `src`, the contributions, into everybody's `dst`.
+
+        Waiting fills the whole of `dst`, with zeros where nobody contributes. Sums are taken in dst's dtype and in
+        an order that the plan fixes, so they are the same to the bit each time. Messages travel as `wire_dtype`
+        (default: src's own). Raises `PlanError` for buffers that do not fit the plan.
+        """
+
+    def hops(self, src: Tensor, dst: Tensor) -> Sequence[Hop]:
+        """The transfers that `pull(src, dst)` consists of, in order."""
