@@ -1,8 +1,23 @@
-"""The order of a sum: which contribution is written and which is added, element by element, in rank order.
+"""Who contributes which intervals in, the steps of their sum out: what is written, what is added, in which order. Pure.
 
-Plain intervals in, a list of steps out. The first contribution to an element is written instead of added to a zero,
-which saves a pass over memory, and steps go block by block of the sum, so that a block stays in cache until every
-rank has added to it.
+[Note: order of a sum] Floating-point sums depend on their order: in FP32 (1e8 + 1) - 1e8 is 0, (1e8 - 1e8) + 1 is 1.
+Messages arrive in any order, so the order is fixed here instead: every element takes its contributions by rank of the
+sender, one after the other, and the same step gives the same bits every time. A later phase of a step goes on where
+the earlier ones stopped: what the sum holds counts as the first contribution, and this phase's are added to it one by
+one, in rank order again. With phases p, q of two ranks each, an element becomes (((p0 + p1) + q0) + q1).
+
+Example: a sum of 8 elements, to which rank 0 gives elements 0 to 3 and rank 2 gives elements 2 to 5.
+
+    element   0 1 2 3 4 5 6 7
+    rank 0    w w w w            write [0, 4)
+    rank 2        + + w w        add to [2, 4), write [4, 6), where nobody was before it
+    nobody                0 0    write zeros to [6, 8)
+
+Writing the first contribution, instead of adding it to zeros, saves a pass over memory. In a later phase the same
+contributions would be two steps: add rank 0's to [0, 4), add rank 2's to [2, 6); elements 6 and 7 stay as they are.
+
+Steps go block by block of the sum, so that a block stays in cache until every rank has added to it. Blocks do not
+change the order in which one element takes its contributions, so they do not change the result.
 """
 
 from __future__ import annotations
@@ -13,7 +28,7 @@ from typing import NamedTuple
 
 
 class Contribution(NamedTuple):
-    """Write (`first`) or add `length` elements of `sender` to the sum; `sender` None writes zeros."""
+    """One step of a sum: write (`first`) or add `length` elements of `sender`; `sender` None writes zeros."""
 
     sender: int | None
     src_offset: int  # in the sender's message
@@ -23,31 +38,41 @@ class Contribution(NamedTuple):
 
 
 def order_contributions(
-    parts: Iterable[tuple[int, Sequence[tuple[int, int, int]]]], numel: int, block: int | None = None
+    parts: Iterable[tuple[int, Sequence[tuple[int, int, int]]]],
+    numel: int,
+    block: int | None = None,
+    *,
+    accumulate: bool = False,
 ) -> tuple[Contribution, ...]:
     """Steps that sum everybody's parts into `numel` elements.
 
     `parts`: for each sender its (src_offset, dst_offset, length), in elements; they are taken by rank of the sender.
     `block`: elements of the sum that are finished before the next ones are begun; None: all at once.
+    `accumulate`: what the sum holds before counts as the first contribution to every element, so that nothing is
+    written; else every element is written, with zero where nobody contributes.
     """
     covered = _Cover()
+    if accumulate:
+        covered.add(0, numel)
     steps: list[Contribution] = []
     for sender, slices in sorted(parts):
         for src_offset, dst_offset, length in slices:
+            # What no sender before has reached is written, the rest added: `split` tells the two apart.
             for start, stop, new in covered.split(dst_offset, dst_offset + length):
                 steps.append(Contribution(sender, src_offset + start - dst_offset, start, stop - start, new))
             covered.add(dst_offset, dst_offset + length)
-    for start, stop, new in covered.split(0, numel):
+    for start, stop, new in covered.split(0, numel):  # what nobody has reached at all
         if new:
             steps.append(Contribution(None, 0, start, stop - start, True))
     if block is None:
         return tuple(steps)
     cut = [part for step in steps for part in _cut(step, block)]
-    return tuple(sorted(cut, key=lambda step: step.dst_offset // block))  # stable: keeps the order of ranks
+    # `sorted` is stable: within a block, steps stay in the order of ranks.
+    return tuple(sorted(cut, key=lambda step: step.dst_offset // block))
 
 
 def _cut(step: Contribution, block: int) -> Iterable[Contribution]:
-    """The step, cut at the multiples of `block` in the sum."""
+    """The step, cut at the multiples of `block` in the sum: by 4, [6, 14) becomes [6, 8), [8, 12), [12, 14)."""
     done = 0
     while done < step.length:
         at = step.dst_offset + done
@@ -66,7 +91,7 @@ class _Cover:
     def split(self, start: int, stop: int) -> list[tuple[int, int, bool]]:
         """[start, stop) as consecutive (start, stop, new) parts; `new` where the union does not reach yet."""
         parts: list[tuple[int, int, bool]] = []
-        index = bisect_right(self.stops, start)
+        index = bisect_right(self.stops, start)  # the first interval that ends behind `start`
         while start < stop:
             begin = self.starts[index] if index < len(self.starts) else stop
             if start < begin:
@@ -81,6 +106,7 @@ class _Cover:
 
     def add(self, start: int, stop: int) -> None:
         """Join [start, stop) to the union."""
+        # Those from `first` up to `last` meet or touch [start, stop): none of them ends before it or begins after it.
         first = bisect_left(self.stops, start)
         last = bisect_right(self.starts, stop)
         if first < last:

@@ -76,7 +76,7 @@ class Link:
         self.local = plan.local(rank)
         self.src_numel = max([0, *(one.end for one in self.sends), *(s.src_offset + s.length for s in self.local)])
         self.dst_numel = max([0, *(one.end for one in self.recvs), *(s.dst_offset + s.length for s in self.local)])
-        self._sum_steps: dict[tuple[int, int | None], tuple[Contribution, ...]] = {}
+        self._sum_steps: dict[tuple[int, int | None, bool], tuple[Contribution, ...]] = {}
 
     @property
     def sent_numel(self) -> int:
@@ -89,11 +89,7 @@ class Link:
         return sum(envelope.numel for envelope in self.recvs)
 
     def pull(self, src: Tensor, dst: Tensor, *, tag: int = 0) -> Handle:
-        """Start to copy everybody's `src`, buffers in the source layout, to everybody's `dst`.
-
-        Both flat, contiguous and of one dtype, which is also the one on the wire. Elements of `dst` outside the
-        plan stay as they are.
-        """
+        """See `Mover.pull`."""
         self._check(src, dst)
         if src.dtype != dst.dtype:
             raise PlanError(f"rank {self.rank} pulls {src.dtype} into {dst.dtype}; cast the source first")
@@ -116,13 +112,16 @@ class Link:
 
         return Handle(work, arrived, scratch.give_back)
 
-    def push(self, src: Tensor, dst: Tensor, *, wire_dtype: torch.dtype | None = None, tag: int = 0) -> Handle:
-        """Start to sum everybody's `src`, contributions in the source layout, into everybody's `dst`.
-
-        `wait()` fills the whole of `dst`, with zeros where nobody contributes. Sums are taken in dst's dtype and in
-        rank order, the rank's own contribution in its turn, so they are the same to the bit each time. Messages
-        travel as `wire_dtype` (default: src's own); `src` must not change before `wait()` returns.
-        """
+    def push(
+        self,
+        src: Tensor,
+        dst: Tensor,
+        *,
+        wire_dtype: torch.dtype | None = None,
+        accumulate: bool = False,
+        tag: int = 0,
+    ) -> Handle:
+        """See `Mover.push`; contributions are added one after the other in rank order, the rank's own in its turn."""
         self._check(src, dst)
         scratch = Scratch(self.buffers, wire_dtype or src.dtype, src.device)
         sends = [(envelope.peer, envelope.outgoing(src, scratch)) for envelope in self.sends]
@@ -130,7 +129,7 @@ class Link:
         work = self.transport.exchange(sends, recvs, tag)
 
         def arrived() -> None:
-            self._sum({self.rank: src, **dict(recvs)}, dst)
+            self._sum({self.rank: src, **dict(recvs)}, dst, accumulate)
 
         return Handle(work, arrived, scratch.give_back)
 
@@ -138,9 +137,9 @@ class Link:
         """See `Mover.hops`."""
         return (Hop(self.rank, self.sends, self.recvs, self.local, src, dst),)
 
-    def _sum(self, messages: dict[int, Tensor], dst: Tensor) -> None:
+    def _sum(self, messages: dict[int, Tensor], dst: Tensor, accumulate: bool) -> None:
         block = SUM_BLOCK_ON_CPU if dst.device.type == "cpu" else None
-        steps = self._steps(dst.numel(), block)
+        steps = self._steps(dst.numel(), block, accumulate)
         # Adding across dtypes takes many times as long as casting first and adding then.
         widest = max(
             (step.length for step in steps if step.sender is not None and messages[step.sender].dtype != dst.dtype),
@@ -162,15 +161,16 @@ class Link:
                 target.add_(cast.narrow(0, 0, length).copy_(source))
         scratch.give_back()
 
-    def _steps(self, numel: int, block: int | None) -> tuple[Contribution, ...]:
+    def _steps(self, numel: int, block: int | None, accumulate: bool) -> tuple[Contribution, ...]:
         """The steps of a sum of `numel` elements, worked out once."""
-        if (numel, block) not in self._sum_steps:
+        key = numel, block, accumulate
+        if key not in self._sum_steps:
             senders = {
                 envelope.peer: [(p.packed, p.offset, p.length) for p in envelope.parts] for envelope in self.recvs
             }
             senders[self.rank] = list(self.local)
-            self._sum_steps[numel, block] = order_contributions(senders.items(), numel, block)
-        return self._sum_steps[numel, block]
+            self._sum_steps[key] = order_contributions(senders.items(), numel, block, accumulate=accumulate)
+        return self._sum_steps[key]
 
     def _check(self, src: Tensor, dst: Tensor) -> None:
         for what, buffer, numel in (("source", src, self.src_numel), ("destination", dst, self.dst_numel)):

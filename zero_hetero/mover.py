@@ -61,12 +61,24 @@ class Mover(Protocol):
         the plan stay as they are. Raises `PlanError` for buffers that do not fit the plan.
         """
 
-    def push(self, src: Tensor, dst: Tensor, *, wire_dtype: torch.dtype | None = None, tag: int = 0) -> Movement:
+    def push(
+        self,
+        src: Tensor,
+        dst: Tensor,
+        *,
+        wire_dtype: torch.dtype | None = None,
+        accumulate: bool = False,
+        tag: int = 0,
+    ) -> Movement:
         """Start to sum everybody's `src`, the contributions, into everybody's `dst`.
 
-        Waiting fills the whole of `dst`, with zeros where nobody contributes. Sums are taken in dst's dtype and in
-        an order that the plan fixes, so they are the same to the bit each time. Messages travel as `wire_dtype`
-        (default: src's own). Raises `PlanError` for buffers that do not fit the plan.
+        Waiting fills the whole of `dst`, with zeros where nobody contributes. With `accumulate` it adds to what
+        `dst` holds, as a later phase of a step must: see [Note: order of a sum]. `dst` is not touched before one
+        waits, so pushes into one `dst` add up in the order in which they are waited for.
+
+        Sums are taken in dst's dtype and in an order that the plan fixes, so they are the same to the bit each
+        time. Messages travel as `wire_dtype` (default: src's own). Raises `PlanError` for buffers that do not fit
+        the plan.
         """
 
     def hops(self, src: Tensor, dst: Tensor) -> Sequence[Hop]:

@@ -39,7 +39,7 @@ class Pushes:
         self.buckets = tuple(buckets)
         self.wire_dtype = wire_dtype
         self.first_tag = first_tag
-        self._armed = False
+        self._armed = self._accumulate = False
         self._unready: list[set[int]] = [set() for _ in self.buckets]
         self._next = -1  # the bucket to issue next; those above it are under way
         self._handles: list[Movement] = []
@@ -47,22 +47,33 @@ class Pushes:
             for position, param in enumerate(bucket.params):
                 param.register_post_accumulate_grad_hook(self._hook(index, position))
 
-    def arm(self) -> None:
-        """From now on a gradient is final once autograd has accumulated into it: this backward is the last."""
+    def arm(self, *, accumulate: bool = False) -> None:
+        """From now on a gradient is final once autograd has accumulated into it: this backward is the last.
+
+        `accumulate`: add to what the master gradients hold, the sum of the step's earlier phases; the same on all
+        ranks. Else they are overwritten.
+        """
         if self._armed or self._handles:
-            raise RuntimeError("push buckets are armed twice in one step; call finish() before the next step")
+            raise RuntimeError("pushes are armed twice in one phase; call finish() before the next phase")
         self._armed = True
+        self._accumulate = accumulate
         self._next = len(self.buckets) - 1
         self._unready = [set(range(len(bucket.params))) for bucket in self.buckets]
         self._issue_ready()
 
-    def finish(self) -> None:
+    def finish(self, *, accumulate: bool = False) -> None:
         """Issue every push that is left, then wait for all: the master gradients are complete.
 
         Parameters that the last backward did not reach, and ranks that had no backward at all, are final now.
+        `accumulate` as in `arm`; give the same to both.
         """
         if not self._armed:
-            self.arm()
+            self.arm(accumulate=accumulate)
+        if accumulate != self._accumulate:
+            raise RuntimeError(
+                f"pushes were armed with accumulate={self._accumulate} but finish with accumulate={accumulate}; some "
+                "buckets may have left already, so give both the same"
+            )
         self._unready = [set() for _ in self.buckets]
         self._issue_ready()
         self._armed = False
@@ -92,4 +103,8 @@ class Pushes:
             bucket = self.buckets[self._next]
             tag = self.first_tag + self._next
             self._next -= 1
-            self._handles.append(bucket.link.push(bucket.grads, bucket.masters, wire_dtype=self.wire_dtype, tag=tag))
+            self._handles.append(
+                bucket.link.push(
+                    bucket.grads, bucket.masters, wire_dtype=self.wire_dtype, accumulate=self._accumulate, tag=tag
+                )
+            )

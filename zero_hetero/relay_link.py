@@ -80,14 +80,25 @@ class RelayLink:
         """See `Mover.pull`; between the hops data lies in `dst`, already at its final places."""
         return RelayHandle(self.first.pull(src, dst, tag=tag), lambda: self.second.pull(dst, dst, tag=tag))
 
-    def push(self, src: Tensor, dst: Tensor, *, wire_dtype: torch.dtype | None = None, tag: int = 0) -> RelayHandle:
-        """See `Mover.push`; the sums of a node lie in scratch memory of src's size and travel as `wire_dtype` too."""
+    def push(
+        self,
+        src: Tensor,
+        dst: Tensor,
+        *,
+        wire_dtype: torch.dtype | None = None,
+        accumulate: bool = False,
+        tag: int = 0,
+    ) -> RelayHandle:
+        """See `Mover.push`; the sums of a node lie in scratch memory of src's size and travel as `wire_dtype` too.
+
+        Only the second hop may accumulate: the scratch memory holds nothing of the phases before.
+        """
         wire = wire_dtype or src.dtype
         lent = self.buffers.take(src.numel(), dst.dtype, dst.device)
         sums = lent[: src.numel()]
         return RelayHandle(
             self.first.push(src, sums, wire_dtype=wire, tag=tag),
-            lambda: self.second.push(sums, dst, wire_dtype=wire, tag=tag),
+            lambda: self.second.push(sums, dst, wire_dtype=wire, accumulate=accumulate, tag=tag),
             lambda: self.buffers.give(lent),
         )
 

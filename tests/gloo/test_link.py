@@ -184,6 +184,68 @@ def test_push_casts_for_the_wire_and_sums_own_part_exactly() -> None:
     assert sums[1].tolist() == [4.0 + 2**-20] * 3
 
 
+def rounding(rank: int, phase: int, layout: Layout) -> Tensor:
+    """A contribution of one phase as a full tensor, zero where `rank` holds nothing: sums depend on their order."""
+    held = contribution(layout, rank, torch.float32) != 0
+    return held * full_tensor(1000 * phase + rank, torch.float32) * 10.0 ** ((rank * 5 + phase) % 7)
+
+
+@pytest.mark.parametrize("num_ranks", [4, 7])
+@pytest.mark.parametrize("gloo", [False, True])
+def test_pushes_of_two_phases_add_up_in_the_order_of_phases_and_ranks(num_ranks: int, gloo: bool) -> None:
+    """The second phase has another layout, and a rank adds each of its contributions to what the first one left."""
+    layouts = [heterogeneous(num_ranks), layout_of_intervals(sum(NUMELS), [(9, 150)] + [(20, 202)] * (num_ranks - 1))]
+    masters = even_layout(sum(NUMELS), num_ranks)
+    plans = [plan_transfer(masters, layout).transposed() for layout in layouts]
+
+    def push(rank: int, phase: int, transport: Transport, total: Tensor) -> Handle:
+        source = local_values(layouts[phase], rank, rounding(rank, phase, layouts[phase]), float("nan"))
+        return Link(plans[phase], rank, transport).push(source, total, accumulate=phase > 0, tag=4)
+
+    totals = [torch.full((masters.sizes[rank],), 99.0) for rank in range(num_ranks)]
+    if gloo:
+
+        def body(rank: int) -> Tensor:
+            started = [push(rank, phase, TorchTransport(), totals[rank]) for phase in range(2)]
+            for handle in started:
+                handle.wait()
+            return totals[rank]
+
+        totals = run_ranks(body, num_ranks)
+    else:
+        post = Post()
+        for phase in range(2):
+            started = [push(rank, phase, InProcessTransport(post, rank), totals[rank]) for rank in range(num_ranks)]
+            for handle in started:
+                handle.wait()
+    expected = torch.zeros(sum(NUMELS))
+    for phase in range(2):
+        for rank in range(num_ranks):
+            expected += rounding(rank, phase, layouts[phase])
+    assert torch.equal(torch.cat(totals), expected)
+    apart = sum(sum(rounding(rank, phase, layouts[phase]) for rank in range(num_ranks)) for phase in range(2))
+    assert not torch.equal(apart, expected)  # the sum of the phases' sums is rounded in another order
+
+
+def test_accumulating_adds_what_travels_in_16_bits_and_keeps_what_nobody_adds_to() -> None:
+    layout = layout_of_intervals(6, [(1, 6), (0, 6)])
+    plan = plan_transfer(even_layout(6, 2), layout).transposed()
+    post = Post()
+    sums = [torch.tensor([1.0 + 2**-20] * 3), torch.tensor([100.0, 200.0, 300.0])]
+    values = [torch.tensor([2.0, 2.0 + 2**-10, 2.0, 2.0, 2.0]), torch.zeros(6)]
+    handles = [
+        Link(plan, rank, InProcessTransport(post, rank)).push(
+            values[rank], sums[rank], wire_dtype=torch.bfloat16, accumulate=True
+        )
+        for rank in range(2)
+    ]
+    for handle in handles:
+        handle.wait()
+    # Rank 0's own contribution is exact, what it sends loses its last bits.
+    assert sums[0].tolist() == [1.0 + 2**-20, 3.0 + 2**-20, 3.0 + 2**-10 + 2**-20]
+    assert sums[1].tolist() == [102.0, 202.0, 302.0]
+
+
 def test_nobody_contributes_gives_zeros() -> None:
     layout = layout_of_intervals(10, [(2, 5), (0, 0)])
     plan = plan_transfer(even_layout(10, 2), layout).transposed()
@@ -249,6 +311,9 @@ def test_relay_pulls_the_same_and_pushes_the_same_sum(num_ranks: int, node_size:
         start, stop = masters.pieces[rank][0][:2]
         expected = expected_sum(layout, torch.float64, torch.float64)[start:stop]
         torch.testing.assert_close(summed, expected, rtol=1e-14, atol=1e-14)
+        twice = summed.clone()
+        push_link.push(source, twice, accumulate=True, tag=3).wait()
+        torch.testing.assert_close(twice, 2 * expected, rtol=1e-14, atol=1e-14)
         return pulled, summed
 
     first, second = run_ranks(body, num_ranks), run_ranks(body, num_ranks)

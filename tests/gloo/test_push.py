@@ -152,6 +152,31 @@ def test_pushes_leave_while_the_backward_runs_and_wait_for_higher_buckets() -> N
     assert all(torch.equal(a, b) for a, b in zip(summed, stack.grads, strict=True))
 
 
+def test_a_later_phase_adds_to_what_the_masters_hold() -> None:
+    stack = Stack([0, 1, 2, 3], torch.float32)
+    plan = plan_transfer(even_layout(NUMEL, 1), layout_of_intervals(NUMEL, [(0, NUMEL)])).transposed()
+    masters = [torch.full((NUMEL,), 9.0) for _ in range(NUM_LAYERS)]
+    for layer, buffer in enumerate(stack.buffers):
+        buffer.copy_(initial(layer))
+    pushes = Pushes(
+        [PushBucket(Link(plan, 0, TorchTransport()), stack.params[b], stack.grads[b], masters[b]) for b in range(4)]
+    )
+    phases: list[list[Tensor]] = []
+    for phase in range(3):
+        for grad in stack.grads:
+            grad.zero_()
+        if phase < 2:  # in the third phase this rank has nothing to run
+            pushes.arm(accumulate=phase > 0)
+            stack(batch(phase)).square().sum().backward()
+        pushes.finish(accumulate=phase > 0)
+        phases.append([grad.clone() for grad in stack.grads])
+    assert all(torch.equal(total, a + b + c) for total, a, b, c in zip(masters, *phases, strict=True))
+    assert not any(torch.equal(total, b) for total, b in zip(masters, phases[1], strict=True))
+    pushes.arm()
+    with pytest.raises(RuntimeError, match="accumulate=False but finish with accumulate=True"):
+        pushes.finish(accumulate=True)
+
+
 def test_pushes_that_are_dropped_leave_nothing_behind() -> None:
     stack = Stack([0, 1, 2, 3], torch.float32)
     plan = plan_transfer(even_layout(NUMEL, 1), layout_of_intervals(NUMEL, [(0, NUMEL)])).transposed()

@@ -24,18 +24,19 @@ def parts_of_senders(draw: st.DrawFn) -> dict[int, list[tuple[int, int, int]]]:
     return parts
 
 
-@given(parts=parts_of_senders(), block=st.one_of(st.none(), st.integers(1, 12)))
+@given(parts=parts_of_senders(), block=st.one_of(st.none(), st.integers(1, 12)), accumulate=st.booleans())
 def test_steps_sum_everything_once_in_rank_order(
-    parts: dict[int, list[tuple[int, int, int]]], block: int | None
+    parts: dict[int, list[tuple[int, int, int]]], block: int | None, accumulate: bool
 ) -> None:
-    expected: list[list[tuple[int, int]]] = [[] for _ in range(NUMEL)]
+    before = (-1, -1)  # what the sum holds: stale, or the first contribution where it accumulates
+    expected: list[list[tuple[int, int]]] = [[before] if accumulate else [] for _ in range(NUMEL)]
     for sender in sorted(parts):
         for src_offset, dst_offset, length in parts[sender]:
             for index in range(length):
                 expected[dst_offset + index].append((sender, src_offset + index))
-    result: list[list[tuple[int, int]]] = [[(-1, -1)] for _ in range(NUMEL)]  # stale
+    result: list[list[tuple[int, int]]] = [[before] for _ in range(NUMEL)]
     last_block = 0
-    for step in order_contributions(parts.items(), NUMEL, block):
+    for step in order_contributions(parts.items(), NUMEL, block, accumulate=accumulate):
         for index in range(step.length):
             place = result[step.dst_offset + index]
             if step.first:
