@@ -1,6 +1,10 @@
 """Tensors on ranks: layouts, mutual slices, the LNK operator, FP32 master shards.
 
-Read in this order; the first five, `relay_plan` and `bucket` plan and import no torch.
+Two layouts of one flat tensor say who holds what before and after; a transfer plan says which rank sends which elements
+to which; a link does it. `transfer_plan` has an example with three ranks. Parameters are pulled from the master shards
+to a strategy's layout, gradients are pushed back by the transposed plan and added up by their owners.
+
+Read in this order; the first five, `relay_plan`, `bucket` and `errors` import no torch.
 
   intervals        arithmetic on integer intervals, as columns
   layout           which rank holds which intervals of a flat tensor

@@ -10,13 +10,18 @@ from ds_hydra.zero_hetero.errors import PlanError
 
 @dataclass(frozen=True, slots=True)
 class BucketSpec:
-    """A transformer layer, the embeddings or the head: its parameters one after the other, without gaps."""
+    """A transformer layer, the embeddings or the head: its parameters one after the other, without gaps.
+
+    This is all that masters need to know of a bucket: names and sizes. Shapes, shard rules and what is trained are
+    known one folder above, to the `Bucket` of `pipe.model_plan`. Raises PlanError for an empty or repeated parameter.
+    """
 
     name: str
     params: tuple[tuple[str, int], ...]  # (parameter name, elements), in flat order
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.params]
+        # Counting each name costs the square of their number, so it is done only where some name does occur twice.
         twice = {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else set()
         if twice:
             raise PlanError(f"bucket {self.name!r} lists {sorted(twice)} twice; a parameter belongs to it once")

@@ -1,4 +1,4 @@
-"""Flat scratch buffers that are used again and again: packing must not pay for fresh pages each step."""
+"""Flat scratch buffers that are used again and again, so that a step does not pay for fresh memory pages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from torch import Tensor
 
 
 class BufferPool:
-    """Lends flat tensors and keeps what comes back; it never holds more than what was out at once."""
+    """Lends flat tensors and keeps what comes back; it never holds more buffers than were lent at one time.
+
+    Example: 3 and 5 elements are lent and come back. Who asks for 4 gets the 5; who then asks for 8 gets a new buffer,
+    and the 3 is dropped for it: the pool still owns two.
+    """
 
     def __init__(self) -> None:
         self.idle: list[Tensor] = []
@@ -19,6 +23,7 @@ class BufferPool:
             for index, buffer in enumerate(self.idle)
             if buffer.dtype == dtype and buffer.device == device
         ]
+        # The smallest that is large enough, so that large ones stay for those who need them.
         fitting = [found for found in alike if found[0] >= numel]
         if fitting:
             return self.idle.pop(min(fitting)[1])

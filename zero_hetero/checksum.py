@@ -1,8 +1,10 @@
 """Sums over the bits of slices: what a rank has sent against what the other one holds.
 
-[Note: checksum] Element p of a message counts as its bits, an integer, times an odd number that grows with p and with
-the move; sums wrap at 2^64. An odd number times a difference below 2^64 is not 0, so one wrong element in
-a message is always seen; the differences of several could cancel.
+[Note: checksum] Element p of a message counts as its bits, read as an integer, times the odd number 2 (p + base) + 1;
+sums wrap at 2^64. If one element is wrong, the sum changes by the difference of its bits times an odd number. That is
+never a multiple of 2^64, so one wrong element is always seen. Differences of several elements could cancel, but each
+place has a factor of its own, so that elements which changed places do not simply do so. `base` is 2^40 times the
+number of the hop, more than a message has elements.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from ds_hydra.zero_hetero.mover import Hop
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _BLOCK = 1 << 20  # elements that are widened to 64 bits at a time
-_MOVE_SHIFT = 40
+_HOP_SHIFT = 40  # messages have fewer than 2^40 elements
 
 
 def checksums_of(hops: Sequence[Hop], ranks: int) -> Tensor:
@@ -28,25 +30,27 @@ def checksums_of(hops: Sequence[Hop], ranks: int) -> Tensor:
     """
     totals = torch.zeros(2, ranks, dtype=torch.int64, device=hops[0].src.device)
     for index, (rank, sends, recvs, local, src, dst) in enumerate(hops):
-        base = index << _MOVE_SHIFT
+        base = index << _HOP_SHIFT
         for envelope in sends:
             totals[0, envelope.peer] += _checksum(src, envelope.parts, base)
         for envelope in recvs:
             totals[1, envelope.peer] += _checksum(dst, envelope.parts, base)
         for src_offset, dst_offset, length in local:
+            # A local move has no message; its elements count by their place in the source on both sides.
             totals[0, rank] += _checksum(src, [Part(src_offset, src_offset, length)], base)
             totals[1, rank] += _checksum(dst, [Part(dst_offset, src_offset, length)], base)
     return totals.cpu()
 
 
 def _checksum(buffer: Tensor, parts: Iterable[Part], base: int) -> Tensor:
-    """See [Note: checksum]; a part's elements count by their place in the message."""
+    """The sum of the parts' elements, a scalar; see [Note: checksum]. They count by their place in the message."""
     bits = buffer.detach().view(_BITS[buffer.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=buffer.device)
     for part in parts:
         for start in range(0, part.length, _BLOCK):
             stop = min(start + _BLOCK, part.length)
             first = base + part.packed + start
+            # int64 products and sums wrap, which is what is wanted here.
             odd = torch.arange(first, first + stop - start, device=buffer.device).mul_(2).add_(1)
             total += odd.mul_(bits[part.offset + start : part.offset + stop]).sum()
     return total

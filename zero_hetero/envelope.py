@@ -53,7 +53,7 @@ class Envelope(NamedTuple):
 
     def outgoing(self, src: Tensor, scratch: Scratch) -> Tensor:
         """The message to send, shape (numel,) in the scratch's dtype: an interval of `src` itself where it can be."""
-        if len(self.parts) == 1 and src.dtype == scratch.dtype:
+        if len(self.parts) == 1 and src.dtype == scratch.dtype:  # another dtype must be cast, which is a copy anyway
             return src.narrow(0, self.parts[0].offset, self.numel)
         message = scratch.take(self.numel)
         for offset, packed, length in self.parts:

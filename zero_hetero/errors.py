@@ -1,4 +1,7 @@
-"""The two errors that users see: what is wrong, the numbers that disagree, the place, the remedy."""
+"""The errors that users see: configuration, plan, checkpoint, numerics.
+
+Each text says what is wrong, the numbers that disagree, the place, and the remedy.
+"""
 
 
 class ConfigError(ValueError):

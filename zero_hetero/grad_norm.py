@@ -24,6 +24,7 @@ def global_grad_norm(grads: Iterable[Tensor], group: dist.ProcessGroup | None) -
     assert total is not None, "give the gradient shard even where it is empty"
     if group is not None and dist.get_world_size(group) > 1:
         parts = total.new_empty(dist.get_world_size(group))
+        # Gathered and not all-reduced: every rank adds the same numbers in the same order, whatever the backend.
         dist.all_gather(list(parts.split(1)), total.reshape(1), group=group)
         total = parts.sum()
     return total.sqrt()
@@ -45,6 +46,7 @@ def sum_of_squares(values: Tensor) -> Tensor:
 def clip_(grads: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
     """Scale `grads` in place by min(1, max_norm / (norm + 1e-6)), as `torch.nn.utils.clip_grad_norm_` does."""
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    # On an accelerator `item` would wait for everything before it, which costs more than a multiplication by 1.
     if scale.device.type == "cpu" and scale.item() == 1.0:
         return
     for grad in grads:

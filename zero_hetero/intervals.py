@@ -25,19 +25,27 @@ class Overlaps(NamedTuple):
 def overlaps(left_start: Column, left_stop: Column, right_start: Column, right_stop: Column) -> Overlaps:
     """The common refinement of any intervals (left) with sorted, disjoint ones (right).
 
-    All columns int64; left of shape (L,), right of shape (R,); the result has one row per meeting pair, at
-    most L + R rows for one pass over the right intervals.
+    All columns int64; left of shape (L,), right of shape (R,). The result has one row per meeting pair; where the left
+    intervals are disjoint too, that is fewer than L + R rows.
+
+    Left [0, 6), [6, 12) and right [0, 4), [4, 8), [8, 12) give the rows (left, right, start, stop)
+    (0, 0, 0, 4), (0, 1, 4, 6), (1, 1, 6, 8), (1, 2, 8, 12).
     """
+    # A left interval meets the right ones from the first that ends behind its start up to the last that begins before
+    # its stop. Right intervals are sorted and disjoint, so both are binary searches and those between all meet it.
     first = np.searchsorted(right_stop, left_start, side="right")
     last = np.searchsorted(right_start, left_stop, side="left")
-    left, right = expand(first, np.maximum(last, first))
+    left, right = expand(first, np.maximum(last, first))  # none where it lies in a gap: `last` may be below `first`
     start = np.maximum(left_start[left], right_start[right])
     stop = np.minimum(left_stop[left], right_stop[right])
     return Overlaps(left, right, start, stop)
 
 
 def expand(first: Column, last: Column) -> tuple[Column, Column]:
-    """Every (i, j) with first[i] <= j < last[i], in order, as two columns."""
+    """Every (i, j) with first[i] <= j < last[i], in order, as two columns.
+
+    first (3, 7, 0) and last (5, 7, 1) give i = (0, 0, 2) and j = (3, 4, 0).
+    """
     counts = last - first
     owner = np.repeat(np.arange(len(counts)), counts)
     # A running index, set back to `first` at the beginning of each owner's run.
@@ -48,6 +56,7 @@ def expand(first: Column, last: Column) -> tuple[Column, Column]:
 
 def sum_by(group: Column, num_groups: int, values: Column) -> Column:
     """Sum of `values` for each group, of shape (num_groups,); exact for sums below 2**53."""
+    # bincount adds in float64, which holds whole numbers up to 2**53: far more elements than a model has.
     return np.bincount(group, weights=values, minlength=num_groups).astype(np.int64)
 
 
@@ -55,6 +64,7 @@ def first_conflict(group: Column, start: Column, stop: Column) -> tuple[int, int
     """The first two intervals of one group that overlap, as indices, or None; all columns of shape (n,)."""
     order = np.lexsort((start, group))
     group, start, stop = group[order], start[order], stop[order]
+    # Sorted by start, intervals of one group are disjoint exactly when no one begins before the one before it ends.
     conflict = np.flatnonzero((group[1:] == group[:-1]) & (start[1:] < stop[:-1]))
     if not len(conflict):
         return None

@@ -1,8 +1,10 @@
 """Layouts: which rank holds which intervals of a flat tensor, and where in its local buffer.
 
-[Note: mutual slices] Two layouts of one flat tensor cut it at different places. The common refinement of the
-two is the finest cut either of them needs; its intervals are the mutual slices of Hydraulis, section 5.2. There
-they are LCM(N, TP) equal parts; as intervals they are also right where nothing divides anything.
+[Note: mutual slices] Two layouts of one flat tensor cut it at different places. Their common refinement is cut where
+either of them is; its intervals are the mutual slices of Hydraulis, section 5.2. 12 elements cut at 4 and 8 by one
+layout and at 6 by the other have the mutual slices [0, 4), [4, 6), [6, 8) and [8, 12). The paper cuts into LCM(N, TP)
+equal parts instead, here LCM(3, 2) = 6 of 2 elements each, and needs N and TP to divide the tensor; intervals are as
+few as can be and need nothing to divide anything.
 """
 
 from __future__ import annotations
@@ -49,6 +51,7 @@ class Layout:
 
     @property
     def num_ranks(self) -> int:
+        """Ranks of the job, those that hold nothing included."""
         return len(self.pieces)
 
     def held(self, rank: int) -> int:
@@ -58,6 +61,7 @@ class Layout:
     def columns(self) -> PieceColumns:
         """The pieces as sorted columns, for planners."""
         counts = [len(pieces) for pieces in self.pieces]
+        # One flat pass over all numbers: for a million pieces this is far cheaper than a column at a time.
         flat = np.fromiter(chain.from_iterable(chain.from_iterable(self.pieces)), dtype=np.int64)
         start, stop, offset = flat.reshape(-1, 3).T
         rank = np.repeat(np.arange(self.num_ranks), counts)
@@ -73,6 +77,7 @@ class Layout:
             )
         columns = self.columns()
         self._check_bounds(columns)
+        # Overlap in the tensor would count an element twice; overlap in the buffer would give one place two values.
         for what, begin in (("elements", columns.start), ("places in its local buffer", columns.offset)):
             conflict = first_conflict(columns.rank, begin, begin + columns.stop - columns.start)
             if conflict is not None:
@@ -83,8 +88,10 @@ class Layout:
                 )
 
     def _check_bounds(self, columns: PieceColumns) -> None:
+        """Raise `PlanError` for a piece that is empty or leaves the tensor or its rank's buffer."""
         rank, start, stop, offset = columns
         size = np.array(self.sizes, dtype=np.int64)[rank]
+        # All conditions at once over columns; which of them failed is found out for one bad piece only.
         bad = (start < 0) | (stop > self.numel) | (start >= stop) | (offset < 0) | (offset + stop - start > size)
         if not bad.any():
             return
@@ -105,8 +112,9 @@ class Layout:
 def even_layout(numel: int, num_ranks: int) -> Layout:
     """Rank r holds the r-th of `num_ranks` nearly equal intervals, without padding.
 
-    Cuts lie at floor(r · numel / num_ranks), so sizes differ by at most one element for any number of ranks, and
-    are empty for some ranks where there are more ranks than elements.
+    Cuts lie at floor(r * numel / num_ranks): 10 elements on 4 ranks are cut at 0, 2, 5, 7, 10. So sizes differ by at
+    most one element for any number of ranks, and some ranks hold nothing where there are more ranks than elements.
+    Raises `PlanError` without a rank to hold them.
     """
     if num_ranks < 1 or numel < 0:
         raise PlanError(f"cannot share {numel} elements among {num_ranks} ranks; there must be at least one rank")

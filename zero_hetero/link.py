@@ -1,7 +1,14 @@
 """LNK, the operator that moves mutual slices between two layouts (Hydraulis, section 5.2, figure 9).
 
-A transfer plan and this rank's two local buffers go in; messages and local moves follow the plan. A message that is
-one interval of the local buffer is sent from it or received into it; any other is packed into a scratch buffer.
+A transfer plan and this rank's two local buffers go in; messages and local moves follow the plan. Nothing is decided
+here: peers, sizes and order come from the plan, which every rank has, so no rank waits for what nobody sends.
+
+[Note: order of messages] A link starts all sends and receives of a transfer at once and only then does its local moves,
+so that messages are on their way while it copies. Between two ranks there is one message per transfer and direction.
+Transfers under way together are told apart by their tags; those that share a tag, and all of them where there are no
+tags (NCCL), by the order in which they started, which is the same on every rank. The order of the messages within one
+transfer is only a matter of speed: each rank begins with its next neighbour (of 4 ranks, rank 1 sends to 2, 3, 0 and
+receives from 0, 3, 2), so that not all of them turn to rank 0 first.
 """
 
 from __future__ import annotations
@@ -25,12 +32,12 @@ SUM_BLOCK_ON_CPU = 1 << 16
 
 
 class Handle:
-    """A pull or push under way. Until `wait()` returns, neither buffer may be written."""
+    """A pull or push under way, in one hop; see `Movement`."""
 
     def __init__(self, work: Work, arrived: Callable[[], None], finished: Callable[[], None]):
-        self._work: Work | None = work
-        self._arrived: Callable[[], None] | None = arrived
-        self._finished = finished
+        self._work: Work | None = work  # None once all is over
+        self._arrived: Callable[[], None] | None = arrived  # unpacks or sums; None once it has
+        self._finished = finished  # gives the scratch memory back
 
     def advance(self) -> None:
         """Nothing to begin: a plain link has one hop."""
@@ -64,7 +71,7 @@ class Link:
         self.rank = rank
         self.transport = transport
         self.buffers = BufferPool() if buffers is None else buffers
-        # Each rank begins with its next neighbour, so that not all of them send to rank 0 first.
+        # See [Note: order of messages].
         self.sends = tuple(
             Envelope.of_intervals(message.dst, ((piece.src_offset, piece.length) for piece in message.slices))
             for message in sorted(plan.sends(rank), key=lambda message: (message.dst - rank) % plan.num_ranks)
@@ -94,13 +101,15 @@ class Link:
         if src.dtype != dst.dtype:
             raise PlanError(f"rank {self.rank} pulls {src.dtype} into {dst.dtype}; cast the source first")
         scratch = Scratch(self.buffers, src.dtype, src.device)
-        packed: dict[tuple[Part, ...], Tensor] = {}  # what several peers get is packed once
+        # What several peers get is packed once: replicas of one shape all want the same parts of a shard.
+        packed: dict[tuple[Part, ...], Tensor] = {}
         for envelope in self.sends:
             if envelope.parts not in packed:
                 packed[envelope.parts] = envelope.outgoing(src, scratch)
         sends = [(envelope.peer, packed[envelope.parts]) for envelope in self.sends]
         recvs = [(envelope.peer, envelope.landing(dst, scratch)) for envelope in self.recvs]
         work = self.transport.exchange(sends, recvs, tag)
+        # The second hop of a relay pulls a buffer into itself; what stays at its place then needs no copy.
         in_place = src.data_ptr() == dst.data_ptr()
         for src_offset, dst_offset, length in self.local:
             if not (in_place and src_offset == dst_offset):
@@ -125,6 +134,8 @@ class Link:
         self._check(src, dst)
         scratch = Scratch(self.buffers, wire_dtype or src.dtype, src.device)
         sends = [(envelope.peer, envelope.outgoing(src, scratch)) for envelope in self.sends]
+        # Contributions never land in `dst` itself, not even those of one interval: all of them are held until every one
+        # has come, so that they can be added in rank order and not as they arrive.
         recvs = [(envelope.peer, scratch.take(envelope.numel)) for envelope in self.recvs]
         work = self.transport.exchange(sends, recvs, tag)
 
@@ -138,9 +149,11 @@ class Link:
         return (Hop(self.rank, self.sends, self.recvs, self.local, src, dst),)
 
     def _sum(self, messages: dict[int, Tensor], dst: Tensor, accumulate: bool) -> None:
+        """Sum the senders' messages into `dst`; `messages[rank]` of the rank itself is its whole source buffer."""
         block = SUM_BLOCK_ON_CPU if dst.device.type == "cpu" else None
         steps = self._steps(dst.numel(), block, accumulate)
-        # Adding across dtypes takes many times as long as casting first and adding then.
+        # Adding across dtypes takes many times as long as casting first and adding then. One buffer for the longest
+        # step is enough, since steps run one after the other.
         widest = max(
             (step.length for step in steps if step.sender is not None and messages[step.sender].dtype != dst.dtype),
             default=0,
@@ -149,6 +162,7 @@ class Link:
         cast = scratch.take(widest)
         for sender, src_offset, dst_offset, length, first in steps:
             target = dst.narrow(0, dst_offset, length)
+            # `copy_` casts while it writes; the two ways to add give the same bits, one of them has no need of a cast.
             if sender is None:
                 target.zero_()
                 continue
@@ -162,7 +176,7 @@ class Link:
         scratch.give_back()
 
     def _steps(self, numel: int, block: int | None, accumulate: bool) -> tuple[Contribution, ...]:
-        """The steps of a sum of `numel` elements, worked out once."""
+        """The steps of a sum of `numel` elements; the plan fixes them, so they are worked out once."""
         key = numel, block, accumulate
         if key not in self._sum_steps:
             senders = {
@@ -173,6 +187,7 @@ class Link:
         return self._sum_steps[key]
 
     def _check(self, src: Tensor, dst: Tensor) -> None:
+        """Raise `PlanError` for a buffer that is not flat or too short for the plan; it may be longer."""
         for what, buffer, numel in (("source", src, self.src_numel), ("destination", dst, self.dst_numel)):
             if buffer.dim() != 1 or not buffer.is_contiguous() or buffer.numel() < numel:
                 raise PlanError(

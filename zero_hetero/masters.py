@@ -3,6 +3,11 @@
 [Note: master shards] Rank r holds the r-th of N equal intervals of every bucket, whatever the strategy of a step
 (the optimization phase of Hydraulis, section 5.2). All its intervals lie in one tensor `flat`, bucket after bucket,
 and its gradients in `flat_grad` likewise; `shards[b]`, `grads[b]` and the optimizer's parameters are views.
+
+Example: buckets of 10 and 6 elements on 2 ranks. Rank 1 holds elements 5 to 9 of the first and 3 to 5 of the second,
+and `flat` has 8 elements, which are `shards[0]` and `shards[1]`. If the first bucket has the parameters a (7 elements)
+and b (3), rank 1 owns elements 5 and 6 of a and all of b. An optimizer with one group for a and one for b gets two
+parameters of bucket 0, of 2 and 3 elements; with one group for both it gets one parameter of 5.
 """
 
 from __future__ import annotations
@@ -60,6 +65,7 @@ class MasterShards:
         self.num_ranks = num_ranks
         self.layouts: list[Layout] = [even_layout(bucket.numel, num_ranks) for bucket in self.buckets]
         sizes = [layout.sizes[rank] for layout in self.layouts]
+        # One tensor for all buckets, so that norm and clipping run over one long interval.
         self.flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
         self.flat_grad = torch.zeros_like(self.flat)
         self.shards: list[Tensor] = list(self.flat.split(sizes))
@@ -71,7 +77,10 @@ class MasterShards:
             raise PlanError("a parameter is in two buckets; shared parameters are listed once, where they are stored")
 
     def load(self, name: str, flat: Tensor) -> None:
-        """Take this rank's interval of a whole parameter, given flat in master order, of any dtype and device."""
+        """Take this rank's interval of a whole parameter, given flat in master order, of any dtype and device.
+
+        Raises PlanError for a name that no bucket holds and for a tensor of another size.
+        """
         numel = self._numel_of(name)
         if flat.numel() != numel:
             raise PlanError(f"parameter {name!r} has {numel} elements, the tensor to load {flat.numel()}")
@@ -94,11 +103,13 @@ class MasterShards:
         groups on every rank.
         """
         group_of = self._group_of_each(groups)
+        # An element-wise optimizer does not care where a parameter begins or ends. So what lies side by side in one
+        # group is one parameter: a few long ones per bucket in place of many short ones.
         params: list[list[nn.Parameter]] = [[] for _ in groups]
         self.spans = []
         for bucket, start, stop, group in self._runs(group_of):
             param = nn.Parameter(self.shards[bucket][start:stop])
-            param.grad = self.grads[bucket][start:stop]
+            param.grad = self.grads[bucket][start:stop]  # a view, so that a push fills it
             params[group].append(param)
             self.spans.append(OptimizerSpan(param, bucket, start, stop))
         return [
@@ -131,16 +142,19 @@ class MasterShards:
         gathered: dict[str, Tensor] = {}
         for bucket, spec in enumerate(self.buckets):
             local = (self.shards if source is None else source)[bucket].detach()
+            # A whole bucket is a layout too: everything on the receivers, nothing elsewhere.
             wanted = [(0, spec.numel if rank in receivers else 0) for rank in range(self.num_ranks)]
             plan = plan_transfer(self.layouts[bucket], layout_of_intervals(spec.numel, wanted))
             whole = torch.empty(wanted[self.rank][1], dtype=local.dtype, device=local.device)
             Link(plan, self.rank, transport).pull(local, whole).wait()
             if self.rank in receivers:
                 values = whole.cpu().split([numel for _, numel in spec.params])
+                # Cloned, so that who keeps one parameter does not keep the whole bucket.
                 gathered |= {name: value.clone() for (name, _), value in zip(spec.params, values, strict=True)}
         return gathered
 
     def _cut_pieces(self) -> Iterator[OwnedPiece]:
+        """This rank's interval of every bucket, cut where parameters begin."""
         for index, bucket in enumerate(self.buckets):
             for piece in self.layouts[index].pieces[self.rank]:
                 for (name, numel), offset in zip(bucket.params, bucket.offsets.values(), strict=True):
@@ -157,7 +171,7 @@ class MasterShards:
         for piece in self.pieces():
             length = piece.stop - piece.start
             if (piece.bucket, group_of[piece.name]) == (bucket, group):
-                stop += length
+                stop += length  # pieces come in the order of the shard, so this one touches the run
                 continue
             if stop > start:
                 yield bucket, start, stop, group
@@ -167,6 +181,7 @@ class MasterShards:
             yield bucket, start, stop, group
 
     def _group_of_each(self, groups: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+        """The optimizer group of each parameter; PlanError unless every parameter is in exactly one."""
         group_of: dict[str, int] = {}
         for index, group in enumerate(groups):
             for name in group["names"]:

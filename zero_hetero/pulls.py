@@ -32,17 +32,19 @@ class Pulls:
         self.shards = tuple(shards)
         self.buffers = tuple(buffers)
         self.first_tag = first_tag
-        self._handles: dict[int, Movement] = {}
-        self._casts: list[Tensor] = []
+        self._handles: dict[int, Movement] = {}  # by bucket; empty between `finish` and the next `start`
+        self._casts: list[Tensor] = []  # by bucket; made with the first step
 
     def start(self) -> None:
-        """Start all pulls; from now on no buffer may be read before `wait` of its bucket."""
+        """Start all pulls; from now on no buffer may be read before `wait` of its bucket, and no shard may change."""
         if self._handles:
             raise RuntimeError(f"pulls of buckets {sorted(self._handles)} are still under way; call finish() first")
         with torch.no_grad():
             for index, link in enumerate(self.links):
                 wire = self._cast(index)
                 self._handles[index] = link.pull(wire, self.buffers[index], tag=self.first_tag + index)
+            # Second hops of relays begin when everything has started: a rank that waited for its neighbours between
+            # two buckets would keep the others waiting for the buckets that it has not started.
             for handle in self._handles.values():
                 handle.advance()
 
@@ -54,6 +56,8 @@ class Pulls:
 
     def finish(self) -> None:
         """Wait for all that is left, of buckets that this rank only sends too: shards may change again."""
+        # First all receives, then all sends: a send ends when its receiver has opened the receive, and ranks open
+        # theirs by waiting for receives [Note: bounded receives].
         handles, self._handles = self._handles, {}
         for handle in handles.values():
             handle.wait_arrived()
@@ -64,6 +68,7 @@ class Pulls:
         """`checksums_of` the pulls that have finished, as long as neither shards nor buffers have changed."""
         hops: list[Hop] = []
         for index, (link, shard, buffer) in enumerate(zip(self.links, self.shards, self.buffers, strict=True)):
+            # What was on the wire is the cast, which outlives the step; the shard itself has other bits.
             wire = shard.detach() if shard.dtype == buffer.dtype else self._casts[index]
             hops += link.hops(wire, buffer)
         return checksums_of(hops, num_ranks)

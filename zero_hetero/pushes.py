@@ -1,4 +1,15 @@
-"""Push buckets: hand each bucket's gradients to its LNK push as soon as the last backward has passed it."""
+"""Pushed gradients: each bucket leaves for its owners as soon as the last backward of a phase has passed it.
+
+[Note: order of pushes] All ranks start their pushes in one order, bucket N - 1 first and bucket 0 last, because a
+transport may match messages by the order in which they were started (NCCL does). A backward runs through the layers
+from last to first, so buckets become ready in about this order, and one seldom waits for another.
+
+Example: buckets 0 (embeddings), 1 and 2 (layers), 3 (head) on a rank that holds 0 to 2. With `arm()` bucket 3 leaves
+at once: the rank holds no parameter of it, but may own a part of its master gradient, and keeps its place in the order.
+When autograd has accumulated into the last parameter of layer 2, bucket 2 leaves, while the backward goes on in layer
+1. Were layer 1 ready before layer 2, it would wait. What is left at `finish()`, such as a bucket whose parameters this
+backward did not reach, leaves then.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +38,10 @@ class PushBucket:
 
 
 class Pushes:
-    """Issues the pushes of one strategy in one global order: descending bucket index, on every rank.
+    """Issues the pushes of one strategy in one order, the same on all ranks; see [Note: order of pushes].
 
-    A rank also issues, in its place, a bucket of which it only receives or holds nothing, so that no two ranks ever
-    start the same pushes in different orders (NCCL matches messages by order). Life of a step: `arm()` before the
-    last backward, gradient hooks issue what is ready, `finish()` issues the rest and waits.
+    Life of a phase: `arm()` before the last backward, gradient hooks issue what is ready, `finish()` issues the rest
+    and waits. Gradients of earlier micro-batches stay in the local buffers until then: a push sends the sum of all.
     """
 
     def __init__(self, buckets: Sequence[PushBucket], *, wire_dtype: torch.dtype | None = None, first_tag: int = 0):
@@ -40,7 +50,7 @@ class Pushes:
         self.wire_dtype = wire_dtype
         self.first_tag = first_tag
         self._armed = self._accumulate = False
-        self._unready: list[set[int]] = [set() for _ in self.buckets]
+        self._unready: list[set[int]] = [set() for _ in self.buckets]  # per bucket: parameters still to come
         self._next = -1  # the bucket to issue next; those above it are under way
         self._handles: list[Movement] = []
         for index, bucket in enumerate(self.buckets):
@@ -59,7 +69,7 @@ class Pushes:
         self._accumulate = accumulate
         self._next = len(self.buckets) - 1
         self._unready = [set(range(len(bucket.params))) for bucket in self.buckets]
-        self._issue_ready()
+        self._issue_ready()  # those that this rank holds nothing of, as far as nothing comes before them
 
     def finish(self, *, accumulate: bool = False) -> None:
         """Issue every push that is left, then wait for all: the master gradients are complete.
@@ -78,6 +88,8 @@ class Pushes:
         self._issue_ready()
         self._armed = False
         handles, self._handles = self._handles, []
+        # Each loop needs more of the other ranks than the one before: first that they have started everything, then
+        # that they have sent it, and last that they have received it.
         for handle in handles:
             handle.advance()
         for handle in handles:
@@ -99,6 +111,7 @@ class Pushes:
         return on_accumulated
 
     def _issue_ready(self) -> None:
+        """Start the pushes from `_next` down to the first bucket that still lacks a gradient."""
         while self._next >= 0 and not self._unready[self._next]:
             bucket = self.buckets[self._next]
             tag = self.first_tag + self._next

@@ -19,7 +19,7 @@ class RelayHandle:
 
     def __init__(self, first: Handle, second: Callable[[], Handle], finish: Callable[[], None] | None = None):
         self._first = first
-        self._begin_second = second
+        self._begin_second = second  # reads what the first hop brings, so it may not start before
         self._finish = finish
         self._second: Handle | None = None
         self._done = False
@@ -41,6 +41,7 @@ class RelayHandle:
         self.advance()
         if self._second is not None and not self._done:
             self._done = True
+            # The first hop has arrived long ago; waiting for it as well frees its sends and its scratch memory.
             self._second.wait()
             self._first.wait()
             if self._finish is not None:
@@ -78,6 +79,7 @@ class RelayLink:
 
     def pull(self, src: Tensor, dst: Tensor, *, tag: int = 0) -> RelayHandle:
         """See `Mover.pull`; between the hops data lies in `dst`, already at its final places."""
+        # Both hops may use one tag: a transport delivers what has one tag in the order in which it was sent.
         return RelayHandle(self.first.pull(src, dst, tag=tag), lambda: self.second.pull(dst, dst, tag=tag))
 
     def push(
@@ -93,6 +95,7 @@ class RelayLink:
 
         Only the second hop may accumulate: the scratch memory holds nothing of the phases before.
         """
+        # Without this, sums of 16 bit contributions, kept in FP32, would travel between the nodes in FP32.
         wire = wire_dtype or src.dtype
         lent = self.buffers.take(src.numel(), dst.dtype, dst.device)
         sums = lent[: src.numel()]

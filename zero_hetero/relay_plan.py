@@ -1,9 +1,24 @@
-"""Relay plans: across nodes each element enters a node once and is shared inside it. Pure.
+"""Two layouts and the size of a node in, a transfer in two hops out: each element enters a node once. Pure.
 
-[Note: relay] A node is `node_size` consecutive ranks. A pull takes two hops, both into the receivers' final places:
-`enter` brings what a node's own ranks do not own to one of those that want it, in equal parts where several do,
-and `spread` passes it on inside the node. What a node's own rank owns goes to its neighbours at once, in `enter`. A
-push is both hops transposed: a node adds up its contributions first, so that one sum per element leaves it.
+[Note: relay] A node is `node_size` consecutive ranks; links inside it are many times as fast as those between nodes.
+Where several ranks of a node want the same elements, a transfer in one hop carries them into the node several times.
+So a pull takes two hops:
+
+    enter     What the ranks of a node want and none of them owns is brought in by one of those that want it, in equal
+              parts where several do. What one of them owns goes to its neighbours at once.
+    spread    Who brought something in passes it on inside the node.
+
+Both hops write to the receivers' final places, so no buffer lies between them. A push is both hops transposed and in
+the other order: a node adds up its own contributions first, so that one sum per element leaves it.
+
+Example: 8 elements, nodes of ranks (0, 1) and (2, 3). Each rank owns 2 elements, rank 0 elements 0 and 1, rank 1
+elements 2 and 3, and so on, and all four want all 8. The first node (the second does the same):
+
+    enter     rank 1 -> rank 0  elements 2, 3     rank 0 -> rank 1  elements 0, 1     inside the node
+              rank 2 -> rank 0  elements 4, 5     rank 3 -> rank 1  elements 6, 7     into the node
+    spread    rank 0 -> rank 1  elements 4, 5     rank 1 -> rank 0  elements 6, 7     inside the node
+
+4 elements enter the node, each once, where one hop would carry 8. A rank still receives 6 elements, as in one hop.
 """
 
 from __future__ import annotations
@@ -42,7 +57,7 @@ class _Wanter(NamedTuple):
 
 
 class _Atom(NamedTuple):
-    """An interval that the same ranks of a node want; `owned`: by a rank of this node."""
+    """An interval that the same ranks of a node want; `owned`: a rank of this node has it in the source layout."""
 
     start: int
     stop: int
@@ -63,18 +78,23 @@ def plan_relay(src: Layout, dst: Layout, node_size: int) -> RelayPlan:
     if node_size < 1:
         raise PlanError(f"a node of {node_size} ranks: give the number of ranks on one machine, at least 1")
     dst.validate()
+    # The first hop is an ordinary transfer to a layout of its own: what each rank brings in, at its final place. The
+    # second is written down slice by slice, since it is known already who passes what on to whom.
     arriving: list[list[Piece]] = [[] for _ in dst.pieces]
     spread: list[tuple[int, int, Slice]] = []  # (src, dst, slice)
     for first_rank in range(0, dst.num_ranks, node_size):
         node = range(first_rank, min(first_rank + node_size, dst.num_ranks))
         for atom, relay, start, length in _arrivals(tuple(_joined(_atoms(src, dst, node)))):
-            at = relay.offset + start
+            at = relay.offset + start  # in the relay's buffer, where it arrives and from where it is passed on
             arriving[relay.rank].append(Piece(atom.start + start, atom.start + start + length, at))
+            # What the node owns reaches every wanter in the first hop. Either way the relay reads its own part, a local
+            # move onto itself: so the second hop names all that arrives, and its transpose sums all that is sent.
             readers = (relay,) if atom.owned else atom.wanters
             spread += [(relay.rank, reader.rank, Slice(at, reader.offset + start, length)) for reader in readers]
     entered = Layout(dst.numel, tuple(map(tuple, arriving)), dst.sizes)
     rows = np.array([(src_rank, dst_rank, *piece) for src_rank, dst_rank, piece in spread], dtype=np.int64)
     return RelayPlan(
+        # Any link inside the node is cheaper than any between nodes: what the node owns never comes from outside.
         plan_transfer(src, entered, link_cost=lambda sender, receiver: sender // node_size != receiver // node_size),
         TransferPlan(dst.num_ranks, SliceColumns(*rows.reshape(-1, 5).T)),
     )
@@ -83,8 +103,10 @@ def plan_relay(src: Layout, dst: Layout, node_size: int) -> RelayPlan:
 def _arrivals(atoms: Sequence[_Atom]) -> Iterator[tuple[_Atom, _Wanter, int, int]]:
     """Who receives what of each atom in the first hop, as (atom, receiver, start in the atom, length).
 
-    All that the same ranks want is cut once for each of them, so that what a rank passes on is one interval, or few:
-    it leaves and arrives without packing.
+    All that the same ranks want together is cut into as many equal parts as there are of them, over all its atoms at
+    once, and not atom by atom: so what one rank passes on is one interval, or few, which leaves and arrives without
+    packing. With atoms of 2 and 6 elements that ranks 0 and 1 want, rank 0 brings in the first atom and 2 elements of
+    the second, rank 1 the other 4.
     """
     totals: dict[tuple[int, ...], int] = {}
     for atom in atoms:
@@ -99,13 +121,15 @@ def _arrivals(atoms: Sequence[_Atom]) -> Iterator[tuple[_Atom, _Wanter, int, int
         begin, total, count = before[atom.ranks], totals[atom.ranks], len(atom.wanters)
         before[atom.ranks] += length
         for index, wanter in enumerate(atom.wanters):
+            # The wanter's part of the total, [total * index // count, total * (index + 1) // count), as far as it lies
+            # in this atom, which is [begin, begin + length) of the total.
             start, stop = (min(max(total * cut // count - begin, 0), length) for cut in (index, index + 1))
             if start < stop:
                 yield atom, wanter, start, stop - start
 
 
 def _joined(atoms: Iterator[_Atom]) -> Iterator[_Atom]:
-    """Atoms that follow each other in the tensor and in every wanter's buffer, as one."""
+    """Atoms that follow each other in the tensor and in every wanter's buffer, as one: fewer slices, same bytes."""
     last: _Atom | None = None
     for atom in atoms:
         if last is not None:
@@ -124,6 +148,8 @@ def _atoms(src: Layout, dst: Layout, ranks: range) -> Iterator[_Atom]:
     """What a node wants, in the tensor's order, cut where its wanters, its owners or its buffers change."""
     wanted = sorted((piece.start, piece.stop, rank, piece.offset) for rank in ranks for piece in dst.pieces[rank])
     owned = sorted((piece.start, piece.stop) for rank in ranks for piece in src.pieces[rank])
+    # A sweep over all cuts from left to right: pieces open when the sweep reaches their start and close at their stop.
+    # Between two cuts nothing changes, so what is open there describes the whole atom.
     cuts = sorted({cut for start, stop, *_ in [*wanted, *owned] for cut in (start, stop)})
     next_wanted = next_owned = 0
     open_wanted: list[tuple[int, int, int, int]] = []

@@ -1,7 +1,30 @@
-"""Transfer plans: who sends which mutual slices to whom, decided once and the same on every rank.
+"""Two layouts of one flat tensor in, the messages that bring data from one to the other out. Pure.
 
-Two layouts of one flat tensor go in, messages with local buffer offsets come out. Nothing here communicates, and
-this is the only place where it is decided who sends what. See [Note: mutual slices] in `layout.py`.
+Every rank computes the same plan from the same layouts, so nobody asks who sends what. This is the only place where
+that is decided. See [Note: mutual slices] in `layout.py`.
+
+[Note: a transfer by example] A tensor of 12 elements, 3 ranks. Layout A are the master shards, 4 elements a rank. In
+layout B ranks 0 and 1 hold one half each (one replica, TP 2), and rank 2 holds everything (a replica, TP 1).
+
+    element            0 1 2 3 | 4 5 | 6 7 | 8 9 10 11
+    A                  rank 0  |  rank 1   |  rank 2
+    B, first replica   rank 0        |  rank 1
+    B, second replica  rank 2
+    mutual slices      [0, 4)   [4,6) [6,8)  [8, 12)
+
+The pull, A to B; each line is one message, `src` says where a slice begins in the sender's local buffer, `dst` where it
+begins in the receiver's:
+
+    0 -> 0  4 elements  src 0  dst 0    rank 0 owns these: a local move, nothing is sent
+    0 -> 2  4 elements  src 0  dst 0
+    1 -> 0  2 elements  src 0  dst 4
+    1 -> 1  2 elements  src 2  dst 0    local
+    1 -> 2  4 elements  src 0  dst 4    two mutual slices that touch in both buffers travel as one
+    2 -> 1  4 elements  src 0  dst 2
+    2 -> 2  4 elements  src 0  dst 8    local
+
+The push, B to A, is the same list with senders and receivers exchanged. Where B holds an element twice, both replicas
+send their gradient of it and the owner adds them up: rank 1 gets elements 4 and 5 from ranks 0 and 2.
 """
 
 from __future__ import annotations
@@ -64,6 +87,7 @@ class TransferPlan:
     @classmethod
     def from_messages(cls, num_ranks: int, messages: Iterable[Message]) -> TransferPlan:
         """A plan that consists of the given messages, at most one for each (src, dst)."""
+        # One row per slice, five numbers each; transposed, five columns.
         rows = [(m.src, m.dst, *piece) for m in messages for piece in m.slices]
         return cls(num_ranks, SliceColumns(*np.array(rows, dtype=np.int64).reshape(-1, 5).T))
 
@@ -114,6 +138,8 @@ class TransferPlan:
 
     def _messages(self, rows: Column) -> tuple[Message, ...]:
         """The messages that the given slices make up; slices that touch on both sides become one."""
+        # Slices were cut where either layout is cut, which is often finer than a message needs: two slices that follow
+        # each other in the sender's and in the receiver's buffer can travel as one interval, without packing.
         slices = self.slices
         order = rows[np.lexsort((slices.dst[rows], slices.src[rows]))]  # stable: keeps the flat order
         messages: list[Message] = []
@@ -125,7 +151,9 @@ class TransferPlan:
                 if pair is not None:
                     messages.append(Message(*pair, tuple(pieces)))
                 pair, pieces = (src, dst), []
-            elif src_offset == sum(pieces[-1][::2]) and dst_offset == sum(pieces[-1][1:]):
+            elif src_offset == pieces[-1].src_offset + pieces[-1].length and dst_offset == (
+                pieces[-1].dst_offset + pieces[-1].length
+            ):
                 pieces[-1] = pieces[-1]._replace(length=pieces[-1].length + length)
                 continue
             pieces.append(Slice(src_offset, dst_offset, length))
@@ -137,17 +165,20 @@ class TransferPlan:
 def plan_transfer(src: Layout, dst: Layout, *, link_cost: LinkCost | None = None) -> TransferPlan:
     """Deliver every element of every piece of `dst` exactly once, from a rank that holds it in `src`.
 
-    If several ranks hold an element, it comes from the receiver itself, else over the fastest link, else from the
-    rank that has sent least so far (Hetu v2, section 4.3), else from the holder with the receiver's own index, so
-    that replicas of equal shape talk in pairs. `link_cost(sender, receiver)` is any measure of time per element.
+    If several ranks hold an element, the receiver takes its own. Else the sender is the holder with the fastest link;
+    of equally fast ones the one that has sent least so far (Hetu v2, section 4.3); of those the one whose place among
+    the holders is the receiver's place among the receivers, so that replicas of equal shape talk in pairs.
+    `link_cost(sender, receiver)` is any measure of time per element.
     Raises `PlanError` where the layouts do not fit each other or no rank holds what is wanted.
     """
     _check_fit(src, dst)
     held, wanted = src.columns(), dst.columns()
     in_tensor_order = np.argsort(held.start, kind="stable")
     held = PieceColumns(*(column[in_tensor_order] for column in held))
-    everything = np.zeros_like(held.start)
-    if first_conflict(everything, held.start, held.stop) is None:
+    # Master shards have one owner for each element: then there is nothing to choose, and one pass over sorted columns
+    # finds every slice. Only a source that holds some element twice needs the slower choice of senders.
+    one_group = np.zeros_like(held.start)
+    if first_conflict(one_group, held.start, held.stop) is None:
         wanted_row, held_row, start, stop = overlaps(wanted.start, wanted.stop, held.start, held.stop)
     else:
         wanted_row, held_row, start, stop = choose_senders(held, wanted, src.num_ranks, link_cost)
@@ -157,6 +188,7 @@ def plan_transfer(src: Layout, dst: Layout, *, link_cost: LinkCost | None = None
         SliceColumns(
             src=held.rank[held_row],
             dst=wanted.rank[wanted_row],
+            # A piece [10, 20) at offset 3 keeps element 14 at 3 - 10 + 14 = 7 of its local buffer.
             src_offset=(held.offset - held.start)[held_row] + start,
             dst_offset=(wanted.offset - wanted.start)[wanted_row] + start,
             length=stop - start,
@@ -165,6 +197,7 @@ def plan_transfer(src: Layout, dst: Layout, *, link_cost: LinkCost | None = None
 
 
 def _check_fit(src: Layout, dst: Layout) -> None:
+    """Raise `PlanError` unless both layouts are sound and describe the same tensor on the same ranks."""
     if src.numel != dst.numel:
         raise PlanError(
             f"the source layout describes {src.numel} elements, the destination layout {dst.numel}; "
@@ -180,6 +213,8 @@ def _check_fit(src: Layout, dst: Layout) -> None:
 
 
 def _check_coverage(wanted: PieceColumns, wanted_row: Column, start: Column, stop: Column) -> None:
+    """Raise `PlanError`, naming the first element that is missing, unless every wanted piece was found whole."""
+    # Slices of one piece never overlap, so a piece is covered exactly when their lengths add up to its own.
     found = sum_by(wanted_row, len(wanted.start), stop - start)
     short = np.flatnonzero(found != wanted.stop - wanted.start)
     if not len(short):
@@ -187,7 +222,7 @@ def _check_coverage(wanted: PieceColumns, wanted_row: Column, start: Column, sto
     row = int(short[0])
     mine = np.flatnonzero(wanted_row == row)
     mine = mine[np.argsort(start[mine])]
-    missing = int(wanted.start[row])
+    missing = int(wanted.start[row])  # moves on as long as the next slice begins where the last one ended
     for begin, end in zip(start[mine].tolist(), stop[mine].tolist(), strict=True):
         if begin != missing:
             break

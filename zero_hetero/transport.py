@@ -1,6 +1,17 @@
 """Transports: start the sends and receives that a plan decided, and wait for them.
 
 A transport decides nothing: both sides took peers, order and sizes from the same plan.
+
+[Note: bounded receives] All pulls of a step start at once, one per bucket, and a model has dozens of buckets. With the
+receives of all of them open, ranks that share cores spend twice the time on the same bytes. So over gloo only a few
+exchanges have open receives. The next one opens when an earlier one is waited for, and a step waits for its buckets
+in the order in which it started them.
+
+The bound cannot lock the ranks up. Sends are never held back, so a rank needs nothing of its peers but that they have
+started; and waiting for an exchange opens its receives, and those of all that started before it, whatever the bound.
+With a bound of 2 and exchanges 0 to 5 started, 0 and 1 are open. Waiting for 4 opens 2, 3 and 4. Exchanges open in the
+order of their start in any case, because messages of one pair and tag meet their receives in the order in which these
+were opened.
 """
 
 from __future__ import annotations
@@ -38,21 +49,22 @@ class TorchTransport:
     gloo matches by tag, so exchanges may be started in any order. NCCL has no tags: there every rank must start its
     exchanges in one global order.
 
-    `max_open_receives` (gloo only; None: any number) bounds the exchanges whose receives are open at once; those
-    beyond it open as earlier ones are waited for. Sends start at once, so no rank waits for another's progress.
-    With as many open as there are buckets, ranks that share cores spend twice the time on the same bytes.
+    `max_open_receives` (gloo only; None: any number) bounds the exchanges whose receives are open at once; see
+    [Note: bounded receives].
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, max_open_receives: int | None = None):
         self.group = group
         self.max_open_receives = max_open_receives
-        self._opened: list[_Exchange] = []
-        self._waiting: deque[_Exchange] = deque()
+        self._opened: list[_Exchange] = []  # receives open, not yet waited for
+        self._waiting: deque[_Exchange] = deque()  # receives not yet open, in the order of their start
 
     def exchange(self, sends: Sequence[Parcel], recvs: Sequence[Parcel], tag: int = 0) -> Work:
         if not sends and not recvs:
             return _Batch([])
         if dist.get_backend(self.group) != "gloo":
+            # One NCCL group call: it runs sends and receives side by side, so that two ranks which send to each other
+            # first do not wait for each other for ever.
             operations = [
                 dist.P2POp(dist.irecv, buffer, group=self.group, tag=tag, group_peer=peer) for peer, buffer in recvs
             ]
@@ -64,6 +76,7 @@ class TorchTransport:
         if recvs:
             self._waiting.append(exchange)
             self._open_next()
+        # Sends start at once, whatever the bound: the receives of others depend on them.
         exchange.sends = [
             _started(dist.isend(buffer, group=self.group, tag=tag, group_dst=peer)) for peer, buffer in sends
         ]
@@ -74,7 +87,7 @@ class TorchTransport:
         while self._waiting:
             full = self.max_open_receives is not None and len(self._opened) >= self.max_open_receives
             if full and (until is None or until.works is not None):
-                return
+                return  # no room, and nobody waits for one that is not open yet
             exchange = self._waiting.popleft()
             exchange.works = [
                 _started(dist.irecv(buffer, group=self.group, tag=exchange.tag, group_src=peer))
@@ -83,6 +96,7 @@ class TorchTransport:
             self._opened.append(exchange)
 
     def _close(self, exchange: _Exchange) -> None:
+        """Receives have come: their place goes to the next exchange."""
         self._opened.remove(exchange)
         self._open_next()
 
@@ -117,6 +131,8 @@ class _Exchange:
 
 
 class _Batch:
+    """Operations that can only be waited for together."""
+
     def __init__(self, works: Sequence[dist.Work]):
         self.works = works
 
@@ -139,6 +155,7 @@ class InProcessTransport:
 
     def exchange(self, sends: Sequence[Parcel], recvs: Sequence[Parcel], tag: int = 0) -> Work:
         for peer, buffer in sends:
+            # A copy, as on a wire: the sender may write its buffer again before the receiver looks.
             self.post.boxes[self.rank, peer, tag].append(buffer.clone())
         return _Delivery(self.post, self.rank, list(recvs), tag)
 
@@ -151,6 +168,8 @@ class Post:
 
 
 class _Delivery:
+    """Receives of one exchange between ranks of one process; waiting takes them out of the post."""
+
     def __init__(self, post: Post, rank: int, recvs: list[Parcel], tag: int):
         self.post, self.rank, self.recvs, self.tag = post, rank, recvs, tag
 

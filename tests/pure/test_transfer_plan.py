@@ -81,6 +81,21 @@ def assert_delivers(plan: TransferPlan, src: Layout, dst: Layout) -> None:
     assert run_plan(plan, fill(src), dst.sizes) == expected
 
 
+def test_the_example_of_the_docstring() -> None:
+    src, dst = even_layout(12, 3), layout_of_intervals(12, [(0, 6), (6, 12), (0, 12)])
+    pull = plan_transfer(src, dst)
+    assert [(m.src, m.dst, *piece) for m in pull.messages for piece in m.slices] == [
+        (0, 0, 0, 0, 4),
+        (0, 2, 0, 0, 4),
+        (1, 0, 0, 4, 2),
+        (1, 1, 2, 0, 2),
+        (1, 2, 0, 4, 4),
+        (2, 1, 0, 2, 4),
+        (2, 2, 0, 8, 4),
+    ]
+    assert [(m.src, m.numel) for m in pull.transposed().recvs(1)] == [(0, 2), (2, 4)]
+
+
 @given(strategies())
 def test_pull_delivers_every_element_once(case: tuple[Params, Layout, int]) -> None:
     _, layout, num_ranks = case

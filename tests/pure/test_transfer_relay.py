@@ -86,6 +86,16 @@ def test_replicas_of_a_node_bring_in_equal_parts() -> None:
     assert across == [8] * 8  # without the relay 32 each
 
 
+def test_the_example_of_the_docstring() -> None:
+    plan = plan_relay(even_layout(8, 4), layout_of_intervals(8, [(0, 8)] * 4), 2)
+    moves = [
+        [(m.src, m.dst, piece.dst_offset, piece.length) for m in hop.messages for piece in m.slices if m.src != m.dst]
+        for hop in plan
+    ]
+    assert [move for move in moves[0] if move[1] < 2] == [(0, 1, 0, 2), (1, 0, 2, 2), (2, 0, 4, 2), (3, 1, 6, 2)]
+    assert [move for move in moves[1] if move[1] < 2] == [(0, 1, 4, 2), (1, 0, 6, 2)]
+
+
 def test_nodes_need_ranks() -> None:
     with pytest.raises(PlanError, match="node of 0 ranks"):
         plan_relay(even_layout(4, 2), even_layout(4, 2), 0)
