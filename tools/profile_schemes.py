@@ -30,8 +30,15 @@ import torch.distributed as dist
 
 from ds_hydra.config.hydra_block import parse_config, read_config
 from ds_hydra.costs.cost_table import CostTable
-from ds_hydra.costs.memory import Activations, JobMemory, activations_from_record, activations_record
-from ds_hydra.costs.table_file import JobPrint, TableFile, read_table_file, write_atomically
+from ds_hydra.costs.memory import Activations, JobMemory
+from ds_hydra.costs.table_file import (
+    JobFingerprint,
+    TableFile,
+    activations_from_record,
+    activations_record,
+    read_table_file,
+    write_atomically,
+)
 from ds_hydra.engine.fingerprint import describe_job
 from ds_hydra.engine.fits import rank_memory
 from ds_hydra.pipe.models.causal_lm import CausalLM
@@ -64,7 +71,7 @@ class Request:
     clock: Literal["wall", "cpu"]
     dtype: torch.dtype
     device: torch.device
-    job: JobPrint
+    job: JobFingerprint
 
 
 def parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:

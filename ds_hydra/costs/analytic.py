@@ -58,6 +58,7 @@ def analytic_cost_table(
     wanted = list(dict.fromkeys(schemes))
     memory = None
     if device_bytes is not None:
+        # Bytes of a layer over hidden^2, which is how the paper's model wants its constant B: 16 bytes a parameter.
         ranks = num_ranks or max((s.num_ranks for s in wanted), default=1)
         states = 16.0 * shape.params / (shape.layers * shape.hidden**2)
         memory = MemoryModel(shape.hidden, shape.layers, shape.vocab, device_bytes, ranks, activation_bytes, states)
@@ -66,6 +67,7 @@ def analytic_cost_table(
         limit = min(memory.max_length(scheme), 64 * context_length) if memory else context_length
         if limit < 1:
             continue
+        # tp = 1, 2, 4, 8, 16 have bit lengths 1 to 5; beyond 16 the last figure stands.
         efficiency = _TP_EFFICIENCY[min(scheme.tp.bit_length() - 1, len(_TP_EFFICIENCY) - 1)]
         speed = device_flops * efficiency * scheme.num_ranks / 1e3  # FLOPs per ms, all ranks of the pipeline
         moved = 0.0  # bytes per token, layer and rank, over tp and sp

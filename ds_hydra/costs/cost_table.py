@@ -1,4 +1,4 @@
-"""Model shape and devices, or a table file, in; milliseconds and MaxLen of every parallel scheme out. Pure: no torch.
+"""Coefficients of a parallel scheme in, milliseconds and MaxLen out. Pure: no torch.
 
 [Note: cost model]
 A micro-batch costs one pipeline stage, forward plus backward, `sum(a*l*l + b*l) + c` milliseconds over its
@@ -7,13 +7,16 @@ pipeline runs its micro-batches one after the other and drains once, so its time
 `sum(loads) + (PP - 1) * largest load`. MaxLen, the tokens that a micro-batch may hold, follows from the memory
 model (appendix C.1) and is a hard limit.
 
+Example, c = 5: sequences that cost 20 and 10 ms in one micro-batch are a load of 35 ms, in two they are 25 and 15. A
+pipeline of two stages takes 35 + 35 = 70 ms for the first and 40 + 25 = 65 ms for the second, because its stages work
+side by side; with PP = 1 it takes 35 and 40 ms.
+
 `SchemeCost.sequence_ms` is the only place that knows the quadratic: bounds, dispatch and packing take what it
 returns, and need no more of it than that it grows with the length.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,13 +25,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_hydra.pipe.shape import ParallelScheme, parse_strategy
+from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
-
-FORMAT = "ds-hydra cost table"
-VERSION = 1
-# How a measured table came about; `table_file` reads these.
-EVIDENCE = ("job", "measured", "links", "step", "activations")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +45,7 @@ class SchemeCost:
     util_length: int = 1  # tokens
 
     def __post_init__(self) -> None:
+        # Tables are also written by hand, so each figure is checked as it comes from JSON: True is an int to Python.
         for key in ("a", "b", "c", "max_length", "util_length"):
             value = getattr(self, key)
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
@@ -76,10 +75,14 @@ class SchemeCost:
 
     def load_ms(self, lengths: NDArray[np.int64] | Sequence[int]) -> float:
         """One stage, forward and backward, of one micro-batch that holds these sequences."""
+        # `fsum` is exact, so the load does not depend on the order of the sequences.
         return math.fsum(self.sequence_ms(lengths).tolist()) + self.c
 
     def pipeline_ms(self, loads: Sequence[float]) -> float:
-        """Flow-shop time of micro-batches with these loads (ms): sum(loads) + (PP-1) * max(loads); 0 for none."""
+        """Time of micro-batches with these loads, all in ms: sum(loads) + (PP - 1) * max(loads); 0 for none.
+
+        The flow-shop formula: a stage works through all loads, and the pipeline drains over the largest of them.
+        """
         return math.fsum(loads) + (self.scheme.pp - 1) * max(loads) if len(loads) else 0.0
 
     def paper_ms(self, loads: Sequence[float]) -> float:
@@ -123,67 +126,7 @@ class CostTable:
 
     @classmethod
     def load(cls, path: str | Path) -> CostTable:
-        """Read a table; ConfigError names file, key and remedy for whatever is missing, unknown or impossible."""
-        try:
-            record = json.loads(Path(path).read_text())
-        except OSError as error:
-            raise ConfigError(
-                f"cannot read the cost table {path}: {error.strerror}; write one with tools/profile_schemes"
-            ) from error
-        except ValueError as error:
-            raise ConfigError(f"the cost table {path} is not JSON: {error}") from error
-        return read_table(record, str(path))
+        """The table of a file. ConfigError names file, key and remedy for what is missing, unknown or impossible."""
+        from ds_hydra.costs.table_file import load_table  # the format builds on this class, so it is imported late
 
-    def save(self, path: str | Path) -> None:
-        """Write the table so that `load` gives it back unchanged."""
-        Path(path).write_text(json.dumps(self.to_record(), indent=1) + "\n")
-
-    def to_record(self) -> dict[str, object]:
-        rows = [
-            {"scheme": str(k.scheme), "a": k.a, "b": k.b, "c": k.c, "max_length": k.max_length,
-             "util_length": k.util_length}
-            for k in self.costs
-        ]  # fmt: skip
-        return {"format": FORMAT, "version": VERSION, "source": self.source, "unit": "ms", "schemes": rows}
-
-
-def read_table(record: object, place: str) -> CostTable:
-    """The strict reading of a table's JSON, as `to_record` gives it; `place` is what errors call it."""
-    if not isinstance(record, dict) or record.get("format") != FORMAT:
-        raise ConfigError(f"{place}: 'format' must be {FORMAT!r}; this is not a cost table")
-    if record.get("version") != VERSION:
-        raise ConfigError(
-            f"{place}: 'version' is {record.get('version')!r} but this release reads {VERSION}; "
-            "write the table again with tools/profile_schemes"
-        )
-    unknown = sorted(set(record) - {"format", "version", "source", "unit", "schemes", *EVIDENCE})
-    if unknown or record.get("unit", "ms") != "ms":
-        raise ConfigError(f"{place}: " + (f"unknown keys {unknown}" if unknown else "'unit' must be 'ms'"))
-    rows = record.get("schemes")
-    if not isinstance(rows, list) or not rows:
-        raise ConfigError(f"{place}: 'schemes' must be a list with at least one scheme")
-    costs = tuple(_read_scheme(row, f"{place}: schemes[{index}]") for index, row in enumerate(rows))
-    try:
-        return CostTable(costs, str(record.get("source", "")))
-    except ConfigError as error:
-        raise ConfigError(f"{place}: {error}") from error
-
-
-def _read_scheme(row: object, place: str) -> SchemeCost:
-    keys = ("scheme", "a", "b", "c", "max_length", "util_length")
-    if not isinstance(row, dict):
-        raise ConfigError(f"{place} must be an object with {', '.join(keys)} but is {row!r}")
-    missing = [key for key in keys if key not in row]
-    unknown = sorted(set(row) - set(keys))
-    if missing or unknown:
-        raise ConfigError(
-            f"{place} ({row.get('scheme', 'unnamed')}): "
-            + (f"missing {', '.join(missing)}" if missing else f"unknown keys {unknown}; known: {', '.join(keys)}")
-        )
-    try:
-        schemes = parse_strategy(str(row["scheme"]))
-        if len(schemes) != 1:
-            raise ConfigError(f"{row['scheme']!r} names {len(schemes)} pipelines where one scheme is due")
-        return SchemeCost(scheme=schemes[0], **{key: row[key] for key in keys[1:]})
-    except ValueError as error:
-        raise ConfigError(f"{place}: {error}") from error
+        return load_table(path)

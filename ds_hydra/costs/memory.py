@@ -4,9 +4,9 @@
 A rank holds its 1/N of the master shards (FP32 parameters, gradients and optimizer state) whatever the strategy, and
 under a strategy the parameters (compute dtype) and gradients (FP32) of its share of a stage, buffers of pull and
 push, and activations. Stage i of PP keeps the activations of up to PP - i micro-batches at once (1F1B), and needs a
-transient on top while it computes: a chunk of logits, or what a layer's backward needs, whichever is more
-(Hydraulis, appendix C.1, with embedding and head stages apart). All of it grows with the tokens of a micro-batch;
-MaxLen is where it meets the device's bytes less a margin.
+transient on top while it computes: a block of logits, or what a layer's backward needs, whichever is more (Hydraulis,
+appendix C.1, with the stages of the embeddings and of the head counted by themselves). Activations and transient grow
+with the tokens of a micro-batch; MaxLen is where the sum meets the device's bytes less a margin.
 
 `paper_memory.MemoryModel` is the paper's own formula with its constants A, B and alpha; this one counts a real model.
 """
@@ -14,8 +14,8 @@ MaxLen is where it meets the device's bytes less a margin.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from ds_hydra.pipe.model_plan import LOGITS_AT_ONCE, ModelPlan
 from ds_hydra.pipe.placement import Stage, place_pipeline
@@ -39,16 +39,6 @@ class Activations:
     transient: float = 0.0
 
 
-def activations_record(figures: Mapping[tuple[int, int], Activations]) -> dict[str, dict[str, float]]:
-    """As a table file holds them, by "TP,SP"."""
-    return {f"{tp},{sp}": asdict(figure) for (tp, sp), figure in figures.items()}
-
-
-def activations_from_record(record: Mapping[str, Mapping[str, float]]) -> dict[tuple[int, int], Activations]:
-    """Inverse of `activations_record`."""
-    return {(int(tp), int(sp)): Activations(**v) for (tp, sp), v in ((k.split(","), v) for k, v in record.items())}
-
-
 @dataclass(frozen=True, slots=True)
 class Needs:
     """Bytes of one rank in one stage of a scheme; `per_token` counts tokens of a micro-batch."""
@@ -60,8 +50,8 @@ class Needs:
     params: int
     grads: int
     buffers: int  # of pull and push
-    logits: int  # of one chunk at most
-    logits_per_token: float  # until a chunk is full
+    logits: int  # of one block at most
+    logits_per_token: float  # until a block is full
     per_token: float  # activations that are kept, of all micro-batches under way
     transient: float  # per token, while a layer computes its backward
 
@@ -79,6 +69,7 @@ class Needs:
         """Most tokens of a micro-batch within `capacity` bytes; 0 when the states alone do not fit."""
         if self.total(1) > capacity:
             return 0
+        # Needs grow with the tokens: double until it is too much, then halve the interval between.
         fits, too_many = 1, 2
         while self.total(too_many) <= capacity:
             fits, too_many = too_many, 2 * too_many
@@ -90,6 +81,7 @@ class Needs:
         return fits
 
     def _logits(self, num_tokens: int) -> float:
+        # The loss computes logits block by block, so they grow with the tokens only until one block is full.
         return min(float(self.logits), self.logits_per_token * num_tokens)
 
 
@@ -164,13 +156,14 @@ class JobMemory:
             buffers=self._buffers(scheme, share, trained),
             logits=max(LOGITS_AT_ONCE, rows) * logits_bytes,
             logits_per_token=rows * logits_bytes / scheme.sp,
+            # 1F1B: a stage is as many micro-batches ahead of its backwards as there are stages from it on.
             per_token=(scheme.pp - index) * per_batch,
             transient=kept.transient,
         )
 
     def _buffers(self, scheme: ParallelScheme, share: int, trained: int) -> int:
-        """A cast of the master shard for the pull; for the push a cast of the gradients sent and what N / (tp * pp)
-        contributors send for one shard."""
+        """Bytes of scratch memory: a cast of the master shard for the pull; for the push a cast of the gradients sent,
+        and what the other contributors send for one shard, of whom there are N / (tp * pp) with this rank."""
         cast = self.param_bytes != self.master_bytes
         contributors = max(1, self.num_ranks // (scheme.tp * scheme.pp))
         pull = share if cast else 0
@@ -207,39 +200,6 @@ def estimate_activations(
     if checkpointing:
         return Activations(stream, stream, 4 * stream, transient + layer)
     return Activations(layer, stream, 4 * stream, transient)
-
-
-def refuse_what_does_not_fit(
-    memory: JobMemory, strategies: Sequence[Sequence[ParallelScheme]], longest: int, names: Sequence[str]
-) -> list[str]:
-    """What a job cannot do, before step 0: ConfigError when no strategy holds the longest sequence.
-
-    Returns a line for each scheme of each strategy whose model states do not fit at all; the caller decides.
-    """
-    lines: list[str] = []
-    best_scheme, best = None, -1
-    for name, strategy in zip(names, strategies, strict=True):
-        for scheme in dict.fromkeys(strategy):
-            length = memory.max_length(scheme)
-            if length > best:
-                best_scheme, best = scheme, length
-            if length < 1:
-                fullest = memory.fullest(scheme, 1)
-                lines.append(
-                    f"strategy {name!r}: scheme {scheme}, stage {fullest.stage}: its model states need "
-                    f"{gibibytes(fullest.states)} but a rank may use {gibibytes(memory.capacity)}, "
-                    f"{gibibytes(fullest.states - memory.capacity)} too much; use a larger tp or pp there or more ranks"
-                )
-    if best < longest and best_scheme is not None and not lines:
-        fullest = memory.fullest(best_scheme, longest)
-        need = fullest.total(longest)
-        raise ConfigError(
-            f"the longest sequence has {longest} tokens; {best_scheme} holds the most of all candidate strategies, "
-            f"{best} tokens: with {longest} its stage {fullest.stage} needs {gibibytes(need)} of "
-            f"{gibibytes(memory.capacity)}, {gibibytes(need - memory.capacity)} too much. Add a strategy with larger "
-            "tp, sp or pp to hydra.strategies, set hydra.activation_checkpointing, or lower hydra.context_length"
-        )
-    return lines
 
 
 def gibibytes(num_bytes: float) -> str:

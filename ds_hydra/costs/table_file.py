@@ -1,9 +1,11 @@
 """The cost table file: for which job it was measured, how, with which error; no write loses an old one. Pure.
 
 [Note: table file]
-The file is a cost table that `CostTable.load` reads, with two additions: "job" says what it was measured for, and
-"measured" holds per scheme how the entry was made, every point, the fit, and each stage's own coefficients. A table
-without "job", such as a published one, fits any job.
+JSON of one object. "schemes" is the cost table: for each scheme its text, a, b, c, max_length and util_length, with
+"format", "version", "unit" and "source". A measured table adds its evidence: "job" says what it was measured for,
+"measured" holds per scheme how the entry was made, every point, the fit, and each stage's own coefficients; "links",
+"step" and "activations" are figures that were measured beside it. A table without "job", such as a published one,
+fits any job. Keys that are not known are refused, so that a mistyped one is not silently without effect.
 """
 
 from __future__ import annotations
@@ -17,12 +19,18 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ds_hydra.costs.cost_table import CostTable, SchemeCost, read_table
-from ds_hydra.costs.memory import Activations, activations_from_record, activations_record
+from ds_hydra.costs.cost_table import CostTable, SchemeCost
+from ds_hydra.costs.memory import Activations
 from ds_hydra.pipe.model_plan import ModelPlan
+from ds_hydra.pipe.shape import parse_strategy
 from ds_hydra.zero_hetero.errors import ConfigError
 
-# What must be equal between a table and a job; library versions are told but do not refuse.
+_FORMAT, _VERSION = "ds-hydra cost table", 1
+_TABLE_KEYS = ("format", "version", "source", "unit", "schemes")
+_EVIDENCE_KEYS = ("job", "measured", "links", "step", "activations")
+_COST_KEYS = ("scheme", "a", "b", "c", "max_length", "util_length")
+# What must be equal between a table and a job, and what to do when it is not. Other things, such as the versions of
+# libraries, are written down for a reader and refuse nothing.
 _MUST_MATCH = {
     "model": "profile this model",
     "device": "profile on this device",
@@ -33,10 +41,10 @@ _MUST_MATCH = {
 
 
 @dataclass(frozen=True, slots=True)
-class JobPrint:
-    """What a cost table depends on."""
+class JobFingerprint:
+    """All that decides whether the times and limits of a measured cost table hold for a job."""
 
-    model: str  # fingerprint
+    model: str  # see `model_fingerprint`
     device: str
     dtype: str
     attention: str
@@ -45,8 +53,8 @@ class JobPrint:
     threads: int = 0  # of a rank, on a CPU
     versions: tuple[tuple[str, str], ...] = ()  # library, version
 
-    def differences(self, job: JobPrint) -> list[str]:
-        """What forbids a table with this print to be used for `job`, one line each."""
+    def differences(self, job: JobFingerprint) -> list[str]:
+        """What forbids a table that was measured for this job to be used for another, one line each."""
         return [
             f"{name}: the table has {getattr(self, name)!r}, the job {getattr(job, name)!r} ({remedy})"
             for name, remedy in _MUST_MATCH.items()
@@ -56,10 +64,10 @@ class JobPrint:
 
 @dataclass(frozen=True)
 class TableFile:
-    """A cost table with the record of its making; `measured` and `links` are plain JSON."""
+    """A cost table with its evidence, see [Note: table file]; `measured` and `links` are plain JSON."""
 
     table: CostTable
-    job: JobPrint | None = None
+    job: JobFingerprint | None = None
     measured: Mapping[str, Mapping[str, Any]] | None = None  # by scheme
     links: Mapping[str, Any] | None = None
     step: Mapping[str, float] | None = None  # what a step costs besides its pipelines
@@ -67,7 +75,7 @@ class TableFile:
 
     def to_record(self) -> dict[str, Any]:
         """As the file holds it."""
-        record: dict[str, Any] = self.table.to_record()
+        record = table_record(self.table)
         if self.job is not None:
             record["job"] = asdict(self.job) | {"versions": dict(self.job.versions)}
         for name in ("measured", "links", "step"):
@@ -101,29 +109,107 @@ class TableFile:
 
 
 def read_table_file(path: str | Path) -> TableFile:
-    """Read a table with its record. ConfigError names what is wrong with the file."""
-    table = CostTable.load(path)
-    record = json.loads(Path(path).read_text(encoding="utf-8"))
-    return table_file_from_record(table, record, str(path))
-
-
-def table_file_from_record(table: CostTable, record: Mapping[str, Any], place: str) -> TableFile:
-    """Inverse of `TableFile.to_record`."""
-    job = record.get("job")
-    parsed: JobPrint | None = None
-    if job is not None:
-        names = {field.name for field in fields(JobPrint)}
-        if not isinstance(job, Mapping) or not set(_MUST_MATCH) <= set(job) <= names:
-            raise ConfigError(f'{place}: "job" must hold {", ".join(sorted(_MUST_MATCH))}; profile again')
-        parsed = JobPrint(**{**job, "versions": tuple(dict(job.get("versions", {})).items())})
+    """The table of a file with its evidence. ConfigError names file, key and remedy for whatever is wrong."""
+    record, place = _read_json(path), str(path)
+    table = read_table(record, place)
+    job = _read_job(record["job"], place) if record.get("job") is not None else None
     try:
         activations = activations_from_record(record["activations"]) if "activations" in record else None
     except (AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f'{place}: "activations" cannot be read ({error}); profile again') from error
-    return TableFile(table, parsed, record.get("measured"), record.get("links"), record.get("step"), activations)
+    return TableFile(table, job, record.get("measured"), record.get("links"), record.get("step"), activations)
 
 
-def check_job(found: TableFile, job: JobPrint, place: str) -> None:
+def load_table(path: str | Path) -> CostTable:
+    """The table of a file, its evidence left unread. ConfigError as `read_table_file`."""
+    return read_table(_read_json(path), str(path))
+
+
+def table_record(table: CostTable) -> dict[str, Any]:
+    """A cost table as JSON holds it; `read_table` is the inverse."""
+    rows = [
+        {"scheme": str(k.scheme), "a": k.a, "b": k.b, "c": k.c, "max_length": k.max_length,
+         "util_length": k.util_length}
+        for k in table.costs
+    ]  # fmt: skip
+    return {"format": _FORMAT, "version": _VERSION, "source": table.source, "unit": "ms", "schemes": rows}
+
+
+def read_table(record: object, place: str) -> CostTable:
+    """The cost table in a file's JSON, read strictly; `place` is what errors call it."""
+    if not isinstance(record, dict) or record.get("format") != _FORMAT:
+        raise ConfigError(f"{place}: 'format' must be {_FORMAT!r}; this is not a cost table")
+    if record.get("version") != _VERSION:
+        raise ConfigError(
+            f"{place}: 'version' is {record.get('version')!r} but this release reads {_VERSION}; "
+            "write the table again with tools/profile_schemes"
+        )
+    unknown = sorted(set(record) - {*_TABLE_KEYS, *_EVIDENCE_KEYS})
+    if unknown or record.get("unit", "ms") != "ms":
+        raise ConfigError(f"{place}: " + (f"unknown keys {unknown}" if unknown else "'unit' must be 'ms'"))
+    rows = record.get("schemes")
+    if not isinstance(rows, list) or not rows:
+        raise ConfigError(f"{place}: 'schemes' must be a list with at least one scheme")
+    costs = tuple(_read_scheme(row, f"{place}: schemes[{index}]") for index, row in enumerate(rows))
+    try:
+        return CostTable(costs, str(record.get("source", "")))
+    except ConfigError as error:
+        raise ConfigError(f"{place}: {error}") from error
+
+
+def _read_scheme(row: object, place: str) -> SchemeCost:
+    if not isinstance(row, dict):
+        raise ConfigError(f"{place} must be an object with {', '.join(_COST_KEYS)} but is {row!r}")
+    missing = [key for key in _COST_KEYS if key not in row]
+    unknown = sorted(set(row) - set(_COST_KEYS))
+    if missing or unknown:
+        raise ConfigError(
+            f"{place} ({row.get('scheme', 'unnamed')}): "
+            + (
+                f"missing {', '.join(missing)}"
+                if missing
+                else f"unknown keys {unknown}; known: {', '.join(_COST_KEYS)}"
+            )
+        )
+    try:
+        schemes = parse_strategy(str(row["scheme"]))
+        if len(schemes) != 1:
+            raise ConfigError(f"{row['scheme']!r} names {len(schemes)} pipelines where one scheme is due")
+        return SchemeCost(scheme=schemes[0], **{key: row[key] for key in _COST_KEYS[1:]})
+    except ValueError as error:  # ConfigError and PlanError are ValueErrors: each gets its place
+        raise ConfigError(f"{place}: {error}") from error
+
+
+def _read_job(job: object, place: str) -> JobFingerprint:
+    # Newer fields have defaults, so that tables written before there were such fields still load.
+    names = {field.name for field in fields(JobFingerprint)}
+    if not isinstance(job, Mapping) or not set(_MUST_MATCH) <= set(job) <= names:
+        raise ConfigError(f'{place}: "job" must hold {", ".join(sorted(_MUST_MATCH))}; profile again')
+    return JobFingerprint(**{**job, "versions": tuple(dict(job.get("versions", {})).items())})
+
+
+def activations_record(figures: Mapping[tuple[int, int], Activations]) -> dict[str, dict[str, float]]:
+    """Activations by (TP, SP) as JSON holds them, by the text "TP,SP"."""
+    return {f"{tp},{sp}": asdict(figure) for (tp, sp), figure in figures.items()}
+
+
+def activations_from_record(record: Mapping[str, Mapping[str, float]]) -> dict[tuple[int, int], Activations]:
+    """Inverse of `activations_record`. Raises AttributeError, TypeError or ValueError for anything else."""
+    return {(int(tp), int(sp)): Activations(**v) for (tp, sp), v in ((k.split(","), v) for k, v in record.items())}
+
+
+def _read_json(path: str | Path) -> Any:
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read the cost table {path}: {error.strerror}; write one with tools/profile_schemes"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"the cost table {path} is not JSON: {error}") from error
+
+
+def check_job(found: TableFile, job: JobFingerprint, place: str) -> None:
     """ConfigError listing every difference between what a table was measured for and a job."""
     if found.job is None:
         return
@@ -145,21 +231,18 @@ def model_fingerprint(plan: ModelPlan) -> str:
 def write_atomically(path: str | Path, text: str) -> None:
     """Replace a file's content; ConfigError, with the old content in place, when that fails (a full disk, say)."""
     target = Path(path)
+    # Written beside the target and renamed over it, so that the target is at every moment the old file or the new one.
+    # The process id keeps two writers out of each other's draft.
     draft = target.with_name(f".{target.name}.{os.getpid()}.new")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with draft.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
-            os.fsync(file.fileno())
+            os.fsync(file.fileno())  # before the rename: else a crash could leave the new name on an empty file
         draft.replace(target)
     except OSError as error:
         with suppress(OSError):
             draft.unlink(missing_ok=True)
         kept = "; the old file was left as it is" if target.exists() else ""
         raise ConfigError(f"cannot write {target}: {error.strerror or error}{kept}") from error
-
-
-def parse_record(record: Mapping[str, Any], place: str) -> TableFile:
-    """A table and its record from JSON that is in memory."""
-    return table_file_from_record(read_table(record, place), record, place)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ds_hydra.config.hydra_block import HydraConfig
 from ds_hydra.costs.analytic import ModelShape, analytic_cost_table
 from ds_hydra.costs.cost_table import CostTable
-from ds_hydra.costs.table_file import JobPrint, TableFile, check_job, read_table_file
+from ds_hydra.costs.table_file import JobFingerprint, TableFile, check_job, read_table_file
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.planner.proposal.propose import propose_strategies
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -17,7 +17,7 @@ _SPEEDS = {"cuda": (1.5e14, 1.5e11), "cpu": (2e10, 1e9)}
 
 
 def job_cost_table(
-    config: HydraConfig, shape: ModelShape, schemes: Sequence[ParallelScheme], longest: int, job: JobPrint
+    config: HydraConfig, shape: ModelShape, schemes: Sequence[ParallelScheme], longest: int, job: JobFingerprint
 ) -> TableFile:
     """The measured table of the config, or an analytic one for sequences of up to `longest` tokens.
 

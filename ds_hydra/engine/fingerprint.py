@@ -7,14 +7,14 @@ from pathlib import Path
 
 import torch
 
-from ds_hydra.costs.table_file import JobPrint, model_fingerprint
+from ds_hydra.costs.table_file import JobFingerprint, model_fingerprint
 from ds_hydra.pipe.attention.backends import choose_backend
 from ds_hydra.pipe.stage import ModelSource
 
 
-def describe_job(source: ModelSource, device: torch.device, dtype: torch.dtype, num_ranks: int) -> JobPrint:
-    """The print of a job on this machine."""
-    return JobPrint(
+def describe_job(source: ModelSource, device: torch.device, dtype: torch.dtype, num_ranks: int) -> JobFingerprint:
+    """The fingerprint of a job on this machine."""
+    return JobFingerprint(
         model=model_fingerprint(source.plan),
         device=device_name(device),
         dtype=str(dtype).removeprefix("torch."),

@@ -28,6 +28,7 @@ from typing import Any
 
 import ds_hydra.planner.kernels as kernels
 from ds_hydra.costs.cost_table import CostTable
+from ds_hydra.costs.table_file import table_record
 from ds_hydra.pipe.shape import ParallelScheme, format_strategy
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.plan.validate import validate_plan
@@ -157,7 +158,7 @@ class PlannerService:
         self._pure = Planner(cost_table, strategies, replace(self._options, kernels="pure"))
         self._compiled = Planner(cost_table, strategies, replace(self._options, kernels="compiled"))
         setup = {
-            "table": cost_table.to_record(),
+            "table": table_record(cost_table),
             "strategies": [format_strategy(strategy) for strategy in self._pure.strategies],
             "options": asdict(self._options),
         }
@@ -171,7 +172,7 @@ class PlannerService:
         if self._producer is not None:
             with self._producer.changed:
                 self._producer.answers.clear()
-            self._producer.send({"table": cost_table.to_record()})
+            self._producer.send({"table": table_record(cost_table)})
         self._send_waiting()
 
     def submit(self, step: int, sequence_ids: Sequence[int], lengths: Sequence[int]) -> None:

@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import ds_hydra
 import ds_hydra.engine.engine
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
+from ds_hydra.costs.table_file import TableFile
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.shape import ParallelScheme, parse_strategy
 from ds_hydra.watchdog import watchdog
@@ -112,7 +113,7 @@ def test_sequence_that_no_strategy_holds(tmp_path: Path) -> None:
     costs = tuple(SchemeCost(s, a=1e-6, b=1e-3, c=0.1, max_length=16 * s.tp, util_length=8) for s in schemes)
     table = CostTable(costs, source="measured")
     path = tmp_path / "table.json"
-    table.save(path)
+    TableFile(table).save(path)
     for text in errors(2, lambda: start("2*tp1", cost_table=str(path))):
         assert "33 tokens" in text, text
         assert "16" in text, text

@@ -9,6 +9,7 @@ import pytest
 from ds_hydra.costs.analytic import ModelShape, analytic_cost_table
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.paper_memory import MemoryModel
+from ds_hydra.costs.table_file import TableFile
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 
@@ -39,7 +40,7 @@ def test_memory_model_gives_published_limits_of_32b(scheme: tuple[int, int], act
 
 def test_save_and_load_give_back_the_table(tmp_path: Path) -> None:
     table = analytic_cost_table(SHAPE, [ParallelScheme(), ParallelScheme(2, 2), ParallelScheme(1, 1, 2)], 700)
-    table.save(tmp_path / "table.json")
+    TableFile(table).save(tmp_path / "table.json")
     assert CostTable.load(tmp_path / "table.json") == table
 
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
-from ds_hydra.costs.table_file import JobPrint, TableFile, check_job, read_table_file
+from ds_hydra.costs.table_file import JobFingerprint, TableFile, check_job, read_table_file
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.profiling.fit import NAMES, Point, fit_points, nonnegative_least_squares
 from ds_hydra.profiling.ladder import beyond_chunk, make_ladder, split_evenly
@@ -162,10 +162,10 @@ def test_wrong_links_files_say_what_is_wrong(tmp_path: Path, row: object, messag
     assert "links[0]" in str(error.value)
 
 
-JOB = JobPrint("1234", "cpu", "float32", "per_sequence_sdpa", False, 4, 1, (("torch", "2"),))
+JOB = JobFingerprint("1234", "cpu", "float32", "per_sequence_sdpa", False, 4, 1, (("torch", "2"),))
 
 
-def table_file(*schemes: ParallelScheme, job: JobPrint = JOB, b: float = 0.1) -> TableFile:
+def table_file(*schemes: ParallelScheme, job: JobFingerprint = JOB, b: float = 0.1) -> TableFile:
     costs = tuple(SchemeCost(scheme, 1e-6, b, 1.0, 1000) for scheme in schemes)
     measured = {str(s): {"how": "ranks"} for s in schemes}
     return TableFile(CostTable(costs, "here"), job, measured, None, {"fixed_ms": 1.0})
