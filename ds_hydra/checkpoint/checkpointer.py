@@ -1,4 +1,10 @@
-"""The engine's checkpoints: its state to a Writer, and what a folder holds back into it, on any number of ranks."""
+"""An engine's state in, a checkpoint out, and back: what was saved by some number of ranks, loaded by any number.
+
+[Note: all ranks or none] A rank must not raise alone, or the others wait for it for ever; and it must not load alone,
+or the ranks go on from different steps. So every load first reads and verifies all it needs into memory of its own,
+then all ranks tell each other whether that went well (`Channel.settle`), and only then does anything of the engine
+change. An error of one rank is raised on all of them, and training can go on with what it had.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +32,8 @@ from ds_hydra.zero_hetero.errors import CheckpointError
 logger = logging.getLogger(__name__)
 
 
-class Trained(Protocol):
-    """What is saved of an engine; `global_steps` and the like are set when it is loaded."""
+class TrainingState(Protocol):
+    """The attributes of an engine that a checkpoint keeps besides its masters; loading sets the counters."""
 
     config: dict[str, Any]
     device: torch.device
@@ -42,20 +48,20 @@ class Trained(Protocol):
 
 
 @dataclass(frozen=True)
-class What:
-    """Which parts of a checkpoint are loaded."""
+class PartsToLoad:
+    """Which parts of a checkpoint are loaded besides the model's parameters."""
 
     optimizer: bool = True
     lr_scheduler: bool = True
-    place: bool = True  # steps, samples, data: without it only the model is loaded
+    progress: bool = True  # steps, samples, the place in the data; without it only the model is loaded
 
 
 class Checkpointer:
     """Saves and loads one engine. All ranks call the same methods together."""
 
-    def __init__(self, engine: Trained, masters: ModelMasters, aliases: Mapping[str, str], meeting: Channel):
-        self._engine, self._masters, self._aliases, self._meeting = engine, masters, aliases, meeting
-        self.writer = Writer(meeting)
+    def __init__(self, engine: TrainingState, masters: ModelMasters, aliases: Mapping[str, str], channel: Channel):
+        self._engine, self._masters, self._aliases, self._channel = engine, masters, aliases, channel
+        self.writer = Writer(channel)
         self.folder: Path | None = None  # where the last save went
 
     def save(
@@ -70,11 +76,14 @@ class Checkpointer:
         background: bool = False,
     ) -> None:
         """Save under a tag, "global_stepN" by default. Raises CheckpointError on all ranks when it cannot."""
-        self.writer.wait()  # for what it still has to say to the other ranks, too
+        # A save in the background talks to the other ranks as well. It must have ended on all of them before this one
+        # begins to talk, or messages of the two would be taken for each other's.
+        self.writer.wait()
         engine = self._engine
         name = f"global_step{engine.global_steps}" if tag is None else tag
         name = check_tag(name)
         assert engine.optimizer is not None, "an engine has an optimizer before it is saved"
+        # Whatever is wrong with one rank's state is found here, before a file exists, and told to all.
         error, saving = None, None
         try:
             saving = Saving(
@@ -88,20 +97,22 @@ class Checkpointer:
             )
         except CheckpointError as raised:
             error = raised
-        names = self._meeting.settle(error, f"saving checkpoint {str(folder / name)!r}", name)
+        names = self._channel.settle(error, f"saving checkpoint {str(folder / name)!r}", name)
         if len(set(names)) > 1:
             raise CheckpointError(f"the ranks save different tags, rank 0 {names[0]!r}: {names}; give all ranks one")
         assert saving is not None, "there was no error"
         self.folder = folder
         (self.writer.start if background else self.writer.save)(saving)
 
-    def load(self, folder: Path, tag: object = None, what: What | None = None) -> tuple[str | None, dict[str, Any]]:
+    def load(
+        self, folder: Path, tag: object = None, parts: PartsToLoad | None = None
+    ) -> tuple[str | None, dict[str, Any]]:
         """(path of the tag, client_state); (None, {}) where nothing was ever saved and no tag is named.
 
-        Nothing of the engine changes unless all ranks could read and verify their part. Raises CheckpointError on all
-        ranks otherwise.
+        Nothing of the engine changes unless all ranks could read and verify their part; else CheckpointError is raised
+        on all of them. See [Note: all ranks or none].
         """
-        what = what or What()
+        parts = parts or PartsToLoad()
         self.writer.wait()
         found = self._choose(folder, tag)
         if found is None:
@@ -112,13 +123,13 @@ class Checkpointer:
         error: Exception | None = None
         try:
             manifest = folders.open_manifest(folder, found)
-            loaded = self._read(manifest, place, what)
+            loaded = self._read(manifest, place, parts)
         except (CheckpointError, OSError, ValueError, TypeError) as raised:
             error = raised
-        self._meeting.settle(error, f"loading checkpoint {str(place)!r}")
+        self._channel.settle(error, f"loading checkpoint {str(place)!r}")
         assert manifest is not None, "there was no error"
         assert loaded is not None, "there was no error"
-        self._install(manifest, loaded, what)
+        self._install(manifest, loaded, parts)
         return str(place), manifest.client_state
 
     def load_newest(self, folder: Path) -> str | None:
@@ -127,14 +138,15 @@ class Checkpointer:
         Damaged ones are passed over, each with an error in the log. Raises CheckpointError when there are checkpoints
         but none can be loaded: training must not begin anew in silence.
         """
-        tags = json.loads(self._meeting.tell(self._list_tags(folder) if self._meeting.rank == 0 else ""))
+        # One list for all ranks, from rank 0: folders on a network may look different to each of them for a while.
+        tags = json.loads(self._channel.tell(self._list_tags(folder) if self._channel.rank == 0 else ""))
         last: CheckpointError | None = None
         for tag in tags:
             try:
                 return self.load(folder, tag)[0]
             except CheckpointError as error:
                 last = error
-                if self._meeting.rank == 0:
+                if self._channel.rank == 0:
                     logger.error("%s; trying the checkpoint before", error)
         if last is not None:
             raise CheckpointError(
@@ -144,51 +156,56 @@ class Checkpointer:
         return None
 
     def _list_tags(self, folder: Path) -> str:
-        """All tags that could be meant, newest first; those without a readable manifest last."""
+        """All tags that could be meant, as JSON: complete ones, newest first, then those that have some manifest."""
         if not folder.is_dir():
             return "[]"
         _restore_aside(folder)
+        # Damaged ones are tried too, after all others: each attempt leaves an error in the log that says what is wrong.
         whole = [tag for _, tag in folders.complete_tags(folder)]
         broken = [path.name for path in sorted(folder.iterdir()) if (path / "manifest.json").exists()]
         return json.dumps([*whole, *(name for name in broken if name not in whole)])
 
     def _choose(self, folder: Path, tag: object) -> str | None:
-        """The tag to load, as rank 0 sees it."""
+        """The tag to load, as rank 0 sees it; None where nothing was ever saved."""
         found, error = None, None
-        if self._meeting.rank == 0:
+        if self._channel.rank == 0:
             try:
                 _restore_aside(folder)
                 found = folders.find_tag(folder) if tag is None else check_tag(tag)
             except (CheckpointError, OSError) as raised:
                 error = raised
-        self._meeting.settle(error, f"loading from {str(folder)!r}")
-        found = self._meeting.tell(found or "") or None
-        if found is None and self._meeting.rank == 0:
+        self._channel.settle(error, f"loading from {str(folder)!r}")
+        found = self._channel.tell(found or "") or None
+        if found is None and self._channel.rank == 0:
             logger.warning("%s holds no checkpoint: nothing was loaded", folder)
         return found
 
-    def _read(self, manifest: Manifest, place: Path, what: What) -> state.LoadedTensors:
-        engine, rank = self._engine, self._meeting.rank
-        with_optimizer = what.optimizer and what.place
+    def _read(self, manifest: Manifest, place: Path, parts: PartsToLoad) -> state.LoadedTensors:
+        engine, rank = self._engine, self._channel.rank
+        # Everything that may refuse comes before the first tensor is read.
+        with_optimizer = parts.optimizer and parts.progress
         if with_optimizer:
             self._check_optimizer(manifest, place)
-        if what.place and manifest.data is not None and engine.sampler is not None:
+        if parts.progress and manifest.data is not None and engine.sampler is not None:
             engine.sampler.check_cursor(DataCursor(**manifest.data))
 
         reader = state.RangeReader(manifest, place)
         try:
             state.check_params(self._masters, reader, manifest, str(place))
-            same_world = manifest.num_ranks == self._meeting.num_ranks
+            # Random generators belong to a rank. With another number of ranks there is nobody whose they are, so they
+            # stay as the job seeded them.
+            same_world = manifest.num_ranks == self._channel.num_ranks
             return state.read_tensors(
                 self._masters,
                 reader,
                 manifest.states if with_optimizer else (),
-                random_rank=rank if same_world and what.place else None,
+                random_rank=rank if same_world and parts.progress else None,
             )
         finally:
             reader.close()
 
     def _check_optimizer(self, manifest: Manifest, place: Path) -> None:
+        """CheckpointError unless the saved state is of this optimizer, with as many parameter groups."""
         optimizer = self._engine.optimizer
         name, count = type(optimizer).__name__, len(optimizer.param_groups) if optimizer else 0
         if not manifest.optimizer and len(manifest.groups) == 1:  # converted: one group stands for all
@@ -199,18 +216,20 @@ class Checkpointer:
                 f"job has {name} with {count}: use the optimizer that was saved, or load_optimizer_states=False"
             )
 
-    def _install(self, manifest: Manifest, loaded: state.LoadedTensors, what: What) -> None:
+    def _install(self, manifest: Manifest, loaded: state.LoadedTensors, parts: PartsToLoad) -> None:
+        """Put what was read into the engine. What may fail was done before: other ranks are installing theirs."""
         engine = self._engine
         state.install_masters(loaded)
-        if not what.place:
+        if not parts.progress:
             return
         state.install_random(loaded, engine.device)
-        if what.optimizer and manifest.groups and engine.optimizer is not None:
+        if parts.optimizer and manifest.groups and engine.optimizer is not None:
+            # `_check_optimizer` lets fewer groups pass only for one converted group, which stands for all.
             groups = manifest.groups
             if len(groups) < len(engine.optimizer.param_groups):
                 groups = groups * len(engine.optimizer.param_groups)
             state.install_optimizer(self._masters.trained, engine.optimizer, loaded, groups)
-        if what.lr_scheduler and manifest.lr_scheduler is not None and engine.lr_scheduler is not None:
+        if parts.lr_scheduler and manifest.lr_scheduler is not None and engine.lr_scheduler is not None:
             engine.lr_scheduler.load_state_dict(manifest.lr_scheduler)
         if manifest.loss_scale is not None:
             engine._loss_scale.load_state_dict(manifest.loss_scale)
@@ -221,12 +240,13 @@ class Checkpointer:
         engine.skipped_steps = int(counters.get("skipped_steps", 0))
         if engine.sampler is not None and manifest.data is not None:
             engine.sampler.restart(DataCursor(**manifest.data))
-        if self._meeting.rank == 0:
+        if self._channel.rank == 0:
             if manifest.config_sha256 != config_digest(engine.config):
                 logger.info("the config is not the one that was saved with")
             logger.info("loaded %s: step %d, saved by %d ranks", manifest.tag, manifest.step, manifest.num_ranks)
 
     def _manifest(self, tag: str, client_state: dict[str, Any], with_frozen: bool) -> Manifest:
+        """The manifest as far as this rank knows it; the writer adds save_id, files, groups and states of all ranks."""
         engine = self._engine
         buckets = state.saved_buckets(self._masters)
         schedule = None
@@ -236,9 +256,9 @@ class Checkpointer:
             tag=tag,
             save_id="",
             step=engine.global_steps,
-            num_ranks=self._meeting.num_ranks,
+            num_ranks=self._channel.num_ranks,
             buckets=tuple(bucket for bucket in buckets if bucket.trainable or with_frozen),
-            files=(),
+            files=(),  # and save_id: the writer's
             optimizer=type(engine.optimizer).__name__,
             lr_scheduler=schedule,
             loss_scale=engine._loss_scale.state_dict(),
@@ -260,6 +280,7 @@ def config_digest(config: Mapping[str, Any]) -> str:
 
 
 def _as_json(value: Any, what: str) -> dict[str, Any]:
+    """The value as JSON gives it back, so that what is saved and what is loaded are the same kind of thing."""
     try:
         return json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError) as error:
@@ -267,6 +288,7 @@ def _as_json(value: Any, what: str) -> dict[str, Any]:
 
 
 def _restore_aside(folder: Path) -> None:
+    """Bring back a tag that an interrupted save left aside; only a warning where this process may not write."""
     if folder.is_dir():
         try:
             folders.restore_aside(folder)

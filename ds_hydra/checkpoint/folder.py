@@ -1,7 +1,17 @@
 """A folder of checkpoints: which tags it holds, how one appears whole, and how old ones go. Pure.
 
-[Note: whole or absent] A tag appears by one rename of a folder whose files are durable already; one that is saved
-again first steps aside under a hidden name and comes back if the new one does not appear.
+[Note: whole or absent] A tag appears by one rename of a folder whose files are durable already. A crash at any moment
+leaves a whole checkpoint, or what the next save tidies up. In the order in which a save of tag T does things:
+
+    step of a save               what it does                                        after a crash here
+    .tmp-T-ID/...                all ranks write and fsync files, then the manifest  T is as it was
+    T -> .old-T                  only if T exists already                            .old-T is renamed back
+    .tmp-T-ID -> T               the new T is there                                  `latest` names the tag before
+    latest                       written beside, fsynced, renamed                    .old-T is removed by the next save
+    .old-T removed
+
+A rename is durable once the folder that holds the name is fsynced, and a file's bytes once the file is: hence an fsync
+of both, in this order. Names that begin with a dot are never tags, so nobody takes a half-written folder for one.
 """
 
 from __future__ import annotations
@@ -23,7 +33,7 @@ _MAX_LATEST_BYTES = 4096
 
 def fsync_path(path: Path) -> None:
     """Make a file, or a folder's list of names, durable."""
-    handle = os.open(path, os.O_RDONLY)
+    handle = os.open(path, os.O_RDONLY)  # a folder can only be opened for reading, which is enough for fsync
     try:
         os.fsync(handle)
     finally:
@@ -41,7 +51,8 @@ def write_durably(path: Path, text: str) -> None:
 def begin(folder: Path, tag: str, save_id: str) -> Path:
     """A fresh temporary folder for a save; what earlier, broken saves left behind is taken away."""
     folder.mkdir(parents=True, exist_ok=True)
-    tidy(folder)
+    tidy(folder)  # first, so that a full disk gets back what an interrupted save took
+    # The save's own id in the name: ranks of a save that was given up cannot write into the folder of this one.
     temporary = folder / f"{_TEMPORARY}{tag}-{save_id}"
     temporary.mkdir()
     return temporary
@@ -52,11 +63,11 @@ def publish(temporary: Path, tag: str, *, latest: bool) -> Path:
     folder = temporary.parent
     target, aside = folder / tag, folder / f"{_ASIDE}{tag}"
     fsync_path(temporary)
-    if target.exists():
+    if target.exists():  # a rename onto a folder with files in it is refused, so the old one must go aside
         remove(aside)
         target.rename(aside)
     temporary.rename(target)
-    fsync_path(folder)
+    fsync_path(folder)  # before `latest`: it may not name a tag that a crash could take away again
     if latest:
         set_latest(folder, tag)
     remove(aside)
@@ -64,7 +75,7 @@ def publish(temporary: Path, tag: str, *, latest: bool) -> Path:
 
 
 def set_latest(folder: Path, tag: str) -> None:
-    """Replace `latest` atomically."""
+    """Replace `latest` by one rename, so that who reads it sees the old name or the new one, never a part."""
     fresh = folder / f"{_TEMPORARY}{LATEST}"
     write_durably(fresh, tag)
     os.replace(fresh, folder / LATEST)
@@ -75,12 +86,13 @@ def restore_aside(folder: Path) -> None:
     """Bring back a tag that stepped aside for one that never appeared."""
     for path in folder.glob(f"{_ASIDE}*"):
         target = folder / path.name[len(_ASIDE) :]
+        # With the target there, the save that set this one aside has succeeded, and `tidy` removes it.
         if not target.exists():
             path.rename(target)
 
 
 def tidy(folder: Path) -> None:
-    """Undo what an interrupted save left; only for the one that saves."""
+    """Undo what an interrupted save left. Only for the one that saves: a save under way would lose its files."""
     restore_aside(folder)
     for path in [*folder.glob(f"{_ASIDE}*"), *folder.glob(f"{_TEMPORARY}*")]:
         remove(path)
@@ -95,11 +107,12 @@ def remove(path: Path) -> None:
 
 
 def prune(folder: Path, keep_last: int) -> list[str]:
-    """Remove all but the `keep_last` newest tags (by step); never the one that `latest` names."""
+    """Remove all but the `keep_last` newest complete tags (by step), never the one that `latest` names; what went."""
     removed = []
     named = _latest_text(folder / LATEST)
     for tag in [tag for _, tag in complete_tags(folder)][keep_last:]:
         if tag != named:
+            # Renamed first: removing takes a while, and a tag that is half removed must not be found as one.
             gone = folder / f"{_TEMPORARY}gone-{tag}"
             (folder / tag).rename(gone)
             remove(gone)
@@ -114,7 +127,7 @@ def complete_tags(folder: Path) -> list[tuple[int, str]]:
         try:
             if (path / MANIFEST).is_file():
                 found.append((open_manifest(folder, path.name).step, path.name))
-        except CheckpointError:
+        except CheckpointError:  # not complete, which is what was asked
             continue
     return sorted(found, reverse=True)
 
@@ -136,6 +149,7 @@ def open_manifest(folder: Path, tag: str) -> Manifest:
         raise CheckpointError(
             f"{place} cannot be read: {error.strerror}; correct that, or {_other(folder, tag)}"
         ) from None
+    # Sizes now, contents when they are read: a cut-off file is found at once, without reading gigabytes.
     for entry in manifest.files:
         path = place.parent / entry.name
         size = path.stat().st_size if path.is_file() else None
@@ -164,7 +178,7 @@ def find_tag(folder: Path) -> str | None:
     )
     text = _latest_text(path)
     if text is None:
-        if not tags:
+        if not tags:  # an empty folder is a fresh start; checkpoints without `latest` are a mistake to be told
             return None
         raise CheckpointError(f"{path} is missing, though there are checkpoints: {remedy}")
     if not text:
@@ -179,7 +193,7 @@ def find_tag(folder: Path) -> str | None:
 
 
 def _latest_text(path: Path) -> str | None:
-    """What `latest` says; None when there is no such file."""
+    """What `latest` says, at most its first 4096 bytes; None when there is no such file."""
     try:
         with path.open("rb") as file:
             return file.read(_MAX_LATEST_BYTES).decode("utf-8", "replace").strip()
@@ -190,7 +204,7 @@ def _latest_text(path: Path) -> str | None:
 
 
 def _other(folder: Path, tag: str) -> str:
-    """What to load instead of `tag`."""
+    """The remedy of an error about `tag`: what to load instead."""
     others = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if path.name != tag and (path / MANIFEST).is_file():

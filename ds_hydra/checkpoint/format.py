@@ -1,6 +1,7 @@
-"""The manifest of a checkpoint: plain values in, checked JSON out, and back. Pure.
+"""Plain values in, the manifest of a checkpoint as JSON with its own digest out, and back, checked. Pure.
 
-Loading trusts nothing that it has not checked: size, depth, the digest over the contents, each field's type.
+Loading trusts nothing that it has not checked: size, depth, the digest over the contents, each field's type. So a
+damaged manifest ends in an error that names it, and never in a crash, in memory that runs out or in wrong values.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class SavedScalar:
 
 @dataclass(frozen=True, slots=True)
 class SavedGroup:
-    """A parameter group of the optimizer: its options, and state that all its parameters share."""
+    """A parameter group of the optimizer: its options, and the numbers that all its parameters share."""
 
     options: dict[str, Any]
     scalars: dict[str, SavedScalar] = field(default_factory=dict)
@@ -190,6 +191,7 @@ def check_client_state(state: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def owners(numel: int, num_ranks: int, start: int, stop: int) -> list[tuple[int, int, int]]:
     """(rank, first, last) of the even shards that hold elements [start, stop), counted within each shard."""
+    # The cuts of `even_layout`; ranks whose shard is empty hold nothing and are left out.
     cuts = np.array([rank * numel // num_ranks for rank in range(num_ranks + 1)], dtype=np.int64)
     held = np.flatnonzero(cuts[1:] > cuts[:-1])
     span = np.array([start], dtype=np.int64), np.array([stop], dtype=np.int64)
@@ -313,6 +315,7 @@ def _no_constant(name: str) -> Any:
 
 
 def _too_deep(value: Any) -> bool:
+    # Level by level and not by recursion, which deep nesting could break before it is noticed.
     level = [value]
     for _ in range(MAX_DEPTH):
         level = [

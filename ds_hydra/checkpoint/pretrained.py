@@ -34,6 +34,7 @@ _TOKENIZER = (
 
 def gather_weights(masters: ModelMasters, transport: Transport, dtype: torch.dtype) -> dict[str, Tensor]:
     """Every parameter in its own shape and in `dtype`, on rank 0; an empty dictionary on the others."""
+    # Cast before they travel: half the bytes on the wire, and in rank 0's memory.
     flat: dict[str, Tensor] = {}
     for shards in (masters.trained, masters.frozen):
         source = [shard.detach().to(dtype) for shard in shards.shards]
@@ -64,7 +65,9 @@ def write_pretrained(
     temporary.mkdir(parents=True)
     try:
         if hasattr(model, "save_pretrained"):
+            # A tied parameter has several paths in the model; here too all of them lead to one tensor.
             state = {path: weights[name] for path, name in aliases.items()}
+            # The config is saved beside the weights and names their type; the model in training keeps its own.
             dtype, model.config.dtype = model.config.dtype, next(iter(weights.values())).dtype
             try:
                 model.save_pretrained(temporary, state_dict=state, max_shard_size=max_shard_size)
@@ -82,6 +85,7 @@ def write_pretrained(
 
 
 def _copy_tokenizer(source: Path, target: Path) -> None:
+    """Copy the tokenizer's files, if `source` is a folder on this machine, except those that are there already."""
     for pattern in _TOKENIZER if source.is_dir() else ():
         for path in source.glob(pattern):
             if path.is_file() and not (target / path.name).exists():
@@ -89,7 +93,11 @@ def _copy_tokenizer(source: Path, target: Path) -> None:
 
 
 def _move_into(temporary: Path, folder: Path) -> None:
-    """Put the files in place, the weights' index last; weights of an earlier, differently cut save go."""
+    """Put the files in place, the weights' index last; weights of an earlier save in other pieces are removed.
+
+    A folder that exists cannot be replaced by one rename, and may hold files that are not ours. So each file is
+    replaced by itself, and the index, without which no loader looks at pieces, comes when all of them are there.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     fresh = sorted(temporary.iterdir(), key=lambda path: path.name == _INDEX)
     for path in fresh:
@@ -184,20 +192,25 @@ def _own_pieces(masters: ModelMasters, places: Mapping[str, tuple[Path, str]]) -
                     open_files[path] = safe_open(path, "pt").__enter__()
                 except Exception as error:
                     raise CheckpointError(f"{path} cannot be read: {error}; download it again") from error
+            # Slices are read from the file as they are asked for, so that a rank reads only what it owns.
             yield piece.shard.detach(), _piece(open_files[path], key, params[piece.name], piece.start, piece.stop, path)
     for file in open_files.values():
         file.__exit__(None, None, None)
 
 
 def _piece(file: Any, key: str, param: ParamSpec, start: int, stop: int, path: Path) -> Tensor:
+    """Elements [start, stop) of a parameter in its flat order, from a file that holds it in its own shape."""
     view = file.get_slice(key)
     shape = tuple(view.get_shape())
     if shape != tuple(param.shape):
         raise CheckpointError(f"{path}: {key!r} has shape {shape}, the model's {param.name!r} {tuple(param.shape)}")
     rule = param.rule
     if rule.dim is None or (rule.dim == 0 and rule.parts == 1):
+        # The flat order is the file's: rows lie one after the other. The file can be cut between rows only, so whole
+        # rows are read and trimmed: of rows of 4, elements 6 to 9 are rows 1 and 2 without the first 2 and last 2.
         row = max(1, param.numel // shape[0]) if shape else 1
         first, last = start // row, -(-stop // row)
         rows = view[first:last] if shape else file.get_tensor(key)
         return rows.reshape(-1)[start - first * row : stop - first * row]
+    # Another dimension is outermost: any interval of the flat order is spread over the whole tensor.
     return to_flat(file.get_tensor(key), rule.dim, rule.parts)[start:stop]

@@ -1,7 +1,11 @@
-"""Safetensors files with a digest for each block: tensors out in one pass, verified ranges of them back in.
+"""Tensors in, a safetensors file with a digest for each of its blocks out; and verified ranges of them back in.
 
-Any tool that reads safetensors reads these files. Written here because the digests are taken while the bytes go by,
-and read here because only blocks whose digest was compared may be used.
+Any tool that reads safetensors reads these files. They are not written by the safetensors library because digests are
+taken of the bytes on their way to the disk, in one pass; and not read by it because only bytes of a block whose digest
+was compared may be used.
+
+The file: 8 bytes with the header's length, the header (JSON: for each tensor its type, shape and place), then the
+tensors' bytes one after the other. Blocks of 1 MiB are counted from the file's first byte, whatever lies in them.
 """
 
 from __future__ import annotations
@@ -28,8 +32,8 @@ _NAMES = {
 }  # fmt: skip
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _MAX_HEADER_BYTES = 64 * 2**20
-_PART_BYTES = 8 * 2**20  # written and digested at a time: a thread is woken for each
-_MOST_PENDING = 2
+_PART_BYTES = 8 * 2**20  # written and digested at a time: large, since a thread is woken for each
+_MOST_PENDING = 2  # parts that wait for their digest; a writer that is ahead of the digests waits for them
 
 
 @dataclass(frozen=True)
@@ -42,18 +46,21 @@ class Source:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Source:
+        """A tensor that is there already."""
         return cls(tuple(tensor.shape), tensor.dtype, lambda: tensor)
 
     @property
     def num_bytes(self) -> int:
+        """Bytes that it takes in a file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def write_shard(path: Path, tensors: Mapping[str, Source], metadata: Mapping[str, str]) -> FileEntry:
-    """Write and fsync a safetensors file; its size and the digests of its blocks.
+    """Write and fsync a safetensors file; returns its size and the digests of its blocks.
 
-    Leaves the pages to the system's cache. Raises OSError as the system does.
+    Tensors are fetched one at a time, when their turn comes. Raises OSError as the system does.
     """
+    # Shapes and types are known before the values, so the header can be written first.
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     at = 0
     for name, source in tensors.items():
@@ -64,7 +71,7 @@ def write_shard(path: Path, tensors: Mapping[str, Source], metadata: Mapping[str
         }
         at += source.num_bytes
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # so that tensors begin at a multiple of 8, as the format wants
     with path.open("wb", buffering=0) as file, _Blocks(file.fileno()) as blocks:
         blocks.add(memoryview(len(text).to_bytes(8, "little") + text))
         for source in tensors.values():
@@ -74,21 +81,27 @@ def write_shard(path: Path, tensors: Mapping[str, Source], metadata: Mapping[str
 
 
 class _Blocks:
-    """Writes bytes as they come; threads beside take the digest of each block and keep the disk at work."""
+    """Writes bytes as they come; two threads beside take the digests of blocks and keep the disk at work.
+
+    The three run side by side because none of them holds Python's lock for long: `os.write`, CRC-32 of a large buffer
+    and `posix_fadvise` all release it.
+    """
 
     def __init__(self, handle: int):
         self._handle, self._size = handle, 0
-        self._digests, self._open, self._filled = bytearray(), bytes(DIGEST_BYTES), 0  # `_filled` bytes of a block
+        # Digests of full blocks; the digest so far of the block that is not full, and the bytes that it covers.
+        self._digests, self._open, self._filled = bytearray(), bytes(DIGEST_BYTES), 0
         self._worker, self._flusher = ThreadPoolExecutor(1, "digest"), ThreadPoolExecutor(1, "flush")
         self._pending: deque[Future[None]] = deque()
 
     def add(self, data: memoryview) -> None:
+        """Write bytes behind those so far."""
         for start in range(0, len(data), _PART_BYTES):
             part = data[start : start + _PART_BYTES]
             self._size += len(part)
             self._pending.append(self._worker.submit(self._digest, part))
             _write_all(self._handle, part)
-            if len(self._pending) > _MOST_PENDING:  # what is pending is held in memory
+            if len(self._pending) > _MOST_PENDING:  # each pending part keeps its tensor's memory in use
                 self._pending.popleft().result()
             self._flusher.submit(begin_writing, self._handle, self._size - len(part), len(part))
 
@@ -96,13 +109,13 @@ class _Blocks:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Threads end before the file closes, also after an error: its number may be another file's then."""
+        """End the threads before the file is closed, after an error too: the number may be another file's then."""
         self._flusher.shutdown(wait=True, cancel_futures=True)
         self._worker.shutdown(wait=True, cancel_futures=True)
 
     def finish(self) -> tuple[bytes, int]:
         """(digests, size), when everything is on disk."""
-        os.fsync(self._handle)
+        os.fsync(self._handle)  # while the last digests are still being taken
         for pending in self._pending:
             pending.result()
         if self._filled:
@@ -110,6 +123,7 @@ class _Blocks:
         return bytes(self._digests), self._size
 
     def _digest(self, data: memoryview) -> None:
+        """Digest bytes that follow those so far; runs in one thread, so in the order of the file."""
         while len(data):
             part = data[: BLOCK_BYTES - self._filled]
             self._open = block_digest(part, self._open)
@@ -124,24 +138,26 @@ class _Blocks:
 
 
 def begin_writing(handle: int, start: int, size: int) -> None:
-    """Let the disk begin with what was written to a file there, so that the fsync at the end is short.
+    """Let the disk begin to write `size` bytes of a file from `start` on, so that the fsync at the end is short.
 
-    On Linux this advice starts the writing of changed pages without a barrier, and leaves them in the cache: with it a
-    save runs at the disk's speed; two processes that wrote 0.2 GB each took 1.5 times as long without (ext4).
+    On Linux this advice starts the writing of changed pages and does not wait for it; the pages stay in the cache.
+    Without it the disk idles until the fsync: two processes that wrote 0.2 GB each took 1.5 times as long (ext4).
     """
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(handle, start, size, os.POSIX_FADV_DONTNEED)
 
 
 def _write_all(handle: int, data: memoryview) -> None:
+    """Write all bytes; the system may take fewer than it is offered, at most about 2 GiB at once on Linux."""
     while len(data):
         data = data[os.write(handle, data) :]
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
+    """The tensor's bytes, without a copy where it lies contiguous in host memory: reading into them fills it."""
     flat = tensor.detach().cpu().contiguous().view(-1)
     array: Any = flat.view(torch.uint8).numpy()
-    return memoryview(array) if flat.numel() else memoryview(b"")
+    return memoryview(array) if flat.numel() else memoryview(b"")  # an empty array has no address to view
 
 
 class ShardReader:
@@ -151,7 +167,8 @@ class ShardReader:
         """Reads the header. Raises CheckpointError when the file is not the one that was saved."""
         self._path, self._entry, self._block_bytes = path, entry, block_bytes
         self._digests = bytes.fromhex(entry.digests)
-        self._kept = (-1, bytearray())  # the last block of which only a part was wanted
+        # The last block of which only a part was wanted: the next range often begins in it, and so reads it once.
+        self._kept = (-1, bytearray())
         self.bytes_read = 0
         try:
             self._file = path.open("rb", buffering=0)
@@ -159,9 +176,12 @@ class ShardReader:
             raise CheckpointError(
                 f"{path} cannot be read: {error.strerror}; bring it back, or use another tag"
             ) from None
+        # The header is verified like all else, since its bytes lie in blocks too.
         head = bytearray(8)
         self._fill(0, memoryview(head))
         size = int.from_bytes(head, "little")
+        # Digests guard against damage, not against a file that was made to deceive: so the number is checked before
+        # memory is asked for.
         if size > min(_MAX_HEADER_BYTES, entry.size - 8):
             raise self._damaged("its header does not fit")
         text = bytearray(size)
@@ -175,6 +195,7 @@ class ShardReader:
         self._tensors = {name: self._place(value) for name, value in header.items() if name != "__metadata__"}
 
     def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
     def names(self) -> Iterator[str]:
@@ -186,7 +207,10 @@ class ShardReader:
         return self._find(name)[0]
 
     def read(self, name: str, start: int, out: Tensor) -> None:
-        """Fill `out`, flat and in host memory, with a tensor's elements from `start` on, converted to its type."""
+        """Fill `out`, flat and in host memory, with a tensor's elements from `start` on, converted to out's type.
+
+        Raises CheckpointError for a tensor that is not there or too short, and for bytes that do not match.
+        """
         dtype, begin, numel = self._find(name)
         if not 0 <= start <= start + out.numel() <= numel:
             raise self._damaged(f"{name!r} has {numel} elements where at least {start + out.numel()} were saved")
@@ -203,6 +227,7 @@ class ShardReader:
         return out
 
     def _find(self, name: str) -> tuple[torch.dtype, int, int]:
+        """(dtype, first byte in the file, elements) of a tensor."""
         found = self._tensors.get(name)
         if found is None:
             raise self._damaged(f"it holds no {name!r}")
@@ -210,21 +235,27 @@ class ShardReader:
 
     def _place(self, value: object) -> tuple[torch.dtype, int, int]:
         """(dtype, first byte in the file, elements) of a header's entry."""
+        # The header is checked against itself and the file's size, so that no later read can leave its tensor.
         try:
-            assert isinstance(value, dict)
+            if not isinstance(value, dict):
+                raise TypeError("an entry is no object")
             dtype = _DTYPES[value["dtype"]]
             numel = math.prod(int(n) for n in value["shape"])
             begin, end = (int(offset) for offset in value["data_offsets"])
-            assert 0 <= begin <= end <= self._entry.size - self._start
-            assert end - begin == numel * dtype.itemsize
-        except (AssertionError, KeyError, TypeError, ValueError):
-            raise self._damaged("its header contradicts itself") from None
+            if not 0 <= begin <= end <= self._entry.size - self._start:
+                raise ValueError(f"bytes {begin} to {end} are not in the file")
+            if end - begin != numel * dtype.itemsize:
+                raise ValueError(f"{end - begin} bytes for {numel} elements of {dtype}")
+        except (KeyError, TypeError, ValueError) as error:
+            raise self._damaged(f"its header contradicts itself ({error})") from None
         return dtype, self._start + begin, numel
 
     def _fill(self, start: int, out: memoryview) -> None:
         """Verified bytes of the file from `start` on; blocks that are wanted whole are read straight into place."""
         if start + len(out) > self._entry.size:
             raise self._damaged("it is truncated")
+        # Bytes 1.5 MiB to 4 MiB of a file are half of block 1, all of block 2 and all of block 3: block 1 is read and
+        # compared as a whole and its second half copied, the other two go straight to where they are wanted.
         while len(out):
             index, skip = divmod(start, self._block_bytes)
             size = min(self._block_bytes, self._entry.size - index * self._block_bytes)
@@ -244,7 +275,7 @@ class ShardReader:
         """A whole block, compared with its digest."""
         self._file.seek(index * self._block_bytes)
         filled = 0
-        while filled < len(out) and (count := self._file.readinto(out[filled:])):
+        while filled < len(out) and (count := self._file.readinto(out[filled:])):  # a read may give less; 0 is the end
             filled += count
         self.bytes_read += filled
         digest = self._digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]

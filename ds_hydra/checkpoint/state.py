@@ -1,7 +1,12 @@
-"""Training state as named flat tensors and plain numbers, and back: one rank's part of it.
+"""Masters, optimizer and random generators in, named flat tensors and plain numbers out, and back: a rank's part of it.
 
 Tensors of a rank file: "BUCKET/master" and "BUCKET/STATE" for each element-wise optimizer state, each the rank's even
 share of the bucket in the masters' flat order; "rng/cpu" and "rng/DEVICE" for the random generators.
+
+[Note: loading on other ranks] A rank's share of a bucket is an interval of its flat order, with any number of ranks. So
+loading asks for intervals of parameters and does not care who saved them. A bucket of 12 elements saved by 2 ranks lies
+in their files as [0, 6) and [6, 12). Of 3 ranks that load it, rank 1 owns [4, 8): it reads elements 4 and 5 at the end
+of rank 0's tensor and elements 0 and 1 of rank 1's.
 """
 
 from __future__ import annotations
@@ -43,7 +48,7 @@ def saved_buckets(masters: ModelMasters) -> tuple[SavedBucket, ...]:
 def collect_tensors(
     masters: ModelMasters, optimizer: Optimizer, device: torch.device, *, with_frozen: bool = True
 ) -> dict[str, Source]:
-    """What this rank writes, in the order of its file."""
+    """What this rank writes, in the order of its file. Raises CheckpointError for state that cannot be resharded."""
     sources: dict[str, Source] = {}
     for shards in (masters.trained, masters.frozen) if with_frozen else (masters.trained,):
         for spec, shard in zip(shards.buckets, shards.shards, strict=True):
@@ -65,6 +70,7 @@ def element_wise_states(spans: Iterable[OptimizerSpan], optimizer: Optimizer) ->
     keys: dict[str, torch.dtype] = {}
     for span in spans:
         for key, value in optimizer.state.get(span.param, {}).items():
+            # Tensors without dimensions, such as Adam's step, are numbers of the whole group: see `_scalars`.
             if isinstance(value, Tensor) and value.dim():
                 if value.shape != span.param.shape:
                     raise CheckpointError(
@@ -81,9 +87,11 @@ def _state_of(
     """Fetches one state of one bucket's shard, without a copy where one span is the whole shard."""
 
     def fetch() -> Tensor:
+        # Called when its turn to be written comes, so that there is one copy at a time.
         values = [optimizer.state.get(span.param, {}).get(key) for span in spans]
         if len(spans) == 1 and spans[0].stop - spans[0].start == numel and values[0] is not None:
             return values[0]
+        # Several optimizer groups share the shard: their states are put side by side, zero where a group has none.
         whole = torch.zeros(numel, dtype=dtype, device=spans[0].param.device if spans else "cpu")
         for span, value in zip(spans, values, strict=True):
             if value is not None:
@@ -105,6 +113,7 @@ def collect_groups(optimizer: Optimizer) -> list[SavedGroup]:
 
 
 def _plain(value: Any, what: str) -> Any:
+    """An option as JSON can hold it; CheckpointError for anything but numbers, text and lists of them."""
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
     if isinstance(value, (list, tuple)):
@@ -117,13 +126,19 @@ def _plain(value: Any, what: str) -> Any:
 
 
 def _scalars(optimizer: Optimizer, params: Sequence[Any]) -> dict[str, SavedScalar]:
+    """Numbers that the optimizer keeps for each parameter; CheckpointError where they differ within the group.
+
+    Parameters here are runs of elements, which are cut elsewhere with another number of ranks. So a number can only be
+    kept where all of them have the same.
+    """
     found: dict[str, SavedScalar] = {}
     for param in params:
         for key, value in optimizer.state.get(param, {}).items():
             if value is None or (isinstance(value, Tensor) and value.dim()):
                 continue
             is_tensor = isinstance(value, Tensor)
-            scalar = SavedScalar(value.item() if is_tensor else value, str(value.dtype)[6:] if is_tensor else None)
+            dtype = str(value.dtype).removeprefix("torch.") if is_tensor else None
+            scalar = SavedScalar(value.item() if is_tensor else value, dtype)
             if found.setdefault(key, scalar) != scalar:
                 raise CheckpointError(
                     f"the optimizer's {key!r} differs within one parameter group ({found[key].value}, {scalar.value}): "
@@ -192,6 +207,7 @@ class RangeReader:
     def dtype(self, name: str, key: str) -> torch.dtype:
         """Type that a parameter, or its state, was saved in."""
         bucket, saved, at = self._places[name]
+        # The same in every file, so the first that holds an element will do; an empty parameter has no file at all.
         found = owners(bucket.numel, self._manifest.num_ranks, at, at + saved.numel)
         return self.file(found[0][0]).dtype(f"{bucket.name}/{key}") if found else torch.float32
 
@@ -204,7 +220,9 @@ class RangeReader:
     def read(self, param: SavedParam, key: str, start: int, out: Tensor) -> None:
         """Fill `out` with the elements of a parameter or of its state from `start` on, in the flat order of `param`."""
         bucket, saved, at = self._places[param.name]
-        if (saved.dim, saved.parts) != (param.dim, param.parts):  # another flat order: it must be turned as a whole
+        # Saved in another flat order (by a job whose model is cut along another dimension): an interval here lies
+        # scattered there, so the parameter is read whole and turned.
+        if (saved.dim, saved.parts) != (param.dim, param.parts):
             value = from_flat(self.read_all(saved, key), saved.shape, saved.dim, saved.parts)
             out.copy_(to_flat(value, param.dim, param.parts)[start : start + out.numel()])
             return
@@ -241,6 +259,7 @@ def read_tensors(
         pieces = list(own.pieces())
         for index, shard in enumerate(own.shards):
             mine = [(specs[p.name], p.start, p.stop) for p in pieces if p.bucket == index]
+            # Frozen parameters may have been left out of the checkpoint; then the model's own values stay.
             if all(reader.has(param.name) for param, _, _ in mine):
                 shards.append((shard, _assemble(reader, mine, "master")))
             if own is masters.trained:
@@ -300,15 +319,17 @@ def install_optimizer(
         if state:
             optimizer.state[span.param] = state
         else:
-            optimizer.state.pop(span.param, None)
+            optimizer.state.pop(span.param, None)  # saved before the first step: what is here is of another run
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         for key, value in saved.options.items():
             group[key] = _like(group.get(key), value)
 
 
 def _scalar(saved: SavedScalar, group: dict[str, Any], param: Tensor) -> Any:
+    """The number as the optimizer keeps it: plain, or a tensor of its type where the optimizer expects it."""
     if saved.dtype is None:
         return saved.value
+    # torch keeps the step on the host, and on the device only for kernels that read it there.
     on_device = group.get("fused") or group.get("capturable")
     dtype = getattr(torch, saved.dtype, None)
     if not isinstance(dtype, torch.dtype):
@@ -320,4 +341,5 @@ def _like(current: Any, value: Any) -> Any:
     """A saved option as the kind of value it replaces."""
     if isinstance(current, Tensor):
         return torch.full_like(current, value)
+    # JSON knows no tuples; Adam's betas were one.
     return tuple(value) if isinstance(value, list) and not isinstance(current, list) else value

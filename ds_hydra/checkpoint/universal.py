@@ -55,12 +55,15 @@ def to_universal(folder: Path, tag: str | None, target: Path, target_tag: str | 
     if out.exists():
         raise CheckpointError(f"{out} exists already: remove it or choose another tag")
     zero = out / "zero"
+    # DeepSpeed's layout: a folder for each trained parameter with its value and each of its states in a file; frozen
+    # ones stand in the model states below.
     zero.mkdir(parents=True)
     reader = RangeReader(manifest, folder / found)
     frozen: dict[str, Tensor] = {}
     for bucket in manifest.buckets:
         for param in bucket.params:
             whole = reader.read_all(param, "master")
+            # Cloned: a view would be saved with all the memory that it is a view of.
             value = from_flat(whole, param.shape, param.dim, param.parts).clone()
             if not bucket.trainable:
                 frozen[param.name] = value
@@ -120,6 +123,7 @@ def from_universal(source: Path, target: Path, tag: str, *, step: int | None = N
     states = _read(source / _MODEL_STATES, optional=step is not None)
     if step is None:
         step = int(states["global_steps"])
+    # Each parameter becomes a bucket of its own, saved by one rank: any job can load that, with any buckets and ranks.
     buckets, tensors, keys, count = [], {}, [], None
     for name in names:
         place = zero / name
@@ -160,6 +164,7 @@ def from_universal(source: Path, target: Path, tag: str, *, step: int | None = N
 
 
 def _number(scalar: SavedScalar) -> Any:
+    """The number as it was before it was saved: plain, or a tensor without dimensions."""
     return scalar.value if scalar.dtype is None else torch.tensor(scalar.value, dtype=getattr(torch, scalar.dtype))
 
 
@@ -171,6 +176,7 @@ def _groups(path: Path, scalars: dict[str, SavedScalar]) -> tuple[SavedGroup, ..
 
 
 def _plain(value: Any) -> Any:
+    """An option of DeepSpeed's as JSON can hold it."""
     if isinstance(value, Tensor):
         return value.item()
     return list(value) if isinstance(value, tuple) else value
@@ -189,6 +195,7 @@ def _source(path: Path, shape: tuple[int, ...]) -> Source:
 
 
 def _param(path: Path) -> Tensor:
+    """The tensor in one of the universal checkpoint's files."""
     record = _read(path)
     value = record.get("param") if isinstance(record, dict) else None
     if not isinstance(value, Tensor):
@@ -226,6 +233,7 @@ def _plain_classes() -> Iterator[Any]:
 
 
 def _require_torch() -> None:
+    """CheckpointError under a torch whose restricted loader cannot be trusted."""
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if version < _OLDEST_TORCH:
         raise CheckpointError(

@@ -1,4 +1,10 @@
-"""Saving: every rank's tensors and rank 0's account of the rest in, a checkpoint that appears whole out."""
+"""Every rank's tensors in, a checkpoint that appears whole or not at all out.
+
+[Note: a save] Rank 0 makes the temporary folder and tells its name. Every rank writes its file and fsyncs it. All ranks
+tell how it went. If all went well, rank 0 writes the manifest with the digests of all files and renames the folder to
+its tag; else it removes the folder. Last, all ranks hear whether that went well. No rank returns before: who returns
+without an error knows that the whole checkpoint is durable. See [Note: whole or absent] in `folder.py`.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +38,8 @@ class Saving:
     folder: Path
     manifest: Manifest
     tensors: Mapping[str, Source]
-    groups: list[SavedGroup]
-    states: tuple[str, ...]
+    groups: list[SavedGroup]  # of the optimizer, as far as this rank has parameters in them
+    states: tuple[str, ...]  # names of element-wise optimizer states, such as "exp_avg"
     save_latest: bool = True
     keep_last: int | None = None
 
@@ -41,8 +47,8 @@ class Saving:
 class Writer:
     """Saves checkpoints, one at a time; in a thread of its own if asked. All ranks call the same methods."""
 
-    def __init__(self, meeting: Channel):
-        self._meeting = meeting
+    def __init__(self, channel: Channel):
+        self._channel = channel
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._host: dict[str, torch.Tensor] = {}  # what the last save in the background was copied to
@@ -59,6 +65,7 @@ class Writer:
         That memory is kept for the next time: fresh (or pinned) memory takes longer to get than to fill. Raises
         CheckpointError, on all ranks, if the save before failed.
         """
+        # Training goes on while the thread writes, and changes the tensors: so the thread gets copies.
         self.wait()
         self._host = {name: _copied(source, self._host.get(name)) for name, source in saving.tensors.items()}
         held = {name: Source.of(value) for name, value in self._host.items()}
@@ -82,37 +89,41 @@ class Writer:
             raise error
 
     def _run(self, saving: Saving) -> None:
+        """The thread; an error is kept for whoever waits."""
         try:
             self._save(saving)
         except BaseException as error:
             self._error = error
 
     def _save(self, saving: Saving) -> None:
+        """See [Note: a save]. No rank may raise between two calls of the channel: the others would wait for it."""
         began = time.perf_counter()
-        meeting, tag = self._meeting, saving.manifest.tag
+        channel, tag = self._channel, saving.manifest.tag
         what = f"saving checkpoint {str(saving.folder / tag)!r} of step {saving.manifest.step}"
+        # Rank 0's is used. It stands in every file and in the manifest, so that files of two saves cannot be mixed.
         save_id, refused = secrets.token_hex(8), ""
-        if meeting.rank == 0:
+        if channel.rank == 0:
             refused = str(_explained(_attempt(lambda: folders.begin(saving.folder, tag, save_id)), saving) or "")
-        save_id, _, refused = meeting.tell(f"{save_id} {refused}").partition(" ")
+        save_id, _, refused = channel.tell(f"{save_id} {refused}").partition(" ")
         if refused:
             raise CheckpointError(f"{what} failed on rank 0: {refused}")
         temporary = saving.folder / f".tmp-{tag}-{save_id}"
         record: dict[str, object] = {}
-        error = _attempt(lambda: record.update(_write_own(temporary, meeting.rank, saving, save_id)))
+        error = _attempt(lambda: record.update(_write_own(temporary, channel.rank, saving, save_id)))
         record["error"] = "" if error is None else str(_explained(error, saving))
-        everyone = [json.loads(text) for text in meeting.texts(json.dumps(record))]
+        everyone = [json.loads(text) for text in channel.texts(json.dumps(record))]
         failed = [(rank, own["error"]) for rank, own in enumerate(everyone) if own["error"]]
         error = None
-        if meeting.rank == 0 and not failed:
+        if channel.rank == 0 and not failed:
             error = _explained(_attempt(lambda: _finish(temporary, saving, save_id, everyone)), saving)
-        if meeting.rank == 0 and (failed or error):
+        # Removed by one rank when all have ended their writing; what cannot be removed, the next save tidies up.
+        if channel.rank == 0 and (failed or error):
             folders.remove(temporary)
         if failed:
             raise CheckpointError(f"{what} failed on rank {failed[0][0]}: {failed[0][1]}")
-        meeting.settle(error, what)
+        channel.settle(error, what)
         self.seconds = time.perf_counter() - began
-        if meeting.rank == 0:
+        if channel.rank == 0:
             size = sum(own["file"]["size"] for own in everyone)
             logger.info("saved %s: %.1f MB in %.2f s", saving.folder / tag, size / 1e6, self.seconds)
 
@@ -140,6 +151,7 @@ def _finish(temporary: Path, saving: Saving, save_id: str, everyone: list[dict])
 
 
 def _group(record: dict) -> SavedGroup:
+    """A parameter group from another rank's JSON."""
     return SavedGroup(record["options"], {key: SavedScalar(**scalar) for key, scalar in record["scalars"].items()})
 
 
@@ -152,6 +164,7 @@ def _copied(source: Source, host: torch.Tensor | None) -> torch.Tensor:
 
 
 def _attempt(action: Callable[[], object]) -> Exception | None:
+    """Do it; the error, if there was one."""
     try:
         action()
     except Exception as error:  # whatever it is, the other ranks must hear of it

@@ -163,14 +163,10 @@ def _read_scheme(row: object, place: str) -> SchemeCost:
     missing = [key for key in _COST_KEYS if key not in row]
     unknown = sorted(set(row) - set(_COST_KEYS))
     if missing or unknown:
-        raise ConfigError(
-            f"{place} ({row.get('scheme', 'unnamed')}): "
-            + (
-                f"missing {', '.join(missing)}"
-                if missing
-                else f"unknown keys {unknown}; known: {', '.join(_COST_KEYS)}"
-            )
+        wrong = (
+            f"missing {', '.join(missing)}" if missing else f"unknown keys {unknown}; known: {', '.join(_COST_KEYS)}"
         )
+        raise ConfigError(f"{place} ({row.get('scheme', 'unnamed')}): {wrong}")
     try:
         schemes = parse_strategy(str(row["scheme"]))
         if len(schemes) != 1:

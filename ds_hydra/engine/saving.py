@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_hydra.checkpoint.checkpointer import Checkpointer, What
+from ds_hydra.checkpoint.checkpointer import Checkpointer, PartsToLoad
 from ds_hydra.checkpoint.pretrained import gather_weights, load_pretrained, write_pretrained
 from ds_hydra.config.hydra_block import HydraConfig
 from ds_hydra.engine.signals import LEAVE, NOTHING, Signals
@@ -98,10 +98,10 @@ class CheckpointFace:
                 "load_checkpoint(custom_load_fn=..., load_module_strict=False) is not supported: a checkpoint holds "
                 "exactly the model's parameters; load others with load_16bit_model()"
             )
-        what = What(load_optimizer_states, load_lr_scheduler_states, not load_module_only)
+        what = PartsToLoad(load_optimizer_states, load_lr_scheduler_states, not load_module_only)
         with self._phase_of("loading"):
             loaded = self._checkpoints.load(Path(load_dir), tag, what)
-        if loaded[0] is not None and what.place:
+        if loaded[0] is not None and what.progress:
             self._moved()
         return loaded
 
