@@ -13,7 +13,7 @@ Read in this order; the first five, `relay_plan`, `bucket` and `errors` import n
   contributions    in which order contributions are written and added
   transport        start sends and receives, wait for them (torch.distributed, or in one process)
   buffer_pool      scratch memory that is used again
-  envelope         one rank's side of a message: packing, or in place
+  envelope         one rank's side of a message: in place, or through scratch memory
   mover            what `link` and `relay_link` both are; all that their users know of them
   link             LNK: runs one rank's part of a transfer plan
   relay_plan       two hops, so that each element enters a node once

@@ -49,7 +49,7 @@ def _checksum(buffer: Tensor, parts: Iterable[Part], base: int) -> Tensor:
     for part in parts:
         for start in range(0, part.length, _BLOCK):
             stop = min(start + _BLOCK, part.length)
-            first = base + part.packed + start
+            first = base + part.position + start
             # int64 products and sums wrap, which is what is wanted here.
             odd = torch.arange(first, first + stop - start, device=buffer.device).mul_(2).add_(1)
             total += odd.mul_(bits[part.offset + start : part.offset + stop]).sum()

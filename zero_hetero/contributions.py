@@ -1,4 +1,4 @@
-"""Who contributes which intervals in, the steps of their sum out: what is written, what is added, in which order. Pure.
+"""Who contributes which intervals in, the terms of their sum out: what is written, what is added, in which order. Pure.
 
 [Note: order of a sum] Floating-point sums depend on their order: in FP32 (1e8 + 1) - 1e8 is 0, (1e8 - 1e8) + 1 is 1.
 Messages arrive in any order, so the order is fixed here instead: every element takes its contributions by rank of the
@@ -14,9 +14,9 @@ Example: a sum of 8 elements, to which rank 0 gives elements 0 to 3 and rank 2 g
     nobody                0 0    write zeros to [6, 8)
 
 Writing the first contribution, instead of adding it to zeros, saves a pass over memory. In a later phase the same
-contributions would be two steps: add rank 0's to [0, 4), add rank 2's to [2, 6); elements 6 and 7 stay as they are.
+contributions would be two terms: add rank 0's to [0, 4), add rank 2's to [2, 6); elements 6 and 7 stay as they are.
 
-Steps go block by block of the sum, so that a block stays in cache until every rank has added to it. Blocks do not
+Terms go block by block of the sum, so that a block stays in cache until every rank has added to it. Blocks do not
 change the order in which one element takes its contributions, so they do not change the result.
 """
 
@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 
 class Contribution(NamedTuple):
-    """One step of a sum: write (`first`) or add `length` elements of `sender`; `sender` None writes zeros."""
+    """One term of a sum: write (`first`) or add `length` elements of `sender`; `sender` None writes zeros."""
 
     sender: int | None
     src_offset: int  # in the sender's message
@@ -44,7 +44,7 @@ def order_contributions(
     *,
     accumulate: bool = False,
 ) -> tuple[Contribution, ...]:
-    """Steps that sum everybody's parts into `numel` elements.
+    """Terms that sum everybody's parts into `numel` elements.
 
     `parts`: for each sender its (src_offset, dst_offset, length), in elements; they are taken by rank of the sender.
     `block`: elements of the sum that are finished before the next ones are begun; None: all at once.
@@ -54,30 +54,30 @@ def order_contributions(
     covered = _Cover()
     if accumulate:
         covered.add(0, numel)
-    steps: list[Contribution] = []
+    terms: list[Contribution] = []
     for sender, slices in sorted(parts):
         for src_offset, dst_offset, length in slices:
             # What no sender before has reached is written, the rest added: `split` tells the two apart.
             for start, stop, new in covered.split(dst_offset, dst_offset + length):
-                steps.append(Contribution(sender, src_offset + start - dst_offset, start, stop - start, new))
+                terms.append(Contribution(sender, src_offset + start - dst_offset, start, stop - start, new))
             covered.add(dst_offset, dst_offset + length)
     for start, stop, new in covered.split(0, numel):  # what nobody has reached at all
         if new:
-            steps.append(Contribution(None, 0, start, stop - start, True))
+            terms.append(Contribution(None, 0, start, stop - start, True))
     if block is None:
-        return tuple(steps)
-    cut = [part for step in steps for part in _cut(step, block)]
-    # `sorted` is stable: within a block, steps stay in the order of ranks.
-    return tuple(sorted(cut, key=lambda step: step.dst_offset // block))
+        return tuple(terms)
+    cut = [part for term in terms for part in _cut(term, block)]
+    # `sorted` is stable: within a block, terms stay in the order of ranks.
+    return tuple(sorted(cut, key=lambda term: term.dst_offset // block))
 
 
-def _cut(step: Contribution, block: int) -> Iterable[Contribution]:
-    """The step, cut at the multiples of `block` in the sum: by 4, [6, 14) becomes [6, 8), [8, 12), [12, 14)."""
+def _cut(term: Contribution, block: int) -> Iterable[Contribution]:
+    """The term, cut at the multiples of `block` in the sum: by 4, [6, 14) becomes [6, 8), [8, 12), [12, 14)."""
     done = 0
-    while done < step.length:
-        at = step.dst_offset + done
-        length = min(step.length - done, block - at % block)
-        yield step._replace(src_offset=step.src_offset + done, dst_offset=at, length=length)
+    while done < term.length:
+        at = term.dst_offset + done
+        length = min(term.length - done, block - at % block)
+        yield term._replace(src_offset=term.src_offset + done, dst_offset=at, length=length)
         done += length
 
 

@@ -16,15 +16,15 @@ from ds_hydra.zero_hetero.buffer_pool import BufferPool
 
 
 class Part(NamedTuple):
-    """`length` elements at `offset` of a local buffer and at `packed` of a message."""
+    """`length` elements at `offset` of a local buffer and at `position` of a message."""
 
     offset: int
-    packed: int
+    position: int
     length: int
 
 
 class Envelope(NamedTuple):
-    """One rank's side of one message: its parts in message order; a single part needs no packing."""
+    """One rank's side of one message: its parts in message order; a single part needs no copy."""
 
     peer: int
     numel: int
@@ -56,8 +56,8 @@ class Envelope(NamedTuple):
         if len(self.parts) == 1 and src.dtype == scratch.dtype:  # another dtype must be cast, which is a copy anyway
             return src.narrow(0, self.parts[0].offset, self.numel)
         message = scratch.take(self.numel)
-        for offset, packed, length in self.parts:
-            message.narrow(0, packed, length).copy_(src.narrow(0, offset, length))
+        for offset, position, length in self.parts:
+            message.narrow(0, position, length).copy_(src.narrow(0, offset, length))
         return message
 
     def landing(self, dst: Tensor, scratch: Scratch) -> Tensor:
@@ -66,12 +66,12 @@ class Envelope(NamedTuple):
             return dst.narrow(0, self.parts[0].offset, self.numel)
         return scratch.take(self.numel)
 
-    def unpack(self, message: Tensor, dst: Tensor) -> None:
+    def scatter(self, message: Tensor, dst: Tensor) -> None:
         """Bring a message that arrived at its `landing` to its places in `dst`; nothing to do where it landed there."""
         if len(self.parts) == 1:
             return
-        for offset, packed, length in self.parts:
-            dst.narrow(0, offset, length).copy_(message.narrow(0, packed, length))
+        for offset, position, length in self.parts:
+            dst.narrow(0, offset, length).copy_(message.narrow(0, position, length))
 
 
 class Scratch:

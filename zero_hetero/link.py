@@ -27,7 +27,7 @@ from ds_hydra.zero_hetero.transfer_plan import TransferPlan
 from ds_hydra.zero_hetero.transport import Transport, Work
 
 # Elements of a sum that are finished before the next: with one contribution they stay in a core's second-level
-# cache. On an accelerator each step is a kernel, so there a sum is not cut.
+# cache. On an accelerator each term of a sum is a kernel, so there a sum is not cut.
 SUM_BLOCK_ON_CPU = 1 << 16
 
 
@@ -36,7 +36,7 @@ class Handle:
 
     def __init__(self, work: Work, arrived: Callable[[], None], finished: Callable[[], None]):
         self._work: Work | None = work  # None once all is over
-        self._arrived: Callable[[], None] | None = arrived  # unpacks or sums; None once it has
+        self._arrived: Callable[[], None] | None = arrived  # scatters or sums; None once it has
         self._finished = finished  # gives the scratch memory back
 
     def advance(self) -> None:
@@ -83,7 +83,7 @@ class Link:
         self.local = plan.local(rank)
         self.src_numel = max([0, *(one.end for one in self.sends), *(s.src_offset + s.length for s in self.local)])
         self.dst_numel = max([0, *(one.end for one in self.recvs), *(s.dst_offset + s.length for s in self.local)])
-        self._sum_steps: dict[tuple[int, int | None, bool], tuple[Contribution, ...]] = {}
+        self._sum_terms: dict[tuple[int, int | None, bool], tuple[Contribution, ...]] = {}
 
     @property
     def sent_numel(self) -> int:
@@ -101,12 +101,12 @@ class Link:
         if src.dtype != dst.dtype:
             raise PlanError(f"rank {self.rank} pulls {src.dtype} into {dst.dtype}; cast the source first")
         scratch = Scratch(self.buffers, src.dtype, src.device)
-        # What several peers get is packed once: replicas of one shape all want the same parts of a shard.
-        packed: dict[tuple[Part, ...], Tensor] = {}
+        # What several peers get is gathered once: replicas of one shape all want the same parts of a shard.
+        gathered: dict[tuple[Part, ...], Tensor] = {}
         for envelope in self.sends:
-            if envelope.parts not in packed:
-                packed[envelope.parts] = envelope.outgoing(src, scratch)
-        sends = [(envelope.peer, packed[envelope.parts]) for envelope in self.sends]
+            if envelope.parts not in gathered:
+                gathered[envelope.parts] = envelope.outgoing(src, scratch)
+        sends = [(envelope.peer, gathered[envelope.parts]) for envelope in self.sends]
         recvs = [(envelope.peer, envelope.landing(dst, scratch)) for envelope in self.recvs]
         work = self.transport.exchange(sends, recvs, tag)
         # The second hop of a relay pulls a buffer into itself; what stays at its place then needs no copy.
@@ -117,7 +117,7 @@ class Link:
 
         def arrived() -> None:
             for envelope, (_, message) in zip(self.recvs, recvs, strict=True):
-                envelope.unpack(message, dst)
+                envelope.scatter(message, dst)
 
         return Handle(work, arrived, scratch.give_back)
 
@@ -151,16 +151,16 @@ class Link:
     def _sum(self, messages: dict[int, Tensor], dst: Tensor, accumulate: bool) -> None:
         """Sum the senders' messages into `dst`; `messages[rank]` of the rank itself is its whole source buffer."""
         block = SUM_BLOCK_ON_CPU if dst.device.type == "cpu" else None
-        steps = self._steps(dst.numel(), block, accumulate)
+        terms = self._terms(dst.numel(), block, accumulate)
         # Adding across dtypes takes many times as long as casting first and adding then. One buffer for the longest
-        # step is enough, since steps run one after the other.
+        # term is enough, since terms are added one after the other.
         widest = max(
-            (step.length for step in steps if step.sender is not None and messages[step.sender].dtype != dst.dtype),
+            (term.length for term in terms if term.sender is not None and messages[term.sender].dtype != dst.dtype),
             default=0,
         )
         scratch = Scratch(self.buffers, dst.dtype, dst.device)
         cast = scratch.take(widest)
-        for sender, src_offset, dst_offset, length, first in steps:
+        for sender, src_offset, dst_offset, length, first in terms:
             target = dst.narrow(0, dst_offset, length)
             # `copy_` casts while it writes; the two ways to add give the same bits, one of them has no need of a cast.
             if sender is None:
@@ -175,16 +175,16 @@ class Link:
                 target.add_(cast.narrow(0, 0, length).copy_(source))
         scratch.give_back()
 
-    def _steps(self, numel: int, block: int | None, accumulate: bool) -> tuple[Contribution, ...]:
-        """The steps of a sum of `numel` elements; the plan fixes them, so they are worked out once."""
+    def _terms(self, numel: int, block: int | None, accumulate: bool) -> tuple[Contribution, ...]:
+        """The terms of a sum of `numel` elements; the plan fixes them, so they are worked out once."""
         key = numel, block, accumulate
-        if key not in self._sum_steps:
+        if key not in self._sum_terms:
             senders = {
-                envelope.peer: [(p.packed, p.offset, p.length) for p in envelope.parts] for envelope in self.recvs
+                envelope.peer: [(p.position, p.offset, p.length) for p in envelope.parts] for envelope in self.recvs
             }
             senders[self.rank] = list(self.local)
-            self._sum_steps[key] = order_contributions(senders.items(), numel, block, accumulate=accumulate)
-        return self._sum_steps[key]
+            self._sum_terms[key] = order_contributions(senders.items(), numel, block, accumulate=accumulate)
+        return self._sum_terms[key]
 
     def _check(self, src: Tensor, dst: Tensor) -> None:
         """Raise `PlanError` for a buffer that is not flat or too short for the plan; it may be longer."""

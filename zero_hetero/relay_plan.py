@@ -105,7 +105,7 @@ def _arrivals(atoms: Sequence[_Atom]) -> Iterator[tuple[_Atom, _Wanter, int, int
 
     All that the same ranks want together is cut into as many equal parts as there are of them, over all its atoms at
     once, and not atom by atom: so what one rank passes on is one interval, or few, which leaves and arrives without
-    packing. With atoms of 2 and 6 elements that ranks 0 and 1 want, rank 0 brings in the first atom and 2 elements of
+    a copy. With atoms of 2 and 6 elements that ranks 0 and 1 want, rank 0 brings in the first atom and 2 elements of
     the second, rank 1 the other 4.
     """
     totals: dict[tuple[int, ...], int] = {}

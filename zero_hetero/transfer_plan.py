@@ -139,7 +139,7 @@ class TransferPlan:
     def _messages(self, rows: Column) -> tuple[Message, ...]:
         """The messages that the given slices make up; slices that touch on both sides become one."""
         # Slices were cut where either layout is cut, which is often finer than a message needs: two slices that follow
-        # each other in the sender's and in the receiver's buffer can travel as one interval, without packing.
+        # each other in the sender's and in the receiver's buffer can travel as one interval, without a copy.
         slices = self.slices
         order = rows[np.lexsort((slices.dst[rows], slices.src[rows]))]  # stable: keeps the flat order
         messages: list[Message] = []

@@ -259,7 +259,7 @@ def test_nobody_contributes_gives_zeros() -> None:
     assert sums[1].tolist() == [0] * 5
 
 
-def test_contiguous_messages_are_not_packed() -> None:
+def test_contiguous_messages_are_not_copied() -> None:
     """A TP shard's part of an owner's interval is many slices for the owner, one interval for the receiver."""
     params = (40, 40)
     pieces = tuple((Piece(20 * t, 20 * t + 20, 0), Piece(40 + 20 * t, 60 + 20 * t, 20)) for t in range(2))
@@ -347,7 +347,7 @@ def test_the_pool_keeps_as_many_buffers_as_were_out_at_once() -> None:
     assert sorted(buffer.numel() for buffer in pool.idle) == [9, 9]
 
 
-def test_what_several_ranks_get_is_packed_once() -> None:
+def test_what_several_ranks_get_is_gathered_once() -> None:
     """Rank 0 owns what ranks 1 and 2 want in two parts each."""
     pieces = ((), *[(Piece(0, 2, 0), Piece(5, 8, 2))] * 2)
     plan = plan_transfer(layout_of_intervals(8, [(0, 8), (0, 0), (0, 0)]), Layout(8, pieces, (0, 5, 5)))

@@ -25,7 +25,7 @@ def parts_of_senders(draw: st.DrawFn) -> dict[int, list[tuple[int, int, int]]]:
 
 
 @given(parts=parts_of_senders(), block=st.one_of(st.none(), st.integers(1, 12)), accumulate=st.booleans())
-def test_steps_sum_everything_once_in_rank_order(
+def test_terms_sum_everything_once_in_rank_order(
     parts: dict[int, list[tuple[int, int, int]]], block: int | None, accumulate: bool
 ) -> None:
     before = (-1, -1)  # what the sum holds: stale, or the first contribution where it accumulates
@@ -36,14 +36,14 @@ def test_steps_sum_everything_once_in_rank_order(
                 expected[dst_offset + index].append((sender, src_offset + index))
     result: list[list[tuple[int, int]]] = [[before] for _ in range(NUMEL)]
     last_block = 0
-    for step in order_contributions(parts.items(), NUMEL, block, accumulate=accumulate):
-        for index in range(step.length):
-            place = result[step.dst_offset + index]
-            if step.first:
+    for term in order_contributions(parts.items(), NUMEL, block, accumulate=accumulate):
+        for index in range(term.length):
+            place = result[term.dst_offset + index]
+            if term.first:
                 place.clear()
-            if step.sender is not None:
-                place.append((step.sender, step.src_offset + index))
+            if term.sender is not None:
+                place.append((term.sender, term.src_offset + index))
         if block is not None:
-            assert step.dst_offset // block == (step.dst_offset + step.length - 1) // block >= last_block
-            last_block = step.dst_offset // block
+            assert term.dst_offset // block == (term.dst_offset + term.length - 1) // block >= last_block
+            last_block = term.dst_offset // block
     assert result == expected
