@@ -141,7 +141,7 @@ def begin_writing(handle: int, start: int, size: int) -> None:
     """Let the disk begin to write `size` bytes of a file from `start` on, so that the fsync at the end is short.
 
     On Linux this advice starts the writing of changed pages and does not wait for it; the pages stay in the cache.
-    Without it the disk idles until the fsync: two processes that wrote 0.2 GB each took 1.5 times as long (ext4).
+    Without it, two processes that wrote 0.2 GB each took 1.5 times as long (ext4).
     """
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(handle, start, size, os.POSIX_FADV_DONTNEED)
