@@ -29,7 +29,6 @@ send their gradient of it and the owner adds them up: rank 1 gets elements 4 and
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -83,13 +82,6 @@ class TransferPlan:
 
     num_ranks: int
     slices: SliceColumns
-
-    @classmethod
-    def from_messages(cls, num_ranks: int, messages: Iterable[Message]) -> TransferPlan:
-        """A plan that consists of the given messages, at most one for each (src, dst)."""
-        # One row per slice, five numbers each; transposed, five columns.
-        rows = [(m.src, m.dst, *piece) for m in messages for piece in m.slices]
-        return cls(num_ranks, SliceColumns(*np.array(rows, dtype=np.int64).reshape(-1, 5).T))
 
     @property
     def messages(self) -> tuple[Message, ...]:
