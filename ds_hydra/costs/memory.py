@@ -3,10 +3,11 @@
 [Note: memory]
 A rank holds its 1/N of the master shards (FP32 parameters, gradients and optimizer state) whatever the strategy, and
 under a strategy the parameters (compute dtype) and gradients (FP32) of its share of a stage, buffers of pull and
-push, and activations. Stage i of PP keeps the activations of up to PP - i micro-batches at once (1F1B), and needs a
-transient on top while it computes: a block of logits, or what a layer's backward needs, whichever is more (Hydraulis,
-appendix C.1, with the stages of the embeddings and of the head counted by themselves). Activations and transient grow
-with the tokens of a micro-batch; MaxLen is where the sum meets the device's bytes less a margin.
+push, and activations. The schedule tells of how many micro-batches a stage keeps the activations at once: under 1F1B
+stage i of PP keeps up to PP - i. While it computes, it needs a transient on top: a block of logits, or what a layer's
+backward needs, whichever is more (Hydraulis, appendix C.1, with the stages of the embeddings and of the head counted
+by themselves). Activations and transient grow with the tokens of a micro-batch; MaxLen is where the sum meets the
+device's bytes less a margin.
 
 `paper_memory.MemoryModel` is the paper's own formula with its constants A, B and alpha; this one counts a real model.
 """
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 
 from ds_hydra.pipe.model_plan import LOGITS_AT_ONCE, ModelPlan
 from ds_hydra.pipe.placement import Stage, place_pipeline
+from ds_hydra.pipe.schedules.registry import most_alive
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.zero_hetero.errors import ConfigError
 
@@ -98,6 +100,7 @@ class JobMemory:
     device_bytes: float = math.inf
     margin: float = 0.05  # share of the device left for fragmentation and what is not counted
     vocab: int = 1
+    schedule: str = "1f1b"  # of every pipeline
     _cache: dict[tuple[ParallelScheme, int], Needs] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -156,8 +159,7 @@ class JobMemory:
             buffers=self._buffers(scheme, share, trained),
             logits=max(LOGITS_AT_ONCE, rows) * logits_bytes,
             logits_per_token=rows * logits_bytes / scheme.sp,
-            # 1F1B: a stage is as many micro-batches ahead of its backwards as there are stages from it on.
-            per_token=(scheme.pp - index) * per_batch,
+            per_token=most_alive(self.schedule, scheme.pp)[index] * per_batch,
             transient=kept.transient,
         )
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ds_hydra.costs.cost_table import CostTable
-from ds_hydra.pipe.schedules.simulate import simulate_pipeline
+from ds_hydra.pipe.schedules.registry import orders
+from ds_hydra.pipe.schedules.simulate import simulate_loads
 from ds_hydra.plan.step_plan import StepPlan
 
 
@@ -13,5 +14,6 @@ def simulate_plan(plan: StepPlan, cost_table: CostTable) -> tuple[float, ...]:
     for pipeline in plan.pipelines:
         cost = cost_table[pipeline.scheme]
         loads = [cost.load_ms([plan.lengths[i] for i in batch]) for batch in pipeline.microbatches]
-        times.append(simulate_pipeline(loads, pipeline.scheme.pp))
+        num_stages = pipeline.scheme.pp
+        times.append(simulate_loads(orders("1f1b", len(loads), num_stages), [loads] * num_stages))
     return tuple(times)

@@ -2,9 +2,9 @@
 
 [Note: calibration]
 The planner's time of a pipeline takes all of its stages as slow as the slowest. A measured table knows each stage's own
-coefficients, so here a step is predicted finer: 1F1B over the stages' own loads, plus what a step costs besides its
-pipelines (pull, push, update, messages). The factor of a scheme is the median of measured over predicted times of its
-last steps: it shows drift, and with `cost_correction: "apply"` it scales the table that plans are made with.
+coefficients, so here a step is predicted finer: the schedule over the stages' own loads, plus what a step costs besides
+its pipelines (pull, push, update, messages). The factor of a scheme is the median of measured over predicted times of
+its last steps: it shows drift, and with `cost_correction: "apply"` it scales the table that plans are made with.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from statistics import median
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.table_file import TableFile
 from ds_hydra.pipe.placement import split_layers
-from ds_hydra.pipe.schedules.simulate import simulate_stages
+from ds_hydra.pipe.schedules.registry import orders
+from ds_hydra.pipe.schedules.simulate import simulate_loads
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.plan.step_plan import StepPlan
 
@@ -94,7 +95,7 @@ class Calibration:
             batches = [[plan.lengths[i] for i in batch] for batch in pipeline.microbatches]
             loads = [[stage.load_ms(batch) for batch in batches] for stage in self._stages[pipeline.scheme]]
             stage_ms.append(tuple(sum(row) for row in loads))
-            pipeline_ms.append(simulate_stages(loads))
+            pipeline_ms.append(simulate_loads(orders("1f1b", len(batches), len(loads)), loads))
         return StepPrediction(tuple(stage_ms), tuple(pipeline_ms), self._step.ms(num_elements, moved_bytes))
 
     def correct(self, plan: StepPlan, prediction: StepPrediction) -> float:

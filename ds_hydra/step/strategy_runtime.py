@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from ds_hydra.pipe.runtime import StageRuntime
-from ds_hydra.pipe.schedules.one_f_one_b import forward_only, one_f_one_b
+from ds_hydra.pipe.schedules.registry import evaluation_slots, training_slots
 from ds_hydra.pipe.stage import ModelSource, StagePlace, shard_view
 from ds_hydra.step.arena import Arena
 from ds_hydra.zero_hetero.layout import even_layout
@@ -155,8 +155,8 @@ class StrategyRuntime:
         with self._timed("exposed_pull_s"):
             self.pulls.start()
         began = time.perf_counter()
-        steps = one_f_one_b(len(batches), self.num_stages, self.stage_index)
-        loss = self.stage_runtime.run(steps, batches, self._before_last_backward)
+        slots = training_slots("1f1b", len(batches), self.num_stages, self.stage_index)
+        loss = self.stage_runtime.run(slots, batches, self._before_last_backward)
         self.run_s = time.perf_counter() - began
         self._finish_pulls()
         with self._timed("exposed_push_s"):
@@ -167,8 +167,8 @@ class StrategyRuntime:
         """Pull and run every micro-batch forward. Returns this rank's share of the loss."""
         self.module.module.eval()
         self.pulls.start()
-        steps = forward_only(len(batches), self.num_stages, self.stage_index)
-        loss = self.stage_runtime.run(steps, batches)
+        slots = evaluation_slots(len(batches), self.num_stages, self.stage_index)
+        loss = self.stage_runtime.run(slots, batches)
         self.pulls.finish()
         self.module.module.train()
         return loss

@@ -1,68 +1,26 @@
-"""Pipeline schedules as instruction streams: micro-batches and stages in, steps of actions out.
-
-A schedule is data: the runtime interprets it, so a new schedule needs no new runtime. Communication actions of
-one step go out together; they pair up with those of the neighbour's step, so no order of arrival can deadlock.
-"""
+"""Micro-batches, stages and a stage in; the order of what it computes out. Pure: no torch."""
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Literal, NamedTuple
-
-Kind = Literal["forward", "backward", "send_activation", "recv_activation", "send_gradient", "recv_gradient"]
+from ds_hydra.pipe.schedules.actions import Action, Order
 
 
-class Action(NamedTuple):
-    """One instruction of one stage; `microbatch` counts from 0 within the pipeline's step."""
+def one_f_one_b(num_microbatches: int, num_stages: int, stage: int) -> Order:
+    """1F1B: forwards until the last stage could begin, then one forward and one backward in turn, then backwards.
 
-    kind: Kind
-    microbatch: int
-
-
-Step = tuple[Action, ...]
-
-_KINDS: dict[str, Kind] = {
-    "ForwardPass": "forward",
-    "BackwardPass": "backward",
-    "SendActivation": "send_activation",
-    "RecvActivation": "recv_activation",
-    "SendGrad": "send_gradient",
-    "RecvGrad": "recv_gradient",
-}
-
-
-@lru_cache(maxsize=4096)
-def one_f_one_b(num_microbatches: int, num_stages: int, stage: int) -> tuple[Step, ...]:
-    """1F1B of one stage, lowered from DeepSpeed's `TrainSchedule`. No micro-batch: no step.
-
-    DeepSpeed names pipeline buffers; here every action names its micro-batch, which is the same thing counted:
-    the k-th action of a kind belongs to micro-batch k.
+    Stage s of PP keeps at most PP - s micro-batches, so memory does not grow with their number (PipeDream-Flush,
+    Narayanan et al., 2021). Equal to DeepSpeed's `TrainSchedule`. The first of 3 stages, 4 micro-batches:
+    F0 F1 F2 B0 F3 B1 B2 B3.
     """
-    if num_microbatches == 0:
-        return ()
-    from deepspeed.runtime.pipe.schedule import TrainSchedule
-
-    seen = dict.fromkeys(_KINDS.values(), 0)
-    steps: list[Step] = []
-    for instructions in TrainSchedule(num_microbatches, num_stages, stage).steps():
-        actions: list[Action] = []
-        for instruction in instructions:
-            kind = _KINDS.get(type(instruction).__name__)
-            if kind is not None:  # the rest is the optimizer's, or buffer bookkeeping
-                actions.append(Action(kind, seen[kind]))
-                seen[kind] += 1
-        if actions:
-            steps.append(tuple(actions))
-    return tuple(steps)
-
-
-def forward_only(num_microbatches: int, num_stages: int, stage: int) -> tuple[Step, ...]:
-    """Evaluation: every micro-batch passes through once."""
-    steps: list[Step] = []
+    ahead = min(num_stages - 1 - stage, num_microbatches)
+    order = [Action("forward", microbatch) for microbatch in range(ahead)]
     for microbatch in range(num_microbatches):
-        if stage > 0:
-            steps.append((Action("recv_activation", microbatch),))
-        steps.append((Action("forward", microbatch),))
-        if stage < num_stages - 1:
-            steps.append((Action("send_activation", microbatch),))
-    return tuple(steps)
+        if ahead + microbatch < num_microbatches:
+            order.append(Action("forward", ahead + microbatch))
+        order.append(Action("backward", microbatch))
+    return tuple(order)
+
+
+def forward_only(num_microbatches: int, num_stages: int, stage: int) -> Order:
+    """Evaluation: every micro-batch passes through once, on all stages alike."""
+    return tuple(Action("forward", microbatch) for microbatch in range(num_microbatches))

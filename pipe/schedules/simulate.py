@@ -1,61 +1,88 @@
-"""A plan in, the time it takes under an event simulation of 1F1B out (ms). Pure: no torch.
+"""Orders of all stages and durations in; when each action runs, and what each stage keeps meanwhile, out. Pure.
 
-Every stage runs the 1F1B order: PP-1-s warm-up forwards on stage s, then one forward and one backward in turn,
-then the backwards that are left. A forward takes a third of its micro-batch's load, a backward two thirds;
-sending takes no time. An operation starts once its stage is free and its input is there.
+An action starts once its stage is free and what it needs from a neighbour is there. Messages take no time of the
+stages themselves: a receiver waits until one has gone over, a sender does not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
-FORWARD_SHARE = 1.0 / 3.0
+from ds_hydra.pipe.schedules.actions import Action, Order
+from ds_hydra.pipe.schedules.check import place
 
+FORWARD_SHARE = 1.0 / 3.0  # of the time of a forward and a backward; each of the two gradients takes another third
 
-def schedule_1f1b(stage: int, num_stages: int, num_microbatches: int) -> list[tuple[bool, int]]:
-    """The operations of one stage in order, as (is_forward, micro-batch)."""
-    warm_up = min(num_stages - 1 - stage, num_microbatches)
-    order = [(True, m) for m in range(warm_up)]
-    for m in range(num_microbatches - warm_up):
-        order += [(True, warm_up + m), (False, m)]
-    return order + [(False, m) for m in range(num_microbatches - warm_up, num_microbatches)]
-
-
-def simulate_pipeline(loads: Sequence[float], num_stages: int) -> float:
-    """Time of one pipeline over micro-batches with these loads (ms, one stage, forward and backward)."""
-    return simulate_stages([loads] * num_stages)
+_SHARES = {
+    "forward": FORWARD_SHARE,
+    "backward": 1.0 - FORWARD_SHARE,
+    "input_gradient": FORWARD_SHARE,
+    "weight_gradient": FORWARD_SHARE,
+}
 
 
-def simulate_stages(loads: Sequence[Sequence[float]]) -> float:
-    """As `simulate_pipeline` for stages that differ: `loads[stage][micro-batch]` in ms."""
-    num_stages, count = len(loads), len(loads[0])
-    done: dict[tuple[int, bool, int], float] = {}
-    orders = [schedule_1f1b(stage, num_stages, count) for stage in range(num_stages)]
-    at, free = [0] * num_stages, [0.0] * num_stages
-    remaining = 2 * count * num_stages
-    while remaining:
-        before = remaining
-        for stage in range(num_stages):
-            while at[stage] < len(orders[stage]):
-                forward, m = orders[stage][at[stage]]
-                ready = _ready(done, forward, m, stage, num_stages)
-                if ready is None:
-                    break
-                share = FORWARD_SHARE if forward else 1.0 - FORWARD_SHARE
-                free[stage] = max(free[stage], ready) + share * loads[stage][m]
-                done[stage, forward, m] = free[stage]
-                at[stage] += 1
-                remaining -= 1
-        assert remaining < before, "the 1F1B schedule does not end"
-    return max(free, default=0.0)
+class TimedAction(NamedTuple):
+    """An action and when it runs, in the unit of the durations."""
+
+    action: Action
+    start: float
+    stop: float
 
 
-def _ready(
-    done: dict[tuple[int, bool, int], float], forward: bool, m: int, stage: int, num_stages: int
-) -> float | None:
-    """When the input of an operation is there; None while it has not been produced."""
-    if forward:
-        return 0.0 if stage == 0 else done.get((stage - 1, True, m))
-    if stage == num_stages - 1:
-        return done.get((stage, True, m))
-    return done.get((stage + 1, False, m))
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """What each stage runs and when, in its order."""
+
+    stages: tuple[tuple[TimedAction, ...], ...]
+
+    @property
+    def total(self) -> float:
+        """When the last stage is done; 0 without actions."""
+        return max((timed[-1].stop for timed in self.stages if timed), default=0.0)
+
+    def alive(self, stage: int) -> tuple[tuple[float, int], ...]:
+        """Micro-batches that a stage keeps from each time on: (start of an action, number while it runs)."""
+        timed = self.stages[stage]
+        counts = alive_counts(tuple(action for action, _, _ in timed))
+        return tuple((start, count) for (_, start, _), count in zip(timed, counts, strict=True))
+
+
+def simulate(orders: Sequence[Order], duration: Callable[[int, Action], float], *, transfer: float = 0.0) -> Simulation:
+    """Run orders with `duration(stage, action)` and `transfer`, the time a message takes. PlanError as `place`."""
+    stages: list[list[TimedAction]] = [[] for _ in orders]
+    stops: list[float] = []
+    for stage, action, _, source in place(tuple(orders)):
+        free = stages[stage][-1].stop if stages[stage] else 0.0
+        start = free if source < 0 else max(free, stops[source] + transfer)
+        stops.append(start + duration(stage, action))
+        stages[stage].append(TimedAction(action, start, stops[-1]))
+    return Simulation(tuple(map(tuple, stages)))
+
+
+def simulate_loads(orders: Sequence[Order], loads: Sequence[Sequence[float]]) -> float:
+    """Total time when micro-batch m takes stage s `loads[s][m]` for forward and backward, such as in ms.
+
+    A forward takes a third of it, a backward two thirds.
+    """
+    return simulate(orders, lambda stage, action: _SHARES[action.kind] * loads[stage][action.microbatch]).total
+
+
+def alive_counts(order: Order) -> tuple[int, ...]:
+    """Micro-batches whose activations a stage keeps while each action of its order runs.
+
+    They are kept from the forward on until all gradients are computed; without any, only while the forward runs.
+    """
+    last_use = {action.microbatch: position for position, action in enumerate(order)}
+    counts, alive = [], 0
+    for position, action in enumerate(order):
+        alive += action.kind == "forward"
+        counts.append(alive)
+        alive -= last_use[action.microbatch] == position
+    return tuple(counts)
+
+
+def peak_alive(orders: Sequence[Order]) -> tuple[int, ...]:
+    """The most micro-batches that each stage keeps at once."""
+    return tuple(max(alive_counts(order), default=0) for order in orders)

@@ -79,12 +79,12 @@ def test_a_loss_that_is_not_finite_skips_the_step_everywhere() -> None:
         before = whole_state(engine)
         forward = StageRuntime._forward
 
-        def poisoned(self: Any, microbatch: int, **options: Any) -> None:
-            forward(self, microbatch, **options)
+        def poisoned(self: Any, run: Any, microbatch: int) -> None:
+            forward(self, run, microbatch)
             if self.module.place.is_last and rank == 3:
-                self._outputs[microbatch] = self._outputs[microbatch] * float("nan")
-                self._loss = self._loss * float("nan")
-                self.losses[microbatch] = self._loss
+                run.outputs[microbatch] = run.outputs[microbatch] * float("nan")
+                run.loss = run.loss * float("nan")
+                self.losses[microbatch] = run.loss
 
         StageRuntime._forward = poisoned  # type: ignore[method-assign]
         engine.train_batch()

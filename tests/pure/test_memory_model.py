@@ -12,10 +12,12 @@ from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.memory import Activations, JobMemory, estimate_activations
 from ds_hydra.costs.table_file import TableFile
 from ds_hydra.pipe.model_plan import ModelPlan, ParamSpec, ShardRule, make_buckets
+from ds_hydra.pipe.schedules.actions import Order, slots_from_text
+from ds_hydra.pipe.schedules.registry import SCHEDULES
 from ds_hydra.pipe.shape import ParallelScheme, parse_strategy
 from ds_hydra.plan.step_plan import PipelinePlan, StepPlan
 from ds_hydra.report.calibration import LEAST, Calibration
-from ds_hydra.zero_hetero.errors import ConfigError
+from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from tools.check_cost_model import PUBLISHED_MAX_LENGTH, TABLES, constants, max_length
 
 GIB = 2**30
@@ -94,6 +96,18 @@ def test_first_stage_keeps_the_most_micro_batches() -> None:
     assert [round(n.per_token / needs[-2].per_token, 1) for n in needs[1:-1]] == [1.5, 1.0]
     assert needs[0].logits == 0
     assert needs[-1].logits > 0
+
+
+def test_a_stage_keeps_as_many_micro_batches_as_its_schedule_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    def one_at_a_time(num_microbatches: int, num_stages: int, stage: int) -> Order:
+        return slots_from_text(" ".join(f"F{m} B{m}" for m in range(num_microbatches)))[0]
+
+    monkeypatch.setitem(SCHEDULES, "one at a time", one_at_a_time)
+    scheme = ParallelScheme(pp=4)
+    usual, few = job().stages(scheme), job(schedule="one at a time").stages(scheme)
+    assert [needs.per_token for needs in usual] == [(4 - i) * needs.per_token for i, needs in enumerate(few)]
+    with pytest.raises(PlanError, match="schedule 'none' is not known"):
+        job(schedule="none").needs(scheme, 0)
 
 
 def test_states_that_do_not_fit_give_zero_and_no_device_gives_an_error() -> None:

@@ -11,7 +11,8 @@ import pytest
 
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.data.length_sources import read_length_file, read_lengths, sample_batches
-from ds_hydra.pipe.schedules.simulate import schedule_1f1b, simulate_pipeline
+from ds_hydra.pipe.schedules.registry import orders
+from ds_hydra.pipe.schedules.simulate import simulate_loads
 from ds_hydra.pipe.shape import ParallelScheme, parse_strategy
 from ds_hydra.planner import Planner, PlannerOptions
 from ds_hydra.planner.preview import pack_full_ms
@@ -84,23 +85,6 @@ def test_tp_groups_over_two_nodes_are_found() -> None:
     assert not crosses_nodes(parse_strategy("tp16"), 8)
 
 
-def test_1f1b_takes_what_it_takes_on_paper() -> None:
-    assert simulate_pipeline([3.0] * 5, 4) == pytest.approx(3.0 * (5 + 3))
-    assert simulate_pipeline([3.0, 4.0, 5.0], 1) == pytest.approx(12.0)
-    assert simulate_pipeline([], 4) == 0.0
-    assert simulate_pipeline([6.0], 3) == pytest.approx(18.0)
-    # two stages, loads 3 then 6: the second stage starts after 1, runs 1+2 and 2+4; its last backward ends at 10
-    assert simulate_pipeline([3.0, 6.0], 2) == pytest.approx(14.0)
-
-
-def test_1f1b_runs_every_forward_before_its_backward() -> None:
-    for stages in range(1, 6):
-        for stage in range(stages):
-            order = schedule_1f1b(stage, stages, 7)
-            assert sorted(order) == sorted([(f, m) for f in (True, False) for m in range(7)])
-            assert all(order.index((True, m)) < order.index((False, m)) for m in range(7))
-
-
 def test_flow_shop_time_is_near_the_simulation_and_no_shorter() -> None:
     rng = np.random.default_rng(0)
     for _ in range(100):
@@ -108,7 +92,8 @@ def test_flow_shop_time_is_near_the_simulation_and_no_shorter() -> None:
         loads = loads[0::2] + loads[1::2][::-1]
         stages = int(rng.integers(2, 5))
         flow_shop = sum(loads) + (stages - 1) * max(loads)
-        assert 0.999 * simulate_pipeline(loads, stages) <= flow_shop <= 1.2 * simulate_pipeline(loads, stages)
+        simulated = simulate_loads(orders("1f1b", len(loads), stages), [loads] * stages)
+        assert 0.999 * simulated <= flow_shop <= 1.2 * simulated
 
 
 def test_lengths_are_read_from_every_source(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Schedules by simulation: every action once, in a possible order, every message met by its neighbour, to the end."""
+"""Schedules, our own and random ones: what is computed and when, with which messages, and that none stands still."""
 
 from __future__ import annotations
 
@@ -6,122 +6,269 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ds_hydra.pipe.schedules.one_f_one_b import Action, Kind, Step, forward_only, one_f_one_b
+from ds_hydra.pipe.schedules.actions import Action, Order, Slot, last_weight_gradient, slots_as_text, slots_from_text
+from ds_hydra.pipe.schedules.check import place
+from ds_hydra.pipe.schedules.lower import lower
+from ds_hydra.pipe.schedules.registry import (
+    evaluation_slots,
+    most_alive,
+    orders,
+    schedule_named,
+    training_slots,
+)
+from ds_hydra.pipe.schedules.rendezvous import check_slots
+from ds_hydra.pipe.schedules.simulate import alive_counts, peak_alive, simulate, simulate_loads
+from ds_hydra.zero_hetero.errors import PlanError
 
 SIZES = (st.integers(0, 12), st.integers(1, 7))
 
 
-def streams(num_microbatches: int, num_stages: int, training: bool = True) -> list[tuple[Step, ...]]:
-    make = one_f_one_b if training else forward_only
-    return [make(num_microbatches, num_stages, stage) for stage in range(num_stages)]
+def order(text: str) -> Order:
+    """One stage's order, such as "F0 F1 B0 B1"."""
+    return tuple(action for slot in slots_from_text(text) for action in slot)
 
 
-def of_kind(stream: tuple[Step, ...], *kinds: Kind) -> list[int]:
-    return [action.microbatch for step in stream for action in step if action.kind in kinds]
+def of_kind(slots: tuple[Slot, ...], kind: str) -> list[int]:
+    return [action.microbatch for slot in slots for action in slot if action.kind == kind]
 
 
-def simulate(stages: list[tuple[Step, ...]]) -> None:
-    """Run all stages as the runtime does: a step sends at once and waits for what it receives; fail on a standstill."""
-    position = [0] * len(stages)
-    begun = [-1] * len(stages)
-    mail: set[tuple[int, Action]] = set()
-    done: set[tuple[int, str, int]] = set()
-    while any(at < len(stream) for at, stream in zip(position, stages, strict=True)):
-        moved = False
-        for stage, stream in enumerate(stages):
-            if position[stage] == len(stream):
-                continue
-            step = stream[position[stage]]
-            if begun[stage] < position[stage]:
-                begun[stage] = position[stage]
-                moved = True
-                for action in step:
-                    if action.kind == "send_activation":
-                        assert (stage, "forward", action.microbatch) in done, "a stage sends what it has computed"
-                        mail.add((stage + 1, Action("recv_activation", action.microbatch)))
-                    elif action.kind == "send_gradient":
-                        assert (stage, "backward", action.microbatch) in done
-                        mail.add((stage - 1, Action("recv_gradient", action.microbatch)))
-            wanted = {(stage, action) for action in step if action.kind.startswith("recv")}
-            if not wanted <= mail:
-                continue
-            mail -= wanted
-            done |= {(stage, action.kind, action.microbatch) for _, action in wanted}
-            for kind, microbatch in step:
-                if kind == "forward":
-                    assert stage == 0 or (stage, "recv_activation", microbatch) in done
-                elif kind == "backward":
-                    assert (stage, "forward", microbatch) in done
-                    assert stage == len(stages) - 1 or (stage, "recv_gradient", microbatch) in done
-                done.add((stage, kind, microbatch))
-            position[stage] += 1
-            moved = True
-        assert moved, f"nobody can go on at steps {position}"
-    assert not mail, "everything that was sent has been received"
+@st.composite
+def possible_orders(draw: st.DrawFn) -> tuple[Order, ...]:
+    """Any orders that could run: again and again some stage runs something that could run now."""
+    num_microbatches, num_stages = draw(st.integers(0, 5)), draw(st.integers(1, 5))
+    each = [(stage, microbatch) for stage in range(num_stages) for microbatch in range(num_microbatches)]
+    waiting = {(stage, Action("forward", m)) for stage, m in each}
+    for stage, m in each:
+        kinds = ("input_gradient", "weight_gradient") if draw(st.booleans()) else ("backward",)
+        waiting |= {(stage, Action(kind, m)) for kind in kinds}  # type: ignore[arg-type]
+    made: list[list[Action]] = [[] for _ in range(num_stages)]
+
+    def has(stage: int, m: int, *kinds: str) -> bool:
+        return any(action.kind in kinds and action.microbatch == m for action in made[stage])
+
+    def ready(stage: int, action: Action) -> bool:
+        kind, m = action
+        if kind == "forward":
+            return stage == 0 or has(stage - 1, m, "forward")
+        if kind == "weight_gradient":
+            return has(stage, m, "input_gradient")
+        return has(stage, m, "forward") and (stage == num_stages - 1 or has(stage + 1, m, "backward", "input_gradient"))
+
+    while waiting:
+        stage, action = draw(st.sampled_from(sorted(entry for entry in waiting if ready(*entry))))
+        waiting.remove((stage, action))
+        made[stage].append(action)
+    return tuple(map(tuple, made))
+
+
+@given(possible_orders())
+@example(tuple(map(order, ("F0 F1 F2 F3 B0 B1 B2 B3", "F0 B0 F1 B1 F2 B2 F3 B3"))))  # the note's: further ahead
+def test_lowering_any_order_stands_still_nowhere_and_sends_all_once(made: tuple[Order, ...]) -> None:
+    stages = lower(made)
+    check_slots(stages)
+    for stage, (slots, computed) in enumerate(zip(stages, made, strict=True)):
+        assert tuple(action for slot in slots for action in slot if action.computes) == computed
+        each = sorted({action.microbatch for action in computed})
+        before, after = each * (stage > 0), each * (stage < len(stages) - 1)
+        assert sorted(of_kind(slots, "recv_activation")) == sorted(of_kind(slots, "send_gradient")) == before
+        assert sorted(of_kind(slots, "send_activation")) == sorted(of_kind(slots, "recv_gradient")) == after
+        for slot in slots:
+            sides = {
+                1 if action.kind in ("send_activation", "recv_gradient") else -1
+                for action in slot
+                if not action.computes
+            }
+            assert len(sides) <= 1, "messages of a slot are with one neighbour"
+
+
+@given(possible_orders())
+def test_text_reads_back(made: tuple[Order, ...]) -> None:
+    for slots in lower(made):
+        assert slots_from_text(slots_as_text(slots)) == slots
+
+
+def test_text_is_stable() -> None:
+    first, last = (training_slots("1f1b", 3, 2, stage) for stage in range(2))
+    assert slots_as_text(first) == "F0 | >0 | F1 | <0 >1 B0 | F2 | <1 >2 B1 | <2 B2"
+    assert slots_as_text(last) == "->0 F0 | B0 | <-0 ->1 F1 | B1 | <-1 ->2 F2 | B2 | <-2"
+    assert slots_as_text(evaluation_slots(2, 3, 1)) == "->0 F0 | >0 | ->1 F1 | >1"
+    assert slots_as_text([order("F0 I0 W0")]) == "F0 I0 W0"
+
+
+@pytest.mark.parametrize("wrong", ["F", "X1", "F-1", "F01", "F0 || B0", "F0 |", "F0B0"])
+def test_text_that_is_none_is_refused(wrong: str) -> None:
+    with pytest.raises(PlanError, match=r"schedule: .* in .* is no action; an action is one of F B I W <- < -> > and"):
+        slots_from_text(wrong)
+
+
+@pytest.mark.parametrize("num_stages", range(1, 9))
+def test_1f1b_is_deepspeeds_slot_by_slot(num_stages: int) -> None:
+    from deepspeed.runtime.pipe.schedule import TrainSchedule
+
+    kinds = {"ForwardPass": "forward", "BackwardPass": "backward", "SendGrad": "send_gradient"}
+    kinds |= {"RecvGrad": "recv_gradient", "SendActivation": "send_activation", "RecvActivation": "recv_activation"}
+    for num_microbatches in range(1, 17):
+        for stage in range(num_stages):
+            seen = dict.fromkeys(kinds.values(), 0)  # the k-th action of a kind belongs to micro-batch k
+            theirs = []
+            for instructions in TrainSchedule(num_microbatches, num_stages, stage).steps():
+                slot = []
+                for instruction in instructions:
+                    if kind := kinds.get(type(instruction).__name__):
+                        slot.append(Action(kind, seen[kind]))  # type: ignore[arg-type]
+                        seen[kind] += 1
+                theirs += [tuple(slot)] if slot else []
+            assert training_slots("1f1b", num_microbatches, num_stages, stage) == tuple(theirs)
+    assert training_slots("1f1b", 0, num_stages, 0) == ()
 
 
 @given(*SIZES)
 @example(1, 7)
 @example(12, 1)
-def test_training_ends_and_does_everything_once(num_microbatches: int, num_stages: int) -> None:
-    stages = streams(num_microbatches, num_stages)
-    simulate(stages)
-    each = list(range(num_microbatches))
-    for stage, stream in enumerate(stages):
-        assert of_kind(stream, "forward") == of_kind(stream, "backward") == each
-        inner = (stage > 0, stage < num_stages - 1)
-        assert of_kind(stream, "recv_activation") == of_kind(stream, "send_gradient") == each * inner[0]
-        assert of_kind(stream, "send_activation") == of_kind(stream, "recv_gradient") == each * inner[1]
+def test_1f1b_keeps_few_micro_batches_and_messages_in_order(num_microbatches: int, num_stages: int) -> None:
+    """A stage keeps at most as many activations as there are stages from it on; messages need no tag of their own."""
+    made = orders("1f1b", num_microbatches, num_stages)
+    assert peak_alive(made) == tuple(min(num_microbatches, num_stages - stage) for stage in range(num_stages))
+    assert most_alive("1f1b", num_stages) == tuple(num_stages - stage for stage in range(num_stages))
+    stages = lower(made)
+    check_slots(stages)
+    for slots in stages:
+        for kind in ("forward", "backward", "send_activation", "recv_activation", "send_gradient", "recv_gradient"):
+            assert of_kind(slots, kind) == sorted(of_kind(slots, kind))
+        last = last_weight_gradient(slots)
+        assert last == (Action("backward", num_microbatches - 1) if num_microbatches else None)
 
 
 @given(*SIZES)
 def test_evaluation_ends_and_keeps_to_forwards(num_microbatches: int, num_stages: int) -> None:
-    stages = streams(num_microbatches, num_stages, training=False)
-    simulate(stages)
-    for stream in stages:
-        assert of_kind(stream, "forward") == list(range(num_microbatches))
-        assert not of_kind(stream, "backward", "send_gradient", "recv_gradient")
+    stages = [evaluation_slots(num_microbatches, num_stages, stage) for stage in range(num_stages)]
+    check_slots(stages)
+    for slots in stages:
+        assert of_kind(slots, "forward") == list(range(num_microbatches))
+        assert {action.kind for slot in slots for action in slot} <= {"forward", "send_activation", "recv_activation"}
+        assert last_weight_gradient(slots) is None
 
 
-@given(*SIZES)
-def test_few_micro_batches_are_in_flight(num_microbatches: int, num_stages: int) -> None:
-    """What makes it 1F1B: a stage holds at most as many activations as there are stages from it on."""
-    for stage, stream in enumerate(streams(num_microbatches, num_stages)):
-        held = most = 0
-        for step in stream:
-            for action in step:
-                held += (action.kind == "forward") - (action.kind == "backward")
-                most = max(most, held)
-        assert most <= num_stages - stage
+def test_the_last_weight_gradient_of_a_split_backward_is_its_second_part() -> None:
+    assert last_weight_gradient([order("F0 F1 I0 I1 W1 W0")]) == Action("weight_gradient", 0)
 
 
-@given(*SIZES)
-def test_messages_of_two_neighbours_pair_up_in_order(num_microbatches: int, num_stages: int) -> None:
-    """Per edge and direction, the k-th send meets the k-th receive: messages need no tag of their own."""
-    stages = streams(num_microbatches, num_stages)
-    for stage in range(num_stages - 1):
-        here, there = stages[stage], stages[stage + 1]
-        assert of_kind(here, "send_activation") == of_kind(there, "recv_activation")
-        assert of_kind(there, "send_gradient") == of_kind(here, "recv_gradient")
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        (("F0 B0", "B0 F0"), r"stage 1 runs B0 before it has the output of micro-batch 0"),
+        (("F0 F0 B0", "F0 B0"), r"stage 0 runs F0, but already has the output of micro-batch 0"),
+        (("F0 B0 W0", "F0 B0"), r"stage 0 runs W0, but already has the weight gradient of micro-batch 0"),
+        (("F0 W0 I0", "F0 B0"), r"stage 0 runs W0 before it has the input gradient of micro-batch 0"),
+        (("F0 F1 B0", "F0 F1 B0 B1"), r"stage 0 ends without the input gradient of micro-batch 1"),
+        (("F0 I0", "F0 B0"), r"stage 0 ends without the weight gradient of micro-batch 0"),
+        (("F0 >0 B0", "F0 B0"), r"stage 0 lists >0; an order holds what is computed"),
+        (("F0 B0 F1 B1", "F0 F1 B0 B1"), r"stage 0 waits at B0 for the input gradient of stage 1, which itself waits"),
+    ],
+)
+def test_orders_that_cannot_run_are_shown(texts: tuple[str, ...], message: str) -> None:
+    with pytest.raises(PlanError, match=message) as caught:
+        place(tuple(map(order, texts)))
+    assert str(caught.value).count("<-- here") == 1
 
 
-def test_the_simulation_sees_broken_schedules() -> None:
-    stages = streams(3, 2)
-    silent = stages[0][:1] + stages[0][2:]
-    with pytest.raises(AssertionError, match="nobody can go on"):
-        simulate([silent, stages[1]])
-    early = (stages[0][1], stages[0][0], *stages[0][2:])
-    with pytest.raises(AssertionError, match="sends what it has computed"):
-        simulate([early, stages[1]])
-    with pytest.raises(AssertionError, match="has been received"):
-        simulate([stages[0][:-1], stages[1]])
+def test_the_grid_shows_the_error_where_it_is() -> None:
+    made = list(orders("1f1b", 3, 2))
+    made[1] = order("F0 B0 F1 B2 B1 F2")
+    with pytest.raises(PlanError) as caught:
+        place(tuple(made))
+    assert str(caught.value).splitlines() == [
+        "schedule: stage 1 runs B2 before it has the output of micro-batch 2",
+        "tick      0   1   2   3   4",
+        "stage 0   F0  F1  .   B0  F2",
+        "stage 1   .   F0  B0  F1  B2  <-- here",
+    ]
+    with pytest.raises(PlanError, match="stage 0 waits at B0") as caught:
+        place((order("F0 B0 F1 B1"), order("F0 F1 B0 B1")))
+    assert str(caught.value).splitlines()[1:] == [
+        "tick      0   1",
+        "stage 0   F0  B0  <-- here",
+        "stage 1   .   F0",
+    ]
 
 
-def test_two_stages_as_text() -> None:
-    assert of_text(one_f_one_b(3, 2, 0)) == "F0 | >0 | F1 | <0 >1 B0 | F2 | <1 >2 B1 | <2 B2"
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        (("F0 | >0 | B0", "->0 F0 | B0 | <-0"), r"stage 0 runs B0 before it has <0"),
+        (("F0 | >0 | <0 B0", "F0 | B0 | <-0"), r"stage 1 runs F0 before it has ->0"),
+        (("F0 | <0 B0", "->0 F0 | B0 | <-0"), r"stage 0 waits for ever for stage 1 at <0"),
+        ((">0 F0 | <0 B0", "->0 F0 | B0 | <-0"), r"stage 0 has not computed what it sends by >0"),
+        (("F0 | >0 >0 | <0 B0", "->0 F0 | B0 | <-0"), r"stage 0 lists >0 twice"),
+        (("F0 | B0 | <-0",), r"stage 0 has no neighbour for <-0"),
+        (("F0 F1 | >0 | >1", "->1 F1 | ->0 F0"), r"stage 0 is at >0 while stage 1 is at ->1"),
+        (  # every output is sent at once: the note of `lower` says why this cannot be
+            (
+                "F0 | >0 F1 | >1 F2 | >2 F3 | <0 >3 B0 | <1 B1 | <2 B2 | <3 B3",
+                "->0 F0 | B0 | <-0 ->1 F1 | B1 | <-1 ->2 F2 | B2 | <-2 ->3 F3 | B3 | <-3",
+            ),
+            r"stage 0 waits for ever for stage 1 at >2",
+        ),
+    ],
+)
+def test_slots_that_do_not_end_are_shown(texts: tuple[str, ...], message: str) -> None:
+    with pytest.raises(PlanError, match=message) as caught:
+        check_slots([slots_from_text(text) for text in texts])
+    assert str(caught.value).count("<-- here") == 1
 
 
-def of_text(stream: tuple[Step, ...]) -> str:
-    signs = {"forward": "F", "backward": "B", "send_activation": ">", "recv_gradient": "<"}
-    signs |= {"recv_activation": "->", "send_gradient": "<-"}
-    return " | ".join(" ".join(f"{signs[kind]}{microbatch}" for kind, microbatch in step) for step in stream)
+@given(possible_orders(), st.floats(0.0, 3.0))
+def test_simulation_of_any_order_keeps_to_its_rules(made: tuple[Order, ...], transfer: float) -> None:
+    simulation = simulate(made, lambda stage, action: 1.0 + stage + action.microbatch, transfer=transfer)
+    times = [{timed.action: timed for timed in row} for row in simulation.stages]
+    for stage, row in enumerate(simulation.stages):
+        assert tuple(timed.action for timed in row) == made[stage]
+        free = 0.0
+        for action, start, stop in row:
+            sources = [0.0]
+            if action.kind == "forward" and stage > 0:
+                sources = [times[stage - 1][action].stop + transfer]
+            elif action.kind in ("backward", "input_gradient") and stage < len(made) - 1:
+                results = [Action("backward", action.microbatch), Action("input_gradient", action.microbatch)]
+                sources = [times[stage + 1][r].stop + transfer for r in results if r in times[stage + 1]]
+            assert start == max(free, *sources), "as soon as the stage is free and its input is there"
+            assert stop == start + 1.0 + stage + action.microbatch
+            free = stop
+    assert simulation.total == max((row[-1].stop for row in simulation.stages if row), default=0.0)
+
+
+def test_1f1b_takes_what_it_takes_on_paper() -> None:
+    def total(loads: list[float], num_stages: int) -> float:
+        return simulate_loads(orders("1f1b", len(loads), num_stages), [loads] * num_stages)
+
+    assert total([3.0] * 5, 4) == pytest.approx(3.0 * (5 + 3))
+    assert total([3.0, 4.0, 5.0], 1) == pytest.approx(12.0)
+    assert total([], 4) == 0.0
+    assert total([6.0], 3) == pytest.approx(18.0)
+    # two stages, loads 3 then 6: the second stage starts after 1, runs 1+2 and 2+4; its last backward ends at 10
+    assert total([3.0, 6.0], 2) == pytest.approx(14.0)
+    # two stages and a message of 1: F0 until 1, over at 2, F0 and B0 until 5, back at 6, B0 until 8
+    made = orders("1f1b", 1, 2)
+    assert simulate(made, lambda _, action: 1.0 if action.kind == "forward" else 2.0, transfer=1.0).total == 8.0
+
+
+def test_micro_batches_alive_over_time() -> None:
+    made = orders("1f1b", 3, 2)
+    simulation = simulate(made, lambda _, action: 1.0)
+    assert simulation.alive(0) == ((0.0, 1), (1.0, 2), (3.0, 2), (4.0, 2), (5.0, 2), (7.0, 1))
+    assert alive_counts(order("F0 F1 I0 F2 W0 I1 W1 I2 W2")) == (1, 2, 2, 3, 3, 2, 2, 1, 1)
+    assert alive_counts(order("F0 F1 F2")) == (1, 1, 1)
+
+
+def test_only_schedules_of_bounded_memory_are_trained_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ds_hydra.pipe.schedules import registry
+
+    def all_forwards_first(num_microbatches: int, num_stages: int, stage: int) -> Order:
+        return tuple(Action(kind, m) for kind in ("forward", "backward") for m in range(num_microbatches))  # type: ignore[arg-type]
+
+    monkeypatch.setitem(registry.SCHEDULES, "all forwards first", all_forwards_first)
+    assert peak_alive(orders("all forwards first", 6, 2)) == (6, 6)
+    with pytest.raises(PlanError, match=r"keeps \(4, 4\) micro-batches .* with 4 in a step, and \(8, 8\) with 8"):
+        most_alive("all forwards first", 2)
+    with pytest.raises(PlanError, match="schedule '1F1B' is not known; choose from 1f1b, all forwards first"):
+        schedule_named("1F1B")

@@ -124,6 +124,6 @@ def test_contradictory_stages_are_refused() -> None:
 
 
 def test_planning_imports_no_torch() -> None:
-    modules = "ds_hydra.pipe.placement, ds_hydra.pipe.schedules.one_f_one_b, ds_hydra.pipe.model_plan"
+    modules = "ds_hydra.pipe.placement, ds_hydra.pipe.schedules.registry, ds_hydra.pipe.model_plan"
     code = f"import sys, {modules}; assert not {{'torch', 'deepspeed', 'transformers'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,96 @@
+"""The words of a schedule: actions, slots and orders, and the text that shows them. Pure: no torch.
+
+[Note: schedules as text]
+`slots_as_text` prints the slots of one stage and `slots_from_text` reads them back:
+
+  slots  = [slot {" | " slot}]
+  slot   = action {" " action}
+  action = sign micro-batch              the micro-batch in decimal digits, without leading zeros
+  sign   = "F" forward                   "B" backward, which is I and W in one
+         | "I" gradient of the input     "W" gradient of the weights
+         | ">" sends an activation to the next stage        "->" receives one from the stage before
+         | "<" receives a gradient from the next stage      "<-" sends one to the stage before
+
+Arrows point the way that the message goes, with the next stage on the right; the two with a dash concern the stage
+before. Three micro-batches on the first and on the last of two stages:
+
+  F0 | >0 | F1 | <0 >1 B0 | F2 | <1 >2 B1 | <2 B2
+  ->0 F0 | B0 | <-0 ->1 F1 | B1 | <-1 ->2 F2 | B2 | <-2
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from ds_hydra.zero_hetero.errors import PlanError
+
+Compute = Literal["forward", "backward", "input_gradient", "weight_gradient"]
+Message = Literal["send_activation", "recv_activation", "send_gradient", "recv_gradient"]
+
+_SIGNS: dict[Compute | Message, str] = {
+    "forward": "F",
+    "backward": "B",
+    "input_gradient": "I",
+    "weight_gradient": "W",
+    "send_gradient": "<-",
+    "recv_gradient": "<",
+    "recv_activation": "->",
+    "send_activation": ">",
+}
+_KINDS = {sign: kind for kind, sign in _SIGNS.items()}
+_ACTION = re.compile(r"(F|B|I|W|<-|->|<|>)(0|[1-9][0-9]*)")
+
+_COMPUTES = ("forward", "backward", "input_gradient", "weight_gradient")
+
+
+class Action(NamedTuple):
+    """One thing that a stage does with a micro-batch, which counts from 0 within the pipeline's step."""
+
+    kind: Compute | Message
+    microbatch: int
+
+    @property
+    def computes(self) -> bool:
+        """Whether it computes; otherwise it sends or receives."""
+        return self.kind in _COMPUTES
+
+    def __str__(self) -> str:
+        return f"{_SIGNS[self.kind]}{self.microbatch}"
+
+
+Order = tuple[Action, ...]
+"""What one stage computes, from first to last; no messages."""
+
+Slot = tuple[Action, ...]
+"""What a stage does next: its messages all start together, and once those it receives are there, it computes."""
+
+
+def slots_as_text(slots: Sequence[Slot]) -> str:
+    """Slots of one stage, or an order as a single slot, in; text out. [Note: schedules as text]"""
+    return " | ".join(" ".join(map(str, slot)) for slot in slots)
+
+
+def slots_from_text(text: str) -> tuple[Slot, ...]:
+    """Inverse of `slots_as_text`. PlanError names what is no action, or a slot that has none."""
+    if not text.strip():
+        return ()
+    return tuple(_slot(part, text) for part in text.split("|"))
+
+
+def _slot(part: str, text: str) -> Slot:
+    words = part.split() or [""]
+    matches = [_ACTION.fullmatch(word) for word in words]
+    if None in matches:
+        raise PlanError(
+            f"schedule: {words[matches.index(None)]!r} in {text!r} is no action; an action is one of "
+            f"{' '.join(_KINDS)} and a micro-batch, such as F0"
+        )
+    return tuple(Action(_KINDS[match[1]], int(match[2])) for match in matches if match is not None)
+
+
+def last_weight_gradient(slots: Sequence[Slot]) -> Action | None:
+    """The action after which the gradients of a stage's weights are final; None if it computes none."""
+    found = [action for slot in slots for action in slot if action.kind in ("backward", "weight_gradient")]
+    return found[-1] if found else None

@@ -1,0 +1,76 @@
+"""Orders of all stages in, slots with the sends and receives that they need out. Pure: no torch.
+
+[Note: lowering]
+A message goes over in the tick in which its receiver needs it [Note: ticks], at both ends. So every exchange of a
+stage meets one of the same tick at its neighbour and none waits for a later tick: whatever order the stages compute
+in, they never wait for each other in a circle, even if a send lasts until it is received and a stage starts no
+exchange before its last has ended. Two stages, three micro-batches, 1F1B:
+
+  tick      0    1         2    3            4
+  stage 0   F0   >0 | F1   .    <0 >1 B0     F2
+  stage 1   .    ->0 F0    B0   <-0 ->1 F1   B1
+
+In tick 3 stage 1 needs the activation of micro-batch 1 and stage 0 the gradient of micro-batch 0, so both go in one
+exchange. Sending as soon as an output is there would stand still where a stage runs further ahead: with F0 F1 F2 F3 B0
+on stage 0, it would send activation 2 while stage 1 sends gradient 0, and neither receives.
+
+A slot has messages with one neighbour only, for a stage that waits for one neighbour shall not have to wait for the
+other too. Where a tick has both, what is only sent goes first, in a slot of its own: nobody waits for it here. That
+closes no circle either: two stages share one edge of the pipeline, and edges in a row can wait only one way.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from ds_hydra.pipe.schedules.actions import Action, Order, Slot
+from ds_hydra.pipe.schedules.check import place
+
+
+class _Tick:
+    """What a stage does in one tick, by neighbour: -1 is the stage before, 1 the next one."""
+
+    def __init__(self) -> None:
+        self.sends: dict[int, Action] = {}
+        self.receive: tuple[int, Action] | None = None
+        self.compute: Action | None = None
+
+    def slots(self) -> list[Slot]:
+        sends = dict(self.sends)
+        last: list[Action] = []
+        if self.receive is not None:
+            side, receive = self.receive
+            sent = sends.pop(side, None)
+            last = [receive] if sent is None else sorted([receive, sent], key=_gradient_first)
+        if self.compute is not None:
+            last.append(self.compute)
+        alone: list[Slot] = [(sends[side],) for side in sorted(sends)]
+        return [*alone, tuple(last)] if last else alone
+
+
+@lru_cache(maxsize=128)
+def lower(orders: tuple[Order, ...]) -> tuple[tuple[Slot, ...], ...]:
+    """Each stage's order with the messages that its actions need [Note: lowering]. PlanError as `place`."""
+    placed = place(orders)
+    grid: list[dict[int, _Tick]] = [{} for _ in orders]
+    for stage, action, tick, source in placed:
+        here = grid[stage].setdefault(tick, _Tick())
+        here.compute = action
+        if source < 0:
+            continue
+        side = placed[source].stage - stage
+        send, receive = _messages(action)
+        here.receive = (side, receive)
+        grid[stage + side].setdefault(tick, _Tick()).sends[-side] = send
+    return tuple(tuple(slot for tick in sorted(row) for slot in row[tick].slots()) for row in grid)
+
+
+def _messages(action: Action) -> tuple[Action, Action]:
+    """The send and the receive that bring an action what it needs of a neighbour."""
+    if action.kind == "forward":
+        return Action("send_activation", action.microbatch), Action("recv_activation", action.microbatch)
+    return Action("send_gradient", action.microbatch), Action("recv_gradient", action.microbatch)
+
+
+def _gradient_first(action: Action) -> bool:
+    return action.kind not in ("send_gradient", "recv_gradient")

@@ -1,0 +1,64 @@
+"""Schedules by name, and what the planner, the memory model and the runtime ask of them. Pure: no torch.
+
+A new schedule is a function in a file of its own and a row of `SCHEDULES`; nothing else changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+from ds_hydra.pipe.schedules.actions import Order, Slot
+from ds_hydra.pipe.schedules.lower import lower
+from ds_hydra.pipe.schedules.one_f_one_b import forward_only, one_f_one_b
+from ds_hydra.pipe.schedules.simulate import peak_alive
+from ds_hydra.zero_hetero.errors import PlanError
+
+Schedule = Callable[[int, int, int], Order]
+"""(micro-batches, stages, stage) in, what the stage computes out."""
+
+SCHEDULES: dict[str, Schedule] = {"1f1b": one_f_one_b}
+"""What a pipeline can train by."""
+
+
+def schedule_named(name: str) -> Schedule:
+    """A schedule to train by. PlanError names the known ones."""
+    if name not in SCHEDULES:
+        raise PlanError(f"schedule {name!r} is not known; choose from {', '.join(sorted(SCHEDULES))}")
+    return SCHEDULES[name]
+
+
+def orders(name: str, num_microbatches: int, num_stages: int) -> tuple[Order, ...]:
+    """What each stage computes in training, in order. PlanError if the name is not known."""
+    return _orders(schedule_named(name), num_microbatches, num_stages)
+
+
+@lru_cache(maxsize=4096)
+def training_slots(name: str, num_microbatches: int, num_stages: int, stage: int) -> tuple[Slot, ...]:
+    """What one stage does in a step, messages included. PlanError if the name is not known."""
+    return lower(orders(name, num_microbatches, num_stages))[stage]
+
+
+@lru_cache(maxsize=4096)
+def evaluation_slots(num_microbatches: int, num_stages: int, stage: int) -> tuple[Slot, ...]:
+    """What one stage does to evaluate micro-batches: forwards only."""
+    return lower(_orders(forward_only, num_microbatches, num_stages))[stage]
+
+
+@lru_cache(maxsize=1024)
+def most_alive(name: str, num_stages: int) -> tuple[int, ...]:
+    """Micro-batches that each stage keeps at once at most, however many there are in a step.
+
+    PlanError if a schedule keeps ever more the more there are: then no length of micro-batches is always safe.
+    """
+    few, many = (peak_alive(orders(name, count * num_stages, num_stages)) for count in (2, 4))
+    if few != many:
+        raise PlanError(
+            f"schedule {name!r} keeps {few} micro-batches on its stages with {2 * num_stages} in a step, and {many} "
+            f"with {4 * num_stages}; a schedule to train by must keep no more when there are more"
+        )
+    return few
+
+
+def _orders(schedule: Schedule, num_microbatches: int, num_stages: int) -> tuple[Order, ...]:
+    return tuple(schedule(num_microbatches, num_stages, stage) for stage in range(num_stages))

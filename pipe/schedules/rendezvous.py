@@ -1,0 +1,119 @@
+"""Slots of all stages in; PlanError if some stage would wait for ever, or if a message is not met. Pure: no torch.
+
+Messages are as strict as any network makes them: each lasts until both ends have come to it, those that go one way
+between two stages meet in the order in which they are started, and a stage goes on when all messages of its slot are
+done. Slots that end here end on every transport.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ds_hydra.pipe.schedules.actions import Action, Compute, Slot, slots_as_text
+from ds_hydra.pipe.schedules.check import place, wanted_from
+from ds_hydra.zero_hetero.errors import PlanError
+
+_MET_BY = {
+    "send_activation": ("recv_activation", 1),
+    "recv_activation": ("send_activation", -1),
+    "send_gradient": ("recv_gradient", -1),
+    "recv_gradient": ("send_gradient", 1),
+}
+_MADE_BY: dict[str, tuple[Compute, ...]] = {
+    "send_activation": ("forward",),
+    "send_gradient": ("backward", "input_gradient"),
+}
+_SLOTS_SHOWN = 8
+
+
+def check_slots(stages: Sequence[Sequence[Slot]]) -> None:
+    """PlanError, with all stages' slots up to where they stand, unless every stage comes to its end."""
+    place(tuple(tuple(action for slot in slots for action in slot if action.computes) for slots in stages))
+    meeting = _Meeting(stages)
+    while meeting.go_on():
+        pass
+    waiting = [stage for stage, slots in enumerate(stages) if meeting.at[stage] < len(slots)]
+    if waiting:
+        message = meeting.open[waiting[0]][0]
+        meeting.refuse(waiting[0], f"waits for ever for stage {waiting[0] + _MET_BY[message.kind][1]} at {message}")
+
+
+class _Meeting:
+    """Where every stage is, and which of its messages are not done."""
+
+    def __init__(self, stages: Sequence[Sequence[Slot]]):
+        self.stages = stages
+        self.at = [0] * len(stages)  # slots that are behind each stage
+        self.open: list[list[Action]] = [[] for _ in stages]  # messages of the slot that it is at
+        self.done: list[set[Action]] = [set() for _ in stages]
+        for stage in range(len(stages)):
+            self._begin(stage)
+
+    def go_on(self) -> bool:
+        """Let every stage do what it can; False if none could do anything."""
+        moved = False
+        for stage, slots in enumerate(self.stages):
+            while self.at[stage] < len(slots):
+                moved |= self._meet(stage)
+                if self.open[stage]:
+                    break
+                self._compute(stage)
+                self.at[stage] += 1
+                self._begin(stage)
+                moved = True
+        return moved
+
+    def _begin(self, stage: int) -> None:
+        """Start the messages of a stage's slot."""
+        if self.at[stage] == len(self.stages[stage]):
+            return
+        for action in self.stages[stage][self.at[stage]]:
+            if action.computes:
+                continue
+            made_by = _MADE_BY.get(action.kind)
+            if made_by and not any(Action(kind, action.microbatch) in self.done[stage] for kind in made_by):
+                self.refuse(stage, f"has not computed what it sends by {action}")
+            if not 0 <= stage + _MET_BY[action.kind][1] < len(self.stages):
+                self.refuse(stage, f"has no neighbour for {action}")
+            if action in self.done[stage]:
+                self.refuse(stage, f"lists {action} twice")
+            self.done[stage].add(action)
+            self.open[stage].append(action)
+
+    def _meet(self, stage: int) -> bool:
+        """Finish messages that both ends have come to."""
+        met = False
+        for kind, (other_kind, side) in _MET_BY.items():
+            if not 0 <= stage + side < len(self.stages):
+                continue
+            here, there = self.open[stage], self.open[stage + side]
+            while mine := next((action for action in here if action.kind == kind), None):
+                theirs = next((action for action in there if action.kind == other_kind), None)
+                if theirs is None:
+                    break
+                if mine.microbatch != theirs.microbatch:
+                    self.refuse(stage, f"is at {mine} while stage {stage + side} is at {theirs}")
+                here.remove(mine)
+                there.remove(theirs)
+                met = True
+        return met
+
+    def _compute(self, stage: int) -> None:
+        """Run what a stage's slot computes."""
+        for action in self.stages[stage][self.at[stage]]:
+            if not action.computes:
+                continue
+            if wanted_from(stage, action, len(self.stages)) is not None:
+                received = Action("recv_activation" if action.kind == "forward" else "recv_gradient", action.microbatch)
+                if received not in self.done[stage]:
+                    self.refuse(stage, f"runs {action} before it has {received}")
+            self.done[stage].add(action)
+
+    def refuse(self, fault_stage: int, text: str) -> None:
+        """Raise PlanError with the slots of every stage up to the one that it is at."""
+        lines = []
+        for stage, slots in enumerate(self.stages):
+            shown = slots[max(0, self.at[stage] + 1 - _SLOTS_SHOWN) : self.at[stage] + 1]
+            here = "  <-- here" if stage == fault_stage else ""
+            lines.append(f"stage {stage}   {slots_as_text(shown)}{here}")
+        raise PlanError("\n".join([f"schedule: stage {fault_stage} {text}", *lines]))
