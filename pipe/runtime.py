@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -36,6 +37,12 @@ class _Run:
     sending: list[tuple[Work, list[Tensor]]] = field(default_factory=list)
 
 
+class Doing(Protocol):
+    """Where a rank writes what it is doing, for reports of it."""
+
+    now: str
+
+
 class StageRuntime:
     """Executes schedules for one rank of a pipeline; `widths` are the features that enter and leave its stage."""
 
@@ -48,11 +55,12 @@ class StageRuntime:
         widths: tuple[int, int],
         device: torch.device,
         dtype: torch.dtype,
+        activity: Doing,
     ):
         self.module, self.pipeline, self.rank, self.transport = module, pipeline, rank, transport
         self.index = pipeline.stage_index(rank)
         self.widths, self.device, self.dtype = widths, device, dtype
-        self.phase = "forward"  # or "backward": for reports of what a rank was doing
+        self._activity = activity
         self.losses: dict[int, Tensor] = {}  # of this stage's micro-batches in the last run, on the last stage
         self.compute_s = 0.0  # of the last run: seconds in forwards and backwards, their collectives included
 
@@ -88,11 +96,11 @@ class StageRuntime:
                 self.compute_s += perf_counter() - began
         for work, _ in run.sending:
             work.wait()
-        self.phase = "push"
+        self._activity.now = "push"
         return run.loss
 
     def _forward(self, run: _Run, microbatch: int) -> None:
-        self.phase = "forward"
+        self._activity.now = "forward"
         received = run.inputs.setdefault(microbatch, None)
         out = self.module.forward(received, run.batches[microbatch])
         run.outputs[microbatch] = out
@@ -105,7 +113,7 @@ class StageRuntime:
                 del run.outputs[microbatch]
 
     def _backward(self, run: _Run, microbatch: int) -> None:
-        self.phase = "backward"
+        self._activity.now = "backward"
         out = run.outputs.pop(microbatch)
         if not out.requires_grad:  # everything up to here is frozen
             run.gradients.pop(microbatch, None)

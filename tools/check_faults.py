@@ -170,12 +170,12 @@ def check_damage(quick: bool) -> Tally:
         def run(rank: int) -> list[tuple[str, str]]:
             engine, results = small_engine(rank), []
             for name, (damage, named) in DAMAGES.items():
-                engine._world.channel.texts("")
+                engine.crew.world.channel.texts("")
                 if rank == 0:
                     shutil.rmtree(folder, ignore_errors=True)
                     shutil.copytree(template, folder)
                     damage(folder / "new")
-                engine._world.channel.texts("")
+                engine.crew.world.channel.texts("")
                 try:
                     engine.load_checkpoint(folder)
                     results.append((name, "was loaded"))

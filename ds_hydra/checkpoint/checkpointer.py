@@ -40,7 +40,6 @@ class TrainingState(Protocol):
     optimizer: Optimizer | None
     lr_scheduler: Any
     sampler: TokenBudgetSampler | None
-    _loss_scale: LossScale
     global_steps: int
     global_samples: int
     micro_steps: int
@@ -59,8 +58,16 @@ class PartsToLoad:
 class Checkpointer:
     """Saves and loads one engine. All ranks call the same methods together."""
 
-    def __init__(self, engine: TrainingState, masters: ModelMasters, aliases: Mapping[str, str], channel: Channel):
+    def __init__(
+        self,
+        engine: TrainingState,
+        masters: ModelMasters,
+        aliases: Mapping[str, str],
+        channel: Channel,
+        loss_scale: LossScale,
+    ):
         self._engine, self._masters, self._aliases, self._channel = engine, masters, aliases, channel
+        self._loss_scale = loss_scale
         self.writer = Writer(channel)
         self.folder: Path | None = None  # where the last save went
 
@@ -232,7 +239,7 @@ class Checkpointer:
         if parts.lr_scheduler and manifest.lr_scheduler is not None and engine.lr_scheduler is not None:
             engine.lr_scheduler.load_state_dict(manifest.lr_scheduler)
         if manifest.loss_scale is not None:
-            engine._loss_scale.load_state_dict(manifest.loss_scale)
+            self._loss_scale.load_state_dict(manifest.loss_scale)
         counters = manifest.counters
         engine.global_steps = manifest.step
         engine.global_samples = int(counters.get("global_samples", 0))
@@ -261,7 +268,7 @@ class Checkpointer:
             files=(),  # and save_id: the writer's
             optimizer=type(engine.optimizer).__name__,
             lr_scheduler=schedule,
-            loss_scale=engine._loss_scale.state_dict(),
+            loss_scale=self._loss_scale.state_dict(),
             data=None if engine.sampler is None else engine.sampler.cursor(engine.global_steps).to_dict(),
             counters={
                 "global_samples": engine.global_samples,

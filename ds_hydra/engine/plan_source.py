@@ -49,6 +49,11 @@ class PlanSource:
         if self._service is not None:
             self._service.use_table(cost_table)
 
+    @property
+    def table(self) -> CostTable:
+        """Costs that plans are made by."""
+        return self._table
+
     def _start_service(self) -> PlannerService | None:
         if self._rank != 0 or self._ahead == 0 or self._sampler is None:
             return None

@@ -1,4 +1,4 @@
-"""Everything that touches DeepSpeed's internals: process groups, config, schedulers, monitors, the engine's face.
+"""The surface of DeepSpeed's engine: config, data, optimizer, schedulers, monitors, counters.
 
 `HostEngine` is a DeepSpeedEngine by isinstance, but runs none of its constructor: that would cast, broadcast
 and flatten whole parameters over one homogeneous data parallel group.
@@ -26,6 +26,7 @@ from ds_hydra.config.hydra_block import ParsedConfig
 from ds_hydra.data.sampler import StepLoader, TokenBudgetSampler
 from ds_hydra.data.sequences import SequenceData
 from ds_hydra.host.optimizers import OptimizerRecipe, optimizer_recipe
+from ds_hydra.host.precision import choose_dtype
 from ds_hydra.host.settings import deepspeed_config
 from ds_hydra.report.log import StepLog
 from ds_hydra.report.record import StepRecord
@@ -68,7 +69,7 @@ class HostEngine(DeepSpeedEngine):
         self._configure_python_gc()
 
         self.module = model
-        self.compute_dtype = self._select_compute_dtype(model)
+        self.compute_dtype = choose_dtype(model, fp16=self.fp16_enabled(), bf16=self.bfloat16_enabled())
         self.master_dtype = torch.float64 if self.compute_dtype == torch.float64 else torch.float32
         self.recipe: OptimizerRecipe = optimizer_recipe(
             model,
@@ -107,27 +108,6 @@ class HostEngine(DeepSpeedEngine):
         self._deepcompile_active = False
         self._is_gradient_accumulation_boundary = True
         self._python_gc_generation: int | None = None
-
-    def _select_compute_dtype(self, model: nn.Module) -> torch.dtype:
-        """BF16 or FP16 if its block says so, else the model's own; masters are FP32, or FP64 for an FP64 model."""
-        if self.fp16_enabled():
-            accelerator = get_accelerator()  # on CPU it knows of fast kernels only; torch computes without them
-            if accelerator.device_name() != "cpu" and not accelerator.is_fp16_supported():
-                raise ConfigError("config: fp16 is enabled but this device does not support it; disable it")
-            return torch.float16
-        if self.bfloat16_enabled():
-            if not get_accelerator().is_bf16_supported():
-                raise ConfigError("config: bf16 is enabled but this device does not support it; disable it")
-            return torch.bfloat16
-        types = {parameter.dtype for parameter in model.parameters()}
-        if types == {torch.float64}:
-            return torch.float64
-        if types & {torch.bfloat16, torch.float16}:
-            raise ConfigError(
-                f"the model's parameters are {', '.join(sorted(map(str, types)))} but the block bf16 is not enabled: "
-                'set "bf16": {"enabled": true}, or load the model in float32'
-            )
-        return torch.float32
 
     def _check_client_scheduler(self) -> None:
         bound = getattr(self.client_lr_scheduler, "optimizer", None)

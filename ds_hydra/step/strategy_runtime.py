@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from ds_hydra.pipe.runtime import StageRuntime
+from ds_hydra.pipe.runtime import Doing, StageRuntime
 from ds_hydra.pipe.schedules.registry import evaluation_slots, training_slots
 from ds_hydra.pipe.stage import ModelSource, StagePlace, shard_view
 from ds_hydra.step.arena import Arena
@@ -50,6 +50,7 @@ class StrategyRuntime:
         arena: Arena,
         pool: BufferPool,
         world: World,
+        activity: Doing,
     ):
         rank, groups = world.rank, world.groups
         self.strategy = strategy
@@ -76,7 +77,9 @@ class StrategyRuntime:
         self.module.before_use = self._before_use
         last = stage.last_layer
         widths = (source.width(stage.first_layer), 0 if self.place.is_last else source.width(last))
-        self.stage_runtime = StageRuntime(self.module, pipeline, rank, world.edges, widths, world.device, dtype)
+        self.stage_runtime = StageRuntime(
+            self.module, pipeline, rank, world.edges, widths, world.device, dtype, activity
+        )
         self.exposed_pull_s = self.exposed_push_s = self.run_s = 0.0
 
     def _link(

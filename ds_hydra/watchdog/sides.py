@@ -11,7 +11,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from ds_hydra.watchdog.channel import NONCE_BYTES, Channel
+from ds_hydra.watchdog.connection import NONCE_BYTES, Connection
 
 if TYPE_CHECKING:
     from ds_hydra.watchdog.watchdog import Watchdog
@@ -42,8 +42,8 @@ class Peer:
     rank: int
     heard: float
     step: int = 0
-    phase: str = "start"
-    channel: Channel | None = None
+    activity: str = "start"
+    connection: Connection | None = None
     left: bool = False
     judged: bool = False
 
@@ -100,38 +100,38 @@ class Side:
 
     def broadcast(self, message: dict[str, Any]) -> None:
         for peer in self.dog.peers.values():
-            if peer.channel is not None:
-                peer.channel.send(message)
+            if peer.connection is not None:
+                peer.connection.send(message)
 
     def note(self, peer: Peer, message: dict[str, Any]) -> None:
         """A beat or a farewell."""
         peer.heard = max(peer.heard, time.monotonic())
         if "beat" in message:
-            peer.step, peer.phase = int(message["beat"][0]), str(message["beat"][1])
+            peer.step, peer.activity = int(message["beat"][0]), str(message["beat"][1])
         if "bye" in message:
             peer.left, peer.step = True, int(message["bye"])
             self.verdict(self._left(peer))
 
     def lost(self, peer: Peer) -> None:
         """The connection is closed."""
-        if peer.channel is not None:
+        if peer.connection is not None:
             with contextlib.suppress(KeyError, ValueError):
-                self.selector.unregister(peer.channel.socket)
-            peer.channel.close()
-            peer.channel = None
+                self.selector.unregister(peer.connection.socket)
+            peer.connection.close()
+            peer.connection = None
         if not peer.left and not peer.judged:
             peer.judged = peer.left = True
             self.verdict(self._died(peer))
 
     def _died(self, peer: Peer) -> Verdict:
-        text = f"rank {peer.rank} died, last heard of in step {peer.step}, phase {peer.phase}"
+        text = f"rank {peer.rank} died, last heard of in step {peer.step} ({peer.activity})"
         return Verdict(text, _BUSY_TURNS, self.dog.frozen_s)
 
     def _frozen(self, peer: Peer, silent_s: float) -> Verdict:
         who = self.dog.identities[peer.rank]
         text = (
-            f"rank {peer.rank} is frozen: nothing heard for {silent_s:.1f} s, last in step {peer.step}, phase "
-            f"{peer.phase} (process {who.pid} on {who.host})"
+            f"rank {peer.rank} is frozen: nothing heard for {silent_s:.1f} s, last in step {peer.step} "
+            f"({peer.activity}; process {who.pid} on {who.host})"
         )
         return Verdict(text, 0, 0.0, peer.rank)
 
@@ -140,10 +140,10 @@ class Side:
 
     def close(self) -> None:
         for peer in self.dog.peers.values():
-            if peer.channel is not None:
+            if peer.connection is not None:
                 with contextlib.suppress(OSError):
-                    peer.channel.socket.shutdown(socket.SHUT_WR)
-                peer.channel.close()
+                    peer.connection.socket.shutdown(socket.SHUT_WR)
+                peer.connection.close()
         self.selector.close()
 
 
@@ -153,16 +153,16 @@ class Client(Side):
     def __init__(self, dog: Watchdog):
         super().__init__(dog)
         self.peer = dog.peers[0]
-        assert self.peer.channel is not None, "connected by the constructor"
-        self.selector.register(self.peer.channel.socket, selectors.EVENT_READ)
+        assert self.peer.connection is not None, "connected by the constructor"
+        self.selector.register(self.peer.connection.socket, selectors.EVENT_READ)
 
     def ready(self, key: selectors.SelectorKey) -> None:
-        channel = self.peer.channel
-        if channel is None:
+        connection = self.peer.connection
+        if connection is None:
             return
-        open_still = channel.receive()
+        open_still = connection.receive()
         try:
-            for message in channel.messages():
+            for message in connection.messages():
                 self.note(self.peer, message)
                 if "verdict" in message:
                     self.dog.judge(Verdict(**message["verdict"]))
@@ -182,7 +182,7 @@ class Server(Side):
         super().__init__(dog)
         dog.listener.setblocking(False)
         self.selector.register(dog.listener, selectors.EVENT_READ, None)
-        self.strangers: dict[Channel, tuple[float, bytes]] = {}
+        self.strangers: dict[Connection, tuple[float, bytes]] = {}
 
     def ready(self, key: selectors.SelectorKey) -> None:
         if key.data is None:
@@ -193,8 +193,8 @@ class Server(Side):
             self._meet(key.data)
 
     def check(self, now: float) -> None:
-        for channel in [c for c, (since, _) in self.strangers.items() if now - since > _HANDSHAKE_S]:
-            self._refuse(channel)
+        for connection in [c for c, (since, _) in self.strangers.items() if now - since > _HANDSHAKE_S]:
+            self._refuse(connection)
         super().check(now)
 
     def verdict(self, verdict: Verdict) -> None:
@@ -211,50 +211,50 @@ class Server(Side):
                 if len(self.strangers) >= _MAX_STRANGERS + self.dog.num_ranks:
                     sock.close()
                     continue
-                channel = Channel(sock, server=True)
+                connection = Connection(sock, server=True)
                 nonce = secrets.token_bytes(NONCE_BYTES)
-                self.strangers[channel] = (time.monotonic(), nonce)
-                self.selector.register(sock, selectors.EVENT_READ, channel)
-                channel.send_raw(nonce)
+                self.strangers[connection] = (time.monotonic(), nonce)
+                self.selector.register(sock, selectors.EVENT_READ, connection)
+                connection.send_raw(nonce)
 
-    def _meet(self, channel: Channel) -> None:
+    def _meet(self, connection: Connection) -> None:
         """A stranger speaks: it is a rank if its first frame knows the secret."""
-        open_still = channel.receive()
-        _, nonce = self.strangers[channel]
+        open_still = connection.receive()
+        _, nonce = self.strangers[connection]
         try:
-            if not channel.keyed:
-                theirs = channel.take_raw(NONCE_BYTES)
+            if not connection.keyed:
+                theirs = connection.take_raw(NONCE_BYTES)
                 if theirs is not None:
-                    channel.set_key(self.dog.secret, nonce + theirs)
-            if channel.keyed:
-                for message in channel.messages():
+                    connection.set_key(self.dog.secret, nonce + theirs)
+            if connection.keyed:
+                for message in connection.messages():
                     peer = self.dog.peers[int(message["rank"])]
-                    if peer.channel is not None or peer.left:
+                    if peer.connection is not None or peer.left:
                         raise ValueError("that rank is here already")
-                    peer.channel, peer.heard = channel, time.monotonic()
-                    del self.strangers[channel]
-                    self.selector.modify(channel.socket, selectors.EVENT_READ, peer)
+                    peer.connection, peer.heard = connection, time.monotonic()
+                    del self.strangers[connection]
+                    self.selector.modify(connection.socket, selectors.EVENT_READ, peer)
                     self._hear(peer)
                     return
         except (ValueError, TypeError, KeyError):
             open_still = False
         if not open_still:
             logger.warning("refused a connection to the heartbeat port that does not know the job's secret")
-            self._refuse(channel)
+            self._refuse(connection)
 
-    def _refuse(self, channel: Channel) -> None:
-        self.strangers.pop(channel, None)
+    def _refuse(self, connection: Connection) -> None:
+        self.strangers.pop(connection, None)
         with contextlib.suppress(KeyError, ValueError):
-            self.selector.unregister(channel.socket)
-        channel.close()
+            self.selector.unregister(connection.socket)
+        connection.close()
 
     def _hear(self, peer: Peer) -> None:
-        channel = peer.channel
-        if channel is None:
+        connection = peer.connection
+        if connection is None:
             return
-        open_still = channel.receive()
+        open_still = connection.receive()
         try:
-            for message in channel.messages():
+            for message in connection.messages():
                 self.note(peer, message)
                 if "failed" in message:
                     self.failed(message)
@@ -264,7 +264,7 @@ class Server(Side):
             self.lost(peer)
 
     def close(self) -> None:
-        for channel in list(self.strangers):
-            self._refuse(channel)
+        for connection in list(self.strangers):
+            self._refuse(connection)
         self.dog.listener.close()
         super().close()

@@ -25,15 +25,13 @@ from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Protocol
 
-from ds_hydra.watchdog.channel import NONCE_BYTES, Channel
-from ds_hydra.watchdog.host import EXIT_CODE, Identity, end_process, kill, listen, own_address
+from ds_hydra.watchdog.activity import IDLE
+from ds_hydra.watchdog.connection import NONCE_BYTES, Connection
+from ds_hydra.watchdog.host import Identity, end_process, kill, listen, own_address
 from ds_hydra.watchdog.sides import TURN_S, Client, Peer, Server, Verdict
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["EXIT_CODE", "IDLE", "Watchdog"]
-
-IDLE = "idle"  # phase of a rank outside a step
 _START_S = 60.0  # until every rank has connected
 
 
@@ -59,7 +57,7 @@ class Watchdog:
         address: str | None = None,
         end: Callable[[str], None] | None = None,
     ):
-        """Connects all ranks; every rank must call it. `where` says (step, phase); `end` replaces the process' end.
+        """Connects all ranks; every rank must call it. `where` says (step, activity); `end` replaces the process' end.
 
         Does nothing for a rank alone or without a heartbeat.
         """
@@ -73,6 +71,7 @@ class Watchdog:
         self._lock = threading.Lock()
         self.closing = threading.Event()
         self._thread: threading.Thread | None = None
+        self._hook_before, self._hook = sys.excepthook, self._excepthook  # a bound method: kept, to compare later
         self.address: tuple[str, int] | None = None
         if channel.num_ranks == 1 or heartbeat_s == 0:
             return
@@ -81,7 +80,7 @@ class Watchdog:
         self._thread.start()
         channel.texts("")  # a rank that leaves at once must not be gone before the others have connected
         atexit.register(self.close)
-        _watch_exceptions(self)
+        self._hook_before, sys.excepthook = sys.excepthook, self._hook
 
     @property
     def running(self) -> bool:
@@ -92,8 +91,8 @@ class Watchdog:
         """Tell the others that this rank cannot go on."""
         if self.running and not self.closing.is_set() and not self._reported:
             self._reported = True
-            step, phase = self._where()
-            text = f"rank {self.rank} failed in step {step}, phase {phase}: {type(error).__name__}: {error}"
+            step, activity = self._where()
+            text = f"rank {self.rank} failed in step {step} ({activity}): {type(error).__name__}: {error}"
             with self._lock:
                 self._outbox.append({"failed": text[:1500]})
             deadline = time.monotonic() + 4 * TURN_S  # to be heard, and to hear whose fault it was
@@ -101,16 +100,23 @@ class Watchdog:
                 time.sleep(TURN_S / 5)
             if self._verdict is not None and not self._verdict.text.startswith(f"rank {self.rank} "):
                 sys.stderr.write(
-                    f"[ds_hydra] rank {self.rank} failed in step {step}, phase {phase}: {self._verdict.text}. "
+                    f"[ds_hydra] rank {self.rank} failed in step {step} ({activity}): {self._verdict.text}. "
                     "Restart the job: it resumes from the newest checkpoint\n"
                 )
 
+    def _excepthook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """An exception that ends the script of one rank, also between steps, is told to the others."""
+        self.report(error)
+        self._hook_before(kind, error, trace)
+
     def close(self) -> None:
-        """Leave in peace: the others may go on with what needs this rank no more."""
+        """Say farewell: this rank leaves in good order, and the others may go on with what does not need it."""
         if self._thread is not None and not self.closing.is_set():
             self.closing.set()
             self._thread.join(timeout=5.0)
             atexit.unregister(self.close)
+            if sys.excepthook is self._hook:
+                sys.excepthook = self._hook_before
 
     # Connecting.
 
@@ -133,9 +139,9 @@ class Watchdog:
         self.peers = {rank: Peer(rank, now + _START_S) for rank in range(self.num_ranks) if rank != self.rank}
         if self.rank != 0:
             self.peers = {0: Peer(0, now)}
-            self.peers[0].channel = self._greet()
+            self.peers[0].connection = self._greet()
 
-    def _greet(self) -> Channel:
+    def _greet(self) -> Connection:
         """Connect to rank 0 and show that this rank knows the secret."""
         assert self.address is not None, "rank 0 has said where it listens"
         sock = socket.create_connection(self.address, timeout=_START_S)
@@ -148,11 +154,11 @@ class Watchdog:
                 raise ConnectionError(f"rank 0 closed the heartbeat connection to {self.address}")
             theirs += data
         mine = secrets.token_bytes(NONCE_BYTES)
-        channel = Channel(sock, server=False)
-        channel.set_key(self.secret, theirs + mine)
-        channel.send_raw(mine)
-        channel.send({"rank": self.rank})
-        return channel
+        connection = Connection(sock, server=False)
+        connection.set_key(self.secret, theirs + mine)
+        connection.send_raw(mine)
+        connection.send({"rank": self.rank})
+        return connection
 
     # Living: one thread, whichever side of the connection this is.
 
@@ -164,8 +170,8 @@ class Watchdog:
 
     def beat(self) -> dict[str, Any]:
         """What this rank says regularly."""
-        step, phase = self._where()
-        return {"beat": [step, phase]}
+        step, activity = self._where()
+        return {"beat": [step, activity]}
 
     def judge(self, verdict: Verdict) -> bool:
         """Take a verdict; the first one stands."""
@@ -179,14 +185,14 @@ class Watchdog:
         verdict = self._verdict
         if verdict is None or self.closing.is_set():
             return
-        step, phase = self._where()
-        self._turns = self._turns + 1 if phase != IDLE else 0
+        step, activity = self._where()
+        self._turns = self._turns + 1 if activity != IDLE else 0
         waited = time.monotonic() - self._judged_at
         if self._turns >= max(1, verdict.turns) or (verdict.idle_s is not None and waited >= verdict.idle_s):
             if verdict.frozen is not None:
                 kill(self.identities[verdict.frozen])
             self._end(
-                f"rank {self.rank} ends in step {step}, phase {phase}: {verdict.text}. Restart the job: it resumes "
+                f"rank {self.rank} ends in step {step} ({activity}): {verdict.text}. Restart the job: it resumes "
                 "from the newest checkpoint"
             )
 
@@ -194,14 +200,3 @@ class Watchdog:
         with self._lock:
             taken, self._outbox = self._outbox, []
         return taken
-
-
-def _watch_exceptions(dog: Watchdog) -> None:
-    """An exception that ends the script of one rank, also between steps, is told to the others."""
-    before = sys.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        dog.report(error)
-        before(kind, error, trace)
-
-    sys.excepthook = hook

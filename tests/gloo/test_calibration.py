@@ -16,12 +16,12 @@ def job(rank: int, mode: str, ahead: int) -> tuple[list[float], list[dict[str, A
     calibration.APPLY_EVERY = 8
     engine: Any = small_engine(rank, cost_correction=mode, planner={"ahead": ahead}, strategies=["2*tp1", "tp2"])
     losses, corrections, reasons = [], [], []
-    before = engine._table
+    before = engine.crew.plans.table
     for _ in range(20):
         losses.append(float(engine.train_batch()))
         corrections.append(dict(engine.last_step.corrections))
         reasons.append(engine.last_step.planning_fallback)
-    scale = max(engine._table[cost.scheme].b / cost.b for cost in before.costs)
+    scale = max(engine.crew.plans.table[cost.scheme].b / cost.b for cost in before.costs)
     engine.destroy()
     return losses, corrections, reasons, scale
 

@@ -107,12 +107,12 @@ def test_damage_is_refused_on_all_ranks_and_changes_nothing(folder: Path, templa
         before = whole_state(engine)
         wrong = []
         for name, (damage, named) in DAMAGES.items():
-            engine._world.channel.texts("")
+            engine.crew.world.channel.texts("")
             if rank == 0:
                 shutil.rmtree(folder)
                 shutil.copytree(template, folder)
                 damage(folder / "new")
-            engine._world.channel.texts("")
+            engine.crew.world.channel.texts("")
             try:
                 engine.load_checkpoint(folder)
                 wrong.append(f"{name}: loaded")
@@ -121,7 +121,7 @@ def test_damage_is_refused_on_all_ranks_and_changes_nothing(folder: Path, templa
                     wrong.append(f"{name}: {error}")
         if not same(before, whole_state(engine)) or engine.global_steps:
             wrong.append("the engine has changed")
-        engine._world.channel.texts("")
+        engine.crew.world.channel.texts("")
         engine.load_checkpoint(folder, "old")
         return wrong
 
@@ -146,7 +146,7 @@ def test_what_cannot_be_written_leaves_what_was_saved(tmp_path: Path, monkeypatc
     def run(rank: int) -> list[str]:
         engine = small_engine(rank, checkpoint={"dir": str(tmp_path), "asynchronous": False, "resume": False})
         engine.save_checkpoint(tmp_path, "old", client_state={"a": 1})
-        engine._world.channel.texts("")
+        engine.crew.world.channel.texts("")
         messages = []
         from ds_hydra.checkpoint import shard_file
 
@@ -189,7 +189,7 @@ def test_saving_in_the_background_is_saving(tmp_path: Path) -> None:
         engine.save_checkpoint(tmp_path)
         engine.train_batch()
         states.append(whole_state(engine))
-        busy = engine._checkpoints.writer.busy
+        busy = engine.crew.checkpoints.writer.busy
         go.set()
         engine.save_checkpoint(tmp_path)
         engine.destroy()
@@ -215,7 +215,7 @@ def test_what_was_frozen_begins_without_moments(tmp_path: Path) -> None:
         engine = small_engine(rank, model)
         engine.train_batch()
         engine.save_checkpoint(tmp_path)
-        before, frozen = whole_state(engine), engine._masters.frozen.gather_full(engine._world.links)
+        before, frozen = whole_state(engine), engine.crew.masters.frozen.gather_full(engine.crew.world.links)
         engine.destroy()
         other = small_engine(rank)
         other.train_batch()

@@ -178,7 +178,7 @@ def test_who_leaves_inside_a_step_ends_it(leave: str, reason: str) -> None:
     for ended, took in run_ranks(watched, 3, leave)[:2]:
         assert reason in ended[0]
         assert "rank 2" in ended[0]
-        assert "step 7, phase forward" in ended[0]
+        assert "step 7 (forward)" in ended[0]
         assert took < 5.0
 
 
@@ -236,7 +236,7 @@ def test_fp16_finds_its_scale_as_deepspeed_does(tmp_path: Path) -> None:
         engine = small_engine(rank, config=half_config(2, initial_scale_power=40, hysteresis=1, loss_scale_window=2))
         scales, skipped, losses = [], [], []
         while len(losses) < 5:
-            scales.append(engine._loss_scale.value)
+            scales.append(engine.crew.loss_scale.value)
             loss = float(engine.train_batch())
             skipped.append(engine.last_step.skipped)
             if not skipped[-1]:
@@ -247,7 +247,7 @@ def test_fp16_finds_its_scale_as_deepspeed_does(tmp_path: Path) -> None:
         engine.train_batch()
         other.train_batch()
         equal = same(whole_state(engine), whole_state(other))
-        return scales, skipped, losses, equal and engine._loss_scale.value == other._loss_scale.value
+        return scales, skipped, losses, equal and engine.crew.loss_scale.value == other._loss_scale.value
 
     scales, skipped, losses, equal = run_ranks(run, 2)[0]
     assert scales[0] == 2.0**40

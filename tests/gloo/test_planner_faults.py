@@ -23,7 +23,7 @@ def job(rank: int, fault: str) -> tuple[list[float], list[str | None]]:
     for step in range(8):
         losses.append(float(engine.train_batch()))
         reasons.append(engine.last_step.planning_fallback)
-        service = engine._plans._service
+        service = engine.crew.plans._service
         if step == 2 and service is not None:
             service._patience = 1.0
             if fault == "garbage":

@@ -189,7 +189,7 @@ def longest_of(rank: int, model: Path, table: Path) -> int:
     job = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=torch.float32)
     engine: Any = ds_hydra.initialize(model=job, training_data=[[3] * 20] * 4, config=config)[0]
     engine.destroy()
-    return engine._table[ParallelScheme()].max_length
+    return engine.crew.plans.table[ParallelScheme()].max_length
 
 
 def test_maxlen_of_a_measured_table_follows_the_number_of_ranks(model: Path, tmp_path: Path) -> None:

@@ -161,19 +161,19 @@ def _placed(case: Case) -> Iterator[None]:
     if not case.stages:
         yield
         return
-    import ds_hydra.engine.engine as engine_module
+    import ds_hydra.engine.prepare as prepare_module
 
-    uniform = engine_module.place_strategy
+    uniform = prepare_module.place_strategy
     special = custom_strategy(case.stages)
 
     def place(schemes: Sequence[ParallelScheme], num_ranks: int, num_layers: int) -> Strategy:
         return special if schemes == parse_strategy(case.strategies[0]) else uniform(schemes, num_ranks, num_layers)
 
-    engine_module.place_strategy = place  # type: ignore[assignment]
+    prepare_module.place_strategy = place  # type: ignore[assignment]
     try:
         yield
     finally:
-        engine_module.place_strategy = uniform
+        prepare_module.place_strategy = uniform
 
 
 def custom_strategy(stages: Sequence[Sequence[tuple[int, int, int]]]) -> Strategy:
@@ -199,12 +199,12 @@ def num_ranks(case: Case) -> int:
 
 def whole_gradients(engine: Any) -> dict[str, Tensor]:
     """The last step's gradients by parameter name, as the optimizer got them; on rank 0. All ranks must call it."""
-    return _whole(engine, engine._masters.trained.grads)
+    return _whole(engine, engine.crew.masters.trained.grads)
 
 
 def _whole(engine: Any, source: Sequence[Tensor]) -> dict[str, Tensor]:
-    flat = engine._masters.trained.gather_full(engine._world.links, source=source, ranks=[0])
-    specs = [param for bucket in engine._source.plan.buckets for param in bucket.params if param.name in flat]
+    flat = engine.crew.masters.trained.gather_full(engine.crew.world.links, source=source, ranks=[0])
+    specs = [param for bucket in engine.job.source.plan.buckets for param in bucket.params if param.name in flat]
     return {p.name: from_flat(flat[p.name], p.shape, p.rule.dim, p.rule.parts).contiguous() for p in specs}
 
 
@@ -215,14 +215,14 @@ def train(rank: int, case: Case, data: Sequence[Sample]) -> RankRun | None:
     engine = make_engine(case, data)
     steps: list[RankStep] = []
     for _ in range(case.steps):
-        before = _whole(engine, engine._masters.trained.shards)
+        before = _whole(engine, engine.crew.masters.trained.shards)
         engine.train_batch()
         record = engine.last_step
         plan = StepPlan.from_json(record.plan, "the step's plan")
         microbatches = tuple(batch for pipeline in plan.pipelines for batch in pipeline.microbatches)
         result = Step(record.loss, record.grad_norm, whole_gradients(engine))
         steps.append(RankStep(plan.strategy, plan.sequence_ids, microbatches, before, result))
-    masters, optimizer = engine._masters.trained, engine.optimizer
+    masters, optimizer = engine.crew.masters.trained, engine.optimizer
     moments = {key: _whole(engine, masters.optimizer_state(optimizer, key)) for key in MOMENTS[case.optimizer]}
     parameters = engine.fp32_state_dict()
     assert not any(torch.isnan(value).any() for value in parameters.values()), "parameters are finite"

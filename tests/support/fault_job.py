@@ -170,7 +170,7 @@ def _train(rank: int, folder: Path, place: Path, steps: int, fault: Fault | None
 
 def digest(engine: Any) -> str:
     """Of this rank's masters and moments."""
-    masters = engine._masters.trained
+    masters = engine.crew.masters.trained
     parts = [masters.flat]
     for key in ("exp_avg", "exp_avg_sq"):
         parts += masters.optimizer_state(engine.optimizer, key)
@@ -186,7 +186,7 @@ def _arm(engine: Any, fault: Fault, place: Path) -> None:
     from ds_hydra.zero_hetero.pushes import Pushes
 
     owners: dict[str, tuple[Any, str]] = {
-        "planning": (type(engine._plans), "next"),
+        "planning": (type(engine.crew.plans), "next"),
         "pull": (Pulls, "start"),
         "forward": (StageRuntime, "_forward"),
         "backward": (StageRuntime, "_backward"),
@@ -226,7 +226,7 @@ def _set_off(kind: str, engine: Any) -> None:
 
 def _cut_connections(engine: Any) -> None:
     """Shut down every TCP connection of this process but the heartbeat's: collectives fail here and at the peers."""
-    kept = {peer.channel.socket.fileno() for peer in engine._watchdog.peers.values() if peer.channel is not None}
+    kept = {peer.channel.socket.fileno() for peer in engine.crew.watchdog.peers.values() if peer.channel is not None}
     for name in os.listdir("/proc/self/fd"):
         handle = int(name)
         with contextlib.suppress(OSError):

@@ -91,7 +91,7 @@ def small_engine(rank: int, model: Any = None, config: dict[str, Any] | None = N
 
 def whole_state(engine: Any) -> dict[str, Tensor]:
     """Masters and moments in full, by name; every rank must call it."""
-    masters, links = engine._masters.trained, engine._world.links
+    masters, links = engine.crew.masters.trained, engine.crew.world.links
     found = {f"{name}/master": value for name, value in masters.gather_full(links).items()}
     for key in ("exp_avg", "exp_avg_sq"):
         source = masters.optimizer_state(engine.optimizer, key)

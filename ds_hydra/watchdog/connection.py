@@ -16,19 +16,19 @@ _MAX_FRAME = 4096
 _MAC_BYTES, NONCE_BYTES = 16, 16
 
 
-_OPEN: weakref.WeakSet[Channel] = weakref.WeakSet()
+_OPEN: weakref.WeakSet[Connection] = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
     """A forked child must not hold connections open whose end tells that this rank has died."""
-    for channel in list(_OPEN):
-        channel.close()
+    for connection in list(_OPEN):
+        connection.close()
 
 
 os.register_at_fork(after_in_child=_close_in_child)
 
 
-class Channel:
+class Connection:
     """Frames with a message authentication code over a non-blocking socket."""
 
     def __init__(self, sock: socket.socket, *, server: bool):

@@ -1,0 +1,27 @@
+"""The job: what is trained, on what, and how. Nothing here depends on which ranks train it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ds_hydra.config.hydra_block import HydraConfig
+from ds_hydra.data.sampler import TokenBudgetSampler
+from ds_hydra.data.sequences import SequenceData
+from ds_hydra.host.optimizers import OptimizerRecipe
+from ds_hydra.pipe.stage import ModelSource
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every assembly of the engine starts from."""
+
+    config: HydraConfig
+    source: ModelSource
+    recipe: OptimizerRecipe
+    data: SequenceData | None  # None: only `eval_batch` can be called
+    sampler: TokenBudgetSampler | None  # of the data; its cursor moves when a checkpoint is loaded
+    compute_dtype: torch.dtype
+    master_dtype: torch.dtype
+    clipping: float  # largest norm of a step's gradient; 0 does not clip

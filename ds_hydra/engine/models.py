@@ -1,0 +1,32 @@
+"""The user's model in, its source of stages out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deepspeed.runtime.pipe.module import PipelineModule
+from torch import nn
+
+from ds_hydra.pipe.models.causal_lm import CausalLM
+from ds_hydra.pipe.models.layer_list import LayerList
+from ds_hydra.pipe.stage import ModelSource
+from ds_hydra.zero_hetero.errors import ConfigError
+
+
+def model_source(model: Any, *, activation_checkpointing: bool) -> ModelSource:
+    """What kind of model the user gave, read once. ConfigError for what has no layers that can be found."""
+    from transformers import PreTrainedModel
+
+    if isinstance(model, PipelineModule):
+        if activation_checkpointing:
+            raise ConfigError(
+                "hydra.activation_checkpointing works with Hugging Face models only; wrap the layers' own"
+            )
+        return LayerList(model)
+    if isinstance(model, PreTrainedModel):
+        return CausalLM(model, activation_checkpointing=activation_checkpointing)
+    kind = type(model).__name__
+    what = "a module whose layers ds_hydra cannot find" if isinstance(model, nn.Module) else "not a module"
+    raise ConfigError(
+        f"the model is a {kind}, {what}: give a Hugging Face causal language model or a DeepSpeed PipelineModule"
+    )

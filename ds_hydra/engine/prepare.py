@@ -1,0 +1,124 @@
+"""Before step 0: a job and its ranks in; cost table and candidate strategies out, checked against model and data."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ds_hydra.config.hydra_block import HydraConfig
+from ds_hydra.costs.analytic import ModelShape, analytic_cost_table, model_shape
+from ds_hydra.costs.cost_table import CostTable
+from ds_hydra.costs.memory import JobMemory
+from ds_hydra.costs.table_file import JobFingerprint, TableFile, check_job, read_table_file
+from ds_hydra.engine.fingerprint import describe_job
+from ds_hydra.engine.fits import check_memory, job_memory, rank_memory, within_memory
+from ds_hydra.engine.job import Job
+from ds_hydra.pipe.placement import Strategy, place_strategy
+from ds_hydra.pipe.shape import ParallelScheme, format_strategy, parse_strategy
+from ds_hydra.plan.schemes import feasible_schemes
+from ds_hydra.planner.proposal.propose import propose_strategies
+from ds_hydra.ranks.world import World
+from ds_hydra.zero_hetero.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+# Rough speeds for the analytic table, of one rank: FLOP/s and bytes/s between ranks.
+_SPEEDS = {"cuda": (1.5e14, 1.5e11), "cpu": (2e10, 1e9)}
+
+StrategyShape = tuple[ParallelScheme, ...]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What is decided before anything is allocated."""
+
+    found: TableFile  # the table that plans are made from, with what is known about how it came about
+    strategies: Mapping[StrategyShape, Strategy]  # candidates placed on the ranks, in the order of the config
+    num_elements: int  # parameters that each rank owns
+
+    @property
+    def table(self) -> CostTable:
+        return self.found.table
+
+
+def prepare(job: Job, world: World) -> Prepared:
+    """Decide cost table and candidates. Every rank must call it; ConfigError or PlanError on all of them alike."""
+    config, plan = job.config, job.source.plan
+    lengths = [] if job.data is None else [int(n) for n in job.data.lengths if n]
+    longest = max(lengths, default=config.context_length or config.tokens_per_step)
+    shape = model_shape(plan, max(job.source.width(i) for i in range(1, plan.num_layers)), job.source.vocab_size)
+    schemes = sorted({scheme for strategy in config.schemes for scheme in strategy}) or feasible_schemes(
+        plan, world.num_ranks, world.node_size
+    )
+    fingerprint = describe_job(job.source, world.device, job.compute_dtype, world.num_ranks)
+    found = job_cost_table(config, shape, schemes, longest, fingerprint)
+    memory = _memory(job, world, found)
+    # A measured table's MaxLen holds for as many ranks as shared the masters then.
+    as_measured = config.cost_table and (found.job is None or found.job.num_ranks in (0, world.num_ranks))
+    found = found if as_measured else replace(found, table=within_memory(found.table, memory))
+    candidates = config.schemes or _propose(config, found.table, lengths, world)
+    strategies = {c: place_strategy(c, world.num_ranks, plan.num_layers) for c in candidates}
+    for strategy in strategies.values():
+        plan.check(strategy)
+    where = "sequences may have" if job.data is None else f"sequence {int(job.data.lengths.argmax())} has"
+    check_memory(found.table, memory, candidates, longest, where)
+    return Prepared(found, strategies, shape.params // world.num_ranks)
+
+
+def _memory(job: Job, world: World, found: TableFile) -> JobMemory:
+    return job_memory(
+        job.source,
+        found.table.schemes,
+        world.num_ranks,
+        rank_memory(world.device, world.node_size),
+        job.compute_dtype,
+        activation_checkpointing=job.config.activation_checkpointing,
+        measured=found.activations,
+    )
+
+
+def job_cost_table(
+    config: HydraConfig, shape: ModelShape, schemes: Sequence[ParallelScheme], longest: int, job: JobFingerprint
+) -> TableFile:
+    """The measured table of the config, or an analytic one for sequences of up to `longest` tokens.
+
+    Raises ConfigError when the measured table was made for another job, or lacks a scheme that a strategy of the
+    config uses.
+    """
+    if config.cost_table is None:
+        flops, link = _SPEEDS["cpu" if job.threads else "cuda"]
+        context = max(longest, config.tokens_per_step)
+        return TableFile(analytic_cost_table(shape, schemes, context, device_flops=flops, link_bytes_per_second=link))
+    found = read_table_file(config.cost_table)
+    check_job(found, job, repr(config.cost_table))
+    table = found.table
+    missing = sorted({s for strategy in config.schemes for s in strategy} - set(table.schemes))
+    if missing:
+        raise ConfigError(
+            f"cost table {config.cost_table!r} has no entry for {', '.join(map(str, missing))}, which "
+            f"hydra.strategies use; it has {', '.join(map(str, table.schemes))}. Measure them, or leave them out"
+        )
+    return found
+
+
+def _propose(config: HydraConfig, table: CostTable, lengths: Sequence[int], world: World) -> tuple[StrategyShape, ...]:
+    """For `strategies: "auto"`. Rank 0 proposes, so that only one process compiles and searches."""
+    if not lengths:
+        raise ConfigError(
+            'hydra.strategies "auto" needs training_data to propose strategies for; list strategies instead'
+        )
+    proposed: str | None = None
+    if world.rank == 0:
+        strategies = propose_strategies(
+            table,
+            world.num_ranks,
+            lengths,
+            config.tokens_per_step,
+            max(lengths),
+            node_size=world.node_size,
+            seed=config.planner_options().seed,
+        )
+        proposed = "\n".join(format_strategy(strategy) for strategy in strategies)
+        logger.info("strategies proposed for these lengths:\n  %s", proposed.replace("\n", "\n  "))
+    return tuple(parse_strategy(line) for line in world.channel.tell(proposed).split("\n"))

@@ -1,0 +1,84 @@
+"""A planned step and its outcome in, the step's record out. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ds_hydra.planner import PlannedStep
+from ds_hydra.report.record import StepRecord
+
+if TYPE_CHECKING:
+    from ds_hydra.step.stepper import Outcome
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Times of a step in ms, each of its slowest rank."""
+
+    step_ms: float
+    pipeline_ms: tuple[float, ...]
+    stage_ms: tuple[tuple[float, ...], ...]  # computing, of every stage of every pipeline
+
+    @classmethod
+    def of(cls, outcome: Outcome, seconds: float) -> Measured:
+        """`seconds` from the plan to the updated masters."""
+        stats, pipelines = outcome.stats, outcome.strategy.pipelines
+        return cls(
+            1e3 * seconds,
+            tuple(1e3 * max(stats[rank].run_s for rank in pipeline.ranks) for pipeline in pipelines),
+            tuple(
+                tuple(1e3 * max(stats[rank].compute_s for rank in stage.ranks) for stage in pipeline.stages)
+                for pipeline in pipelines
+            ),
+        )
+
+
+def step_record(
+    planned: PlannedStep,
+    outcome: Outcome,
+    measured: Measured,
+    *,
+    step: int,
+    previous: StepRecord | None,
+    learning_rate: float,
+    skipped_steps: int,
+    watched: Mapping[str, Any],
+) -> StepRecord:
+    """The record of a step. `skipped_steps` were skipped before it; `watched` are the fields of the `StepWatch`."""
+    plan, stats = planned.plan, outcome.stats
+    return StepRecord(
+        step=step,
+        loss=outcome.loss,
+        grad_norm=outcome.grad_norm,
+        learning_rate=learning_rate,
+        num_tokens=plan.num_tokens,
+        num_targets=outcome.weight,
+        num_sequences=len(plan.lengths),
+        strategy=plan.strategy,
+        changed=previous is not None and plan.strategy != previous.strategy,
+        step_ms=measured.step_ms,
+        predicted_ms=plan.predicted_ms,
+        num_padding=int(sum(rank.num_padding for rank in stats)),
+        pipeline_ms=measured.pipeline_ms,
+        lower_bound_ms=plan.lower_bound_ms,
+        planning_ms=planned.planning_ms,
+        planning_hidden=planned.hidden,
+        plan_source=plan.source,
+        planning_fallback=planned.fallback,
+        plan_digest=plan.digest().hex(),
+        ids_digest=hashlib.sha256(repr(plan.sequence_ids).encode()).hexdigest()[:16],
+        num_micro_batches=tuple(len(pipeline.microbatches) for pipeline in plan.pipelines),
+        pull_ms=1e3 * max(rank.exposed_pull_s for rank in stats),
+        push_ms=1e3 * max(rank.exposed_push_s for rank in stats),
+        optimizer_ms=1e3 * outcome.optimizer_s,
+        pull_bytes=outcome.pull_bytes,
+        push_bytes=outcome.push_bytes,
+        peak_memory_bytes=int(max(rank.peak_memory_bytes for rank in stats)),
+        skipped=outcome.skipped,
+        skipped_steps=skipped_steps + outcome.skipped,
+        plan=plan.to_json(),
+        **watched,
+    )

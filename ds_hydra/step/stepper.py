@@ -1,0 +1,172 @@
+"""A step's plan in, an update of the masters out: pull, run, push, clip, step, in the order of time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ds_hydra.pipe.placement import Strategy, place_strategy
+from ds_hydra.pipe.shape import parse_strategy
+from ds_hydra.ranks.rank_stats import RankStats, gather_stats
+from ds_hydra.step.agreement import FAILED, agree
+from ds_hydra.step.arena import Arena
+from ds_hydra.step.batching import RankBatches, build_batches
+from ds_hydra.step.strategy_runtime import StrategyRuntime
+from ds_hydra.zero_hetero.buffer_pool import BufferPool
+from ds_hydra.zero_hetero.errors import PlanError
+
+if TYPE_CHECKING:
+    from ds_hydra.data.sequences import SequenceData
+    from ds_hydra.host.loss_scale import LossScale
+    from ds_hydra.pipe.rows import MicroBatch
+    from ds_hydra.pipe.runtime import Doing
+    from ds_hydra.pipe.stage import ModelSource
+    from ds_hydra.plan.step_plan import StepPlan
+    from ds_hydra.ranks.world import World
+    from ds_hydra.step.model_masters import ModelMasters
+    from ds_hydra.step.update import Update
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step has left behind, equal on all ranks but for the bytes."""
+
+    strategy: Strategy
+    stats: tuple[RankStats, ...]  # of every rank
+    weight: int  # the loss's normaliser: targets, sequences or micro-batches of the whole step
+    grad_norm: float  # not finite: the step was skipped
+    optimizer_s: float
+    pull_bytes: int  # received by this rank
+    push_bytes: int  # sent by this rank
+
+    @property
+    def loss(self) -> float:
+        """Mean loss of the step."""
+        return sum(rank.loss for rank in self.stats)
+
+    @property
+    def skipped(self) -> bool:
+        return not math.isfinite(self.grad_norm)
+
+    @property
+    def request(self) -> int:
+        """What signals have asked for on any rank."""
+        return int(max(rank.request for rank in self.stats))
+
+
+class Stepper:
+    """Runs plans on this rank. Runtimes of strategies are built when they are first used, and kept.
+
+    All ranks call the same methods with the same plans. `strategies` are the candidates by their text; `request`
+    tells what a signal has asked this rank for.
+    """
+
+    def __init__(
+        self,
+        source: ModelSource,
+        masters: ModelMasters,
+        world: World,
+        *,
+        strategies: Mapping[str, Strategy],
+        compute_dtype: torch.dtype,
+        loss_norm: str,
+        loss_scale: LossScale,
+        update: Update,
+        activity: Doing,
+        request: Callable[[], int],
+    ):
+        self._source, self._masters, self._world = source, masters, world
+        self._loss_norm, self._loss_scale, self._update = loss_norm, loss_scale, update
+        self._strategies, self._activity, self._request = strategies, activity, request
+        self._pool = BufferPool()
+        self._arena = Arena.for_strategies(
+            source.plan, list(strategies.values()), world.rank, world.device, compute_dtype
+        )
+        self._runtimes: dict[str, StrategyRuntime] = {}
+
+    def run(self, plan: StepPlan, step: int, data: SequenceData) -> Outcome:
+        """Train one step. Raises PlanError on all ranks when their plans differ or one cannot load its sequences."""
+        runtime = self._runtime(plan)
+        batches, weight = self._batches(plan, runtime, data)
+        self._activity.now = "pull"
+        loss = runtime.train(_normalised(batches.batches, weight, self._loss_scale.value)) / self._loss_scale.value
+        self._activity.now = "optimizer"
+        self._update.compare(step, runtime)
+        norm, optimizer_s = self._update.apply(loss)
+        self._activity.now = "report"
+        stats = self._stats(loss, runtime, batches)
+        if not math.isfinite(norm):
+            self._update.explain(step, plan, runtime)
+        return Outcome(runtime.strategy, stats, weight, norm, optimizer_s, runtime.pull_bytes, runtime.push_bytes)
+
+    def evaluate(self, plan: StepPlan, data: SequenceData) -> float:
+        """Mean loss of a batch, without an update."""
+        runtime = self._runtime(plan)
+        batches, weight = self._batches(plan, runtime, data)
+        loss = runtime.evaluate(_normalised(batches.batches, weight))
+        return sum(rank.loss for rank in self._stats(loss, runtime, batches))
+
+    def _runtime(self, plan: StepPlan) -> StrategyRuntime:
+        if plan.strategy not in self._runtimes:
+            strategy = self._strategies.get(plan.strategy) or place_strategy(
+                parse_strategy(plan.strategy), self._world.num_ranks, self._source.plan.num_layers
+            )
+            self._runtimes[plan.strategy] = StrategyRuntime(
+                strategy, self._source, self._masters, self._arena, self._pool, self._world, self._activity
+            )
+        return self._runtimes[plan.strategy]
+
+    def _batches(self, plan: StepPlan, runtime: StrategyRuntime, data: SequenceData) -> tuple[RankBatches, int]:
+        """This rank's micro-batches; then all ranks compare plans and agree on the step's total loss weight.
+
+        A sequence that one rank cannot load is an error on all of them.
+        """
+        try:
+            batches = build_batches(
+                plan.pipelines[runtime.pipeline_index].microbatches,
+                plan.sequence_ids,
+                plan.lengths,
+                runtime.place,
+                data.load_sequence,
+                self._loss_norm,
+                self._world.device,
+            )
+        except Exception:
+            with suppress(PlanError):
+                agree(plan, FAILED, self._world.channel)
+            raise
+        return batches, agree(plan, batches.weight, self._world.channel)
+
+    def _stats(self, loss: Tensor, runtime: StrategyRuntime, batches: RankBatches) -> tuple[RankStats, ...]:
+        """Every rank's figures of the step. A tensor parallel group computes one loss: its first rank counts it."""
+        place = runtime.place
+        counts = place.tp_rank == 0
+        mine = RankStats(
+            loss=float(loss) if counts else 0.0,
+            run_s=runtime.run_s,
+            compute_s=runtime.stage_runtime.compute_s,
+            exposed_pull_s=runtime.exposed_pull_s,
+            exposed_push_s=runtime.exposed_push_s,
+            num_padding=batches.num_padding if counts and place.is_last and place.sp_rank == 0 else 0,
+            peak_memory_bytes=_peak_memory(self._world.device),
+            request=self._request(),
+        )
+        return gather_stats(mine, self._world.channel)
+
+
+def _normalised(batches: Sequence[MicroBatch], total: int, scale: float = 1.0) -> Sequence[MicroBatch]:
+    """Divides the batches' loss weights, in place, by what all ranks count of the normaliser; times a loss scale."""
+    for batch in batches:
+        if batch.weights is not None:
+            batch.weights.div_(max(1, total) / scale)
+    return batches
+
+
+def _peak_memory(device: torch.device) -> int:
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
