@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 
@@ -262,7 +261,7 @@ def bench_prediction(figures: Figures, quick: bool) -> None:
     print(f"  {name}: {p50:.2%} / {p90:.2%}, {min(errors):+.2%} .. {max(errors):+.2%}: never predicted too short")
 
 
-def packing_gaps(kernel: SimpleNamespace, table: CostTable, plan: StepPlan, paper: bool) -> Iterator[float]:
+def packing_gaps(kernel: kernels.Kernels, table: CostTable, plan: StepPlan, paper: bool) -> Iterator[float]:
     """Certified gap of the packing of each pipeline that runs something."""
     schemes = scheme_arrays(table, paper)
     for pipeline in plan.pipelines:

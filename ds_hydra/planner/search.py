@@ -10,7 +10,8 @@ import numpy as np
 import ds_hydra.planner.kernels as kernels
 from ds_hydra.planner.exact.paper_problem import DispatchProblem
 from ds_hydra.planner.exact.programs import repack_slowest
-from ds_hydra.planner.kernels.arrays import LEAN, Effort, Floats, Ints, Placement, Schemes
+from ds_hydra.planner.kernels.arrays import LEAN, Floats, Ints, Problem, Prospect, Schemes, SearchEffort
+from ds_hydra.planner.kernels.placing import empty_placement
 from ds_hydra.planner.kernels.problem import Assignment, Batch, Groups, scheme_row
 from ds_hydra.planner.options import PlannerOptions
 from ds_hydra.zero_hetero.errors import PlanError
@@ -51,7 +52,7 @@ class Search:
         self._options = options
         self._batch = batch
         self._kernels = kernels.select(options.kernels)
-        full = Effort(1 + options.effort, _MOVES, _LEVEL_ROUNDS, _REPACKINGS, packs=True)
+        full = SearchEffort(1 + options.effort, _MOVES, _LEVEL_ROUNDS, _REPACKINGS, packs=True)
         self._effort = full if self._kernels.is_compiled else LEAN
 
     def best_of(self, candidates: Sequence[int]) -> tuple[Assignment, float]:
@@ -122,36 +123,35 @@ class Search:
     def refute(self, groups: Groups, target: float, price: Floats) -> bool:
         """Whether branching on the longest sequences proves that no plan under a strategy meets `target` ms."""
         depth = min(_PROOF_DEPTH, self._batch.size)
-        looked = self._kernels.refute(
-            self._schemes, self._batch.items, groups.shape, target, price, depth, 6, _PROOF_NODES
-        )
-        return bool(looked > 0)
+        problem = Problem(self._schemes, self._batch.items, groups.shape)
+        return self._kernels.refute(problem, target, price, depth, 6, _PROOF_NODES) > 0
 
     def bound(self, groups: Groups, price: Floats, outer: int, inner: int) -> float:
         """Certified lower bound in ms on any plan under a strategy; `price` is warm start and result."""
-        return float(self._kernels.strategy_bound(self._schemes, self._batch.merged, groups.shape, outer, inner, price))
+        problem = Problem(self._schemes, self._batch.merged, groups.shape)
+        return self._kernels.strategy_bound(problem, outer, inner, price)
 
     def assign(
-        self, groups: Groups, bound: float, price: Floats, ceiling: float, effort: Effort | None = None
+        self, groups: Groups, bound: float, price: Floats, ceiling: float, effort: SearchEffort | None = None
     ) -> Assignment | None:
         """Dispatch, pack and repair under one strategy; None when some sequence found no place.
 
         Little is tried where `ceiling` ms looks out of reach.
         """
-        n, shape = self._batch.size, groups.shape
-        place = empty_placement(np.zeros(n, dtype=np.int64), len(shape.pipeline_scheme))
-        bin_of = np.zeros(n, dtype=np.int64)
+        problem = Problem(self._schemes, self._batch.items, groups.shape)
+        place = empty_placement(self._batch.size, len(groups.rank_order))
         seed = self._options.seed + (effort is not None)
-        ms = self._kernels.dispatch(
-            self._schemes, self._batch.items, shape, bound, price, ceiling, effort or self._effort, seed, place, bin_of
-        )
-        return None if math.isinf(ms) else Assignment(groups, place.owner, bin_of, float(ms))
+        prospect = Prospect(bound, price, ceiling)
+        ms = self._kernels.dispatch(problem, prospect, effort or self._effort, seed, place)
+        return None if math.isinf(ms) else Assignment(groups, place.owner, place.bin_of, float(ms))
 
-    def pack(self, groups: Groups, place: Placement) -> Assignment:
-        """Pack a dispatch as it stands."""
-        bin_of = np.zeros(self._batch.size, dtype=np.int64)
-        ms = self._kernels.pack_all(self._schemes, self._batch.items, groups.shape, self._effort.levels, place, bin_of)
-        return Assignment(groups, place.owner, bin_of, float(ms))
+    def pack(self, groups: Groups, owner: Ints) -> Assignment:
+        """Pack a dispatch as it stands: owner[i] is the pipeline of sequence i."""
+        problem = Problem(self._schemes, self._batch.items, groups.shape)
+        place = empty_placement(self._batch.size, len(groups.rank_order))
+        place.owner[:] = owner
+        ms = self._kernels.pack_all(problem, self._effort.levels, place)
+        return Assignment(groups, place.owner, place.bin_of, float(ms))
 
     def assign_as_paper(self, groups: Groups) -> Assignment | None:
         """Algorithm 1 on Eq. 3 with its 100 trials, then packing; None when a sequence fits nowhere."""
@@ -159,7 +159,7 @@ class Search:
         owner = problem.by_paper(seed=self._options.seed)
         if owner is None:
             return None
-        return self.pack(groups, empty_placement(owner, len(groups.shape.pipeline_scheme)))
+        return self.pack(groups, owner)
 
     def _improve_exactly(self, best: Assignment, bounds: dict[int, float]) -> Assignment:
         """What HiGHS makes of the best plan's dispatch and of its slowest pipeline, if that is better."""
@@ -168,9 +168,7 @@ class Search:
         problem = DispatchProblem.of_batch(self._batch, groups, self._schemes, self._kernels)
         found = problem.by_highs(best.owner, 0.9 * min(bounds.values()), node_limit=nodes, seconds=seconds)
         if found is not None:
-            place = empty_placement(found.owner, len(groups.shape.pipeline_scheme))
-            packed = self.pack(groups, place)
-            best = min(best, packed, key=lambda plan: plan.ms)
+            best = min(best, self.pack(groups, found.owner), key=lambda plan: plan.ms)
         return repack_slowest(self._schemes, self._batch.items, best, node_limit=nodes, seconds=seconds)
 
     def solve_tiny(self, groups: Groups) -> Assignment | None:
@@ -195,10 +193,3 @@ class Search:
             kernel.pack_tiny(scheme_row(schemes, k), items.work[k][own], items.tokens[own], bins)
             bin_of[own] = bins
         return Assignment(groups, owner, bin_of, float(ms))
-
-
-def empty_placement(owner: Ints, pipelines: int) -> Placement:
-    """Sums of zero beside an owner array."""
-    return Placement(
-        owner, np.zeros(pipelines), np.zeros(pipelines, dtype=np.int64), np.zeros(pipelines), np.zeros(pipelines)
-    )

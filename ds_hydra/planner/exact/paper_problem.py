@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import numpy as np
 
@@ -16,8 +15,10 @@ import ds_hydra.planner.kernels as kernels
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.planner.exact.programs import ExactResult, dispatch_exactly, dispatch_ms
-from ds_hydra.planner.kernels.arrays import Effort, Floats, Ints, Items, Placement, Schemes
+from ds_hydra.planner.kernels.arrays import Floats, Ints, Items, Problem, Prospect, Schemes, SearchEffort
+from ds_hydra.planner.kernels.placing import empty_placement
 from ds_hydra.planner.kernels.problem import Batch, Groups, scheme_arrays
+from ds_hydra.planner.kernels.protocol import Kernels
 
 PAPER_TRIALS = 100
 
@@ -29,7 +30,7 @@ class DispatchProblem:
     groups: Groups
     items: Items  # work is T(l) with c
     schemes: Schemes  # c is 0
-    kernels: SimpleNamespace
+    kernels: Kernels
 
     @classmethod
     def of(
@@ -42,7 +43,7 @@ class DispatchProblem:
         )
 
     @classmethod
-    def of_batch(cls, batch: Batch, groups: Groups, schemes: Schemes, kernel: SimpleNamespace) -> DispatchProblem:
+    def of_batch(cls, batch: Batch, groups: Groups, schemes: Schemes, kernel: Kernels) -> DispatchProblem:
         """The same from what a step's search already has."""
         work = batch.items.work + schemes.c[:, None]
         items = Items(work, batch.items.tokens, batch.items.copies, (work / batch.items.tokens).min(axis=1))
@@ -76,18 +77,12 @@ class DispatchProblem:
 
     def by_search(self, restarts: int = 40, budget: int = 200_000, seed: int = 0) -> tuple[Ints, float] | None:
         """Our search, and the certified bound in ms; None when a sequence fits nowhere."""
-        shape, n = self.groups.shape, len(self.items.tokens)
+        problem = Problem(self.schemes, self.items, self.groups.shape)
         price = self.groups.num_ranks.copy()
-        bound = float(self.kernels.strategy_bound(self.schemes, self.items, shape, 12, 14, price))
-        pipelines = len(shape.pipeline_scheme)
-        place = Placement(
-            np.zeros(n, dtype=np.int64), np.zeros(pipelines), np.zeros(pipelines, dtype=np.int64),
-            np.zeros(pipelines), np.zeros(pipelines),
-        )  # fmt: skip
-        effort = Effort(restarts, budget, 0, 0, packs=False)
-        ms = self.kernels.dispatch(
-            self.schemes, self.items, shape, bound, price, np.inf, effort, seed, place, np.zeros(n, dtype=np.int64)
-        )
+        bound = self.kernels.strategy_bound(problem, 12, 14, price)
+        place = empty_placement(len(self.items.tokens), len(self.groups.rank_order))
+        effort = SearchEffort(restarts, budget, 0, 0, packs=False)
+        ms = self.kernels.dispatch(problem, Prospect(bound, price, np.inf), effort, seed, place)
         return (place.owner, bound) if np.isfinite(ms) else None
 
     def by_highs(

@@ -1,5 +1,21 @@
-"""The inner loops of the planner, as plain Python and compiled by numba; `load` says how. Pure: no torch."""
+"""The inner loops of the planner, as plain Python and compiled by numba; `load` says how. Pure: no torch.
+
+`protocol` lists what is called from outside. In the order of a search: `bound` (no plan is sooner done), `placing`,
+`improve` and `dispatch` (sequences to pipelines), `packing` and `repair` (micro-batches), `proof` (a better bound),
+`tiny` (few sequences, exactly). `greedy` and `program` are the paper's own methods, kept as baselines.
+
+The same letters mean the same things throughout:
+
+    n       sequences                           tau     a time in ms that is tried
+    i, j    a sequence, longest first           v, V    micro-batches of a pipeline
+    p, q    a pipeline                          c       ms that each micro-batch costs besides its sequences
+    k       a scheme, by its row of the cost table
+
+And one example runs through them: three sequences of 6, 5 and 4 ms on two equal pipelines with PP = 1 and c = 0. The
+best plan is {6} and {5, 4}: 9 ms.
+"""
 
 from ds_hydra.planner.kernels.load import compiled, is_warm, mark_warm, pure, select
+from ds_hydra.planner.kernels.protocol import Kernels
 
-__all__ = ["compiled", "is_warm", "mark_warm", "pure", "select"]
+__all__ = ["Kernels", "compiled", "is_warm", "mark_warm", "pure", "select"]

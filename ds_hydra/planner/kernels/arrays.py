@@ -1,4 +1,8 @@
-"""The arrays that the kernels work on, as named tuples that numba can take apart. Pure: no torch."""
+"""The arrays that the kernels work on, as named tuples that numba can take apart. Pure: no torch.
+
+Numba compiles no dictionary of objects and no class of ours, but it knows named tuples of arrays and numbers: a
+kernel reads `problem.items.work` in the compiled version as in plain Python. They also keep argument lists short.
+"""
 
 from __future__ import annotations
 
@@ -42,25 +46,58 @@ class Items(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """A strategy: group g is `pipelines[g]` equal pipelines of scheme `scheme[g]`; pipelines stand group by group."""
+    """A strategy: kind x is `pipelines[x]` equal pipelines of scheme `scheme[x]`; pipelines stand kind by kind."""
 
-    scheme: Ints  # (groups,)
-    pipelines: Ints  # (groups,)
+    scheme: Ints  # (kinds,) rows of the cost table
+    pipelines: Ints  # (kinds,)
     pipeline_scheme: Ints  # (pipelines,)
 
 
+class Problem(NamedTuple):
+    """What a search has to solve: these sequences, on the pipelines of one strategy, at these costs."""
+
+    schemes: Schemes
+    items: Items
+    shape: Shape
+
+
+class Prospect(NamedTuple):
+    """What is known of a strategy before it is searched."""
+
+    bound: float  # ms; no plan is sooner done, so a plan that reaches it ends the search
+    price: Floats  # (kinds,) the prices that proved the bound
+    ceiling: float  # ms; a plan that takes longer is of no use, infinite where any plan is
+
+
 class Placement(NamedTuple):
-    """Sequences on pipelines, changed in place: owner (items,), the rest (pipelines,)."""
+    """Sequences on pipelines and in their micro-batches, changed in place."""
 
-    owner: Ints
-    total: Floats  # ms of work, without c
-    held: Ints  # tokens
-    widest: Floats  # ms of the longest sequence
-    ms: Floats  # time of the pipeline
+    owner: Ints  # (items,) pipeline
+    bin_of: Ints  # (items,) micro-batch of that pipeline
+    total: Floats  # (pipelines,) ms of work, without c
+    held: Ints  # (pipelines,) tokens
+    widest: Floats  # (pipelines,) ms of the longest sequence
+    ms: Floats  # (pipelines,) time of the pipeline
 
 
-class Effort(NamedTuple):
-    """How much a dispatch may try, in counts."""
+class Bins(NamedTuple):
+    """The micro-batches of one pipeline while they are being packed, changed in place."""
+
+    bin_of: Ints  # (items,)
+    load: Floats  # (at least v,) ms of each micro-batch, without c
+    used: Ints  # (at least v,) tokens of each micro-batch
+
+
+class Choices(NamedTuple):
+    """How each value of the paper's proposal program came about, (units + 1, steps + 1) each."""
+
+    scheme: Ints  # that takes the last interval of lengths; -1 where the last unit of GPUs stays idle
+    tenths: Ints  # of a pipeline that it takes it with
+    rest: Ints  # length step at which that interval begins
+
+
+class SearchEffort(NamedTuple):
+    """How much a dispatch may try, in counts, so that the result does not depend on the machine's speed."""
 
     restarts: int  # priced multifits with bisection
     moves: int  # candidates that one local search looks at
@@ -69,4 +106,4 @@ class Effort(NamedTuple):
     packs: bool  # whether placements are packed and compared by packed time
 
 
-LEAN = Effort(restarts=0, moves=0, levels=0, repackings=0, packs=True)
+LEAN = SearchEffort(restarts=0, moves=0, levels=0, repackings=0, packs=True)  # what plain Python has time for

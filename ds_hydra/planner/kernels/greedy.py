@@ -1,4 +1,7 @@
-"""Kernel of Algorithm 1 of Hydraulis, as printed. Plain Python that numba can compile."""
+"""Kernel of Algorithm 1 of Hydraulis, as printed: the paper's baseline. Plain Python that numba can compile.
+
+Planning uses it with the option method="paper" only; `dispatch` is what plans are made with.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ def greedy_trials(
     """
     pipelines, n = times.shape
     order = np.arange(n)
+    # C_j, the work of pipeline j; E_j = (PP-1) * T(l_max, P_j), its bubble; j is done after both.
     done = np.empty(pipelines, dtype=np.float64)  # C_j + E_j
     spent = np.empty(pipelines, dtype=np.float64)  # C_j
     widest = np.empty(pipelines, dtype=np.float64)  # T(l_max, P_j)
@@ -26,16 +30,18 @@ def greedy_trials(
     best = math.inf
     state = seed + 1
     for _ in range(trials):
-        for i in range(n - 1, 0, -1):  # a random permutation
+        for i in range(n - 1, 0, -1):  # a random permutation (Fisher and Yates)
             state = (state * 6364136223846793005 + 1442695040888963407) % 4611686018427387904
-            j = (state >> 20) % (i + 1)
+            j = (state >> 20) % (i + 1)  # the lowest bits of such a generator repeat soon
             order[i], order[j] = order[j], order[i]
         done[:] = 0.0
         spent[:] = 0.0
         widest[:] = 0.0
         for at in range(n):
             i = order[at]
-            first, second = -1, -1  # the two latest pipelines, to know the latest of the others
+            # The step's time with i on pipeline j is j's new time or the latest of the others. The two latest of all
+            # pipelines tell the latest of the others for every j, without a loop in the loop.
+            first, second = -1, -1
             for j in range(pipelines):
                 if first < 0 or done[j] > done[first]:
                     first, second = j, first
@@ -44,7 +50,7 @@ def greedy_trials(
             least, chosen = math.inf, -1
             for j in range(pipelines):
                 if tokens[i] > max_length[j]:
-                    break
+                    break  # those after it hold no more
                 other = second if j == first else first
                 others = done[other] if other >= 0 else 0.0
                 own = spent[j] + times[j, i] + max(widest[j], times[j, i]) * (pp[j] - 1)

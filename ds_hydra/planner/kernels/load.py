@@ -3,6 +3,22 @@
 A kernel is an ordinary function over scalars and arrays in this folder that calls only other kernels.
 `pure()` gives the functions as they stand, at no start-up cost; `compiled()` gives the same functions through
 numba's on-disk cache. No kernel uses fast-math, so both give the same bits.
+
+[Note: why kernels are cloned]
+Writing `@njit` on each function would be plainer, but three things speak against it:
+- Start-up time. The decorator imports numba, which takes longer than all of the planner's other imports, in every
+  process that only wants to read a plan or a config.
+- The cache. Numba keys what it compiled by the file of the function itself and does not see the functions that it
+  calls: after a change in `packing.py` it would go on with a `dispatch` that has the old packing inside.
+- Both versions are needed. Training must not wait for a compiler, so the same process plans with plain Python until
+  the cache is warm. A decorated function's plain version calls the compiled versions of the others.
+
+So `compiled()` makes a copy of every function. The copies share one dictionary of global names, in which each kernel's
+name means its compiled copy. A digest of the source of all kernels is part of the copies' names and with that of the
+key of numba's cache: a change anywhere compiles everything anew, into entries of its own.
+
+One dictionary for all modules means that a name may have only one meaning. `_global_names` refuses a second one: it
+would be used without a word in the compiled version only.
 """
 
 from __future__ import annotations
@@ -12,58 +28,86 @@ import hashlib
 import inspect
 import os
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
 
-from ds_hydra.planner.kernels import bound, dispatch, greedy, packing, program, proof, repair, tiny
+from ds_hydra.planner.kernels import (
+    arrays,
+    bound,
+    dispatch,
+    greedy,
+    improve,
+    packing,
+    placing,
+    program,
+    proof,
+    repair,
+    tiny,
+)
+from ds_hydra.planner.kernels.protocol import Kernels
 
-_MODULES = (packing, bound, proof, repair, dispatch, tiny, greedy, program)  # callees first
+_MODULES = (packing, bound, placing, improve, repair, dispatch, proof, tiny, greedy, program)
 
 
-def _kernels() -> dict[str, Callable[..., Any]]:
-    found: dict[str, Callable[..., Any]] = {}
-    for module in _MODULES:
-        for name, function in vars(module).items():
-            if inspect.isfunction(function) and function.__module__ == module.__name__:
-                found[name] = function
-    return found
+def _global_names(modules: Sequence[ModuleType]) -> dict[str, Any]:
+    """What each name stands for in the modules of the kernels; AssertionError where two of them disagree."""
+    meaning: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    for module in modules:
+        for name, value in vars(module).items():
+            if name.startswith("__"):
+                continue
+            assert meaning.setdefault(name, value) is value, (
+                f"kernels: {name} means one thing in {origin[name]} and another in {module.__name__}; compiled kernels "
+                "share one set of names, so rename one of the two"
+            )
+            origin.setdefault(name, module.__name__)
+    return meaning
+
+
+def _kernels(modules: Sequence[ModuleType] = _MODULES) -> dict[str, Callable[..., Any]]:
+    """Every function that one of the modules defines, by name."""
+    defined_in = {module.__name__ for module in modules}
+    return {
+        name: value
+        for name, value in _global_names(modules).items()
+        if inspect.isfunction(value) and value.__module__ in defined_in
+    }
 
 
 @functools.cache
 def source_digest() -> str:
-    """Changes whenever any kernel does; part of the cache key, since numba only looks at the caller's file."""
-    text = "".join(inspect.getsource(module) for module in _MODULES)
+    """Changes whenever any kernel does, or the arrays they take [Note: why kernels are cloned]."""
+    text = "".join(inspect.getsource(module) for module in (*_MODULES, arrays))
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 @functools.cache
-def pure() -> SimpleNamespace:
+def pure() -> Kernels:
     """The kernels as plain Python functions."""
-    return SimpleNamespace(**_kernels(), is_compiled=False)
+    return cast(Kernels, SimpleNamespace(**_kernels(), is_compiled=False))
 
 
 @functools.cache
-def compiled() -> SimpleNamespace:
+def compiled() -> Kernels:
     """The kernels as numba dispatchers; the first call of each compiles it unless the cache on disk holds it."""
     import numba
 
-    digest = source_digest()
-    namespace: dict[str, Any] = {}
+    names = _global_names(_MODULES)
     kernels: dict[str, Any] = {}
     for name, function in _kernels().items():
-        namespace.update({k: v for k, v in function.__globals__.items() if k not in kernels})
-        clone = types.FunctionType(function.__code__, namespace, name, function.__defaults__)
+        clone = types.FunctionType(function.__code__, names, name, function.__defaults__)
         clone.__module__ = function.__module__
-        clone.__qualname__ = f"{name}_{digest}"
+        clone.__qualname__ = f"{name}_{source_digest()}"
         kernels[name] = numba.njit(cache=True, nogil=True)(clone)
-        namespace.update(kernels)
-    return SimpleNamespace(**kernels, is_compiled=True)
+    names.update(kernels)  # looked up when a kernel is compiled, at its first call
+    return cast(Kernels, SimpleNamespace(**kernels, is_compiled=True))
 
 
-def select(which: str) -> SimpleNamespace:
+def select(which: str) -> Kernels:
     """The kernels that `PlannerOptions.kernels` asks for: "compiled", "pure", or "auto"."""
     return compiled() if which == "compiled" or (which == "auto" and is_warm()) else pure()
 

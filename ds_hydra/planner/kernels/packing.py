@@ -1,7 +1,17 @@
 """Kernels of packing: the sequences of one pipeline in, micro-batches out. Plain Python that numba can compile.
 
 Sequences come longest first: `work[i]` ms, `tokens[i]` tokens. A micro-batch pays c ms once and holds up to
-MaxLen tokens. Times are the flow shop's, sum + (PP-1) * max, or Eq. 1's, max * (PP-1+V), as `schemes.paper` says.
+MaxLen tokens. Times are the flow shop's, sum + (PP-1) * max, or Eq. 1's, max * (PP-1+V), as `scheme.paper` says.
+
+[Note: number of micro-batches]
+More micro-batches make the largest one smaller, and with it the bubble of PP-1 of them, but each costs c. Take
+12 ms of work, c = 1 ms and PP = 4. If all micro-batches were equal, V of them would take 12 + V + 3 * (12/V + 1):
+
+    V = 2: 35     V = 4: 28     V = 6: 27     V = 8: 27.5
+
+The least lies at V = sqrt((PP-1) * work / c) = sqrt(36) = 6. With PP = 1 there is no bubble, so as few
+micro-batches as hold the tokens are best. Real sequences do not divide evenly, so a few V must be packed: those
+whose ideal time is less than the best packing found.
 """
 
 from __future__ import annotations
@@ -10,7 +20,7 @@ import math
 
 import numpy as np
 
-from ds_hydra.planner.kernels.arrays import Floats, Ints, Scheme, Schemes
+from ds_hydra.planner.kernels.arrays import Bins, Floats, Ints, Problem, Scheme, Schemes
 
 
 def scheme_at(schemes: Schemes, k: int) -> Scheme:
@@ -26,7 +36,10 @@ def stage_ms(scheme: Scheme, total: float, widest: float, v: int) -> float:
 
 
 def ideal_ms(scheme: Scheme, total: float, tokens: int, widest: float) -> float:
-    """Time of a pipeline whose micro-batches balance and fill perfectly: a lower bound on every packing."""
+    """Time of a pipeline whose micro-batches balance and fill perfectly: a lower bound on every packing.
+
+    It needs three sums of the pipeline and no sequence, which is what makes local search over dispatches cheap.
+    """
     if tokens == 0:
         return 0.0
     fewest = (tokens + scheme.max_length - 1) // scheme.max_length
@@ -34,8 +47,10 @@ def ideal_ms(scheme: Scheme, total: float, tokens: int, widest: float) -> float:
     if scheme.pp == 1:
         return best
     most = max(fewest, tokens // scheme.util_length)
+    # Past total / widest the longest sequence alone is the largest micro-batch: more of them only cost c.
     if widest > 0.0:
         most = max(fewest, min(most, math.ceil(total / widest)))
+    # The time over V falls, then rises: its least whole V is a neighbour of the root [Note: number of micro-batches].
     v = most
     if scheme.c > 0.0:
         v = min(most, int(math.sqrt((scheme.pp - 1) * total / scheme.c)))
@@ -44,10 +59,9 @@ def ideal_ms(scheme: Scheme, total: float, tokens: int, widest: float) -> float:
     return best
 
 
-def fill_bins(
-    work: Floats, tokens: Ints, v: int, max_length: int, by_room: bool, bin_of: Ints, load: Floats, used: Ints
-) -> bool:
+def fill_bins(work: Floats, tokens: Ints, v: int, max_length: int, by_room: bool, bins: Bins) -> bool:
     """Put the sequences, longest first, into v bins: the least loaded, or the fullest with room. False if stuck."""
+    bin_of, load, used = bins
     load[:v] = 0.0
     used[:v] = 0
     for i in range(len(tokens)):
@@ -65,18 +79,13 @@ def fill_bins(
     return True
 
 
-def level_bins(
-    work: Floats,
-    tokens: Ints,
-    v: int,
-    max_length: int,
-    floor: float,
-    rounds: int,
-    bin_of: Ints,
-    load: Floats,
-    used: Ints,
-) -> float:
-    """Lower the heaviest bin by moves and swaps until it is at `floor` or nothing helps; its load in ms."""
+def level_bins(work: Floats, tokens: Ints, v: int, max_length: int, floor: float, rounds: int, bins: Bins) -> float:
+    """Lower the heaviest bin by moves and swaps until it is at `floor` or nothing helps; its load in ms.
+
+    Example: bins of 6+4 and 5+2 ms. No move out of the first helps (10 becomes 11 or 13 elsewhere), but swapping
+    the 6 for the 5 gives 9 and 8.
+    """
+    bin_of, load, used = bins
     n = len(tokens)
     for _ in range(rounds):
         top = 0
@@ -86,6 +95,8 @@ def level_bins(
         peak = load[top]
         if peak <= floor:
             return peak
+        # The best single exchange is made, not the first: there are few sequences in a bin, and rounds are limited.
+        # A hair below the peak, or rounding could swap two equal sequences for ever.
         best = peak * (1.0 - 1e-12)
         best_i, best_k, best_j = -1, -1, -1
         for i in range(n):
@@ -96,6 +107,7 @@ def level_bins(
                     after = max(peak - work[i], load[j] + work[i])
                     if after < best:
                         best, best_i, best_k, best_j = after, i, -1, j
+            # Only shorter sequences, which come later, make the heaviest bin lighter when swapped in.
             for k in range(i + 1, n):
                 j = bin_of[k]
                 if j == top or used[j] - tokens[k] + tokens[i] > max_length:
@@ -105,14 +117,15 @@ def level_bins(
                     best, best_i, best_k, best_j = after, i, k, j
         if best_i < 0:
             return peak
-        move_item(work, tokens, best_i, best_j, bin_of, load, used)
+        move_item(work, tokens, best_i, best_j, bins)
         if best_k >= 0:
-            move_item(work, tokens, best_k, top, bin_of, load, used)
+            move_item(work, tokens, best_k, top, bins)
     return load[:v].max()
 
 
-def move_item(work: Floats, tokens: Ints, i: int, to: int, bin_of: Ints, load: Floats, used: Ints) -> None:
+def move_item(work: Floats, tokens: Ints, i: int, to: int, bins: Bins) -> None:
     """Sequence i leaves its bin for bin `to`."""
+    bin_of, load, used = bins
     load[bin_of[i]] -= work[i]
     used[bin_of[i]] -= tokens[i]
     load[to] += work[i]
@@ -120,73 +133,66 @@ def move_item(work: Floats, tokens: Ints, i: int, to: int, bin_of: Ints, load: F
     bin_of[i] = to
 
 
-def squeeze_bins(
-    work: Floats, tokens: Ints, v: int, max_length: int, rounds: int, bin_of: Ints, load: Floats, used: Ints
-) -> bool:
-    """Level the bins by tokens until none holds more than max_length: finds packings with hardly any room to spare."""
+def squeeze_bins(work: Floats, tokens: Ints, v: int, max_length: int, rounds: int, bins: Bins) -> bool:
+    """Level the bins by tokens until none holds more than max_length: finds packings with hardly any room to spare.
+
+    Filling one bin after the other gets stuck where everything fits only just. So the limit is dropped, tokens are
+    dealt out as if they were the work, and the fullest bin is levelled until the limit holds again.
+    """
     n = len(tokens)
     as_work = tokens.astype(np.float64)
     no_limit = tokens.sum() + 1
-    fill_bins(as_work, tokens, v, no_limit, False, bin_of, load, used)
-    fullest = level_bins(as_work, tokens, v, no_limit, float(max_length), rounds, bin_of, load, used)
-    load[:v] = 0.0
+    fill_bins(as_work, tokens, v, no_limit, False, bins)
+    fullest = level_bins(as_work, tokens, v, no_limit, float(max_length), rounds, bins)
+    bins.load[:v] = 0.0
     for i in range(n):
-        load[bin_of[i]] += work[i]
+        bins.load[bins.bin_of[i]] += work[i]
     return fullest <= max_length
 
 
-def fewest_bins(tokens: Ints, max_length: int) -> int:
-    """Fewest micro-batches that could hold the sequences: the L2 bound of bin packing (Martello and Toth)."""
-    n = len(tokens)
-    best = (tokens.sum() + max_length - 1) // max_length
-    for split in range(n):
-        small = tokens[split]  # sequences shorter than `small` do not count
-        if 2 * small > max_length:
-            continue
-        large, middle, room, rest = 0, 0, 0, 0
-        for i in range(n):
-            if tokens[i] > max_length - small:
-                large += 1
-            elif 2 * tokens[i] > max_length:
-                middle += 1
-                room += max_length - tokens[i]
-            elif tokens[i] >= small:
-                rest += tokens[i]
-        over = max(0, rest - room)
-        best = max(best, large + middle + (over + max_length - 1) // max_length)
-        if middle == 0 and large == 0:
-            break
-    return best
+def bins_needed(sizes: Ints | Floats, capacity: float, slack: float) -> int:
+    """Fewest bins that could hold sizes (n,), largest first: the L2 bound of bin packing (Martello and Toth, 1990).
 
+    Sizes are tokens, with a slack of 0, or ms, with the slack by which a quotient may miss a whole number by
+    rounding. None may exceed the capacity. Whole numbers below 2^52 give exact quotients.
 
-def bins_needed(sizes: Floats, capacity: float) -> int:
-    """The L2 bound of bin packing for sizes (n,), largest first, none above the capacity."""
+    Example: sizes 6, 6, 6, 2 and capacity 10. Together they are 20, so the sum asks for two bins. But no two of the
+    6s share a bin: three are needed.
+    """
     n = len(sizes)
     total = 0.0
     for i in range(n):
         total += sizes[i]
-    best = math.ceil(total / capacity - 1e-9)
+    best = math.ceil(total / capacity - slack)
     for split in range(n):
+        # Leave out what is smaller than `small`; what is left needs no more bins than all do. Then
+        # - large ones (over capacity - small) share a bin with nothing that is left,
+        # - middle ones (over half of the capacity) never share one with each other or with a large one,
+        # - the rest fills the room beside the middle ones; what is over needs bins of its own.
         small = sizes[split]
-        if 2.0 * small > capacity:
+        if small + small > capacity:
             continue
         large, middle, room, rest = 0, 0, 0.0, 0.0
         for i in range(n):
             if sizes[i] > capacity - small:
                 large += 1
-            elif 2.0 * sizes[i] > capacity:
+            elif sizes[i] + sizes[i] > capacity:
                 middle += 1
                 room += capacity - sizes[i]
             elif sizes[i] >= small:
                 rest += sizes[i]
-        best = max(best, large + middle + math.ceil(max(0.0, rest - room) / capacity - 1e-9))
+        best = max(best, large + middle + math.ceil(max(0.0, rest - room) / capacity - slack))
         if middle == 0 and large == 0:
-            break
+            break  # nothing is over half of the capacity: the sum is the bound, whatever is left out
     return best
 
 
 def least_peak(work: Floats, v: int, most: float) -> float:
-    """Lower bound, up to `most`, on the largest of v micro-batches' work: mean, pigeonhole, L2 by bisection."""
+    """Lower bound, up to `most`, on the largest of v micro-batches' work: mean, pigeonhole, L2 by bisection.
+
+    Example: 6, 5 and 4 ms in two micro-batches. Mean: 7.5. Pigeonhole: of three sequences in two micro-batches two
+    share one, and the two least are 5 + 4 = 9. L2: at a capacity of 8.9 three are needed. So 9.
+    """
     n, total = len(work), 0.0
     for i in range(n):
         total += work[i]
@@ -199,7 +205,7 @@ def least_peak(work: Floats, v: int, most: float) -> float:
     high = most
     while high > low * 1.0005:
         middle = 0.5 * (low + high)
-        if bins_needed(work, middle) > v:
+        if bins_needed(work, middle, 1e-9) > v:
             low = middle
         else:
             high = middle
@@ -214,7 +220,7 @@ def packing_bound(scheme: Scheme, work: Floats, tokens: Ints, best_v: int, best_
     total = 0.0
     for i in range(n):
         total += work[i]
-    fewest = fewest_bins(tokens, scheme.max_length)
+    fewest = bins_needed(tokens, scheme.max_length, 0.0)
     bound = best_ms
     for v in range(fewest, max(min(n, tokens.sum() // scheme.util_length), best_v) + 1):
         if stage_ms(scheme, total, max(work[0], total / v), v) < bound:
@@ -234,12 +240,13 @@ def pack(scheme: Scheme, work: Floats, tokens: Ints, rounds: int, out_bin: Ints)
     max_length, total, widest = scheme.max_length, 0.0, work.max()
     for i in range(n):
         total += work[i]  # in order: numpy's own sum rounds differently
-    fewest = fewest_bins(tokens, max_length)
+    fewest = bins_needed(tokens, max_length, 0.0)
     most = min(n, max(fewest, tokens.sum() // scheme.util_length))
     load = np.empty(n, dtype=np.float64)
     used = np.empty(n, dtype=np.int64)
     trial = np.empty(n, dtype=np.int64)
-    bounds = np.empty(n + 1, dtype=np.float64)
+    bins = Bins(trial, load, used)
+    bounds = np.empty(n + 1, dtype=np.float64)  # of each V: its micro-batches all equal, or one as long as the longest
     for v in range(fewest, n + 1):
         bounds[v] = stage_ms(scheme, total, max(widest, total / v), v)
     best, best_v, bound = math.inf, 0, math.inf
@@ -252,23 +259,25 @@ def pack(scheme: Scheme, work: Floats, tokens: Ints, rounds: int, out_bin: Ints)
         if v < 0:
             if best_v > 0 or most == n:
                 break
-            most += 1
+            most += 1  # no V up to appendix D's fits; with V = n every sequence is alone, which always does
             continue
         bound = min(bound, bounds[v])
         if bounds[v] >= best:
             break
         done[v] = True
-        fits = fill_bins(work, tokens, v, max_length, False, trial, load, used)
+        # Three ways to get everything in, each better at tight fits and worse at balance than the one before it.
+        fits = fill_bins(work, tokens, v, max_length, False, bins)
         if not fits:
-            fits = fill_bins(work, tokens, v, max_length, True, trial, load, used)
+            fits = fill_bins(work, tokens, v, max_length, True, bins)
         if not fits and rounds > 0:
-            fits = squeeze_bins(work, tokens, v, max_length, rounds, trial, load, used)
+            fits = squeeze_bins(work, tokens, v, max_length, rounds, bins)
         if not fits:
             continue
         peak = load[:v].max()
+        # With PP = 1 the flow shop is a plain sum, and the largest micro-batch does not matter.
         if scheme.pp > 1 or scheme.paper:
             floor = max(widest, total / v) * (1.0 + 1e-9)
-            peak = level_bins(work, tokens, v, max_length, floor, rounds, trial, load, used)
+            peak = level_bins(work, tokens, v, max_length, floor, rounds, bins)
         ms = stage_ms(scheme, total, peak, v)
         if ms < best:
             best, best_v = ms, v
@@ -276,12 +285,12 @@ def pack(scheme: Scheme, work: Floats, tokens: Ints, rounds: int, out_bin: Ints)
     return best_v, best, min(bound, best)
 
 
-def pack_pipeline(
-    schemes: Schemes, k: int, p: int, work: Floats, tokens: Ints, rounds: int, owner: Ints, bin_of: Ints
-) -> tuple[int, float]:
-    """Pack the sequences that `owner` gives to pipeline p of scheme k: (micro-batches, ms); fills their bin_of."""
+def pack_pipeline(problem: Problem, p: int, rounds: int, owner: Ints, bin_of: Ints) -> tuple[int, float]:
+    """Pack the sequences that `owner` gives to pipeline p: (micro-batches, ms); fills their bin_of."""
+    k = problem.shape.pipeline_scheme[p]
     chosen = np.flatnonzero(owner == p)
     own_bins = np.empty(len(chosen), dtype=np.int64)
-    v, ms, _ = pack(scheme_at(schemes, k), work[k][chosen], tokens[chosen], rounds, own_bins)
+    work, tokens = problem.items.work[k][chosen], problem.items.tokens[chosen]
+    v, ms, _ = pack(scheme_at(problem.schemes, k), work, tokens, rounds, own_bins)
     bin_of[chosen] = own_bins
     return v, ms

@@ -14,6 +14,7 @@ import numpy as np
 import ds_hydra.planner.kernels as kernels
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.pipe.shape import ParallelScheme
+from ds_hydra.planner.kernels.arrays import Choices
 from ds_hydra.planner.proposal.candidates import counts_to_schemes, fill_ranks
 
 _LENGTH_STEP = 128
@@ -50,15 +51,15 @@ def propose_by_program(
     unit_gpus = sizes // unit
     shape = (gpu_units + 1, steps + 1)
     best = np.empty(shape)
-    choices = [np.full(shape, -1, dtype=np.int64) for _ in range(3)]
+    choices = Choices(*(np.full(shape, -1, dtype=np.int64) for _ in range(3)))
     kernel = kernels.compiled()
-    kernel.interval_program(work_below, cover, unit_gpus, gpu_units, steps, best, *choices)
+    kernel.interval_program(work_below, cover, unit_gpus, best, choices)
     found: dict[tuple[int, ...], None] = {}
     tenths = np.zeros(len(costs), dtype=np.int64)
     for step in range(1, steps + 1):
         if not np.isfinite(best[gpu_units, step]):
             continue
-        kernel.program_counts(*choices, unit_gpus, gpu_units, step, tenths)
+        kernel.program_counts(choices, unit_gpus, gpu_units, step, tenths)
         for counts in _nearby(tenths, sizes, num_ranks):
             filled = fill_ranks(counts, sizes, num_ranks)
             if filled is not None:

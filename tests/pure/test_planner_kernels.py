@@ -1,0 +1,67 @@
+"""The kernels' two ways in: names, types, and both versions side by side."""
+
+import inspect
+import types
+import typing
+
+import pytest
+
+from ds_hydra.planner.kernels import Kernels, load
+from ds_hydra.planner.kernels.load import _global_names, _kernels
+
+ENTRY_POINTS = [name for name, value in vars(Kernels).items() if inspect.isfunction(value) and name[0] != "_"]
+
+
+def signature(function: types.FunctionType) -> list[tuple[object, ...]]:
+    """Parameters and result, types resolved, without `self`."""
+    hints = typing.get_type_hints(function)
+    parameters = inspect.signature(function).parameters.values()
+    listed = [(x.name, x.kind, x.default, hints[x.name]) for x in parameters if x.name != "self"]
+    return [*listed, ("return", hints["return"])]
+
+
+def test_the_protocol_has_the_entry_points() -> None:
+    assert len(ENTRY_POINTS) == 13
+    assert set(ENTRY_POINTS) <= set(_kernels())
+
+
+@pytest.mark.parametrize("name", ENTRY_POINTS)
+def test_the_protocol_has_the_kernel_s_own_signature(name: str) -> None:
+    kernel = _kernels()[name]
+    assert isinstance(kernel, types.FunctionType)
+    assert signature(getattr(Kernels, name)) == signature(kernel)
+
+
+def module(name: str, source: str) -> types.ModuleType:
+    """A module made of source text."""
+    made = types.ModuleType(name)
+    exec(source, made.__dict__)
+    return made
+
+
+@pytest.mark.parametrize("again", ["def _helper(x): return -x", "_helper = 3", "from math import floor as _helper"])
+def test_a_name_with_two_meanings_is_refused(again: str) -> None:
+    first, second = module("first", "import math\ndef _helper(x): return x"), module("second", "import math\n" + again)
+    with pytest.raises(AssertionError, match="_helper means one thing in first and another in second"):
+        _global_names([first, second])
+
+
+def test_a_constant_with_two_values_is_refused() -> None:
+    with pytest.raises(AssertionError, match="_ROUNDS means one thing in first and another in second"):
+        _global_names([module("first", "_ROUNDS = 4"), module("second", "_ROUNDS = 5")])
+
+
+def test_names_that_agree_are_shared() -> None:
+    first = module("first", "import math\n_ROUNDS = 4\ndef one(x): return x")
+    second = module("second", "import math\n_ROUNDS = 4")
+    second.__dict__["one"] = first.one
+    assert set(_global_names([first, second])) == {"math", "_ROUNDS", "one"}
+
+
+def test_every_kernel_of_the_folder_is_loaded() -> None:
+    """A new file of kernels that is missing in the list would have its functions called uncompiled, or not at all."""
+    folder = load.Path(load.__file__).parent
+    not_kernels = {"__init__", "arrays", "load", "problem", "protocol"}
+    assert {path.stem for path in folder.glob("*.py")} - not_kernels == {
+        listed.__name__.rpartition(".")[2] for listed in load._MODULES
+    }
