@@ -13,9 +13,9 @@ from ds_hydra.pipe.shape import parse_strategy
 from ds_hydra.planner import PlannerOptions
 from ds_hydra.planner.exact.paper_problem import DispatchProblem
 from ds_hydra.planner.exact.programs import dispatch_ms, pack_exactly, relabel
-from ds_hydra.planner.kernels.arrays import Scheme
+from ds_hydra.planner.kernels.arrays import Prospect, Scheme
 from ds_hydra.planner.kernels.problem import Batch, Groups
-from ds_hydra.planner.search import Search
+from ds_hydra.planner.one_strategy import StrategySearch
 from ds_hydra.planner.selection import order_microbatches
 from tests.support.planner_cases import TABLES, a800_batch, a800_planner, random_instance
 
@@ -147,12 +147,12 @@ def test_pure_and_compiled_kernels_give_the_same_bits() -> None:
         batch = Batch.of(a800_batch(seed, 24), planner.cost_table)
         results = []
         for kernel in (kernels.pure(), kernels.compiled()):
-            search = Search(planner._groups, planner._schemes, planner.options, batch)
+            search = StrategySearch(planner._schemes, planner.options, batch)
             search._kernels = kernel
             groups = Groups.of(parse_strategy("tp16 + tp8 + 8*tp4 + tp2pp4"), planner.cost_table)
             price = groups.num_ranks.copy()
             bound = search.bound(groups, price, 6, 8)
-            found = search.assign(groups, bound, price, math.inf)
+            found = search.assign(groups, Prospect(bound, price, math.inf))
             assert found is not None
             results.append((bound, price.tolist(), found.owner.tolist(), found.bin_of.tolist(), found.ms))
         assert results[0] == results[1]

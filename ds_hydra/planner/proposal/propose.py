@@ -18,11 +18,12 @@ import numpy as np
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.data.length_sources import sample_batches
 from ds_hydra.pipe.shape import ParallelScheme
+from ds_hydra.planner.kernels.arrays import Prospect
 from ds_hydra.planner.kernels.problem import Batch, Groups, scheme_arrays
+from ds_hydra.planner.one_strategy import StrategySearch
 from ds_hydra.planner.options import PlannerOptions
 from ds_hydra.planner.proposal.by_milp import counts_by_milp
 from ds_hydra.planner.proposal.candidates import counts_to_schemes, usable_schemes
-from ds_hydra.planner.search import Search
 from ds_hydra.zero_hetero.errors import PlanError
 
 Counts = tuple[int, ...]  # pipelines of each usable scheme
@@ -133,15 +134,11 @@ class _Pool:
         self._num_ranks = num_ranks
         self._weights = weights / weights.sum()
         self._batches = [Batch.of(batch.tolist(), self._table) for batch in sampled]
-        groups, options = [Groups.of(self._any_strategy(), self._table)], PlannerOptions(effort=1, kernels="compiled")
-        arrays = scheme_arrays(self._table)
-        self._searches = [Search(groups, arrays, options, batch) for batch in self._batches]
+        arrays, options = scheme_arrays(self._table), PlannerOptions(effort=1, kernels="compiled")
+        self._searches = [StrategySearch(arrays, options, batch) for batch in self._batches]
         self.times: dict[Counts, np.ndarray] = {}  # ms on each batch
         self._best = np.full(len(sampled), math.inf)
         self._moves = self._exchanges()
-
-    def _any_strategy(self) -> tuple[ParallelScheme, ...]:
-        return (self._schemes[0],)
 
     def groups(self, counts: Counts) -> Groups:
         return Groups.of(counts_to_schemes(counts, self._schemes), self._table)
@@ -153,7 +150,7 @@ class _Pool:
         bound = self._searches[batch].bound(groups, price, 6, 8)
         if bound >= worth:
             return bound
-        found = self._searches[batch].assign(groups, bound, price, worth)
+        found = self._searches[batch].assign(groups, Prospect(bound, price, worth))
         return found.ms if found else math.inf
 
     def add(self, strategies: Iterable[Counts]) -> int:
