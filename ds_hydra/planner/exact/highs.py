@@ -38,9 +38,11 @@ def solve_milp(
     `rows` lists (column, coefficient) pairs; `start` is a feasible point to begin from. None when HiGHS found
     no feasible point within its limits. Coefficients should be near 1: scale times before they come here.
     """
-    import highspy
+    import highspy  # here, as only proposals and exact plans need it
 
     columns = len(cost)
+    # The matrix by rows, as HiGHS stores it: row r has the entries starts[r] .. starts[r+1]-1. Rows (x0 + 2*x2), (x1)
+    # give starts 0, 2, 3, index 0, 2, 1 and value 1, 2, 1.
     starts = np.cumsum([0] + [len(row) for row in rows], dtype=np.int32)
     index = np.array([at for row in rows for at, _ in row], dtype=np.int32)
     value = np.array([x for row in rows for _, x in row], dtype=np.float64)
@@ -55,6 +57,7 @@ def solve_milp(
     lp.a_matrix_.start_, lp.a_matrix_.index_, lp.a_matrix_.value_ = starts, index, value
     whole, real = highspy.HighsVarType.kInteger, highspy.HighsVarType.kContinuous
     lp.integrality_ = [whole] * integers + [real] * (columns - integers)
+    # One thread and a fixed seed: the same program gives the same solution on every machine.
     solver = highspy.Highs()
     options: dict[str, bool | int | float] = {"output_flag": False, "threads": 1, "mip_rel_gap": gap, "random_seed": 0}
     if node_limit is not None:
@@ -73,6 +76,7 @@ def solve_milp(
     if info.primal_solution_status != 2:  # kSolutionStatusFeasible
         return None
     optimal = solver.getModelStatus() == highspy.HighsModelStatus.kOptimal
+    # HiGHS keeps no dual bound for a program without whole numbers: its optimum is its bound.
     bound = info.mip_dual_bound if integers else info.objective_function_value
     values = np.array(solver.getSolution().col_value)
     return MilpSolution(values, info.objective_function_value, bound if math.isfinite(bound) else -math.inf, optimal)

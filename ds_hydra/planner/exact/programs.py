@@ -1,7 +1,12 @@
 """Dispatch (Eq. 3) and packing (Eq. 1) as integer programs for HiGHS, from a heuristic's solution on. Pure: no torch.
 
-Equal pipelines, and micro-batches, are told apart by their longest sequence: sequence i, longest first, may only
-go to the first i+1 of them. Times are scaled by a bound, so that coefficients are near 1.
+[Note: naming equal pipelines]
+Two equal pipelines may swap names, and a plan on d of them has up to d! twins, all of which branch and bound would
+have to look at. So equal pipelines, and micro-batches, are named by their longest sequence: sequence i, longest first
+and counted from 0, may only go to the first i+1 of them. With three sequences on two equal pipelines, the longest is
+on pipeline 0 by name; what is left are 2 * 2 = 4 dispatches instead of 8.
+
+Times are scaled by a bound, so that coefficients are near 1: HiGHS's tolerances are absolute.
 """
 
 from __future__ import annotations
@@ -10,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ds_hydra.planner.exact.highs import solve_milp
+from ds_hydra.planner.exact.highs import MilpSolution, solve_milp
 from ds_hydra.planner.kernels.arrays import Floats, Ints, Items, Schemes
 from ds_hydra.planner.kernels.packing import ideal_ms, stage_ms
 from ds_hydra.planner.kernels.problem import Assignment, scheme_row
@@ -29,16 +34,17 @@ class ExactResult:
 def relabel(owner: Ints, first: Ints, count: Ints) -> Ints:
     """The same placement with equal pipelines named in the order of their longest sequence.
 
-    Group g holds pipelines first[g] .. first[g]+count[g]-1; sequences come longest first.
+    Kind x has the pipelines first[x] .. first[x]+count[x]-1; sequences come longest first. Example with one kind of
+    three: owners 2, 0, 2, 1 become 0, 1, 0, 2.
     """
     names: dict[int, int] = {}
     used = np.zeros(len(first), dtype=np.int64)
-    group = np.repeat(np.arange(len(first)), count)
+    kind_of = np.repeat(np.arange(len(first)), count)
     for p in owner.tolist():
         if p not in names:
-            g = group[p]
-            names[p] = int(first[g] + used[g])
-            used[g] += 1
+            kind = kind_of[p]
+            names[p] = int(first[kind] + used[kind])
+            used[kind] += 1
     return np.array([names[p] for p in owner.tolist()], dtype=np.int64)
 
 
@@ -47,7 +53,7 @@ def dispatch_exactly(
     tokens: Ints,
     max_length: Ints,
     pp: Ints,
-    group_sizes: Ints,
+    kind_sizes: Ints,
     start: Ints,
     bound_ms: float,
     *,
@@ -55,16 +61,22 @@ def dispatch_exactly(
     seconds: float | None = None,
     gap: float = 0.0,
 ) -> ExactResult | None:
-    """Eq. 3 by HiGHS: times (pipelines, n) in ms, sequences longest first, pipelines group by group.
+    """Eq. 3 by HiGHS: times (pipelines, n) in ms, sequences longest first, pipelines kind by kind.
 
-    `start` is a feasible owner (n,) and `bound_ms` > 0 a valid lower bound. None when HiGHS found nothing.
+    `kind_sizes` (kinds,) are the pipelines of each kind; `start` is a feasible owner (n,) and `bound_ms` > 0 a valid
+    lower bound. None when HiGHS found nothing.
     """
     pipelines, n = times.shape
-    first = np.cumsum(group_sizes) - group_sizes
-    nth = np.arange(pipelines) - np.repeat(first, group_sizes)  # of its group
+    first = np.cumsum(kind_sizes) - kind_sizes
+    nth = np.arange(pipelines) - np.repeat(first, kind_sizes)  # of its kind
     scaled = times / bound_ms
     pairs = [(i, j) for i in range(n) for j in range(pipelines) if tokens[i] <= max_length[j] and nth[j] <= i]
     bubbles = [j for j in range(pipelines) if pp[j] > 1]
+    # Minimise tau over x (one column for each pair that may meet), the bubble b_j of each pipeline that has any, and
+    # tau itself, the last column:
+    #   rows    sum_j x_ij = 1                          sequence i is on one pipeline
+    #   loads   sum_i T_ij x_ij + b_j - tau <= 0        pipeline j is done by tau
+    #   drains  (PP_j - 1) T_ij x_ij - b_j <= 0         its bubble is that of its longest sequence
     tau, columns = len(pairs) + len(bubbles), len(pairs) + len(bubbles) + 1
     rows: list[list[tuple[int, float]]] = [[] for _ in range(n)]
     loads: list[list[tuple[int, float]]] = [[(tau, -1.0)] for _ in range(pipelines)]
@@ -83,7 +95,7 @@ def dispatch_exactly(
     ceiling[len(pairs) :] = np.inf
     floor = np.zeros(columns)
     floor[tau] = 1.0 - 1e-9
-    named = relabel(start, first, group_sizes)
+    named = relabel(start, first, kind_sizes)
     solution = solve_milp(
         cost, ceiling, rows + loads + drains,
         [1.0] * n + [-np.inf] * (pipelines + len(drains)), [1.0] * n + [0.0] * (pipelines + len(drains)),
@@ -92,11 +104,17 @@ def dispatch_exactly(
     )  # fmt: skip
     if solution is None:
         return None
+    owner = _owner_of(solution, pairs, n)
+    return ExactResult(owner, dispatch_ms(times, pp, owner), solution.bound * bound_ms, solution.optimal)
+
+
+def _owner_of(solution: MilpSolution, pairs: list[tuple[int, int]], n: int) -> Ints:
+    """owner[i] = j for the pairs (i, j) that the solution chose; the first columns are the pairs', near 0 or 1."""
     owner = np.zeros(n, dtype=np.int64)
     for at, (i, j) in enumerate(pairs):
         if solution.values[at] > 0.5:
             owner[i] = j
-    return ExactResult(owner, dispatch_ms(times, pp, owner), solution.bound * bound_ms, solution.optimal)
+    return owner
 
 
 def dispatch_ms(times: Floats, pp: Ints, owner: Ints) -> float:
@@ -112,6 +130,7 @@ def dispatch_ms(times: Floats, pp: Ints, owner: Ints) -> float:
 def _start_point(
     owner: Ints, scaled: Floats, pp: Ints, pairs: list[tuple[int, int]], bubble_of: dict[int, int], columns: int
 ) -> Floats:
+    """The placement as a point of the program, every column filled, so that HiGHS begins with a solution."""
     point = np.zeros(columns)
     for at, (i, j) in enumerate(pairs):
         point[at] = float(owner[i] == j)
@@ -140,6 +159,8 @@ def pack_exactly(
     """
     n = len(work)
     floor_ms = max(float(work.max()), float(work.sum()) / v)
+    # Minimise tau, the last column, over x: every sequence is in one micro-batch, and each micro-batch keeps to tau of
+    # work and to its tokens. Here nothing drains: the bubble follows from tau.
     pairs = [(i, j) for i in range(n) for j in range(min(v, i + 1))]
     tau, columns = len(pairs), len(pairs) + 1
     rows: list[list[tuple[int, float]]] = [[] for _ in range(n)]
@@ -163,10 +184,7 @@ def pack_exactly(
     )  # fmt: skip
     if solution is None:
         return None
-    owner = np.zeros(n, dtype=np.int64)
-    for at, (i, j) in enumerate(pairs):
-        if solution.values[at] > 0.5:
-            owner[i] = j
+    owner = _owner_of(solution, pairs, n)
     largest = max(float(work[owner == j].sum()) for j in range(v))
     return ExactResult(owner, largest, solution.bound * floor_ms, solution.optimal)
 
@@ -193,6 +211,7 @@ def repack_slowest(
     own = np.flatnonzero(plan.owner == at)
     work = items.work[plan.groups.shape.pipeline_scheme[at]][own]
     floor = ideal_ms(one, float(work.sum()), int(items.tokens[own].sum()), float(work.max()))
+    # At its bound nothing can be gained. With PP = 1 and the flow shop the time is a plain sum, however it is packed.
     if slowest <= floor * (1.0 + 1e-6) or (one.pp == 1 and not one.paper):
         return plan
     v = int(plan.bin_of[own].max()) + 1
@@ -205,6 +224,7 @@ def repack_slowest(
     bin_of[own] = found.owner
     if _pipeline_ms(schemes, items, plan, at, bin_of) >= slowest:
         return plan
+    # Another pipeline may be the slowest now.
     times = [_pipeline_ms(schemes, items, plan, p, bin_of) for p in range(len(plan.groups.rank_order))]
     return replace(plan, bin_of=bin_of, ms=max(times))
 
