@@ -17,7 +17,8 @@ from ds_hydra.pipe.shape import ParallelScheme, parse_strategy
 from ds_hydra.planner import Planner, PlannerOptions
 from ds_hydra.planner.preview import pack_full_ms
 from ds_hydra.planner.proposal.by_paper import propose_by_program
-from ds_hydra.planner.proposal.candidates import candidate_schemes, crosses_nodes, usable_schemes
+from ds_hydra.planner.proposal.candidates import counts_to_schemes, usable_schemes
+from ds_hydra.planner.proposal.pool import greedy_subset
 from ds_hydra.planner.proposal.propose import QUICK, propose_strategies
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from tests.support.planner_cases import TABLES, a800_batch
@@ -25,6 +26,18 @@ from tests.support.planner_cases import TABLES, a800_batch
 TABLE = CostTable.load(TABLES / "llama_32b_a800.json")
 LENGTHS = a800_batch(0, 5000)
 ROOT = Path(__file__).parents[2]
+
+
+def crosses_nodes(strategy: tuple[ParallelScheme, ...], node_size: int) -> bool:
+    """Whether a TP group that fits into a node, or into whole nodes, touches more of them than it must."""
+    first = 0
+    for scheme in strategy:
+        for start in range(first, first + scheme.num_ranks, scheme.tp):
+            touched = {rank // node_size for rank in range(start, start + scheme.tp)}
+            if len(touched) > -(-scheme.tp // node_size):
+                return True
+        first += scheme.num_ranks
+    return False
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +67,22 @@ def test_proposals_are_the_same_every_time_and_better_than_the_paper_s(proposed:
     assert means[0] < 0.92 * means[1]
 
 
+def test_pipelines_stand_so_that_tp_groups_stay_inside_nodes() -> None:
+    schemes = (ParallelScheme(4), ParallelScheme(8), ParallelScheme(2, 3))
+    placed = counts_to_schemes((2, 1, 1), schemes)
+    assert placed == (ParallelScheme(8), ParallelScheme(4), ParallelScheme(4), ParallelScheme(2, 3))
+    assert not crosses_nodes(placed, 8)
+    assert crosses_nodes((ParallelScheme(4), ParallelScheme(8), ParallelScheme(4)), 8)
+
+
+def test_the_subset_is_chosen_greedily_by_the_mean_of_each_batch_s_best() -> None:
+    times = {(1, 0): np.array([10.0, 30.0]), (0, 1): np.array([30.0, 10.0]), (1, 1): np.array([18.0, 18.0])}
+    weights = np.array([0.5, 0.5])
+    assert greedy_subset(times, weights, 1) == [(1, 1)]
+    assert greedy_subset(times, weights, 3) == [(1, 1), (1, 0), (0, 1)]
+    assert greedy_subset({(1,): np.array([np.inf, 5.0]), (2,): np.array([9.0, 9.0])}, weights, 1) == [(2,)]
+
+
 def test_the_paper_s_program_with_one_scheme_gives_that_scheme() -> None:
     only = propose_by_program(TABLE, 64, LENGTHS, 16384, [ParallelScheme(8)])
     assert only == (parse_strategy("8*tp8"),)
@@ -66,23 +95,6 @@ def test_what_cannot_be_proposed_is_refused() -> None:
         propose_strategies(TABLE, 2, LENGTHS, 200_000, 1024)
     with pytest.raises(PlanError, match=r"has 1\.\.100 tokens"):
         propose_strategies(TABLE, 64, [500], 2000, 100)
-
-
-def test_candidate_schemes_fit_heads_layers_ranks_and_nodes() -> None:
-    schemes = candidate_schemes(16, num_layers=6, num_heads=8, node_size=4)
-    assert ParallelScheme(4, 3) in schemes
-    for scheme in schemes:
-        assert scheme.tp <= 4
-        assert scheme.num_ranks <= 16
-        assert 8 % (scheme.tp * scheme.sp) == 0
-        assert 6 % scheme.pp == 0
-    assert ParallelScheme(8) in candidate_schemes(16, num_layers=6, num_heads=8, node_size=4, tp_across_nodes=True)
-
-
-def test_tp_groups_over_two_nodes_are_found() -> None:
-    assert crosses_nodes(parse_strategy("tp4 + tp8 + tp4"), 8)
-    assert not crosses_nodes(parse_strategy("tp8 + 2*tp4"), 8)
-    assert not crosses_nodes(parse_strategy("tp16"), 8)
 
 
 def test_flow_shop_time_is_near_the_simulation_and_no_shorter() -> None:

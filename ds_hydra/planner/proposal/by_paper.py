@@ -1,7 +1,8 @@
-"""Strategy proposal as Hydraulis has it (section 7, Eq. 4): the baseline of ours. Pure: no torch.
+"""Strategy proposal as Hydraulis has it (section 7, Eq. 4): a baseline, which no training uses. Pure: no torch.
 
 A dynamic program deals length intervals to schemes with pipelines counted in tenths; every length up to the
-context gives a solution, and every solution its nearby whole numbers.
+context gives a solution, and every solution its nearby whole numbers: 1.3 pipelines of TP8 and 5.6 of TP4 become 1 and
+5, 1 and 6, 2 and 5, or 2 and 6 where there are ranks enough.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import ds_hydra.planner.kernels as kernels
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.planner.kernels.arrays import Choices
-from ds_hydra.planner.proposal.candidates import counts_to_schemes, fill_ranks
+from ds_hydra.planner.proposal.candidates import counts_to_schemes
 
 _LENGTH_STEP = 128
 _MOST_ROUNDINGS = 64  # nearby whole solutions taken from one continuous one
@@ -39,12 +40,15 @@ def propose_by_program(
     costs = [cost_table[scheme] for scheme in schemes]
     data = np.array([x for x in lengths if x <= context_length], dtype=np.int64)
     steps = -(-context_length // _LENGTH_STEP)
-    bucket = -(-data // _LENGTH_STEP)
+    length_bin = -(-data // _LENGTH_STEP)
     work_below = np.zeros((len(costs), steps + 1))
     for k, cost in enumerate(costs):
         ms = cost.sequence_ms(data) + (cost.c if with_overhead else 0.0)
-        work_below[k] = np.cumsum(np.bincount(bucket, weights=ms, minlength=steps + 1))
+        work_below[k] = np.cumsum(np.bincount(length_bin, weights=ms, minlength=steps + 1))
+    # A scheme covers a length step when it holds all of it.
     cover = np.array([min(steps, cost.max_length // _LENGTH_STEP) for cost in costs], dtype=np.int64)
+    # GPUs are counted in units of a tenth of the schemes' common divisor: with schemes of 4 and 8 GPUs a tenth of a
+    # pipeline is 1 or 2 units, and 64 GPUs are 160.
     sizes = np.array([scheme.num_ranks for scheme in schemes], dtype=np.int64)
     unit = int(np.gcd.reduce(sizes))
     gpu_units = int(num_ranks * round(1 / gpu_step)) // unit
@@ -60,8 +64,9 @@ def propose_by_program(
         if not np.isfinite(best[gpu_units, step]):
             continue
         kernel.program_counts(choices, unit_gpus, gpu_units, step, tenths)
+        # Every length up to the context is tried as the longest that a batch has.
         for counts in _nearby(tenths, sizes, num_ranks):
-            filled = fill_ranks(counts, sizes, num_ranks)
+            filled = _fill_ranks(counts, sizes, num_ranks)
             if filled is not None:
                 found[filled] = None
     return tuple(counts_to_schemes(counts, schemes) for counts in found)
@@ -74,3 +79,19 @@ def _nearby(tenths: np.ndarray, sizes: np.ndarray, num_ranks: int) -> list[tuple
     fitting = [c for c in near if 0 < sum(x * s for x, s in zip(c, sizes.tolist(), strict=True)) <= num_ranks]
     fitting.sort(key=lambda c: (-sum(x * s for x, s in zip(c, sizes.tolist(), strict=True)), c))
     return fitting[:_MOST_ROUNDINGS]
+
+
+def _fill_ranks(counts: Sequence[int], sizes: np.ndarray, num_ranks: int) -> tuple[int, ...] | None:
+    """The counts with leftover ranks given to more pipelines; None if that fails.
+
+    Schemes that are used already come first, then larger ones: 12 ranks left beside tp8 and tp4 are one more of each.
+    """
+    filled = list(counts)
+    left = num_ranks - int(np.dot(filled, sizes))
+    order = sorted(range(len(filled)), key=lambda k: (counts[k] == 0, -int(sizes[k])))
+    for k in order:
+        size = int(sizes[k])
+        while left >= size:
+            filled[k] += 1
+            left -= size
+    return tuple(filled) if left == 0 else None

@@ -1,0 +1,198 @@
+"""Strategies and their times on sampled batches: a pool that grows by proposals and exchanges. Pure: no torch.
+
+A strategy is counted here, not listed: with the schemes TP1, TP2 and TP4, (2, 1, 1) is 2*tp1 + tp2 + tp4. Counts make
+neighbours easy to write down: (0, 2, 1) has the two TP1 exchanged for one more TP2, on the same eight ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from ds_hydra.costs.cost_table import CostTable
+from ds_hydra.pipe.shape import ParallelScheme
+from ds_hydra.planner.kernels.arrays import Prospect
+from ds_hydra.planner.kernels.problem import Batch, Groups, scheme_arrays
+from ds_hydra.planner.one_strategy import StrategySearch
+from ds_hydra.planner.options import PlannerOptions
+from ds_hydra.planner.proposal.by_milp import counts_by_milp
+from ds_hydra.planner.proposal.candidates import counts_to_schemes
+from ds_hydra.zero_hetero.errors import PlanError
+
+Counts = tuple[int, ...]  # pipelines of each usable scheme
+_NOT_HELD = 1e12  # ms on a batch that a strategy cannot hold: finite, so that means can still be compared
+
+
+class Pool:
+    """Strategies and their times on every sampled batch. `weights` (batches,) say how much each batch counts."""
+
+    def __init__(
+        self,
+        cost_table: CostTable,
+        schemes: tuple[ParallelScheme, ...],
+        num_ranks: int,
+        sampled: Sequence[np.ndarray],
+        weights: np.ndarray,
+    ) -> None:
+        self._table = CostTable(tuple(cost_table[scheme] for scheme in schemes))
+        self._schemes = schemes
+        self._sizes = np.array([scheme.num_ranks for scheme in schemes], dtype=np.int64)
+        self._num_ranks = num_ranks
+        self._weights = weights / weights.sum()
+        self._batches = [Batch.of(batch.tolist(), self._table) for batch in sampled]
+        arrays, options = scheme_arrays(self._table), PlannerOptions(effort=1, kernels="compiled")
+        self._searches = [StrategySearch(arrays, options, batch) for batch in self._batches]
+        self.times: dict[Counts, np.ndarray] = {}  # ms on each batch
+        self._best = np.full(len(sampled), math.inf)
+        self._moves = self._exchanges()
+
+    def groups(self, counts: Counts) -> Groups:
+        return Groups.of(counts_to_schemes(counts, self._schemes), self._table)
+
+    def time(self, counts: Counts, batch: int, worth: float) -> float:
+        """Planned time on a batch in ms where the bound allows less than `worth`, else the bound.
+
+        Most strategies are far off on most batches. There the bound says enough, for far less work.
+        """
+        groups = self.groups(counts)
+        price = groups.num_ranks.copy()
+        bound = self._searches[batch].bound(groups, price, 6, 8)
+        if bound >= worth:
+            return bound
+        found = self._searches[batch].assign(groups, Prospect(bound, price, worth))
+        return found.ms if found else math.inf
+
+    def add(self, strategies: Iterable[Counts]) -> int:
+        """Time strategies that are new to the pool on every batch; how many were."""
+        fresh = [counts for counts in dict.fromkeys(strategies) if counts not in self.times]
+        for counts in fresh:
+            # Exact times matter near the best plan of a batch only: further off the bound will do.
+            times = [self.time(counts, b, 1.02 * self._best[b]) for b in range(len(self._batches))]
+            self.times[counts] = np.array(times)
+            self._best = np.minimum(self._best, self.times[counts])
+        return len(fresh)
+
+    def homogeneous(self) -> list[Counts]:
+        """Strategies of one scheme only, where it divides the ranks."""
+        found = []
+        for k, size in enumerate(self._sizes.tolist()):
+            if self._num_ranks % size == 0:
+                found.append(tuple(self._num_ranks // size if j == k else 0 for j in range(len(self._sizes))))
+        return found
+
+    def whole_numbers(self, batch: int, node_limit: int) -> list[Counts]:
+        """HiGHS's strategies for one batch, at a few target times around the continuous optimum.
+
+        The optimum of whole pipelines is some way above it, nobody knows how far.
+        """
+        found = []
+        for slack in (1.02, 1.15, 1.4):
+            counts = counts_by_milp(self._batches[batch], self._table, self._sizes, self._num_ranks, slack, node_limit)
+            if counts is not None:
+                found.append(counts)
+        return found
+
+    def _exchanges(self) -> list[Counts]:
+        """Changes of the counts that keep the number of ranks: some pipelines of one scheme for some of others.
+
+        Of two schemes as few as have the same ranks: three of 2 ranks for two of 3. Of three schemes one for one each
+        of two others, where their ranks add up: one of 4 for one of 3 and one of 1.
+        """
+        n, sizes = len(self._sizes), self._sizes.tolist()
+        found: dict[Counts, None] = {}
+
+        def note(change: dict[int, int]) -> None:
+            found[tuple(change.get(k, 0) for k in range(n))] = None
+
+        for a in range(n):
+            for b in range(n):
+                if a == b:
+                    continue
+                shared = math.lcm(sizes[a], sizes[b])
+                note({a: -shared // sizes[a], b: shared // sizes[b]})
+                for c in range(b + 1, n):
+                    if c != a and sizes[b] + sizes[c] == sizes[a]:
+                        note({a: -1, b: 1, c: 1})
+                        note({a: 1, b: -1, c: -1})
+        return list(found)
+
+    def neighbours(self, counts: Counts, rng: np.random.Generator, most: int) -> list[Counts]:
+        """Strategies one exchange away, once or a power of two times; a random choice of `most` of them."""
+        found: dict[Counts, None] = {}
+        for change in self._moves:
+            times = 1  # 1, 2, 4, ...: a few long strides reach what single steps would need many rounds for
+            while True:
+                after = tuple(x + times * y for x, y in zip(counts, change, strict=True))
+                if min(after) < 0:
+                    break
+                found[after] = None
+                times *= 2
+        listed = [after for after in found if after not in self.times]
+        if len(listed) > most:
+            listed = [listed[i] for i in sorted(rng.choice(len(listed), size=most, replace=False))]
+        return listed
+
+    def climb(self, moves: int, seed: int) -> bool:
+        """One round: the two best neighbours of every batch's best strategy join the pool. False if none is better."""
+        rng = np.random.default_rng(seed)
+        better: dict[Counts, None] = {}
+        for b in range(len(self._batches)):
+            best = min(self.times, key=lambda counts: float(self.times[counts][b]))
+            ranked = []
+            for counts in self.neighbours(best, rng, moves):
+                ms = self.time(counts, b, float(self._best[b]))
+                if ms < self._best[b] * (1.0 - 1e-4):
+                    ranked.append((ms, counts))
+            better.update((counts, None) for _, counts in sorted(ranked)[:2])
+        return self.add(better) > 0
+
+    def best_subset(self, count: int) -> list[Counts]:
+        """Greedy choice of the strategies with the least mean time, each batch run by its best."""
+        return greedy_subset(self.times, self._weights, count)
+
+    def cover(self, chosen: list[Counts], context_length: int, count: int) -> list[Counts]:
+        """Make sure that some strategy holds the context length, at the price of the least useful one."""
+        limits = [cost.max_length for cost in self._table.costs]
+
+        def holds(counts: Counts) -> bool:
+            return any(x and limit >= context_length for x, limit in zip(counts, limits, strict=True))
+
+        if any(holds(counts) for counts in chosen):
+            return chosen
+        able = [counts for counts in self.times if holds(counts)]
+        if not able:
+            raise PlanError(
+                f"no strategy over {self._num_ranks} ranks holds a sequence of context_length={context_length} tokens; "
+                "measure schemes whose ranks divide the job's"
+            )
+        fallback = min(able, key=lambda counts: float(self.times[counts].mean()))
+        return [*chosen[: count - 1], fallback]
+
+
+def greedy_subset(times: dict[Counts, np.ndarray], weights: np.ndarray, count: int) -> list[Counts]:
+    """Repeatedly the strategy that lowers the weighted mean of the batchwise minimum most.
+
+    When none lowers it, the next layer begins as if nothing were chosen yet: strategies to fall back on for
+    batches unlike the sampled ones.
+
+    Example: three strategies take (10, 30), (30, 10) and (18, 18) ms on two batches that count alike. The third has the
+    least mean, 18. Beside it either of the others lowers the mean to (10 + 18) / 2 = 14. All three give 10.
+    """
+    names = list(times)
+    table = np.minimum(np.stack([times[name] for name in names]), _NOT_HELD)
+    chosen: list[int] = []
+    current = np.full(table.shape[1], _NOT_HELD)
+    layer = 0
+    while len(chosen) < min(count, len(names)):
+        means = np.minimum(table, current) @ weights
+        means[chosen] = math.inf
+        best = int(means.argmin())
+        if layer and means[best] >= current @ weights * (1.0 - 1e-6):
+            current, layer = np.full(table.shape[1], _NOT_HELD), 0
+            continue
+        chosen.append(best)
+        layer += 1
+        current = np.minimum(current, table[best])
+    return [names[index] for index in chosen]
