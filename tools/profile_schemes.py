@@ -50,7 +50,7 @@ from ds_hydra.profiling.ladder import Rung, make_ladder
 from ds_hydra.profiling.link_timer import time_links
 from ds_hydra.profiling.links import Links, links_from_record, read_links
 from ds_hydra.profiling.stage_memory import measure_activations
-from ds_hydra.profiling.survey import Effort, SchemeEntry, Survey, entry_from_record, step_costs
+from ds_hydra.profiling.survey import RepeatBudget, SchemeEntry, Survey, entry_from_record, step_costs
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from tools._figures import figures_parser, finish, print_table
 
@@ -67,7 +67,7 @@ class Request:
     node_size: int
     rungs: tuple[Rung, ...]
     most_tokens: int | None  # of a micro-batch, if the job says how many a step has
-    effort: Effort
+    budget: RepeatBudget
     clock: Literal["wall", "cpu"]
     dtype: torch.dtype
     device: torch.device
@@ -132,7 +132,7 @@ def make_request(args: argparse.Namespace) -> Request:
     seconds = args.seconds or (0.1 if args.quick else 0.35)
     return Request(
         source, schemes, num_gpus, node_size, rungs, hydra.tokens_per_step if hydra else None,
-        Effort(seconds, 3, 5 if args.quick else 15), _clock(args, device), dtype, device,
+        RepeatBudget(seconds, 3, 5 if args.quick else 15), _clock(args, device), dtype, device,
         describe_job(source, device, dtype, num_gpus),
     )  # fmt: skip
 
@@ -222,7 +222,7 @@ class Session:
         assert self.links is not None, "links come first"
         r = self.request
         control = _control(r.device)
-        return Survey(r.source, r.device, r.dtype, self.links, r.rungs, effort=r.effort, clock=r.clock,
+        return Survey(r.source, r.device, r.dtype, self.links, r.rungs, budget=r.budget, clock=r.clock,
                       most_tokens=r.most_tokens, node_size=r.node_size, control=control)  # fmt: skip
 
     def measure_links(self) -> tuple[Links, dict[str, float]]:

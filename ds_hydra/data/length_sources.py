@@ -41,7 +41,7 @@ def read_lengths(spec: str, context_length: int, count: int = 100_000, seed: int
     if spec.startswith("lognormal"):
         mu, sigma = _lognormal(spec)
         drawn = np.maximum(1.0, rng.lognormal(mu, sigma, size=count))
-        lengths = np.minimum(drawn, 2.0**62).astype(np.int64)
+        lengths = np.minimum(drawn, 2.0**62).astype(np.int64)  # larger numbers would wrap around to negative ones
     elif spec.endswith(".csv"):
         lengths = _draw_histogram(spec, count, rng)
     else:
@@ -58,7 +58,10 @@ def read_lengths(spec: str, context_length: int, count: int = 100_000, seed: int
 def sample_batches(
     lengths: Sequence[int], tokens_per_step: int, count: int, seed: int, context_length: int
 ) -> list[np.ndarray]:
-    """Batches of random lengths of the data, each of at least `tokens_per_step` tokens."""
+    """Batches of random lengths of the data: (sequences,) tokens each, of at least `tokens_per_step` tokens in all.
+
+    PlanError when no length of the data is within the context.
+    """
     data = np.asarray(lengths, dtype=np.int64)
     data = data[(data >= 1) & (data <= context_length)]
     if not data.size:
@@ -68,6 +71,8 @@ def sample_batches(
     for _ in range(count):
         drawn: list[np.ndarray] = []
         total = 0
+        # Draw a fifth more than the mean length asks for, and again should that fall short; then cut the batch after
+        # the first sequence that reaches the tokens.
         while total < tokens_per_step:
             drawn.append(rng.choice(data, size=max(8, int(1.2 * (tokens_per_step - total) / data.mean()))))
             total += int(drawn[-1].sum())
@@ -77,6 +82,7 @@ def sample_batches(
 
 
 def _lognormal(spec: str) -> tuple[float, float]:
+    """MU and SIGMA of "lognormal:MU,SIGMA"; ConfigError for anything else."""
     match = _LOGNORMAL.fullmatch(spec)
     try:
         mu, sigma = (float(match[1]), float(match[2])) if match else (math.nan, math.nan)
@@ -95,6 +101,8 @@ def read_length_file(path: str | Path) -> Ints:
         raise ConfigError(f"cannot read the lengths file {path}: {error.strerror}") from error
     if not words:
         raise ConfigError(f"{path}: holds no lengths; write one whole number of tokens a line")
+    # numpy converts a list of byte strings at once, ten million lines in seconds; only where it refuses is the file
+    # read again line by line, to name the line that is wrong.
     try:
         lengths = np.array(words, dtype=np.bytes_).astype(np.int64)
     except (ValueError, OverflowError):
@@ -105,6 +113,7 @@ def read_length_file(path: str | Path) -> Ints:
 
 
 def _first_bad_line(path: str | Path) -> str:
+    """Says which line of a file of lengths is wrong, and how."""
     with Path(path).open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             for word in line.split():
@@ -115,14 +124,18 @@ def _first_bad_line(path: str | Path) -> str:
 
 
 def _draw_histogram(path: str, count: int, rng: np.random.Generator) -> Ints:
-    """Lengths drawn from a histogram, log-uniform inside each bucket."""
+    """Lengths drawn from a histogram, log-uniform inside each length bin.
+
+    Real lengths thin out towards the end of a wide bin such as [1024, 8192]; uniform ones would be too long there.
+    """
     low, high, weight = _read_histogram(path)
-    bucket = rng.choice(len(weight), size=count, p=weight / weight.sum())
-    exponent = rng.uniform(np.log(low[bucket]), np.log(high[bucket] + 1.0))
-    return np.minimum(np.exp(exponent).astype(np.int64), high[bucket].astype(np.int64))
+    length_bin = rng.choice(len(weight), size=count, p=weight / weight.sum())
+    exponent = rng.uniform(np.log(low[length_bin]), np.log(high[length_bin] + 1.0))
+    return np.minimum(np.exp(exponent).astype(np.int64), high[length_bin].astype(np.int64))
 
 
 def _read_histogram(path: str) -> tuple[Floats, Floats, Floats]:
+    """Shortest and longest length and the number of sequences of each bin; ConfigError names the line that is wrong."""
     rows: list[tuple[float, float, float]] = []
     try:
         with Path(path).open(newline="") as file:
@@ -136,7 +149,7 @@ def _read_histogram(path: str) -> tuple[Floats, Floats, Floats]:
                     )
                 low, high = int(match[1]), int(match[2])
                 if high < max(low, 1):
-                    raise ConfigError(f"{path}, line {number}: the bucket [{low}, {high}] holds no length")
+                    raise ConfigError(f"{path}, line {number}: the length bin [{low}, {high}] holds no length")
                 rows.append((float(max(low, 1)), float(high), float(row[1])))
     except OSError as error:
         raise ConfigError(f"cannot read the histogram {path}: {error.strerror}") from error

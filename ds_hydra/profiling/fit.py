@@ -103,6 +103,9 @@ def fit_points(points: Sequence[Point]) -> Fit:
 
 def _robust(relative: Floats) -> tuple[Floats, Floats]:
     """Coefficients for `relative @ k = 1` by iteratively reweighted non-negative least squares, and the weights."""
+    # Solve, weigh each point by how far it is off in units of the typical error, solve again. A point 10 typical errors
+    # off, as a passing disturbance leaves it, gets a weight of 1.345 / 10. The typical error is taken from the median,
+    # which such points do not move; 1.4826 makes it a standard deviation where errors are normal.
     weights = np.ones(len(relative))
     coefficients = nonnegative_least_squares(relative, np.ones(len(relative)))
     for _ in range(_ROUNDS):
@@ -123,6 +126,7 @@ def nonnegative_least_squares(matrix: Floats, target: Floats) -> Floats:
 
     The optimum is the unconstrained one of some subset of columns: with three columns there are seven.
     """
+    # sum(l^2) is some 10^4 times sum(l): columns of one size, so that the rank is told from rounding.
     scale = np.linalg.norm(matrix, axis=0)
     scale[scale == 0] = 1.0
     scaled = matrix / scale
@@ -143,6 +147,7 @@ def nonnegative_least_squares(matrix: Floats, target: Floats) -> Floats:
 
 def _standard_errors(relative: Floats, coefficients: Floats, weights: Floats) -> Floats:
     """Standard errors of the coefficients; infinite where the points say nothing."""
+    # A column of zeros, such as r where no point is chunked, would make the matrix singular: leave it out.
     known = np.asarray((relative != 0).any(axis=0))
     if not known.all():
         errors = np.zeros(len(known))

@@ -38,7 +38,9 @@ def _fill(model: Any) -> None:
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
+                # Tied weights are one parameter in two modules and stay that.
                 if id(parameter) not in replaced:
+                    # One number seen as a whole tensor: strides of 0, a few bytes whatever the shape.
                     number = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
                     replaced[id(parameter)] = nn.Parameter(number, requires_grad=parameter.requires_grad)
                 module._parameters[name] = replaced[id(parameter)]

@@ -30,10 +30,13 @@ def make_ladder(shortest: int, longest: int, num_rungs: int) -> tuple[Rung, ...]
         raise ConfigError(f"lengths to measure: needs 1 <= shortest < longest but has {shortest} and {longest}")
     if num_rungs < 3:
         raise ConfigError(f"lengths to measure: three coefficients need at least 3 rungs, not {num_rungs}")
+    # Equal ratios between lengths: from 128 to 8192 in four rungs 128, 512, 2048, 8192. Halfway between, on the same
+    # scale, lie the lengths that are held out: 256, 1024, 4096.
     ratio = (longest / shortest) ** (1.0 / (num_rungs - 1))
     fitted = sorted({round(shortest * ratio**i) for i in range(num_rungs)})
     between = sorted({round(shortest * ratio ** (i + 0.5)) for i in range(num_rungs - 1)} - set(fitted))
     rungs = [Rung((n,), False) for n in fitted]
+    # The same tokens in four sequences have a quarter of sum(l^2): only such pairs tell a from b.
     rungs += [Rung(split_evenly(n, 4), False) for n in fitted[1::2] if n >= 16]
     rungs += [Rung(split_evenly(longest * n // 4, n), n == 6) for n in (5, 6, 8)]
     rungs += [Rung((n,), True) if i % 2 == 0 else Rung(split_evenly(n, 3), True) for i, n in enumerate(between)]
@@ -48,6 +51,7 @@ def beyond_chunk(rungs: Sequence[Rung], chunk_tokens: int | None, most_tokens: i
     most, longest = max(sum(rung.lengths) for rung in rungs), max(max(rung.lengths) for rung in rungs)
     if chunk_tokens is None or most > chunk_tokens or chunk_tokens >= most_tokens:
         return ()
+    # Two packs to fit by and one between them to test, all a little above the step in the head's time.
     totals = ((chunk_tokens * 9 // 8, False), (chunk_tokens * 5 // 4, True), (chunk_tokens * 11 // 8, False))
     return tuple(Rung(split_evenly(total, -(-4 * total // longest)), held_out) for total, held_out in totals)
 

@@ -69,8 +69,9 @@ def _calls(
 def _median_ms(
     call: Callable[[int], None], numel: int, repeats: int, group: dist.ProcessGroup, device: torch.device
 ) -> float:
+    """Median milliseconds of a call on the slowest rank."""
     samples: list[float] = []
-    for repeat in range(repeats + 2):
+    for repeat in range(repeats + 2):  # the first two open connections and warm up
         dist.barrier(group)
         began = time.perf_counter()
         call(numel)
@@ -87,8 +88,10 @@ def _figure(operation: str, size: int, sizes: Sequence[int], ms: Sequence[float]
     """Latency and bandwidth of a line through (bytes, ms)."""
     from ds_hydra.profiling.fit import nonnegative_least_squares
 
+    # Divided by the times, so that relative errors count alike: 10 % off is as bad at 4 KB as at 8 MB.
     times = np.array(ms)
     terms = np.column_stack((np.ones(len(sizes)), np.array(sizes, dtype=np.float64))) / times[:, None]
     latency, per_byte = nonnegative_least_squares(terms, np.ones(len(sizes)))
+    # Noise can make the line fall; then all of the longest message's time counts as bandwidth.
     slope = per_byte if per_byte > 0 else float(times.max()) / max(sizes)
     return LinkFigure(operation, size, round(1e3 * float(latency), 3), 1e3 / float(slope), inter_node)

@@ -60,7 +60,7 @@ class LinkFigure:
 class Links:
     """Figures by operation and group size; sizes between and beyond are taken from the nearest smaller one.
 
-    Beyond the largest figure of an operation a ring's share grows as (n - 1) / n and its latency as n - 1.
+    From a figure of another size a ring's share is scaled as (n - 1) / n and its latency as n - 1.
     """
 
     figures: tuple[LinkFigure, ...]
@@ -93,6 +93,7 @@ class Links:
         have, want = figure.group_size, call.group_size
         if have == want or call.operation == "p2p":
             return figure.ms(call.num_bytes)
+        # From 4 to 8 ranks a ring takes 7 hops in place of 3, and each rank moves 7/8 of the bytes in place of 3/4.
         steps, share = (want - 1) / (have - 1), ((want - 1) / want) / ((have - 1) / have)
         return figure.latency_us / 1e3 * steps + call.num_bytes / figure.bytes_per_second * 1e3 * share
 

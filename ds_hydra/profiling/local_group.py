@@ -45,6 +45,7 @@ class LocalGroup(dist.ProcessGroup):
     def allgather(  # type: ignore[override]
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
     ) -> _Done:
+        # The copies below stand in for what the network would have brought: their time is not the stage's own.
         began = time.perf_counter()
         for parts, mine in zip(outputs, inputs, strict=True):
             self.calls.append(Collective("all_gather", self.num_ranks, mine.nbytes * self.num_ranks))
@@ -58,6 +59,7 @@ class LocalGroup(dist.ProcessGroup):
     ) -> _Done:
         began = time.perf_counter()
         self.calls.append(Collective("all_to_all", self.num_ranks, max(output.nbytes, source.nbytes)))
+        # Uneven all-to-alls receive more or less than they send: what there is no value for is filled with ones.
         shared = min(output.numel(), source.numel())
         output[:shared].copy_(source[:shared])
         output[shared:].fill_(1.0)

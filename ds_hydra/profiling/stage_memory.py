@@ -72,6 +72,7 @@ def footprint(timer: StageTimer, lengths: Sequence[int]) -> Footprint:
         timer.run(batch)
         torch.cuda.synchronize(timer.device)
         return Footprint(sum(lengths), kept, torch.cuda.max_memory_allocated(timer.device) - allocated)
+    # On a CPU: the highest size that the process ever had, started anew just before the run.
     with _exact_frees():
         before = _reset_peak()
         timer.run(batch)
@@ -88,6 +89,8 @@ def measure_activations(
     A stage of a few layers in the middle tells the layers' own, the stages before and after it the rest.
     """
     plan = source.plan
+    # Three stages: the middle one holds layers only. What the first keeps beyond as many layers is the embeddings',
+    # what the last keeps beyond them the head's.
     stages = min(plan.num_layers, 3)
     timers = [StageTimer(source, ParallelScheme(tp, stages, sp), index, device, dtype) for index in range(stages)]
     counts = split_layers(plan.num_layers, stages)
@@ -124,6 +127,7 @@ class _exact_frees:
     def __enter__(self) -> None:
         self._libc = _libc()
         if self._libc is not None:
+            # Blocks from 64 KiB on get pages of their own, which go back as soon as they are freed.
             self._libc.mallopt(_M_MMAP_THRESHOLD, 64 * 1024)
             self._libc.malloc_trim(0)
 

@@ -107,7 +107,7 @@ class StageTimer:
         samples: list[float] = []
         for _ in range(repeats):
             for group in self.local:
-                group.forget()
+                group.forget()  # so that the calls kept are those of one run, the last
             _synchronize(self.device)
             began = self._clock()
             self.run(batch)
@@ -130,6 +130,7 @@ class StageTimer:
         if not neighbours:
             return 0.0
         width = self.source.width(max(1, self.place.stage.first_layer))
+        # The hidden states go forward and their gradients come back: two messages for each neighbour.
         size = num_tokens // self.scheme.sp * width * self.dtype.itemsize
         return links.ms(Collective("p2p", 2, size), inter_node=inter_node) * 2 * neighbours
 
@@ -148,6 +149,7 @@ def _install(
     for bucket in source.plan.buckets:
         slots = source.plan.slots(bucket, stage, tp_rank)
         size = sum(slot.numel for slot in slots)
+        # Small values, as in a trained model: large ones run into infinities, which some kernels are slow with.
         buffer = torch.randn(size, device=device, dtype=dtype).mul_(0.02)
         grads = torch.zeros(size, device=device, dtype=torch.promote_types(dtype, torch.float32))
         total += size

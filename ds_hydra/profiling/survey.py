@@ -17,21 +17,22 @@ import torch
 import torch.distributed as dist
 
 from ds_hydra.costs.cost_table import SchemeCost
-from ds_hydra.pipe.placement import Stage, split_layers
+from ds_hydra.pipe.placement import place_strategy, split_layers
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.profiling.fit import Fit, Point, fit_points
 from ds_hydra.profiling.ladder import Rung, beyond_chunk
 from ds_hydra.profiling.links import Links
 from ds_hydra.profiling.stage_timer import StageTimer
+from ds_hydra.ranks.groups import GroupCache
 
 How = Literal["ranks", "local shapes"]
 UTILISED = 0.85  # of the best throughput: where UtilLen lies (Hydraulis, appendix D)
 
 
 @dataclass(frozen=True, slots=True)
-class Effort:
-    """How long to measure: each micro-batch is repeated for about `seconds`, within the bounds on repeats."""
+class RepeatBudget:
+    """How often to measure: each micro-batch is repeated for about `seconds`, within the bounds on repeats."""
 
     seconds: float = 0.5
     least: int = 3
@@ -66,6 +67,7 @@ class SchemeEntry:
     @property
     def slowest(self) -> StageEntry:
         """The stage with the largest load in the middle of the ladder, on a logarithmic scale."""
+        # Which stage that is depends on the lengths: a large head weighs per token, c per micro-batch.
         probe = self.stages[0].points[len(self.stages[0].points) // 2]
         return max(self.stages, key=lambda stage: stage.fit.predict(probe))
 
@@ -78,7 +80,7 @@ class SchemeEntry:
         fit, chunk = self.slowest.fit, self.slowest.chunk_tokens
         filled = self.scheme.pp == 1 and chunk is not None and max_length > chunk
         a, b = fit.a, fit.b + (fit.r if filled else 0.0)
-        b = b if a or b else 1e-9
+        b = b if a or b else 1e-9  # a table refuses costs that do not grow with the length
         return SchemeCost(self.scheme, a, b, fit.c, max_length, utilised_length(fit, max_length))
 
     def record(self) -> dict[str, Any]:
@@ -130,7 +132,7 @@ class Survey:
         links: Links,
         rungs: Sequence[Rung],
         *,
-        effort: Effort | None = None,
+        budget: RepeatBudget | None = None,
         clock: Literal["wall", "cpu"] = "wall",
         most_tokens: int | None = None,
         node_size: int | None = None,
@@ -139,7 +141,7 @@ class Survey:
     ) -> None:
         self._source, self._device, self._dtype = source, device, dtype
         self._links, self._rungs = links, tuple(rungs)
-        self._effort = effort or Effort()
+        self._budget = budget or RepeatBudget()
         self._most_tokens = most_tokens or 8 * max(max(rung.lengths) for rung in self._rungs)
         self._clock_name = clock
         self._clock = time.perf_counter if clock == "wall" else time.process_time
@@ -147,7 +149,7 @@ class Survey:
         self._on_point = on_point or (lambda: None)
         self._world = dist.get_world_size() if dist.is_initialized() else 1
         self._rank = dist.get_rank() if dist.is_initialized() else 0
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._groups = GroupCache(lambda members: dist.new_group(list(members)))
 
     def how(self, scheme: ParallelScheme) -> How:
         """Which way a scheme is measured. CPU time does not see waiting, so it goes with local shapes."""
@@ -177,29 +179,23 @@ class Survey:
     def _timer(self, scheme: ParallelScheme, index: int, how: How) -> StageTimer:
         if how == "local shapes" or scheme.tp * scheme.sp == 1:
             return StageTimer(self._source, scheme, index, self._device, self._dtype, clock=self._clock)
+        # As many copies of the stage as the ranks hold run side by side, as in training, where they share memory and
+        # links: eight ranks measure TP2 on four pairs at once.
         width = scheme.tp * scheme.sp
-        block = Stage(tuple(range(width)), 0, 1, scheme.tp, scheme.sp)
-        first = self._rank // width * width
-        tp_rank, sp_rank = block.coordinates(self._rank - first)
-        for start in range(0, self._world, width):  # every rank takes part in making every group
-            for rank in block.ranks:
-                for members in (block.tp_ranks(rank), block.sp_ranks(rank)):
-                    self._group(tuple(start + member for member in members))
-        local = self._rank - first
-        tp = tuple(first + member for member in block.tp_ranks(local))
-        sp = tuple(first + member for member in block.sp_ranks(local))
+        copies = place_strategy([ParallelScheme(scheme.tp, 1, scheme.sp)] * (self._world // width), self._world, 1)
+        self._groups.create(copies)
+        mine = copies.pipelines[self._rank // width].stages[0]
+        tp_rank, sp_rank = mine.coordinates(self._rank)
+        tp_group, sp_group = (self._groups.get(of(self._rank)) for of in (mine.tp_ranks, mine.sp_ranks))
         return StageTimer(
             self._source, scheme, index, self._device, self._dtype,
-            tp_group=self._groups.get(tp), sp_group=self._groups.get(sp), tp_rank=tp_rank, sp_rank=sp_rank,
-            clock=self._clock,
+            tp_group=tp_group, sp_group=sp_group, tp_rank=tp_rank, sp_rank=sp_rank, clock=self._clock,
         )  # fmt: skip
-
-    def _group(self, members: tuple[int, ...]) -> None:
-        if len(members) > 1 and members not in self._groups:
-            self._groups[members] = dist.new_group(list(members))
 
     def _point(self, timer: StageTimer, rung: Rung) -> Point:
         """One micro-batch: the slowest rank's time in each repeat, the median over the repeats."""
+        # The first run tells how many there are time for. All ranks must agree on that number, or some would wait in a
+        # collective for ever, so it follows from the slowest rank's time.
         samples: list[float] = []
         repeats = 1
         while len(samples) < repeats:
@@ -207,7 +203,9 @@ class Survey:
             timing = timer.time(rung.lengths, 1, warm_up=0)
             samples.append(timing.ms)
             if len(samples) == 1:
-                repeats = self._effort.repeats(self._slowest(samples)[0])
+                repeats = self._budget.repeats(self._slowest(samples)[0])
+        # Ranks wait for each other, so the slowest one's wall time counts. CPU time does not see waiting: there the
+        # mean evens out what the operating system gave to one rank and took from another.
         samples = self._slowest(samples) if self._clock_name == "wall" else self._mean(samples)
         compute, least = statistics.median(samples), min(samples)
         tokens = sum(rung.lengths)
@@ -251,7 +249,7 @@ def step_costs(device: torch.device, dtype: torch.dtype, links: Links, elements:
     parameter.grad = torch.full_like(parameter, 1e-3)
     optimizer = torch.optim.AdamW([parameter])
     samples: list[float] = []
-    for _ in range(7):
+    for _ in range(7):  # the first two make the optimizer's state and warm up
         began = time.perf_counter()
         parameter.grad.norm().item()
         optimizer.step()

@@ -27,7 +27,7 @@ from ds_hydra.profiling.ladder import make_ladder
 from ds_hydra.profiling.links import LinkFigure, Links
 from ds_hydra.profiling.stage_memory import footprint, measure_activations
 from ds_hydra.profiling.stage_timer import StageTimer
-from ds_hydra.profiling.survey import Effort, Survey, distinct_stages, entry_from_record
+from ds_hydra.profiling.survey import RepeatBudget, Survey, distinct_stages, entry_from_record
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.ranks import run_ranks
 from tests.support.small_job import rank_environment
@@ -81,7 +81,7 @@ def test_only_stages_that_can_be_slowest_are_measured() -> None:
 
 def survey_two_schemes(rank: int, source: CausalLM) -> list[dict[str, object]]:
     rungs = make_ladder(16, 128, 3)
-    survey = Survey(source, CPU, torch.float32, LINKS, rungs, effort=Effort(0.01, 2, 2))
+    survey = Survey(source, CPU, torch.float32, LINKS, rungs, budget=RepeatBudget(0.01, 2, 2))
     return [
         survey.measure(scheme).record()
         for scheme in (ParallelScheme(tp=2), ParallelScheme(sp=2), ParallelScheme(2, 1, 2))
@@ -101,7 +101,7 @@ def test_schemes_that_fit_the_ranks_run_there_and_wider_ones_by_local_shapes(sou
 def test_message_and_collective_times_come_from_the_links(source: CausalLM) -> None:
     rungs = make_ladder(16, 128, 3)
     slow = Links(tuple(LinkFigure(f.operation, 2, 50_000.0, 1e9) for f in LINKS.figures))
-    survey = Survey(source, CPU, torch.float32, slow, rungs, effort=Effort(0.01, 2, 2))
+    survey = Survey(source, CPU, torch.float32, slow, rungs, budget=RepeatBudget(0.01, 2, 2))
     entry = survey.measure(ParallelScheme(tp=2, pp=2))
     assert all(point.comm_ms > 8 * 50 for stage in entry.stages for point in stage.points)
 

@@ -160,7 +160,7 @@ def test_bad_specs_are_refused(spec: str, reason: str) -> None:
     ("text", "reason"),
     [
         ('range,number\n"[1, 5]",x\n', "line 2"),
-        ('"[5, 1]",3\n', "line 1: the bucket"),
+        ('"[5, 1]",3\n', "line 1: the length bin"),
         ("range,number\n", "counts no sequence"),
     ],
 )
