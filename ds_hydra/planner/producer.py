@@ -20,10 +20,10 @@ from dataclasses import replace
 from typing import IO
 
 import ds_hydra.planner.kernels as kernels
+import ds_hydra.planner.selection as selection
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.costs.table_file import read_table
 from ds_hydra.pipe.shape import parse_strategy
-from ds_hydra.planner import selection
 from ds_hydra.planner.options import PlannerOptions
 from ds_hydra.planner.selection import Planner
 

@@ -32,7 +32,6 @@ _M_MMAP_THRESHOLD = -3
 class Footprint:
     """Bytes of one micro-batch on one rank's stage, parameters and gradients apart."""
 
-    num_tokens: int
     kept: int  # from forward to backward
     peak: int | None  # most at any time, by the allocator or the process; None where nobody counts
 
@@ -71,14 +70,14 @@ def footprint(timer: StageTimer, lengths: Sequence[int]) -> Footprint:
         allocated = torch.cuda.memory_allocated(timer.device)
         timer.run(batch)
         torch.cuda.synchronize(timer.device)
-        return Footprint(sum(lengths), kept, torch.cuda.max_memory_allocated(timer.device) - allocated)
+        return Footprint(kept, torch.cuda.max_memory_allocated(timer.device) - allocated)
     # On a CPU: the highest size that the process ever had, started anew just before the run.
     with _exact_frees():
         before = _reset_peak()
         timer.run(batch)
         after = _peak()
     peak = None if before is None or after is None else after - before
-    return Footprint(sum(lengths), kept, peak)
+    return Footprint(kept, peak)
 
 
 def measure_activations(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,16 +24,10 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Repeats of one micro-batch on one stage, in ms: `ms` without collectives that did not really run."""
+    """One micro-batch on one stage: `ms` without collectives that did not really run."""
 
     ms: float
-    least_ms: float
     calls: tuple[Collective, ...]  # collectives that were counted, not run
-
-    @property
-    def spread(self) -> float:
-        """(median - least) / least."""
-        return self.ms / self.least_ms - 1.0
 
 
 class StageTimer:
@@ -99,22 +92,19 @@ class StageTimer:
         out = self.module.forward(hidden, batch)
         torch.autograd.backward(out, None if self.place.is_last else torch.ones_like(out))
 
-    def time(self, lengths: Sequence[int], repeats: int, *, warm_up: int = 1) -> Timing:
-        """Median and least of some repeats."""
+    def time(self, lengths: Sequence[int], *, warm_up: int = 1) -> Timing:
+        """Milliseconds of one run, after `warm_up` others."""
         batch = self.batch(lengths)
         for _ in range(warm_up):
             self.run(batch)
-        samples: list[float] = []
-        for _ in range(repeats):
-            for group in self.local:
-                group.forget()  # so that the calls kept are those of one run, the last
-            _synchronize(self.device)
-            began = self._clock()
-            self.run(batch)
-            _synchronize(self.device)
-            samples.append(1e3 * (self._clock() - began - sum(group.seconds for group in self.local)))
-        calls = tuple(call for group in self.local for call in group.calls)
-        return Timing(statistics.median(samples), min(samples), calls)
+        for group in self.local:
+            group.forget()
+        _synchronize(self.device)
+        began = self._clock()
+        self.run(batch)
+        _synchronize(self.device)
+        seconds = self._clock() - began - sum(group.seconds for group in self.local)  # less what standing in took
+        return Timing(1e3 * seconds, tuple(call for group in self.local for call in group.calls))
 
     @property
     def chunk_tokens(self) -> int | None:

@@ -170,7 +170,7 @@ class Survey:
     def _stage(self, scheme: ParallelScheme, index: int, how: How) -> StageEntry:
         timer = self._timer(scheme, index, how)
         chunk = timer.chunk_tokens if scheme.pp == 1 else None  # with more, micro-batches are kept small
-        timer.time(self._rungs[0].lengths, 1)  # later rungs need no warm-up: the median drops a slow first run
+        timer.time(self._rungs[0].lengths)  # later rungs need no warm-up: the median drops a slow first run
         rungs = (*self._rungs, *beyond_chunk(self._rungs, chunk, self._most_tokens))
         points = tuple(self._point(timer, rung) for rung in rungs)
         return StageEntry(index, timer.place.stage.last_layer - timer.place.stage.first_layer, how, points,
@@ -200,7 +200,7 @@ class Survey:
         repeats = 1
         while len(samples) < repeats:
             self._meet()
-            timing = timer.time(rung.lengths, 1, warm_up=0)
+            timing = timer.time(rung.lengths, warm_up=0)
             samples.append(timing.ms)
             if len(samples) == 1:
                 repeats = self._budget.repeats(self._slowest(samples)[0])

@@ -62,12 +62,12 @@ def wider(tmp_path: Path) -> CausalLM:
 
 
 def test_collectives_are_counted_with_the_bytes_of_the_real_ones(source: CausalLM) -> None:
-    timing = StageTimer(source, ParallelScheme(tp=2), 0, CPU, torch.float32).time((40, 24), 1)
+    timing = StageTimer(source, ParallelScheme(tp=2), 0, CPU, torch.float32).time((40, 24))
     hidden = 64 * 32 * 4
     sizes = sorted(call.num_bytes for call in timing.calls)
     assert {call.operation for call in timing.calls} == {"all_reduce"}
     assert sizes.count(hidden) == 4 * 4 + 1 + 1  # layers forward and backward, embeddings, head's backward
-    timing = StageTimer(source, ParallelScheme(sp=2), 0, CPU, torch.float32).time((40, 24), 1)
+    timing = StageTimer(source, ParallelScheme(sp=2), 0, CPU, torch.float32).time((40, 24))
     assert [call.operation for call in timing.calls] == [
         "all_to_all"
     ] * 4 * 4  # q, k, v there and back, output likewise

@@ -11,10 +11,9 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class MilpSolution:
-    """The best point found, its objective, HiGHS's bound on the optimum, and whether the two are proven to meet."""
+    """The best point found, HiGHS's bound on the optimum, and whether the two are proven to meet."""
 
     values: np.ndarray
-    objective: float
     bound: float
     optimal: bool
 
@@ -79,4 +78,4 @@ def solve_milp(
     # HiGHS keeps no dual bound for a program without whole numbers: its optimum is its bound.
     bound = info.mip_dual_bound if integers else info.objective_function_value
     values = np.array(solver.getSolution().col_value)
-    return MilpSolution(values, info.objective_function_value, bound if math.isfinite(bound) else -math.inf, optimal)
+    return MilpSolution(values, bound if math.isfinite(bound) else -math.inf, optimal)

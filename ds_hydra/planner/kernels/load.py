@@ -6,8 +6,8 @@ numba's on-disk cache. No kernel uses fast-math, so both give the same bits.
 
 [Note: why kernels are cloned]
 Writing `@njit` on each function would be plainer, but three things speak against it:
-- Start-up time. The decorator imports numba, which takes longer than all of the planner's other imports, in every
-  process that only wants to read a plan or a config.
+- Start-up time. The decorator imports numba, which takes as long as all else that the planner imports, in every process
+  that only wants to read a plan or a config.
 - The cache. Numba keys what it compiled by the file of the function itself and does not see the functions that it
   calls: after a change in `packing.py` it would go on with a `dispatch` that has the old packing inside.
 - Both versions are needed. Training must not wait for a compiler, so the same process plans with plain Python until
@@ -34,19 +34,17 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
-from ds_hydra.planner.kernels import (
-    arrays,
-    bound,
-    dispatch,
-    greedy,
-    improve,
-    packing,
-    placing,
-    program,
-    proof,
-    repair,
-    tiny,
-)
+import ds_hydra.planner.kernels.arrays as arrays
+import ds_hydra.planner.kernels.bound as bound
+import ds_hydra.planner.kernels.dispatch as dispatch
+import ds_hydra.planner.kernels.greedy as greedy
+import ds_hydra.planner.kernels.improve as improve
+import ds_hydra.planner.kernels.packing as packing
+import ds_hydra.planner.kernels.placing as placing
+import ds_hydra.planner.kernels.program as program
+import ds_hydra.planner.kernels.proof as proof
+import ds_hydra.planner.kernels.repair as repair
+import ds_hydra.planner.kernels.tiny as tiny
 from ds_hydra.planner.kernels.protocol import Kernels
 
 _MODULES = (packing, bound, placing, improve, repair, dispatch, proof, tiny, greedy, program)

@@ -29,7 +29,7 @@ from ds_hydra.planner.kernels.arrays import Floats, Ints, Items, Problem
 from ds_hydra.planner.kernels.bound import BLOCKED, MOST_MICROBATCHES, search_prices, share_of_pipeline
 
 
-class Rows(NamedTuple):
+class ProofRows(NamedTuple):
     """What is left at each depth of the branching, (depths, rows) each; shares (depths, rows, sequences)."""
 
     shares: Floats
@@ -42,7 +42,7 @@ class Rows(NamedTuple):
     scheme: Ints
 
 
-def share_of_rest(problem: Problem, tau: float, rows: Rows, depth: int, row: int) -> bool:
+def share_of_rest(problem: Problem, tau: float, rows: ProofRows, depth: int, row: int) -> bool:
     """Shares of what is left of the started pipeline in a row, for sequences from `depth` on; False if overfull.
 
     Sequences come longest first, so none to come is longer than those that the pipeline already has. As in
@@ -83,7 +83,7 @@ def share_of_rest(problem: Problem, tau: float, rows: Rows, depth: int, row: int
     return possible
 
 
-def rest_ratio(items: Items, rows: Rows, depth: int, used: int, rounds: int) -> float:
+def rest_ratio(items: Items, rows: ProofRows, depth: int, used: int, rounds: int) -> float:
     """Best priced ratio found for the sequences from `depth` on, over the rows that still have a pipeline."""
     n = len(items.tokens)
     if depth == n:
@@ -98,7 +98,7 @@ def rest_ratio(items: Items, rows: Rows, depth: int, used: int, rounds: int) -> 
     return ratio
 
 
-def branch_to(problem: Problem, tau: float, rows: Rows, depth: int, used: int, row: int) -> int:
+def branch_to(problem: Problem, tau: float, rows: ProofRows, depth: int, used: int, row: int) -> int:
     """Rows of the child that puts sequence `depth` into a row; the child's row count, or 0 if that is impossible."""
     schemes, items, shape = problem
     child, k = depth + 1, rows.scheme[depth, row]
@@ -133,10 +133,10 @@ def branch_to(problem: Problem, tau: float, rows: Rows, depth: int, used: int, r
     return used if share_of_rest(problem, tau, rows, child, target) else 0
 
 
-def empty_rows(depths: int, most_rows: int, sequences: int) -> Rows:
+def empty_rows(depths: int, most_rows: int, sequences: int) -> ProofRows:
     """Rows without a pipeline, at prices of 1."""
     size = (depths, most_rows)
-    return Rows(
+    return ProofRows(
         np.empty((depths, most_rows, sequences), dtype=np.float64),
         np.ones(size, dtype=np.float64),
         np.zeros(size, dtype=np.int64),
