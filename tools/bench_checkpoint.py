@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tools._figures import figures_parser, finish, print_table
+from ds_hydra.commands.figures import figures_parser, finish, print_table
 
 NUM_RANKS = 2
 COMPARE_EVERY = 50  # steps

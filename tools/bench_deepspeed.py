@@ -34,8 +34,8 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from ds_hydra.commands.figures import figures_parser, finish, print_table
 from tests.support.ranks import run_ranks
-from tools._figures import figures_parser, finish, print_table
 from tools.deepspeed_baselines import (
     GRADIENT_CLIPPING,
     OPTIMIZER,

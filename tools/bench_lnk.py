@@ -27,6 +27,7 @@ from dataclasses import asdict, dataclass
 import torch
 import torch.distributed as dist
 
+from ds_hydra.commands.figures import figures_parser, finish, print_table
 from ds_hydra.pipe.model_plan import ModelPlan, ParamSpec, ShardRule, make_buckets
 from ds_hydra.pipe.placement import Strategy, place_strategy
 from ds_hydra.pipe.shape import parse_strategy
@@ -41,7 +42,6 @@ from ds_hydra.zero_hetero.relay_plan import plan_relay
 from ds_hydra.zero_hetero.transfer_plan import TransferPlan, plan_transfer
 from ds_hydra.zero_hetero.transport import TorchTransport
 from tests.support.ranks import run_ranks
-from tools._figures import figures_parser, finish, print_table
 
 STRATEGIES = {4: ("4*tp1", "2*tp2", "tp2 + 2*tp1", "tp2pp2"), 8: ("8*tp1", "tp4 + 2*tp1pp2")}
 PUSH_TAG = 1 << 10

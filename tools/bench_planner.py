@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 
 import ds_hydra.planner.kernels as kernels
+from ds_hydra.commands.figures import figures_parser, finish, print_table
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.data.length_sources import read_lengths, sample_batches
 from ds_hydra.pipe.shape import ParallelScheme, parse_strategy
@@ -36,7 +37,6 @@ from ds_hydra.planner.proposal.by_paper import propose_by_program
 from ds_hydra.planner.proposal.candidates import usable_schemes
 from ds_hydra.planner.proposal.propose import QUICK, THOROUGH, propose_strategies
 from ds_hydra.planner.selection import warm_up
-from tools._figures import figures_parser, finish, print_table
 
 Strategies = tuple[tuple[ParallelScheme, ...], ...]
 TABLES = Path(__file__).resolve().parents[1] / "examples" / "cost_tables"

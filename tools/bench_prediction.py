@@ -26,10 +26,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from ds_hydra.commands import profile as profile_schemes
+from ds_hydra.commands.figures import figures_parser, finish, print_table
 from ds_hydra.report.plots import draw_report, read_steps, relative_errors, summarise
 from tests.support.ranks import run_ranks
-from tools import profile_schemes
-from tools._figures import figures_parser, finish, print_table
 
 MODEL = Path(__file__).resolve().parents[1] / "examples" / "llama_tiny.json"
 STRATEGIES = ["2*tp1", "tp2", "pp2", "sp2"]

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from ds_hydra.commands.figures import figures_parser, finish, print_table
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.paper_memory import MemoryModel
 from ds_hydra.costs.table_file import read_table_file
@@ -31,7 +32,6 @@ from ds_hydra.planner.selection import Planner
 from ds_hydra.profiling.fit import NAMES, Point, fit_points
 from ds_hydra.profiling.survey import entry_from_record
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
-from tools._figures import figures_parser, finish, print_table
 
 TABLES = Path(__file__).resolve().parents[1] / "examples" / "cost_tables"
 MODELS = ("7b", "32b")

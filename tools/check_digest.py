@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tools._figures import figures_parser, finish, print_table
+from ds_hydra.commands.figures import figures_parser, finish, print_table
 
 TABLES = Path(__file__).resolve().parents[1] / "examples" / "cost_tables"
 CONTEXT = 32768

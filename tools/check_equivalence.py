@@ -25,10 +25,10 @@ import deepspeed  # noqa: F401  (before forking: the ranks share it)
 import torch
 
 import ds_hydra.engine.engine  # noqa: F401
+from ds_hydra.commands.figures import figures_parser, finish, print_table
 from ds_hydra.pipe.shape import parse_strategy
 from tests.support.cases import CASES, FLOAT32, FLOAT64, Case
 from tests.support.equivalence import Difference, compare, num_ranks
-from tools._figures import figures_parser, finish, print_table
 
 QUICK = (
     "fixed tp4 + pp2 + tp1",

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tools._figures import figures_parser, finish, print_table
+from ds_hydra.commands.figures import figures_parser, finish, print_table
 
 NUM_RANKS, STEPS = 4, 5
 DEAD_LIMIT_S, FROZEN_LIMIT_S = 3.0, 12.0

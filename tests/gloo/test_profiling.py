@@ -13,6 +13,7 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import ds_hydra
+from ds_hydra.commands import profile as profile_schemes
 from ds_hydra.config.hydra_block import parse_config
 from ds_hydra.costs.analytic import model_shape
 from ds_hydra.costs.cost_table import CostTable
@@ -31,7 +32,6 @@ from ds_hydra.profiling.survey import RepeatBudget, Survey, distinct_stages, ent
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.ranks import run_ranks
 from tests.support.small_job import rank_environment
-from tools import profile_schemes
 
 CPU = torch.device("cpu")
 LINKS = Links(tuple(LinkFigure(op, 2, 100.0, 1e9) for op in ("all_reduce", "all_gather", "all_to_all", "p2p")))

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from ds_hydra.commands import report
 from ds_hydra.report.plots import draw_report, read_steps, relative_errors, summarise
 from ds_hydra.zero_hetero.errors import ConfigError
-from tools import report
 
 pytest.importorskip("matplotlib")
 

@@ -1,0 +1,160 @@
+"""Dry run of the planner: which strategies a job would use, how fast its steps would be, and why.
+
+  python -m tools.preview_plan --cost-table T --lengths FILE|lognormal:MU,SIGMA|histogram.csv --gpus 64 \\
+      --tokens 200000 --context 32768 [--tp-across-nodes] [--strategies "4*tp16" ...] [--plot out.png]
+
+Needs numpy, numba and highspy (and matplotlib for --plot); no GPU, no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from ds_hydra.commands.figures import print_table
+from ds_hydra.costs.cost_table import CostTable
+from ds_hydra.data.length_sources import LengthSample, read_lengths
+from ds_hydra.pipe.shape import format_strategy, parse_strategy
+from ds_hydra.planner import PlannerOptions
+from ds_hydra.planner.preview import Preview, length_histogram, preview_steps
+from ds_hydra.planner.proposal.candidates import usable_schemes
+from ds_hydra.planner.proposal.propose import QUICK, THOROUGH, propose_strategies
+from ds_hydra.zero_hetero.errors import ConfigError, PlanError
+
+BAR = 40  # characters of the longest bar
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--cost-table", required=True, help="JSON, as tools/profile_schemes writes it")
+    parser.add_argument("--lengths", required=True, help="a file of lengths, lognormal:MU,SIGMA, or histogram.csv")
+    parser.add_argument("--gpus", type=int, required=True)
+    parser.add_argument("--tokens", type=int, required=True, help="tokens of a step")
+    parser.add_argument("--context", type=int, required=True, help="longest sequence, in tokens")
+    parser.add_argument("--strategies", nargs="+", help="use these instead of proposing some")
+    parser.add_argument("--count", type=int, default=20, help="strategies to propose")
+    parser.add_argument("--steps", type=int, default=60, help="steps to plan")
+    parser.add_argument("--thorough", action="store_true", help="propose with more samples")
+    parser.add_argument("--gpus-per-node", type=int, default=8)
+    parser.add_argument("--tp-across-nodes", action="store_true")
+    parser.add_argument("--objective", default="flow_shop", choices=("flow_shop", "paper"))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--plot", type=Path, metavar="FILE.png")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    return parser.parse_args(arguments)
+
+
+def print_lengths(sample: LengthSample, table: CostTable, context: int) -> None:
+    """Histogram by sequences (#) and by tokens (=), with the MaxLen of every scheme where it falls."""
+    rows = length_histogram(sample.lengths, context)
+    tokens = max(1, sum(row[2] for row in rows))
+    print(f"{len(sample.lengths)} lengths ({sample.too_long} longer than the context left out); # sequences, = tokens")
+    low = 0
+    for high, count, held in rows:
+        share, weight = count / len(sample.lengths), held / tokens
+        limits = [f"{c.scheme}:{c.max_length}" for c in table.costs if low < c.max_length <= high]
+        bar, note = "#" * round(BAR * share), f"MaxLen {' '.join(limits)}" if limits else ""
+        print(f"{high:>9} {share:>6.1%} {bar:<{BAR}}  {note}".rstrip())
+        print(f"{'':>9} {weight:>6.1%} {'=' * round(BAR * weight)}")
+        low = high
+    above = [f"{c.scheme}:{c.max_length}" for c in table.costs if c.max_length > context]
+    if above:
+        print(f"{'above':>9}        {'':<{BAR}}  MaxLen {' '.join(above)}")
+    print()
+
+
+def print_preview(preview: Preview, strategies: list[str]) -> None:
+    print_table(("strategy", "steps won"), [(text, preview.wins.get(text, 0)) for text in strategies])
+    p10, p50, p90 = np.percentile(preview.step_ms, [10, 50, 90])
+    mean = preview.step_ms.mean()
+    print(f"\nstep time, predicted: p10 {p10:.0f}  p50 {p50:.0f}  p90 {p90:.0f}  mean {mean:.0f} ms")
+    print(f"step time, 1F1B simulated: mean {preview.simulated_ms.mean():.0f} ms")
+    print(f"slowest over mean pipeline: p50 {np.median(preview.balance):.3f}")
+    g50, g90 = np.percentile(preview.gaps, [50, 90])
+    print(f"certified gap to the best possible plan: p50 {g50:.2%}, p90 {g90:.2%}")
+    if preview.homogeneous is None:
+        print("no strategy of one scheme holds these batches")
+        return
+    for name, times in (
+        ("packed to MaxLen, dealt out in turn", preview.packed_full_ms),
+        ("two-stage assignment", preview.homogeneous_ms),
+    ):
+        print(f"gain over {preview.homogeneous}, {name}: {times.mean() / mean:.2f}x ({times.mean():.0f} ms)")
+
+
+def plot(path: Path, sample: LengthSample, table: CostTable, preview: Preview, context: int) -> None:
+    """Lengths by sequences and by tokens with every MaxLen; step times of the plans and of the homogeneous rivals."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise ConfigError("--plot needs matplotlib: pip install 'ds-hydra[plots]'") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 4.5), layout="constrained")
+    edges = np.geomspace(16, context, 48)
+    for weights, name in ((None, "sequences"), (sample.lengths, "tokens")):
+        heights, _ = np.histogram(sample.lengths, bins=edges, weights=weights)
+        left.stairs(heights / max(1.0, heights.sum()), edges, label=name, fill=weights is None, alpha=0.6)
+    for cost in table.costs:
+        left.axvline(cost.max_length, color="0.5", linewidth=0.8)
+        left.text(cost.max_length, left.get_ylim()[1], f" {cost.scheme}", rotation=90, va="top", fontsize=7)
+    left.set(xscale="log", xlabel="tokens of a sequence", ylabel="share", title="Lengths, and MaxLen of every scheme")
+    left.legend(loc="upper left")
+    right.plot(preview.step_ms / 1e3, label="planned")
+    if preview.homogeneous is not None:
+        right.plot(preview.homogeneous_ms / 1e3, label=f"{preview.homogeneous}, two-stage")
+        right.plot(preview.packed_full_ms / 1e3, label=f"{preview.homogeneous}, packed to MaxLen")
+    right.set(xlabel="step", ylabel="seconds", ylim=(0, None), title="Predicted step time")
+    right.legend()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def run(args: argparse.Namespace) -> None:
+    table = CostTable.load(args.cost_table)
+    sample = read_lengths(args.lengths, args.context, seed=args.seed)
+    options = PlannerOptions(objective=args.objective, seed=args.seed, kernels="compiled")
+    print_lengths(sample, table, args.context)
+    usable_schemes(table, args.gpus, args.gpus_per_node, args.tp_across_nodes)
+    lengths = np.random.default_rng(args.seed).permutation(sample.lengths)[:200_000].tolist()
+    if args.strategies:
+        strategies = tuple(parse_strategy(text) for text in args.strategies)
+    else:
+        began = time.perf_counter()
+        strategies = propose_strategies(
+            table, args.gpus, lengths, args.tokens, args.context, node_size=args.gpus_per_node,
+            tp_across_nodes=args.tp_across_nodes, count=args.count, effort=THOROUGH if args.thorough else QUICK,
+            seed=args.seed,
+        )  # fmt: skip
+        print(f"{len(strategies)} strategies proposed in {time.perf_counter() - began:.1f} s")
+    preview = preview_steps(table, strategies, lengths, args.tokens, args.context, args.steps, options)
+    print_preview(preview, [format_strategy(strategy) for strategy in strategies])
+    if args.plot:
+        plot(args.plot, sample, table, preview, args.context)
+    if args.json:
+        record = {
+            "strategies": [format_strategy(s) for s in strategies], "wins": preview.wins,
+            "step_ms": preview.step_ms.tolist(), "simulated_ms": preview.simulated_ms.tolist(),
+            "gaps": preview.gaps.tolist(), "homogeneous": preview.homogeneous,
+            "homogeneous_ms": preview.homogeneous_ms.tolist(), "packed_full_ms": preview.packed_full_ms.tolist(),
+        }  # fmt: skip
+        args.json.write_text(json.dumps(record, indent=1))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    try:
+        run(parse_arguments(arguments))
+    except (ConfigError, PlanError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""Draw a run from its step records: figures as PNG and one HTML page.
+
+  python -m tools.report runs/steps.jsonl [--out FOLDER] [--lengths FILE] [--json FILE] [--quick]
+
+Predicted against measured time, errors by strategy and scheme, balance, strategies over the steps, lengths, planning
+time. `--lengths` takes a text file with one sequence length a line. `--quick` draws the last 200 steps only.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ds_hydra.commands.figures import figures_parser, finish, print_table
+from ds_hydra.report.plots import draw_report, pipeline_schemes, read_steps, relative_errors, summarise
+from ds_hydra.zero_hetero.errors import ConfigError
+
+
+def strategy_rows(records: Sequence[dict[str, Any]]) -> list[tuple[object, ...]]:
+    """Steps, times and errors of each strategy."""
+    rows: list[tuple[object, ...]] = []
+    for name in dict.fromkeys(r["strategy"] for r in records):
+        chosen = [r for r in records if r["strategy"] == name]
+        plan, step, corrected = (
+            summarise(relative_errors(chosen, key))
+            for key in ("predicted_ms", "predicted_step_ms", "corrected_step_ms")
+        )
+        times = sorted(r["step_ms"] for r in chosen)
+        rows.append((name, len(chosen), f"{times[len(times) // 2]:.0f}", *(_pair(e) for e in (plan, step, corrected))))
+    return rows
+
+
+def _pair(error: tuple[float, float]) -> str:
+    return "-" if error[0] != error[0] else f"{error[0]:.1%} / {error[1]:.1%}"
+
+
+def read_lengths(path: Path | None) -> list[int]:
+    """Tokens of each sequence, one a line. ConfigError for what is no number."""
+    if path is None:
+        return []
+    try:
+        return [int(line) for line in path.read_text(encoding="utf-8").split()]
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--lengths {path}: one whole number a line is due: {error}") from error
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print a table of strategies and draw; 2 for a file that cannot be read."""
+    parser = figures_parser(__doc__)
+    parser.add_argument("steps", type=Path, help="the steps_file of a run")
+    parser.add_argument("--out", type=Path, help="folder of the figures (default: beside the file, report/)")
+    parser.add_argument("--lengths", type=Path, help="sequence lengths of the data, one a line")
+    args = parser.parse_args(arguments)
+    try:
+        records, broken = read_steps(args.steps)
+        records = records[-200:] if args.quick else records
+        out = args.out or args.steps.parent / "report"
+        figures = draw_report(records, out, read_lengths(args.lengths))
+    except ConfigError as error:
+        print(f"report: {error}", file=sys.stderr)
+        return 2
+    headers = ("strategy", "steps", "ms", "plan's error med / p90", "step's error", "corrected")
+    print_table(headers, strategy_rows(records))
+    for figure in figures:
+        print(f"{figure.path}: {figure.words}")
+    overall = {
+        key: summarise(relative_errors(records, key))
+        for key in ("predicted_ms", "predicted_step_ms", "corrected_step_ms")
+    }
+    schemes = sorted({scheme for r in records for scheme in pipeline_schemes(r["strategy"])})
+    summary = (
+        f"{len(records)} steps, {len(schemes)} schemes, step prediction error {_pair(overall['predicted_step_ms'])} "
+        f"(median / p90), corrected {_pair(overall['corrected_step_ms'])}; {broken} broken lines; {out / 'index.html'}"
+    )
+    return finish("report", summary, {"errors": overall, "steps": len(records)}, [], args.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
