@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ds_hydra.commands import profile as profile_schemes
+from ds_hydra.commands import profile
 from ds_hydra.commands.figures import figures_parser, finish, print_table
 from ds_hydra.report.plots import draw_report, read_steps, relative_errors, summarise
 from tests.support.ranks import run_ranks
@@ -136,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             config.write_text(json.dumps(job_config()))
             command = ["--model", str(MODEL), "--deepspeed_config", str(config), "--ranks", "2", "--out", str(table),
                        "--clock", args.clock, "--schemes", "tp1", "tp2", "pp2", "sp2"]  # fmt: skip
-            if profile_schemes.main([*command, "--quick"] if args.quick else command) > 1:
+            if profile.main([*command, "--quick"] if args.quick else command) > 1:
                 return 2
         lengths = web_lengths(2000)
         chosen = run(steps, "best", lengths, folder, "best", table)

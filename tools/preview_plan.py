@@ -5,4 +5,4 @@ import sys
 from ds_hydra.commands.preview import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(name="preview_plan"))

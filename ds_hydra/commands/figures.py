@@ -1,21 +1,36 @@
-"""What the measuring tools share: their options, a table, and an end that says what was missed."""
+"""What all commands and measuring tools share: their options, a table, and an end that says what was missed."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError, PlanError
 
-def figures_parser(description: str | None) -> argparse.ArgumentParser:
+
+def figures_parser(description: str | None, prog: str | None = None) -> argparse.ArgumentParser:
     """A parser with the options of every tool: `--quick` and `--json FILE`."""
     first_line = (description or "").strip().splitlines()[0]
-    parser = argparse.ArgumentParser(description=first_line)
+    parser = argparse.ArgumentParser(prog=prog, description=first_line)
     parser.add_argument("--quick", action="store_true", help="fewer and smaller cases, within a minute")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     return parser
+
+
+def guarded(name: str, command: Callable[[], int]) -> int:
+    """Run a command and return its exit code: what it refuses becomes one line on stderr and 2, not a traceback."""
+    try:
+        return command()
+    except (ConfigError, PlanError, CheckpointError, OSError) as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted", file=sys.stderr)
+        return 130
 
 
 def print_table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

@@ -1,6 +1,6 @@
 """Memory that each parallel scheme of a model needs on a rank, activations included, before anything is started.
 
-  python -m tools.memory_needs --model examples/llama_tiny.json --gpus 8 [--device_memory GIB] [--tokens N]
+  ds-hydra memory --model my_model/ --gpus 8 [--device_memory GIB] [--tokens N]
       [--deepspeed_config FILE] [--measure] [--quick] [--json FILE]
 
 Like DeepSpeed's estimators, for every scheme: master shards, optimizer state, pulled parameters, gradients, buffers,
@@ -10,54 +10,57 @@ counted by running one layer's local shapes. Exits with 1 when no scheme fits.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 
 import torch
 
-from ds_hydra.commands.figures import figures_parser, finish, print_table
-from ds_hydra.config.hydra_block import parse_config, read_config
+from ds_hydra.commands.figures import figures_parser, finish, guarded, print_table
+from ds_hydra.commands.job_config import DTYPES, read_job
 from ds_hydra.costs.memory import JobMemory
 from ds_hydra.engine.fits import job_memory, rank_memory
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.plan.schemes import feasible_schemes
 from ds_hydra.profiling.hollow import hollow_source
 from ds_hydra.profiling.stage_memory import measure_activations
-from ds_hydra.zero_hetero.errors import ConfigError, PlanError
+from ds_hydra.zero_hetero.errors import ConfigError
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, *, name: str = "ds-hydra memory") -> int:
     """Print the table; 1 when nothing fits, 2 for input that cannot be."""
-    parser = figures_parser(__doc__)
+    parser = figures_parser(__doc__, name)
     parser.add_argument("--model", required=True, help="config JSON, or checkpoint folder")
     parser.add_argument("--gpus", type=int, required=True, help="ranks of the job")
     parser.add_argument("--node_size", type=int, help="ranks of a node: TP and SP stay inside (default: 8 at most)")
     parser.add_argument("--device_memory", type=float, metavar="GIB", help="of one rank (default: what is here)")
     parser.add_argument("--tokens", type=int, default=4096, help="of a micro-batch, for the column of activations")
-    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="of computing (default: the config, or bf16)")
+    parser.add_argument("--dtype", choices=DTYPES, help="of computing (default: the config, or bf16)")
     parser.add_argument("--deepspeed_config", help="the job's config: dtype, checkpointing, context length")
     parser.add_argument("--measure", action="store_true", help="count activations by running the layers (slower)")
     args = parser.parse_args(arguments)
-    try:
-        if args.gpus < 1 or args.tokens < 1:
-            raise ConfigError(f"--gpus and --tokens must be at least 1 but are {args.gpus} and {args.tokens}")
-        parsed = parse_config(read_config(config=args.deepspeed_config)) if args.deepspeed_config else None
-        checkpointing = bool(parsed and parsed.hydra.activation_checkpointing)
-        source = hollow_source(args.model, activation_checkpointing=checkpointing)
-        dtype = _dtype(args.dtype, parsed.deepspeed if parsed else None)
-        node = args.node_size or min(args.gpus, 8)
-        schemes = feasible_schemes(source.plan, args.gpus, node)
-        device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
-        memory_bytes = args.device_memory * 2**30 if args.device_memory else rank_memory(device, node)
-        memory = job_memory(source, schemes, args.gpus, memory_bytes, dtype, activation_checkpointing=checkpointing)
-        if args.measure:
-            tokens = 128 if args.quick else 512
-            for tp, sp in dict.fromkeys((scheme.tp, scheme.sp) for scheme in schemes):
-                found = measure_activations(source, tp, sp, device, dtype, tokens)
-                memory.activations[tp, sp] = found  # type: ignore[index]
-    except (ConfigError, PlanError) as error:
-        print(f"memory_needs: {error}", file=sys.stderr)
-        return 2
+    return guarded(name, lambda: run(args, name))
+
+
+def run(args: argparse.Namespace, name: str) -> int:
+    """What `main` does once its options are read; ConfigError and PlanError for what cannot be."""
+    if args.gpus < 1 or args.tokens < 1:
+        raise ConfigError(f"--gpus and --tokens must be at least 1 but are {args.gpus} and {args.tokens}")
+    job = read_job(args.deepspeed_config, torch.bfloat16)
+    dtype = DTYPES[args.dtype] if args.dtype else job.dtype
+    source = hollow_source(args.model, activation_checkpointing=job.activation_checkpointing)
+    node = args.node_size or min(args.gpus, 8)
+    schemes = feasible_schemes(source.plan, args.gpus, node)
+    device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+    memory_bytes = args.device_memory * 2**30 if args.device_memory else rank_memory(device, node)
+    memory = job_memory(
+        source, schemes, args.gpus, memory_bytes, dtype, activation_checkpointing=job.activation_checkpointing
+    )
+    if args.measure:
+        tokens = 128 if args.quick else 512
+        for tp, sp in dict.fromkeys((scheme.tp, scheme.sp) for scheme in schemes):
+            found = measure_activations(source, tp, sp, device, dtype, tokens)
+            memory.activations[tp, sp] = found  # type: ignore[index]
     rows = [_row(memory, scheme, args.tokens) for scheme in schemes]
     print(f"{args.model}: {args.gpus} ranks of {memory_bytes / 2**30:.1f} GiB ({memory.margin:.0%} left as a margin), "
           f"{str(dtype).removeprefix('torch.')}, activations {'counted' if args.measure else 'estimated'}; GiB of the "
@@ -68,20 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     missed = [] if fitting else [f"no scheme holds one token in {memory_bytes / 2**30:.1f} GiB"]
     longest = max((memory.max_length(scheme) for scheme in schemes), default=0)
     summary = f"{len(fitting)}/{len(rows)} schemes fit; the longest micro-batch has {longest} tokens"
-    return finish("memory_needs", summary, {"rows": rows}, missed, args.json)
-
-
-def _dtype(name: str | None, settings: dict[str, object] | None) -> torch.dtype:
-    names = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-    if name is not None:
-        return names[name]
-    if settings is None:
-        return torch.bfloat16
-    for key in ("bf16", "fp16"):
-        block = settings.get(key)
-        if isinstance(block, dict) and block.get("enabled"):
-            return names[key]
-    return torch.float32
+    return finish(name, summary, {"rows": rows}, missed, args.json)
 
 
 def _row(memory: JobMemory, scheme: ParallelScheme, tokens: int) -> dict[str, object]:

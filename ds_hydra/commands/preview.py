@@ -1,7 +1,7 @@
 """Dry run of the planner: which strategies a job would use, how fast its steps would be, and why.
 
-  python -m tools.preview_plan --cost-table T --lengths FILE|lognormal:MU,SIGMA|histogram.csv --gpus 64 \\
-      --tokens 200000 --context 32768 [--tp-across-nodes] [--strategies "4*tp16" ...] [--plot out.png]
+  ds-hydra preview --cost-table a800-32b --lengths lognormal:6.22,1.233 --gpus 64 --tokens 200000 --context 32768 \\
+      [--tp-across-nodes] [--strategies "4*tp16" ...] [--plot out.png]
 
 Needs numpy, numba and highspy (and matplotlib for --plot); no GPU, no torch.
 """
@@ -12,11 +12,13 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from ds_hydra.commands.figures import print_table
+from ds_hydra.commands.figures import guarded, print_table
+from ds_hydra.commands.shipped import FILES, shipped
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.data.length_sources import LengthSample, read_lengths
 from ds_hydra.pipe.shape import format_strategy, parse_strategy
@@ -24,15 +26,21 @@ from ds_hydra.planner import PlannerOptions
 from ds_hydra.planner.preview import Preview, length_histogram, preview_steps
 from ds_hydra.planner.proposal.candidates import usable_schemes
 from ds_hydra.planner.proposal.propose import QUICK, THOROUGH, propose_strategies
-from ds_hydra.zero_hetero.errors import ConfigError, PlanError
+from ds_hydra.zero_hetero.errors import ConfigError
 
 BAR = 40  # characters of the longest bar
 
 
-def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--cost-table", required=True, help="JSON, as tools/profile_schemes writes it")
-    parser.add_argument("--lengths", required=True, help="a file of lengths, lognormal:MU,SIGMA, or histogram.csv")
+def parse_arguments(arguments: Sequence[str] | None, name: str) -> argparse.Namespace:
+    """Command line; tables and lengths are files, or names of what is shipped."""
+    tables = ", ".join(key for key, file in FILES.items() if file.endswith(".json"))
+    parser = argparse.ArgumentParser(prog=name, description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--cost-table", required=True, help=f"a file that ds-hydra profile wrote, or one of {tables}")
+    parser.add_argument(
+        "--lengths",
+        required=True,
+        help="lognormal:MU,SIGMA, a file with a length a line, a histogram as .csv, or pretraining (shipped)",
+    )
     parser.add_argument("--gpus", type=int, required=True)
     parser.add_argument("--tokens", type=int, required=True, help="tokens of a step")
     parser.add_argument("--context", type=int, required=True, help="longest sequence, in tokens")
@@ -68,7 +76,8 @@ def print_lengths(sample: LengthSample, table: CostTable, context: int) -> None:
     print()
 
 
-def print_preview(preview: Preview, strategies: list[str]) -> None:
+def print_preview(preview: Preview, strategies: Sequence[str]) -> None:
+    """Steps won by each strategy, step times, balance, the certified gap, and gains over one scheme for all."""
     print_table(("strategy", "steps won"), [(text, preview.wins.get(text, 0)) for text in strategies])
     p10, p50, p90 = np.percentile(preview.step_ms, [10, 50, 90])
     mean = preview.step_ms.mean()
@@ -116,9 +125,10 @@ def plot(path: Path, sample: LengthSample, table: CostTable, preview: Preview, c
     pyplot.close(figure)
 
 
-def run(args: argparse.Namespace) -> None:
-    table = CostTable.load(args.cost_table)
-    sample = read_lengths(args.lengths, args.context, seed=args.seed)
+def run(args: argparse.Namespace) -> int:
+    """What `main` does once its options are read; ConfigError and PlanError for what cannot be."""
+    table = CostTable.load(shipped(args.cost_table))
+    sample = read_lengths(shipped(args.lengths), args.context, seed=args.seed)
     options = PlannerOptions(objective=args.objective, seed=args.seed, kernels="compiled")
     print_lengths(sample, table, args.context)
     usable_schemes(table, args.gpus, args.gpus_per_node, args.tp_across_nodes)
@@ -145,15 +155,13 @@ def run(args: argparse.Namespace) -> None:
             "homogeneous_ms": preview.homogeneous_ms.tolist(), "packed_full_ms": preview.packed_full_ms.tolist(),
         }  # fmt: skip
         args.json.write_text(json.dumps(record, indent=1))
-
-
-def main(arguments: list[str] | None = None) -> int:
-    try:
-        run(parse_arguments(arguments))
-    except (ConfigError, PlanError) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 2
     return 0
+
+
+def main(arguments: Sequence[str] | None = None, *, name: str = "ds-hydra preview") -> int:
+    """Plan and print; 2 for input that cannot be."""
+    args = parse_arguments(arguments, name)
+    return guarded(name, lambda: run(args))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Draw a run from its step records: figures as PNG and one HTML page.
 
-  python -m tools.report runs/steps.jsonl [--out FOLDER] [--lengths FILE] [--json FILE] [--quick]
+  ds-hydra report runs/steps.jsonl [--out FOLDER] [--lengths FILE] [--json FILE] [--quick]
 
 Predicted against measured time, errors by strategy and scheme, balance, strategies over the steps, lengths, planning
 time. `--lengths` takes a text file with one sequence length a line. `--quick` draws the last 200 steps only.
@@ -8,12 +8,13 @@ time. `--lengths` takes a text file with one sequence length a line. `--quick` d
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ds_hydra.commands.figures import figures_parser, finish, print_table
+from ds_hydra.commands.figures import figures_parser, finish, guarded, print_table
 from ds_hydra.report.plots import draw_report, pipeline_schemes, read_steps, relative_errors, summarise
 from ds_hydra.zero_hetero.errors import ConfigError
 
@@ -46,21 +47,22 @@ def read_lengths(path: Path | None) -> list[int]:
         raise ConfigError(f"--lengths {path}: one whole number a line is due: {error}") from error
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, *, name: str = "ds-hydra report") -> int:
     """Print a table of strategies and draw; 2 for a file that cannot be read."""
-    parser = figures_parser(__doc__)
+    parser = figures_parser(__doc__, name)
     parser.add_argument("steps", type=Path, help="the steps_file of a run")
     parser.add_argument("--out", type=Path, help="folder of the figures (default: beside the file, report/)")
     parser.add_argument("--lengths", type=Path, help="sequence lengths of the data, one a line")
     args = parser.parse_args(arguments)
-    try:
-        records, broken = read_steps(args.steps)
-        records = records[-200:] if args.quick else records
-        out = args.out or args.steps.parent / "report"
-        figures = draw_report(records, out, read_lengths(args.lengths))
-    except ConfigError as error:
-        print(f"report: {error}", file=sys.stderr)
-        return 2
+    return guarded(name, lambda: run(args, name))
+
+
+def run(args: argparse.Namespace, name: str) -> int:
+    """What `main` does once its options are read; ConfigError for a file that cannot be read."""
+    records, broken = read_steps(args.steps)
+    records = records[-200:] if args.quick else records
+    out = args.out or args.steps.parent / "report"
+    figures = draw_report(records, out, read_lengths(args.lengths))
     headers = ("strategy", "steps", "ms", "plan's error med / p90", "step's error", "corrected")
     print_table(headers, strategy_rows(records))
     for figure in figures:
@@ -74,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{len(records)} steps, {len(schemes)} schemes, step prediction error {_pair(overall['predicted_step_ms'])} "
         f"(median / p90), corrected {_pair(overall['corrected_step_ms'])}; {broken} broken lines; {out / 'index.html'}"
     )
-    return finish("report", summary, {"errors": overall, "steps": len(records)}, [], args.json)
+    return finish(name, summary, {"errors": overall, "steps": len(records)}, [], args.json)
 
 
 if __name__ == "__main__":

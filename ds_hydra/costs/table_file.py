@@ -142,7 +142,7 @@ def read_table(record: object, place: str) -> CostTable:
     if record.get("version") != _VERSION:
         raise ConfigError(
             f"{place}: 'version' is {record.get('version')!r} but this release reads {_VERSION}; "
-            "write the table again with tools/profile_schemes"
+            "write the table again with `ds-hydra profile`"
         )
     unknown = sorted(set(record) - {*_TABLE_KEYS, *_EVIDENCE_KEYS})
     if unknown or record.get("unit", "ms") != "ms":
@@ -199,7 +199,7 @@ def _read_json(path: str | Path) -> Any:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
-            f"cannot read the cost table {path}: {error.strerror}; write one with tools/profile_schemes"
+            f"cannot read the cost table {path}: {error.strerror}; write one with `ds-hydra profile`"
         ) from error
     except ValueError as error:
         raise ConfigError(f"the cost table {path} is not JSON: {error}") from error
@@ -213,7 +213,7 @@ def check_job(found: TableFile, job: JobFingerprint, place: str) -> None:
     if differences:
         raise ConfigError(
             f"the cost table {place} was not measured for this job:\n  " + "\n  ".join(differences) + "\n"
-            "Write one with tools/profile_schemes, or leave out hydra.cost_table for an estimate"
+            "Write one with `ds-hydra profile`, or leave out hydra.cost_table for an estimate"
         )
 
 

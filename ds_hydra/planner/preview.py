@@ -1,6 +1,6 @@
 """What a training run would do, without running it: strategies, how often each wins, times, gains, memory. Pure.
 
-Feeds `tools/preview_plan`; nothing here prints.
+Feeds `ds-hydra preview`; nothing here prints.
 """
 
 from __future__ import annotations

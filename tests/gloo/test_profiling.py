@@ -13,7 +13,8 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import ds_hydra
-from ds_hydra.commands import profile as profile_schemes
+from ds_hydra.commands.profile import main as profile_main
+from ds_hydra.commands.profile_session import Session
 from ds_hydra.config.hydra_block import parse_config
 from ds_hydra.costs.analytic import model_shape
 from ds_hydra.costs.cost_table import CostTable
@@ -128,7 +129,7 @@ def test_activations_shrink_with_tp_and_sp(source: CausalLM) -> None:
 def profile(model: Path, out: Path, *more: str) -> int:
     links = out.with_name("links.json")
     links.write_text(json.dumps(LINKS.to_record()))
-    return profile_schemes.main(
+    return profile_main(
         ["--model", str(model), "--gpus", "2", "--out", str(out), "--links", str(links), "--ranks", "1", "--rungs", "3",
          "--seconds", "0.005", "--clock", "cpu", "--quick", *more]
     )  # fmt: skip
@@ -139,7 +140,7 @@ def test_the_tool_writes_a_table_that_a_job_takes(
 ) -> None:
     out = tmp_path / "table.json"
     assert profile(model, out, "--schemes", "tp1", "sp2") in (0, 1)  # 1: noise above the aims
-    assert "profile_schemes: 2 schemes in" in capsys.readouterr().out
+    assert "ds-hydra profile: 2 schemes in" in capsys.readouterr().out
     assert profile(model, out, "--schemes", "pp2", "--merge") in (0, 1)
     assert [str(s) for s in CostTable.load(out).schemes] == ["tp1", "sp2", "pp2"]
     found = read_table_file(out)
@@ -162,15 +163,15 @@ def test_an_interrupted_run_goes_on_where_it_was(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, measured = tmp_path / "table.json", []
-    real = profile_schemes.Session.save_partial
+    real = Session.save_partial
 
-    def interrupt(self: profile_schemes.Session) -> None:
+    def interrupt(self: Session) -> None:
         real(self)
         measured.append(len(self.done))
         if len(self.done) == 1:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(profile_schemes.Session, "save_partial", interrupt)
+    monkeypatch.setattr(Session, "save_partial", interrupt)
     assert profile(model, out, "--schemes", "tp1", "pp2") == 130
     assert not out.exists()
     assert "1 of 2 schemes" in capsys.readouterr().out

@@ -198,4 +198,4 @@ def test_preview_prints_what_it_found(tmp_path: Path) -> None:
     command[command.index("lognormal:6.220,1.233")] = str(tmp_path / "none")
     failed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert failed.returncode == 2
-    assert "ConfigError: cannot read the lengths file" in failed.stderr
+    assert "preview_plan: cannot read the lengths file" in failed.stderr

@@ -1,0 +1,39 @@
+"""`ds-hydra COMMAND ...`, also as `python -m ds_hydra.commands COMMAND ...`: a name in, the exit code out.
+
+A command is a module of this folder with a `main`. It is imported when it is called, so that `ds-hydra --help`
+loads neither torch nor DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+COMMANDS = {
+    "preview": "what a job would do: strategies, step times, gains; without a device",
+    "memory": "what each parallel scheme of a model needs on a rank",
+    "profile": "measure a cost table on this machine",
+    "report": "draw the figures of a run from its step records",
+    "convert": "checkpoints from DeepSpeed's universal form, and to it",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command: 0 when all is well, 1 when an aim is missed, 2 for input that is refused, 130 for Ctrl-C."""
+    width = max(map(len, COMMANDS))
+    parser = argparse.ArgumentParser(
+        prog="ds-hydra",
+        description="Commands around a training job.",
+        epilog="commands:\n" + "\n".join(f"  {name:<{width}}  {what}" for name, what in COMMANDS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of the names below")
+    parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="its options; COMMAND --help lists them")
+    args = parser.parse_args(arguments)
+    return import_module(f"ds_hydra.commands.{args.command}").main(args.rest)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

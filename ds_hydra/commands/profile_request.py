@@ -1,0 +1,127 @@
+"""The command line of `ds-hydra profile` in; what is to be measured, the same on every rank, out."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from ds_hydra.commands.job_config import read_job
+from ds_hydra.config.hydra_block import HydraConfig
+from ds_hydra.costs.table_file import JobFingerprint
+from ds_hydra.engine.fingerprint import describe_job
+from ds_hydra.pipe.models.causal_lm import CausalLM
+from ds_hydra.pipe.shape import ParallelScheme, parse_strategy
+from ds_hydra.plan.schemes import feasible_schemes
+from ds_hydra.profiling.hollow import hollow_source
+from ds_hydra.profiling.ladder import Rung, make_ladder
+from ds_hydra.profiling.survey import RepeatBudget
+from ds_hydra.zero_hetero.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be measured, the same on every rank."""
+
+    source: CausalLM
+    schemes: tuple[ParallelScheme, ...]
+    num_gpus: int
+    node_size: int
+    rungs: tuple[Rung, ...]
+    most_tokens: int | None  # of a micro-batch, if the job says how many a step has
+    budget: RepeatBudget
+    clock: Literal["wall", "cpu"]
+    dtype: torch.dtype
+    device: torch.device
+    job: JobFingerprint
+
+
+def make_request(args: argparse.Namespace) -> Request:
+    """Model, schemes and lengths from the command line and the job's config. ConfigError for what cannot be."""
+    job = read_job(args.deepspeed_config, torch.float32)
+    source = hollow_source(args.model, activation_checkpointing=job.activation_checkpointing)
+    num_gpus = args.gpus or _ranks_of(job.hydra) or _world_size()
+    node_size = args.node_size or (job.hydra and job.hydra.node_size) or num_gpus
+    schemes = _schemes(source, args.schemes, num_gpus, node_size)
+    device = _device(args.local_rank)
+    return Request(
+        source=source,
+        schemes=schemes,
+        num_gpus=num_gpus,
+        node_size=node_size,
+        rungs=_rungs(source, args, job.hydra.context_length if job.hydra else None, device),
+        most_tokens=job.hydra.tokens_per_step if job.hydra else None,
+        effort=RepeatBudget(args.seconds or (0.1 if args.quick else 0.35), 3, 5 if args.quick else 15),
+        clock=_clock(args.clock, device),
+        dtype=job.dtype,
+        device=device,
+        job=describe_job(source, device, job.dtype, num_gpus),
+    )
+
+
+def _ranks_of(hydra: HydraConfig | None) -> int | None:
+    return sum(s.num_ranks for s in hydra.schemes[0]) if hydra and hydra.schemes else None
+
+
+def _world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "0")) or max(1, torch.cuda.device_count())
+
+
+def _schemes(source: CausalLM, named: list[str] | None, num_gpus: int, node_size: int) -> tuple[ParallelScheme, ...]:
+    """The schemes named on the command line, or all that the model and the ranks allow."""
+    if not named:
+        schemes = feasible_schemes(source.plan, num_gpus, node_size)
+        if not schemes:
+            raise ConfigError("the model cannot be cut by any scheme: no TP, SP or PP degree fits it")
+        return schemes
+    schemes = tuple(dict.fromkeys(scheme for text in named for scheme in parse_strategy(text)))
+    largest = max(scheme.num_ranks for scheme in schemes)
+    allowed = feasible_schemes(source.plan, largest, largest)
+    wrong = [str(scheme) for scheme in schemes if scheme not in allowed]
+    if wrong:
+        raise ConfigError(f"the model cannot be cut by {', '.join(wrong)}; it can by {', '.join(map(str, allowed))}")
+    return schemes
+
+
+def _device(local_rank: int) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", local_rank)))
+    torch.cuda.set_device(device)
+    return device
+
+
+def _rungs(source: CausalLM, args: argparse.Namespace, context: int | None, device: torch.device) -> tuple[Rung, ...]:
+    """Lengths to measure: up to the longest that model and job allow, from an eighth of it or less."""
+    limit = getattr(source.text_config, "max_position_embeddings", None) or 4096
+    longest = args.longest or min(limit, context or limit)
+    shortest = max(16, min(128 if device.type == "cuda" else 32, longest // 8))
+    return make_ladder(shortest, longest, args.rungs or (5 if args.quick else 7))
+
+
+def _clock(wanted: Literal["auto", "wall", "cpu"], device: torch.device) -> Literal["wall", "cpu"]:
+    """CPU time where other work runs on the same cores: wall time would measure that too."""
+    if wanted != "auto":
+        return wanted
+    return "cpu" if device.type == "cpu" and _busy_cores() > 0.5 else "wall"
+
+
+def _busy_cores(seconds: float = 1.0) -> float:
+    """Cores that others use now; the load average would remember what has ended."""
+
+    def ticks() -> tuple[int, int]:
+        numbers = [int(n) for n in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+        return sum(numbers), numbers[3] + numbers[4]  # idle, and waiting for a disk
+
+    try:
+        before = ticks()
+        time.sleep(seconds)
+        total, idle = (b - a for a, b in zip(before, ticks(), strict=True))
+    except (OSError, ValueError, IndexError):
+        return os.getloadavg()[0]
+    return (1.0 - idle / max(1, total)) * (os.cpu_count() or 1)

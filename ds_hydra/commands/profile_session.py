@@ -1,0 +1,204 @@
+"""Measures scheme by scheme for `ds-hydra profile`, and keeps what is done when it is interrupted."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from ds_hydra.commands.profile_request import Request
+from ds_hydra.costs.cost_table import CostTable
+from ds_hydra.costs.memory import Activations, JobMemory
+from ds_hydra.costs.table_file import TableFile, activations_from_record, activations_record, write_atomically
+from ds_hydra.pipe.shape import ParallelScheme, parse_strategy
+from ds_hydra.profiling.link_timer import time_links
+from ds_hydra.profiling.links import Links, links_from_record, read_links
+from ds_hydra.profiling.stage_memory import measure_activations
+from ds_hydra.profiling.survey import SchemeEntry, Survey, entry_from_record, step_costs
+from ds_hydra.ranks.forked import run_ranks
+from ds_hydra.zero_hetero.errors import ConfigError
+
+T = TypeVar("T")
+
+
+class Session:
+    """Measures scheme by scheme and keeps what is done beside the table that it will become."""
+
+    def __init__(self, request: Request, out: Path, links_file: Path | None) -> None:
+        self.request = request
+        self.partial = out.with_name(out.name + ".partial")
+        self.done: dict[str, dict[str, Any]] = {}
+        self.links: Links | None = read_links(links_file) if links_file else None
+        self.given_links = json.loads(links_file.read_text()) if links_file else None
+        self.step: dict[str, float] = {}
+        self.activations: dict[tuple[int, int], Activations] = {}
+        self._load_partial()
+
+    def _header(self) -> dict[str, Any]:
+        job = self.request.job
+        rungs = [[list(rung.lengths), rung.held_out] for rung in self.request.rungs]
+        return {"model": job.model, "device": job.device, "dtype": job.dtype, "checkpointing":
+                job.activation_checkpointing, "rungs": rungs, "most_tokens": self.request.most_tokens,
+                "clock": self.request.clock, "links": self.given_links}  # fmt: skip
+
+    def _load_partial(self) -> None:
+        if not self.partial.exists():
+            return
+        try:
+            record = json.loads(self.partial.read_text())
+            if record["header"] != self._header():
+                print(f"{self.partial}: begun for something else; starting anew")
+                return
+            self.done, self.step = dict(record["done"]), dict(record["step"])
+            if record["links"]:
+                self.links = links_from_record(record["links"], str(self.partial))
+            self.activations = activations_from_record(record["activations"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{self.partial} cannot be read ({error}); remove it to start anew") from error
+        print(f"going on after {len(self.done)} schemes of an interrupted run")
+
+    def save_partial(self) -> None:
+        """What is measured so far."""
+        record = {
+            "header": self._header(),
+            "done": self.done,
+            "links": self.links.to_record() if self.links else None,
+            "step": self.step,
+            "activations": activations_record(self.activations),
+        }
+        write_atomically(self.partial, json.dumps(record))
+
+    def survey(self) -> Survey:
+        """On the ranks at hand."""
+        assert self.links is not None, "links come first"
+        r = self.request
+        control = _control(r.device)
+        return Survey(r.source, r.device, r.dtype, self.links, r.rungs, budget=r.budget, clock=r.clock,
+                      most_tokens=r.most_tokens, node_size=r.node_size, control=control)  # fmt: skip
+
+    def measure_links(self) -> tuple[Links, dict[str, float]]:
+        """Figures of the ranks at hand, and what a step costs besides its pipelines."""
+        needed = any(scheme.num_ranks > 1 for scheme in self.request.schemes)
+        links = self.links or Links(tuple(_measure_links(self.request.device)) if needed else (), "measured here")
+        return links, step_costs(self.request.device, self.request.dtype, links)
+
+    def table(self, device_bytes: float) -> TableFile:
+        """The table of all measured schemes that fit; ConfigError when none does."""
+        r = self.request
+        memory = JobMemory(
+            r.source.plan, r.num_gpus, self.activations, r.dtype.itemsize, device_bytes=device_bytes,
+            vocab=r.source.vocab_size or 1,
+        )  # fmt: skip
+        costs, measured = [], {}
+        for name, entry in self.done.items():
+            (scheme,) = parse_strategy(name)
+            limit = memory.max_length(scheme)
+            if limit < 1:
+                needs = memory.fullest(scheme, 1)
+                print(f"{name}: left out, its model states need {needs.states / 2**30:.2f} GiB of a rank's "
+                      f"{memory.capacity / 2**30:.2f} GiB")  # fmt: skip
+                continue
+            cost, record = _cost(scheme, entry, limit)
+            costs.append(cost)
+            measured[name] = record | {"memory": _memory_record(memory, scheme)}
+        if not costs:
+            raise ConfigError(
+                f"no scheme fits: not even one token beside the model states in {device_bytes / 2**30:.2f} GiB a rank; "
+                "use more ranks (--gpus), a larger TP or PP (--schemes), or devices with more memory"
+            )
+        source = f"measured by ds-hydra profile on {r.job.device}, {r.num_gpus} ranks"
+        return TableFile(CostTable(tuple(costs), source), r.job, measured,
+                         self.links.to_record() if self.links else None, self.step,
+                         self.activations)  # fmt: skip
+
+
+def _cost(scheme: ParallelScheme, entry: dict[str, Any], limit: int) -> tuple[Any, dict[str, Any]]:
+    read = entry_from_record(scheme, entry)
+    return read.cost(limit), entry
+
+
+def _memory_record(memory: JobMemory, scheme: ParallelScheme) -> dict[str, Any]:
+    needs = memory.fullest(scheme, 1024)
+    return {
+        "stage": needs.stage,
+        "state_bytes": needs.states,
+        "bytes_per_token": needs.per_token,
+        "transient_per_token": needs.transient,
+        "device_bytes": memory.device_bytes,
+        "margin": memory.margin,
+    }
+
+
+def _measure_links(device: torch.device) -> list[Any]:
+    if not dist.is_initialized() or dist.get_world_size() < 2:
+        raise ConfigError("link figures need two ranks to be measured: give --links, or start with --ranks 2")
+    figures = []
+    world = dist.get_world_size()
+    size = 2
+    while size <= world:
+        groups = [dist.new_group(list(range(start, start + size))) for start in range(0, world - size + 1, size)]
+        if dist.get_rank() < size:
+            figures += time_links(list(range(size)), groups[0], device)
+        dist.barrier()
+        size *= 2
+    gathered: list[Any] = [None] * world
+    dist.all_gather_object(gathered, figures)
+    return gathered[0]
+
+
+def _control(device: torch.device) -> dist.ProcessGroup | None:
+    if not dist.is_initialized() or device.type == "cpu":
+        return None
+    return dist.new_group(backend="gloo")
+
+
+def measure(session: Session, num_ranks: int) -> None:
+    """Measure what is missing: on ranks started here (CPU), or in this process (GPU, or ranks of a launcher)."""
+    request = session.request
+    launched = "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    forked = request.device.type == "cpu" and not launched
+    if launched:
+        dist.init_process_group("nccl" if request.device.type == "cuda" else "gloo")
+    lead = not dist.is_initialized() or dist.get_rank() == 0
+
+    def call(function: Callable[[], T]) -> T:
+        if not forked:
+            return function()
+        return run_ranks(lambda rank: function(), num_ranks, timeout=1200)[0]
+
+    def keep() -> None:
+        if lead:
+            session.save_partial()
+
+    if not session.step:
+        session.links, session.step = call(session.measure_links)
+        keep()
+    tokens = min(512, max(rung.lengths[0] for rung in request.rungs))
+    for tp, sp in dict.fromkeys((scheme.tp, scheme.sp) for scheme in request.schemes):
+        if (tp, sp) not in session.activations:
+            count = partial(measure_activations, request.source, tp, sp, request.device, request.dtype, tokens)
+            session.activations[tp, sp] = call(count)
+    with _bar(len(request.schemes), lead) as bar:
+        for scheme in request.schemes:
+            if str(scheme) not in session.done:
+                entry = call(partial(_measure_scheme, session, scheme))
+                session.done[str(scheme)] = entry.record()
+                keep()
+            bar.update()
+
+
+def _measure_scheme(session: Session, scheme: ParallelScheme) -> SchemeEntry:
+    """One scheme, by a survey of its own: on forked ranks the process groups of a survey end with the ranks."""
+    return session.survey().measure(scheme)
+
+
+def _bar(total: int, lead: bool) -> tqdm:
+    return tqdm(total=total, unit="scheme", disable=not lead or not sys.stderr.isatty())

@@ -1,0 +1,71 @@
+"""The commands that users call: found by name, quick to list, and plain when they refuse."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from ds_hydra.commands.__main__ import COMMANDS, main
+from ds_hydra.commands.shipped import FILES, shipped
+from ds_hydra.costs.cost_table import CostTable
+from ds_hydra.data.length_sources import read_lengths
+
+TOOLS = Path(__file__).resolve().parents[2] / "tools"
+
+
+def test_help_lists_every_command_without_importing_torch() -> None:
+    code = (
+        "import sys; from ds_hydra.commands.__main__ import main\n"
+        "try:\n    main(['--help'])\n"
+        "except SystemExit:\n    assert not {'torch', 'deepspeed', 'numpy'} & set(sys.modules), 'heavy import'"
+    )
+    listed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert all(f"  {name} " in listed for name in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_has_help_of_its_own(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main([command, "--help"])
+    assert left.value.code == 0
+    assert f"usage: ds-hydra {command}" in capsys.readouterr().out
+
+
+def test_the_tools_of_the_same_commands_are_their_front_doors() -> None:
+    doors = {path.stem: path.read_text() for path in TOOLS.glob("*.py") if "ds_hydra.commands." in path.read_text()}
+    for command in COMMANDS:
+        assert callable(import_module(f"ds_hydra.commands.{command}").main)
+        assert [name for name, text in doors.items() if f"from ds_hydra.commands.{command} import main" in text]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["report", "MISSING"], "cannot read the steps file"),
+        (["convert", "to-universal", "MISSING", "OUT"], "holds no checkpoint"),
+        (["memory", "--model", "MISSING", "--gpus", "4"], "does not exist"),
+        (["profile", "--model", "MISSING"], "does not exist"),
+        (["preview", "--cost-table", "MISSING", "--lengths", "pretraining", "--gpus", "8", "--tokens", "9",
+          "--context", "9"], "cannot read the cost table"),
+        (["preview", "--cost-table", "a800-7b", "--lengths", "pretraining", "--gpus", "16", "--tokens", "20000",
+          "--context", "4096", "--strategies", "4*tp4", "--steps", "1", "--json", "MISSING/x.json"], "No such file"),
+    ],
+)  # fmt: skip
+def test_what_is_refused_is_one_line_and_exit_code_2(
+    arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([text.replace("MISSING", str(tmp_path / "missing")) for text in arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"ds-hydra {arguments[0]}: ")
+    assert words in line
+
+
+def test_what_is_shipped_is_there() -> None:
+    assert [len(CostTable.load(shipped(name)).costs) > 3 for name in ("a800-7b", "a800-32b")] == [True, True]
+    assert len(read_lengths(shipped("pretraining"), 4096, count=100).lengths)
+    assert all(Path(shipped(name)).is_file() for name in FILES)
+    assert shipped("my/table.json") == "my/table.json"
