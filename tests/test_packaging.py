@@ -1,0 +1,60 @@
+"""What a wheel and a source archive hold: every module of the tree once, the shipped tables, the console command."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import setuptools
+
+from ds_hydra.commands.shipped import FILES, FOLDER
+
+ROOT = Path(__file__).resolve().parents[1]
+TOPS = ("ds_hydra", "pipe", "zero_hetero")
+
+
+@pytest.fixture
+def arguments(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What setup.py hands to setuptools."""
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(setuptools, "setup", given.update)
+    monkeypatch.chdir(ROOT)
+    runpy.run_path("setup.py", run_name="__main__")
+    return given
+
+
+def folders_of_modules() -> set[str]:
+    """Folders of the checkout that hold Python files, links left out."""
+    found: set[str] = set()
+    for top in TOPS:
+        for path in (ROOT / top).rglob("*.py"):
+            folder = path.parent.relative_to(ROOT)
+            if not any((ROOT / parent).is_symlink() for parent in (folder, *folder.parents)):
+                found.add(str(folder))
+    return found
+
+
+def test_every_folder_of_modules_is_a_package_once(arguments: dict[str, Any]) -> None:
+    folders = arguments["package_dir"]
+    assert sorted(folders.values()) == sorted(folders_of_modules())
+    assert sorted(folders) == sorted(arguments["packages"])
+    for package, folder in folders.items():
+        assert (ROOT / folder / "__init__.py").is_file(), f"{folder} has no __init__.py"
+        # The links of a checkout and the map of an installation lead to the same folder.
+        assert (ROOT / package.replace(".", "/")).resolve() == ROOT / folder
+
+
+def test_shipped_tables_are_package_data(arguments: dict[str, Any]) -> None:
+    patterns = arguments["package_data"]["ds_hydra.commands"]
+    packed = {path.name for pattern in patterns for path in FOLDER.parent.glob(pattern)}
+    assert set(FILES.values()) <= packed
+    assert sum((FOLDER / name).stat().st_size for name in packed) < 20_000, "a wheel is no place for data sets"
+
+
+def test_the_console_command_is_there() -> None:
+    module, function = re.findall(r'^ds-hydra = "(\S+):(\w+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[0]
+    assert callable(getattr(import_module(module), function))
