@@ -1,0 +1,266 @@
+"""The shape of the code in figures: folders, imports between them, the longest of everything, comments.
+
+  python -m tools.structure [--root DIR] [--json FILE] [--quick]
+
+Reads the files of a checkout without importing them, so `--root` may be another one, to compare before and after.
+A folder is a directory of modules. Every import statement counts, inside functions too, except those under
+`if TYPE_CHECKING`. `--quick` leaves the table of folders out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import sys
+import tokenize
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+
+from ds_hydra.commands.figures import figures_parser, finish, guarded, print_table
+from ds_hydra.zero_hetero.errors import ConfigError
+
+TOPS = ("ds_hydra", "pipe", "zero_hetero")
+MAX_FILE, MAX_ENGINE_FILE, MAX_FUNCTION = 400, 250, 80  # lines
+MAX_DIRECT = 8  # files directly in ds_hydra/
+MIN_COMMENTS = 0.045  # of the lines that are not empty
+MAX_POSITIONAL, MAX_WIDE = 7, 10  # a function with more parameters is wide; so many may be
+
+
+@dataclass(frozen=True)
+class Block:
+    """A file, class or function: where it stands and how long it is; `positional` counts without self and cls."""
+
+    place: str
+    lines: int
+    positional: int = 0
+
+
+@dataclass(frozen=True)
+class Source:
+    """One module, parsed. `folder` is its directory from the root on; `name` as it is imported."""
+
+    path: str
+    text: str
+
+    @property
+    def folder(self) -> str:
+        return str(Path(self.path).parent)
+
+    @property
+    def name(self) -> str:
+        parts = list(Path(self.path).with_suffix("").parts)
+        parts = parts[:-1] if parts[-1] == "__init__" else parts
+        return ".".join(parts if parts[0] == "ds_hydra" else ["ds_hydra", *parts])
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text)
+
+    @property
+    def lines(self) -> int:
+        return len(self.text.splitlines())
+
+    def imports(self) -> Iterator[str]:
+        """Names that are imported; of `from a import b` both `a` and `a.b`, since `b` may be a module."""
+        for node in _walk_without_type_checking(self.tree):
+            if isinstance(node, ast.Import):
+                yield from (alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                yield node.module
+                yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+    def functions(self) -> Iterator[Block]:
+        """Functions and methods, nested ones too."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                names = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args)]
+                yield self._block(node, len(names) - (names[:1] in (["self"], ["cls"])))
+
+    def classes(self) -> Iterator[Block]:
+        """Classes, nested ones too."""
+        return (self._block(node) for node in ast.walk(self.tree) if isinstance(node, ast.ClassDef))
+
+    def _block(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, positional: int = 0) -> Block:
+        return Block(f"{self.path}:{node.name}", (node.end_lineno or node.lineno) - node.lineno + 1, positional)
+
+    def comments(self) -> int:
+        """Comments in words: orders to the formatter and the type checker say nothing to a reader."""
+        tokens = tokenize.generate_tokens(io.StringIO(self.text).readline)
+        found = [token.string for token in tokens if token.type == tokenize.COMMENT]
+        return sum(not text.startswith(("# fmt:", "# type:", "# noqa")) for text in found)
+
+
+def _walk_without_type_checking(tree: ast.AST) -> Iterator[ast.AST]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        yield node
+        yield from _walk_without_type_checking(node)
+
+
+def read_sources(root: Path) -> list[Source]:
+    """Every module of the library in a checkout, by path; links are left out. ConfigError where there is none."""
+    sources = []
+    for top in TOPS:
+        for path in sorted((root / top).rglob("*.py")):
+            inside = path.relative_to(root)
+            if not any((root / part).is_symlink() for part in (inside, *inside.parents)):
+                sources.append(Source(str(inside), path.read_text(encoding="utf-8")))
+    if not sources:
+        raise ConfigError(f"--root {root}: no module below {', '.join(TOPS)}; give the root of a checkout")
+    return sources
+
+
+def folder_imports(sources: Sequence[Source]) -> dict[tuple[str, str], set[str]]:
+    """(importing folder, imported folder) -> the modules that do it, for folders that differ."""
+    folders = {source.name: source.folder for source in sources}
+    edges: dict[tuple[str, str], set[str]] = {}
+    for source in sources:
+        for name in source.imports():
+            if name in folders and folders[name] != source.folder:
+                edges.setdefault((source.folder, folders[name]), set()).add(source.name)
+    return edges
+
+
+def circles(edges: Mapping[tuple[str, str], object]) -> list[list[str]]:
+    """Sets of folders each of which reaches all others of its set by imports; empty when imports have a direction."""
+    direct: dict[str, set[str]] = {}
+    for importer, imported in edges:
+        direct.setdefault(importer, set()).add(imported)
+    reached = {folder: _reach(folder, direct) for folder in direct}
+    found = {
+        tuple(sorted(other for other in reached[folder] if folder in reached.get(other, set())))
+        for folder in direct
+        if folder in reached[folder]
+    }
+    return [list(circle) for circle in sorted(found)]
+
+
+def _reach(start: str, direct: Mapping[str, set[str]]) -> set[str]:
+    """Everything that can be reached from `start` in one import or more."""
+    reached: set[str] = set()
+    ahead = [start]
+    while ahead:
+        for folder in direct.get(ahead.pop(), set()) - reached:
+            reached.add(folder)
+            ahead.append(folder)
+    return reached
+
+
+@dataclass(frozen=True)
+class Structure:
+    """All figures of one checkout; lengths in lines."""
+
+    files: int
+    lines: int
+    folders: dict[str, int]  # files of each
+    edges: int  # pairs of folders with an import
+    circles: list[list[str]]
+    mutual: list[str]  # pairs of folders that import each other
+    longest_file: Block
+    longest_engine_file: Block
+    longest_function: Block
+    longest_class: Block
+    comments: float  # share of the lines that are not empty
+    wide: list[str]  # functions with more than MAX_POSITIONAL positional parameters
+
+
+def measure(sources: Sequence[Source]) -> Structure:
+    """All figures of these modules."""
+    edges = folder_imports(sources)
+    files = [Block(source.path, source.lines) for source in sources]
+    functions = [block for source in sources for block in source.functions()]
+    filled = sum(bool(line.strip()) for source in sources for line in source.text.splitlines())
+    return Structure(
+        files=len(sources),
+        lines=sum(source.lines for source in sources),
+        folders=dict(Counter(source.folder for source in sources)),
+        edges=len(edges),
+        circles=circles(edges),
+        mutual=sorted(f"{a} <-> {b}" for a, b in edges if a < b and (b, a) in edges),
+        longest_file=_longest(files),
+        longest_engine_file=_longest([file for file in files if "engine" in file.place]),
+        longest_function=_longest(functions),
+        longest_class=_longest([block for source in sources for block in source.classes()]),
+        comments=sum(source.comments() for source in sources) / filled,
+        wide=sorted(block.place for block in functions if block.positional > MAX_POSITIONAL),
+    )
+
+
+def _longest(blocks: Sequence[Block]) -> Block:
+    return max(blocks, key=lambda block: block.lines, default=Block("none", 0))
+
+
+def missed_aims(found: Structure) -> list[str]:
+    """One line for each aim that these figures miss."""
+    bounds = [
+        ("file", found.longest_file, MAX_FILE),
+        ("engine file", found.longest_engine_file, MAX_ENGINE_FILE),
+        ("function", found.longest_function, MAX_FUNCTION),
+    ]
+    missed = [f"folders import each other in a circle: {', '.join(circle)}" for circle in found.circles]
+    missed += [
+        f"the longest {what}, {block.place}, has {block.lines} lines; at most {most}"
+        for what, block, most in bounds
+        if block.lines > most
+    ]
+    if found.folders.get("ds_hydra", 0) > MAX_DIRECT:
+        missed.append(f"{found.folders['ds_hydra']} files directly in ds_hydra/; at most {MAX_DIRECT}")
+    if found.comments < MIN_COMMENTS:
+        missed.append(f"{found.comments:.1%} of the lines hold a comment; at least {MIN_COMMENTS:.1%}")
+    if len(found.wide) > MAX_WIDE:
+        more = f"functions with more than {MAX_POSITIONAL} positional parameters"
+        missed.append(f"{len(found.wide)} {more}; at most {MAX_WIDE}: {', '.join(found.wide)}")
+    return missed
+
+
+def show(found: Structure, *, folders: bool) -> None:
+    """Print the figures, and the files of each folder if asked."""
+    blocks = {
+        "longest file": found.longest_file,
+        "longest engine file": found.longest_engine_file,
+        "longest function": found.longest_function,
+        "longest class": found.longest_class,
+    }
+    rows: list[tuple[str, object, str]] = [
+        ("files", found.files, f"{found.lines} lines in {len(found.folders)} folders"),
+        ("files directly in ds_hydra/", found.folders.get("ds_hydra", 0), ""),
+        ("pairs of folders with an import", found.edges, ""),
+        ("pairs that import each other", len(found.mutual), ", ".join(found.mutual)),
+        ("circles of folders", len(found.circles), "; ".join(" ".join(circle) for circle in found.circles)),
+        *((name, block.lines, block.place) for name, block in blocks.items()),
+        ("comments, % of lines", round(100 * found.comments, 1), ""),
+        (f"more than {MAX_POSITIONAL} positional", len(found.wide), ""),
+    ]
+    print_table(("figure", "value", "where"), rows)
+    if folders:
+        print()
+        print_table(("folder", "files"), sorted(found.folders.items()))
+        print()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the figures of a checkout; 1 when an aim is missed, 2 where there is no code."""
+    parser = figures_parser(__doc__)
+    parser.add_argument("--root", type=Path, default=Path(), help="the checkout to read (default: here)")
+    args = parser.parse_args(arguments)
+    return guarded("structure", lambda: run(args))
+
+
+def run(args: argparse.Namespace) -> int:
+    """What `main` does once its options are read."""
+    found = measure(read_sources(args.root))
+    show(found, folders=not args.quick)
+    summary = (
+        f"{found.files} files, {len(found.circles)} circles of folders, longest file {found.longest_file.lines} and "
+        f"function {found.longest_function.lines} lines, {found.comments:.1%} comments"
+    )
+    return finish("structure", summary, asdict(found), missed_aims(found), args.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
