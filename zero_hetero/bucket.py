@@ -1,4 +1,4 @@
-"""Buckets: the parameters that are pulled and pushed together, as one flat tensor."""
+"""Buckets: the parameters that are pulled and pushed together, as one flat tensor. Pure."""
 
 from __future__ import annotations
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -121,9 +118,3 @@ def test_contradictory_stages_are_refused() -> None:
         strategy.locate(5)
     with pytest.raises(PlanError, match="rank 5 is in no"):
         strategy.pipelines[0].stage_index(5)
-
-
-def test_planning_imports_no_torch() -> None:
-    modules = "ds_hydra.pipe.placement, ds_hydra.pipe.schedules.registry, ds_hydra.pipe.model_plan"
-    code = f"import sys, {modules}; assert not {{'torch', 'deepspeed', 'transformers'}} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
