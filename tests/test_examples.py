@@ -119,6 +119,17 @@ def test_example_config_shows_what_it_should() -> None:
     assert min(max(s.tp for s in schemes), max(s.pp for s in schemes), max(s.sp for s in schemes)) > 1
 
 
+def test_the_pages_name_files_that_exist() -> None:
+    """Every path in backquotes on a page, and the data that README's command names."""
+    missing = []
+    for page in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md"):
+        named = re.findall(r"`([a-z_0-9]+/[\w/.-]*)`", (ROOT / page).read_text())
+        missing += [f"{page}: {path}" for path in named if not (ROOT / path).exists()]
+    assert not missing
+    (pattern,) = re.findall(r"--data '([^']+)'", (ROOT / "README.md").read_text())
+    assert len(list(ROOT.glob(pattern))) > 10
+
+
 def environment(cache: Path) -> dict[str, str]:
     """For a script started from here: on CPU, one thread a rank, with a cache of its own."""
     settings = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(cache)}
