@@ -6,7 +6,7 @@ import hashlib
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,9 +24,21 @@ class DataCursor:
     seed: int
     tokens_per_step: int
     data_digest: str  # of the lengths, so that other data are noticed
+    deferred: tuple[int, ...] = ()  # of this epoch, passed over before `position`; they are drawn first
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "deferred", tuple(self.deferred))  # a list when it was read from JSON
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+class _Place(NamedTuple):
+    """A place in the global order."""
+
+    epoch: int
+    position: int
+    deferred: tuple[int, ...] = ()
 
 
 class TokenBudgetSampler:
@@ -34,8 +46,16 @@ class TokenBudgetSampler:
 
     The order is a shuffle of all sequences of non-zero length per epoch; it does not depend on the number
     of ranks. The sequence that reaches the budget is in the step, so a step may exceed it by one sequence,
-    and one longer than the whole budget ends the step it is in. A step may run into the next epoch. Any
-    step can be asked for at any time: the planner looks ahead.
+    and one longer than the whole budget ends the step it is in. Any step can be asked for at any time: the
+    planner looks ahead.
+
+    A step may run into the next epoch, but no sequence is in a step twice. With a budget of three sequences
+    of equal length, the epochs (a b c d) and (b d a c) give the steps
+
+        a b c | d b a | d c ...
+
+    The second step has d already, so it passes over the d of the new epoch; the third step draws it first.
+    Raises ConfigError for a budget that is more than all tokens, which could only be reached by repeating.
     """
 
     def __init__(
@@ -48,9 +68,19 @@ class TokenBudgetSampler:
         self._lengths = np.asarray(lengths, dtype=np.int64)
         self._ids = np.flatnonzero(self._lengths)
         if not len(self._ids):
-            raise ConfigError(f"none of {len(self._lengths)} sequences has a token: nothing to sample from")
+            raise ConfigError(
+                f"none of the {len(self._lengths)} sequences of the training data has a token: there is nothing to "
+                "sample from; look at how the data were made"
+            )
         if tokens_per_step < 1:
-            raise ConfigError(f"tokens_per_step must be at least 1, but is {tokens_per_step}")
+            raise ConfigError(f"tokens_per_step must be at least 1, but is {tokens_per_step}: raise it")
+        num_tokens = int(self._lengths.sum())
+        if tokens_per_step > num_tokens:
+            raise ConfigError(
+                f"hydra.tokens_per_step {tokens_per_step} is more than the {num_tokens} tokens of the training data "
+                f"({len(self._ids)} sequences): each sequence would be in one step {tokens_per_step / num_tokens:.1f} "
+                f"times. Set it to at most {num_tokens}, or give more data"
+            )
         self._budget = tokens_per_step
         self._seed = seed
         self._digest = hashlib.sha256(np.ascontiguousarray(self._lengths).tobytes()).hexdigest()[:16]
@@ -63,6 +93,7 @@ class TokenBudgetSampler:
         self._first_step = cursor.step
         self._epochs = array("q", [cursor.epoch])  # where each step from first_step on begins
         self._positions = array("q", [cursor.position])
+        self._deferred = {cursor.step: cursor.deferred} if cursor.deferred else {}
 
     def check_cursor(self, cursor: DataCursor) -> None:
         """ConfigError unless the place was saved with the same data, seed and budget."""
@@ -76,8 +107,15 @@ class TokenBudgetSampler:
                     f"the saved place in the data belongs to {what} {saved}, but this job has {now}: "
                     "sequences would repeat or be left out. Restore the setting, or start the data anew"
                 )
-        if cursor.step < 0 or cursor.epoch < 0 or not 0 <= cursor.position < len(self._ids):
-            raise ConfigError(f"the saved place in the data is damaged: {cursor}")
+        end = len(self._ids) + bool(cursor.deferred)
+        if (
+            min(cursor.step, cursor.epoch, cursor.position) < 0
+            or cursor.position >= end
+            or not np.isin(cursor.deferred, self._ids).all()
+        ):
+            raise ConfigError(
+                f"the saved place in the data is damaged: {cursor}. Load another checkpoint, or start the data anew"
+            )
 
     @property
     def steps_per_epoch(self) -> int:
@@ -86,9 +124,7 @@ class TokenBudgetSampler:
 
     def batch(self, step: int) -> tuple[int, ...]:
         """Ids of the sequences of `step`, in the order drawn."""
-        epoch, position = self._begin(step)
-        ids, _ = self._draw(epoch, position)
-        return ids
+        return self._draw(*self._begin(step))[0]
 
     def batch_lengths(self, step: int) -> tuple[int, ...]:
         """Tokens of each sequence of `batch(step)`."""
@@ -96,32 +132,53 @@ class TokenBudgetSampler:
 
     def cursor(self, step: int) -> DataCursor:
         """Where `step` begins, for saving."""
-        epoch, position = self._begin(step)
-        return DataCursor(step, epoch, position, self._seed, self._budget, self._digest)
+        epoch, position, deferred = self._begin(step)
+        return DataCursor(step, epoch, position, self._seed, self._budget, self._digest, deferred)
 
-    def _begin(self, step: int) -> tuple[int, int]:
-        """(epoch, position) of the first sequence of `step`."""
+    def _begin(self, step: int) -> _Place:
+        """Where `step` begins in the order."""
         if step < self._first_step:
-            raise ConfigError(f"step {step} lies before the place this run's data began, step {self._first_step}")
+            raise ConfigError(
+                f"step {step} lies before the place this run's data began, step {self._first_step}: ask for that one "
+                "or a later one, or load the checkpoint of an earlier step"
+            )
         while len(self._epochs) <= step - self._first_step:
-            _, (epoch, position) = self._draw(self._epochs[-1], self._positions[-1])
-            self._epochs.append(epoch)
-            self._positions.append(position)
-        return self._epochs[step - self._first_step], self._positions[step - self._first_step]
+            last = self._first_step + len(self._epochs) - 1
+            place = _Place(self._epochs[-1], self._positions[-1], self._deferred.get(last, ()))
+            _, then = self._draw(*place)
+            self._epochs.append(then.epoch)
+            self._positions.append(then.position)
+            if then.deferred:
+                self._deferred[last + 1] = then.deferred
+        at = step - self._first_step
+        return _Place(self._epochs[at], self._positions[at], self._deferred.get(step, ()))
 
-    def _draw(self, epoch: int, position: int) -> tuple[tuple[int, ...], tuple[int, int]]:
+    def _draw(self, epoch: int, position: int, deferred: tuple[int, ...]) -> tuple[tuple[int, ...], _Place]:
         """Ids from a place in the order until the budget is reached, and the place after them."""
-        drawn: list[int] = []
-        missing = self._budget
-        while missing > 0:
-            order, sums = self._order(epoch)
-            before = int(sums[position - 1]) if position else 0
-            stop = int(np.searchsorted(sums, before + missing)) + 1  # one past the sequence that reaches it
-            stop = min(stop, len(order))
-            drawn += order[position:stop].tolist()
-            missing -= int(sums[stop - 1]) - before
-            epoch, position = (epoch, stop) if stop < len(order) else (epoch + 1, 0)
-        return tuple(drawn), (epoch, position)
+        order, sums = self._order(epoch)
+        missing = self._budget - int(self._lengths[list(deferred)].sum())
+        before = int(sums[position - 1]) if position else 0
+        stop = int(np.searchsorted(sums, before + missing)) + 1  # one past the sequence that reaches it
+        drawn = (*deferred, *order[position:stop].tolist())
+        if stop < len(order):
+            return drawn, _Place(epoch, stop)
+        missing -= int(sums[-1]) - before
+        if missing <= 0:
+            return drawn, _Place(epoch + 1, 0)
+        return self._run_over(drawn, epoch + 1, missing)
+
+    def _run_over(self, drawn: tuple[int, ...], epoch: int, missing: int) -> tuple[tuple[int, ...], _Place]:
+        """Fill a step that has `drawn` the rest of an epoch from the next one, without drawing any of it again."""
+        order, sums = self._order(epoch)
+        have = int(self._lengths[list(drawn)].sum())
+        order = order[: int(np.searchsorted(sums, missing + have)) + 1]  # enough, were all of `drawn` among them
+        again = np.isin(order, np.asarray(drawn))
+        reached = np.cumsum(np.where(again, 0, self._lengths[order]))
+        stop = int(np.searchsorted(reached, missing)) + 1
+        order, again = order[:stop], again[:stop]
+        deferred = tuple(order[again].tolist())
+        place = _Place(epoch, stop, deferred) if deferred or stop < len(sums) else _Place(epoch + 1, 0)
+        return (*drawn, *order[~again].tolist()), place
 
     def _order(self, epoch: int) -> tuple[Int64Array, Int64Array]:
         """An epoch's order of ids and the running sum of their lengths."""
@@ -134,20 +191,34 @@ class TokenBudgetSampler:
 
 
 class StepLoader:
-    """The steps of an epoch, each as its sequence ids: `for _ in loader: engine.train_batch()` is one pass.
+    """The steps that a job still has to make, each as its sequence ids: `for _ in loader: engine.train_batch()`.
 
-    The engine draws each step's sequences itself, so what is iterated here is for counting and looking.
+    They end with `total_steps`, counted from the job's first start: after a restart at step 900 of 1,000 there are 100.
+    Without `total_steps` they end with the current epoch. The engine draws each step's sequences itself, so what is
+    iterated here is for counting and looking.
     """
 
-    def __init__(self, sampler: TokenBudgetSampler, next_step: Callable[[], int]) -> None:
+    def __init__(
+        self, sampler: TokenBudgetSampler, next_step: Callable[[], int], total_steps: int | None = None
+    ) -> None:
         self._sampler = sampler
         self._next_step = next_step
+        self._total_steps = total_steps
 
     def __len__(self) -> int:
-        """Steps that it takes to draw about as many tokens as the data hold."""
-        return self._sampler.steps_per_epoch
+        """Steps of the whole job, or of a whole epoch: those that it takes to draw about as many tokens as there are.
+
+        What was done before a restart counts too, so that a learning rate schedule made from it stays the same.
+        """
+        return self._total_steps or self._sampler.steps_per_epoch
+
+    @property
+    def epoch(self) -> int:
+        """Epochs that are over: `for _ in range(loader.epoch, 3)` makes those of three that are left."""
+        return self._next_step() // self._sampler.steps_per_epoch
 
     def __iter__(self) -> Iterator[tuple[int, ...]]:
         first = self._next_step()
-        for step in range(first, first + len(self)):
+        stop = self._total_steps or (self.epoch + 1) * self._sampler.steps_per_epoch
+        for step in range(first, stop):
             yield self._sampler.batch(step)

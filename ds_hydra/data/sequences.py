@@ -1,4 +1,4 @@
-"""Training data as sequences: lengths and a seed in, each step's sequence ids and single sequences out.
+"""Training data as sequences: a dataset in; lengths, and single sequences by their ids, out.
 
 Planning with it is pure: `TokenBudgetSampler` knows lengths only. Contents are read through
 `SequenceData.load_sequence`, by the ranks that need them.
@@ -8,20 +8,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from ds_hydra.data.columns import IGNORE_INDEX, Int64Array, Item, check_other_columns, is_packed, read_item
 from ds_hydra.zero_hetero.errors import ConfigError
 
 logger = logging.getLogger(__name__)
-
-IGNORE_INDEX = -100
-Int64Array = npt.NDArray[np.int64]
-_READ_KEYS = frozenset({"input_ids", "labels", "attention_mask"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +30,12 @@ class DataCounts:
     num_without_target: int  # of zero or one token: there is nothing to predict
     num_tokens: int  # tokens of the used sequences
     num_tokens_cut: int  # tokens that truncating and skipping took away
+    num_items: int = 0  # of the dataset, where they hold several sequences each; else 0
 
     def __str__(self) -> str:
         parts = [f"{self.num_used:,} of {self.num_sequences:,} sequences used, {self.num_tokens:,} tokens"]
+        if self.num_items:
+            parts.append(f"packed in {self.num_items:,} items of the data")
         if self.num_truncated:
             parts.append(f"{self.num_truncated:,} truncated")
         if self.num_skipped:
@@ -52,14 +50,15 @@ class DataCounts:
 class SequenceData:
     """A map-style dataset of token sequences, with their lengths known and the too long ones dealt with.
 
-    An item is a 1-D tensor, array or list of token ids, or a mapping with `input_ids` and, if need be,
-    `labels` (same length, not shifted, IGNORE_INDEX where nothing is to be learnt) and `attention_mask`
-    (positions with 0 are padding and taken out). Lengths come from `dataset.lengths`, or else from reading
-    every item once.
+    An item is a 1-D tensor, array or list of token ids, or a mapping with `input_ids` and, if need be, labels, masks
+    and the boundaries of the sequences packed in it [Note: columns]. A packed item is cut into its sequences, which
+    are numbered through. Lengths come from `dataset.lengths`, or else from reading every item once; packed items are
+    always read.
 
-    `lengths[i]` is the number of tokens that sequence i is trained with, 0 for those that are left out.
-    Raises ConfigError for empty data, for items that are no token sequences, and, when `too_long` is "error",
-    for sequences longer than `context_length`.
+    `lengths[i]` is the number of tokens that sequence i is trained with, 0 for those that are left out. `max_positions`
+    is what the model has. Raises ConfigError for empty data, for items that are no token sequences, for columns that
+    look like a mask but are unknown, for sequences that the model has no positions for, and, when `too_long` is
+    "error", for sequences longer than `context_length`.
     """
 
     def __init__(
@@ -69,12 +68,30 @@ class SequenceData:
         context_length: int | None = None,
         too_long: str = "error",
         vocab_size: int | None = None,
+        max_positions: int | None = None,
     ) -> None:
         self._dataset = dataset
-        self._context_length = context_length
         self._vocab_size = vocab_size
-        self._full_lengths = _dataset_lengths(dataset)
+        self._columns: set[tuple[str, ...]] = set()  # sets of columns that were looked at
+        if context_length is not None and max_positions is not None and context_length > max_positions:
+            raise ConfigError(
+                f"hydra.context_length {context_length} is more than the model's {max_positions} positions "
+                f"(max_position_embeddings): set it to at most {max_positions}, or give a model with more"
+            )
+        _check_dataset(dataset)
+        # The first sequence of each item and, at last, their number; None where an item is a sequence.
+        self._first: Int64Array | None = None
+        self._full_lengths = self._read_lengths()
         self.lengths, self.counts = _usable_lengths(self._full_lengths, context_length, too_long)
+        if self._first is not None:
+            self.counts = replace(self.counts, num_items=len(dataset))
+        if max_positions is not None and self.lengths.max() > max_positions:
+            longest = int(self.lengths.argmax())
+            raise ConfigError(
+                f"{self._place(longest)} has {self.lengths[longest]} tokens, more than the model's {max_positions} "
+                f"positions (max_position_embeddings): set hydra.context_length to at most {max_positions} and "
+                'hydra.too_long to "truncate" or "skip", or give a model with more'
+            )
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -85,13 +102,16 @@ class SequenceData:
         Labels are shifted within the sequence: labels[t] is the token to predict at position t, which is
         input_ids[t + 1] unless the dataset says otherwise; the last one is IGNORE_INDEX.
         """
-        input_ids, labels = _read_item(self._dataset[sequence_id], sequence_id)
+        index, part = self._locate(sequence_id)
+        item = self._read(index)
         expected = int(self._full_lengths[sequence_id])
-        if len(input_ids) != expected:
+        found = item.lengths[part] if len(item.lengths) == self._num_parts(index) else sum(item.lengths)
+        if len(item.lengths) != self._num_parts(index) or found != expected:
             raise ConfigError(
-                f"sequence {sequence_id} has {len(input_ids)} tokens but the dataset gave its length as "
-                f"{expected}: correct dataset.lengths"
+                f"{self._place(sequence_id)} has {found} tokens in {len(item.lengths)} sequences but the dataset gave "
+                f"its length as {expected}: correct dataset.lengths, or give data that stay the same"
             )
+        input_ids, labels = item.sequence(part)
         length = int(self.lengths[sequence_id])
         input_ids, labels = input_ids[:length], labels[:length]
         self._check_tokens(input_ids, sequence_id)
@@ -99,6 +119,57 @@ class SequenceData:
         shifted[:-1] = labels[1:]
         self._check_tokens(shifted[shifted != IGNORE_INDEX], sequence_id, "label")
         return input_ids, shifted
+
+    def _read_lengths(self) -> Int64Array:
+        """Tokens of every sequence, (sequences,); finds out which item holds which."""
+        num_items = len(self._dataset)
+        given = _given_lengths(self._dataset)
+        if given is not None and not is_packed(self._dataset[0]):
+            self._read(0)  # what all items have in common is refused now, not hours later
+            return given
+        items = [self._read(index).lengths for index in range(num_items)]
+        if given is not None:
+            for index, (lengths, length) in enumerate(zip(items, given, strict=True)):
+                if sum(lengths) != length:
+                    raise ConfigError(
+                        f"item {index} of the data has {sum(lengths)} tokens but the dataset gave its length as "
+                        f"{length}: correct dataset.lengths"
+                    )
+        if any(len(lengths) != 1 for lengths in items):
+            self._first = np.cumsum([0, *map(len, items)])
+        return np.array([length for lengths in items for length in lengths], dtype=np.int64)
+
+    def _read(self, index: int) -> Item:
+        item = self._dataset[index]
+        read = read_item(item, index)
+        self._look_at_columns(item, index)
+        return read
+
+    def _look_at_columns(self, item: Any, index: int) -> None:
+        """Refuse or name what is not read of an item, once for each set of columns."""
+        names = tuple(map(str, item)) if isinstance(item, Mapping) else ()
+        if names in self._columns:
+            return
+        unread = check_other_columns(item, index)
+        self._columns.add(names)
+        if unread:
+            logger.warning("items of the data also hold %s, which training does not read", ", ".join(unread))
+
+    def _num_parts(self, index: int) -> int:
+        return 1 if self._first is None else int(self._first[index + 1] - self._first[index])
+
+    def _locate(self, sequence_id: int) -> tuple[int, int]:
+        """(item, part of it) of a sequence."""
+        if self._first is None:
+            return sequence_id, 0
+        index = int(np.searchsorted(self._first, sequence_id, side="right")) - 1
+        return index, sequence_id - int(self._first[index])
+
+    def _place(self, sequence_id: int) -> str:
+        """A sequence's name, for errors."""
+        if self._first is None:
+            return f"sequence {sequence_id}"
+        return f"sequence {sequence_id} (number {self._locate(sequence_id)[1]} in item {self._locate(sequence_id)[0]})"
 
     def _check_tokens(self, tokens: Int64Array, sequence_id: int, what: str = "token") -> None:
         limit = self._vocab_size
@@ -108,29 +179,38 @@ class SequenceData:
         if worst < 0 or (limit is not None and worst >= limit):
             size = f" (vocabulary of {limit}: ids 0..{limit - 1})" if limit is not None else ""
             raise ConfigError(
-                f"sequence {sequence_id} holds the {what} id {worst}, which the model does not have{size}: "
+                f"{self._place(sequence_id)} holds the {what} id {worst}, which the model does not have{size}: "
                 "use the tokenizer that belongs to the model, or a model with a larger vocabulary"
             )
 
 
-def _dataset_lengths(dataset: Any) -> Int64Array:
-    """Tokens of every sequence, (len(dataset),)."""
+def _check_dataset(dataset: Any) -> None:
+    if isinstance(dataset, Mapping):
+        raise ConfigError(
+            f"the data are one mapping with {', '.join(map(repr, list(dataset)[:5]))}: give a list of sequences or a "
+            "map-style dataset, not a collated batch; of a DatasetDict give one split, such as data['train']"
+        )
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise ConfigError(
             f"training data of type {type(dataset).__name__} has no length or cannot be indexed: give a "
             "map-style dataset, with __len__ and __getitem__"
         )
     if len(dataset) == 0:
-        raise ConfigError("the training data are empty: no sequence to train on")
+        raise ConfigError("the training data are empty: give at least one sequence of two tokens to train on")
+
+
+def _given_lengths(dataset: Any) -> Int64Array | None:
+    """`dataset.lengths`, tokens of every item, (len(dataset),); None where there is none."""
     given = getattr(dataset, "lengths", None)
     if given is None:
-        return np.array([len(_read_item(dataset[i], i)[0]) for i in range(len(dataset))], dtype=np.int64)
+        return None
     lengths = np.asarray(given)
     if lengths.shape != (len(dataset),) or lengths.dtype.kind not in "iu" or lengths.min() < 0:
         raise ConfigError(
-            f"dataset.lengths must hold {len(dataset)} token counts, one per sequence, but has shape "
+            f"dataset.lengths must hold {len(dataset)} token counts, one for each item, but has shape "
             f"{lengths.shape}, type {lengths.dtype}"
             + (f", minimum {lengths.min()}" if lengths.size and lengths.dtype.kind == "i" else "")
+            + ": correct it, or leave it out, and every item is read once"
         )
     return lengths.astype(np.int64)
 
@@ -161,47 +241,8 @@ def _usable_lengths(full: Int64Array, context_length: int | None, too_long: str)
         num_tokens_cut=int((full - lengths)[over].sum()),
     )
     if not counts.num_used:
-        raise ConfigError(f"no sequence is left to train on: {counts}")
+        raise ConfigError(
+            f"no sequence is left to train on: {counts}. Give sequences of at least two tokens, or raise "
+            "hydra.context_length"
+        )
     return lengths, counts
-
-
-def _read_item(item: Any, sequence_id: int) -> tuple[Int64Array, Int64Array]:
-    """(input_ids, unshifted labels) of a dataset item, padding taken out."""
-    if not isinstance(item, Mapping):
-        tokens = _tokens(item, sequence_id, "item")
-        return tokens, tokens
-    if "input_ids" not in item:
-        raise ConfigError(f"sequence {sequence_id} has the keys {sorted(map(str, item))} but no 'input_ids'")
-    _warn_unread(tuple(sorted(str(key) for key in item if key not in _READ_KEYS)))
-    input_ids = _tokens(item["input_ids"], sequence_id, "input_ids")
-    labels = _tokens(item["labels"], sequence_id, "labels") if item.get("labels") is not None else input_ids
-    mask = item.get("attention_mask")
-    keep = _tokens(mask, sequence_id, "attention_mask") if mask is not None else np.ones_like(input_ids)
-    if not len(input_ids) == len(labels) == len(keep):
-        raise ConfigError(
-            f"sequence {sequence_id}: {len(input_ids)} input_ids, {len(labels)} labels and {len(keep)} mask "
-            "entries; there must be as many of each"
-        )
-    return (input_ids, labels) if keep.all() else (input_ids[keep != 0], labels[keep != 0])
-
-
-def _tokens(values: Any, sequence_id: int, what: str) -> Int64Array:
-    try:
-        tokens = np.asarray(values)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"sequence {sequence_id}: {what} is no list of token ids: {error}") from None
-    if tokens.size == 0:
-        return np.zeros(0, dtype=np.int64)
-    if tokens.ndim != 1 or tokens.dtype.kind not in "iub":
-        raise ConfigError(
-            f"sequence {sequence_id}: {what} must be one-dimensional whole numbers, but has shape "
-            f"{tokens.shape}, type {tokens.dtype}"
-        )
-    return tokens.astype(np.int64)
-
-
-@lru_cache(maxsize=64)
-def _warn_unread(keys: tuple[str, ...]) -> None:
-    """Say once what of an item is not used."""
-    if keys:
-        logger.warning("dataset items also hold %s, which training does not read", ", ".join(keys))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_hydra.data.sampler import StepLoader, TokenBudgetSampler
-from ds_hydra.data.sequences import IGNORE_INDEX, SequenceData
+from ds_hydra.data.columns import IGNORE_INDEX
+from ds_hydra.data.sampler import DataCursor, StepLoader, TokenBudgetSampler
+from ds_hydra.data.sequences import SequenceData
 from ds_hydra.zero_hetero.errors import ConfigError
 
 LENGTHS = st.lists(st.integers(0, 50), min_size=1, max_size=30).filter(any)
@@ -47,6 +50,60 @@ def test_users_labels_are_shifted_and_padding_is_taken_out() -> None:
     assert SequenceData([prompt]).load_sequence(0)[1].tolist() == [IGNORE_INDEX, 5, IGNORE_INDEX]
 
 
+@pytest.mark.parametrize("name", ["completion_mask", "assistant_masks"])
+def test_masked_positions_are_not_learnt(name: str) -> None:
+    item = {"input_ids": [3, 4, 5, 6], name: [0, 0, 1, 1]}
+    assert SequenceData([item]).load_sequence(0)[1].tolist() == [IGNORE_INDEX, 5, 6, IGNORE_INDEX]
+    labelled = item | {"labels": [3, 4, IGNORE_INDEX, 7]}
+    assert SequenceData([labelled]).load_sequence(0)[1].tolist() == [IGNORE_INDEX, IGNORE_INDEX, 7, IGNORE_INDEX]
+    both = {"input_ids": [3, 4, 5, 6], "completion_mask": [0, 1, 1, 1], "assistant_masks": [0, 1, 0, 1]}
+    assert SequenceData([both]).load_sequence(0)[1].tolist() == [4, IGNORE_INDEX, 6, IGNORE_INDEX]
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"seq_lengths": [3, 2]},
+        {"position_ids": [0, 1, 2, 0, 1]},
+        {"attention_mask": [1, 1, 1, 2, 2]},
+        {"seq_lengths": [3, 2], "position_ids": [0, 1, 2, 0, 1], "attention_mask": [1] * 5},
+    ],
+)
+@pytest.mark.parametrize("padding", [0, 2])
+def test_packed_items_are_cut_into_their_sequences(columns: dict[str, list[int]], padding: int) -> None:
+    """Two sequences in the second of three items, whose masks and labels are cut with them."""
+    mask = columns.get("attention_mask", [1] * 5) + [0] * padding
+    columns = {name: values + ([0] * padding if name == "position_ids" else []) for name, values in columns.items()}
+    packed = columns | {"input_ids": [5, 6, 7, 8, 9] + [0] * padding, "attention_mask": mask}
+    packed["completion_mask"] = [0, 1, 1, 1, 1] + [0] * padding
+    data = SequenceData([{"input_ids": [1, 2]}, packed, {"input_ids": [3, 4, 5]}])
+    assert data.lengths.tolist() == [2, 3, 2, 3]
+    assert len(data) == 4
+    assert [data.load_sequence(i)[0].tolist() for i in range(4)] == [[1, 2], [5, 6, 7], [8, 9], [3, 4, 5]]
+    assert [data.load_sequence(i)[1].tolist() for i in (1, 2)] == [[6, 7, IGNORE_INDEX], [9, IGNORE_INDEX]]
+    assert "4 of 4 sequences used, 10 tokens, packed in 3 items" in str(data.counts)
+    assert SequenceData([packed], context_length=2, too_long="truncate").lengths.tolist() == [2, 2]
+
+
+def test_packed_items_are_read_though_lengths_are_given() -> None:
+    packed = {"input_ids": [5, 6, 7, 8, 9], "seq_lengths": [3, 2]}
+    assert SequenceData(Items([packed], lengths=[5])).lengths.tolist() == [3, 2]
+    with pytest.raises(ConfigError, match=r"item 0 .* 5 tokens .* length as 4"):
+        SequenceData(Items([packed], lengths=[4]))
+    late = SequenceData(Items([{"input_ids": [1, 2]}, packed], lengths=[2, 5]))
+    with pytest.raises(ConfigError, match=r"sequence 1 has 5 tokens in 2 sequences"):
+        late.load_sequence(1)
+
+
+def test_columns_without_effect_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    item = {"input_ids": [1, 2], "token_type_ids": [0, 0], "special_tokens_mask": [1, 0], "source": "web", "id": 3}
+    data = SequenceData([item] * 3)
+    data.load_sequence(0)
+    assert [record.getMessage() for record in caplog.records] == [
+        "items of the data also hold id, source, special_tokens_mask, token_type_ids, which training does not read"
+    ]
+
+
 def test_truncate_and_skip_are_counted() -> None:
     items = [list(range(n)) for n in (5, 30, 1, 0, 12)]
     cut = SequenceData(items, context_length=10, too_long="truncate")
@@ -67,13 +124,30 @@ def test_truncate_and_skip_are_counted() -> None:
         ([[1]], {}, ["no sequence is left"]),
         ([[1, 2, 3]], {"context_length": 2}, ["1 of 1", "context_length 2", "sequence 0 has 3", "truncate"]),
         ([[1, 2, 3]], {"context_length": 2, "too_long": "skip"}, ["no sequence is left", "1 skipped"]),
-        ([[1.5, 2.0]], {}, ["sequence 0", "whole numbers", "float64"]),
-        ([[[1, 2], [3, 4]]], {}, ["sequence 0", "one-dimensional", "(2, 2)"]),
-        ([{"text": "x"}], {}, ["sequence 0", "'text'", "input_ids"]),
-        ([{"input_ids": [1, 2], "labels": [1]}], {}, ["sequence 0", "2 input_ids, 1 labels"]),
+        ([[1, 2], [1, 2, 3]], {"max_positions": 2}, ["sequence 1 has 3", "2 positions", "hydra.context_length"]),
+        ([[1, 2]], {"context_length": 8, "max_positions": 4}, ["hydra.context_length 8", "4 positions", "at most 4"]),
+        ([[1.5, 2.0]], {}, ["item 0", "whole numbers", "float64", "token ids"]),
+        ([[[1, 2], [3, 4]]], {}, ["item 0", "one-dimensional", "(2, 2)", "one sequence an item"]),
+        ([{"text": "x"}], {}, ["item 0", "'text'", "input_ids", "tokenizer"]),
+        ([{"input_ids": [1, 2], "labels": [1]}], {}, ["item 0", "2 input_ids but 1 entries in 'labels'"]),
+        ([{"input_ids": [1, 2], "completion_mask": [1]}], {}, ["2 input_ids but 1 entries in 'completion_mask'"]),
+        ([{"input_ids": [1, 2], "loss_mask": [0, 1]}], {}, ["'loss_mask'", "looks like a mask", "completion_mask"]),
+        ([{"input_ids": [1, 2], "is_answer": [0, 1]}], {}, ["'is_answer'", "looks like a mask", "-100"]),
+        ([{"input_ids": [1, 2], "loss_weights": [0.5, 2.0]}], {}, ["'loss_weights'", "remove it"]),
+        ([{"input_ids": [1, 2], "cu_seqlens": [0, 2]}], {}, ["'cu_seqlens'", "seq_lengths"]),
+        ([{"input_ids": [1, 2, 3], "seq_lengths": [2, 2]}], {}, ["seq_lengths 2, 2", "add up to its 3 tokens"]),
+        ([{"input_ids": [1, 2, 3], "seq_lengths": [3, 0]}], {}, ["seq_lengths 3, 0", "at least 1"]),
+        ([{"input_ids": [1, 2, 3], "position_ids": [0, 1, 5]}], {}, ["has 5 at token 2", "only 2", "seq_lengths"]),
+        ([{"input_ids": [1, 2, 3], "position_ids": [4, 5, 6]}], {}, ["has 4 at token 0", "only 0"]),
+        (
+            [{"input_ids": [1, 2, 3], "position_ids": [0, 0, 1], "seq_lengths": [2, 1]}],
+            {},
+            ["1, 2 tokens by position_ids", "2, 1 by seq_lengths"],
+        ),
+        ({"input_ids": [[1, 2]], "labels": [[1, 2]]}, {}, ["'input_ids', 'labels'", "not a collated batch"]),
     ],
 )
-def test_bad_data_are_refused(items: list[Any], options: dict[str, Any], words: list[str]) -> None:
+def test_bad_data_are_refused(items: Any, options: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ConfigError) as error:
         SequenceData(items, **options)
     assert all(word in str(error.value) for word in words), error.value
@@ -94,43 +168,86 @@ def test_token_outside_the_vocabulary_names_sequence_token_and_vocabulary(tokens
 def test_known_lengths_spare_the_scan_and_are_checked() -> None:
     items = Items([[1, 2, 3], [1, 2]], lengths=[3, 3])
     data = SequenceData(items)
-    assert items.num_reads == 0
+    before = items.num_reads
+    assert before <= 2, "only the first item is looked at"
     data.load_sequence(0)
-    assert items.num_reads == 1
-    with pytest.raises(ConfigError, match=r"sequence 1 has 2 tokens but .* 3"):
+    assert items.num_reads == before + 1
+    with pytest.raises(ConfigError, match=r"sequence 1 has 2 tokens .* 3: correct dataset\.lengths"):
         data.load_sequence(1)
     for lengths in ([3], [3, -1], [3.0, 2.0]):
         with pytest.raises(ConfigError, match=r"dataset\.lengths"):
             SequenceData(Items([[1, 2, 3], [1, 2]], lengths=lengths))
 
 
-@given(LENGTHS, st.integers(1, 200), st.integers(0, 5))
-def test_every_epoch_draws_each_usable_sequence_once(lengths: list[int], budget: int, seed: int) -> None:
+@st.composite
+def jobs(draw: st.DrawFn) -> tuple[list[int], int]:
+    """Lengths, and a budget of at most their sum."""
+    lengths = draw(LENGTHS)
+    return lengths, draw(st.integers(1, sum(lengths)))
+
+
+@given(jobs(), st.integers(0, 5))
+def test_every_epoch_draws_each_usable_sequence_once(job: tuple[list[int], int], seed: int) -> None:
+    lengths, budget = job
     sampler = TokenBudgetSampler(lengths, budget, seed)
     usable = {i for i, length in enumerate(lengths) if length}
     drawn: list[int] = []
     step = 0
-    while len(drawn) < 3 * len(usable):
-        drawn += sampler.batch(step)
+    while len(drawn) < 4 * len(usable):
+        batch = sampler.batch(step)
+        assert len(set(batch)) == len(batch), "a sequence is in a step twice"
+        drawn += batch
         step += 1
-    for epoch in range(3):
+    for epoch in range(4):
         assert sorted(drawn[epoch * len(usable) : (epoch + 1) * len(usable)]) == sorted(usable)
 
 
-@given(LENGTHS, st.integers(1, 200), st.integers(0, 5))
-def test_a_step_ends_with_the_sequence_that_reaches_the_budget(lengths: list[int], budget: int, seed: int) -> None:
+@given(jobs(), st.integers(0, 5))
+def test_a_step_ends_with_the_sequence_that_reaches_the_budget(job: tuple[list[int], int], seed: int) -> None:
+    lengths, budget = job
     sampler = TokenBudgetSampler(lengths, budget, seed)
     for step in range(4):
         tokens = sampler.batch_lengths(step)
         assert sum(tokens) >= budget > sum(tokens[:-1])
 
 
-@given(LENGTHS, st.integers(1, 200), st.integers(0, 6), st.integers(0, 6))
-def test_a_saved_cursor_goes_on_where_it_was(lengths: list[int], budget: int, stop: int, further: int) -> None:
+@given(jobs(), st.integers(0, 6), st.integers(0, 6))
+def test_a_saved_cursor_goes_on_where_it_was(job: tuple[list[int], int], stop: int, further: int) -> None:
+    lengths, budget = job
     whole = TokenBudgetSampler(lengths, budget, seed=1)
-    resumed = TokenBudgetSampler(lengths, budget, seed=1, cursor=whole.cursor(stop))
+    saved = DataCursor(**json.loads(json.dumps(whole.cursor(stop).to_dict())))
+    resumed = TokenBudgetSampler(lengths, budget, seed=1, cursor=saved)
     again = TokenBudgetSampler(lengths, budget, seed=1, cursor=resumed.cursor(stop + further))
     assert resumed.batch(stop + further) == whole.batch(stop + further) == again.batch(stop + further)
+
+
+def test_what_a_step_passes_over_comes_first_in_the_next() -> None:
+    """Four sequences of equal length, three a step; by its seed the second epoch begins with what the first ended."""
+    seed = next(s for s in range(99) if orders(s)[0][3] == orders(s)[1][0])
+    first, second = orders(seed)
+    sampler = TokenBudgetSampler([1] * 4, 3, seed)
+    assert sampler.batch(0) == first[:3]
+    assert sampler.batch(1) == (first[3], *second[1:3])
+    assert sampler.cursor(2).deferred == (first[3],)
+    assert sampler.batch(2)[:2] == (first[3], second[3])
+    bad = replace(sampler.cursor(2), deferred=(7,))
+    with pytest.raises(ConfigError, match=r"damaged.*Load another checkpoint"):
+        TokenBudgetSampler([1] * 4, 3, seed, bad)
+
+
+def orders(seed: int) -> list[tuple[int, ...]]:
+    """The first two epochs of four sequences."""
+    sampler = TokenBudgetSampler([1] * 4, 4, seed)
+    return [sampler.batch(0), sampler.batch(1)]
+
+
+@pytest.mark.parametrize("budget", [19, 10**12])
+def test_budget_that_only_repeats_could_reach(budget: int) -> None:
+    with pytest.raises(ConfigError) as error:
+        TokenBudgetSampler([5, 6, 0, 7], budget)
+    times = f"{budget / 18:.1f} times"
+    for word in (f"hydra.tokens_per_step {budget}", "18 tokens", "3 sequences", times, "at most 18"):
+        assert word in str(error.value), error.value
 
 
 def test_look_ahead_does_not_change_what_is_drawn() -> None:
@@ -155,12 +272,24 @@ def test_sampler_refuses_what_it_cannot_continue() -> None:
     resumed = TokenBudgetSampler([5, 6, 7], 8, 1, cursor)
     with pytest.raises(ConfigError, match="step 2 lies before"):
         resumed.batch(2)
-    with pytest.raises(ConfigError, match="none of 2 sequences"):
+    with pytest.raises(ConfigError, match="none of the 2 sequences"):
         TokenBudgetSampler([0, 0], 8)
 
 
-def test_loader_counts_the_steps_of_an_epoch() -> None:
+def test_loader_ends_where_the_job_or_its_epoch_does() -> None:
+    """A restart makes the steps that are left, not as many as the job has in all."""
     sampler = TokenBudgetSampler([10] * 8, 20)
-    loader = StepLoader(sampler, lambda: 4)
-    assert len(loader) == 4
-    assert list(loader) == [sampler.batch(step) for step in range(4, 8)]
+    steps = {step: sampler.batch(step) for step in range(12)}
+
+    def made(at: int, total_steps: int | None = None) -> list[int]:
+        loader = StepLoader(sampler, lambda: at, total_steps)
+        assert len(loader) == (total_steps or 4)
+        assert list(loader) == [steps[step] for step in range(at, at + len(list(loader)))]
+        return list(range(at, at + len(list(loader))))
+
+    assert made(0) == [0, 1, 2, 3]
+    assert made(6) == [6, 7], "the rest of the second epoch"
+    assert made(0, total_steps=10) == list(range(10))
+    assert made(9, total_steps=10) == [9]
+    assert made(10, total_steps=10) == []
+    assert [StepLoader(sampler, lambda at=at: at).epoch for at in (0, 3, 4, 11)] == [0, 0, 1, 2]

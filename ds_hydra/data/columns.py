@@ -1,0 +1,185 @@
+"""One item of a dataset in; its token ids, what is learnt of them, and the sequences packed in it, out. Pure.
+
+[Note: columns]
+What an item says is used or refused, never passed over where it would change training:
+
+    input_ids                          the tokens
+    labels                             what to predict, not shifted; IGNORE_INDEX where nothing is to be learnt
+    attention_mask                     0: padding, taken out; 1, 2, 3, ...: the packed sequence that a token belongs to
+    completion_mask, assistant_masks   0: not learnt
+    position_ids                       count from 0 and begin anew at each packed sequence
+    seq_lengths                        tokens of each packed sequence
+
+An item with input_ids (5 6 7 8 9) and position_ids (0 1 2 0 1) is two sequences, (5 6 7) and (8 9): they are trained
+on apart, as if the dataset had held them so.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ds_hydra.zero_hetero.errors import ConfigError
+
+IGNORE_INDEX = -100
+Int64Array = npt.NDArray[np.int64]
+
+_LOSS_MASKS = ("completion_mask", "assistant_masks")
+_PACKING = ("position_ids", "seq_lengths")
+_READ = frozenset(("input_ids", "labels", "attention_mask", *_LOSS_MASKS, *_PACKING))
+_HARMLESS = frozenset(("special_tokens_mask", "token_type_ids", "length", "lengths", "num_tokens"))
+"""Written by tokenizers and samplers for other uses; a causal language model is trained without them."""
+_MASK_LIKE = re.compile(r"mask|weight|label|position|segment|seq_?(len|idx|id)|seqlens?|document_ids|turn_ids")
+
+
+class Item(NamedTuple):
+    """What an item holds, padding taken out; both arrays are (tokens,), and `lengths` add up to that."""
+
+    input_ids: Int64Array
+    labels: Int64Array  # not shifted
+    lengths: tuple[int, ...]  # tokens of each sequence in it; one, unless it is packed
+
+    def sequence(self, part: int) -> tuple[Int64Array, Int64Array]:
+        """Token ids and labels of one of its sequences."""
+        start = sum(self.lengths[:part])
+        stop = start + self.lengths[part]
+        return self.input_ids[start:stop], self.labels[start:stop]
+
+
+def is_packed(item: Any) -> bool:
+    """Whether an item has columns by which it may hold several sequences."""
+    if not isinstance(item, Mapping):
+        return False
+    mask = item.get("attention_mask")
+    return any(item.get(name) is not None for name in _PACKING) or (
+        mask is not None and np.asarray(mask).max(initial=0) > 1
+    )
+
+
+def read_item(item: Any, index: int) -> Item:
+    """Item `index` of a dataset. Raises ConfigError for what is no token sequence, or contradicts itself."""
+    if not isinstance(item, Mapping):
+        tokens = _whole_numbers(item, index, "the item")
+        return Item(tokens, tokens, (len(tokens),))
+    if "input_ids" not in item:
+        raise ConfigError(
+            f"item {index} of the data has the columns {sorted(map(str, item))} but no 'input_ids': give token ids, "
+            "as a tokenizer returns them"
+        )
+    columns = {str(name): _whole_numbers(item[name], index, str(name)) for name in _READ if item.get(name) is not None}
+    input_ids = columns["input_ids"]
+    for name, values in columns.items():
+        if name != "seq_lengths" and len(values) != len(input_ids):
+            raise ConfigError(
+                f"item {index} of the data has {len(input_ids)} input_ids but {len(values)} entries in {name!r}: "
+                "there must be as many of each, so correct how the column was made"
+            )
+    labels = columns.get("labels", input_ids)
+    for name in _LOSS_MASKS:
+        if name in columns:
+            labels = np.where(columns[name] == 0, IGNORE_INDEX, labels)
+    kept = columns.get("attention_mask", np.ones_like(input_ids)) != 0
+    packed = _packed_lengths(
+        {name: values if name == "seq_lengths" else values[kept] for name, values in columns.items()}, index
+    )
+    return Item(input_ids[kept], labels[kept], packed)
+
+
+def _packed_lengths(columns: Mapping[str, Int64Array], index: int) -> tuple[int, ...]:
+    """Tokens of each sequence of an item whose padding is out; ConfigError where its columns disagree about it."""
+    num_tokens = len(columns["input_ids"])
+    said: dict[str, tuple[int, ...]] = {}
+    if "position_ids" in columns:
+        said["position_ids"] = _lengths_from(_restarts(columns["position_ids"], index))
+    mask = columns.get("attention_mask")
+    if mask is not None and mask.max(initial=0) > 1:
+        said["attention_mask"] = _lengths_from(np.diff(mask, prepend=0) != 0)
+    if "seq_lengths" in columns:
+        said["seq_lengths"] = tuple(columns["seq_lengths"].tolist())
+        if sum(said["seq_lengths"]) != num_tokens or min(said["seq_lengths"], default=1) < 1:
+            raise ConfigError(
+                f"item {index} of the data: seq_lengths {_shown(said['seq_lengths'])} must be lengths of at least 1 "
+                f"that add up to its {num_tokens} tokens: correct or remove the column"
+            )
+    if len(set(said.values())) > 1:
+        one, first = next(iter(said.items()))
+        other, second = next(pair for pair in said.items() if pair[1] != first)
+        raise ConfigError(
+            f"item {index} of the data is packed with sequences of {_shown(first)} tokens by {one}, but of "
+            f"{_shown(second)} by {other}: remove the column that is wrong"
+        )
+    return next(iter(said.values()), (num_tokens,))
+
+
+def _restarts(positions: Int64Array, index: int) -> npt.NDArray[np.bool_]:
+    """Where a sequence begins, (tokens,)."""
+    due = np.concatenate(([0], positions[:-1] + 1))  # what counting on would give
+    wrong = np.flatnonzero((positions != 0) & (positions != due[: len(positions)]))
+    if len(wrong):
+        at = int(wrong[0])
+        raise ConfigError(
+            f"item {index} of the data: position_ids has {positions[at]} at token {at}, where only {due[at]} is "
+            "understood, or 0 where a packed sequence begins: remove the column if the item is one sequence, else "
+            "give seq_lengths in its place"
+        )
+    return np.asarray(positions == 0)
+
+
+def _lengths_from(begins: npt.NDArray[np.bool_]) -> tuple[int, ...]:
+    return tuple(np.diff(np.append(np.flatnonzero(begins), len(begins))).tolist())
+
+
+def _shown(lengths: tuple[int, ...]) -> str:
+    return ", ".join(map(str, lengths[:8])) + (", ..." if len(lengths) > 8 else "")
+
+
+def check_other_columns(item: Any, index: int) -> tuple[str, ...]:
+    """Names of an item's columns that training does not read, for the log.
+
+    Raises ConfigError for one that looks as if it said what is learnt, or which tokens belong together: by its name, or
+    because it holds a 0 or 1 for each token.
+    """
+    if not isinstance(item, Mapping):
+        return ()
+    unread = sorted(str(name) for name in item if name not in _READ)
+    for name in unread:
+        if name not in _HARMLESS and _looks_like_a_mask(name, item[name], item["input_ids"]):
+            raise ConfigError(
+                f"item {index} of the data has a column {name!r}, which looks like a mask but is not one that ds_hydra "
+                f"reads ({', '.join((*_LOSS_MASKS, 'attention_mask', *_PACKING))}): rename it to the one it is, put "
+                f"{IGNORE_INDEX} into 'labels' where nothing is to be learnt, or remove it"
+            )
+    return tuple(unread)
+
+
+def _looks_like_a_mask(name: str, value: Any, input_ids: Any) -> bool:
+    try:
+        values = np.asarray(value)
+    except (TypeError, ValueError, RuntimeError):
+        return False
+    if values.ndim == 0 or values.dtype.kind not in "iubf":
+        return False
+    flags = values.shape == np.shape(input_ids) and bool(np.isin(values, (0, 1)).all())
+    return flags or _MASK_LIKE.search(name.lower()) is not None
+
+
+def _whole_numbers(values: Any, index: int, what: str) -> Int64Array:
+    try:
+        numbers = np.asarray(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"item {index} of the data: {what} is no list of whole numbers ({error}): give one sequence an item, "
+            "neither padded nor collated"
+        ) from None
+    if numbers.size == 0:
+        return np.zeros(0, dtype=np.int64)
+    if numbers.ndim != 1 or numbers.dtype.kind not in "iub":
+        raise ConfigError(
+            f"item {index} of the data: {what} must be one-dimensional whole numbers, but has shape {numbers.shape}, "
+            f"type {numbers.dtype}: give one sequence an item, as token ids"
+        )
+    return numbers.astype(np.int64)
