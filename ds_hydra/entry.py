@@ -6,7 +6,8 @@ import logging
 import os
 from typing import Any
 
-from ds_hydra.config.hydra_block import parse_config, read_config
+from ds_hydra.config.hydra_block import parse_config
+from ds_hydra.config.read import read_config
 from ds_hydra.report.log import show_log
 from ds_hydra.zero_hetero.errors import ConfigError
 

@@ -16,12 +16,22 @@ Block = TypeVar("Block")
 MAX_INT = 2**48  # beyond any count of tokens, steps or solver nodes; a larger number is a slip of the finger
 
 
+AUTO = "auto"
+AUTO_REMEDY = "only transformers' Trainer fills that in; write the value"
+
+
+def close_to(name: str, known: Collection[str], likeness: float) -> str | None:
+    """The known name closest to `name`, if they are alike: 1 is equal, 0 shares no letter. Case does not count."""
+    lowered = {key.lower(): key for key in known}
+    close = difflib.get_close_matches(str(name).lower(), lowered, n=1, cutoff=likeness)
+    return lowered[close[0]] if close else None
+
+
 def nearest(name: str, known: Collection[str]) -> str:
     """A hint naming the known name closest to `name`, or all if none is close and they are few."""
-    lowered = {key.lower(): key for key in known}
-    close = difflib.get_close_matches(str(name).lower(), lowered, n=1, cutoff=0.55)
-    if close:
-        return f"did you mean {lowered[close[0]]!r}?"
+    close = close_to(name, known, 0.55)
+    if close is not None:
+        return f"did you mean {close!r}?"
     return "known: " + ", ".join(sorted(known)) if len(known) <= 24 else "no known name is near"
 
 
@@ -31,7 +41,8 @@ def _shown(value: Any) -> str:
 
 
 def _wrong(place: str, wanted: str, value: Any) -> ConfigError:
-    return ConfigError(f"config: {place} must be {wanted}, but is {_shown(value)} ({type(value).__name__})")
+    hint = f"; {AUTO_REMEDY}" if value == AUTO else ""
+    return ConfigError(f"config: {place} must be {wanted}, but is {_shown(value)} ({type(value).__name__}){hint}")
 
 
 def integer(minimum: int = 0, maximum: int = MAX_INT, *, optional: bool = False) -> Check:
@@ -122,5 +133,5 @@ def parse_block(block_type: type[Block], raw: Any, place: str) -> Block:
     values = {name: f.metadata["check"](raw[name], f"{place}.{name}") for name, f in checks.items() if name in raw}
     missing = [name for name, f in checks.items() if f.default is MISSING and name not in raw]
     if missing:
-        raise ConfigError(f"config: block {place!r} lacks {', '.join(map(repr, missing))}, which it must give")
+        raise ConfigError(f"config: block {place!r} lacks {', '.join(map(repr, missing))}: add it, it has no default")
     return block_type(**values)

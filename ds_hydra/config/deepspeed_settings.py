@@ -6,10 +6,10 @@ No setting is ignored in silence: what has no effect is logged, what would chang
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ds_hydra.config.checks import flag, integer, nearest, number
+from ds_hydra.config.checks import AUTO, AUTO_REMEDY, close_to, flag, integer, nearest, number
 from ds_hydra.zero_hetero.errors import ConfigError
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -64,15 +64,20 @@ IGNORED = {
 
 KNOWN_SETTINGS = HONOURED | REFUSED.keys() | IGNORED.keys()
 
-_ZERO_WITHOUT_EFFECT = frozenset({"stage", "offload_optimizer", "offload_param"})
+_ZERO_WITH_EFFECT = frozenset({"stage", "offload_optimizer", "offload_param"})
+_LIKE_A_TYPO = 0.8  # "gradient_cliping" is 0.97 like "gradient_clipping", "fp_16" 0.89 like "fp16"
+_REMARKS = frozenset({"comment", "comments"})
 
 
-def screen_deepspeed_settings(settings: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+def screen_deepspeed_settings(
+    settings: Mapping[str, Any], total_steps: int | None = None
+) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Split what the user wrote into what DeepSpeed's parser is given and lines for the log.
 
-    The copy returned lacks the settings without effect and has the batch-size keys, which DeepSpeed demands,
-    filled in. Unknown settings stay: DeepSpeed itself refuses those that it has removed. Raises ConfigError
-    for settings that this engine cannot honour and for values that DeepSpeed would not check.
+    The copy returned lacks the settings without effect and has filled in the batch-size keys, which DeepSpeed demands,
+    and the length of a schedule from hydra.total_steps. Unknown settings stay: DeepSpeed itself refuses those that it
+    has removed. Raises ConfigError for settings that this engine cannot honour, for names that are nearly a known one
+    and for values that DeepSpeed would not check.
     """
     kept = copy.deepcopy(dict(settings))
     notes: list[str] = []
@@ -83,8 +88,10 @@ def screen_deepspeed_settings(settings: Mapping[str, Any]) -> tuple[dict[str, An
             del kept[key]
             notes.append(f'setting "{key}" has no effect here: {IGNORED[key]}')
         elif key not in HONOURED:
-            notes.append(f'setting "{key}" is unknown and has no effect; {nearest(key, KNOWN_SETTINGS)}')
+            notes.append(_unknown(key))
     notes += _map_batch_keys(kept)
+    notes += _fill_schedule(kept, total_steps)
+    _refuse_auto(kept)
     notes += _screen_zero(kept)
     _screen_precision(kept)
     _screen_optimizer(kept)
@@ -95,11 +102,63 @@ def screen_deepspeed_settings(settings: Mapping[str, Any]) -> tuple[dict[str, An
     return kept, tuple(notes)
 
 
+def _unknown(key: str) -> str:
+    """A line about a setting that nobody knows; ConfigError for what must be a slip of the finger."""
+    near = close_to(key, KNOWN_SETTINGS, _LIKE_A_TYPO)
+    if near is not None and key not in _REMARKS:
+        raise ConfigError(
+            f"config: the top-level setting {key!r} is unknown and would have no effect; did you mean {near!r}? Rename "
+            "it or remove it"
+        )
+    return f'setting "{key}" is unknown and has no effect; {nearest(key, KNOWN_SETTINGS)}'
+
+
+_SCHEDULES_WITH_LENGTH = frozenset({"WarmupDecayLR", "WarmupCosineLR"})
+
+
+def _fill_schedule(settings: dict[str, Any], total_steps: int | None) -> list[str]:
+    """Let a schedule that ends end with the job, if the job says when that is."""
+    block = settings.get("scheduler")
+    if total_steps is None or not isinstance(block, dict) or block.get("type") not in _SCHEDULES_WITH_LENGTH:
+        return []
+    params = block.setdefault("params", {})
+    if not isinstance(params, dict):
+        return []
+    length = params.get("total_num_steps", AUTO)
+    if length == AUTO:
+        params["total_num_steps"] = total_steps
+        return [f"scheduler.params.total_num_steps is hydra.total_steps, {total_steps}"]
+    if length == total_steps:
+        return []
+    return [f"scheduler.params.total_num_steps is {length}, but training ends with hydra.total_steps {total_steps}"]
+
+
+def _refuse_auto(settings: Mapping[str, Any]) -> None:
+    """ "auto" in a place that has an effect: configs for transformers' Trainer are full of it."""
+    zero = settings.get("zero_optimization")
+    if isinstance(zero, Mapping):
+        settings = {**settings, "zero_optimization": {key: zero[key] for key in _ZERO_WITH_EFFECT & zero.keys()}}
+    places = sorted(_autos(settings, ""))
+    if places:
+        raise ConfigError(
+            f'config: {", ".join(places)} {"are" if len(places) > 1 else "is"} "{AUTO}": {AUTO_REMEDY}, or leave the '
+            "key out for DeepSpeed's default"
+        )
+
+
+def _autos(settings: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _autos(value, f"{prefix}{key}.")
+        elif isinstance(value, str) and value == AUTO:
+            yield f"{prefix}{key}"
+
+
 def _refuse(key: str, value: Any) -> None:
     off = isinstance(value, Mapping) and value.get("enabled") is False
     if off or value in (None, 1, {}):  # a degree of 1 asks for nothing
         return
-    raise ConfigError(f'config: the setting "{key}" cannot be used with a "hydra" block: {REFUSED[key]}')
+    raise ConfigError(f'config: the setting "{key}" cannot be used with a "hydra" block: {REFUSED[key]}. Remove it')
 
 
 def _map_batch_keys(settings: dict[str, Any]) -> list[str]:
@@ -120,7 +179,7 @@ def _screen_zero(settings: dict[str, Any]) -> list[str]:
     if zero is None:
         return []
     if not isinstance(zero, Mapping):
-        raise ConfigError(f"config: zero_optimization must be a block {{ ... }}, but is {zero!r}")
+        raise ConfigError(f'config: zero_optimization must be a block such as {{"stage": 1}}, but is {zero!r}')
     stage = integer(0, 3)(zero.get("stage", 0), "zero_optimization.stage")
     if stage > 1:
         raise ConfigError(
@@ -131,9 +190,10 @@ def _screen_zero(settings: dict[str, Any]) -> list[str]:
         target = zero.get(key)
         if isinstance(target, Mapping) and target.get("device", "none") not in (None, "none"):
             raise ConfigError(
-                f'config: zero_optimization.{key} cannot be used with a "hydra" block: nothing is offloaded'
+                f'config: zero_optimization.{key} cannot be used with a "hydra" block: nothing is offloaded. Remove '
+                "it, and use more ranks or a larger tp or pp if memory is short"
             )
-    without_effect = sorted(set(zero) - _ZERO_WITHOUT_EFFECT)
+    without_effect = sorted(set(zero) - _ZERO_WITH_EFFECT)
     if not without_effect:
         return []
     return [f"zero_optimization: {', '.join(without_effect)} have no effect here; masters are sharded evenly"]
@@ -173,7 +233,7 @@ def _screen_optimizer(settings: dict[str, Any]) -> None:
             )
         params = block.get("params", {})
         if not isinstance(params, Mapping):
-            raise ConfigError(f"config: {key}.params must be a block {{ ... }}, but is {params!r}")
+            raise ConfigError(f'config: {key}.params must be a block such as {{"lr": 1e-3}}, but is {params!r}')
         if "max_grad_norm" in params:
             raise ConfigError(f'config: {key}.params.max_grad_norm: use the top-level setting "gradient_clipping"')
         _check_rates(params, key)
@@ -189,6 +249,8 @@ def _check_rates(params: Mapping[str, Any], key: str) -> None:
             number()(value, f"{key}.params.{name}")
     betas = params.get("betas", ())
     if not isinstance(betas, (list, tuple)):
-        raise ConfigError(f"config: {key}.params.betas must be a list of two numbers, but is {betas!r}")
+        raise ConfigError(
+            f"config: {key}.params.betas must be a list of two numbers such as [0.9, 0.95], but is {betas!r}"
+        )
     for index, beta in enumerate(betas):
         number(0.0, 1.0)(beta, f"{key}.params.betas[{index}]")

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
-import copy
 import difflib
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import hjson
 
 from ds_hydra.config.checks import choice, flag, integer, number, parse_block, setting, text
 from ds_hydra.config.deepspeed_settings import KNOWN_SETTINGS, screen_deepspeed_settings
@@ -24,7 +17,6 @@ if TYPE_CHECKING:
     from ds_hydra.planner.options import PlannerOptions
 
 BLOCK = "hydra"
-_MAX_CONFIG_BYTES = 16 * 2**20
 _MAX_DEGREE_DIGITS = 6
 
 
@@ -131,9 +123,12 @@ class HydraConfig:
     """The block "hydra"."""
 
     tokens_per_step: int = setting(integer(1))
-    """A step draws sequences until it holds at least this many tokens."""
+    """A step draws sequences until it holds at least this many tokens; no more than the data have."""
+    total_steps: int | None = setting(integer(1, optional=True), None)
+    """The step that training ends with, counted from the first start and not from a restart; None leaves it to the
+    script."""
     context_length: int | None = setting(integer(2, optional=True), None)
-    """Longest sequence that is trained on, in tokens; None sets no limit."""
+    """Longest sequence that is trained on, in tokens, no more than the model has positions; None sets no limit."""
     too_long: str = setting(choice("error", "truncate", "skip"), "error")
     """What becomes of a sequence longer than `context_length`; cut and skipped ones are counted."""
     strategies: tuple[str, ...] = setting(_strategies, ())
@@ -152,7 +147,7 @@ class HydraConfig:
     loss_norm: str = setting(choice("token", "sequence", "micro_batch"), "token")
     """Mean over all target tokens of the step, or mean of the sequences', or of the micro-batches' means."""
     activation_checkpointing: bool = setting(flag, False)
-    """Recompute each layer's activations in the backward pass."""
+    """Recompute each layer's activations in the backward pass, as after `model.gradient_checkpointing_enable()`."""
     node_size: int | None = setting(integer(1, optional=True), None)
     """Ranks per node; None takes what the launcher says."""
     timeout_seconds: float = setting(number(exclusive=True, maximum=86400.0), 300.0)
@@ -214,77 +209,8 @@ class ParsedConfig:
     source: dict[str, Any]  # as the user gave it
 
 
-def read_config(args: Any = None, config: Any = None, config_params: Any = None) -> dict[str, Any]:
-    """The job's config as a new dict, from the same places as `deepspeed.initialize`.
-
-    `config` (or `config_params`, its old name) or `args.deepspeed_config` is a dict, a path to an hjson file
-    or base64 text. Raises ConfigError when there is none, more than one, or one that cannot be read.
-    """
-    config = config if config is not None else config_params
-    from_args = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
-    if config is not None and from_args is not None:
-        raise ConfigError(
-            f"two configs were given: --deepspeed_config {from_args!r} and initialize(config=...); give one"
-        )
-    config = from_args if config is None else config
-    if config is None:
-        raise ConfigError("no config was given: pass --deepspeed_config FILE or initialize(config=...)")
-    if isinstance(config, Mapping):
-        return copy.deepcopy(dict(config))
-    if not isinstance(config, (str, os.PathLike)):
-        raise ConfigError(f"the config must be a dict, a path or base64 text, but is a {type(config).__name__}")
-    name = os.fspath(config)
-    return _parse_hjson(_read_text(name), name)
-
-
-def _read_text(name: str) -> str:
-    """Content of the file `name`, or `name` itself decoded from base64."""
-    try:
-        path = Path(name)
-        if path.is_file():
-            if path.stat().st_size > _MAX_CONFIG_BYTES:
-                raise ConfigError(
-                    f"config file {name!r} has {path.stat().st_size} bytes, more than {_MAX_CONFIG_BYTES}"
-                )
-            return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        if len(name) < 256:
-            raise ConfigError(f"config file {name!r} cannot be read: {error}") from None
-    try:
-        return base64.b64decode(name, altchars=b"-_", validate=True).decode("utf-8")
-    except (binascii.Error, UnicodeDecodeError, ValueError):
-        shown = name if len(name) <= 200 else name[:200] + "..."
-        raise ConfigError(
-            f"config file {shown!r} does not exist (in directory {os.getcwd()!r}), nor is it base64 text"
-        ) from None
-
-
-def _parse_hjson(content: str, name: str) -> dict[str, Any]:
-    shown = repr(name if len(name) <= 200 else name[:200] + "...")
-
-    def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        block: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in block:
-                raise ConfigError(f"config {shown}: the key {key!r} stands twice in one block; remove one")
-            block[key] = value
-        return block
-
-    try:
-        parsed = hjson.loads(content, object_pairs_hook=refuse_duplicates)
-    except ConfigError:
-        raise
-    except RecursionError:
-        raise ConfigError(f"config {shown}: its blocks are nested too deeply") from None
-    except ValueError as error:
-        raise ConfigError(f"config {shown} is not valid (h)json: {error}") from None
-    if not isinstance(parsed, dict):
-        raise ConfigError(f"config {shown} must be one block {{ ... }}, but is a {type(parsed).__name__}")
-    return parsed
-
-
 def parse_config(raw: Mapping[str, Any]) -> ParsedConfig | None:
-    """Validate a config read by `read_config`; None when it has no block "hydra" (a plain DeepSpeed job).
+    """Validate a config that was read; None when it has no block "hydra" (a plain DeepSpeed job).
 
     Raises ConfigError, naming the key and the remedy, for anything in the block that is not understood, for a
     near miss of the block's own name, and for DeepSpeed settings that cannot hold for such a job.
@@ -293,12 +219,13 @@ def parse_config(raw: Mapping[str, Any]) -> ParsedConfig | None:
     if BLOCK not in raw:
         return None
     hydra = parse_block(HydraConfig, raw[BLOCK], BLOCK)
-    deepspeed, notes = screen_deepspeed_settings({key: value for key, value in raw.items() if key != BLOCK})
+    settings = {key: value for key, value in raw.items() if key != BLOCK}
+    deepspeed, notes = screen_deepspeed_settings(settings, hydra.total_steps)
     return ParsedConfig(hydra, deepspeed, notes, dict(raw))
 
 
 def _refuse_near_misses(raw: Mapping[str, Any]) -> None:
-    """ "hydrra", "Hydra" or "ds_hydra" at top level: DeepSpeed would ignore the whole block in silence."""
+    """ "hydrra", "Hydra" or "ds_hydra", or the block in another: DeepSpeed would ignore all of it in silence."""
     for key in raw:
         if key == BLOCK or key in KNOWN_SETTINGS or not isinstance(key, str):
             continue
@@ -308,6 +235,12 @@ def _refuse_near_misses(raw: Mapping[str, Any]) -> None:
             raise ConfigError(
                 f'config: the top-level block {key!r} looks like "{BLOCK}" but is not, and DeepSpeed would '
                 f'ignore it: rename it to "{BLOCK}" or remove it'
+            )
+    for key, value in raw.items():
+        if key != BLOCK and isinstance(value, Mapping) and BLOCK in value:
+            raise ConfigError(
+                f'config: a block "{BLOCK}" stands inside {key!r}, where DeepSpeed would ignore it: move it to the top '
+                "level"
             )
 
 

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_hydra.config.hydra_block import HydraConfig, check_num_ranks, parse_config, read_config
+from ds_hydra.config.hydra_block import HydraConfig, check_num_ranks, parse_config
+from ds_hydra.config.read import read_config
 from ds_hydra.zero_hetero.errors import ConfigError
 
 HYDRA: dict[str, Any] = {"tokens_per_step": 4096, "strategies": ["tp4 + 2*tp1pp2", "8*tp1"]}
@@ -59,6 +60,8 @@ def test_no_block_means_plain_deepspeed() -> None:
         ({"tokens_per_step": -1}, ["hydra.tokens_per_step", "-1"]),
         ({"tokens_per_step": 10**30}, ["hydra.tokens_per_step", "from 1 to"]),
         ({"tokens_per_step": None}, ["hydra.tokens_per_step"]),
+        ({"tokens_per_step": "auto"}, ["hydra.tokens_per_step", "transformers' Trainer", "write the value"]),
+        ({"total_steps": 0}, ["hydra.total_steps", "from 1"]),
         ({"context_length": 1}, ["hydra.context_length", "1"]),
         ({"activation_checkpointing": 1}, ["hydra.activation_checkpointing", "true or false"]),
         ({"timeout_seconds": math.nan}, ["hydra.timeout_seconds", "nan"]),
@@ -95,6 +98,29 @@ def test_near_miss_of_the_block_name(name: str) -> None:
     assert '"hydra"' in message
 
 
+def test_block_in_another_block() -> None:
+    message = refusal({"zero_optimization": {"stage": 1, "hydra": HYDRA}})
+    assert all(word in message for word in ("'zero_optimization'", "would ignore it", "top level")), message
+
+
+@pytest.mark.parametrize(
+    ("params", "length", "words"),
+    [
+        ({}, 500, "is hydra.total_steps, 500"),
+        ({"total_num_steps": "auto"}, 500, "is hydra.total_steps, 500"),
+        ({"total_num_steps": 500}, 500, None),
+        ({"total_num_steps": 400}, 400, "400, but training ends with hydra.total_steps 500"),
+    ],
+)
+def test_a_schedule_ends_with_the_job(params: dict[str, Any], length: int, words: str | None) -> None:
+    scheduler = {"type": "WarmupDecayLR", "params": params}
+    parsed = parse_config({"hydra": {**HYDRA, "total_steps": 500}, "scheduler": scheduler})
+    assert parsed is not None
+    assert parsed.deepspeed["scheduler"]["params"] == {"total_num_steps": length}
+    assert parsed.source["scheduler"]["params"] == params, "the user's config was changed"
+    assert [note for note in parsed.notes if words and words in note] or not (words or parsed.notes), parsed.notes
+
+
 def test_deepspeed_settings_are_no_near_miss() -> None:
     assert parse_config({"hybrid_engine": {"enabled": True}, "train_batch_size": 1}) is None
 
@@ -117,7 +143,21 @@ def test_batch_keys_are_filled_in_and_explained() -> None:
         ({"pipeline": {"stages": 2}}, ["pipeline", "hydra.strategies"]),
         ({"sequence_parallel_size": 2}, ["sequence_parallel_size"]),
         ({"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}, ["fp16_master_weights_and_grads"]),
-        ({"bf16": {"enabled": "auto"}}, ["bf16.enabled", "true or false"]),
+        ({"bf16": {"enabled": "auto"}}, ["bf16.enabled", '"auto"', "transformers' Trainer", "write the value"]),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}}},
+            ["optimizer.params.betas, optimizer.params.lr are", '"auto"', "transformers' Trainer"],
+        ),
+        ({"gradient_clipping": "auto"}, ["gradient_clipping is", '"auto"', "leave the key out"]),
+        ({"zero_optimization": {"stage": "auto"}}, ["zero_optimization.stage is", '"auto"']),
+        (
+            {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}},
+            ["scheduler.params.total_num_steps", '"auto"'],
+        ),
+        ({"gradient_cliping": 1.0}, ["'gradient_cliping'", "mean 'gradient_clipping'", "Rename it or remove it"]),
+        ({"optimizr": {}}, ["'optimizr'", "mean 'optimizer'"]),
+        ({"Scheduler": {}}, ["'Scheduler'", "mean 'scheduler'"]),
+        ({"train_batchsize": 8}, ["'train_batchsize'", "mean 'train_batch_size'"]),
         ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, ["bf16_master_weights_and_grads"]),
         ({"gradient_clipping": -1.0}, ["gradient_clipping", "-1.0"]),
         ({"gradient_clipping": math.nan}, ["gradient_clipping", "nan"]),
@@ -138,9 +178,11 @@ def test_deepspeed_settings_that_cannot_hold(settings: dict[str, Any], words: li
     ("settings", "word"),
     [
         ({"wall_clock_breakdown": True}, "wall_clock_breakdown"),
-        ({"gradient_clipp1ng": 1.0}, "'gradient_clipping'"),
+        ({"comment": "runs on two nodes", "project": "x"}, '"comment" is unknown'),
         ({"zero_optimization": {"stage": 1, "overlap_comm": True}}, "overlap_comm"),
         ({"train_batch_size": 4}, "train_batch_size"),
+        ({"train_batch_size": "auto", "gradient_accumulation_steps": "auto"}, "no effect"),
+        ({"zero_optimization": {"stage": 1, "reduce_bucket_size": "auto"}}, "reduce_bucket_size"),
     ],
 )
 def test_nothing_is_ignored_in_silence(settings: dict[str, Any], word: str) -> None:
