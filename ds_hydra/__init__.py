@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from ds_hydra.zero_hetero.errors import ConfigError, PlanError
+from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError, PlanError
 
 __version__ = "0.1.0"
-__all__ = ["ConfigError", "PlanError", "__version__", "add_config_arguments", "initialize"]
+__all__ = [
+    "CheckpointError", "ConfigError", "PlanError", "__version__", "add_config_arguments", "check_config", "initialize",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     """Load the runtime on first use: planning must not pay for importing torch and DeepSpeed."""
-    if name == "initialize":
-        from ds_hydra.entry import initialize
+    if name in ("initialize", "check_config"):
+        from ds_hydra import entry
 
-        return initialize
+        return getattr(entry, name)
     if name == "add_config_arguments":
         from deepspeed import add_config_arguments
 

@@ -1,19 +1,36 @@
-"""`ds_hydra.initialize`: the arguments and the 4-tuple of `deepspeed.initialize`."""
+"""`ds_hydra.initialize`: the arguments and the 4-tuple of `deepspeed.initialize`; `ds_hydra.check_config` before it."""
 
 from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from typing import Any
 
-from ds_hydra.config.hydra_block import parse_config
+from ds_hydra.config.hydra_block import ParsedConfig, parse_config
 from ds_hydra.config.read import read_config
+from ds_hydra.host.uncaught import show_refusals_plainly
 from ds_hydra.report.log import show_log
 from ds_hydra.zero_hetero.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_PORT = 29500  # torch.distributed's
+
+
+def check_config(source: Any) -> bool:
+    """Whether a config has a block "hydra", after all checks that need neither a model nor data.
+
+    `source` is the script's parsed arguments, or a config as `initialize` takes it: a dict, a path or base64 text.
+    Called before model and data are built, it saves waiting for them when a setting is wrong. Raises ConfigError; one
+    that the script does not catch is printed once, without a traceback, and ends it with exit code 78.
+    """
+    show_refusals_plainly()
+    alone = isinstance(source, (str, os.PathLike, Mapping))
+    parsed = parse_config(read_config(None if alone else source, source if alone else None))
+    if parsed is not None:
+        _check(parsed)
+    return parsed is not None
 
 
 def initialize(
@@ -35,13 +52,18 @@ def initialize(
 
     Without a block "hydra" in the config this is `deepspeed.initialize`. With it, `training_data` is a map-style
     dataset of token sequences (see `ds_hydra.data.SequenceData`) and `engine.train_batch()` runs a step. The config
-    is checked before any process group exists; ConfigError says what is wrong and what to do.
+    is checked before any process group exists; ConfigError says what is wrong and what to do, and is printed as
+    `check_config` says.
     """
+    show_refusals_plainly()
     raw = read_config(args, config, config_params)
     parsed = parse_config(raw)
+    show_log(rank := int(os.environ.get("RANK", "0")))
     if parsed is None:
         import deepspeed
 
+        if rank == 0:
+            logger.info('the config has no block "hydra": plain DeepSpeed trains')
         return deepspeed.initialize(
             args=args,
             model=model,
@@ -63,18 +85,15 @@ def initialize(
             f"initialize() needs a model, but was given {type(model).__name__}: pass a Hugging Face causal language "
             "model or a DeepSpeed PipelineModule"
         )
-    rank = int(os.environ.get("RANK", "0"))
-    show_log(rank)
+    notes = (*parsed.notes, *_check(parsed))
     if rank == 0:
-        for note in parsed.notes:
+        for note in notes:
             logger.warning("%s", note)
         if collate_fn is not None:
             logger.info("collate_fn is not called: sequences are packed, not collated")
 
     from ds_hydra.host.launch import init_distributed
-    from ds_hydra.host.settings import deepspeed_config
 
-    deepspeed_config(parsed)  # refuse what DeepSpeed itself would, while there is nothing to take down
     init_distributed(parsed.hydra, port=distributed_port, required=dist_init_required)
 
     from ds_hydra.engine.engine import HydraEngine
@@ -91,11 +110,23 @@ def initialize(
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
+def _check(parsed: ParsedConfig) -> tuple[str, ...]:
+    """Refuse what DeepSpeed, the launcher's number of ranks or missing files rule out; lines for the log."""
+    from ds_hydra.costs.cost_table import CostTable
+    from ds_hydra.host.launch import check_launched_ranks
+    from ds_hydra.host.settings import deepspeed_config, deepspeed_defaults
+
+    check_launched_ranks(parsed.hydra)
+    if parsed.hydra.cost_table is not None:
+        CostTable.load(parsed.hydra.cost_table)
+    return deepspeed_defaults(parsed, deepspeed_config(parsed))
+
+
 def _refuse_arguments(**arguments: Any) -> None:
     """Arguments of `deepspeed.initialize` that have no meaning here; ignoring them would change the result."""
     for name, value in arguments.items():
         if value is not None:
             raise ConfigError(
                 f'initialize({name}=...) cannot be used with a "hydra" block: process groups follow from '
-                "hydra.strategies"
+                "hydra.strategies. Leave it out"
             )

@@ -21,6 +21,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from ds_hydra import ConfigError
+
 logger = logging.getLogger("ds_hydra.examples")
 
 VOCAB_SIZE = 8192
@@ -60,8 +62,8 @@ def load_corpus(
     """Tokenize the files that `data` (a folder, a glob, None for the default) names, or read the cached result.
 
     `max_files` limits them to a seeded sample (0: all), which the tokenizer does not depend on. A process with
-    `prepare` false waits for the cache that another process on the machine writes. Raises ValueError when there
-    are no files.
+    `prepare` false waits for the cache that another process on the machine writes. Raises ConfigError when
+    there are no files.
     """
     cache = cache or Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "ds_hydra"
     files = _find_files(data)
@@ -89,7 +91,7 @@ def _find_files(data: str | None) -> list[Path]:
     found = folder.rglob("*") if folder.is_dir() else map(Path, glob.glob(data, recursive=True))
     files = sorted(path for path in found if path.is_file())
     if not files:
-        raise ValueError(f"--data {data!r} names no file: give a folder with text files, or a quoted glob")
+        raise ConfigError(f"--data {data!r} names no file: give a folder with text files, or a quoted glob")
     return files
 
 

@@ -2,8 +2,9 @@
 
     deepspeed --num_gpus 8 examples/train.py --deepspeed_config examples/ds_hydra.json
 
-The only line about ds-hydra is `ds_hydra.initialize` where `deepspeed.initialize` would stand. Without a "hydra"
-block in the config the same script runs on plain DeepSpeed.
+The only lines about ds-hydra are `ds_hydra.initialize` where `deepspeed.initialize` would stand, and, so that a wrong
+setting is told at once, `ds_hydra.check_config`. Without a "hydra" block in the config the same script runs on plain
+DeepSpeed.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--model", default=str(HERE / "llama_tiny.json"), help="config JSON, or checkpoint folder")
     parser.add_argument("--data", help="folder or glob of text files (default: Python sources)")
     parser.add_argument("--max_files", type=int, default=400, help="sample this many of the files; 0: all")
-    parser.add_argument("--steps", type=int, default=44)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=44, help="steps to train in all, those before a restart included")
+    parser.add_argument("--seed", type=int, default=0, help="of the fresh model's weights and the sample of files")
     parser.add_argument("--local_rank", type=int, default=int(os.environ.get("LOCAL_RANK", "0")))
     return ds_hydra.add_config_arguments(parser).parse_args()
 
@@ -79,8 +80,9 @@ def train_plain(engine: Any, loader: Any, steps: int, context_length: int) -> No
 
 
 def main() -> None:
-    """Build model and data, train, take the process group down."""
+    """Check the config, build model and data, train, take the process group down."""
     args = parse_args()
+    with_hydra = ds_hydra.check_config(args)
     logging.basicConfig(
         format=f"[%(asctime)s] [rank {os.environ.get('RANK', '0')}] %(message)s",
         datefmt="%H:%M:%S",
@@ -94,8 +96,8 @@ def main() -> None:
     context_length = getattr(model.config, "max_position_embeddings", 2048)
 
     engine, _, loader, _ = ds_hydra.initialize(args=args, model=model, training_data=data, collate_fn=collate)
-    if "hydra" in engine.config:
-        for _ in range(args.steps):
+    if with_hydra:
+        while engine.global_steps < args.steps:  # and not range(args.steps): a restart goes on where it was
             engine.train_batch()
     else:
         train_plain(engine, loader, args.steps, context_length)

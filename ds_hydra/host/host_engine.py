@@ -27,7 +27,7 @@ from ds_hydra.data.sampler import StepLoader, TokenBudgetSampler
 from ds_hydra.data.sequences import SequenceData
 from ds_hydra.host.optimizers import OptimizerRecipe, optimizer_recipe
 from ds_hydra.host.precision import choose_dtype
-from ds_hydra.host.settings import deepspeed_config
+from ds_hydra.host.settings import deepspeed_config, with_model_settings
 from ds_hydra.report.log import StepLog
 from ds_hydra.report.record import StepRecord
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -55,7 +55,7 @@ class HostEngine(DeepSpeedEngine):
         args: Any = None,
     ) -> None:
         nn.Module.__init__(self)  # and not DeepSpeedEngine's
-        self.hydra_config = parsed.hydra
+        self.hydra_config = with_model_settings(parsed.hydra, model)
         self.config = parsed.source
         self._config = deepspeed_config(parsed)
         self.client_optimizer = optimizer
@@ -127,9 +127,9 @@ class HostEngine(DeepSpeedEngine):
         config = self.hydra_config
         self.data = self.sequences(training_data)
         self.sampler = TokenBudgetSampler(self.data.lengths, config.tokens_per_step, config.seed)
-        self.training_dataloader = StepLoader(self.sampler, lambda: self.global_steps)
+        self.training_dataloader = StepLoader(self.sampler, lambda: self.global_steps, config.total_steps)
         if self.global_rank == 0:
-            logger.info("data: %s; %d steps an epoch", self.data.counts, len(self.training_dataloader))
+            logger.info("data: %s; %d steps an epoch", self.data.counts, self.sampler.steps_per_epoch)
 
     def sequences(self, dataset: Any) -> SequenceData:
         """A dataset under this job's context length and this model's vocabulary."""
@@ -139,6 +139,7 @@ class HostEngine(DeepSpeedEngine):
             context_length=config.context_length,
             too_long=config.too_long,
             vocab_size=_vocab_size(self.module),
+            max_positions=_max_positions(self.module),
         )
 
     def _configure_reports(self) -> None:
@@ -244,3 +245,11 @@ def _vocab_size(model: nn.Module) -> int | None:
     """Rows of the model's input embedding; None when it does not say."""
     embedding = getattr(model, "get_input_embeddings", lambda: None)()
     return getattr(embedding, "num_embeddings", None)
+
+
+def _max_positions(model: nn.Module) -> int | None:
+    """Positions that the model's config promises; None when it promises none."""
+    config = getattr(model, "config", None)
+    text_config = getattr(config, "get_text_config", lambda: config)()
+    positions = getattr(text_config, "max_position_embeddings", None)
+    return positions if isinstance(positions, int) and positions > 0 else None

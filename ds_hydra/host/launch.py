@@ -28,8 +28,7 @@ def init_distributed(config: HydraConfig, *, port: int, required: bool | None = 
     ConfigError when no launcher has set the environment, or when the strategies do not fit the number of ranks.
     """
     _require_launcher()
-    if os.environ.get("WORLD_SIZE", "").isdigit():
-        check_num_ranks(config, int(os.environ["WORLD_SIZE"]))
+    check_launched_ranks(config)
     accelerator = get_accelerator()
     if accelerator.device_name() != "cpu" and "LOCAL_RANK" in os.environ:
         accelerator.set_device(int(os.environ["LOCAL_RANK"]))
@@ -46,6 +45,12 @@ def init_distributed(config: HydraConfig, *, port: int, required: bool | None = 
     check_num_ranks(config, dist.get_world_size())
     if "LOCAL_RANK" not in os.environ:  # the script itself started torch.distributed, without a launcher
         os.environ["LOCAL_RANK"] = str(dist.get_rank() % max(1, accelerator.device_count()))
+
+
+def check_launched_ranks(config: HydraConfig) -> None:
+    """Raise ConfigError when the launcher has started other ranks than the strategies use; it may not have run yet."""
+    if os.environ.get("WORLD_SIZE", "").isdigit():
+        check_num_ranks(config, int(os.environ["WORLD_SIZE"]))
 
 
 @contextmanager

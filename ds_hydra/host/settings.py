@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 
 from ds_hydra.config.checks import nearest
-from ds_hydra.config.hydra_block import ParsedConfig
+from ds_hydra.config.hydra_block import HydraConfig, ParsedConfig
 from ds_hydra.zero_hetero.errors import ConfigError
 
 _MONITOR_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
@@ -33,6 +34,20 @@ def deepspeed_config(parsed: ParsedConfig) -> DeepSpeedConfig:
                 f"pip install {package}, or disable it"
             )
     return config
+
+
+def deepspeed_defaults(parsed: ParsedConfig, config: DeepSpeedConfig) -> tuple[str, ...]:
+    """What DeepSpeed does though the config does not say so, a line each for the log."""
+    if parsed.source.get("gradient_clipping") is not None or not config.gradient_clipping:
+        return ()
+    norm = f"a norm of {config.gradient_clipping:g}"
+    return (f'"gradient_clipping" is not set: gradients are clipped to {norm}, as DeepSpeed does; 0.0 never clips',)
+
+
+def with_model_settings(config: HydraConfig, model: Any) -> HydraConfig:
+    """The block "hydra" with what the model itself was told: Hugging Face's gradient_checkpointing_enable()."""
+    asked = bool(getattr(model, "is_gradient_checkpointing", False))
+    return replace(config, activation_checkpointing=config.activation_checkpointing or asked)
 
 
 def _scheduler_class(name: str) -> Callable[..., Any] | None:

@@ -1,0 +1,132 @@
+"""How a refusal reaches the user: early, once, without a traceback, with an exit code; and what is checked early."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ds_hydra
+from ds_hydra.host import uncaught
+from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError, PlanError
+
+BLOCK = {"tokens_per_step": 20, "strategies": ["tp1"], "steps_file": None}
+ADAMW = {"type": "AdamW", "params": {"lr": 0.1}}
+
+# The ranks meet, then rank 0 and 1 raise what their arguments say.
+MET = """
+import os, sys, torch.distributed as dist
+from ds_hydra.host.uncaught import show_refusals_plainly
+from ds_hydra.zero_hetero.errors import ConfigError
+show_refusals_plainly()
+dist.init_process_group("gloo")
+text = sys.argv[1 + dist.get_rank()]
+if text:
+    raise ConfigError(text)
+"""
+
+
+def environment(**variables: str) -> dict[str, str]:
+    path = f"{Path(__file__).parent.parent}:{os.environ.get('PYTHONPATH', '')}"
+    return {**os.environ, "PYTHONPATH": path, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **variables}
+
+
+def run(code: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *(() if "-i" not in arguments else ("-i",)), "-c", code]
+    command += [argument for argument in arguments if argument != "-i"]
+    return subprocess.run(command, capture_output=True, text=True, env=environment(**variables), timeout=120, input="")
+
+
+@pytest.mark.parametrize("error", ["ConfigError", "PlanError", "CheckpointError"])
+def test_a_refusal_ends_the_script_with_its_text_and_code(error: str) -> None:
+    code = f"from ds_hydra.host.uncaught import *; show_refusals_plainly(); raise {error}('lower x')"
+    done = run(code)
+    expected = {"ConfigError": 78, "PlanError": 78, "CheckpointError": 74}[error]
+    assert (done.returncode, done.stderr, done.stdout) == (expected, f"ds_hydra.{error}: lower x\n", "")
+    others = run(code, RANK="3", LOCAL_RANK="3")
+    assert (others.returncode, others.stderr) == (expected, ""), "rank 0 of the node has told it"
+
+
+def test_other_errors_and_sessions_are_left_alone() -> None:
+    other = run("from ds_hydra.host.uncaught import *; show_refusals_plainly(); raise ValueError('mine')")
+    assert other.returncode == 1
+    assert "Traceback" in other.stderr
+    assert "ValueError: mine" in other.stderr
+    session = run("from ds_hydra.host.uncaught import *; show_refusals_plainly(); raise ConfigError('lower x')", "-i")
+    assert "Traceback" in session.stderr, "an interactive session goes on"
+    twice = "import sys; from ds_hydra.host.uncaught import *; show_refusals_plainly(); one = sys.excepthook; "
+    assert run(twice + "show_refusals_plainly(); sys.exit(one is not sys.excepthook)").returncode == 0
+    seen = (
+        "import sys; sys.excepthook = lambda *e: sys.exit('seen ' + str(e[1])); from ds_hydra.host.uncaught import *; "
+    )
+    assert "seen mine" in run(seen + "show_refusals_plainly(); raise ValueError('mine')").stderr
+
+
+@pytest.mark.parametrize(
+    ("texts", "told"),
+    [(("same", "same"), ["same"]), (("one", "two"), ["one", "two"]), (("", "only rank 1"), ["only rank 1"])],
+)
+def test_ranks_that_have_met_tell_each_refusal_once(texts: tuple[str, str], told: list[str]) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", MET, *texts],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment(
+                RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port
+            ),
+        )
+        for rank in range(2)
+    ]
+    errors = "".join(process.communicate(timeout=120)[1] for process in ranks)
+    assert sorted(line for line in errors.splitlines() if "ConfigError" in line) == [
+        f"ds_hydra.ConfigError: {text}" for text in told
+    ]
+    assert "Traceback" not in errors
+    assert [process.returncode for process in ranks] == [78 if text else 0 for text in texts]
+
+
+@pytest.fixture
+def hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the test process's own hook as it is."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+
+
+@pytest.mark.usefixtures("hook")
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"hydra": {**BLOCK, "token_per_step": 1}}, ["token_per_step", "did you mean 'tokens_per_step'"]),
+        ({"hydra": BLOCK, "gradient_cliping": 1.0}, ["mean 'gradient_clipping'"]),
+        ({"hydra": BLOCK, "optimizer": {**ADAMW, "params": {"lr": "auto"}}}, ["optimizer.params.lr", '"auto"']),
+        ({"hydra": BLOCK, "scheduler": {"type": "WarmpLR"}}, ["mean 'WarmupLR'"]),
+        ({"hydra": {**BLOCK, "cost_table": "nowhere.json"}}, ["nowhere.json", "profile_schemes"]),
+        ({"hydra": {**BLOCK, "strategies": ["tp2"]}}, ["uses 2 = 2 ranks but the job has 1"]),
+    ],
+)
+def test_check_config_needs_neither_model_nor_data(
+    settings: dict[str, Any], words: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"optimizer": ADAMW, **settings}))
+    for source in (str(file), file, {"optimizer": ADAMW, **settings}):
+        with pytest.raises(ConfigError) as error:
+            ds_hydra.check_config(source)
+        assert all(word in str(error.value) for word in words), error.value
+
+
+@pytest.mark.usefixtures("hook")
+def test_check_config_tells_whose_job_it_is() -> None:
+    assert ds_hydra.check_config({"optimizer": ADAMW, "hydra": BLOCK})
+    assert not ds_hydra.check_config({"train_batch_size": 1})
+    assert set(uncaught.EXIT_CODES) == {ConfigError, PlanError, CheckpointError}
