@@ -12,25 +12,13 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.runtime.lr_schedules import WarmupLR
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from ds_hydra.config.hydra_block import ParsedConfig, parse_config
-from ds_hydra.host.host_engine import HostEngine
-from ds_hydra.host.launch import init_distributed
 from ds_hydra.host.optimizers import Lion, optimizer_recipe, parameter_groups
 from ds_hydra.host.settings import deepspeed_config
-from ds_hydra.report.record import StepRecord
 from ds_hydra.zero_hetero.errors import ConfigError
-from tests.support.ranks import run_ranks
-
-HYDRA = {"tokens_per_step": 20, "strategies": ["tp1"], "steps_file": None}
-ADAMW = {"type": "AdamW", "params": {"lr": 0.1, "weight_decay": 0.5}}
-
-
-def small_model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Embedding(50, 4), nn.Linear(4, 3))
+from tests.support.still_engine import ADAMW, HYDRA, make_engine, on_one_rank, parsed_config, shards_of, small_model
 
 
 def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -38,13 +26,6 @@ def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
     biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
     weights = [p for name, p in model.named_parameters() if not name.endswith("bias")]
     return [{"params": weights}, {"params": biases, "weight_decay": 0.0}]
-
-
-def shards_of(model: nn.Module, recipe: Any, cut: int) -> list[list[Tensor]]:
-    """Masters as a rank might own them: each parameter flat and cut in two at `cut`."""
-    named = dict(model.named_parameters())
-    flat = [[named[name].detach().clone().view(-1) for name in group.names] for group in recipe.groups]
-    return [[nn.Parameter(part) for f in own for part in (f[:cut], f[cut:])] for own in flat]
 
 
 @pytest.mark.parametrize(
@@ -158,12 +139,6 @@ def test_client_optimizers_are_checked() -> None:
         optimizer_recipe(model, client=used)
 
 
-def parsed_config(**settings: Any) -> ParsedConfig:
-    parsed = parse_config({"hydra": HYDRA, "optimizer": ADAMW, **settings})
-    assert parsed is not None
-    return parsed
-
-
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -178,55 +153,6 @@ def parsed_config(**settings: Any) -> ParsedConfig:
 def test_what_deepspeed_would_refuse_late_or_badly(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         deepspeed_config(parsed_config(**settings))
-
-
-class StillEngine(HostEngine):
-    """A host whose steps only move the optimizer along a gradient of ones."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.install_optimizer(shards_of(self.module, self.recipe, cut=1))
-
-    def train_batch(self, data_iter: Any = None, skipped: bool = False) -> Tensor:
-        assert self.optimizer is not None
-        assert self.sampler is not None
-        lr = self.get_lr()[0]
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = torch.ones_like(parameter)
-        if not skipped:
-            self.optimizer.step()
-        lengths = self.sampler.batch_lengths(self.global_steps)
-        self.finish_step(
-            StepRecord(
-                step=self.global_steps + 1,
-                loss=1.0,
-                grad_norm=2.0,
-                learning_rate=lr,
-                num_tokens=sum(lengths),
-                num_targets=sum(lengths),
-                num_sequences=len(lengths),
-                strategy="tp1",
-                changed=False,
-                step_ms=1.0,
-                predicted_ms=1.0,
-                skipped=skipped,
-            )
-        )
-        return torch.tensor(1.0)
-
-
-def on_one_rank(function: Callable[[], Any], num_ranks: int = 1) -> Any:
-    def run(rank: int) -> Any:
-        return function()
-
-    return run_ranks(run, num_ranks)[0]
-
-
-def make_engine(parsed: ParsedConfig, model: nn.Module | None = None, **arguments: Any) -> StillEngine:
-    init_distributed(parsed.hydra, port=29500)
-    data = [list(range(length)) for length in (5, 3, 9, 40, 7, 12)]
-    return StillEngine(parsed, model or small_model(), training_data=data, **arguments)
 
 
 def test_engine_face() -> None:

@@ -105,11 +105,15 @@ class SequenceData:
         index, part = self._locate(sequence_id)
         item = self._read(index)
         expected = int(self._full_lengths[sequence_id])
-        found = item.lengths[part] if len(item.lengths) == self._num_parts(index) else sum(item.lengths)
-        if len(item.lengths) != self._num_parts(index) or found != expected:
+        if len(item.lengths) != self._num_parts(index):
             raise ConfigError(
-                f"{self._place(sequence_id)} has {found} tokens in {len(item.lengths)} sequences but the dataset gave "
-                f"its length as {expected}: correct dataset.lengths, or give data that stay the same"
+                f"item {index} of the data holds {len(item.lengths)} packed sequences, but {self._num_parts(index)} by "
+                "its length or when it was first read: give the first item the same columns, and data that stay the same"
+            )
+        if item.lengths[part] != expected:
+            raise ConfigError(
+                f"{self._place(sequence_id)} has {item.lengths[part]} tokens but the dataset gave its length as "
+                f"{expected}: correct dataset.lengths, or give data that stay the same"
             )
         input_ids, labels = item.sequence(part)
         length = int(self.lengths[sequence_id])

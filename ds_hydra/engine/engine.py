@@ -118,6 +118,7 @@ class HydraEngine(HostEngine):
             )
         if self.data is None:
             raise ConfigError("train_batch() needs sequences: pass training_data to initialize()")
+        self.refuse_further_steps()
         return self.data
 
     def eval_batch(self, data_iter: Any = None) -> Tensor:

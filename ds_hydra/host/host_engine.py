@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -168,6 +169,15 @@ class HostEngine(DeepSpeedEngine):
             deepspeed_logger.setLevel(level)
         return self.optimizer
 
+    def refuse_further_steps(self) -> None:
+        """Raise ConfigError when the job has made all steps that the config asks for."""
+        total = self.hydra_config.total_steps
+        if total is not None and self.global_steps >= total:
+            raise ConfigError(
+                f"step {self.global_steps + 1} was asked for, but training ends with hydra.total_steps {total}: loop "
+                "with `for _ in loader`, which ends there after a restart too, or raise it"
+            )
+
     def finish_step(self, record: StepRecord) -> None:
         """Take a step into the engine's books: counters, gradient norm, LR schedule, log line, JSONL, monitors.
 
@@ -182,8 +192,8 @@ class HostEngine(DeepSpeedEngine):
         self._step_applied = not record.skipped
         if self.lr_scheduler is not None and not record.skipped:
             self.lr_scheduler.step()
-        self.last_step = record
-        self.step_log.add(record)
+        self.last_step = replace(record, total_steps=self.hydra_config.total_steps)
+        self.step_log.add(self.last_step)
 
     # What users call.
 

@@ -95,6 +95,10 @@ def test_strategies_that_do_not_add_up_to_the_ranks() -> None:
         ([], {}, ["the training data are empty"]),
         ([[5], []], {}, ["no sequence is left"]),
         (DATA, {"context_length": 32}, ["longer than context_length 32", "sequence", "33 tokens", "truncate"]),
+        (DATA, {"tokens_per_step": 10**9}, ["hydra.tokens_per_step 1000000000", "268 tokens", "at most 268"]),
+        (DATA, {"context_length": 100_000}, ["hydra.context_length 100000", "positions", "at most"]),
+        ([{"input_ids": d, "loss_mask": [1] * len(d)} for d in DATA], {}, ["'loss_mask'", "rename it"]),
+        ([{"input_ids": d, "position_ids": [7] * len(d)} for d in DATA], {}, ["position_ids has 7", "seq_lengths"]),
         (Lazy(2, lambda: 5), {"tokens_per_step": 1}, None),
     ],
 )
