@@ -163,14 +163,13 @@ class Checkpointer:
         return None
 
     def _list_tags(self, folder: Path) -> str:
-        """All tags that could be meant, as JSON: complete ones, newest first, then those that have some manifest."""
+        """All tags that could be meant, as JSON: complete ones, newest first, then damaged ones."""
         if not folder.is_dir():
             return "[]"
         _restore_aside(folder)
         # Damaged ones are tried too, after all others: each attempt leaves an error in the log that says what is wrong.
         whole = [tag for _, tag in folders.complete_tags(folder)]
-        broken = [path.name for path in sorted(folder.iterdir()) if (path / "manifest.json").exists()]
-        return json.dumps([*whole, *(name for name in broken if name not in whole)])
+        return json.dumps([*whole, *folders.broken_tags(folder)])
 
     def _choose(self, folder: Path, tag: object) -> str | None:
         """The tag to load, as rank 0 sees it; None where nothing was ever saved."""

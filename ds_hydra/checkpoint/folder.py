@@ -132,6 +132,18 @@ def complete_tags(folder: Path) -> list[tuple[int, str]]:
     return sorted(found, reverse=True)
 
 
+def broken_tags(folder: Path) -> list[str]:
+    """Tags that were saved in `folder` and do not lie whole there any more: a file of a checkpoint is left of each."""
+    whole = {tag for _, tag in complete_tags(folder)}
+    return [
+        path.name
+        for path in (sorted(folder.iterdir()) if folder.is_dir() else ())
+        if path.name not in whole
+        and not path.name.startswith(".")
+        and ((path / MANIFEST).exists() or any(path.glob("rank_*.safetensors")))
+    ]
+
+
 def open_manifest(folder: Path, tag: str) -> Manifest:
     """The manifest of a tag, its files all there and of the right size. Raises CheckpointError for any other."""
     place = folder / check_tag(tag) / MANIFEST
@@ -166,19 +178,21 @@ def open_manifest(folder: Path, tag: str) -> Manifest:
 def find_tag(folder: Path) -> str | None:
     """The tag that `latest` names; None where nothing was ever saved.
 
-    Raises CheckpointError, naming the newest complete tag, when `latest` is missing beside checkpoints, empty, damaged
-    or names a tag that is not there.
+    Raises CheckpointError, naming the newest complete tag, when `latest` is missing beside checkpoints, whole or
+    damaged, is empty or damaged itself, or names a tag that is not there.
     """
     path = folder / LATEST
     tags = [tag for _, tag in complete_tags(folder)]
-    remedy = (
-        f"load_checkpoint({str(folder)!r}, tag={tags[0]!r}) loads the newest complete one"
-        if tags
-        else "nothing else is there to load"
-    )
+    broken = broken_tags(folder)
+    if tags:
+        remedy = f"load_checkpoint({str(folder)!r}, tag={tags[0]!r}) loads the newest complete one"
+    elif broken:
+        remedy = f"{', '.join(broken[:8])} are damaged: restore one from a copy, or begin anew in another folder"
+    else:
+        remedy = "nothing else is there to load: restore the folder from a copy, or begin anew in another one"
     text = _latest_text(path)
     if text is None:
-        if not tags:  # an empty folder is a fresh start; checkpoints without `latest` are a mistake to be told
+        if not (tags or broken):  # an empty folder is a fresh start; a lost `latest` is to be told
             return None
         raise CheckpointError(f"{path} is missing, though there are checkpoints: {remedy}")
     if not text:

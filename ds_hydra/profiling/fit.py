@@ -78,10 +78,17 @@ def fit_points(points: Sequence[Point]) -> Fit:
     """Fit the points that are not held out; test on those that are. PlanError for fewer than two lengths."""
     used = [point for point in points if not point.held_out]
     tested = [point for point in points if point.held_out]
-    if any(not (point.ms > 0 and math.isfinite(point.ms)) or not point.lengths for point in points):
-        raise PlanError("fit: every point needs sequences and a time above 0 ms; measure again")
+    for point in points:
+        if not (point.ms > 0 and math.isfinite(point.ms)) or not point.lengths:
+            raise PlanError(
+                f"fit: a micro-batch of lengths {point.lengths} took {point.ms} ms; every point needs sequences and a "
+                "time above 0 ms. Measure again, with longer sequences if the clock is too coarse for these"
+            )
     if len({sum(point.lengths) for point in used}) < 2:
-        raise PlanError(f"fit: needs at least two different lengths but has {len(used)} points; measure more lengths")
+        raise PlanError(
+            f"fit: needs at least two different lengths but has {len(used)} points of "
+            f"{sorted({sum(point.lengths) for point in used})} tokens; measure more lengths"
+        )
     terms = np.array([point.terms for point in used])
     times = np.array([point.ms for point in used])
     coefficients, weights = _robust(terms / times[:, None])

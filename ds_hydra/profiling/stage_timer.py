@@ -65,7 +65,7 @@ class StageTimer:
     def _stand_in(self, degree: int) -> LocalGroup | None:
         if degree == 1:
             return None
-        self.local.append(LocalGroup(0, degree))
+        self.local.append(LocalGroup(0, degree, self._clock))
         return self.local[-1]
 
     def batch(self, lengths: Sequence[int]) -> MicroBatch:

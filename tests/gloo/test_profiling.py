@@ -74,6 +74,13 @@ def test_collectives_are_counted_with_the_bytes_of_the_real_ones(source: CausalL
     ] * 4 * 4  # q, k, v there and back, output likewise
 
 
+@pytest.mark.parametrize("scheme", [ParallelScheme(sp=2), ParallelScheme(tp=2)])
+def test_standing_in_for_ranks_is_timed_by_the_same_clock(source: CausalLM, scheme: ParallelScheme) -> None:
+    """CPU time hardly moves while others have the machine, wall time does: their difference would be below 0."""
+    timer = StageTimer(source, scheme, 0, CPU, torch.float32, clock=lambda: 7.0)
+    assert timer.time((40, 24), 2).ms == 0.0
+
+
 def test_only_stages_that_can_be_slowest_are_measured() -> None:
     assert distinct_stages(4, ParallelScheme()) == (0,)
     assert distinct_stages(4, ParallelScheme(pp=2)) == (0, 1)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import tempfile
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -192,6 +194,40 @@ def test_nothing_saved_is_no_error(tmp_path: Path) -> None:
     assert folders.find_tag(tmp_path / "nowhere") is None
     (tmp_path / ".tmp-a-x").mkdir()
     assert folders.find_tag(tmp_path) is None
+
+
+@given(st.data())
+def test_a_damaged_folder_is_never_an_empty_one(data: st.DataObject) -> None:
+    """Any files gone or cut short, `latest` too: as long as one is left of a checkpoint, there is something to say."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for step in range(2):
+            complete(folder, f"s{step}", step)
+        (folder / "events").mkdir()  # a folder that is none of ours
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        for path in files:
+            damage = data.draw(st.sampled_from(["none", "gone", "short"]), label=path.name)
+            if damage == "gone":
+                path.unlink()
+            elif damage == "short":
+                path.write_bytes(path.read_bytes()[: data.draw(st.integers(0, 4))])
+        left = [path for path in folder.rglob("*") if path.is_file()]
+        if left:
+            with suppress(CheckpointError):
+                assert folders.find_tag(folder) is not None
+        else:
+            assert folders.find_tag(folder) is None
+
+
+def test_every_tag_damaged_and_latest_gone_is_an_error(tmp_path: Path) -> None:
+    complete(tmp_path, "a", 1)
+    complete(tmp_path, "b", 2)
+    (tmp_path / "latest").unlink()
+    (tmp_path / "a" / "manifest.json").unlink()
+    (tmp_path / "b" / rank_file(1)).write_bytes(b"1")
+    with pytest.raises(CheckpointError, match=r"latest is missing.*a, b are damaged: restore one"):
+        folders.find_tag(tmp_path)
+    assert folders.broken_tags(tmp_path) == ["a", "b"]
 
 
 @pytest.mark.parametrize(
