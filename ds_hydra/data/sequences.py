@@ -108,7 +108,7 @@ class SequenceData:
         if len(item.lengths) != self._num_parts(index):
             raise ConfigError(
                 f"item {index} of the data holds {len(item.lengths)} packed sequences, but {self._num_parts(index)} by "
-                "its length or when it was first read: give the first item the same columns, and data that stay"
+                "its length or when first read: give the first item the same columns, and keep the data as they are"
             )
         if item.lengths[part] != expected:
             raise ConfigError(
