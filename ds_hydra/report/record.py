@@ -26,6 +26,7 @@ class StepRecord:
     step_ms: float  # measured, from the plan to the updated masters
     predicted_ms: float
     num_padding: int = 0  # padding tokens computed besides
+    total_steps: int | None = None  # hydra.total_steps
     pipeline_ms: tuple[float, ...] = ()  # measured time of each pipeline, in rank order
     lower_bound_ms: float = 0.0  # no plan of this step can be predicted faster; 0 when not known
     planning_ms: float = 0.0
@@ -92,10 +93,11 @@ def _finite(value: Any) -> Any:
 
 def format_line(record: StepRecord) -> str:
     """The line that a step prints."""
+    total = f"/{record.total_steps}" if record.total_steps else ""
     norm = "-" if record.grad_norm is None else f"{record.grad_norm:.3f}"
     hidden = "hidden" if record.planning_hidden else "waited for"
     parts = [
-        f"step {record.step}",
+        f"step {record.step}{total}",
         f"loss {record.loss:.4f}",
         f"gnorm {norm}",
         f"lr {record.learning_rate:.2e}",
