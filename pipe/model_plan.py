@@ -237,13 +237,20 @@ class ModelPlan:
     def _check_heads(self, tp: int, sp: int) -> None:
         heads, kv_heads = self.num_heads, self.num_kv_heads
         if heads % tp:
-            raise PlanError(f"tp={tp} does not divide the model's {heads} attention heads")
+            raise PlanError(
+                f"tp={tp} does not divide the model's {heads} attention heads; use strategies with a tp that does"
+            )
         heads, kv_heads = heads // tp, max(1, kv_heads // tp)
         left = f" that tp={tp} leaves of {self.num_heads}" if tp > 1 else ""
         if heads % sp:
-            raise PlanError(f"sp={sp} does not divide the {heads} attention heads{left}")
+            raise PlanError(
+                f"sp={sp} does not divide the {heads} attention heads{left}; use strategies with an sp that does"
+            )
         if kv_heads % sp and sp % kv_heads:
-            raise PlanError(f"sp={sp} and the {kv_heads} key/value heads{left} do not divide each other")
+            raise PlanError(
+                f"sp={sp} and the {kv_heads} key/value heads{left} do not divide each other; use strategies with an sp "
+                "that divides them or that they divide"
+            )
 
 
 def make_buckets(groups: Sequence[tuple[str, frozenset[str]]], specs: Mapping[str, ParamSpec]) -> tuple[Bucket, ...]:

@@ -74,7 +74,9 @@ class MasterShards:
         self._owned = {piece.name: piece for piece in self._cut_pieces()}
         self._numels = {name: numel for bucket in self.buckets for name, numel in bucket.params}
         if len(self._numels) < sum(len(bucket.params) for bucket in self.buckets):
-            raise PlanError("a parameter is in two buckets; shared parameters are listed once, where they are stored")
+            listed = [name for bucket in self.buckets for name, _ in bucket.params]
+            twice = sorted({name for name in listed if listed.count(name) > 1})
+            raise PlanError(f"{twice} are in two buckets each; list shared parameters once, where they are stored")
 
     def load(self, name: str, flat: Tensor) -> None:
         """Take this rank's interval of a whole parameter, given flat in master order, of any dtype and device.
@@ -195,7 +197,7 @@ class MasterShards:
         if missing:
             raise PlanError(
                 f"{len(missing)} of {len(self._numels)} parameters are in no optimizer group, the first is "
-                f"{missing[0]!r}; name each in one group"
+                f"{missing[0]!r}; name each in one group, or call requires_grad_(False) on what is not to be trained"
             )
         return group_of
 

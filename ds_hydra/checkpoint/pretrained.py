@@ -134,7 +134,10 @@ def load_pretrained(masters: ModelMasters, folder: Path, aliases: Mapping[str, s
         return
     if not hasattr(model, "from_pretrained"):
         missing = [p.name for bucket in masters.buckets for p in bucket.params if p.name not in places]
-        raise CheckpointError(f"{folder} lacks {missing[0]!r} and {len(missing) - 1} more parameters of this model")
+        raise CheckpointError(
+            f"{folder} lacks {missing[0]!r} and {len(missing) - 1} more parameters of this model: give a folder of the "
+            "same model, or build the one that its config.json describes"
+        )
     values: dict[str, Tensor] = {}
     if world.rank == 0:
         try:
@@ -165,7 +168,9 @@ def _files(folder: Path) -> dict[str, Path]:
     index, single = folder / _INDEX, folder / _SINGLE
     if index.is_file():
         if index.stat().st_size > MAX_MANIFEST_BYTES:
-            raise CheckpointError(f"{index} has more than {MAX_MANIFEST_BYTES} bytes; it is no index of weights")
+            raise CheckpointError(
+                f"{index} has more than {MAX_MANIFEST_BYTES} bytes; it is no index of weights: download it again"
+            )
         record = parse_json(index.read_bytes(), str(index))
         names = record.get("weight_map") if isinstance(record, dict) else None
         if not isinstance(names, dict) or not all(isinstance(n, str) and n == Path(n).name for n in names.values()):
@@ -203,7 +208,10 @@ def _piece(file: Any, key: str, param: ParamSpec, start: int, stop: int, path: P
     view = file.get_slice(key)
     shape = tuple(view.get_shape())
     if shape != tuple(param.shape):
-        raise CheckpointError(f"{path}: {key!r} has shape {shape}, the model's {param.name!r} {tuple(param.shape)}")
+        raise CheckpointError(
+            f"{path}: {key!r} has shape {shape}, the model's {param.name!r} {tuple(param.shape)}: build the model that "
+            "the folder's config.json describes"
+        )
     rule = param.rule
     if rule.dim is None or (rule.dim == 0 and rule.parts == 1):
         # The flat order is the file's: rows lie one after the other. The file can be cut between rows only, so whole

@@ -142,7 +142,7 @@ def _scalars(optimizer: Optimizer, params: Sequence[Any]) -> dict[str, SavedScal
             if found.setdefault(key, scalar) != scalar:
                 raise CheckpointError(
                     f"the optimizer's {key!r} differs within one parameter group ({found[key].value}, {scalar.value}): "
-                    "a checkpoint keeps one value for each group"
+                    "a checkpoint keeps one value for each group, so give their parameters groups of their own"
                 )
     return found
 
@@ -333,7 +333,10 @@ def _scalar(saved: SavedScalar, group: dict[str, Any], param: Tensor) -> Any:
     on_device = group.get("fused") or group.get("capturable")
     dtype = getattr(torch, saved.dtype, None)
     if not isinstance(dtype, torch.dtype):
-        raise CheckpointError(f"the checkpoint's optimizer holds a number of unknown type {saved.dtype!r}")
+        raise CheckpointError(
+            f"the checkpoint's optimizer holds a number of unknown type {saved.dtype!r}: load it with the release that "
+            "wrote it, or with load_optimizer_states=False"
+        )
     return torch.tensor(saved.value, dtype=dtype, device=param.device if on_device else "cpu")
 
 

@@ -49,7 +49,7 @@ def to_universal(folder: Path, tag: str | None, target: Path, target_tag: str | 
 
     found = check_tag(tag) if tag is not None else folders.find_tag(folder)
     if found is None:
-        raise CheckpointError(f"{folder} holds no checkpoint to convert")
+        raise CheckpointError(f"{folder} holds no checkpoint to convert: give the folder that save_checkpoint() wrote")
     manifest = folders.open_manifest(folder, found)
     out = target / check_tag(target_tag or f"{found}_universal")
     if out.exists():
@@ -199,7 +199,9 @@ def _param(path: Path) -> Tensor:
     record = _read(path)
     value = record.get("param") if isinstance(record, dict) else None
     if not isinstance(value, Tensor):
-        raise CheckpointError(f"{path} holds no tensor under 'param': it is no universal checkpoint's file")
+        raise CheckpointError(
+            f"{path} holds no tensor under 'param': it is no universal checkpoint's file; convert again"
+        )
     return value
 
 

@@ -99,7 +99,9 @@ class CostTable:
 
     def __post_init__(self) -> None:
         if not self.costs:
-            raise ConfigError("a cost table needs at least one scheme but has none")
+            raise ConfigError(
+                "a cost table needs at least one scheme but has none; measure one with tools/profile_schemes"
+            )
         seen: set[ParallelScheme] = set()
         for cost in self.costs:
             if cost.scheme in seen:

@@ -96,7 +96,9 @@ class TableFile:
             if self.job.num_ranks != other.job.num_ranks:
                 differences.append(f"num_ranks: {self.job.num_ranks} and {other.job.num_ranks} (MaxLen depends on it)")
             if differences:
-                raise ConfigError("the cost tables cannot be merged:\n  " + "\n  ".join(differences))
+                raise ConfigError(
+                    "the cost tables cannot be merged:\n  " + "\n  ".join(differences) + "\nWrite them to two files"
+                )
         costs: dict[str, SchemeCost] = {str(cost.scheme): cost for cost in (*self.table.costs, *other.table.costs)}
         return TableFile(
             CostTable(tuple(costs.values()), other.table.source or self.table.source),
@@ -138,7 +140,7 @@ def table_record(table: CostTable) -> dict[str, Any]:
 def read_table(record: object, place: str) -> CostTable:
     """The cost table in a file's JSON, read strictly; `place` is what errors call it."""
     if not isinstance(record, dict) or record.get("format") != _FORMAT:
-        raise ConfigError(f"{place}: 'format' must be {_FORMAT!r}; this is not a cost table")
+        raise ConfigError(f"{place}: 'format' must be {_FORMAT!r}; give a table that tools/profile_schemes wrote")
     if record.get("version") != _VERSION:
         raise ConfigError(
             f"{place}: 'version' is {record.get('version')!r} but this release reads {_VERSION}; "
@@ -146,10 +148,10 @@ def read_table(record: object, place: str) -> CostTable:
         )
     unknown = sorted(set(record) - {*_TABLE_KEYS, *_EVIDENCE_KEYS})
     if unknown or record.get("unit", "ms") != "ms":
-        raise ConfigError(f"{place}: " + (f"unknown keys {unknown}" if unknown else "'unit' must be 'ms'"))
+        raise ConfigError(f"{place}: " + (f"unknown keys {unknown}; remove them" if unknown else "'unit' must be 'ms'"))
     rows = record.get("schemes")
     if not isinstance(rows, list) or not rows:
-        raise ConfigError(f"{place}: 'schemes' must be a list with at least one scheme")
+        raise ConfigError(f"{place}: 'schemes' must be a list with at least one scheme; profile again")
     costs = tuple(_read_scheme(row, f"{place}: schemes[{index}]") for index, row in enumerate(rows))
     try:
         return CostTable(costs, str(record.get("source", "")))
@@ -202,7 +204,9 @@ def _read_json(path: str | Path) -> Any:
             f"cannot read the cost table {path}: {error.strerror}; write one with `ds-hydra profile`"
         ) from error
     except ValueError as error:
-        raise ConfigError(f"the cost table {path} is not JSON: {error}") from error
+        raise ConfigError(
+            f"the cost table {path} is not JSON: {error}; write it again with tools/profile_schemes"
+        ) from error
 
 
 def check_job(found: TableFile, job: JobFingerprint, place: str) -> None:

@@ -203,7 +203,7 @@ class HydraEngine(HostEngine):
         if save_filename is not None or exclude_frozen_parameters:
             raise CheckpointError(
                 "save_16bit_model(save_filename=..., exclude_frozen_parameters=True) is not supported: it writes a "
-                "whole Hugging Face folder under its usual names"
+                "whole Hugging Face folder under its usual names; leave these arguments out"
             )
         self.saving.save_pretrained(save_dir, max_shard_size=max_shard_size, tokenizer=tokenizer)
         return True

@@ -164,7 +164,10 @@ class HostEngine(DeepSpeedEngine):
         try:
             self._configure_lr_scheduler()
         except (TypeError, ValueError, AssertionError) as error:
-            raise ConfigError(f"the LR scheduler cannot be made: {error}") from error
+            raise ConfigError(
+                f"the LR scheduler cannot be made: {error}; correct scheduler.params, or the lr_scheduler given to "
+                "initialize()"
+            ) from error
         finally:
             deepspeed_logger.setLevel(level)
         return self.optimizer
@@ -217,11 +220,15 @@ class HostEngine(DeepSpeedEngine):
 
     def set_train_batch_size(self, train_batch_size: int) -> NoReturn:
         """Not supported: steps are sized in tokens."""
-        raise ConfigError(f"set_train_batch_size({train_batch_size}): a step is sized by hydra.tokens_per_step")
+        raise ConfigError(
+            f"set_train_batch_size({train_batch_size}): a step is sized by hydra.tokens_per_step: set that, and restart"
+        )
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> NoReturn:
         """Not supported: the plan sizes micro-batches."""
-        raise ConfigError(f"set_train_micro_batch_size({micro_batch_size}): micro-batches are sized by the plan")
+        raise ConfigError(
+            f"set_train_micro_batch_size({micro_batch_size}): micro-batches are sized by the plan: leave it out"
+        )
 
     def forward(self, *inputs: Any, **kwargs: Any) -> NoReturn:
         """Not supported: see the error."""

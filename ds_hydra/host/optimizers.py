@@ -6,6 +6,7 @@ as on whole parameters. Those that look at a parameter as a matrix or at its nor
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -161,7 +162,10 @@ def parameter_groups(model: nn.Module, given: Iterable[Any] | None = None) -> tu
         seen.update(group.names)
         groups.append(group)
     if not seen:
-        raise ConfigError("there is nothing to train: no parameter given to the optimizer requires a gradient")
+        raise ConfigError(
+            "there is nothing to train: no parameter given to the optimizer requires a gradient; call requires_grad_() "
+            "on some"
+        )
     return tuple(groups)
 
 
@@ -245,7 +249,8 @@ def _from_block(name: str, params: dict[str, Any]) -> Callable[[list[dict[str, A
         try:
             return optimizer_class(groups, **params)
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"config: optimizer.params of {name}: {error}") from None
+            accepted = ", ".join(list(inspect.signature(optimizer_class).parameters)[1:])
+            raise ConfigError(f"config: optimizer.params of {name}: {error}; it takes {accepted}") from None
 
     make([{"params": [nn.Parameter(torch.zeros(1))]}])  # so that wrong settings are refused before training
     return make

@@ -18,7 +18,7 @@ def choose_dtype(model: nn.Module, *, fp16: bool, bf16: bool) -> torch.dtype:
     if fp16:
         # On CPU the accelerator knows of fast kernels only; torch computes without them.
         if accelerator.device_name() != "cpu" and not accelerator.is_fp16_supported():
-            raise ConfigError("config: fp16 is enabled but this device does not support it; disable it")
+            raise ConfigError("config: fp16 is enabled but this device does not support it; disable it, or use bf16")
         return torch.float16
     if bf16:
         if not accelerator.is_bf16_supported():

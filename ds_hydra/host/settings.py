@@ -25,7 +25,7 @@ def deepspeed_config(parsed: ParsedConfig) -> DeepSpeedConfig:
     try:
         config = DeepSpeedConfig(dict(parsed.deepspeed))
     except (AssertionError, DeepSpeedConfigError, TypeError, ValueError, KeyError) as error:
-        raise ConfigError(f"config: DeepSpeed refuses its settings: {error}") from error
+        raise ConfigError(f"config: DeepSpeed refuses its settings: {error}. Correct or remove that one") from error
     _check_scheduler(config)
     for block, package in _MONITOR_PACKAGES.items():
         if getattr(config.monitor_config, block).enabled and importlib.util.find_spec(package) is None:

@@ -84,7 +84,9 @@ class StepPlan:
                 source=str(record["source"]),
             )
         except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise PlanError(f"{place}: not a step plan ({type(error).__name__}: {error})") from error
+            raise PlanError(
+                f"{place}: not a step plan ({type(error).__name__}: {error}); hydra.plans_file writes one a line"
+            ) from error
 
     def table(self) -> str:
         """The plan as text: one line per pipeline with its ranks, tokens, loads and time."""
@@ -149,7 +151,10 @@ def load_plans(path: str | Path) -> dict[int, StepPlan]:
     try:
         lines = Path(path).read_text().splitlines()
     except OSError as error:
-        raise PlanError(f"cannot read the plans to replay, {path}: {error.strerror}") from error
+        raise PlanError(
+            f"cannot read the plans to replay, {path}: {error.strerror}; give hydra.planner.replay_file what a run "
+            "wrote as hydra.plans_file"
+        ) from error
     plans: dict[int, StepPlan] = {}
     for number, line in enumerate(lines, start=1):
         plan = StepPlan.from_json(line, f"{path}, line {number}")

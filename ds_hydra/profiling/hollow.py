@@ -27,7 +27,9 @@ def hollow_source(path: str | Path, *, activation_checkpointing: bool = False) -
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{path} is not the config of a causal language model: {error}") from error
+        raise ConfigError(
+            f"{path} is not the config of a causal language model ({error}): give its config.json"
+        ) from error
     _fill(model)
     return CausalLM(model, activation_checkpointing=activation_checkpointing)
 

@@ -32,7 +32,9 @@ class ModelMasters:
         trained = [spec for spec, b in zip(specs, self.buckets, strict=True) if b.trainable]
         kept = [spec for spec, b in zip(specs, self.buckets, strict=True) if not b.trainable]
         if not trained:
-            raise ConfigError("every parameter of the model is frozen: there is nothing to train")
+            raise ConfigError(
+                "every parameter of the model is frozen: there is nothing to train; call requires_grad_() on some"
+            )
         self.trained = MasterShards(trained, rank, num_ranks, device, master)
         self.frozen = MasterShards(kept, rank, num_ranks, device, frozen)
         self.shards = tuple(self._pick(self.trained.shards, self.frozen.shards))
