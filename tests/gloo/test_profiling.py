@@ -78,7 +78,7 @@ def test_collectives_are_counted_with_the_bytes_of_the_real_ones(source: CausalL
 def test_standing_in_for_ranks_is_timed_by_the_same_clock(source: CausalLM, scheme: ParallelScheme) -> None:
     """CPU time hardly moves while others have the machine, wall time does: their difference would be below 0."""
     timer = StageTimer(source, scheme, 0, CPU, torch.float32, clock=lambda: 7.0)
-    assert timer.time((40, 24), 2).ms == 0.0
+    assert timer.time((40, 24)).ms == 0.0
 
 
 def test_only_stages_that_can_be_slowest_are_measured() -> None:
