@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ds_hydra.config.hydra_block import HydraConfig, parse_config, read_config
+from ds_hydra.config.hydra_block import HydraConfig, parse_config
+from ds_hydra.config.read import read_config
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
