@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from ds_hydra.planner.kernels.arrays import Floats, Prospect, Schemes
-from ds_hydra.planner.kernels.problem import Assignment, Batch, Groups
+from ds_hydra.planner.kernels.problem import Assignment, Batch, PipelineKinds
 from ds_hydra.planner.one_strategy import StrategySearch
 from ds_hydra.planner.options import PlannerOptions
 from ds_hydra.zero_hetero.errors import PlanError
@@ -76,16 +76,16 @@ class _Candidates:
 class Search:
     """One step's search over candidate strategies [Note: search]."""
 
-    def __init__(self, groups: Sequence[Groups], schemes: Schemes, options: PlannerOptions, batch: Batch) -> None:
-        self._groups = groups
+    def __init__(self, kinds: Sequence[PipelineKinds], schemes: Schemes, options: PlannerOptions, batch: Batch) -> None:
+        self._kinds = kinds
         self._options = options
         self._num_sequences = batch.size
         self._one = StrategySearch(schemes, options, batch)
 
     def best_of(self, candidates: Sequence[int]) -> tuple[Assignment, float]:
         """The best assignment over these strategies, and a lower bound on any (ms)."""
-        prices = {index: self._groups[index].num_ranks.copy() for index in candidates}
-        bounds = {index: self._one.bound(self._groups[index], prices[index], 4, 8) for index in candidates}
+        prices = {index: self._kinds[index].num_ranks.copy() for index in candidates}
+        bounds = {index: self._one.bound(self._kinds[index], prices[index], 4, 8) for index in candidates}
         known = _Candidates(self._options.tolerance, prices, bounds)
         if self._options.method == "paper":
             self._as_paper(known)
@@ -104,7 +104,7 @@ class Search:
                 self._tighten(index, known)
                 if not known.can_win(index):
                     continue
-            known.offer(self._one.assign(self._groups[index], known.prospect(index)))
+            known.offer(self._one.assign(self._kinds[index], known.prospect(index)))
         if self._options.method == "exact":
             known.best = self._one.improve_exactly(known.winner, known.least_bound)
         else:
@@ -114,14 +114,14 @@ class Search:
     def _leanly(self, known: _Candidates) -> None:
         """Plain Python kernels, while the compiled ones are not at hand: one placement for each of few strategies."""
         for index in islice(known.worth_trying(), _LEAN_TRIES):
-            known.offer(self._one.assign(self._groups[index], known.prospect(index)))
+            known.offer(self._one.assign(self._kinds[index], known.prospect(index)))
         if self._options.method == "exact":
             known.best = self._one.improve_exactly(known.winner, known.least_bound)
 
     def _by_subsets(self, known: _Candidates) -> None:
         """Few sequences: the optimum of every strategy that can win, which is its bound too."""
         for index in known.worth_trying():
-            found = self._one.solve_tiny(self._groups[index])
+            found = self._one.solve_tiny(self._kinds[index])
             if found is not None:
                 known.bounds[index] = found.ms
             known.offer(found)
@@ -129,13 +129,13 @@ class Search:
     def _as_paper(self, known: _Candidates) -> None:
         """The paper's baseline: its greedy dispatch for every strategy that can win."""
         for index in islice(known.worth_trying(), None if self._one.is_compiled else _LEAN_TRIES):
-            known.offer(self._one.assign_as_paper(self._groups[index]))
+            known.offer(self._one.assign_as_paper(self._kinds[index]))
         if self._one.is_compiled:
             self._raise_bounds(known)
 
     def _tighten(self, index: int, known: _Candidates) -> None:
         """A second look at a strategy's bound, from the prices of the first: cheaper than searching it in vain."""
-        again = self._one.bound(self._groups[index], known.prices[index], 10, 12)
+        again = self._one.bound(self._kinds[index], known.prices[index], 10, 12)
         known.bounds[index] = max(known.bounds[index], again)
 
     def _look_again(self, known: _Candidates) -> None:
@@ -145,7 +145,7 @@ class Search:
         effort = self._one.effort._replace(restarts=restarts)
         for index in known.by_bound() if restarts else ():
             if known.can_win(index):
-                known.offer(self._one.assign(self._groups[index], known.prospect(index), effort))
+                known.offer(self._one.assign(self._kinds[index], known.prospect(index), effort))
 
     def _raise_bounds(self, known: _Candidates) -> None:
         """Prove better bounds for the strategies that could still beat the plan [Note: branching on the longest].
@@ -161,7 +161,7 @@ class Search:
             if target <= proven:
                 return
             open_ones = [index for index in known.bounds if known.bounds[index] < target]
-            if all(self._one.refute(self._groups[index], target, known.prices[index]) for index in open_ones):
+            if all(self._one.refute(self._kinds[index], target, known.prices[index]) for index in open_ones):
                 for index in known.bounds:
                     known.bounds[index] = max(known.bounds[index], target)
                 return

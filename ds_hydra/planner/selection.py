@@ -13,7 +13,7 @@ import ds_hydra.planner.kernels as kernels
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.pipe.shape import ParallelScheme, parse_strategy
 from ds_hydra.plan.step_plan import PipelinePlan, StepPlan, load_plans
-from ds_hydra.planner.kernels.problem import Assignment, Batch, Groups, check_sequences, scheme_arrays
+from ds_hydra.planner.kernels.problem import Assignment, Batch, PipelineKinds, check_sequences, scheme_arrays
 from ds_hydra.planner.options import PlannerOptions
 from ds_hydra.planner.search import Search
 from ds_hydra.zero_hetero.errors import PlanError
@@ -37,7 +37,7 @@ class Planner:
         self.strategies = tuple(tuple(strategy) for strategy in strategies)
         if not self.strategies:
             raise PlanError("the planner needs at least one strategy but was given none")
-        self._groups = [Groups.of(strategy, cost_table) for strategy in self.strategies]
+        self._groups = [PipelineKinds.of(strategy, cost_table) for strategy in self.strategies]
         ranks = {sum(scheme.num_ranks for scheme in strategy) for strategy in self.strategies}
         if len(ranks) > 1:
             listed = ", ".join(f"{g} ({sum(s.num_ranks for s in g.schemes)})" for g in self._groups)
@@ -70,8 +70,8 @@ class Planner:
         best, bound = Search(self._groups, self._schemes, self.options, batch).best_of(feasible)
         return self._step_plan(step, ids, tokens, batch, best, bound)
 
-    def _holds(self, groups: Groups, length: int) -> bool:
-        return bool(length <= self._schemes.max_length[groups.shape.scheme].max())
+    def _holds(self, kinds: PipelineKinds, length: int) -> bool:
+        return bool(length <= self._schemes.max_length[kinds.shape.scheme].max())
 
     def _replayed(self, step: int, ids: tuple[int, ...], tokens: tuple[int, ...]) -> StepPlan:
         plan = self._replay.get(step)
@@ -101,9 +101,9 @@ class Planner:
         best: Assignment,
         bound: float,
     ) -> StepPlan:
-        schemes = best.groups.schemes
+        schemes = best.kinds.schemes
         packed: list[dict[int, list[int]]] = [{} for _ in schemes]
-        position, rank_order = batch.position.tolist(), best.groups.rank_order
+        position, rank_order = batch.position.tolist(), best.kinds.rank_order
         for i, (p, b) in enumerate(zip(best.owner.tolist(), best.bin_of.tolist(), strict=True)):
             packed[rank_order[p]].setdefault(b, []).append(position[i])
         pipelines = []

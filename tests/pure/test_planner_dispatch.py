@@ -14,7 +14,7 @@ from ds_hydra.planner import PlannerOptions
 from ds_hydra.planner.exact.paper_problem import DispatchProblem
 from ds_hydra.planner.exact.programs import dispatch_ms, pack_exactly, relabel
 from ds_hydra.planner.kernels.arrays import Prospect, Scheme
-from ds_hydra.planner.kernels.problem import Batch, Groups
+from ds_hydra.planner.kernels.problem import Batch, PipelineKinds
 from ds_hydra.planner.one_strategy import StrategySearch
 from ds_hydra.planner.selection import order_microbatches
 from tests.support.planner_cases import TABLES, a800_batch, a800_planner, random_instance
@@ -149,10 +149,10 @@ def test_pure_and_compiled_kernels_give_the_same_bits() -> None:
         for kernel in (kernels.pure(), kernels.compiled()):
             search = StrategySearch(planner._schemes, planner.options, batch)
             search._kernels = kernel
-            groups = Groups.of(parse_strategy("tp16 + tp8 + 8*tp4 + tp2pp4"), planner.cost_table)
-            price = groups.num_ranks.copy()
-            bound = search.bound(groups, price, 6, 8)
-            found = search.assign(groups, Prospect(bound, price, math.inf))
+            kinds = PipelineKinds.of(parse_strategy("tp16 + tp8 + 8*tp4 + tp2pp4"), planner.cost_table)
+            price = kinds.num_ranks.copy()
+            bound = search.bound(kinds, price, 6, 8)
+            found = search.assign(kinds, Prospect(bound, price, math.inf))
             assert found is not None
             results.append((bound, price.tolist(), found.owner.tolist(), found.bin_of.tolist(), found.ms))
         assert results[0] == results[1]

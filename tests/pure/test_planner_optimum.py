@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ds_hydra.planner import validate_plan
 from ds_hydra.planner.kernels.arrays import Prospect
-from ds_hydra.planner.kernels.problem import Batch, Groups
+from ds_hydra.planner.kernels.problem import Batch, PipelineKinds
 from ds_hydra.planner.one_strategy import StrategySearch
 from tests.support.planner_cases import Instance, random_instance, strategy_optimum
 
@@ -33,12 +33,12 @@ def check_instance(instance: Instance) -> None:
         optimum = min(optimum, best)
         batch = Batch.of(instance.lengths, instance.table)
         search = StrategySearch(planner._schemes, planner.options, batch)
-        groups = Groups.of(strategy, instance.table)
-        bound = search.bound(groups, groups.num_ranks.copy(), 10, 12)
+        kinds = PipelineKinds.of(strategy, instance.table)
+        bound = search.bound(kinds, kinds.num_ranks.copy(), 10, 12)
         assert bound <= best * (1 + 1e-9), instance
         if math.isfinite(best):
-            assert not search.refute(groups, best * (1 + 1e-9), groups.num_ranks.copy()), instance
-            found = search.assign(groups, Prospect(bound, groups.num_ranks.copy(), math.inf))
+            assert not search.refute(kinds, best * (1 + 1e-9), kinds.num_ranks.copy()), instance
+            found = search.assign(kinds, Prospect(bound, kinds.num_ranks.copy(), math.inf))
             assert found is not None, instance
             assert found.ms >= best * (1 - 1e-9), instance
     plan = planner.plan(0, range(len(instance.lengths)), instance.lengths)
@@ -55,10 +55,10 @@ def test_search_without_enumeration_is_close_to_the_optimum() -> None:
         planner = instance.planner()
         for strategy in instance.strategies:
             best = strategy_optimum(instance, strategy)
-            groups = Groups.of(strategy, instance.table)
+            kinds = PipelineKinds.of(strategy, instance.table)
             search = StrategySearch(planner._schemes, planner.options, Batch.of(instance.lengths, instance.table))
-            price = groups.num_ranks.copy()
-            found = search.assign(groups, Prospect(search.bound(groups, price, 10, 12), price, math.inf))
+            price = kinds.num_ranks.copy()
+            found = search.assign(kinds, Prospect(search.bound(kinds, price, 10, 12), price, math.inf))
             if found is not None:
                 gaps.append(found.ms / best - 1.0)
     assert np.mean(gaps) < 0.01

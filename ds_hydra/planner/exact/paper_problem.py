@@ -20,7 +20,7 @@ from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.planner.exact.programs import ExactResult, dispatch_exactly, dispatch_ms
 from ds_hydra.planner.kernels.arrays import Floats, Ints, Items, Problem, Prospect, Schemes, SearchEffort
 from ds_hydra.planner.kernels.placing import empty_placement
-from ds_hydra.planner.kernels.problem import Batch, Groups, scheme_arrays
+from ds_hydra.planner.kernels.problem import Batch, PipelineKinds, scheme_arrays
 from ds_hydra.planner.kernels.protocol import Kernels
 
 PAPER_TRIALS = 100
@@ -30,7 +30,7 @@ PAPER_TRIALS = 100
 class DispatchProblem:
     """Eq. 3 for one batch and one strategy; pipelines kind by kind, largest MaxLen first."""
 
-    groups: Groups
+    kinds: PipelineKinds
     items: Items  # work is T(l) with c
     schemes: Schemes  # c is 0
     kernels: Kernels
@@ -42,11 +42,11 @@ class DispatchProblem:
         schemes = scheme_arrays(table)
         batch = Batch.of(lengths, table)
         return cls.of_batch(
-            batch, Groups.of(strategy, table), schemes, kernels.compiled() if compiled else kernels.pure()
+            batch, PipelineKinds.of(strategy, table), schemes, kernels.compiled() if compiled else kernels.pure()
         )
 
     @classmethod
-    def of_batch(cls, batch: Batch, groups: Groups, schemes: Schemes, kernel: Kernels) -> DispatchProblem:
+    def of_batch(cls, batch: Batch, kinds: PipelineKinds, schemes: Schemes, kernel: Kernels) -> DispatchProblem:
         """The same from what a step's search already has."""
         # c moves from the micro-batch into each sequence. UtilLen is 1, so that it limits no number of micro-batches:
         # Eq. 3 knows none.
@@ -55,20 +55,20 @@ class DispatchProblem:
         free = Schemes(
             np.zeros_like(schemes.c), schemes.max_length, np.ones_like(schemes.util_length), schemes.pp, False
         )
-        return cls(groups, items, free, kernel)
+        return cls(kinds, items, free, kernel)
 
     @property
     def times(self) -> Floats:
         """T(l_i, P_j) in ms: (pipelines, n)."""
-        return np.ascontiguousarray(self.items.work[self.groups.shape.pipeline_scheme])
+        return np.ascontiguousarray(self.items.work[self.kinds.shape.pipeline_scheme])
 
     @property
     def pp(self) -> Ints:
-        return self.schemes.pp[self.groups.shape.pipeline_scheme]
+        return self.schemes.pp[self.kinds.shape.pipeline_scheme]
 
     @property
     def max_length(self) -> Ints:
-        return self.schemes.max_length[self.groups.shape.pipeline_scheme]
+        return self.schemes.max_length[self.kinds.shape.pipeline_scheme]
 
     def ms(self, owner: Ints) -> float:
         """The objective of a placement."""
@@ -82,10 +82,10 @@ class DispatchProblem:
 
     def by_search(self, restarts: int = 40, budget: int = 200_000, seed: int = 0) -> tuple[Ints, float] | None:
         """Our search, and the certified bound in ms; None when a sequence fits nowhere."""
-        problem = Problem(self.schemes, self.items, self.groups.shape)
-        price = self.groups.num_ranks.copy()
+        problem = Problem(self.schemes, self.items, self.kinds.shape)
+        price = self.kinds.num_ranks.copy()
         bound = self.kernels.strategy_bound(problem, 12, 14, price)
-        place = empty_placement(len(self.items.tokens), len(self.groups.rank_order))
+        place = empty_placement(len(self.items.tokens), len(self.kinds.rank_order))
         effort = SearchEffort(restarts, budget, 0, 0, packs=False)
         ms = self.kernels.dispatch(problem, Prospect(bound, price, np.inf), effort, seed, place)
         return (place.owner, bound) if np.isfinite(ms) else None
@@ -95,6 +95,6 @@ class DispatchProblem:
     ) -> ExactResult | None:
         """HiGHS from `start` on; see `dispatch_exactly`."""
         return dispatch_exactly(
-            self.times, self.items.tokens, self.max_length, self.pp, self.groups.shape.pipelines, start, bound_ms,
+            self.times, self.items.tokens, self.max_length, self.pp, self.kinds.shape.pipelines, start, bound_ms,
             node_limit=node_limit, seconds=seconds,
         )  # fmt: skip

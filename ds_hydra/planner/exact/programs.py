@@ -203,13 +203,13 @@ def repack_slowest(
     that pipeline is already at its bound.
     """
     slowest, at = 0.0, -1
-    for p in range(len(plan.groups.rank_order)):
+    for p in range(len(plan.kinds.rank_order)):
         ms = _pipeline_ms(schemes, items, plan, p, plan.bin_of)
         if ms > slowest:
             slowest, at = ms, p
-    one = scheme_row(schemes, int(plan.groups.shape.pipeline_scheme[at]))
+    one = scheme_row(schemes, int(plan.kinds.shape.pipeline_scheme[at]))
     own = np.flatnonzero(plan.owner == at)
-    work = items.work[plan.groups.shape.pipeline_scheme[at]][own]
+    work = items.work[plan.kinds.shape.pipeline_scheme[at]][own]
     floor = ideal_ms(one, float(work.sum()), int(items.tokens[own].sum()), float(work.max()))
     # At its bound nothing can be gained. With PP = 1 and the flow shop the time is a plain sum, however it is packed.
     if slowest <= floor * (1.0 + 1e-6) or (one.pp == 1 and not one.paper):
@@ -225,13 +225,13 @@ def repack_slowest(
     if _pipeline_ms(schemes, items, plan, at, bin_of) >= slowest:
         return plan
     # Another pipeline may be the slowest now.
-    times = [_pipeline_ms(schemes, items, plan, p, bin_of) for p in range(len(plan.groups.rank_order))]
+    times = [_pipeline_ms(schemes, items, plan, p, bin_of) for p in range(len(plan.kinds.rank_order))]
     return replace(plan, bin_of=bin_of, ms=max(times))
 
 
 def _pipeline_ms(schemes: Schemes, items: Items, plan: Assignment, p: int, bin_of: Ints) -> float:
     """Time of one pipeline under given micro-batches."""
-    k = int(plan.groups.shape.pipeline_scheme[p])
+    k = int(plan.kinds.shape.pipeline_scheme[p])
     own = np.flatnonzero(plan.owner == p)
     if not own.size:
         return 0.0

@@ -36,11 +36,14 @@ def scheme_row(schemes: Schemes, k: int) -> Scheme:
 
 
 @dataclass(frozen=True)
-class Groups:
-    """A strategy as groups of equal pipelines, largest MaxLen first.
+class PipelineKinds:
+    """A strategy as kinds of equal pipelines, largest MaxLen first.
 
-    `rank_order[x]` is where pipeline x (group by group) stands among the strategy's pipelines in rank order.
-    `num_ranks` (groups,) is one pipeline's ranks: the prices to begin with.
+    `rank_order[x]` is where pipeline x (kind by kind) stands among the strategy's pipelines in rank order.
+    `num_ranks` (kinds,) is one pipeline's ranks: the prices to begin with.
+
+    Example: 2*tp1 + tp2 + tp1 in rank order, where tp2 holds more tokens, are the kinds tp2 (one pipeline) and tp1
+    (three); rank_order is (2, 0, 1, 3).
     """
 
     schemes: tuple[ParallelScheme, ...]  # in rank order
@@ -49,12 +52,13 @@ class Groups:
     num_ranks: Floats
 
     @classmethod
-    def of(cls, schemes: Sequence[ParallelScheme], table: CostTable) -> Groups:
+    def of(cls, schemes: Sequence[ParallelScheme], table: CostTable) -> PipelineKinds:
         """PlanError when the table has no costs for a scheme."""
         row = {scheme: index for index, scheme in enumerate(table.schemes)}
         for scheme in set(schemes) - set(row):
             raise PlanError(f"strategy {format_strategy(schemes)!r}: {_unknown(table, scheme)}")
         rows = [row[scheme] for scheme in schemes]
+        # Largest MaxLen first, as Algorithm 1 wants it; equal ones in the table's order, so that plans do not vary.
         counts = Counter(rows)
         order = sorted(counts, key=lambda k: (-table.costs[k].max_length, k))
         scheme_of = np.array(order, dtype=np.int64)
@@ -106,6 +110,7 @@ class Batch:
 
 def _merge(tokens: Ints) -> tuple[Ints, Ints]:
     """Runs of lengths within _MERGE_WIDTH of each other: index of each run's shortest, and its size."""
+    # The shortest of a run stands for all of it, so merged batches are never longer than real ones: bounds stay bounds.
     last: list[int] = []
     count: list[int] = []
     longest = 0.0
@@ -122,12 +127,12 @@ def _merge(tokens: Ints) -> tuple[Ints, Ints]:
 
 @dataclass(frozen=True)
 class Assignment:
-    """Sequences of a batch (longest first) on a strategy's pipelines (group by group), packed.
+    """Sequences of a batch (longest first) on a strategy's pipelines (kind by kind), packed.
 
     owner[i] is sequence i's pipeline, bin_of[i] its micro-batch there; `ms` is the slowest pipeline's time.
     """
 
-    groups: Groups
+    kinds: PipelineKinds
     owner: Ints
     bin_of: Ints
     ms: float

@@ -14,7 +14,7 @@ import numpy as np
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.planner.kernels.arrays import Prospect
-from ds_hydra.planner.kernels.problem import Batch, Groups, scheme_arrays
+from ds_hydra.planner.kernels.problem import Batch, PipelineKinds, scheme_arrays
 from ds_hydra.planner.one_strategy import StrategySearch
 from ds_hydra.planner.options import PlannerOptions
 from ds_hydra.planner.proposal.by_milp import counts_by_milp
@@ -48,20 +48,20 @@ class Pool:
         self._best = np.full(len(sampled), math.inf)
         self._moves = self._exchanges()
 
-    def groups(self, counts: Counts) -> Groups:
-        return Groups.of(counts_to_schemes(counts, self._schemes), self._table)
+    def kinds(self, counts: Counts) -> PipelineKinds:
+        return PipelineKinds.of(counts_to_schemes(counts, self._schemes), self._table)
 
     def time(self, counts: Counts, batch: int, worth: float) -> float:
         """Planned time on a batch in ms where the bound allows less than `worth`, else the bound.
 
         Most strategies are far off on most batches. There the bound says enough, for far less work.
         """
-        groups = self.groups(counts)
-        price = groups.num_ranks.copy()
-        bound = self._searches[batch].bound(groups, price, 6, 8)
+        kinds = self.kinds(counts)
+        price = kinds.num_ranks.copy()
+        bound = self._searches[batch].bound(kinds, price, 6, 8)
         if bound >= worth:
             return bound
-        found = self._searches[batch].assign(groups, Prospect(bound, price, worth))
+        found = self._searches[batch].assign(kinds, Prospect(bound, price, worth))
         return found.ms if found else math.inf
 
     def add(self, strategies: Iterable[Counts]) -> int:
