@@ -1,0 +1,333 @@
+"""The strict transport: it carries what is right, and names each break of a rule, in mutants of our own code too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import deepspeed  # noqa: F401  (before forking: the ranks share it)
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import ds_hydra.engine.engine  # noqa: F401
+from ds_hydra.zero_hetero.layout import even_layout
+from ds_hydra.zero_hetero.link import Handle, Link
+from ds_hydra.zero_hetero.pulls import PullBuffers
+from ds_hydra.zero_hetero.pushes import PushBuckets
+from ds_hydra.zero_hetero.transfer_plan import plan_transfer
+from ds_hydra.zero_hetero.transport import TorchTransport, Transport
+from tests.gloo import test_link, test_push
+from tests.support.ranks import run_ranks
+from tests.support.small_job import same, small_engine, whole_state
+from tests.support.strict import Rules, StrictError, StrictMemory, StrictTransport
+from tests.support.strict_world import strict_collectives, strict_world
+
+SOON = 1.5  # seconds after which a wait counts as one for ever, where there is one
+
+
+def communicator(name: str = "links", rules: Rules | None = None) -> StrictTransport:
+    return StrictTransport(dist.new_group(list(range(dist.get_world_size()))), name, rules)
+
+
+@pytest.mark.parametrize("rules", [Rules(), Rules(connect=True, lazy=True)], ids=["strict", "connect and lazy"])
+def test_links_give_the_same_bits(rules: Rules) -> None:
+    layout = test_link.heterogeneous(5)
+    plan = plan_transfer(even_layout(layout.numel, 5), layout)
+
+    def body(rank: int) -> None:
+        transport = communicator(rules=rules)
+        with StrictMemory([transport]):
+            for dtype, sum_dtype in test_link.DTYPES:
+                moves = test_link.pull_and_push(rank, transport, plan, layout, dtype, sum_dtype)
+                (pulled, pull), (summed, push) = moves
+                push.wait()
+                pull.wait()
+                test_link.check(rank, layout, pulled, summed)
+        transport.close()
+
+    run_ranks(body, 5)
+
+
+def test_a_whole_engine_gives_the_same_bits() -> None:
+    """Four strategies, one after the other, with tensor, sequence and pipeline parallel parts."""
+
+    def train(rank: int) -> dict[str, Tensor]:
+        engine = small_engine(rank)
+        for _ in range(4):
+            engine.train_batch()
+        return whole_state(engine)
+
+    def both(rank: int) -> bool:
+        with strict_world() as transports:
+            strict = train(rank)
+            assert transports[0].started > 0
+        return same(strict, train(rank))
+
+    assert run_ranks(both, 4, timeout=180) == [True] * 4
+
+
+def swap(transport: Transport, rank: int, first: int = 0, numel: int = 3) -> Tensor:
+    """Both of two ranks send and receive."""
+    got = torch.zeros(numel)
+    transport.exchange([(1 - rank, torch.ones(numel))], [(1 - rank, got)], tag=first).wait()
+    return got
+
+
+def test_destinations_hold_nothing_until_they_are_waited_for() -> None:
+    def body(rank: int) -> tuple[list[float], list[float]]:
+        transport = communicator()
+        swap(transport, rank)
+        got = torch.zeros(2)
+        work = transport.exchange([(1 - rank, torch.full((2,), rank + 5.0))], [(1 - rank, got)])
+        dist.barrier()
+        before = got.tolist()
+        work.wait()
+        work.wait()  # a second time does nothing
+        transport.close()
+        return before, got.tolist()
+
+    for rank, (before, after) in enumerate(run_ranks(body, 2)):
+        assert all(value != value for value in before)
+        assert after == [6.0 - rank] * 2
+
+
+def other_order(rank: int) -> None:
+    transport = communicator()
+    works = []
+    for tag in ((1, 2), (2, 1))[rank]:
+        works.append(transport.exchange([(1 - rank, torch.ones(3))], [(1 - rank, torch.empty(3))], tag))
+    for work in works:
+        work.wait()
+
+
+def other_size(rank: int) -> None:
+    swap(communicator(), 0 if rank == 0 else 1, numel=3 + rank)
+
+
+def nobody_receives(rank: int) -> None:
+    """gloo would send a small message without its receiver."""
+    transport = communicator(rules=Rules(stall_s=SOON))
+    if rank == 0:
+        transport.exchange([(1, torch.ones(3))], []).wait()
+    else:
+        dist.barrier()
+
+
+def one_behind_the_other(rank: int) -> None:
+    """Each rank first sends, then receives, in two exchanges: the first never ends."""
+    transport = communicator(rules=Rules(stall_s=SOON))
+    send = transport.exchange([(1 - rank, torch.ones(3))], [])
+    transport.exchange([], [(1 - rank, torch.empty(3))]).wait()
+    send.wait()
+
+
+def sent_is_changed(rank: int) -> None:
+    message, got = torch.ones(3), torch.empty(3)
+    work = communicator().exchange([(1 - rank, message)], [(1 - rank, got)])
+    message.zero_()
+    work.wait()
+
+
+def destination_is_written(rank: int) -> None:
+    message, got = torch.ones(3), torch.empty(3)
+    work = communicator().exchange([(1 - rank, message)], [(1 - rank, got)])
+    got.zero_()
+    work.wait()
+
+
+def destination_is_taken_twice(rank: int) -> None:
+    transport, got = communicator(), torch.empty(3)
+    transport.exchange([(1 - rank, torch.ones(3))], [(1 - rank, got)])
+    transport.exchange([(1 - rank, torch.ones(2))], [(1 - rank, got[1:])])
+
+
+def destination_is_read(rank: int) -> None:
+    transport, got = communicator(), torch.empty(3)
+    with StrictMemory([transport]):
+        transport.exchange([(1 - rank, torch.ones(3))], [(1 - rank, got)])
+        got[1:].sum()
+
+
+def sent_is_written(rank: int) -> None:
+    transport, message = communicator(), torch.ones(3)
+    with StrictMemory([transport]):
+        transport.exchange([(1 - rank, message)], [(1 - rank, torch.empty(3))])
+        message[:1].sum()  # reading is allowed
+        message[1:].add_(1)
+
+
+def never_waited_for(rank: int) -> None:
+    transport = communicator()
+    transport.exchange([(1 - rank, torch.ones(3))], [(1 - rank, torch.empty(3))], tag=7)
+    transport.close()
+
+
+def two_communicators(rank: int, rules: Rules) -> None:
+    """Started in another order on each rank; waited for at the end."""
+    pair = [communicator("one", rules), communicator("two", rules)]
+    works = []
+    for transport in pair if rank == 0 else pair[::-1]:
+        works.append(transport.exchange([(1 - rank, torch.ones(3))], [(1 - rank, torch.empty(3))]))
+    for work in works:
+        work.wait()
+
+
+def blocked_host(rank: int) -> None:
+    two_communicators(rank, Rules(stall_s=SOON, blocking=True))
+
+
+def connecting_host(rank: int) -> None:
+    two_communicators(rank, Rules(stall_s=SOON, connect=True))
+
+
+def some_of_its_ranks(rank: int) -> None:
+    """Rank 2 takes no part in the first exchange of a communicator that is made by it."""
+    transport = communicator(rules=Rules(stall_s=SOON, lazy=True))
+    if rank < 2:
+        swap(transport, rank)
+    else:
+        dist.barrier()
+
+
+def other_collective(rank: int) -> None:
+    with strict_collectives():
+        if rank == 0:
+            dist.all_reduce(torch.ones(3))
+        else:
+            dist.broadcast(torch.ones(3), src=0)
+
+
+def collective_of_other_size(rank: int) -> None:
+    with strict_collectives():
+        dist.all_gather([torch.empty(3 + rank) for _ in range(2)], torch.ones(3 + rank))
+
+
+BREAKS = [
+    (
+        other_order,
+        2,
+        r"exchange 0 \(tag [12]\) .* tag 1 with 3 .*, tag 2|exchange 0 \(tag 2\) .* tag 2 with 3 .* tag 1 ",
+    ),
+    (other_size, 2, r"meets another one: tag 0 with [34] elements of 4 bytes here, tag 0 with [34] elements"),
+    (nobody_receives, 2, r"rank 0: exchange 0 .* waits for rank 1 to receive from rank 0 for 1.5 s and more"),
+    (one_behind_the_other, 2, r"exchange 0 .* waits for rank [01] to receive from rank [01] for 1.5 s"),
+    (sent_is_changed, 2, r"what it sends to rank [01] was changed before it was waited for"),
+    (destination_is_written, 2, r"where it receives from rank [01] was written before it was waited for"),
+    (destination_is_taken_twice, 2, r"exchange 1 .* takes memory that rank [01]: exchange 0 .* receives into"),
+    (destination_is_read, 2, r"aten.sum.* reads where rank [01]: exchange 0 .* receives, before that"),
+    (sent_is_written, 2, r"aten.add_.* writes what rank [01]: exchange 0 .* sends, before that"),
+    (never_waited_for, 2, r"exchange 0 \(tag 7\) of 'links': never waited for"),
+    (blocked_host, 2, r"exchange 0 .* of '(one|two)' waits for rank [01] to"),
+    (connecting_host, 2, r"of '(one|two)' connects a new pair: the host waits for rank [01] for 1.5 s"),
+    (some_of_its_ranks, 3, r"is the first of 'links', which is made at its first use: the host waits for rank 2 for"),
+    (other_collective, 2, r"different collectives: rank 0: all_reduce of 3 .*; rank 1: broadcast of 3"),
+    (collective_of_other_size, 2, r"rank 0: all_gather of 3 .*; rank 1: all_gather of 4"),
+]
+
+
+@pytest.mark.parametrize(("body", "num_ranks", "message"), BREAKS, ids=lambda value: getattr(value, "__name__", ""))
+def test_each_break_of_a_rule_is_named(body: Callable[[int], None], num_ranks: int, message: str) -> None:
+    with pytest.raises(StrictError, match=message):
+        run_ranks(body, num_ranks)
+
+
+def test_what_only_some_rules_forbid_passes_without_them() -> None:
+    def body(rank: int) -> None:
+        two_communicators(rank, Rules())
+        transport = communicator()
+        if rank < 2:
+            swap(transport, rank)
+
+    run_ranks(body, 2)
+
+
+# Mutants of our own code: plain gloo runs each of them to the end.
+
+
+def step(rank: int, transport: Transport) -> None:
+    """A step of the stack of `test_push`, with pulls and pushes on one communicator."""
+    with mock.patch.object(test_push, "TorchTransport", return_value=transport):
+        test_push.one_step(rank)
+
+
+def pushes_in_the_order_they_are_ready(rank: int, transport: Transport) -> None:
+    """A rank without a backward starts with the first bucket, the others with the last."""
+
+    def issue_ready(self: PushBuckets) -> None:
+        started = self.__dict__.setdefault("started", set())
+        for index, bucket in enumerate(self.buckets):
+            if not self._unready[index] and index not in started:
+                started.add(index)
+                self._handles.append(bucket.link.push(bucket.grads, bucket.masters, tag=self.first_tag + index))
+
+    with mock.patch.object(PushBuckets, "_issue_ready", issue_ready):
+        step(rank, transport)
+
+
+def a_pull_that_is_not_waited_for(rank: int, transport: Transport) -> None:
+    """Neither before the use of its parameters nor at the end."""
+
+    def finish(self: PullBuffers) -> None:
+        for bucket, handle in self._handles.items():
+            if bucket != 2:
+                handle.wait()
+
+    wait = PullBuffers.wait
+    skips_one = mock.patch.object(PullBuffers, "wait", lambda self, bucket: bucket == 2 or wait(self, bucket))
+    with skips_one, mock.patch.object(PullBuffers, "finish", finish):
+        step(rank, transport)
+
+
+def a_buffer_that_is_used_again_too_early(rank: int, transport: Transport) -> None:
+    """What a message is packed into, or received into, is lent again while the message is on its way."""
+
+    def give_back_at_once(self: Link, *args: Any, **options: Any) -> Handle:
+        handle = push(self, *args, **options)
+        handle._finished()
+        return handle
+
+    push = Link.push
+    layout = test_link.heterogeneous(4)
+    plan = plan_transfer(even_layout(layout.numel, 4), layout).transposed()
+    source = test_link.local_values(layout, rank, torch.ones(layout.numel), 0)
+    with mock.patch.object(Link, "push", give_back_at_once):
+        link = Link(plan, rank, transport)
+        sums = [torch.empty(even_layout(layout.numel, 4).sizes[rank]) for _ in range(3)]
+        handles = [link.push(source * index, total, tag=index) for index, total in enumerate(sums)]
+        for handle in handles:
+            handle.wait()
+
+
+MUTANTS = [
+    (pushes_in_the_order_they_are_ready, r"exchange 4 .* meets another one: tag 1\d with .* here, tag 1\d with"),
+    (a_pull_that_is_not_waited_for, r"reads where rank \d: exchange 2 \(tag 2\) of 'links' receives, before that"),
+    (a_buffer_that_is_used_again_too_early, r"(writes what|takes memory that) rank \d: exchange 0 \(tag 0\)"),
+]
+
+
+@pytest.mark.parametrize(("mutant", "message"), MUTANTS, ids=lambda value: getattr(value, "__name__", ""))
+def test_each_mutant_is_named(mutant: Callable[[int, Transport], None], message: str) -> None:
+    def body(rank: int) -> None:
+        transport = communicator()
+        with StrictMemory([transport]):
+            mutant(rank, transport)
+        transport.close()
+
+    with pytest.raises(StrictError, match=message):
+        run_ranks(body, 4)
+
+
+def test_plain_gloo_sees_no_mutant_and_a_strict_step_passes() -> None:
+    def body(rank: int) -> None:
+        for mutant, _ in MUTANTS:
+            mutant(rank, TorchTransport())
+            dist.barrier()
+        transport = communicator(rules=Rules(connect=True, lazy=True))
+        with StrictMemory([transport]):
+            step(rank, transport)
+        transport.close()
+
+    run_ranks(body, 4)
