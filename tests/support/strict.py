@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -144,11 +144,8 @@ class StrictTransport:
     def _compare(self, exchange: Exchange, message: Tensor, peer: int, tag: int) -> None:
         """Wait for the peer's header of a message and compare it with our own."""
         theirs, ours = torch.empty(3, dtype=torch.int64), exchange.header(message)
-        doing = "send to it" if tag == _SENDING else "receive from it"
-        self._wait(
-            self._irecv(theirs, peer, tag),
-            f"{exchange} waits for rank {peer} to {doing.replace('it', f'rank {self.rank}')}",
-        )
+        does = "send to" if tag == _SENDING else "receive from"
+        self._wait(self._irecv(theirs, peer, tag), f"{exchange} waits for rank {peer} to {does} rank {self.rank}")
         if not torch.equal(theirs, ours):
             raise StrictError(
                 f"{exchange} meets another one: {_words(ours)} here, {_words(theirs)} on rank {peer}; messages match "
@@ -230,9 +227,10 @@ class Exchange:
 class StrictMemory(TorchDispatchMode):
     """Within it, any operation that uses the memory of an exchange that has not been waited for is a StrictError."""
 
-    def __init__(self, transports: Iterable[StrictTransport]):
+    def __init__(self, transports: Sequence[StrictTransport]):
+        """Of these transports, and of those that are put into the list later."""
         super().__init__()
-        self.transports = list(transports)
+        self.transports = transports
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -46,9 +46,7 @@ def strict_world(rules: Rules | None = None) -> Iterator[list[StrictTransport]]:
         stack.enter_context(mock.patch.object(world, "TorchTransport", transport))
         stack.enter_context(mock.patch.object(world, "dist", _OnDevices()))
         stack.enter_context(strict_collectives(before))
-        memory = StrictMemory(made)
-        memory.transports = made  # also those that are made later
-        stack.enter_context(memory)
+        stack.enter_context(StrictMemory(made))
         yield made
     for strict in made:
         strict.close()
