@@ -1,4 +1,4 @@
-"""Parallel schemes, stages, pipelines, strategies: text or degrees in, rank placement out. Pure: no torch.
+"""The shape of a pipeline or strategy in, its stages on ranks out. Pure: no torch.
 
 [Note: rank order]
 Pipelines tile the ranks 0..N-1 in the order the strategy names them. Inside a pipeline the tensor
@@ -8,10 +8,10 @@ neighbours sit closest together: rank = first + (stage * sp + sp_rank) * tp + tp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
-from ds_hydra.pipe.shape import ParallelScheme, format_strategy
+from ds_hydra.pipe.shape import LayerRange, PipelineShape, StrategyShape
 from ds_hydra.zero_hetero.errors import PlanError
 
 
@@ -117,36 +117,45 @@ def split_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
     return tuple(base + (index < extra) for index in range(num_stages))
 
 
-def place_pipeline(
-    scheme: ParallelScheme, first_rank: int, num_layers: int, layer_split: Sequence[int] | None = None
-) -> Pipeline:
-    """A uniform pipeline on consecutive ranks [Note: rank order]; `layer_split` gives layers per stage."""
-    counts = tuple(layer_split) if layer_split is not None else split_layers(num_layers, scheme.pp)
-    if len(counts) != scheme.pp or sum(counts) != num_layers:
-        raise PlanError(f"layer split {counts} does not give {num_layers} layers to {scheme.pp} stages")
+def place_pipeline(shape: PipelineShape, first_rank: int, num_layers: int) -> Pipeline:
+    """A pipeline on consecutive ranks [Note: rank order]; layers are split evenly where the shape does not say.
+
+    Raises PlanError when a stage would hold none, or the shape was made for another number of layers.
+    """
     stages: list[Stage] = []
-    layer, rank, width = 0, first_rank, scheme.tp * scheme.sp
-    for count in counts:
-        ranks = tuple(range(rank, rank + width))
-        stages.append(Stage(ranks, layer, layer + count, scheme.tp, scheme.sp))
-        layer, rank = layer + count, rank + width
+    rank = first_rank
+    for stage, (first, last) in zip(shape.stages, _layers_of_stages(shape, num_layers), strict=True):
+        ranks = tuple(range(rank, rank + stage.num_ranks))
+        stages.append(Stage(ranks, first, last, stage.tp, stage.sp))
+        rank += stage.num_ranks
     return Pipeline(tuple(stages))
 
 
-def place_strategy(schemes: Sequence[ParallelScheme], num_ranks: int, num_layers: int) -> Strategy:
-    """Put one pipeline per scheme on ranks 0..num_ranks-1, in order [Note: rank order].
+def _layers_of_stages(shape: PipelineShape, num_layers: int) -> list[LayerRange]:
+    if shape.num_layers is None:
+        ends = list(accumulate(split_layers(num_layers, len(shape.stages)), initial=0))
+        return [LayerRange(first, last) for first, last in pairwise(ends)]
+    if shape.num_layers != num_layers:
+        raise PlanError(f"pipeline {shape} is for {shape.num_layers} layers but the model has {num_layers}")
+    assert all(len(stage.layers) == 1 for stage in shape.stages), f"{shape}: a placed stage holds one range of layers"
+    return [stage.layers[0] for stage in shape.stages]
 
-    Raises PlanError when the schemes' ranks do not add up to `num_ranks`.
+
+def place_strategy(shape: StrategyShape, num_ranks: int, num_layers: int) -> Strategy:
+    """Put the pipelines of a strategy on ranks 0..num_ranks-1, in order [Note: rank order].
+
+    Raises PlanError when the pipelines' ranks do not add up to `num_ranks`.
     """
-    needed = sum(scheme.num_ranks for scheme in schemes)
+    needed = shape.num_ranks
     if needed != num_ranks:
         raise PlanError(
-            f"strategy {format_strategy(schemes)!r} uses {needed} ranks but the job has {num_ranks}: "
+            f"strategy {str(shape)!r} uses {needed} ranks but the job has {num_ranks}: "
             + (f"add pipelines for {num_ranks - needed} more" if needed < num_ranks else f"remove {needed - num_ranks}")
         )
-    pipelines: list[Pipeline] = []
-    first_rank = 0
-    for scheme in schemes:
-        pipelines.append(place_pipeline(scheme, first_rank, num_layers))
-        first_rank += scheme.num_ranks
-    return Strategy(tuple(pipelines))
+    first_ranks = accumulate((pipeline.num_ranks for pipeline in shape.pipelines), initial=0)
+    return Strategy(
+        tuple(
+            place_pipeline(pipeline, first_rank, num_layers)
+            for pipeline, first_rank in zip(shape.pipelines, first_ranks, strict=False)
+        )
+    )

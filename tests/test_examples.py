@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from ds_hydra.config.hydra_block import check_num_ranks, parse_config
+from ds_hydra.costs.shape_costs import used_schemes
 from ds_hydra.report.record import is_heterogeneous
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -115,7 +116,7 @@ def test_example_config_shows_what_it_should() -> None:
     strategies = parsed.hydra.strategies
     assert len(strategies) >= 3
     assert sum(map(is_heterogeneous, strategies)) >= 2
-    schemes = [scheme for strategy in parsed.hydra.schemes for scheme in strategy]
+    schemes = used_schemes(parsed.hydra.shapes)
     assert min(max(s.tp for s in schemes), max(s.pp for s in schemes), max(s.sp for s in schemes)) > 1
 
 

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from ds_hydra.commands.figures import figures_parser, finish, print_table
 from ds_hydra.pipe.model_plan import ModelPlan, ParamSpec, ShardRule, make_buckets
 from ds_hydra.pipe.placement import Strategy, place_strategy
-from ds_hydra.pipe.shape import parse_strategy
+from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.zero_hetero.bucket import BucketSpec
 from ds_hydra.zero_hetero.buffer_pool import BufferPool
 from ds_hydra.zero_hetero.layout import Layout, even_layout
@@ -217,7 +217,7 @@ def plan_cluster(num_ranks: int, text: str) -> NodeRow:
     """Plan the pull of one layer of a 32B model and count what enters a node on average."""
     model = llama_plan(num_layers=1, hidden=5120)
     bucket = next(bucket for bucket in model.buckets if bucket.name == "layer.0")
-    layout = model.pull_layout(bucket, place_strategy(parse_strategy(text), num_ranks, model.num_layers))
+    layout = model.pull_layout(bucket, place_strategy(StrategyShape.parse(text), num_ranks, model.num_layers))
     masters = even_layout(bucket.numel, num_ranks)
     times: list[tuple[float, float]] = []
     for _ in range(3):
@@ -360,7 +360,7 @@ def main() -> int:
     rows: list[Row] = []
     for num_ranks in args.ranks or (4, 8):
         for text in args.strategies or STRATEGIES.get(num_ranks, (f"{num_ranks}*tp1",)):
-            strategy = place_strategy(parse_strategy(text), num_ranks, plan.num_layers)
+            strategy = place_strategy(StrategyShape.parse(text), num_ranks, plan.num_layers)
             for dtype in (torch.float32, torch.bfloat16):
                 case = Case(num_ranks, dtype, text, strategy, plan)
                 found = run_case(case, rounds)

@@ -27,7 +27,8 @@ import ds_hydra.planner.kernels as kernels
 from ds_hydra.commands.figures import figures_parser, finish, print_table
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.data.length_sources import read_lengths, sample_batches
-from ds_hydra.pipe.shape import ParallelScheme, parse_strategy
+from ds_hydra.pipe.shape import StrategyShape
+from ds_hydra.plan.runnable import only_phase
 from ds_hydra.plan.simulate import simulate_plan
 from ds_hydra.planner import Planner, PlannerOptions, StepPlan
 from ds_hydra.planner.exact.paper_problem import DispatchProblem
@@ -38,7 +39,7 @@ from ds_hydra.planner.proposal.candidates import usable_schemes
 from ds_hydra.planner.proposal.propose import QUICK, THOROUGH, propose_strategies
 from ds_hydra.planner.selection import warm_up
 
-Strategies = tuple[tuple[ParallelScheme, ...], ...]
+Strategies = tuple[StrategyShape, ...]
 TABLES = Path(__file__).resolve().parents[1] / "examples" / "cost_tables"
 CONTEXT = 32768
 DATA = {
@@ -197,8 +198,8 @@ def bench_dispatch(figures: Figures, quick: bool, seconds: float) -> None:
     data, ratios, ours_ms = list(DATA), [], []
     for index in range(6 if quick else 20):
         work = Workload.of("32b", data[index % 3], 64)
-        strategy = parse_strategy(DISPATCHED[index % len(DISPATCHED)])
-        longest = min(CONTEXT, max(work.table[scheme].max_length for scheme in strategy))
+        strategy = StrategyShape.parse(DISPATCHED[index % len(DISPATCHED)])
+        longest = min(CONTEXT, max(work.table[pipeline].max_length for pipeline in strategy.pipelines))
         batch = sample_batches(work.sample(5 + index), work.tokens, 1, index, longest)[0]
         problem = DispatchProblem.of(batch.tolist(), strategy, work.table)
         started = time.thread_time()
@@ -231,8 +232,8 @@ def bench_packing(figures: Figures, quick: bool) -> None:
         for data in DATA:
             work = Workload.of("32b", data, 64)
             for text in PIPELINED:
-                strategy = parse_strategy(text)
-                longest = min(CONTEXT, max(work.table[s].max_length for s in strategy))
+                strategy = StrategyShape.parse(text)
+                longest = min(CONTEXT, max(work.table[p].max_length for p in strategy.pipelines))
                 batches = sample_batches(work.sample(3), work.tokens, 4 if quick else 12, 3, longest)
                 for plan, _ in work.plan((strategy,), batches):
                     close += [gap <= 0.01 for gap in packing_gaps(kernel, work.table, plan, paper)]
@@ -247,13 +248,13 @@ def bench_prediction(figures: Figures, quick: bool) -> None:
     for data in DATA:
         work = Workload.of("32b", data, 64)
         for text in PIPELINED:
-            strategy = parse_strategy(text)
-            longest = min(CONTEXT, max(work.table[s].max_length for s in strategy))
+            strategy = StrategyShape.parse(text)
+            longest = min(CONTEXT, max(work.table[p].max_length for p in strategy.pipelines))
             batches = sample_batches(work.sample(3), work.tokens, 4 if quick else 12, 3, longest)
             for plan, _ in work.plan((strategy,), batches):
                 simulated = simulate_plan(plan, work.table)
-                for pipeline, ms in zip(plan.pipelines, simulated, strict=True):
-                    if pipeline.scheme.pp > 1 and ms > 0:
+                for pipeline, ms in zip(only_phase(plan).pipelines, simulated, strict=True):
+                    if pipeline.shape.pp > 1 and ms > 0:
                         errors.append(pipeline.predicted_ms / ms - 1.0)
     p50, p90 = np.percentile(np.abs(errors), [50, 90])
     name = f"predicted vs simulated, {len(errors)} pipelines with PP > 1, of fixed strategies"
@@ -264,11 +265,11 @@ def bench_prediction(figures: Figures, quick: bool) -> None:
 def packing_gaps(kernel: kernels.Kernels, table: CostTable, plan: StepPlan, paper: bool) -> Iterator[float]:
     """Certified gap of the packing of each pipeline that runs something."""
     schemes = scheme_arrays(table, paper)
-    for pipeline in plan.pipelines:
-        lengths = sorted((plan.lengths[i] for batch in pipeline.microbatches for i in batch), reverse=True)
+    for pipeline in only_phase(plan).pipelines:
+        lengths = sorted((tokens for batch in pipeline.microbatches for tokens in batch.lengths), reverse=True)
         if not lengths:
             continue
-        k = table.schemes.index(pipeline.scheme)
+        k = table.costs.index(table[pipeline.shape])
         tokens = np.array(lengths, dtype=np.int64)
         work = table.costs[k].sequence_ms(tokens)
         bins = np.empty(len(lengths), dtype=np.int64)
@@ -281,11 +282,12 @@ def packing_gaps(kernel: kernels.Kernels, table: CostTable, plan: StepPlan, pape
 _FIRST_PLAN = """
 import time; began = time.process_time()
 from ds_hydra.planner import Planner, PlannerOptions
-from ds_hydra.cost_model import CostTable
-from ds_hydra.pipe.strategy import parse_strategy
+from ds_hydra.costs.cost_table import CostTable
+from ds_hydra.pipe.shape import StrategyShape
 import sys, hashlib, random
 table = CostTable.load(sys.argv[1])
-planner = Planner(table, [parse_strategy(t) for t in ("4*tp16", "tp16 + 2*tp8 + 8*tp4", "8*tp4pp2", "2*tp8 + 12*tp4")],
+texts = ("4*tp16", "tp16 + 2*tp8 + 8*tp4", "8*tp4pp2", "2*tp8 + 12*tp4")
+planner = Planner(table, [StrategyShape.parse(text) for text in texts],
                   PlannerOptions(kernels="compiled"))
 draw, digest = random.Random(7), hashlib.sha256()
 for step in range(8):

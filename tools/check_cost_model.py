@@ -26,7 +26,7 @@ from ds_hydra.commands.figures import figures_parser, finish, print_table
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.paper_memory import MemoryModel
 from ds_hydra.costs.table_file import read_table_file
-from ds_hydra.pipe.shape import ParallelScheme, parse_strategy
+from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.planner.options import PlannerOptions
 from ds_hydra.planner.selection import Planner
 from ds_hydra.profiling.fit import NAMES, Point, fit_points
@@ -102,7 +102,7 @@ def check_max_length(missed: list[str]) -> list[dict[str, Any]]:
     for model, published in PUBLISHED_MAX_LENGTH.items():
         ranks = constants()[model]["num_ranks"]
         for name, want in published.items():
-            got = max_length(model, parse_strategy(name)[0], ranks)
+            got = max_length(model, ParallelScheme.parse(name), ranks)
             rows.append({"model": model, "scheme": name, "ranks": ranks, "max_length": got, "published": want})
             if got != want:
                 missed.append(f"MaxLen of {model} {name} is {got}, published {want}")
@@ -168,13 +168,13 @@ def check_table_3(missed: list[str], num_batches: int) -> list[dict[str, Any]]:
 
 def _judge(row: Published, rates: dict[str, float], steps: dict[str, float], missed: list[str]) -> dict[str, Any]:
     """One row; rows below 16K are shown but not aimed at."""
-    (scheme,) = parse_strategy(row.scheme)
+    scheme = ParallelScheme.parse(row.scheme)
     fastest = max(rates, key=rates.__getitem__, default="none")
     quickest = min(steps, key=steps.__getitem__, default="none")
     limit = max_length(row.model, scheme, row.num_ranks)
     fits = row.scheme in rates
     behind = 1.0 - rates[row.scheme] / rates[fastest] if fits else float("inf")
-    same_tp = fits and parse_strategy(fastest)[0].tp == scheme.tp
+    same_tp = fits and ParallelScheme.parse(fastest).tp == scheme.tp
     place = f"{row.model} {row.num_ranks} ranks, {row.system}"
     if not fits:
         missed.append(f"{place}: {row.scheme} holds {limit} of {row.longest} tokens")

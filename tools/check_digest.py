@@ -155,7 +155,10 @@ def projection(plan: Any) -> object:
     (phase,) = getattr(plan, "phases", (plan,))
     pipelines = [
         {
-            "microbatches": [[getattr(item, "sequence", item) for item in batch] for batch in pipeline.microbatches],
+            "microbatches": [
+                [getattr(item, "sequence", item) for item in getattr(batch, "spans", batch)]
+                for batch in pipeline.microbatches
+            ],
             "predicted_ms": float(pipeline.predicted_ms).hex(),
         }
         for pipeline in phase.pipelines

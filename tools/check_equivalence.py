@@ -26,7 +26,7 @@ import torch
 
 import ds_hydra.engine.engine  # noqa: F401
 from ds_hydra.commands.figures import figures_parser, finish, print_table
-from ds_hydra.pipe.shape import parse_strategy
+from ds_hydra.pipe.shape import StrategyShape
 from tests.support.cases import CASES, FLOAT32, FLOAT64, Case
 from tests.support.equivalence import Difference, compare, num_ranks
 
@@ -85,7 +85,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     if (options.model is None) != (options.strategies is None):
         parser.error("--model and --strategies go together")
     for text in options.strategies or ():
-        used = sum(scheme.num_ranks for scheme in parse_strategy(text))
+        used = StrategyShape.parse(text).num_ranks
         if options.ranks not in (None, used):
             parser.error(f"strategy {text!r} uses {used} ranks, but --ranks is {options.ranks}")
     return options

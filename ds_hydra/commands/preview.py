@@ -21,7 +21,7 @@ from ds_hydra.commands.figures import guarded, print_table
 from ds_hydra.commands.shipped import FILES, shipped
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.data.length_sources import LengthSample, read_lengths
-from ds_hydra.pipe.shape import format_strategy, parse_strategy
+from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.planner import PlannerOptions
 from ds_hydra.planner.preview import Preview, length_histogram, preview_steps
 from ds_hydra.planner.proposal.candidates import usable_schemes
@@ -134,7 +134,7 @@ def run(args: argparse.Namespace) -> int:
     usable_schemes(table, args.gpus, args.gpus_per_node, args.tp_across_nodes)
     lengths = np.random.default_rng(args.seed).permutation(sample.lengths)[:200_000].tolist()
     if args.strategies:
-        strategies = tuple(parse_strategy(text) for text in args.strategies)
+        strategies = tuple(StrategyShape.parse(text) for text in args.strategies)
     else:
         began = time.perf_counter()
         strategies = propose_strategies(
@@ -144,12 +144,12 @@ def run(args: argparse.Namespace) -> int:
         )  # fmt: skip
         print(f"{len(strategies)} strategies proposed in {time.perf_counter() - began:.1f} s")
     preview = preview_steps(table, strategies, lengths, args.tokens, args.context, args.steps, options)
-    print_preview(preview, [format_strategy(strategy) for strategy in strategies])
+    print_preview(preview, [str(strategy) for strategy in strategies])
     if args.plot:
         plot(args.plot, sample, table, preview, args.context)
     if args.json:
         record = {
-            "strategies": [format_strategy(s) for s in strategies], "wins": preview.wins,
+            "strategies": [str(s) for s in strategies], "wins": preview.wins,
             "step_ms": preview.step_ms.tolist(), "simulated_ms": preview.simulated_ms.tolist(),
             "gaps": preview.gaps.tolist(), "homogeneous": preview.homogeneous,
             "homogeneous_ms": preview.homogeneous_ms.tolist(), "packed_full_ms": preview.packed_full_ms.tolist(),

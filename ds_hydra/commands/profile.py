@@ -88,10 +88,10 @@ def run(args: argparse.Namespace, name: str) -> int:
 def show(made: TableFile, args: argparse.Namespace, name: str, seconds: float) -> int:
     """Print the entries and how well they predict lengths that they were not fitted on."""
     rows, errors = [], []
-    for cost in made.table.costs:
-        entry = (made.measured or {})[str(cost.scheme)]
+    for scheme in made.table.schemes:
+        cost, entry = made.table[scheme], (made.measured or {})[str(scheme)]
         stage = entry["stages"][[s["index"] for s in entry["stages"]].index(entry["slowest_stage"])]
-        fit = entry_from_record(cost.scheme, entry).slowest.fit
+        fit = entry_from_record(scheme, entry).slowest.fit
         for point in stage["points"]:
             if point["held_out"]:
                 errors.append(abs(fit.error(Point(**{**point, "lengths": tuple(point["lengths"])}))))

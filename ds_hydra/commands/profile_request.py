@@ -13,10 +13,11 @@ import torch
 
 from ds_hydra.commands.job_config import read_job
 from ds_hydra.config.hydra_block import HydraConfig
+from ds_hydra.costs.shape_costs import stage_schemes
 from ds_hydra.costs.table_file import JobFingerprint
 from ds_hydra.engine.fingerprint import describe_job
 from ds_hydra.pipe.models.causal_lm import CausalLM
-from ds_hydra.pipe.shape import ParallelScheme, parse_strategy
+from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.plan.schemes import feasible_schemes
 from ds_hydra.profiling.hollow import hollow_source
 from ds_hydra.profiling.ladder import Rung, make_ladder
@@ -65,7 +66,7 @@ def make_request(args: argparse.Namespace) -> Request:
 
 
 def _ranks_of(hydra: HydraConfig | None) -> int | None:
-    return sum(s.num_ranks for s in hydra.schemes[0]) if hydra and hydra.schemes else None
+    return hydra.shapes[0].num_ranks if hydra and hydra.shapes else None
 
 
 def _world_size() -> int:
@@ -79,7 +80,9 @@ def _schemes(source: CausalLM, named: list[str] | None, num_gpus: int, node_size
         if not schemes:
             raise ConfigError("the model cannot be cut by any scheme: no TP, SP or PP degree fits it")
         return schemes
-    schemes = tuple(dict.fromkeys(scheme for text in named for scheme in parse_strategy(text)))
+    schemes = tuple(
+        dict.fromkeys(s for text in named for p in StrategyShape.parse(text).pipelines for s in stage_schemes(p))
+    )
     largest = max(scheme.num_ranks for scheme in schemes)
     allowed = feasible_schemes(source.plan, largest, largest)
     wrong = [str(scheme) for scheme in schemes if scheme not in allowed]

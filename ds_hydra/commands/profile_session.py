@@ -18,7 +18,7 @@ from ds_hydra.commands.profile_request import Request
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.costs.memory import Activations, JobMemory
 from ds_hydra.costs.table_file import TableFile, activations_from_record, activations_record, write_atomically
-from ds_hydra.pipe.shape import ParallelScheme, parse_strategy
+from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.profiling.link_timer import time_links
 from ds_hydra.profiling.links import Links, links_from_record, read_links
 from ds_hydra.profiling.stage_memory import measure_activations
@@ -99,7 +99,7 @@ class Session:
         )  # fmt: skip
         costs, measured = [], {}
         for name, entry in self.done.items():
-            (scheme,) = parse_strategy(name)
+            scheme = ParallelScheme.parse(name)
             limit = memory.max_length(scheme)
             if limit < 1:
                 needs = memory.fullest(scheme, 1)

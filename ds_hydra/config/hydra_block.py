@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from ds_hydra.config.checks import choice, flag, integer, number, parse_block, setting, text
 from ds_hydra.config.deepspeed_settings import KNOWN_SETTINGS, screen_deepspeed_settings
-from ds_hydra.pipe.shape import ParallelScheme, format_strategy, parse_strategy
+from ds_hydra.pipe.shape import StrategyShape
+from ds_hydra.plan.runnable import check_shape
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 
 if TYPE_CHECKING:
@@ -96,24 +97,26 @@ def _strategies(value: Any, place: str) -> tuple[str, ...]:
             f'config: {place} must be "auto" or a non-empty list of strings such as "tp4 + 2*tp1pp2 + sp2", '
             f"but is {value!r}"
         )
-    schemes = [_schemes(item, f"{place}[{index}]") for index, item in enumerate(value)]
-    ranks = [sum(scheme.num_ranks for scheme in strategy) for strategy in schemes]
+    shapes = [_shape(item, f"{place}[{index}]") for index, item in enumerate(value)]
+    ranks = [shape.num_ranks for shape in shapes]
     for index, used in enumerate(ranks):
         if used != ranks[0]:
             raise ConfigError(
                 f"config: {place}[0] {value[0]!r} uses {ranks[0]} ranks but {place}[{index}] "
                 f"{value[index]!r} uses {used}: all strategies of a job share the same ranks"
             )
-    return tuple(format_strategy(strategy) for strategy in schemes)
+    return tuple(str(shape) for shape in shapes)
 
 
-def _schemes(value: Any, place: str) -> tuple[ParallelScheme, ...]:
+def _shape(value: Any, place: str) -> StrategyShape:
     if not isinstance(value, str):
         raise ConfigError(f'config: {place} must be a string such as "tp4 + 2*tp1pp2", but is {value!r}')
     if any(len(digits) > _MAX_DEGREE_DIGITS for digits in re.findall(r"\d+", value)):
         raise ConfigError(f"config: {place} {value[:80]!r} holds a number of more than {_MAX_DEGREE_DIGITS} digits")
     try:
-        return parse_strategy(value)
+        shape = StrategyShape.parse(value)
+        check_shape(shape)
+        return shape
     except PlanError as error:
         raise ConfigError(f"config: {place}: {error}") from None
 
@@ -177,9 +180,9 @@ class HydraConfig:
             )
 
     @property
-    def schemes(self) -> tuple[tuple[ParallelScheme, ...], ...]:
-        """The candidate strategies as schemes, one tuple of schemes per strategy."""
-        return tuple(parse_strategy(strategy) for strategy in self.strategies)
+    def shapes(self) -> tuple[StrategyShape, ...]:
+        """The candidate strategies, read."""
+        return tuple(StrategyShape.parse(strategy) for strategy in self.strategies)
 
     def planner_options(self) -> PlannerOptions:
         """What the planner is told."""
@@ -246,10 +249,10 @@ def _refuse_near_misses(raw: Mapping[str, Any]) -> None:
 
 def check_num_ranks(config: HydraConfig, num_ranks: int) -> None:
     """Raise ConfigError unless each candidate strategy uses all `num_ranks` ranks of the job."""
-    for index, (strategy, schemes) in enumerate(zip(config.strategies, config.schemes, strict=True)):
-        used = sum(scheme.num_ranks for scheme in schemes)
+    for index, (strategy, shape) in enumerate(zip(config.strategies, config.shapes, strict=True)):
+        used = shape.num_ranks
         if used != num_ranks:
-            sizes = " + ".join(str(scheme.num_ranks) for scheme in schemes)
+            sizes = " + ".join(str(pipeline.num_ranks) for pipeline in shape.pipelines)
             raise ConfigError(
                 f"config: hydra.strategies[{index}] {strategy!r} uses {sizes} = {used} ranks but the job has "
                 f"{num_ranks}: start it with {used} ranks or change the strategy"

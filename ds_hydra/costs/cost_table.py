@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_hydra.pipe.shape import ParallelScheme
+from ds_hydra.pipe.shape import ParallelScheme, PipelineShape
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 
 
@@ -37,7 +37,7 @@ class SchemeCost:
     tokens from which on the device is well used: no plan asks for more micro-batches than tokens / UtilLen.
     """
 
-    scheme: ParallelScheme
+    scheme: ParallelScheme | PipelineShape
     a: float  # ms per token^2
     b: float  # ms per token
     c: float  # ms per micro-batch
@@ -76,7 +76,11 @@ class SchemeCost:
     def load_ms(self, lengths: NDArray[np.int64] | Sequence[int]) -> float:
         """One stage, forward and backward, of one micro-batch that holds these sequences."""
         # `fsum` is exact, so the load does not depend on the order of the sequences.
-        return math.fsum(self.sequence_ms(lengths).tolist()) + self.c
+        return self.packed_ms(self.sequence_ms(lengths).tolist())
+
+    def packed_ms(self, work: Sequence[float]) -> float:
+        """The same from what each sequence adds, as `sequence_ms` gives it (ms)."""
+        return math.fsum(work) + self.c
 
     def pipeline_ms(self, loads: Sequence[float]) -> float:
         """Time of micro-batches with these loads, all in ms: sum(loads) + (PP - 1) * max(loads); 0 for none.
@@ -102,7 +106,7 @@ class CostTable:
             raise ConfigError(
                 "a cost table needs at least one scheme but has none; measure one with tools/profile_schemes"
             )
-        seen: set[ParallelScheme] = set()
+        seen: set[ParallelScheme | PipelineShape] = set()
         for cost in self.costs:
             if cost.scheme in seen:
                 raise ConfigError(f"the cost table names scheme {cost.scheme} twice; keep one entry")
@@ -110,14 +114,17 @@ class CostTable:
 
     @property
     def schemes(self) -> tuple[ParallelScheme, ...]:
-        return tuple(cost.scheme for cost in self.costs)
+        """The uniform schemes that it has."""
+        return tuple(cost.scheme for cost in self.costs if isinstance(cost.scheme, ParallelScheme))
 
     @property
     def max_length(self) -> int:
         """The longest sequence that any scheme of the table can hold, in tokens."""
         return max(cost.max_length for cost in self.costs)
 
-    def __getitem__(self, scheme: ParallelScheme) -> SchemeCost:
+    def __getitem__(self, shape: ParallelScheme | PipelineShape) -> SchemeCost:
+        """Costs of a scheme, or of a pipeline; PlanError when there are none."""
+        scheme = shape.cost_key if isinstance(shape, PipelineShape) else shape
         for cost in self.costs:
             if cost.scheme == scheme:
                 return cost

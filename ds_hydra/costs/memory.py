@@ -21,8 +21,10 @@ from dataclasses import dataclass, field
 from ds_hydra.pipe.model_plan import LOGITS_AT_ONCE, ModelPlan
 from ds_hydra.pipe.placement import Stage, place_pipeline
 from ds_hydra.pipe.schedules.registry import most_alive
-from ds_hydra.pipe.shape import ParallelScheme
+from ds_hydra.pipe.shape import ParallelScheme, PipelineShape
 from ds_hydra.zero_hetero.errors import ConfigError
+
+Shape = ParallelScheme | PipelineShape
 
 _MOST_TOKENS = 1 << 40
 
@@ -43,9 +45,9 @@ class Activations:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Bytes of one rank in one stage of a scheme; `per_token` counts tokens of a micro-batch."""
+    """Bytes of one rank in one stage of a pipeline; `per_token` counts tokens of a micro-batch."""
 
-    scheme: ParallelScheme
+    scheme: Shape
     stage: int
     masters: int  # parameters and gradients, 1/N
     optimizer: int  # its state, 1/N
@@ -101,42 +103,43 @@ class JobMemory:
     margin: float = 0.05  # share of the device left for fragmentation and what is not counted
     vocab: int = 1
     schedule: str = "1f1b"  # of every pipeline
-    _cache: dict[tuple[ParallelScheme, int], Needs] = field(default_factory=dict, compare=False, repr=False)
+    _cache: dict[tuple[Shape, int], Needs] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def capacity(self) -> float:
         """Bytes that may be planned with."""
         return self.device_bytes * (1.0 - self.margin)
 
-    def needs(self, scheme: ParallelScheme, stage_index: int) -> Needs:
+    def needs(self, scheme: Shape, stage_index: int) -> Needs:
         """Bytes of the fullest rank of one stage. ConfigError when (tp, sp) has no activation figures."""
         key = (scheme, stage_index)
         if key not in self._cache:
             self._cache[key] = self._count(scheme, stage_index)
         return self._cache[key]
 
-    def stages(self, scheme: ParallelScheme) -> tuple[Needs, ...]:
+    def stages(self, scheme: Shape) -> tuple[Needs, ...]:
         """Needs of every stage."""
         return tuple(self.needs(scheme, index) for index in range(scheme.pp))
 
-    def fullest(self, scheme: ParallelScheme, num_tokens: int) -> Needs:
+    def fullest(self, scheme: Shape, num_tokens: int) -> Needs:
         """The stage that needs the most for micro-batches of this many tokens."""
         return max(self.stages(scheme), key=lambda needs: needs.total(num_tokens))
 
-    def max_length(self, scheme: ParallelScheme) -> int:
+    def max_length(self, scheme: Shape) -> int:
         """MaxLen in tokens: the least of the stages'; 0 when the model states of one do not fit."""
         if math.isinf(self.device_bytes):
             raise ConfigError("memory model: there is no MaxLen without device_bytes; give the device's memory")
         return min(needs.max_length(self.capacity) for needs in self.stages(scheme))
 
-    def _count(self, scheme: ParallelScheme, index: int) -> Needs:
-        stage = place_pipeline(scheme, 0, self.plan.num_layers).stages[index]
+    def _count(self, scheme: Shape, index: int) -> Needs:
+        shape = PipelineShape.of(scheme) if isinstance(scheme, ParallelScheme) else scheme
+        stage = place_pipeline(shape, 0, self.plan.num_layers).stages[index]
         try:
-            kept = self.activations[(scheme.tp, scheme.sp)]
+            kept = self.activations[(stage.tp, stage.sp)]
         except KeyError:
             known = ", ".join(f"tp{tp}sp{sp}" for tp, sp in sorted(self.activations))
             raise ConfigError(
-                f"memory model: no activation figures for tp{scheme.tp}sp{scheme.sp}; it has {known}"
+                f"memory model: no activation figures for tp{stage.tp}sp{stage.sp}; it has {known}"
             ) from None
         held, trained = stage_elements(self.plan, stage)
         total = sum(bucket.numel for bucket in self.plan.buckets if bucket.trainable)
@@ -145,7 +148,7 @@ class JobMemory:
         last = index == scheme.pp - 1
         per_batch = layers * kept.layer + (kept.first if index == 0 else 0.0) + (kept.last if last else 0.0)
         wide = max(self.master_bytes, self.param_bytes)
-        rows = math.ceil(self.vocab / scheme.tp)
+        rows = math.ceil(self.vocab / stage.tp)
         # Logits, an FP32 copy of 16 bit ones, and the probabilities that become their gradient.
         logits_bytes = self.param_bytes + max(4, self.param_bytes) + (4 if self.param_bytes < 4 else 0)
         logits_bytes = logits_bytes if last else 0
@@ -156,18 +159,19 @@ class JobMemory:
             optimizer=self.optimizer_states * share * self.master_bytes,
             params=held * self.param_bytes,
             grads=trained * wide,
-            buffers=self._buffers(scheme, share, trained),
+            buffers=self._buffers(stage.tp * scheme.pp, share, trained),
             logits=max(LOGITS_AT_ONCE, rows) * logits_bytes,
-            logits_per_token=rows * logits_bytes / scheme.sp,
+            logits_per_token=rows * logits_bytes / stage.sp,
             per_token=most_alive(self.schedule, scheme.pp)[index] * per_batch,
             transient=kept.transient,
         )
 
-    def _buffers(self, scheme: ParallelScheme, share: int, trained: int) -> int:
+    def _buffers(self, parts: int, share: int, trained: int) -> int:
         """Bytes of scratch memory: a cast of the master shard for the pull; for the push a cast of the gradients sent,
-        and what the other contributors send for one shard, of whom there are N / (tp * pp) with this rank."""
+        and what the other contributors send for one shard, of whom there are N / (tp * pp) with this rank; `parts` is
+        tp * pp."""
         cast = self.param_bytes != self.master_bytes
-        contributors = max(1, self.num_ranks // (scheme.tp * scheme.pp))
+        contributors = max(1, self.num_ranks // parts)
         pull = share if cast else 0
         push = (trained if cast else 0) + (contributors - 1) * share
         return (pull + push) * self.param_bytes

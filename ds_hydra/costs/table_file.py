@@ -22,7 +22,7 @@ from typing import Any
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.memory import Activations
 from ds_hydra.pipe.model_plan import ModelPlan
-from ds_hydra.pipe.shape import parse_strategy
+from ds_hydra.pipe.shape import PipelineShape
 from ds_hydra.zero_hetero.errors import ConfigError
 
 _FORMAT, _VERSION = "ds-hydra cost table", 1
@@ -170,10 +170,7 @@ def _read_scheme(row: object, place: str) -> SchemeCost:
         )
         raise ConfigError(f"{place} ({row.get('scheme', 'unnamed')}): {wrong}")
     try:
-        schemes = parse_strategy(str(row["scheme"]))
-        if len(schemes) != 1:
-            raise ConfigError(f"{row['scheme']!r} names {len(schemes)} pipelines where one scheme is due")
-        return SchemeCost(scheme=schemes[0], **{key: row[key] for key in _COST_KEYS[1:]})
+        return SchemeCost(PipelineShape.parse(str(row["scheme"])).cost_key, **{key: row[key] for key in _COST_KEYS[1:]})
     except ValueError as error:  # ConfigError and PlanError are ValueErrors: each gets its place
         raise ConfigError(f"{place}: {error}") from error
 

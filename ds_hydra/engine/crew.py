@@ -17,7 +17,6 @@ from ds_hydra.engine.prepare import Prepared, prepare
 from ds_hydra.engine.signals import Signals
 from ds_hydra.host.host_engine import HostEngine
 from ds_hydra.host.loss_scale import LossScale
-from ds_hydra.pipe.shape import format_strategy
 from ds_hydra.ranks.world import World
 from ds_hydra.report.prediction import StepWatch
 from ds_hydra.step.model_masters import ModelMasters
@@ -56,7 +55,7 @@ class Crew:
             job.source,
             self.masters,
             world,
-            strategies={format_strategy(shape): placed for shape, placed in self.prepared.strategies.items()},
+            strategies={str(shape): placed for shape, placed in self.prepared.strategies.items()},
             compute_dtype=job.compute_dtype,
             loss_norm=job.config.loss_norm,
             loss_scale=self.loss_scale,

@@ -12,7 +12,7 @@ import torch
 
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.costs.memory import Activations, JobMemory, estimate_activations, gibibytes
-from ds_hydra.pipe.shape import ParallelScheme, format_strategy
+from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.zero_hetero.errors import ConfigError
 
@@ -75,7 +75,7 @@ def within_memory(table: CostTable, memory: JobMemory) -> CostTable:
         if limit >= 1:
             costs.append(replace(cost, max_length=limit, util_length=min(cost.util_length, limit)))
     if not costs:
-        least = min(table.schemes, key=lambda scheme: memory.fullest(scheme, 1).total(1))
+        least = min((cost.scheme for cost in table.costs), key=lambda scheme: memory.fullest(scheme, 1).total(1))
         needs = memory.fullest(least, 1)
         raise ConfigError(
             f"no scheme fits: the least, {least}, needs {gibibytes(needs.total(1))} of a rank's "
@@ -87,7 +87,7 @@ def within_memory(table: CostTable, memory: JobMemory) -> CostTable:
 def check_memory(
     table: CostTable,
     memory: JobMemory,
-    strategies: Sequence[Sequence[ParallelScheme]],
+    strategies: Sequence[StrategyShape],
     longest: int,
     place: str,
 ) -> None:
@@ -97,12 +97,12 @@ def check_memory(
     """
     lines = []
     for index, strategy in enumerate(strategies):
-        for scheme in dict.fromkeys(strategy):
+        for scheme in dict.fromkeys(pipeline.cost_key for pipeline in strategy.pipelines):
             needs = memory.fullest(scheme, 1)
             least = needs.total(1)
             if least > memory.capacity:
                 lines.append(
-                    f"hydra.strategies[{index}] {format_strategy(strategy)!r}: stage {needs.stage} of {scheme} needs "
+                    f"hydra.strategies[{index}] {str(strategy)!r}: stage {needs.stage} of {scheme} needs "
                     f"{gibibytes(least)} for its model states and one token, {gibibytes(least - memory.capacity)} more "
                     f"than the {gibibytes(memory.capacity)} that a rank may use"
                 )
@@ -111,7 +111,7 @@ def check_memory(
             "these strategies do not fit the devices' memory:\n  " + "\n  ".join(lines) + "\nTake them out of "
             "hydra.strategies, use a larger tp or pp in them, or more ranks"
         )
-    candidates = {scheme for strategy in strategies for scheme in strategy}
+    candidates = {pipeline.cost_key for strategy in strategies for pipeline in strategy.pipelines}
     best = max(candidates, key=lambda scheme: table[scheme].max_length)
     limit = table[best].max_length
     if longest <= limit:

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.data.sampler import TokenBudgetSampler
-from ds_hydra.pipe.shape import ParallelScheme
+from ds_hydra.pipe.shape import StrategyShape
+from ds_hydra.plan.runnable import check_runnable
 from ds_hydra.planner import PlannedStep, Planner, PlannerOptions, PlannerService, StepPlan, validate_plan
 from ds_hydra.ranks.channel import Channel
 from ds_hydra.zero_hetero.errors import PlanError
@@ -23,7 +24,7 @@ class PlanSource:
     def __init__(
         self,
         cost_table: CostTable,
-        strategies: tuple[tuple[ParallelScheme, ...], ...],
+        strategies: tuple[StrategyShape, ...],
         options: PlannerOptions,
         sampler: TokenBudgetSampler | None,
         ahead: int,
@@ -36,7 +37,7 @@ class PlanSource:
         self._service = self._start_service()
         self._submitted: int | None = None
 
-    def _set_planners(self, strategies: tuple[tuple[ParallelScheme, ...], ...]) -> None:
+    def _set_planners(self, strategies: tuple[StrategyShape, ...]) -> None:
         self._planner = Planner(self._table, strategies, self._options)
         # One plan is not worth compiling for.
         once = replace(self._options, kernels="pure", choose="best", replay_file=None)
@@ -67,7 +68,7 @@ class PlanSource:
             self._submitted = None
 
     @property
-    def strategies(self) -> tuple[tuple[ParallelScheme, ...], ...]:
+    def strategies(self) -> tuple[StrategyShape, ...]:
         """Candidates, in the order of the config."""
         return self._planner.strategies
 
@@ -115,6 +116,7 @@ class PlanSource:
                 f"rank {self._rank} drew other sequences for step {step} than rank 0 planned for: the ranks' "
                 "data, seed or config differ; give all ranks the same"
             )
+        check_runnable(plan)
         validate_plan(plan, self._table, self._num_ranks, self._options.objective)
         return planned
 

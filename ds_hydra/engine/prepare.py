@@ -10,12 +10,13 @@ from ds_hydra.config.hydra_block import HydraConfig
 from ds_hydra.costs.analytic import ModelShape, analytic_cost_table, model_shape
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.costs.memory import JobMemory
+from ds_hydra.costs.shape_costs import used_schemes, with_shapes
 from ds_hydra.costs.table_file import JobFingerprint, TableFile, check_job, read_table_file
 from ds_hydra.engine.fingerprint import describe_job
 from ds_hydra.engine.fits import check_memory, job_memory, rank_memory, within_memory
 from ds_hydra.engine.job import Job
 from ds_hydra.pipe.placement import Strategy, place_strategy
-from ds_hydra.pipe.shape import ParallelScheme, format_strategy, parse_strategy
+from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.plan.schemes import feasible_schemes
 from ds_hydra.planner.proposal.propose import propose_strategies
 from ds_hydra.ranks.world import World
@@ -25,8 +26,6 @@ logger = logging.getLogger(__name__)
 
 # Rough speeds for the analytic table, of one rank: FLOP/s and bytes/s between ranks.
 _SPEEDS = {"cuda": (1.5e14, 1.5e11), "cpu": (2e10, 1e9)}
-
-StrategyShape = tuple[ParallelScheme, ...]
 
 
 @dataclass(frozen=True)
@@ -48,16 +47,15 @@ def prepare(job: Job, world: World) -> Prepared:
     lengths = [] if job.data is None else [int(n) for n in job.data.lengths if n]
     longest = max(lengths, default=config.context_length or config.tokens_per_step)
     shape = model_shape(plan, max(job.source.width(i) for i in range(1, plan.num_layers)), job.source.vocab_size)
-    schemes = sorted({scheme for strategy in config.schemes for scheme in strategy}) or feasible_schemes(
-        plan, world.num_ranks, world.node_size
-    )
+    schemes = used_schemes(config.shapes) or feasible_schemes(plan, world.num_ranks, world.node_size)
     fingerprint = describe_job(job.source, world.device, job.compute_dtype, world.num_ranks)
     found = job_cost_table(config, shape, schemes, longest, fingerprint)
     memory = _memory(job, world, found)
+    found = replace(found, table=with_shapes(found.table, config.shapes, memory))
     # A measured table's MaxLen holds for as many ranks as shared the masters then.
     as_measured = config.cost_table and (found.job is None or found.job.num_ranks in (0, world.num_ranks))
     found = found if as_measured else replace(found, table=within_memory(found.table, memory))
-    candidates = config.schemes or _propose(config, found.table, lengths, world)
+    candidates = config.shapes or _propose(config, found.table, lengths, world)
     strategies = {c: place_strategy(c, world.num_ranks, plan.num_layers) for c in candidates}
     for strategy in strategies.values():
         plan.check(strategy)
@@ -93,7 +91,7 @@ def job_cost_table(
     found = read_table_file(config.cost_table)
     check_job(found, job, repr(config.cost_table))
     table = found.table
-    missing = sorted({s for strategy in config.schemes for s in strategy} - set(table.schemes))
+    missing = sorted(set(used_schemes(config.shapes)) - set(table.schemes))
     if missing:
         raise ConfigError(
             f"cost table {config.cost_table!r} has no entry for {', '.join(map(str, missing))}, which "
@@ -119,6 +117,6 @@ def _propose(config: HydraConfig, table: CostTable, lengths: Sequence[int], worl
             node_size=world.node_size,
             seed=config.planner_options().seed,
         )
-        proposed = "\n".join(format_strategy(strategy) for strategy in strategies)
+        proposed = "\n".join(str(strategy) for strategy in strategies)
         logger.info("strategies proposed for these lengths:\n  %s", proposed.replace("\n", "\n  "))
-    return tuple(parse_strategy(line) for line in world.channel.tell(proposed).split("\n"))
+    return tuple(StrategyShape.parse(line) for line in world.channel.tell(proposed).split("\n"))

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ds_hydra.plan.runnable import only_phase
 from ds_hydra.planner import PlannedStep
 from ds_hydra.report.record import StepRecord
 
@@ -70,7 +71,7 @@ def step_record(
         planning_fallback=planned.fallback,
         plan_digest=plan.digest().hex(),
         ids_digest=hashlib.sha256(repr(plan.sequence_ids).encode()).hexdigest()[:16],
-        num_micro_batches=tuple(len(pipeline.microbatches) for pipeline in plan.pipelines),
+        num_micro_batches=tuple(len(pipeline.microbatches) for pipeline in only_phase(plan).pipelines),
         pull_ms=1e3 * max(rank.exposed_pull_s for rank in stats),
         push_ms=1e3 * max(rank.exposed_push_s for rank in stats),
         optimizer_ms=1e3 * outcome.optimizer_s,

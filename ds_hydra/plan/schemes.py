@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.pipe.placement import place_strategy
-from ds_hydra.pipe.shape import ParallelScheme
+from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.zero_hetero.errors import PlanError
 
 
@@ -17,7 +17,7 @@ def feasible_schemes(plan: ModelPlan, num_ranks: int, node_size: int) -> tuple[P
             for pp in range(1, min(num_ranks // (tp * sp), plan.num_layers) + 1):
                 scheme = ParallelScheme(tp, pp, sp)
                 try:
-                    plan.check(place_strategy([scheme], scheme.num_ranks, plan.num_layers))
+                    plan.check(place_strategy(StrategyShape.of([scheme]), scheme.num_ranks, plan.num_layers))
                 except PlanError:
                     continue
                 schemes.append(scheme)

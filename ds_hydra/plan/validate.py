@@ -1,29 +1,30 @@
-"""A plan in; nothing out if the job can run it as it says, else a PlanError with the reason. Pure: no torch."""
+"""A plan in; nothing out if it is right in itself and for the job, else a PlanError with the reason. Pure: no torch.
+
+Whether the runtime can run what a right plan says is for `runnable` to tell.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.pipe.shape import ParallelScheme
+from ds_hydra.plan.phase import MicroBatchPlan, PipelinePlan, Span
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.zero_hetero.errors import PlanError
 
 _RELATIVE = 1e-6  # how far a stated time may be from the cost model's
 
+Limits = CostTable | Mapping[ParallelScheme, int]
 
-def validate_plan(
-    plan: StepPlan,
-    limits: CostTable | Mapping[ParallelScheme, int],
-    num_ranks: int,
-    objective: str = "flow_shop",
-) -> None:
-    """Check that ranks are tiled, every sequence runs exactly once, memory holds and times are those of the model.
+
+def validate_plan(plan: StepPlan, limits: Limits, num_ranks: int, objective: str = "flow_shop") -> None:
+    """Check that ranks are tiled, every token runs exactly once, memory holds and times are those of the model.
 
     `limits` is the cost table, or just MaxLen (tokens) by scheme, in which case times are only checked for
-    being possible. Raises PlanError with step, pipeline, micro-batch, and the numbers that disagree.
+    being possible. Raises PlanError with step, phase, pipeline, micro-batch, and the numbers that disagree.
     """
     where = f"plan of step {plan.step}"
     _check_ranks(plan, num_ranks, where)
@@ -32,15 +33,27 @@ def validate_plan(
     _check_times(plan, limits if isinstance(limits, CostTable) else None, objective, where)
 
 
+def _pipelines(plan: StepPlan) -> Iterator[tuple[str, PipelinePlan]]:
+    """Every pipeline with the words for where it stands; phases are named where there are more than one."""
+    for number, phase in enumerate(plan.phases):
+        of_phase = f" of phase {number}" if len(plan.phases) > 1 else ""
+        for index, pipeline in enumerate(phase.pipelines):
+            yield f"pipeline {index}{of_phase}", pipeline
+
+
 def _check_ranks(plan: StepPlan, num_ranks: int, where: str) -> None:
     if plan.step < 0:
         raise PlanError(f"{where}: the step must not be negative")
-    needed = sum(pipeline.scheme.num_ranks for pipeline in plan.pipelines)
-    if needed != num_ranks:
-        raise PlanError(
-            f"{where}: its {len(plan.pipelines)} pipelines use {needed} ranks but the job has {num_ranks}; every "
-            "rank must be in exactly one"
-        )
+    if not plan.phases:
+        raise PlanError(f"{where}: it has no phase; needs at least one")
+    for number, phase in enumerate(plan.phases):
+        needed = phase.shape.num_ranks
+        if needed != num_ranks:
+            of_phase = f" in phase {number}" if len(plan.phases) > 1 else ""
+            raise PlanError(
+                f"{where}: its {len(phase.pipelines)} pipelines{of_phase} use {needed} ranks but the job has "
+                f"{num_ranks}; every rank must be in exactly one"
+            )
 
 
 def _check_sequences(plan: StepPlan, where: str) -> None:
@@ -52,68 +65,106 @@ def _check_sequences(plan: StepPlan, where: str) -> None:
     short = [i for i, length in enumerate(plan.lengths) if length < 1]
     if short:
         raise PlanError(f"{where}: sequence at position {short[0]} has length {plan.lengths[short[0]]}, not at least 1")
-    seen: Counter[int] = Counter()
-    for index, pipeline in enumerate(plan.pipelines):
+    whole: Counter[int] = Counter()
+    slices: dict[int, list[tuple[Span, str]]] = {}  # of sequences that are cut, in the order in which they run
+    for name, pipeline in _pipelines(plan):
         for number, batch in enumerate(pipeline.microbatches):
-            if not batch:
-                raise PlanError(f"{where}: micro-batch {number} of pipeline {index} is empty; leave it out")
-            wrong = [i for i in batch if not 0 <= i < size]
-            if wrong:
-                raise PlanError(
-                    f"{where}: micro-batch {number} of pipeline {index} names position {wrong[0]} but the step has "
-                    f"positions 0..{size - 1}"
-                )
-            seen.update(batch)
-    twice = [i for i, count in seen.items() if count > 1]
+            wrong = _wrong_in_batch(batch, size)
+            if wrong is not None:
+                raise PlanError(f"{where}: micro-batch {number} of {name} {wrong}")
+            for span in batch.spans:
+                position, start, stop = span
+                if start == 0 and stop == plan.lengths[position]:
+                    whole[position] += 1
+                else:
+                    slices.setdefault(position, []).append((span, name))
+    _check_slices(plan, slices, where)
+    whole.update(slices.keys())
+    twice = [i for i, count in whole.items() if count > 1]
     if twice:
-        raise PlanError(f"{where}: the sequence at position {min(twice)} runs {seen[min(twice)]} times, not once")
-    missing = [i for i in range(size) if i not in seen]
+        raise PlanError(f"{where}: the sequence at position {min(twice)} runs {whole[min(twice)]} times, not once")
+    missing = [i for i in range(size) if i not in whole]
     if missing:
         raise PlanError(f"{where}: {len(missing)} sequences run nowhere, the first at position {missing[0]}")
 
 
-def _check_memory(plan: StepPlan, limits: CostTable | Mapping[ParallelScheme, int], where: str) -> None:
-    for index, pipeline in enumerate(plan.pipelines):
-        try:
-            limit = limits[pipeline.scheme]
-        except (KeyError, PlanError):
+def _wrong_in_batch(batch: MicroBatchPlan, size: int) -> str | None:
+    """What is wrong with a micro-batch of a step with `size` sequences; None when nothing is."""
+    if not batch.spans:
+        return "is empty; leave it out"
+    unknown = [position for position, _, _ in batch.spans if not 0 <= position < size]
+    if unknown:
+        return f"names position {unknown[0]} but the step has positions 0..{size - 1}"
+    if not 0.0 <= batch.recompute <= 1.0:
+        return f"recomputes a share {batch.recompute} of its layers; it must be within 0..1"
+    return None
+
+
+def _check_slices(plan: StepPlan, slices: Mapping[int, list[tuple[Span, str]]], where: str) -> None:
+    """The slices of a sequence follow each other in one pipeline: a slice needs keys and values of those before it."""
+    for position, found in slices.items():
+        homes = sorted({name for _, name in found})
+        if len(homes) > 1:
             raise PlanError(
-                f"{where}: pipeline {index} has scheme {pipeline.scheme}, for which MaxLen is unknown"
-            ) from None
+                f"{where}: slices of the sequence at position {position} run in {homes[0]} and in {homes[1]}; one "
+                "pipeline must run them all"
+            )
+        length = plan.lengths[position]
+        ends = [0, *(span.stop for span, _ in found)]
+        # Each slice starts where the one before it stopped, holds at least a token, and the last ends the sequence.
+        if [span.start for span, _ in found] != ends[:-1] or ends != sorted(set(ends)) or ends[-1] != length:
+            listed = ", ".join(f"{span.start}..{span.stop}" for span, _ in found)
+            raise PlanError(
+                f"{where}: the sequence at position {position} has {length} tokens but its slices, in the order in "
+                f"which they run, hold {listed}"
+            )
+
+
+def _check_memory(plan: StepPlan, limits: Limits, where: str) -> None:
+    for name, pipeline in _pipelines(plan):
+        try:
+            limit = limits[pipeline.shape.cost_key]  # type: ignore[index]  # a mapping may lack it, as any other key
+        except (KeyError, PlanError):
+            raise PlanError(f"{where}: {name} has shape {pipeline.shape}, for which MaxLen is unknown") from None
         most = limit if isinstance(limit, int) else limit.max_length
         for number, batch in enumerate(pipeline.microbatches):
-            tokens = sum(plan.lengths[i] for i in batch)
+            tokens = batch.num_tokens
             if tokens > most:
                 raise PlanError(
-                    f"{where}: micro-batch {number} of pipeline {index} ({pipeline.scheme}) holds {tokens} tokens but "
-                    f"MaxLen is {most}"
+                    f"{where}: micro-batch {number} of {name} ({pipeline.shape}) holds {tokens} tokens but MaxLen is "
+                    f"{most}"
                 )
 
 
 def _check_times(plan: StepPlan, table: CostTable | None, objective: str, where: str) -> None:
-    slowest = 0.0
-    for index, pipeline in enumerate(plan.pipelines):
+    for name, pipeline in _pipelines(plan):
         ms = pipeline.predicted_ms
         if not math.isfinite(ms) or ms < 0 or (ms > 0) != bool(pipeline.microbatches):
+            raise PlanError(f"{where}: {name} runs {len(pipeline.microbatches)} micro-batches in a predicted {ms} ms")
+        expected = None if table is None else _modelled_ms(pipeline, plan.lengths, table, objective)
+        if expected is not None and abs(ms - expected) > _RELATIVE * expected:
             raise PlanError(
-                f"{where}: pipeline {index} runs {len(pipeline.microbatches)} micro-batches in a predicted {ms} ms"
-            )
-        slowest = max(slowest, ms)
-        if table is None:
-            continue
-        cost = table[pipeline.scheme]
-        loads = [cost.load_ms([plan.lengths[i] for i in batch]) for batch in pipeline.microbatches]
-        expected = cost.paper_ms(loads) if objective == "paper" else cost.pipeline_ms(loads)
-        if abs(ms - expected) > _RELATIVE * expected:
-            raise PlanError(
-                f"{where}: pipeline {index} states {ms:.3f} ms but the cost table gives {expected:.3f} ms; plan and "
+                f"{where}: {name} states {ms:.3f} ms but the cost table gives {expected:.3f} ms; plan and "
                 "job use different cost tables or objectives"
             )
+    slowest = sum(phase.predicted_ms for phase in plan.phases)
     if not math.isfinite(plan.predicted_ms) or abs(plan.predicted_ms - slowest) > _RELATIVE * slowest:
         raise PlanError(
             f"{where}: predicted {plan.predicted_ms} ms for the step but its slowest pipeline takes {slowest:.3f} ms"
+            + (", summed over its phases" if len(plan.phases) > 1 else "")
         )
     if not 0 <= plan.lower_bound_ms <= plan.predicted_ms * (1 + _RELATIVE):
         raise PlanError(
             f"{where}: the lower bound {plan.lower_bound_ms} ms is not within 0..{plan.predicted_ms} ms, the prediction"
         )
+
+
+def _modelled_ms(pipeline: PipelinePlan, lengths: tuple[int, ...], table: CostTable, objective: str) -> float | None:
+    """The cost model's time; None for slices and recomputed layers, which it does not know."""
+    cost = table[pipeline.shape]
+    loads = []
+    for batch in pipeline.microbatches:
+        if batch.recompute or any(stop - start != lengths[position] for position, start, stop in batch.spans):
+            return None
+        loads.append(cost.load_ms(batch.lengths))
+    return cost.paper_ms(loads) if objective == "paper" else cost.pipeline_ms(loads)

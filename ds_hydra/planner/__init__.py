@@ -3,18 +3,23 @@
 Pure: nothing here imports torch or DeepSpeed, or knows a process group. Start reading at `selection`.
 """
 
-from ds_hydra.plan.step_plan import PipelinePlan, StepPlan, load_plans, save_plans
+from ds_hydra.plan.phase import MicroBatchPlan, Phase, PipelinePlan, Span
+from ds_hydra.plan.plan_file import load_plans, save_plans
+from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.plan.validate import validate_plan
 from ds_hydra.planner.options import PlannerOptions
 from ds_hydra.planner.selection import Planner
 from ds_hydra.planner.service import PlannedStep, PlannerService
 
 __all__ = [
+    "MicroBatchPlan",
+    "Phase",
     "PipelinePlan",
     "PlannedStep",
     "Planner",
     "PlannerOptions",
     "PlannerService",
+    "Span",
     "StepPlan",
     "load_plans",
     "save_plans",

@@ -13,7 +13,7 @@ import numpy as np
 
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.data.length_sources import sample_batches
-from ds_hydra.pipe.shape import ParallelScheme, format_strategy
+from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.simulate import simulate_plan
 from ds_hydra.planner.kernels.arrays import Floats, Ints
 from ds_hydra.planner.options import PlannerOptions
@@ -37,7 +37,7 @@ class Preview:
 
 def preview_steps(
     cost_table: CostTable,
-    strategies: Sequence[tuple[ParallelScheme, ...]],
+    strategies: Sequence[StrategyShape],
     lengths: Sequence[int],
     tokens_per_step: int,
     context_length: int,
@@ -52,14 +52,17 @@ def preview_steps(
     plans = [planner.plan(step, range(len(batch)), batch) for step, batch in enumerate(batches)]
     simulated = [max(simulate_plan(plan, cost_table)) for plan in plans]
     best, two_stage = _best_homogeneous(cost_table, planner.num_ranks, batches, options)
-    full = [pack_full_ms(cost_table[best[0]], len(best), batch) for batch in batches] if best else []
+    full: list[float] = []
+    if best is not None:
+        kind, number = cost_table[best.pipelines[0]], len(best.pipelines)
+        full = [pack_full_ms(kind, number, batch) for batch in batches]
     return Preview(
         dict(Counter(plan.strategy for plan in plans).most_common()),
         np.array([plan.predicted_ms for plan in plans]),
         np.array(simulated),
         np.array([plan.gap for plan in plans]),
         np.array([plan.balance for plan in plans]),
-        format_strategy(best) if best else None,
+        None if best is None else str(best),
         two_stage,
         np.array(full),
     )
@@ -67,20 +70,20 @@ def preview_steps(
 
 def _best_homogeneous(
     table: CostTable, num_ranks: int, batches: Sequence[list[int]], options: PlannerOptions
-) -> tuple[tuple[ParallelScheme, ...], Floats]:
+) -> tuple[StrategyShape | None, Floats]:
     """The strategy of one scheme with the least mean planned time, and its times; none if none holds every batch."""
-    best: tuple[ParallelScheme, ...] = ()
+    best: StrategyShape | None = None
     times = np.empty(0)
     for scheme in table.schemes:
         if num_ranks % scheme.num_ranks:
             continue
-        strategy = (scheme,) * (num_ranks // scheme.num_ranks)
+        strategy = StrategyShape.of([scheme] * (num_ranks // scheme.num_ranks))
         planner = Planner(table, [strategy], options)
         try:
             found = np.array([planner.plan(0, range(len(batch)), batch).predicted_ms for batch in batches])
         except PlanError:
             continue
-        if not best or found.mean() < times.mean():
+        if best is None or found.mean() < times.mean():
             best, times = strategy, found
     return best, times
 

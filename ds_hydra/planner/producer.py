@@ -23,7 +23,7 @@ import ds_hydra.planner.kernels as kernels
 import ds_hydra.planner.selection as selection
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.costs.table_file import read_table
-from ds_hydra.pipe.shape import parse_strategy
+from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.planner.options import PlannerOptions
 from ds_hydra.planner.selection import Planner
 
@@ -32,7 +32,7 @@ def serve(requests: IO[str], answers: IO[str]) -> None:
     """Answer requests one by one until they end."""
     setup = json.loads(requests.readline())
     table = read_table(setup["table"], "the cost table given to the producer")
-    strategies = [parse_strategy(text) for text in setup["strategies"]]
+    strategies = [StrategyShape.parse(text) for text in setup["strategies"]]
     options = PlannerOptions(**setup["options"])
     compiler: subprocess.Popen[bytes] | None = None
     if options.kernels != "pure" and not kernels.is_warm():
@@ -56,7 +56,9 @@ def serve(requests: IO[str], answers: IO[str]) -> None:
         answers.flush()
 
 
-def make_planner(table: CostTable, strategies: list, options: PlannerOptions, *, compiled: bool) -> Planner:
+def make_planner(
+    table: CostTable, strategies: list[StrategyShape], options: PlannerOptions, *, compiled: bool
+) -> Planner:
     """The planner that the options ask for, with plain Python kernels unless compiled ones are at hand."""
     if compiled and options.kernels != "pure":
         selection.warm_up()

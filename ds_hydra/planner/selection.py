@@ -11,8 +11,11 @@ from dataclasses import replace
 
 import ds_hydra.planner.kernels as kernels
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
-from ds_hydra.pipe.shape import ParallelScheme, parse_strategy
-from ds_hydra.plan.step_plan import PipelinePlan, StepPlan, load_plans
+from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
+from ds_hydra.plan.phase import MicroBatchPlan, Phase, PipelinePlan
+from ds_hydra.plan.plan_file import load_plans
+from ds_hydra.plan.runnable import check_runnable
+from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.planner.kernels.problem import Assignment, Batch, PipelineKinds, check_sequences, scheme_arrays
 from ds_hydra.planner.options import PlannerOptions
 from ds_hydra.planner.search import Search
@@ -22,29 +25,31 @@ from ds_hydra.zero_hetero.errors import PlanError
 class Planner:
     """Plans steps: `plan(step, ids, lengths) -> StepPlan`. Same input and options give the same plan.
 
-    `strategies` hold one scheme per pipeline, in rank order; all must have the same number of ranks. Raises
-    PlanError when that fails or a scheme has no costs.
+    All `strategies` must have the same number of ranks. Raises PlanError when that fails, a pipeline has no costs,
+    or plans to replay ask for what no runtime can run.
     """
 
     def __init__(
         self,
         cost_table: CostTable,
-        strategies: Sequence[tuple[ParallelScheme, ...]],
+        strategies: Sequence[StrategyShape],
         options: PlannerOptions | None = None,
     ) -> None:
         self.cost_table = cost_table
         self.options = options or PlannerOptions()
-        self.strategies = tuple(tuple(strategy) for strategy in strategies)
+        self.strategies = tuple(strategies)
         if not self.strategies:
             raise PlanError("the planner needs at least one strategy but was given none")
         self._groups = [PipelineKinds.of(strategy, cost_table) for strategy in self.strategies]
-        ranks = {sum(scheme.num_ranks for scheme in strategy) for strategy in self.strategies}
+        ranks = {strategy.num_ranks for strategy in self.strategies}
         if len(ranks) > 1:
-            listed = ", ".join(f"{g} ({sum(s.num_ranks for s in g.schemes)})" for g in self._groups)
+            listed = ", ".join(f"{g} ({g.num_ranks})" for g in self.strategies)
             raise PlanError(f"strategies must all use the same number of ranks but use {sorted(ranks)}: {listed}")
         self.num_ranks = ranks.pop()
         self._schemes = scheme_arrays(cost_table, paper=self.options.objective == "paper")
         self._replay = load_plans(self.options.replay_file) if self.options.replay_file else {}
+        for plan in self._replay.values():
+            check_runnable(plan)
 
     @property
     def max_length(self) -> int:
@@ -86,7 +91,7 @@ class Planner:
                 f"{plan.num_tokens} tokens but the step has {len(tokens)} of {sum(tokens)}, or other ids; replay "
                 "with the same data, seed and tokens_per_step"
             )
-        if sum(p.scheme.num_ranks for p in plan.pipelines) != self.num_ranks:
+        if any(phase.shape.num_ranks != self.num_ranks for phase in plan.phases):
             raise PlanError(
                 f"{self.options.replay_file}, step {step}: strategy {plan.strategy!r} is not for {self.num_ranks} ranks"
             )
@@ -101,22 +106,28 @@ class Planner:
         best: Assignment,
         bound: float,
     ) -> StepPlan:
-        schemes = best.kinds.schemes
-        packed: list[dict[int, list[int]]] = [{} for _ in schemes]
+        shapes = best.kinds.strategy.pipelines
+        packed: list[dict[int, list[int]]] = [{} for _ in shapes]
         position, rank_order = batch.position.tolist(), best.kinds.rank_order
         for i, (p, b) in enumerate(zip(best.owner.tolist(), best.bin_of.tolist(), strict=True)):
             packed[rank_order[p]].setdefault(b, []).append(position[i])
         pipelines = []
-        for scheme, bins in zip(schemes, packed, strict=True):
-            cost = self.cost_table[scheme]
-            loaded = [(cost.load_ms([tokens[i] for i in bins[b]]), tuple(bins[b])) for b in sorted(bins)]
+        known: dict[ParallelScheme | PipelineShape, tuple[SchemeCost, list[float]]] = {}
+        for shape, bins in zip(shapes, packed, strict=True):
+            if shape.cost_key not in known:
+                cost = self.cost_table[shape]
+                known[shape.cost_key] = cost, cost.sequence_ms(tokens).tolist()
+            cost, work = known[shape.cost_key]
+            loaded = [(cost.packed_ms([work[i] for i in bins[b]]), tuple(bins[b])) for b in sorted(bins)]
             ordered = order_microbatches(loaded)
             loads = [load for load, _ in ordered]
             ms = cost.paper_ms(loads) if self.options.objective == "paper" else cost.pipeline_ms(loads)
-            pipelines.append(PipelinePlan(scheme, tuple(sequences for _, sequences in ordered), ms))
-        predicted = max(pipeline.predicted_ms for pipeline in pipelines)
+            batches = tuple([MicroBatchPlan.of_whole(sequences, tokens) for _, sequences in ordered])
+            pipelines.append(PipelinePlan(shape, batches, ms))
+        phase = Phase(tuple(pipelines))
+        predicted = phase.predicted_ms
         source = "search" if kernels.select(self.options.kernels).is_compiled else "fast"
-        return StepPlan(step, ids, tokens, tuple(pipelines), predicted, min(bound, predicted), source)
+        return StepPlan(step, ids, tokens, (phase,), predicted, min(bound, predicted), source)
 
 
 def order_microbatches(loaded: list[tuple[float, tuple[int, ...]]]) -> list[tuple[float, tuple[int, ...]]]:
@@ -134,7 +145,7 @@ def warm_up() -> None:
     costs = tuple(SchemeCost(ParallelScheme(tp, pp), 1e-6, 0.1, 10.0, 400, 8) for tp, pp in ((1, 1), (2, 1), (1, 2)))
     table = CostTable(costs, "made up to warm the cache")
     planner = Planner(
-        table, [parse_strategy("tp2 + 2*tp1"), parse_strategy("2*pp2")], PlannerOptions(kernels="compiled")
+        table, [StrategyShape.parse(text) for text in ("tp2 + 2*tp1", "2*pp2")], PlannerOptions(kernels="compiled")
     )
     for size in (3, 40):
         planner.plan(0, range(size), [(37 * i) % 300 + 1 for i in range(size)])

@@ -29,7 +29,7 @@ from typing import Any
 import ds_hydra.planner.kernels as kernels
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.costs.table_file import table_record
-from ds_hydra.pipe.shape import ParallelScheme, format_strategy
+from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.plan.validate import validate_plan
 from ds_hydra.planner.options import PlannerOptions
@@ -132,7 +132,7 @@ class PlannerService:
     def __init__(
         self,
         cost_table: CostTable,
-        strategies: Sequence[tuple[ParallelScheme, ...]],
+        strategies: Sequence[StrategyShape],
         options: PlannerOptions | None = None,
         ahead: int = 2,
         *,
@@ -154,12 +154,12 @@ class PlannerService:
         self._compiled_here = threading.Event()
         self._producer: _Producer | None = _Producer(command, self._setup)
 
-    def _set_table(self, cost_table: CostTable, strategies: Sequence[tuple[ParallelScheme, ...]]) -> None:
+    def _set_table(self, cost_table: CostTable, strategies: Sequence[StrategyShape]) -> None:
         self._pure = Planner(cost_table, strategies, replace(self._options, kernels="pure"))
         self._compiled = Planner(cost_table, strategies, replace(self._options, kernels="compiled"))
         setup = {
             "table": table_record(cost_table),
-            "strategies": [format_strategy(strategy) for strategy in self._pure.strategies],
+            "strategies": [str(strategy) for strategy in self._pure.strategies],
             "options": asdict(self._options),
         }
         self._setup = json.dumps(setup)

@@ -14,7 +14,7 @@ from ds_hydra.pipe.model_plan import LOGITS_AT_ONCE
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.placement import Stage, place_pipeline
 from ds_hydra.pipe.rows import MicroBatch, Pack, position_ids
-from ds_hydra.pipe.shape import ParallelScheme
+from ds_hydra.pipe.shape import ParallelScheme, PipelineShape
 from ds_hydra.pipe.stage import ModelSource, StageModule, StagePlace, shard_view
 from ds_hydra.profiling.links import Collective, Links
 from ds_hydra.profiling.local_group import LocalGroup
@@ -53,7 +53,7 @@ class StageTimer:
     ) -> None:
         self.device, self.dtype, self._clock = device, dtype, clock
         self.scheme, self.source = scheme, source
-        stage = place_pipeline(scheme, 0, source.plan.num_layers).stages[stage_index]
+        stage = place_pipeline(PipelineShape.of(scheme), 0, source.plan.num_layers).stages[stage_index]
         first, last = stage_index == 0, stage_index == scheme.pp - 1
         self.local: list[LocalGroup] = []
         if tp_group is None and sp_group is None:

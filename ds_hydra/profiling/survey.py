@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ds_hydra.costs.cost_table import SchemeCost
 from ds_hydra.pipe.placement import place_strategy, split_layers
-from ds_hydra.pipe.shape import ParallelScheme
+from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.profiling.fit import Fit, Point, fit_points
 from ds_hydra.profiling.ladder import Rung, beyond_chunk
@@ -182,7 +182,9 @@ class Survey:
         # As many copies of the stage as the ranks hold run side by side, as in training, where they share memory and
         # links: eight ranks measure TP2 on four pairs at once.
         width = scheme.tp * scheme.sp
-        copies = place_strategy([ParallelScheme(scheme.tp, 1, scheme.sp)] * (self._world // width), self._world, 1)
+        copies = place_strategy(
+            StrategyShape.of([ParallelScheme(scheme.tp, 1, scheme.sp)] * (self._world // width)), self._world, 1
+        )
         self._groups.create(copies)
         mine = copies.pipelines[self._rank // width].stages[0]
         tp_rank, sp_rank = mine.coordinates(self._rank)

@@ -19,7 +19,8 @@ from ds_hydra.costs.table_file import TableFile
 from ds_hydra.pipe.placement import split_layers
 from ds_hydra.pipe.schedules.registry import orders
 from ds_hydra.pipe.schedules.simulate import simulate_loads
-from ds_hydra.pipe.shape import ParallelScheme
+from ds_hydra.pipe.shape import ParallelScheme, PipelineShape
+from ds_hydra.plan.runnable import only_phase
 from ds_hydra.plan.step_plan import StepPlan
 
 WINDOW = 32  # steps that a factor remembers
@@ -79,21 +80,21 @@ class Calibration:
         self._stages = {cost.scheme: _stage_costs(cost, num_layers, found) for cost in table.costs}
         known = dict(found.step) if found is not None and found.step else {}
         self._step = StepCosts(**{key: float(known.get(key, 0.0)) for key in StepCosts.__dataclass_fields__})
-        self._ratios: dict[ParallelScheme, deque[float]] = {}
+        self._ratios: dict[ParallelScheme | PipelineShape, deque[float]] = {}
         self._overheads: dict[str, deque[float]] = {}
-        self._applied: dict[ParallelScheme, float] = {}
+        self._applied: dict[ParallelScheme | PipelineShape, float] = {}
 
     @property
-    def factors(self) -> dict[ParallelScheme, float]:
+    def factors(self) -> dict[ParallelScheme | PipelineShape, float]:
         """Measured over predicted time of each scheme that was seen often enough, as the table was measured."""
         return {scheme: median(ratios) for scheme, ratios in self._ratios.items() if len(ratios) >= LEAST}
 
     def predict(self, plan: StepPlan, num_elements: int = 0, moved_bytes: int = 0) -> StepPrediction:
         """By the table as it was measured."""
         stage_ms, pipeline_ms = [], []
-        for pipeline in plan.pipelines:
-            batches = [[plan.lengths[i] for i in batch] for batch in pipeline.microbatches]
-            loads = [[stage.load_ms(batch) for batch in batches] for stage in self._stages[pipeline.scheme]]
+        for pipeline in only_phase(plan).pipelines:
+            batches = [batch.lengths for batch in pipeline.microbatches]
+            loads = [[stage.load_ms(batch) for batch in batches] for stage in self._stages[pipeline.shape.cost_key]]
             stage_ms.append(tuple(sum(row) for row in loads))
             pipeline_ms.append(simulate_loads(orders("1f1b", len(batches), len(loads)), loads))
         return StepPrediction(tuple(stage_ms), tuple(pipeline_ms), self._step.ms(num_elements, moved_bytes))
@@ -102,8 +103,8 @@ class Calibration:
         """The step's time with the factors and overheads seen so far, in ms."""
         factors = self.factors
         pipelines = [
-            ms * factors.get(pipeline.scheme, 1.0)
-            for ms, pipeline in zip(prediction.pipeline_ms, plan.pipelines, strict=True)
+            ms * factors.get(pipeline.shape.cost_key, 1.0)
+            for ms, pipeline in zip(prediction.pipeline_ms, only_phase(plan).pipelines, strict=True)
         ]
         seen = self._overheads.get(plan.strategy, ())
         overhead = median(seen) if len(seen) >= LEAST else prediction.overhead_ms
@@ -111,9 +112,11 @@ class Calibration:
 
     def observe(self, plan: StepPlan, prediction: StepPrediction, pipeline_ms: Sequence[float], step_ms: float) -> None:
         """Take in a step's measured times."""
-        for pipeline, predicted, measured in zip(plan.pipelines, prediction.pipeline_ms, pipeline_ms, strict=True):
+        for pipeline, predicted, measured in zip(
+            only_phase(plan).pipelines, prediction.pipeline_ms, pipeline_ms, strict=True
+        ):
             if predicted > 0 and measured > 0:
-                self._ratios.setdefault(pipeline.scheme, deque(maxlen=WINDOW)).append(measured / predicted)
+                self._ratios.setdefault(pipeline.shape.cost_key, deque(maxlen=WINDOW)).append(measured / predicted)
         besides = max(0.0, step_ms - max(pipeline_ms, default=0.0))
         self._overheads.setdefault(plan.strategy, deque(maxlen=WINDOW)).append(besides)
 

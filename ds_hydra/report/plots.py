@@ -248,10 +248,10 @@ def _nothing(axes: Any, reason: str) -> str:
 
 
 def pipeline_schemes(strategy: str) -> list[str]:
-    """Scheme of each pipeline of a strategy, in rank order."""
-    from ds_hydra.pipe.shape import parse_strategy
+    """Text of each pipeline's shape of a strategy, in rank order."""
+    from ds_hydra.pipe.shape import StrategyShape
 
-    return [str(scheme) for scheme in parse_strategy(strategy)]
+    return [str(pipeline) for pipeline in StrategyShape.parse(strategy).pipelines]
 
 
 def page(records: Sequence[Record], figures: Sequence[Figure]) -> str:

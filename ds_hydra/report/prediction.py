@@ -45,7 +45,7 @@ class StepWatch:
             "predicted_pipeline_ms": prediction.pipeline_ms,
             "predicted_stage_ms": prediction.stage_ms,
             "stage_ms": tuple(tuple(row) for row in stage_ms),
-            "corrections": {str(scheme): factors[scheme] for scheme in sorted(factors)},
+            "corrections": {str(scheme): factors[scheme] for scheme in sorted(factors, key=str)},
         }
 
     def new_table(self, step: int) -> CostTable | None:

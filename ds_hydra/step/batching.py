@@ -12,6 +12,7 @@ import torch
 from ds_hydra.pipe.loss import IGNORED
 from ds_hydra.pipe.rows import MicroBatch, Pack, position_ids
 from ds_hydra.pipe.stage import StagePlace
+from ds_hydra.plan.phase import MicroBatchPlan
 
 Tokens = npt.NDArray[np.int64]
 Load = Callable[[int], tuple[Tokens, Tokens]]  # sequence id -> (input_ids, labels), both (length,)
@@ -27,21 +28,20 @@ class RankBatches:
 
 
 def build_batches(
-    microbatches: Sequence[Sequence[int]],
+    microbatches: Sequence[MicroBatchPlan],
     sequence_ids: Sequence[int],
-    lengths: Sequence[int],
     place: StagePlace,
     load: Load,
     loss_norm: str,
     device: torch.device,
 ) -> RankBatches:
-    """Pack the micro-batches (positions in the step's batch) of one pipeline for one rank of it.
+    """Pack the micro-batches of one pipeline, of whole sequences, for one rank of it.
 
     Only the first stage reads tokens and only the last reads labels, each for the sequences it has tokens of.
     """
     built = [
-        _build([sequence_ids[p] for p in positions], [lengths[p] for p in positions], place, load, loss_norm, device)
-        for positions in microbatches
+        _build([sequence_ids[span.sequence] for span in batch.spans], batch.lengths, place, load, loss_norm, device)
+        for batch in microbatches
     ]
     return RankBatches(
         tuple(batch for batch, _, _ in built), sum(w for _, w, _ in built), sum(pad for _, _, pad in built)

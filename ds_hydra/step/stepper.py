@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ds_hydra.pipe.placement import Strategy, place_strategy
-from ds_hydra.pipe.shape import parse_strategy
+from ds_hydra.plan.runnable import only_phase
 from ds_hydra.ranks.rank_stats import RankStats, gather_stats
 from ds_hydra.step.agreement import FAILED, agree
 from ds_hydra.step.arena import Arena
@@ -115,7 +115,7 @@ class Stepper:
     def _runtime(self, plan: StepPlan) -> StrategyRuntime:
         if plan.strategy not in self._runtimes:
             strategy = self._strategies.get(plan.strategy) or place_strategy(
-                parse_strategy(plan.strategy), self._world.num_ranks, self._source.plan.num_layers
+                only_phase(plan).shape, self._world.num_ranks, self._source.plan.num_layers
             )
             self._runtimes[plan.strategy] = StrategyRuntime(
                 strategy, self._source, self._masters, self._arena, self._pool, self._world, self._activity
@@ -129,9 +129,8 @@ class Stepper:
         """
         try:
             batches = build_batches(
-                plan.pipelines[runtime.pipeline_index].microbatches,
+                only_phase(plan).pipelines[runtime.pipeline_index].microbatches,
                 plan.sequence_ids,
-                plan.lengths,
                 runtime.place,
                 data.load_sequence,
                 self._loss_norm,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ds_hydra.plan.runnable import only_phase
 from ds_hydra.ranks.rank_stats import unequal_pairs
 from ds_hydra.zero_hetero.errors import NumericsError
 from ds_hydra.zero_hetero.grad_norm import clip_, global_grad_norm
@@ -78,10 +79,10 @@ class Update:
             return  # skipped steps are how it finds its scale
         found = []
         if runtime.place.tp_rank == 0:
-            microbatches = plan.pipelines[runtime.pipeline_index].microbatches
+            microbatches = only_phase(plan).pipelines[runtime.pipeline_index].microbatches
             for index, loss in runtime.stage_runtime.losses.items():
                 if not math.isfinite(loss):
-                    ids = ", ".join(str(plan.sequence_ids[p]) for p in microbatches[index][:16])
+                    ids = ", ".join(str(plan.sequence_ids[span.sequence]) for span in microbatches[index].spans[:16])
                     found.append(
                         f"pipeline {runtime.pipeline_index}, micro-batch {index}: loss {float(loss)}, sequences {ids}"
                     )

@@ -20,7 +20,7 @@ import ds_hydra.engine.engine
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.table_file import TableFile
 from ds_hydra.pipe.models.causal_lm import CausalLM
-from ds_hydra.pipe.shape import ParallelScheme, parse_strategy
+from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.watchdog import watchdog
 from tests.support.families import LAYERS, VOCAB, Block, build_model
 from tests.support.ranks import RankError, run_ranks
@@ -66,7 +66,7 @@ def errors(num_ranks: int, job: Callable[[], Any]) -> list[str]:
 
 
 def used_ranks(strategy: str) -> int:
-    return sum(scheme.num_ranks for scheme in parse_strategy(strategy))
+    return StrategyShape.parse(strategy).num_ranks
 
 
 @pytest.mark.parametrize(

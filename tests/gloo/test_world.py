@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ds_hydra.pipe.placement import place_strategy
-from ds_hydra.pipe.shape import parse_strategy
+from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.ranks.channel import Channel
 from ds_hydra.ranks.world import World
 from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError
@@ -56,7 +56,7 @@ def test_worlds_are_given_back_whole() -> None:
         seen = []
         for turn in range(20):
             world = World.of_process(torch.device("cpu"), node_size=2, timeout_s=30)
-            world.groups.create(place_strategy(parse_strategy("tp4" if turn % 2 else "tp2 + sp2"), 4, 1))
+            world.groups.create(place_strategy(StrategyShape.parse("tp4" if turn % 2 else "tp2 + sp2"), 4, 1))
             assert world.channel.texts(str(rank)) == ["0", "1", "2", "3"]
             assert world.background.tell("x" if rank == 0 else None) == "x"
             received = torch.zeros(1)

@@ -38,7 +38,7 @@ def test_defaults_and_canonical_strategies() -> None:
     assert config.strategies == ("tp4 + 2*pp2", "8*tp1")
     assert (config.too_long, config.choose, config.loss_norm, config.context_length) == ("error", "best", "token", None)
     assert parse(strategies="auto").strategies == ()
-    assert [len(schemes) for schemes in config.schemes] == [3, 8]
+    assert [len(shape.pipelines) for shape in config.shapes] == [3, 8]
 
 
 def test_planner_seed_defaults_to_the_job_seed() -> None:

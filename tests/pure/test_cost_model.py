@@ -55,7 +55,7 @@ BAD_FIELDS = [
     ({"max_length": 10.5}, "whole number"),
     ({"util_length": 5000}, "util_length <= max_length"),
     ({"scheme": "tp0"}, "at least 1"),
-    ({"scheme": "2*tp1"}, "one scheme is due"),
+    ({"scheme": "2*tp1"}, "names 2 pipelines where one is due"),
     ({"scheme": "tq1"}, "cannot read the term"),
     ({"speed": 1}, "unknown keys"),
 ]

@@ -10,12 +10,16 @@ import pytest
 
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.memory import Activations, JobMemory, estimate_activations
-from ds_hydra.costs.table_file import TableFile
+from ds_hydra.costs.shape_costs import price, used_schemes, with_shapes
+from ds_hydra.costs.table_file import TableFile, read_table, table_record
 from ds_hydra.pipe.model_plan import ModelPlan, ParamSpec, ShardRule, make_buckets
 from ds_hydra.pipe.schedules.actions import Order, slots_from_text
 from ds_hydra.pipe.schedules.registry import SCHEDULES
-from ds_hydra.pipe.shape import ParallelScheme, parse_strategy
-from ds_hydra.plan.step_plan import PipelinePlan, StepPlan
+from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
+from ds_hydra.plan.phase import MicroBatchPlan, Phase, PipelinePlan
+from ds_hydra.plan.simulate import simulate_plan
+from ds_hydra.plan.step_plan import StepPlan
+from ds_hydra.planner import Planner, PlannerOptions, validate_plan
 from ds_hydra.report.calibration import LEAST, Calibration
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from tools.check_cost_model import PUBLISHED_MAX_LENGTH, TABLES, constants, max_length
@@ -28,7 +32,7 @@ GIB = 2**30
 )
 def test_max_length_equals_the_published_formula(model: str, name: str) -> None:
     ranks = constants()[model]["num_ranks"]
-    assert max_length(model, parse_strategy(name)[0], ranks) == PUBLISHED_MAX_LENGTH[model][name]
+    assert max_length(model, ParallelScheme.parse(name), ranks) == PUBLISHED_MAX_LENGTH[model][name]
 
 
 def test_published_tables_hold_the_same_max_length() -> None:
@@ -122,7 +126,7 @@ def test_jobs_that_do_not_fit_are_refused_with_numbers_and_keys() -> None:
     from ds_hydra.engine.fits import check_memory, within_memory
 
     table = CostTable(tuple(SchemeCost(ParallelScheme(tp), 1e-6, 0.1, 1.0, 4096) for tp in (1, 2)))
-    strategies = [(ParallelScheme(),) * 8, (ParallelScheme(2),) * 4]
+    strategies = [StrategyShape.parse("8*tp1"), StrategyShape.parse("4*tp2")]
     tight = job(8, device=3 * 2**20)
     with pytest.raises(ConfigError, match=r"(?s)hydra\.strategies\[0\].*MiB.*more than the.*larger tp or pp"):
         check_memory(table, tight, strategies, 100, "sequence 3 has")
@@ -149,7 +153,8 @@ def test_checkpointing_keeps_less() -> None:
 TABLE = CostTable(
     (SchemeCost(ParallelScheme(1, 2), 0.0, 1.0, 0.0, 1000), SchemeCost(ParallelScheme(2), 0.0, 1.0, 5.0, 1000))
 )
-PLAN = StepPlan(0, (0, 1), (10, 20), (PipelinePlan(ParallelScheme(1, 2), ((0,), (1,)), 50.0),), 50.0)
+BATCHES = tuple(MicroBatchPlan.of_whole((position,), (10, 20)) for position in (0, 1))
+PLAN = StepPlan(0, (0, 1), (10, 20), (Phase((PipelinePlan(PipelineShape.parse("pp2"), BATCHES, 50.0),)),), 50.0)
 
 
 def stage_table() -> TableFile:
@@ -191,3 +196,71 @@ def test_memory_constants_name_their_source() -> None:
     record = json.loads((Path(TABLES) / "a800_memory.json").read_text())
     assert "Apache-2.0" in record["source"]
     assert replace(TABLE, source="x").source == "x"
+
+
+# Stages that differ: priced from the schemes of their stages, and counted in memory as they are.
+
+
+def test_a_uniform_pipeline_that_spells_out_its_layers_needs_what_its_scheme_needs() -> None:
+    spelled = PipelineShape.parse("(tp2[0:4] > tp2[4:8])")
+    for scheme, shape in zip(job().stages(ParallelScheme(2, 2)), job().stages(spelled), strict=True):
+        assert replace(shape, scheme=scheme.scheme) == scheme
+    table = CostTable((SchemeCost(ParallelScheme(2, 2), 1e-6, 0.1, 2.0, 5000, 30),))
+    assert replace(price(spelled, table, job()), scheme=ParallelScheme(2, 2)) == table.costs[0]
+
+
+def test_a_pipeline_costs_what_its_slowest_stage_costs() -> None:
+    """Of 8 layers stage 0 holds 2, half of an even share, and stage 1 holds 6, 1.5 times one."""
+    shape = PipelineShape.parse("(sp2[0:2] > tp2[2:8])")
+    table = CostTable(
+        (
+            SchemeCost(ParallelScheme(1, 2, 2), 4.0, 1.0, 9.0, 900, 7),
+            SchemeCost(ParallelScheme(2, 2), 1.0, 2.0, 2.0, 800),
+        )
+    )
+    cost = price(shape, table, job())
+    assert (cost.a, cost.b, cost.c) == (0.5 * 4.0, 1.5 * 2.0, 0.5 * 9.0)
+    assert (cost.scheme, cost.max_length, cost.util_length) == (shape, 800, 7)
+    roomy = CostTable(tuple(replace(row, max_length=10**6) for row in table.costs))
+    tight = job(device=20 * 2**20)
+    assert price(shape, roomy, tight).max_length == tight.max_length(shape)
+
+
+def test_memory_of_a_stage_grows_with_its_layers() -> None:
+    few, many = job().stages(PipelineShape.parse("(tp2[0:2] > tp2[2:8])"))
+    even = job().stages(ParallelScheme(2, 2))
+    assert few.params < even[0].params
+    assert many.params > even[1].params
+    assert many.per_token > even[1].per_token
+    assert few.per_token < even[0].per_token
+
+
+def test_tables_get_an_entry_for_each_shape_once_and_keep_it_in_their_json() -> None:
+    table = CostTable(
+        tuple(SchemeCost(s, 1e-6, 0.1, 2.0, 5000, 30) for s in (ParallelScheme(1, 2), ParallelScheme(2, 2)))
+    )
+    uniform = [StrategyShape.parse("2*tp2pp2")]
+    assert with_shapes(table, uniform, job()) is table
+    assert used_schemes(uniform) == (ParallelScheme(2, 2),)
+    mixed = [StrategyShape.parse("2*(tp2 > tp1) + pp2"), StrategyShape.parse("tp2pp2 + (tp2 > tp1) + tp1")]
+    assert used_schemes(mixed) == (ParallelScheme(1), ParallelScheme(1, 2), ParallelScheme(2, 2))
+    priced = with_shapes(table, mixed, job())
+    assert [str(cost.scheme) for cost in priced.costs] == ["pp2", "tp2pp2", "(tp2 > tp1)"]
+    assert priced.schemes == table.schemes
+    assert with_shapes(priced, mixed, job()) is priced
+    assert read_table(table_record(priced), "the table") == priced
+    with pytest.raises(PlanError, match="no entry for scheme tp4pp2"):
+        with_shapes(table, [StrategyShape.parse("(tp4 > tp1)")], job())
+
+
+def test_pipelines_whose_stages_differ_are_planned() -> None:
+    table = CostTable(
+        tuple(SchemeCost(s, 1e-6, 0.1, 2.0, 5000, 30) for s in (ParallelScheme(1, 2), ParallelScheme(2, 2)))
+    )
+    strategy = StrategyShape.parse("(tp2[0:6] > tp1[6:8]) + 2*pp2")
+    priced = with_shapes(table, [strategy], job())
+    plan = Planner(priced, [strategy], PlannerOptions(kernels="pure")).plan(0, range(40), range(10, 50))
+    assert plan.strategy == str(strategy)
+    validate_plan(plan, priced, 7)
+    assert simulate_plan(plan, priced)[0] > 0
+    assert Calibration(priced, 8).predict(plan).pipeline_ms[0] > 0

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ds_hydra.pipe.model_plan import ModelPlan, ParamSpec, ShardRule, make_buckets
 from ds_hydra.pipe.placement import Pipeline, Stage, Strategy, place_strategy
-from ds_hydra.pipe.shape import ParallelScheme
+from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.zero_hetero.errors import PlanError
 
 HEADS, KV_HEADS = 12, 2
@@ -212,10 +212,10 @@ def test_shard_intervals_are_slices_of_the_parameter() -> None:
 )
 def test_degrees_that_the_model_cannot_be_cut_by(scheme: ParallelScheme, words: str) -> None:
     with pytest.raises(PlanError, match=words):
-        model_plan(3, tied=True).check(place_strategy([scheme], scheme.num_ranks, 3))
+        model_plan(3, tied=True).check(place_strategy(StrategyShape.of([scheme]), scheme.num_ranks, 3))
 
 
 @pytest.mark.parametrize("text", [(1, 3, 1), (2, 1, 1), (4, 2, 1), (2, 1, 2), (6, 1, 1), (1, 1, 4), (2, 1, 6)])
 def test_degrees_that_it_can(text: tuple[int, int, int]) -> None:
     scheme = ParallelScheme(*text)
-    model_plan(3, tied=True).check(place_strategy([scheme], scheme.num_ranks, 3))
+    model_plan(3, tied=True).check(place_strategy(StrategyShape.of([scheme]), scheme.num_ranks, 3))

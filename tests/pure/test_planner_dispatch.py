@@ -9,7 +9,7 @@ import pytest
 
 import ds_hydra.planner.kernels as kernels
 from ds_hydra.costs.cost_table import CostTable
-from ds_hydra.pipe.shape import parse_strategy
+from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.planner import PlannerOptions
 from ds_hydra.planner.exact.paper_problem import DispatchProblem
 from ds_hydra.planner.exact.programs import dispatch_ms, pack_exactly, relabel
@@ -58,7 +58,7 @@ def algorithm_1(
 
 @pytest.mark.parametrize("text", ["tp16 + 2*tp8 + 8*tp4", "tp16 + 2*tp8pp3", "tp16 + tp8 + 8*tp4 + tp2pp4"])
 def test_algorithm_1_is_the_printed_one(text: str) -> None:
-    problem = DispatchProblem.of(a800_batch(3, 80), parse_strategy(text), TABLE)
+    problem = DispatchProblem.of(a800_batch(3, 80), StrategyShape.parse(text), TABLE)
     ours = problem.by_paper(trials=5, seed=2)
     assert ours is not None
     printed = algorithm_1(
@@ -68,7 +68,7 @@ def test_algorithm_1_is_the_printed_one(text: str) -> None:
 
 
 def test_ties_of_algorithm_1_go_to_the_first_pipeline() -> None:
-    problem = DispatchProblem.of([50], parse_strategy("4*tp16"), TABLE)
+    problem = DispatchProblem.of([50], StrategyShape.parse("4*tp16"), TABLE)
     owner = problem.by_paper()
     assert owner is not None
     assert owner.tolist() == [0]
@@ -78,7 +78,7 @@ def test_highs_finds_the_optimum_of_small_dispatches() -> None:
     draw = random.Random(1)
     for text in ("tp16 + 2*tp8", "2*tp8pp2 + 2*tp4", "tp16 + 2*tp4pp2"):
         lengths = [draw.randrange(100, 6000) for _ in range(7)]
-        problem = DispatchProblem.of(lengths, parse_strategy(text), TABLE)
+        problem = DispatchProblem.of(lengths, StrategyShape.parse(text), TABLE)
         greedy = problem.by_paper()
         found = problem.by_search()
         assert greedy is not None
@@ -98,7 +98,7 @@ def test_highs_finds_the_optimum_of_small_dispatches() -> None:
 
 def test_search_beats_algorithm_1_and_respects_its_bound() -> None:
     for seed in range(6):
-        problem = DispatchProblem.of(a800_batch(seed), parse_strategy("tp16 + 2*tp8 + 8*tp4"), TABLE)
+        problem = DispatchProblem.of(a800_batch(seed), StrategyShape.parse("tp16 + 2*tp8 + 8*tp4"), TABLE)
         found, greedy = problem.by_search(), problem.by_paper()
         assert found is not None
         assert greedy is not None
@@ -149,7 +149,7 @@ def test_pure_and_compiled_kernels_give_the_same_bits() -> None:
         for kernel in (kernels.pure(), kernels.compiled()):
             search = StrategySearch(planner._schemes, planner.options, batch)
             search._kernels = kernel
-            kinds = PipelineKinds.of(parse_strategy("tp16 + tp8 + 8*tp4 + tp2pp4"), planner.cost_table)
+            kinds = PipelineKinds.of(StrategyShape.parse("tp16 + tp8 + 8*tp4 + tp2pp4"), planner.cost_table)
             price = kinds.num_ranks.copy()
             bound = search.bound(kinds, price, 6, 8)
             found = search.assign(kinds, Prospect(bound, price, math.inf))
@@ -167,7 +167,7 @@ def test_tiny_steps_are_solved_alike_with_and_without_numba() -> None:
             planner = instance.planner()
             object.__setattr__(planner, "options", PlannerOptions(objective=instance.objective, kernels=name))
             plan = planner.plan(0, range(len(instance.lengths)), instance.lengths)
-            plans.append((plan.pipelines, plan.predicted_ms))
+            plans.append((plan.phases, plan.predicted_ms))
         assert plans[0] == plans[1]
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
-from ds_hydra.pipe.shape import ParallelScheme, parse_strategy
-from ds_hydra.planner import Planner, PlannerOptions, StepPlan, load_plans, save_plans, validate_plan
+from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
+from ds_hydra.planner import PipelinePlan, Planner, PlannerOptions, StepPlan, load_plans, save_plans, validate_plan
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from tests.support.planner_cases import TABLES, a800_batch, a800_planner
 
@@ -20,7 +20,13 @@ TABLE = CostTable.load(TABLES / "llama_32b_a800.json")
 
 def planner(*strategies: str, **options: object) -> Planner:
     options = {"kernels": "compiled", **options}
-    return Planner(TABLE, [parse_strategy(s) for s in strategies], PlannerOptions(**options))  # type: ignore[arg-type]
+    return Planner(TABLE, [StrategyShape.parse(s) for s in strategies], PlannerOptions(**options))  # type: ignore[arg-type]
+
+
+def pipelines(plan: StepPlan) -> tuple[PipelinePlan, ...]:
+    """Of the one phase of a plan."""
+    (phase,) = plan.phases
+    return phase.pipelines
 
 
 # What a reference planner gets wrong.
@@ -41,16 +47,16 @@ def test_pipelines_not_sorted_by_limit_get_sequences_they_can_hold(text: str) ->
     plan = planner(text).plan(0, range(len(batch)), batch)
     assert plan.strategy == text
     validate_plan(plan, TABLE, 64)
-    (holder,) = (p for p in plan.pipelines if any(0 in b for b in p.microbatches))
-    assert holder.scheme == ParallelScheme(16)
+    (holder,) = (p for p in pipelines(plan) if any(s.sequence == 0 for b in p.microbatches for s in b.spans))
+    assert holder.shape.scheme == ParallelScheme(16)
 
 
 def test_pipelines_may_get_no_sequence() -> None:
     for lengths in ([30000], [30000, 5, 7], a800_batch(0, 9)):
         plan = planner("tp16 + 12*tp4").plan(0, range(len(lengths)), lengths)
         validate_plan(plan, TABLE, 64)
-        assert len(plan.pipelines) == 13
-    assert [len(p.microbatches) for p in planner("4*tp16").plan(0, [9], [100]).pipelines].count(0) == 3
+        assert len(pipelines(plan)) == 13
+    assert [len(p.microbatches) for p in pipelines(planner("4*tp16").plan(0, [9], [100]))].count(0) == 3
 
 
 def test_plans_depend_on_the_step_s_batch_alone() -> None:
@@ -64,8 +70,8 @@ def test_every_token_of_every_sequence_is_planned_once() -> None:
     for seed in range(10):
         lengths = a800_batch(seed)
         plan = a800_planner().plan(0, range(1000, 1000 + len(lengths)), lengths)
-        positions = sorted(i for p in plan.pipelines for batch in p.microbatches for i in batch)
-        assert positions == list(range(len(lengths)))
+        positions = sorted(span for p in pipelines(plan) for batch in p.microbatches for span in batch.spans)
+        assert positions == [(i, 0, length) for i, length in enumerate(lengths)]
         assert plan.lengths == tuple(lengths)
         assert plan.sequence_ids == tuple(range(1000, 1000 + len(lengths)))
 
@@ -156,7 +162,7 @@ def test_plans_survive_json_and_print(tmp_path: Path) -> None:
     save_plans(plans, tmp_path / "plans.jsonl")
     assert list(load_plans(tmp_path / "plans.jsonl").values()) == plans
     table = plans[0].table()
-    assert len(table.splitlines()) == 2 + len(plans[0].pipelines)
+    assert len(table.splitlines()) == 2 + len(pipelines(plans[0]))
     assert "within" in table
     assert plans[0].balance >= 1.0
 
@@ -215,9 +221,9 @@ def test_large_micro_batch_overhead_leads_to_fewer_micro_batches() -> None:
     counts = []
     for overhead in (0.0, 50.0):
         table = CostTable((SchemeCost(ParallelScheme(1, 4), 0.0, 1.0, overhead, 10_000, 10),))
-        plan = Planner(table, [parse_strategy("pp4")], PlannerOptions(kernels="compiled")).plan(
+        plan = Planner(table, [StrategyShape.parse("pp4")], PlannerOptions(kernels="compiled")).plan(
             0, range(40), [100] * 40
         )
-        counts.append(len(plan.pipelines[0].microbatches))
+        counts.append(len(pipelines(plan)[0].microbatches))
     assert counts[0] == 40
     assert counts[1] < 20

@@ -13,11 +13,11 @@ from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.data.length_sources import read_length_file, read_lengths, sample_batches
 from ds_hydra.pipe.schedules.registry import orders
 from ds_hydra.pipe.schedules.simulate import simulate_loads
-from ds_hydra.pipe.shape import ParallelScheme, parse_strategy
+from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.planner import Planner, PlannerOptions
 from ds_hydra.planner.preview import pack_full_ms
 from ds_hydra.planner.proposal.by_paper import propose_by_program
-from ds_hydra.planner.proposal.candidates import counts_to_schemes, usable_schemes
+from ds_hydra.planner.proposal.candidates import counts_to_strategy, usable_schemes
 from ds_hydra.planner.proposal.pool import greedy_subset
 from ds_hydra.planner.proposal.propose import QUICK, propose_strategies
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
@@ -28,20 +28,20 @@ LENGTHS = a800_batch(0, 5000)
 ROOT = Path(__file__).parents[2]
 
 
-def crosses_nodes(strategy: tuple[ParallelScheme, ...], node_size: int) -> bool:
-    """Whether a TP group that fits into a node, or into whole nodes, touches more of them than it must."""
-    first = 0
-    for scheme in strategy:
-        for start in range(first, first + scheme.num_ranks, scheme.tp):
-            touched = {rank // node_size for rank in range(start, start + scheme.tp)}
-            if len(touched) > -(-scheme.tp // node_size):
+def crosses_nodes(strategy: StrategyShape, node_size: int) -> bool:
+    """Whether some tensor parallel group of the strategy would span two nodes (or more than it must)."""
+    start = 0
+    for stage in (stage for pipeline in strategy.pipelines for stage in pipeline.stages):
+        needed = -(-stage.tp // node_size)
+        for _ in range(stage.sp):
+            if (start + stage.tp - 1) // node_size - start // node_size + 1 > needed:
                 return True
-        first += scheme.num_ranks
+            start += stage.tp
     return False
 
 
 @pytest.fixture(scope="module")
-def proposed() -> tuple[tuple[ParallelScheme, ...], ...]:
+def proposed() -> tuple[StrategyShape, ...]:
     return propose_strategies(TABLE, 64, LENGTHS, 200_000, 32768, tp_across_nodes=True, effort=QUICK)
 
 
@@ -49,7 +49,7 @@ def test_proposals_tile_the_ranks_cover_the_context_and_keep_tp_inside_nodes(pro
     assert 2 <= len(proposed) <= 20
     assert len(set(proposed)) == len(proposed)
     for strategy in proposed:
-        assert sum(scheme.num_ranks for scheme in strategy) == 64
+        assert strategy.num_ranks == 64
         assert not crosses_nodes(strategy, 8)
     planner = Planner(TABLE, proposed, PlannerOptions(kernels="compiled"))
     assert planner.max_length >= 32768
@@ -69,10 +69,10 @@ def test_proposals_are_the_same_every_time_and_better_than_the_paper_s(proposed:
 
 def test_pipelines_stand_so_that_tp_groups_stay_inside_nodes() -> None:
     schemes = (ParallelScheme(4), ParallelScheme(8), ParallelScheme(2, 3))
-    placed = counts_to_schemes((2, 1, 1), schemes)
-    assert placed == (ParallelScheme(8), ParallelScheme(4), ParallelScheme(4), ParallelScheme(2, 3))
+    placed = counts_to_strategy((2, 1, 1), schemes)
+    assert placed == StrategyShape.parse("tp8 + 2*tp4 + tp2pp3")
     assert not crosses_nodes(placed, 8)
-    assert crosses_nodes((ParallelScheme(4), ParallelScheme(8), ParallelScheme(4)), 8)
+    assert crosses_nodes(StrategyShape.parse("tp4 + tp8 + tp4"), 8)
 
 
 def test_the_subset_is_chosen_greedily_by_the_mean_of_each_batch_s_best() -> None:
@@ -85,7 +85,7 @@ def test_the_subset_is_chosen_greedily_by_the_mean_of_each_batch_s_best() -> Non
 
 def test_the_paper_s_program_with_one_scheme_gives_that_scheme() -> None:
     only = propose_by_program(TABLE, 64, LENGTHS, 16384, [ParallelScheme(8)])
-    assert only == (parse_strategy("8*tp8"),)
+    assert only == (StrategyShape.parse("8*tp8"),)
 
 
 def test_what_cannot_be_proposed_is_refused() -> None:

@@ -128,8 +128,9 @@ def test_nonsense_is_counted_and_answered_here(answer: str, reason: str) -> None
         )
     if answer == "TOO_FULL":
         record = json.loads(text)
-        record["pipelines"][0]["microbatches"] = [list(range(40))]
-        for pipeline in record["pipelines"][1:]:
+        (pipelines,) = record["phases"]
+        pipelines[0]["microbatches"] = [list(range(40))]
+        for pipeline in pipelines[1:]:
             pipeline["microbatches"], pipeline["predicted_ms"] = [], 0
         answer = json.dumps({"generation": 0, "step": 0, "plan": json.dumps(record), "planning_ms": 1})
     planner = PlannerService(

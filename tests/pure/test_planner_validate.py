@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from ds_hydra.pipe.shape import ParallelScheme
-from ds_hydra.planner import PipelinePlan, StepPlan, validate_plan
+from ds_hydra.pipe.shape import PipelineShape
+from ds_hydra.plan.runnable import only_phase
+from ds_hydra.planner import MicroBatchPlan, Phase, PipelinePlan, Span, StepPlan, validate_plan
 from ds_hydra.zero_hetero.errors import PlanError
 from tests.support.planner_cases import a800_batch, a800_planner
 
@@ -17,30 +18,71 @@ Mutation = Callable[[StepPlan, random.Random], StepPlan]
 
 def busy(plan: StepPlan, draw: random.Random) -> int:
     """A pipeline that runs something."""
-    return draw.choice([p for p, pipeline in enumerate(plan.pipelines) if pipeline.microbatches])
+    return draw.choice([p for p, pipeline in enumerate(pipelines_of(plan)) if pipeline.microbatches])
+
+
+def pipelines_of(plan: StepPlan) -> list[PipelinePlan]:
+    return list(only_phase(plan).pipelines)
+
+
+def with_pipelines(plan: StepPlan, pipelines: list[PipelinePlan]) -> StepPlan:
+    return dataclasses.replace(plan, phases=(Phase(tuple(pipelines)),))
 
 
 def change(plan: StepPlan, p: int, **fields: object) -> StepPlan:
-    pipelines = list(plan.pipelines)
+    pipelines = pipelines_of(plan)
     pipelines[p] = dataclasses.replace(pipelines[p], **fields)  # type: ignore[arg-type]
-    return dataclasses.replace(plan, pipelines=tuple(pipelines))
+    return with_pipelines(plan, pipelines)
 
 
-def edit(plan: StepPlan, draw: random.Random, how: Callable[[list[list[int]]], None]) -> StepPlan:
+def edit(plan: StepPlan, draw: random.Random, how: Callable[[list[list[Span]]], object]) -> StepPlan:
     """Change one pipeline's micro-batches in place."""
     p = busy(plan, draw)
-    batches = [list(batch) for batch in plan.pipelines[p].microbatches]
+    batches = [list(batch.spans) for batch in pipelines_of(plan)[p].microbatches]
     how(batches)
-    return change(plan, p, microbatches=tuple(tuple(batch) for batch in batches))
+    return change(plan, p, microbatches=tuple(MicroBatchPlan(tuple(spans)) for spans in batches))
 
 
 def overfill(plan: StepPlan, draw: random.Random) -> StepPlan:
     """All sequences into one micro-batch of one pipeline."""
     p = busy(plan, draw)
-    everything = (tuple(range(len(plan.lengths))),)
-    pipelines = [dataclasses.replace(x, microbatches=(), predicted_ms=0.0) for x in plan.pipelines]
-    pipelines[p] = dataclasses.replace(plan.pipelines[p], microbatches=everything)
-    return dataclasses.replace(plan, pipelines=tuple(pipelines))
+    everything = (MicroBatchPlan.of_whole(range(len(plan.lengths)), plan.lengths),)
+    pipelines = [dataclasses.replace(x, microbatches=(), predicted_ms=0.0) for x in pipelines_of(plan)]
+    pipelines[p] = dataclasses.replace(pipelines_of(plan)[p], microbatches=everything)
+    return with_pipelines(plan, pipelines)
+
+
+def cut(plan: StepPlan, draw: random.Random, how: Callable[[Span, int], list[Span]]) -> StepPlan:
+    """Put slices of a sequence of at least 2 tokens in its place; `how` gets the whole and a place to cut it."""
+    for p, pipeline in enumerate(pipelines_of(plan)):
+        for number, batch in enumerate(pipeline.microbatches):
+            longest = max(batch.spans, key=lambda span: span.stop)
+            if longest.stop > 3:
+                rest = tuple(span for span in batch.spans if span != longest)
+                slices = how(longest, draw.randrange(2, longest.stop - 1))
+                batches = list(pipeline.microbatches)
+                batches[number] = MicroBatchPlan((*rest, *slices))
+                return change(plan, p, microbatches=tuple(batches))
+    raise AssertionError("some sequence has more than 3 tokens")
+
+
+def move_a_slice(plan: StepPlan, draw: random.Random) -> StepPlan:
+    """The end of a sequence runs in another pipeline than its beginning."""
+    whole = cut(plan, draw, lambda s, at: [s._replace(stop=at)])
+    lost = next(
+        span._replace(start=span.stop, stop=plan.lengths[span.sequence])
+        for pipeline in pipelines_of(whole) for batch in pipeline.microbatches for span in batch.spans
+        if span.stop != plan.lengths[span.sequence]
+    )  # fmt: skip
+    last = pipelines_of(whole)[-1]
+    return change(whole, -1, microbatches=(*last.microbatches, MicroBatchPlan((lost,))))
+
+
+def edit_batch(plan: StepPlan, draw: random.Random, **fields: object) -> StepPlan:
+    p = busy(plan, draw)
+    first, *others = pipelines_of(plan)[p].microbatches
+    changed = dataclasses.replace(first, **fields)  # type: ignore[arg-type]
+    return change(plan, p, microbatches=(changed, *others))
 
 
 def other_lengths(plan: StepPlan, draw: random.Random) -> StepPlan:
@@ -53,23 +95,55 @@ MUTATIONS: dict[str, tuple[Mutation, str]] = {
     "drop a sequence": (lambda p, d: edit(p, d, lambda b: b[0].pop() if len(b[0]) > 1 else b.pop(0)), "run nowhere"),
     "run one twice": (lambda p, d: edit(p, d, lambda b: b[0].append(b[-1][0])), r"runs \d+ times"),
     "unknown position": (
-        lambda p, d: edit(p, d, lambda b: b[0].append(len(p.lengths) + d.randrange(9))),
+        lambda p, d: edit(p, d, lambda b: b[0].append(Span(len(p.lengths) + d.randrange(9), 0, 5))),
         "names position",
     ),
-    "negative position": (lambda p, d: edit(p, d, lambda b: b[0].append(-1)), "names position"),
+    "negative position": (lambda p, d: edit(p, d, lambda b: b[0].append(Span(-1, 0, 5))), "names position"),
     "empty micro-batch": (lambda p, d: edit(p, d, lambda b: b.insert(d.randrange(len(b) + 1), [])), "is empty"),
     "no memory": (overfill, "MaxLen is"),
     "a rank too many": (
-        lambda p, d: dataclasses.replace(p, pipelines=(*p.pipelines, PipelinePlan(ParallelScheme(4), (), 0.0))),
+        lambda p, d: with_pipelines(p, [*pipelines_of(p), PipelinePlan(PipelineShape.parse("tp4"), (), 0.0)]),
         "use 68 ranks but the job has 64",
     ),
-    "a pipeline less": (lambda p, d: dataclasses.replace(p, pipelines=p.pipelines[:-1]), "ranks but the job has 64"),
+    "a pipeline less": (lambda p, d: with_pipelines(p, pipelines_of(p)[:-1]), "ranks but the job has 64"),
     "unknown scheme": (
-        lambda p, d: change(p, 0, scheme=ParallelScheme(1, 1, p.pipelines[0].scheme.num_ranks)),
+        lambda p, d: change(p, 0, shape=PipelineShape.parse(f"sp{pipelines_of(p)[0].shape.num_ranks}")),
         "MaxLen is unknown",
     ),
+    "another schedule": (
+        lambda p, d: change(p, 0, shape=dataclasses.replace(pipelines_of(p)[0].shape, schedule="zb")),
+        "MaxLen is unknown",
+    ),
+    "no phase": (lambda p, d: dataclasses.replace(p, phases=()), "it has no phase"),
+    "a phase twice": (lambda p, d: dataclasses.replace(p, phases=p.phases * 2), r"runs 2 times"),
+    "a phase of fewer ranks": (
+        lambda p, d: dataclasses.replace(p, phases=(*p.phases, Phase(p.phases[0].pipelines[1:]))),
+        r"in phase 1 use \d+ ranks",
+    ),
+    "half a sequence": (lambda p, d: cut(p, d, lambda s, at: [s._replace(stop=at)]), r"but its slices, .* hold 0\.\."),
+    "slices that overlap": (
+        lambda p, d: cut(p, d, lambda s, at: [s._replace(stop=at), s._replace(start=at - 1)]),
+        "but its slices",
+    ),
+    "slices the wrong way round": (
+        lambda p, d: cut(p, d, lambda s, at: [s._replace(start=at), s._replace(stop=at)]),
+        "but its slices",
+    ),
+    "an empty slice": (
+        lambda p, d: cut(p, d, lambda s, at: [s._replace(stop=at), Span(s[0], at, at), s._replace(start=at)]),
+        "but its slices",
+    ),
+    "a slice beside the whole": (
+        lambda p, d: cut(p, d, lambda s, at: [s, s._replace(stop=at), s._replace(start=at)]),
+        "runs 2 times",
+    ),
+    "slices in two pipelines": (move_a_slice, "one pipeline must run them all"),
+    "too much recomputed": (
+        lambda p, d: edit_batch(p, d, recompute=d.choice([-0.1, 1.5, float("nan")])),
+        r"must be within 0\.\.1",
+    ),
     "wrong pipeline time": (
-        lambda p, d: change(p, (at := busy(p, d)), predicted_ms=p.pipelines[at].predicted_ms * d.choice([0.5, 1.01])),
+        lambda p, d: change(p, (i := busy(p, d)), predicted_ms=pipelines_of(p)[i].predicted_ms * d.choice([0.5, 1.01])),
         "cost table gives|slowest pipeline",
     ),
     "time of nothing": (lambda p, d: change(p, busy(p, d), predicted_ms=0.0), "micro-batches in a predicted"),
@@ -100,7 +174,7 @@ def plans() -> list[StepPlan]:
 def test_every_mutation_is_refused_for_its_reason(name: str, plans: list[StepPlan]) -> None:
     mutate, reason = MUTATIONS[name]
     table, draw = a800_planner().cost_table, random.Random(name)
-    for turn in range(56):  # 19 kinds: 1,064 plans
+    for turn in range(56):  # 30 kinds: 1,680 plans
         plan = plans[turn % len(plans)]
         validate_plan(plan, table, NUM_RANKS)
         with pytest.raises(PlanError, match=reason) as error:
@@ -114,3 +188,28 @@ def test_limits_alone_check_everything_but_the_model_s_times(plans: list[StepPla
     validate_plan(plans[0], limits, NUM_RANKS)
     with pytest.raises(PlanError, match="MaxLen is"):
         validate_plan(overfill(plans[0], random.Random(0)), limits, NUM_RANKS)
+
+
+def test_what_a_later_runtime_may_be_told_is_valid(plans: list[StepPlan]) -> None:
+    table, draw = a800_planner().cost_table, random.Random(1)
+    for plan in plans:
+        halves = cut(plan, draw, lambda s, at: [s._replace(stop=at), s._replace(start=at)])
+        validate_plan(halves, table, NUM_RANKS)
+        validate_plan(edit_batch(plan, draw, recompute=0.5), table, NUM_RANKS)
+
+
+def test_phases_share_the_sequences_and_add_up_their_times(plans: list[StepPlan]) -> None:
+    """The pipelines' work dealt out to two phases of the same strategy: half of the pipelines idle in each."""
+    table, plan = a800_planner().cost_table, plans[0]
+    phases = []
+    for turn in (0, 1):
+        idle = [dataclasses.replace(x, microbatches=(), predicted_ms=0.0) for x in pipelines_of(plan)]
+        idle[turn::2] = pipelines_of(plan)[turn::2]
+        phases.append(Phase(tuple(idle)))
+    both = dataclasses.replace(plan, phases=tuple(phases), predicted_ms=sum(phase.predicted_ms for phase in phases))
+    validate_plan(both, table, NUM_RANKS)
+    assert both.strategy == f"{plan.strategy} then {plan.strategy}"
+    assert both.balance > plan.balance
+    assert "phase 1: " in both.table()
+    with pytest.raises(PlanError, match="summed over its phases"):
+        validate_plan(dataclasses.replace(both, predicted_ms=phases[0].predicted_ms), table, NUM_RANKS)

@@ -1,4 +1,4 @@
-"""Strategies: text to schemes and back, schemes to ranks, and refusals that say what to change."""
+"""Strategies: text to shapes and back, shapes to ranks, and refusals that say what to change."""
 
 from __future__ import annotations
 
@@ -7,10 +7,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_hydra.pipe.placement import Pipeline, Stage, Strategy, place_pipeline, place_strategy, split_layers
-from ds_hydra.pipe.shape import ParallelScheme, format_strategy, parse_strategy
+from ds_hydra.pipe.shape import LayerRange, ParallelScheme, PipelineShape, StageShape, StrategyShape
 from ds_hydra.zero_hetero.errors import PlanError
 
 SCHEMES = st.builds(ParallelScheme, st.integers(1, 8), st.integers(1, 6), st.integers(1, 8))
+NAMES = st.from_regex(r"\A[a-z0-9][a-z0-9_.-]{0,6}\Z")
+
+
+@st.composite
+def pipelines(draw: st.DrawFn) -> PipelineShape:
+    """Any pipeline: stages that differ, some on devices of a class, with or without layers, one or two ranges each."""
+    size = draw(st.integers(1, 4))
+    layers: list[tuple[LayerRange, ...]] = [()] * size
+    visits = draw(st.integers(0, 2))  # ranges of layers in each stage
+    if visits:
+        ends = draw(st.lists(st.integers(1, 60), min_size=visits * size, max_size=visits * size, unique=True))
+        ranges = list(map(LayerRange, [0, *sorted(ends)], sorted(ends)))
+        layers = (
+            list(zip(ranges[:size], reversed(ranges[size:]), strict=True)) if visits == 2 else [(r,) for r in ranges]
+        )
+    degree, device = st.integers(1, 3), st.just("") | NAMES
+    stages = [StageShape(draw(degree), draw(degree), held, draw(device)) for held in layers]
+    return PipelineShape(tuple(stages), draw(st.just("1f1b") | NAMES))
 
 
 @pytest.mark.parametrize(
@@ -23,34 +41,103 @@ SCHEMES = st.builds(ParallelScheme, st.integers(1, 8), st.integers(1, 6), st.int
     ],
 )
 def test_reading(text: str, schemes: list[tuple[int, int, int]]) -> None:
-    assert parse_strategy(text) == tuple(ParallelScheme(*degrees) for degrees in schemes)
-
-
-@given(st.lists(SCHEMES, min_size=1, max_size=12))
-def test_text_and_back(schemes: list[ParallelScheme]) -> None:
-    text = format_strategy(schemes)
-    assert parse_strategy(text) == tuple(schemes)
-    assert format_strategy(parse_strategy(text)) == text
+    expected = [ParallelScheme(*degrees) for degrees in schemes]
+    assert StrategyShape.parse(text) == StrategyShape.of(expected)
+    assert [pipeline.scheme for pipeline in StrategyShape.parse(text).pipelines] == expected
 
 
 @pytest.mark.parametrize(
-    "text", ["", "tp", "4tp", "tp4+", "tp2tp2", "2*", "dp4", "tp4 pp2 +", "1.5*tp2", "-1*tp2", "tp-2"]
+    ("text", "printed"),
+    [
+        ("TP4 +pp2+pp2", "tp4 + 2*pp2"),
+        ("tp1pp2 + 2*pp2sp1", "3*pp2"),
+        ("pp2 + tp4 + pp2", "pp2 + tp4 + pp2"),  # in rank order, not sorted
+        ("sp2pp4tp8", "tp8pp4sp2"),
+        ("(tp2 > tp2 > tp2)", "tp2pp3"),
+        ("tp2/1F1B", "tp2"),
+        ("(tp2>pp2sp3)", "(tp2 > pp2sp3)"),
+        ("2 * (sp2[0:1] > tp2[1:4])", "2*(sp2[0:1] > tp2[1:4])"),
+        ("(tp2[0:2,6:8] > tp2[2:6])/zero-bubble", "(tp2[0:2,6:8] > tp2[2:6])/zero-bubble"),
+        ("(tp2@H100 > PP2@l40) + tp1pp3@a800-80g/zb_2", "(tp2@h100 > pp2@l40) + pp3@a800-80g/zb_2"),
+        ("tp2[0:4]", "tp2[0:4]"),
+    ],
 )
+def test_printing(text: str, printed: str) -> None:
+    assert str(StrategyShape.parse(text)) == printed
+    assert StrategyShape.parse(printed) == StrategyShape.parse(text)
+
+
+@given(st.lists(pipelines() | SCHEMES.map(PipelineShape.of), min_size=1, max_size=6))
+def test_text_and_back(shapes: list[PipelineShape]) -> None:
+    strategy = StrategyShape(tuple(shapes))
+    assert StrategyShape.parse(str(strategy)) == strategy
+    assert strategy.num_ranks == sum(stage.num_ranks for shape in shapes for stage in shape.stages)
+
+
+@given(SCHEMES)
+def test_uniform_pipelines_are_their_scheme(scheme: ParallelScheme) -> None:
+    shape = PipelineShape.of(scheme)
+    assert (shape.scheme, shape.cost_key, str(shape)) == (scheme, scheme, str(scheme))
+    assert (shape.num_ranks, shape.pp, shape.num_layers) == (scheme.num_ranks, scheme.pp, None)
+    assert ParallelScheme.parse(str(scheme)) == scheme
+    for text in (f"{scheme}/zb", f"{scheme}@h100", f"({scheme} > tp9)"):
+        other = PipelineShape.parse(text)
+        assert other.scheme is None
+        assert other.cost_key == other
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "tp", "4tp", "tp4+", "tp2tp2", "2*", "dp4", "tp4 pp2 +", "1.5*tp2", "-1*tp2", "tp-2",
+     "(tp2", "tp2)", "()", "(tp2 > )", "tp2 > tp2", "((tp2))", "tp2[0-4]", "tp2[0:4", "tp2[]", "tp2[0:2;3:4]",
+     "tp2pp2[0:4]", "tp2@", "tp2/", "tp2/a/b", "tp2@h 100/-x", "tp2 2*tp1", "(tp2)x"],
+)  # fmt: skip
 def test_terms_that_cannot_be_read(text: str) -> None:
     with pytest.raises(PlanError, match="cannot read the term"):
-        parse_strategy(text)
+        StrategyShape.parse(text)
 
 
 @pytest.mark.parametrize(("text", "words"), [("0*tp1", "count must be at least 1"), ("tp0", "at least 1")])
 def test_zeros(text: str, words: str) -> None:
     with pytest.raises(PlanError, match=words):
-        parse_strategy(text)
+        StrategyShape.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("(tp2[0:2] > tp2)", "either every stage says"),
+        ("(tp2[0:2] > tp2[3:4])", "must hold layers 0:4 once each"),
+        ("(tp2[0:2] > tp2[1:4])", "must hold layers 0:4 once each"),
+        ("tp2[1:4]", "must hold layers 0:4 once each"),
+        ("tp2[3:3]", "needs first < last"),
+        ("(tp2[2:4,0:2])", "in rising order"),
+    ],
+)
+def test_layers_that_make_no_model(text: str, words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        StrategyShape.parse(text)
+
+
+def test_shapes_that_text_could_not_hold_are_refused() -> None:
+    with pytest.raises(PlanError, match="at least one stage"):
+        PipelineShape(())
+    with pytest.raises(PlanError, match="device class 'H100'"):
+        StageShape(device="H100")
+    with pytest.raises(PlanError, match="schedule 'zero bubble'"):
+        PipelineShape((StageShape(),), "zero bubble")
+    with pytest.raises(PlanError, match="degree must be at least 1"):
+        StageShape(tp=0)
+    with pytest.raises(PlanError, match="names 2 pipelines where one is due"):
+        PipelineShape.parse("2*tp1")
+    with pytest.raises(PlanError, match="where a scheme such as"):
+        ParallelScheme.parse("tp2@h100")
 
 
 @given(st.lists(SCHEMES, min_size=1, max_size=6), st.integers(6, 40))
 def test_placement_tiles_ranks_and_layers(schemes: list[ParallelScheme], num_layers: int) -> None:
     total = sum(scheme.num_ranks for scheme in schemes)
-    strategy = place_strategy(schemes, total, num_layers)
+    strategy = place_strategy(StrategyShape.of(schemes), total, num_layers)
     seen: list[int] = []
     for index, (scheme, pipeline) in enumerate(zip(schemes, strategy.pipelines, strict=True)):
         layers: list[int] = []
@@ -83,23 +170,26 @@ def test_layers_are_split_evenly(num_layers: int, num_stages: int) -> None:
 
 
 def test_uneven_layers_on_request() -> None:
-    pipeline = place_pipeline(ParallelScheme(pp=3), 4, 7, (1, 4, 2))
-    assert [(s.ranks, s.first_layer, s.last_layer) for s in pipeline.stages] == [
-        ((4,), 0, 1),
-        ((5,), 1, 5),
-        ((6,), 5, 7),
+    pipeline = place_pipeline(PipelineShape.parse("(tp1[0:1] > sp2[1:5] > tp2[5:7])"), 4, 7)
+    assert [(s.ranks, s.first_layer, s.last_layer, s.tp, s.sp) for s in pipeline.stages] == [
+        ((4,), 0, 1, 1, 1),
+        ((5, 6), 1, 5, 1, 2),
+        ((7, 8), 5, 7, 2, 1),
     ]
-    for split in ((3, 4), (1, 1, 1), (0, 3, 4)):
-        with pytest.raises(PlanError, match="layer"):
-            place_pipeline(ParallelScheme(pp=3), 0, 7, split)
+    even = place_pipeline(PipelineShape.parse("(tp2 > pp2)"), 0, 7)
+    assert [(s.ranks, s.first_layer, s.last_layer) for s in even.stages] == [((0, 1), 0, 3), ((2,), 3, 5), ((3,), 5, 7)]
+    with pytest.raises(PlanError, match="is for 7 layers but the model has 8"):
+        place_pipeline(PipelineShape.parse("(tp1[0:1] > tp1[1:7])"), 0, 8)
+    with pytest.raises(PlanError, match="does not hold layers"):
+        place_strategy(StrategyShape.parse("(tp1[2:4] > tp1[0:2])"), 2, 4)
 
 
 def test_ranks_must_add_up() -> None:
-    schemes = parse_strategy("tp4 + 2*pp2")
+    strategy = StrategyShape.parse("tp4 + 2*pp2")
     with pytest.raises(PlanError, match=r"'tp4 \+ 2\*pp2' uses 8 ranks but the job has 6: remove 2"):
-        place_strategy(schemes, 6, 8)
+        place_strategy(strategy, 6, 8)
     with pytest.raises(PlanError, match="uses 8 ranks but the job has 12: add pipelines for 4 more"):
-        place_strategy(schemes, 12, 8)
+        place_strategy(strategy, 12, 8)
 
 
 def test_contradictory_stages_are_refused() -> None:
@@ -113,7 +203,7 @@ def test_contradictory_stages_are_refused() -> None:
         Strategy((Pipeline((Stage((0,), 0, 2),)), Pipeline((Stage((1,), 0, 1),))))
     with pytest.raises(PlanError, match="pipeline 0 does not hold layers"):
         Strategy((Pipeline((Stage((0,), 0, 1), Stage((1,), 2, 3))),))
-    strategy = place_strategy([ParallelScheme(2)], 2, 1)
+    strategy = place_strategy(StrategyShape.parse("tp2"), 2, 1)
     with pytest.raises(PlanError, match="rank 5 is in no"):
         strategy.locate(5)
     with pytest.raises(PlanError, match="rank 5 is in no"):

@@ -43,8 +43,6 @@ class Case:
     activation_checkpointing: bool = False
     masked_labels: bool = False  # some targets are not learnt, in one sequence none is
     frozen: tuple[str, ...] = ()  # words in the names of parameters that are not trained
-    # (tp, sp, number of layers) of every stage of every pipeline, in place of the uniform ones of strategies[0]
-    stages: tuple[tuple[tuple[int, int, int], ...], ...] = ()
     node_size: int | None = None  # ranks of a node, as if there were several nodes
     quick: bool = False  # runs in every test run, and under --quick
 
@@ -136,12 +134,11 @@ def _options() -> Iterator[Case]:
     )  # fmt: skip
     yield replace(base, name="uneven layers", family="llama_3_layers", strategies=("pp2 + tp1pp2", "pp3 + tp1"))
     yield replace(
-        base, name="stages of different tp and sp", strategies=("tp2pp2",), quick=True,
-        stages=(((1, 2, 1), (2, 1, 3)),),
+        base, name="stages of different tp and sp", strategies=("(sp2[0:1] > tp2[1:4])",), quick=True,
     )  # fmt: skip
     yield replace(
-        base, name="stages of different size", family="gemma2", strategies=("tp2pp3 + sp2",),
-        stages=(((1, 1, 1), (4, 1, 2), (1, 1, 1)), ((1, 2, 4),)),
+        base, name="stages of different size", family="gemma2",
+        strategies=("(tp1[0:1] > tp4[1:3] > tp1[3:4]) + sp2",),
     )  # fmt: skip
     yield replace(base, name="nodes of 2 ranks", node_size=2, quick=True)
     yield replace(base, name="nodes of 2 ranks bf16", node_size=2, dtype=BFLOAT16)

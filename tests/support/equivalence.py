@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_hydra.pipe.placement import Pipeline, Stage, Strategy
-from ds_hydra.pipe.shape import ParallelScheme, parse_strategy
+from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.pipe.stage import from_flat
 from tests.support.cases import BFLOAT16, FLOAT32, FLOAT64, Case
 from tests.support.families import build_model, reference_model, vocab_size
@@ -148,53 +147,15 @@ def make_engine(case: Case, data: Sequence[Sample]) -> Any:
     logging.getLogger("ds_hydra").setLevel(logging.ERROR)
     model = build_model(case.family, model_dtype(case))
     freeze(model, case.frozen)
-    with _placed(case):
-        engine, *_ = ds_hydra.initialize(
-            model=model, model_parameters=decay_groups(model), training_data=data, config=config_of(case)
-        )
+    engine, *_ = ds_hydra.initialize(
+        model=model, model_parameters=decay_groups(model), training_data=data, config=config_of(case)
+    )
     return engine
-
-
-@contextlib.contextmanager
-def _placed(case: Case) -> Iterator[None]:
-    """Within it, the engine places the first strategy with the stages of the case."""
-    if not case.stages:
-        yield
-        return
-    import ds_hydra.engine.prepare as prepare_module
-
-    uniform = prepare_module.place_strategy
-    special = custom_strategy(case.stages)
-
-    def place(schemes: Sequence[ParallelScheme], num_ranks: int, num_layers: int) -> Strategy:
-        return special if schemes == parse_strategy(case.strategies[0]) else uniform(schemes, num_ranks, num_layers)
-
-    prepare_module.place_strategy = place  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        prepare_module.place_strategy = uniform
-
-
-def custom_strategy(stages: Sequence[Sequence[tuple[int, int, int]]]) -> Strategy:
-    """A strategy from (tp, sp, number of layers) of every stage of every pipeline."""
-    pipelines: list[Pipeline] = []
-    rank = 0
-    for shapes in stages:
-        built: list[Stage] = []
-        layer = 0
-        for tp, sp, layers in shapes:
-            built.append(Stage(tuple(range(rank, rank + tp * sp)), layer, layer + layers, tp, sp))
-            rank, layer = rank + tp * sp, layer + layers
-        pipelines.append(Pipeline(tuple(built)))
-    return Strategy(tuple(pipelines))
 
 
 def num_ranks(case: Case) -> int:
     """Ranks that a case needs."""
-    if case.stages:
-        return custom_strategy(case.stages).num_ranks
-    return sum(scheme.num_ranks for scheme in parse_strategy(case.strategies[0]))
+    return StrategyShape.parse(case.strategies[0]).num_ranks
 
 
 def whole_gradients(engine: Any) -> dict[str, Tensor]:
@@ -210,6 +171,7 @@ def _whole(engine: Any, source: Sequence[Tensor]) -> dict[str, Tensor]:
 
 def train(rank: int, case: Case, data: Sequence[Sample]) -> RankRun | None:
     """One rank's whole run; rank 0 returns what is compared."""
+    from ds_hydra.plan.runnable import only_phase
     from ds_hydra.planner import StepPlan
 
     engine = make_engine(case, data)
@@ -219,7 +181,11 @@ def train(rank: int, case: Case, data: Sequence[Sample]) -> RankRun | None:
         engine.train_batch()
         record = engine.last_step
         plan = StepPlan.from_json(record.plan, "the step's plan")
-        microbatches = tuple(batch for pipeline in plan.pipelines for batch in pipeline.microbatches)
+        microbatches = tuple(
+            tuple(span.sequence for span in batch.spans)
+            for pipeline in only_phase(plan).pipelines
+            for batch in pipeline.microbatches
+        )
         result = Step(record.loss, record.grad_norm, whole_gradients(engine))
         steps.append(RankStep(plan.strategy, plan.sequence_ids, microbatches, before, result))
     masters, optimizer = engine.crew.masters.trained, engine.optimizer

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
-from ds_hydra.pipe.shape import ParallelScheme, parse_strategy
+from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
 from ds_hydra.planner import Planner, PlannerOptions
 
 TABLES = Path(__file__).parents[2] / "examples" / "cost_tables"
@@ -23,7 +23,7 @@ class Instance:
     """A table, strategies over it, lengths, and the objective."""
 
     table: CostTable
-    strategies: tuple[tuple[ParallelScheme, ...], ...]
+    strategies: tuple[StrategyShape, ...]
     lengths: tuple[int, ...]
     objective: str
 
@@ -57,9 +57,9 @@ def random_instance(rng: np.random.Generator, most_sequences: int = 5) -> Instan
         for scheme, limit in zip(shapes, limits, strict=True)
     )
     texts = rng.choice(["tp4", "2*tp2", "tp2 + 2*tp1", "4*tp1", "2*pp2", "pp2 + tp2", "pp2 + 2*tp1", "pp4"], size=2)
-    strategies = tuple(parse_strategy(str(text)) for text in dict.fromkeys(texts))
+    strategies = tuple(StrategyShape.parse(str(text)) for text in dict.fromkeys(texts))
     table = CostTable(costs)
-    longest = max(table[s].max_length for strategy in strategies for s in strategy)
+    longest = max(table[s].max_length for strategy in strategies for s in strategy.pipelines)
     count = int(rng.integers(1, most_sequences + 1))
     lengths = np.minimum(longest, 1 + (longest * rng.random(count) ** rng.choice([1.0, 3.0])).astype(int))
     return Instance(table, strategies, tuple(lengths.tolist()), str(rng.choice(["flow_shop", "paper"])))
@@ -93,17 +93,17 @@ def pipeline_optimum(cost: SchemeCost, lengths: tuple[int, ...], objective: str)
     return min(ms for v, ms in feasible if v <= most)
 
 
-def strategy_optimum(instance: Instance, strategy: tuple[ParallelScheme, ...]) -> float:
+def strategy_optimum(instance: Instance, strategy: StrategyShape) -> float:
     """Least slowest pipeline over all ways to deal the sequences out."""
-    known: dict[tuple[ParallelScheme, tuple[int, ...]], float] = {}
+    known: dict[tuple[PipelineShape, tuple[int, ...]], float] = {}
     best = math.inf
-    for owners in itertools.product(range(len(strategy)), repeat=len(instance.lengths)):
+    for owners in itertools.product(range(len(strategy.pipelines)), repeat=len(instance.lengths)):
         slowest = 0.0
-        for p, scheme in enumerate(strategy):
+        for p, shape in enumerate(strategy.pipelines):
             own = tuple(sorted(x for x, owner in zip(instance.lengths, owners, strict=True) if owner == p))
-            if (scheme, own) not in known:
-                known[scheme, own] = pipeline_optimum(instance.table[scheme], own, instance.objective)
-            slowest = max(slowest, known[scheme, own])
+            if (shape, own) not in known:
+                known[shape, own] = pipeline_optimum(instance.table[shape], own, instance.objective)
+            slowest = max(slowest, known[shape, own])
         best = min(best, slowest)
     return best
 
@@ -118,4 +118,4 @@ def a800_planner(**options: object) -> Planner:
     """The 32B table with a pool for 64 GPUs."""
     options = {"kernels": "compiled", **options}
     table = CostTable.load(TABLES / "llama_32b_a800.json")
-    return Planner(table, [parse_strategy(text) for text in POOL], PlannerOptions(**options))  # type: ignore[arg-type]
+    return Planner(table, [StrategyShape.parse(text) for text in POOL], PlannerOptions(**options))  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ import numpy as np
 
 import ds_hydra.planner.kernels as kernels
 from ds_hydra.costs.cost_table import CostTable
-from ds_hydra.pipe.shape import ParallelScheme
+from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.planner.exact.programs import ExactResult, dispatch_exactly, dispatch_ms
 from ds_hydra.planner.kernels.arrays import Floats, Ints, Items, Problem, Prospect, Schemes, SearchEffort
 from ds_hydra.planner.kernels.placing import empty_placement
@@ -37,7 +37,7 @@ class DispatchProblem:
 
     @classmethod
     def of(
-        cls, lengths: Sequence[int], strategy: Sequence[ParallelScheme], table: CostTable, compiled: bool = True
+        cls, lengths: Sequence[int], strategy: StrategyShape, table: CostTable, compiled: bool = True
     ) -> DispatchProblem:
         schemes = scheme_arrays(table)
         batch = Batch.of(lengths, table)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ds_hydra.costs.cost_table import CostTable
-from ds_hydra.pipe.shape import ParallelScheme, format_strategy
+from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
 from ds_hydra.planner.kernels.arrays import Floats, Ints, Items, Scheme, Schemes, Shape
 from ds_hydra.zero_hetero.errors import PlanError
 
@@ -46,32 +46,34 @@ class PipelineKinds:
     (three); rank_order is (2, 0, 1, 3).
     """
 
-    schemes: tuple[ParallelScheme, ...]  # in rank order
+    strategy: StrategyShape
     shape: Shape
     rank_order: tuple[int, ...]
     num_ranks: Floats
 
     @classmethod
-    def of(cls, schemes: Sequence[ParallelScheme], table: CostTable) -> PipelineKinds:
-        """PlanError when the table has no costs for a scheme."""
-        row = {scheme: index for index, scheme in enumerate(table.schemes)}
-        for scheme in set(schemes) - set(row):
-            raise PlanError(f"strategy {format_strategy(schemes)!r}: {_unknown(table, scheme)}")
-        rows = [row[scheme] for scheme in schemes]
+    def of(cls, strategy: StrategyShape, table: CostTable) -> PipelineKinds:
+        """PlanError when the table has no costs for a pipeline."""
+        row = {cost.scheme: index for index, cost in enumerate(table.costs)}
+        keys = [pipeline.cost_key for pipeline in strategy.pipelines]
+        for key in dict.fromkeys(keys):
+            if key not in row:
+                raise PlanError(f"strategy {str(strategy)!r}: {_unknown(table, key)}")
+        rows = [row[key] for key in keys]
         # Largest MaxLen first, as Algorithm 1 wants it; equal ones in the table's order, so that plans do not vary.
         counts = Counter(rows)
         order = sorted(counts, key=lambda k: (-table.costs[k].max_length, k))
         scheme_of = np.array(order, dtype=np.int64)
         count = np.array([counts[k] for k in order], dtype=np.int64)
-        ranks = np.array([table.schemes[k].num_ranks for k in order], dtype=np.float64)
+        ranks = np.array([table.costs[k].scheme.num_ranks for k in order], dtype=np.float64)
         rank_order = tuple(p for k in order for p, at in enumerate(rows) if at == k)
-        return cls(tuple(schemes), Shape(scheme_of, count, np.repeat(scheme_of, count)), rank_order, ranks)
+        return cls(strategy, Shape(scheme_of, count, np.repeat(scheme_of, count)), rank_order, ranks)
 
     def __str__(self) -> str:
-        return format_strategy(self.schemes)
+        return str(self.strategy)
 
 
-def _unknown(table: CostTable, scheme: ParallelScheme) -> str:
+def _unknown(table: CostTable, scheme: ParallelScheme | PipelineShape) -> str:
     try:
         table[scheme]
     except PlanError as error:

@@ -14,9 +14,9 @@ import numpy as np
 
 import ds_hydra.planner.kernels as kernels
 from ds_hydra.costs.cost_table import CostTable
-from ds_hydra.pipe.shape import ParallelScheme
+from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.planner.kernels.arrays import Choices
-from ds_hydra.planner.proposal.candidates import counts_to_schemes
+from ds_hydra.planner.proposal.candidates import counts_to_strategy
 
 _LENGTH_STEP = 128
 _MOST_ROUNDINGS = 64  # nearby whole solutions taken from one continuous one
@@ -31,7 +31,7 @@ def propose_by_program(
     *,
     with_overhead: bool = True,
     gpu_step: float = 0.1,
-) -> tuple[tuple[ParallelScheme, ...], ...]:
+) -> tuple[StrategyShape, ...]:
     """All strategies that Eq. 4 with continuous relaxation and rounding proposes for this data.
 
     `lengths` samples the data, `schemes` are those allowed; the paper's T(l) carries c for each sequence, which
@@ -69,7 +69,7 @@ def propose_by_program(
             filled = _fill_ranks(counts, sizes, num_ranks)
             if filled is not None:
                 found[filled] = None
-    return tuple(counts_to_schemes(counts, schemes) for counts in found)
+    return tuple(counts_to_strategy(counts, schemes) for counts in found)
 
 
 def _nearby(tenths: np.ndarray, sizes: np.ndarray, num_ranks: int) -> list[tuple[int, ...]]:

@@ -5,10 +5,11 @@ Which schemes a model can be cut by at all, `plan.schemes.feasible_schemes` says
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from ds_hydra.costs.cost_table import CostTable
-from ds_hydra.pipe.shape import ParallelScheme
+from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
 from ds_hydra.zero_hetero.errors import PlanError
 
 
@@ -38,7 +39,8 @@ def _place_order(scheme: ParallelScheme) -> tuple[int, int, int, int]:
     return (-scheme.tp, -scheme.sp * scheme.tp, -scheme.pp, scheme.sp)
 
 
-def counts_to_schemes(counts: Sequence[int], schemes: Sequence[ParallelScheme]) -> tuple[ParallelScheme, ...]:
-    """One scheme per pipeline in rank order, from the number of pipelines of each scheme."""
-    each = [scheme for scheme, count in zip(schemes, counts, strict=True) for _ in range(count)]
-    return tuple(sorted(each, key=_place_order))
+def counts_to_strategy(counts: Sequence[int], schemes: Sequence[ParallelScheme]) -> StrategyShape:
+    """Uniform pipelines in rank order, from the number of pipelines of each scheme."""
+    kinds = sorted(zip(schemes, counts, strict=True), key=lambda kind: _place_order(kind[0]))
+    runs = [(PipelineShape.of(scheme),) * count for scheme, count in kinds]
+    return StrategyShape(tuple(itertools.chain.from_iterable(runs)))

@@ -18,7 +18,7 @@ from ds_hydra.planner.kernels.problem import Batch, PipelineKinds, scheme_arrays
 from ds_hydra.planner.one_strategy import StrategySearch
 from ds_hydra.planner.options import PlannerOptions
 from ds_hydra.planner.proposal.by_milp import counts_by_milp
-from ds_hydra.planner.proposal.candidates import counts_to_schemes
+from ds_hydra.planner.proposal.candidates import counts_to_strategy
 from ds_hydra.zero_hetero.errors import PlanError
 
 Counts = tuple[int, ...]  # pipelines of each usable scheme
@@ -49,7 +49,7 @@ class Pool:
         self._moves = self._exchanges()
 
     def kinds(self, counts: Counts) -> PipelineKinds:
-        return PipelineKinds.of(counts_to_schemes(counts, self._schemes), self._table)
+        return PipelineKinds.of(counts_to_strategy(counts, self._schemes), self._table)
 
     def time(self, counts: Counts, batch: int, worth: float) -> float:
         """Planned time on a batch in ms where the bound allows less than `worth`, else the bound.

@@ -23,8 +23,8 @@ import numpy as np
 
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.data.length_sources import sample_batches
-from ds_hydra.pipe.shape import ParallelScheme
-from ds_hydra.planner.proposal.candidates import counts_to_schemes, usable_schemes
+from ds_hydra.pipe.shape import StrategyShape
+from ds_hydra.planner.proposal.candidates import counts_to_strategy, usable_schemes
 from ds_hydra.planner.proposal.pool import Pool
 from ds_hydra.zero_hetero.errors import PlanError
 
@@ -85,7 +85,7 @@ def propose_strategies(
     count: int = 20,
     effort: ProposalEffort = QUICK,
     seed: int = 0,
-) -> tuple[tuple[ParallelScheme, ...], ...]:
+) -> tuple[StrategyShape, ...]:
     """Up to `count` strategies for data with these lengths [Note: proposal], the most useful first.
 
     One of them holds a sequence of `context_length` tokens; PlanError when no usable scheme does. Pipelines
@@ -118,4 +118,4 @@ def propose_strategies(
     # 4. the subset, in which some strategy must hold the context
     chosen = pool.best_subset(count)
     chosen = pool.cover(chosen, context_length, count)
-    return tuple(counts_to_schemes(counts, schemes) for counts in chosen)
+    return tuple(counts_to_strategy(counts, schemes) for counts in chosen)

@@ -1,0 +1,76 @@
+"""A plan or a strategy in; nothing out if this release can run it, else a PlanError that says why not. Pure: no torch.
+
+The record of a plan can say more than the runtime can run, and so can the text of a strategy. This is the only place
+that knows the difference: whoever teaches the runtime more takes a refusal out here. Everything behind it may rely on
+one phase of whole sequences.
+"""
+
+from __future__ import annotations
+
+from ds_hydra.pipe.shape import DEFAULT_SCHEDULE, PipelineShape, StrategyShape
+from ds_hydra.plan.phase import MicroBatchPlan, Phase
+from ds_hydra.plan.step_plan import StepPlan
+from ds_hydra.zero_hetero.errors import PlanError
+
+SCHEDULES = (DEFAULT_SCHEDULE,)
+
+
+def only_phase(plan: StepPlan) -> Phase:
+    """The phase of a step that has just one; PlanError for other steps, as nothing runs several yet."""
+    if len(plan.phases) != 1:
+        raise PlanError(
+            f"plan of step {plan.step}: it has {len(plan.phases)} phases but this release runs exactly one in a step; "
+            "plan the step under one strategy"
+        )
+    return plan.phases[0]
+
+
+def check_runnable(plan: StepPlan) -> None:
+    """Raise PlanError with step, pipeline and micro-batch of the first thing that cannot be run."""
+    phase = only_phase(plan)
+    where = f"plan of step {plan.step}"
+    check_shape(phase.shape, f"{where}: ")
+    for index, pipeline in enumerate(phase.pipelines):
+        for number, batch in enumerate(pipeline.microbatches):
+            _check_batch(batch, plan.lengths, f"{where}: micro-batch {number} of pipeline {index}")
+
+
+def check_shape(shape: StrategyShape, before: str = "") -> None:
+    """Raise PlanError, which starts with `before`, for a pipeline that cannot be run. Stages may differ in their
+    degrees and in how many layers they hold."""
+    for pipeline in dict.fromkeys(shape.pipelines):
+        reason = _refusal(pipeline)
+        if reason is not None:
+            raise PlanError(f"{before}pipeline {pipeline} {reason}")
+
+
+def _refusal(pipeline: PipelineShape) -> str | None:
+    if pipeline.schedule not in SCHEDULES:
+        known = ", ".join(SCHEDULES)
+        return f"asks for the schedule {pipeline.schedule!r} but this release runs {known} only; leave '/...' out"
+    for index, stage in enumerate(pipeline.stages):
+        if len(stage.layers) > 1:
+            return (
+                f"has {len(stage.layers)} ranges of layers in stage {index} but this release runs one in each stage; "
+                "give it one range first:last"
+            )
+        if stage.device:
+            return (
+                f"asks for devices of class {stage.device!r} in stage {index} but this release takes all devices as "
+                "equal; leave '@...' out"
+            )
+    return None
+
+
+def _check_batch(batch: MicroBatchPlan, lengths: tuple[int, ...], where: str) -> None:
+    for position, start, stop in batch.spans:
+        if 0 <= position < len(lengths) and (start, stop) != (0, lengths[position]):
+            raise PlanError(
+                f"{where} holds tokens {start} to {stop} of the {lengths[position]} of the sequence at position "
+                f"{position}, but this release runs whole sequences only; plan without slices"
+            )
+    if batch.recompute:
+        raise PlanError(
+            f"{where} recomputes a share {batch.recompute} of its layers, but this release recomputes all or none, "
+            "as hydra.activation_checkpointing says; set the share to 0"
+        )
