@@ -247,7 +247,7 @@ def test_fp16_finds_its_scale_as_deepspeed_does(tmp_path: Path) -> None:
         engine.train_batch()
         other.train_batch()
         equal = same(whole_state(engine), whole_state(other))
-        return scales, skipped, losses, equal and engine.crew.loss_scale.value == other._loss_scale.value
+        return scales, skipped, losses, equal and engine.crew.loss_scale.value == other.crew.loss_scale.value
 
     scales, skipped, losses, equal = run_ranks(run, 2)[0]
     assert scales[0] == 2.0**40

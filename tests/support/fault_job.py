@@ -147,7 +147,10 @@ def _rank_main(
     except SystemExit as leave:
         code = int(leave.code or 0)
     except BaseException as error:
-        sys.excepthook(type(error), error, error.__traceback__)
+        try:
+            sys.excepthook(type(error), error, error.__traceback__)
+        except SystemExit as leave:  # how a refusal ends a script
+            code = int(leave.code or 0)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
