@@ -1,4 +1,4 @@
-"""What this rank is doing right now, in a word, for whoever reports on it: heartbeats, errors."""
+"""The activity of this rank, in one word such as "forward" or "saving"; heartbeats and errors report it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ IDLE = "idle"  # outside a step, a save and a load
 
 
 class Activity:
-    """`now` is written by who does something and read by the heartbeat's thread.
+    """`now` is written by the part that does the work and read by the heartbeat's thread.
 
-    Inside an activity others may follow by plain assignment (a stage goes from "forward" to "backward" to "push"); when
-    the activity ends, the one around it is back.
+    Within a `with` block, plain assignments to `now` may follow (a stage goes from "forward" to "backward" to "push").
+    When the block ends, `now` is again what it was before.
     """
+
+    # No lock: one thread writes a name, the other reads it, and either name is true at the moment of the change.
 
     def __init__(self) -> None:
         self.now = IDLE

@@ -1,4 +1,4 @@
-"""Frames over a socket between two ranks of one job: each proves that its sender knows the job's secret."""
+"""Frames over a socket between two ranks of one job; each proves that its sender knows the job's secret."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ _OPEN: weakref.WeakSet[Connection] = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
-    """A forked child must not hold connections open whose end tells that this rank has died."""
+    """Close the connections that a forked child inherits.
+
+    The others take a closed connection as the sign that this rank has died. A child that lives on, such as a data
+    loader's worker, would keep it open, and the death of its parent would go unnoticed.
+    """
     for connection in list(_OPEN):
         connection.close()
 
@@ -44,11 +48,11 @@ class Connection:
 
     @property
     def keyed(self) -> bool:
-        """Whether frames can be told from strangers'."""
+        """Whether there is a key, by which frames of this job are told from those of strangers."""
         return self._key is not None
 
     def take_raw(self, size: int) -> bytes | None:
-        """`size` bytes before any frame, once they are there."""
+        """The next `size` bytes, which come before any frame; None while fewer are there."""
         if len(self._in) < size:
             return None
         raw = bytes(self._in[:size])
@@ -67,11 +71,13 @@ class Connection:
         self.flush()
 
     def flush(self) -> None:
-        """Send what the system takes now; errors show when reading."""
+        """Send as many bytes as the system accepts now; the rest waits. An error shows at the next read."""
         with contextlib.suppress(OSError):
             while self._out:
                 del self._out[: self.socket.send(self._out)]
-        if len(self._out) > 64 * _MAX_FRAME:  # nobody reads at the other end
+        if len(self._out) > 64 * _MAX_FRAME:
+            # Nobody reads at the other end. The stream is broken from here on, which only matters to a rank that
+            # has been silent for so long that it counts as frozen anyway; memory must not grow until then.
             self._out.clear()
 
     def receive(self) -> bool:
@@ -99,6 +105,7 @@ class Connection:
                 return
             body, mac = bytes(self._in[4 : 4 + size - _MAC_BYTES]), bytes(self._in[4 + size - _MAC_BYTES : 4 + size])
             del self._in[: 4 + size]
+            # Nothing of a frame is parsed before its code is right: JSON from a stranger never reaches the parser.
             if not hmac.compare_digest(mac, self._mac(not self._server, self._received, body)):
                 raise ValueError("a frame that does not know the job's secret")
             self._received += 1
@@ -109,6 +116,8 @@ class Connection:
 
     def _mac(self, from_server: bool, count: int, body: bytes) -> bytes:
         assert self._key is not None, "frames follow the handshake"
+        # The code covers who speaks and the frame's number. Otherwise somebody between two ranks could send rank 0's
+        # frame 7 back to it as if it came from the other rank, or repeat an old heartbeat of a rank that is dead.
         text = bytes([from_server]) + count.to_bytes(8, "big") + body
         return hmac.digest(self._key, text, hashlib.sha256)[:_MAC_BYTES]
 

@@ -17,7 +17,7 @@ EXIT_CODE = 75  # "try again": a restart resumes
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """A rank's process, such that it cannot be taken for another one."""
+    """A rank's process, described so that it cannot be mistaken for another one."""
 
     host: str
     pid: int
@@ -30,6 +30,8 @@ class Identity:
 
 def end_process(text: str) -> None:
     """Say why and end at once: other threads may hang in a collective for ever."""
+    # sys.exit would only end the watchdog's thread: the main thread sits in a collective that never returns, and no
+    # exception can be raised there. os._exit ends all threads, but flushes nothing by itself.
     sys.stdout.flush()
     sys.stderr.write(f"[ds_hydra] {text}\n")
     sys.stderr.flush()
@@ -38,6 +40,8 @@ def end_process(text: str) -> None:
 
 def kill(who: Identity) -> None:
     """End a frozen process of this job that runs on this host."""
+    # A process number is used again once its process is gone. Only the time at which it started tells whether number
+    # 4711 is still the rank that froze, and not somebody else's program.
     if who.host == host() and who.pid != os.getpid() and who.started and started(who.pid) == who.started:
         with contextlib.suppress(OSError):
             os.kill(who.pid, signal.SIGKILL)
@@ -61,6 +65,7 @@ def started(pid: int) -> str:
 def own_address() -> str:
     """This host's address on the interface over which the others were told to reach rank 0."""
     target = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    # To connect a UDP socket sends nothing: the system only chooses the interface, and with it the own address.
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((target, 9))

@@ -1,4 +1,4 @@
-"""The watchdog's thread: one loop, as rank 0, which hears all ranks, or as another, which hears rank 0."""
+"""The watchdog's thread: one loop, run by rank 0, which hears all ranks, and by the others, which hear only rank 0."""
 
 from __future__ import annotations
 
@@ -19,15 +19,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TURN_S = 0.25
-_BUSY_TURNS = 4  # inside a step, after a rank died or failed
-_LEFT_TURNS = 8  # inside a step, after a rank left in peace
+_BUSY_TURNS = 4  # that a rank inside a step still gets after another one died or failed
+_LEFT_TURNS = 8  # the same after a rank left in good order: its last messages may still be on their way
 _HANDSHAKE_S = 10.0
 _MAX_STRANGERS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Why the job cannot go on. `turns` in a step, or `idle_s` seconds outside one (None: for ever), are left."""
+    """Why the job cannot go on, and how long a rank may still live [Note: who ends when].
+
+    A rank inside a step has `turns` left, one outside a step `idle_s` seconds (None: until it begins a step).
+    """
 
     text: str
     turns: int
@@ -49,7 +52,11 @@ class Peer:
 
 
 class Side:
-    """The loop of the thread: listen, beat, judge, obey; at its end a farewell."""
+    """The heartbeat thread's loop.
+
+    In each turn it reads messages, looks for silent ranks, acts on a verdict and sends a heartbeat when one is due.
+    On exit it tells the others that this rank has left.
+    """
 
     def __init__(self, dog: Watchdog):
         self.dog = dog
@@ -62,14 +69,17 @@ class Side:
             for key, _ in self.selector.select(timeout=min(TURN_S, dog.heartbeat_s)):
                 self.ready(key)
             now = time.monotonic()
-            if now - last_turn > max(2.0, 4 * TURN_S):  # this process did not run: the others' silence is its own
+            # Suppose this process was suspended for 30 s, with frozen_s 9. By the clock every other rank was silent for
+            # 30 s, yet it was this one that did not listen: their heartbeats lie unread in its sockets. So after a gap
+            # of more than 2 s nobody is judged, and every rank has the full 9 s again.
+            if now - last_turn > max(2.0, 4 * TURN_S):
                 for peer in dog.peers.values():
                     peer.heard = max(peer.heard, now)
             elif now >= last_turn + 0.8 * TURN_S:
                 self.check(now)
                 dog.obey()
             else:
-                continue
+                continue  # a message woke the selector early: no turn, or many messages would use a verdict's turns up
             last_turn = now
             for message in dog.take_outbox():
                 self.failed(message)
@@ -85,7 +95,7 @@ class Side:
         raise NotImplementedError
 
     def check(self, now: float) -> None:
-        """Silence of those that are still there."""
+        """Judge ranks that are still connected but have been silent for longer than `frozen_s`."""
         for peer in self.dog.peers.values():
             silent = now - peer.heard
             if not peer.left and not peer.judged and silent > self.dog.frozen_s:
@@ -104,7 +114,7 @@ class Side:
                 peer.connection.send(message)
 
     def note(self, peer: Peer, message: dict[str, Any]) -> None:
-        """A beat or a farewell."""
+        """Note what a heartbeat or a farewell says; both show that the rank lives."""
         peer.heard = max(peer.heard, time.monotonic())
         if "beat" in message:
             peer.step, peer.activity = int(message["beat"][0]), str(message["beat"][1])
@@ -113,7 +123,7 @@ class Side:
             self.verdict(self._left(peer))
 
     def lost(self, peer: Peer) -> None:
-        """The connection is closed."""
+        """The connection has closed; if the rank has not said farewell before, it died."""
         if peer.connection is not None:
             with contextlib.suppress(KeyError, ValueError):
                 self.selector.unregister(peer.connection.socket)
@@ -133,6 +143,8 @@ class Side:
             f"rank {peer.rank} is frozen: nothing heard for {silent_s:.1f} s, last in step {peer.step} "
             f"({peer.activity}; process {who.pid} on {who.host})"
         )
+        # No time is left to anybody: a frozen process does not fail by itself, it must be killed, and until then it
+        # holds the others in their collectives.
         return Verdict(text, 0, 0.0, peer.rank)
 
     def _left(self, peer: Peer) -> Verdict:
@@ -141,6 +153,8 @@ class Side:
     def close(self) -> None:
         for peer in self.dog.peers.values():
             if peer.connection is not None:
+                # A close with bytes still unread resets the connection, and the reset may overtake the farewell that
+                # was just sent. To end the writing side first lets farewell and end of stream go out before that.
                 with contextlib.suppress(OSError):
                     peer.connection.socket.shutdown(socket.SHUT_WR)
                 peer.connection.close()
@@ -148,7 +162,7 @@ class Side:
 
 
 class Client(Side):
-    """A rank other than 0: hears rank 0 only, and by it of the others."""
+    """A rank other than 0: it hears rank 0 only, and learns of the other ranks by rank 0's verdicts."""
 
     def __init__(self, dog: Watchdog):
         super().__init__(dog)
@@ -176,7 +190,16 @@ class Client(Side):
 
 
 class Server(Side):
-    """Rank 0: accepts the others, hears all, tells all."""
+    """Rank 0: accepts connections, hears all ranks and tells them its verdicts."""
+
+    # [Note: handshake] Whoever connects is a stranger until it has shown that it knows the job's secret:
+    #
+    #   rank 0 -> rank 3   a nonce A of 16 random bytes, made for this connection
+    #   rank 3 -> rank 0   a nonce B, then the frame {"rank": 3}; its code is keyed by HMAC(secret, A + B)
+    #
+    # The secret itself never goes over this socket. A frame that was recorded on another connection fails here, for A
+    # and B differ; one recorded on this connection fails by its number (`Connection._mac`). A port scanner, or another
+    # job that was given the same port, sends no such frame and is dropped after 10 s at the latest.
 
     def __init__(self, dog: Watchdog):
         super().__init__(dog)
@@ -208,6 +231,7 @@ class Server(Side):
         with contextlib.suppress(OSError):
             while True:
                 sock, _ = self.dog.listener.accept()
+                # Each open socket takes one of this process's descriptors, which training needs too.
                 if len(self.strangers) >= _MAX_STRANGERS + self.dog.num_ranks:
                     sock.close()
                     continue
@@ -218,7 +242,7 @@ class Server(Side):
                 connection.send_raw(nonce)
 
     def _meet(self, connection: Connection) -> None:
-        """A stranger speaks: it is a rank if its first frame knows the secret."""
+        """A stranger has sent something; it becomes a rank by a first frame that is valid [Note: handshake]."""
         open_still = connection.receive()
         _, nonce = self.strangers[connection]
         try:

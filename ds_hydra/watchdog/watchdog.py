@@ -1,10 +1,20 @@
 """Heartbeats between ranks, outside the collectives: a dead or frozen rank in, an end of the job on all ranks out.
 
-[Note: who ends when] Every rank has a connection to rank 0 and a thread that beats on it. A closed connection is a
-dead rank, a silent one a frozen rank. What happened is told to all ranks as a verdict; each ends itself by it:
-a frozen rank ends the job at once; a dead, failed or departed one ends ranks that are inside a step, since that
-step can never complete, while a rank outside a step may be about to leave as well and gets more time. Times are counted
-in turns of the thread: a rank that gets no processor time judges nobody.
+[Note: who ends when]
+Every rank has a connection to rank 0, and a thread that sends a heartbeat over it. A closed connection means that the
+rank has died; silence means that it is frozen. Rank 0 tells all ranks what happened, as a verdict, and each rank ends
+itself by it:
+
+  what happened       a rank inside a step ends     a rank outside a step ends
+  a rank is frozen    at once                       at once
+  a rank died         after 4 turns (1 s)           after `frozen_s` (9 s)
+  a rank failed       after 4 turns                 4 turns into its next step
+  a rank has left     after 8 turns                 8 turns into its next step
+
+Inside a step a rank waits for messages that the lost rank will never send, so the step can never complete. Outside a
+step it waits for nobody: it may be about to leave by itself, as all ranks do after the last step, and to end it then
+would make an error of a job that succeeded. The turns that a rank inside a step still gets are for its own exception:
+often it is about to fail too, with an error that says more than the verdict.
 
 Whoever connects must know the job's secret, which travels over the ranks' process group. Nothing that is received can
 do more than end this job.
@@ -57,9 +67,9 @@ class Watchdog:
         address: str | None = None,
         end: Callable[[str], None] | None = None,
     ):
-        """Connects all ranks; every rank must call it. `where` says (step, activity); `end` replaces the process' end.
+        """Connect all ranks; every rank must call it. `where` says (step, activity); `end` replaces the process' end.
 
-        Does nothing for a rank alone or without a heartbeat.
+        Does nothing when the job has a single rank, or when `heartbeat_s` is 0.
         """
         self.rank, self.num_ranks, self._where = channel.rank, channel.num_ranks, where
         self.heartbeat_s, self.frozen_s, self._end = heartbeat_s, frozen_s, end or end_process
@@ -95,7 +105,9 @@ class Watchdog:
             text = f"rank {self.rank} failed in step {step} ({activity}): {type(error).__name__}: {error}"
             with self._lock:
                 self._outbox.append({"failed": text[:1500]})
-            deadline = time.monotonic() + 4 * TURN_S  # to be heard, and to hear whose fault it was
+            # Wait until rank 0 has heard this and answered. Its verdict may name another rank: a collective that fails
+            # here because rank 2 died is rank 2's fault, and the user should read that beside this rank's traceback.
+            deadline = time.monotonic() + 4 * TURN_S
             while self._verdict is None and time.monotonic() < deadline:
                 time.sleep(TURN_S / 5)
             if self._verdict is not None and not self._verdict.text.startswith(f"rank {self.rank} "):
@@ -110,7 +122,7 @@ class Watchdog:
         self._hook_before(kind, error, trace)
 
     def close(self) -> None:
-        """Say farewell: this rank leaves in good order, and the others may go on with what does not need it."""
+        """Say farewell: this rank leaves in good order, and the others may finish work that does not need it."""
         if self._thread is not None and not self.closing.is_set():
             self.closing.set()
             self._thread.join(timeout=5.0)
@@ -127,6 +139,7 @@ class Watchdog:
             self.secret = secrets.token_bytes(32)
         hosts = [json.loads(text)["host"] for text in channel.texts(json.dumps(mine))]
         if self.rank == 0:
+            # On one host the loopback address is enough, and no other host can reach the port.
             host = address or ("127.0.0.1" if len(set(hosts)) == 1 else own_address())
             self.listener = listen(host)
             offer = {"address": host, "port": self.listener.getsockname()[1], "secret": self.secret.hex()}
@@ -136,6 +149,7 @@ class Watchdog:
         self.secret = bytes.fromhex(offer["secret"])
         self.address = (offer["address"], offer["port"])
         now = time.monotonic()
+        # Rank 0 counts all ranks as heard until _START_S from now, since none can beat before it has connected.
         self.peers = {rank: Peer(rank, now + _START_S) for rank in range(self.num_ranks) if rank != self.rank}
         if self.rank != 0:
             self.peers = {0: Peer(0, now)}
@@ -160,7 +174,7 @@ class Watchdog:
         connection.send({"rank": self.rank})
         return connection
 
-    # Living: one thread, whichever side of the connection this is.
+    # Living: one thread, on either side of the connection.
 
     def _live(self) -> None:
         try:
@@ -169,12 +183,13 @@ class Watchdog:
             logger.exception("the watchdog of rank %d has ended; faults of other ranks go unnoticed", self.rank)
 
     def beat(self) -> dict[str, Any]:
-        """What this rank says regularly."""
+        """The message that this rank sends every `heartbeat_s` seconds: where it is."""
         step, activity = self._where()
         return {"beat": [step, activity]}
 
     def judge(self, verdict: Verdict) -> bool:
-        """Take a verdict; the first one stands."""
+        """Accept a verdict, if it is the first; True if it was."""
+        # One death makes many: ranks that lose their peer fail one after the other. Only the first is the cause.
         if self._verdict is not None:
             return False
         self._verdict, self._turns, self._judged_at = verdict, 0, time.monotonic()
@@ -186,6 +201,9 @@ class Watchdog:
         if verdict is None or self.closing.is_set():
             return
         step, activity = self._where()
+        # Turns and not seconds: a turn passes only while this thread gets processor time. On a host so busy that a
+        # rank runs for a moment every 1.5 s, 4 turns are 6 s, and its own error still has 4 chances to come first.
+        # They count from 0 again for a rank that was idle, since its next step can still fail by itself.
         self._turns = self._turns + 1 if activity != IDLE else 0
         waited = time.monotonic() - self._judged_at
         if self._turns >= max(1, verdict.turns) or (verdict.idle_s is not None and waited >= verdict.idle_s):
