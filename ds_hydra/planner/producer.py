@@ -1,10 +1,11 @@
 """The planner's own process: `python -m ds_hydra.planner.producer`. JSON lines in on stdin, JSON lines out on stdout.
 
-First line in: {"table", "strategies", "options"}. Then {"generation", "step", "ids", "lengths"}, each answered by
-{"generation", "step", "plan", "planning_ms"} or {"generation", "step", "error"}; in between {"table"} with other
-costs for what follows. It plans with plain Python while a child of its own fills
-numba's cache, if that is cold. It ends with its parent: at end of input, or when the parent is gone. With
-`--compile PID` it only fills the cache, for the process PID.
+The first line that it reads is {"table", "strategies", "options"}. Each further line is a request {"generation",
+"step", "ids", "lengths"}, which it answers by {"generation", "step", "plan", "planning_ms"} or {"generation", "step",
+"error"}; or it is {"table"}, the costs for the requests that follow.
+
+While numba's cache is cold it plans with plain Python, and a child of its own compiles the kernels. It ends at the end
+of its input, or when its parent is gone. With `--compile PID` it only fills the cache, for the process PID.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ def serve(requests: IO[str], answers: IO[str]) -> None:
     compiled = compiler is None
     planner = make_planner(table, strategies, options, compiled=compiled)
     for line in requests:
+        # The compiler is looked after between two requests only: a plan that is late stops training, and one that is
+        # made by slower kernels does not.
         if compiler is not None and compiler.poll() is not None:
             compiled, compiler = compiler.returncode == 0, None
             planner = make_planner(table, strategies, options, compiled=compiled)
@@ -67,18 +70,22 @@ def make_planner(
 
 
 def answer(planner: Planner, request: dict) -> dict[str, object]:
-    """The plan of one request, or the error that planning it raised."""
+    """The answer to one request: its plan, or the error that planning raised."""
     started = time.perf_counter()
     of = {"generation": request["generation"], "step": request["step"]}
     try:
         plan = planner.plan(request["step"], request["ids"], request["lengths"])
-    except ValueError as error:
+    except ValueError as error:  # PlanError is one; anything else is a fault of ours and ends this process
         return {**of, "error": str(error)}
     return {**of, "plan": plan.to_json(), "planning_ms": (time.perf_counter() - started) * 1e3}
 
 
 def end_with_parent(parent: int) -> None:
-    """Leave when the process `parent` does, also if others still hold its end of the pipe."""
+    """Leave when the process `parent` is gone.
+
+    The end of the input does not always tell: a data loader's worker that was forked from the trainer holds the pipe's
+    other end too, and can outlive it.
+    """
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -96,8 +103,10 @@ def main() -> None:
         os.nice(19)  # it takes half a minute of a core that training may want
         selection.warm_up()
         return
+    # Answers go over a copy of stdout, and stdout itself now leads to stderr: what numba or HiGHS print from C, past
+    # Python, can never get between two answers.
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # nothing that prints can get between the answers
+    os.dup2(2, 1)
     serve(sys.stdin, answers)
 
 

@@ -1,29 +1,31 @@
 """Coming batches in, their plans out, made by a producer process some steps ahead. Pure: no torch.
 
 [Note: planning never stops training]
-The producer is a plain child process spoken to in JSON lines: no fork of a process that has threads, no pickle.
-Whatever happens to it (killed, frozen, answering nonsense), the step is planned in this process by the same
-planner, the event is counted by reason, and a new producer starts. Kernels are never compiled here: until the
-cache on disk is warm the in-process planner runs plain Python.
+The producer is a child process (`ProducerProcess`). Whatever happens to it (it is killed, it freezes, it answers
+nonsense), the step is planned in this process by the same planner, the event is counted by its reason, and a new
+producer starts. With 2 steps planned ahead, patience 5 s and a producer that freezes while it plans step 12:
 
-One service per job decides the plans; ranks share what it says, since a fallback may differ from what the
-producer would have answered.
+  get(12)   waits 5 s, kills the producer, starts another, plans step 12 here, sends steps 13 and 14 to the new one
+  get(13)   takes the new producer's plan, or waits for it
+
+So a frozen producer costs training 5 s once, and a dead one, whose pipe closes, costs only the planning of one step.
+Kernels are never compiled here, since that takes half a minute: until the cache on disk is warm, the planner of this
+process runs them as plain Python.
+
+One service per job decides the plans and the ranks share what it says, because a plan made here may differ from the
+one that the producer would have made.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import os
-import queue
-import subprocess
 import sys
 import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import ds_hydra.planner.kernels as kernels
@@ -33,6 +35,7 @@ from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.plan.validate import validate_plan
 from ds_hydra.planner.options import PlannerOptions
+from ds_hydra.planner.producer_process import ProducerProcess
 from ds_hydra.planner.selection import Planner, warm_up
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 
@@ -44,8 +47,8 @@ _RESTARTS_IN_A_ROW = 5
 class PlannedStep:
     """A plan and how it came about.
 
-    `planning_ms` is the planner's wall time; `hidden` whether the plan lay ready when it was asked for;
-    `fallback` why it was made in this process, None when the producer made it.
+    `planning_ms` is the planner's wall time. `hidden` says whether the plan was ready when it was asked for.
+    `fallback` says why it was made in this process; it is None when the producer made it.
     """
 
     plan: StepPlan
@@ -61,72 +64,12 @@ class _Request:
     lengths: tuple[int, ...]
 
 
-class _Producer:
-    """One child process with a thread for each direction, so that no pipe can block the training thread."""
-
-    def __init__(self, command: Sequence[str], setup: str) -> None:
-        root = str(Path(__file__).resolve().parents[2])
-        path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH", ""))))
-        single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")
-        self.process = subprocess.Popen(
-            list(command),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, **single, "PYTHONPATH": path},
-        )
-        self.answers: dict[tuple[int, int], str] = {}  # by (generation of the cost table, step)
-        self.broken: str | None = None  # why nothing more will come
-        self.changed = threading.Condition()
-        self._outbox: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._outbox.put(setup)
-        for target in (self._write, self._read):
-            threading.Thread(target=target, daemon=True, name=f"planner{target.__name__}").start()
-
-    def send(self, message: dict[str, Any]) -> None:
-        self._outbox.put(json.dumps(message))
-
-    def _write(self) -> None:
-        assert self.process.stdin is not None
-        try:
-            while (line := self._outbox.get()) is not None:
-                self.process.stdin.write(line.encode() + b"\n")
-                self.process.stdin.flush()
-            self.process.stdin.close()
-        except (OSError, ValueError):
-            self._break("died")
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            try:
-                answer = json.loads(line)
-                key = (int(answer["generation"]), int(answer["step"]))
-            except (ValueError, TypeError, KeyError, RecursionError):
-                self._break("garbage")
-                return
-            with self.changed:
-                self.answers[key] = line.decode()
-                self.changed.notify_all()
-        self._break("died")
-
-    def _break(self, reason: str) -> None:
-        with self.changed:
-            self.broken = self.broken or reason
-            self.changed.notify_all()
-
-    def stop(self) -> None:
-        """End the child at once; its threads end with its pipes."""
-        self._outbox.put(None)
-        self.process.kill()
-        self.process.wait()
-
-
 class PlannerService:
     """Plans steps ahead of their use: `submit` the coming batches, `get` each step's plan.
 
     At most `ahead` steps are with the producer at a time; more may be submitted and wait here. `get` waits up to
-    `patience` seconds for a living producer before it counts it as frozen. `fallbacks` and `restarts` count
-    events by reason: "died", "frozen", "garbage", "invalid", "refused" or "stopped".
+    `patience` seconds for an answer; then the producer counts as frozen. `fallbacks` and `restarts` count events by
+    reason: "died", "frozen", "garbage", "invalid", "refused" or "stopped".
     """
 
     def __init__(
@@ -143,6 +86,9 @@ class PlannerService:
             raise ConfigError(f"planner service: needs ahead >= 1 and patience > 0 but has {ahead} and {patience}")
         options = options or PlannerOptions()
         self._options, self._ahead, self._patience, self._command = options, ahead, patience, command
+        # Counts the cost tables. Requests and answers carry it, so an answer by an older table is never mistaken for
+        # one by the present table: with steps 7 and 8 at the producer, `use_table` makes generation 1 of 0 and sends
+        # both again; the answers (0, 7) and (0, 8) that are still on their way are kept under keys nobody asks for.
         self._generation = 0
         self._set_table(cost_table, strategies)
         self.fallbacks: Counter[str] = Counter()
@@ -152,7 +98,7 @@ class PlannerService:
         self._sent: set[int] = set()
         self._loading = False
         self._compiled_here = threading.Event()
-        self._producer: _Producer | None = _Producer(command, self._setup)
+        self._producer: ProducerProcess | None = ProducerProcess(command, self._setup)
 
     def _set_table(self, cost_table: CostTable, strategies: Sequence[StrategyShape]) -> None:
         self._pure = Planner(cost_table, strategies, replace(self._options, kernels="pure"))
@@ -165,7 +111,7 @@ class PlannerService:
         self._setup = json.dumps(setup)
 
     def use_table(self, cost_table: CostTable) -> None:
-        """Plan by other costs from the next `get` on; what was planned ahead by the old ones is planned again."""
+        """Plan by other costs from the next `get` on; steps that were planned ahead are planned again."""
         self._set_table(cost_table, self._pure.strategies)
         self._generation += 1
         self._sent.clear()
@@ -176,14 +122,14 @@ class PlannerService:
         self._send_waiting()
 
     def submit(self, step: int, sequence_ids: Sequence[int], lengths: Sequence[int]) -> None:
-        """Tell the batch of a coming step; lengths in tokens. A step is submitted once."""
+        """Hand over the batch of a coming step, with lengths in tokens. A step is submitted once."""
         if step in self._requests:
             raise PlanError(f"step {step} was submitted to the planner twice")
         self._requests[step] = _Request(step, tuple(map(int, sequence_ids)), tuple(lengths))
         self._send_waiting()
 
     def get(self, step: int) -> PlannedStep:
-        """The plan of a submitted step; PlanError only for what no planner could plan."""
+        """The plan of a submitted step. PlanError only if no planner could plan it."""
         request = self._requests.get(step)
         if request is None:
             raise PlanError(f"step {step} was never submitted to the planner; submit it before asking for its plan")
@@ -221,7 +167,7 @@ class PlannerService:
             if step not in self._sent:
                 self._send(self._producer, request)
 
-    def _send(self, producer: _Producer, request: _Request) -> None:
+    def _send(self, producer: ProducerProcess, request: _Request) -> None:
         self._sent.add(request.step)
         producer.send({"generation": self._generation, **asdict(request)})
 
@@ -250,6 +196,8 @@ class PlannerService:
         try:
             plan = StepPlan.from_json(answer["plan"], "the producer's answer")
             planning_ms = float(answer["planning_ms"])
+            # Everything is checked that training relies on: a producer of another version, or one whose memory went
+            # bad, may answer in valid JSON and still lose a sequence.
             if (plan.step, plan.sequence_ids, plan.lengths) != (request.step, request.ids, request.lengths):
                 raise PlanError(f"the producer answered for other sequences than those of step {request.step}")
             validate_plan(plan, self._pure.cost_table, self._pure.num_ranks, self._options.objective)
@@ -263,6 +211,8 @@ class PlannerService:
 
     def _fall_back(self, request: _Request, reason: str) -> PlannedStep:
         """Plan here, count it, and start a new producer unless the old one is well."""
+        # "refused" is an error that planning raised in the producer, which is well: planning here raises it again,
+        # in this process, where the user sees it.
         if reason not in ("refused", "stopped"):
             self._restart(reason)
         started = time.perf_counter()
@@ -277,15 +227,16 @@ class PlannerService:
             self._producer = None
         self._sent.clear()
         self._failures_in_a_row += 1
+        # A machine on which no child process can live (no memory left, for one) must not start one in every step.
         if self._failures_in_a_row > _RESTARTS_IN_A_ROW:
             logger.warning("planner: the producer failed %d times in a row; planning in process", _RESTARTS_IN_A_ROW)
             return
         self.restarts[reason] += 1
         logger.warning("planner: the producer %s; planning this step in process and starting a new one", reason)
-        self._producer = _Producer(self._command, self._setup)
+        self._producer = ProducerProcess(self._command, self._setup)
 
     def _load_kernels(self) -> None:
-        """Load the compiled kernels from the warm cache, once, beside the training thread."""
+        """Load the compiled kernels from the warm cache, once, in a thread beside training."""
         if self._options.kernels == "pure" or self._loading:
             return
         self._loading = True
