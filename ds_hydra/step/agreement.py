@@ -1,4 +1,4 @@
-"""What all ranks must agree on before the first byte of a step moves: the plan, and the loss's normaliser."""
+"""A rank's plan and loss weight in; the step's whole loss weight out, once all ranks hold the same plan."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ def agree(plan: StepPlan, weight: int, channel: Channel) -> int:
 
     Raises PlanError naming the ranks whose plan differs from rank 0's, or whose weight is FAILED.
     """
+    # Ranks whose plans differ would wait for messages that nobody sends, until a collective times out after minutes.
+    # One row of 40 bytes from each rank finds that before the first byte of a step moves: 4 words of the digest and
+    # the weight, which the ranks must add up anyway.
     digest = torch.frombuffer(bytearray(plan.digest()), dtype=torch.int64)
     table = channel.rows(torch.cat((digest, torch.tensor([weight], dtype=torch.int64))))
     differing = (table[:, :_DIGEST_WORDS] != table[0, :_DIGEST_WORDS]).any(dim=1).nonzero().flatten().tolist()

@@ -20,7 +20,7 @@ Load = Callable[[int], tuple[Tokens, Tokens]]  # sequence id -> (input_ids, labe
 
 @dataclass(frozen=True)
 class RankBatches:
-    """This rank's micro-batches of a step and what it counts of the step's loss normaliser."""
+    """This rank's micro-batches of a step, and its share of the step's loss normaliser."""
 
     batches: tuple[MicroBatch, ...]
     weight: int  # this rank's share of the normaliser: targets, sequences or micro-batches
@@ -56,6 +56,10 @@ def _build(
     loss_norm: str,
     device: torch.device,
 ) -> tuple[MicroBatch, int, int]:
+    # Every sequence parallel rank must hold a token: many kernels refuse an empty tensor. A row of T tokens is cut at
+    # T * rank // sp, which gives everybody one as soon as T >= sp. With sp = 4 a row of 3 tokens would be cut into
+    # 0 1 1 1; one token of padding makes it 1 1 1 1. The padding is a sequence of its own, so no other token attends
+    # to it, and it has no target, so it adds nothing to loss and gradients.
     padding = max(0, place.stage.sp - sum(lengths))
     packed = (*lengths, padding) if padding else tuple(lengths)
     pack = Pack(packed, place.sp_rank, place.stage.sp, place.sp_group)
@@ -89,8 +93,10 @@ def _row(
     scale = np.zeros(num_tokens)
     whole = place.is_last and loss_norm != "token"  # needs the targets of all of a sequence
     begin, sequences = 0, 0
-    for sequence_id, length in zip(ids, packed, strict=False):
+    for sequence_id, length in zip(ids, packed, strict=False):  # `packed` may end with padding, which has no id
         end = begin + length
+        # Each rank reads from the data only the sequences that it has tokens of. With sp = 2 and the lengths 6 and 2,
+        # rank 0 holds the tokens 0..3 and reads the first sequence only, rank 1 reads both.
         if whole or (begin < stop and end > start):
             tokens[begin:end], targets[begin:end] = load(sequence_id)
             count = int((targets[begin:end] != IGNORED).sum())
@@ -99,6 +105,9 @@ def _row(
         begin = end
     if loss_norm == "micro_batch":
         scale /= max(1, int((targets != IGNORED).sum()))
+    # Added over all ranks, the counts must be the step's number of targets, sequences or micro-batches. Targets are
+    # spread over sequence parallel ranks, so each counts its own; a sequence or a micro-batch is whole on all of them,
+    # so the first counts it for all. Tensor parallel ranks hold the same tokens: again the first counts.
     if loss_norm == "token":
         counted = int((targets[start:stop] != IGNORED).sum())
     else:

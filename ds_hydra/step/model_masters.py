@@ -41,6 +41,7 @@ class ModelMasters:
 
     def _pick(self, trained: Sequence[Tensor], frozen: Sequence[Tensor]) -> Iterator[Tensor]:
         """Both lists as one, in the order of the buckets."""
+        # Buckets (trained, frozen, trained) with the shards t0 t1 and f0 give t0 f0 t1.
         one, other = iter(trained), iter(frozen)
         return (next(one if bucket.trainable else other) for bucket in self.buckets)
 
@@ -58,6 +59,8 @@ class ModelMasters:
         rank, num_ranks = self.trained.rank, self.trained.num_ranks
         params = [(param, bucket.trainable) for bucket in self.buckets for param in bucket.params]
         device = self.trained.flat.device
+        # Each rank may have built the model with other random numbers, or only a part of it. Per parameter, a rank that
+        # has it says its own number and the others num_ranks: with 4 ranks, (4 1 4 3) means that rank 1's value counts.
         owners = torch.tensor([rank if param.name in values else num_ranks for param, _ in params], device=device)
         if num_ranks > 1:
             dist.all_reduce(owners, op=dist.ReduceOp.MIN, group=group)
@@ -65,6 +68,7 @@ class ModelMasters:
             if owner == num_ranks:
                 raise ConfigError(f"no rank has a value for {param.name!r}: build the whole model on some rank")
             masters = self.trained if trainable else self.frozen
+            # One parameter after the other, so that a rank holds one of them and not the whole model on its device.
             if rank == owner:
                 flat = to_flat(values[param.name], param.rule.dim, param.rule.parts).to(masters.flat)
             else:

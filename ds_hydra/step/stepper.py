@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step has left behind, equal on all ranks but for the bytes."""
+    """What a step has brought about; equal on all ranks, except for the two counts of bytes."""
 
     strategy: Strategy
     stats: tuple[RankStats, ...]  # of every rank
@@ -61,10 +61,10 @@ class Outcome:
 
 
 class Stepper:
-    """Runs plans on this rank. Runtimes of strategies are built when they are first used, and kept.
+    """Runs plans on this rank. The runtime of a strategy is built in the first step that uses it, and kept.
 
     All ranks call the same methods with the same plans. `strategies` are the candidates by their text; `request`
-    tells what a signal has asked this rank for.
+    returns what a signal has asked this rank for.
     """
 
     def __init__(
@@ -97,10 +97,14 @@ class Stepper:
         self._activity.now = "pull"
         loss = runtime.train(_normalised(batches.batches, weight, self._loss_scale.value)) / self._loss_scale.value
         self._activity.now = "optimizer"
+        # The comparison comes before the update. Until then the masters are still what the pull has sent, so there is
+        # something to compare with; and a gradient that was computed from flipped bits must never reach them.
         self._update.compare(step, runtime)
         norm, optimizer_s = self._update.apply(loss)
         self._activity.now = "report"
         stats = self._stats(loss, runtime, batches)
+        # Explaining takes messages between all ranks. They all come here together, since the norm is equal on them to
+        # the bit, and the gradients are still there: a skipped step leaves them as they were.
         if not math.isfinite(norm):
             self._update.explain(step, plan, runtime)
         return Outcome(runtime.strategy, stats, weight, norm, optimizer_s, runtime.pull_bytes, runtime.push_bytes)
@@ -113,6 +117,8 @@ class Stepper:
         return sum(rank.loss for rank in self._stats(loss, runtime, batches))
 
     def _runtime(self, plan: StepPlan) -> StrategyRuntime:
+        # Building a runtime makes process groups, which takes all ranks. They agree on the moment without a message:
+        # a plan is the same on all of them, so they meet a strategy for the first time in the same step.
         if plan.strategy not in self._runtimes:
             strategy = self._strategies.get(plan.strategy) or place_strategy(
                 only_phase(plan).shape, self._world.num_ranks, self._source.plan.num_layers
@@ -137,6 +143,7 @@ class Stepper:
                 self._world.device,
             )
         except Exception:
+            # This rank fails, but first it takes part in the message that the others wait for; its weight says why.
             with suppress(PlanError):
                 agree(plan, FAILED, self._world.channel)
             raise
@@ -160,7 +167,12 @@ class Stepper:
 
 
 def _normalised(batches: Sequence[MicroBatch], total: int, scale: float = 1.0) -> Sequence[MicroBatch]:
-    """Divides the batches' loss weights, in place, by what all ranks count of the normaliser; times a loss scale."""
+    """Divide the batches' loss weights by the step's normaliser and multiply them by a loss scale, in place.
+
+    Call it once for each batch: the batches are made for one step and not used again.
+    """
+    # Two pipelines with 3 and 5 targets: each weight becomes 1/8, and the sum over both is the mean over the step's 8
+    # targets. The mean of the pipelines' own means would give the 3 targets as much to say as the 5.
     for batch in batches:
         if batch.weights is not None:
             batch.weights.div_(max(1, total) / scale)

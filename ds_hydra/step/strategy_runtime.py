@@ -1,4 +1,15 @@
-"""One strategy on this rank: its stage, links and buffers, kept from its first step on."""
+"""One strategy on one rank: batches in, gradients in the masters out, by its stage, its links and its buffers.
+
+[Note: one strategy on one rank]
+The order of a step, for a stage with the layers 4 and 5 and three micro-batches (1F1B, last stage):
+
+  pulls       start all | wait 4, wait 5 ................. | finish
+  computing               F0          B0   F1   B1   F2    |       B2
+  pushes                                                   | arm   5 leaves, 4 leaves | finish
+
+A layer waits for its own parameters only, so the first forward begins while later layers are still on their way. A
+gradient leaves as soon as the last backward has passed its layer, while that backward goes on.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +43,9 @@ if TYPE_CHECKING:
     from ds_hydra.step.model_masters import ModelMasters
     from ds_hydra.zero_hetero.buffer_pool import BufferPool
 
+# A bucket's number is added to these, so that pulls, pushes and the messages between stages (`pipe.runtime`) never have
+# a tag in common: gloo matches messages by tag, and several of each kind are under way at once.
 _PULL_TAG, _PUSH_TAG = 1 << 21, 1 << 22
-
 
 # Layers of one stage have equal layouts, so a strategy needs a few plans, not one per layer.
 _transfer, _relay = lru_cache(maxsize=1024)(plan_transfer), lru_cache(maxsize=1024)(plan_relay)
@@ -93,6 +105,10 @@ class StrategyRuntime:
 
         Between nodes pulls are relayed. Pushes are not: a relay would need a second buffer of all gradients.
         """
+        # A bucket is one interval of the arena, and its parameters are views of it: a bucket with the weights q (4, 4)
+        # and o (4, 4) takes 32 elements, and q's are the first 16. So one message per peer brings a whole bucket, and
+        # the layers find their values there without a copy into parameters. The gradients lie in the same order in
+        # the arena's other buffer, and leave it by the transposed plan.
         pull_links: list[Link | RelayLink] = []
         buffers: list[Tensor] = []
         pushes: list[PushBucket] = []
@@ -125,12 +141,14 @@ class StrategyRuntime:
         self.pushes = Pushes(pushes, wire_dtype=wire, first_tag=_PUSH_TAG)
 
     def _install(self, slots: Sequence[Slot], buffer: Tensor, grads: Tensor | None) -> list[nn.Parameter]:
-        """Parameters of a bucket as views of its buffer, their gradients as views of the gradient buffer."""
+        """Make the parameters of a bucket views of its buffer, and their gradients views of the gradient buffer."""
         installed: list[nn.Parameter] = []
         for slot in slots:
             parameter = self.module.install(slot, buffer)
             if grads is not None:
                 total = shard_view(slot, grads)
+                # Autograd accepts a gradient only in the parameter's own dtype. Where the sum is wider than that (BF16
+                # parameters, FP32 sums), a hook adds each micro-batch's gradient to it instead.
                 if total.dtype == parameter.dtype:
                     parameter.grad = total
                 else:
@@ -139,7 +157,9 @@ class StrategyRuntime:
         return installed
 
     def _before_last_backward(self) -> None:
-        self._finish_pulls()  # the pushes that start now use the pulls' scratch memory again
+        # Pulls and pushes borrow their message buffers from one pool. If a pull of this rank were still under way (it
+        # may only have to send, so no layer has waited for it), the pushes would need memory of their own beside it.
+        self._finish_pulls()
         self.pushes.arm()
 
     def _finish_pulls(self) -> None:
@@ -161,6 +181,8 @@ class StrategyRuntime:
         slots = training_slots("1f1b", len(batches), self.num_stages, self.stage_index)
         loss = self.stage_runtime.run(slots, batches, self._before_last_backward)
         self.run_s = time.perf_counter() - began
+        # Once more, for a pipeline without micro-batches: it had no last backward, but its rank owns masters that
+        # others pull, and must receive what others push.
         self._finish_pulls()
         with self._timed("exposed_push_s"):
             self.pushes.finish()

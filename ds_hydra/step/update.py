@@ -1,4 +1,4 @@
-"""A step's loss and gradients in, updated masters out; or a step that is skipped on all ranks alike, and why."""
+"""A step's loss and gradients in, updated masters out; or all ranks skip the step, and say why."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class Update:
-    """Updates the masters of this rank. Every rank must call the same methods; each decides alike on all."""
+    """Updates the masters of this rank. Every rank must call the same methods; all come to the same decision."""
 
     def __init__(
         self,
@@ -44,13 +44,17 @@ class Update:
         self._skipped_in_a_row = 0
 
     def apply(self, loss: Tensor) -> tuple[float, float]:
-        """Clip and step; a loss or gradient that is not finite, on any rank, leaves everything as it was on all.
+        """Clip the gradient and make an optimizer step. Returns the gradient's norm and the seconds it took.
 
-        Returns norm and seconds.
+        If the loss or the gradient of any rank is not finite, nothing changes on any rank, and the norm is not finite.
         """
         began = time.perf_counter()
         grads = self._masters.grads
-        poison = (loss.detach() * 0.0).reshape(1)  # 0, or NaN for a loss that is not finite
+        # All ranks must skip a step if one of them has a loss that is not finite, even where its gradients are finite
+        # (a sequence whose weight is 0, say). To ask each other would take one more message and a wait for the device.
+        # The norm is gathered from all ranks anyway, so the loss joins it as one more element: 0 * 2.3 is 0 and changes
+        # nothing, 0 * inf and 0 * NaN are NaN and make the norm NaN on every rank.
+        poison = (loss.detach() * 0.0).reshape(1)
         norm = global_grad_norm([*grads, poison], self._world.group) / self._loss_scale.value
         value = float(norm)
         if math.isfinite(value):
@@ -61,7 +65,10 @@ class Update:
         return value, time.perf_counter() - began
 
     def compare(self, step: int, runtime: StrategyRuntime) -> None:
-        """Every `compare_every` steps: NumericsError on all ranks if any has computed with other values than sent."""
+        """Every `compare_every` steps, compare the parameters that each rank used with the masters that were sent.
+
+        Raises NumericsError on all ranks, naming sender and receiver, where they differ.
+        """
         if self._faults.compare_every == 0 or step % self._faults.compare_every:
             return
         wrong = unequal_pairs(runtime.pulls.checksums(self._masters.num_ranks), self._world.channel)
@@ -74,7 +81,7 @@ class Update:
             )
 
     def explain(self, step: int, plan: StepPlan, runtime: StrategyRuntime) -> None:
-        """Name what was not finite: micro-batches and their sequences by the loss, parameters by the gradient."""
+        """Log what was not finite: micro-batches with their sequences, and parameters with such a gradient."""
         if self._loss_scale.dynamic:
             return  # skipped steps are how it finds its scale
         found = []
@@ -97,7 +104,7 @@ class Update:
             logger.warning("step %d is skipped, not finite: %s", step, " | ".join(lines[:16]))
 
     def count(self, step: int, norm: float) -> None:
-        """Take in whether `step` was skipped. Raises NumericsError when too many were, one after the other."""
+        """Record whether `step` was skipped. Raises NumericsError when too many steps in a row were."""
         self._loss_scale.update(overflow=not math.isfinite(norm))
         if self._loss_scale.dynamic:
             return
