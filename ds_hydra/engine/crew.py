@@ -1,7 +1,20 @@
 """A job and a world in; masters, optimizer, plans and all else that belongs to one set of ranks out, until `close`.
 
-Assembling a second crew in the same process, over another world, gives what a restart with those ranks would: nothing
-of the first crew is left but what a checkpoint carries over.
+[Note: order of assembly]
+Every part needs some of those before it, and what can be refused is refused before it costs anything:
+
+  prepare       reads the cost table and checks data, strategies and memory: no memory is allocated before it passes
+  masters       the parameters that this rank owns, with the model's values
+  optimizer     over views of the masters; the LR scheduler is made on it
+  loss scale    knows its type and its config from the engine
+  update        masters, optimizer and loss scale
+  stepper       update and the placed strategies; allocates the arena, once the masters have shown that they fit
+  plans         starts the producer on rank 0, which compiles its kernels while the rest is made
+  checkpoints   saves and loads masters and loss scale
+  watchdog      last, because its thread may end the process
+
+A second crew in the same process, over another world, equals a restart with those ranks: of the first crew only what
+a checkpoint carries over is left.
 """
 
 from __future__ import annotations
@@ -32,9 +45,10 @@ class Crew:
     """What trains a job on one world. Every rank of the world makes it, and closes it, together."""
 
     def __init__(self, job: Job, world: World, host: HostEngine, signals: Signals, *, initial: bool):
-        """`host` gets the optimizer. `initial`: masters take the model's values; else a checkpoint must be loaded.
+        """Assemble everything, in the order of [Note: order of assembly]. `host` is given the optimizer.
 
-        Raises ConfigError or PlanError when the job does not fit the world.
+        With `initial` the masters take the model's values; otherwise a checkpoint must be loaded. Raises ConfigError or
+        PlanError when the job does not fit the world.
         """
         self.job, self.world = job, world
         self.prepared: Prepared = prepare(job, world)
@@ -46,6 +60,7 @@ class Crew:
         )
         if initial:
             self.masters.load(job.source.values, world.group)
+        # The optimizer's parameters are views of the masters: its step changes what the next pull sends, with no copy.
         groups = self.masters.trained.param_groups([{"names": group.names} for group in job.recipe.groups])
         optimizer = host.install_optimizer([group["params"] for group in groups])
         self.loss_scale = LossScale(host)
@@ -72,7 +87,8 @@ class Crew:
             world.channel,
         )
         self.checkpoints = Checkpointer(host, self.masters, job.source.aliases, world.background, self.loss_scale)
-        # Last, because its thread may end the process: from here on a rank that fails is noticed by all others.
+        # From here on all ranks notice one that fails. Before, a rank that fails leaves the others waiting in a
+        # collective, and the launcher ends them. The step in reports is the coming one: the first has the number 1.
         self.watchdog = Watchdog(
             world.background,
             lambda: (host.global_steps + 1, self.activity.now),
@@ -83,10 +99,10 @@ class Crew:
 
     @contextmanager
     def together(self, activity: str) -> Iterator[None]:
-        """An activity that all ranks are in together: what one of them raises concerns the others.
+        """An activity that all ranks are in together: an error of one of them is reported to the others.
 
-        Errors of checkpoints and numerics are raised on all ranks alike, so each may deal with them where they are
-        raised.
+        Errors of checkpoints and numerics are raised on all ranks at once. So each rank can handle them by itself, and
+        a script may catch one and go on; they are not reported.
         """
         with self.activity(activity):
             try:
@@ -98,13 +114,14 @@ class Crew:
                 raise
 
     def correct_costs(self, step: int) -> None:
-        """Plan by corrected costs from now on, where the config asks for that and there is news."""
+        """Plan by corrected costs from now on, if the config asks for that and there is a new correction."""
         table = self.watch.new_table(step)
         if table is not None:
             self.plans.use_table(table)
 
     def close(self) -> None:
         """Wait for a save that is under way; end threads and the planning process. The world stays open."""
+        # The save is waited for while heartbeats still go: a rank that dies during the wait must end it on the others.
         self.checkpoints.writer.wait()
         self.watchdog.close()
         self.plans.close()

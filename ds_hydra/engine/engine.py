@@ -42,6 +42,7 @@ class HydraEngine(HostEngine):
     def __init__(self, parsed: ParsedConfig, model: Any, **arguments: Any) -> None:
         super().__init__(parsed, model, **arguments)
         config = self.hydra_config
+        # The job is what stays the same when the ranks change; `assemble` adds what belongs to the present ranks.
         self.job = Job(
             config,
             model_source(model, activation_checkpointing=config.activation_checkpointing),
@@ -54,6 +55,8 @@ class HydraEngine(HostEngine):
         )
         self._signals = Signals()
         self.assemble()
+        # The masters have taken the values. Dropping both references frees the model's own parameters: otherwise each
+        # rank would hold the whole model beside its share of it.
         self.job.source.values = {}
         model.to("meta")
         if config.checkpoint is not None:
@@ -61,10 +64,10 @@ class HydraEngine(HostEngine):
         self.saving.resume()
 
     def assemble(self, job: Job | None = None) -> None:
-        """Make the parts that belong to the ranks of torch's default group. Every one of them must call it.
+        """Make the parts that belong to the ranks of torch's default process group; each of these ranks must call it.
 
-        A second time, with the `job` to go on with, the crew before must be closed, and its world; masters hold no
-        values until a checkpoint is loaded.
+        To assemble again, close the present crew and its world first, and give the `job` to continue. The new masters
+        hold no values until a checkpoint is loaded.
         """
         initial = job is None
         self.job = job or self.job
@@ -77,7 +80,7 @@ class HydraEngine(HostEngine):
     def train_batch(self, data_iter: Any = None) -> Tensor:
         """Run one step and return its loss, a scalar in FP32.
 
-        The sequences come from `training_data`; `data_iter` is there for DeepSpeed's signature and must be None.
+        The sequences come from `training_data`. `data_iter` is a parameter of DeepSpeed's method; it must be None.
         Every rank must call it.
         """
         crew, data = self.crew, self._training_data(data_iter)
@@ -106,7 +109,9 @@ class HydraEngine(HostEngine):
             )
             self.finish_step(record)
             crew.correct_costs(step)
-            crew.update.count(step, outcome.grad_norm)  # after the record: it raises when too many steps were skipped
+            # Counting raises an error when too many steps in a row were skipped. It comes after the record, so that the
+            # step which ended the job stands in the log and in `steps_file`.
+            crew.update.count(step, outcome.grad_norm)
         self.saving.when_due(outcome.request)
         return torch.tensor(outcome.loss, dtype=torch.float32)
 
@@ -172,11 +177,12 @@ class HydraEngine(HostEngine):
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any]]:
-        """(path, client_state) of what was loaded: `tag`, or the one that `latest` names.
+        """Load the checkpoint `tag`, or the one that the file `latest` names; return its path and its client_state.
 
-        Any number of ranks loads what any other number saved. `load_module_only` loads parameters and leaves optimizer,
-        schedule, steps and data as they are. (None, {}) where nothing was ever saved; CheckpointError on all ranks for
-        whatever is damaged or ambiguous, and then nothing has changed. Every rank must call it.
+        Any number of ranks can load what any other number saved. `load_module_only` loads the parameters and leaves
+        optimizer, schedule, steps and data as they are. Returns (None, {}) if nothing was ever saved. Raises
+        CheckpointError on all ranks if the checkpoint is damaged or ambiguous; then nothing has changed. Every rank
+        must call it.
         """
         if custom_load_fn is not None or not load_module_strict:
             raise CheckpointError(
@@ -209,18 +215,22 @@ class HydraEngine(HostEngine):
         return True
 
     def load_16bit_model(self, load_dir: str | Path) -> None:
-        """Take the parameters of a Hugging Face folder; steps, optimizer and data stay. Every rank must call it.
+        """Load the parameters of a Hugging Face folder; steps, optimizer and data stay. Every rank must call it.
 
-        A rank reads of each parameter only what it owns, so no rank holds the whole model.
+        A rank reads only the part of each parameter that it owns, so no rank holds the whole model.
         """
         self.saving.load_pretrained(load_dir)
 
     def wait_for_checkpoint(self) -> None:
-        """Return when no save is under way; raises what the last one in the background raised."""
+        """Wait until no save is under way. Raises the error of the last save in the background, if it had one."""
         self.saving.wait()
 
     def destroy(self) -> None:
-        """End the planning process and a save that is under way, print the summary, release what DeepSpeed's would."""
+        """Finish a save that is under way, end threads and the planning process, print the summary.
+
+        It also releases what DeepSpeed's engine would release.
+        """
+        # By way of __dict__: if the constructor failed there is no crew, and nn.Module's lookup would raise instead.
         crew = self.__dict__.get("crew")
         if crew is not None:
             self._signals.remove()

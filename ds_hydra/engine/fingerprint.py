@@ -1,4 +1,4 @@
-"""A model and a device in, what a cost table depends on out: the same for profiling and for training."""
+"""A model and a device in; all that a cost table depends on, as profiling and training both record it, out."""
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ def attention_name(source: ModelSource, device: torch.device, dtype: torch.dtype
     if head is None:
         heads = max(1, source.plan.num_heads)
         head = max(1, source.width(min(1, source.plan.num_layers - 1)) // heads)
+    # An empty tensor has what the choice depends on, device, type and head size, and takes no memory to speak of.
     probe = torch.empty((1, 1, head), device=device, dtype=dtype)
     return choose_backend(probe, probe, softcap).__name__
 

@@ -1,4 +1,4 @@
-"""Before step 0: does the job fit its devices? A source, a cost table and strategies in; a table of what fits out."""
+"""Before step 0: a source, a cost table and strategies in; the table of what fits in memory, or ConfigError, out."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def job_memory(
     optimizer_states: int = 2,
     measured: Mapping[tuple[int, int], Activations] | None = None,
 ) -> JobMemory:
-    """The memory model of a job for all (tp, sp) of the schemes, with measured activations or else estimated ones.
+    """The memory model of a job for all (tp, sp) of the schemes, with activations measured or else estimated.
 
-    Layers of a pipeline module tell nothing of their inside: their activations count as none.
+    The layers of a pipeline module do not say what is inside them, so their activations count as 0 bytes.
     """
     config: Any = getattr(source, "text_config", None)
     figures: dict[tuple[int, int], Activations] = {}
@@ -60,14 +60,15 @@ def rank_memory(device: torch.device, ranks_per_node: int) -> float:
     """Bytes that one rank may use: of its GPU, or its share of the node's memory."""
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
+    # On CPU the ranks of a node share its memory, where each GPU has its own.
     pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     return float(pages * size) / max(1, ranks_per_node)
 
 
 def within_memory(table: CostTable, memory: JobMemory) -> CostTable:
-    """A table with MaxLen by the memory model where that is less; schemes whose states do not fit are left out.
+    """The table with MaxLen lowered to what the memory model allows, without the schemes whose states do not fit.
 
-    Raises ConfigError when none is left.
+    Raises ConfigError when no scheme is left.
     """
     costs = []
     for cost in table.costs:
@@ -111,6 +112,8 @@ def check_memory(
             "these strategies do not fit the devices' memory:\n  " + "\n  ".join(lines) + "\nTake them out of "
             "hydra.strategies, use a larger tp or pp in them, or more ranks"
         )
+    # One pipeline that holds the longest sequence is enough: the planner puts a sequence only where it fits, so the
+    # other pipelines get the shorter ones.
     candidates = {pipeline.cost_key for strategy in strategies for pipeline in strategy.pipelines}
     best = max(candidates, key=lambda scheme: table[scheme].max_length)
     limit = table[best].max_length

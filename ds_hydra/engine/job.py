@@ -15,7 +15,7 @@ from ds_hydra.pipe.stage import ModelSource
 
 @dataclass(frozen=True)
 class Job:
-    """What every assembly of the engine starts from."""
+    """Everything that an assembly of the engine starts from, whichever ranks it is for."""
 
     config: HydraConfig
     source: ModelSource

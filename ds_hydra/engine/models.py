@@ -14,7 +14,7 @@ from ds_hydra.zero_hetero.errors import ConfigError
 
 
 def model_source(model: Any, *, activation_checkpointing: bool) -> ModelSource:
-    """What kind of model the user gave, read once. ConfigError for what has no layers that can be found."""
+    """The source of stages for the kind of model that was given. ConfigError if its layers cannot be found."""
     from transformers import PreTrainedModel
 
     if isinstance(model, PipelineModule):

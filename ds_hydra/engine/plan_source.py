@@ -1,4 +1,4 @@
-"""Each step's plan, the same on every rank: rank 0 plans some steps ahead, everybody checks and compares."""
+"""Batches of the sampler in; each step's plan, the same on every rank, out. Rank 0 plans, every rank checks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ds_hydra.zero_hetero.errors import PlanError
 
 
 class PlanSource:
-    """The pre-step consumer of plans.
+    """Hands out the plan of each step, just before the step.
 
-    The planner may fall back to another plan than its producer would have made, so one rank decides and the
-    others take what it says; every rank validates it against the sequences that its own sampler drew.
+    Rank 0 decides the plans and tells them to the others: they depend on whether its producer answered in time. Every
+    rank validates a plan against the sequences that its own sampler drew.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class PlanSource:
         self._pure = Planner(self._table, strategies, once)
 
     def use_table(self, cost_table: CostTable) -> None:
-        """Plan by other costs from the next step on. Every rank must call it, with the same table."""
+        """Plan by this cost table from the next step on. Every rank must call it, with the same table."""
         self._table = cost_table
         self._set_planners(self._planner.strategies)
         if self._service is not None:
@@ -52,7 +52,7 @@ class PlanSource:
 
     @property
     def table(self) -> CostTable:
-        """Costs that plans are made by."""
+        """The cost table that plans are made by."""
         return self._table
 
     def _start_service(self) -> PlannerService | None:
@@ -73,10 +73,12 @@ class PlanSource:
         return self._planner.strategies
 
     def next(self, step: int) -> PlannedStep:
-        """The plan of `step`, which its ranks have agreed on. Every rank must call it."""
+        """The plan of `step`, equal on all ranks. Every rank must call it."""
         assert self._sampler is not None, "plans of steps need a sampler"
         ids, lengths = self._sampler.batch(step), self._sampler.batch_lengths(step)
         planned: PlannedStep | None = None
+        # With ahead = 2, next(0) submits the batches of steps 0, 1 and 2 and waits for plan 0; next(1) submits step 3
+        # and finds plan 1, which was made while step 0 was trained.
         if self._service is not None:
             first = step if self._submitted is None else self._submitted + 1
             for coming in range(first, step + self._ahead + 1):
@@ -105,12 +107,14 @@ class PlanSource:
     def _share(
         self, planned: PlannedStep | None, step: int, ids: tuple[int, ...], lengths: tuple[int, ...]
     ) -> PlannedStep:
-        """Hand rank 0's plan to all ranks; each checks that it is about the sequences it drew itself."""
+        """Hand rank 0's plan to all ranks; each checks that it plans the sequences that this rank drew itself."""
         if self._num_ranks > 1:
             text = self._channel.tell(_encode(planned) if planned is not None else None)
             planned = planned or _decode(text)
         assert planned is not None, "rank 0 has planned"
         plan = planned.plan
+        # The ranks' samplers must agree, but a rank may have been given other data by its script. Then a plan of rank
+        # 0's ids would train on other sequences here, without any error further down.
         if (plan.step, plan.sequence_ids, plan.lengths) != (step, ids, lengths):
             raise PlanError(
                 f"rank {self._rank} drew other sequences for step {step} than rank 0 planned for: the ranks' "

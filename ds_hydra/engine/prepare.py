@@ -30,9 +30,9 @@ _SPEEDS = {"cuda": (1.5e14, 1.5e11), "cpu": (2e10, 1e9)}
 
 @dataclass(frozen=True)
 class Prepared:
-    """What is decided before anything is allocated."""
+    """The decisions that are made before anything is allocated."""
 
-    found: TableFile  # the table that plans are made from, with what is known about how it came about
+    found: TableFile  # the table that plans are made from, and how it was measured
     strategies: Mapping[StrategyShape, Strategy]  # candidates placed on the ranks, in the order of the config
     num_elements: int  # parameters that each rank owns
 
@@ -42,7 +42,7 @@ class Prepared:
 
 
 def prepare(job: Job, world: World) -> Prepared:
-    """Decide cost table and candidates. Every rank must call it; ConfigError or PlanError on all of them alike."""
+    """Decide cost table and candidates. Every rank must call it; ConfigError or PlanError is raised on all of them."""
     config, plan = job.config, job.source.plan
     lengths = [] if job.data is None else [int(n) for n in job.data.lengths if n]
     longest = max(lengths, default=config.context_length or config.tokens_per_step)
@@ -52,9 +52,12 @@ def prepare(job: Job, world: World) -> Prepared:
     found = job_cost_table(config, shape, schemes, longest, fingerprint)
     memory = _memory(job, world, found)
     found = replace(found, table=with_shapes(found.table, config.shapes, memory))
-    # A measured table's MaxLen holds for as many ranks as shared the masters then.
+    # A measured MaxLen holds for the number of ranks that shared the masters when it was measured. Masters and Adam's
+    # states take 12 bytes per parameter over all ranks: of 1e9 parameters a rank keeps 1.5 GB with 8 ranks but 3 GB
+    # with 4, and has that much less for activations. So for another number of ranks the memory model decides.
     as_measured = config.cost_table and (found.job is None or found.job.num_ranks in (0, world.num_ranks))
     found = found if as_measured else replace(found, table=within_memory(found.table, memory))
+    # Strategies are proposed by the limited table: one that does not fit must not be proposed.
     candidates = config.shapes or _propose(config, found.table, lengths, world)
     strategies = {c: place_strategy(c, world.num_ranks, plan.num_layers) for c in candidates}
     for strategy in strategies.values():

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Measured:
-    """Times of a step in ms, each of its slowest rank."""
+    """Times of a step in ms. A pipeline and a stage each take as long as their slowest rank."""
 
     step_ms: float
     pipeline_ms: tuple[float, ...]
@@ -25,7 +25,7 @@ class Measured:
 
     @classmethod
     def of(cls, outcome: Outcome, seconds: float) -> Measured:
-        """`seconds` from the plan to the updated masters."""
+        """The times of an outcome; `seconds` passed from asking for the plan to the updated masters."""
         stats, pipelines = outcome.stats, outcome.strategy.pipelines
         return cls(
             1e3 * seconds,
@@ -48,7 +48,10 @@ def step_record(
     skipped_steps: int,
     watched: Mapping[str, Any],
 ) -> StepRecord:
-    """The record of a step. `skipped_steps` were skipped before it; `watched` are the fields of the `StepWatch`."""
+    """The record of a step.
+
+    `skipped_steps` counts the steps that were skipped before this one; `watched` holds the fields of the `StepWatch`.
+    """
     plan, stats = planned.plan, outcome.stats
     return StepRecord(
         step=step,

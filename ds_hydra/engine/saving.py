@@ -1,4 +1,4 @@
-"""What the engine saves and loads: checkpoints, when they are due, and Hugging Face folders."""
+"""Saving and loading for the engine: checkpoints, the moment when they are due, and Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Saving:
             self._moved()
 
     def _moved(self) -> None:
-        """Training goes on at another step."""
+        """Tell plans and log that training goes on at another step than it was at."""
         self._crew.plans.restart()
         self._host.step_log.rewind(self._host.global_steps)
 
@@ -72,7 +72,9 @@ class Saving:
         step = self._host.global_steps
         if request or (self._config.every > 0 and step % self._config.every == 0):
             self.save(self._config.dir)
-            if self._signals.request <= request:  # else it came after this step had asked all ranks
+            # The ranks exchanged their requests during the step. A signal that came later, such as SIGTERM during the
+            # save that SIGUSR1 asked for, is more than what they know of: it must stay for the next step.
+            if self._signals.request <= request:
                 self._signals.request = NOTHING
         if request == LEAVE:
             self.wait()
@@ -81,7 +83,7 @@ class Saving:
             sys.exit(0)
 
     def wait(self) -> None:
-        """Return when no save is under way; raises what the last one in the background raised."""
+        """Wait until no save is under way. Raises the error of the last save in the background, if it had one."""
         self._crew.checkpoints.writer.wait()
 
     def save_pretrained(self, folder: str | Path, *, max_shard_size: str, tokenizer: Any) -> None:
@@ -89,6 +91,8 @@ class Saving:
         crew, world = self._crew, self._crew.world
         with crew.together("saving"):
             weights = gather_weights(crew.masters, world.links, crew.job.compute_dtype)
+            # Rank 0's error is told to all, so that every rank raises it. If only rank 0 raised, the others would go on
+            # to the next step and wait for it there.
             error: Exception | None = None
             try:
                 if world.rank == 0:
@@ -105,7 +109,7 @@ class Saving:
             world.channel.settle(error, f"saving the model in {str(folder)!r}")
 
     def load_pretrained(self, folder: str | Path) -> None:
-        """Take the parameters of a Hugging Face folder; each rank reads only what it owns."""
+        """Load the parameters of a Hugging Face folder; each rank reads only what it owns."""
         crew = self._crew
         with crew.together("loading"):
             load_pretrained(crew.masters, Path(folder), crew.job.source.aliases, self._host.module, crew.world)

@@ -1,4 +1,8 @@
-"""Signals as requests that a step takes up at its end: SIGTERM and Ctrl-C save and leave, SIGUSR1 saves and goes on."""
+"""Signals in, requests out: SIGTERM and Ctrl-C ask to save and leave, SIGUSR1 asks to save and go on.
+
+A handler only notes the request. It cannot save: it runs between any two instructions, on one rank, while a save needs
+all ranks at the same step. The ranks exchange their requests with the figures at the end of each step and act then.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ _INTERRUPTED = 130
 
 
 class Signals:
-    """Takes over signals that the application leaves at their default; `request` is what they ask for."""
+    """Handles the signals that the application leaves at their default; `request` is what they have asked for."""
 
     def __init__(self) -> None:
         self.request = NOTHING
@@ -25,7 +29,7 @@ class Signals:
         self._before: dict[int, object] = {}
 
     def install(self) -> None:
-        """From now on signals become requests. Only the main thread can; elsewhere this does nothing."""
+        """Turn signals into requests from now on. Python allows that in the main thread only; elsewhere do nothing."""
         if threading.current_thread() is not threading.main_thread():
             return
         for number in _HANDLED:
@@ -37,7 +41,7 @@ class Signals:
                 logger.info("%s is handled by the application: it does not save", signal.Signals(number).name)
 
     def remove(self) -> None:
-        """Give the signals back."""
+        """Restore the handlers that were there before."""
         if threading.current_thread() is threading.main_thread():
             for number, before in self._before.items():
                 if signal.getsignal(number) == self._handle:
@@ -49,6 +53,7 @@ class Signals:
             self.request = max(self.request, SAVE)
             return
         self.request = LEAVE
+        # os.write and not print: the signal may have interrupted a print, whose buffer must not be entered twice.
         if number == signal.SIGINT:
             self._interrupts += 1
             if self._interrupts > 1:
