@@ -1,7 +1,7 @@
 """The surface of DeepSpeed's engine: config, data, optimizer, schedulers, monitors, counters.
 
-`HostEngine` is a DeepSpeedEngine by isinstance, but runs none of its constructor: that would cast, broadcast
-and flatten whole parameters over one homogeneous data parallel group.
+`HostEngine` is a DeepSpeedEngine by isinstance, so that scripts and libraries which test for one, or call its methods
+that read settings, go on working.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from ds_hydra.config.hydra_block import ParsedConfig
 from ds_hydra.data.sampler import StepLoader, TokenBudgetSampler
 from ds_hydra.data.sequences import SequenceData
+from ds_hydra.host import refusals
+from ds_hydra.host.model_limits import max_positions, vocab_size
 from ds_hydra.host.optimizers import OptimizerRecipe, optimizer_recipe
 from ds_hydra.host.precision import choose_dtype
 from ds_hydra.host.settings import deepspeed_config, with_model_settings
@@ -55,7 +57,12 @@ class HostEngine(DeepSpeedEngine):
         lr_scheduler: LRScheduler | Callable[[Optimizer], Any] | None = None,
         args: Any = None,
     ) -> None:
-        nn.Module.__init__(self)  # and not DeepSpeedEngine's
+        # nn.Module's constructor, and not DeepSpeedEngine's, which takes the model as it will stay: it casts it, moves
+        # all of it to the device, broadcasts it over one data parallel group in which every rank holds the same, and
+        # flattens it for ZeRO. Here ranks hold different parts, other ones in the next step; a model that fits only as
+        # shards would not survive the move. What DeepSpeed's methods need of its work is done by the lines below:
+        # config, defaults, arguments, ranks, logging.
+        nn.Module.__init__(self)
         self.hydra_config = with_model_settings(parsed.hydra, model)
         self.config = parsed.source
         self._config = deepspeed_config(parsed)
@@ -80,7 +87,7 @@ class HostEngine(DeepSpeedEngine):
             model_parameters=model_parameters,
             allow_untested=bool(self.zero_allow_untested_optimizer()),
         )
-        self._check_client_scheduler()
+        refusals.foreign_scheduler(lr_scheduler, optimizer)
         self._configure_data(training_data)
         self._configure_reports()
 
@@ -110,14 +117,6 @@ class HostEngine(DeepSpeedEngine):
         self._is_gradient_accumulation_boundary = True
         self._python_gc_generation: int | None = None
 
-    def _check_client_scheduler(self) -> None:
-        bound = getattr(self.client_lr_scheduler, "optimizer", None)
-        if isinstance(bound, Optimizer) and bound is not self.client_optimizer:
-            raise ConfigError(
-                f"the LR scheduler {type(self.client_lr_scheduler).__name__} belongs to an optimizer that was not "
-                "passed to initialize(): pass that optimizer too, or a callable that makes the scheduler"
-            )
-
     def _configure_data(self, training_data: Any) -> None:
         self.training_data = training_data
         self.data: SequenceData | None = None
@@ -133,14 +132,14 @@ class HostEngine(DeepSpeedEngine):
             logger.info("data: %s; %d steps an epoch", self.data.counts, self.sampler.steps_per_epoch)
 
     def sequences(self, dataset: Any) -> SequenceData:
-        """A dataset under this job's context length and this model's vocabulary."""
+        """The sequences of a dataset, within this job's context length and this model's vocabulary."""
         config = self.hydra_config
         return SequenceData(
             dataset,
             context_length=config.context_length,
             too_long=config.too_long,
-            vocab_size=_vocab_size(self.module),
-            max_positions=_max_positions(self.module),
+            vocab_size=vocab_size(self.module),
+            max_positions=max_positions(self.module),
         )
 
     def _configure_reports(self) -> None:
@@ -157,7 +156,7 @@ class HostEngine(DeepSpeedEngine):
     # What the subclass calls.
 
     def install_optimizer(self, shards: Sequence[Sequence[Tensor]]) -> Optimizer:
-        """Make optimizer and LR scheduler on this rank's master shards, `shards[i]` those of `recipe.groups[i]`."""
+        """Make optimizer and LR scheduler over this rank's master shards: `shards[i]` belong to `recipe.groups[i]`."""
         self.optimizer = self.basic_optimizer = self.recipe.build(shards)
         level = deepspeed_logger.level
         deepspeed_logger.setLevel(logging.ERROR)  # its schedules warn of their own first call, on every rank
@@ -174,17 +173,12 @@ class HostEngine(DeepSpeedEngine):
 
     def refuse_further_steps(self) -> None:
         """Raise ConfigError when the job has made all steps that the config asks for."""
-        total = self.hydra_config.total_steps
-        if total is not None and self.global_steps >= total:
-            raise ConfigError(
-                f"step {self.global_steps + 1} was asked for, but training ends with hydra.total_steps {total}: loop "
-                "with `for _ in loader`, which ends there after a restart too, or raise it"
-            )
+        refusals.step_beyond(self.hydra_config.total_steps, self.global_steps + 1)
 
     def finish_step(self, record: StepRecord) -> None:
-        """Take a step into the engine's books: counters, gradient norm, LR schedule, log line, JSONL, monitors.
+        """Record a finished step: counters, gradient norm, LR schedule, log line, JSON line, monitors.
 
-        The schedule stands still in a skipped step, as in DeepSpeed.
+        The LR schedule does not move in a skipped step, as in DeepSpeed.
         """
         assert record.step == self.global_steps + 1, f"step {record.step} follows step {self.global_steps}"
         self.global_steps = record.step
@@ -213,34 +207,30 @@ class HostEngine(DeepSpeedEngine):
         raise NotImplementedError
 
     def train_batch_size(self) -> int:
-        """Sequences of the last step, or of the first before it has run: DeepSpeed counts samples per step too."""
+        """Sequences of the last step, or of the first one before it has run."""
         if self.last_step is not None:
             return self.last_step.num_sequences
         return len(self.sampler.batch(0)) if self.sampler is not None else 0
 
     def set_train_batch_size(self, train_batch_size: int) -> NoReturn:
         """Not supported: steps are sized in tokens."""
-        raise ConfigError(
-            f"set_train_batch_size({train_batch_size}): a step is sized by hydra.tokens_per_step: set that, and restart"
-        )
+        refusals.train_batch_size(train_batch_size)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> NoReturn:
         """Not supported: the plan sizes micro-batches."""
-        raise ConfigError(
-            f"set_train_micro_batch_size({micro_batch_size}): micro-batches are sized by the plan: leave it out"
-        )
+        refusals.micro_batch_size(micro_batch_size)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> NoReturn:
         """Not supported: see the error."""
-        _refuse_three_call_loop("engine(batch)")
+        refusals.three_call_loop("engine(batch)")
 
     def backward(self, *inputs: Any, **kwargs: Any) -> NoReturn:
         """Not supported: see the error."""
-        _refuse_three_call_loop("engine.backward(loss)")
+        refusals.three_call_loop("engine.backward(loss)")
 
     def step(self, *inputs: Any, **kwargs: Any) -> NoReturn:
         """Not supported: see the error."""
-        _refuse_three_call_loop("engine.step()")
+        refusals.three_call_loop("engine.step()")
 
     def destroy(self) -> None:
         """Print the summary, and release what DeepSpeed's engine would."""
@@ -249,24 +239,3 @@ class HostEngine(DeepSpeedEngine):
             step_log.close()
             atexit.unregister(step_log.close)
         super().destroy()
-
-
-def _refuse_three_call_loop(call: str) -> NoReturn:
-    raise RuntimeError(
-        f'{call} is not supported with a "hydra" block: a step is planned from all its sequences at once. Pass '
-        "training_data to initialize() and call engine.train_batch(), or engine.eval_batch(), instead"
-    )
-
-
-def _vocab_size(model: nn.Module) -> int | None:
-    """Rows of the model's input embedding; None when it does not say."""
-    embedding = getattr(model, "get_input_embeddings", lambda: None)()
-    return getattr(embedding, "num_embeddings", None)
-
-
-def _max_positions(model: nn.Module) -> int | None:
-    """Positions that the model's config promises; None when it promises none."""
-    config = getattr(model, "config", None)
-    text_config = getattr(config, "get_text_config", lambda: config)()
-    positions = getattr(text_config, "max_position_embeddings", None)
-    return positions if isinstance(positions, int) and positions > 0 else None

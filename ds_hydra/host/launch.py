@@ -1,4 +1,4 @@
-"""Starting torch.distributed the way DeepSpeed does, from what a launcher has set."""
+"""A launcher's environment and a config in; torch.distributed, started as DeepSpeed starts it, out."""
 
 from __future__ import annotations
 
@@ -48,7 +48,10 @@ def init_distributed(config: HydraConfig, *, port: int, required: bool | None = 
 
 
 def check_launched_ranks(config: HydraConfig) -> None:
-    """Raise ConfigError when the launcher has started other ranks than the strategies use; it may not have run yet."""
+    """Raise ConfigError when the launcher has started more or fewer ranks than the strategies use.
+
+    Without a launcher's environment there is nothing to check yet.
+    """
     if os.environ.get("WORLD_SIZE", "").isdigit():
         check_num_ranks(config, int(os.environ["WORLD_SIZE"]))
 
@@ -69,10 +72,10 @@ def _no_shared_memory_operator() -> Iterator[None]:
 
 
 def _meet_in_this_attempt(backend: str, timeout: timedelta) -> None:
-    """Start the process group under torchrun, whose store may still hold the addresses of ranks that have died.
-
-    It outlives a restart (--max-restarts), so each attempt uses keys of its own.
-    """
+    """Start the process group under torchrun, with keys of this attempt only in torchrun's store."""
+    # torchrun's agent keeps one store over its restarts (--max-restarts). After a rank has died, the store still holds
+    # the addresses under which the ranks of attempt 0 met; ranks of attempt 1 that read the same keys would try to
+    # connect to processes that are gone. So attempt 1 writes and reads below ".../attempt_1".
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = torch.distributed.TCPStore(address, port, num_ranks, is_master=False, timeout=timeout)

@@ -26,7 +26,8 @@ class Precision(Protocol):
 class LossScale:
     """The factor on the loss that keeps FP16 gradients from vanishing; 1 for every other type.
 
-    Dynamic as DeepSpeed's: a step that overflows is skipped and lowers it, `loss_scale_window` good steps raise it.
+    A dynamic scale follows DeepSpeed's rule: a step that overflows is skipped and, after as many of them as
+    `hysteresis` says, halves the scale; `loss_scale_window` steps without overflow double it.
     """
 
     def __init__(self, engine: Precision):
@@ -43,12 +44,14 @@ class LossScale:
 
     def unscale(self, grads: Iterable[Tensor]) -> None:
         """Divide gradients by the scale, in place."""
+        # FP16 holds nothing below 6e-8, so a gradient of 1e-9 would become 0. With a scale of 65536 it is carried as
+        # 6.6e-5, and divided here, where gradients are FP32.
         if self.value != 1.0:
             for grad in grads:
                 grad.mul_(1.0 / self.value)
 
     def update(self, *, overflow: bool) -> None:
-        """Take in whether a step overflowed, on any rank. NumericsError when the least scale overflows."""
+        """Record whether a step overflowed on any rank. NumericsError if it did even with the least scale."""
         try:
             self._scaler.update_scale(overflow)
         except Exception as error:  # DeepSpeed raises nothing more specific
@@ -62,7 +65,7 @@ class LossScale:
         return {key: getattr(self._scaler, key) for key in _STATE} if self.dynamic else None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from saved numbers; a scale that the config fixes stays."""
+        """Continue with saved numbers. A fixed scale keeps the config's value."""
         if self.dynamic:
             for key in _STATE:
                 setattr(self._scaler, key, type(getattr(self._scaler, key))(state[key]))

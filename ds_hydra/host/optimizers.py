@@ -1,7 +1,8 @@
 """Optimizers over master shards: the user's choice in, a torch Optimizer over one rank's shards out.
 
-A rank owns flat intervals that cut across parameters, so only element-wise optimizers give the same update
-as on whole parameters. Those that look at a parameter as a matrix or at its norm (LAMB, Muon, Adafactor) are refused.
+A rank owns flat intervals that cut across parameters: of a weight (4, 4) over 3 ranks, rank 0 may own the elements 0 to
+4. Adam updates an element from that element alone, so 3 ranks compute what one would. LAMB divides by the norm of the
+whole weight, and Muon needs it as a matrix: neither can be computed from 5 of 16 elements, so such ones are refused.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ class OptimizerRecipe:
     make: Callable[[list[dict[str, Any]]], Optimizer]
 
     def build(self, shards: Sequence[Sequence[Tensor]]) -> Optimizer:
-        """The optimizer over this rank's master shards, `shards[i]` those of `groups[i]` (none is allowed)."""
+        """The optimizer over this rank's master shards; `shards[i]` are those of `groups[i]`, and may be empty."""
         if len(shards) != len(self.groups):
             raise ValueError(f"{len(shards)} groups of shards for {len(self.groups)} parameter groups")
         groups = [{"params": list(own), **g.settings} for own, g in zip(shards, self.groups, strict=True)]
@@ -252,7 +253,9 @@ def _from_block(name: str, params: dict[str, Any]) -> Callable[[list[dict[str, A
             accepted = ", ".join(list(inspect.signature(optimizer_class).parameters)[1:])
             raise ConfigError(f"config: optimizer.params of {name}: {error}; it takes {accepted}") from None
 
-    make([{"params": [nn.Parameter(torch.zeros(1))]}])  # so that wrong settings are refused before training
+    # Made once for a parameter of one element and thrown away, so that wrong settings are refused now; the real one is
+    # made only after the masters, minutes into the start of a large job.
+    make([{"params": [nn.Parameter(torch.zeros(1))]}])
     return make
 
 

@@ -1,4 +1,4 @@
-"""The type that a model is computed in, from its own parameters and DeepSpeed's blocks bf16 and fp16."""
+"""A model's parameters and DeepSpeed's blocks bf16 and fp16 in; the type that the model is computed in out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ds_hydra.zero_hetero.errors import ConfigError
 def choose_dtype(model: nn.Module, *, fp16: bool, bf16: bool) -> torch.dtype:
     """BF16 or FP16 if its block is enabled, else the model's own: FP32, or FP64 if all of it is FP64.
 
-    Raises ConfigError for what the device cannot compute, and for a 16 bit model without its block.
+    Raises ConfigError if the device cannot compute in that type, or if a 16 bit model comes without its block.
     """
     accelerator = get_accelerator()
     if fp16:

@@ -1,4 +1,4 @@
-"""DeepSpeed's own reading of its half of the config; what it refuses comes as ConfigError."""
+"""DeepSpeed's half of a config in; the settings as DeepSpeed itself reads them, or ConfigError, out."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MONITOR_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "c
 
 
 def deepspeed_config(parsed: ParsedConfig) -> DeepSpeedConfig:
-    """DeepSpeed's own reading of its half of the config; its complaints come as ConfigError."""
+    """DeepSpeed's half of the config as DeepSpeed itself reads it. ConfigError carries the text of its own errors."""
     try:
         config = DeepSpeedConfig(dict(parsed.deepspeed))
     except (AssertionError, DeepSpeedConfigError, TypeError, ValueError, KeyError) as error:
@@ -37,7 +37,7 @@ def deepspeed_config(parsed: ParsedConfig) -> DeepSpeedConfig:
 
 
 def deepspeed_defaults(parsed: ParsedConfig, config: DeepSpeedConfig) -> tuple[str, ...]:
-    """What DeepSpeed does though the config does not say so, a line each for the log."""
+    """One line for the log for each thing that DeepSpeed does although the config does not mention it."""
     if parsed.source.get("gradient_clipping") is not None or not config.gradient_clipping:
         return ()
     norm = f"a norm of {config.gradient_clipping:g}"
@@ -45,7 +45,7 @@ def deepspeed_defaults(parsed: ParsedConfig, config: DeepSpeedConfig) -> tuple[s
 
 
 def with_model_settings(config: HydraConfig, model: Any) -> HydraConfig:
-    """The block "hydra" with what the model itself was told: Hugging Face's gradient_checkpointing_enable()."""
+    """The block "hydra", with checkpointing on if the script called the model's gradient_checkpointing_enable()."""
     asked = bool(getattr(model, "is_gradient_checkpointing", False))
     return replace(config, activation_checkpointing=config.activation_checkpointing or asked)
 
@@ -59,7 +59,7 @@ def _scheduler_class(name: str) -> Callable[..., Any] | None:
 
 
 def _check_scheduler(config: DeepSpeedConfig) -> None:
-    """Name and arguments of the scheduler block, before there is an optimizer to build it on."""
+    """Check name and arguments of the scheduler block, before there is an optimizer to build it on."""
     name = config.scheduler_name
     if name is None:
         return

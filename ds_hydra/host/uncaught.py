@@ -1,7 +1,7 @@
-"""What a script's end looks like when it does not catch a refusal: its text, once, and an exit code of its own.
+"""How a script ends that does not catch a refusal: with the text of the refusal, once, and an exit code of its own.
 
-A traceback says where in this package a refusal was found; its text says what to change. So the text alone is shown,
-and only by one rank, where all of them refuse the same. Everything else that goes uncaught is shown as ever.
+A traceback says where in this package a refusal was found; its text says what to change. So only the text is shown, and
+only by one rank where all ranks refuse the same thing. Other uncaught errors are shown as Python shows them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError, PlanError
 logger = logging.getLogger(__name__)
 
 EXIT_CODES: dict[type[BaseException], int] = {ConfigError: 78, PlanError: 78, CheckpointError: 74}
-"""EX_CONFIG and EX_IOERR of sysexits.h. Starting the same again helps after neither, unlike after a dead rank's 75."""
+"""EX_CONFIG and EX_IOERR of sysexits.h. Unlike after 75 (a dead rank), starting the same job again does not help."""
 
 _PATIENCE_S = 2.0  # how long rank 0 stays, so that others can still ask whether it has told of an error
 
@@ -27,8 +27,8 @@ _PATIENCE_S = 2.0  # how long rank 0 stays, so that others can still ask whether
 def show_refusals_plainly() -> None:
     """From now on a refusal that the script does not catch ends it without a traceback.
 
-    Other errors go to the hook that was there before, and so does everything in an interactive session, which must
-    not end. A traceback is still logged at level DEBUG.
+    Other errors go to the hook that was there before. So do all errors of an interactive session, which must not end.
+    The traceback is still logged at level DEBUG.
     """
     before = sys.excepthook
     if getattr(before, "is_ds_hydra", False):
@@ -52,10 +52,11 @@ def show_refusals_plainly() -> None:
 
 
 def _is_first_to_tell(text: str) -> bool:
-    """Whether no other rank tells this error.
+    """Whether this rank is the one that shows an error of this text.
 
-    Before the ranks have met, all of them have read the same config, so the first of each node speaks for it. Later an
-    error may be one rank's alone: whoever comes first to the ranks' common store with a text tells it.
+    Before the ranks have met they have only read the same config, so the first rank of each node speaks for its node.
+    Later an error may belong to one rank alone: of all ranks with the same text, the first to reach the ranks' common
+    store shows it.
     """
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():

@@ -1,0 +1,54 @@
+"""What a planned engine refuses of a DeepSpeedEngine's surface, and why; each function raises the error of one case.
+
+A DeepSpeedEngine is driven from outside: the script hands it one micro-batch after the other and says when to step.
+Here a plan decides that, for all ranks and from all sequences of a step at once. Calls that contradict a plan are
+refused with what to do in their place, since to ignore them would train something else than the script says.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from torch.optim import Optimizer
+
+from ds_hydra.zero_hetero.errors import ConfigError
+
+
+def three_call_loop(call: str) -> NoReturn:
+    """`call` is one of forward, backward and step, as a script writes it."""
+    raise RuntimeError(
+        f'{call} is not supported with a "hydra" block: a step is planned from all its sequences at once. Pass '
+        "training_data to initialize() and call engine.train_batch(), or engine.eval_batch(), instead"
+    )
+
+
+def train_batch_size(size: int) -> NoReturn:
+    """A step has a number of tokens, not of sequences."""
+    raise ConfigError(f"set_train_batch_size({size}): a step is sized by hydra.tokens_per_step: set that, and restart")
+
+
+def micro_batch_size(size: int) -> NoReturn:
+    """The plan decides how many sequences a micro-batch has, each time anew."""
+    raise ConfigError(f"set_train_micro_batch_size({size}): micro-batches are sized by the plan: leave it out")
+
+
+def foreign_scheduler(scheduler: Any, optimizer: Any) -> None:
+    """Raise ConfigError if an LR scheduler was made for another optimizer than the one that was passed.
+
+    It would go on setting the rates of an optimizer that makes no steps, while the engine's own keeps its first rate.
+    """
+    bound = getattr(scheduler, "optimizer", None)
+    if isinstance(bound, Optimizer) and bound is not optimizer:
+        raise ConfigError(
+            f"the LR scheduler {type(scheduler).__name__} belongs to an optimizer that was not "
+            "passed to initialize(): pass that optimizer too, or a callable that makes the scheduler"
+        )
+
+
+def step_beyond(total_steps: int | None, step: int) -> None:
+    """Raise ConfigError if `step` comes after the last one that the config asks for."""
+    if total_steps is not None and step > total_steps:
+        raise ConfigError(
+            f"step {step} was asked for, but training ends with hydra.total_steps {total_steps}: loop "
+            "with `for _ in loader`, which ends there after a restart too, or raise it"
+        )
