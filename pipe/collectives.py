@@ -15,6 +15,13 @@ from torch import Tensor
 Group = dist.ProcessGroup | None
 
 
+# Each backward below belongs to the computation of all ranks together, not to that of one rank. Two ranks hold the same
+# x = 3; rank 0 computes 2 * x, rank 1 computes 5 * x, and the results are added:
+#
+#   `sum_over_ranks`   6 + 15 = 21 on both ranks; a change of the 6 changes the 21 by as much, so the gradient stays
+#   `copy_to_ranks`    rank 0 finds the gradient 2 for its x, rank 1 finds 5; the one x that both copied has 7
+#
+# Between the two calls each rank differentiates its own part alone.
 class _CopyToRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -47,7 +54,9 @@ class _GatherLastDim(torch.autograd.Function):
         parts = [x.new_empty((*x.shape[:-1], width)) for width in widths]
         if len(set(widths)) == 1:
             dist.all_gather(parts, x.contiguous(), group=group)
-        else:  # gloo and nccl gather equal sizes only
+        else:
+            # Gloo and NCCL gather equal sizes only: 7 columns over 2 ranks are widths 3 and 4, so rank 0 sends a fourth
+            # column of zeros, which is cut off again on arrival.
             wide = x.new_zeros((*x.shape[:-1], max(widths)))
             wide[..., : x.shape[-1]] = x
             padded = [torch.empty_like(wide) for _ in widths]
@@ -57,6 +66,8 @@ class _GatherLastDim(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        # No sum over ranks: every rank goes on to compute the same from the gathered tensor, so each has the complete
+        # gradient already and keeps its own columns of it.
         start = sum(ctx.widths[: ctx.rank])
         return grad[..., start : start + ctx.widths[ctx.rank]], None, None, None
 
@@ -83,6 +94,7 @@ class _ExchangeRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        # Every element went to exactly one place, so its gradient goes back the same way: the sizes change roles.
         return _ExchangeRows.apply(grad, ctx.receive, ctx.send, ctx.group), None, None, None
 
 

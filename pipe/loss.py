@@ -1,4 +1,10 @@
-"""Token losses from vocabulary shards, in chunks of tokens so that full logits never stand in memory at once."""
+"""Hidden states and labels in, the weighted loss out; vocabulary spread over ranks, logits never all in memory.
+
+[Note: logit blocks]
+A row of 32,768 tokens with a vocabulary of 131,072 has logits of 16 GiB in FP32. The head and the loss treat each token
+alone, so they are computed for a block of tokens at a time: 256 tokens here, 128 MiB. Autograd would keep every block
+for the backward, so each block is recomputed there: the head is computed twice, which is little beside all layers.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +29,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, labels: Tensor, vocab_start: int, group: Group) -> Tensor:
         wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
         logits = logits.to(wide)
+        # The loss of a token is log(sum of exp(logits)) - logit of its label. Shifting all logits by their maximum over
+        # the whole vocabulary changes nothing of that, and no exp overflows.
         peak = logits.max(dim=-1).values
         if group is not None:
             dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
@@ -30,10 +38,13 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         local = labels - vocab_start
         here = (local >= 0) & (local < logits.shape[-1])
         local = local.masked_fill(~here, 0)
+        # The label's logit lies on one rank. Vocabulary 6 over two ranks and label 4: rank 1 finds it in its row 1, and
+        # rank 0, with the rows 0..2, adds 0. An IGNORED label lies on no rank.
         target = shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(~here, 0.0)
         exponent = shifted.exp_()
         total = exponent.sum(dim=-1)
         if group is not None:
+            # Both sums go in one message of two numbers a token; as two messages they would wait for the ranks twice.
             both = torch.stack((target, total))
             dist.all_reduce(both, group=group)
             target, total = both.unbind()
@@ -42,6 +53,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        # The gradient is softmax - 1 at the label, softmax elsewhere. It is written over the saved probabilities: a
+        # second tensor of this size would double the memory at the point where it is largest.
         probability, local, here, counted = ctx.saved_tensors
         probability.scatter_add_(-1, local.unsqueeze(-1), -here.to(probability.dtype).unsqueeze(-1))
         return probability.mul_((grad * counted).unsqueeze(-1)), None, None, None
@@ -69,22 +82,22 @@ def chunked_loss(
 ) -> Tensor:
     """Sum of weights * token losses; `head` maps hidden (1, t, H) to logits (1, t, V_local).
 
-    Chunks are recomputed in the backward, so that logits of at most LOGITS_AT_ONCE stand in memory.
+    At most LOGITS_AT_ONCE logits are in memory at a time [Note: logit blocks].
     """
 
-    def chunk_loss(part: Tensor, part_labels: Tensor, part_weights: Tensor) -> Tensor:
+    def block_loss(part: Tensor, part_labels: Tensor, part_weights: Tensor) -> Tensor:
         losses = token_losses(head(part).squeeze(0), part_labels, vocab_start, group)
         return (losses * part_weights).sum()
 
     num_tokens = hidden.shape[1]
     size = max(1, LOGITS_AT_ONCE // max(1, vocab_local))
     if num_tokens <= size:
-        return chunk_loss(hidden, labels, weights)
+        return block_loss(hidden, labels, weights)
     total: Tensor | None = None
     for start in range(0, num_tokens, size):
         part = slice(start, start + size)
         args = (hidden[:, part], labels[part], weights[part])
-        loss = checkpoint(chunk_loss, *args, use_reentrant=False)
+        loss = checkpoint(block_loss, *args, use_reentrant=False)
         total = loss if total is None else total + loss
     assert total is not None, "a micro-batch has at least one token"
     return total

@@ -1,10 +1,20 @@
 """Model plan: parameter names, shapes and shard rules in; buckets and layouts for any strategy out. Pure.
 
 [Note: flat order]
-A parameter is flat with its tensor parallel dimension outermost, so that every TP shard is one contiguous
-interval (one per part for fused weights such as gate-and-up). A bucket is the concatenation of the
-parameters of one transformer layer, of the embeddings, or of the head. Whatever a rank holds of a bucket lies
-in its local buffer in the same order.
+A parameter is flat with its tensor parallel dimension outermost, so that every TP shard is one contiguous interval (one
+per part for fused weights such as gate-and-up). A bucket is the concatenation of the parameters of one transformer
+layer, of the embeddings, or of the head. What a rank holds of a bucket lies in its local buffer in the same order.
+
+Row-parallel example: a weight of shape (2, 6), outputs by inputs, of which tp = 2 cuts the inputs (dim 1):
+
+  as torch stores it     a0 a1 a2 a3 a4 a5 b0 b1 b2 b3 b4 b5    rank 0 needs a0 a1 a2 and b0 b1 b2: two intervals
+  in flat order, (6, 2)  a0 b0 a1 b1 a2 b2 a3 b3 a4 b4 a5 b5    rank 0 has the first 6, rank 1 the last 6
+
+The layer's parameter is the transposed view of its 6 elements: shape (2, 3), no copy. With tp = 3 the same flat order
+gives 4 elements to each rank, so any two strategies differ only in where they cut it.
+
+Fused example: gate and up of 4 rows each in one weight of 8 rows. Rank 0 of 2 holds the rows 0..1 and 4..5, which are
+two intervals, as each part is cut for itself.
 """
 
 from __future__ import annotations
@@ -20,17 +30,17 @@ from ds_hydra.zero_hetero.layout import Layout, Piece
 
 Gradient = Literal["complete", "partial"]
 
-LOGITS_AT_ONCE = 1 << 25  # elements, 128 MiB in FP32: a micro-batch with more computes its head twice, in chunks
+LOGITS_AT_ONCE = 1 << 25  # elements, 128 MiB in FP32; a micro-batch with more computes its head twice, in logit blocks
 
 
 @dataclass(frozen=True, slots=True)
 class ShardRule:
     """How tensor parallel ranks share one parameter.
 
-    `dim` is cut (None: every rank holds all of it) in each of `parts` fused parts, in whole `units` (heads;
-    None: single rows). Fewer units than ranks: each unit is held by several ranks, whose gradients add up.
-    For an uncut parameter, `gradient` says whether each rank's gradient is "complete" (the same everywhere)
-    or "partial" (to be summed).
+    `dim` is cut (None: every rank holds the whole parameter) in each of `parts` fused parts, in whole `units` (heads;
+    None: single rows). If there are fewer units than ranks, several ranks hold each unit and their gradients add up.
+    For an uncut parameter, `gradient` says whether each rank's gradient is "complete" (the same everywhere) or
+    "partial" (to be summed).
     """
 
     dim: int | None = None
@@ -65,6 +75,7 @@ class ParamSpec:
             )
         if not self.rule.units and rows < tp:
             raise PlanError(f"{self.name}: {rows} rows cannot be cut over tp={tp}; use tp <= {rows}")
+        # 2 key/value heads over tp = 4: ranks 0 and 1 hold head 0, ranks 2 and 3 hold head 1, as their queries need.
         if units < tp:
             first = tp_rank * units // tp
             last = first + 1
@@ -96,9 +107,9 @@ class ParamSpec:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Parameters that are pulled and pushed together, in flat order; `layer` is None outside the layers.
+    """Parameters that are pulled and pushed together, in flat order.
 
-    Buckets are all trainable or all frozen, so that frozen parameters need no master state.
+    The parameters of a bucket are all trainable or all frozen, so that frozen ones need no master state.
     """
 
     name: str
@@ -127,9 +138,9 @@ class Slot:
 class ModelPlan:
     """All that planning needs to know of a model.
 
-    `first` and `last` name the parameters that the first and the last stage need beside their layers (a tied
-    embedding stands in both); `layers[i]` names those of layer i. Every parameter lies in exactly one bucket.
-    Buckets stand in the order in which a forward needs them.
+    `first` and `last` name the parameters that the first and the last stage need beside their layers (a tied embedding
+    is in both); `layers[i]` names those of layer i. Every parameter is in exactly one bucket. The buckets are in the
+    order in which a forward needs them.
     """
 
     buckets: tuple[Bucket, ...]
@@ -171,8 +182,8 @@ class ModelPlan:
     def push_layout(self, bucket: Bucket, strategy: Strategy) -> Layout:
         """Which rank contributes the gradient of which intervals.
 
-        As `pull_layout`, but where all tensor parallel ranks have the same complete gradient each
-        contributes its own part of it. Sequence parallel ranks all contribute: they saw other tokens.
+        This is `pull_layout`, except where all tensor parallel ranks have the same complete gradient: there each
+        contributes its own part of it. Sequence parallel ranks all contribute, since they saw different tokens.
         """
         return self._layout(bucket, strategy, self._contributed)
 
@@ -198,6 +209,8 @@ class ModelPlan:
                         for slot in slots
                         for lo, hi, offset in pieces_of(slot, tp_rank, stage.tp)
                     )
+                    # Ranks of a stage are numbered with tp fastest, so these are the tp rank's sequence parallel ranks:
+                    # they hold the same.
                     for rank in stage.ranks[tp_rank :: stage.tp]:
                         pieces[rank] = mine
                         sizes[rank] = slots[-1].offset + slots[-1].numel if slots else 0
@@ -212,6 +225,8 @@ class ModelPlan:
 
     @staticmethod
     def _contributed(slot: Slot, tp_rank: int, tp: int) -> Iterator[tuple[int, int, int]]:
+        # A norm weight of 4 elements under tp = 2, of which both ranks have the whole gradient: rank 0 sends elements
+        # 0..1, rank 1 sends 2..3. If both sent all 4, the owners' sum would be twice the gradient.
         rule = slot.param.rule
         if tp > 1 and rule.dim is None and rule.gradient == "complete":
             lo, hi = slot.numel * tp_rank // tp, slot.numel * (tp_rank + 1) // tp
@@ -253,10 +268,13 @@ class ModelPlan:
             )
 
 
-def make_buckets(groups: Sequence[tuple[str, frozenset[str]]], specs: Mapping[str, ParamSpec]) -> tuple[Bucket, ...]:
-    """One bucket a group and trainability, parameters in the model's order; empty ones are left out."""
+def make_buckets(named: Sequence[tuple[str, frozenset[str]]], specs: Mapping[str, ParamSpec]) -> tuple[Bucket, ...]:
+    """Buckets by name and the parameters of each, in the model's order.
+
+    Trainable and frozen parameters of one name become two buckets; a bucket without parameters is left out.
+    """
     buckets: list[Bucket] = []
-    for name, members in groups:
+    for name, members in named:
         for trainable in (True, False):
             params = tuple(s for s in specs.values() if s.name in members and s.trainable is trainable)
             if params:

@@ -1,8 +1,8 @@
 """Edges between the stages of a pipeline: which rows of the hidden states travel from which rank to which.
 
-Shapes, peers and orders follow from the plan, so nothing is asked over the wire. The two stages of an edge may
-have different tensor and sequence parallel degrees: a receiver takes its tokens from every sequence
-parallel rank that holds some of them, each from one of the tensor parallel ranks, which all hold the same.
+Shapes, peers and orders follow from the plan, so nothing is asked over the wire. The two stages of an edge may have
+different tensor and sequence parallel degrees: a receiver takes its tokens from every sequence parallel rank that holds
+some of them, each time from one of its tensor parallel ranks, which all hold the same.
 """
 
 from __future__ import annotations
@@ -25,6 +25,17 @@ class Rows(NamedTuple):
 @lru_cache(maxsize=65536)
 def edge(src: Stage, dst: Stage, num_tokens: int) -> tuple[dict[int, list[Rows]], dict[int, list[Rows]]]:
     """Sends by source rank and receives by destination rank of one micro-batch of `num_tokens` tokens."""
+    # 12 tokens, from a stage with tp 2, sp 2 (ranks 0..3) to one with sp 3 (ranks 4..6):
+    #
+    #   token          0  1  2  3  4  5  6  7  8  9  10 11
+    #   source         |-- ranks 0, 1 -| |-- ranks 2, 3 -|
+    #   destination    |- rank 4 | |- rank 5 | |- rank 6 |
+    #
+    # Rank 5 needs the tokens 4..7: 4 and 5 from rank 0 or 1, which hold the same, 6 and 7 from rank 2 or 3. It receives
+    # its rows 0..1 from rank 0, which are rows 4..5 there, and its rows 2..3 from rank 2, which are rows 0..1 there.
+    # On the way back gradients go by edge(destination, source): ranks 0 and 1 both receive them from rank 5, since each
+    # tensor parallel rank needs the gradient of the whole hidden state. With equal tp, each
+    # tensor parallel rank sends to the one with its own number.
     sends: dict[int, list[Rows]] = {rank: [] for rank in src.ranks}
     receives: dict[int, list[Rows]] = {rank: [] for rank in dst.ranks}
     src_rows, dst_rows = _intervals(num_tokens, src.sp), _intervals(num_tokens, dst.sp)

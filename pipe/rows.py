@@ -1,10 +1,16 @@
 """A packed micro-batch on one rank: which tokens it holds of which sequences, known on the host.
 
 [Note: packs]
-Whole sequences stand one after the other in one row of T tokens. Sequence parallel ranks hold consecutive
-intervals of the row that need not be equal. The record travels to the attention as one opaque keyword
-argument, so that no layer derives boundaries from tensors (which would synchronise the device) and a
-recomputed forward finds the same pack as the first one.
+Whole sequences stand one after the other in one row of T tokens. Sequence parallel ranks hold consecutive intervals of
+the row, which need not be equal. Sequences A (3 tokens), B (5) and C (2) over sp = 3:
+
+  token        0  1  2  3  4  5  6  7  8  9
+  sequence     A  A  A  B  B  B  B  B  C  C
+  position     0  1  2  0  1  2  3  4  0  1
+  sp rank      0  0  0  1  1  1  2  2  2  2
+
+The record travels to the attention as one opaque keyword argument. So no layer derives boundaries from tensors, which
+would make the host wait for the device, and a recomputed forward finds the same pack as the first one.
 """
 
 from __future__ import annotations
@@ -18,7 +24,7 @@ from torch import Tensor
 
 
 def split_tokens(num_tokens: int, num_ranks: int) -> tuple[int, ...]:
-    """Tokens per sequence parallel rank, as even as can be: floor cuts of the row."""
+    """Tokens of each sequence parallel rank: the row is cut at floor(T * rank / sp), so shares differ by at most 1."""
     cuts = [num_tokens * rank // num_ranks for rank in range(num_ranks + 1)]
     return tuple(stop - start for start, stop in pairwise(cuts))
 
@@ -34,6 +40,7 @@ class Pack:
     tokens: tuple[int, ...] = field(init=False)  # tokens per sequence parallel rank
 
     def __post_init__(self) -> None:
+        # Derived once: every layer of every micro-batch asks for it.
         object.__setattr__(self, "tokens", split_tokens(sum(self.lengths), self.sp))
 
     @property

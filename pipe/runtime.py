@@ -26,7 +26,7 @@ _TAG = 1 << 20  # apart from the tags of pull and push
 @dataclass
 class _Run:
     """What one run of a schedule holds: tensors by micro-batch, from the action that makes them to the last that uses
-    them. Without backward actions (`trains` False) a tensor goes as soon as the forward no longer needs it."""
+    them. Without backward actions (`trains` False) a tensor is freed as soon as the forward no longer needs it."""
 
     batches: Sequence[MicroBatch]
     loss: Tensor  # () of this rank's micro-batches, FP64
@@ -34,11 +34,13 @@ class _Run:
     inputs: dict[int, Tensor | None] = field(default_factory=dict)  # (1, T_local, width); None on the first stage
     outputs: dict[int, Tensor] = field(default_factory=dict)
     gradients: dict[int, Tensor] = field(default_factory=dict)  # of the outputs
+    # What is sent must keep its memory until the send is done, which no later action of this rank says. So a tensor is
+    # held here until the run's end; there are at most as many as the schedule has sends.
     sending: list[tuple[Work, list[Tensor]]] = field(default_factory=list)
 
 
 class Doing(Protocol):
-    """Where a rank writes what it is doing, for reports of it."""
+    """Where a rank writes its present activity (`watchdog.activity.Activity`)."""
 
     now: str
 
@@ -70,12 +72,14 @@ class StageRuntime:
         batches: Sequence[MicroBatch],
         before_last_backward: Callable[[], None] | None = None,
     ) -> Tensor:
-        """Run a schedule over this pipeline's micro-batches; returns this rank's share of the loss, 0 but on the
-        last stage. Gradients accumulate in the parameters. Without backward actions nothing is kept for one.
+        """Run a schedule over this pipeline's micro-batches and return this rank's share of the loss.
 
-        `before_last_backward` is called when the gradients of this stage are about to become final.
+        The share is 0 on every stage except the last. Gradients accumulate in the parameters. A schedule without
+        backward actions keeps nothing for one. `before_last_backward` is called before the backward that makes this
+        stage's gradients final.
         """
         last = last_weight_gradient(slots)
+        # In FP64, since losses of many micro-batches are added; gradients come from each loss itself, not from this.
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         run = _Run(batches, loss, trains=last is not None)
         self.losses = {}
@@ -115,13 +119,17 @@ class StageRuntime:
     def _backward(self, run: _Run, microbatch: int) -> None:
         self._activity.now = "backward"
         out = run.outputs.pop(microbatch)
-        if not out.requires_grad:  # everything up to here is frozen
+        # With frozen embeddings and layers up to here there is nothing to differentiate; the schedule's backward still
+        # takes place, and so do its messages, for the neighbours know nothing of it.
+        if not out.requires_grad:
             run.gradients.pop(microbatch, None)
             return
         torch.autograd.backward(out, run.gradients.pop(microbatch, None))
 
     def _communicate(self, run: _Run, messages: Sequence[Action]) -> None:
         """Start all of a slot's messages together; wait for what is received, not for what is sent."""
+        # Together: in 1F1B's steady state both neighbours send and receive in the same slot. Were each to finish its
+        # send before it opened its receive, each would wait for the other for ever.
         sends: list[tuple[int, Tensor]] = []
         receives: list[tuple[int, Tensor]] = []
         for kind, microbatch in messages:
@@ -135,6 +143,8 @@ class StageRuntime:
                 receives += _slices(self._edge(1, pack, incoming=True), buffer)
                 run.gradients[microbatch] = buffer
             elif kind == "send_activation":
+                # Detached: the graph ends here. The next stage sends the gradient of this tensor, and the backward
+                # begins with it.
                 out = run.outputs[microbatch].detach().contiguous()
                 sends += _slices(self._edge(1, pack, incoming=False), out)
             else:
@@ -151,6 +161,7 @@ class StageRuntime:
                 if kind == "recv_activation":
                     received = run.inputs[microbatch]
                     assert received is not None, "just received"
+                    # A leaf of this stage's graph, whose `.grad` is what the stage before is waiting for.
                     received.requires_grad_(run.trains)
         else:
             run.sending.append((work, [tensor for _, tensor in sends]))

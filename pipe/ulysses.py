@@ -1,7 +1,17 @@
 """Ulysses sequence parallelism: tokens spread over ranks outside attention, heads spread inside it.
 
-Splits may be uneven and are known on the host. One all-to-all carries q, k and v; a second brings the
-outputs back. Fewer key/value heads than ranks are repeated, so that each rank has those its queries need.
+[Note: exchange of heads]
+Attention needs all tokens of a sequence but treats each head alone. Two ranks, a row of 5 tokens, heads a b c d:
+
+            outside attention            inside attention
+  rank 0    tokens 0 1,   a b c d        tokens 0 1 2 3 4,   a b
+  rank 1    tokens 2 3 4, a b c d        tokens 0 1 2 3 4,   c d
+
+To get there rank 0 sends its two tokens' heads c and d to rank 1, and receives the heads a and b of three tokens. One
+all-to-all carries q, k and v; a second brings the outputs back. Shares may be uneven and are known on the host. If
+there are fewer key/value heads than ranks, they are repeated, so that each rank has those that its queries need.
+
+Jacobs et al. 2023, "DeepSpeed Ulysses".
 """
 
 from __future__ import annotations
@@ -18,6 +28,8 @@ def scatter_heads(q: Tensor, k: Tensor, v: Tensor, pack: Pack) -> tuple[Tensor, 
 
     sp must divide the query heads, and divide or be divided by the key/value heads.
     """
+    # 8 query heads and 2 key/value heads over sp = 4: rank 1 computes the query heads 2 and 3, which use key head 0.
+    # Repeated, the key heads are 0 0 1 1, one for each rank; autograd adds the gradients of the two copies.
     if k.shape[1] < pack.sp:
         k, v = (x.repeat_interleave(pack.sp // k.shape[1], dim=1) for x in (k, v))
     shapes = [(x.shape[1] // pack.sp, x.shape[2]) for x in (q, k, v)]
@@ -26,6 +38,8 @@ def scatter_heads(q: Tensor, k: Tensor, v: Tensor, pack: Pack) -> tuple[Tensor, 
     # (T_local, sp, width); no dimension is left open, for T_local may be 0
     rows = torch.cat([x.reshape(len(x), pack.sp, n) for x, n in zip((q, k, v), columns, strict=True)], dim=-1)
     mine = pack.tokens[pack.sp_rank]
+    # The receiving rank becomes the outermost dimension, so that what goes to one rank lies together. What arrives is
+    # ordered by sending rank, and ranks hold consecutive intervals of the row: it is the row's order already.
     flat = exchange_rows(
         rows.transpose(0, 1).reshape(-1),
         [mine * width] * pack.sp,

@@ -43,6 +43,7 @@ def varlen_attention(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if pack.sp > 1:
         q, k, v = scatter_heads(q, k, v, pack)
+    # A window that no sequence exceeds changes nothing, and without one every backend has its fastest kernel.
     if window is not None and window >= max(pack.lengths):
         window = None
     attend = BACKENDS[backend] if backend else choose_backend(q, v, softcap)
@@ -54,7 +55,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, Pack, float, int | None, float | None
 
 
 def choose_backend(q: Tensor, v: Tensor, softcap: float | None) -> Attend:
-    """The fastest backend that has what is asked for: flash-attn, torch's varlen_attn, per-sequence SDPA."""
+    """The fastest backend that has what is asked for: torch's varlen_attn, else flash-attn, else per-sequence SDPA."""
     fused = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] == v.shape[-1] <= 256
     if fused and softcap is None and _torch_varlen() is not None:
         return torch_varlen
@@ -82,6 +83,7 @@ def torch_varlen(
     if varlen_attn is None:
         raise ConfigError("this torch has no torch.nn.attention.varlen.varlen_attn with window_size; use torch >= 2.12")
     bounds, longest = _bounds(pack, q.device), max(pack.lengths)
+    # Kernels count the tokens to the left without the token itself: a window of 4 is 3 here, and -1 stands for all.
     left = -1 if window is None else window - 1
     k, v, extra = _match_heads(q, k, v, "enable_gqa" in inspect.signature(varlen_attn).parameters)
     return varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=(left, 0), **extra)
@@ -120,8 +122,11 @@ def per_sequence_sdpa(
 
 def _blocked(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
     """One sequence in blocks of query rows, each against the keys it can see: (1, heads, T, d)."""
+    # A mask or a softcap needs the scores in memory. 32 heads of a sequence of 32,768 tokens have 128 GiB of them in
+    # FP32; a block of 1,024 rows has 4 GiB at most. With a window of 256 tokens the rows 1024..2047 see only the keys
+    # 769..2047, since row 1024 sees itself and the 255 before it: the block needs 160 MiB.
     length = q.shape[2]
-    groups = q.shape[1] // k.shape[1]
+    queries_per_key = q.shape[1] // k.shape[1]
     outs: list[Tensor] = []
     for start in range(0, length, QUERY_BLOCK):
         stop = min(start + QUERY_BLOCK, length)
@@ -133,9 +138,10 @@ def _blocked(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, 
             seen &= columns > rows - window
         qb, kb, vb = q[:, :, start:stop], k[:, :, first:stop], v[:, :, first:stop]
         if softcap is None:
-            outs.append(F.scaled_dot_product_attention(qb, kb, vb, attn_mask=seen, scale=scale, enable_gqa=groups > 1))
+            grouped = queries_per_key > 1
+            outs.append(F.scaled_dot_product_attention(qb, kb, vb, attn_mask=seen, scale=scale, enable_gqa=grouped))
             continue
-        kb, vb = (x.repeat_interleave(groups, dim=1) for x in (kb, vb))
+        kb, vb = (x.repeat_interleave(queries_per_key, dim=1) for x in (kb, vb))
         scores = softcap * torch.tanh(qb @ kb.transpose(-1, -2) * (scale / softcap))
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
         weights = torch.softmax(scores.masked_fill(~seen, float("-inf")), dim=-1, dtype=wide).to(q.dtype)
@@ -144,15 +150,22 @@ def _blocked(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, 
 
 
 def _match_heads(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> tuple[Tensor, Tensor, dict[str, bool]]:
+    """Key and value heads as torch's kernel takes them, and its arguments for that.
+
+    `grouped` says that the kernel itself lets several query heads share a key head; otherwise key heads are repeated.
+    """
     if q.shape[1] == k.shape[1]:
         return k, v, {}
     if grouped:
         return k, v, {"enable_gqa": True}
-    groups = q.shape[1] // k.shape[1]
-    return k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1), {}
+    queries_per_key = q.shape[1] // k.shape[1]
+    return k.repeat_interleave(queries_per_key, dim=1), v.repeat_interleave(queries_per_key, dim=1), {}
 
 
 def _bounds(pack: Pack, device: torch.device) -> Tensor:
+    """Where sequences begin and end in the row, as varlen kernels want it (`cu_seqlens`): (sequences + 1,)."""
+    # Lengths 3, 5 and 2 give 0 3 8 10: sequence i has the tokens bounds[i] .. bounds[i + 1] - 1, and a token attends
+    # only within its own, so no mask of 10 x 10 is made. The numbers come from the host: nothing waits for the device.
     return torch.tensor(pack.offsets, dtype=torch.int32).to(device, non_blocking=True)
 
 

@@ -14,7 +14,8 @@ from ds_hydra.zero_hetero.errors import ConfigError
 ATTENTION_NAME = "hydra_varlen"
 
 
-# Keywords that Hugging Face passes along and that change nothing here (positions are already in q and k).
+# Keywords that Hugging Face passes along and that change nothing here (positions are already in q and k). Any other one
+# that has a value is an error: it may be a new kind of mask of a new model, which must not be dropped in silence.
 _HARMLESS = frozenset(
     {
         "position_ids",
@@ -55,6 +56,7 @@ def hydra_attention(
             f"{type(module).__name__} uses the attention feature {what}, which packed attention does not "
             "implement; ignoring it would train another model"
         )
+    # Some models pass only the keywords on that they know. Without the pack, sequences of a row would see each other.
     if hydra is None:
         raise ConfigError(f"{type(module).__name__} did not pass the keyword argument 'hydra' on to its attention")
     if dropout:
@@ -68,7 +70,7 @@ def hydra_attention(
 
 @cache
 def register() -> None:
-    """Make ATTENTION_NAME known to Hugging Face; asked for by name in the configs of our own stages only."""
+    """Make ATTENTION_NAME known to Hugging Face; no model uses it but our stages, whose configs name it."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION_NAME, hydra_attention)

@@ -25,7 +25,7 @@ _GIVES: dict[str, tuple[str, ...]] = {
     "weight_gradient": ("weight gradient",),
 }
 _NEEDS_HERE = {"backward": "output", "input_gradient": "output", "weight_gradient": "input gradient"}
-_TICKS_SHOWN = 16
+_TICKS_SHOWN = 16  # a schedule of 64 micro-batches has some 130: the last ones before the error say what led to it
 
 
 class Placed(NamedTuple):
@@ -50,6 +50,8 @@ def place(orders: tuple[Order, ...]) -> tuple[Placed, ...]:
     PlanError if a stage computes something twice, not at all or too early, or if stages wait for each other.
     """
     kinds = {action.kind for order in orders for action in order}
+    # An evaluation has forwards only and owes no gradient. As soon as one backward is there, all of them are due: a
+    # schedule that forgets one weight gradient would train, with a wrong sum.
     results = ("output",) if kinds <= {"forward"} else ("output", "input gradient", "weight gradient")
     microbatches = sorted({action.microbatch for order in orders for action in order})
     due = [(result, microbatch) for microbatch in microbatches for result in results]
@@ -63,7 +65,7 @@ def place(orders: tuple[Order, ...]) -> tuple[Placed, ...]:
 
 
 def _faults(stage: int, order: Order, due: Sequence[tuple[str, int]]) -> Iterable[_Fault]:
-    """What is wrong within one stage's order, whatever the others do; `due` is what every stage has to compute."""
+    """What is wrong within one stage's order, whatever the others do; every stage has to compute all that is `due`."""
     done: set[tuple[str, int]] = set()
     for position, action in enumerate(order):
         kind, microbatch = action
@@ -85,7 +87,10 @@ def _faults(stage: int, order: Order, due: Sequence[tuple[str, int]]) -> Iterabl
 
 
 def _walk(orders: Sequence[Order], fault: _Fault | None) -> tuple[list[Placed], list[int]]:
-    """Run all stages as far as they come, and up to the fault; also how many actions each has run."""
+    """Run all stages as far as they come, up to the fault; return what ran, and how many actions of each stage."""
+    # Each stage in turn runs until it needs a result that is not there yet; then the next stage goes on. When a whole
+    # round moves nobody, all are done or wait for each other. Ticks do not depend on the order of these visits: an
+    # action's tick follows from its stage's last action and from its source alone.
     placed: list[Placed] = []
     given: dict[tuple[int, str, int], int] = {}  # (stage, result, micro-batch): place in `placed`
     at, free = [0] * len(orders), [0] * len(orders)
@@ -110,6 +115,8 @@ def _walk(orders: Sequence[Order], fault: _Fault | None) -> tuple[list[Placed], 
 
 def wanted_from(stage: int, action: Action, num_stages: int) -> tuple[int, str] | None:
     """The neighbour, and its result, that an action needs; None if it needs none."""
+    # A weight gradient needs no neighbour: what it is computed from came for the input gradient. That is why schedules
+    # may delay it to fill a gap.
     if action.kind == "forward" and stage > 0:
         return stage - 1, "output"
     if action.kind in ("backward", "input_gradient") and stage < num_stages - 1:

@@ -14,9 +14,9 @@ In tick 3 stage 1 needs the activation of micro-batch 1 and stage 0 the gradient
 exchange. Sending as soon as an output is there would stand still where a stage runs further ahead: with F0 F1 F2 F3 B0
 on stage 0, it would send activation 2 while stage 1 sends gradient 0, and neither receives.
 
-A slot has messages with one neighbour only, for a stage that waits for one neighbour shall not have to wait for the
-other too. Where a tick has both, what is only sent goes first, in a slot of its own: nobody waits for it here. That
-closes no circle either: two stages share one edge of the pipeline, and edges in a row can wait only one way.
+A slot has messages with one neighbour only: a stage that waits for one neighbour should not have to wait for the other
+too. If a tick has both, the send comes first, in a slot of its own, since this stage does not wait for its arrival.
+That closes no circle either: two stages share one edge of the pipeline, and edges in a row can wait only one way.
 """
 
 from __future__ import annotations
@@ -36,6 +36,9 @@ class _Tick:
         self.compute: Action | None = None
 
     def slots(self) -> list[Slot]:
+        # The messages that this tick's action waits for, and the action itself, are the last slot. A send to the same
+        # neighbour joins the receive: as two exchanges, the pair would wait twice for each other. A send to the other
+        # neighbour is a slot before it: stage 1 of 3 may have ">4 | ->5 F5", but never ">4 ->5 F5".
         sends = dict(self.sends)
         last: list[Action] = []
         if self.receive is not None:
@@ -58,6 +61,7 @@ def lower(orders: tuple[Order, ...]) -> tuple[tuple[Slot, ...], ...]:
         here.compute = action
         if source < 0:
             continue
+        # Both ends in the tick of the receiver: the sender made the result in an earlier tick and has kept it.
         side = placed[source].stage - stage
         send, receive = _messages(action)
         here.receive = (side, receive)
@@ -73,4 +77,5 @@ def _messages(action: Action) -> tuple[Action, Action]:
 
 
 def _gradient_first(action: Action) -> bool:
+    # Both ends list the gradient before the activation, so a transport that matches by order finds the same pairs.
     return action.kind not in ("send_gradient", "recv_gradient")

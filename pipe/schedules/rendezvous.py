@@ -1,8 +1,18 @@
 """Slots of all stages in; PlanError if some stage would wait for ever, or if a message is not met. Pure: no torch.
 
-Messages are as strict as any network makes them: each lasts until both ends have come to it, those that go one way
-between two stages meet in the order in which they are started, and a stage goes on when all messages of its slot are
-done. Slots that end here end on every transport.
+Messages are taken as the strictest network takes them: each lasts until both ends have come to it, those that go one
+way between two stages meet in the order in which they are started, and a stage goes on when all messages of its slot
+are done. Slots that come to their end here do so on every transport.
+
+[Note: a circle of messages]
+Two stages, each of them right by itself:
+
+  stage 0   F0 | >0 | F1 | >1 | <0 B0 | <1 B1
+  stage 1   ->0 F0 B0 | <-0 | ->1 F1 B1 | <-1
+
+They meet at >0. Then stage 0 offers activation 1 (>1) while stage 1 offers gradient 0 (<-0): both send, neither
+receives, and both would wait for ever. Small messages on gloo hide that, since they leave before the other end asks for
+them; large ones on NCCL stand still. With ">1 <0 B0" in one slot of stage 0, both messages are open there and <-0 is met.
 """
 
 from __future__ import annotations
@@ -39,7 +49,7 @@ def check_slots(stages: Sequence[Sequence[Slot]]) -> None:
 
 
 class _Meeting:
-    """Where every stage is, and which of its messages are not done."""
+    """Where every stage is, and which of its messages are not done [Note: a circle of messages]."""
 
     def __init__(self, stages: Sequence[Sequence[Slot]]):
         self.stages = stages
@@ -51,6 +61,8 @@ class _Meeting:
 
     def go_on(self) -> bool:
         """Let every stage do what it can; False if none could do anything."""
+        # Whatever order the stages are visited in, the end is the same: a message that both ends have come to stays so
+        # until it is done, and nothing that a stage does takes another stage's possibilities away.
         moved = False
         for stage, slots in enumerate(self.stages):
             while self.at[stage] < len(slots):
@@ -82,6 +94,8 @@ class _Meeting:
 
     def _meet(self, stage: int) -> bool:
         """Finish messages that both ends have come to."""
+        # Messages carry no number on the wire: the first sent one way is the first received, whatever it was meant to
+        # be. So two ends that meet at different micro-batches are an error, and not a pair to look for further on.
         met = False
         for kind, (other_kind, side) in _MET_BY.items():
             if not 0 <= stage + side < len(self.stages):

@@ -62,10 +62,12 @@ def simulate(orders: Sequence[Order], duration: Callable[[int, Action], float], 
 
 
 def simulate_loads(orders: Sequence[Order], loads: Sequence[Sequence[float]]) -> float:
-    """Total time when micro-batch m takes stage s `loads[s][m]` for forward and backward, such as in ms.
+    """Total time when micro-batch m takes stage s `loads[s][m]` for forward and backward, in any unit such as ms.
 
-    A forward takes a third of it, a backward two thirds.
+    A forward takes a third of it and a backward two thirds, because it computes two gradients.
     """
+    # Two stages, two micro-batches of 3 ms each, by 1F1B: stage 0 runs F0 0..1, F1 1..2, B0 4..6, B1 7..9; stage 1 runs
+    # F0 1..2, B0 2..4, F1 4..5, B1 5..7. In all 9 ms, of which stage 0 computes 6 and waits 3.
     return simulate(orders, lambda stage, action: _SHARES[action.kind] * loads[stage][action.microbatch]).total
 
 
@@ -74,6 +76,7 @@ def alive_counts(order: Order) -> tuple[int, ...]:
 
     They are kept from the forward on until all gradients are computed; without any, only while the forward runs.
     """
+    # F0 F1 B0 F2 B1 B2 keeps 1 2 2 2 2 1: a micro-batch still counts while its own backward runs.
     last_use = {action.microbatch: position for position, action in enumerate(order)}
     counts, alive = [], 0
     for position, action in enumerate(order):
