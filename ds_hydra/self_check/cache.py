@@ -1,0 +1,119 @@
+"""Verdicts of earlier self-checks, in a folder that users can find: $XDG_CACHE_HOME/ds_hydra/self_check."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+import ds_hydra
+from ds_hydra.pipe.shape import ParallelScheme, parse_strategy
+from ds_hydra.self_check.verdicts import Verdict
+
+_PACKAGES = ("torch", "transformers", "deepspeed", "peft", "accelerate")
+_INSTALLED = ("torch", "transformers", "deepspeed", "peft")  # their sources are known by their versions
+_OWN_KEYS = frozenset(vars(nn.Module()))
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def cache_folder() -> Path:
+    """Where verdicts are kept."""
+    home = os.environ.get("XDG_CACHE_HOME")
+    return Path(home or Path.home() / ".cache") / "ds_hydra" / "self_check"
+
+
+def fingerprint(model: nn.Module, *settings: Any) -> str | None:
+    """A text that changes with anything that a verdict depends on; None for a model whose code cannot be told.
+
+    Module tree, shapes, plain attributes, config, sources of classes that are not installed packages', versions, our
+    own sources. Values of parameters count for nothing: verdicts do not depend on them.
+    """
+    digest = hashlib.sha256(repr((settings, _versions(), _own_sources())).encode())
+    classes: set[type] = set()
+    for path, module in model.named_modules(remove_duplicate=False):
+        attributes = {key: value for key, value in vars(module).items() if key not in _OWN_KEYS}
+        if any(getattr(module, key) for key in _OWN_KEYS if key.startswith(("_forward_", "_backward_"))):
+            return None
+        if any(inspect.isroutine(value) for value in attributes.values()):
+            return None
+        plain = sorted((key, value) for key, value in attributes.items() if isinstance(value, _PLAIN))
+        tensors = [(name, tuple(p.shape), p.requires_grad) for name, p in module._parameters.items() if p is not None]
+        digest.update(repr((path, type(module).__qualname__, plain, tensors)).encode())
+        classes.add(type(module))
+    if any(parameter._backward_hooks for parameter in model.parameters()):
+        return None
+    sources = list(_sources(classes))
+    if None in sources:
+        return None
+    config: Any = getattr(model, "config", None)
+    described = config.to_json_string(use_diff=False) if hasattr(config, "to_json_string") else repr(config)
+    digest.update(repr((sorted(map(str, sources)), described)).encode())
+    return digest.hexdigest()[:32]
+
+
+def _sources(classes: set[type]) -> Iterator[str | None]:
+    """Digests of the files that define classes which no installed package does; None where there is no file."""
+    for kind in {base for cls in classes for base in cls.__mro__}:
+        if kind.__module__.partition(".")[0] in (*_INSTALLED, "builtins", "typing", "abc"):
+            continue
+        try:
+            yield hashlib.sha256(Path(inspect.getfile(kind)).read_bytes()).hexdigest()
+        except (OSError, TypeError):
+            yield None
+
+
+@cache
+def _own_sources() -> str:
+    digest = hashlib.sha256()
+    root = Path(ds_hydra.__file__).parent
+    for folder in ("pipe", "self_check", "step"):
+        for path in sorted((root / folder).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+@cache
+def _versions() -> tuple[tuple[str, str], ...]:
+    found = [("python", platform.python_version())]
+    for name in _PACKAGES:
+        try:
+            found.append((name, version(name)))
+        except PackageNotFoundError:
+            found.append((name, ""))
+    return tuple(found)
+
+
+def read_verdicts(name: str | None) -> dict[ParallelScheme, Verdict]:
+    """What is known under a fingerprint. A file that cannot be read, or that is damaged, counts as none."""
+    if name is None:
+        return {}
+    try:
+        raw = json.loads((cache_folder() / f"{name}.json").read_text(encoding="utf-8"))
+        return {parse_strategy(scheme)[0]: Verdict.from_json(verdict) for scheme, verdict in raw.items()}
+    except (OSError, ValueError, AttributeError, TypeError):
+        return {}
+
+
+def write_verdicts(name: str | None, verdicts: Mapping[ParallelScheme, Verdict]) -> None:
+    """Keep what was found, but not what could not be checked; where nothing can be written nothing is kept."""
+    if name is None:
+        return
+    kept = {str(scheme): v.to_json() for scheme, v in sorted(verdicts.items()) if v.state != "unchecked"}
+    folder = cache_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".partial", delete=False, encoding="utf-8") as file:
+            json.dump(kept, file, indent=1)
+        os.replace(file.name, folder / f"{name}.json")
+    except OSError:
+        return

@@ -1,0 +1,103 @@
+"""The self-check: a model and its candidate strategies in, which of them train it as one process does out."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ds_hydra.pipe.models.causal_lm import CausalLM
+from ds_hydra.pipe.shape import ParallelScheme, parse_strategy
+from ds_hydra.ranks.channel import Channel
+from ds_hydra.self_check.cache import fingerprint, read_verdicts, write_verdicts
+from ds_hydra.self_check.schemes import schemes_to_run, stand_in
+from ds_hydra.self_check.trial import Trial, UntryableError, quiet_generators
+from ds_hydra.self_check.verdicts import CheckResult, Verdict
+
+logger = logging.getLogger(__name__)
+
+_SECONDS = 60.0  # of a node
+Strategies = Sequence[Sequence[ParallelScheme]]
+
+
+def check_strategies(
+    model: Any,
+    strategies: Strategies,
+    *,
+    mode: str = "on",
+    activation_checkpointing: bool = False,
+    channel: Channel | None = None,
+    keep: bool = True,
+) -> CheckResult:
+    """Verdicts on all schemes of `strategies`, from running them on a small copy of a Hugging Face model.
+
+    `mode` is hydra.self_check: "off" says nothing, "full" runs schemes with all their stages and ranks. `channel`
+    shares the runs out over its ranks, all of which must call this and get the same result. `keep` uses the cache.
+    Nothing of `model` is changed or kept, nor are torch's random numbers.
+    """
+    began = time.perf_counter()
+    if mode == "off":
+        return CheckResult({})
+    channel = channel or Channel(None, 0, 1)
+    run = schemes_to_run(strategies, whole=mode == "full")
+    name = fingerprint(model, mode, activation_checkpointing, sorted(map(str, run))) if keep else None
+    known = _shared(read_verdicts(name) if channel.rank == 0 else {}, channel)
+    missing = [scheme for scheme in run if scheme not in known]
+    mine = missing[channel.rank :: channel.num_ranks]
+    found: dict[ParallelScheme, Verdict] = {}
+    if missing:
+        for text in channel.texts(_to_text(_try(model, run, mine, activation_checkpointing, began))):
+            found |= _from_text(text)
+        if channel.rank == 0:
+            write_verdicts(name, known | found)
+    verdicts = known | found
+    asked = {scheme for strategy in strategies for scheme in strategy}
+    whole = {scheme: verdicts[scheme if mode == "full" else stand_in(scheme)] for scheme in asked}
+    return CheckResult(whole, time.perf_counter() - began, len(run) - len(missing))
+
+
+def _try(
+    model: Any,
+    run: Sequence[ParallelScheme],
+    mine: Sequence[ParallelScheme],
+    activation_checkpointing: bool,
+    began: float,
+) -> dict[ParallelScheme, Verdict]:
+    """Verdicts on `mine`, some of all schemes to `run`."""
+    if not mine:
+        return {}
+    found: dict[ParallelScheme, Verdict] = {}
+    with quiet_generators(), torch.enable_grad():
+        try:
+            trial = Trial(model, run, lambda m: CausalLM(m, activation_checkpointing=activation_checkpointing))
+        except UntryableError as error:
+            return dict.fromkeys(mine, Verdict("unchecked", str(error)))
+        for scheme in mine:
+            passed = time.perf_counter() - began
+            if passed > _SECONDS:
+                found[scheme] = Verdict("unchecked", f"the check has taken {passed:.0f} s already")
+            else:
+                found[scheme] = trial.verdict(scheme)
+                logger.debug("self-check of %s: %s", scheme, found[scheme])
+    del trial
+    gc.collect()
+    return found
+
+
+def _shared(known: dict[ParallelScheme, Verdict], channel: Channel) -> dict[ParallelScheme, Verdict]:
+    """Rank 0's verdicts on every rank, as if they had taken no time."""
+    return {scheme: replace(v, seconds=0.0) for scheme, v in _from_text(channel.tell(_to_text(known))).items()}
+
+
+def _to_text(verdicts: dict[ParallelScheme, Verdict]) -> str:
+    return json.dumps({str(scheme): verdict.to_json() for scheme, verdict in verdicts.items()})
+
+
+def _from_text(text: str) -> dict[ParallelScheme, Verdict]:
+    return {parse_strategy(scheme)[0]: Verdict.from_json(raw) for scheme, raw in json.loads(text).items()}

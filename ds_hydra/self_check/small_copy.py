@@ -1,0 +1,114 @@
+"""The user's model in, a copy of it in FP64 that is small enough to run in a second out."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_hydra.pipe.models.causal_lm import find_layers
+from ds_hydra.pipe.shape import ParallelScheme
+from ds_hydra.self_check.changes import changes_since
+from ds_hydra.self_check.schemes import head_divisor, num_layers
+from ds_hydra.self_check.shrink import shrunk_config
+
+_DROPOUT = re.compile(r"dropout|pdrop$|drop_prob")
+
+
+class NoCopyError(Exception):
+    """There is no small copy of a model; the text says why."""
+
+
+@dataclass(frozen=True)
+class SmallCopy:
+    """A model to compare with: no user's value is in it, and its parameters are drawn so that errors show."""
+
+    model: Any
+    num_layers: int
+
+
+def small_copy(model: Any, schemes: Iterable[ParallelScheme]) -> SmallCopy:
+    """A copy of a Hugging Face model on which `schemes` can be run; only the model's structure is read.
+
+    Small widths, four layers or more, and what the user changed since the config made it. Raises NoCopyError.
+    """
+    schemes = list(schemes)
+    text = model.config.get_text_config()
+    try:
+        layers = num_layers(schemes)
+        heads = int(text.num_attention_heads)
+        kv_heads = getattr(text, "num_key_value_heads", None) or heads
+        config = shrunk_config(model.config, layers, head_divisor(heads, kv_heads, schemes))
+        small = _made_by(type(model), config, torch.device("cpu"))
+        changes = changes_since(model, _made_by(type(model), model.config, torch.device("meta")))
+        if changes is None:
+            raise NoCopyError("its parameters or methods are not those that its config makes")
+        path = find_layers(model, text.num_hidden_layers)
+        changes.apply(small, lambda name: _in_few_layers(name, path, layers))
+    except NoCopyError:
+        raise
+    except Exception as error:
+        raise NoCopyError(f"{type(model).__name__} cannot be made in small: {type(error).__name__}: {error}") from error
+    _draw_parameters(small)
+    return SmallCopy(small, layers)
+
+
+def _made_by(kind: type[Any], config: Any, device: torch.device) -> Any:
+    """A model of a class and a config, in FP64, with the attention that defines what the model computes."""
+    config = copy.deepcopy(config)
+    extra = {"experts_implementation": "eager"} if hasattr(config, "_experts_implementation") else {}
+    with device:
+        return kind._from_config(config, attn_implementation="eager", dtype=torch.float64, **extra).double()
+
+
+def _in_few_layers(name: str, layers_path: str, layers: int) -> str:
+    """The path in a copy with `layers` layers for one in the whole model: of layer i there, layer i % layers here."""
+    prefix = f"{layers_path}."
+    if not name.startswith(prefix):
+        return name
+    index, dot, rest = name.removeprefix(prefix).partition(".")
+    return f"{prefix}{int(index) % layers}{dot}{rest}"
+
+
+def _draw_parameters(model: nn.Module) -> None:
+    """Random values whose gradients are all felt: norms are not 1, biases not 0, attention looks somewhere."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+            scale = 0.1 if parameter.dim() < 2 else 0.7 * parameter.shape[-1] ** -0.5
+            parameter.add_(noise, alpha=scale)
+
+
+def without_dropout(model: nn.Module) -> nn.Module:
+    """A copy in which nothing is dropped in training, so that two runs can be compared; the model if nothing is.
+
+    Dropout is taken out where modules and configs keep it: `nn.Dropout.p` and numbers with "dropout" in their names.
+    """
+    copied = copy.deepcopy(model)
+    changed = False
+    homes: Sequence[Any] = [*copied.modules(), *_configs_of(copied)]
+    for home in homes:
+        values = vars(home)
+        keys = ["p"] if isinstance(home, nn.modules.dropout._DropoutNd) else []
+        keys += [key for key in values if _DROPOUT.search(key)]
+        for key in keys:
+            if isinstance(values[key], float) and values[key] > 0.0:
+                values[key], changed = 0.0, True
+    return copied if changed else model
+
+
+def _configs_of(model: nn.Module) -> list[Any]:
+    """Configs that the model or its modules hold, each once."""
+    configs: dict[int, Any] = {
+        id(m.config): m.config for m in model.modules() if hasattr(getattr(m, "config", None), "to_dict")
+    }
+    for config in list(configs.values()):
+        text = config.get_text_config()
+        configs[id(text)] = text
+    return list(configs.values())

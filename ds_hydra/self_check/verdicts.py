@@ -1,0 +1,71 @@
+"""What the self-check found: a verdict for each scheme, and what it means for strategies. Pure: no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from ds_hydra.pipe.shape import ParallelScheme, format_strategy
+from ds_hydra.zero_hetero.errors import ConfigError
+
+State = Literal["equal", "refused", "unchecked"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of running one scheme on a small copy of the model."""
+
+    state: State
+    reason: str = ""  # of a refusal, or why it was not checked: a clause, and what to do
+    difference: float = 0.0  # largest of a loss or gradient, relative to its largest entry
+    seconds: float = 0.0  # of the run; 0 where the verdict was known
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(raw: Mapping[str, Any]) -> Verdict:
+        """Raises ValueError for anything that `to_json` did not write."""
+        state, reason, difference = raw.get("state"), raw.get("reason"), raw.get("difference")
+        if state not in ("equal", "refused", "unchecked") or not isinstance(reason, str):
+            raise ValueError(f"not a verdict: {raw}")
+        if not isinstance(difference, int | float):
+            raise ValueError(f"not a verdict: {raw}")
+        return Verdict(state, reason, float(difference), float(raw.get("seconds", 0.0)))
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """Verdicts of all schemes of the candidate strategies; none where the check is off."""
+
+    verdicts: Mapping[ParallelScheme, Verdict]
+    seconds: float = 0.0
+    from_cache: int = 0  # schemes whose verdict was known
+
+    def objection(self, strategy: Sequence[ParallelScheme]) -> str | None:
+        """Why a strategy must not be used; None if it may."""
+        for scheme in dict.fromkeys(strategy):
+            verdict = self.verdicts.get(scheme)
+            if verdict is not None and verdict.state != "equal":
+                what = "trains otherwise than one process" if verdict.state == "refused" else "could not be checked"
+                return f"{scheme} {what}: {verdict.reason}"
+        return None
+
+    def usable(self, strategies: Sequence[Sequence[ParallelScheme]]) -> tuple[tuple[ParallelScheme, ...], ...]:
+        """The strategies to which there is no objection."""
+        return tuple(tuple(strategy) for strategy in strategies if self.objection(strategy) is None)
+
+    def require(self, strategies: Sequence[Sequence[ParallelScheme]]) -> None:
+        """Raise ConfigError that names each strategy that must not be used, with the reason and the remedy."""
+        lines = [
+            f"hydra.strategies[{index}] {format_strategy(strategy)!r}: {objection}"
+            for index, strategy in enumerate(strategies)
+            if (objection := self.objection(strategy)) is not None
+        ]
+        if lines:
+            raise ConfigError(
+                "the self-check of a small copy of the model refuses these strategies:\n  "
+                + "\n  ".join(lines)
+                + '\nTake them out of hydra.strategies, or set hydra.self_check to "off" to train all the same'
+            )

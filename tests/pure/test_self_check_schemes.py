@@ -1,0 +1,92 @@
+"""Which schemes stand for a job's strategies in the self-check, and which config stands for its model's."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoConfig
+
+from ds_hydra.pipe.shape import ParallelScheme, parse_strategy
+from ds_hydra.self_check.schemes import BASE, head_divisor, num_layers, parts, schemes_to_run, stand_in, uneven_pipeline
+from ds_hydra.self_check.shrink import FEW_POSITIONS, HEAD_DIM, POSITIONS, kept_layers, shrunk_config
+
+DEGREES = st.integers(1, 64)
+SCHEMES = st.builds(ParallelScheme, DEGREES, DEGREES, DEGREES)
+
+
+@given(SCHEMES)
+def test_a_stand_in_has_the_same_kinds_of_groups_and_stages(scheme: ParallelScheme) -> None:
+    small = stand_in(scheme)
+    assert stand_in(small) == small
+    for degree, own in ((small.tp, scheme.tp), (small.sp, scheme.sp)):
+        assert own % degree == 0
+        assert (degree > 1) == (own > 1)
+    assert small.pp == min(scheme.pp, 3)
+    if all(prime in (1, 2, 4, 8, 16, 32, 64) for prime in (scheme.tp, scheme.sp)):
+        assert small.tp * small.sp <= 8
+
+
+@pytest.mark.parametrize(
+    ("text", "run"), [("tp2pp8", "tp2pp3"), ("tp4sp8", "tp4sp2"), ("tp8", "tp8"), ("sp32", "sp8"), ("tp8sp2", "tp4sp2")]
+)
+def test_stand_ins(text: str, run: str) -> None:
+    assert str(stand_in(parse_strategy(text)[0])) == run
+
+
+def test_each_scheme_is_run_once_and_one_rank_alone_first() -> None:
+    strategies = [parse_strategy(text) for text in ("tp2 + 2*pp4", "pp8", "sp2 + tp2")]
+    assert list(map(str, schemes_to_run(strategies))) == ["tp1", "sp2", "tp2", "pp3"]
+    assert list(map(str, schemes_to_run(strategies, whole=True))) == ["tp1", "sp2", "tp2", "pp4", "pp8"]
+
+
+@given(st.builds(ParallelScheme, st.integers(1, 3), st.integers(1, 6), st.integers(1, 3)))
+def test_stages_of_the_copy_are_uneven_where_there_are_several(scheme: ParallelScheme) -> None:
+    layers = num_layers([scheme, BASE])
+    depths = [stage.last_layer - stage.first_layer for stage in uneven_pipeline(scheme, layers).stages]
+    assert sum(depths) == layers >= 4
+    assert scheme.pp == 1 or len(set(depths)) == 2
+
+
+def test_parts_are_the_degrees_alone() -> None:
+    assert list(map(str, parts(ParallelScheme(2, 3, 1)))) == ["tp2", "pp3"]
+    assert parts(BASE) == []
+
+
+@given(st.integers(1, 16), st.integers(1, 8), st.lists(st.sampled_from([1, 2, 3, 4, 8]), min_size=1, max_size=3))
+def test_fewer_heads_are_divided_by_every_degree_as_before(kv_heads: int, group: int, degrees: list[int]) -> None:
+    heads = kv_heads * group
+    factor = head_divisor(heads, kv_heads, [ParallelScheme(tp=n) for n in degrees])
+    small, small_kv = heads // factor, kv_heads // factor
+    assert (small * factor, small_kv * factor) == (heads, kv_heads)
+    for n in degrees:
+        assert (heads % n == 0) == (small % n == 0)
+        assert (kv_heads % n == 0) == (small_kv % n == 0)
+        assert (n % kv_heads == 0) == (n % small_kv == 0)
+
+
+def test_many_heads_become_few() -> None:
+    assert head_divisor(64, 8, [ParallelScheme(tp=2)]) == 4
+    assert head_divisor(64, 8, [ParallelScheme(tp=8)]) == 1
+
+
+def test_a_large_config_becomes_a_tiny_one_of_its_kind() -> None:
+    config = AutoConfig.for_model(
+        "llama", hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64,
+        num_key_value_heads=8, rope_parameters={"rope_type": "llama3", "original_max_position_embeddings": 8192},
+    )  # fmt: skip
+    small = shrunk_config(config, 4, 4)
+    assert (small.num_hidden_layers, small.num_attention_heads, small.num_key_value_heads) == (4, 16, 2)
+    assert (small.hidden_size, small.head_dim, small.intermediate_size) == (16 * HEAD_DIM, HEAD_DIM, 192)
+    assert small.max_position_embeddings == POSITIONS
+    assert small.rope_parameters["original_max_position_embeddings"] == FEW_POSITIONS
+    assert (config.hidden_size, config.num_hidden_layers) == (8192, 80)
+
+
+def test_every_kind_of_layer_is_kept() -> None:
+    kinds = ["sliding_attention"] * 5 + ["full_attention"]
+    config = AutoConfig.for_model("gemma3_text", num_hidden_layers=30, layer_types=kinds * 5)
+    assert kept_layers(config, 4) == (0, 1, 2, 5)
+    small = shrunk_config(config, 4, 1)
+    assert small.layer_types == [kinds[0]] * 3 + [kinds[5]]
+    assert kept_layers(AutoConfig.for_model("llama", num_hidden_layers=2), 4) == (0, 0, 1, 1)
