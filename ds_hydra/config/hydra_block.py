@@ -151,6 +151,9 @@ class HydraConfig:
     """Mean over all target tokens of the step, or mean of the sequences', or of the micro-batches' means."""
     activation_checkpointing: bool = setting(flag, False)
     """Recompute each layer's activations in the backward pass, as after `model.gradient_checkpointing_enable()`."""
+    self_check: str = setting(choice("on", "off", "full"), "on")
+    """Before step 0 a small copy of the model is trained under the strategies' schemes and compared with one process:
+    "on" with few layers and ranks, in at most a minute; "full" with all stages and ranks of each scheme."""
     node_size: int | None = setting(integer(1, optional=True), None)
     """Ranks per node; None takes what the launcher says."""
     timeout_seconds: float = setting(number(exclusive=True, maximum=86400.0), 300.0)

@@ -15,8 +15,15 @@ from ds_hydra.zero_hetero.errors import ConfigError
 def hollow_source(path: str | Path, *, activation_checkpointing: bool = False) -> CausalLM:
     """Stages of the Hugging Face causal language model of a config file or checkpoint folder.
 
-    Parameters have shapes but no memory of their own, buffers are zeros: fit for timing and counting, not for
-    training. ConfigError for what is no such model or cannot be cut into stages.
+    Fit for timing and counting, not for training. ConfigError for what is no such model or cannot be cut into stages.
+    """
+    return CausalLM(hollow_model(path), activation_checkpointing=activation_checkpointing)
+
+
+def hollow_model(path: str | Path) -> Any:
+    """The Hugging Face causal language model of a config file or checkpoint folder, without its values.
+
+    Parameters have shapes but no memory of their own, buffers are zeros. ConfigError for what is no such model.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -31,7 +38,7 @@ def hollow_source(path: str | Path, *, activation_checkpointing: bool = False) -
             f"{path} is not the config of a causal language model ({error}): give its config.json"
         ) from error
     _fill(model)
-    return CausalLM(model, activation_checkpointing=activation_checkpointing)
+    return model
 
 
 def _fill(model: Any) -> None:

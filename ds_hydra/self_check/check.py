@@ -22,7 +22,9 @@ from ds_hydra.self_check.verdicts import CheckResult, Verdict
 
 logger = logging.getLogger(__name__)
 
-_SECONDS = 60.0  # of a node
+# Of mode "on", for all ranks of a node together; what takes more counts as unchecked.
+_SECONDS = 60.0
+_BYTES = 8 * 2**30
 Strategies = Sequence[Sequence[ParallelScheme]]
 
 
@@ -52,7 +54,11 @@ def check_strategies(
     mine = missing[channel.rank :: channel.num_ranks]
     found: dict[ParallelScheme, Verdict] = {}
     if missing:
-        for text in channel.texts(_to_text(_try(model, run, mine, activation_checkpointing, began))):
+        for text in channel.texts(
+            _to_text(
+                _try(model, run, mine, mode, activation_checkpointing, began, min(len(missing), channel.num_ranks))
+            )
+        ):
             found |= _from_text(text)
         if channel.rank == 0:
             write_verdicts(name, known | found)
@@ -66,21 +72,28 @@ def _try(
     model: Any,
     run: Sequence[ParallelScheme],
     mine: Sequence[ParallelScheme],
+    mode: str,
     activation_checkpointing: bool,
     began: float,
+    at_once: int,
 ) -> dict[ParallelScheme, Verdict]:
-    """Verdicts on `mine`, some of all schemes to `run`."""
+    """Verdicts on `mine`, some of all schemes to `run`, while `at_once` ranks of the node do the same."""
     if not mine:
         return {}
     found: dict[ParallelScheme, Verdict] = {}
     with quiet_generators(), torch.enable_grad():
         try:
-            trial = Trial(model, run, lambda m: CausalLM(m, activation_checkpointing=activation_checkpointing))
+            trial = Trial(
+                model,
+                run,
+                lambda small: CausalLM(small, activation_checkpointing=activation_checkpointing),
+                memory_bytes=_BYTES / at_once if mode == "on" else float("inf"),
+            )
         except UntryableError as error:
             return dict.fromkeys(mine, Verdict("unchecked", str(error)))
         for scheme in mine:
             passed = time.perf_counter() - began
-            if passed > _SECONDS:
+            if passed > _SECONDS and mode == "on":
                 found[scheme] = Verdict("unchecked", f"the check has taken {passed:.0f} s already")
             else:
                 found[scheme] = trial.verdict(scheme)

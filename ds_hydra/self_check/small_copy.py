@@ -14,6 +14,7 @@ from torch import nn
 from ds_hydra.pipe.models.causal_lm import find_layers
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.self_check.changes import changes_since
+from ds_hydra.self_check.few_layers import copy_in_few_layers
 from ds_hydra.self_check.schemes import head_divisor, num_layers
 from ds_hydra.self_check.shrink import shrunk_config
 
@@ -32,12 +33,23 @@ class SmallCopy:
     num_layers: int
 
 
-def small_copy(model: Any, schemes: Iterable[ParallelScheme]) -> SmallCopy:
+def small_copy(model: Any, schemes: Iterable[ParallelScheme], memory_bytes: float) -> SmallCopy:
     """A copy of a Hugging Face model on which `schemes` can be run; only the model's structure is read.
 
-    Small widths, four layers or more, and what the user changed since the config made it. Raises NoCopyError.
+    Small widths, four layers or more, and what the user changed since the config made it. Where that cannot be, its own
+    widths in few layers, if that can be trained in `memory_bytes`. Raises NoCopyError.
     """
     schemes = list(schemes)
+    try:
+        return _small_widths(model, schemes)
+    except NoCopyError as error:
+        try:
+            return SmallCopy(*copy_in_few_layers(model, schemes, memory_bytes))
+        except Exception as other:
+            raise NoCopyError(f"{error}; nor in few layers: {other}") from other
+
+
+def _small_widths(model: Any, schemes: Sequence[ParallelScheme]) -> SmallCopy:
     text = model.config.get_text_config()
     try:
         layers = num_layers(schemes)
@@ -47,13 +59,13 @@ def small_copy(model: Any, schemes: Iterable[ParallelScheme]) -> SmallCopy:
         small = _made_by(type(model), config, torch.device("cpu"))
         changes = changes_since(model, _made_by(type(model), model.config, torch.device("meta")))
         if changes is None:
-            raise NoCopyError("its parameters or methods are not those that its config makes")
+            raise NoCopyError("it is not made in small: its parameters or methods are not those that its config makes")
         path = find_layers(model, text.num_hidden_layers)
         changes.apply(small, lambda name: _in_few_layers(name, path, layers))
     except NoCopyError:
         raise
     except Exception as error:
-        raise NoCopyError(f"{type(model).__name__} cannot be made in small: {type(error).__name__}: {error}") from error
+        raise NoCopyError(f"it cannot be made in small ({type(error).__name__}: {error})") from error
     _draw_parameters(small)
     return SmallCopy(small, layers)
 

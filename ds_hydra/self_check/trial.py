@@ -35,13 +35,13 @@ class UntryableError(Exception):
 class Trial:
     """Runs schemes on one small copy of a model. Random numbers are drawn from generators of its own."""
 
-    def __init__(self, model: Any, schemes: Sequence[ParallelScheme], make_source: MakeSource):
+    def __init__(self, model: Any, schemes: Sequence[ParallelScheme], make_source: MakeSource, *, memory_bytes: float):
         """Makes the copy and computes with it in one process, twice. Raises UntryableError."""
         self._known: dict[ParallelScheme, Verdict] = {}
         try:
-            small = small_copy(model, schemes)
+            small = small_copy(model, schemes, memory_bytes)
         except NoCopyError as error:
-            raise UntryableError(f"there is no small copy: {error}") from error
+            raise UntryableError(f"there is no small copy of it: {error}") from error
         self._num_layers = small.num_layers
         self._data = uneven_data(VOCABULARY, _LENGTHS)
         calm = without_dropout(small.model)

@@ -66,16 +66,17 @@ def test_fewer_heads_are_divided_by_every_degree_as_before(kv_heads: int, group:
 
 
 def test_many_heads_become_few() -> None:
-    assert head_divisor(64, 8, [ParallelScheme(tp=2)]) == 4
+    assert head_divisor(64, 8, [ParallelScheme(tp=2)]) == 2
     assert head_divisor(64, 8, [ParallelScheme(tp=8)]) == 1
 
 
 def test_a_large_config_becomes_a_tiny_one_of_its_kind() -> None:
+    rotary = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}
     config = AutoConfig.for_model(
         "llama", hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64,
-        num_key_value_heads=8, rope_parameters={"rope_type": "llama3", "original_max_position_embeddings": 8192},
+        num_key_value_heads=8, rope_parameters=rotary,
     )  # fmt: skip
-    small = shrunk_config(config, 4, 4)
+    small = shrunk_config(config, layers=4, head_divisor=4)
     assert (small.num_hidden_layers, small.num_attention_heads, small.num_key_value_heads) == (4, 16, 2)
     assert (small.hidden_size, small.head_dim, small.intermediate_size) == (16 * HEAD_DIM, HEAD_DIM, 192)
     assert small.max_position_embeddings == POSITIONS

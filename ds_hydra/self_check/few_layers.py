@@ -1,0 +1,120 @@
+"""A model that no config makes in, a copy of it with few of its layers and of its vocabulary out, in its own widths.
+
+For what a user made of a model in ways that cannot be repeated in small: adapters, parametrizations, classes with
+arguments of their own, patched methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_hydra.pipe.models.causal_lm import find_layers
+from ds_hydra.pipe.models.meta_copy import copy_to_meta
+from ds_hydra.pipe.shape import ParallelScheme
+from ds_hydra.self_check.shrink import FEW_POSITIONS
+
+_ROWS = 512  # of the vocabulary
+_KINDS = 4  # of layers that are kept
+_COPIES = 4  # of the parameters that stand in memory at once: values and gradients, of the model and of its stages
+_OWN_KEYS = frozenset(vars(nn.Module())) | {"_is_hf_initialized", "layer_idx", "config"}
+
+
+def copy_in_few_layers(model: Any, schemes: Sequence[ParallelScheme], memory_bytes: float) -> tuple[Any, int]:
+    """The copy, in FP64 with values drawn anew, and its number of layers. Raises MemoryError where it is too large."""
+    path = find_layers(model, model.config.get_text_config().num_hidden_layers)
+    layers: Any = model.get_submodule(path)
+    kept = _kept(layers, max(2, *(scheme.pp for scheme in schemes)))
+    small = copy_to_meta(model)
+    few: Any = small.get_submodule(path)
+    for index in sorted(set(range(len(layers))) - set(kept), reverse=True):
+        del few[index]
+    for index, layer in enumerate(few):
+        for module in layer.modules():
+            if "layer_idx" in vars(module):
+                module.layer_idx = index
+    rows = _cut_vocabulary(small)
+    for config in {id(c): c for c in (small.config, small.config.get_text_config())}.values():
+        _adjust(config, len(layers), kept, rows)
+    bytes_needed = 8 * _COPIES * sum(parameter.numel() for parameter in small.parameters())
+    if bytes_needed > memory_bytes:
+        raise MemoryError(f"{len(kept)} layers take {bytes_needed / 2**30:.1f} GiB of {memory_bytes / 2**30:.1f} GiB")
+    _draw(small)
+    return small.double(), len(kept)
+
+
+def _kept(layers: nn.ModuleList, count: int) -> list[int]:
+    """Indices of one layer of each kind, and of the first ones until there are `count`."""
+    kinds = [_kind(layer) for layer in layers]
+    kept = [index for index, kind in enumerate(kinds) if kind not in kinds[:index]][: max(count, _KINDS)]
+    kept += [index for index in range(len(kinds)) if index not in kept][: max(0, count - len(kept))]
+    return sorted(kept)
+
+
+def _kind(layer: nn.Module) -> str:
+    """A text that is equal for layers that do the same with other values."""
+    parts = []
+    for path, module in layer.named_modules():
+        plain = {
+            k: v for k, v in vars(module).items() if k not in _OWN_KEYS and isinstance(v, bool | int | float | str)
+        }
+        shapes = [(n, tuple(p.shape), p.requires_grad) for n, p in module._parameters.items() if p is not None]
+        parts.append((path, type(module).__name__, sorted(plain.items()), shapes, len(module._forward_hooks)))
+    return repr(parts)
+
+
+def _cut_vocabulary(model: Any) -> int:
+    """Leave the first rows of the embeddings and of the head, which stay tied if they are; the number of rows."""
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    rows = min(vocabulary, _ROWS)
+    cut: dict[int, nn.Parameter] = {}
+    for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+        for name, parameter in list(module._parameters.items()):
+            if parameter is None or parameter.shape[0] != vocabulary:
+                continue
+            if id(parameter) not in cut:
+                few = torch.empty(rows, *parameter.shape[1:], device="meta")
+                cut[id(parameter)] = nn.Parameter(few, requires_grad=parameter.requires_grad)
+            module._parameters[name] = cut[id(parameter)]
+        for key in ("num_embeddings", "out_features"):
+            if key in vars(module):
+                setattr(module, key, rows)
+        if getattr(module, "padding_idx", None) is not None:
+            module.padding_idx = min(module.padding_idx, rows - 1)
+    return rows
+
+
+def _adjust(config: Any, num_layers: int, kept: Sequence[int], rows: int) -> None:
+    values = vars(config)
+    for key, value in list(values.items()):
+        if isinstance(value, list | tuple) and len(value) == num_layers:
+            values[key] = type(value)(value[index] for index in kept)
+        elif isinstance(value, int) and value == num_layers and "layer" in key:
+            values[key] = len(kept)
+        elif isinstance(value, dict) and "original_max_position_embeddings" in value:
+            values[key] = value | {"original_max_position_embeddings": FEW_POSITIONS}
+    if "vocab_size" in values:
+        values["vocab_size"] = rows
+    config._attn_implementation = "eager"
+    if hasattr(config, "_experts_implementation"):
+        config._experts_implementation = "eager"
+
+
+def _draw(model: nn.Module) -> None:
+    """Random FP64 values in place of what is on the meta device; tied parameters stay tied."""
+    generator = torch.Generator().manual_seed(1)
+    drawn: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) not in drawn:
+                value = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                value *= 0.1 if value.dim() < 2 else value.shape[-1] ** -0.5
+                if value.dim() < 2 and name == "weight":  # of a norm
+                    value += 1.0
+                drawn[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+            module._parameters[name] = drawn[id(parameter)]
