@@ -38,9 +38,11 @@ class _CopyToRanks(torch.autograd.Function):
 class _SumOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        x = x.contiguous()
-        dist.all_reduce(x, group=group)
-        return x
+        total = x.contiguous()
+        dist.all_reduce(total, group=group)
+        if total is x:  # so that autograd knows it as a tensor that may be written to in place again
+            ctx.mark_dirty(x)
+        return total
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

@@ -75,28 +75,28 @@ def chunked_loss(
     hidden: Tensor,
     labels: Tensor,
     weights: Tensor,
-    head: Callable[[Tensor], Tensor],
+    head: Callable[[Tensor, slice], Tensor],
     vocab_start: int,
     vocab_local: int,
     group: Group,
 ) -> Tensor:
-    """Sum of weights * token losses; `head` maps hidden (1, t, H) to logits (1, t, V_local).
+    """Sum of weights * token losses; `head` maps hidden (1, t, H) of a slice of tokens to logits (1, t, V_local).
 
     At most LOGITS_AT_ONCE logits are in memory at a time [Note: logit blocks].
     """
 
-    def block_loss(part: Tensor, part_labels: Tensor, part_weights: Tensor) -> Tensor:
-        losses = token_losses(head(part).squeeze(0), part_labels, vocab_start, group)
+    def block_loss(part: Tensor, tokens: slice, part_labels: Tensor, part_weights: Tensor) -> Tensor:
+        losses = token_losses(head(part, tokens).squeeze(0), part_labels, vocab_start, group)
         return (losses * part_weights).sum()
 
     num_tokens = hidden.shape[1]
     size = max(1, LOGITS_AT_ONCE // max(1, vocab_local))
     if num_tokens <= size:
-        return block_loss(hidden, labels, weights)
+        return block_loss(hidden, slice(0, num_tokens), labels, weights)
     total: Tensor | None = None
     for start in range(0, num_tokens, size):
         part = slice(start, start + size)
-        args = (hidden[:, part], labels[part], weights[part])
+        args = (hidden[:, part], part, labels[part], weights[part])
         loss = checkpoint(block_loss, *args, use_reentrant=False)
         total = loss if total is None else total + loss
     assert total is not None, "a micro-batch has at least one token"

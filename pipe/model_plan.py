@@ -150,6 +150,8 @@ class ModelPlan:
     num_heads: int = 0  # 0: the layers say nothing of attention heads
     num_kv_heads: int = 0
     heads_cut: bool = False  # tensor parallelism cuts the attention heads, not only the linear layers
+    no_tp: str = ""  # why tensor parallel ranks would train another model, for the user; "": they would not
+    no_pp: str = ""  # the same of pipeline stages
 
     @property
     def num_layers(self) -> int:
@@ -241,6 +243,10 @@ class ModelPlan:
         Raises PlanError naming the degrees and the numbers of the model that disagree.
         """
         shapes = {(stage.tp, stage.sp) for pipeline in strategy.pipelines for stage in pipeline.stages}
+        if self.no_tp and any(tp > 1 for tp, _ in shapes):
+            raise PlanError(self.no_tp)
+        if self.no_pp and any(len(pipeline.stages) > 1 for pipeline in strategy.pipelines):
+            raise PlanError(self.no_pp)
         for tp, sp in sorted(shapes):
             for bucket in self.buckets:
                 for param in bucket.params:

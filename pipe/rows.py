@@ -66,7 +66,7 @@ class MicroBatch:
 
     pack: Pack
     position_ids: Tensor  # (1, T_local), restarting at each sequence
-    input_ids: Tensor | None = None  # (1, T_local); first stage, and last stage of layer lists
+    input_ids: Tensor | None = None  # (1, T_local)
     labels: Tensor | None = None  # (T_local,) next tokens, -100 where there is none; last stage only
     weights: Tensor | None = None  # (T_local,) what each token's loss counts in the step's loss; last stage only
 

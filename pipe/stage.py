@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,6 +14,8 @@ from ds_hydra.pipe.collectives import Group
 from ds_hydra.pipe.model_plan import ModelPlan, Slot
 from ds_hydra.pipe.placement import Stage
 from ds_hydra.pipe.rows import MicroBatch
+
+GradientHook = Callable[[Tensor], Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -32,9 +34,21 @@ class StagePlace:
 class StageModule:
     """A rank's share of a stage: a module on the meta device whose parameters are views of pulled buffers."""
 
-    def __init__(self, model: nn.Module, place: StagePlace, names: Mapping[str, str]):
-        """`names` maps the module's own parameter names to master names; others belong to other stages."""
+    def __init__(
+        self,
+        model: nn.Module,
+        place: StagePlace,
+        names: Mapping[str, str],
+        *,
+        readers: Mapping[str, Collection[str]] | None = None,
+        hooks: Mapping[str, Sequence[GradientHook]] | None = None,
+    ):
+        """`names` maps the module's own parameter names to master names; others belong to other stages.
+
+        `readers` names further modules that read a parameter, by master name, and `hooks` what its gradient passes.
+        """
         self.module, self.place = model, place
+        self._hooks = hooks or {}
         self._owners: dict[str, list[tuple[nn.Module, str]]] = {}
         for path, name in names.items():
             owner, _, leaf = path.rpartition(".")
@@ -42,8 +56,11 @@ class StageModule:
         self.parameters: dict[str, nn.Parameter] = {}
         self.before_use: Callable[[str], None] | None = None  # called with a master name before it computes
         for name, owners in self._owners.items():
-            for module, _ in owners:
-                module.register_forward_pre_hook(lambda _module, _args, name=name: self._use(name))
+            users = {module for module, _ in owners} | {
+                model.get_submodule(path) for path in (readers or {}).get(name, ())
+            }
+            for module in users:  # ahead of the user's hooks, which may read the parameter
+                module.register_forward_pre_hook(lambda _module, _args, name=name: self._use(name), prepend=True)
 
     def install(self, slot: Slot, buffer: Tensor) -> nn.Parameter:
         """Make one parameter a view of its bucket's local buffer; returns it (the same object every step)."""
@@ -55,6 +72,8 @@ class StageModule:
             self.parameters[slot.param.name] = parameter
             for owner, leaf in self._owners[slot.param.name]:
                 owner._parameters[leaf] = parameter
+            for hook in self._hooks.get(slot.param.name, ()) if parameter.requires_grad else ():
+                parameter.register_hook(hook)
         else:
             parameter.data = view
         return parameter

@@ -7,7 +7,7 @@ collectives of their style. Styles are Hugging Face's (`model.tp_plan`).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -74,14 +74,18 @@ class TensorParallel:
         """`specs` by every path of a parameter, so that a tied weight is found under both."""
         self.plan, self.specs, self.tp_rank, self.tp, self.group = plan, specs, tp_rank, tp, group
 
-    def install(self, model: nn.Module, embedding: nn.Module, head: nn.Module) -> None:
-        """Wrap every module the plan names; `embedding` and `head` become vocabulary parallel whatever it says."""
+    def install(self, model: nn.Module, embedding: nn.Module, head: nn.Module, needed: Collection[str]) -> None:
+        """Wrap every module the plan names that holds a parameter of `needed`; others are not run here.
+
+        `embedding` and `head` become vocabulary parallel whatever the plan says.
+        """
         if self.tp == 1:
             return
         names = {module: name for name, module in model.named_modules()}
         parents = {child: parent for parent in model.modules() for child in parent.children()}
+        here = {prefix for path in needed for prefix in _prefixes(path)}
         for module, name in names.items():
-            if module is embedding or module is head:
+            if module is embedding or module is head or (name not in here and _holds_any(module)):
                 continue
             style = style_of(self.plan, name)
             if style is not None and style not in (
@@ -92,8 +96,10 @@ class TensorParallel:
                 self._wrap(style, name, module, parents[module])
             elif style == "packed_colwise" and isinstance(module, nn.Linear):
                 self._wrap("colwise", name, module, parents[module])
-        self._vocab_parallel(embedding, names[embedding])
-        self._wrap("colwise", names[head], head, parents[head])
+        if names[embedding] in here:
+            self._vocab_parallel(embedding, names[embedding])
+        if names[head] in here:
+            self._wrap("colwise", names[head], head, parents[head])
 
     def _wrap(self, style: str, name: str, module: nn.Module, parent: nn.Module) -> None:
         forward: Callable[..., Any] = module.forward
@@ -161,6 +167,49 @@ class TensorParallel:
 
     def _widths(self, name: str, dim: int) -> tuple[int, ...]:
         return tuple(self.specs[name].shard_shape(rank, self.tp)[dim] for rank in range(self.tp))
+
+
+def tensor_parallel_obstacle(model: nn.Module, plan: Mapping[str, str], ends: Sequence[nn.Module]) -> str:
+    """Why a model cannot be cut by its plan, in a sentence for the user; empty where it can.
+
+    `ends` are the embedding and the head. A module that is cut must compute what `nn.Linear` computes: an adapter or a
+    parametrization around it has parameters of which the plan says nothing.
+    """
+    remedy = "use strategies with tp1 for this model"
+    for name, module in model.named_modules():
+        style = style_of(plan, name)
+        if module in ends or style is None:
+            continue
+        if style not in _LINEAR_RULES and style not in _REPLICATED:
+            return (
+                f"{name}: the tensor parallel style {style!r} of the model's plan is not implemented; {remedy}, or a "
+                f"plan with {', '.join(sorted(_LINEAR_RULES))}"
+            )
+        cut = style in _LINEAR_RULES and _LINEAR_RULES[style] != _LINEAR_RULES["replicated_with_grad_allreduce"]
+        if cut and list(module.parameters()) and not _is_linear(module):
+            return f"{name}, which the model's plan cuts as a linear layer, is a {type(module).__name__}; {remedy}"
+    embedding, head = ends
+    paths = {id(module): name for name, module in model.named_modules()}
+    for end, plain in ((embedding, isinstance(embedding, nn.Embedding)), (head, _is_linear(head))):
+        if not plain or "weight" not in end._parameters:
+            return f"{paths[id(end)]} is a {type(end).__name__}, whose rows cannot be told apart; {remedy}"
+    return ""
+
+
+def _is_linear(module: nn.Module) -> bool:
+    own = type(module).forward is nn.Linear.forward and "forward" not in vars(module)
+    return own and "weight" in module._parameters
+
+
+def _holds_any(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _prefixes(path: str) -> Iterator[str]:
+    """Paths of the modules around a parameter."""
+    while path:
+        path = path.rpartition(".")[0]
+        yield path
 
 
 def _shared_copy(parent: nn.Module, group: Group) -> Callable[[Tensor], Tensor]:

@@ -46,6 +46,7 @@ def job_memory(
         heads = max(1, source.plan.num_heads)
         hidden = config.hidden_size
         inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * hidden
+        inner = max(inner) if isinstance(inner, list | tuple) else inner  # of each layer
         figures[tp, sp] = estimate_activations(
             hidden, inner, heads, source.plan.num_kv_heads or heads, dtype.itemsize, tp, sp,
             checkpointing=activation_checkpointing,

@@ -81,7 +81,7 @@ class StageTimer:
         return MicroBatch(
             pack,
             positions,
-            ids if self.place.is_first else None,
+            ids,
             labels if self.place.is_last else None,
             weights if self.place.is_last else None,
         )

@@ -37,7 +37,8 @@ def build_batches(
 ) -> RankBatches:
     """Pack the micro-batches of one pipeline, of whole sequences, for one rank of it.
 
-    Only the first stage reads tokens and only the last reads labels, each for the sequences it has tokens of.
+    Each rank reads the sequences that it has tokens of: later stages may look tokens up too (an embedding of every
+    layer's own), only the last reads labels.
     """
     built = [
         _build([sequence_ids[span.sequence] for span in batch.spans], batch.lengths, place, load, loss_norm, device)
@@ -65,15 +66,13 @@ def _build(
     pack = Pack(packed, place.sp_rank, place.stage.sp, place.sp_group)
     start, stop = pack.local
     positions = torch.tensor([position_ids(packed, start, stop)], device=device)
-    input_ids = labels = weights = None
+    labels = weights = None
     counted = 0
-    if place.is_first or place.is_last:
-        tokens, targets, scale, counted = _row(ids, packed, start, stop, place, load, loss_norm)
-        if place.is_first:
-            input_ids = torch.from_numpy(tokens[start:stop]).to(device).unsqueeze(0)
-        if place.is_last:
-            labels = torch.from_numpy(targets[start:stop]).to(device)
-            weights = torch.from_numpy(scale[start:stop]).to(device)
+    tokens, targets, scale, counted = _row(ids, packed, start, stop, place, load, loss_norm)
+    input_ids = torch.from_numpy(tokens[start:stop]).to(device).unsqueeze(0)
+    if place.is_last:
+        labels = torch.from_numpy(targets[start:stop]).to(device)
+        weights = torch.from_numpy(scale[start:stop]).to(device)
     return MicroBatch(pack, positions, input_ids, labels, weights), counted, padding
 
 

@@ -49,6 +49,12 @@ def hydra_attention(
     query (1, heads, T_local, d), key and value (1, kv_heads, T_local, d), after rotary embedding;
     returns (1, T_local, heads, d_v). Raises ConfigError on a feature that is not implemented.
     """
+    if not getattr(module, "is_causal", True):
+        raise ConfigError(
+            f"the attention of {type(module).__name__} is not causal (is_causal is False): tokens would see those "
+            "behind them. Only causal language models are trained in packs; set is_decoder=True, or "
+            "use_bidirectional_attention=False, in the model's config if it is one"
+        )
     unknown = {name for name, given in features.items() if given is not None and name not in _HARMLESS}
     if unknown or attention_mask is not None or features.get("is_causal") is False:
         what = ", ".join(sorted(unknown)) or ("attention_mask" if attention_mask is not None else "is_causal=False")
@@ -66,6 +72,14 @@ def hydra_attention(
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # (T_local, heads, d)
     out = varlen_attention(q, k, v, hydra, scale=scaling, window=sliding_window, softcap=softcap)
     return out.unsqueeze(0), None
+
+
+def use_in(model: nn.Module) -> None:
+    """Make a copy of a model call `hydra_attention`; the model that it was copied from keeps its own."""
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if hasattr(config, "_attn_implementation"):
+            config._attn_implementation = ATTENTION_NAME  # type: ignore[union-attr]
 
 
 @cache

@@ -198,8 +198,7 @@ def _packed_model(rank: int, sp: int, family: str, row: Sequence[Tensor]) -> tup
     loss = module.forward(None, batch)
     loss.backward()
     with torch.no_grad():
-        hidden = module.base(input_ids=tokens, position_ids=positions, use_cache=False, hydra=pack)[0]
-        logits = module._head(hidden).squeeze(0)
+        logits = module.logits(None, batch).squeeze(0)  # type: ignore[attr-defined]
     own = max(0, min(stop, sum(lengths) - padding) - start)
     gradients = {
         name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in module.parameters.items()

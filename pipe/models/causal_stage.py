@@ -1,0 +1,92 @@
+"""One rank's share of a stage of a causal language model: hidden states in, hidden states or the loss out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ds_hydra.pipe.loss import chunked_loss
+from ds_hydra.pipe.models.cut import CutForward, Given, from_wire, hidden_in, to_wire, with_hidden
+from ds_hydra.pipe.models.positions import split_rotary_by_length
+from ds_hydra.pipe.rows import MicroBatch, Pack
+from ds_hydra.pipe.stage import StageModule, StagePlace
+from ds_hydra.pipe.tensor_parallel import TensorParallel
+
+if TYPE_CHECKING:
+    from ds_hydra.pipe.models.causal_lm import CausalLM
+
+
+class CausalStage(StageModule):
+    """A copy of the user's model that computes one stage's layers by the model's own forward.
+
+    Modules keep their names in the whole model; those of other stages are there, without values, and are not run.
+    """
+
+    def __init__(self, source: CausalLM, place: StagePlace, device: torch.device, dtype: torch.dtype):
+        model = source.skeleton(device, dtype)
+        needed = source.plan.needed(place.stage)
+        names = {path: name for path, name in source.aliases.items() if name in needed}
+        super().__init__(model, place, names, readers=source.flow.readers, hooks=source.hooks)
+        head = model.get_output_embeddings()
+        specs = {path: source.specs[name] for path, name in source.aliases.items()}
+        TensorParallel(source.style_plan, specs, place.tp_rank, place.stage.tp, place.tp_group).install(
+            model, model.get_input_embeddings(), head, needed=frozenset(names)
+        )
+        self._doors, self._first_position = source.flow.doors, source.first_position
+        split_rotary_by_length(model, lambda: self._pack)
+        self._pack = Pack((0,))
+        self._cut = CutForward(model, source.flow, source.layers_path, place.stage, device)
+        if place.is_last:
+            owner, _, self._body_name = source.flow.body.rpartition(".")
+            self._above = model.get_submodule(owner)
+            self._body = model.get_submodule(source.flow.body)
+            self._given = Given(self._body)
+            path = next(name for name, module in model.named_modules() if module is head)
+            self.vocab = specs[f"{path}.weight"].shard_rows(place.tp_rank, place.stage.tp)
+
+    def forward(self, hidden: Tensor | None, batch: MicroBatch) -> Tensor:
+        out = self._run_layers(hidden, batch)
+        if not self.place.is_last:
+            return to_wire(hidden_in(out), self._doors[self.place.stage.last_layer])
+        assert batch.labels is not None, "the last stage was given no labels"
+        assert batch.weights is not None, "the last stage was given no weights"
+        input_ids = _tokens(batch)
+
+        def head(part: Tensor, tokens: slice) -> Tensor:
+            return self._head(with_hidden(out, part), input_ids[:, tokens])
+
+        start, stop = self.vocab
+        group = self.place.tp_group
+        return chunked_loss(hidden_in(out), batch.labels, batch.weights, head, start, stop - start, group)
+
+    def logits(self, hidden: Tensor | None, batch: MicroBatch) -> Tensor:
+        """Of the last stage: logits (1, T_local, V_local) of this rank's vocabulary rows, all in memory at once."""
+        return self._head(self._run_layers(hidden, batch), _tokens(batch))
+
+    def _run_layers(self, hidden: Tensor | None, batch: MicroBatch) -> Any:
+        self._pack = batch.pack
+        return self._cut(
+            None if hidden is None else from_wire(hidden, self._doors[self.place.stage.first_layer]),
+            input_ids=_tokens(batch),
+            position_ids=batch.position_ids + self._first_position,
+            use_cache=False,
+            hydra=batch.pack,
+        )
+
+    def _head(self, below: Any, input_ids: Tensor) -> Tensor:
+        """Logits of this rank's vocabulary rows, by the model's own forward after its layers."""
+        object.__setattr__(self._given, "value", below)
+        self._above._modules[self._body_name] = self._given
+        try:
+            out = self.module(input_ids=input_ids, use_cache=False)
+        finally:
+            self._above._modules[self._body_name] = self._body
+            object.__setattr__(self._given, "value", None)
+        logits: Tensor = out.logits if hasattr(out, "logits") else out[0]
+        return logits
+
+
+def _tokens(batch: MicroBatch) -> Tensor:
+    return torch.zeros_like(batch.position_ids) if batch.input_ids is None else batch.input_ids

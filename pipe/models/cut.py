@@ -1,0 +1,182 @@
+"""A whole model and a stage's place in, a model that runs its own forward but only the stage's layers out.
+
+[Note: cutting by the forward]
+The model's own forward runs in every stage. Layers before the stage's first hand on what they are given, and the last
+of them returns what was received from the stage before; so whatever a model does between two layers is done once, by
+the receiver. What the embeddings would have computed is replaced by placeholders of its shape, which nobody reads.
+After the stage's last layer an exception leaves the forward. For layers 2 and 3 of 5:
+
+    embeddings        layer 0   layer 1               layer 2   layer 3
+    placeholders  ->  hand on   returns the received  computes  computes, then `_Reached` ends the forward
+
+No layer, norm or embedding needs a name for this, and nothing that follows the layers exists in an earlier stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from ds_hydra.pipe.models.flow import Door, Flow
+from ds_hydra.pipe.placement import Stage
+
+_QUESTIONS = frozenset({"size", "dim", "numel", "stride", "element_size", "__len__", "is_floating_point", "nelement"})
+
+
+class _Reached(BaseException):
+    """Ends a forward where the stage ends. Not an `Exception`: a model's own handlers must not swallow it."""
+
+    def __init__(self, value: Any):
+        super().__init__()
+        self.value = value
+
+
+class Placeholders(TorchFunctionMode):
+    """Within it, whatever is computed with a parameter on the meta device is a real tensor of its shape.
+
+    `filling` is what the placeholders hold: zeros in training; with NaN one that leaks into a layer shows.
+    """
+
+    def __init__(self, device: torch.device, filling: float = 0.0):
+        super().__init__()
+        self.device, self.filling = device, filling
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        flat, structure = tree_flatten((args, kwargs))
+        if not any(isinstance(value, Tensor) and value.is_meta for value in flat):
+            return func(*args, **kwargs)
+        if func is Tensor.device.__get__:  # type: ignore[attr-defined]
+            return self.device
+        if getattr(func, "__name__", "") in _QUESTIONS or getattr(func, "__name__", "") == "__get__":
+            answer = func(*args, **kwargs)
+            if not isinstance(answer, Tensor):
+                return answer
+        meta_args, meta_kwargs = tree_unflatten([self._on_meta(value) for value in flat], structure)
+        with torch.no_grad():
+            return tree_map(self._real, func(*meta_args, **meta_kwargs))
+
+    @staticmethod
+    def _on_meta(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.detach().to("meta")
+        return torch.device("meta") if isinstance(value, torch.device) else value
+
+    def _real(self, value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.is_meta:
+            return value
+        filling = self.filling if value.is_floating_point() else 0
+        return torch.full(value.shape, filling, dtype=value.dtype, device=self.device)
+
+
+class CutForward:
+    """Runs one stage's part of a model's own forward [Note: cutting by the forward]."""
+
+    def __init__(self, model: Any, flow: Flow, layers_path: str, stage: Stage, device: torch.device):
+        """`model` is changed in place: its layers before the stage hand on, its last local one ends the forward."""
+        self.model, self._flow = model, flow
+        self._received: Tensor | None = None
+        self._placeholders: Placeholders | None = None
+        self._device = device
+        self._first, self._last = stage.first_layer, stage.last_layer
+        layers: Sequence[nn.Module] = model.get_submodule(layers_path)
+        for index in range(self._first):
+            _clear_hooks(layers[index])
+            layers[index].forward = self._hand_on(index, flow.doors[index])  # type: ignore[method-assign]
+        body: nn.Module = model.get_submodule(flow.body)
+        ending = body if self._last == len(layers) else layers[self._last - 1]
+        ending.register_forward_hook(_reach)
+
+    def __call__(self, received: Tensor | None, **inputs: Any) -> Any:
+        """What the stage's last layer, or the model below its head, returns."""
+        self._received = received
+        try:
+            if self._first:
+                self._placeholders = Placeholders(self._device)
+                self._placeholders.__enter__()
+            self.model(**inputs)
+        except _Reached as reached:
+            return reached.value
+        finally:
+            self._leave_placeholders()
+            self._received = None
+        raise AssertionError(f"{type(self.model).__name__} did not run {self._flow.body}, as it did when traced")
+
+    def _hand_on(self, index: int, door: Door) -> Callable[..., Any]:
+        def stand_in(*args: Any, **kwargs: Any) -> Any:
+            hidden = args[door.key] if isinstance(door.key, int) else kwargs[door.key]
+            if index == self._first - 1:
+                self._leave_placeholders()
+                hidden = self._received
+            if door.returned is None:
+                return hidden
+            kind, length = door.returned
+            return kind((hidden, *[None] * (length - 1)))
+
+        return stand_in
+
+    def _leave_placeholders(self) -> None:
+        if self._placeholders is not None:
+            self._placeholders.__exit__(None, None, None)
+            self._placeholders = None
+
+
+def _reach(module: nn.Module, args: Any, out: Any) -> None:
+    raise _Reached(out)
+
+
+def _clear_hooks(module: nn.Module) -> None:
+    """A layer of another stage runs none of the user's hooks; those within it never run."""
+    for key, value in vars(module).items():
+        if key.endswith("_hooks") and isinstance(value, dict):
+            value.clear()
+
+
+def hidden_in(out: Any) -> Tensor:
+    """The hidden states in what a layer or the model below the head returned."""
+    hidden = out if isinstance(out, Tensor) else out[0]
+    assert isinstance(hidden, Tensor), "the trace found hidden states in front"
+    return hidden
+
+
+def to_wire(hidden: Tensor, door: Door) -> Tensor:
+    """Hidden states as stages send them: (1, T, features)."""
+    if door.token_dim == 1 and len(door.shape) == 2:
+        return hidden
+    return hidden.movedim(door.token_dim, 0).flatten(1).unsqueeze(0)
+
+
+def from_wire(wire: Tensor, door: Door) -> Tensor:
+    """Inverse of `to_wire`."""
+    if door.token_dim == 1 and len(door.shape) == 2:
+        return wire
+    return wire.squeeze(0).unflatten(1, door.shape).movedim(0, door.token_dim)
+
+
+class Given(nn.Module):
+    """Stands in for the model below the head: hands the head hidden states that were computed before."""
+
+    def __init__(self, body: nn.Module):
+        super().__init__()
+        object.__setattr__(self, "_body", body)
+        object.__setattr__(self, "value", None)
+
+    def __getattr__(self, name: str) -> Any:  # attributes that the head's forward reads off the model below
+        return getattr(self._body, name)
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        return self.value
+
+
+def with_hidden(out: Any, hidden: Tensor) -> Any:
+    """What the model below the head returns, with other hidden states and nothing else."""
+    if isinstance(out, tuple):
+        return (hidden, *[None] * (len(out) - 1))
+    if isinstance(out, Tensor):
+        return hidden
+    return type(out)(**{next(iter(out)): hidden})

@@ -1,0 +1,280 @@
+"""What a model's forward does with its layers: a copy of the model in; which part computes with which parameters out.
+
+[Note: the trace]
+Nothing is taken from names or from the order in which modules were declared. A few tokens run through the model's own
+forward. At each layer's door the hidden states are replaced by a new leaf of the autograd graph, so that the graphs end
+there: what the leaf's predecessor reaches was computed by the part before. With three layers:
+
+    embeddings -> [leaf] -> layer 0 -> [leaf] ... [leaf] -> layer 1 -> ... -> layer 2 -> [leaf] -> norm, head -> logits
+    first stage             layer 0         between         layer 1                                last stage
+
+A parameter that is reached through a layer's *other* arguments (an embedding that every layer reads) is needed by every
+stage; one of another layer there means that layers share what they compute, and no pipeline can be cut. Frozen
+parameters and those used under `no_grad` leave no graph: so every function that is handed a parameter is noted too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from ds_hydra.pipe.models.graph import hidden_of, leaves, tensors_in
+from ds_hydra.pipe.models.random_calls import random_call
+from ds_hydra.pipe.rows import Pack
+
+# Token counts that are tried: one that is no other size of the hidden states tells which dimension counts tokens.
+TOKEN_COUNTS = (11, 13, 17)
+
+
+class CannotCutError(Exception):
+    """Why the layers of a model cannot be dealt out to stages."""
+
+
+@dataclass(frozen=True)
+class Door:
+    """How the hidden states enter and leave a layer, as the model calls it."""
+
+    key: int | str  # position or name of the argument that holds them
+    shape: tuple[int, ...]  # with one token at `token_dim`
+    token_dim: int
+    returned: tuple[type, int] | None  # None: a tensor; else the type and length of what holds it in front
+
+    @property
+    def width(self) -> int:
+        """Features of a token."""
+        return torch.Size(self.shape).numel()
+
+
+@dataclass(frozen=True)
+class Flow:
+    """What a trace found [Note: the trace]; parameters by their first name in the model."""
+
+    first: frozenset[str]
+    layers: tuple[frozenset[str], ...]
+    last: frozenset[str]
+    doors: tuple[Door, ...]
+    body: str  # path of the module whose output the model's own forward turns into logits
+    readers: Mapping[str, frozenset[str]]  # parameters that are read while their owner does not run -> modules that do
+    random: tuple[str, ...] = ()  # calls that draw random numbers in training, in words
+    obstacle: str = ""  # why no pipeline can be cut; the parts above are then only what one stage holds
+
+
+@dataclass
+class _Record:
+    """What hooks and functions note while the model runs."""
+
+    calls: list[int] = field(default_factory=list)
+    doors: dict[int, Door] = field(default_factory=dict)
+    entries: dict[int, Tensor] = field(default_factory=dict)
+    exits: dict[int, Tensor] = field(default_factory=dict)
+    entering: dict[int, set[int]] = field(default_factory=dict)  # leaves behind what enters a layer
+    inside: dict[int, set[int]] = field(default_factory=dict)  # leaves behind what a layer hands on
+    beside: dict[int, set[int]] = field(default_factory=dict)  # leaves behind a layer's other arguments
+    handed_on: dict[int, tuple[int, Tensor]] = field(default_factory=dict)  # other results: identity -> layer, tensor
+    body: str = ""
+    obstacle: str = ""
+
+
+class _Watch(TorchFunctionMode):
+    """Notes which parameters any function is handed, by part of the forward, and what draws random numbers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self.owners: dict[int, set[str]] = {}
+        for path, parameter in model.named_parameters(remove_duplicate=False):
+            self.owners.setdefault(id(parameter), set()).add(path.rpartition(".")[0])
+        self.part: tuple[str, int] = ("before", 0)
+        self.touched: dict[tuple[str, int], set[int]] = {}
+        self.stack: list[str] = []
+        self.readers: dict[str, set[str]] = {}
+        self.random: dict[str, None] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") != "__get__":
+            for value in tree_leaves((args, kwargs)):
+                if isinstance(value, Tensor) and id(value) in self.names:
+                    self._touch(id(value))
+        result = func(*args, **kwargs)
+        drawn = random_call(func, args, kwargs, result)
+        if drawn:
+            self.random[f"{self.stack[-1] if self.stack else 'the model'}: {drawn}"] = None
+        return result
+
+    def _touch(self, parameter: int) -> None:
+        self.touched.setdefault(self.part, set()).add(parameter)
+        if self.stack and not self.owners[parameter] & set(self.stack):
+            self.readers.setdefault(self.names[parameter], set()).add(self.stack[-1])
+
+    def in_part(self, kind: str, index: int = 0) -> set[int]:
+        return self.touched.get((kind, index), set())
+
+
+def trace(model: Any, layers_path: str, positions_from: int = 0) -> Flow:
+    """Run a few tokens through a copy of the model whose parameters are leaves, and tell what happened.
+
+    Hooks stay on the copy: it is of no other use. Errors of the model's own forward pass through.
+    """
+    device = next(model.parameters()).device
+    layers = list(model.get_submodule(layers_path))
+    record = _Record()
+    watch = _Watch(model)
+    for name, module in model.named_modules():
+        _keep_stack(module, name, watch)
+    hidden = int(model.config.get_text_config().hidden_size)
+    tokens = next(count for count in TOKEN_COUNTS if count not in (hidden, len(layers)))
+    for index, layer in enumerate(layers):
+        _watch_layer(layer, index, record, watch, tokens)
+    ids = torch.arange(3, 3 + tokens, device=device)[None]
+    positions = torch.arange(positions_from, positions_from + tokens, device=device)[None]
+    model.train()
+    with torch.random.fork_rng(devices=[]), watch:
+        out = model(input_ids=ids, position_ids=positions, use_cache=False, hydra=Pack((tokens,)))
+    logits = out.logits if hasattr(out, "logits") else out[0]
+    return _conclude(model, layers_path, record, watch, logits)
+
+
+def _keep_stack(module: nn.Module, name: str, watch: _Watch) -> None:
+    def push(*_: Any) -> None:
+        watch.stack.append(name)
+
+    def pop(*_: Any) -> None:
+        watch.stack.pop()
+
+    module.register_forward_pre_hook(push, prepend=True)
+    module.register_forward_hook(pop, always_call=True)
+
+
+def _watch_layer(layer: nn.Module, index: int, record: _Record, watch: _Watch, tokens: int) -> None:
+    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+        key = hidden_of(args, kwargs)
+        if key is None or (index in record.calls):
+            record.obstacle = f"layer {index} runs twice" if key is not None else f"layer {index} is handed no tokens"
+            return None
+        hidden: Tensor = args[key] if isinstance(key, int) else kwargs[key]
+        dims = [dim for dim, size in enumerate(hidden.shape) if size == tokens]
+        if len(dims) != 1:
+            record.obstacle = f"layer {index} is handed a tensor {tuple(hidden.shape)} for {tokens} tokens"
+            return None
+        record.body = record.body or (watch.stack[1] if len(watch.stack) > 2 else "")
+        record.calls.append(index)
+        watch.part = ("layer", index)
+        record.entering[index] = leaves([hidden])
+        others = [tensor for tensor in tensors_in((args, kwargs)) if tensor is not hidden]
+        record.beside[index] = leaves([tensor for tensor in others if tensor.requires_grad])
+        for tensor in others:
+            if id(tensor) in record.handed_on:
+                record.obstacle = _shared(index, record.handed_on[id(tensor)][0])
+        leaf = hidden.detach().requires_grad_()
+        record.entries[index] = leaf
+        shape = (*hidden.shape[: dims[0]], *hidden.shape[dims[0] + 1 :])
+        record.doors[index] = Door(key, shape, dims[0], None)
+        if isinstance(key, int):
+            return (*args[:key], leaf, *args[key + 1 :]), kwargs
+        return args, kwargs | {key: leaf}
+
+    def leave(_: nn.Module, __: Any, out: Any) -> Any:
+        watch.part = ("after", index)
+        if index not in record.doors:
+            return None
+        hidden = out if isinstance(out, Tensor) else out[0] if type(out) in (tuple, list) and out else None
+        if not isinstance(hidden, Tensor) or hidden.shape != record.entries[index].shape:
+            record.obstacle = f"layer {index} does not hand on hidden states of the shape that entered it"
+            return None
+        record.inside[index] = leaves([hidden])
+        leaf = hidden.detach().requires_grad_()
+        record.exits[index] = leaf
+        if isinstance(out, Tensor):
+            return leaf
+        record.handed_on |= {id(tensor): (index, tensor) for tensor in tensors_in(list(out[1:]))}
+        door = record.doors[index]
+        record.doors[index] = Door(door.key, door.shape, door.token_dim, (type(out), len(out)))
+        return type(out)((leaf, *out[1:]))
+
+    layer.register_forward_pre_hook(enter, with_kwargs=True)
+    layer.register_forward_hook(leave)
+
+
+def _shared(index: int, other: int) -> str:
+    return f"layer {index} uses what layer {other} computed beside the hidden states"
+
+
+def _conclude(model: Any, layers_path: str, record: _Record, watch: _Watch, logits: Tensor) -> Flow:
+    """The parts of the model, or what is in the way of cutting it."""
+    num_layers = len(model.get_submodule(layers_path))
+    names = watch.names
+
+    def named(found: set[int]) -> set[str]:
+        return {names[each] for each in found if each in names}
+
+    own: list[set[str]] = [set() for _ in range(num_layers)]
+    for path, parameter in model.named_parameters(remove_duplicate=False):
+        if path.startswith(layers_path + "."):
+            own[int(path[len(layers_path) + 1 :].split(".")[0])].add(names[id(parameter)])
+    readers = {name: frozenset(found) for name, found in watch.readers.items()}
+    random = tuple(watch.random)
+    last = named(leaves([logits]) | watch.in_part("after", num_layers - 1))
+    try:
+        _check_order(record, num_layers)
+        first = named(record.entering[0])
+        everywhere = named(watch.in_part("before")) - first
+        between: list[set[str]] = [set()]
+        for index in range(num_layers):
+            everywhere |= _beside(index, own, named, record, watch)
+            if index:
+                between.append(named(record.entering[index] | watch.in_part("after", index - 1)))
+                _refuse_foreign(f"layer {index}", between[index], own)
+        _refuse_foreign("the head", last, own)
+    except CannotCutError as obstacle:
+        rest = set(names.values()).difference(*own) - last
+        parts = tuple(frozenset(mine) for mine in own)
+        doors = tuple(record.doors.get(index, Door(0, (1, _width(model)), 1, None)) for index in range(num_layers))
+        return Flow(
+            frozenset(rest), parts, frozenset(last), doors, record.body, readers, random, str(obstacle)
+        )  # fmt: skip
+    layers = tuple(frozenset(mine | before | everywhere) for mine, before in zip(own, between, strict=True))
+    doors = tuple(record.doors[index] for index in range(num_layers))
+    return Flow(frozenset(first | everywhere), layers, frozenset(last), doors, record.body, readers, random)
+
+
+def _width(model: Any) -> int:
+    return int(model.config.get_text_config().hidden_size)
+
+
+def _check_order(record: _Record, num_layers: int) -> None:
+    if record.obstacle:
+        raise CannotCutError(record.obstacle)
+    if record.calls != list(range(num_layers)):
+        raise CannotCutError(f"its {num_layers} layers run in the order {record.calls}")
+    for index in range(num_layers):
+        around = [
+            j for j in range(index)
+            if id(record.entries[j]) in record.entering[index]
+            or (j < index - 1 and id(record.exits[j]) in record.entering[index])
+        ]  # fmt: skip
+        if around:
+            raise CannotCutError(f"what enters layer {index} was computed around layer {around[0]} or {index - 1}")
+
+
+def _beside(index: int, own: list[set[str]], named: Any, record: _Record, watch: _Watch) -> set[str]:
+    """Parameters that a layer needs beside its own: those that every stage must hold."""
+    found: set[str] = named(record.beside[index] | record.inside[index] | watch.in_part("layer", index)) - own[index]
+    for other, mine in enumerate(own):
+        if found & mine:
+            raise CannotCutError(f"{_shared(index, other)} ({min(found & mine)})")
+    return found
+
+
+def _refuse_foreign(what: str, found: set[str], own: list[set[str]]) -> None:
+    """What comes between layers or after them may not come from inside a layer, except by the hidden states."""
+    for other, mine in enumerate(own):
+        alone = mine.difference(*(names for index, names in enumerate(own) if index != other))
+        if found & alone:
+            raise CannotCutError(f"{what} reads what layer {other} computed around the hidden states ({min(found)})")

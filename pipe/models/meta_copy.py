@@ -1,0 +1,109 @@
+"""A user's model in, a copy of it whose parameters take no memory out.
+
+The copy is not built from the model's config, but copied: its class, attributes, replaced submodules, hooks,
+parametrizations and adapters are the user's. Parameters lie on the meta device, buffers and other tensors keep their
+values.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_hydra.pipe.models.rebinding import rebind_functions
+from ds_hydra.zero_hetero.errors import ConfigError
+
+
+def copy_to_meta(model: Any) -> Any:
+    """A copy of a module with every parameter on the meta device; tied parameters stay tied.
+
+    Hooks of parameters are not copied, as torch never copies them: see `parameter_hooks`. Raises ConfigError for
+    what cannot be copied, naming it.
+    """
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        hollow = torch.empty_like(parameter.data, device="meta")
+        memo[id(parameter)] = nn.Parameter(hollow, requires_grad=parameter.requires_grad)
+    memo |= _plain_copies(model, memo)
+    try:
+        copied = copy.deepcopy(model, memo)
+    except Exception as error:
+        raise ConfigError(_what_cannot_be_copied(model, memo, error)) from error
+    rebind_functions(model, copied)
+    return copied
+
+
+def _plain_copies(model: nn.Module, memo: dict[int, Any]) -> dict[int, Tensor]:
+    """Copies of the tensor attributes with a history, such as what an old `weight_norm` leaves as `weight`."""
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters() if parameter.numel()}
+    copies: dict[int, Tensor] = {}
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if not isinstance(value, Tensor) or id(value) in memo or value.is_leaf:
+                continue
+            if value.device.type != "meta" and value.untyped_storage().data_ptr() in own:
+                raise ConfigError(
+                    f"{name}.{key} is a view of one of the model's parameters, which would stay at its old value "
+                    "while the parameter is trained: compute it in forward()"
+                )
+            copies[id(value)] = value.detach().clone()
+    return copies
+
+
+def _what_cannot_be_copied(model: nn.Module, memo: dict[int, Any], error: Exception) -> str:
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if key in ("_modules", "_parameters"):
+                continue
+            try:
+                copy.deepcopy(value, dict(memo))
+            except Exception as cause:
+                where = f"{name}.{key}" if name else key
+                return (
+                    f"the attribute {where} of the model (a {type(value).__name__}) cannot be copied: {cause}. Stages "
+                    "are copies of the model: keep such an object outside of it, or give it a __deepcopy__"
+                )
+    return f"{type(model).__name__} cannot be copied: {error}"
+
+
+def parameter_hooks(model: nn.Module) -> dict[str, tuple[Any, ...]]:
+    """Gradient hooks that the user registered on parameters, by name."""
+    return {
+        name: tuple(parameter._backward_hooks.values())
+        for name, parameter in model.named_parameters()
+        if parameter._backward_hooks
+    }
+
+
+def place_on(model: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> None:
+    """Move what a copy holds beside its parameters to a device; give floating parameters a dtype, still on meta."""
+    replaced: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for key, buffer in module._buffers.items():
+            module._buffers[key] = None if buffer is None else buffer.to(device)
+        for key, value in list(vars(module).items()):
+            if isinstance(value, Tensor):
+                object.__setattr__(module, key, value.to(device))
+        for key, parameter in module._parameters.items():
+            if parameter is None or dtype is None or not parameter.is_floating_point():
+                continue
+            if id(parameter) not in replaced:
+                data = torch.empty(parameter.shape, dtype=dtype, device="meta")
+                replaced[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
+            module._parameters[key] = replaced[id(parameter)]
+
+
+def give_values(model: nn.Module, values: Mapping[str, Tensor] | None, device: torch.device) -> None:
+    """Give a copy's parameters values that share memory with `values`, or one repeated number for each."""
+    given: dict[int, nn.Parameter] = {}
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        if id(parameter) not in given:
+            number = torch.full((), 0.01 if parameter.is_floating_point() else 1, dtype=parameter.dtype, device=device)
+            data = number.expand(parameter.shape) if values is None else values[name].detach()
+            given[id(parameter)] = nn.Parameter(data, requires_grad=parameter.is_floating_point())
+        owner, _, leaf = name.rpartition(".")
+        model.get_submodule(owner)._parameters[leaf] = given[id(parameter)]

@@ -1,0 +1,151 @@
+"""Positions of packed tokens: what a model makes of none given, and rotary tables that follow the longest one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_hydra.pipe.models.graph import tensors_in
+from ds_hydra.pipe.rows import Pack
+from ds_hydra.zero_hetero.errors import ConfigError
+
+_LENGTHS = (5, 7)  # of two sequences in a row; no other dimension is likely to have 12
+
+
+class _Entered(BaseException):
+    """Ends a forward at the first layer's door."""
+
+    def __init__(self, tensors: list[Tensor]):
+        super().__init__()
+        self.tensors = tensors
+
+
+def first_position(model: Any, layers_path: str) -> int:
+    """What the model counts as a sequence's first position when it is given none: 0, or padding_idx + 1 (RoBERTa).
+
+    Compared is what enters the first layer: for one sequence alone without positions, and for two in one row with
+    positions that restart. Raises ConfigError where neither numbering gives the same: packing would then train another
+    model. `model` holds real values.
+    """
+    name = type(model).__name__
+    device = next(model.parameters()).device
+    vocab = model.get_input_embeddings().weight.shape[0]
+    padding = getattr(model.config.get_text_config(), "pad_token_id", None)
+    ids = torch.tensor([token for token in range(vocab) if token != padding][-sum(_LENGTHS) :], device=device)
+    if len(ids) < sum(_LENGTHS):
+        return 0
+    alone, start = [], 0
+    for length in _LENGTHS:
+        alone.append(_entering(model, layers_path, ids[None, start : start + length], None, (length,)))
+        start += length
+    candidates = [0] + ([padding + 1] if isinstance(padding, int) and padding >= 0 else [])
+    for first in candidates:
+        positions = torch.cat([torch.arange(first, first + length, device=device) for length in _LENGTHS])[None]
+        try:
+            packed = _entering(model, layers_path, ids[None], positions, _LENGTHS)
+        except IndexError:  # beyond the model's positions
+            continue
+        if _same_rows(alone, packed):
+            return first
+    raise ConfigError(
+        f"{name} numbers the tokens of a sequence neither from 0 nor from its padding token, or ignores position_ids: "
+        "packed sequences would be trained at other positions than alone; not supported"
+    )
+
+
+def _entering(
+    model: Any, layers_path: str, ids: Tensor, positions: Tensor | None, lengths: tuple[int, ...]
+) -> list[Tensor]:
+    """Floating tensors that the first layer is handed: hidden states, rotary tables."""
+
+    def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
+        found = [tensor.detach().clone() for tensor in tensors_in((args, kwargs)) if tensor.is_floating_point()]
+        raise _Entered(found)
+
+    handle = model.get_submodule(layers_path)[0].register_forward_pre_hook(enter, with_kwargs=True)
+    given = {} if positions is None else {"position_ids": positions}
+    training = model.training
+    try:
+        with torch.no_grad():
+            model.eval()(input_ids=ids, use_cache=False, hydra=Pack(lengths), **given)
+    except _Entered as entered:
+        return entered.tensors
+    finally:
+        handle.remove()
+        model.train(training)
+    return []
+
+
+def _same_rows(alone: list[list[Tensor]], packed: list[Tensor]) -> bool:
+    """Whether the rows of each sequence are the same alone and packed, in every tensor."""
+    start = 0
+    for length, tensors in zip(_LENGTHS, alone, strict=True):
+        if len(tensors) != len(packed):
+            return False
+        for mine, row in zip(tensors, packed, strict=True):
+            part = row
+            for dim, size in enumerate(mine.shape):
+                if size == length and row.shape[dim] == sum(_LENGTHS):
+                    part = part.narrow(dim, start, length)
+            near = 16 * torch.finfo(mine.dtype).eps
+            if part.shape != mine.shape or not torch.allclose(part, mine, rtol=near, atol=near, equal_nan=True):
+                return False
+        start += length
+    return True
+
+
+def refuse_dynamic_rotary(model: nn.Module) -> None:
+    """ConfigError for rotary tables that depend on the sequences seen before."""
+    for name, module in model.named_modules():
+        if any("dynamic" in kind for kind in _rotary_types(module).values()):
+            raise ConfigError(
+                f"{name} has rotary frequencies of type 'dynamic', which follow the longest sequence seen so far: "
+                "plain training would depend on the order of the sequences; use rope_type 'yarn' or 'linear'"
+            )
+
+
+def split_rotary_by_length(model: nn.Module, pack_of: Callable[[], Pack]) -> None:
+    """Make rotary tables of type 'longrope' follow each sequence of the pack, not the longest position in the row.
+
+    Such a module has two sets of frequencies and takes one for all it is given, by its largest position. So it is asked
+    for both, and each row takes the table of its own sequence's length. `pack_of` tells the pack that is running.
+    """
+    for module in model.modules():
+        kinds = _rotary_types(module)
+        if "longrope" in kinds.values():
+            module.forward = _by_length(module, kinds, pack_of)  # type: ignore[method-assign]
+
+
+def _rotary_types(module: nn.Module) -> dict[str | None, str]:
+    """Rotary type by layer type (None: one for all); empty for other modules."""
+    kinds = getattr(module, "rope_type", None)
+    if isinstance(kinds, str):
+        return {None: kinds}
+    return {key: kind for key, kind in kinds.items() if isinstance(kind, str)} if isinstance(kinds, dict) else {}
+
+
+def _by_length(module: Any, kinds: dict[str | None, str], pack_of: Callable[[], Pack]) -> Callable[..., Any]:
+    forward: Callable[..., Any] = module.forward
+
+    def tables(x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, ...]:
+        extra = {} if layer_type is None else {"layer_type": layer_type}
+        if kinds.get(layer_type) != "longrope":
+            return forward(x, position_ids, **extra)  # type: ignore[no-any-return]
+        parameters = module.config.rope_parameters
+        parameters = parameters if layer_type is None else parameters[layer_type]
+        limit = int(parameters["original_max_position_embeddings"])
+        pack = pack_of()
+        short = forward(x, position_ids.clamp(max=limit - 1), **extra)
+        if max(pack.lengths) <= limit:
+            return short  # type: ignore[no-any-return]
+        beyond = torch.cat([position_ids, torch.full_like(position_ids[:, :1], limit)], dim=1)
+        long = tuple(table[..., :-1, :] for table in forward(x, beyond, **extra))
+        start, stop = pack.local
+        of_row = [length > limit for length in pack.lengths for _ in range(length)][start:stop]
+        is_long = torch.tensor(of_row, device=position_ids.device)[:, None]
+        return tuple(torch.where(is_long, a, b) for a, b in zip(long, short, strict=True))
+
+    return tables

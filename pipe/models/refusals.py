@@ -1,0 +1,52 @@
+"""A model in, ConfigError for what packed and sharded training would get wrong out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from ds_hydra.zero_hetero.errors import ConfigError
+
+_KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+
+
+def refuse_unsupported(model: Any) -> None:
+    """ConfigError for what can be told from the model's class and config, before anything is run."""
+    name, config = type(model).__name__, model.config.get_text_config()
+    if getattr(model, "_is_stateful", False):
+        raise ConfigError(f"{name} carries a recurrent state, which would cross packed sequences: not supported")
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ConfigError(f"{name} is an encoder-decoder; only causal language models are supported")
+    kinds = set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYER_TYPES
+    if kinds:
+        raise ConfigError(
+            f"{name} has layers of type {', '.join(sorted(kinds))}; supported: " + ", ".join(sorted(_KNOWN_LAYER_TYPES))
+        )
+    if not getattr(model, "_supports_attention_backend", False):
+        raise ConfigError(f"{name} does not use Hugging Face's attention interface, so sequences cannot be packed")
+    if getattr(config, "output_router_logits", False):
+        raise ConfigError(f"{name}: the router's auxiliary loss is not supported; set output_router_logits to false")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ConfigError(f"{name} has parameters on the meta device; give initialize() a materialised model")
+    if model.get_output_embeddings() is None:
+        raise ConfigError(f"{name} has no language modelling head; use its ...ForCausalLM class")
+    _refuse_skipped_layers(model)
+
+
+def _refuse_skipped_layers(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        rate = getattr(module, "layerdrop", 0.0)
+        if isinstance(rate, float | int) and rate > 0:
+            raise ConfigError(
+                f"{path or type(model).__name__} skips whole layers at random (layerdrop {rate}), which stages on "
+                "different ranks would not do together; set layerdrop to 0"
+            )
+
+
+def find_layers(model: nn.Module, num_layers: int) -> str:
+    """Path of the decoder layers: the outermost module list of the configured length."""
+    paths = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers]
+    if not paths:
+        raise ConfigError(f"{type(model).__name__} has no module list of its {num_layers} layers to cut into stages")
+    return min(paths, key=lambda path: path.count("."))
