@@ -187,7 +187,8 @@ def tensor_parallel_obstacle(model: nn.Module, plan: Mapping[str, str], ends: Se
             )
         cut = style in _LINEAR_RULES and _LINEAR_RULES[style] != _LINEAR_RULES["replicated_with_grad_allreduce"]
         if cut and list(module.parameters()) and not _is_linear(module):
-            return f"{name}, which the model's plan cuts as a linear layer, is a {type(module).__name__}; {remedy}"
+            kind = f"{type(module).__module__}.{type(module).__qualname__}"
+            return f"the plan cuts {name} as a linear layer, but its weight is wrapped or computed ({kind}); {remedy}"
     embedding, head = ends
     paths = {id(module): name for name, module in model.named_modules()}
     for end, plain in ((embedding, isinstance(embedding, nn.Embedding)), (head, _is_linear(head))):

@@ -126,8 +126,7 @@ def trace(model: Any, layers_path: str, positions_from: int = 0) -> Flow:
     layers = list(model.get_submodule(layers_path))
     record = _Record()
     watch = _Watch(model)
-    for name, module in model.named_modules():
-        _keep_stack(module, name, watch)
+    keep_stack(model, watch.stack)
     hidden = int(model.config.get_text_config().hidden_size)
     tokens = next(count for count in TOKEN_COUNTS if count not in (hidden, len(layers)))
     for index, layer in enumerate(layers):
@@ -141,15 +140,15 @@ def trace(model: Any, layers_path: str, positions_from: int = 0) -> Flow:
     return _conclude(model, layers_path, record, watch, logits)
 
 
-def _keep_stack(module: nn.Module, name: str, watch: _Watch) -> None:
-    def push(*_: Any) -> None:
-        watch.stack.append(name)
+def keep_stack(model: nn.Module, stack: list[str]) -> None:
+    """Keep the paths of the modules that are running in `stack`, the innermost last, by hooks that stay."""
 
     def pop(*_: Any) -> None:
-        watch.stack.pop()
+        stack.pop()
 
-    module.register_forward_pre_hook(push, prepend=True)
-    module.register_forward_hook(pop, always_call=True)
+    for name, module in model.named_modules():
+        module.register_forward_pre_hook(lambda *_, name=name: stack.append(name), prepend=True)
+        module.register_forward_hook(pop, always_call=True)
 
 
 def _watch_layer(layer: nn.Module, index: int, record: _Record, watch: _Watch, tokens: int) -> None:
