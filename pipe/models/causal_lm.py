@@ -18,7 +18,13 @@ from ds_hydra.pipe.attention import interface as attention
 from ds_hydra.pipe.model_plan import ModelPlan, ParamSpec, ShardRule, make_buckets
 from ds_hydra.pipe.models.causal_stage import CausalStage
 from ds_hydra.pipe.models.flow import Flow, trace
-from ds_hydra.pipe.models.meta_copy import copy_to_meta, give_values, parameter_hooks, place_on
+from ds_hydra.pipe.models.meta_copy import (
+    copy_to_meta,
+    give_values,
+    parameter_hooks,
+    place_on,
+    run_experts_one_by_one,
+)
 from ds_hydra.pipe.models.positions import first_position, refuse_dynamic_rotary
 from ds_hydra.pipe.models.refusals import find_layers, refuse_unsupported
 from ds_hydra.pipe.models.unnamed_rules import UnnamedRules, derive
@@ -67,6 +73,7 @@ class CausalLM:
         copied = copy_to_meta(self._template)
         place_on(copied, device)
         give_values(copied, values, device)
+        run_experts_one_by_one(copied)
         copied.apply(_checkpoint_nothing)
         return copied
 

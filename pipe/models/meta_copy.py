@@ -97,6 +97,14 @@ def place_on(model: nn.Module, device: torch.device, dtype: torch.dtype | None =
             module._parameters[key] = replaced[id(parameter)]
 
 
+def run_experts_one_by_one(model: nn.Module) -> None:
+    """Let experts run as their own source says: fused kernels refuse parameters that are one repeated number."""
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if hasattr(config, "_experts_implementation"):
+            config._experts_implementation = "eager"  # type: ignore[union-attr]
+
+
 def give_values(model: nn.Module, values: Mapping[str, Tensor] | None, device: torch.device) -> None:
     """Give a copy's parameters values that share memory with `values`, or one repeated number for each."""
     given: dict[int, nn.Parameter] = {}

@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 from ds_hydra.pipe.model_plan import ShardRule
 from ds_hydra.pipe.models.flow import keep_stack
 from ds_hydra.pipe.models.graph import tensors_in
+from ds_hydra.pipe.models.meta_copy import run_experts_one_by_one
 from ds_hydra.pipe.placement import Stage
 from ds_hydra.pipe.rows import MicroBatch, Pack
 from ds_hydra.pipe.stage import StageModule, StagePlace
@@ -145,6 +146,7 @@ def _run(source: CausalLM, tp: int, device: torch.device) -> _Seen:
     try:
         built = source.build(place, device, dtype)
         _install_numbers(source, built, stage, device, dtype)
+        run_experts_one_by_one(built.module)
         keep_stack(built.module, watch.stack)
         watch.follow(built)
         ids = torch.arange(3, 3 + _TOKENS, device=device)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from tests.support.changed_models import CHANGED, CHANGED_LINEARS
 from tests.support.families import FAMILIES, LAYER_LIST
 
 FLOAT64, FLOAT32, BFLOAT16 = "float64", "float32", "bfloat16"
@@ -79,6 +80,28 @@ FIXED_STRATEGIES = (
 CHANGING = ("tp2pp2", "sp2 + 2*tp1", "tp4", "pp3 + tp1", "sp4")
 CHANGING_8 = ("tp4 + 2*pp2", "sp4 + tp2sp2", "8*tp1", "tp2pp2sp2", "pp4 + tp4")
 
+CHANGING_WITHOUT_TP = ("pp4", "sp2 + 2*tp1", "2*pp2", "pp3 + tp1", "sp4")
+
+# Of HARD_MODELS, those that train under every strategy; the others are refused.
+UNUSUAL = (
+    "final norm without parameters",
+    "one norm before and after the layers",
+    "activation with parameters",
+    "norms of queries and keys (GLM-4.5)",
+    "norms of queries and keys (Phi)",
+    "norms of each head (Command R+)",
+    "longrope",
+    "positions from the padding id",
+    "BERT as a decoder",
+    "embeddings of another width (OPT-350m)",
+    "embeddings scaled in place",
+    "layers called by keyword",
+    "embeddings of each layer",
+)
+_QUICK_UNUSUAL = {"longrope", "embeddings of each layer", "hooks that hold other modules"}
+# Biases of keys change nothing in attention: their gradients are rounding alone.
+_NO_GRADIENT = ("k_proj.bias", "key.bias", "Wk.bias")
+
 # Rows for every test run: each axis of parallelism, heterogeneous mixes, every number of ranks up to 8.
 _QUICK_FIXED = {"tp1", "sp4", "tp2pp3", "tp4 + pp2 + tp1", "tp2pp2sp2"}
 _QUICK_FAMILIES_FP64 = {"llama_tied", "gemma2", "mistral", "qwen3", "phi3", "mixtral", LAYER_LIST}
@@ -98,6 +121,15 @@ def _families() -> Iterator[Case]:
         yield Case(f"{family} fp32", family, CHANGING, FLOAT32, quick=family in _QUICK_FAMILIES_FP32)
     yield Case("llama on 8 ranks", "llama", CHANGING_8, quick=True)
     yield Case("gemma3 on 8 ranks", "gemma3_text", CHANGING_8)
+
+
+def _unusual() -> Iterator[Case]:
+    for family in UNUSUAL:
+        yield Case(family, family, CHANGING, frozen=_NO_GRADIENT, quick=family in _QUICK_UNUSUAL)
+    for family in CHANGED:
+        yield Case(family, family, CHANGING, quick=family in _QUICK_UNUSUAL)
+    for family in CHANGED_LINEARS:
+        yield Case(family, family, CHANGING_WITHOUT_TP)
 
 
 def _options() -> Iterator[Case]:
@@ -146,5 +178,5 @@ def _options() -> Iterator[Case]:
     yield replace(base, name="8 ranks on 2 nodes", strategies=CHANGING_8, node_size=4, quick=True)
 
 
-CASES: tuple[Case, ...] = (*_fixed(), *_families(), *_options())
+CASES: tuple[Case, ...] = (*_fixed(), *_families(), *_unusual(), *_options())
 assert len({case.name for case in CASES}) == len(CASES), "every row has a name of its own"

@@ -1,7 +1,7 @@
 """Tiny models of many families for tests: a name in, a freshly initialised model out, the same in every process.
 
-Names are keys of FAMILIES, "layer_list" for a DeepSpeed `PipelineModule` with a tied layer, or the path of a
-Hugging Face config file.
+Names are keys of FAMILIES, of HARD_MODELS, of CHANGED and CHANGED_LINEARS (a Llama that was changed), "layer_list" for
+a DeepSpeed `PipelineModule` with a tied layer, or the path of a Hugging Face config file.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds_hydra.pipe.attention.backends import varlen_attention
 from ds_hydra.pipe.rows import Pack
+from tests.support.changed_models import CHANGED, CHANGED_LINEARS
+from tests.support.hard_models import HARD_MODELS
 
 VOCAB = 97
 HEADS, KV_HEADS, LAYERS = 8, 4, 4
@@ -70,8 +72,9 @@ NEEDS_EAGER = frozenset({"gemma2"})  # model types whose attention feature (soft
 
 def hf_config(family: str) -> Any:
     """The Hugging Face config of a family, or of a config file."""
-    if family in FAMILIES:
-        model_type, settings = FAMILIES[family]
+    family = "llama" if family in CHANGED or family in CHANGED_LINEARS else family
+    if family in FAMILIES or family in HARD_MODELS:
+        model_type, settings = FAMILIES.get(family) or HARD_MODELS[family]
         return AutoConfig.for_model(model_type, **settings)
     settings = json.loads(Path(family).read_text())
     return AutoConfig.for_model(settings.pop("model_type"), **settings)
@@ -95,7 +98,11 @@ def build_model(family: str, dtype: torch.dtype, attention: str | None = None) -
     if dtype == torch.float64 and hasattr(config, "num_experts_per_tok"):
         extra["experts_implementation"] = "eager"  # the grouped one has no FP64
     model = AutoModelForCausalLM.from_config(config, **extra)
-    return _spread(model).to(dtype)
+    model = _spread(model).to(dtype)
+    change = CHANGED.get(family) or CHANGED_LINEARS.get(family)
+    if change is not None:
+        change(model)
+    return model
 
 
 def reference_model(family: str, dtype: torch.dtype) -> nn.Module:

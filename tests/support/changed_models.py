@@ -1,0 +1,127 @@
+"""Models that their users changed after the config made them: a name in, a changed model out.
+
+A stage that were made from the config again would lose each of these changes without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+Change = Callable[[Any], None]
+
+
+class Scaled(LlamaForCausalLM):
+    """Logits times an attribute that an instance is given; its constructor takes more than a config."""
+
+    def __init__(self, config: Any, factor: float = 1.0):
+        super().__init__(config)
+        self.factor = factor
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        out = super().forward(*args, **kwargs)
+        out.logits = out.logits * self.factor
+        return out
+
+
+class Adapter(nn.Module):
+    """A linear layer with a low-rank one beside it, as adapters are made."""
+
+    def __init__(self, inner: nn.Linear, rank: int = 4):
+        super().__init__()
+        self.inner = inner
+        self.down = nn.Parameter(0.1 * torch.randn(rank, inner.in_features, dtype=inner.weight.dtype))
+        self.up = nn.Parameter(0.1 * torch.randn(inner.out_features, rank, dtype=inner.weight.dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + x @ self.down.T @ self.up.T
+
+
+class Tempered(LlamaMLP):
+    """An MLP with a parameter of its own between its linear layers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x) * self.temperature)
+
+
+def _activation(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.mlp.act_fn = nn.PReLU(init=0.2).to(model.dtype)
+
+
+def _hooks(model: Any) -> None:
+    model.model.embed_tokens.register_forward_hook(lambda module, args, out: out * 1.5 + 0.1)  # as NEFTune's
+    model.model.layers[2].register_forward_pre_hook(lambda module, args: (args[0] * 1.1, *args[1:]))
+    model.model.layers[1].mlp.register_forward_hook(lambda module, args, out: out * 2)
+    model.model.norm.register_forward_hook(lambda module, args, out: out * 1.3)
+    model.lm_head.register_forward_pre_hook(lambda module, args: (args[0] * 0.7,))
+
+
+def _closures(model: Any) -> None:
+    layer, mlp = model.model.layers[1], model.model.layers[2].mlp
+    layer.mlp.register_forward_hook(lambda module, args, out: out + 0.1 * layer.input_layernorm.weight)
+    forward = mlp.forward
+    mlp.forward = lambda x: 1.7 * forward(x)
+
+
+def _parameter_hooks(model: Any) -> None:
+    model.model.layers[1].mlp.up_proj.weight.register_hook(lambda gradient: 0 * gradient)
+    model.model.embed_tokens.weight.register_hook(lambda gradient: 2 * gradient)
+
+
+def _attributes(model: Any) -> None:
+    model.model.layers[1].input_layernorm.variance_epsilon = 0.3
+    model.model.layers[2].self_attn.scaling = 0.9
+    model.config.rms_norm_eps = 0.5  # read by nothing any more
+
+
+def _subclass(model: Any) -> None:
+    model.__class__ = Scaled
+    model.factor = 2.0
+
+
+def _bare_parameters(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.mlp.__class__ = Tempered
+        layer.mlp.temperature = nn.Parameter(1.0 + 0.1 * torch.randn(96, dtype=model.dtype))
+
+
+def _weight_norm(model: Any) -> None:
+    for layer in model.model.layers:
+        nn.utils.parametrizations.weight_norm(layer.mlp.up_proj)
+
+
+def _adapters(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.q_proj = Adapter(layer.self_attn.q_proj)
+
+
+def _no_final_norm(model: Any) -> None:
+    model.model.norm = nn.Identity()
+
+
+def _shared_layers(model: Any) -> None:
+    model.model.layers[2].mlp = model.model.layers[0].mlp
+
+
+# Name -> what is done to a Llama. Tensor parallel ranks take those of the first table, not those of the second.
+CHANGED: Mapping[str, Change] = {
+    "replaced activations": _activation,
+    "hooks of modules": _hooks,
+    "hooks that hold other modules": _closures,
+    "hooks of parameters": _parameter_hooks,
+    "changed attributes": _attributes,
+    "a subclass with its own forward": _subclass,
+    "parameters beside linear layers": _bare_parameters,
+    "no final norm": _no_final_norm,
+    "layers that share weights": _shared_layers,
+}
+CHANGED_LINEARS: Mapping[str, Change] = {
+    "weight norm": _weight_norm,
+    "adapters": _adapters,
+}

@@ -1,0 +1,109 @@
+"""Models that cannot be trained in packs or stages: a row each, with the sentence that the user sees before step 0."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ds_hydra.pipe.models.causal_lm import CausalLM
+from ds_hydra.pipe.placement import place_strategy
+from ds_hydra.pipe.shape import parse_strategy
+from ds_hydra.self_check.runs import evaluate_plain, run_pipeline, uneven_data
+from ds_hydra.zero_hetero.errors import ConfigError, PlanError
+from tests.support.families import VOCAB, build_model
+from tests.support.hard_models import HARD_MODELS, hard_model
+
+GEMMA3N = {
+    "vocab_size": VOCAB, "vocab_size_per_layer_input": VOCAB, "hidden_size": 64, "intermediate_size": [96] * 4,
+    "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16, "laurel_rank": 8,
+    "hidden_size_per_layer_input": 8, "sliding_window": 8, "pad_token_id": 0, "num_kv_shared_layers": 0,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}  # fmt: skip
+
+
+def gemma3n(**settings: Any) -> Any:
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma3n_text", **(GEMMA3N | settings)))
+
+
+def hard(name: str, **settings: Any) -> Any:
+    model_type, common = HARD_MODELS[name]
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**common, **settings}))
+
+
+def llama(change: Callable[[Any], Any]) -> Any:
+    model = build_model("llama", torch.float32)
+    change(model)
+    return model
+
+
+def hook_by_global(model: Any) -> None:
+    space = {"MODEL": model}
+    exec("def hook(module, args, out):\n    return out + MODEL.model.norm.weight", space)
+    model.model.layers[1].mlp.register_forward_hook(space["hook"])
+
+
+def view_of_parameter(model: Any) -> None:
+    model.model.rows = model.model.embed_tokens.weight[3:5]
+
+
+def parallel_lists(model: Any) -> None:
+    """Layers whose residual connection passes the next layer by."""
+    first = model.model.layers[0]
+    state: list[Any] = []
+    first.register_forward_hook(lambda module, args, out: state.__setitem__(slice(None), [out]))
+    model.model.layers[2].register_forward_pre_hook(lambda module, args: (args[0] + state[0], *args[1:]))
+
+
+WHOLE = [  # refused under every strategy
+    (lambda: hard_model("dynamic rope"), r"rotary_emb has .* 'dynamic'.*order of the sequences; use rope_type 'yarn'"),
+    (lambda: hard_model("bidirectional"), r"Gemma3Attention is not causal .*use_bidirectional_attention=False"),
+    (lambda: hard_model("masked language model"), r"BertSelfAttention is not causal .*is_decoder=True"),
+    (lambda: hard("embeddings of another width (OPT-350m)", layerdrop=0.1), r"layerdrop 0\.1\).*set layerdrop to 0"),
+    (lambda: llama(hook_by_global), r"forward hook 'hook' of model\.layers\.1\.mlp refers to .* by a global name"),
+    (lambda: llama(view_of_parameter), r"model\.rows is a view of one of the model's parameters.*in forward"),
+    (lambda: llama(lambda m: setattr(m.model, "lock", threading.Lock())), r"attribute model\.lock .*cannot be copied"),
+    (lambda: llama(lambda m: setattr(m, "lm_head", None)), "no language modelling head"),
+]  # fmt: skip
+DEGREES = [  # refused under some strategies, equal under the other
+    (lambda: gemma3n(activation_sparsity_pattern=[0.9] * 4), "tp2", "pp2", r"layers\.0\.mlp takes a mean over \(96,\)"),
+    (lambda: gemma3n(num_kv_shared_layers=2), "pp2", "tp2", "layer [12] uses what layer [01] computed beside"),
+    (lambda: llama(parallel_lists), "pp2", "sp2", r"layer 2 .*was computed around layer 0|the list|around the hidden"),
+    (lambda: llama(lambda m: m.model.layers.__setitem__(2, m.model.layers[0])), "pp2", "tp2", "runs twice"),
+    (lambda: hard_model("dropout"), "tp2", "pp2", r"draws random numbers .*transformer\.drop: dropout 0\.3.*tp1"),
+    (lambda: hard_model("random routing"), "tp2", "sp2", "draws random numbers in training"),
+    (lambda: build_model("weight norm", torch.float32), "tp2", "pp2", r"mlp\.up_proj as a linear layer, but .*tp1"),
+    (lambda: build_model("adapters", torch.float32), "tp2", "sp2", r"q_proj as a linear layer, but .*Adapter\); use"),
+    (lambda: llama(lambda m: setattr(m, "lm_head", nn.Sequential(m.lm_head))), "tp2", "pp2", "lm_head"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("build", "told"), WHOLE, ids=[told for _, told in WHOLE])
+def test_refused_under_every_strategy(build: Callable[[], Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        CausalLM(build())
+
+
+@pytest.mark.parametrize(("build", "refused", "equal", "told"), DEGREES, ids=[row[3] for row in DEGREES])
+def test_refused_under_some_strategies(build: Callable[[], Any], refused: str, equal: str, told: str) -> None:
+    plan = CausalLM(build()).plan
+    with pytest.raises(PlanError, match=told):
+        plan.check(place_strategy(parse_strategy(refused), 2, plan.num_layers))
+    plan.check(place_strategy(parse_strategy(equal), 2, plan.num_layers))
+
+
+def test_nothing_is_dropped_in_an_evaluation() -> None:
+    """Every layer of every stage evaluates, though training drops 3 numbers of 10."""
+    model = hard_model("dropout").double()
+    data = uneven_data(VOCAB, [(7, 30, 3), (23, 5)])
+    source = CausalLM(model)
+    pipeline = place_strategy(parse_strategy("pp3"), 3, 4).pipelines[0]
+    found = run_pipeline(source, pipeline, data, eval_source=source)
+    plain = evaluate_plain(model, data)
+    assert found.eval_loss == pytest.approx(plain, rel=1e-12)
+    assert abs(found.loss / plain - 1) > 1e-6, "training drops"

@@ -1,0 +1,55 @@
+"""Models that are not plain decoders, and changed ones: all ranks of a pipeline in one process against the plain model.
+
+The pipeline has stages of unequal depth, tensor and sequence parallel degree; the same rows are trained by ranks of
+their own in the table of cases.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ds_hydra.pipe.models.causal_lm import CausalLM
+from ds_hydra.pipe.placement import Pipeline
+from ds_hydra.self_check.runs import Outcome, evaluate_plain, run_pipeline, train_plain, uneven_data
+from tests.support.cases import UNUSUAL
+from tests.support.changed_models import CHANGED, CHANGED_LINEARS
+from tests.support.equivalence import custom_strategy
+from tests.support.families import VOCAB, build_model, reference_model
+from tests.support.reference import float64_throughout
+
+# Beyond and below the limits of the models with windows and two sets of rotary frequencies.
+DATA = uneven_data(VOCAB, [(7, 300, 3), (23, 5)])
+MIXED = ((1, 2, 1), (2, 1, 2), (1, 1, 1))  # (tp, sp, layers) of each stage
+WITHOUT_TP = ((1, 2, 1), (1, 1, 2), (1, 2, 1))
+
+
+def pipeline(stages: tuple[tuple[int, int, int], ...]) -> Pipeline:
+    return custom_strategy([stages]).pipelines[0]
+
+
+def difference(outcome: Outcome, model: Any) -> dict[str, float]:
+    """How far loss, eval and each gradient are from the plain model's, relative to their largest entry."""
+    loss, gradients = train_plain(model, DATA)
+    evaluated = evaluate_plain(model, DATA)
+    least = 1e-6 * max(float(gradient.abs().max()) for gradient in gradients.values())
+    found = {"loss": abs(outcome.loss / loss - 1), "eval": abs(outcome.eval_loss / evaluated - 1)}
+    return found | {name: _apart(outcome.gradients[name], gradient, least) for name, gradient in gradients.items()}
+
+
+def _apart(value: Tensor, reference: Tensor, least: float) -> float:
+    return float((value - reference).abs().max()) / max(least, float(reference.abs().max()))
+
+
+@pytest.mark.parametrize("name", [*UNUSUAL, *CHANGED, *CHANGED_LINEARS])
+def test_same_as_the_plain_model(name: str) -> None:
+    stages = WITHOUT_TP if name in CHANGED_LINEARS else MIXED
+    plain = reference_model(name, torch.float64)
+    with float64_throughout(plain):
+        source = CausalLM(build_model(name, torch.float64))
+        outcome = run_pipeline(source, pipeline(stages), DATA, eval_source=source)
+        apart = difference(outcome, plain)
+    assert max(apart.values()) < 1e-9, max(apart.items(), key=lambda item: item[1])
