@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,7 +48,8 @@ class Changes:
 def changes_since(model: nn.Module, fresh: nn.Module) -> Changes | None:
     """What distinguishes a model from one that its config makes.
 
-    None where that cannot be carried over to other sizes: other parameters, functions set on a module.
+    None where that cannot be carried over to other sizes: other parameters, functions set on a module, hooks that hold
+    something of this model.
     """
     mine, others = dict(model.named_parameters()), dict(fresh.named_parameters())
     if {n: p.shape for n, p in mine.items()} != {n: p.shape for n, p in others.items()}:
@@ -55,6 +57,8 @@ def changes_since(model: nn.Module, fresh: nn.Module) -> Changes | None:
     found = Changes()
     for name, parameter in mine.items():
         hooks = list((parameter._backward_hooks or {}).values())
+        if not all(_holds_nothing(hook) for hook in hooks):
+            return None
         if hooks or not parameter.requires_grad:
             found.parameters.append((name, parameter.requires_grad, hooks))
     twins = dict(fresh.named_modules())
@@ -70,6 +74,8 @@ def changes_since(model: nn.Module, fresh: nn.Module) -> Changes | None:
             found.modules.append((path, module))
             continue
         if any(len(getattr(module, key)) > len(getattr(twin, key)) for key in _HOOKS):
+            if not all(_holds_nothing(hook) for key in _HOOKS for hook in getattr(module, key).values()):
+                return None
             found.hooks.append((path, module))
         if not _compare(path, module, twin, found):
             return None
@@ -92,6 +98,14 @@ def _compare(path: str, module: nn.Module, twin: nn.Module, found: Changes) -> b
 def _same_kind(value: Any, other: Any) -> bool:
     """Of one type, and one function if they are functions; what is inside is not compared."""
     return type(value) is type(other) and getattr(value, "__qualname__", "") == getattr(other, "__qualname__", "")
+
+
+def _holds_nothing(hook: Any) -> bool:
+    """Whether a hook is a function that works with what it is handed; the dicts of hooks hold flags beside them."""
+    if isinstance(hook, bool):
+        return True
+    bound = getattr(hook, "__closure__", None) or getattr(hook, "__defaults__", None)
+    return inspect.isfunction(hook) and not bound
 
 
 def _is_plain(value: Any) -> bool:

@@ -8,16 +8,17 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.shape import ParallelScheme, parse_strategy
 from ds_hydra.ranks.channel import Channel
 from ds_hydra.self_check.cache import fingerprint, read_verdicts, write_verdicts
 from ds_hydra.self_check.schemes import schemes_to_run, stand_in
-from ds_hydra.self_check.trial import Trial, UntryableError, quiet_generators
+from ds_hydra.self_check.subjects import make_subject
+from ds_hydra.self_check.trial import Trial, UntryableError
 from ds_hydra.self_check.verdicts import CheckResult, Verdict
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ def check_strategies(
     channel: Channel | None = None,
     keep: bool = True,
 ) -> CheckResult:
-    """Verdicts on all schemes of `strategies`, from running them on a small copy of a Hugging Face model.
+    """Verdicts on all schemes of `strategies`, from running them on a small copy of the model.
 
     `mode` is hydra.self_check: "off" says nothing, "full" runs schemes with all their stages and ranks. `channel`
     shares the runs out over its ranks, all of which must call this and get the same result. `keep` uses the cache.
@@ -81,14 +82,16 @@ def _try(
     if not mine:
         return {}
     found: dict[ParallelScheme, Verdict] = {}
-    with quiet_generators(), torch.enable_grad():
+    subject = partial(
+        make_subject,
+        model,
+        run,
+        activation_checkpointing=activation_checkpointing,
+        memory_bytes=_BYTES / at_once if mode == "on" else float("inf"),
+    )
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
         try:
-            trial = Trial(
-                model,
-                run,
-                lambda small: CausalLM(small, activation_checkpointing=activation_checkpointing),
-                memory_bytes=_BYTES / at_once if mode == "on" else float("inf"),
-            )
+            trial = Trial(subject)
         except UntryableError as error:
             return dict.fromkeys(mine, Verdict("unchecked", str(error)))
         for scheme in mine:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ds_hydra.pipe.models.causal_lm import find_layers
-from ds_hydra.pipe.models.meta_copy import copy_to_meta
+from ds_hydra.pipe.models.meta_copy import copy_to_meta, parameter_hooks
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.self_check.shrink import FEW_POSITIONS
 
@@ -29,6 +29,9 @@ def copy_in_few_layers(model: Any, schemes: Sequence[ParallelScheme], memory_byt
     layers: Any = model.get_submodule(path)
     kept = _kept(layers, max(2, *(scheme.pp for scheme in schemes)))
     small = copy_to_meta(model)
+    for name, hooks in parameter_hooks(model).items():
+        for hook in hooks:
+            small.get_parameter(name).register_hook(hook)
     few: Any = small.get_submodule(path)
     for index in sorted(set(range(len(layers))) - set(kept), reverse=True):
         del few[index]
@@ -76,8 +79,7 @@ def _cut_vocabulary(model: Any) -> int:
             if parameter is None or parameter.shape[0] != vocabulary:
                 continue
             if id(parameter) not in cut:
-                few = torch.empty(rows, *parameter.shape[1:], device="meta")
-                cut[id(parameter)] = nn.Parameter(few, requires_grad=parameter.requires_grad)
+                cut[id(parameter)] = _in_place_of(parameter, parameter.data[:rows])
             module._parameters[name] = cut[id(parameter)]
         for key in ("num_embeddings", "out_features"):
             if key in vars(module):
@@ -116,5 +118,13 @@ def _draw(model: nn.Module) -> None:
                 value *= 0.1 if value.dim() < 2 else value.shape[-1] ** -0.5
                 if value.dim() < 2 and name == "weight":  # of a norm
                     value += 1.0
-                drawn[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+                drawn[id(parameter)] = _in_place_of(parameter, value)
             module._parameters[name] = drawn[id(parameter)]
+
+
+def _in_place_of(parameter: nn.Parameter, value: torch.Tensor) -> nn.Parameter:
+    """A parameter with another value, trained or not as the first one, and its gradient hooks."""
+    new = nn.Parameter(value, requires_grad=parameter.requires_grad)
+    for hook in (parameter._backward_hooks or {}).values():
+        new.register_hook(hook)
+    return new

@@ -1,28 +1,18 @@
-"""A small copy of a model, what one process computes with it, and verdicts on schemes that are tried on it."""
+"""A small model in, verdicts on schemes that are tried on it out."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Callable
 
-import torch
-
+from ds_hydra.pipe.placement import Strategy
 from ds_hydra.pipe.shape import ParallelScheme
-from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.self_check.compare import compare, finite
-from ds_hydra.self_check.runs import Outcome, evaluate_plain, run_pipeline, train_plain, uneven_data
+from ds_hydra.self_check.runs import run_pipeline
 from ds_hydra.self_check.schemes import BASE, parts, uneven_pipeline
-from ds_hydra.self_check.shrink import VOCABULARY
-from ds_hydra.self_check.small_copy import NoCopyError, small_copy, without_dropout
+from ds_hydra.self_check.subjects import Subject
 from ds_hydra.self_check.verdicts import Verdict
 
-MakeSource = Callable[[Any], ModelSource]
-
-# Three sequences in one pack, of which one reaches beyond the positions at which rotary tables change and beyond the
-# windows of the small copy, and a pack of one; every sequence parallel rank holds parts of some.
-_LENGTHS = ((5, 33, 2), (12,))
 _REMEDIES = {"tp": "use strategies with tp1 for this model", "pp": "use strategies with pp1 for this model",
              "sp": "use strategies with sp1 for this model"}  # fmt: skip
 _NO_REMEDY = "no strategy trains this model as one process does"
@@ -33,30 +23,29 @@ class UntryableError(Exception):
 
 
 class Trial:
-    """Runs schemes on one small copy of a model. Random numbers are drawn from generators of its own."""
+    """Runs schemes on one small model; `subject` makes it."""
 
-    def __init__(self, model: Any, schemes: Sequence[ParallelScheme], make_source: MakeSource, *, memory_bytes: float):
-        """Makes the copy and computes with it in one process, twice. Raises UntryableError."""
+    def __init__(self, subject: Callable[[], Subject]):
+        """Computes with the small model in one process, twice. Raises UntryableError."""
         self._known: dict[ParallelScheme, Verdict] = {}
         try:
-            small = small_copy(model, schemes, memory_bytes)
-        except NoCopyError as error:
-            raise UntryableError(f"there is no small copy of it: {error}") from error
-        self._num_layers = small.num_layers
-        self._data = uneven_data(VOCABULARY, _LENGTHS)
-        calm = without_dropout(small.model)
-        loss, gradients = train_plain(calm, self._data)
-        self._right = Outcome(loss, evaluate_plain(small.model, self._data), gradients)
+            self._subject = subject()
+            order = range(len(self._subject.data.sequences))
+            self._right, again = self._subject.alone(order), self._subject.alone(order[::-1])
+        except Exception as error:
+            raise UntryableError(f"there is no small copy of the model to check: {_told(error)}") from error
         if not finite(self._right):
             raise UntryableError("the loss or a gradient of its small copy is not finite")
-        backwards = range(len(self._data.sequences))[::-1]
-        loss, gradients = train_plain(calm, self._data, backwards)
-        again = Outcome(loss, evaluate_plain(small.model, self._data), gradients)
-        self.differs_from_itself = compare(self._right, again).what
         self._refusal: str | None = None
+        itself = compare(self._right, again).what
+        if itself is not None:
+            self._refusal = (
+                f"the plain model differs from itself when it runs twice ({itself}): it draws random numbers or keeps "
+                "a state between sequences; switch that off in its config"
+            )
+            return
         try:
-            self._source = make_source(calm)
-            self._eval_source = self._source if calm is small.model else make_source(small.model)
+            self._sources = self._subject.sources()
         except Exception as error:
             self._refusal = _told(error)
 
@@ -71,20 +60,17 @@ class Trial:
         return self._known[scheme]
 
     def _judge(self, scheme: ParallelScheme) -> Verdict:
-        if self.differs_from_itself is not None:
-            return Verdict(
-                "refused",
-                f"the plain model differs from itself when it runs twice ({self.differs_from_itself}): it draws random "
-                "numbers or keeps a state between sequences; switch that off in its config",
-                float("inf"),
-            )
         if self._refusal is not None:
             return Verdict("refused", self._refusal, float("inf"))
+        training, evaluating = self._sources
+        pipeline = uneven_pipeline(scheme, self._subject.num_layers)
         try:
-            pipeline = uneven_pipeline(scheme, self._num_layers)
-            outcome = run_pipeline(self._source, pipeline, self._data, eval_source=self._eval_source)
+            training.plan.check(Strategy((pipeline,)))
+            outcome = run_pipeline(training, pipeline, self._subject.data, eval_source=evaluating)
         except Exception as error:
-            return Verdict("refused", f"{_told(error)}; {self._remedy(scheme)}", float("inf"))
+            told = _told(error)
+            remedy = "" if "use strategies with" in told else f"; {self._remedy(scheme)}"
+            return Verdict("refused", told + remedy, float("inf"))
         difference = compare(self._right, outcome)
         if difference.what is None:
             return Verdict("equal", difference=difference.worst)
@@ -106,8 +92,3 @@ def _told(error: Exception) -> str:
     text = str(error).strip().rstrip(".").partition("\n")[0]
     ours = type(error).__module__.startswith("ds_hydra.")
     return text if ours else f"its run ends with {type(error).__name__}: {text}"
-
-
-def quiet_generators() -> AbstractContextManager[None]:
-    """A context in which drawing leaves torch's own random numbers as they were."""
-    return torch.random.fork_rng(devices=[])

@@ -1,0 +1,76 @@
+"""The self-check shared out over the ranks of a job, and of a layer list, which needs a process group to be built."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_hydra.pipe.shape import parse_strategy
+from ds_hydra.ranks.channel import Channel
+from ds_hydra.self_check.cache import cache_folder
+from ds_hydra.self_check.check import check_strategies
+from ds_hydra.self_check.layer_lists import short_layer_list
+from ds_hydra.self_check.verdicts import CheckResult
+from tests.support.families import LAYER_LIST, Block, build_model, mean_loss
+from tests.support.ranks import run_ranks
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def test_ranks_share_the_runs_and_get_the_same_verdicts() -> None:
+    strategies = [parse_strategy(text) for text in ("tp2 + tp1", "pp3", "sp2 + tp1")]
+
+    def program(rank: int) -> list[CheckResult]:
+        channel = Channel(dist.group.WORLD, rank, 3)
+        model = build_model("llama", torch.float32)
+        return [check_strategies(model, strategies, channel=channel) for _ in range(2)]
+
+    per_rank = run_ranks(program, 3)
+    first, second = per_rank[0]
+    assert {verdict.state for verdict in first.verdicts.values()} == {"equal"}
+    assert (first.from_cache, second.from_cache) == (0, 4)
+    assert [result[0].verdicts for result in per_rank] == [first.verdicts] * 3
+    assert len(list(cache_folder().iterdir())) == 1
+
+
+class Leaky(Block):
+    """A layer that does not ask where packed sequences begin."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x)
+
+
+def layer_list(block: type[Block], depth: int) -> Any:
+    """A PipelineModule with a tied embedding, made in a process group of one rank."""
+    from deepspeed.pipe import LayerSpec, PipelineModule
+
+    first, *_, norm, head = build_model(LAYER_LIST, torch.float32)._layer_specs
+    layers = [first, *(LayerSpec(block) for _ in range(depth)), norm, head]
+    return PipelineModule(layers, num_stages=1, loss_fn=mean_loss, partition_method="uniform")
+
+
+@pytest.mark.parametrize(("block", "depth"), [(Block, 4), (Block, 40), (Leaky, 4)])
+def test_layer_lists(block: type[Block], depth: int) -> None:
+    strategies = [parse_strategy(text) for text in ("tp2", "pp3", "sp2")]
+    (result,) = run_ranks(lambda rank: check_strategies(layer_list(block, depth), strategies, keep=False), 1)
+    states = {str(scheme): verdict.state for scheme, verdict in result.verdicts.items()}
+    assert states == dict.fromkeys(("tp2", "pp3", "sp2"), "refused" if block is Leaky else "equal"), result.verdicts
+    if block is Leaky:
+        for strategy in strategies:
+            objection = result.objection(strategy)
+            assert objection is not None
+            assert "the loss is" in objection
+            assert "no strategy trains this model" in objection
+
+
+def test_of_many_equal_layers_few_are_kept() -> None:
+    (left,) = run_ranks(lambda rank: short_layer_list(layer_list(Block, 40), 2**30).plan.num_layers, 1)
+    assert left == 1 + 3 + 1 + 1
