@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from ds_hydra.self_check.cache import cache_folder, fingerprint, read_verdicts, 
 from ds_hydra.self_check.check import check_strategies
 from ds_hydra.self_check.verdicts import CheckResult, Verdict
 from ds_hydra.zero_hetero.errors import ConfigError
+from tests.support import mutants
 from tests.support.families import build_model
 from tests.support.hard_models import hard_model
 
@@ -31,39 +34,89 @@ def check(model: Any, *texts: str, **settings: Any) -> CheckResult:
     return check_strategies(model, strategies(*texts), **settings)
 
 
-REFUSED = [
-    # model, strategy, what the user is told, a strategy that is equal
-    ("final norm without parameters", "pp2", "the loss is .* off; pp: use strategies with pp1", "tp2"),
-    ("one norm before and after the layers", "pp3", "pp: use strategies with pp1", "2*tp1"),
-    ("activation with parameters", "tp2", r"gradient of model\.layers\.0\.mlp\.act_fn\.alpha_p .*tp: use", "pp2"),
-    ("norms of queries and keys (GLM-4.5)", "tp2", r"layers\.0\.self_attn\.q_norm\.weight .*tp: use", "tp1"),
-    ("norms of queries and keys (Phi)", "tp2", r"layers\.0\.self_attn\.q_layernorm\.weight .*tp: use", "tp1"),
-    ("norms of each head (Command R+)", "tp2", "its run ends with RuntimeError: .* tp: use", "tp1"),
-    ("longrope", "tp1", "the loss is .* off; no strategy", None),
-    ("dynamic rope", "tp1", "no strategy", None),
-    ("dropout", "tp1", "the loss of an evaluation is .* off; no strategy", None),
-    ("dropout by a function", "tp2", "the loss of an evaluation is .* off; no strategy", None),
-    ("bidirectional", "tp1", "the loss is .* off; no strategy", None),
-    ("masked language model", "sp2", "the loss is .* off; no strategy", None),
-    ("positions from the padding id", "tp1", "the loss is .* off; no strategy", None),
-    ("BERT as a decoder", "tp2", "its run ends with RuntimeError: .*tp: use", "tp1"),
-    ("BERT as a decoder", "pp2", "its run ends with RuntimeError: .*pp: use", "tp1"),
-    ("embeddings of another width (OPT-350m)", "pp2", "its run ends with RuntimeError: .*pp: use", "tp1"),
-    ("embeddings scaled in place", "tp2", "its run ends with RuntimeError: .*tp: use", "tp1"),
-    ("embeddings scaled in place", "pp2", "its run ends with RuntimeError: .*pp: use", "tp1"),
-    ("layers called by keyword", "pp2", "its run ends with TypeError: .*pp: use", "tp1"),
-    ("embeddings of each layer", "tp1", "its run ends with AttributeError: .*no strategy", None),
-    ("random routing", "tp1", "the plain model differs from itself", None),
-]
+FOUND = [
+    # model, strategy, what is switched off (None: nothing), what the user is told, a strategy that is equal still
+    ("final norm without parameters", "pp2", mutants.what_follows_the_layers_runs_everywhere,
+     r"the loss is .* off, and model\.layers\.\d\S* is the first module .*; pp: use strategies with pp1", "tp2"),
+    ("one norm before and after the layers", "pp3", mutants.what_follows_the_layers_runs_everywhere,
+     r"and model\.layers\.1\S* is the first module .*pp: use strategies with pp1", "2*tp1"),
+    ("activation with parameters", "tp2", mutants.unnamed_parameters_are_complete,
+     r"the gradient of model\.layers\.0\.mlp\.act_fn\.alpha_p is .*tp: use strategies with tp1", "pp2"),
+    ("norms of queries and keys (GLM-4.5)", "tp2", mutants.unnamed_parameters_are_complete,
+     r"the gradient of model\.layers\.0\.self_attn\.q_norm\.weight is .*tp: use", "tp1"),
+    ("norms of queries and keys (Phi)", "tp2", mutants.unnamed_parameters_are_complete,
+     r"the gradient of model\.layers\.0\.self_attn\.q_layernorm\.weight is .*tp: use", "tp1"),
+    ("norms of each head (Command R+)", "tp2", mutants.unnamed_parameters_are_complete,
+     "its run ends with RuntimeError: The size of tensor .* tp: use", "tp1"),
+    ("longrope", "tp1", mutants.rotary_tables_follow_the_whole_pack,
+     r"the loss is .* off, and model\.layers\.0\.self_attn\S* is the first module .*; no strategy", None),
+    ("longrope", "sp2", mutants.rotary_tables_follow_the_whole_pack, "the loss is .* off, .*no strategy", None),
+    ("dynamic rope", "tp1", mutants.dynamic_rotary_is_let_in, "is .* off, .*no strategy", None),
+    ("dropout", "tp1", mutants.evaluation_does_not_reach_the_layers,
+     r"the loss of an evaluation is .* off, and transformer\.h\.0\S* is the first module", None),
+    ("dropout by a function", "tp2", mutants.evaluation_does_not_reach_the_layers, "the loss of an evaluation", None),
+    ("bidirectional", "tp1", mutants.all_attention_is_causal,
+     r"the loss is .* off, and model\.layers\.0\.self_attn\S* is the first module .*no strategy", None),
+    ("masked language model", "sp2", mutants.all_attention_is_causal, "the loss is .* off, .*no strategy", None),
+    ("positions from the padding id", "tp1", mutants.positions_begin_at_zero, "the loss is .*no strategy", None),
+    ("BERT as a decoder", "tp2", mutants.biases_of_the_head_are_whole, "RuntimeError: .*use strategies with tp1",
+     "tp1"),
+    ("BERT as a decoder", "pp2", mutants.no_placeholders, "its run ends with .*pp: use strategies with pp1", "tp1"),
+    ("embeddings of another width (OPT-350m)", "pp2", mutants.what_is_declared_first_runs_first,
+     "its run ends with .*pp: use strategies with pp1", "tp1"),
+    ("embeddings scaled in place", "tp2", mutants.sums_are_views, "its run ends with RuntimeError: .*tp: use", "tp1"),
+    ("embeddings scaled in place", "pp2", mutants.received_states_come_as_embeddings,
+     "its run ends with RuntimeError: .*in-place.*pp: use", "tp1"),
+    ("layers called by keyword", "pp2", mutants.no_placeholders, "its run ends with .*pp: use", "tp1"),
+    ("embeddings of each layer", "tp1", mutants.heads_see_no_tokens, "its run ends with .*no strategy", None),
+    ("random routing", "tp1", None, "the plain model differs from itself", None),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "strategy", "told", "equal"), REFUSED, ids=[f"{r[0]}-{r[1]}" for r in REFUSED])
-def test_what_would_train_wrongly_or_crash_is_refused(name: str, strategy: str, told: str, equal: str | None) -> None:
+@pytest.mark.parametrize(("name", "strategy", "mutant", "told", "equal"), FOUND, ids=[f"{r[0]}-{r[1]}" for r in FOUND])
+def test_what_would_train_wrongly_or_crash_is_refused(
+    name: str, strategy: str, mutant: mutants.Mutant | None, told: str, equal: str | None
+) -> None:
     candidates = strategies(strategy, *([equal] if equal else []))
-    result = check_strategies(hard_model(name), candidates, keep=False)
+    with nullcontext() if mutant is None else mutant():
+        result = check_strategies(hard_model(name), candidates, keep=False)
     with pytest.raises(ConfigError, match=rf"hydra\.strategies\[0\] '{strategy}': .*{told}"):
         result.require(candidates)
     assert result.usable(candidates) == tuple(candidates[1:])
+
+
+def double(module: torch.nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
+    """A hook of a forward."""
+    return 2 * out
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "activation": lambda model: setattr(model.model.layers[2].mlp, "act_fn", torch.nn.Tanh()),
+    "attribute": lambda model: setattr(model.model.layers[0].self_attn, "scaling", 0.9),
+    "config": lambda model: setattr(model.config, "rms_norm_eps", 0.5),
+    "hook": lambda model: model.model.embed_tokens.register_forward_hook(double),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_user_changed_and_a_stage_lost_is_refused(change: str) -> None:
+    model = build_model("llama", torch.float32)
+    CHANGES[change](model)
+    assert check(model, "tp2", keep=False).objection(strategies("tp2")[0]) is None
+    with mutants.stages_are_rebuilt_from_the_config():
+        objection = check(model, "tp2", keep=False).objection(strategies("tp2")[0])
+    assert objection is not None
+    assert "the loss is" in objection
+
+
+def test_a_gradient_hook_that_is_lost_is_refused() -> None:
+    model = build_model("llama", torch.float32)
+    weight = model.model.layers[1].mlp.up_proj.weight
+    weight.register_hook(lambda gradient, factor=0.5: factor * gradient)  # holds something: checked in few layers
+    assert check(model, "pp2", keep=False).objection(strategies("pp2")[0]) is None
+    with mutants.hooks_of_gradients_are_lost():
+        objection = check(model, "pp2", keep=False).objection(strategies("pp2")[0])
+    assert "the gradient of model.layers.1.mlp.up_proj.weight is" in (objection or "")
 
 
 @pytest.mark.parametrize("family", ["llama_tied", "gemma3_text", "gpt2", "qwen3_moe"])

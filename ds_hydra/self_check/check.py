@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 # Of mode "on", for all ranks of a node together; what takes more counts as unchecked.
 _SECONDS = 60.0
 _BYTES = 8 * 2**30
+_AT_A_TIME = 4  # schemes that a rank tries before another helps: as long as it takes to make a subject
 Strategies = Sequence[Sequence[ParallelScheme]]
 
 
@@ -52,14 +53,11 @@ def check_strategies(
     name = fingerprint(model, mode, activation_checkpointing, sorted(map(str, run))) if keep else None
     known = _shared(read_verdicts(name) if channel.rank == 0 else {}, channel)
     missing = [scheme for scheme in run if scheme not in known]
-    mine = missing[channel.rank :: channel.num_ranks]
+    workers = min(channel.num_ranks, -(-len(missing) // _AT_A_TIME))
+    mine = missing[channel.rank :: workers] if channel.rank < workers else []
     found: dict[ParallelScheme, Verdict] = {}
     if missing:
-        for text in channel.texts(
-            _to_text(
-                _try(model, run, mine, mode, activation_checkpointing, began, min(len(missing), channel.num_ranks))
-            )
-        ):
+        for text in channel.texts(_to_text(_try(model, run, mine, mode, activation_checkpointing, began, workers))):
             found |= _from_text(text)
         if channel.rank == 0:
             write_verdicts(name, known | found)
@@ -90,6 +88,7 @@ def _try(
         memory_bytes=_BYTES / at_once if mode == "on" else float("inf"),
     )
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        torch.manual_seed(0)
         try:
             trial = Trial(subject)
         except UntryableError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,29 +19,30 @@ class Difference(NamedTuple):
 
     worst: float
     what: str | None
-    in_forward: bool = False
+    forward: Literal["training", "evaluation"] | None = None  # whose forward differs already
 
 
 def compare(right: Outcome, other: Outcome) -> Difference:
     """What of `other` is not what `right` says: the losses first, then gradients in the order of the parameters."""
-    worst, found = 0.0, None
-    for what, a, b in (("loss", right.loss, other.loss), ("loss of an evaluation", right.eval_loss, other.eval_loss)):
-        off = abs(a - b) / max(abs(a), 1e-12)
-        worst = _larger(worst, off)
-        if found is None and not off <= OF_ITSELF:
-            found = f"the {what} is {off:.1e} off"
-    in_forward = found is not None
+    training, evaluation = _relative(right.loss, other.loss), _relative(right.eval_loss, other.eval_loss)
     largest = max((_peak(gradient) for gradient in right.gradients.values()), default=0.0)
-    differing: list[str] = []
-    for name, gradient in right.gradients.items():
-        off = _deviation(gradient, other.gradients.get(name), largest)
-        worst = _larger(worst, off)
-        if not off <= OF_ITSELF:
-            differing.append(f"the gradient of {name} is {off:.1e} off")
-    if found is None and differing:
-        more = f" (and those of {len(differing) - 1} more)" if len(differing) > 1 else ""
-        found = differing[0] + more
-    return Difference(worst, found, in_forward)
+    gradients = {n: _deviation(g, other.gradients.get(n), largest) for n, g in right.gradients.items()}
+    worst = 0.0
+    for off in (training, evaluation, *gradients.values()):
+        worst = off if off != off or off > worst else worst  # not a number counts as largest
+    if not training <= OF_ITSELF:
+        return Difference(worst, f"the loss is {training:.1e} off", "training")
+    if not evaluation <= OF_ITSELF:
+        return Difference(worst, f"the loss of an evaluation is {evaluation:.1e} off", "evaluation")
+    differing = [name for name, off in gradients.items() if not off <= OF_ITSELF]
+    if not differing:
+        return Difference(worst, None)
+    more = f" (and those of {len(differing) - 1} more)" if len(differing) > 1 else ""
+    return Difference(worst, f"the gradient of {differing[0]} is {gradients[differing[0]]:.1e} off{more}")
+
+
+def _relative(right: float, other: float) -> float:
+    return abs(right - other) / max(abs(right), 1e-300)
 
 
 def _deviation(right: Tensor, other: Tensor | None, largest: float) -> float:
@@ -56,10 +57,6 @@ def _deviation(right: Tensor, other: Tensor | None, largest: float) -> float:
 
 def _peak(values: Tensor) -> float:
     return float(values.abs().max()) if values.numel() else 0.0
-
-
-def _larger(a: float, b: float) -> float:
-    return b if b != b or b > a else a  # not a number counts as largest
 
 
 def finite(outcome: Outcome) -> bool:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_hydra.pipe.models.causal_lm import find_layers
 from ds_hydra.pipe.models.meta_copy import copy_to_meta, parameter_hooks
+from ds_hydra.pipe.models.refusals import find_layers
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.self_check.shrink import FEW_POSITIONS
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from ds_hydra.pipe.in_process import InProcessRanks
 from ds_hydra.pipe.loss import IGNORED
 from ds_hydra.pipe.placement import Pipeline, Strategy
+from ds_hydra.pipe.rows import MicroBatch
 from ds_hydra.pipe.runtime import StageRuntime
 from ds_hydra.pipe.schedules.one_f_one_b import forward_only, one_f_one_b
 from ds_hydra.pipe.stage import ModelSource, StageModule, StagePlace, from_flat, shard_view, to_flat
@@ -99,7 +100,7 @@ def run_pipeline(source: ModelSource, pipeline: Pipeline, data: Data, *, eval_so
 
 
 def _train(source: ModelSource, pipeline: Pipeline, data: Data) -> tuple[float, dict[str, Tensor]]:
-    ranks, values = InProcessRanks(len(pipeline.ranks)), _flat_values(source)
+    ranks, values = InProcessRanks(len(pipeline.ranks)), flat_values(source)
     totals = {bucket.name: torch.zeros(bucket.numel, dtype=torch.float64) for bucket in source.plan.buckets}
 
     def program(rank: int) -> float:
@@ -122,7 +123,7 @@ def _train(source: ModelSource, pipeline: Pipeline, data: Data) -> tuple[float, 
 
 
 def _evaluate(source: ModelSource, pipeline: Pipeline, data: Data) -> float:
-    ranks, values = InProcessRanks(len(pipeline.ranks)), _flat_values(source)
+    ranks, values = InProcessRanks(len(pipeline.ranks)), flat_values(source)
 
     def program(rank: int) -> float:
         worker = RankOfPipeline(source, pipeline, rank, ranks)
@@ -132,7 +133,7 @@ def _evaluate(source: ModelSource, pipeline: Pipeline, data: Data) -> float:
     return sum(ranks.run(program))
 
 
-def _flat_values(source: ModelSource) -> dict[str, Tensor]:
+def flat_values(source: ModelSource) -> dict[str, Tensor]:
     """Each bucket's parameters in flat order."""
     return {
         bucket.name: torch.cat(
@@ -190,12 +191,25 @@ class RankOfPipeline:
 
     def evaluate(self, data: Data) -> float:
         """The forwards of an evaluation; this rank's share of the loss."""
-        self.module.module.eval()
+        return self.forward(data, training=False)
+
+    def forward(self, data: Data, *, training: bool) -> float:
+        """The forwards alone, in training's or in evaluation's mode."""
+        if training:
+            self.module.module.train()
+        else:
+            self.module.module.eval()  # as the engine does
         return self._run(forward_only, data)
 
+    def tokens(self, data: Data) -> list[int]:
+        """Tokens that this rank holds of each pack."""
+        return [batch.pack.tokens[self.place.sp_rank] for batch in self._batches(data)]
+
+    def _batches(self, data: Data) -> Sequence[MicroBatch]:
+        ids = range(len(data.sequences))
+        return build_batches(data.packs, ids, data.lengths, self.place, data.load, "token", CPU).batches
+
     def _run(self, schedule: Callable[[int, int, int], Any], data: Data) -> float:
-        batches = build_batches(
-            data.packs, range(len(data.sequences)), data.lengths, self.place, data.load, "token", CPU
-        ).batches
+        batches = self._batches(data)
         loss = self._runtime.run(schedule(len(batches), self._num_stages, self.index), batches)
         return float(loss) if self.place.tp_rank == 0 else 0.0  # equal on all tensor parallel ranks

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_hydra.pipe.models.causal_lm import find_layers
+from ds_hydra.pipe.models.refusals import find_layers
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.self_check.changes import changes_since
 from ds_hydra.self_check.few_layers import copy_in_few_layers

@@ -30,6 +30,7 @@ class Subject:
     num_layers: int
     alone: Callable[[Sequence[int]], Outcome]  # one process, one sequence at a time, in the order given
     sources: Callable[[], Sources]
+    models: tuple[Any, Any] | None = None  # the plain model that trains, and that evaluates; None: there is none
 
 
 def make_subject(
@@ -52,7 +53,7 @@ def make_subject(
             return training, training
         return training, CausalLM(small.model, activation_checkpointing=activation_checkpointing)
 
-    return Subject(data, small.num_layers, alone, sources)
+    return Subject(data, small.num_layers, alone, sources, (calm, small.model))
 
 
 def _of_layer_list(source: ModelSource) -> Subject:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from ds_hydra.pipe.placement import Strategy
+from ds_hydra.pipe.models.refusals import find_layers
+from ds_hydra.pipe.placement import Pipeline, Strategy
 from ds_hydra.pipe.shape import ParallelScheme
-from ds_hydra.self_check.compare import compare, finite
+from ds_hydra.self_check.compare import Difference, compare, finite
 from ds_hydra.self_check.runs import run_pipeline
 from ds_hydra.self_check.schemes import BASE, parts, uneven_pipeline
 from ds_hydra.self_check.subjects import Subject
 from ds_hydra.self_check.verdicts import Verdict
+from ds_hydra.self_check.where import first_to_differ
 
 _REMEDIES = {"tp": "use strategies with tp1 for this model", "pp": "use strategies with pp1 for this model",
              "sp": "use strategies with sp1 for this model"}  # fmt: skip
@@ -74,7 +76,19 @@ class Trial:
         difference = compare(self._right, outcome)
         if difference.what is None:
             return Verdict("equal", difference=difference.worst)
-        return Verdict("refused", f"{difference.what}; {self._remedy(scheme)}", difference.worst)
+        return Verdict(
+            "refused", f"{difference.what}{self._place(difference, pipeline)}; {self._remedy(scheme)}", difference.worst
+        )
+
+    def _place(self, difference: Difference, pipeline: Pipeline) -> str:
+        """The module at which a forward goes another way, as the rest of a sentence; empty if it cannot be told."""
+        if difference.forward is None or self._subject.models is None:
+            return ""
+        training = difference.forward == "training"
+        model, source = self._subject.models[not training], self._sources[not training]
+        path = find_layers(model, self._subject.num_layers)
+        found = first_to_differ(model, path, source, pipeline, self._subject.data, training=training)
+        return "" if found is None else f", and {found} is the first module that computes something else"
 
     def _remedy(self, scheme: ParallelScheme) -> str:
         """Which degrees to do without: those that fail alone, or else all of the scheme together."""

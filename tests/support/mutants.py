@@ -1,0 +1,181 @@
+"""Mutants of how stages are made from a model: each switches off one thing that keeps unusual models right.
+
+The self-check must find each of them by itself, whatever else would.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+
+from ds_hydra.pipe import collectives
+from ds_hydra.pipe.attention.interface import ATTENTION_NAME, hydra_attention
+from ds_hydra.pipe.model_plan import ShardRule
+from ds_hydra.pipe.models import causal_lm, causal_stage, cut
+from ds_hydra.pipe.models.flow import Flow
+from ds_hydra.pipe.models.unnamed_rules import UnnamedRules
+
+Mutant = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+def what_follows_the_layers_runs_everywhere() -> Any:
+    """A stage that is not the last goes on to the end of the model, layers of later stages handing on."""
+    original = cut.CutForward.__init__
+
+    def init(self: Any, model: Any, flow: Flow, layers_path: str, stage: Any, device: torch.device) -> None:
+        original(self, model, flow, layers_path, stage, device)
+        layers = model.get_submodule(layers_path)
+        if stage.last_layer < len(layers):
+            layers[stage.last_layer - 1]._forward_hooks.popitem()
+            for layer, door in zip(layers[stage.last_layer :], flow.doors[stage.last_layer :], strict=True):
+                layer.forward = _hand_on(door.key)
+            model.get_submodule(flow.body).register_forward_hook(cut._reach)
+
+    return mock.patch.object(cut.CutForward, "__init__", init)
+
+
+def _hand_on(key: int | str) -> Callable[..., Any]:
+    return lambda *args, **kwargs: args[key] if isinstance(key, int) else kwargs[key]
+
+
+def unnamed_parameters_are_complete() -> Any:
+    """A parameter that the tensor parallel plan does not name counts as one that every rank uses alike."""
+    return mock.patch.object(causal_lm, "derive", return_value=UnnamedRules())
+
+
+def rotary_tables_follow_the_whole_pack() -> Any:
+    return mock.patch.object(causal_stage, "split_rotary_by_length")
+
+
+def dynamic_rotary_is_let_in() -> Any:
+    return mock.patch.object(causal_lm, "refuse_dynamic_rotary")
+
+
+def positions_begin_at_zero() -> Any:
+    return mock.patch.object(causal_lm, "first_position", return_value=0)
+
+
+def evaluation_does_not_reach_the_layers() -> Any:
+    original = causal_stage.CausalStage.__init__
+
+    def init(self: Any, *args: Any) -> None:
+        original(self, *args)
+        self.module.eval = lambda: self.module
+
+    return mock.patch.object(causal_stage.CausalStage, "__init__", init)
+
+
+@contextlib.contextmanager
+def all_attention_is_causal() -> Iterator[None]:
+    def attention(module: Any, *args: Any, **kwargs: Any) -> Any:
+        with mock.patch.object(module, "is_causal", True):
+            return hydra_attention(module, *args, **kwargs)
+
+    AttentionInterface.register(ATTENTION_NAME, attention)
+    try:
+        yield
+    finally:
+        AttentionInterface.register(ATTENTION_NAME, hydra_attention)
+
+
+def sums_are_views() -> Any:
+    """What tensor parallel ranks sum cannot be written to in place."""
+
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        x = x.contiguous()
+        torch.distributed.all_reduce(x, group=group)
+        return x
+
+    return mock.patch.object(collectives._SumOverRanks, "forward", staticmethod(forward))
+
+
+def no_placeholders() -> Any:
+    """Embeddings of other stages are computed, without values."""
+    return mock.patch.object(cut.Placeholders, "__torch_function__", _as_it_is)
+
+
+def _as_it_is(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    return func(*args, **(kwargs or {}))
+
+
+def received_states_come_as_embeddings() -> Any:
+    """What came from the stage before takes the place of the embeddings, and not of the last layer before the stage."""
+
+    def call(self: Any, received: Tensor | None, **inputs: Any) -> Any:
+        self._received = received
+        if self._first:
+            self.model.get_input_embeddings().forward = lambda *_, **__: received
+        try:
+            self.model(**inputs)
+        except cut._Reached as reached:
+            return reached.value
+
+    return mock.patch.object(cut.CutForward, "__call__", call)
+
+
+def what_is_declared_first_runs_first() -> Any:
+    """A projection behind the layers counts as one of the embeddings."""
+
+    def moved(flow: Flow) -> Flow:
+        early = frozenset(name for name in flow.last if "project" in name)
+        return replace(flow, first=flow.first | early, last=flow.last - early)
+
+    return _with_flow(moved)
+
+
+def _with_flow(change: Callable[[Flow], Flow]) -> Any:
+    original = causal_lm.trace
+    return mock.patch.object(causal_lm, "trace", lambda *args: change(original(*args)))
+
+
+def biases_of_the_head_are_whole() -> Any:
+    original = causal_lm.CausalLM._plan_with
+
+    def plan(self: Any, unnamed: Any) -> None:
+        original(self, unnamed)
+        for bucket in self.plan.buckets:
+            for param in bucket.params:
+                if param.name.startswith("cls.") and param.name.endswith("bias"):
+                    object.__setattr__(param, "rule", ShardRule())
+
+    return mock.patch.object(causal_lm.CausalLM, "_plan_with", plan)
+
+
+def heads_see_no_tokens() -> Any:
+    def head(self: Any, below: Any, input_ids: Tensor) -> Tensor:
+        object.__setattr__(self._given, "value", below)
+        self._above._modules[self._body_name] = self._given
+        try:
+            logits: Tensor = self.module(use_cache=False).logits
+        finally:
+            self._above._modules[self._body_name] = self._body
+        return logits
+
+    return mock.patch.object(causal_stage.CausalStage, "_head", head)
+
+
+def stages_are_rebuilt_from_the_config() -> Any:
+    """What the user did to the model since its config made it is lost."""
+
+    def skeleton(self: Any, device: torch.device, dtype: torch.dtype) -> Any:
+        with torch.device("meta"):
+            config = copy.deepcopy(self.config)
+            model = self.model_class._from_config(config, attn_implementation=ATTENTION_NAME, dtype=dtype)
+        for name, buffer in self._template.named_buffers():
+            owner, _, leaf = name.rpartition(".")
+            model.get_submodule(owner)._buffers[leaf] = buffer.to(device)
+        return model.train()
+
+    return mock.patch.object(causal_lm.CausalLM, "skeleton", skeleton)
+
+
+def hooks_of_gradients_are_lost() -> Any:
+    return mock.patch.object(causal_lm, "parameter_hooks", return_value={})
