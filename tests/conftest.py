@@ -6,6 +6,8 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: forked ranks share the cores
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import settings
@@ -14,6 +16,14 @@ torch.set_num_threads(1)
 # The same examples in every run, and no time limit on one: the machine's cores may be shared.
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("repeatable")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _cache_of_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Jobs of tests, also those in processes of their own, leave the user's cache alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,1 +1,1 @@
-"""The commands that users call: `ds-hydra profile`, `preview`, `report`, `memory` and `convert`."""
+"""The commands that users call: `ds-hydra profile`, `preview`, `report`, `memory`, `check` and `convert`."""

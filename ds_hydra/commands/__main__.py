@@ -14,6 +14,7 @@ from importlib import import_module
 COMMANDS = {
     "preview": "what a job would do: strategies, step times, gains; without a device",
     "memory": "what each parallel scheme of a model needs on a rank",
+    "check": "whether a model trains under strategies as in one process",
     "profile": "measure a cost table on this machine",
     "report": "draw the figures of a run from its step records",
     "convert": "checkpoints from DeepSpeed's universal form, and to it",

@@ -46,6 +46,7 @@ class HydraEngine(HostEngine):
         self.job = Job(
             config,
             model_source(model, activation_checkpointing=config.activation_checkpointing),
+            model,
             self.recipe,
             self.data,
             self.sampler,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -19,6 +20,7 @@ class Job:
 
     config: HydraConfig
     source: ModelSource
+    model: Any  # as the user made it, for what can be told from its structure: its values move to the masters
     recipe: OptimizerRecipe
     data: SequenceData | None  # None: only `eval_batch` can be called
     sampler: TokenBudgetSampler | None  # of the data; its cursor moves when a checkpoint is loaded

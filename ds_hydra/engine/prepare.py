@@ -20,6 +20,7 @@ from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.plan.schemes import feasible_schemes
 from ds_hydra.planner.proposal.propose import propose_strategies
 from ds_hydra.ranks.world import World
+from ds_hydra.self_check.check import check_strategies
 from ds_hydra.zero_hetero.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -58,13 +59,36 @@ def prepare(job: Job, world: World) -> Prepared:
     as_measured = config.cost_table and (found.job is None or found.job.num_ranks in (0, world.num_ranks))
     found = found if as_measured else replace(found, table=within_memory(found.table, memory))
     # Strategies are proposed by the limited table: one that does not fit must not be proposed.
-    candidates = config.shapes or _propose(config, found.table, lengths, world)
+    candidates = _candidates(job, world, found.table, lengths)
     strategies = {c: place_strategy(c, world.num_ranks, plan.num_layers) for c in candidates}
-    for strategy in strategies.values():
-        plan.check(strategy)
     where = "sequences may have" if job.data is None else f"sequence {int(job.data.lengths.argmax())} has"
     check_memory(found.table, memory, candidates, longest, where)
     return Prepared(found, strategies, shape.params // world.num_ranks)
+
+
+def _candidates(job: Job, world: World, table: CostTable, lengths: Sequence[int]) -> tuple[StrategyShape, ...]:
+    """The config's strategies, or proposed ones: they fit the model, and train it as one process does."""
+    config, plan = job.config, job.source.plan
+    while True:
+        candidates = config.schemes or _propose(config, table, lengths, world)
+        for candidate in candidates:
+            plan.check(place_strategy(candidate, world.num_ranks, plan.num_layers))
+        checked = check_strategies(
+            job.model,
+            candidates,
+            mode=config.self_check,
+            activation_checkpointing=bool(getattr(job.source, "activation_checkpointing", False)),
+            channel=world.channel,
+        )
+        if config.schemes:
+            checked.require(candidates)
+        left = tuple(cost for cost in table.costs if checked.allows(cost.scheme))
+        if len(left) == len(table.costs):
+            return candidates
+        if not left:
+            checked.require(candidates)
+        logger.info("%s", "\n  ".join(["the self-check leaves out:", *checked.objections()]))
+        table = CostTable(left, table.source)
 
 
 def _memory(job: Job, world: World, found: TableFile) -> JobMemory:

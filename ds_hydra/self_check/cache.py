@@ -16,7 +16,6 @@ from typing import Any
 
 from torch import nn
 
-import ds_hydra
 from ds_hydra.pipe.shape import ParallelScheme, parse_strategy
 from ds_hydra.self_check.verdicts import Verdict
 
@@ -75,7 +74,7 @@ def _sources(classes: set[type]) -> Iterator[str | None]:
 @cache
 def _own_sources() -> str:
     digest = hashlib.sha256()
-    root = Path(ds_hydra.__file__).parent
+    root = Path(__file__).parents[1]
     for folder in ("pipe", "self_check", "step"):
         for path in sorted((root / folder).rglob("*.py")):
             digest.update(path.read_bytes())

@@ -11,7 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
-_OWN_KEYS = frozenset(vars(nn.Module())) | {"_is_hf_initialized"}
+_OWN_KEYS = frozenset(vars(nn.Module())) | {
+    # Noted by Hugging Face; recomputing activations is asked of the stages and not of the plain model.
+    "_is_hf_initialized",
+    "gradient_checkpointing",
+    "_gradient_checkpointing_func",
+}
 _HOOKS = tuple(key for key in vars(nn.Module()) if key.startswith(("_forward_", "_backward_")))  # dicts by handle
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -18,11 +18,14 @@ from ds_hydra.pipe.loss import IGNORED
 from ds_hydra.pipe.placement import Pipeline, Strategy
 from ds_hydra.pipe.rows import MicroBatch
 from ds_hydra.pipe.runtime import StageRuntime
-from ds_hydra.pipe.schedules.one_f_one_b import forward_only, one_f_one_b
+from ds_hydra.pipe.schedules.actions import Slot
+from ds_hydra.pipe.schedules.registry import evaluation_slots, training_slots
 from ds_hydra.pipe.stage import ModelSource, StageModule, StagePlace, from_flat, shard_view, to_flat
 from ds_hydra.step.batching import build_batches
+from ds_hydra.watchdog import Activity
 
 CPU = torch.device("cpu")
+_SCHEDULE = "1f1b"  # which stages and groups are right does not depend on the order of micro-batches
 
 
 @dataclass(frozen=True)
@@ -162,7 +165,9 @@ class RankOfPipeline:
         )
         self.module: StageModule = source.build(self.place, CPU, torch.float64)
         widths = (source.width(stage.first_layer), 0 if self.place.is_last else source.width(stage.last_layer))
-        self._runtime = StageRuntime(self.module, pipeline, rank, ranks.transport(rank), widths, CPU, torch.float64)
+        self._runtime = StageRuntime(
+            self.module, pipeline, rank, ranks.transport(rank), widths, CPU, torch.float64, Activity()
+        )
 
     def install(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
         """Give the stage its shards of the buckets' values; its empty gradient buffers, by bucket."""
@@ -187,7 +192,8 @@ class RankOfPipeline:
 
     def train(self, data: Data) -> float:
         """A step's forwards and backwards; this rank's share of the loss."""
-        return self._run(one_f_one_b, data)
+        batches = self._batches(data)
+        return self._run(training_slots(_SCHEDULE, len(batches), self._num_stages, self.index), batches)
 
     def evaluate(self, data: Data) -> float:
         """The forwards of an evaluation; this rank's share of the loss."""
@@ -199,7 +205,8 @@ class RankOfPipeline:
             self.module.module.train()
         else:
             self.module.module.eval()  # as the engine does
-        return self._run(forward_only, data)
+        batches = self._batches(data)
+        return self._run(evaluation_slots(len(batches), self._num_stages, self.index), batches)
 
     def tokens(self, data: Data) -> list[int]:
         """Tokens that this rank holds of each pack."""
@@ -209,7 +216,6 @@ class RankOfPipeline:
         ids = range(len(data.sequences))
         return build_batches(data.packs, ids, data.lengths, self.place, data.load, "token", CPU).batches
 
-    def _run(self, schedule: Callable[[int, int, int], Any], data: Data) -> float:
-        batches = self._batches(data)
-        loss = self._runtime.run(schedule(len(batches), self._num_stages, self.index), batches)
+    def _run(self, slots: Sequence[Slot], batches: Sequence[MicroBatch]) -> float:
+        loss = self._runtime.run(slots, batches)
         return float(loss) if self.place.tp_rank == 0 else 0.0  # equal on all tensor parallel ranks

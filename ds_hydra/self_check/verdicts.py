@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from ds_hydra.pipe.shape import ParallelScheme, format_strategy
+from ds_hydra.self_check.schemes import stand_in
 from ds_hydra.zero_hetero.errors import ConfigError
 
 State = Literal["equal", "refused", "unchecked"]
@@ -42,6 +43,15 @@ class CheckResult:
     verdicts: Mapping[ParallelScheme, Verdict]
     seconds: float = 0.0
     from_cache: int = 0  # schemes whose verdict was known
+
+    def allows(self, scheme: ParallelScheme) -> bool:
+        """Whether a scheme may be used, as far as those that were checked tell: equal kinds of stages fail alike."""
+        refused = {stand_in(known) for known, verdict in self.verdicts.items() if verdict.state != "equal"}
+        return stand_in(scheme) not in refused
+
+    def objections(self) -> list[str]:
+        """A line for each scheme that must not be used."""
+        return [text for scheme in self.verdicts if (text := self.objection((scheme,))) is not None]
 
     def objection(self, strategy: Sequence[ParallelScheme]) -> str | None:
         """Why a strategy must not be used; None if it may."""

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_hydra.pipe.shape import parse_strategy
+import ds_hydra
+from ds_hydra.engine import prepare
+from ds_hydra.pipe.shape import ParallelScheme, format_strategy, parse_strategy
 from ds_hydra.ranks.channel import Channel
 from ds_hydra.self_check.cache import cache_folder
 from ds_hydra.self_check.check import check_strategies
 from ds_hydra.self_check.layer_lists import short_layer_list
 from ds_hydra.self_check.verdicts import CheckResult
+from ds_hydra.zero_hetero.errors import ConfigError
+from tests.support import mutants
 from tests.support.families import LAYER_LIST, Block, build_model, mean_loss
+from tests.support.hard_models import hard_model
 from tests.support.ranks import run_ranks
+from tests.support.small_job import rank_environment
 
 
 @pytest.fixture(autouse=True)
@@ -39,6 +47,44 @@ def test_ranks_share_the_runs_and_get_the_same_verdicts() -> None:
     assert (first.from_cache, second.from_cache) == (0, 4)
     assert [result[0].verdicts for result in per_rank] == [first.verdicts] * 3
     assert len(list(cache_folder().iterdir())) == 1
+
+
+def start(model: Any, strategies: list[str] | str) -> Any:
+    """An engine on 2 ranks, as a user's script would make it."""
+    logging.getLogger("ds_hydra").setLevel(logging.ERROR)
+    rank_environment(dist.get_rank())
+    block = {"tokens_per_step": 64, "strategies": strategies, "steps_file": None, "planner": {"ahead": 0}}
+    config = {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}, "hydra": block}
+    return ds_hydra.initialize(model=model, training_data=[[3] * 20, [5] * 40] * 4, config=config)[0]
+
+
+def test_a_job_is_refused_on_all_ranks_before_step_0() -> None:
+    def program(rank: int) -> str:
+        with mutants.unnamed_parameters_are_complete(), pytest.raises(ConfigError) as refused:
+            start(hard_model("activation with parameters"), ["2*tp1", "tp2"])
+        return str(refused.value)
+
+    told = run_ranks(program, 2)
+    assert told[0] == told[1]
+    assert "hydra.strategies[1] 'tp2': tp2 trains otherwise than one process" in told[0]
+    assert "strategies[0]" not in told[0]
+
+
+def test_auto_leaves_out_what_is_refused() -> None:
+    def propose(config: Any, table: Any, lengths: Any, world: Any) -> Any:
+        best = "pp2" if ParallelScheme(pp=2) in table.schemes else "2*tp1"
+        return (parse_strategy(best),)
+
+    def program(rank: int) -> list[str]:
+        with (
+            mutants.what_follows_the_layers_runs_everywhere(),
+            mock.patch.object(prepare, "_propose", propose),
+        ):
+            engine = start(hard_model("final norm without parameters"), "auto")
+        engine.destroy()
+        return [format_strategy(strategy) for strategy in engine.crew.prepared.strategies]
+
+    assert run_ranks(program, 2) == [["2*tp1"], ["2*tp1"]]
 
 
 class Leaky(Block):

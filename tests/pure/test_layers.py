@@ -29,7 +29,7 @@ LAYERS = (
     ("ds_hydra/planner",),
     ("ds_hydra/planner/proposal", "ds_hydra/config"),
     ("ds_hydra/host", "ds_hydra/profiling"),
-    ("ds_hydra/checkpoint",),
+    ("ds_hydra/checkpoint", "ds_hydra/self_check"),
     ("ds_hydra/engine",),
     ("ds_hydra",),
     ("ds_hydra/commands",),

@@ -59,6 +59,7 @@ def small_config(num_ranks: int, **hydra: Any) -> dict[str, Any]:
             "tokens_per_step": 250,
             "strategies": STRATEGIES[num_ranks],
             "choose": "cycle",
+            "self_check": "off",  # has tests of its own
             "steps_file": None,
             "planner": {"ahead": 0},
             "faults": {"heartbeat_seconds": 0},

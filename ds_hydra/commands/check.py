@@ -1,0 +1,65 @@
+"""Does training a model under these strategies equal one process's training? What the self-check finds, without a job.
+
+  ds-hydra check my_model/ --strategies "tp4 + 2*pp2" "sp4 + 4*tp1" [--activation_checkpointing] [--full] [--no_cache]
+
+The model is a config JSON or a checkpoint folder; no value of a checkpoint is read. What `hydra.self_check` does before
+step 0 of a job is done here and printed: a small copy of the model is trained for a step and evaluated under each
+scheme of the strategies and compared with the plain model. Exits with 1 when a strategy is refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from ds_hydra.commands.figures import figures_parser, finish, guarded, print_table
+from ds_hydra.pipe.models.causal_lm import CausalLM
+from ds_hydra.pipe.placement import place_strategy
+from ds_hydra.pipe.shape import parse_strategy
+from ds_hydra.profiling.hollow import hollow_model
+from ds_hydra.self_check.check import check_strategies
+
+
+def main(arguments: Sequence[str] | None = None, *, name: str = "ds-hydra check") -> int:
+    """Print the table; 1 when a strategy is refused, 2 for input that cannot be."""
+    parser = figures_parser(__doc__, name)
+    parser.add_argument("model", help="config JSON, or checkpoint folder")
+    parser.add_argument("--strategies", nargs="+", required=True, help='such as "tp4 + 2*pp2"')
+    parser.add_argument("--activation_checkpointing", action="store_true", help="as hydra.activation_checkpointing")
+    parser.add_argument("--full", action="store_true", help="every scheme with all its stages and ranks")
+    parser.add_argument("--no_cache", action="store_true", help="check anew what is known from earlier checks")
+    args = parser.parse_args(arguments)
+    return guarded(name, lambda: run(args, name))
+
+
+def run(args: argparse.Namespace, name: str) -> int:
+    """What `main` does once its options are read; ConfigError and PlanError for what cannot be."""
+    strategies = [parse_strategy(text) for text in args.strategies]
+    model = hollow_model(args.model)
+    plan = CausalLM(model).plan
+    for schemes in strategies:
+        plan.check(place_strategy(schemes, sum(scheme.num_ranks for scheme in schemes), plan.num_layers))
+    result = check_strategies(
+        model,
+        strategies,
+        mode="full" if args.full else "on",
+        activation_checkpointing=args.activation_checkpointing,
+        keep=not args.no_cache,
+    )
+    rows = [
+        (str(scheme), verdict.state, verdict.difference, round(verdict.seconds, 1), verdict.reason)
+        for scheme, verdict in sorted(result.verdicts.items(), key=lambda item: (item[0].num_ranks, item[0]))
+    ]
+    print_table(("scheme", "verdict", "difference", "seconds", "why"), rows)
+    missed = [
+        f"{text!r}: {objection}"
+        for text, schemes in zip(args.strategies, strategies, strict=True)
+        if (objection := result.objection(schemes)) is not None
+    ]
+    equal = f"{len(strategies) - len(missed)} of {len(strategies)} strategies train as one process does"
+    return finish(name, f"{equal}, told in {result.seconds:.1f} s", {"rows": rows}, missed, args.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
