@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_hydra.pipe.shape import ParallelScheme, parse_strategy
+from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
 from ds_hydra.self_check.cache import cache_folder, fingerprint, read_verdicts, write_verdicts
 from ds_hydra.self_check.check import check_strategies
 from ds_hydra.self_check.verdicts import CheckResult, Verdict
@@ -26,13 +26,15 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
-def strategies(*texts: str) -> list[tuple[ParallelScheme, ...]]:
-    return [parse_strategy(text) for text in texts]
+def strategies(*texts: str) -> list[StrategyShape]:
+    return [StrategyShape.parse(text) for text in texts]
 
 
 def check(model: Any, *texts: str, **settings: Any) -> CheckResult:
     return check_strategies(model, strategies(*texts), **settings)
 
+
+ALONE = PipelineShape.of(ParallelScheme())
 
 FOUND = [
     # model, strategy, what is switched off (None: nothing), what the user is told, a strategy that is equal still
@@ -135,9 +137,9 @@ def test_a_second_job_takes_the_verdicts_from_the_cache() -> None:
 
 
 def test_a_damaged_cache_is_ignored() -> None:
-    write_verdicts("model", {ParallelScheme(): Verdict("equal"), ParallelScheme(2): Verdict("unchecked", "too large")})
+    write_verdicts("model", {ALONE: Verdict("equal"), PipelineShape.parse("tp2"): Verdict("unchecked", "too large")})
     (file,) = cache_folder().glob("*.json")
-    assert read_verdicts("model") == {ParallelScheme(): Verdict("equal")}
+    assert read_verdicts("model") == {ALONE: Verdict("equal")}
     for content in (
         "",
         "[1, 2]",

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from ds_hydra.commands.figures import figures_parser, finish, guarded, print_table
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.placement import place_strategy
-from ds_hydra.pipe.shape import parse_strategy
+from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.profiling.hollow import hollow_model
 from ds_hydra.self_check.check import check_strategies
 
@@ -35,11 +35,11 @@ def main(arguments: Sequence[str] | None = None, *, name: str = "ds-hydra check"
 
 def run(args: argparse.Namespace, name: str) -> int:
     """What `main` does once its options are read; ConfigError and PlanError for what cannot be."""
-    strategies = [parse_strategy(text) for text in args.strategies]
+    strategies = [StrategyShape.parse(text) for text in args.strategies]
     model = hollow_model(args.model)
     plan = CausalLM(model).plan
-    for schemes in strategies:
-        plan.check(place_strategy(schemes, sum(scheme.num_ranks for scheme in schemes), plan.num_layers))
+    for strategy in strategies:
+        plan.check(place_strategy(strategy, strategy.num_ranks, plan.num_layers))
     result = check_strategies(
         model,
         strategies,
@@ -48,14 +48,14 @@ def run(args: argparse.Namespace, name: str) -> int:
         keep=not args.no_cache,
     )
     rows = [
-        (str(scheme), verdict.state, verdict.difference, round(verdict.seconds, 1), verdict.reason)
-        for scheme, verdict in sorted(result.verdicts.items(), key=lambda item: (item[0].num_ranks, item[0]))
+        (str(shape), verdict.state, verdict.difference, round(verdict.seconds, 1), verdict.reason)
+        for shape, verdict in sorted(result.verdicts.items(), key=lambda item: (item[0].num_ranks, str(item[0])))
     ]
-    print_table(("scheme", "verdict", "difference", "seconds", "why"), rows)
+    print_table(("pipeline", "verdict", "difference", "seconds", "why"), rows)
     missed = [
         f"{text!r}: {objection}"
-        for text, schemes in zip(args.strategies, strategies, strict=True)
-        if (objection := result.objection(schemes)) is not None
+        for text, strategy in zip(args.strategies, strategies, strict=True)
+        if (objection := result.objection(strategy)) is not None
     ]
     equal = f"{len(strategies) - len(missed)} of {len(strategies)} strategies train as one process does"
     return finish(name, f"{equal}, told in {result.seconds:.1f} s", {"rows": rows}, missed, args.json)

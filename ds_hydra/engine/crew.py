@@ -30,6 +30,7 @@ from ds_hydra.engine.prepare import Prepared, prepare
 from ds_hydra.engine.signals import Signals
 from ds_hydra.host.host_engine import HostEngine
 from ds_hydra.host.loss_scale import LossScale
+from ds_hydra.ranks.together import together
 from ds_hydra.ranks.world import World
 from ds_hydra.report.prediction import StepWatch
 from ds_hydra.step.model_masters import ModelMasters
@@ -55,9 +56,10 @@ class Crew:
         plan = job.source.plan
         self.watch = StepWatch(job.config.cost_correction, self.prepared.found, plan.num_layers,
                                self.prepared.num_elements)  # fmt: skip
-        self.masters = ModelMasters(
-            job.source, world.rank, world.num_ranks, world.device, job.master_dtype, job.compute_dtype
-        )
+        with together(world.channel, "allocating the master shards"):
+            self.masters = ModelMasters(
+                job.source, world.rank, world.num_ranks, world.device, job.master_dtype, job.compute_dtype
+            )
         if initial:
             self.masters.load(job.source.values, world.group)
         # The optimizer's parameters are views of the masters: its step changes what the next pull sends, with no copy.
@@ -66,18 +68,19 @@ class Crew:
         self.loss_scale = LossScale(host)
         self.activity = Activity()
         self.update = Update(self.masters.trained, optimizer, job.clipping, self.loss_scale, world, job.config.faults)
-        self.stepper = Stepper(
-            job.source,
-            self.masters,
-            world,
-            strategies={str(shape): placed for shape, placed in self.prepared.strategies.items()},
-            compute_dtype=job.compute_dtype,
-            loss_norm=job.config.loss_norm,
-            loss_scale=self.loss_scale,
-            update=self.update,
-            activity=self.activity,
-            request=lambda: signals.request,
-        )
+        with together(world.channel, "allocating parameters and gradients"):
+            self.stepper = Stepper(
+                job.source,
+                self.masters,
+                world,
+                strategies={str(shape): placed for shape, placed in self.prepared.strategies.items()},
+                compute_dtype=job.compute_dtype,
+                loss_norm=job.config.loss_norm,
+                loss_scale=self.loss_scale,
+                update=self.update,
+                activity=self.activity,
+                request=lambda: signals.request,
+            )
         self.plans = PlanSource(
             self.prepared.table,
             tuple(self.prepared.strategies),

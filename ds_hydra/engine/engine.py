@@ -26,6 +26,7 @@ from ds_hydra.engine.saving import Saving
 from ds_hydra.engine.signals import Signals
 from ds_hydra.host.host_engine import HostEngine
 from ds_hydra.host.launch import launched_node_size
+from ds_hydra.ranks.together import first_channel, together
 from ds_hydra.ranks.world import World
 from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError
 
@@ -40,20 +41,21 @@ class HydraEngine(HostEngine):
     crew: Crew
 
     def __init__(self, parsed: ParsedConfig, model: Any, **arguments: Any) -> None:
-        super().__init__(parsed, model, **arguments)
-        config = self.hydra_config
-        # The job is what stays the same when the ranks change; `assemble` adds what belongs to the present ranks.
-        self.job = Job(
-            config,
-            model_source(model, activation_checkpointing=config.activation_checkpointing),
-            model,
-            self.recipe,
-            self.data,
-            self.sampler,
-            self.compute_dtype,
-            self.master_dtype,
-            self.gradient_clipping(),
-        )
+        with together(first_channel(), "reading the model and the data"):
+            super().__init__(parsed, model, **arguments)
+            config = self.hydra_config
+            # The job is what stays the same when the ranks change; `assemble` adds what belongs to the present ranks.
+            self.job = Job(
+                config,
+                model_source(model, activation_checkpointing=config.activation_checkpointing),
+                model,
+                self.recipe,
+                self.data,
+                self.sampler,
+                self.compute_dtype,
+                self.master_dtype,
+                self.gradient_clipping(),
+            )
         self._signals = Signals()
         self.assemble()
         # The masters have taken the values. Dropping both references frees the model's own parameters: otherwise each

@@ -19,6 +19,7 @@ from ds_hydra.pipe.placement import Strategy, place_strategy
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.plan.schemes import feasible_schemes
 from ds_hydra.planner.proposal.propose import propose_strategies
+from ds_hydra.ranks.together import together
 from ds_hydra.ranks.world import World
 from ds_hydra.self_check.check import check_strategies
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -48,16 +49,8 @@ def prepare(job: Job, world: World) -> Prepared:
     lengths = [] if job.data is None else [int(n) for n in job.data.lengths if n]
     longest = max(lengths, default=config.context_length or config.tokens_per_step)
     shape = model_shape(plan, max(job.source.width(i) for i in range(1, plan.num_layers)), job.source.vocab_size)
-    schemes = used_schemes(config.shapes) or feasible_schemes(plan, world.num_ranks, world.node_size)
-    fingerprint = describe_job(job.source, world.device, job.compute_dtype, world.num_ranks)
-    found = job_cost_table(config, shape, schemes, longest, fingerprint)
-    memory = _memory(job, world, found)
-    found = replace(found, table=with_shapes(found.table, config.shapes, memory))
-    # A measured MaxLen holds for the number of ranks that shared the masters when it was measured. Masters and Adam's
-    # states take 12 bytes per parameter over all ranks: of 1e9 parameters a rank keeps 1.5 GB with 8 ranks but 3 GB
-    # with 4, and has that much less for activations. So for another number of ranks the memory model decides.
-    as_measured = config.cost_table and (found.job is None or found.job.num_ranks in (0, world.num_ranks))
-    found = found if as_measured else replace(found, table=within_memory(found.table, memory))
+    with together(world.channel, "estimating the job's costs and memory"):
+        found, memory = _costs(job, world, shape, longest)
     # Strategies are proposed by the limited table: one that does not fit must not be proposed.
     candidates = _candidates(job, world, found.table, lengths)
     strategies = {c: place_strategy(c, world.num_ranks, plan.num_layers) for c in candidates}
@@ -66,11 +59,26 @@ def prepare(job: Job, world: World) -> Prepared:
     return Prepared(found, strategies, shape.params // world.num_ranks)
 
 
+def _costs(job: Job, world: World, shape: ModelShape, longest: int) -> tuple[TableFile, JobMemory]:
+    """The cost table, its MaxLen within memory, and the memory model."""
+    config = job.config
+    schemes = used_schemes(config.shapes) or feasible_schemes(job.source.plan, world.num_ranks, world.node_size)
+    fingerprint = describe_job(job.source, world.device, job.compute_dtype, world.num_ranks)
+    found = job_cost_table(config, shape, schemes, longest, fingerprint)
+    memory = _memory(job, world, found)
+    found = replace(found, table=with_shapes(found.table, config.shapes, memory))
+    # A measured MaxLen holds for the number of ranks that shared the masters when it was measured. Masters and Adam's
+    # states take 12 bytes per parameter over all ranks: of 1e9 parameters a rank keeps 1.5 GB with 8 ranks but 3 GB
+    # with 4, and has that much less for activations. So for another number of ranks the memory model decides.
+    as_measured = config.cost_table and (found.job is None or found.job.num_ranks in (0, world.num_ranks))
+    return (found if as_measured else replace(found, table=within_memory(found.table, memory))), memory
+
+
 def _candidates(job: Job, world: World, table: CostTable, lengths: Sequence[int]) -> tuple[StrategyShape, ...]:
     """The config's strategies, or proposed ones: they fit the model, and train it as one process does."""
     config, plan = job.config, job.source.plan
     while True:
-        candidates = config.schemes or _propose(config, table, lengths, world)
+        candidates = config.shapes or _propose(config, table, lengths, world)
         for candidate in candidates:
             plan.check(place_strategy(candidate, world.num_ranks, plan.num_layers))
         checked = check_strategies(
@@ -80,7 +88,7 @@ def _candidates(job: Job, world: World, table: CostTable, lengths: Sequence[int]
             activation_checkpointing=bool(getattr(job.source, "activation_checkpointing", False)),
             channel=world.channel,
         )
-        if config.schemes:
+        if config.shapes:
             checked.require(candidates)
         left = tuple(cost for cost in table.costs if checked.allows(cost.scheme))
         if len(left) == len(table.costs):

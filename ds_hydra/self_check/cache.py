@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from ds_hydra.pipe.shape import ParallelScheme, parse_strategy
+from ds_hydra.pipe.shape import PipelineShape
 from ds_hydra.self_check.verdicts import Verdict
 
 _PACKAGES = ("torch", "transformers", "deepspeed", "peft", "accelerate")
@@ -92,22 +92,22 @@ def _versions() -> tuple[tuple[str, str], ...]:
     return tuple(found)
 
 
-def read_verdicts(name: str | None) -> dict[ParallelScheme, Verdict]:
+def read_verdicts(name: str | None) -> dict[PipelineShape, Verdict]:
     """What is known under a fingerprint. A file that cannot be read, or that is damaged, counts as none."""
     if name is None:
         return {}
     try:
         raw = json.loads((cache_folder() / f"{name}.json").read_text(encoding="utf-8"))
-        return {parse_strategy(scheme)[0]: Verdict.from_json(verdict) for scheme, verdict in raw.items()}
+        return {PipelineShape.parse(scheme): Verdict.from_json(verdict) for scheme, verdict in raw.items()}
     except (OSError, ValueError, AttributeError, TypeError):
         return {}
 
 
-def write_verdicts(name: str | None, verdicts: Mapping[ParallelScheme, Verdict]) -> None:
+def write_verdicts(name: str | None, verdicts: Mapping[PipelineShape, Verdict]) -> None:
     """Keep what was found, but not what could not be checked; where nothing can be written nothing is kept."""
     if name is None:
         return
-    kept = {str(scheme): v.to_json() for scheme, v in sorted(verdicts.items()) if v.state != "unchecked"}
+    kept = {str(shape): v.to_json() for shape, v in verdicts.items() if v.state != "unchecked"}
     folder = cache_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from ds_hydra.pipe.shape import ParallelScheme, parse_strategy
+from ds_hydra.pipe.shape import PipelineShape, StrategyShape
 from ds_hydra.ranks.channel import Channel
 from ds_hydra.self_check.cache import fingerprint, read_verdicts, write_verdicts
-from ds_hydra.self_check.schemes import schemes_to_run, stand_in
+from ds_hydra.self_check.schemes import bare, shapes_to_run, stand_in
 from ds_hydra.self_check.subjects import make_subject
 from ds_hydra.self_check.trial import Trial, UntryableError
 from ds_hydra.self_check.verdicts import CheckResult, Verdict
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 _SECONDS = 60.0
 _BYTES = 8 * 2**30
 _AT_A_TIME = 4  # schemes that a rank tries before another helps: as long as it takes to make a subject
-Strategies = Sequence[Sequence[ParallelScheme]]
+Strategies = Sequence[StrategyShape]
 
 
 def check_strategies(
@@ -49,37 +49,37 @@ def check_strategies(
     if mode == "off":
         return CheckResult({})
     channel = channel or Channel(None, 0, 1)
-    run = schemes_to_run(strategies, whole=mode == "full")
+    run = shapes_to_run(strategies, whole=mode == "full")
     name = fingerprint(model, mode, activation_checkpointing, sorted(map(str, run))) if keep else None
     known = _shared(read_verdicts(name) if channel.rank == 0 else {}, channel)
     missing = [scheme for scheme in run if scheme not in known]
     workers = min(channel.num_ranks, -(-len(missing) // _AT_A_TIME))
     mine = missing[channel.rank :: workers] if channel.rank < workers else []
-    found: dict[ParallelScheme, Verdict] = {}
+    found: dict[PipelineShape, Verdict] = {}
     if missing:
         for text in channel.texts(_to_text(_try(model, run, mine, mode, activation_checkpointing, began, workers))):
             found |= _from_text(text)
         if channel.rank == 0:
             write_verdicts(name, known | found)
     verdicts = known | found
-    asked = {scheme for strategy in strategies for scheme in strategy}
-    whole = {scheme: verdicts[scheme if mode == "full" else stand_in(scheme)] for scheme in asked}
+    asked = {shape for strategy in strategies for shape in strategy.pipelines}
+    whole = {shape: verdicts[bare(shape) if mode == "full" else stand_in(shape)] for shape in asked}
     return CheckResult(whole, time.perf_counter() - began, len(run) - len(missing))
 
 
 def _try(
     model: Any,
-    run: Sequence[ParallelScheme],
-    mine: Sequence[ParallelScheme],
+    run: Sequence[PipelineShape],
+    mine: Sequence[PipelineShape],
     mode: str,
     activation_checkpointing: bool,
     began: float,
     at_once: int,
-) -> dict[ParallelScheme, Verdict]:
+) -> dict[PipelineShape, Verdict]:
     """Verdicts on `mine`, some of all schemes to `run`, while `at_once` ranks of the node do the same."""
     if not mine:
         return {}
-    found: dict[ParallelScheme, Verdict] = {}
+    found: dict[PipelineShape, Verdict] = {}
     subject = partial(
         make_subject,
         model,
@@ -105,14 +105,14 @@ def _try(
     return found
 
 
-def _shared(known: dict[ParallelScheme, Verdict], channel: Channel) -> dict[ParallelScheme, Verdict]:
+def _shared(known: dict[PipelineShape, Verdict], channel: Channel) -> dict[PipelineShape, Verdict]:
     """Rank 0's verdicts on every rank, as if they had taken no time."""
     return {scheme: replace(v, seconds=0.0) for scheme, v in _from_text(channel.tell(_to_text(known))).items()}
 
 
-def _to_text(verdicts: dict[ParallelScheme, Verdict]) -> str:
+def _to_text(verdicts: dict[PipelineShape, Verdict]) -> str:
     return json.dumps({str(scheme): verdict.to_json() for scheme, verdict in verdicts.items()})
 
 
-def _from_text(text: str) -> dict[ParallelScheme, Verdict]:
-    return {parse_strategy(scheme)[0]: Verdict.from_json(raw) for scheme, raw in json.loads(text).items()}
+def _from_text(text: str) -> dict[PipelineShape, Verdict]:
+    return {PipelineShape.parse(scheme): Verdict.from_json(raw) for scheme, raw in json.loads(text).items()}

@@ -14,7 +14,7 @@ from torch import nn
 
 from ds_hydra.pipe.models.meta_copy import copy_to_meta, parameter_hooks
 from ds_hydra.pipe.models.refusals import find_layers
-from ds_hydra.pipe.shape import ParallelScheme
+from ds_hydra.pipe.shape import PipelineShape
 from ds_hydra.self_check.shrink import FEW_POSITIONS
 
 _ROWS = 512  # of the vocabulary
@@ -23,7 +23,7 @@ _COPIES = 4  # of the parameters that stand in memory at once: values and gradie
 _OWN_KEYS = frozenset(vars(nn.Module())) | {"_is_hf_initialized", "layer_idx", "config"}
 
 
-def copy_in_few_layers(model: Any, schemes: Sequence[ParallelScheme], memory_bytes: float) -> tuple[Any, int]:
+def copy_in_few_layers(model: Any, schemes: Sequence[PipelineShape], memory_bytes: float) -> tuple[Any, int]:
     """The copy, in FP64 with values drawn anew, and its number of layers. Raises MemoryError where it is too large."""
     path = find_layers(model, model.config.get_text_config().num_hidden_layers)
     layers: Any = model.get_submodule(path)

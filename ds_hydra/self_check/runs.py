@@ -21,6 +21,7 @@ from ds_hydra.pipe.runtime import StageRuntime
 from ds_hydra.pipe.schedules.actions import Slot
 from ds_hydra.pipe.schedules.registry import evaluation_slots, training_slots
 from ds_hydra.pipe.stage import ModelSource, StageModule, StagePlace, from_flat, shard_view, to_flat
+from ds_hydra.plan.phase import MicroBatchPlan
 from ds_hydra.step.batching import build_batches
 from ds_hydra.watchdog import Activity
 
@@ -213,8 +214,8 @@ class RankOfPipeline:
         return [batch.pack.tokens[self.place.sp_rank] for batch in self._batches(data)]
 
     def _batches(self, data: Data) -> Sequence[MicroBatch]:
-        ids = range(len(data.sequences))
-        return build_batches(data.packs, ids, data.lengths, self.place, data.load, "token", CPU).batches
+        packs = [MicroBatchPlan.of_whole(pack, data.lengths) for pack in data.packs]
+        return build_batches(packs, range(len(data.sequences)), self.place, data.load, "token", CPU).batches
 
     def _run(self, slots: Sequence[Slot], batches: Sequence[MicroBatch]) -> float:
         loss = self._runtime.run(slots, batches)

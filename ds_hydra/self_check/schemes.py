@@ -1,29 +1,39 @@
-"""The schemes of candidate strategies in, the fewer and smaller ones that stand for them out. Pure: no torch.
+"""The pipelines of candidate strategies in, the fewer and smaller ones that stand for them out. Pure: no torch.
 
 What can go wrong in a stage depends on its kind: whether it is the first, one in the middle or the last, and its tensor
-and sequence parallel degrees. Two middle stages are the same kind, so tp2pp8 is checked as tp2pp3; a stage of
+and sequence parallel degrees. Two middle stages alike are one kind, so tp2pp8 is checked as tp2pp3; a stage of
 32 ranks is checked with fewer that divide the same heads, so tp4sp8 is checked as tp4sp2.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from itertools import accumulate, groupby, pairwise
 
 from ds_hydra.pipe.placement import Pipeline, place_pipeline
-from ds_hydra.pipe.shape import ParallelScheme
+from ds_hydra.pipe.shape import LayerRange, ParallelScheme, PipelineShape, StageShape, StrategyShape
 
-_KINDS_OF_STAGES = 3  # first, middle, last
 _RANKS_OF_STAGE = 8
 
-BASE = ParallelScheme()
+BASE = PipelineShape.of(ParallelScheme())
 
 
-def stand_in(scheme: ParallelScheme) -> ParallelScheme:
-    """The scheme that is run to check `scheme`; its own stand-in."""
-    tp = _divisor(scheme.tp, _RANKS_OF_STAGE if scheme.sp == 1 else _RANKS_OF_STAGE // 2)
-    sp = _divisor(scheme.sp, _RANKS_OF_STAGE // tp)
-    return ParallelScheme(tp, min(scheme.pp, _KINDS_OF_STAGES), sp)
+def stand_in(shape: PipelineShape) -> PipelineShape:
+    """The pipeline that is run to check `shape`; its own stand-in. It says nothing of layers, devices or schedules."""
+    stages = [_fewer_ranks(stage) for stage in shape.stages]
+    middle = [stage for stage, _ in groupby(stages[1:-1])]
+    return PipelineShape((*stages[:1], *middle, *stages[1:][-1:]))
+
+
+def bare(shape: PipelineShape) -> PipelineShape:
+    """All stages with their degrees, and nothing else."""
+    return PipelineShape(tuple(StageShape(stage.tp, stage.sp) for stage in shape.stages))
+
+
+def _fewer_ranks(stage: StageShape) -> StageShape:
+    tp = _divisor(stage.tp, _RANKS_OF_STAGE if stage.sp == 1 else _RANKS_OF_STAGE // 2)
+    return StageShape(tp, _divisor(stage.sp, _RANKS_OF_STAGE // tp))
 
 
 def _divisor(degree: int, limit: int) -> int:
@@ -32,40 +42,47 @@ def _divisor(degree: int, limit: int) -> int:
     return max((n for n in divisors if n <= limit), default=divisors[0])
 
 
-def schemes_to_run(strategies: Iterable[Sequence[ParallelScheme]], *, whole: bool = False) -> list[ParallelScheme]:
-    """Stand-ins of all schemes, each once, cheapest first; one rank alone, which shows what packing does, comes first.
+def shapes_to_run(strategies: Iterable[StrategyShape], *, whole: bool = False) -> list[PipelineShape]:
+    """Stand-ins of all pipelines, each once, cheapest first; first one rank alone, which shows what packing does.
 
-    `whole` keeps the schemes as they are.
+    `whole` keeps all stages and ranks.
     """
-    schemes = {scheme for strategy in strategies for scheme in strategy}
-    chosen = schemes if whole else {stand_in(scheme) for scheme in schemes}
-    return sorted(chosen | {BASE}, key=lambda scheme: (scheme.num_ranks, scheme))
+    pipelines = {pipeline for strategy in strategies for pipeline in strategy.pipelines}
+    chosen = {bare(pipeline) if whole else stand_in(pipeline) for pipeline in pipelines}
+    return sorted(chosen | {BASE}, key=lambda shape: (shape.num_ranks, str(shape) != str(BASE), str(shape)))
 
 
-def parts(scheme: ParallelScheme) -> list[ParallelScheme]:
-    """Each degree of a scheme alone, to find out which of them a model cannot take."""
-    alone = [ParallelScheme(tp=scheme.tp), ParallelScheme(pp=scheme.pp), ParallelScheme(sp=scheme.sp)]
-    return [part for part in alone if part != BASE]
+def parts(shape: PipelineShape) -> dict[str, PipelineShape]:
+    """Each degree of a pipeline alone, by its name, to find out which of them a model cannot take."""
+    alone = {
+        "tp": ParallelScheme(tp=max(stage.tp for stage in shape.stages)),
+        "pp": ParallelScheme(pp=shape.pp),
+        "sp": ParallelScheme(sp=max(stage.sp for stage in shape.stages)),
+    }
+    return {name: PipelineShape.of(scheme) for name, scheme in alone.items() if scheme != BASE.scheme}
 
 
-def num_layers(schemes: Iterable[ParallelScheme], kinds: int = 1) -> int:
-    """Layers of a copy on which all `schemes` can be run with stages of unequal depth: 4 or more."""
-    return max(4, kinds, *(scheme.pp + 1 for scheme in schemes))
+def num_layers(shapes: Iterable[PipelineShape]) -> int:
+    """Layers of a copy on which all `shapes` can be run with stages of unequal depth: 4 or more."""
+    return max(4, *(shape.pp + 1 for shape in shapes))
 
 
-def uneven_pipeline(scheme: ParallelScheme, layers: int) -> Pipeline:
+def uneven_pipeline(shape: PipelineShape, layers: int) -> Pipeline:
     """A pipeline on ranks 0.. whose middle stage (the first of two) has the layers that are left over."""
-    split = [1] * scheme.pp
-    split[(scheme.pp - 1) // 2] += layers - scheme.pp
-    return place_pipeline(scheme, 0, layers, split)
+    depths = [1] * shape.pp
+    depths[(shape.pp - 1) // 2] += layers - shape.pp
+    ranges = [LayerRange(*ends) for ends in pairwise(accumulate(depths, initial=0))]
+    stages = [StageShape(stage.tp, stage.sp, (held,)) for stage, held in zip(shape.stages, ranges, strict=True)]
+    return place_pipeline(PipelineShape(tuple(stages)), 0, layers)
 
 
-def head_divisor(heads: int, kv_heads: int, schemes: Iterable[ParallelScheme]) -> int:
+def head_divisor(heads: int, kv_heads: int, shapes: Iterable[PipelineShape]) -> int:
     """By how much attention heads can be fewer in a copy, so that every degree divides them as before: a power of two.
 
     For each degree n: n divides the heads or not, is divided by the key/value heads or not, as with the model's own.
     """
-    degrees = {n for scheme in schemes for n in (scheme.tp, scheme.sp, scheme.tp * scheme.sp)}
+    stages = {stage for shape in shapes for stage in shape.stages}
+    degrees = {n for stage in stages for n in (stage.tp, stage.sp, stage.num_ranks)}
 
     def manner(factor: int) -> list[tuple[bool, bool, bool]]:
         return [

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ds_hydra.pipe.models.refusals import find_layers
-from ds_hydra.pipe.shape import ParallelScheme
+from ds_hydra.pipe.shape import PipelineShape
 from ds_hydra.self_check.changes import changes_since
 from ds_hydra.self_check.few_layers import copy_in_few_layers
 from ds_hydra.self_check.schemes import head_divisor, num_layers
@@ -33,7 +33,7 @@ class SmallCopy:
     num_layers: int
 
 
-def small_copy(model: Any, schemes: Iterable[ParallelScheme], memory_bytes: float) -> SmallCopy:
+def small_copy(model: Any, schemes: Iterable[PipelineShape], memory_bytes: float) -> SmallCopy:
     """A copy of a Hugging Face model on which `schemes` can be run; only the model's structure is read.
 
     Small widths, four layers or more, and what the user changed since the config made it. Where that cannot be, its own
@@ -49,7 +49,7 @@ def small_copy(model: Any, schemes: Iterable[ParallelScheme], memory_bytes: floa
             raise NoCopyError(f"{error}; nor in few layers: {other}") from other
 
 
-def _small_widths(model: Any, schemes: Sequence[ParallelScheme]) -> SmallCopy:
+def _small_widths(model: Any, schemes: Sequence[PipelineShape]) -> SmallCopy:
     text = model.config.get_text_config()
     try:
         layers = num_layers(schemes)

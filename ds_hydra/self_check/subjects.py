@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ds_hydra.pipe.models.causal_lm import CausalLM
-from ds_hydra.pipe.shape import ParallelScheme
+from ds_hydra.pipe.shape import PipelineShape
 from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.self_check.layer_lists import short_layer_list
 from ds_hydra.self_check.runs import Data, Outcome, evaluate_plain, run_pipeline, train_plain, uneven_data
@@ -34,7 +34,7 @@ class Subject:
 
 
 def make_subject(
-    model: Any, schemes: Sequence[ParallelScheme], *, activation_checkpointing: bool, memory_bytes: float
+    model: Any, schemes: Sequence[PipelineShape], *, activation_checkpointing: bool, memory_bytes: float
 ) -> Subject:
     """A subject on which all `schemes` can be tried. Raises an error that says why there is none."""
     if hasattr(model, "_layer_specs"):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from ds_hydra.pipe.models.refusals import find_layers
 from ds_hydra.pipe.placement import Pipeline, Strategy
-from ds_hydra.pipe.shape import ParallelScheme
+from ds_hydra.pipe.shape import PipelineShape
 from ds_hydra.self_check.compare import Difference, compare, finite
 from ds_hydra.self_check.runs import run_pipeline
 from ds_hydra.self_check.schemes import BASE, parts, uneven_pipeline
@@ -29,7 +29,7 @@ class Trial:
 
     def __init__(self, subject: Callable[[], Subject]):
         """Computes with the small model in one process, twice. Raises UntryableError."""
-        self._known: dict[ParallelScheme, Verdict] = {}
+        self._known: dict[PipelineShape, Verdict] = {}
         try:
             self._subject = subject()
             order = range(len(self._subject.data.sequences))
@@ -51,7 +51,7 @@ class Trial:
         except Exception as error:
             self._refusal = _told(error)
 
-    def verdict(self, scheme: ParallelScheme) -> Verdict:
+    def verdict(self, scheme: PipelineShape) -> Verdict:
         """Run a scheme and compare; a refusal names what differs first, and the remedy."""
         if scheme not in self._known:
             began = time.perf_counter()
@@ -61,7 +61,7 @@ class Trial:
             )
         return self._known[scheme]
 
-    def _judge(self, scheme: ParallelScheme) -> Verdict:
+    def _judge(self, scheme: PipelineShape) -> Verdict:
         if self._refusal is not None:
             return Verdict("refused", self._refusal, float("inf"))
         training, evaluating = self._sources
@@ -90,15 +90,15 @@ class Trial:
         found = first_to_differ(model, path, source, pipeline, self._subject.data, training=training)
         return "" if found is None else f", and {found} is the first module that computes something else"
 
-    def _remedy(self, scheme: ParallelScheme) -> str:
+    def _remedy(self, scheme: PipelineShape) -> str:
         """Which degrees to do without: those that fail alone, or else all of the scheme together."""
         if scheme == BASE or self.verdict(BASE).state != "equal":
             return _NO_REMEDY
-        failing = [part for part in parts(scheme) if part == scheme or self.verdict(part).state != "equal"]
+        alone = parts(scheme)
+        failing = [name for name, part in alone.items() if part == scheme or self.verdict(part).state != "equal"]
         if not failing:
             return f"its degrees can each be used alone, but not together as in {scheme}"
-        names = [next(name for name in _REMEDIES if getattr(part, name) > 1) for part in failing]
-        return "; ".join(f"{name}: {_REMEDIES[name]}" for name in names)
+        return "; ".join(f"{name}: {_REMEDIES[name]}" for name in failing)
 
 
 def _told(error: Exception) -> str:

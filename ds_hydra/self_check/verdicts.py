@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from ds_hydra.pipe.shape import ParallelScheme, format_strategy
+from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
 from ds_hydra.self_check.schemes import stand_in
 from ds_hydra.zero_hetero.errors import ConfigError
 
@@ -40,36 +40,36 @@ class Verdict:
 class CheckResult:
     """Verdicts of all schemes of the candidate strategies; none where the check is off."""
 
-    verdicts: Mapping[ParallelScheme, Verdict]
+    verdicts: Mapping[PipelineShape, Verdict]
     seconds: float = 0.0
     from_cache: int = 0  # schemes whose verdict was known
 
-    def allows(self, scheme: ParallelScheme) -> bool:
-        """Whether a scheme may be used, as far as those that were checked tell: equal kinds of stages fail alike."""
+    def allows(self, shape: ParallelScheme | PipelineShape) -> bool:
+        """Whether a pipeline may be used, as far as those that were checked tell: equal kinds of stages fail alike."""
         refused = {stand_in(known) for known, verdict in self.verdicts.items() if verdict.state != "equal"}
-        return stand_in(scheme) not in refused
+        return stand_in(PipelineShape.of(shape) if isinstance(shape, ParallelScheme) else shape) not in refused
 
     def objections(self) -> list[str]:
         """A line for each scheme that must not be used."""
-        return [text for scheme in self.verdicts if (text := self.objection((scheme,))) is not None]
+        return [text for scheme in self.verdicts if (text := self.objection(StrategyShape((scheme,)))) is not None]
 
-    def objection(self, strategy: Sequence[ParallelScheme]) -> str | None:
+    def objection(self, strategy: StrategyShape) -> str | None:
         """Why a strategy must not be used; None if it may."""
-        for scheme in dict.fromkeys(strategy):
+        for scheme in dict.fromkeys(strategy.pipelines):
             verdict = self.verdicts.get(scheme)
             if verdict is not None and verdict.state != "equal":
                 what = "trains otherwise than one process" if verdict.state == "refused" else "could not be checked"
                 return f"{scheme} {what}: {verdict.reason}"
         return None
 
-    def usable(self, strategies: Sequence[Sequence[ParallelScheme]]) -> tuple[tuple[ParallelScheme, ...], ...]:
+    def usable(self, strategies: Sequence[StrategyShape]) -> tuple[StrategyShape, ...]:
         """The strategies to which there is no objection."""
-        return tuple(tuple(strategy) for strategy in strategies if self.objection(strategy) is None)
+        return tuple(strategy for strategy in strategies if self.objection(strategy) is None)
 
-    def require(self, strategies: Sequence[Sequence[ParallelScheme]]) -> None:
+    def require(self, strategies: Sequence[StrategyShape]) -> None:
         """Raise ConfigError that names each strategy that must not be used, with the reason and the remedy."""
         lines = [
-            f"hydra.strategies[{index}] {format_strategy(strategy)!r}: {objection}"
+            f"hydra.strategies[{index}] {str(strategy)!r}: {objection}"
             for index, strategy in enumerate(strategies)
             if (objection := self.objection(strategy)) is not None
         ]

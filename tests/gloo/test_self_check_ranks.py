@@ -14,7 +14,7 @@ from torch import Tensor
 
 import ds_hydra
 from ds_hydra.engine import prepare
-from ds_hydra.pipe.shape import ParallelScheme, format_strategy, parse_strategy
+from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.ranks.channel import Channel
 from ds_hydra.self_check.cache import cache_folder
 from ds_hydra.self_check.check import check_strategies
@@ -34,7 +34,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ranks_share_the_runs_and_get_the_same_verdicts() -> None:
-    strategies = [parse_strategy(text) for text in ("tp2 + tp1", "pp3", "sp2 + tp1")]
+    strategies = [StrategyShape.parse(text) for text in ("tp2 + tp1", "pp3", "sp2 + tp1")]
 
     def program(rank: int) -> list[CheckResult]:
         channel = Channel(dist.group.WORLD, rank, 3)
@@ -73,7 +73,7 @@ def test_a_job_is_refused_on_all_ranks_before_step_0() -> None:
 def test_auto_leaves_out_what_is_refused() -> None:
     def propose(config: Any, table: Any, lengths: Any, world: Any) -> Any:
         best = "pp2" if ParallelScheme(pp=2) in table.schemes else "2*tp1"
-        return (parse_strategy(best),)
+        return (StrategyShape.parse(best),)
 
     def program(rank: int) -> list[str]:
         with (
@@ -82,7 +82,7 @@ def test_auto_leaves_out_what_is_refused() -> None:
         ):
             engine = start(hard_model("final norm without parameters"), "auto")
         engine.destroy()
-        return [format_strategy(strategy) for strategy in engine.crew.prepared.strategies]
+        return [str(strategy) for strategy in engine.crew.prepared.strategies]
 
     assert run_ranks(program, 2) == [["2*tp1"], ["2*tp1"]]
 
@@ -105,7 +105,7 @@ def layer_list(block: type[Block], depth: int) -> Any:
 
 @pytest.mark.parametrize(("block", "depth"), [(Block, 4), (Block, 40), (Leaky, 4)])
 def test_layer_lists(block: type[Block], depth: int) -> None:
-    strategies = [parse_strategy(text) for text in ("tp2", "pp3", "sp2")]
+    strategies = [StrategyShape.parse(text) for text in ("tp2", "pp3", "sp2")]
     (result,) = run_ranks(lambda rank: check_strategies(layer_list(block, depth), strategies, keep=False), 1)
     states = {str(scheme): verdict.state for scheme, verdict in result.verdicts.items()}
     assert states == dict.fromkeys(("tp2", "pp3", "sp2"), "refused" if block is Leaky else "equal"), result.verdicts

@@ -7,56 +7,66 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig
 
-from ds_hydra.pipe.shape import ParallelScheme, parse_strategy
-from ds_hydra.self_check.schemes import BASE, head_divisor, num_layers, parts, schemes_to_run, stand_in, uneven_pipeline
+from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StageShape, StrategyShape
+from ds_hydra.self_check.schemes import BASE, head_divisor, num_layers, parts, shapes_to_run, stand_in, uneven_pipeline
 from ds_hydra.self_check.shrink import FEW_POSITIONS, HEAD_DIM, POSITIONS, kept_layers, shrunk_config
 
-DEGREES = st.integers(1, 64)
-SCHEMES = st.builds(ParallelScheme, DEGREES, DEGREES, DEGREES)
+STAGES = st.builds(StageShape, st.integers(1, 64), st.integers(1, 64))
+PIPELINES = st.builds(PipelineShape, st.lists(STAGES, min_size=1, max_size=6).map(tuple))
 
 
-@given(SCHEMES)
-def test_a_stand_in_has_the_same_kinds_of_groups_and_stages(scheme: ParallelScheme) -> None:
-    small = stand_in(scheme)
+def uniform(**degrees: int) -> PipelineShape:
+    return PipelineShape.of(ParallelScheme(**degrees))
+
+
+@given(PIPELINES)
+def test_a_stand_in_has_the_same_kinds_of_groups_and_stages(shape: PipelineShape) -> None:
+    small = stand_in(shape)
     assert stand_in(small) == small
-    for degree, own in ((small.tp, scheme.tp), (small.sp, scheme.sp)):
-        assert own % degree == 0
-        assert (degree > 1) == (own > 1)
-    assert small.pp == min(scheme.pp, 3)
-    if all(prime in (1, 2, 4, 8, 16, 32, 64) for prime in (scheme.tp, scheme.sp)):
-        assert small.tp * small.sp <= 8
+    assert min(shape.pp, 2) <= small.pp <= shape.pp
+    for mine, own in ((small.stages[0], shape.stages[0]), (small.stages[-1], shape.stages[-1])):
+        for degree, whole in ((mine.tp, own.tp), (mine.sp, own.sp)):
+            assert whole % degree == 0
+            assert (degree > 1) == (whole > 1)
+    if all(degree in (1, 2, 4, 8, 16, 32, 64) for stage in shape.stages for degree in (stage.tp, stage.sp)):
+        assert max(stage.num_ranks for stage in small.stages) <= 8
 
 
 @pytest.mark.parametrize(
-    ("text", "run"), [("tp2pp8", "tp2pp3"), ("tp4sp8", "tp4sp2"), ("tp8", "tp8"), ("sp32", "sp8"), ("tp8sp2", "tp4sp2")]
-)
+    ("text", "run"),
+    [("tp2pp8", "tp2pp3"), ("tp4sp8", "tp4sp2"), ("tp8", "tp8"), ("sp32", "sp8"), ("tp8sp2", "tp4sp2"), ("pp2", "pp2"),
+     ("(sp2[0:1] > tp2[1:4])", "(sp2 > tp2)"), ("(tp2@a > pp4@b > sp16)", "(tp2 > tp1 > sp8)")],
+)  # fmt: skip
 def test_stand_ins(text: str, run: str) -> None:
-    assert str(stand_in(parse_strategy(text)[0])) == run
+    assert stand_in(PipelineShape.parse(text)) == PipelineShape.parse(run)
 
 
-def test_each_scheme_is_run_once_and_one_rank_alone_first() -> None:
-    strategies = [parse_strategy(text) for text in ("tp2 + 2*pp4", "pp8", "sp2 + tp2")]
-    assert list(map(str, schemes_to_run(strategies))) == ["tp1", "sp2", "tp2", "pp3"]
-    assert list(map(str, schemes_to_run(strategies, whole=True))) == ["tp1", "sp2", "tp2", "pp4", "pp8"]
+def test_each_pipeline_is_run_once_and_one_rank_alone_first() -> None:
+    strategies = [StrategyShape.parse(text) for text in ("tp2 + 2*pp4", "pp8", "sp2 + tp2")]
+    assert list(map(str, shapes_to_run(strategies))) == ["tp1", "sp2", "tp2", "pp3"]
+    assert list(map(str, shapes_to_run(strategies, whole=True))) == ["tp1", "sp2", "tp2", "pp4", "pp8"]
 
 
-@given(st.builds(ParallelScheme, st.integers(1, 3), st.integers(1, 6), st.integers(1, 3)))
-def test_stages_of_the_copy_are_uneven_where_there_are_several(scheme: ParallelScheme) -> None:
-    layers = num_layers([scheme, BASE])
-    depths = [stage.last_layer - stage.first_layer for stage in uneven_pipeline(scheme, layers).stages]
+@given(PIPELINES)
+def test_stages_of_the_copy_are_uneven_where_there_are_several(shape: PipelineShape) -> None:
+    layers = num_layers([shape, BASE])
+    pipeline = uneven_pipeline(shape, layers)
+    depths = [stage.last_layer - stage.first_layer for stage in pipeline.stages]
     assert sum(depths) == layers >= 4
-    assert scheme.pp == 1 or len(set(depths)) == 2
+    assert shape.pp == 1 or len(set(depths)) == 2
+    assert [(stage.tp, stage.sp) for stage in pipeline.stages] == [(stage.tp, stage.sp) for stage in shape.stages]
 
 
 def test_parts_are_the_degrees_alone() -> None:
-    assert list(map(str, parts(ParallelScheme(2, 3, 1)))) == ["tp2", "pp3"]
-    assert parts(BASE) == []
+    assert parts(uniform(tp=2, pp=3)) == {"tp": uniform(tp=2), "pp": uniform(pp=3)}
+    assert parts(PipelineShape.parse("(sp2 > tp4)")) == {"tp": uniform(tp=4), "pp": uniform(pp=2), "sp": uniform(sp=2)}
+    assert parts(BASE) == {}
 
 
 @given(st.integers(1, 16), st.integers(1, 8), st.lists(st.sampled_from([1, 2, 3, 4, 8]), min_size=1, max_size=3))
 def test_fewer_heads_are_divided_by_every_degree_as_before(kv_heads: int, group: int, degrees: list[int]) -> None:
     heads = kv_heads * group
-    factor = head_divisor(heads, kv_heads, [ParallelScheme(tp=n) for n in degrees])
+    factor = head_divisor(heads, kv_heads, [uniform(tp=n) for n in degrees])
     small, small_kv = heads // factor, kv_heads // factor
     assert (small * factor, small_kv * factor) == (heads, kv_heads)
     for n in degrees:
@@ -66,8 +76,8 @@ def test_fewer_heads_are_divided_by_every_degree_as_before(kv_heads: int, group:
 
 
 def test_many_heads_become_few() -> None:
-    assert head_divisor(64, 8, [ParallelScheme(tp=2)]) == 2
-    assert head_divisor(64, 8, [ParallelScheme(tp=8)]) == 1
+    assert head_divisor(64, 8, [uniform(tp=2)]) == 2
+    assert head_divisor(64, 8, [uniform(tp=8)]) == 1
 
 
 def test_a_large_config_becomes_a_tiny_one_of_its_kind() -> None:

@@ -1,0 +1,102 @@
+"""A part of set-up that fails on some ranks fails on all, with the cause and not with a closed connection."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ds_hydra
+from ds_hydra.engine import crew
+from ds_hydra.ranks.together import first_channel, together
+from ds_hydra.zero_hetero.errors import ConfigError, PlanError
+from tests.support.ranks import run_ranks
+from tests.support.small_job import rank_environment, small_config, small_model
+
+
+def outcomes(failing: Mapping[int, Exception], num_ranks: int = 3) -> list[str]:
+    def program(rank: int) -> str:
+        channel = first_channel()
+        try:
+            with together(channel, "reading the table"):
+                if rank in failing:
+                    raise failing[rank]
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return str(channel.texts(str(rank)))  # the channel can still be used
+
+    return run_ranks(program, num_ranks)
+
+
+@pytest.mark.parametrize(
+    ("failing", "told"),
+    [
+        ({}, ["['0', '1', '2']"] * 3),
+        (
+            {1: ConfigError("no such file")},
+            ["ConfigError: reading the table failed on rank 1: no such file", "ConfigError: no such file"],
+        ),
+        (
+            {1: MemoryError("of 3 GiB"), 2: PlanError("too long")},
+            ["RuntimeError: reading the table failed on rank 1 and 1 more: MemoryError: of 3 GiB",
+             "MemoryError: of 3 GiB", "PlanError: too long"],
+        ),
+        (dict.fromkeys(range(3), ConfigError("the same")), ["ConfigError: the same"] * 3),
+    ],
+)  # fmt: skip
+def test_the_first_ranks_error_is_told_by_those_that_did_not_fail(
+    failing: Mapping[int, Exception], told: list[str]
+) -> None:
+    found = outcomes(failing)
+    assert found[: len(told)] == told
+    assert all(text == told[0] for rank, text in enumerate(found) if rank not in failing)
+
+
+class Unreadable:
+    """Data that one rank cannot read."""
+
+    @property
+    def lengths(self) -> list[int]:
+        if dist.get_rank() == 1:
+            raise OSError("/data/tokens.bin is not on this node")
+        return [20] * 16
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.arange(3, 23)
+
+
+def start(data: Any) -> str:
+    logging.getLogger("ds_hydra").setLevel(logging.ERROR)
+    rank_environment(dist.get_rank())
+    try:
+        ds_hydra.initialize(model=small_model(), training_data=data, config=small_config(2))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_data_that_one_rank_cannot_read_is_told_by_all() -> None:
+    told = run_ranks(lambda rank: start(Unreadable()), 2)
+    assert told[1] == "OSError: /data/tokens.bin is not on this node"
+    assert told[0] == f"RuntimeError: reading the model and the data failed on rank 1: {told[1]}"
+
+
+def test_memory_that_one_rank_lacks_is_told_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    masters = crew.ModelMasters
+
+    def scarce(*args: Any, **kwargs: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise torch.OutOfMemoryError("tried to allocate 20 GiB")
+        return masters(*args, **kwargs)
+
+    monkeypatch.setattr(crew, "ModelMasters", scarce)
+    told = run_ranks(lambda rank: start([torch.arange(3, 23)] * 16), 2)
+    assert told[1] == "OutOfMemoryError: tried to allocate 20 GiB"
+    assert told[0] == f"RuntimeError: allocating the master shards failed on rank 1: {told[1]}"
