@@ -57,19 +57,27 @@ def check_strategies(
     mine = missing[channel.rank :: workers] if channel.rank < workers else []
     found: dict[PipelineShape, Verdict] = {}
     if missing:
-        for text in channel.texts(_to_text(_try(model, run, mine, mode, activation_checkpointing, began, workers))):
+        mine_found = _try(
+            model, run, mine=mine, mode=mode, activation_checkpointing=activation_checkpointing, began=began,
+            at_once=workers,
+        )  # fmt: skip
+        for text in channel.texts(_to_text(mine_found)):
             found |= _from_text(text)
         if channel.rank == 0:
             write_verdicts(name, known | found)
     verdicts = known | found
     asked = {shape for strategy in strategies for shape in strategy.pipelines}
     whole = {shape: verdicts[bare(shape) if mode == "full" else stand_in(shape)] for shape in asked}
-    return CheckResult(whole, time.perf_counter() - began, len(run) - len(missing))
+    result = CheckResult(whole, time.perf_counter() - began, len(run) - len(missing))
+    if channel.rank == 0:
+        logger.info("self-check: %s", result)
+    return result
 
 
 def _try(
     model: Any,
     run: Sequence[PipelineShape],
+    *,
     mine: Sequence[PipelineShape],
     mode: str,
     activation_checkpointing: bool,
@@ -97,9 +105,11 @@ def _try(
             passed = time.perf_counter() - began
             if passed > _SECONDS and mode == "on":
                 found[scheme] = Verdict("unchecked", f"the check has taken {passed:.0f} s already")
-            else:
+                continue
+            try:
                 found[scheme] = trial.verdict(scheme)
-                logger.debug("self-check of %s: %s", scheme, found[scheme])
+            except Exception as error:  # of the check itself: the other ranks wait for this one's verdicts
+                found[scheme] = Verdict("unchecked", f"the check fails with {type(error).__name__}: {error}")
     del trial
     gc.collect()
     return found

@@ -44,6 +44,11 @@ class CheckResult:
     seconds: float = 0.0
     from_cache: int = 0  # schemes whose verdict was known
 
+    def __str__(self) -> str:
+        equal = [str(shape) for shape, verdict in self.verdicts.items() if verdict.state == "equal"]
+        told = f"{len(equal)} of {len(self.verdicts)} kinds of pipelines train as one process does"
+        return f"{told}; {self.seconds:.1f} s, {self.from_cache} runs known from earlier jobs"
+
     def allows(self, shape: ParallelScheme | PipelineShape) -> bool:
         """Whether a pipeline may be used, as far as those that were checked tell: equal kinds of stages fail alike."""
         refused = {stand_in(known) for known, verdict in self.verdicts.items() if verdict.state != "equal"}

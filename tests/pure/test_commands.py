@@ -47,6 +47,7 @@ def test_the_tools_of_the_same_commands_are_their_front_doors() -> None:
     [
         (["report", "MISSING"], "cannot read the steps file"),
         (["convert", "to-universal", "MISSING", "OUT"], "holds no checkpoint"),
+        (["check", "MISSING", "--strategies", "tp1"], "does not exist"),
         (["memory", "--model", "MISSING", "--gpus", "4"], "does not exist"),
         (["profile", "--model", "MISSING"], "does not exist"),
         (["preview", "--cost-table", "MISSING", "--lengths", "pretraining", "--gpus", "8", "--tokens", "9",

@@ -64,6 +64,8 @@ def test_no_block_means_plain_deepspeed() -> None:
         ({"total_steps": 0}, ["hydra.total_steps", "from 1"]),
         ({"context_length": 1}, ["hydra.context_length", "1"]),
         ({"activation_checkpointing": 1}, ["hydra.activation_checkpointing", "true or false"]),
+        ({"self_check": "of"}, ["hydra.self_check", "Did you mean 'off'"]),
+        ({"self_check": False}, ["hydra.self_check", "'full'"]),
         ({"timeout_seconds": math.nan}, ["hydra.timeout_seconds", "nan"]),
         ({"timeout_seconds": 0}, ["hydra.timeout_seconds", "above 0"]),
         ({"planner": {"seconds": math.inf}}, ["hydra.planner.seconds", "inf"]),
