@@ -41,7 +41,7 @@ def attention_name(source: ModelSource, device: torch.device, dtype: torch.dtype
     """The attention backend that a layer of this model would choose."""
     config = getattr(source, "text_config", None)
     softcap = getattr(config, "attn_logit_softcapping", None)
-    head = getattr(config, "head_dim", None)
+    head = getattr(config, "__dict__", {}).get("head_dim")  # some configs refuse to be asked where layers differ
     if head is None:
         heads = max(1, source.plan.num_heads)
         head = max(1, source.width(min(1, source.plan.num_layers - 1)) // heads)

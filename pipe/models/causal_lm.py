@@ -51,7 +51,8 @@ class CausalLM:
         refuse_unsupported(model)
         attention.register()
         self.model_class, self.name = type(model), type(model).__name__
-        self.activation_checkpointing = activation_checkpointing or bool(getattr(model, "is_gradient_checkpointing", 0))
+        asked = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+        self.activation_checkpointing = activation_checkpointing or asked
         self.values: Mapping[str, Tensor] = {name: p.detach() for name, p in model.named_parameters()}
         self.hooks = parameter_hooks(model)
         self.aliases: Mapping[str, str] = _aliases(model)
@@ -65,8 +66,8 @@ class CausalLM:
         refuse_dynamic_rotary(model)
         self.first_position = first_position(self._copy(next(model.parameters()).device, self.values), self.layers_path)
         self.flow = self._trace()
-        self._plan_with(UnnamedRules())
-        self._plan_with(derive(self))
+        self.plan_with(UnnamedRules())
+        self.plan_with(derive(self))
 
     def _copy(self, device: torch.device, values: Mapping[str, Tensor] | None) -> Any:
         """A copy to run once: with the values given, or with none (a repeated number; on meta no number either)."""
@@ -95,7 +96,7 @@ class CausalLM:
             raise ConfigError(f"{self.name} computes its logits in the module that runs its layers: not supported")
         return found
 
-    def _plan_with(self, unnamed: UnnamedRules) -> None:
+    def plan_with(self, unnamed: UnnamedRules) -> None:
         """Buckets and shard rules, those of parameters that the published plan does not name among them."""
         config, model = self.text_config, self._template
         heads = int(getattr(config, "num_attention_heads", 0) or 0)
@@ -167,7 +168,8 @@ class CausalLM:
         place_on(model, device, dtype)
         model.train()
         if self.activation_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+            enable({"use_reentrant": False})
         return model
 
 

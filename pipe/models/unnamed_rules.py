@@ -87,7 +87,7 @@ def derive(source: CausalLM) -> UnnamedRules:
         if not found:
             break
         rules |= found
-        source._plan_with(UnnamedRules(dict(rules)))
+        source.plan_with(UnnamedRules(dict(rules)))
     return UnnamedRules(rules, _obstacle(source, tp, alone, cut))
 
 

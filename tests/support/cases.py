@@ -98,7 +98,7 @@ UNUSUAL = (
     "layers called by keyword",
     "embeddings of each layer",
 )
-_QUICK_UNUSUAL = {"longrope", "embeddings of each layer", "hooks that hold other modules"}
+_QUICK_UNUSUAL = {"longrope", "hooks that hold other modules"}
 # Biases of keys change nothing in attention: their gradients are rounding alone.
 _NO_GRADIENT = ("k_proj.bias", "key.bias", "Wk.bias")
 

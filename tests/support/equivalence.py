@@ -222,7 +222,8 @@ def difference(case: Case, data: Sequence[Sample], run: RankRun) -> Difference:
             follow.load(step.before)
             expected = follow.gradients(samples, weights)
         _take_step(found, step, expected)
-    state = dict(reference.model.state_dict() if reference.masters is reference.parameters else reference.masters)
+    whole = reference.masters is reference.parameters
+    state = dict(reference.model.named_parameters(remove_duplicate=False) if whole else reference.masters)
     _take_all(found, "parameter", {name: run.parameters[name] for name in state}, state)
     for key, values in run.moments.items():
         _take_all(found, "moment", values, reference.moments(key))

@@ -1,0 +1,98 @@
+"""Every causal language model class of the installed transformers, tiny: a class name in, a model out.
+
+Six attention heads and three key/value heads of eight features, four layers: what three ranks can share and four
+stages can cut. Sizes go by the rules of the self-check's small copies; a few kinds need settings of their own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ds_hydra.self_check.shrink import shrunk_config
+
+HEADS, KV_HEADS, LAYERS, HEAD_DIM = 6, 3, 4, 8
+_DECODER: dict[str, Any] = {"is_decoder": True}
+# Model type -> what its tiny config needs beside the sizes.
+_SETTINGS: Mapping[str, dict[str, Any]] = {
+    "bert": _DECODER,
+    "bert-generation": _DECODER,
+    "big_bird": _DECODER | {"attention_type": "original_full"},
+    "camembert": _DECODER,
+    "data2vec-text": _DECODER,
+    "electra": _DECODER,
+    "ernie": _DECODER,
+    "megatron-bert": _DECODER,
+    "rembert": _DECODER,
+    "roberta": _DECODER,
+    "roberta-prelayernorm": _DECODER,
+    "roc_bert": _DECODER,
+    "roformer": _DECODER,
+    "xlm-roberta": _DECODER,
+    "xlm-roberta-xl": _DECODER,
+    "xmod": _DECODER | {"default_language": "en_XX"},
+    "reformer": _DECODER,
+    "gemma3n_text": {"num_kv_shared_layers": 0},
+    "gemma4_text": {"num_kv_shared_layers": 0},
+}
+_HEADS = re.compile(r"^(n_heads?|num_heads)$|attention_heads$")
+_KV_HEADS = re.compile(r"(num_key_value_heads|num_kv_heads|n_head_kv|num_query_groups|kv_n_heads|n_kv_heads?)$")
+_RATES = re.compile(r"drop(out)?|jitter")
+
+
+def class_names() -> dict[str, str]:
+    """Model class -> model type of its config, for every causal language model class there is; by class name."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    found: dict[str, str] = {}
+    for model_type, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+        kept = found.get(name)
+        # Of several configs of one class the text model's own.
+        if kept is None or (model_type.endswith("_text") and not kept.endswith("_text")):
+            found[name] = model_type
+    return dict(sorted(found.items()))
+
+
+def tiny_model(name: str, model_type: str) -> Any:
+    """A model of the class in FP64 with values whose errors show; errors of its config or constructor pass through."""
+    import transformers
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(model_type)
+    if "vision_config" in vars(config):
+        config = config.get_text_config()
+    for part in (config, *(value for value in vars(config).values() if hasattr(value, "to_dict"))):
+        _set_heads(part)
+    config = shrunk_config(config, LAYERS, 1)
+    for key, value in _SETTINGS.get(model_type, {}).items():
+        vars(config)[key] = value
+    torch.manual_seed(0)
+    extra = {"experts_implementation": "eager"} if hasattr(config, "_experts_implementation") else {}
+    kind = getattr(transformers, name)
+    model = kind._from_config(config, attn_implementation="eager", dtype=torch.float64, **extra).double()
+    return _spread(model)
+
+
+def _set_heads(config: Any) -> None:
+    values = vars(config)
+    for key, value in list(values.items()):
+        if isinstance(value, float) and _RATES.search(key):
+            values[key] = 0.0
+        elif isinstance(value, int) and not isinstance(value, bool):
+            if _KV_HEADS.search(key) and value > 1:
+                values[key] = KV_HEADS
+            elif _HEADS.search(key) and value > 1:
+                values[key] = HEADS
+
+
+def _spread(model: Any) -> Any:
+    """Norm weights and biases off their constants, matrices large enough that attention looks somewhere."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+            parameter.add_(noise, alpha=0.1 if parameter.dim() < 2 else 0.7 * parameter.shape[-1] ** -0.5)
+    return model
