@@ -176,15 +176,14 @@ def tensor_parallel_obstacle(model: nn.Module, plan: Mapping[str, str], ends: Se
     parametrization around it has parameters of which the plan says nothing.
     """
     remedy = "use strategies with tp1 for this model"
+    for name in (*(name for name, _ in model.named_modules()), *(name for name, _ in model.named_parameters())):
+        style = style_of(plan, name)
+        if style is not None and style not in _LINEAR_RULES and style not in _REPLICATED:
+            return f"{name}: the tensor parallel style {style!r} of the model's plan is not implemented; {remedy}"
     for name, module in model.named_modules():
         style = style_of(plan, name)
         if module in ends or style is None:
             continue
-        if style not in _LINEAR_RULES and style not in _REPLICATED:
-            return (
-                f"{name}: the tensor parallel style {style!r} of the model's plan is not implemented; {remedy}, or a "
-                f"plan with {', '.join(sorted(_LINEAR_RULES))}"
-            )
         cut = style in _LINEAR_RULES and _LINEAR_RULES[style] != _LINEAR_RULES["replicated_with_grad_allreduce"]
         if cut and list(module.parameters()) and not _is_linear(module):
             kind = f"{type(module).__module__}.{type(module).__qualname__}"

@@ -115,7 +115,8 @@ class CausalLM:
             elif styled:
                 rule = ShardRule()
             else:
-                rule = unnamed.rule(name) or shard_rule(self.style_plan, name, shape, units)
+                own = units | self._kv_heads_of(name)
+                rule = unnamed.rule(name) or shard_rule(self.style_plan, name, shape, own)
             specs[name] = ParamSpec(name, shape, rule, parameter.requires_grad)
         flow = self.flow
         groups = [("embeddings", flow.first), *((f"layers.{i}", names) for i, names in enumerate(flow.layers))]
@@ -131,6 +132,18 @@ class CausalLM:
             no_tp=styled or unnamed.obstacle or self._random_obstacle(), no_pp=self._pipeline_obstacle(),
         )  # fmt: skip
         self.specs = specs
+
+    def _kv_heads_of(self, name: str) -> dict[str, int]:
+        """Key/value heads of the attention that a parameter is part of, where layers differ in them."""
+        attention_path, _, module = name.rpartition(".")[0].rpartition(".")
+        if module not in _KEY_VALUE_MODULES:
+            return {}
+        owner: Any = self._template.get_submodule(attention_path)
+        size, keys = getattr(owner, "head_dim", None), getattr(owner, "k_proj", None)
+        rows = keys.weight.shape[0] if isinstance(keys, torch.nn.Linear) else 0
+        if not isinstance(size, int) or not rows or rows % size:
+            return {}
+        return dict.fromkeys(_KEY_VALUE_MODULES, rows // size)
 
     def _heads_cut(self, names: Mapping[str, ParamSpec]) -> bool:
         sample = f"{self.layers_path}.0."

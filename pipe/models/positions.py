@@ -34,7 +34,8 @@ def first_position(model: Any, layers_path: str) -> int:
     device = next(model.parameters()).device
     vocab = model.get_input_embeddings().weight.shape[0]
     padding = getattr(model.config.get_text_config(), "pad_token_id", None)
-    ids = torch.tensor([token for token in range(vocab) if token != padding][-sum(_LENGTHS) :], device=device)
+    plain = [token for token in range(vocab // 2, vocab) if token != padding]  # special ones stand at the ends
+    ids = torch.tensor(plain[: sum(_LENGTHS)], device=device)
     if len(ids) < sum(_LENGTHS):
         return 0
     alone, start = [], 0
@@ -90,8 +91,8 @@ def _same_rows(alone: list[list[Tensor]], packed: list[Tensor]) -> bool:
             for dim, size in enumerate(mine.shape):
                 if size == length and row.shape[dim] == sum(_LENGTHS):
                     part = part.narrow(dim, start, length)
-            near = 16 * torch.finfo(mine.dtype).eps
-            if part.shape != mine.shape or not torch.allclose(part, mine, rtol=near, atol=near, equal_nan=True):
+            near = max(1e-5, 8 * torch.finfo(mine.dtype).eps)  # other positions are off by a tenth and more
+            if part.shape != mine.shape or float((part - mine).abs().max()) > near * float(mine.abs().max()):
                 return False
         start += length
     return True

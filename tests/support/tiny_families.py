@@ -7,7 +7,7 @@ stages can cut. Sizes go by the rules of the self-check's small copies; a few ki
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -35,6 +35,12 @@ _SETTINGS: Mapping[str, dict[str, Any]] = {
     "xlm-roberta-xl": _DECODER,
     "xmod": _DECODER | {"default_language": "en_XX"},
     "reformer": _DECODER,
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "diffllama": {"num_key_value_heads": 6},
+    "dots1": {"n_routed_experts": 6, "n_shared_experts": 1},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "nemotron": {"num_key_value_heads": 3},
+    "xlm": {"emb_dim": 48},
     "gemma3n_text": {"num_kv_shared_layers": 0},
     "gemma4_text": {"num_kv_shared_layers": 0},
 }
@@ -62,18 +68,26 @@ def tiny_model(name: str, model_type: str) -> Any:
     from transformers import AutoConfig
 
     config = AutoConfig.for_model(model_type)
-    if "vision_config" in vars(config):
-        config = config.get_text_config()
-    for part in (config, *(value for value in vars(config).values() if hasattr(value, "to_dict"))):
+    kind = getattr(transformers, name)
+    if kind.config_class is not type(config):
+        config = next(part for part in _parts(config) if type(part) is kind.config_class)
+    for part in _parts(config):
         _set_heads(part)
     config = shrunk_config(config, LAYERS, 1)
     for key, value in _SETTINGS.get(model_type, {}).items():
         vars(config)[key] = value
     torch.manual_seed(0)
     extra = {"experts_implementation": "eager"} if hasattr(config, "_experts_implementation") else {}
-    kind = getattr(transformers, name)
     model = kind._from_config(config, attn_implementation="eager", dtype=torch.float64, **extra).double()
     return _spread(model)
+
+
+def _parts(config: Any) -> Iterator[Any]:
+    """A config and those within it."""
+    yield config
+    for value in list(vars(config).values()):
+        if hasattr(value, "to_dict"):
+            yield from _parts(value)
 
 
 def _set_heads(config: Any) -> None:
