@@ -28,7 +28,11 @@ _LINEAR_RULES: dict[str, dict[str, ShardRule]] = {
     "replicated_with_grad_allreduce": {"": ShardRule(gradient="partial")},
 }
 _ALIASES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
-_REPLICATED = frozenset({"replicate", "moe_tp_experts", "moe_identity_expert", "mla_kv_a_proj", "all_reduce"})
+# "local_params" says how bare parameters of a module are read, which have styles of their own.
+_NOT_WRAPPED = frozenset({"replicate", "replicated_with_grad_allreduce", "packed_colwise", "local_params"})
+_REPLICATED = frozenset(
+    {"replicate", "moe_tp_experts", "moe_identity_expert", "mla_kv_a_proj", "all_reduce", "local_params"}
+)
 
 
 def style_of(plan: Mapping[str, str], name: str) -> str | None:
@@ -88,11 +92,7 @@ class TensorParallel:
             if module is embedding or module is head or (name not in here and _holds_any(module)):
                 continue
             style = style_of(self.plan, name)
-            if style is not None and style not in (
-                "replicate",
-                "replicated_with_grad_allreduce",
-                "packed_colwise",
-            ):
+            if style is not None and style not in _NOT_WRAPPED:
                 self._wrap(style, name, module, parents[module])
             elif style == "packed_colwise" and isinstance(module, nn.Linear):
                 self._wrap("colwise", name, module, parents[module])

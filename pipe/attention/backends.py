@@ -33,21 +33,27 @@ def varlen_attention(
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """Causal attention within each sequence of a pack, by Ulysses over its sequence parallel group.
 
     q (T_local, heads, d), k (T_local, kv_heads, d), v (T_local, kv_heads, d_v) -> (T_local, heads, d_v).
-    `window` counts the token itself; `softcap` bounds the scores by softcap * tanh(scores / softcap).
+    `window` counts the token itself; `softcap` bounds the scores by softcap * tanh(scores / softcap); `sinks` (heads,)
+    are learnt scores of a key that every token sees and that has no value.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if pack.sp > 1:
         q, k, v = scatter_heads(q, k, v, pack)
+        sinks = None if sinks is None else sinks.tensor_split(pack.sp)[pack.sp_rank]
     # A window that no sequence exceeds changes nothing, and without one every backend has its fastest kernel.
     if window is not None and window >= max(pack.lengths):
         window = None
-    attend = BACKENDS[backend] if backend else choose_backend(q, v, softcap)
-    out = attend(q, k, v, pack, scale, window, softcap)
+    if sinks is not None:
+        out = per_sequence_sdpa(q, k, v, pack, scale, window, softcap, sinks=sinks)
+    else:
+        attend = BACKENDS[backend] if backend else choose_backend(q, v, softcap)
+        out = attend(q, k, v, pack, scale, window, softcap)
     return gather_heads(out, pack) if pack.sp > 1 else out
 
 
@@ -104,14 +110,15 @@ def flash_attn(
 
 
 def per_sequence_sdpa(
-    q: Tensor, k: Tensor, v: Tensor, pack: Pack, scale: float, window: int | None, softcap: float | None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, pack: Pack, scale: float, window: int | None, softcap: float | None,
+    *, sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """One scaled_dot_product_attention per sequence: any device, any dtype, every feature."""
     outs: list[Tensor] = []
     for start, length in zip(pack.offsets, pack.lengths, strict=False):
         qs, ks, vs = (x[start : start + length].transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-        if softcap is not None or (window is not None and window < length):
-            out = _blocked(qs, ks, vs, scale, window, softcap)
+        if softcap is not None or sinks is not None or (window is not None and window < length):
+            out = _blocked(qs, ks, vs, scale, window, softcap, sinks)
         else:
             out = F.scaled_dot_product_attention(
                 qs, ks, vs, is_causal=True, scale=scale, enable_gqa=qs.shape[1] != ks.shape[1]
@@ -120,7 +127,9 @@ def per_sequence_sdpa(
     return torch.cat(outs)
 
 
-def _blocked(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
+def _blocked(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
     """One sequence in blocks of query rows, each against the keys it can see: (1, heads, T, d)."""
     # A mask or a softcap needs the scores in memory. 32 heads of a sequence of 32,768 tokens have 128 GiB of them in
     # FP32; a block of 1,024 rows has 4 GiB at most. With a window of 256 tokens the rows 1024..2047 see only the keys
@@ -137,15 +146,21 @@ def _blocked(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, 
         if window is not None:
             seen &= columns > rows - window
         qb, kb, vb = q[:, :, start:stop], k[:, :, first:stop], v[:, :, first:stop]
-        if softcap is None:
+        if softcap is None and sinks is None:
             grouped = queries_per_key > 1
             outs.append(F.scaled_dot_product_attention(qb, kb, vb, attn_mask=seen, scale=scale, enable_gqa=grouped))
             continue
         kb, vb = (x.repeat_interleave(queries_per_key, dim=1) for x in (kb, vb))
-        scores = softcap * torch.tanh(qb @ kb.transpose(-1, -2) * (scale / softcap))
+        scores = qb @ kb.transpose(-1, -2) * (scale / (softcap or 1.0))
+        scores = scores if softcap is None else softcap * torch.tanh(scores)
+        scores = scores.masked_fill(~seen, float("-inf"))
+        if sinks is not None:
+            scores = torch.cat(
+                (scores, sinks.to(scores.dtype).view(1, -1, 1, 1).expand(1, -1, stop - start, 1)), dim=-1
+            )
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-        weights = torch.softmax(scores.masked_fill(~seen, float("-inf")), dim=-1, dtype=wide).to(q.dtype)
-        outs.append(weights @ vb)
+        weights = torch.softmax(scores, dim=-1, dtype=wide).to(q.dtype)
+        outs.append(weights[..., : stop - first] @ vb)
     return torch.cat(outs, dim=2)
 
 

@@ -42,12 +42,14 @@ def hydra_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **features: Any,
 ) -> tuple[Tensor, None]:
     """Attention of one layer in Hugging Face's calling convention.
 
     query (1, heads, T_local, d), key and value (1, kv_heads, T_local, d), after rotary embedding;
-    returns (1, T_local, heads, d_v). Raises ConfigError on a feature that is not implemented.
+    returns (1, T_local, heads, d_v). `s_aux` (heads,) are attention sinks. Raises ConfigError on a feature that is not
+    implemented.
     """
     if not getattr(module, "is_causal", True):
         raise ConfigError(
@@ -70,7 +72,7 @@ def hydra_attention(
             f"attention dropout {dropout} is not supported: set attention_dropout to 0 in the model config"
         )
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # (T_local, heads, d)
-    out = varlen_attention(q, k, v, hydra, scale=scaling, window=sliding_window, softcap=softcap)
+    out = varlen_attention(q, k, v, hydra, scale=scaling, window=sliding_window, softcap=softcap, sinks=s_aux)
     return out.unsqueeze(0), None
 
 

@@ -65,9 +65,11 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "starcoder2": ("starcoder2", _COMMON | _NO_DROPOUT | {"residual_dropout": 0.0, "embedding_dropout": 0.0}),
     "glm4": ("glm4", _COMMON | {"head_dim": 8}),
     "smollm3": ("smollm3", _COMMON),
+    "gpt_oss": ("gpt_oss", _COMMON | {"num_local_experts": 4, "head_dim": 16, "sliding_window": 8}),  # attention sinks
     "gpt2": ("gpt2", _GPT2 | {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),
 }
-NEEDS_EAGER = frozenset({"gemma2"})  # model types whose attention feature (softcap) Hugging Face's SDPA drops
+# Model types whose attention feature (softcap, sinks) Hugging Face's SDPA drops or refuses.
+NEEDS_EAGER = frozenset({"gemma2", "gpt_oss"})
 
 
 def hf_config(family: str) -> Any:

@@ -161,9 +161,10 @@ def dense_attention(
     scaling: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Softcapped, windowed, causal attention over the whole score matrix, in the dtype of its inputs."""
+    """Softcapped, windowed, causal attention with sinks over the whole score matrix, in the dtype of its inputs."""
     assert attention_mask is None, "no mask function is registered for it"
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
@@ -174,7 +175,10 @@ def dense_attention(
     hidden = distance < 0
     if sliding_window is not None:
         hidden |= distance >= sliding_window
-    weights = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if s_aux is not None:  # a score of each head for a key without a value
+        scores = torch.cat((scores, s_aux[None, :, None, None].expand(1, -1, len(distance), 1)), dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., : len(distance)]
     return (weights @ value).transpose(1, 2), None
 
 

@@ -1,0 +1,127 @@
+"""A class of language models in, what training a tiny model of it in stages comes to out: equal, refused, or wrong."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import time
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ds_hydra.pipe.models.causal_lm import CausalLM
+from ds_hydra.pipe.placement import Strategy
+from ds_hydra.self_check.compare import compare, finite
+from ds_hydra.self_check.runs import Data, Outcome, evaluate_plain, run_pipeline, train_plain, uneven_data
+from ds_hydra.zero_hetero.errors import ConfigError, PlanError
+from tests.support.cases import UNUSUAL
+from tests.support.equivalence import custom_strategy
+from tests.support.families import build_model
+from tests.support.tiny_families import class_names, tiny_model
+
+Stages = tuple[tuple[int, int, int], ...]  # (tp, sp, layers) of each
+
+EXPECTED = Path(__file__).with_name("families_expected.json")
+SHAPES: Mapping[str, Stages] = {
+    "tp3": ((3, 1, 4),),
+    "pp3": ((1, 1, 1), (1, 1, 2), (1, 1, 1)),
+    "sp3": ((1, 3, 4),),
+    "mixed": ((3, 1, 2), (1, 3, 2)),
+}
+EIGHT_HEADS: Mapping[str, Stages] = {"tp2": ((2, 1, 4),), "mixed": ((1, 2, 1), (2, 1, 2), (1, 1, 1))}  # of UNUSUAL
+EQUAL, DIFFERS, CRASHES = "equal", "differs", "crashes"
+# What a refusal's sentence must hold -> the reason that the list gives.
+REASONS = (
+    ("no tiny model", "a tiny config of it is at odds with itself"),
+    ("recurrent state", "it carries a state from token to token"),
+    ("attention interface|did not pass the keyword", "its attention cannot be replaced"),
+    ("has layers of type|the attention feature|is not causal", "its attention has a feature that packs lack"),
+    ("draws random numbers|of type 'dynamic'", "plain training of it depends on chance or order"),
+    ("with tp1 for this model", "tensor parallel ranks cannot share it"),
+    ("with pp1 for this model", "its layers cannot be cut apart"),
+    (
+        "encoder-decoder|no language modelling head|cannot run one packed|module list|numbers the tokens|router's aux"
+        "|computes its logits in",
+        "it is no language model of one stack of layers over tokens",
+    ),
+)
+
+
+def drawn_names(one_in: int = 10, seed: int = 7) -> list[str]:
+    """One in `one_in` of the classes, drawn by a fixed seed."""
+    names = list(class_names())
+    return sorted(random.Random(seed).sample(names, len(names) // one_in))
+
+
+def expected() -> dict[str, Any]:
+    """The committed list: class -> a word for all shapes, or a word for each."""
+    found: dict[str, Any] = json.loads(EXPECTED.read_text()) if EXPECTED.exists() else {}
+    return found
+
+
+def judge(name: str, shapes: Mapping[str, Stages] | None = None) -> tuple[str, dict[str, str]]:
+    """The name of a class or unusual model, and by shape "equal", a reason, or what went wrong; "seconds" of all."""
+    torch.set_num_threads(1)
+    began = time.perf_counter()
+    verdicts = _verdicts(name, shapes or (EIGHT_HEADS if name in UNUSUAL else SHAPES))
+    return name, verdicts | {"seconds": f"{time.perf_counter() - began:.1f}"}
+
+
+def short(verdict: str) -> str:
+    """A verdict without its sentence."""
+    return verdict.partition(": ")[0]
+
+
+def entry(verdicts: Mapping[str, str]) -> str | dict[str, str]:
+    """What the list says of a class."""
+    each = {shape: short(verdict) for shape, verdict in verdicts.items() if shape != "seconds"}
+    return next(iter(each.values())) if len(set(each.values())) == 1 else each
+
+
+def _verdicts(name: str, shapes: Mapping[str, Stages]) -> dict[str, str]:
+    try:
+        model = build_model(name, torch.float64) if name in UNUSUAL else tiny_model(name, class_names()[name])
+    except Exception as error:
+        return dict.fromkeys(shapes, _reason(f"no tiny model ({type(error).__name__}: {error})"))
+    try:
+        source = CausalLM(model)
+    except Exception as error:
+        return dict.fromkeys(shapes, _told(error))
+    data = uneven_data(96, [(5, 33, 2), (12,)])
+    try:
+        loss, gradients = train_plain(model, data)
+        right = Outcome(loss, evaluate_plain(model, data), gradients)
+        if not finite(right):
+            raise ValueError("its loss is not finite")
+    except Exception as error:
+        return dict.fromkeys(shapes, _reason(f"no tiny model ({type(error).__name__}: {error})"))
+    return {shape: _run(source, right, data, stages) for shape, stages in shapes.items()}
+
+
+def _run(source: CausalLM, right: Outcome, data: Data, stages: Stages) -> str:
+    try:
+        pipeline = custom_strategy([stages]).pipelines[0]
+        source.plan.check(Strategy((pipeline,)))
+        outcome = run_pipeline(source, pipeline, data, eval_source=source)
+    except Exception as error:
+        return _told(error)
+    found = compare(right, outcome)
+    return EQUAL if found.what is None else f"{DIFFERS}: {found.what}"
+
+
+def _told(error: Exception) -> str:
+    if isinstance(error, ConfigError | PlanError):
+        return _reason(str(error))
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{CRASHES}: {type(error).__name__}: {error} ({where.filename.rpartition('/')[2]}:{where.lineno})"
+
+
+def _reason(text: str) -> str:
+    for pattern, reason in REASONS:
+        if re.search(pattern, text):
+            return f"{reason}: {text}"
+    return f"{CRASHES}: a refusal without a reason of the list: {text}"

@@ -1,0 +1,26 @@
+"""A tenth of the causal language model classes of transformers, drawn: each comes to what the committed list says.
+
+`tools.check_families` runs all of them under every shape; here the pipeline of a TP 3 and an SP 3 stage stands for all.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.family_verdicts import EQUAL, REASONS, SHAPES, drawn_names, expected, judge, short
+from tests.support.tiny_families import class_names
+
+
+@pytest.mark.parametrize("name", drawn_names())
+def test_equal_or_refused_as_listed(name: str) -> None:
+    listed = expected()[name]
+    _, verdicts = judge(name, {"mixed": SHAPES["mixed"]})
+    assert short(verdicts["mixed"]) == (listed if isinstance(listed, str) else listed["mixed"]), verdicts
+
+
+def test_the_list_names_every_class_with_few_reasons() -> None:
+    listed = expected()
+    assert set(listed) == set(class_names())
+    words = {word for each in listed.values() for word in ([each] if isinstance(each, str) else each.values())}
+    assert words <= {EQUAL, *(reason for _, reason in REASONS)}
+    assert sum(each == EQUAL for each in listed.values()) >= 80
