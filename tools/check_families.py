@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from ds_hydra.commands.figures import figures_parser, finish, print_table
 from tests.support.cases import UNUSUAL
 from tests.support.family_verdicts import (
     CRASHES,
@@ -35,7 +36,6 @@ from tests.support.family_verdicts import (
     short,
 )
 from tests.support.tiny_families import class_names
-from tools._figures import figures_parser, finish, print_table
 
 AIM_EQUAL = 80
 _WIDE = 44  # characters of a verdict in the table
