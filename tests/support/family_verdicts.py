@@ -19,6 +19,7 @@ from ds_hydra.self_check.compare import compare, finite
 from ds_hydra.self_check.runs import Data, Outcome, evaluate_plain, run_pipeline, train_plain, uneven_data
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from tests.support.cases import UNUSUAL
+from tests.support.changed_models import CHANGED, CHANGED_LINEARS
 from tests.support.equivalence import custom_strategy
 from tests.support.families import build_model
 from tests.support.tiny_families import class_names, tiny_model
@@ -32,7 +33,13 @@ SHAPES: Mapping[str, Stages] = {
     "sp3": ((1, 3, 4),),
     "mixed": ((3, 1, 2), (1, 3, 2)),
 }
-EIGHT_HEADS: Mapping[str, Stages] = {"tp2": ((2, 1, 4),), "mixed": ((1, 2, 1), (2, 1, 2), (1, 1, 1))}  # of UNUSUAL
+_EIGHT_HEADS: Mapping[str, Stages] = {"tp2": ((2, 1, 4),), "mixed": ((1, 2, 1), (2, 1, 2), (1, 1, 1))}
+_WITHOUT_TP: Mapping[str, Stages] = {"pp3": SHAPES["pp3"], "mixed": ((1, 2, 1), (1, 1, 2), (1, 2, 1))}
+# Unusual models, and models that their users changed: all are to be equal.
+ROWS: Mapping[str, Mapping[str, Stages]] = {
+    **dict.fromkeys((*UNUSUAL, *CHANGED), _EIGHT_HEADS),
+    **dict.fromkeys(CHANGED_LINEARS, _WITHOUT_TP),
+}
 EQUAL, DIFFERS, CRASHES = "equal", "differs", "crashes"
 # What a refusal's sentence must hold -> the reason that the list gives.
 REASONS = (
@@ -64,10 +71,10 @@ def expected() -> dict[str, Any]:
 
 
 def judge(name: str, shapes: Mapping[str, Stages] | None = None) -> tuple[str, dict[str, str]]:
-    """The name of a class or unusual model, and by shape "equal", a reason, or what went wrong; "seconds" of all."""
+    """The name of a class or of one of ROWS, and by shape "equal", a reason, or what went wrong; "seconds" of all."""
     torch.set_num_threads(1)
     began = time.perf_counter()
-    verdicts = _verdicts(name, shapes or (EIGHT_HEADS if name in UNUSUAL else SHAPES))
+    verdicts = _verdicts(name, shapes or ROWS.get(name, SHAPES))
     return name, verdicts | {"seconds": f"{time.perf_counter() - began:.1f}"}
 
 
@@ -84,7 +91,7 @@ def entry(verdicts: Mapping[str, str]) -> str | dict[str, str]:
 
 def _verdicts(name: str, shapes: Mapping[str, Stages]) -> dict[str, str]:
     try:
-        model = build_model(name, torch.float64) if name in UNUSUAL else tiny_model(name, class_names()[name])
+        model = build_model(name, torch.float64) if name in ROWS else tiny_model(name, class_names()[name])
     except Exception as error:
         return dict.fromkeys(shapes, _reason(f"no tiny model ({type(error).__name__}: {error})"))
     try:

@@ -137,7 +137,7 @@ def _with_flow(change: Callable[[Flow], Flow]) -> Any:
 
 
 def biases_of_the_head_are_whole() -> Any:
-    original = causal_lm.CausalLM._plan_with
+    original = causal_lm.CausalLM.plan_with
 
     def plan(self: Any, unnamed: Any) -> None:
         original(self, unnamed)
@@ -146,7 +146,7 @@ def biases_of_the_head_are_whole() -> Any:
                 if param.name.startswith("cls.") and param.name.endswith("bias"):
                     object.__setattr__(param, "rule", ShardRule())
 
-    return mock.patch.object(causal_lm.CausalLM, "_plan_with", plan)
+    return mock.patch.object(causal_lm.CausalLM, "plan_with", plan)
 
 
 def heads_see_no_tokens() -> Any:
