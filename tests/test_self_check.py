@@ -13,6 +13,7 @@ import torch
 
 from ds_hydra.commands.__main__ import main as command
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
+from ds_hydra.self_check import check as self_check
 from ds_hydra.self_check.cache import cache_folder, fingerprint, read_verdicts, write_verdicts
 from ds_hydra.self_check.check import check_strategies
 from ds_hydra.self_check.verdicts import CheckResult, Verdict
@@ -210,3 +211,17 @@ def test_the_command_prints_a_verdict_for_each_pipeline(capsys: pytest.CaptureFi
     assert "2 of 2 strategies train as one process does" in printed
     assert command(["check", model, "--strategies", "tp7"]) == 2
     assert "cannot be shared by tp=7" in capsys.readouterr().err
+
+
+def test_what_cannot_be_checked_is_not_used_unless_the_check_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build_model("llama", torch.float32)
+    norm = model.model.norm
+    model.model.embed_tokens.register_forward_hook(lambda module, args, out: out * norm.weight)
+    assert check(model, "tp1").objections() == []
+    monkeypatch.setattr(self_check, "_BYTES", 2**20)
+    result = check(model, "tp1")
+    with pytest.raises(ConfigError, match=r"'tp1': tp1 could not be checked: .* GiB of 0\.0 GiB.*\n.*\"off\""):
+        result.require(strategies("tp1"))
+    assert check(model, "tp1", mode="full").objections() == []
+    monkeypatch.setattr(self_check, "_SECONDS", 0.0)
+    assert "the check has taken" in check(build_model("llama", torch.float32), "tp1").objections()[0]
