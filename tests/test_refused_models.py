@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.placement import place_strategy
-from ds_hydra.pipe.shape import parse_strategy
+from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.self_check.runs import evaluate_plain, run_pipeline, uneven_data
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from tests.support.families import VOCAB, build_model
@@ -93,8 +93,8 @@ def test_refused_under_every_strategy(build: Callable[[], Any], told: str) -> No
 def test_refused_under_some_strategies(build: Callable[[], Any], refused: str, equal: str, told: str) -> None:
     plan = CausalLM(build()).plan
     with pytest.raises(PlanError, match=told):
-        plan.check(place_strategy(parse_strategy(refused), 2, plan.num_layers))
-    plan.check(place_strategy(parse_strategy(equal), 2, plan.num_layers))
+        plan.check(place_strategy(StrategyShape.parse(refused), 2, plan.num_layers))
+    plan.check(place_strategy(StrategyShape.parse(equal), 2, plan.num_layers))
 
 
 def test_nothing_is_dropped_in_an_evaluation() -> None:
@@ -102,7 +102,7 @@ def test_nothing_is_dropped_in_an_evaluation() -> None:
     model = hard_model("dropout").double()
     data = uneven_data(VOCAB, [(7, 30, 3), (23, 5)])
     source = CausalLM(model)
-    pipeline = place_strategy(parse_strategy("pp3"), 3, 4).pipelines[0]
+    pipeline = place_strategy(StrategyShape.parse("pp3"), 3, 4).pipelines[0]
     found = run_pipeline(source, pipeline, data, eval_source=source)
     plain = evaluate_plain(model, data)
     assert found.eval_loss == pytest.approx(plain, rel=1e-12)

@@ -13,22 +13,18 @@ import torch
 from torch import Tensor
 
 from ds_hydra.pipe.models.causal_lm import CausalLM
-from ds_hydra.pipe.placement import Pipeline
+from ds_hydra.pipe.placement import place_pipeline
+from ds_hydra.pipe.shape import PipelineShape
 from ds_hydra.self_check.runs import Outcome, evaluate_plain, run_pipeline, train_plain, uneven_data
 from tests.support.cases import UNUSUAL
 from tests.support.changed_models import CHANGED, CHANGED_LINEARS
-from tests.support.equivalence import custom_strategy
 from tests.support.families import VOCAB, build_model, reference_model
 from tests.support.reference import float64_throughout
 
 # Beyond and below the limits of the models with windows and two sets of rotary frequencies.
 DATA = uneven_data(VOCAB, [(7, 300, 3), (23, 5)])
-MIXED = ((1, 2, 1), (2, 1, 2), (1, 1, 1))  # (tp, sp, layers) of each stage
-WITHOUT_TP = ((1, 2, 1), (1, 1, 2), (1, 2, 1))
-
-
-def pipeline(stages: tuple[tuple[int, int, int], ...]) -> Pipeline:
-    return custom_strategy([stages]).pipelines[0]
+MIXED = "(sp2[0:1] > tp2[1:3] > tp1[3:4])"
+WITHOUT_TP = "(sp2[0:1] > tp1[1:3] > sp2[3:4])"
 
 
 def difference(outcome: Outcome, model: Any) -> dict[str, float]:
@@ -46,10 +42,10 @@ def _apart(value: Tensor, reference: Tensor, least: float) -> float:
 
 @pytest.mark.parametrize("name", [*UNUSUAL, *CHANGED, *CHANGED_LINEARS])
 def test_same_as_the_plain_model(name: str) -> None:
-    stages = WITHOUT_TP if name in CHANGED_LINEARS else MIXED
+    shape = PipelineShape.parse(WITHOUT_TP if name in CHANGED_LINEARS else MIXED)
     plain = reference_model(name, torch.float64)
     with float64_throughout(plain):
         source = CausalLM(build_model(name, torch.float64))
-        outcome = run_pipeline(source, pipeline(stages), DATA, eval_source=source)
+        outcome = run_pipeline(source, place_pipeline(shape, 0, source.plan.num_layers), DATA, eval_source=source)
         apart = difference(outcome, plain)
     assert max(apart.values()) < 1e-9, max(apart.items(), key=lambda item: item[1])

@@ -1,8 +1,9 @@
 """Stages of a Hugging Face causal language model, copied from the user's own model and cut by its own forward.
 
-What a stage computes is the user's: class, attributes, hooks, replaced submodules, adapters. It is cut out as
-[Note: cutting by the forward] says. Which parameters a stage needs is found by a trace [Note: the trace]; how tensor
-parallel ranks share them by the model's published plan, and where that is silent by what their use asks for.
+What a stage computes is the user's: class, attributes, hooks, replaced submodules, adapters. It is cut out by running
+the model's own forward, see [Note: cutting by the forward]. Which parameters a stage needs is found by a trace, as
+said in [Note: the trace]. How tensor parallel ranks share them is told by the model's published plan, and where that
+is silent by what their use asks for.
 """
 
 from __future__ import annotations

@@ -14,29 +14,28 @@ from typing import Any
 import torch
 
 from ds_hydra.pipe.models.causal_lm import CausalLM
-from ds_hydra.pipe.placement import Strategy
+from ds_hydra.pipe.placement import Strategy, place_pipeline
+from ds_hydra.pipe.shape import PipelineShape
 from ds_hydra.self_check.compare import compare, finite
 from ds_hydra.self_check.runs import Data, Outcome, evaluate_plain, run_pipeline, train_plain, uneven_data
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from tests.support.cases import UNUSUAL
 from tests.support.changed_models import CHANGED, CHANGED_LINEARS
-from tests.support.equivalence import custom_strategy
 from tests.support.families import build_model
 from tests.support.tiny_families import class_names, tiny_model
 
-Stages = tuple[tuple[int, int, int], ...]  # (tp, sp, layers) of each
-
 EXPECTED = Path(__file__).with_name("families_expected.json")
-SHAPES: Mapping[str, Stages] = {
-    "tp3": ((3, 1, 4),),
-    "pp3": ((1, 1, 1), (1, 1, 2), (1, 1, 1)),
-    "sp3": ((1, 3, 4),),
-    "mixed": ((3, 1, 2), (1, 3, 2)),
+# What the list calls a pipeline -> its shape, for four layers.
+SHAPES: Mapping[str, str] = {
+    "tp3": "tp3",
+    "pp3": "(tp1[0:1] > tp1[1:3] > tp1[3:4])",
+    "sp3": "sp3",
+    "mixed": "(tp3[0:2] > sp3[2:4])",
 }
-_EIGHT_HEADS: Mapping[str, Stages] = {"tp2": ((2, 1, 4),), "mixed": ((1, 2, 1), (2, 1, 2), (1, 1, 1))}
-_WITHOUT_TP: Mapping[str, Stages] = {"pp3": SHAPES["pp3"], "mixed": ((1, 2, 1), (1, 1, 2), (1, 2, 1))}
+_EIGHT_HEADS = {"tp2": "tp2", "mixed": "(sp2[0:1] > tp2[1:3] > tp1[3:4])"}
+_WITHOUT_TP = {"pp3": SHAPES["pp3"], "mixed": "(sp2[0:1] > tp1[1:3] > sp2[3:4])"}
 # Unusual models, and models that their users changed: all are to be equal.
-ROWS: Mapping[str, Mapping[str, Stages]] = {
+ROWS: Mapping[str, Mapping[str, str]] = {
     **dict.fromkeys((*UNUSUAL, *CHANGED), _EIGHT_HEADS),
     **dict.fromkeys(CHANGED_LINEARS, _WITHOUT_TP),
 }
@@ -70,7 +69,7 @@ def expected() -> dict[str, Any]:
     return found
 
 
-def judge(name: str, shapes: Mapping[str, Stages] | None = None) -> tuple[str, dict[str, str]]:
+def judge(name: str, shapes: Mapping[str, str] | None = None) -> tuple[str, dict[str, str]]:
     """The name of a class or of one of ROWS, and by shape "equal", a reason, or what went wrong; "seconds" of all."""
     torch.set_num_threads(1)
     began = time.perf_counter()
@@ -89,7 +88,7 @@ def entry(verdicts: Mapping[str, str]) -> str | dict[str, str]:
     return next(iter(each.values())) if len(set(each.values())) == 1 else each
 
 
-def _verdicts(name: str, shapes: Mapping[str, Stages]) -> dict[str, str]:
+def _verdicts(name: str, shapes: Mapping[str, str]) -> dict[str, str]:
     try:
         model = build_model(name, torch.float64) if name in ROWS else tiny_model(name, class_names()[name])
     except Exception as error:
@@ -106,12 +105,12 @@ def _verdicts(name: str, shapes: Mapping[str, Stages]) -> dict[str, str]:
             raise ValueError("its loss is not finite")
     except Exception as error:
         return dict.fromkeys(shapes, _reason(f"no tiny model ({type(error).__name__}: {error})"))
-    return {shape: _run(source, right, data, stages) for shape, stages in shapes.items()}
+    return {name: _run(source, right, data, shape) for name, shape in shapes.items()}
 
 
-def _run(source: CausalLM, right: Outcome, data: Data, stages: Stages) -> str:
+def _run(source: CausalLM, right: Outcome, data: Data, shape: str) -> str:
     try:
-        pipeline = custom_strategy([stages]).pipelines[0]
+        pipeline = place_pipeline(PipelineShape.parse(shape), 0, source.plan.num_layers)
         source.plan.check(Strategy((pipeline,)))
         outcome = run_pipeline(source, pipeline, data, eval_source=source)
     except Exception as error:
