@@ -13,15 +13,17 @@ from ds_hydra.zero_hetero.errors import ConfigError
 Check = Callable[[Any, str], Any]  # (value, place such as "hydra.planner.ahead") -> checked value
 Block = TypeVar("Block")
 
-MAX_INT = 2**48  # beyond any count of tokens, steps or solver nodes; a larger number is a slip of the finger
-
+MAX_INT = 2**48  # beyond any count of tokens, steps or solver nodes; a larger number is a typing error
 
 AUTO = "auto"
 AUTO_REMEDY = "only transformers' Trainer fills that in; write the value"
 
 
 def close_to(name: str, known: Collection[str], likeness: float) -> str | None:
-    """The known name closest to `name`, if they are alike: 1 is equal, 0 shares no letter. Case does not count."""
+    """The known name closest to `name`, if its likeness is at least `likeness`; None otherwise.
+
+    A likeness of 1 means equal apart from case, 0 means without a common letter.
+    """
     lowered = {key.lower(): key for key in known}
     close = difflib.get_close_matches(str(name).lower(), lowered, n=1, cutoff=likeness)
     return lowered[close[0]] if close else None
@@ -46,7 +48,7 @@ def _wrong(place: str, wanted: str, value: Any) -> ConfigError:
 
 
 def integer(minimum: int = 0, maximum: int = MAX_INT, *, optional: bool = False) -> Check:
-    """An int in [minimum, maximum]; a bool is no int, and neither is 1e6 (a float in JSON)."""
+    """An int in [minimum, maximum]. A bool is refused, and so is 1e6, which JSON reads as a float."""
 
     def check(value: Any, place: str) -> int | None:
         if value is None and optional:
@@ -78,7 +80,7 @@ def number(minimum: float = 0.0, maximum: float = 1e15, *, exclusive: bool = Fal
 
 
 def flag(value: Any, place: str) -> bool:
-    """true or false, and nothing that merely looks like it."""
+    """true or false; 0, 1 and "true" are refused."""
     if not isinstance(value, bool):
         raise _wrong(place, "true or false", value)
     return value

@@ -1,6 +1,6 @@
 """Which DeepSpeed settings a job with a "hydra" block honours, refuses or ignores. Pure: no DeepSpeed.
 
-No setting is ignored in silence: what has no effect is logged, what would change the result is an error.
+No setting is ignored in silence: one without effect is logged, and one that would change the result is an error.
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ _REMARKS = frozenset({"comment", "comments"})
 def screen_deepspeed_settings(
     settings: Mapping[str, Any], total_steps: int | None = None
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Split what the user wrote into what DeepSpeed's parser is given and lines for the log.
+    """The user's settings in; the settings for DeepSpeed's parser, and lines for the log, out.
 
-    The copy returned lacks the settings without effect and has filled in the batch-size keys, which DeepSpeed demands,
-    and the length of a schedule from hydra.total_steps. Unknown settings stay: DeepSpeed itself refuses those that it
-    has removed. Raises ConfigError for settings that this engine cannot honour, for names that are nearly a known one
-    and for values that DeepSpeed would not check.
+    The settings returned are a copy without those that have no effect. The batch-size keys, which DeepSpeed demands,
+    are filled in, and so is the length of a schedule, from hydra.total_steps. Unknown settings stay: DeepSpeed itself
+    refuses those that it has removed. Raises ConfigError for settings that this engine cannot honour, for names that
+    are nearly a known one and for values that DeepSpeed would not check.
     """
     kept = copy.deepcopy(dict(settings))
     notes: list[str] = []
@@ -103,7 +103,7 @@ def screen_deepspeed_settings(
 
 
 def _unknown(key: str) -> str:
-    """A line about a setting that nobody knows; ConfigError for what must be a slip of the finger."""
+    """A line for the log about an unknown setting; ConfigError if its name is nearly a known one."""
     near = close_to(key, KNOWN_SETTINGS, _LIKE_A_TYPO)
     if near is not None and key not in _REMARKS:
         raise ConfigError(
@@ -117,7 +117,7 @@ _SCHEDULES_WITH_LENGTH = frozenset({"WarmupDecayLR", "WarmupCosineLR"})
 
 
 def _fill_schedule(settings: dict[str, Any], total_steps: int | None) -> list[str]:
-    """Let a schedule that ends end with the job, if the job says when that is."""
+    """Give a schedule that needs a length the length of the job, hydra.total_steps, unless it has one of its own."""
     block = settings.get("scheduler")
     if total_steps is None or not isinstance(block, dict) or block.get("type") not in _SCHEDULES_WITH_LENGTH:
         return []
@@ -134,7 +134,7 @@ def _fill_schedule(settings: dict[str, Any], total_steps: int | None) -> list[st
 
 
 def _refuse_auto(settings: Mapping[str, Any]) -> None:
-    """ "auto" in a place that has an effect: configs for transformers' Trainer are full of it."""
+    """Refuse "auto" where a setting has an effect: only transformers' Trainer would fill in a value."""
     zero = settings.get("zero_optimization")
     if isinstance(zero, Mapping):
         settings = {**settings, "zero_optimization": {key: zero[key] for key in _ZERO_WITH_EFFECT & zero.keys()}}
@@ -164,6 +164,8 @@ def _refuse(key: str, value: Any) -> None:
 def _map_batch_keys(settings: dict[str, Any]) -> list[str]:
     """Replace the user's batch-size keys by the ones DeepSpeed's parser accepts for any number of ranks."""
     given = [key for key in BATCH_KEYS if settings.pop(key, None) is not None]
+    # DeepSpeed checks that batch size = micro-batch size * accumulation steps * ranks. 1 and 1 hold for any number of
+    # ranks, and nothing else of it is used.
     settings.update(train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=1)
     if not given:
         return []
@@ -174,7 +176,7 @@ def _map_batch_keys(settings: dict[str, Any]) -> list[str]:
 
 
 def _screen_zero(settings: dict[str, Any]) -> list[str]:
-    """Master shards are ZeRO-1's whatever the stage says; stages 2 and 3 and offloading are refused."""
+    """Masters are sharded as in ZeRO stage 1, for stage 0 too. Stages 2 and 3 and offloading are refused."""
     zero = settings.pop("zero_optimization", None)
     if zero is None:
         return []
@@ -219,7 +221,7 @@ def _screen_precision(settings: dict[str, Any]) -> None:
 
 
 def _screen_optimizer(settings: dict[str, Any]) -> None:
-    """Shape of the optimizer and scheduler blocks and their numbers, none of which DeepSpeed checks."""
+    """Check form and numbers of the blocks "optimizer" and "scheduler", which DeepSpeed does not check."""
     for key in ("optimizer", "scheduler"):
         block = settings.get(key)
         if block is None:

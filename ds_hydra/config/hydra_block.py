@@ -49,12 +49,12 @@ def _planner(value: Any, place: str) -> PlannerConfig:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointConfig:
-    """The block "hydra.checkpoint": where and when training saves itself."""
+    """The block "hydra.checkpoint": the folder of the checkpoints, and when one is saved."""
 
     dir: str = setting(text())
     """Folder of the checkpoints, on a file system that all ranks share."""
     every: int = setting(integer(0), 0)
-    """Save after every so many steps; 0 saves only at a signal or by save_checkpoint()."""
+    """Save every N steps; 0: only at a signal, or when the script calls save_checkpoint()."""
     keep_last: int | None = setting(integer(1, optional=True), None)
     """Checkpoints to keep, the newest; None keeps all."""
     asynchronous: bool = setting(flag, False)
@@ -69,15 +69,15 @@ class FaultsConfig:
     """The block "hydra.faults": when a job that cannot go on is ended, on all ranks."""
 
     heartbeat_seconds: float = setting(number(0.0, 3600.0), 1.0)
-    """Each rank shows that it lives every so many seconds; 0 switches that off."""
+    """Heartbeat interval in seconds; 0 turns heartbeats off."""
     frozen_seconds: float = setting(number(exclusive=True, maximum=86400.0), 9.0)
-    """A rank that is silent for so long counts as frozen, and the job ends."""
+    """Seconds without a heartbeat after which a rank counts as frozen and the job ends."""
     address: str | None = setting(text(optional=True), None)
     """Where rank 0 listens for heartbeats; None takes the interface over which ranks reach each other."""
     skipped_steps: int = setting(integer(1), 20)
-    """The job ends when so many steps in a row were skipped, their loss or gradient not finite."""
+    """The job ends after N skipped steps in a row. A step is skipped when its loss or gradient is not finite."""
     compare_every: int = setting(integer(0), 0)
-    """Every so many steps the parameters that each rank computed with are compared with the masters; 0 never does."""
+    """Every N steps, check that the parameters each rank used equal the owners' masters; 0: never."""
 
 
 def _checkpoint(value: Any, place: str) -> CheckpointConfig | None:
@@ -126,14 +126,14 @@ class HydraConfig:
     """The block "hydra"."""
 
     tokens_per_step: int = setting(integer(1))
-    """A step draws sequences until it holds at least this many tokens; no more than the data have."""
+    """A step draws sequences until it holds at least this many tokens. It may not exceed the tokens of the data."""
     total_steps: int | None = setting(integer(1, optional=True), None)
     """The step that training ends with, counted from the first start and not from a restart; None leaves it to the
     script."""
     context_length: int | None = setting(integer(2, optional=True), None)
-    """Longest sequence that is trained on, in tokens, no more than the model has positions; None sets no limit."""
+    """Longest sequence that is trained on, in tokens, at most the model's positions; None sets no limit."""
     too_long: str = setting(choice("error", "truncate", "skip"), "error")
-    """What becomes of a sequence longer than `context_length`; cut and skipped ones are counted."""
+    """What to do with a sequence longer than `context_length`; truncated and skipped ones are counted in the log."""
     strategies: tuple[str, ...] = setting(_strategies, ())
     """Candidate strategies, in canonical form; () is "auto": the planner proposes them."""
     choose: str = setting(choice("best", "cycle", "replay"), "best")
@@ -143,12 +143,12 @@ class HydraConfig:
     cost_table: str | None = setting(text(optional=True), None)
     """Measured coefficients (JSON); None estimates them from the model's FLOPs."""
     cost_correction: str = setting(choice("off", "report", "apply"), "report")
-    """Measured over predicted times: "report" writes them to `steps_file`, "apply" also scales the costs by them."""
+    """Ratio of measured to predicted time: "report" writes it to `steps_file`, "apply" also scales the costs by it."""
     planner: PlannerConfig = setting(_planner, PlannerConfig())
     seed: int = setting(integer(), 0)
     """Seed of the order of sequences and of the search for plans."""
     loss_norm: str = setting(choice("token", "sequence", "micro_batch"), "token")
-    """Mean over all target tokens of the step, or mean of the sequences', or of the micro-batches' means."""
+    """The loss is the mean over all target tokens of the step, over its sequences' means, or its micro-batches'."""
     activation_checkpointing: bool = setting(flag, False)
     """Recompute each layer's activations in the backward pass, as after `model.gradient_checkpointing_enable()`."""
     self_check: str = setting(choice("on", "off", "full"), "on")
@@ -166,7 +166,7 @@ class HydraConfig:
     """Each step's plan is written here by rank 0, for choose: "replay"; None writes none."""
 
     def __post_init__(self) -> None:
-        """Settings that contradict each other, or that would have no effect."""
+        """Refuse settings that contradict each other, or that would have no effect."""
         if self.faults.heartbeat_seconds > 0 and self.faults.frozen_seconds < 3 * self.faults.heartbeat_seconds:
             raise ConfigError(
                 f"config: hydra.faults.frozen_seconds {self.faults.frozen_seconds:g} is less than three heartbeats of "
@@ -188,7 +188,7 @@ class HydraConfig:
         return tuple(StrategyShape.parse(strategy) for strategy in self.strategies)
 
     def planner_options(self) -> PlannerOptions:
-        """What the planner is told."""
+        """The settings that the planner works by, from this block and the block "planner"."""
         from ds_hydra.planner.options import PlannerOptions
 
         planner = self.planner
@@ -207,7 +207,7 @@ class HydraConfig:
 
 @dataclass(frozen=True, slots=True)
 class ParsedConfig:
-    """Both halves of a job's config, and what the user should be told about it."""
+    """Both halves of a job's config, and notes on it for the log."""
 
     hydra: HydraConfig
     deepspeed: dict[str, Any]  # a copy without the block "hydra", with DeepSpeed's batch keys filled in
@@ -231,7 +231,8 @@ def parse_config(raw: Mapping[str, Any]) -> ParsedConfig | None:
 
 
 def _refuse_near_misses(raw: Mapping[str, Any]) -> None:
-    """ "hydrra", "Hydra" or "ds_hydra", or the block in another: DeepSpeed would ignore all of it in silence."""
+    """Refuse "hydrra", "Hydra" or "ds_hydra", and the block inside another: DeepSpeed would ignore it in silence."""
+    # The job would then train as a plain DeepSpeed job, and nothing but its speed would tell the user.
     for key in raw:
         if key == BLOCK or key in KNOWN_SETTINGS or not isinstance(key, str):
             continue

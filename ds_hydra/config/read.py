@@ -42,6 +42,8 @@ def read_config(args: Any = None, config: Any = None, config_params: Any = None)
 
 def _read_text(name: str) -> str:
     """Content of the file `name`, or `name` itself decoded from base64."""
+    # DeepSpeed's launcher may hand a config on as base64 text. A text of 256 characters or more is longer than a file
+    # name may be: looking for such a file is an error of the system's, which says nothing about the config.
     try:
         path = Path(name)
         if path.is_file():
@@ -65,6 +67,7 @@ def _read_text(name: str) -> str:
 def _parse_hjson(content: str, name: str) -> dict[str, Any]:
     shown = repr(name if len(name) <= 200 else name[:200] + "...")
 
+    # A parser keeps the last of two equal keys: of two "hydra" blocks, merged by hand, half the settings would be lost.
     def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         block: dict[str, Any] = {}
         for key, value in pairs:
