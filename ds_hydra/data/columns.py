@@ -1,7 +1,7 @@
-"""One item of a dataset in; its token ids, what is learnt of them, and the sequences packed in it, out. Pure.
+"""One item of a dataset in; its token ids, its labels and the lengths of the sequences packed in it out. Pure.
 
 [Note: columns]
-What an item says is used or refused, never passed over where it would change training:
+A column that says something about training is used or refused, and never ignored:
 
     input_ids                          the tokens
     labels                             what to predict, not shifted; IGNORE_INDEX where nothing is to be learnt
@@ -37,7 +37,7 @@ _MASK_LIKE = re.compile(r"mask|weight|label|position|segment|seq_?(len|idx|id)|s
 
 
 class Item(NamedTuple):
-    """What an item holds, padding taken out; both arrays are (tokens,), and `lengths` add up to that."""
+    """The content of an item without its padding; both arrays are (tokens,), and `lengths` add up to that."""
 
     input_ids: Int64Array
     labels: Int64Array  # not shifted
@@ -61,7 +61,7 @@ def is_packed(item: Any) -> bool:
 
 
 def read_item(item: Any, index: int) -> Item:
-    """Item `index` of a dataset. Raises ConfigError for what is no token sequence, or contradicts itself."""
+    """Read item `index` of a dataset. ConfigError if it is no token sequence or its columns contradict each other."""
     if not isinstance(item, Mapping):
         tokens = _whole_numbers(item, index, "the item")
         return Item(tokens, tokens, (len(tokens),))
@@ -90,7 +90,10 @@ def read_item(item: Any, index: int) -> Item:
 
 
 def _packed_lengths(columns: Mapping[str, Int64Array], index: int) -> tuple[int, ...]:
-    """Tokens of each sequence of an item whose padding is out; ConfigError where its columns disagree about it."""
+    """Tokens of each sequence of an item without padding; ConfigError if its columns disagree about them."""
+    # Three columns can say it, and collators often write two of them. For the lengths (3, 2): position_ids 0 1 2 0 1,
+    # attention_mask 1 1 1 2 2, seq_lengths 3 2. If two disagree, one is wrong; after a wrong guess, tokens would attend
+    # to another sequence.
     num_tokens = len(columns["input_ids"])
     said: dict[str, tuple[int, ...]] = {}
     if "position_ids" in columns:
@@ -140,8 +143,8 @@ def _shown(lengths: tuple[int, ...]) -> str:
 def check_other_columns(item: Any, index: int) -> tuple[str, ...]:
     """Names of an item's columns that training does not read, for the log.
 
-    Raises ConfigError for one that looks as if it said what is learnt, or which tokens belong together: by its name, or
-    because it holds a 0 or 1 for each token.
+    Raises ConfigError for a column that looks as if it decided which tokens are learnt or belong together: by its name,
+    or because it holds a 0 or 1 for each token.
     """
     if not isinstance(item, Mapping):
         return ()

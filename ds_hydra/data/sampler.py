@@ -16,15 +16,15 @@ from ds_hydra.zero_hetero.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class DataCursor:
-    """A place in the global order of sequences: a run goes on from it, on any number of ranks."""
+    """A place in the global order of sequences, from which a run continues on any number of ranks."""
 
     step: int  # the step that draws its first sequence here
     epoch: int
     position: int  # sequences of this epoch that were drawn before
     seed: int
     tokens_per_step: int
-    data_digest: str  # of the lengths, so that other data are noticed
-    deferred: tuple[int, ...] = ()  # of this epoch, passed over before `position`; they are drawn first
+    data_digest: str  # of the lengths of all sequences, by which other data are noticed
+    deferred: tuple[int, ...] = ()  # ids of this epoch that were passed over before `position`; they are drawn first
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "deferred", tuple(self.deferred))  # a list when it was read from JSON
@@ -88,7 +88,7 @@ class TokenBudgetSampler:
         self.restart(cursor or DataCursor(0, 0, 0, seed, tokens_per_step, self._digest))
 
     def restart(self, cursor: DataCursor) -> None:
-        """Go on from a saved place; ConfigError if it is not one of these data."""
+        """Continue from a saved place; ConfigError if it does not belong to these data."""
         self.check_cursor(cursor)
         self._first_step = cursor.step
         self._epochs = array("q", [cursor.epoch])  # where each step from first_step on begins
@@ -142,6 +142,8 @@ class TokenBudgetSampler:
                 f"step {step} lies before the place this run's data began, step {self._first_step}: ask for that one "
                 "or a later one, or load the checkpoint of an earlier step"
             )
+        # A step begins where the one before ends, so places are found one after the other and kept: 16 bytes a step, or
+        # 16 MB for a million steps. To ask for an earlier step again then costs nothing.
         while len(self._epochs) <= step - self._first_step:
             last = self._first_step + len(self._epochs) - 1
             place = _Place(self._epochs[-1], self._positions[-1], self._deferred.get(last, ()))
@@ -155,6 +157,9 @@ class TokenBudgetSampler:
 
     def _draw(self, epoch: int, position: int, deferred: tuple[int, ...]) -> tuple[tuple[int, ...], _Place]:
         """Ids from a place in the order until the budget is reached, and the place after them."""
+        # Lengths 3 5 2 4 have the running sums 3 8 10 14. A budget of 6 from position 1 on is reached at the first sum
+        # of at least 3 + 6: that is 10, so the sequences of lengths 5 and 2 are drawn, 7 tokens. It takes one binary
+        # search, however many sequences a step has.
         order, sums = self._order(epoch)
         missing = self._budget - int(self._lengths[list(deferred)].sum())
         before = int(sums[position - 1]) if position else 0
@@ -194,8 +199,8 @@ class StepLoader:
     """The steps that a job still has to make, each as its sequence ids: `for _ in loader: engine.train_batch()`.
 
     They end with `total_steps`, counted from the job's first start: after a restart at step 900 of 1,000 there are 100.
-    Without `total_steps` they end with the current epoch. The engine draws each step's sequences itself, so what is
-    iterated here is for counting and looking.
+    Without `total_steps` they end with the current epoch. The engine draws each step's sequences itself; the ids that
+    the iteration yields are only for scripts that count or look at them.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class DataCounts:
-    """What became of the sequences of a dataset. Nothing is left out without being counted here."""
+    """How many sequences of a dataset are used, truncated or left out. None is left out without being counted here."""
 
     num_sequences: int
     num_used: int
@@ -48,17 +48,17 @@ class DataCounts:
 
 
 class SequenceData:
-    """A map-style dataset of token sequences, with their lengths known and the too long ones dealt with.
+    """A map-style dataset as token sequences whose lengths are known, the too long ones truncated or skipped.
 
     An item is a 1-D tensor, array or list of token ids, or a mapping with `input_ids` and, if need be, labels, masks
     and the boundaries of the sequences packed in it [Note: columns]. A packed item is cut into its sequences, which
     are numbered through. Lengths come from `dataset.lengths`, or else from reading every item once; packed items are
     always read.
 
-    `lengths[i]` is the number of tokens that sequence i is trained with, 0 for those that are left out. `max_positions`
-    is what the model has. Raises ConfigError for empty data, for items that are no token sequences, for columns that
-    look like a mask but are unknown, for sequences that the model has no positions for, and, when `too_long` is
-    "error", for sequences longer than `context_length`.
+    `lengths[i]` is the number of tokens that sequence i is trained with; it is 0 if the sequence is left out.
+    `max_positions` is the number of positions of the model. Raises ConfigError for empty data, for items that are no
+    token sequences, for columns that look like a mask but are unknown, for sequences that are longer than the model has
+    positions, and, when `too_long` is "error", for sequences longer than `context_length`.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class SequenceData:
         num_items = len(self._dataset)
         given = _given_lengths(self._dataset)
         if given is not None and not is_packed(self._dataset[0]):
-            self._read(0)  # what all items have in common is refused now, not hours later
+            self._read(0)  # a fault that all items have in common is found now, and not hours later
             return given
         items = [self._read(index).lengths for index in range(num_items)]
         if given is not None:
@@ -150,7 +150,8 @@ class SequenceData:
         return read
 
     def _look_at_columns(self, item: Any, index: int) -> None:
-        """Refuse or name what is not read of an item, once for each set of columns."""
+        """Refuse an item's columns that look like masks and log the others that are not read, once for each set."""
+        # Looking at values costs time for every item, and items of one dataset have the same columns.
         names = tuple(map(str, item)) if isinstance(item, Mapping) else ()
         if names in self._columns:
             return
