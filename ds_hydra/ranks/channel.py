@@ -23,11 +23,14 @@ _Error = TypeVar("_Error", bound=Exception)
 
 
 class Channel:
-    """Small messages over `group`, whose ranks are 0..num_ranks-1 of a world and which takes CPU tensors.
+    """Small messages over the process group `group`, which has the ranks 0..num_ranks-1 and carries CPU tensors.
 
-    A thread that talks while training goes on needs a channel with a group of its own: messages of one group are
-    matched by their order. `group` None with `num_ranks` 1 is a process alone.
+    `group` is None for a process alone.
     """
+
+    # Messages of one process group are matched by their order alone. If a thread that saves in the background used
+    # training's channel, one rank might start "figures, save" and another "save, figures", and each would read the
+    # other's message as its own. So whatever talks beside training has a channel over a group of its own.
 
     def __init__(self, group: dist.ProcessGroup | None, rank: int, num_ranks: int):
         self.rank, self.num_ranks, self._group = rank, num_ranks, group
@@ -42,6 +45,8 @@ class Channel:
 
     def texts(self, text: str) -> list[str]:
         """Everybody's text, by rank. Raises CheckpointError when all together pass 256 MiB."""
+        # All rows of a gather have one size, so texts of 10 and of 5,000 bytes first travel as 4,088 bytes and a length
+        # each. Then every rank knows the longest, and all agree without a word whether the rest needs a second message.
         data = text.encode()
         heads = self._bytes(_framed(data, _INLINE_GATHERED))
         sizes = [int.from_bytes(head[:_LENGTH_BYTES], "little") for head in heads]
@@ -62,7 +67,7 @@ class Channel:
         return [bytes(row.numpy()) for row in table]
 
     def tell(self, text: str | None) -> str:
-        """Rank 0's text, on every rank; what the others give is not looked at."""
+        """Rank 0's text, on every rank. The argument of the other ranks is ignored."""
         if self.num_ranks == 1:
             assert text is not None, "the only rank is rank 0"
             return text
@@ -81,10 +86,12 @@ class Channel:
     def settle(
         self, error: BaseException | None, what: str, told: str = "", kind: type[_Error] | None = None
     ) -> list[str]:
-        """What each rank has `told`; or, if any brings an `error`, that error's text on all ranks, with its rank.
+        """Each rank's `told`; or, if any rank brings an `error`, an error of type `kind` on all ranks.
 
-        `what` says what was tried. Raises `kind` (CheckpointError by default).
+        The error (CheckpointError by default) names the ranks and the first one's text; `what` says what was tried.
         """
+        # A rank that raises by itself leaves the others waiting in the next collective, until that times out after
+        # minutes. One message more, and all of them raise in the same place.
         texts = self.texts(f"+{told}" if error is None else f"-{error}")
         failed = [(rank, text[1:]) for rank, text in enumerate(texts) if text[0] == "-"]
         if failed:

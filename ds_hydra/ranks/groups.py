@@ -1,4 +1,4 @@
-"""Process groups by rank tuple: made once, in the same order on every rank, and handed to who needs them."""
+"""A strategy in; its tensor and sequence parallel process groups, each made once for all strategies, out."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ def needed_groups(strategy: Strategy) -> Iterable[tuple[int, ...]]:
 
 
 class GroupCache:
-    """Groups cost threads and file descriptors each, so equal rank tuples share one for the world's life.
+    """Process groups by their ranks, kept for the life of the world. `make` makes the group of some of its ranks."""
 
-    `make` makes the group of some of the world's ranks.
-    """
+    # A process group costs threads and file descriptors, on GPUs a communicator with buffers too. The strategies
+    # "2*tp2" and "tp2 + 2*tp1" both need the group (0, 1); it is made for the first of them and used by both.
+    # torch demands that all ranks make a group, in the same order, also those outside it. The order follows from the
+    # strategy, which is equal on all ranks.
 
     def __init__(self, make: Callable[[tuple[int, ...]], dist.ProcessGroup]):
         self._make = make

@@ -1,4 +1,4 @@
-"""What each rank tells the others at the end of a step, in small messages."""
+"""Each rank's figures of a step in, the figures of all ranks on every rank out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class RankStats(NamedTuple):
 
     loss: float  # its share of the step's loss: 0 but on one tensor parallel rank of last stages
     run_s: float  # from the first pull waited for to the last backward
-    compute_s: float  # of that in forwards and backwards, their collectives included
+    compute_s: float  # the part of run_s spent in forwards and backwards, their collectives included
     exposed_pull_s: float  # waiting for pulls, not overlapped
     exposed_push_s: float
     num_padding: float  # tokens added so that every sequence parallel rank holds one, counted once a pipeline

@@ -1,4 +1,4 @@
-"""Who we are: this rank's number, and every group, channel and transport that it uses, in one value.
+"""torch's default process group in; a rank's number and all groups, channels and transports that it uses out.
 
 [Note: worlds]
 A world is the set of processes that train together, numbered 0..num_ranks-1. It is made once and handed down; nothing
@@ -20,7 +20,7 @@ from ds_hydra.ranks.channel import Channel
 from ds_hydra.ranks.groups import GroupCache
 from ds_hydra.zero_hetero.transport import TorchTransport, Transport
 
-_OPEN_RECEIVES = 2  # buckets whose receives are open at once on gloo, which slows down with more
+_OPEN_RECEIVES = 2  # buckets whose receives are open at once on gloo, which becomes slower with more of them
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class World:
     node_size: int  # ranks of a node, consecutive; the last node may have fewer
     device: torch.device
     group: dist.ProcessGroup | None  # all ranks, tensors on `device`; None for a rank alone
-    channel: Channel  # what training says between all ranks
-    background: Channel  # the same for threads beside training: saves, heartbeats
+    channel: Channel  # small messages of training
+    background: Channel  # small messages of threads beside training: saves, heartbeats
     groups: GroupCache  # tensor and sequence parallel groups
     links: Transport  # between masters and pipelines: pulls and pushes
     edges: Transport  # between the stages of a pipeline
@@ -76,6 +76,6 @@ class World:
         )
 
     def close(self) -> None:
-        """Give back the groups that were made for this world; it cannot be used any more."""
+        """Destroy the groups that were made for this world; it cannot be used afterwards."""
         while self._made:
             dist.destroy_process_group(self._made.pop())
