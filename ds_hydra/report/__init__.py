@@ -1,1 +1,1 @@
-"""What a run tells: step records, log lines, predicted against measured, figures of a run."""
+"""Reports of a run: step records, log lines, predicted against measured times, figures."""

@@ -1,4 +1,4 @@
-"""Reports of a run: a record per step in; log line, JSON line, monitor scalars and summary out. Pure."""
+"""Records of steps in; log lines, JSON lines, monitor scalars and a run's summary out. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class RunTotals:
-    """Figures of all steps of a run, for its summary: a few numbers a step, however much a record holds."""
+    """Figures of all steps of a run, for its summary; it keeps a few numbers of each step and not its record."""
 
     def __init__(self) -> None:
         self.strategies: Counter[str] = Counter()
@@ -81,10 +81,10 @@ def _append(path: Path, line: str, *, anew: bool = False) -> None:
 
 
 class StepLog:
-    """Rank 0's account of a run: prints, appends to `steps_file`, hands scalars to `write_events`.
+    """Logs each step, appends it to `steps_file` and hands its scalars to `write_events`, on rank 0.
 
-    Every rank may hold one and add to it; only the one with `rank` 0 writes. `plans_file` receives the plans, one a
-    line, from the first step on. Raises ConfigError for a file that cannot be written.
+    Every rank may have a StepLog and add to it; only rank 0's writes. `plans_file` receives the plans, one a line, from
+    the first step on. Raises ConfigError for a file that cannot be written.
     """
 
     def __init__(
@@ -121,7 +121,9 @@ class StepLog:
             self._write_events(monitor_events(record, self.num_sequences))
 
     def rewind(self, step: int) -> None:
-        """Training goes on after `step` steps: plans of later ones are made again, so `plans_file` forgets them."""
+        """Training continues after `step` steps: remove from `plans_file` the plans of later steps, made again now."""
+        # Written beside the file and moved over it, so that a crash in between leaves one of the two whole. A last line
+        # without its end was cut off by the crash before, and goes too.
         if self._plans_file is not None and self._plans_file.exists():
             lines = self._plans_file.read_text(encoding="utf-8").splitlines(keepends=True)
             kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] < step]
@@ -130,7 +132,7 @@ class StepLog:
             fresh.replace(self._plans_file)
 
     def summary(self) -> str:
-        """What the run did as a whole, a few lines; "" when there was no step, or on other ranks."""
+        """The run as a whole in a few lines; "" when there was no step, or on ranks other than 0."""
         return self.totals.summary()
 
     def close(self) -> None:

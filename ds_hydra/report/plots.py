@@ -26,7 +26,7 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Figure:
-    """One drawn figure: file, title, and what it shows in words for who cannot see it."""
+    """One drawn figure: its file, its title, and its content in words, for readers who cannot see it."""
 
     path: Path
     title: str
@@ -36,7 +36,8 @@ class Figure:
 def read_steps(path: str | Path) -> tuple[list[dict[str, Any]], int]:
     """Records of a steps file in order, and how many broken lines were left out.
 
-    A step that stands there twice (a resumed run) counts as it was last. ConfigError for a file without any record.
+    If a step is there twice, because a run was resumed before it, its last record counts. ConfigError for a file
+    without any record.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
@@ -56,7 +57,7 @@ def read_steps(path: str | Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def predicted(record: Record) -> float:
-    """The step's own prediction, or the plan's where there is none, in ms."""
+    """The prediction of the whole step in ms, or the plan's if the record has no such prediction."""
     value = record.get("predicted_step_ms")
     return float(record["predicted_ms"] if value is None else value)
 
@@ -67,7 +68,7 @@ def relative_errors(records: Sequence[Record], key: str = "predicted_step_ms") -
 
 
 def summarise(errors: Sequence[float]) -> tuple[float, float]:
-    """Median and p90 of absolute errors; not a number for none."""
+    """Median and 90th percentile of the errors' absolute values; both NaN if there are no errors."""
     if not errors:
         return math.nan, math.nan
     ordered = sorted(abs(error) for error in errors)
@@ -163,19 +164,19 @@ def _schemes(axes: Any, records: Sequence[Record], look: _Look) -> str:
 
 
 def _boxes(
-    axes: Any, groups: Mapping[str, Sequence[float]], colour: Callable[[str], str], label: str, level: float
+    axes: Any, samples: Mapping[str, Sequence[float]], colour: Callable[[str], str], label: str, level: float
 ) -> str:
-    if not any(groups.values()):
+    if not any(samples.values()):
         return _nothing(axes, "the records hold no such predictions")
-    names = [name for name, values in groups.items() if values]
-    boxes = axes.boxplot([groups[name] for name in names], orientation="horizontal", patch_artist=True, widths=0.6)
+    names = [name for name, values in samples.items() if values]
+    boxes = axes.boxplot([samples[name] for name in names], orientation="horizontal", patch_artist=True, widths=0.6)
     for patch, name in zip(boxes["boxes"], names, strict=True):
         patch.set_facecolor(colour(name))
         patch.set_alpha(0.6)
     axes.axvline(level, color="0.4", linewidth=1)
-    axes.set_yticks(range(1, len(names) + 1), [f"{name} ({len(groups[name])})" for name in names])
+    axes.set_yticks(range(1, len(names) + 1), [f"{name} ({len(samples[name])})" for name in names])
     axes.set_xlabel(label)
-    return "; ".join(f"{name}: median {median(groups[name]):.3g}" for name in names) + "."
+    return "; ".join(f"{name}: median {median(samples[name]):.3g}" for name in names) + "."
 
 
 def _balance(axes: Any, records: Sequence[Record], look: _Look) -> str:

@@ -1,6 +1,6 @@
 """A step's plan and measured times in, its fields of the step record out: predicted against measured. Pure.
 
-The engine tells every step; what is kept and when it becomes a corrected table is `calibration`'s.
+The engine hands every step to it. `calibration` decides what is learnt from a step, and when a corrected table is due.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ds_hydra.report.calibration import Calibration
 
 
 class StepWatch:
-    """Holds the calibration of one job; `mode` is the config's `cost_correction`. Every rank tells it the same."""
+    """Holds the calibration of one job; `mode` is the config's `cost_correction`. All ranks give the same figures."""
 
     def __init__(self, mode: str, found: TableFile, num_layers: int, num_elements: int) -> None:
         """`num_elements` are the master elements of one rank."""
@@ -32,12 +32,13 @@ class StepWatch:
         step_ms: float,
         moved_bytes: int,
     ) -> Mapping[str, Any]:
-        """Fields of the step's record; learns from the step afterwards. Nothing with mode "off"."""
+        """Fields of the step's record; it learns from the step afterwards. With mode "off" there are none."""
         if self.mode == "off":
             return {}
         prediction = self._calibration.predict(plan, self._num_elements, moved_bytes)
         corrected = self._calibration.correct(plan, prediction)
         factors = self._calibration.factors
+        # Only now: a prediction that had already learnt from its own step would always be right.
         self._calibration.observe(plan, prediction, pipeline_ms, step_ms)
         return {
             "predicted_step_ms": prediction.step_ms,
@@ -49,5 +50,5 @@ class StepWatch:
         }
 
     def new_table(self, step: int) -> CostTable | None:
-        """With mode "apply": a corrected table for the plans from now on, now and then; else None."""
+        """With mode "apply", every 16 steps: a corrected cost table to plan with from then on. Otherwise None."""
         return self._calibration.corrected_table(step) if self.mode == "apply" else None

@@ -1,4 +1,4 @@
-"""What one step leaves behind: its record, its line of text and its monitor events. Pure: no torch."""
+"""A step's figures in; its record, its line in the log and its monitor events out. Pure: no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Event = tuple[str, float, int]  # name, value, x-axis (sequences so far), as Dee
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """What one step did. Times are in milliseconds; `step` counts from 1, as `global_steps` does after it."""
+    """The figures of one step. Times are in milliseconds; `step` counts from 1, as `global_steps` does after it."""
 
     step: int
     loss: float
@@ -25,7 +25,7 @@ class StepRecord:
     changed: bool  # the strategy differs from the step before
     step_ms: float  # measured, from the plan to the updated masters
     predicted_ms: float
-    num_padding: int = 0  # padding tokens computed besides
+    num_padding: int = 0  # padding tokens, computed in addition to num_tokens
     total_steps: int | None = None  # hydra.total_steps
     pipeline_ms: tuple[float, ...] = ()  # measured time of each pipeline, in rank order
     lower_bound_ms: float = 0.0  # no plan of this step can be predicted faster; 0 when not known
@@ -45,12 +45,12 @@ class StepRecord:
     skipped: bool = False  # the gradient was not finite, so parameters stayed as they were
     skipped_steps: int = 0  # so far
     plan: str = ""  # StepPlan.to_json(), for `plans_file`
-    predicted_step_ms: float | None = None  # stage by stage, with all that a step costs besides its pipelines
-    corrected_step_ms: float | None = None  # the same, corrected by the steps before
+    predicted_step_ms: float | None = None  # predicted stage by stage, with the step's overhead
+    corrected_step_ms: float | None = None  # the same, corrected by what earlier steps have shown
     predicted_pipeline_ms: tuple[float, ...] = ()
     predicted_stage_ms: tuple[tuple[float, ...], ...] = ()  # of each pipeline's stages
     stage_ms: tuple[tuple[float, ...], ...] = ()  # computing, of each stage's slowest rank
-    corrections: Mapping[str, float] = field(default_factory=dict)  # measured over predicted time, by scheme
+    corrections: Mapping[str, float] = field(default_factory=dict)  # measured / predicted time, by scheme
 
     @property
     def balance(self) -> float:
@@ -75,7 +75,7 @@ class StepRecord:
 
     @property
     def gap(self) -> float | None:
-        """How much slower than the lower bound this plan is predicted to be; None when no bound is known."""
+        """How much slower this plan is predicted to be than the lower bound, 0.02 for 2 %; None without a bound."""
         return self.predicted_ms / self.lower_bound_ms - 1.0 if self.lower_bound_ms > 0 else None
 
     def to_dict(self) -> dict[str, Any]:
