@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None, *, name: str = "ds-hydra conver
 
 
 def run(args: argparse.Namespace) -> int:
-    """What `main` does once its options are read; CheckpointError for what cannot be."""
+    """Run the command with its parsed options. CheckpointError if the checkpoint is refused."""
     from ds_hydra.checkpoint.universal import from_universal, to_universal  # torch, which --help does not need
 
     if args.direction == "to-universal":

@@ -1,4 +1,4 @@
-"""What all commands and measuring tools share: their options, a table, and an end that says what was missed."""
+"""Shared by all commands and measuring tools: their options, printed tables, error handling and exit codes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def figures_parser(description: str | None, prog: str | None = None) -> argparse
 
 
 def guarded(name: str, command: Callable[[], int]) -> int:
-    """Run a command and return its exit code: what it refuses becomes one line on stderr and 2, not a traceback."""
+    """Run a command and return its exit code. An error in the input is one line on stderr and 2, not a traceback."""
     try:
         return command()
     except (ConfigError, PlanError, CheckpointError, OSError) as error:
@@ -50,7 +50,7 @@ def print_table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> Non
 
 
 def finish(name: str, summary: str, figures: Mapping[str, Any], missed: Sequence[str], json_file: Path | None) -> int:
-    """Print what was missed and one summary line, write the figures if asked; the exit code of the tool."""
+    """Print missed aims and a summary line, write the figures if asked to; return the exit code, 1 for missed aims."""
     for aim in missed:
         print(f"missed: {aim}")
     print(f"{name}: {summary}; {f'{len(missed)} aims missed' if missed else 'all aims met'}")

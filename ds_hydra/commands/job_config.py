@@ -1,4 +1,4 @@
-"""A job's config file in, what commands need of it out: the "hydra" block, the dtype, checkpointed activations."""
+"""A job's config file in; the "hydra" block, the dtype and activation checkpointing, for the commands, out."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 @dataclass(frozen=True)
 class JobConfig:
-    """What the config of a job says; `hydra` is None where there is no config, or no such block."""
+    """The parts of a job's config that commands use; `hydra` is None without a config, or without that block."""
 
     hydra: HydraConfig | None
     dtype: torch.dtype
@@ -22,7 +22,7 @@ class JobConfig:
 
 
 def read_job(path: str | None, default: torch.dtype) -> JobConfig:
-    """Read a config file; without one the dtype is `default`. ConfigError for what cannot be."""
+    """Read a config file; without one the dtype is `default`. ConfigError if it is refused."""
     if path is None:
         return JobConfig(None, default, False)
     raw = read_config(config=path)

@@ -28,7 +28,7 @@ from ds_hydra.zero_hetero.errors import ConfigError
 
 
 def main(arguments: Sequence[str] | None = None, *, name: str = "ds-hydra memory") -> int:
-    """Print the table; 1 when nothing fits, 2 for input that cannot be."""
+    """Print the table; return 1 when nothing fits, 2 for input that is refused."""
     parser = figures_parser(__doc__, name)
     parser.add_argument("--model", required=True, help="config JSON, or checkpoint folder")
     parser.add_argument("--gpus", type=int, required=True, help="ranks of the job")
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None, *, name: str = "ds-hydra memory
 
 
 def run(args: argparse.Namespace, name: str) -> int:
-    """What `main` does once its options are read; ConfigError and PlanError for what cannot be."""
+    """Run the command with its parsed options. ConfigError or PlanError if the input is refused."""
     if args.gpus < 1 or args.tokens < 1:
         raise ConfigError(f"--gpus and --tokens must be at least 1 but are {args.gpus} and {args.tokens}")
     job = read_job(args.deepspeed_config, torch.bfloat16)

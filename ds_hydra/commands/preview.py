@@ -32,7 +32,7 @@ BAR = 40  # characters of the longest bar
 
 
 def parse_arguments(arguments: Sequence[str] | None, name: str) -> argparse.Namespace:
-    """Command line; tables and lengths are files, or names of what is shipped."""
+    """Read the command line; tables and lengths are files, or names of shipped ones."""
     tables = ", ".join(key for key, file in FILES.items() if file.endswith(".json"))
     parser = argparse.ArgumentParser(prog=name, description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--cost-table", required=True, help=f"a file that ds-hydra profile wrote, or one of {tables}")
@@ -126,7 +126,7 @@ def plot(path: Path, sample: LengthSample, table: CostTable, preview: Preview, c
 
 
 def run(args: argparse.Namespace) -> int:
-    """What `main` does once its options are read; ConfigError and PlanError for what cannot be."""
+    """Run the command with its parsed options. ConfigError or PlanError if the input is refused."""
     table = CostTable.load(shipped(args.cost_table))
     sample = read_lengths(shipped(args.lengths), args.context, seed=args.seed)
     options = PlannerOptions(objective=args.objective, seed=args.seed, kernels="compiled")
@@ -159,7 +159,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main(arguments: Sequence[str] | None = None, *, name: str = "ds-hydra preview") -> int:
-    """Plan and print; 2 for input that cannot be."""
+    """Plan and print; return 2 for input that is refused."""
     args = parse_arguments(arguments, name)
     return guarded(name, lambda: run(args))
 

@@ -58,13 +58,13 @@ def parse_args(arguments: Sequence[str] | None, name: str) -> argparse.Namespace
 
 
 def main(arguments: Sequence[str] | None = None, *, name: str = "ds-hydra profile") -> int:
-    """Measure, print, write; 1 when the held-out error misses the aims, 2 for input that cannot be, 130 for Ctrl-C."""
+    """Measure, print, write; return 1 if the held-out error misses the aims, 2 for refused input, 130 for Ctrl-C."""
     args = parse_args(arguments, name)
     return guarded(name, lambda: run(args, name))
 
 
 def run(args: argparse.Namespace, name: str) -> int:
-    """What `main` does once its options are read; ConfigError and PlanError for what cannot be."""
+    """Run the command with its parsed options. ConfigError or PlanError if the input is refused."""
     began = time.perf_counter()
     torch.set_num_threads(1)
     request = make_request(args)
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace, name: str) -> int:
 
 
 def show(made: TableFile, args: argparse.Namespace, name: str, seconds: float) -> int:
-    """Print the entries and how well they predict lengths that they were not fitted on."""
+    """Print the entries, and how well they predict lengths that they were not fitted to."""
     rows, errors = [], []
     for scheme in made.table.schemes:
         cost, entry = made.table[scheme], (made.measured or {})[str(scheme)]

@@ -1,4 +1,4 @@
-"""The command line of `ds-hydra profile` in; what is to be measured, the same on every rank, out."""
+"""The command line of `ds-hydra profile` in; a request for measurements, the same on every rank, out."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ds_hydra.zero_hetero.errors import ConfigError
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be measured, the same on every rank."""
+    """All that decides what is measured; the same on every rank."""
 
     source: CausalLM
     schemes: tuple[ParallelScheme, ...]
@@ -43,7 +43,7 @@ class Request:
 
 
 def make_request(args: argparse.Namespace) -> Request:
-    """Model, schemes and lengths from the command line and the job's config. ConfigError for what cannot be."""
+    """The request of a command line and the job's config. ConfigError if they ask for something impossible."""
     job = read_job(args.deepspeed_config, torch.float32)
     source = hollow_source(args.model, activation_checkpointing=job.activation_checkpointing)
     num_gpus = args.gpus or _ranks_of(job.hydra) or _world_size()
@@ -115,7 +115,8 @@ def _clock(wanted: Literal["auto", "wall", "cpu"], device: torch.device) -> Lite
 
 
 def _busy_cores(seconds: float = 1.0) -> float:
-    """Cores that others use now; the load average would remember what has ended."""
+    """Cores that other processes use now."""
+    # The load average looks back over a minute: after a build it would still speak of work that has ended.
 
     def ticks() -> tuple[int, int]:
         numbers = [int(n) for n in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]

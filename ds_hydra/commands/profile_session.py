@@ -1,4 +1,4 @@
-"""Measures scheme by scheme for `ds-hydra profile`, and keeps what is done when it is interrupted."""
+"""A request in, measured schemes out, for `ds-hydra profile`; finished schemes survive an interruption."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class Session:
-    """Measures scheme by scheme and keeps what is done beside the table that it will become."""
+    """Measures scheme by scheme and keeps finished ones in a file beside the table that they will become."""
 
     def __init__(self, request: Request, out: Path, links_file: Path | None) -> None:
         self.request = request
@@ -43,6 +43,7 @@ class Session:
         self._load_partial()
 
     def _header(self) -> dict[str, Any]:
+        """All that measured figures depend on: those of another header must not be mixed with new ones."""
         job = self.request.job
         rungs = [[list(rung.lengths), rung.held_out] for rung in self.request.rungs]
         return {"model": job.model, "device": job.device, "dtype": job.dtype, "checkpointing":
@@ -66,7 +67,7 @@ class Session:
         print(f"going on after {len(self.done)} schemes of an interrupted run")
 
     def save_partial(self) -> None:
-        """What is measured so far."""
+        """Write all measurements so far, so that the same command can continue from them."""
         record = {
             "header": self._header(),
             "done": self.done,
@@ -77,7 +78,7 @@ class Session:
         write_atomically(self.partial, json.dumps(record))
 
     def survey(self) -> Survey:
-        """On the ranks at hand."""
+        """A survey on the ranks that are there."""
         assert self.links is not None, "links come first"
         r = self.request
         control = _control(r.device)
@@ -85,7 +86,7 @@ class Session:
                       most_tokens=r.most_tokens, node_size=r.node_size, control=control)  # fmt: skip
 
     def measure_links(self) -> tuple[Links, dict[str, float]]:
-        """Figures of the ranks at hand, and what a step costs besides its pipelines."""
+        """Link figures of the ranks that are there, and the coefficients of a step's overhead."""
         needed = any(scheme.num_ranks > 1 for scheme in self.request.schemes)
         links = self.links or Links(tuple(_measure_links(self.request.device)) if needed else (), "measured here")
         return links, step_costs(self.request.device, self.request.dtype, links)

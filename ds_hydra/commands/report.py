@@ -38,7 +38,7 @@ def _pair(error: tuple[float, float]) -> str:
 
 
 def read_lengths(path: Path | None) -> list[int]:
-    """Tokens of each sequence, one a line. ConfigError for what is no number."""
+    """Tokens of each sequence, one a line. ConfigError for a line that is no whole number."""
     if path is None:
         return []
     try:
@@ -48,7 +48,7 @@ def read_lengths(path: Path | None) -> list[int]:
 
 
 def main(arguments: Sequence[str] | None = None, *, name: str = "ds-hydra report") -> int:
-    """Print a table of strategies and draw; 2 for a file that cannot be read."""
+    """Print a table of strategies and draw the figures; return 2 for a file that cannot be read."""
     parser = figures_parser(__doc__, name)
     parser.add_argument("steps", type=Path, help="the steps_file of a run")
     parser.add_argument("--out", type=Path, help="folder of the figures (default: beside the file, report/)")
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None, *, name: str = "ds-hydra report
 
 
 def run(args: argparse.Namespace, name: str) -> int:
-    """What `main` does once its options are read; ConfigError for a file that cannot be read."""
+    """Run the command with its parsed options. ConfigError for a file that cannot be read."""
     records, broken = read_steps(args.steps)
     records = records[-200:] if args.quick else records
     out = args.out or args.steps.parent / "report"

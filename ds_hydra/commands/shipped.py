@@ -13,5 +13,5 @@ FILES = {
 
 
 def shipped(name: str) -> str:
-    """The path of what is shipped under `name`; any other text comes back as it is, as the user's own path."""
+    """The path of the file shipped under `name`. Any other text is returned unchanged: it is the user's own path."""
     return str(FOLDER / FILES[name]) if name in FILES else name
