@@ -34,8 +34,8 @@ def edge(src: Stage, dst: Stage, num_tokens: int) -> tuple[dict[int, list[Rows]]
     # Rank 5 needs the tokens 4..7: 4 and 5 from rank 0 or 1, which hold the same, 6 and 7 from rank 2 or 3. It receives
     # its rows 0..1 from rank 0, which are rows 4..5 there, and its rows 2..3 from rank 2, which are rows 0..1 there.
     # On the way back gradients go by edge(destination, source): ranks 0 and 1 both receive them from rank 5, since each
-    # tensor parallel rank needs the gradient of the whole hidden state. With equal tp, each
-    # tensor parallel rank sends to the one with its own number.
+    # tensor parallel rank needs the gradient of the whole hidden state. With equal tp, each tensor parallel rank sends
+    # to the one with its own number.
     sends: dict[int, list[Rows]] = {rank: [] for rank in src.ranks}
     receives: dict[int, list[Rows]] = {rank: [] for rank in dst.ranks}
     src_rows, dst_rows = _intervals(num_tokens, src.sp), _intervals(num_tokens, dst.sp)

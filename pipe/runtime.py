@@ -25,8 +25,11 @@ _TAG = 1 << 20  # apart from the tags of pull and push
 
 @dataclass
 class _Run:
-    """What one run of a schedule holds: tensors by micro-batch, from the action that makes them to the last that uses
-    them. Without backward actions (`trains` False) a tensor is freed as soon as the forward no longer needs it."""
+    """The tensors of one run of a schedule, by micro-batch.
+
+    They are kept from the action that makes them to the last one that uses them. Without backward actions (`trains`
+    False) a tensor is freed as soon as the forward no longer needs it.
+    """
 
     batches: Sequence[MicroBatch]
     loss: Tensor  # () of this rank's micro-batches, FP64
@@ -119,8 +122,8 @@ class StageRuntime:
     def _backward(self, run: _Run, microbatch: int) -> None:
         self._activity.now = "backward"
         out = run.outputs.pop(microbatch)
-        # With frozen embeddings and layers up to here there is nothing to differentiate; the schedule's backward still
-        # takes place, and so do its messages, for the neighbours know nothing of it.
+        # A first stage that is frozen as a whole has nothing to differentiate. Its backward stays in the schedule: the
+        # next stage sends its gradient in any case, and that must be received.
         if not out.requires_grad:
             run.gradients.pop(microbatch, None)
             return

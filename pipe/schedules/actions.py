@@ -61,10 +61,10 @@ class Action(NamedTuple):
 
 
 Order = tuple[Action, ...]
-"""What one stage computes, from first to last; no messages."""
+"""The actions that one stage computes, from first to last, without messages."""
 
 Slot = tuple[Action, ...]
-"""What a stage does next: its messages all start together, and once those it receives are there, it computes."""
+"""One turn of a stage: all its messages start together, and once those that it receives are there, it computes."""
 
 
 def slots_as_text(slots: Sequence[Slot]) -> str:

@@ -29,7 +29,7 @@ _TICKS_SHOWN = 16  # a schedule of 64 micro-batches has some 130: the last ones 
 
 
 class Placed(NamedTuple):
-    """An action on the grid; `source` is the place in the list of what it takes from a neighbour, -1 for nothing."""
+    """An action on the grid. `source` is the index of the neighbour's action whose result it needs, -1 for none."""
 
     stage: int
     action: Action
@@ -65,7 +65,7 @@ def place(orders: tuple[Order, ...]) -> tuple[Placed, ...]:
 
 
 def _faults(stage: int, order: Order, due: Sequence[tuple[str, int]]) -> Iterable[_Fault]:
-    """What is wrong within one stage's order, whatever the others do; every stage has to compute all that is `due`."""
+    """The faults of one stage's order, whatever the others do; every stage has to compute all results `due`."""
     done: set[tuple[str, int]] = set()
     for position, action in enumerate(order):
         kind, microbatch = action

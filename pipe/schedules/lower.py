@@ -11,8 +11,8 @@ exchange before its last has ended. Two stages, three micro-batches, 1F1B:
   stage 1   .    ->0 F0    B0   <-0 ->1 F1   B1
 
 In tick 3 stage 1 needs the activation of micro-batch 1 and stage 0 the gradient of micro-batch 0, so both go in one
-exchange. Sending as soon as an output is there would stand still where a stage runs further ahead: with F0 F1 F2 F3 B0
-on stage 0, it would send activation 2 while stage 1 sends gradient 0, and neither receives.
+exchange. If outputs were sent as soon as they are there, a schedule whose stages run further ahead would stand still:
+with F0 F1 F2 F3 B0 on stage 0, it would send activation 2 while stage 1 sends gradient 0, and neither receives.
 
 A slot has messages with one neighbour only: a stage that waits for one neighbour should not have to wait for the other
 too. If a tick has both, the send comes first, in a slot of its own, since this stage does not wait for its arrival.
@@ -28,7 +28,7 @@ from ds_hydra.pipe.schedules.check import place
 
 
 class _Tick:
-    """What a stage does in one tick, by neighbour: -1 is the stage before, 1 the next one."""
+    """One stage's messages and computing in one tick; neighbour -1 is the stage before, 1 is the next one."""
 
     def __init__(self) -> None:
         self.sends: dict[int, Action] = {}

@@ -1,4 +1,4 @@
-"""Micro-batches, stages and a stage in; the order of what it computes out. Pure: no torch."""
+"""Numbers of micro-batches and stages, and a stage, in; the order of the stage's actions out. Pure: no torch."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ Schedule = Callable[[int, int, int], Order]
 """(micro-batches, stages, stage) in, what the stage computes out."""
 
 SCHEDULES: dict[str, Schedule] = {"1f1b": one_f_one_b}
-"""What a pipeline can train by."""
+"""The schedules that a pipeline can train by."""
 
 
 def schedule_named(name: str) -> Schedule:
@@ -29,19 +29,19 @@ def schedule_named(name: str) -> Schedule:
 
 
 def orders(name: str, num_microbatches: int, num_stages: int) -> tuple[Order, ...]:
-    """What each stage computes in training, in order. PlanError if the name is not known."""
+    """Each stage's actions in training, in order. PlanError if the name is not known."""
     return _orders(schedule_named(name), num_microbatches, num_stages)
 
 
 @lru_cache(maxsize=4096)
 def training_slots(name: str, num_microbatches: int, num_stages: int, stage: int) -> tuple[Slot, ...]:
-    """What one stage does in a step, messages included. PlanError if the name is not known."""
+    """One stage's slots of a step, messages included. PlanError if the name is not known."""
     return lower(orders(name, num_microbatches, num_stages))[stage]
 
 
 @lru_cache(maxsize=4096)
 def evaluation_slots(num_microbatches: int, num_stages: int, stage: int) -> tuple[Slot, ...]:
-    """What one stage does to evaluate micro-batches: forwards only."""
+    """One stage's slots to evaluate micro-batches: forwards and their messages only."""
     return lower(_orders(forward_only, num_microbatches, num_stages))[stage]
 
 
@@ -51,7 +51,7 @@ def most_alive(name: str, num_stages: int) -> tuple[int, ...]:
 
     PlanError if a schedule keeps ever more the more there are: then no length of micro-batches is always safe.
     """
-    # 1F1B on 3 stages keeps (3, 2, 1) with 6 micro-batches and with 12 alike. All forwards before all backwards would
+    # 1F1B on 3 stages keeps (3, 2, 1) both with 6 and with 12 micro-batches. All forwards before all backwards would
     # keep 6 and 12: a step of more micro-batches than were measured would run out of memory in the middle of training.
     few, many = (peak_alive(orders(name, count * num_stages, num_stages)) for count in (2, 4))
     if few != many:

@@ -12,8 +12,7 @@ Two stages, each of them right by itself:
 
 They meet at >0. Then stage 0 offers activation 1 (>1) while stage 1 offers gradient 0 (<-0): both send, neither
 receives, and both would wait for ever. Small messages on gloo hide that, since they leave before the other end asks for
-them; large ones on NCCL stand still. With ">1 <0 B0" in one slot of stage 0 both its messages are open, and <-0 meets
-its other end.
+them; large ones on NCCL stand still. With ">1 <0 B0" in one slot of stage 0, both its messages are open and <-0 is met.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class TimedAction(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """What each stage runs and when, in its order."""
+    """The actions of each stage with their times, in the stage's order."""
 
     stages: tuple[tuple[TimedAction, ...], ...]
 
