@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 
 class Crew:
-    """What trains a job on one world. Every rank of the world makes it, and closes it, together."""
+    """All parts that train a job on one world. All ranks of the world make it together, and close it together."""
 
     def __init__(self, job: Job, world: World, host: HostEngine, signals: Signals, *, initial: bool):
         """Assemble everything, in the order of [Note: order of assembly]. `host` is given the optimizer.

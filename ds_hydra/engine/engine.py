@@ -163,7 +163,7 @@ class HydraEngine(HostEngine):
         """Save everything that training needs to go on, under `save_dir`/`tag` ("global_stepN" by default).
 
         `client_state` is any JSON. With hydra.checkpoint.asynchronous this returns when the state is copied to host
-        memory; an error of that save is raised by the next. Raises CheckpointError on all ranks alike. Every rank must
+        memory; an error of that save is raised by the next. Raises CheckpointError on all ranks. Every rank must
         call it.
         """
         with_frozen = not exclude_frozen_parameters

@@ -136,7 +136,7 @@ def job_cost_table(
 
 
 def _propose(config: HydraConfig, table: CostTable, lengths: Sequence[int], world: World) -> tuple[StrategyShape, ...]:
-    """For `strategies: "auto"`. Rank 0 proposes, so that only one process compiles and searches."""
+    """Strategies for `strategies: "auto"`. Rank 0 proposes them, so that only one process compiles and searches."""
     if not lengths:
         raise ConfigError(
             'hydra.strategies "auto" needs training_data to propose strategies for; list strategies instead'

@@ -47,7 +47,7 @@ class Saving:
             )
 
     def load(self, folder: str | Path, tag: object, parts: PartsToLoad) -> tuple[str | None, dict[str, Any]]:
-        """(path, client_state) of what was loaded; (None, {}) where nothing was ever saved."""
+        """Load a checkpoint; return (path, client_state), or (None, {}) if nothing was ever saved."""
         with self._crew.together("loading"):
             loaded = self._crew.checkpoints.load(Path(folder), tag, parts)
         if loaded[0] is not None and parts.progress:
@@ -61,7 +61,7 @@ class Saving:
             self._moved()
 
     def _moved(self) -> None:
-        """Tell plans and log that training goes on at another step than it was at."""
+        """Tell plans and log that training continues at another step."""
         self._crew.plans.restart()
         self._host.step_log.rewind(self._host.global_steps)
 

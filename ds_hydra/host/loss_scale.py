@@ -15,7 +15,7 @@ _STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 class Precision(Protocol):
-    """What a DeepSpeed engine says of its config's block "fp16"."""
+    """The methods of a DeepSpeed engine that give the settings of its block "fp16"."""
 
     compute_dtype: torch.dtype
 

@@ -1,4 +1,4 @@
-"""What a planned engine refuses of a DeepSpeedEngine's surface, and why; each function raises the error of one case.
+"""Calls of a DeepSpeedEngine that a planned engine refuses, and why; each function raises the error of one case.
 
 A DeepSpeedEngine is driven from outside: the script hands it one micro-batch after the other and says when to step.
 Here a plan decides that, for all ranks and from all sequences of a step at once. Calls that contradict a plan are

@@ -62,7 +62,7 @@ def serve(requests: IO[str], answers: IO[str]) -> None:
 def make_planner(
     table: CostTable, strategies: list[StrategyShape], options: PlannerOptions, *, compiled: bool
 ) -> Planner:
-    """The planner that the options ask for, with plain Python kernels unless compiled ones are at hand."""
+    """The planner that the options ask for; it runs plain Python kernels unless the cache has compiled ones."""
     if compiled and options.kernels != "pure":
         selection.warm_up()
         return Planner(table, strategies, replace(options, kernels="compiled"))

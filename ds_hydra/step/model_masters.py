@@ -1,4 +1,4 @@
-"""The masters of a whole model: FP32 shards of what is trained, compute-dtype shards of what is frozen."""
+"""A rank's masters of a whole model: FP32 shards of trained parameters, compute-dtype shards of frozen ones."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step has brought about; equal on all ranks, except for the two counts of bytes."""
+    """The results of a step; equal on all ranks, except for the two counts of bytes."""
 
     strategy: Strategy
     stats: tuple[RankStats, ...]  # of every rank
@@ -56,7 +56,7 @@ class Outcome:
 
     @property
     def request(self) -> int:
-        """What signals have asked for on any rank."""
+        """The largest request that a signal has made on any rank (`engine.signals`)."""
         return int(max(rank.request for rank in self.stats))
 
 
