@@ -16,7 +16,7 @@ from torch import Tensor
 from ds_hydra.pipe.p2p import Rows, edge
 from ds_hydra.pipe.placement import Pipeline
 from ds_hydra.pipe.rows import MicroBatch, Pack
-from ds_hydra.pipe.schedules.actions import Action, Slot, last_weight_gradient
+from ds_hydra.pipe.schedules.actions import Action, Slot, backward_of_first_push, last_weight_gradient
 from ds_hydra.pipe.stage import StageModule
 from ds_hydra.zero_hetero.transport import Transport, Work
 
@@ -79,9 +79,9 @@ class StageRuntime:
 
         The share is 0 on every stage except the last. Gradients accumulate in the parameters. A schedule without
         backward actions keeps nothing for one. `before_last_backward` is called before the backward that makes this
-        stage's gradients final.
+        stage's gradients final, unless messages follow it [Note: the first push].
         """
-        last = last_weight_gradient(slots)
+        last, first_push = last_weight_gradient(slots), backward_of_first_push(slots)
         # In FP64, since losses of many micro-batches are added; gradients come from each loss itself, not from this.
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         run = _Run(batches, loss, trains=last is not None)
@@ -95,7 +95,7 @@ class StageRuntime:
                     if action.kind == "forward":
                         self._forward(run, action.microbatch)
                     elif action.kind == "backward":
-                        if action == last and before_last_backward is not None:
+                        if action == first_push and before_last_backward is not None:
                             before_last_backward()
                         self._backward(run, action.microbatch)
                     else:

@@ -103,6 +103,15 @@ class TransferPlan:
         messages = self._messages(np.flatnonzero((self.slices.src == rank) & (self.slices.dst == rank)))
         return messages[0].slices if messages else ()
 
+    @property
+    def pairs(self) -> frozenset[tuple[int, int]]:
+        """(sender, receiver) of every message between two ranks."""
+        slices = self.slices
+        remote = slices.src != slices.dst
+        # One number a pair: to find the distinct numbers among many slices is far cheaper than the distinct tuples.
+        found = np.unique(slices.src[remote] * self.num_ranks + slices.dst[remote])
+        return frozenset(divmod(number, self.num_ranks) for number in found.tolist())
+
     def transposed(self) -> TransferPlan:
         """The same slices, moved from receiver to sender: a push is the transposed pull."""
         src, dst, src_offset, dst_offset, length = self.slices

@@ -80,12 +80,17 @@ def _meet_in_this_attempt(backend: str, timeout: timedelta) -> None:
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = torch.distributed.TCPStore(address, port, num_ranks, is_master=False, timeout=timeout)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    # With its device a rank makes its communicators where groups are made, and not at their first use, as it does under
+    # DeepSpeed's launcher. A rank alone has nobody to reach.
+    on_cuda = backend == "nccl" and num_ranks > 1
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_cuda else None
     torch.distributed.init_process_group(
         backend,
         store=torch.distributed.PrefixStore(f"ds_hydra/attempt_{attempt}", store),
         rank=rank,
         world_size=num_ranks,
         timeout=timeout,
+        device_id=device,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch.distributed as dist
 
@@ -42,6 +42,11 @@ class GroupCache:
     def get(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         """The group of exactly these ranks; None for a single rank."""
         return self._groups[ranks] if len(ranks) > 1 else None
+
+    def __iter__(self) -> Iterator[dist.ProcessGroup]:
+        """Those that this rank is in, in the order in which they were made."""
+        outside = dist.GroupMember.NON_GROUP_MEMBER
+        return (group for group in self._groups.values() if group is not outside)
 
     def __len__(self) -> int:
         return len(self._groups)

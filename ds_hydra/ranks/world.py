@@ -9,18 +9,22 @@ and plans are always the world's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from ds_hydra.pipe.placement import Strategy
 from ds_hydra.ranks.channel import Channel
 from ds_hydra.ranks.groups import GroupCache
 from ds_hydra.zero_hetero.transport import TorchTransport, Transport
 
 _OPEN_RECEIVES = 2  # buckets whose receives are open at once on gloo, which becomes slower with more of them
+_CONNECT_TAG = 1 << 23
+
+Pair = tuple[int, int]  # (sender, receiver)
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,7 @@ class World:
     groups: GroupCache  # tensor and sequence parallel groups
     links: Transport  # between masters and pipelines: pulls and pushes
     edges: Transport  # between the stages of a pipeline
+    _shared: tuple[dist.ProcessGroup, ...] = field(repr=False)  # of all ranks: those of links and edges
     _made: list[dist.ProcessGroup] = field(repr=False)
 
     @classmethod
@@ -72,8 +77,29 @@ class World:
             groups=GroupCache(make),
             links=TorchTransport(everyone, max_open_receives=_OPEN_RECEIVES),
             edges=TorchTransport(edges),
+            _shared=(everyone, edges) if num_ranks > 1 else (),
             _made=made,
         )
+
+    def connect(self, strategies: Iterable[Strategy], links: Iterable[Pair], edges: Iterable[Pair]) -> None:
+        """Make the groups of these strategies and use every communicator and pair once, before a step depends on it.
+
+        `links` and `edges` are pairs of (sender, receiver). Every rank must call it, with the same arguments and with
+        nothing under way. Groups and pairs come in one order on all ranks, so none waits for another in a circle.
+        """
+        for strategy in strategies:
+            self.groups.create(strategy)
+        for group in dict.fromkeys([*self._shared, *self.groups]):
+            dist.all_reduce(torch.zeros(1, device=self.device), group=group)
+        for transport, pairs in ((self.links, links), (self.edges, edges)):
+            self._greet(transport, pairs)
+
+    def _greet(self, transport: Transport, pairs: Iterable[Pair]) -> None:
+        """Exchange one element over each pair, all of them at once."""
+        hello, ordered = torch.zeros(1, device=self.device), sorted(pairs)
+        sends = [(receiver, hello) for sender, receiver in ordered if sender == self.rank]
+        receives = [(sender, torch.empty_like(hello)) for sender, receiver in ordered if receiver == self.rank]
+        transport.exchange(sends, receives, tag=_CONNECT_TAG).wait()
 
     def close(self) -> None:
         """Destroy the groups that were made for this world; it cannot be used afterwards."""

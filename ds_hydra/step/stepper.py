@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -17,6 +17,7 @@ from ds_hydra.ranks.rank_stats import RankStats, gather_stats
 from ds_hydra.step.agreement import FAILED, agree
 from ds_hydra.step.arena import Arena
 from ds_hydra.step.batching import RankBatches, build_batches
+from ds_hydra.step.connections import connections_of
 from ds_hydra.step.strategy_runtime import StrategyRuntime
 from ds_hydra.zero_hetero.buffer_pool import BufferPool
 from ds_hydra.zero_hetero.errors import PlanError
@@ -89,6 +90,7 @@ class Stepper:
             source.plan, list(strategies.values()), world.rank, world.device, compute_dtype
         )
         self._runtimes: dict[str, StrategyRuntime] = {}
+        self._connect(strategies.values())
 
     def run(self, plan: StepPlan, step: int, data: SequenceData) -> Outcome:
         """Train one step. Raises PlanError on all ranks when their plans differ or one cannot load its sequences."""
@@ -120,13 +122,19 @@ class Stepper:
         # Building a runtime makes process groups, which takes all ranks. They agree on the moment without a message:
         # a plan is the same on all of them, so they meet a strategy for the first time in the same step.
         if plan.strategy not in self._runtimes:
-            strategy = self._strategies.get(plan.strategy) or place_strategy(
-                only_phase(plan).shape, self._world.num_ranks, self._source.plan.num_layers
-            )
+            strategy = self._strategies.get(plan.strategy)
+            if strategy is None:
+                strategy = place_strategy(only_phase(plan).shape, self._world.num_ranks, self._source.plan.num_layers)
+                self._connect([strategy])
             self._runtimes[plan.strategy] = StrategyRuntime(
                 strategy, self._source, self._masters, self._arena, self._pool, self._world, self._activity
             )
         return self._runtimes[plan.strategy]
+
+    def _connect(self, strategies: Collection[Strategy]) -> None:
+        """Connect what steps under these strategies use, so that none of them has to."""
+        world = self._world
+        world.connect(strategies, *connections_of(self._source.plan, strategies, world.node_size))
 
     def _batches(self, plan: StepPlan, runtime: StrategyRuntime, data: SequenceData) -> tuple[RankBatches, int]:
         """This rank's micro-batches; then all ranks compare plans and agree on the step's total loss weight.

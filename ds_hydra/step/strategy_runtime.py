@@ -16,7 +16,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -25,13 +24,12 @@ from ds_hydra.pipe.runtime import Doing, StageRuntime
 from ds_hydra.pipe.schedules.registry import evaluation_slots, training_slots
 from ds_hydra.pipe.stage import ModelSource, StagePlace, shard_view
 from ds_hydra.step.arena import Arena
-from ds_hydra.zero_hetero.layout import even_layout
+from ds_hydra.step.transfers import plan_bucket
 from ds_hydra.zero_hetero.link import Link
 from ds_hydra.zero_hetero.pulls import Pulls
 from ds_hydra.zero_hetero.pushes import PushBucket, Pushes
 from ds_hydra.zero_hetero.relay_link import RelayLink
-from ds_hydra.zero_hetero.relay_plan import plan_relay
-from ds_hydra.zero_hetero.transfer_plan import plan_transfer
+from ds_hydra.zero_hetero.relay_plan import RelayPlan
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -47,12 +45,12 @@ if TYPE_CHECKING:
 # a tag in common: gloo matches messages by tag, and several of each kind are under way at once.
 _PULL_TAG, _PUSH_TAG = 1 << 21, 1 << 22
 
-# Layers of one stage have equal layouts, so a strategy needs a few plans, not one per layer.
-_transfer, _relay = lru_cache(maxsize=1024)(plan_transfer), lru_cache(maxsize=1024)(plan_relay)
-
 
 class StrategyRuntime:
-    """Runs steps under one strategy. Building it decides everything that does not depend on the batch."""
+    """Runs steps under one strategy. Building it decides everything that does not depend on the batch.
+
+    The world must be connected for the strategy.
+    """
 
     def __init__(
         self,
@@ -71,7 +69,6 @@ class StrategyRuntime:
         self.stage_index, self.num_stages = index, len(pipeline.stages)
         stage = pipeline.stages[index]
         tp_rank, sp_rank = stage.coordinates(rank)
-        groups.create(strategy)
         self.place = StagePlace(
             stage,
             index == 0,
@@ -101,10 +98,7 @@ class StrategyRuntime:
         pool: BufferPool,
         world: World,
     ) -> None:
-        """Cut the arena into buckets, make parameters their views, and plan the pulls and pushes.
-
-        Between nodes pulls are relayed. Pushes are not: a relay would need a second buffer of all gradients.
-        """
+        """Cut the arena into buckets, make parameters their views, and link them with the masters."""
         # A bucket is one interval of the arena, and its parameters are views of it: a bucket with the weights q (4, 4)
         # and o (4, 4) takes 32 elements, and q's are the first 16. So one message per peer brings a whole bucket, and
         # the layers find their values there without a copy into parameters. The gradients lie in the same order in
@@ -112,28 +106,26 @@ class StrategyRuntime:
         pull_links: list[Link | RelayLink] = []
         buffers: list[Tensor] = []
         pushes: list[PushBucket] = []
-        rank, transport, node_size = world.rank, world.links, world.node_size
+        rank, transport = world.rank, world.links
         start = 0
         for index, bucket in enumerate(plan.buckets):
             slots = plan.slots(bucket, self.place.stage, self.place.tp_rank)
             size = sum(slot.numel for slot in slots)
             buffer = self._arena.params[start : start + size]
-            master = even_layout(bucket.numel, self.strategy.num_ranks)
-            layout = plan.pull_layout(bucket, self.strategy)
-            if 1 < node_size < self.strategy.num_ranks:
-                pull_links.append(RelayLink(_relay(master, layout, node_size), rank, transport, buffers=pool))
+            pull, push = plan_bucket(plan, bucket, self.strategy, world.node_size)
+            if isinstance(pull, RelayPlan):
+                pull_links.append(RelayLink(pull, rank, transport, buffers=pool))
             else:
-                pull_links.append(Link(_transfer(master, layout), rank, transport, buffers=pool))
+                pull_links.append(Link(pull, rank, transport, buffers=pool))
             buffers.append(buffer)
             start += size
             self._bucket_of |= {slot.param.name: index for slot in slots}
-            if not bucket.trainable:
+            if push is None:
                 self._install(slots, buffer, None)
                 continue
             grads = self._arena.grads[self._num_grads : self._num_grads + size]
             self._num_grads += size
             params = self._install(slots, buffer, grads)
-            push = _transfer(master, plan.push_layout(bucket, self.strategy)).transposed()
             link = Link(push, rank, transport, buffers=pool)
             pushes.append(PushBucket(link, tuple(params), grads, masters.grad(index)))
         self.pulls = Pulls(pull_links, masters.shards, buffers, first_tag=_PULL_TAG)

@@ -16,6 +16,15 @@ before. Three micro-batches on the first and on the last of two stages:
 
   F0 | >0 | F1 | <0 >1 B0 | F2 | <1 >2 B1 | <2 B2
   ->0 F0 | B0 | <-0 ->1 F1 | B1 | <-1 ->2 F2 | B2 | <-2
+
+[Note: the first push]
+A push of gradients ends when every rank has come to it, for every rank owns a part of every gradient. Until then it
+may hold up the host that has started it: to load a kernel, or to find memory, a device first ends what it is doing.
+So a stage may not start a push while a neighbour still waits for a message of it, or it for one of a neighbour: the
+neighbour would never come to its own push. In the example the last stage's gradients are final in B2, but the first
+stage pushes only after it has got gradient 2. So the last stage pushes after <-2, and only the first stage, which has
+nothing to send or receive any more, starts in its last backward and pushes while that runs. Pipelines exchange no such
+messages with each other: where one waits in a push for another, that one goes on to its own.
 """
 
 from __future__ import annotations
@@ -94,3 +103,17 @@ def last_weight_gradient(slots: Sequence[Slot]) -> Action | None:
     """The action after which the gradients of a stage's weights are final; None if it computes none."""
     found = [action for slot in slots for action in slot if action.kind in ("backward", "weight_gradient")]
     return found[-1] if found else None
+
+
+def backward_of_first_push(slots: Sequence[Slot]) -> Action | None:
+    """The action in which a stage may start to push gradients; None: after its last slot. [Note: the first push]
+
+    It is the last weight gradient, where no message follows.
+    """
+    last = last_weight_gradient(slots)
+    for slot in reversed(slots):
+        if last in slot:
+            return last  # the messages of its own slot are done when it computes
+        if any(not action.computes for action in slot):
+            break
+    return None

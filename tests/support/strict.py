@@ -58,6 +58,7 @@ class StrictTransport:
         self.rank, self.num_ranks = group.rank(), group.size()
         self.unwaited: list[Exchange] = []
         self.started = 0
+        self.made = False  # whether all its ranks have used it
         self._connected: set[tuple[int, int]] = set()
         self._queue: queue.SimpleQueue[Exchange | None] = queue.SimpleQueue()
         self._failure: StrictError | None = None
@@ -71,10 +72,11 @@ class StrictTransport:
         exchange = Exchange(self, sends, recvs, tag)
         for other in self.unwaited:
             other.refuse_overlap(exchange)
-        if self.rules.lazy and self.started == 0:
+        if self.rules.lazy and not self.made:
             everyone = [rank for rank in range(self.num_ranks) if rank != self.rank]
             why = f"{exchange} is the first of {self.name!r}, which is made at its first use"
             self._meet(everyone, _LAZY, why)
+        self.made = True
         if self.rules.connect:
             self._connect(exchange)
         self.started += 1
@@ -85,10 +87,11 @@ class StrictTransport:
             exchange.wait_over()
         return exchange
 
-    def drain(self) -> None:
-        """Return when every exchange has ended, as what comes after them on the same communicator would begin."""
+    def collective(self) -> None:
+        """All ranks come to a collective on the same communicator, which begins when every exchange has ended."""
         for exchange in list(self.unwaited):
             exchange.wait_over()
+        self.made = True
 
     def close(self) -> None:
         """End the communicator. StrictError names exchanges that were never waited for."""

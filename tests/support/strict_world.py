@@ -40,7 +40,7 @@ def strict_world(rules: Rules | None = None) -> Iterator[list[StrictTransport]]:
         """What a collective waits for that shares its communicator with messages."""
         for other, strict in zip(groups, made, strict=True):
             if other is group:
-                strict.drain()
+                strict.collective()
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(world, "TorchTransport", transport))

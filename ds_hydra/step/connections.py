@@ -1,0 +1,72 @@
+"""Strategies in, the pairs of ranks that talk to each other under them out. Pure: no torch.
+
+[Note: connections]
+On NCCL the first message of a pair of ranks connects the two, and the host of each waits until the other has come to
+it; a communicator that is made at its first use needs all its ranks then. Neither may happen within a step, where ranks
+come to their messages at different times. Example: `tp4pp2` on 8 ranks. In the last backward rank 6 pushes to rank 2
+for the first time, and waits for it. Rank 2 is in the first stage and waits for the gradient that rank 6 sends after
+that backward. So before step 0 all ranks come together and exchange one element over every pair that is listed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import NamedTuple
+
+from ds_hydra.pipe.model_plan import ModelPlan
+from ds_hydra.pipe.p2p import edge
+from ds_hydra.pipe.placement import Stage, Strategy
+from ds_hydra.step.transfers import plan_bucket
+from ds_hydra.zero_hetero.relay_plan import RelayPlan
+
+Pairs = frozenset[tuple[int, int]]
+"""(sender, receiver), global ranks."""
+
+
+class Connections(NamedTuple):
+    """Pairs of ranks, by the communicator on which they exchange messages."""
+
+    links: Pairs  # pulls and pushes
+    edges: Pairs  # between the stages of pipelines
+
+
+def connections_of(plan: ModelPlan, strategies: Iterable[Strategy], node_size: int) -> Connections:
+    """All pairs that steps under these strategies use, whatever their batches; see [Note: connections]."""
+    links: set[tuple[int, int]] = set()
+    edges: set[tuple[int, int]] = set()
+    for strategy in strategies:
+        links |= link_pairs(plan, strategy, node_size)
+        edges |= edge_pairs(strategy)
+    return Connections(frozenset(links), frozenset(edges))
+
+
+def link_pairs(plan: ModelPlan, strategy: Strategy, node_size: int) -> Pairs:
+    """Pairs of the pulls and pushes of all buckets under one strategy."""
+    found: set[tuple[int, int]] = set()
+    for bucket in plan.buckets:
+        pull, push = plan_bucket(plan, bucket, strategy, node_size)
+        for hop in pull if isinstance(pull, RelayPlan) else (pull,):
+            found |= hop.pairs
+        if push is not None:
+            found |= push.pairs
+    return frozenset(found)
+
+
+def edge_pairs(strategy: Strategy) -> Pairs:
+    """Pairs of the edges of all pipelines: activations go one way, gradients the other."""
+    found: set[tuple[int, int]] = set()
+    for pipeline in strategy.pipelines:
+        for before, after in pairwise(pipeline.stages):
+            found |= _senders(before, after) | _senders(after, before)
+    return frozenset(found)
+
+
+def _senders(src: Stage, dst: Stage) -> set[tuple[int, int]]:
+    """Who sends rows to whom from one stage to another, for any number of tokens.
+
+    With this number both stages cut the row evenly. Two parts that have no token in common then have none with any
+    other number: their cuts are floors of the even ones.
+    """
+    receives = edge(src, dst, src.sp * dst.sp)[1]
+    return {(rows.peer, receiver) for receiver, parts in receives.items() for rows in parts}
