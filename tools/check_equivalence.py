@@ -8,6 +8,7 @@ computes in FP32 compute in FP64 on both sides, and Gemma 2's reference has an F
 only: Adam magnifies FP32 rounding where a gradient is near zero.
 
   python -m tools.check_equivalence [--quick] [--json FILE] [--only WORDS]
+  python -m tools.check_equivalence --strict blocking    # or connect, or lazy: under a transport with NCCL's rules
   python -m tools.check_equivalence --model CONFIG.json --ranks 4 --strategies "tp2pp2" "sp2 + 2*tp1"
 
 Exits non-zero if an aim is missed or a case fails.
@@ -29,6 +30,7 @@ from ds_hydra.commands.figures import figures_parser, finish, print_table
 from ds_hydra.pipe.shape import StrategyShape
 from tests.support.cases import CASES, FLOAT32, FLOAT64, Case
 from tests.support.equivalence import Difference, compare, num_ranks
+from tests.support.strict import Rules
 
 QUICK = (
     "fixed tp4 + pp2 + tp1",
@@ -41,6 +43,7 @@ QUICK = (
     "sgd fp32",
     "bf16",
 )
+STRICT = ("connect", "lazy", "blocking")
 WHAT = ("parameter", "moment", "gradient", "norm", "loss")
 
 
@@ -54,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
     for number, case in enumerate(cases, start=1):
         began = time.perf_counter()
         try:
-            found = compare(case, timeout=options.timeout)
+            found = compare(case, timeout=options.timeout, strict=_rules(options))
             short = found.missed(case)
         except Exception as error:
             traceback.print_exc()
@@ -80,6 +83,9 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", metavar="CONFIG.json", help="a Hugging Face config of a model of one's own")
     parser.add_argument("--ranks", type=int, help="ranks for --model")
     parser.add_argument("--strategies", nargs="+", metavar="TEXT", help="strategies for --model, one per step in turn")
+    parser.add_argument(
+        "--strict", choices=STRICT, help="what more than order and memory the transport is strict about"
+    )
     parser.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="for one case")
     options = parser.parse_args(arguments)
     if (options.model is None) != (options.strategies is None):
@@ -89,6 +95,11 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         if options.ranks not in (None, used):
             parser.error(f"strategy {text!r} uses {used} ranks, but --ranks is {options.ranks}")
     return options
+
+
+def _rules(options: argparse.Namespace) -> Rules | None:
+    """How strict the transport is; a wait that lasts half a case's time counts as one for ever."""
+    return Rules(**{options.strict: True}, stall_s=options.timeout / 2) if options.strict else None
 
 
 def _table(options: argparse.Namespace) -> list[Case]:

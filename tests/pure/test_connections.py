@@ -19,8 +19,8 @@ from ds_hydra.step.connections import Pairs, connections_of, edge_pairs, link_pa
 from ds_hydra.zero_hetero.layout import even_layout
 from ds_hydra.zero_hetero.relay_plan import plan_relay
 from ds_hydra.zero_hetero.transfer_plan import TransferPlan, plan_transfer
-from tests.pure.test_memory_model import llama_plan
-from tests.pure.test_model_plan import CASES, model_plan
+from tests.pure.test_model_plan import CASES
+from tools.bench_lnk import llama_plan
 
 PARTS = ("tp1", "tp2", "tp4", "tp8", "pp2", "tp2pp2", "tp4pp2", "tp2pp4", "sp2pp2", "tp2sp2", "tp4pp4", "pp8")
 
@@ -106,7 +106,7 @@ def pushing_early(strategy: Strategy, *, as_before: bool = False) -> set[int]:
 @settings(max_examples=25)
 @given(large_strategies(), st.sampled_from([4, 8, 64]))
 def test_a_push_connects_no_pair_and_no_ranks_wait_in_a_circle(strategy: Strategy, node_size: int) -> None:
-    plan = llama_plan()
+    plan = llama_plan(8)
     listed = link_pairs(plan, strategy, node_size)
     pushed = pairs_of(pushes(plan, strategy))
     assert pushed | pairs_of(pulls(plan, strategy, node_size)) == listed
@@ -117,7 +117,7 @@ def test_a_push_connects_no_pair_and_no_ranks_wait_in_a_circle(strategy: Strateg
 @pytest.mark.parametrize("text", ["tp4pp2", "2*tp4pp2", "4*tp2pp2", "tp8 + tp4pp2", "4*tp4pp4"])
 def test_without_the_list_some_strategies_would_wait_for_ever(text: str) -> None:
     """Pulls are relayed between nodes and pushes are not: pulls alone do not connect what pushes use."""
-    plan, strategy = model_plan(8, tied=False), placed(text)
+    plan, strategy = llama_plan(8), placed(text)
     new = pairs_of(pushes(plan, strategy)) - pairs_of(pulls(plan, strategy, node_size=8))
     assert new
     assert waits_in_a_circle(strategy, new, pushing_early(strategy, as_before=True))
@@ -142,7 +142,7 @@ def test_all_messages_of_stages_that_differ_are_listed(case: tuple[ModelPlan, St
 
 
 def test_strategies_add_up() -> None:
-    plan = llama_plan()
+    plan = llama_plan(8)
     strategies = [placed(text) for text in ("2*tp2pp2", "tp8", "4*pp2")]
     each = [connections_of(plan, [strategy], 8) for strategy in strategies]
     together = connections_of(plan, strategies, 8)

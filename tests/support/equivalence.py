@@ -32,6 +32,8 @@ from tests.support.reference import (
     freeze,
     token_weights,
 )
+from tests.support.strict import Rules
+from tests.support.strict_world import strict_world
 
 # At larger rates the tiny models soon attend to everything alike; FP32 then rounds away gradients of queries and keys.
 ADAMW = {"lr": 2e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
@@ -170,8 +172,13 @@ def _whole(engine: Any, source: Sequence[Tensor]) -> dict[str, Tensor]:
     return {p.name: from_flat(flat[p.name], p.shape, p.rule.dim, p.rule.parts).contiguous() for p in specs}
 
 
-def train(rank: int, case: Case, data: Sequence[Sample]) -> RankRun | None:
-    """One rank's whole run; rank 0 returns what is compared."""
+def train(rank: int, case: Case, data: Sequence[Sample], strict: Rules | None = None) -> RankRun | None:
+    """One rank's whole run, under a strict transport with these rules; rank 0 returns what is compared."""
+    with contextlib.nullcontext() if strict is None else strict_world(strict):
+        return _train(rank, case, data)
+
+
+def _train(rank: int, case: Case, data: Sequence[Sample]) -> RankRun | None:
     from ds_hydra.plan.runnable import only_phase
     from ds_hydra.planner import StepPlan
 
@@ -196,14 +203,14 @@ def train(rank: int, case: Case, data: Sequence[Sample]) -> RankRun | None:
     return RankRun(tuple(steps), parameters, moments) if rank == 0 else None
 
 
-def compare(case: Case, timeout: float = 120) -> Difference:
-    """Train a case on ranks and in the reference, and compare all there is to compare."""
+def compare(case: Case, timeout: float = 120, strict: Rules | None = None) -> Difference:
+    """Train a case on ranks, as `train`, and in the reference, and compare all there is to compare."""
     data = samples_of(case)
     exact = contextlib.nullcontext()
     if case.dtype == FLOAT64:
         exact = float64_throughout(reference_model(case.family, torch.float64))  # type: ignore[assignment]
     with exact:
-        run: RankRun = run_ranks(train, num_ranks(case), case, data, timeout=timeout)[0]
+        run: RankRun = run_ranks(train, num_ranks(case), case, data, strict, timeout=timeout)[0]
         return difference(case, data, run)
 
 

@@ -1,0 +1,63 @@
+"""Whole training under the strict transport: what would once hang on NCCL, and a share of the table of cases."""
+
+from __future__ import annotations
+
+import random
+
+import deepspeed  # noqa: F401  (before forking: the ranks share it)
+import pytest
+from torch import Tensor
+
+import ds_hydra.engine.engine  # noqa: F401
+from tests.support.cases import CASES, Case
+from tests.support.equivalence import compare
+from tests.support.ranks import run_ranks
+from tests.support.small_job import same, small_config, small_engine, whole_state
+from tests.support.strict import Rules
+from tests.support.strict_world import strict_world
+
+# Each of these stood still in its first step before pushes waited for the last message, and before all pairs and
+# groups were connected at start. What a rank waited for:
+ONCE_HUNG = [
+    # "exchange 0 of 'edges' is the first of 'edges', which is made at its first use: the host waits for rank 0"
+    ("tp2 + pp2", 4, "lazy"),
+    # the same of rank 5: "the host waits for rank 0", which has no edges
+    ("tp4 + 2*pp2", 8, "lazy"),
+    # "exchange 1 of 'edges' waits for rank 1 to send to rank 0": rank 1 was in a push, for which it waited for rank 0
+    ("2*pp2", 4, "blocking"),
+    # "exchange 2 of 'edges' waits for rank 3 to send to rank 1"
+    ("tp2pp2", 4, "blocking"),
+    # "exchange 6 of 'links' connects a new pair: the host waits for rank 1", from rank 4, in its last backward
+    ("tp4pp2", 8, "connect"),
+]
+
+
+def trained(rank: int, strategy: str, num_ranks: int) -> dict[str, Tensor]:
+    config = small_config(num_ranks)
+    config["hydra"]["strategies"] = [strategy]
+    engine = small_engine(rank, config=config)
+    for _ in range(2):
+        engine.train_batch()
+    return whole_state(engine)
+
+
+@pytest.mark.parametrize(("strategy", "num_ranks", "rule"), ONCE_HUNG)
+def test_what_once_hung_trains_to_the_same_bits(strategy: str, num_ranks: int, rule: str) -> None:
+    def both(rank: int) -> bool:
+        with strict_world(Rules(**{rule: True}, stall_s=100)):
+            strict = trained(rank, strategy, num_ranks)
+        return same(strict, trained(rank, strategy, num_ranks))
+
+    assert run_ranks(both, num_ranks, timeout=240) == [True] * num_ranks
+
+
+def drawn(count: int) -> list[tuple[Case, str]]:
+    """Rows of the table, the same in every run, each with a rule of the transport."""
+    rows = random.Random(7).sample([case for case in CASES if case.quick], count)
+    return list(zip(rows, ("connect", "blocking", "lazy", "blocking", "connect"), strict=True))
+
+
+@pytest.mark.parametrize(("case", "rule"), drawn(5), ids=lambda value: getattr(value, "name", value))
+def test_drawn_rows_of_the_table(case: Case, rule: str) -> None:
+    missed = compare(case, timeout=240, strict=Rules(**{rule: True}, stall_s=100)).missed(case)
+    assert not missed, missed
