@@ -109,7 +109,7 @@ def hook(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"hydra": BLOCK, "gradient_cliping": 1.0}, ["mean 'gradient_clipping'"]),
         ({"hydra": BLOCK, "optimizer": {**ADAMW, "params": {"lr": "auto"}}}, ["optimizer.params.lr", '"auto"']),
         ({"hydra": BLOCK, "scheduler": {"type": "WarmpLR"}}, ["mean 'WarmupLR'"]),
-        ({"hydra": {**BLOCK, "cost_table": "nowhere.json"}}, ["nowhere.json", "profile_schemes"]),
+        ({"hydra": {**BLOCK, "cost_table": "nowhere.json"}}, ["nowhere.json", "ds-hydra profile"]),
         ({"hydra": {**BLOCK, "strategies": ["tp2"]}}, ["uses 2 = 2 ranks but the job has 1"]),
     ],
 )

@@ -104,7 +104,7 @@ class CostTable:
     def __post_init__(self) -> None:
         if not self.costs:
             raise ConfigError(
-                "a cost table needs at least one scheme but has none; measure one with tools/profile_schemes"
+                "a cost table needs at least one scheme but has none; measure one with `ds-hydra profile`"
             )
         seen: set[ParallelScheme | PipelineShape] = set()
         for cost in self.costs:

@@ -140,7 +140,7 @@ def table_record(table: CostTable) -> dict[str, Any]:
 def read_table(record: object, place: str) -> CostTable:
     """The cost table in a file's JSON, read strictly; `place` is what errors call it."""
     if not isinstance(record, dict) or record.get("format") != _FORMAT:
-        raise ConfigError(f"{place}: 'format' must be {_FORMAT!r}; give a table that tools/profile_schemes wrote")
+        raise ConfigError(f"{place}: 'format' must be {_FORMAT!r}; give a table that `ds-hydra profile` wrote")
     if record.get("version") != _VERSION:
         raise ConfigError(
             f"{place}: 'version' is {record.get('version')!r} but this release reads {_VERSION}; "
@@ -202,7 +202,7 @@ def _read_json(path: str | Path) -> Any:
         ) from error
     except ValueError as error:
         raise ConfigError(
-            f"the cost table {path} is not JSON: {error}; write it again with tools/profile_schemes"
+            f"the cost table {path} is not JSON: {error}; write it again with `ds-hydra profile`"
         ) from error
 
 

@@ -90,7 +90,7 @@ def test_missing_entries_are_named(tmp_path: Path, key: str) -> None:
     ("change", "reason"),
     [
         ({"version": 2}, "'version' is 2 but this release reads 1"),
-        ({"format": "other"}, "give a table that tools/profile_schemes wrote"),
+        ({"format": "other"}, "give a table that `ds-hydra profile` wrote"),
         ({"schemes": []}, "at least one scheme"),
         ({"unit": "s"}, "'unit' must be 'ms'"),
         ({"colour": "red"}, "unknown keys"),
