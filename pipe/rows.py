@@ -37,6 +37,8 @@ class Pack:
     sp_rank: int = 0
     sp: int = 1
     sp_group: dist.ProcessGroup | None = None
+    # what the random numbers of each sequence follow from [Note: draws by place]; none: they are 0, 1, ...
+    keys: tuple[int, ...] = ()
     tokens: tuple[int, ...] = field(init=False)  # tokens per sequence parallel rank
 
     def __post_init__(self) -> None:

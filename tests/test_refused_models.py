@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -60,6 +61,16 @@ def parallel_lists(model: Any) -> None:
     model.model.layers[2].register_forward_pre_hook(lambda module, args: (args[0] + state[0], *args[1:]))
 
 
+def drop_channels(model: Any) -> None:
+    model.model.norm.register_forward_hook(lambda module, args, out: F.dropout1d(out))
+
+
+def drop_rows(model: Any) -> None:
+    """Of a batch turned about, so that a row holds a feature of all tokens."""
+    turned = lambda module, args, out: F.dropout(out.transpose(1, 2), 0.2).transpose(1, 2)  # noqa: E731
+    model.model.layers[1].mlp.register_forward_hook(turned)
+
+
 WHOLE = [  # refused under every strategy
     (lambda: hard_model("dynamic rope"), r"rotary_emb has .* 'dynamic'.*order of the sequences; use rope_type 'yarn'"),
     (lambda: hard_model("bidirectional"), r"Gemma3Attention is not causal .*use_bidirectional_attention=False"),
@@ -69,14 +80,14 @@ WHOLE = [  # refused under every strategy
     (lambda: llama(view_of_parameter), r"model\.rows is a view of one of the model's parameters.*in forward"),
     (lambda: llama(lambda m: setattr(m.model, "lock", threading.Lock())), r"attribute model\.lock .*cannot be copied"),
     (lambda: llama(lambda m: setattr(m, "lm_head", None)), "no language modelling head"),
+    (lambda: llama(drop_channels), r"model\.norm draws random numbers \(dropout1d 0\.5\).*which rank draws them"),
+    (lambda: llama(drop_rows), r"mlp draws random numbers \(dropout 0\.2\) for rows that are not the tokens"),
 ]  # fmt: skip
 DEGREES = [  # refused under some strategies, equal under the other
     (lambda: gemma3n(activation_sparsity_pattern=[0.9] * 4), "tp2", "pp2", r"layers\.0\.mlp takes a mean over \(96,\)"),
     (lambda: gemma3n(num_kv_shared_layers=2), "pp2", "tp2", "layer [12] uses what layer [01] computed beside"),
     (lambda: llama(parallel_lists), "pp2", "sp2", r"layer 2 .*was computed around layer 0|the list|around the hidden"),
     (lambda: llama(lambda m: m.model.layers.__setitem__(2, m.model.layers[0])), "pp2", "tp2", "runs twice"),
-    (lambda: hard_model("dropout"), "tp2", "pp2", r"draws random numbers .*transformer\.drop: dropout 0\.3.*tp1"),
-    (lambda: hard_model("random routing"), "tp2", "sp2", "draws random numbers in training"),
     (lambda: build_model("weight norm", torch.float32), "tp2", "pp2", r"mlp\.up_proj as a linear layer, but .*tp1"),
     (lambda: build_model("adapters", torch.float32), "tp2", "sp2", r"q_proj as a linear layer, but .*Adapter\); use"),
     (lambda: llama(lambda m: setattr(m, "lm_head", nn.Sequential(m.lm_head))), "tp2", "pp2", "lm_head"),

@@ -76,6 +76,7 @@ class Crew:
                 strategies={str(shape): placed for shape, placed in self.prepared.strategies.items()},
                 compute_dtype=job.compute_dtype,
                 loss_norm=job.config.loss_norm,
+                seed=job.config.seed,
                 loss_scale=self.loss_scale,
                 update=self.update,
                 activity=self.activity,

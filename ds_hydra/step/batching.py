@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ds_hydra.pipe.dropout import sequence_key
 from ds_hydra.pipe.loss import IGNORED
 from ds_hydra.pipe.rows import MicroBatch, Pack, position_ids
 from ds_hydra.pipe.stage import StagePlace
@@ -34,16 +35,19 @@ def build_batches(
     load: Load,
     loss_norm: str,
     device: torch.device,
+    *,
+    step_key: int = 0,
 ) -> RankBatches:
     """Pack the micro-batches of one pipeline, of whole sequences, for one rank of it.
 
     Each rank reads the sequences that it has tokens of: later stages may look tokens up too (an embedding of every
-    layer's own), only the last reads labels.
+    layer's own), only the last reads labels. What is drawn at random for a sequence follows from `step_key` and its id.
     """
-    built = [
-        _build([sequence_ids[span.sequence] for span in batch.spans], batch.lengths, place, load, loss_norm, device)
-        for batch in microbatches
-    ]
+    built: list[tuple[MicroBatch, int, int]] = []
+    for batch in microbatches:
+        ids = [sequence_ids[span.sequence] for span in batch.spans]
+        keys = [sequence_key(step_key, sequence) for sequence in ids]
+        built.append(_build(ids, keys, batch.lengths, place, load, loss_norm, device))
     return RankBatches(
         tuple(batch for batch, _, _ in built), sum(w for _, w, _ in built), sum(pad for _, _, pad in built)
     )
@@ -51,6 +55,7 @@ def build_batches(
 
 def _build(
     ids: Sequence[int],
+    keys: Sequence[int],
     lengths: Sequence[int],
     place: StagePlace,
     load: Load,
@@ -63,7 +68,8 @@ def _build(
     # to it, and it has no target, so it adds nothing to loss and gradients.
     padding = max(0, place.stage.sp - sum(lengths))
     packed = (*lengths, padding) if padding else tuple(lengths)
-    pack = Pack(packed, place.sp_rank, place.stage.sp, place.sp_group)
+    drawn = (*keys, 0) if padding else tuple(keys)
+    pack = Pack(packed, place.sp_rank, place.stage.sp, place.sp_group, drawn)
     start, stop = pack.local
     positions = torch.tensor([position_ids(packed, start, stop)], device=device)
     labels = weights = None

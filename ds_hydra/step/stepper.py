@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ds_hydra.pipe.dropout import step_key
 from ds_hydra.pipe.placement import Strategy, place_strategy
 from ds_hydra.plan.runnable import only_phase
 from ds_hydra.ranks.rank_stats import RankStats, gather_stats
@@ -77,13 +78,14 @@ class Stepper:
         strategies: Mapping[str, Strategy],
         compute_dtype: torch.dtype,
         loss_norm: str,
+        seed: int,
         loss_scale: LossScale,
         update: Update,
         activity: Doing,
         request: Callable[[], int],
     ):
         self._source, self._masters, self._world = source, masters, world
-        self._loss_norm, self._loss_scale, self._update = loss_norm, loss_scale, update
+        self._loss_norm, self._seed, self._loss_scale, self._update = loss_norm, seed, loss_scale, update
         self._strategies, self._activity, self._request = strategies, activity, request
         self._pool = BufferPool()
         self._arena = Arena.for_strategies(
@@ -95,7 +97,7 @@ class Stepper:
     def run(self, plan: StepPlan, step: int, data: SequenceData) -> Outcome:
         """Train one step. Raises PlanError on all ranks when their plans differ or one cannot load its sequences."""
         runtime = self._runtime(plan)
-        batches, weight = self._batches(plan, runtime, data)
+        batches, weight = self._batches(plan, runtime, data, step)
         self._activity.now = "pull"
         loss = runtime.train(_normalised(batches.batches, weight, self._loss_scale.value)) / self._loss_scale.value
         self._activity.now = "optimizer"
@@ -136,7 +138,9 @@ class Stepper:
         world = self._world
         world.connect(strategies, *connections_of(self._source.plan, strategies, world.node_size))
 
-    def _batches(self, plan: StepPlan, runtime: StrategyRuntime, data: SequenceData) -> tuple[RankBatches, int]:
+    def _batches(
+        self, plan: StepPlan, runtime: StrategyRuntime, data: SequenceData, step: int = 0
+    ) -> tuple[RankBatches, int]:
         """This rank's micro-batches; then all ranks compare plans and agree on the step's total loss weight.
 
         A sequence that one rank cannot load is an error on all of them.
@@ -149,6 +153,7 @@ class Stepper:
                 data.load_sequence,
                 self._loss_norm,
                 self._world.device,
+                step_key=step_key(self._seed, step),
             )
         except Exception:
             # This rank fails, but first it takes part in the message that the others wait for; its weight says why.

@@ -10,13 +10,15 @@ from __future__ import annotations
 import importlib.util
 import inspect
 from collections.abc import Callable
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ds_hydra.pipe.dropout import AttentionDropout
 from ds_hydra.pipe.rows import Pack
 from ds_hydra.pipe.ulysses import gather_heads, scatter_heads
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -34,23 +36,32 @@ def varlen_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    dropout: AttentionDropout | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """Causal attention within each sequence of a pack, by Ulysses over its sequence parallel group.
 
     q (T_local, heads, d), k (T_local, kv_heads, d), v (T_local, kv_heads, d_v) -> (T_local, heads, d_v).
     `window` counts the token itself; `softcap` bounds the scores by softcap * tanh(scores / softcap); `sinks` (heads,)
-    are learnt scores of a key that every token sees and that has no value.
+    are learnt scores of a key that every token sees and that has no value; `dropout` is that of the heads at hand.
+    Raises ConfigError for a backend that lacks what is asked for.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if pack.sp > 1:
         q, k, v = scatter_heads(q, k, v, pack)
         sinks = None if sinks is None else sinks.tensor_split(pack.sp)[pack.sp_rank]
+        if dropout is not None:
+            dropout = replace(dropout, first_head=dropout.first_head + pack.sp_rank * q.shape[1])
     # A window that no sequence exceeds changes nothing, and without one every backend has its fastest kernel.
     if window is not None and window >= max(pack.lengths):
         window = None
-    if sinks is not None:
-        out = per_sequence_sdpa(q, k, v, pack, scale, window, softcap, sinks=sinks)
+    if dropout is not None and backend not in (None, "sdpa"):
+        raise ConfigError(
+            f"the attention backend {backend!r} draws dropout ({dropout.rate}) by itself, differently on every layout: "
+            "set attention_dropout to 0 in the model's config, or use the backend 'sdpa'"
+        )
+    if sinks is not None or dropout is not None:
+        out = per_sequence_sdpa(q, k, v, pack, scale, window, softcap, sinks=sinks, dropout=dropout)
     else:
         attend = BACKENDS[backend] if backend else choose_backend(q, v, softcap)
         out = attend(q, k, v, pack, scale, window, softcap)
@@ -111,14 +122,19 @@ def flash_attn(
 
 def per_sequence_sdpa(
     q: Tensor, k: Tensor, v: Tensor, pack: Pack, scale: float, window: int | None, softcap: float | None,
-    *, sinks: Tensor | None = None,
+    *, sinks: Tensor | None = None, dropout: AttentionDropout | None = None,
 ) -> Tensor:  # fmt: skip
-    """One scaled_dot_product_attention per sequence: any device, any dtype, every feature."""
+    """One scaled_dot_product_attention per sequence: any device, any dtype, every feature.
+
+    With dropout, a softcap or sinks the probabilities stand in memory, in blocks of query rows.
+    """
     outs: list[Tensor] = []
+    shown = softcap is not None or sinks is not None or dropout is not None
     for start, length in zip(pack.offsets, pack.lengths, strict=False):
         qs, ks, vs = (x[start : start + length].transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-        if softcap is not None or sinks is not None or (window is not None and window < length):
-            out = _blocked(qs, ks, vs, scale, window, softcap, sinks)
+        if shown or (window is not None and window < length):
+            drop = None if dropout is None else partial(dropout, first_token=start)
+            out = _blocked(qs, ks, vs, scale, window, softcap, sinks=sinks, drop=drop)
         else:
             out = F.scaled_dot_product_attention(
                 qs, ks, vs, is_causal=True, scale=scale, enable_gqa=qs.shape[1] != ks.shape[1]
@@ -128,8 +144,9 @@ def per_sequence_sdpa(
 
 
 def _blocked(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None, sinks: Tensor | None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None,
+    *, sinks: Tensor | None, drop: Callable[..., Tensor] | None,
+) -> Tensor:  # fmt: skip
     """One sequence in blocks of query rows, each against the keys it can see: (1, heads, T, d)."""
     # A mask or a softcap needs the scores in memory. 32 heads of a sequence of 32,768 tokens have 128 GiB of them in
     # FP32; a block of 1,024 rows has 4 GiB at most. With a window of 256 tokens the rows 1024..2047 see only the keys
@@ -146,7 +163,7 @@ def _blocked(
         if window is not None:
             seen &= columns > rows - window
         qb, kb, vb = q[:, :, start:stop], k[:, :, first:stop], v[:, :, first:stop]
-        if softcap is None and sinks is None:
+        if softcap is None and sinks is None and drop is None:
             grouped = queries_per_key > 1
             outs.append(F.scaled_dot_product_attention(qb, kb, vb, attn_mask=seen, scale=scale, enable_gqa=grouped))
             continue
@@ -159,8 +176,8 @@ def _blocked(
                 (scores, sinks.to(scores.dtype).view(1, -1, 1, 1).expand(1, -1, stop - start, 1)), dim=-1
             )
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-        weights = torch.softmax(scores, dim=-1, dtype=wide).to(q.dtype)
-        outs.append(weights[..., : stop - first] @ vb)
+        weights = torch.softmax(scores, dim=-1, dtype=wide).to(q.dtype)[..., : stop - first]
+        outs.append((weights if drop is None else drop(weights, first_query=start, first_key=first)) @ vb)
     return torch.cat(outs, dim=2)
 
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
 
 from ds_hydra.pipe.attention.backends import varlen_attention
+from ds_hydra.pipe.dropout import AttentionDropout
 from ds_hydra.pipe.rows import Pack
 from ds_hydra.zero_hetero.errors import ConfigError
 
 ATTENTION_NAME = "hydra_varlen"
+_DROPS = "_hydra_attention_dropout"
+
+# A rate and the heads that these ranks compute -> their dropout; None: none is to be computed.
+MakeDropout = Callable[[float, int], AttentionDropout | None]
 
 
 # Keywords that Hugging Face passes along and that change nothing here (positions are already in q and k). Any other one
@@ -67,13 +73,27 @@ def hydra_attention(
     # Some models pass only the keywords on that they know. Without the pack, sequences of a row would see each other.
     if hydra is None:
         raise ConfigError(f"{type(module).__name__} did not pass the keyword argument 'hydra' on to its attention")
-    if dropout:
-        raise ConfigError(
-            f"attention dropout {dropout} is not supported: set attention_dropout to 0 in the model config"
-        )
+    drop = _dropout_of(module, dropout, query.shape[1])
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # (T_local, heads, d)
-    out = varlen_attention(q, k, v, hydra, scale=scaling, window=sliding_window, softcap=softcap, sinks=s_aux)
+    out = varlen_attention(
+        q, k, v, hydra, scale=scaling, window=sliding_window, softcap=softcap, sinks=s_aux, dropout=drop
+    )
     return out.unsqueeze(0), None
+
+
+def let_attention_drop(module: nn.Module, make: MakeDropout) -> None:
+    """Tell a module that calls `hydra_attention` by which rule its probabilities are dropped."""
+    object.__setattr__(module, _DROPS, make)
+
+
+def _dropout_of(module: nn.Module, rate: float, heads: int) -> AttentionDropout | None:
+    make: MakeDropout | None = getattr(module, _DROPS, None)
+    if rate and make is None:
+        raise ConfigError(
+            f"{type(module).__name__} drops {rate} of its attention, but did not when the model was traced: set "
+            "attention_dropout to 0 in the model's config"
+        )
+    return make(rate, heads) if rate and make is not None else None
 
 
 def use_in(model: nn.Module) -> None:

@@ -130,7 +130,7 @@ class CausalLM:
         self.plan = ModelPlan(
             make_buckets(groups, specs), flow.first, flow.layers, flow.last | (frozenset(specs) - everywhere),
             heads, kv_heads, self._heads_cut(specs),
-            no_tp=styled or unnamed.obstacle or self._random_obstacle(), no_pp=self._pipeline_obstacle(),
+            no_tp=styled or unnamed.obstacle, no_pp=self._pipeline_obstacle(),
         )  # fmt: skip
         self.specs = specs
 
@@ -153,14 +153,6 @@ class CausalLM:
             style_of(self.style_plan, module) == "colwise"
             and module.rpartition(".")[2] in (*_QUERY_MODULES, *_KEY_VALUE_MODULES)
             for module in modules
-        )
-
-    def _random_obstacle(self) -> str:
-        if not self.flow.random:
-            return ""
-        return (
-            f"{self.name} draws random numbers in training ({self.flow.random[0]}), which tensor parallel ranks would "
-            "draw differently: set the rate to 0 in the model's config, or use strategies with tp1 for this model"
         )
 
     def _pipeline_obstacle(self) -> str:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ds_hydra.pipe.loss import chunked_loss
 from ds_hydra.pipe.models.cut import CutForward, Given, from_wire, hidden_in, to_wire, with_hidden
+from ds_hydra.pipe.models.draws import Draws, Keys
 from ds_hydra.pipe.models.positions import split_rotary_by_length
 from ds_hydra.pipe.rows import MicroBatch, Pack
 from ds_hydra.pipe.stage import StageModule, StagePlace
@@ -26,6 +27,11 @@ class CausalStage(StageModule):
 
     def __init__(self, source: CausalLM, place: StagePlace, device: torch.device, dtype: torch.dtype):
         model = source.skeleton(device, dtype)
+        self._draws = Draws(source.flow.draws, place.tp_rank, place.stage.tp)
+        if source.flow.draws:
+            self._draws.install(model, source.layers_path)
+        if source.flow.draws and source.activation_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": self._draws.checkpointed})
         needed = source.plan.needed(place.stage)
         names = {path: name for path, name in source.aliases.items() if name in needed}
         super().__init__(model, place, names, readers=source.flow.readers, hooks=source.hooks)
@@ -47,7 +53,8 @@ class CausalStage(StageModule):
             self.vocab = specs[f"{path}.weight"].shard_rows(place.tp_rank, place.stage.tp)
 
     def forward(self, hidden: Tensor | None, batch: MicroBatch) -> Tensor:
-        out = self._run_layers(hidden, batch)
+        keys = self._keys(batch)
+        out = self._run_layers(hidden, batch, keys)
         if not self.place.is_last:
             return to_wire(hidden_in(out), self._doors[self.place.stage.last_layer])
         assert batch.labels is not None, "the last stage was given no labels"
@@ -55,7 +62,8 @@ class CausalStage(StageModule):
         input_ids = _tokens(batch)
 
         def head(part: Tensor, tokens: slice) -> Tensor:
-            return self._head(with_hidden(out, part), input_ids[:, tokens])
+            with self._draws.of(None if keys is None else keys.part(tokens)):
+                return self._head(with_hidden(out, part), input_ids[:, tokens])
 
         start, stop = self.vocab
         group = self.place.tp_group
@@ -63,17 +71,25 @@ class CausalStage(StageModule):
 
     def logits(self, hidden: Tensor | None, batch: MicroBatch) -> Tensor:
         """Of the last stage: logits (1, T_local, V_local) of this rank's vocabulary rows, all in memory at once."""
-        return self._head(self._run_layers(hidden, batch), _tokens(batch))
+        keys = self._keys(batch)
+        with self._draws.of(keys):
+            return self._head(self._run_layers(hidden, batch, keys), _tokens(batch))
 
-    def _run_layers(self, hidden: Tensor | None, batch: MicroBatch) -> Any:
+    def _keys(self, batch: MicroBatch) -> Keys | None:
+        """What the random calls of a micro-batch draw from; None where there are none."""
+        draws = self.module.training and self._draws.widths
+        return Keys.of(batch.pack, batch.position_ids.device) if draws else None
+
+    def _run_layers(self, hidden: Tensor | None, batch: MicroBatch, keys: Keys | None) -> Any:
         self._pack = batch.pack
-        return self._cut(
-            None if hidden is None else from_wire(hidden, self._doors[self.place.stage.first_layer]),
-            input_ids=_tokens(batch),
-            position_ids=batch.position_ids + self._first_position,
-            use_cache=False,
-            hydra=batch.pack,
-        )
+        with self._draws.of(keys):
+            return self._cut(
+                None if hidden is None else from_wire(hidden, self._doors[self.place.stage.first_layer]),
+                input_ids=_tokens(batch),
+                position_ids=batch.position_ids + self._first_position,
+                use_cache=False,
+                hydra=batch.pack,
+            )
 
     def _head(self, below: Any, input_ids: Tensor) -> Tensor:
         """Logits of this rank's vocabulary rows, by the model's own forward after its layers."""

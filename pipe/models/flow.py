@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,9 +25,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from ds_hydra.pipe.attention.interface import let_attention_drop
+from ds_hydra.pipe.models.draws import Place, Recorder
 from ds_hydra.pipe.models.graph import hidden_of, leaves, tensors_in
-from ds_hydra.pipe.models.random_calls import random_call
 from ds_hydra.pipe.rows import Pack
+from ds_hydra.zero_hetero.errors import ConfigError
 
 # Token counts that are tried: one that is no other size of the hidden states tells which dimension counts tokens.
 TOKEN_COUNTS = (11, 13, 17)
@@ -61,7 +64,7 @@ class Flow:
     doors: tuple[Door, ...]
     body: str  # path of the module whose output the model's own forward turns into logits
     readers: Mapping[str, frozenset[str]]  # parameters that are read while their owner does not run -> modules that do
-    random: tuple[str, ...] = ()  # calls that draw random numbers in training, in words
+    draws: Mapping[Place, int]  # random calls in training -> features (of attention: heads) that they draw for
     obstacle: str = ""  # why no pipeline can be cut; the parts above are then only what one stage holds
 
 
@@ -84,7 +87,7 @@ class _Record:
 class _Watch(TorchFunctionMode):
     """Notes which parameters any function is handed, by part of the forward, and what draws random numbers."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, layers_path: str, tokens: int) -> None:
         super().__init__()
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.owners: dict[int, set[str]] = {}
@@ -94,7 +97,7 @@ class _Watch(TorchFunctionMode):
         self.touched: dict[tuple[str, int], set[int]] = {}
         self.stack: list[str] = []
         self.readers: dict[str, set[str]] = {}
-        self.random: dict[str, None] = {}
+        self.recorder = Recorder(tokens, layers_path, self.stack)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -103,9 +106,7 @@ class _Watch(TorchFunctionMode):
                 if isinstance(value, Tensor) and id(value) in self.names:
                     self._touch(id(value))
         result = func(*args, **kwargs)
-        drawn = random_call(func, args, kwargs, result)
-        if drawn:
-            self.random[f"{self.stack[-1] if self.stack else 'the model'}: {drawn}"] = None
+        self.recorder.note(func, args, kwargs, result)
         return result
 
     def _touch(self, parameter: int) -> None:
@@ -125,10 +126,12 @@ def trace(model: Any, layers_path: str, positions_from: int = 0) -> Flow:
     device = next(model.parameters()).device
     layers = list(model.get_submodule(layers_path))
     record = _Record()
-    watch = _Watch(model)
-    keep_stack(model, watch.stack)
     hidden = int(model.config.get_text_config().hidden_size)
     tokens = next(count for count in TOKEN_COUNTS if count not in (hidden, len(layers)))
+    watch = _Watch(model, layers_path, tokens)
+    keep_stack(model, watch.stack)
+    for name, module in model.named_modules():
+        let_attention_drop(module, partial(watch.recorder.attention, name))
     for index, layer in enumerate(layers):
         _watch_layer(layer, index, record, watch, tokens)
     ids = torch.arange(3, 3 + tokens, device=device)[None]
@@ -136,6 +139,8 @@ def trace(model: Any, layers_path: str, positions_from: int = 0) -> Flow:
     model.train()
     with torch.random.fork_rng(devices=[]), watch:
         out = model(input_ids=ids, position_ids=positions, use_cache=False, hydra=Pack((tokens,)))
+    if watch.recorder.obstacle:
+        raise ConfigError(watch.recorder.obstacle)
     logits = out.logits if hasattr(out, "logits") else out[0]
     return _conclude(model, layers_path, record, watch, logits)
 
@@ -218,7 +223,7 @@ def _conclude(model: Any, layers_path: str, record: _Record, watch: _Watch, logi
         if path.startswith(layers_path + "."):
             own[int(path[len(layers_path) + 1 :].split(".")[0])].add(names[id(parameter)])
     readers = {name: frozenset(found) for name, found in watch.readers.items()}
-    random = tuple(watch.random)
+    draws = watch.recorder.widths
     last = named(leaves([logits]) | watch.in_part("after", num_layers - 1))
     try:
         _check_order(record, num_layers)
@@ -236,11 +241,11 @@ def _conclude(model: Any, layers_path: str, record: _Record, watch: _Watch, logi
         parts = tuple(frozenset(mine) for mine in own)
         doors = tuple(record.doors.get(index, Door(0, (1, _width(model)), 1, None)) for index in range(num_layers))
         return Flow(
-            frozenset(rest), parts, frozenset(last), doors, record.body, readers, random, str(obstacle)
+            frozenset(rest), parts, frozenset(last), doors, record.body, readers, draws, str(obstacle)
         )  # fmt: skip
     layers = tuple(frozenset(mine | before | everywhere) for mine, before in zip(own, between, strict=True))
     doors = tuple(record.doors[index] for index in range(num_layers))
-    return Flow(frozenset(first | everywhere), layers, frozenset(last), doors, record.body, readers, random)
+    return Flow(frozenset(first | everywhere), layers, frozenset(last), doors, record.body, readers, draws)
 
 
 def _width(model: Any) -> int:

@@ -178,15 +178,6 @@ def test_unknown_attention_features_are_never_dropped() -> None:
         assert "would train another model" in text, text
 
 
-def test_attention_dropout_is_refused() -> None:
-    def job() -> None:
-        start("tp1", model=tiny("llama", num_attention_heads=4, attention_dropout=0.1)).train_batch()
-
-    for text in errors(1, job):
-        assert text.startswith("ConfigError"), text
-        assert "attention_dropout to 0" in text
-
-
 def test_encoder_decoders_are_refused() -> None:
     from transformers import T5Config, T5ForConditionalGeneration
 

@@ -44,6 +44,7 @@ class Case:
     activation_checkpointing: bool = False
     masked_labels: bool = False  # some targets are not learnt, in one sequence none is
     frozen: tuple[str, ...] = ()  # words in the names of parameters that are not trained
+    draws: bool = False  # the model draws random numbers in training
     node_size: int | None = None  # ranks of a node, as if there were several nodes
     quick: bool = False  # runs in every test run, and under --quick
 
@@ -99,6 +100,8 @@ UNUSUAL = (
     "embeddings of each layer",
 )
 _QUICK_UNUSUAL = {"longrope", "hooks that hold other modules"}
+# Of HARD_MODELS, those that draw random numbers in training.
+DRAWING = ("dropout (Phi)", "dropout", "dropout by a function", "noise on what is routed", "random routing")
 # Biases of keys change nothing in attention: their gradients are rounding alone.
 _NO_GRADIENT = ("k_proj.bias", "key.bias", "Wk.bias")
 
@@ -130,6 +133,21 @@ def _unusual() -> Iterator[Case]:
         yield Case(family, family, CHANGING, quick=family in _QUICK_UNUSUAL)
     for family in CHANGED_LINEARS:
         yield Case(family, family, CHANGING_WITHOUT_TP)
+
+
+def _drawing() -> Iterator[Case]:
+    for family in DRAWING:
+        yield Case(family, family, CHANGING, draws=True, frozen=_NO_GRADIENT, quick=True)
+    yield Case(
+        "dropout checkpointed",
+        "dropout (Phi)",
+        CHANGING,
+        draws=True,
+        frozen=_NO_GRADIENT,
+        activation_checkpointing=True,
+        quick=True,
+    )
+    yield Case("dropout on 8 ranks", "dropout (Phi)", CHANGING_8, draws=True)
 
 
 def _options() -> Iterator[Case]:
@@ -178,5 +196,5 @@ def _options() -> Iterator[Case]:
     yield replace(base, name="8 ranks on 2 nodes", strategies=CHANGING_8, node_size=4, quick=True)
 
 
-CASES: tuple[Case, ...] = (*_fixed(), *_families(), *_unusual(), *_options())
+CASES: tuple[Case, ...] = (*_fixed(), *_families(), *_unusual(), *_drawing(), *_options())
 assert len({case.name for case in CASES}) == len(CASES), "every row has a name of its own"

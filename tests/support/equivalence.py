@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ds_hydra.pipe.dropout import sequence_key, step_key, token_keys
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.pipe.stage import from_flat
 from tests.support.cases import BFLOAT16, FLOAT32, FLOAT64, Case
@@ -221,13 +222,14 @@ def difference(case: Case, data: Sequence[Sample], run: RankRun) -> Difference:
     initial = {name: parameter.detach() for name, parameter in reference.masters.items()}
     _take_all(found, "parameter", run.steps[0].before, initial)
     follow = _reference(case) if case.dtype != FLOAT64 else None  # takes the ranks' parameters before each step
-    for step in run.steps:
+    for number, step in enumerate(run.steps, start=1):
         samples = [data[i] for i in step.ids]
         weights = token_weights(samples, step.microbatches, case.loss_norm)
-        expected = reference.step(samples, weights)
+        keys = _token_keys(number, step.ids, samples) if case.draws else None
+        expected = reference.step(samples, weights, keys)
         if follow is not None:
             follow.load(step.before)
-            expected = follow.gradients(samples, weights)
+            expected = follow.gradients(samples, weights, keys)
         _take_step(found, step, expected)
     whole = reference.masters is reference.parameters
     state = dict(reference.model.named_parameters(remove_duplicate=False) if whole else reference.masters)
@@ -235,6 +237,15 @@ def difference(case: Case, data: Sequence[Sample], run: RankRun) -> Difference:
     for key, values in run.moments.items():
         _take_all(found, "moment", values, reference.moments(key))
     return found
+
+
+def _token_keys(step: int, ids: Sequence[int], samples: Sequence[Sample]) -> list[Tensor]:
+    """What the random numbers of each sample follow from in a step of a job with the seed 0."""
+    key = step_key(0, step)
+    return [
+        token_keys([len(sample["input_ids"])], [sequence_key(key, number)])
+        for number, sample in zip(ids, samples, strict=True)
+    ]
 
 
 def _take_step(found: Difference, step: RankStep, expected: Step) -> None:

@@ -113,7 +113,8 @@ def reference_model(family: str, dtype: torch.dtype) -> nn.Module:
         torch.manual_seed(0)
         return _PlainLayerList().to(dtype)
     attention = "sdpa"
-    if hf_config(family).model_type in NEEDS_EAGER:
+    config = hf_config(family)
+    if config.model_type in NEEDS_EAGER or getattr(config, "attention_dropout", 0.0):
         attention = "eager" if dtype != torch.float64 else "dense"  # eager has an FP32 softmax in any dtype
     return build_model(family, dtype, attention)
 

@@ -51,6 +51,8 @@ HARD_MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "dynamic rope": ("llama", _COMMON | {"rope_parameters": _DYNAMIC}),
     "dropout": ("gpt2", _GPT2 | {"resid_pdrop": 0.3, "embd_pdrop": 0.3}),
     "dropout by a function": ("opt", _OPT | {"dropout": 0.1}),
+    "dropout (Phi)": ("phi", _COMMON | {"attention_dropout": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1}),
+    "noise on what is routed": ("mixtral", _COMMON | {"num_local_experts": 4, "router_jitter_noise": 0.1}),
     "bidirectional": ("gemma3_text", _COMMON | {"head_dim": 16, "use_bidirectional_attention": True}),
     "masked language model": ("bert-mlm", _BERT),
     "positions from the padding id": ("roberta", _BERT | {"pad_token_id": 1, "is_decoder": True}),

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from tests.support.drawing import drawing
 from tests.support.families import reference_model
 
 Sample = Mapping[str, Tensor]  # input_ids and labels, both (length,), labels not shifted
@@ -82,8 +83,13 @@ class Reference:
             for name, parameter in self.masters.items():
                 parameter.copy_(values[name])
 
-    def gradients(self, samples: Sequence[Sample], weights: Sequence[float]) -> Step:
-        """Loss, norm and clipped gradients, left in the masters; `weights[i]` is what a token of sample i counts."""
+    def gradients(
+        self, samples: Sequence[Sample], weights: Sequence[float], keys: Sequence[Tensor] | None = None
+    ) -> Step:
+        """Loss, norm and clipped gradients, left in the masters; `weights[i]` is what a token of sample i counts.
+
+        `keys[i]` are what its random numbers follow from; None: nothing is drawn.
+        """
         if self.masters is not self.parameters:
             with torch.no_grad():
                 for name, parameter in self.parameters.items():
@@ -91,8 +97,9 @@ class Reference:
         sums = {name: torch.zeros_like(parameter) for name, parameter in self.masters.items()}
         self.model.zero_grad()
         total = 0.0
-        for sample, weight in zip(samples, weights, strict=True):
-            loss = token_loss_sum(self.model, sample) * weight
+        for sample, weight, drawn in zip(samples, weights, keys or [None] * len(samples), strict=True):
+            with drawing(self.model, drawn):
+                loss = token_loss_sum(self.model, sample) * weight
             loss.backward()
             total += float(loss.detach())
             for name, parameter in self.parameters.items():
@@ -106,9 +113,9 @@ class Reference:
             total, float(norm), {name: p.grad.clone() for name, p in self.masters.items() if p.grad is not None}
         )
 
-    def step(self, samples: Sequence[Sample], weights: Sequence[float]) -> Step:
+    def step(self, samples: Sequence[Sample], weights: Sequence[float], keys: Sequence[Tensor] | None = None) -> Step:
         """`gradients`, and an update by them."""
-        result = self.gradients(samples, weights)
+        result = self.gradients(samples, weights, keys)
         self.optimizer.step()
         return result
 
@@ -162,6 +169,7 @@ def dense_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    dropout: float = 0.0,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Softcapped, windowed, causal attention with sinks over the whole score matrix, in the dtype of its inputs."""
@@ -178,7 +186,7 @@ def dense_attention(
     scores = scores.masked_fill(hidden, float("-inf"))
     if s_aux is not None:  # a score of each head for a key without a value
         scores = torch.cat((scores, s_aux[None, :, None, None].expand(1, -1, len(distance), 1)), dim=-1)
-    weights = torch.softmax(scores, dim=-1)[..., : len(distance)]
+    weights = F.dropout(torch.softmax(scores, dim=-1)[..., : len(distance)], dropout)
     return (weights @ value).transpose(1, 2), None
 
 

@@ -1,0 +1,254 @@
+"""Modules that draw random numbers in; the same modules, drawing by place, out [Note: draws by place].
+
+While such a module runs, its random calls are answered by the hash of what they are for. Draws of a module are counted
+within a run of a layer, so that one that is called twice draws anew, and a layer that is recomputed draws the same:
+
+    layer 3 runs        resid_dropout(x) -> place (3, "...resid_dropout", 0)
+                        resid_dropout(y) -> place (3, "...resid_dropout", 1)
+    outside of layers   emb_dropout(x)   -> place (None, "...emb_dropout", 0)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ds_hydra.pipe.attention.interface import let_attention_drop
+from ds_hydra.pipe.dropout import AttentionDropout, drop, keep_mask, place_key, token_keys, uniform
+from ds_hydra.pipe.models.random_calls import DROPOUTS, FROM_UNIFORM, dropout_of, has_rule, random_call
+from ds_hydra.pipe.rows import Pack
+from ds_hydra.zero_hetero.errors import ConfigError
+
+
+class Place(NamedTuple):
+    """Where a draw stands in the model."""
+
+    layer: int | None
+    module: str
+    draw: int  # of the module's in a run of the layer
+
+    @property
+    def key(self) -> int:
+        return place_key(self.layer, self.module, self.draw)
+
+
+class Keys(NamedTuple):
+    """What the draws of a micro-batch follow from, int32 on the device."""
+
+    row: Tensor  # (T,) of all tokens of the packed row
+    local: Tensor  # (T_local,) of those that are computed here
+
+    @classmethod
+    def of(cls, pack: Pack, device: torch.device) -> Keys:
+        """Keys of a pack; of one without keys, those of the sequences 0, 1, ..."""
+        row = token_keys(pack.lengths, pack.keys or range(len(pack.lengths))).to(device, non_blocking=True)
+        start, stop = pack.local
+        return cls(row, row[start:stop])
+
+    def part(self, tokens: slice) -> Keys:
+        """Keys of some of the tokens that are computed here."""
+        return Keys(self.row, self.local[tokens])
+
+
+@dataclass(frozen=True)
+class _Running:
+    """Where a forward is."""
+
+    keys: Keys | None = None  # of its tokens
+    layer: int | None = None
+    counts: dict[str, int] = field(default_factory=dict)  # draws of this run of the layer so far, by module
+    module: str | None = None  # whose random calls are answered
+
+
+class Draws:
+    """Counts and answers the random calls of one stage's modules.
+
+    `widths` are the features (of attention: the heads) of each draw in the whole model; tensor parallel ranks that have
+    fewer draw their part of them.
+    """
+
+    def __init__(self, widths: Mapping[Place, int], tp_rank: int = 0, tp: int = 1):
+        self.widths, self._tp_rank, self._tp = dict(widths), tp_rank, tp
+        self._now = _Running()
+
+    def install(self, model: nn.Module, layers_path: str) -> None:
+        """Let modules of the classes that were seen to draw do so by place."""
+        kinds = {type(model.get_submodule(place.module)) for place in self.widths}
+        for name, module in model.named_modules():
+            if type(module) in kinds:
+                let_attention_drop(module, partial(self.attention, name))
+                _replace_call(module, self._answered(name, module))
+        layers: Sequence[nn.Module] = model.get_submodule(layers_path)  # type: ignore[assignment]
+        for index, layer in enumerate(layers):
+            _replace_call(layer, self._counted(index, layer._call_impl))
+
+    def of(self, keys: Keys | None) -> AbstractContextManager[None]:
+        """Within it, draws are those of these tokens, counted from 0 outside of the layers."""
+        return self._running(_Running(keys))
+
+    def checkpointed(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """For `checkpoint(context_fn=...)`: what is recomputed draws again, as if it ran where it ran first."""
+        return nullcontext(), self._running(replace(self._now, counts=dict(self._now.counts)))
+
+    @contextmanager
+    def _running(self, now: _Running) -> Iterator[None]:
+        before, self._now = self._now, now
+        try:
+            with nullcontext() if now.module is None else _Answers(self, now.module):
+                yield
+        finally:
+            self._now = before
+
+    def answer(self, module: str, func: Any, args: Any, kwargs: Any) -> Any:
+        """What a random call returns."""
+        with torch._C.DisableTorchFunction():
+            if func in DROPOUTS:
+                x, rate, inplace = dropout_of(args, kwargs)
+                place, columns = self._next(module, random_call(func, args, kwargs), x)
+                if x.is_meta:
+                    return func(*args, **kwargs)
+                keys = self._current(module).local
+                kept = keep_mask(keys, place.key, columns, rate).view(x.shape) if rate < 1.0 else None
+                out = x * 0.0 if kept is None else drop(x, kept, rate)
+                return x.copy_(out) if inplace or func is torch.dropout_ else out
+            drawn = func(*args, **kwargs)
+            if drawn.dim() == 0:  # a coin for a whole layer: models draw it whether they use it or not
+                return drawn
+            place, columns = self._next(module, func.__name__, drawn)
+            if drawn.is_meta:
+                return drawn
+            with torch.no_grad():
+                u = uniform(self._current(module).local, place.key, columns, drawn.dtype).view(drawn.shape)
+                return drawn.copy_(FROM_UNIFORM[func.__name__](u, args, kwargs))
+
+    def attention(self, module: str, rate: float, heads: int) -> AttentionDropout | None:
+        """Dropout of the probabilities of a module's attention, of which `heads` are computed by these ranks."""
+        place = self._count(module)
+        first = self._first(place, heads)
+        return AttentionDropout(rate, self._current(module).row, place.key, first)
+
+    def _answered(self, name: str, module: nn.Module) -> Callable[..., Any]:
+        call = module._call_impl
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not module.training:
+                return call(*args, **kwargs)
+            with self._running(replace(self._now, module=name)):
+                return call(*args, **kwargs)
+
+        return run
+
+    def _counted(self, index: int, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self._running(_Running(self._now.keys, index)):
+                return call(*args, **kwargs)
+
+        return run
+
+    def _current(self, module: str) -> Keys:
+        if self._now.keys is None:
+            raise ConfigError(
+                f"{module} draws random numbers outside of its stage's forward, where it is not known for which "
+                "tokens: leave recomputation to hydra.activation_checkpointing, or set its rate to 0"
+            )
+        return self._now.keys
+
+    def _next(self, module: str, call: str, x: Tensor) -> tuple[Place, range]:
+        """Place and columns of a draw for each number of `x`."""
+        tokens = len(self._current(module).local)
+        if not _holds_tokens(x, tokens):
+            raise ConfigError(without_tokens(module, call))
+        place, width = self._count(module), x.numel() // tokens
+        first = self._first(place, width)
+        return place, range(first, first + width)
+
+    def _count(self, module: str) -> Place:
+        draw = self._now.counts.get(module, 0)
+        self._now.counts[module] = draw + 1
+        return Place(self._now.layer, module, draw)
+
+    def _first(self, place: Place, width: int) -> int:
+        """First of `width` features (or heads) at hand in those of the whole model."""
+        whole = self.widths.get(place, width)
+        if whole == width:
+            return 0
+        if width * self._tp != whole:
+            raise ConfigError(
+                f"{place.module} draws random numbers for {whole} features, of which this rank of tp={self._tp} has "
+                f"{width}: set its rate to 0, or use strategies with a tp that divides {whole}"
+            )
+        return self._tp_rank * width
+
+
+class Recorder(Draws):
+    """Notes what a model draws when it is traced, and leaves the drawing to torch."""
+
+    def __init__(self, tokens: int, layers_path: str, stack: Sequence[str]):
+        """`stack` holds the paths of the modules that are running, whenever something is noted."""
+        super().__init__({})
+        self._tokens, self._prefix, self._stack = tokens, f"{layers_path}.", stack
+        self.obstacle = ""  # the first draw that cannot be placed, as a sentence for the user
+
+    def note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Take a function's call and what it returned."""
+        call, module = random_call(func, args, kwargs), self._stack[-1] if self._stack else ""
+        if not call or not isinstance(result, Tensor) or result.dim() == 0 or self.obstacle:
+            return
+        if not has_rule(func):
+            self.obstacle = (
+                f"{module or 'the model'} draws random numbers ({call}) that would depend on which rank draws them: "
+                "set its rate to 0 in the model's config, or let it use torch.nn.functional.dropout"
+            )
+        elif not _holds_tokens(result, self._tokens):
+            self.obstacle = without_tokens(module, call)
+        else:
+            self.widths[self._count(module)] = result.numel() // self._tokens
+
+    def attention(self, module: str, rate: float, heads: int) -> AttentionDropout | None:
+        self.widths[self._count(module)] = heads
+        return None
+
+    def _count(self, module: str) -> Place:
+        layer = next((name for name in self._stack if name.startswith(self._prefix)), None)
+        index = None if layer is None else int(layer.removeprefix(self._prefix).partition(".")[0])
+        count = sum(place.layer == index and place.module == module for place in self.widths)
+        return Place(index, module, count)
+
+
+class _Answers(TorchFunctionMode):
+    """Within it, random calls are answered by place."""
+
+    def __init__(self, draws: Draws, module: str):
+        super().__init__()
+        self._draws, self._module = draws, module
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if has_rule(func) and random_call(func, args, kwargs):
+            return self._draws.answer(self._module, func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+def _replace_call(module: nn.Module, call: Callable[..., Any]) -> None:
+    """Not the forward: hooks draw too (noise on embeddings), and belong to the module as they do in the trace."""
+    object.__setattr__(module, "_call_impl", call)
+
+
+def without_tokens(module: str, call: str) -> str:
+    """A sentence for the user about a draw that no rule fits."""
+    return (
+        f"{module} draws random numbers ({call}) for rows that are not the tokens of the batch, so that they would "
+        "depend on what else is in it: set its rate to 0"
+    )
+
+
+def _holds_tokens(x: Tensor, tokens: int) -> bool:
+    """Whether the first dimension that is not 1 counts tokens."""
+    return tokens == 1 or next((size for size in x.shape if size != 1), 1) == tokens
