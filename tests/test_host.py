@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from deepspeed.runtime.lr_schedules import WarmupLR
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from ds_hydra.host import launch
 from ds_hydra.host.optimizers import Lion, optimizer_recipe, parameter_groups
 from ds_hydra.host.settings import deepspeed_config
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -250,3 +252,22 @@ def test_without_the_block_deepspeed_gets_every_argument(monkeypatch: pytest.Mon
     assert seen["model"] is model
     assert seen["config"] is config
     assert (seen["collate_fn"], seen["mpu"], len(seen)) == (len, "m", 13)
+
+
+@pytest.mark.parametrize(
+    ("backend", "num_ranks", "device"),
+    [("nccl", 4, torch.device("cuda", 1)), ("nccl", 1, None), ("gloo", 4, None)],
+)
+def test_groups_under_torchrun_get_their_device(
+    monkeypatch: pytest.MonkeyPatch, backend: str, num_ranks: int, device: torch.device | None
+) -> None:
+    """As under DeepSpeed's launcher; no device is needed to be told one."""
+    given: dict[str, Any] = {}
+    for name, value in {"RANK": 3, "LOCAL_RANK": 1, "WORLD_SIZE": num_ranks, "MASTER_PORT": 29500}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setattr(torch.distributed, "TCPStore", lambda *_, **__: None)
+    monkeypatch.setattr(torch.distributed, "PrefixStore", lambda *_: None)
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **options: given.update(options))
+    launch._meet_in_this_attempt(backend, timedelta(seconds=5))
+    assert (given["rank"], given["world_size"], given["device_id"]) == (3, num_ranks, device)

@@ -187,6 +187,14 @@ def some_of_its_ranks(rank: int) -> None:
         dist.barrier()
 
 
+def some_of_them_after_a_collective(rank: int) -> None:
+    """A collective of all ranks has made the communicator."""
+    transport = communicator(rules=Rules(stall_s=SOON, lazy=True))
+    transport.collective()
+    if rank < 2:
+        swap(transport, rank)
+
+
 def other_collective(rank: int) -> None:
     with strict_collectives():
         if rank == 0:
@@ -232,6 +240,7 @@ def test_each_break_of_a_rule_is_named(body: Callable[[int], None], num_ranks: i
 def test_what_only_some_rules_forbid_passes_without_them() -> None:
     def body(rank: int) -> None:
         two_communicators(rank, Rules())
+        some_of_them_after_a_collective(rank)
         transport = communicator()
         if rank < 2:
             swap(transport, rank)

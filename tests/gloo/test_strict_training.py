@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from pathlib import Path
+from unittest import mock
 
 import deepspeed  # noqa: F401  (before forking: the ranks share it)
 import pytest
+import torch.distributed as dist
 from torch import Tensor
 
 import ds_hydra.engine.engine  # noqa: F401
+from ds_hydra.pipe.rows import MicroBatch
+from ds_hydra.step.strategy_runtime import StrategyRuntime
 from tests.support.cases import CASES, Case
 from tests.support.equivalence import compare
 from tests.support.ranks import run_ranks
@@ -49,6 +55,43 @@ def test_what_once_hung_trains_to_the_same_bits(strategy: str, num_ranks: int, r
         return same(strict, trained(rank, strategy, num_ranks))
 
     assert run_ranks(both, num_ranks, timeout=240) == [True] * num_ranks
+
+
+def test_no_step_connects_a_pair(tmp_path: Path) -> None:
+    """Nor does one under a strategy that is no candidate, which the plans of an earlier run ask for."""
+    plans = str(tmp_path / "plans.jsonl")
+
+    def steps(rank: int, strategies: list[str], **hydra: object) -> tuple[list[list[int]], dict[str, Tensor]]:
+        config = small_config(4, node_size=2, **hydra)
+        config["hydra"]["strategies"] = strategies
+        counts: list[list[int]] = []
+        with strict_world(Rules(connect=True, lazy=True)) as transports:
+            engine = small_engine(rank, config=config)
+            runtime = StrategyRuntime.train
+
+            def train(self: StrategyRuntime, batches: Sequence[MicroBatch]) -> Tensor:
+                counts.append([len(transport.connected) for transport in transports])
+                loss = runtime(self, batches)
+                counts.append([len(transport.connected) for transport in transports])
+                return loss
+
+            with mock.patch.object(StrategyRuntime, "train", train):
+                for _ in range(3):
+                    engine.train_batch()
+            return counts, whole_state(engine)
+
+    def both(rank: int) -> tuple[list[list[int]], list[list[int]], bool]:
+        recorded, state = steps(rank, ["tp2 + pp2"], plans_file=plans)
+        dist.barrier()  # rank 0 has written the plans
+        others = ["4*tp1", "pp2 + tp2"]  # neither its group nor its edges
+        replayed, again = steps(rank, others, choose="replay", planner={"ahead": 0, "replay_file": plans})
+        return recorded, replayed, same(state, again)
+
+    for recorded, replayed, equal in run_ranks(both, 4, timeout=240):
+        assert recorded == [recorded[0]] * 6
+        assert replayed == [replayed[0]] * 6
+        assert recorded[0][0] > 0
+        assert equal
 
 
 def drawn(count: int) -> list[tuple[Case, str]]:

@@ -59,7 +59,7 @@ class StrictTransport:
         self.unwaited: list[Exchange] = []
         self.started = 0
         self.made = False  # whether all its ranks have used it
-        self._connected: set[tuple[int, int]] = set()
+        self.connected: set[tuple[int, int]] = set()
         self._queue: queue.SimpleQueue[Exchange | None] = queue.SimpleQueue()
         self._failure: StrictError | None = None
         self._thread = threading.Thread(target=self._serve, daemon=True, name=f"strict {name}")
@@ -107,9 +107,9 @@ class StrictTransport:
 
     def _connect(self, exchange: Exchange) -> None:
         pairs = {(self.rank, peer) for peer, _ in exchange.sends} | {(peer, self.rank) for peer, _ in exchange.recvs}
-        new = sorted(pairs - self._connected)
+        new = sorted(pairs - self.connected)
         self._meet([sum(pair) - self.rank for pair in new], _CONNECT, f"{exchange} connects a new pair")
-        self._connected |= pairs
+        self.connected |= pairs
 
     def _meet(self, peers: Sequence[int], tag: int, why: str) -> None:
         """The host waits until these ranks have come here too."""
