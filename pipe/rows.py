@@ -18,9 +18,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-from torch import Tensor
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch import Tensor
 
 
 def split_tokens(num_tokens: int, num_ranks: int) -> tuple[int, ...]:
