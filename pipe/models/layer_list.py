@@ -114,20 +114,23 @@ class _LayerListStage(StageModule):
     def __init__(self, source: LayerList, place: StagePlace):
         stage = place.stage
         layers = nn.ModuleDict()
-        self._calls: list[Callable[..., Any]] = []
+        self._calls: list[tuple[Callable[..., Any], list[str]]] = []  # with the names of the layer's parameters
         names: dict[str, str] = {}
         for index in range(stage.first_layer, stage.last_layer):
             layer, spec = source.layer(index), source.specs[index]
             if isinstance(layer, nn.Module):
                 layers[str(index)] = layer
                 names |= {f"{index}.{path}": source.name(index, path) for path, _ in _parameters(layer)}
-            self._calls.append(_call(layer, getattr(spec, "forward_fn", None)))
+            used = [source.name(index, path) for path, _ in _parameters(layer)]
+            self._calls.append((_call(layer, getattr(spec, "forward_fn", None)), used))
         super().__init__(layers, place, names)
         self._loss_fn = source.loss_fn
 
     def forward(self, hidden: Tensor | None, batch: MicroBatch) -> Tensor:
         x = batch.input_ids if self.place.is_first else hidden
-        for call in self._calls:
+        for call, used in self._calls:
+            for name in used:  # a tied layer's forward_fn may read a weight of a module that it does not call
+                self._use(name)
             x = call(x, position_ids=batch.position_ids, hydra=batch.pack)
         assert isinstance(x, Tensor), "layers hand one tensor on"
         return self._loss(x, batch) if self.place.is_last else x
