@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.support.ranks import run_ranks
-from tests.support.small_job import same, small_engine, whole_state
+from tests.support.small_job import same, small_engine, small_model, whole_state
 
 STEPS = 5
 
@@ -48,6 +48,44 @@ def test_stopping_twice_changes_no_bit(tmp_path: Path) -> None:
     states = run_ranks(undisturbed, 4)[0]
     assert not same(states[0], states[1])
     assert run_ranks(interrupted, 4, tmp_path, states, timeout=200) == [[]] * 4
+
+
+def dropping(rank: int, **hydra: Any) -> Any:
+    """An engine that trains with dropout of every kind, on a rank whose generator nobody else's is."""
+    model = small_model()
+    for layer in model.model.layers:
+        layer.mlp.act_fn = torch.nn.Sequential(layer.mlp.act_fn, torch.nn.Dropout(0.1))
+        layer.self_attn.attention_dropout = 0.1
+    torch.manual_seed(rank + 17)
+    return small_engine(rank, model, **hydra)
+
+
+def dropped(rank: int, folder: Path) -> tuple[bool, bool]:
+    """Stop and go on with generators that are somewhere else: is it the same run? And with another seed?"""
+    engine = dropping(rank)
+    for _ in range(2):
+        engine.train_batch()
+    engine.save_checkpoint(folder)
+    engine.train_batch()
+    engine.train_batch()
+    undisturbed = whole_state(engine)
+    again = dropping(rank)
+    again.load_checkpoint(folder)
+    torch.manual_seed(rank + 4711)
+    again.train_batch()
+    again.train_batch()
+    other = dropping(rank)
+    other.crew.stepper._seed += 1
+    other.load_checkpoint(folder)
+    other.train_batch()
+    other.train_batch()
+    return same(whole_state(again), undisturbed), same(whole_state(other), undisturbed)
+
+
+def test_dropout_goes_on_as_if_never_stopped(tmp_path: Path) -> None:
+    for same_seed, other_seed in run_ranks(dropped, 4, tmp_path, timeout=200):
+        assert same_seed
+        assert not other_seed
 
 
 def leg(rank: int, folder: Path, steps: int) -> tuple[dict[str, Tensor], dict[str, Tensor], list[tuple[int, ...]]]:
