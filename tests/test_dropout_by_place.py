@@ -19,12 +19,13 @@ import tests.support.reference  # noqa: F401  (the attention "dense")
 from ds_hydra.pipe import dropout
 from ds_hydra.pipe.models import draws
 from ds_hydra.pipe.models.causal_lm import CausalLM
+from ds_hydra.pipe.models.layer_list import LayerList
 from ds_hydra.pipe.shape import PipelineShape
 from ds_hydra.self_check.runs import _plain_loss, run_pipeline, uneven_data
 from ds_hydra.self_check.schemes import uneven_pipeline
 from ds_hydra.step import batching
 from tests.support.drawing import drawing
-from tests.support.families import build_model
+from tests.support.families import build_model, mean_loss
 
 DATA = uneven_data(97, ((5, 33, 2), (12,)))
 
@@ -127,3 +128,27 @@ def test_what_is_recomputed_without_its_place_is_an_error() -> None:
         pytest.raises(CheckpointError, match="different metadata"),
     ):
         gradients(opt(), "tp1", checkpointing=True)
+
+
+class _Entries(torch.nn.Module):
+    """What a `PipelineModule` of these layers shows of itself."""
+
+    def __init__(self, *layers: torch.nn.Module):
+        super().__init__()
+        self._layer_specs, self.loss_fn = list(layers), mean_loss
+        for index, layer in enumerate(layers):
+            self.add_module(str(index), layer)
+
+
+def test_entries_of_a_layer_list_draw_alike_in_every_shape() -> None:
+    torch.manual_seed(0)
+    linear, drop = torch.nn.Linear(16, 16), torch.nn.Dropout(0.3)
+    model = _Entries(torch.nn.Embedding(97, 16), drop, linear, drop, torch.nn.Linear(16, 97)).double()
+    found = []
+    for shape in ("tp1", "pp3", "sp2", "tp2pp2"):
+        source = LayerList(model)
+        pipeline = uneven_pipeline(PipelineShape.parse(shape), 5)
+        found.append(dict(run_pipeline(source, pipeline, DATA, eval_source=source).gradients))
+    assert max(apart(other, found[0]) for other in found[1:]) < 1e-12
+    calm = _Entries(model._layer_specs[0], linear, model._layer_specs[4])
+    assert len(LayerList(calm).draws) == 0

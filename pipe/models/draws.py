@@ -93,6 +93,10 @@ class Draws:
         """Within it, draws are those of these tokens, counted from 0 outside of the layers."""
         return self._running(_Running(keys))
 
+    def of_entry(self, index: int, keys: Keys | None) -> AbstractContextManager[None]:
+        """Within it, one entry of a layer list draws for these tokens; its modules count together."""
+        return self._running(_Running(keys, index, module=None if keys is None else str(index)))
+
     def checkpointed(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """For `checkpoint(context_fn=...)`: what is recomputed draws again, as if it ran where it ran first."""
         return nullcontext(), self._running(replace(self._now, counts=dict(self._now.counts)))
@@ -234,6 +238,19 @@ class _Answers(TorchFunctionMode):
         if has_rule(func) and random_call(func, args, kwargs):
             return self._draws.answer(self._module, func, args, kwargs)
         return func(*args, **kwargs)
+
+
+class Notes(TorchFunctionMode):
+    """Within it, a recorder takes every call."""
+
+    def __init__(self, recorder: Recorder):
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._recorder.note(func, args, kwargs or {}, result)
+        return result
 
 
 def _replace_call(module: nn.Module, call: Callable[..., Any]) -> None:

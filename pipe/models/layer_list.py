@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ds_hydra.pipe.loss import IGNORED
 from ds_hydra.pipe.model_plan import ModelPlan, ParamSpec, make_buckets
+from ds_hydra.pipe.models.draws import Draws, Keys, Notes, Recorder
 from ds_hydra.pipe.rows import MicroBatch, Pack
 from ds_hydra.pipe.stage import StageModule, StagePlace
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -91,9 +92,12 @@ class LayerList:
         batch = MicroBatch(Pack((4,)), torch.zeros(1, 4, dtype=torch.long, device="meta"))
         x: Any = torch.zeros(1, 4, dtype=torch.long, device="meta")
         widths = [0]
+        running: list[str] = []
+        recorder = Recorder(4, "", running)
         for index, layer in enumerate(self.layers):
             module = layer.to("meta") if isinstance(layer, nn.Module) else layer
-            with torch.no_grad():
+            running[:] = [f"layer {index}"]
+            with torch.no_grad(), Notes(recorder):
                 x = _call(module, getattr(self.specs[index], "forward_fn", None))(
                     x, position_ids=batch.position_ids, hydra=batch.pack
                 )
@@ -103,6 +107,9 @@ class LayerList:
                     f"layer {index} hands on {shape} for 4 tokens; layers must hand on one tensor (1, 4, width)"
                 )
             widths.append(x.shape[2])
+        if recorder.obstacle:
+            raise ConfigError(recorder.obstacle)
+        self.draws = recorder.widths
         return widths
 
     def build(self, place: StagePlace, device: torch.device, dtype: torch.dtype) -> StageModule:
@@ -124,14 +131,17 @@ class _LayerListStage(StageModule):
             used = [source.name(index, path) for path, _ in _parameters(layer)]
             self._calls.append((_call(layer, getattr(spec, "forward_fn", None)), used))
         super().__init__(layers, place, names)
-        self._loss_fn = source.loss_fn
+        self._loss_fn, self._draws = source.loss_fn, Draws(source.draws)
 
     def forward(self, hidden: Tensor | None, batch: MicroBatch) -> Tensor:
         x = batch.input_ids if self.place.is_first else hidden
-        for call, used in self._calls:
+        draws = self._draws.widths and self.module.training
+        keys = Keys.of(batch.pack, batch.position_ids.device) if draws else None
+        for index, (call, used) in enumerate(self._calls, start=self.place.stage.first_layer):
             for name in used:  # a tied layer's forward_fn may read a weight of a module that it does not call
                 self._use(name)
-            x = call(x, position_ids=batch.position_ids, hydra=batch.pack)
+            with self._draws.of_entry(index, keys):
+                x = call(x, position_ids=batch.position_ids, hydra=batch.pack)
         assert isinstance(x, Tensor), "layers hand one tensor on"
         return self._loss(x, batch) if self.place.is_last else x
 
