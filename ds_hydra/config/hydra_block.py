@@ -146,7 +146,7 @@ class HydraConfig:
     """Ratio of measured to predicted time: "report" writes it to `steps_file`, "apply" also scales the costs by it."""
     planner: PlannerConfig = setting(_planner, PlannerConfig())
     seed: int = setting(integer(), 0)
-    """Seed of the order of sequences and of the search for plans."""
+    """Seed of the order of sequences, of dropout, and of the search for plans."""
     loss_norm: str = setting(choice("token", "sequence", "micro_batch"), "token")
     """The loss is the mean over all target tokens of the step, over its sequences' means, or its micro-batches'."""
     activation_checkpointing: bool = setting(flag, False)

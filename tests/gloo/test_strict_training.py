@@ -97,9 +97,9 @@ def test_no_step_connects_a_pair(tmp_path: Path) -> None:
 def rows() -> list[tuple[Case, str]]:
     """Rows of the table, each with a rule of the transport: a drawn share, the same in every run, and one where a
     layer reads a weight of a module that it does not call."""
-    drawn = random.Random(7).sample([case for case in CASES if case.quick], 3)
+    drawn = random.Random(7).sample([case for case in CASES if case.quick], 1)
     tied = next(case for case in CASES if case.name == "layer_list")
-    return list(zip([*drawn, tied], ("connect", "blocking", "blocking", "connect"), strict=True))
+    return list(zip([*drawn, tied], ("blocking", "connect"), strict=True))
 
 
 @pytest.mark.parametrize(("case", "rule"), rows(), ids=lambda value: getattr(value, "name", value))
