@@ -121,8 +121,9 @@ class Stepper:
         return sum(rank.loss for rank in self._stats(loss, runtime, batches))
 
     def _runtime(self, plan: StepPlan) -> StrategyRuntime:
-        # Building a runtime makes process groups, which takes all ranks. They agree on the moment without a message:
-        # a plan is the same on all of them, so they meet a strategy for the first time in the same step.
+        # A strategy that is no candidate, as a replayed plan may bring one, is connected at its first use; that takes
+        # all ranks. They agree on the moment without a message: a plan is the same on all of them, so they meet a
+        # strategy for the first time in the same step.
         if plan.strategy not in self._runtimes:
             strategy = self._strategies.get(plan.strategy)
             if strategy is None:
