@@ -29,7 +29,7 @@ LAYERS = (
     ("ds_hydra/planner",),
     ("ds_hydra/planner/proposal", "ds_hydra/config"),
     ("ds_hydra/host", "ds_hydra/profiling"),
-    ("ds_hydra/checkpoint", "ds_hydra/self_check"),
+    ("ds_hydra/checkpoint", "ds_hydra/self_check", "ds_hydra/simulate"),
     ("ds_hydra/engine",),
     ("ds_hydra",),
     ("ds_hydra/commands",),
@@ -94,7 +94,8 @@ def test_pure_modules_import_no_torch() -> None:
 @pytest.mark.parametrize(
     "module",
     ["zero_hetero.relay_plan", "zero_hetero.bucket", "pipe.placement", "pipe.model_plan", "planner.producer",
-     "planner.proposal.propose", "costs.analytic", "config.hydra_block", "data.sampler", "report.log"],
+     "planner.proposal.propose", "costs.analytic", "config.hydra_block", "data.sampler", "report.log",
+     "simulate.links"],
 )  # fmt: skip
 def test_what_must_plan_without_a_device_says_pure(module: str) -> None:
     assert f"ds_hydra.{module}" in pure_modules()

@@ -1,0 +1,142 @@
+"""Ranks and bytes in, seconds of transfers and collectives out; ports that serve one transfer at a time. Pure.
+
+[Note: ports]
+A rank has one outgoing and one incoming port for its pulls and pushes, and two more for the messages between stages,
+since these go over a communicator of their own. A port serves one transfer at a time, in the order in which they come
+to it, and a transfer holds it for bytes / bandwidth, its wire time. The latency holds no port: it passes between the
+two. So a transfer is known from its two ends, each by itself:
+
+    sender     begin   = the later of "ready" and "outgoing port free";  the port is free again at begin + wire time
+               head    = begin + latency, when the first byte is at the receiver
+    receiver   arrived = the later of "head" and "incoming port free", + wire time;  the port is free again then
+
+Example with a latency of 1 and wire times of 4. Ranks 0 and 1 each send to rank 2 at time 0: both heads are there at
+1. Rank 2 has the first message at 5 and the second at 9, because its port takes one at a time; the senders' ports are
+free again at 4.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ds_hydra.profiling.links import OPERATIONS, Collective, LinkFigure, Links, links_from_record
+from ds_hydra.zero_hetero.errors import ConfigError
+
+
+class Speed(NamedTuple):
+    """One direction of a link between two ranks."""
+
+    latency_s: float
+    bytes_per_s: float
+
+    def wire_s(self, num_bytes: float) -> float:
+        """Seconds for which a transfer holds the ports at its two ends."""
+        return num_bytes / self.bytes_per_s
+
+
+# For tables that say nothing of links: NVLink inside a node, a card of 200 Gb/s for each GPU between nodes.
+INSIDE, BETWEEN = Speed(10e-6, 1.5e11), Speed(20e-6, 2.5e10)
+
+
+@dataclass(frozen=True)
+class LinkModel:
+    """Latency and bandwidth between any two ranks; `node_size` consecutive ranks are a node.
+
+    Collectives take what `figures`, those of a measured cost table, say; where these say nothing, what a ring takes.
+    """
+
+    node_size: int
+    inside: Speed = INSIDE
+    between: Speed = BETWEEN
+    figures: Links = field(default_factory=lambda: Links(()))
+
+    def __post_init__(self) -> None:
+        if self.node_size < 1:
+            raise ConfigError(f"links: a node of {self.node_size} ranks; give the ranks of one machine, at least 1")
+        for name, (latency, rate) in (("inside a node", self.inside), ("between nodes", self.between)):
+            if not (math.isfinite(latency) and latency >= 0 and math.isfinite(rate) and rate > 0):
+                raise ConfigError(
+                    f"links {name}: {latency} s and {rate} bytes/s; the latency must be at least 0 and the bandwidth "
+                    "above 0"
+                )
+
+    @classmethod
+    def of_table(
+        cls,
+        links: Mapping[str, Any] | None,
+        node_size: int,
+        *,
+        inside: Speed | None = None,
+        between: Speed | None = None,
+        place: str = "links of the cost table",
+    ) -> LinkModel:
+        """The links that a table file holds (`TableFile.links`); what it does not have is as given, or as assumed.
+
+        What is given wins over the table's figure. Raises ConfigError, which names `place`, for figures that cannot be
+        read.
+        """
+        figures = Links(()) if links is None else links_from_record(links, place)
+        return cls(
+            node_size,
+            inside or _point_to_point(figures, inter_node=False) or INSIDE,
+            between or _point_to_point(figures, inter_node=True) or BETWEEN,
+            figures,
+        )
+
+    def crosses(self, ranks: Sequence[int]) -> bool:
+        """Whether these ranks lie on more than one node."""
+        return len({rank // self.node_size for rank in ranks}) > 1
+
+    def speed(self, sender: int, receiver: int) -> Speed:
+        """Of the link from one rank to another."""
+        return self.inside if sender // self.node_size == receiver // self.node_size else self.between
+
+    def transfer_s(self, sender: int, receiver: int, num_bytes: float) -> float:
+        """Seconds from the start of a lone transfer to its arrival; 0 for a rank's own."""
+        if sender == receiver:
+            return 0.0
+        speed = self.speed(sender, receiver)
+        return speed.latency_s + speed.wire_s(num_bytes)
+
+    def collective_s(self, operation: str, ranks: Sequence[int], num_bytes: int) -> float:
+        """Seconds of one collective of these ranks; bytes as `Collective` counts them. 0 for a rank alone.
+
+        A ring over n ranks sends n - 1 times, each time 1/n of the bytes; an all-reduce goes round twice. ConfigError
+        for an unknown operation.
+        """
+        if operation not in OPERATIONS:
+            raise ConfigError(f"links: no collective {operation!r}; known: {', '.join(OPERATIONS)}")
+        n, crosses = len(ranks), self.crosses(ranks)
+        if n < 2:
+            return 0.0
+        if any(f.operation == operation and f.inter_node == crosses for f in self.figures.figures):
+            return self.figures.ms(Collective(operation, n, num_bytes), inter_node=crosses) / 1e3
+        speed = self.between if crosses else self.inside
+        if operation == "p2p":
+            return speed.latency_s + speed.wire_s(num_bytes)
+        hops = (n - 1) * (2 if operation == "all_reduce" else 1)
+        return hops * (speed.latency_s + speed.wire_s(num_bytes / n))
+
+
+class Port:
+    """One direction of one rank's link: serves one transfer at a time, in the order of the calls. [Note: ports]"""
+
+    def __init__(self) -> None:
+        self.free_s = 0.0
+
+    def serve(self, ready_s: float, wire_s: float) -> float:
+        """When a transfer begins that is ready at `ready_s`; the port is then taken for `wire_s`."""
+        begin = max(ready_s, self.free_s)
+        self.free_s = begin + wire_s
+        return begin
+
+
+def _point_to_point(links: Links, *, inter_node: bool) -> Speed | None:
+    def matches(figure: LinkFigure) -> bool:
+        return figure.operation == "p2p" and figure.inter_node == inter_node
+
+    figure = next(filter(matches, links.figures), None)
+    return None if figure is None else Speed(figure.latency_us / 1e6, figure.bytes_per_second)

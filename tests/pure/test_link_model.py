@@ -1,0 +1,56 @@
+"""The link model: transfers inside and between nodes, ports, collectives as the cost table prices them."""
+
+from __future__ import annotations
+
+import pytest
+
+from ds_hydra.profiling.links import Collective, LinkFigure, Links
+from ds_hydra.simulate.links import BETWEEN, LinkModel, Port, Speed
+from ds_hydra.zero_hetero.errors import ConfigError
+
+MODEL = LinkModel(4, inside=Speed(1e-6, 1e9), between=Speed(5e-6, 1e8))
+
+
+def test_a_transfer_takes_latency_and_bytes_over_bandwidth_of_its_link() -> None:
+    assert MODEL.transfer_s(0, 3, 1000) == pytest.approx(1e-6 + 1e-6)
+    assert MODEL.transfer_s(3, 4, 1000) == pytest.approx(5e-6 + 1e-5)
+    assert MODEL.transfer_s(5, 5, 1000) == 0.0
+
+
+def test_a_port_serves_one_transfer_at_a_time() -> None:
+    """Two senders with a latency of 1 and wire times of 4, as the note tells it."""
+    senders, receiver = [Port(), Port()], Port()
+    heads = [port.serve(0.0, 4.0) + 1.0 for port in senders]
+    assert [receiver.serve(head, 4.0) + 4.0 for head in heads] == [5.0, 9.0]
+    assert [port.free_s for port in senders] == [4.0, 4.0]
+    assert receiver.serve(20.0, 1.0) == 20.0
+
+
+def test_collectives_are_those_of_the_table_or_else_rings() -> None:
+    figures = Links((LinkFigure("all_gather", 2, 7.0, 1e9), LinkFigure("p2p", 2, 3.0, 2e9)))
+    model = LinkModel.of_table(figures.to_record(), 8)
+    assert model.inside == Speed(3e-6, 2e9)
+    assert model.between == BETWEEN
+    call = Collective("all_gather", 4, 1 << 20)
+    assert model.collective_s("all_gather", range(4), 1 << 20) == pytest.approx(figures.ms(call) / 1e3)
+    # Nothing is known of all-reduces, nor of anything between nodes: rings of 4 and of 9 ranks.
+    assert model.collective_s("all_reduce", range(4), 4000) == pytest.approx(6 * (3e-6 + 1000 / 2e9))
+    assert model.collective_s("all_gather", range(9), 9000) == pytest.approx(8 * (20e-6 + 1000 / 2.5e10))
+    assert model.collective_s("all_gather", [3], 9000) == 0.0
+    # What a user gives wins over what was measured.
+    assert LinkModel.of_table(figures.to_record(), 8, inside=Speed(0.0, 5.0)).inside == Speed(0.0, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: LinkModel(0), "a node of 0 ranks"),
+        (lambda: LinkModel(8, inside=Speed(-1.0, 1.0)), "inside a node"),
+        (lambda: LinkModel(8, between=Speed(0.0, 0.0)), "between nodes"),
+        (lambda: LinkModel.of_table({"links": []}, 8, place="a.json"), "a.json"),
+        (lambda: MODEL.collective_s("gossip", range(4), 1), "gossip"),
+    ],
+)
+def test_bad_links_are_refused(make: object, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make()  # type: ignore[operator]
