@@ -13,6 +13,7 @@ from importlib import import_module
 
 COMMANDS = {
     "preview": "what a job would do: strategies, step times, gains; without a device",
+    "simulate": "what a step would do on every rank: times, waits, memory, a trace; without a device",
     "memory": "what each parallel scheme of a model needs on a rank",
     "check": "whether a model trains under strategies as in one process",
     "profile": "measure a cost table on this machine",

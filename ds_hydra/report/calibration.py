@@ -76,6 +76,12 @@ class StepCosts:
     move_ms_per_byte: float = 0.0
     fixed_ms: float = 0.0
 
+    @classmethod
+    def of(cls, measured: Mapping[str, float] | None) -> StepCosts:
+        """The "step" of a table file; figures that it does not have are 0."""
+        known = dict(measured or {})
+        return cls(**{key: float(known.get(key, 0.0)) for key in cls.__dataclass_fields__})
+
     def ms(self, num_elements: int, moved_bytes: int) -> float:
         """Milliseconds for a rank's number of master elements, and the bytes that it pulls and pushes."""
         return self.fixed_ms + self.update_ms_per_element * num_elements + self.move_ms_per_byte * moved_bytes
@@ -86,9 +92,8 @@ class Calibration:
 
     def __init__(self, table: CostTable, num_layers: int, found: TableFile | None = None) -> None:
         self._table = table
-        self._stages = {cost.scheme: _stage_costs(cost, num_layers, found) for cost in table.costs}
-        known = dict(found.step) if found is not None and found.step else {}
-        self._step = StepCosts(**{key: float(known.get(key, 0.0)) for key in StepCosts.__dataclass_fields__})
+        self._stages = {cost.scheme: stage_loads(cost, num_layers, found) for cost in table.costs}
+        self._step = StepCosts.of(None if found is None else found.step)
         self._ratios: dict[ParallelScheme | PipelineShape, deque[float]] = {}
         self._overheads: dict[str, deque[float]] = {}
         self._applied: dict[ParallelScheme | PipelineShape, float] = {}
@@ -149,7 +154,7 @@ def _scaled(cost: SchemeCost, factor: float) -> SchemeCost:
     return replace(cost, a=cost.a * factor, b=cost.b * factor, c=cost.c * factor)
 
 
-def _stage_costs(cost: SchemeCost, num_layers: int, found: TableFile | None) -> tuple[StageLoad, ...]:
+def stage_loads(cost: SchemeCost, num_layers: int, found: TableFile | None) -> tuple[StageLoad, ...]:
     """One cost per stage: its own if that was measured, otherwise a middle stage's, scaled by the number of layers."""
     # The first stage has the embeddings and the last the head, so those two are measured. Of the stages between, which
     # differ in their number of layers only, one is measured: 7 layers in 21 ms make 6 layers 18 ms.

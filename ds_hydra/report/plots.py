@@ -80,7 +80,7 @@ def draw_report(records: Sequence[Record], folder: str | Path, lengths: Sequence
 
     `lengths` (tokens, of all sequences) draws the histogram; without it the steps' means are drawn.
     """
-    plt = _pyplot()
+    plt = pyplot()
     out = Path(folder)
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -276,7 +276,8 @@ def page(records: Sequence[Record], figures: Sequence[Figure]) -> str:
     )  # fmt: skip
 
 
-def _pyplot() -> Any:
+def pyplot() -> Any:
+    """matplotlib's pyplot, drawing to files. ConfigError where it is not installed."""
     try:
         import matplotlib
     except ImportError as error:

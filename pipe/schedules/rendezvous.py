@@ -19,11 +19,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ds_hydra.pipe.schedules.actions import Action, Compute, Slot, slots_as_text
+from ds_hydra.pipe.schedules.actions import Action, Compute, Message, Slot, slots_as_text
 from ds_hydra.pipe.schedules.check import place, wanted_from
 from ds_hydra.zero_hetero.errors import PlanError
 
-_MET_BY = {
+MET_BY: dict[str, tuple[Message, int]] = {  # the message at the other end, and on which side that end is
     "send_activation": ("recv_activation", 1),
     "recv_activation": ("send_activation", -1),
     "send_gradient": ("recv_gradient", -1),
@@ -45,7 +45,7 @@ def check_slots(stages: Sequence[Sequence[Slot]]) -> None:
     waiting = [stage for stage, slots in enumerate(stages) if meeting.at[stage] < len(slots)]
     if waiting:
         message = meeting.open[waiting[0]][0]
-        meeting.refuse(waiting[0], f"waits for ever for stage {waiting[0] + _MET_BY[message.kind][1]} at {message}")
+        meeting.refuse(waiting[0], f"waits for ever for stage {waiting[0] + MET_BY[message.kind][1]} at {message}")
 
 
 class _Meeting:
@@ -85,7 +85,7 @@ class _Meeting:
             made_by = _MADE_BY.get(action.kind)
             if made_by and not any(Action(kind, action.microbatch) in self.done[stage] for kind in made_by):
                 self.refuse(stage, f"has not computed what it sends by {action}")
-            if not 0 <= stage + _MET_BY[action.kind][1] < len(self.stages):
+            if not 0 <= stage + MET_BY[action.kind][1] < len(self.stages):
                 self.refuse(stage, f"has no neighbour for {action}")
             if action in self.done[stage]:
                 self.refuse(stage, f"lists {action} twice")
@@ -97,7 +97,7 @@ class _Meeting:
         # Messages carry no number on the wire: the first sent one way is the first received, whatever it was meant to
         # be. So two ends that meet at different micro-batches are an error, and not a pair to look for further on.
         met = False
-        for kind, (other_kind, side) in _MET_BY.items():
+        for kind, (other_kind, side) in MET_BY.items():
             if not 0 <= stage + side < len(self.stages):
                 continue
             here, there = self.open[stage], self.open[stage + side]

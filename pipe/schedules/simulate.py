@@ -1,26 +1,29 @@
-"""Orders of all stages and durations in; when each action runs, and what each stage keeps meanwhile, out. Pure.
+"""Orders or slots of all stages and durations in; when each action runs, and what a stage keeps meanwhile, out. Pure.
 
-An action starts once its stage is free and what it needs from a neighbour is there. Messages take no time of the
-stages themselves: a receiver waits until one has gone over, a sender does not.
+An action starts once its stage is free and what it needs from a neighbour is there. A receiver waits until a message
+has gone over. A sender goes on, but for a slot that also receives: that one waits until its own messages have left.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from ds_hydra.pipe.schedules.actions import Action, Order
+from ds_hydra.pipe.schedules.actions import Action, Message, Order, Slot
 from ds_hydra.pipe.schedules.check import place
+from ds_hydra.pipe.schedules.rendezvous import MET_BY
+from ds_hydra.zero_hetero.errors import PlanError
 
 FORWARD_SHARE = 1.0 / 3.0  # of the time of a forward and a backward; each of the two gradients takes another third
 
-_SHARES = {
+SHARES = {
     "forward": FORWARD_SHARE,
     "backward": 1.0 - FORWARD_SHARE,
     "input_gradient": FORWARD_SHARE,
     "weight_gradient": FORWARD_SHARE,
 }
+_SENDS, _RECEIVES = ("send_activation", "send_gradient"), ("recv_activation", "recv_gradient")
 
 
 class TimedAction(NamedTuple):
@@ -49,16 +52,122 @@ class Simulation:
         return tuple((start, count) for (_, start, _), count in zip(timed, counts, strict=True))
 
 
+class Timing(Protocol):
+    """What a simulation asks about the time that things take. A stage's calls come in the order of its slots."""
+
+    def compute(self, stage: int, action: Action, ready: float) -> tuple[float, float]:
+        """When an action starts that could do so from `ready` on, and when it stops."""
+
+    def send(self, stage: int, message: Action, ready: float) -> tuple[float, float]:
+        """When a message that is started at `ready` has left its sender, and when its head is at the receiver."""
+
+    def receive(self, stage: int, message: Action, head: float) -> float:
+        """When a message whose head comes at `head` is there as a whole."""
+
+
+def simulate_slots(
+    stages: Sequence[Sequence[Slot]], timing: Timing, start: Sequence[float] | None = None
+) -> tuple[Simulation, tuple[float, ...]]:
+    """Run slots as the runtime does, each stage from its time `start` on (default: 0).
+
+    Returns the actions' times, and when each stage has done all of its slots and its messages have left. PlanError if
+    a stage would wait for ever; `rendezvous.check_slots` tells more of why.
+    """
+    begins = start or [0.0] * len(stages)
+    walks = [_Walk(index, slots, begins[index]) for index, slots in enumerate(stages)]
+    heads: dict[tuple[int, Action], float] = {}  # (receiving stage, its message): messages under way
+    # Times do not depend on the order in which stages are visited: each knows its own past, and of the others only the
+    # heads of messages. So each stage goes on as far as it can before the next is looked at.
+    while sum(walk.go_on(timing, heads) for walk in walks):
+        pass
+    waiting = [walk.stage for walk in walks if walk.at < len(walk.slots)]
+    if waiting:
+        raise PlanError(
+            f"schedule: stages {waiting} wait for messages that nobody sends; check the slots of all stages"
+        )
+    return Simulation(tuple(tuple(walk.timed) for walk in walks)), tuple(max(w.free, w.left) for w in walks)
+
+
+class _Walk:
+    """One stage on its way through its slots."""
+
+    def __init__(self, stage: int, slots: Sequence[Slot], start: float):
+        self.stage, self.slots = stage, slots
+        self.at = 0  # slots that are behind it
+        self.begun = False  # whether the messages of the present slot have been started
+        self.free = self.left = start  # when it has computed, and when its messages have left
+        self.timed: list[TimedAction] = []
+
+    def go_on(self, timing: Timing, heads: dict[tuple[int, Action], float]) -> bool:
+        """Run slots up to one whose messages are not on their way yet; whether any was run."""
+        before = self.at
+        while self.at < len(self.slots) and self._slot(self.slots[self.at], timing, heads):
+            self.at, self.begun = self.at + 1, False
+        return self.at > before
+
+    def _slot(self, slot: Slot, timing: Timing, heads: dict[tuple[int, Action], float]) -> bool:
+        stage = self.stage
+        sends = [action for action in slot if action.kind in _SENDS]
+        receives = [action for action in slot if action.kind in _RECEIVES]
+        if not self.begun:
+            self.begun = True
+            for message in sends:
+                left, head = timing.send(stage, message, self.free)
+                kind, side = MET_BY[message.kind]
+                heads[stage + side, Action(kind, message.microbatch)] = head
+                self.left = max(self.left, left)
+        if any((stage, message) not in heads for message in receives):
+            return False
+        for message in receives:
+            self.free = max(self.free, timing.receive(stage, message, heads.pop((stage, message))))
+        if sends and receives:
+            self.free = max(self.free, self.left)
+        for action in slot:
+            if action.computes:
+                began, self.free = timing.compute(stage, action, self.free)
+                self.timed.append(TimedAction(action, began, self.free))
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Plain:
+    """Every action takes its duration, and every message the same time."""
+
+    duration: Callable[[int, Action], float]
+    transfer: float
+
+    def compute(self, stage: int, action: Action, ready: float) -> tuple[float, float]:
+        return ready, ready + self.duration(stage, action)
+
+    def send(self, stage: int, message: Action, ready: float) -> tuple[float, float]:
+        return ready, ready + self.transfer
+
+    def receive(self, stage: int, message: Action, head: float) -> float:
+        return head
+
+
 def simulate(orders: Sequence[Order], duration: Callable[[int, Action], float], *, transfer: float = 0.0) -> Simulation:
-    """Run orders with `duration(stage, action)` and `transfer`, the time a message takes. PlanError as `place`."""
-    stages: list[list[TimedAction]] = [[] for _ in orders]
-    stops: list[float] = []
-    for stage, action, _, source in place(tuple(orders)):
-        free = stages[stage][-1].stop if stages[stage] else 0.0
-        start = free if source < 0 else max(free, stops[source] + transfer)
-        stops.append(start + duration(stage, action))
-        stages[stage].append(TimedAction(action, start, stops[-1]))
-    return Simulation(tuple(map(tuple, stages)))
+    """Run orders with `duration(stage, action)` and `transfer`, the time a message takes. PlanError as `place`.
+
+    Every result is sent as soon as it is there, which is at best what slots do.
+    """
+    place(tuple(orders))
+    last = len(orders) - 1
+    stages = [[slot for action in order for slot in _eager(stage, action, last)] for stage, order in enumerate(orders)]
+    return simulate_slots(stages, _Plain(duration, transfer))[0]
+
+
+def _eager(stage: int, action: Action, last: int) -> tuple[Slot, ...]:
+    """An action of stage `stage`, of 0 to `last`: its receive and itself, and then the send of its result."""
+    forward = action.kind == "forward"
+    if action.kind == "weight_gradient":
+        return ((action,),)
+    receive: Message = "recv_activation" if forward else "recv_gradient"
+    send: Message = "send_activation" if forward else "send_gradient"
+    first_end, other_end = (0, last) if forward else (last, 0)
+    before = () if stage == first_end else (Action(receive, action.microbatch),)
+    after = () if stage == other_end else ((Action(send, action.microbatch),),)
+    return ((*before, action), *after)
 
 
 def simulate_loads(orders: Sequence[Order], loads: Sequence[Sequence[float]]) -> float:
@@ -68,7 +177,7 @@ def simulate_loads(orders: Sequence[Order], loads: Sequence[Sequence[float]]) ->
     """
     # Two stages, two micro-batches of 3 ms each, by 1F1B: stage 0 runs F0 0..1, F1 1..2, B0 4..6, B1 7..9; stage 1 runs
     # F0 1..2, B0 2..4, F1 4..5, B1 5..7. In all 9 ms, of which stage 0 computes 6 and waits 3.
-    return simulate(orders, lambda stage, action: _SHARES[action.kind] * loads[stage][action.microbatch]).total
+    return simulate(orders, lambda stage, action: SHARES[action.kind] * loads[stage][action.microbatch]).total
 
 
 def alive_counts(order: Order) -> tuple[int, ...]:

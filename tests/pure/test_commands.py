@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from importlib import import_module
@@ -13,8 +14,13 @@ from ds_hydra.commands.__main__ import COMMANDS, main
 from ds_hydra.commands.shipped import FILES, shipped
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.data.length_sources import read_lengths
+from ds_hydra.pipe.shape import StrategyShape
+from ds_hydra.plan.plan_file import save_plans
+from ds_hydra.planner import Planner, PlannerOptions
+from ds_hydra.report.trace import trace_faults
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
+SIMULATED = ("--cost-table", "a800-7b", "--lengths", "pretraining", "--tokens", "20000", "--context", "4096")
 
 
 def test_help_lists_every_command_without_importing_torch() -> None:
@@ -54,6 +60,15 @@ def test_the_tools_of_the_same_commands_are_their_front_doors() -> None:
           "--context", "9"], "cannot read the cost table"),
         (["preview", "--cost-table", "a800-7b", "--lengths", "pretraining", "--gpus", "16", "--tokens", "20000",
           "--context", "4096", "--strategies", "4*tp4", "--steps", "1", "--json", "MISSING/x.json"], "No such file"),
+        (["simulate", "4*tp4", "--cost-table", "a800-7b", "--gpus", "0"], "needs at least 1"),
+        (["simulate", "4*tp3", *SIMULATED], "no entry for scheme tp3"),
+        (["simulate", "4*tp4", *SIMULATED, "--gpus", "8"], "use 16 ranks but the job has 8"),
+        (["simulate", "4*tp4", *SIMULATED, "--between", "10,0"], "between nodes"),
+        (["simulate", "4*tp4", "--cost-table", "a800-7b"], "give --lengths, --tokens, --context"),
+        (["simulate", "4*tp4", "--cost-table", shipped("a800-7b")], "give --model"),
+        (["simulate", "4*tp4", *SIMULATED, "--step", "7", "--trace", "x.json"], "there are the steps 0 to 0"),
+        (["simulate", "4*tp4", *SIMULATED, "--trace", "/dev/null/x.json"], "cannot write the trace"),
+        (["simulate", str(TOOLS / "report.py"), *SIMULATED], "cannot read plans from"),
     ],
 )  # fmt: skip
 def test_what_is_refused_is_one_line_and_exit_code_2(
@@ -70,3 +85,29 @@ def test_what_is_shipped_is_there() -> None:
     assert len(read_lengths(shipped("pretraining"), 4096, count=100).lengths)
     assert all(Path(shipped(name)).is_file() for name in FILES)
     assert shipped("my/table.json") == "my/table.json"
+
+
+def test_steps_are_simulated_from_a_strategy_and_from_what_was_recorded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace, picture, figures = tmp_path / "step.json", tmp_path / "step.png", tmp_path / "figures.json"
+    command = ["simulate", "4*tp4", *SIMULATED, "--steps", "2", "--json", str(figures)]
+    assert main([*command, "--trace", str(trace), "--gantt", str(picture)]) == 0
+    said = capsys.readouterr().out
+    assert "2 steps on 16 GPUs" in said
+    assert "GiB" in said
+    assert not trace_faults(json.loads(trace.read_text()))
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    simulated = json.loads(figures.read_text())["steps"]
+    assert list(simulated) == ["0", "1"]
+
+    table = CostTable.load(shipped("a800-7b"))
+    planner = Planner(table, [StrategyShape.parse("4*tp4")], PlannerOptions())
+    plan = planner.plan(5, range(3), [400, 900, 2000])
+    save_plans([plan], tmp_path / "plans.jsonl")
+    records = [json.dumps({"step": 5, "strategy": plan.strategy, "plan": plan.to_json()}), '{"step": 6, "plan"']
+    (tmp_path / "steps.jsonl").write_text("\n".join(records))
+    for name in ("plans.jsonl", "steps.jsonl"):
+        assert main(["simulate", str(tmp_path / name), "--cost-table", "a800-7b", "--json", str(figures)]) == 0
+        (found,) = json.loads(figures.read_text())["steps"].values()
+        assert 1e3 * found["step_s"] > plan.predicted_ms

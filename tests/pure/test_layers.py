@@ -95,7 +95,7 @@ def test_pure_modules_import_no_torch() -> None:
     "module",
     ["zero_hetero.relay_plan", "zero_hetero.bucket", "pipe.placement", "pipe.model_plan", "planner.producer",
      "planner.proposal.propose", "costs.analytic", "config.hydra_block", "data.sampler", "report.log",
-     "simulate.links"],
+     "simulate.links", "simulate.step", "report.trace"],
 )  # fmt: skip
 def test_what_must_plan_without_a_device_says_pure(module: str) -> None:
     assert f"ds_hydra.{module}" in pure_modules()

@@ -1,0 +1,33 @@
+"""The config of a Hugging Face model in, the job that a simulation is of out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ds_hydra.costs.table_file import TableFile
+from ds_hydra.engine.fits import job_memory
+from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
+from ds_hydra.profiling.hollow import hollow_source
+from ds_hydra.simulate.job import NO_LIMIT, SimulatedJob
+from ds_hydra.simulate.links import LinkModel
+
+
+def job_of_config(
+    path: str, found: TableFile, links: LinkModel, num_ranks: int, strategies: Sequence[StrategyShape]
+) -> SimulatedJob:
+    """The job of training the model of a config file or checkpoint folder; in the dtype that the table was made for.
+
+    ConfigError for what is no such model, PlanError for strategies that the table has no costs for.
+    """
+    checkpointing = found.job is not None and found.job.activation_checkpointing
+    source = hollow_source(path, activation_checkpointing=checkpointing)
+    dtype = torch.float32 if found.job is not None and found.job.dtype.endswith("float32") else torch.bfloat16
+    stages = (stage for strategy in strategies for pipeline in strategy.pipelines for stage in pipeline.stages)
+    memory = job_memory(
+        source, [ParallelScheme(stage.tp, 1, stage.sp) for stage in stages], num_ranks, NO_LIMIT, dtype,
+        activation_checkpointing=checkpointing, measured=found.activations,
+    )  # fmt: skip
+    job = SimulatedJob(source.plan, source.width(1), found, links, num_ranks, dtype.itemsize, memory)
+    return job.with_costs_of(strategies)

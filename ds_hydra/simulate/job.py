@@ -1,0 +1,60 @@
+"""The job that a simulation is of: its model, costs, links and ranks, and which plans suit it. Pure: no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ds_hydra.costs.cost_table import CostTable
+from ds_hydra.costs.memory import JobMemory
+from ds_hydra.costs.shape_costs import with_shapes
+from ds_hydra.costs.table_file import TableFile
+from ds_hydra.pipe.model_plan import ModelPlan
+from ds_hydra.pipe.shape import StrategyShape
+from ds_hydra.plan.step_plan import StepPlan
+from ds_hydra.plan.validate import validate_plan
+from ds_hydra.simulate.links import LinkModel
+from ds_hydra.zero_hetero.errors import ConfigError
+
+NO_LIMIT = 2.0**62  # bytes of a device, for memory models: what limits a simulated plan is the table's MaxLen
+
+
+@dataclass(frozen=True)
+class SimulatedJob:
+    """What stays the same from step to step."""
+
+    plan: ModelPlan
+    hidden: int  # features of what stages send to each other
+    found: TableFile  # costs; a measured table's evidence gives each stage its own, and the update's
+    links: LinkModel
+    num_ranks: int
+    element_bytes: int = 2  # of parameters, gradients and hidden states on their way
+    memory: JobMemory | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_ranks < 1:
+            raise ConfigError(f"a job of {self.num_ranks} GPUs cannot be simulated; give at least 1")
+
+    @property
+    def table(self) -> CostTable:
+        """The costs that plans are simulated with."""
+        return self.found.table
+
+    def check(self, plan: StepPlan) -> None:
+        """PlanError for a plan that is not right in itself, of other ranks, or above the table's MaxLen.
+
+        The plan's own times are not compared: it may have been made with another table.
+        """
+        limits: dict[Any, int] = {cost.scheme: cost.max_length for cost in self.table.costs}
+        validate_plan(plan, limits, self.num_ranks)
+
+    def with_costs_of(self, strategies: Iterable[StrategyShape]) -> SimulatedJob:
+        """The same job with costs of these strategies' pipelines, whose stages may differ. PlanError if it has none.
+
+        Without a memory model only uniform pipelines have costs.
+        """
+        if self.memory is None:
+            return self
+        table = with_shapes(self.table, strategies, self.memory)
+        return replace(self, found=replace(self.found, table=table))

@@ -1,0 +1,28 @@
+"""The memory model and a stage's simulated actions in, bytes over time out. Pure: no torch."""
+
+from __future__ import annotations
+
+from ds_hydra.costs.memory import JobMemory
+from ds_hydra.pipe.schedules.registry import most_alive
+from ds_hydra.plan.phase import PipelinePlan
+from ds_hydra.simulate.pipeline import StageTimes
+
+
+def memory_over_time(memory: JobMemory, plan: PipelinePlan, times: StageTimes) -> list[tuple[float, float]]:
+    """(time in s, bytes held from then on) of the fullest rank of a stage: its states, and the micro-batches alive.
+
+    While it computes a micro-batch it holds that one's transient too. ConfigError as `JobMemory.needs`.
+    """
+    needs = memory.needs(plan.shape.cost_key, times.index)
+    # The model counts the most micro-batches that the schedule ever keeps; here each counts while it is kept.
+    kept = needs.per_token / most_alive(plan.schedule, plan.shape.pp)[times.index]
+    held = float(needs.states)
+    curve = [(times.start, held)]
+    for (kind, microbatch), start, stop in times.actions:
+        size = plan.microbatches[microbatch].num_tokens
+        transient = needs.total(size) - needs.states - needs.per_token * size
+        held += kept * size if kind == "forward" else 0.0
+        curve.append((start, held + transient))
+        held -= kept * size if kind in ("backward", "weight_gradient") else 0.0
+        curve.append((stop, held))
+    return curve

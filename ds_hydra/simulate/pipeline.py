@@ -1,0 +1,147 @@
+"""One pipeline's schedule, loads and pulled layers in; its stages' times out, by the event simulation. Pure.
+
+It answers what `pipe.schedules.simulate` asks about time, as the runtime would: the first forward waits before each
+layer for its parameters, messages go over ports, and the last backward hands over the gradients of layer after layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
+
+from ds_hydra.pipe.p2p import edge
+from ds_hydra.pipe.placement import Pipeline, Stage
+from ds_hydra.pipe.schedules.actions import Action, Slot, backward_of_first_push
+from ds_hydra.pipe.schedules.simulate import SHARES, TimedAction, simulate_slots
+from ds_hydra.simulate.links import LinkModel, Port, Speed
+from ds_hydra.simulate.transfers import BucketUse
+
+
+class Hop(NamedTuple):
+    """A message while it holds a stage's port."""
+
+    action: Action
+    start: float
+    stop: float
+
+
+@dataclass
+class StageTimes:
+    """One stage of one phase. Buckets are the stage's own, in the order of its forward; all times in seconds."""
+
+    stage: Stage
+    index: int  # in its pipeline
+    uses: tuple[BucketUse, ...]
+    start: float  # when it may begin: all pulls have been started
+    arrived: tuple[float, ...]  # when the parameters of each of its buckets are there
+    pulls_done: float  # when its ranks have also sent all that others pull from them
+    waits: list[tuple[float, float]] = field(default_factory=list)  # for pulls: from, until
+    waited_computing: float = 0.0  # those that lie within the first forward
+    actions: tuple[TimedAction, ...] = ()
+    stop: float = 0.0  # when its slots are done and its messages have left
+    armed: float | None = None  # when the last backward may push; None: pushes start after `stop`
+    gradients: dict[int, float] = field(default_factory=dict)  # bucket: when the last backward has passed it
+    out: list[Hop] = field(default_factory=list)
+    into: list[Hop] = field(default_factory=list)
+
+    def wait(self, now: float, until: float) -> float:
+        """The later of the two; the time between counts as waiting for pulls."""
+        if until > now:
+            self.waits.append((now, until))
+        return max(now, until)
+
+
+class PipelineTiming:
+    """The `Timing` of one pipeline in one phase."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        slots: Sequence[Sequence[Slot]],
+        loads: Sequence[Sequence[float]],
+        stages: Sequence[StageTimes],
+        *,
+        links: LinkModel,
+        token_bytes: Sequence[float],
+    ):
+        """`loads[s][m]`: seconds of forward and backward of micro-batch m in stage s; `token_bytes[m]`: bytes of its
+        whole hidden state."""
+        self._slots, self._loads, self.stages, self._token_bytes = slots, loads, tuple(stages), token_bytes
+        self._first_push = [backward_of_first_push(of_stage) for of_stage in slots]
+        self._begun = [False] * len(self.stages)
+        # The two edges of a stage share its ports: activations and gradients leave one after the other.
+        self._out, self._in = [[Port() for _ in self.stages] for _ in range(2)]
+        edges = [_Edge.between(a, b, links) for a, b in zip(pipeline.stages[:-1], pipeline.stages[1:], strict=True)]
+        backs = [_Edge.between(b, a, links) for a, b in zip(pipeline.stages[:-1], pipeline.stages[1:], strict=True)]
+        self._edge = {"send_activation": [*edges, None], "recv_activation": [None, *edges],
+                      "send_gradient": [None, *backs], "recv_gradient": [*backs, None]}  # fmt: skip
+
+    def run(self) -> None:
+        """Fill in the stages' times."""
+        simulation, stops = simulate_slots(self._slots, self, [stage.start for stage in self.stages])
+        for stage, actions, stop in zip(self.stages, simulation.stages, stops, strict=True):
+            stage.actions, stage.stop = actions, stop
+
+    def compute(self, stage: int, action: Action, ready: float) -> tuple[float, float]:
+        """See `Timing`. The first forward and the last backward go layer by layer."""
+        times, duration = self.stages[stage], SHARES[action.kind] * self._loads[stage][action.microbatch]
+        if not self._begun[stage] and action.kind == "forward":
+            self._begun[stage] = True
+            now = ready
+            for use, arrived in zip(times.uses, times.arrived, strict=True):
+                times.waited_computing += max(0.0, arrived - now)
+                now = times.wait(now, arrived) + use.share * duration
+            return ready, max(now, ready + duration)
+        if action == self._first_push[stage]:
+            ready = times.wait(ready, times.pulls_done)
+            times.armed = now = ready
+            for use in reversed(times.uses):
+                now += use.share * duration
+                times.gradients[use.bucket] = now
+        return ready, ready + duration
+
+    def send(self, stage: int, message: Action, ready: float) -> tuple[float, float]:
+        """See `Timing`."""
+        link = self._edge[message.kind][stage]
+        assert link is not None, "the schedule sends to a stage that there is"
+        wire = link.out_share * self._token_bytes[message.microbatch] / link.speed.bytes_per_s
+        begin = self._out[stage].serve(ready, wire)
+        self.stages[stage].out.append(Hop(message, begin, begin + wire))
+        return begin + wire, begin + link.speed.latency_s
+
+    def receive(self, stage: int, message: Action, head: float) -> float:
+        """See `Timing`."""
+        link = self._edge[message.kind][stage]
+        assert link is not None, "the schedule receives from a stage that there is"
+        wire = link.in_share * self._token_bytes[message.microbatch] / link.speed.bytes_per_s
+        begin = self._in[stage].serve(head, wire)
+        self.stages[stage].into.append(Hop(message, begin, begin + wire))
+        return begin + wire
+
+
+class _Edge(NamedTuple):
+    """One direction between two stages; shares are those of the busiest rank, of the whole hidden state."""
+
+    out_share: float
+    in_share: float
+    speed: Speed
+
+    @classmethod
+    def between(cls, src: Stage, dst: Stage, links: LinkModel) -> _Edge:
+        ends = [*src.ranks, *dst.ranks]
+        return cls(*_shares(src.tp, src.sp, dst.tp, dst.sp), links.between if links.crosses(ends) else links.inside)
+
+
+@lru_cache(maxsize=4096)
+def _shares(src_tp: int, src_sp: int, dst_tp: int, dst_sp: int) -> tuple[float, float]:
+    """The largest share of a hidden state that one rank sends, and that one receives."""
+    # From one stage of tp2 to one of sp2: each receiver gets half of the tokens, and both come from rank 0 and rank 1
+    # of the sender, half of the tokens each. With this number of tokens both stages cut the row evenly.
+    tokens = src_sp * dst_sp
+    src = Stage(tuple(range(src_tp * src_sp)), 0, 1, src_tp, src_sp)
+    dst = Stage(tuple(range(len(src.ranks), len(src.ranks) + dst_tp * dst_sp)), 0, 1, dst_tp, dst_sp)
+    both = [max(sum(rows.stop - rows.start for rows in of_rank) for of_rank in side.values())
+            for side in edge(src, dst, tokens)]  # fmt: skip
+    return both[0] / tokens, both[1] / tokens

@@ -1,0 +1,149 @@
+"""A step's plan, a cost table and links in; what every rank does and when, out: the simulation of one step. Pure.
+
+[Note: a step by ports and clocks]
+It follows the runtime. On every rank pull, run and push of one phase come after those of the phase before:
+
+  agree       messages that compare the plans: `fixed_ms` of the table's step costs, if it has them
+  pull        all buckets' first hops leave at once; where pulls are relayed, second hops follow as first ones arrive
+  run         the schedule's slots; the first forward waits for each layer's own bucket
+  push        from the last backward on where the schedule allows it, else after the slots; last bucket first
+  norm        one all-gather over all ranks, so the latest decides
+  optimizer   over the rank's own masters
+
+What is not exact: the ranks of a stage are taken as one, since their collectives keep them in step: it begins a layer
+when the last of them has it, and its messages take what the busiest of them sends. Layers take equal shares of a
+stage's time, embeddings and head none of it. Pulls and pushes do not slow down messages between stages, nor computing.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ds_hydra.pipe.placement import Pipeline, Strategy, place_strategy
+from ds_hydra.pipe.schedules.registry import training_slots
+from ds_hydra.pipe.shape import ParallelScheme, PipelineShape
+from ds_hydra.plan.phase import Phase, PipelinePlan
+from ds_hydra.plan.step_plan import StepPlan
+from ds_hydra.report.calibration import StageLoad, StepCosts, stage_loads
+from ds_hydra.simulate.job import SimulatedJob
+from ds_hydra.simulate.outcome import PhaseTimes, SimulatedStep
+from ds_hydra.simulate.pipeline import PipelineTiming, StageTimes
+from ds_hydra.simulate.transfers import BucketUse, StrategyTransfers, bucket_uses
+from ds_hydra.simulate.wires import Exchanged, Floats, Wires
+
+_NORM_BYTES = 8  # of each rank's sum of squares, FP64
+
+
+class Simulator:
+    """Simulates steps of one job; what it learns of a strategy's transfers is kept for the next step."""
+
+    def __init__(self, job: SimulatedJob):
+        self.job = job
+        self._step = StepCosts.of(job.found.step)
+        self._loads: dict[ParallelScheme | PipelineShape, tuple[StageLoad, ...]] = {}
+        self._strategies: dict[object, tuple[Strategy, StrategyTransfers]] = {}
+        self._uses: dict[tuple[int, int], tuple[BucketUse, ...]] = {}
+
+    def step(self, plan: StepPlan) -> SimulatedStep:
+        """One step. PlanError for a plan of other ranks, or of a shape that the table has no costs for."""
+        job, clock = self.job, np.full(self.job.num_ranks, self._step.fixed_ms / 1e3)
+        wires = Wires(job.num_ranks)
+        phases = []
+        for phase in plan.phases:
+            phases.append(self._phase(phase, clock, wires))
+            clock = phases[-1].stop
+        ranks = range(job.num_ranks)
+        norm_stop = clock.max() + job.links.collective_s("all_gather", ranks, _NORM_BYTES * job.num_ranks)
+        owned = sum(b.numel for b in job.plan.buckets if b.trainable) / job.num_ranks
+        stop = norm_stop + self._step.update_ms_per_element * owned / 1e3
+        return SimulatedStep(tuple(phases), job.num_ranks, self._step.fixed_ms / 1e3, norm_stop, stop, job.memory)
+
+    def _phase(self, phase: Phase, clock: Floats, wires: Wires) -> PhaseTimes:
+        strategy, transfers = self._strategy(phase)
+        started, pulls = _pull(transfers, clock, wires)
+        arrived = np.array([hops[-1].came for hops in pulls])
+        done = np.maximum(arrived, np.array([[hop.left for hop in hops] for hops in pulls]).max(axis=1)).max(axis=0)
+        timings = [
+            self._pipeline(planned, placed, np.maximum(started, clock), arrived, done)
+            for planned, placed in zip(phase.pipelines, strategy.pipelines, strict=True)
+        ]
+        stages = [stage for timing in timings for stage in timing]
+        ready = _push_ready(stages, transfers, done)
+        pushes: dict[int, Exchanged] = {}
+        stop = np.maximum(ready[0], done)
+        for bucket in reversed(range(len(transfers.pushes))):  # see [Note: order of pushes]
+            parcels = transfers.pushes[bucket]
+            if parcels is not None:
+                pushes[bucket] = wires.exchange(parcels, ready[bucket])
+                stop = np.maximum(stop, np.maximum(pushes[bucket].came, pushes[bucket].left))
+        return PhaseTimes(phase, tuple(map(tuple, timings)), clock, started, done, stop, pulls, pushes)
+
+    def _strategy(self, phase: Phase) -> tuple[Strategy, StrategyTransfers]:
+        job, key = self.job, phase.shape
+        if key not in self._strategies:
+            strategy = place_strategy(key, job.num_ranks, job.plan.num_layers)
+            job.plan.check(strategy)
+            self._strategies[key] = (
+                strategy, StrategyTransfers.of(job.plan, strategy, job.links, job.element_bytes)
+            )  # fmt: skip
+        return self._strategies[key]
+
+    def _pipeline(
+        self, planned: PipelinePlan, placed: Pipeline, started: Floats, arrived: Floats, done: Floats
+    ) -> tuple[StageTimes, ...]:
+        stages = []
+        for index, stage in enumerate(placed.stages):
+            layers = stage.first_layer, stage.last_layer
+            if layers not in self._uses:
+                self._uses[layers] = bucket_uses(self.job.plan, stage)
+            uses, ranks = self._uses[layers], slice(stage.ranks[0], stage.ranks[-1] + 1)
+            ready = arrived[[use.bucket for use in uses], ranks].max(axis=1)
+            start, pulled = float(started[ranks].max()), float(done[ranks].max())
+            stages.append(StageTimes(stage, index, uses, start, tuple(ready.tolist()), pulled))
+        batches = planned.microbatches
+        costs = self._stage_loads(planned.shape)
+        slots = [training_slots(planned.schedule, len(batches), len(stages), index) for index in range(len(stages))]
+        PipelineTiming(
+            placed,
+            slots,
+            [[cost.load_ms(batch.lengths) / 1e3 for batch in batches] for cost in costs],
+            stages,
+            links=self.job.links,
+            token_bytes=[batch.num_tokens * self.job.hidden * self.job.element_bytes for batch in batches],
+        ).run()
+        return tuple(stages)
+
+    def _stage_loads(self, shape: PipelineShape) -> tuple[StageLoad, ...]:
+        key = shape.cost_key
+        if key not in self._loads:
+            self._loads[key] = stage_loads(self.job.table[shape], self.job.plan.num_layers, self.job.found)
+        return self._loads[key]
+
+
+def _pull(
+    transfers: StrategyTransfers, clock: Floats, wires: Wires
+) -> tuple[Floats, tuple[tuple[Exchanged, ...], ...]]:
+    """All buckets' hops, and when each rank has started them all; it waits for first hops to start the second."""
+    first = [wires.exchange(hops[0], clock) for hops in transfers.pulls]
+    if all(len(hops) == 1 for hops in transfers.pulls):
+        return clock, tuple((hop,) for hop in first)
+    started, both = clock, []
+    for hops, enter in zip(transfers.pulls, first, strict=True):
+        started = np.maximum(started, enter.came)
+        both.append((enter, *(wires.exchange(hop, started) for hop in hops[1:])))
+    return started, tuple(both)
+
+
+def _push_ready(stages: list[StageTimes], transfers: StrategyTransfers, done: Floats) -> Floats:
+    """When each rank starts each bucket's push, (buckets, ranks): the last bucket first, none before the one after."""
+    ready = np.empty((len(transfers.pushes), len(done)))
+    for times in stages:
+        ranks = slice(times.stage.ranks[0], times.stage.ranks[-1] + 1)
+        if times.armed is None:
+            ready[:, ranks] = np.maximum(done[ranks], times.stop)
+            continue
+        now = times.armed
+        for bucket in reversed(range(len(ready))):
+            now = max(now, times.gradients.get(bucket, now))
+            ready[bucket, ranks] = now
+    return ready

@@ -1,0 +1,80 @@
+"""A model and a strategy in; the messages of every bucket's pull and push, as the runtime plans them, out. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ds_hydra.pipe.model_plan import Bucket, ModelPlan
+from ds_hydra.pipe.placement import Stage, Strategy
+from ds_hydra.simulate.links import LinkModel
+from ds_hydra.simulate.wires import Parcels
+from ds_hydra.step.transfers import BucketTransfers, plan_bucket
+from ds_hydra.zero_hetero.relay_plan import RelayPlan
+
+
+class BucketUse(NamedTuple):
+    """A bucket that a stage needs, in the order of its forward; the layers that follow until the next one."""
+
+    bucket: int
+    share: float  # of the stage's computing, between this bucket's arrival and the next one's
+
+
+@dataclass(frozen=True)
+class StrategyTransfers:
+    """By bucket: the hops of its pull, and its push (None: it is frozen). Equal buckets share their messages."""
+
+    pulls: tuple[tuple[Parcels, ...], ...]
+    pushes: tuple[Parcels | None, ...]
+
+    @classmethod
+    def of(cls, plan: ModelPlan, strategy: Strategy, links: LinkModel, element_bytes: int) -> StrategyTransfers:
+        """Plans each kind of bucket once: layers that are alike, in stages on the same ranks, travel alike."""
+        made: dict[object, tuple[tuple[Parcels, ...], Parcels | None]] = {}
+        pulls, pushes = [], []
+        for bucket, kind in zip(plan.buckets, _kinds(plan, strategy), strict=True):
+            if kind not in made:
+                made[kind] = _parcels(plan_bucket(plan, bucket, strategy, links.node_size), links, element_bytes)
+            pulls.append(made[kind][0])
+            pushes.append(made[kind][1])
+        return cls(tuple(pulls), tuple(pushes))
+
+
+def bucket_uses(plan: ModelPlan, stage: Stage) -> tuple[BucketUse, ...]:
+    """The buckets of a stage in the order in which its forward needs them; layers take equal shares of its time.
+
+    Embeddings and head count as no time of their own.
+    """
+    uses: dict[int, float] = {}
+    groups = [plan.first] if stage.first_layer == 0 else []
+    groups += plan.layers[stage.first_layer : stage.last_layer]
+    groups += [plan.last] if stage.last_layer == plan.num_layers else []
+    for names in groups:
+        found = [i for i, bucket in enumerate(plan.buckets) if any(param.name in names for param in bucket.params)]
+        for index in found:
+            uses.setdefault(index, 0.0)
+        if found and names is not plan.first and names is not plan.last:
+            uses[found[-1]] += 1.0 / (stage.last_layer - stage.first_layer)
+    return tuple(BucketUse(index, share) for index, share in uses.items())
+
+
+def _kinds(plan: ModelPlan, strategy: Strategy) -> Sequence[object]:
+    """For each bucket what its transfers depend on: its parameters, and which stages need which of them."""
+    stages = [stage for pipeline in strategy.pipelines for stage in pipeline.stages]
+    needed = {(stage.first_layer, stage.last_layer): plan.needed(stage) for stage in stages}
+    return [_kind(bucket, stages, needed) for bucket in plan.buckets]
+
+
+def _kind(bucket: Bucket, stages: Sequence[Stage], needed: dict[tuple[int, int], frozenset[str]]) -> object:
+    params = tuple((param.shape, param.rule, param.trainable) for param in bucket.params)
+    held = {layers: tuple(param.name in names for param in bucket.params) for layers, names in needed.items()}
+    return params, tuple(held[stage.first_layer, stage.last_layer] for stage in stages)
+
+
+def _parcels(
+    transfers: BucketTransfers, links: LinkModel, element_bytes: int
+) -> tuple[tuple[Parcels, ...], Parcels | None]:
+    hops = tuple(transfers.pull) if isinstance(transfers.pull, RelayPlan) else (transfers.pull,)
+    push = None if transfers.push is None else Parcels.of_plan(transfers.push, links, element_bytes)
+    return tuple(Parcels.of_plan(hop, links, element_bytes) for hop in hops), push

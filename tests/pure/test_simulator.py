@@ -1,0 +1,281 @@
+"""The simulation of a step: ports, waits, phases and memory as the notes tell them, and the rules of a trace."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_hydra.costs.cost_table import CostTable, SchemeCost
+from ds_hydra.costs.memory import Activations, JobMemory
+from ds_hydra.costs.table_file import TableFile
+from ds_hydra.pipe.model_plan import Bucket, ModelPlan, ParamSpec
+from ds_hydra.pipe.schedules.registry import orders, training_slots
+from ds_hydra.pipe.schedules.rendezvous import check_slots
+from ds_hydra.pipe.schedules.simulate import simulate_loads, simulate_slots
+from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
+from ds_hydra.plan.phase import MicroBatchPlan, Phase, PipelinePlan
+from ds_hydra.plan.step_plan import StepPlan
+from ds_hydra.plan.validate import validate_plan
+from ds_hydra.report.gantt import draw_gantt
+from ds_hydra.report.trace import Span, trace_faults, trace_record
+from ds_hydra.simulate.job import SimulatedJob
+from ds_hydra.simulate.links import LinkModel, Port, Speed
+from ds_hydra.simulate.llama import SHIPPED, llama_plan
+from ds_hydra.simulate.spans import step_spans
+from ds_hydra.simulate.step import Simulator
+from ds_hydra.simulate.wires import Parcels, Wires
+from ds_hydra.zero_hetero.errors import ConfigError, PlanError
+from ds_hydra.zero_hetero.layout import even_layout, layout_of_intervals
+from ds_hydra.zero_hetero.transfer_plan import TransferPlan, plan_transfer
+from tests.support.random_plans import random_job, random_plan
+
+FREE = LinkModel(8, Speed(0.0, 1e18), Speed(0.0, 1e18))
+
+
+def layers(count: int, numel: int) -> ModelPlan:
+    """A model of `count` layers with one weight of `numel` elements each, and nothing else."""
+    names = [f"w{index}" for index in range(count)]
+    buckets = tuple(Bucket(name, (ParamSpec(name, (numel,)),)) for name in names)
+    return ModelPlan(buckets, frozenset(), tuple(frozenset({name}) for name in names), frozenset())
+
+
+def job(links: LinkModel, num_ranks: int, *, count: int = 2, numel: int = 8, step: dict | None = None) -> SimulatedJob:
+    """Sequences of l tokens take 3 l ms on a stage of any scheme; an element and a token's features take one byte."""
+    schemes = [ParallelScheme(tp, pp) for tp in (1, 2) for pp in (1, 2)]
+    table = CostTable(tuple(SchemeCost(scheme, 0.0, 3.0, 0.0, 1000) for scheme in schemes))
+    return SimulatedJob(layers(count, numel), 1, TableFile(table, step=step), links, num_ranks, element_bytes=1)
+
+
+def plan_of(text: str, batches: list[list[int]], *more: tuple[str, list[list[int]]]) -> StepPlan:
+    """Each pipeline of a strategy with the lengths of its micro-batches; further phases likewise."""
+    lengths: list[int] = []
+    phases = []
+    for strategy, dealt in ((text, batches), *more):
+        pipelines = []
+        for shape, own in zip(StrategyShape.parse(strategy).pipelines, dealt, strict=True):
+            positions = range(len(lengths), len(lengths) + len(own))
+            lengths += own
+            held = tuple(MicroBatchPlan.of_whole([position], lengths) for position in positions)
+            pipelines.append(PipelinePlan(shape, held, 3.0 * sum(own)))
+        phases.append(Phase(tuple(pipelines)))
+    return StepPlan(0, tuple(range(len(lengths))), tuple(lengths), tuple(phases), sum(p.predicted_ms for p in phases))
+
+
+def by_ports(plans: list[TransferPlan], ready: list[list[float]], links: LinkModel) -> list[tuple[list, list]]:
+    """What `Wires` computes for all messages at once, message by message with `Port`."""
+    size = plans[0].num_ranks
+    out, into = [Port() for _ in range(size)], [Port() for _ in range(size)]
+    results = []
+    for plan, begin in zip(plans, ready, strict=True):
+        heads, left, came = {}, list(begin), list(begin)
+        for rank in range(size):
+            for message in sorted(plan.sends(rank), key=lambda m: (m.dst - rank) % size):
+                speed = links.speed(rank, message.dst)
+                heads[rank, message.dst] = out[rank].serve(begin[rank], speed.wire_s(message.numel)) + speed.latency_s
+                left[rank] = out[rank].free_s
+        for rank in range(size):
+            for message in sorted(plan.recvs(rank), key=lambda m: (rank - m.src) % size):
+                into[rank].serve(heads[message.src, rank], links.speed(message.src, rank).wire_s(message.numel))
+                came[rank] = into[rank].free_s
+        results.append((left, came))
+    return results
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**9))
+def test_an_exchange_is_what_ports_make_of_its_messages(seed: int) -> None:
+    rng = random.Random(seed)
+    size, numel = rng.randint(1, 9), rng.randint(9, 60)
+    links = LinkModel(
+        rng.randint(1, size), Speed(rng.random(), rng.uniform(1, 9)), Speed(rng.random(), rng.uniform(1, 9))
+    )
+    plans, ready = [], []
+    for _ in range(3):
+        cuts = [sorted(rng.sample(range(numel + 1), 2)) for _ in range(size)]
+        plan = plan_transfer(even_layout(numel, size), layout_of_intervals(numel, [tuple(cut) for cut in cuts]))
+        plans.append(plan if rng.random() < 0.5 else plan.transposed())
+        ready.append([rng.choice([0.0, 20 * rng.random()]) for _ in range(size)])
+    wires = Wires(size)
+    for plan, begin, (left, came) in zip(plans, ready, by_ports(plans, ready, links), strict=True):
+        found = wires.exchange(Parcels.of_plan(plan, links, 1), np.array(begin))
+        assert found.left == pytest.approx(left)
+        assert found.came == pytest.approx(came)
+        assert (found.left_from <= found.left).all()
+        assert (found.came_from <= found.came).all()
+
+
+def test_with_links_that_take_no_time_a_step_is_its_slowest_pipeline_and_the_update() -> None:
+    found = Simulator(job(FREE, 4, step={"fixed_ms": 5.0, "update_ms_per_element": 2.0})).step(
+        plan_of("pp2 + 2*tp1", [[3, 5, 4], [9], []])
+    )
+    slowest = max(27.0, simulate_loads(orders("1f1b", 3, 2), [[9.0, 15.0, 12.0]] * 2))
+    # 16 elements on 4 ranks are 4 of each
+    assert 1e3 * found.step_s == pytest.approx(5.0 + slowest + 8.0)
+    assert found.ranks.compute * 1e3 == pytest.approx([36.0, 36.0, 27.0, 0.0])
+    assert found.gap == 1.0  # the last rank has nothing to run
+    # Stage 1 is done when stage 0 begins its last backward, of 8 ms.
+    assert 1e3 * found.ranks.bubble == pytest.approx([slowest - 36.0, slowest - 8.0 - 36.0, 0.0, 0.0])
+
+
+def test_a_layer_waits_for_its_own_pull_and_a_last_backward_pushes_layer_by_layer() -> None:
+    """Two ranks, two layers of 8 bytes, 1000 bytes/s: each rank pulls 4 bytes of each layer in 4 ms.
+
+    Layer 0 is there at 4 ms, layer 1 at 8 ms. Of a forward of 2 ms, layer 0 runs from 4 to 5 and layer 1 from 8 to 9.
+    The backward takes 4 ms: layer 1 leaves at 11 and is over at 15, layer 0 is ready at 13 and over at 19.
+    """
+    links = LinkModel(2, Speed(0.0, 1e3))
+    found = Simulator(job(links, 2)).step(plan_of("2*tp1", [[2], [2]]))
+    times = found.phases[0].pipelines[0][0]
+    assert [(a, pytest.approx(1e3 * b), pytest.approx(1e3 * c)) for (a, _), b, c in times.actions] == [
+        ("forward", 0.0, 9.0), ("backward", 9.0, 13.0)
+    ]  # fmt: skip
+    assert [(pytest.approx(1e3 * a), pytest.approx(1e3 * b)) for a, b in times.waits] == [(0.0, 4.0), (5.0, 8.0)]
+    assert 1e3 * found.phases[0].stop == pytest.approx([19.0, 19.0])
+    norm = 1e3 * links.collective_s("all_gather", range(2), 16)
+    assert 1e3 * found.step_s == pytest.approx(19.0 + norm)
+    assert 1e3 * found.ranks.pull == pytest.approx([7.0, 7.0])
+    assert 1e3 * found.ranks.push == pytest.approx([6.0, 6.0])
+    assert 1e3 * found.exposed_s == pytest.approx(13.0 + norm)
+
+
+def test_between_nodes_pulls_take_two_hops() -> None:
+    """Nodes of 2 ranks, and all want all 8 bytes: 2 are their own, 2 their neighbour's, 4 come from the other node.
+
+    A byte takes 1 ms inside a node and 10 between. Each rank brings in 2 bytes of the other node, in 20 ms, and gets
+    its neighbour's 2 in 2 ms. Odd ranks get those first and are through at 22. Even ranks' neighbours send to the other
+    node first, so they have those of the other node at 22 and are through at 24; then they pass on what they brought
+    in. Odd ranks have passed on theirs by then, but the even ranks' ports take it from 24 on.
+    """
+    links = LinkModel(2, Speed(0.0, 1e3), Speed(0.0, 1e2))
+    found = Simulator(job(links, 4, count=1)).step(plan_of("4*tp1", [[1], [1], [1], [1]]))
+    ((enter, spread),) = found.phases[0].pulls
+    assert 1e3 * enter.came == pytest.approx([24.0, 22.0, 24.0, 22.0])
+    assert 1e3 * spread.came == pytest.approx([26.0] * 4)
+    assert 1e3 * found.phases[0].started == pytest.approx([24.0, 22.0, 24.0, 22.0])
+
+
+def test_phases_follow_each_other_on_every_rank() -> None:
+    one, other = ("pp2", [[3, 4]]), ("2*tp1", [[5], [2]])
+    simulator = Simulator(job(FREE, 2))
+    alone = [simulator.step(plan_of(*phase)).step_s for phase in (one, other)]
+    both = simulator.step(plan_of(*one, other))
+    assert both.step_s == pytest.approx(sum(alone))
+    names = [span.name for span in step_spans(both, ranks={0}) if span.stream == "compute"]
+    assert "F0 of phase 0" in names
+    assert "F0 of phase 1" in names
+
+
+def test_messages_between_stages_take_their_links_time() -> None:
+    """2 tokens of one byte at 1000 bytes/s and 5 ms of latency: 7 ms there and 7 ms back around 3 * 2 ms of work."""
+    links = LinkModel(2, Speed(5e-3, 1e3))
+    simulator = Simulator(job(links, 2, count=2, numel=1))
+    stages = simulator.step(plan_of("pp2", [[2]])).phases[0].pipelines[0]
+    began = stages[0].actions[0].stop
+    assert [1e3 * (timed.start - began) for timed in stages[1].actions] == pytest.approx([7.0, 9.0])
+    assert 1e3 * (stages[0].actions[1].start - began) == pytest.approx(7.0 + 6.0 + 7.0)
+
+
+def test_memory_follows_the_micro_batches_that_are_alive() -> None:
+    plan, kept = layers(2, 8), {(1, 1): Activations(1.0, 0.0, 0.0, 10.0)}
+    memory = JobMemory(plan, 2, kept, param_bytes=2)
+    base = dataclasses.replace(job(FREE, 2), memory=memory)
+    simulator = Simulator(base)
+
+    def peaks(lengths: list[int]) -> list[float]:
+        found = simulator.step(plan_of("pp2", [lengths])).peak_bytes
+        assert found is not None
+        return [float(peak - memory.needs(ParallelScheme(1, 2), stage).states) for stage, peak in enumerate(found)]
+
+    # Stage 0 keeps both micro-batches of 100 and 50 tokens, one byte a token, and 10 a token of the one it computes.
+    assert peaks([100, 50]) == [100 + 50 + 10 * 100, 100 + 10 * 100]
+    assert peaks([100]) == [100 + 10 * 100, 100 + 10 * 100]
+    for stage, needs in enumerate(memory.stages(ParallelScheme(1, 2))):
+        assert peaks([64] * 5)[stage] == needs.total(64) - needs.states, "what MaxLen was made for"
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 10**9))
+def test_random_plans_run_to_their_end_within_bounds(seed: int) -> None:
+    rng = random.Random(seed)
+    size = rng.choice([1, 4, 8, 13])
+    drawn = random_job(rng, size)
+    plan = random_plan(rng, drawn.table, size)
+    validate_plan(plan, drawn.table, size)
+    for phase in plan.phases:
+        for pipeline in phase.pipelines:
+            stages = range(pipeline.shape.pp)
+            check_slots([training_slots("1f1b", len(pipeline.microbatches), len(stages), s) for s in stages])
+    found = Simulator(drawn).step(plan)
+    slower = dataclasses.replace(drawn.links, inside=Speed(2 * drawn.links.inside[0], drawn.links.inside[1] / 3))
+    free = Simulator(dataclasses.replace(drawn, links=dataclasses.replace(FREE, node_size=slower.node_size))).step(plan)
+    assert free.step_s <= found.step_s <= Simulator(dataclasses.replace(drawn, links=slower)).step(plan).step_s + 1e-9
+    figures = found.ranks
+    assert figures.compute == pytest.approx(free.ranks.compute)
+    for part in dataclasses.fields(figures):
+        assert (getattr(figures, part.name) >= -1e-12).all()
+    assert (figures.compute + figures.bubble + figures.pull + figures.push <= found.step_s + 1e-9).all()
+    assert not trace_faults(trace_record({"predicted": step_spans(found), "again": step_spans(found)}))
+
+
+def test_bad_plans_are_refused() -> None:
+    with pytest.raises(PlanError, match="2 ranks but the job has 4"):
+        Simulator(job(FREE, 4)).step(plan_of("2*tp1", [[1], [1]]))
+    with pytest.raises(PlanError, match="no entry for scheme sp2"):
+        Simulator(job(FREE, 2)).step(plan_of("sp2", [[1]]))
+    with pytest.raises(PlanError, match="messages that nobody sends"):
+        simulate_slots([training_slots("1f1b", 1, 2, 0), ()], _Instant())
+
+
+class _Instant:
+    def compute(self, stage: int, action: object, ready: float) -> tuple[float, float]:
+        return ready, ready
+
+    def send(self, stage: int, message: object, ready: float) -> tuple[float, float]:
+        return ready, ready
+
+    def receive(self, stage: int, message: object, head: float) -> float:
+        return head
+
+
+SPANS = [Span(0, "compute", "forward", "F0", 0.0, 3.0), Span(0, "compute", "pull", "wait", 1.0, 2.0)]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda events: events[4].update(dur=0), "lasts 0 microseconds"),
+        (lambda events: events[5].update(dur=3e6), "'wait' .* overlaps 'F0'"),
+        (lambda events: events[4].update(ph="B"), "phase 'B'"),
+        (lambda events: events[4].update(pid="0"), "pid or tid"),
+        (lambda events: events.pop(0), "no name"),
+    ],
+)
+def test_what_breaks_the_rules_of_a_trace_is_found(spoil: object, words: str) -> None:
+    record = trace_record({"predicted": SPANS})
+    assert not trace_faults(record)
+    assert [(e["ts"], e["dur"]) for e in record["traceEvents"] if e["ph"] == "X"] == [(0.0, 3e6), (1e6, 1e6)]
+    spoil(record["traceEvents"])  # type: ignore[operator]
+    (fault,) = trace_faults(record)
+    assert re.search(words, fault), fault
+
+
+def test_a_picture_shows_every_rank_and_refuses_too_many(tmp_path: Path) -> None:
+    again = [span._replace(rank=1) for span in SPANS]
+    words = draw_gantt(tmp_path / "a.png", {"predicted": SPANS + again, "measured": SPANS}, "two ranks")
+    assert words == "3 rows over 3000.0 ms"
+    assert (tmp_path / "a.png").stat().st_size > 1000
+    with pytest.raises(ConfigError, match="97 rows"):
+        draw_gantt(tmp_path / "b.png", {"": [SPANS[0]._replace(rank=rank) for rank in range(97)]}, "many")
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_plans_of_shipped_models_hold_their_parameters(name: str) -> None:
+    shape = SHIPPED[name].shape
+    assert sum(bucket.numel for bucket in llama_plan(shape).buckets) == shape.params

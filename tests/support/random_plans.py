@@ -1,0 +1,68 @@
+"""A seed in, a random step plan on some ranks out: pipelines of any shape and depth, one phase or two."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from ds_hydra.costs.analytic import ModelShape, analytic_cost_table
+from ds_hydra.costs.cost_table import CostTable
+from ds_hydra.costs.table_file import TableFile
+from ds_hydra.pipe.shape import ParallelScheme, PipelineShape
+from ds_hydra.plan.phase import MicroBatchPlan, Phase, PipelinePlan
+from ds_hydra.plan.step_plan import StepPlan
+from ds_hydra.simulate.job import SimulatedJob
+from ds_hydra.simulate.links import LinkModel, Speed
+from ds_hydra.simulate.llama import llama_plan
+
+MODEL = ModelShape(256, 12, 8, 8, 704, 2048, 11_000_000)
+SCHEMES = tuple(ParallelScheme(tp, pp, sp) for tp in (1, 2, 4) for pp in (1, 2, 3, 4) for sp in (1, 2))
+
+
+def random_table(rng: random.Random) -> CostTable:
+    """Costs of all schemes, for devices from slow to fast."""
+    return analytic_cost_table(MODEL, SCHEMES, 1 << 20, device_flops=10.0 ** rng.uniform(9, 12), layer_overhead_ms=0.02)
+
+
+def random_job(rng: random.Random, num_ranks: int) -> SimulatedJob:
+    """A small model on nodes of 4 ranks or on one, with links from fast to slow."""
+    node = rng.choice([4, num_ranks])
+    inside = Speed(10.0 ** rng.uniform(-7, -4), 10.0 ** rng.uniform(8, 11))
+    between = Speed(2 * inside.latency_s, inside.bytes_per_s / rng.choice([1, 4, 12]))
+    found = TableFile(random_table(rng), step={"update_ms_per_element": 1e-7, "fixed_ms": 0.1})
+    return SimulatedJob(llama_plan(MODEL), MODEL.hidden, found, LinkModel(node, inside, between), num_ranks)
+
+
+def random_plan(rng: random.Random, table: CostTable, num_ranks: int, *, step: int = 0) -> StepPlan:
+    """Random pipelines that tile the ranks and share random sequences; a third of all plans has two phases."""
+    lengths = tuple(min(4096, 1 + int(rng.lognormvariate(5, 1))) for _ in range(rng.randint(1, 4 * num_ranks)))
+    positions = list(range(len(lengths)))
+    rng.shuffle(positions)
+    parts = [positions]
+    if rng.random() < 1 / 3 and len(positions) > 1:
+        cut = rng.randint(1, len(positions) - 1)
+        parts = [positions[:cut], positions[cut:]]
+    phases = tuple(_phase(rng, table, num_ranks, part, lengths) for part in parts)
+    return StepPlan(step, tuple(range(len(lengths))), lengths, phases, sum(phase.predicted_ms for phase in phases))
+
+
+def _phase(
+    rng: random.Random, table: CostTable, num_ranks: int, positions: Sequence[int], lengths: Sequence[int]
+) -> Phase:
+    shapes: list[ParallelScheme] = []
+    left = num_ranks
+    while left:
+        shapes.append(rng.choice([scheme for scheme in SCHEMES if scheme.num_ranks <= left]))
+        left -= shapes[-1].num_ranks
+    dealt: list[list[list[int]]] = [[] for _ in shapes]
+    for position in positions:
+        batches = rng.choice(dealt)
+        if not batches or rng.random() < 0.5:
+            batches.append([])
+        rng.choice(batches).append(position)
+    pipelines = []
+    for scheme, batches in zip(shapes, dealt, strict=True):
+        held = tuple(MicroBatchPlan.of_whole(batch, lengths) for batch in batches if batch)
+        ms = table[scheme].pipeline_ms([table[scheme].load_ms(batch.lengths) for batch in held])
+        pipelines.append(PipelinePlan(PipelineShape.of(scheme), held, ms))
+    return Phase(tuple(pipelines))
