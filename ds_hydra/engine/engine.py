@@ -26,6 +26,7 @@ from ds_hydra.engine.saving import Saving
 from ds_hydra.engine.signals import Signals
 from ds_hydra.host.host_engine import HostEngine
 from ds_hydra.host.launch import launched_node_size
+from ds_hydra.pipe.models.meta_copy import release_parameters
 from ds_hydra.ranks.together import first_channel, together
 from ds_hydra.ranks.world import World
 from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError
@@ -61,7 +62,7 @@ class HydraEngine(HostEngine):
         # The masters have taken the values. Dropping both references frees the model's own parameters: otherwise each
         # rank would hold the whole model beside its share of it.
         self.job.source.values = {}
-        model.to("meta")
+        release_parameters(model)
         if config.checkpoint is not None:
             self._signals.install()
         self.saving.resume()

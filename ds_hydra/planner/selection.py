@@ -40,10 +40,10 @@ class Planner:
         self.strategies = tuple(strategies)
         if not self.strategies:
             raise PlanError("the planner needs at least one strategy but was given none")
-        self._groups = [PipelineKinds.of(strategy, cost_table) for strategy in self.strategies]
+        self._kinds = [PipelineKinds.of(strategy, cost_table) for strategy in self.strategies]
         ranks = {strategy.num_ranks for strategy in self.strategies}
         if len(ranks) > 1:
-            listed = ", ".join(f"{g} ({g.num_ranks})" for g in self.strategies)
+            listed = ", ".join(f"{strategy} ({strategy.num_ranks})" for strategy in self.strategies)
             raise PlanError(f"strategies must all use the same number of ranks but use {sorted(ranks)}: {listed}")
         self.num_ranks = ranks.pop()
         self._schemes = scheme_arrays(cost_table, paper=self.options.objective == "paper")
@@ -54,7 +54,7 @@ class Planner:
     @property
     def max_length(self) -> int:
         """The longest sequence that some strategy can hold, in tokens."""
-        return max(int(self._schemes.max_length[g.shape.scheme].max()) for g in self._groups)
+        return max(int(self._schemes.max_length[kinds.shape.scheme].max()) for kinds in self._kinds)
 
     def plan(self, step: int, sequence_ids: Sequence[int], lengths: Sequence[int]) -> StepPlan:
         """The plan of one step. PlanError for bad lengths and sequences that no strategy holds."""
@@ -62,17 +62,17 @@ class Planner:
         if self.options.choose == "replay":
             return self._replayed(step, ids, tokens)
         longest = max(range(len(tokens)), key=tokens.__getitem__)
-        feasible = [i for i, g in enumerate(self._groups) if self._holds(g, tokens[longest])]
+        feasible = [i for i, kinds in enumerate(self._kinds) if self._holds(kinds, tokens[longest])]
         if not feasible:
             raise PlanError(
                 f"no strategy can hold sequence {ids[longest]} of {tokens[longest]} tokens: the largest MaxLen is "
                 f"{self.max_length}; add a strategy with a larger tp or sp, or lower context_length"
             )
         if self.options.choose == "cycle":
-            n = len(self._groups)
+            n = len(self._kinds)
             feasible = [next(i for i in ((step + skip) % n for skip in range(n)) if i in feasible)]
         batch = Batch.of(tokens, self.cost_table)
-        best, bound = Search(self._groups, self._schemes, self.options, batch).best_of(feasible)
+        best, bound = Search(self._kinds, self._schemes, self.options, batch).best_of(feasible)
         return self._step_plan(step, ids, tokens, batch, best, bound)
 
     def _holds(self, kinds: PipelineKinds, length: int) -> bool:

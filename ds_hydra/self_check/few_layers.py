@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_hydra.pipe.models.meta_copy import copy_to_meta, parameter_hooks
+from ds_hydra.pipe.models.meta_copy import copy_to_meta, in_place_of, parameter_hooks
 from ds_hydra.pipe.models.refusals import find_layers
 from ds_hydra.pipe.shape import PipelineShape
 from ds_hydra.self_check.shrink import FEW_POSITIONS
@@ -79,7 +79,7 @@ def _cut_vocabulary(model: Any) -> int:
             if parameter is None or parameter.shape[0] != vocabulary:
                 continue
             if id(parameter) not in cut:
-                cut[id(parameter)] = _in_place_of(parameter, parameter.data[:rows])
+                cut[id(parameter)] = in_place_of(parameter, parameter.data[:rows])
             module._parameters[name] = cut[id(parameter)]
         for key in ("num_embeddings", "out_features"):
             if key in vars(module):
@@ -118,13 +118,5 @@ def _draw(model: nn.Module) -> None:
                 value *= 0.1 if value.dim() < 2 else value.shape[-1] ** -0.5
                 if value.dim() < 2 and name == "weight":  # of a norm
                     value += 1.0
-                drawn[id(parameter)] = _in_place_of(parameter, value)
+                drawn[id(parameter)] = in_place_of(parameter, value)
             module._parameters[name] = drawn[id(parameter)]
-
-
-def _in_place_of(parameter: nn.Parameter, value: torch.Tensor) -> nn.Parameter:
-    """A parameter with another value, trained or not as the first one, and its gradient hooks."""
-    new = nn.Parameter(value, requires_grad=parameter.requires_grad)
-    for hook in (parameter._backward_hooks or {}).values():
-        new.register_hook(hook)
-    return new

@@ -37,6 +37,28 @@ def copy_to_meta(model: Any) -> Any:
     return copied
 
 
+def release_parameters(model: nn.Module) -> None:
+    """Move a module's own parameters to the meta device; all else of it keeps its values, tied parameters stay tied."""
+    # `model.to("meta")` would take the buffers as well. Rotary frequencies, scales and the like are what the module was
+    # made with: a few numbers that nothing keeps elsewhere, and that whoever copies the module later has need of.
+    hollow: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) not in hollow:
+                hollow[id(parameter)] = in_place_of(parameter, torch.empty_like(parameter.data, device="meta"))
+            module._parameters[name] = hollow[id(parameter)]
+
+
+def in_place_of(parameter: nn.Parameter, value: Tensor) -> nn.Parameter:
+    """A parameter with another value, trained or not as the first one, and its gradient hooks."""
+    new = nn.Parameter(value, requires_grad=parameter.requires_grad)
+    for hook in (parameter._backward_hooks or {}).values():
+        new.register_hook(hook)
+    return new
+
+
 def _plain_copies(model: nn.Module, memo: dict[int, Any]) -> dict[int, Tensor]:
     """Copies of the tensor attributes with a history, such as what an old `weight_norm` leaves as `weight`."""
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters() if parameter.numel()}

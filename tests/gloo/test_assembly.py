@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ds_hydra.config.hydra_block import HydraConfig, parse_config
 from tests.support.ranks import run_ranks
-from tests.support.small_job import rank_environment, same, small_config, small_engine, whole_state
+from tests.support.small_job import rank_environment, same, small_config, small_engine, small_model, whole_state
 
 STRATEGIES_OF_3 = ["tp2 + tp1", "pp2 + tp1", "3*tp1"]
 
@@ -124,3 +124,29 @@ def test_masters_of_a_second_assembly_have_no_values_until_loaded() -> None:
         return all(torch.count_nonzero(shard) == 0 for shard in engine.crew.masters.shards)
 
     assert run_ranks(again, 2, timeout=60) == [True, True]
+
+
+def test_a_second_assembly_checks_other_strategies(tmp_path: Path) -> None:
+    """The self-check copies the model in its own widths, since a hook holds a module; its values are gone by then."""
+
+    def again(rank: int) -> list[float]:
+        os.environ["XDG_CACHE_HOME"] = str(tmp_path / str(rank))
+        model = small_model()
+        for layer in model.model.layers:
+            layer.mlp.register_forward_hook(lambda _, args, out, own=layer: out * own.mlp.factor)
+            layer.mlp.register_buffer("factor", torch.tensor(0.9))
+        config = small_config(2, self_check="on", strategies=["2*tp1"])
+        engine = small_engine(rank, model, config)
+        train(engine, 1)
+        engine.save_checkpoint(tmp_path / "checkpoint")
+        engine.crew.close()
+        engine.crew.world.close()
+        config["hydra"]["strategies"] = ["tp2", "pp2"]
+        engine.assemble(replace(engine.job, config=hydra_block(config)))
+        engine.load_checkpoint(tmp_path / "checkpoint")
+        assert all(parameter.is_meta for parameter in model.parameters())
+        assert not any(buffer.is_meta for buffer in model.buffers())
+        return train(engine, 1)
+
+    one, other = run_ranks(again, 2, timeout=200)
+    assert one == other
