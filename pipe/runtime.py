@@ -6,8 +6,8 @@ The runtime decides nothing: the schedule says what comes next, the plan says ev
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from time import perf_counter
 from typing import Protocol
 
 import torch
@@ -18,6 +18,7 @@ from ds_hydra.pipe.placement import Pipeline
 from ds_hydra.pipe.rows import MicroBatch, Pack
 from ds_hydra.pipe.schedules.actions import Action, Slot, backward_of_first_push, last_weight_gradient
 from ds_hydra.pipe.stage import StageModule
+from ds_hydra.zero_hetero.clock import Kind, Stopwatch
 from ds_hydra.zero_hetero.transport import Transport, Work
 
 _TAG = 1 << 20  # apart from the tags of pull and push
@@ -60,14 +61,15 @@ class StageRuntime:
         widths: tuple[int, int],
         device: torch.device,
         dtype: torch.dtype,
+        *,
         activity: Doing,
+        watch: Stopwatch,
     ):
         self.module, self.pipeline, self.rank, self.transport = module, pipeline, rank, transport
         self.index = pipeline.stage_index(rank)
         self.widths, self.device, self.dtype = widths, device, dtype
-        self._activity = activity
+        self._activity, self._watch = activity, watch
         self.losses: dict[int, Tensor] = {}  # of this stage's micro-batches in the last run, on the last stage
-        self.compute_s = 0.0  # of the last run: seconds in forwards and backwards, their collectives included
 
     def run(
         self,
@@ -86,25 +88,28 @@ class StageRuntime:
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         run = _Run(batches, loss, trains=last is not None)
         self.losses = {}
-        self.compute_s = 0.0
         with torch.set_grad_enabled(run.trains):
             for slot in slots:
                 self._communicate(run, [action for action in slot if not action.computes])
-                began = perf_counter()
                 for action in slot:
+                    if action == first_push and before_last_backward is not None:
+                        before_last_backward()
                     if action.kind == "forward":
-                        self._forward(run, action.microbatch)
+                        with self._lap("forward", action.microbatch):
+                            self._forward(run, action.microbatch)
                     elif action.kind == "backward":
-                        if action == first_push and before_last_backward is not None:
-                            before_last_backward()
-                        self._backward(run, action.microbatch)
+                        with self._lap("backward", action.microbatch):
+                            self._backward(run, action.microbatch)
                     else:
                         assert not action.computes, f"{action}: no schedule of the registry splits a backward"
-                self.compute_s += perf_counter() - began
-        for work, _ in run.sending:
-            work.wait()
+        with self._lap("send"):
+            for work, _ in run.sending:
+                work.wait()
         self._activity.now = "push"
         return run.loss
+
+    def _lap(self, kind: Kind, microbatch: int | None = None) -> AbstractContextManager[None]:
+        return self._watch.lap(kind, stage=self.index, microbatch=microbatch)
 
     def _forward(self, run: _Run, microbatch: int) -> None:
         self._activity.now = "forward"
@@ -159,7 +164,8 @@ class StageRuntime:
             return
         work = self.transport.exchange(sends, receives, tag=_TAG)
         if receives:
-            work.wait()
+            with self._lap("receive"):
+                work.wait()
             for kind, microbatch in messages:
                 if kind == "recv_activation":
                     received = run.inputs[microbatch]

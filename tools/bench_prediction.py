@@ -53,14 +53,48 @@ def job_config(**hydra: Any) -> dict[str, Any]:
     }
 
 
+class _WallClock:
+    """Wall time, with the CPU time beside it."""
+
+    def now(self) -> tuple[float, float]:
+        return time.perf_counter(), time.process_time()
+
+    def seconds(self, begin: tuple[float, float], end: tuple[float, float]) -> float:
+        return end[0] - begin[0]
+
+    def wait(self) -> None:
+        """Work on a CPU is done already."""
+
+
+class _CpuClock(_WallClock):
+    """The CPU time of the same moments."""
+
+    def seconds(self, begin: tuple[float, float], end: tuple[float, float]) -> float:
+        return end[1] - begin[1]
+
+
+def _time_computing_by_cpu() -> None:
+    """From now on the stages' own time is CPU time; pipelines, waits and steps stay wall time."""
+    from ds_hydra.ranks import world
+    from ds_hydra.zero_hetero.clock import Laps, Spent
+
+    wall = Laps.spent
+
+    def spent(laps: Laps) -> dict[Any, Spent]:
+        cpu = wall(Laps(_CpuClock(), laps.laps))
+        return {kind: Spent(seconds.whole_s, cpu[kind].own_s) for kind, seconds in wall(laps).items()}
+
+    world.clock_of = lambda device: _WallClock()
+    Laps.spent = spent  # type: ignore[method-assign]
+
+
 def train(rank: int, steps: int, choose: str, lengths: Sequence[int], steps_file: str, table: str) -> None:
     """One rank's training; rank 0 writes the steps file."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     import ds_hydra
-    from ds_hydra.pipe import runtime
 
-    runtime.perf_counter = time.process_time  # type: ignore[attr-defined]  # stages' own time; steps stay wall time
+    _time_computing_by_cpu()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
     logging.getLogger("ds_hydra").setLevel(logging.WARNING)
     torch.manual_seed(0)

@@ -12,6 +12,7 @@ Read in this order; the first five, `relay_plan`, `bucket` and `errors` import n
   transfer_plan    two layouts -> messages between ranks; a push is the transposed pull
   contributions    in which order contributions are written and added
   transport        start sends and receives, wait for them (torch.distributed, or in one process)
+  clock            how long work took on the device that did it; laps of a rank's activities
   buffer_pool      scratch memory that is used again
   envelope         one rank's side of a message: in place, or through scratch memory
   mover            what `link` and `relay_link` both are; all that their users know of them

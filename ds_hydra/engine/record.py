@@ -77,7 +77,7 @@ def step_record(
         num_micro_batches=tuple(len(pipeline.microbatches) for pipeline in only_phase(plan).pipelines),
         pull_ms=1e3 * max(rank.exposed_pull_s for rank in stats),
         push_ms=1e3 * max(rank.exposed_push_s for rank in stats),
-        optimizer_ms=1e3 * outcome.optimizer_s,
+        optimizer_ms=1e3 * max(rank.optimizer_s for rank in stats),
         pull_bytes=outcome.pull_bytes,
         push_bytes=outcome.push_bytes,
         peak_memory_bytes=int(max(rank.peak_memory_bytes for rank in stats)),

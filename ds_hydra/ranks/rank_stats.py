@@ -15,11 +15,12 @@ class RankStats(NamedTuple):
 
     loss: float  # its share of the step's loss: 0 but on one tensor parallel rank of last stages
     run_s: float  # from the first pull waited for to the last backward
-    compute_s: float  # the part of run_s spent in forwards and backwards, their collectives included
+    compute_s: float  # the part of run_s spent in forwards and backwards, their collectives included, pulls not
     exposed_pull_s: float  # waiting for pulls, not overlapped
     exposed_push_s: float
+    optimizer_s: float  # gradient norm; clipping and update of the step before
     num_padding: float  # tokens added so that every sequence parallel rank holds one, counted once a pipeline
-    peak_memory_bytes: float
+    peak_memory_bytes: float  # of this step
     request: float  # what a signal has asked this rank for
 
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from ds_hydra.pipe.placement import Strategy
 from ds_hydra.ranks.channel import Channel
 from ds_hydra.ranks.groups import GroupCache
+from ds_hydra.zero_hetero.clock import Clock, clock_of
 from ds_hydra.zero_hetero.transport import TorchTransport, Transport
 
 _OPEN_RECEIVES = 2  # buckets whose receives are open at once on gloo, which becomes slower with more of them
@@ -41,6 +42,7 @@ class World:
     groups: GroupCache  # tensor and sequence parallel groups
     links: Transport  # between masters and pipelines: pulls and pushes
     edges: Transport  # between the stages of a pipeline
+    clock: Clock  # dates what this rank does
     _shared: tuple[dist.ProcessGroup, ...] = field(repr=False)  # of all ranks: those of links and edges
     _made: list[dist.ProcessGroup] = field(repr=False)
 
@@ -77,6 +79,7 @@ class World:
             groups=GroupCache(make),
             links=TorchTransport(everyone, max_open_receives=_OPEN_RECEIVES),
             edges=TorchTransport(edges),
+            clock=clock_of(device),
             _shared=(everyone, edges) if num_ranks > 1 else (),
             _made=made,
         )

@@ -23,7 +23,7 @@ class StepRecord:
     num_sequences: int
     strategy: str
     changed: bool  # the strategy differs from the step before
-    step_ms: float  # measured, from the plan to the updated masters
+    step_ms: float  # measured, from the plan to the start of the masters' update
     predicted_ms: float
     num_padding: int = 0  # padding tokens, computed in addition to num_tokens
     total_steps: int | None = None  # hydra.total_steps
@@ -36,12 +36,12 @@ class StepRecord:
     plan_digest: str = ""  # hex
     ids_digest: str = ""  # hex, of the sequence ids
     num_micro_batches: tuple[int, ...] = ()  # of each pipeline
-    pull_ms: float = 0.0
+    pull_ms: float = 0.0  # waited for, while nothing else ran
     push_ms: float = 0.0
-    optimizer_ms: float = 0.0
+    optimizer_ms: float = 0.0  # gradient norm; clipping and update of the step before, since this one's still run
     pull_bytes: int = 0
     push_bytes: int = 0
-    peak_memory_bytes: int = 0  # largest of the ranks; 0 when not known
+    peak_memory_bytes: int = 0  # largest of the ranks, in this step; 0 when not known
     skipped: bool = False  # the gradient was not finite, so parameters stayed as they were
     skipped_steps: int = 0  # so far
     plan: str = ""  # StepPlan.to_json(), for `plans_file`

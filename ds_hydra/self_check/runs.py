@@ -24,6 +24,7 @@ from ds_hydra.pipe.stage import ModelSource, StageModule, StagePlace, from_flat,
 from ds_hydra.plan.phase import MicroBatchPlan
 from ds_hydra.step.batching import build_batches
 from ds_hydra.watchdog import Activity
+from ds_hydra.zero_hetero.clock import Stopwatch
 
 CPU = torch.device("cpu")
 _SCHEDULE = "1f1b"  # which stages and groups are right does not depend on the order of micro-batches
@@ -167,8 +168,9 @@ class RankOfPipeline:
         self.module: StageModule = source.build(self.place, CPU, torch.float64)
         widths = (source.width(stage.first_layer), 0 if self.place.is_last else source.width(stage.last_layer))
         self._runtime = StageRuntime(
-            self.module, pipeline, rank, ranks.transport(rank), widths, CPU, torch.float64, Activity()
-        )
+            self.module, pipeline, rank, ranks.transport(rank), widths, CPU, torch.float64,
+            activity=Activity(), watch=Stopwatch(None),
+        )  # fmt: skip
 
     def install(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
         """Give the stage its shards of the buckets' values; its empty gradient buffers, by bucket."""

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from ds_hydra.pipe.dropout import step_key
 from ds_hydra.pipe.placement import Strategy, place_strategy
@@ -19,8 +18,10 @@ from ds_hydra.step.agreement import FAILED, agree
 from ds_hydra.step.arena import Arena
 from ds_hydra.step.batching import RankBatches, build_batches
 from ds_hydra.step.connections import connections_of
+from ds_hydra.step.peak_memory import PeakMemory
 from ds_hydra.step.strategy_runtime import StrategyRuntime
 from ds_hydra.zero_hetero.buffer_pool import BufferPool
+from ds_hydra.zero_hetero.clock import COMPUTING, Kind, Laps, Spent
 from ds_hydra.zero_hetero.errors import PlanError
 
 if TYPE_CHECKING:
@@ -43,7 +44,6 @@ class Outcome:
     stats: tuple[RankStats, ...]  # of every rank
     weight: int  # the loss's normaliser: targets, sequences or micro-batches of the whole step
     grad_norm: float  # not finite: the step was skipped
-    optimizer_s: float
     pull_bytes: int  # received by this rank
     push_bytes: int  # sent by this rank
 
@@ -87,38 +87,46 @@ class Stepper:
         self._source, self._masters, self._world = source, masters, world
         self._loss_norm, self._seed, self._loss_scale, self._update = loss_norm, seed, loss_scale, update
         self._strategies, self._activity, self._request = strategies, activity, request
+        self._peak = PeakMemory(world.device)
         self._pool = BufferPool()
         self._arena = Arena.for_strategies(
             source.plan, list(strategies.values()), world.rank, world.device, compute_dtype
         )
         self._runtimes: dict[str, StrategyRuntime] = {}
+        # Is given the laps of every step as soon as they can be read, for a trace; otherwise they are dropped.
+        self.keep_laps: Callable[[int, Laps], None] | None = None
         self._connect(strategies.values())
 
     def run(self, plan: StepPlan, step: int, data: SequenceData) -> Outcome:
         """Train one step. Raises PlanError on all ranks when their plans differ or one cannot load its sequences."""
+        self._peak.restart()
         runtime = self._runtime(plan)
         batches, weight = self._batches(plan, runtime, data, step)
         self._activity.now = "pull"
-        loss = runtime.train(_normalised(batches.batches, weight, self._loss_scale.value)) / self._loss_scale.value
+        loss, laps = runtime.train(_normalised(batches.batches, weight, self._loss_scale.value))
+        loss = loss / self._loss_scale.value
         self._activity.now = "optimizer"
         # The comparison comes before the update. Until then the masters are still what the pull has sent, so there is
         # something to compare with; and a gradient that was computed from flipped bits must never reach them.
         self._update.compare(step, runtime)
-        norm, optimizer_s = self._update.apply(loss)
+        applied = self._update.apply(loss)
         self._activity.now = "report"
-        stats = self._stats(loss, runtime, batches)
+        laps = Laps(laps.clock, [*laps.laps, *applied.laps.laps])
+        if self.keep_laps is not None:
+            self.keep_laps(step, laps)
+        stats = self._stats(applied.loss, runtime, batches, laps.spent())
         # Explaining takes messages between all ranks. They all come here together, since the norm is equal on them to
         # the bit, and the gradients are still there: a skipped step leaves them as they were.
-        if not math.isfinite(norm):
+        if not math.isfinite(applied.norm):
             self._update.explain(step, plan, runtime)
-        return Outcome(runtime.strategy, stats, weight, norm, optimizer_s, runtime.pull_bytes, runtime.push_bytes)
+        return Outcome(runtime.strategy, stats, weight, applied.norm, runtime.pull_bytes, runtime.push_bytes)
 
     def evaluate(self, plan: StepPlan, data: SequenceData) -> float:
         """Mean loss of a batch, without an update."""
         runtime = self._runtime(plan)
         batches, weight = self._batches(plan, runtime, data)
         loss = runtime.evaluate(_normalised(batches.batches, weight))
-        return sum(rank.loss for rank in self._stats(loss, runtime, batches))
+        return sum(rank.loss for rank in self._stats(float(loss), runtime, batches, {}))
 
     def _runtime(self, plan: StepPlan) -> StrategyRuntime:
         # A strategy that is no candidate, as a replayed plan may bring one, is connected at its first use; that takes
@@ -130,7 +138,13 @@ class Stepper:
                 strategy = place_strategy(only_phase(plan).shape, self._world.num_ranks, self._source.plan.num_layers)
                 self._connect([strategy])
             self._runtimes[plan.strategy] = StrategyRuntime(
-                strategy, self._source, self._masters, self._arena, self._pool, self._world, self._activity
+                strategy,
+                self._source,
+                self._masters,
+                self._arena,
+                self._pool,
+                self._world,
+                self._activity,
             )
         return self._runtimes[plan.strategy]
 
@@ -163,18 +177,22 @@ class Stepper:
             raise
         return batches, agree(plan, batches.weight, self._world.channel)
 
-    def _stats(self, loss: Tensor, runtime: StrategyRuntime, batches: RankBatches) -> tuple[RankStats, ...]:
+    def _stats(
+        self, loss: float, runtime: StrategyRuntime, batches: RankBatches, spent: Mapping[Kind, Spent]
+    ) -> tuple[RankStats, ...]:
         """Every rank's figures of the step. A tensor parallel group computes one loss: its first rank counts it."""
         place = runtime.place
         counts = place.tp_rank == 0
+        whole_s = {kind: seconds.whole_s for kind, seconds in spent.items()}
         mine = RankStats(
-            loss=float(loss) if counts else 0.0,
-            run_s=runtime.run_s,
-            compute_s=runtime.stage_runtime.compute_s,
-            exposed_pull_s=runtime.exposed_pull_s,
-            exposed_push_s=runtime.exposed_push_s,
+            loss=loss if counts else 0.0,
+            run_s=whole_s.get("run", 0.0),
+            compute_s=sum(seconds.own_s for kind, seconds in spent.items() if kind in COMPUTING),
+            exposed_pull_s=whole_s.get("pull", 0.0),
+            exposed_push_s=whole_s.get("push", 0.0),
+            optimizer_s=whole_s.get("optimizer", 0.0),
             num_padding=batches.num_padding if counts and place.is_last and place.sp_rank == 0 else 0,
-            peak_memory_bytes=_peak_memory(self._world.device),
+            peak_memory_bytes=self._peak.read(),
             request=self._request(),
         )
         return gather_stats(mine, self._world.channel)
@@ -191,7 +209,3 @@ def _normalised(batches: Sequence[MicroBatch], total: int, scale: float = 1.0) -
         if batch.weights is not None:
             batch.weights.div_(max(1, total) / scale)
     return batches
-
-
-def _peak_memory(device: torch.device) -> int:
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0

@@ -13,9 +13,7 @@ gradient leaves as soon as the last backward has passed its layer, while that ba
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -25,6 +23,7 @@ from ds_hydra.pipe.schedules.registry import evaluation_slots, training_slots
 from ds_hydra.pipe.stage import ModelSource, StagePlace, shard_view
 from ds_hydra.step.arena import Arena
 from ds_hydra.step.transfers import plan_bucket
+from ds_hydra.zero_hetero.clock import Laps, Stopwatch
 from ds_hydra.zero_hetero.link import Link
 from ds_hydra.zero_hetero.pulls import Pulls
 from ds_hydra.zero_hetero.pushes import PushBucket, Pushes
@@ -32,8 +31,6 @@ from ds_hydra.zero_hetero.relay_link import RelayLink
 from ds_hydra.zero_hetero.relay_plan import RelayPlan
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from ds_hydra.pipe.model_plan import ModelPlan, Slot
     from ds_hydra.pipe.placement import Strategy
     from ds_hydra.pipe.rows import MicroBatch
@@ -86,10 +83,11 @@ class StrategyRuntime:
         self.module.before_use = self._before_use
         last = stage.last_layer
         widths = (source.width(stage.first_layer), 0 if self.place.is_last else source.width(last))
+        self._watch = Stopwatch(world.clock)
         self.stage_runtime = StageRuntime(
-            self.module, pipeline, rank, world.edges, widths, world.device, dtype, activity
+            self.module, pipeline, rank, world.edges, widths, world.device, dtype, activity=activity, watch=self._watch
         )
-        self.exposed_pull_s = self.exposed_push_s = self.run_s = 0.0
+        self._awaited: set[int] = set()  # buckets whose pull this step has not yet waited for
 
     def _link(
         self,
@@ -154,46 +152,50 @@ class StrategyRuntime:
         self._finish_pulls()
         self.pushes.arm()
 
+    def _start_pulls(self) -> None:
+        self._watch.take()  # laps of a step that an error has ended, or of an evaluation
+        self._awaited = set(self._bucket_of.values())
+        with self._watch.lap("pull", stage=self.stage_index):
+            self.pulls.start()
+
     def _finish_pulls(self) -> None:
-        with self._timed("exposed_pull_s"):
+        with self._watch.lap("pull", stage=self.stage_index):
             self.pulls.finish()
 
     def _before_use(self, name: str) -> None:
+        # This is called for every use of every parameter, in every micro-batch; only the first waits.
         bucket = self._bucket_of[name]
-        with self._timed("exposed_pull_s"):
-            self.pulls.wait(bucket)
+        if bucket in self._awaited:
+            self._awaited.remove(bucket)
+            with self._watch.lap("pull", stage=self.stage_index):
+                self.pulls.wait(bucket)
 
-    def train(self, batches: Sequence[MicroBatch]) -> Tensor:
-        """Pull, run every micro-batch forward and backward, push. Returns this rank's share of the loss."""
-        self.exposed_pull_s = self.exposed_push_s = 0.0
+    def train(self, batches: Sequence[MicroBatch]) -> tuple[Tensor, Laps]:
+        """Pull, run every micro-batch forward and backward, push.
+
+        Returns this rank's share of the loss, and its laps, to be read when the device has passed them.
+        """
         self._arena.grads[: self._num_grads].zero_()
-        with self._timed("exposed_pull_s"):
-            self.pulls.start()
-        began = time.perf_counter()
+        self._start_pulls()
         slots = training_slots("1f1b", len(batches), self.num_stages, self.stage_index)
-        loss = self.stage_runtime.run(slots, batches, self._before_last_backward)
-        self.run_s = time.perf_counter() - began
+        with self._watch.lap("run", stage=self.stage_index):
+            loss = self.stage_runtime.run(slots, batches, self._before_last_backward)
         # Once more, for a pipeline without micro-batches: it had no last backward, but its rank owns masters that
         # others pull, and must receive what others push.
         self._finish_pulls()
-        with self._timed("exposed_push_s"):
+        with self._watch.lap("push", stage=self.stage_index):
             self.pushes.finish()
-        return loss
+        return loss, self._watch.take()
 
     def evaluate(self, batches: Sequence[MicroBatch]) -> Tensor:
         """Pull and run every micro-batch forward. Returns this rank's share of the loss."""
         self.module.module.eval()
-        self.pulls.start()
+        self._start_pulls()
         slots = evaluation_slots(len(batches), self.num_stages, self.stage_index)
         loss = self.stage_runtime.run(slots, batches)
         self.pulls.finish()
         self.module.module.train()
         return loss
-
-    @property
-    def compute_s(self) -> float:
-        """Seconds of the last step in forwards and backwards, their collectives included."""
-        return self.stage_runtime.compute_s
 
     @property
     def pull_bytes(self) -> int:
@@ -206,12 +208,6 @@ class StrategyRuntime:
         """Bytes that this rank sends in a push."""
         size = self._arena.params.dtype.itemsize
         return size * sum(bucket.link.sent_numel for bucket in self.pushes.buckets)
-
-    @contextmanager
-    def _timed(self, counter: str) -> Iterator[None]:
-        began = time.perf_counter()
-        yield
-        setattr(self, counter, getattr(self, counter) + time.perf_counter() - began)
 
 
 def _accumulate_into(total: Tensor) -> Callable[[Tensor], None]:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import math
-import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from ds_hydra.plan.runnable import only_phase
 from ds_hydra.ranks.rank_stats import unequal_pairs
+from ds_hydra.zero_hetero.clock import Laps, Stopwatch
 from ds_hydra.zero_hetero.errors import NumericsError
 from ds_hydra.zero_hetero.grad_norm import clip_, global_grad_norm
 
@@ -24,6 +25,18 @@ if TYPE_CHECKING:
     from ds_hydra.zero_hetero.masters import MasterShards
 
 logger = logging.getLogger(__name__)
+
+
+class Applied(NamedTuple):
+    """What the host knows when an update has been started.
+
+    The device has passed all that came before the update. So `laps` can be read: the norm of this step, and the update
+    of the step before.
+    """
+
+    norm: float  # of the gradient; not finite: the step was skipped
+    loss: float  # this rank's share
+    laps: Laps
 
 
 class Update:
@@ -42,27 +55,32 @@ class Update:
         self._masters, self._optimizer, self._clipping = masters, optimizer, clipping
         self._loss_scale, self._world, self._faults = loss_scale, world, faults
         self._skipped_in_a_row = 0
+        self._watch = Stopwatch(world.clock)
 
-    def apply(self, loss: Tensor) -> tuple[float, float]:
-        """Clip the gradient and make an optimizer step. Returns the gradient's norm and the seconds it took.
+    def apply(self, loss: Tensor) -> Applied:
+        """Clip the gradient and make an optimizer step; `loss` is this rank's share of the step's, a scalar.
 
         If the loss or the gradient of any rank is not finite, nothing changes on any rank, and the norm is not finite.
         """
-        began = time.perf_counter()
         grads = self._masters.grads
         # All ranks must skip a step if one of them has a loss that is not finite, even where its gradients are finite
         # (a sequence whose weight is 0, say). To ask each other would take one more message and a wait for the device.
         # The norm is gathered from all ranks anyway, so the loss joins it as one more element: 0 * 2.3 is 0 and changes
         # nothing, 0 * inf and 0 * NaN are NaN and make the norm NaN on every rank.
         poison = (loss.detach() * 0.0).reshape(1)
-        norm = global_grad_norm([*grads, poison], self._world.group) / self._loss_scale.value
-        value = float(norm)
+        with self._watch.lap("optimizer"):
+            norm = global_grad_norm([*grads, poison], self._world.group) / self._loss_scale.value
+        # The one moment of a step at which the host waits for the device. Reading the loss apart from the norm would be
+        # another: after the update, it would wait for that too, and the device would idle until the next step begins.
+        value, share = torch.stack((norm, loss.detach().to(norm))).tolist()
+        laps = self._watch.take()
         if math.isfinite(value):
-            self._loss_scale.unscale(grads)
-            if self._clipping > 0:
-                clip_(grads, norm, self._clipping)
-            self._optimizer.step()
-        return value, time.perf_counter() - began
+            with self._watch.lap("optimizer"):
+                self._loss_scale.unscale(grads)
+                if self._clipping > 0:
+                    clip_(grads, norm, self._clipping)
+                self._optimizer.step()
+        return Applied(value, share, laps)
 
     def compare(self, step: int, runtime: StrategyRuntime) -> None:
         """Every `compare_every` steps, compare the parameters that each rank used with the masters that were sent.
