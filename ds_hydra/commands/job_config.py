@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from ds_hydra.config.hydra_block import HydraConfig, parse_config
 from ds_hydra.config.read import read_config
+from ds_hydra.host.optimizers import optimizer_of_block
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -19,15 +23,23 @@ class JobConfig:
     hydra: HydraConfig | None
     dtype: torch.dtype
     activation_checkpointing: bool
+    make_optimizer: Callable[[list[dict[str, Any]]], Optimizer]  # of parameter groups; AdamW where none is named
 
 
 def read_job(path: str | None, default: torch.dtype) -> JobConfig:
     """Read a config file; without one the dtype is `default`. ConfigError if it is refused."""
     if path is None:
-        return JobConfig(None, default, False)
+        return JobConfig(None, default, False, optimizer_of_block("AdamW", {}))
     raw = read_config(config=path)
     parsed = parse_config(raw)
     hydra = parsed.hydra if parsed else None
     blocks = [(key, raw.get(key)) for key in ("bf16", "fp16")]
     enabled = [key for key, block in blocks if isinstance(block, dict) and block.get("enabled")]
-    return JobConfig(hydra, DTYPES[enabled[0] if enabled else "fp32"], bool(hydra and hydra.activation_checkpointing))
+    optimizer = raw.get("optimizer")
+    block: dict[str, Any] = optimizer if isinstance(optimizer, dict) else {}
+    return JobConfig(
+        hydra,
+        DTYPES[enabled[0] if enabled else "fp32"],
+        bool(hydra and hydra.activation_checkpointing),
+        optimizer_of_block(block.get("type", "AdamW"), dict(block.get("params") or {})),
+    )

@@ -97,17 +97,21 @@ def show(made: TableFile, args: argparse.Namespace, name: str, seconds: float) -
                 errors.append(abs(fit.error(Point(**{**point, "lengths": tuple(point["lengths"])}))))
         spread = sorted(point["spread"] for point in stage["points"])[len(stage["points"]) // 2]
         how = entry["how"] + (", scaled links" if entry["scaled_links"] else "")
+        no_room = [s["no_room_tokens"] for s in entry["stages"] if s.get("no_room_tokens")]
+        how += f", out of memory at {min(no_room):,} tokens" if no_room else ""
         known = ((fit.a, fit.standard_errors[0]), (fit.b, fit.standard_errors[1]), (fit.c, fit.standard_errors[2]))
         within = " ".join(f"{error / k:.0%}" if k else "-" for k, error in known)
         rows.append((str(cost.scheme), f"{cost.a:.3e}", f"{cost.b:.4e}", f"{cost.c:.3f}", within,
                      " ".join(entry["unidentified"]) or "-", cost.max_length, cost.util_length,
-                     f"{entry['held_out_median']:.1%}", f"{entry['held_out_p90']:.1%}", f"{spread:.1%}",
+                     *("-" if entry[key] is None else f"{entry[key]:.1%}" for key in
+                       ("held_out_median", "held_out_p90")), f"{spread:.1%}",
                      how))  # fmt: skip
     print_table(("scheme", "a ms/tok^2", "b ms/tok", "c ms", "std. errors", "not fixed", "MaxLen", "UtilLen",
                  "held-out med", "p90", "spread", "how"), rows)  # fmt: skip
     errors.sort()
+    missed = [] if errors else ["no scheme had memory for a length to test the fit on"]
+    errors = errors or [0.0]
     median, p90 = errors[len(errors) // 2], errors[min(len(errors) - 1, int(0.9 * len(errors)))]
-    missed = []
     if median > MEDIAN_AIM:
         missed.append(f"held-out median error {median:.1%} is above {MEDIAN_AIM:.0%}")
     if p90 > P90_AIM:

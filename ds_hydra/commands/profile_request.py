@@ -21,6 +21,7 @@ from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.plan.schemes import feasible_schemes
 from ds_hydra.profiling.hollow import hollow_source
 from ds_hydra.profiling.ladder import Rung, make_ladder
+from ds_hydra.profiling.step_timer import MakeOptimizer
 from ds_hydra.profiling.survey import RepeatBudget
 from ds_hydra.zero_hetero.errors import ConfigError
 
@@ -40,6 +41,24 @@ class Request:
     dtype: torch.dtype
     device: torch.device
     job: JobFingerprint
+    make_optimizer: MakeOptimizer
+
+    @property
+    def shard_elements(self) -> int:
+        """Trained elements that a rank of the job owns."""
+        return sum(bucket.numel for bucket in self.source.plan.buckets if bucket.trainable) // self.num_gpus
+
+    @property
+    def largest_message(self) -> int:
+        """Bytes of the job's largest message.
+
+        That is the hidden states of the largest micro-batch, or a rank's part of the largest bucket on its way to a
+        rank that holds all of it.
+        """
+        plan = self.source.plan
+        hidden = max(sum(rung.lengths) for rung in self.rungs) * self.source.width(min(1, plan.num_layers - 1))
+        part = max(bucket.numel for bucket in plan.buckets) // self.num_gpus
+        return max(hidden, part) * self.dtype.itemsize
 
 
 def make_request(args: argparse.Namespace) -> Request:
@@ -62,6 +81,7 @@ def make_request(args: argparse.Namespace) -> Request:
         dtype=job.dtype,
         device=device,
         job=describe_job(source, device, job.dtype, num_gpus),
+        make_optimizer=job.make_optimizer,
     )
 
 
@@ -109,6 +129,8 @@ def _rungs(source: CausalLM, args: argparse.Namespace, context: int | None, devi
 
 def _clock(wanted: Literal["auto", "wall", "cpu"], device: torch.device) -> Literal["wall", "cpu"]:
     """CPU time where other work runs on the same cores: wall time would measure that too."""
+    if wanted == "cpu" and device.type != "cpu":
+        raise ConfigError("--clock cpu is the time of the host's cores, and a GPU computes beside them: leave it out")
     if wanted != "auto":
         return wanted
     return "cpu" if device.type == "cpu" and _busy_cores() > 0.5 else "wall"

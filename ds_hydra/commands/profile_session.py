@@ -19,14 +19,17 @@ from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.costs.memory import Activations, JobMemory
 from ds_hydra.costs.table_file import TableFile, activations_from_record, activations_record, write_atomically
 from ds_hydra.pipe.shape import ParallelScheme
-from ds_hydra.profiling.link_timer import time_links
+from ds_hydra.profiling.link_timer import message_sizes, time_links
 from ds_hydra.profiling.links import Links, links_from_record, read_links
 from ds_hydra.profiling.stage_memory import measure_activations
-from ds_hydra.profiling.survey import SchemeEntry, Survey, entry_from_record, step_costs
+from ds_hydra.profiling.step_timer import step_costs
+from ds_hydra.profiling.survey import SchemeEntry, Survey, entry_from_record
+from ds_hydra.profiling.within_memory import within_memory
 from ds_hydra.ranks.forked import run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError
 
 T = TypeVar("T")
+_NO_ROOM: dict[str, Any] = {"how": "no room"}  # in place of the entry of a scheme for which a device has no memory
 
 
 class Session:
@@ -48,7 +51,8 @@ class Session:
         rungs = [[list(rung.lengths), rung.held_out] for rung in self.request.rungs]
         return {"model": job.model, "device": job.device, "dtype": job.dtype, "checkpointing":
                 job.activation_checkpointing, "rungs": rungs, "most_tokens": self.request.most_tokens,
-                "clock": self.request.clock, "links": self.given_links}  # fmt: skip
+                "clock": self.request.clock, "links": self.given_links, "shard_elements":
+                self.request.shard_elements, "largest_message": self.request.largest_message}  # fmt: skip
 
     def _load_partial(self) -> None:
         if not self.partial.exists():
@@ -88,8 +92,11 @@ class Session:
     def measure_links(self) -> tuple[Links, dict[str, float]]:
         """Link figures of the ranks that are there, and the coefficients of a step's overhead."""
         needed = any(scheme.num_ranks > 1 for scheme in self.request.schemes)
-        links = self.links or Links(tuple(_measure_links(self.request.device)) if needed else (), "measured here")
-        return links, step_costs(self.request.device, self.request.dtype, links)
+        r = self.request
+        figures = _measure_links(r.device, r.largest_message) if needed and self.links is None else []
+        links = self.links or Links(tuple(figures), "measured here")
+        costs = step_costs(r.device, links, elements=r.shard_elements, make_optimizer=r.make_optimizer)
+        return links, costs
 
     def table(self, device_bytes: float) -> TableFile:
         """The table of all measured schemes that fit; ConfigError when none does."""
@@ -101,6 +108,9 @@ class Session:
         costs, measured = [], {}
         for name, entry in self.done.items():
             scheme = ParallelScheme.parse(name)
+            if entry == _NO_ROOM:
+                print(f"{name}: left out, a rank ran out of memory before two lengths were measured")
+                continue
             limit = memory.max_length(scheme)
             if limit < 1:
                 needs = memory.fullest(scheme, 1)
@@ -138,7 +148,7 @@ def _memory_record(memory: JobMemory, scheme: ParallelScheme) -> dict[str, Any]:
     }
 
 
-def _measure_links(device: torch.device) -> list[Any]:
+def _measure_links(device: torch.device, largest_message: int) -> list[Any]:
     if not dist.is_initialized() or dist.get_world_size() < 2:
         raise ConfigError("link figures need two ranks to be measured: give --links, or start with --ranks 2")
     figures = []
@@ -147,7 +157,7 @@ def _measure_links(device: torch.device) -> list[Any]:
     while size <= world:
         groups = [dist.new_group(list(range(start, start + size))) for start in range(0, world - size + 1, size)]
         if dist.get_rank() < size:
-            figures += time_links(list(range(size)), groups[0], device)
+            figures += time_links(list(range(size)), groups[0], device, sizes=message_sizes(largest_message))
         dist.barrier()
         size *= 2
     gathered: list[Any] = [None] * world
@@ -186,17 +196,27 @@ def measure(session: Session, num_ranks: int) -> None:
     for tp, sp in dict.fromkeys((scheme.tp, scheme.sp) for scheme in request.schemes):
         if (tp, sp) not in session.activations:
             count = partial(measure_activations, request.source, tp, sp, request.device, request.dtype, tokens)
-            session.activations[tp, sp] = call(count)
+            found = call(partial(_within_memory, count, request.device))
+            if found is not None:
+                session.activations[tp, sp] = found
+                continue
+            without = [scheme for scheme in request.schemes if (scheme.tp, scheme.sp) == (tp, sp)]
+            session.done.update({str(scheme): _NO_ROOM for scheme in without})
     with _bar(len(request.schemes), lead) as bar:
         for scheme in request.schemes:
             if str(scheme) not in session.done:
                 entry = call(partial(_measure_scheme, session, scheme))
-                session.done[str(scheme)] = entry.record()
+                session.done[str(scheme)] = _NO_ROOM if entry is None else entry.record()
                 keep()
             bar.update()
 
 
-def _measure_scheme(session: Session, scheme: ParallelScheme) -> SchemeEntry:
+def _within_memory(work: Callable[[], T], device: torch.device) -> T | None:
+    """`within_memory` with a group for it, made where it is called: on forked ranks groups end with the ranks."""
+    return within_memory(work, _control(device))
+
+
+def _measure_scheme(session: Session, scheme: ParallelScheme) -> SchemeEntry | None:
     """One scheme, by a survey of its own: on forked ranks the process groups of a survey end with the ranks."""
     return session.survey().measure(scheme)
 

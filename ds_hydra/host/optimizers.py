@@ -143,7 +143,7 @@ def optimizer_recipe(
         return OptimizerRecipe("client callable", groups, _checked_callable(client, allow_untested))
     if name is None:
         raise ConfigError('there is no optimizer: give the block "optimizer" or initialize(optimizer=...)')
-    return OptimizerRecipe(name, groups, _from_block(name, dict(params or {})))
+    return OptimizerRecipe(name, groups, optimizer_of_block(name, dict(params or {})))
 
 
 def parameter_groups(model: nn.Module, given: Iterable[Any] | None = None) -> tuple[ParameterGroup, ...]:
@@ -234,8 +234,11 @@ def _checked_callable(
     return make
 
 
-def _from_block(name: str, params: dict[str, Any]) -> Callable[[list[dict[str, Any]]], Optimizer]:
-    """A config block's optimizer; Adam and AdamW follow DeepSpeed's rules for them."""
+def optimizer_of_block(name: str, params: dict[str, Any]) -> Callable[[list[dict[str, Any]]], Optimizer]:
+    """What makes a config block's optimizer of parameter groups; ConfigError for a block that is refused.
+
+    Adam and AdamW follow DeepSpeed's rules for them.
+    """
     kind = name.lower()
     if kind in _NOT_ELEMENT_WISE:
         raise _refusal(name)

@@ -18,7 +18,8 @@ from ds_hydra.config.checks import nearest
 from ds_hydra.zero_hetero.errors import ConfigError
 
 OPERATIONS = ("all_reduce", "all_gather", "all_to_all", "p2p")
-_KEYS = ("operation", "group_size", "inter_node", "latency_us", "bytes_per_second")
+_KEYS = ("operation", "group_size", "inter_node", "latency_us", "bytes_per_second", "largest_bytes")
+_OPTIONAL = ("inter_node", "largest_bytes")
 
 
 class Collective(NamedTuple):
@@ -38,6 +39,7 @@ class LinkFigure:
     latency_us: float
     bytes_per_second: float
     inter_node: bool = False
+    largest_bytes: int = 0  # of the messages that were timed; 0: not known
 
     def __post_init__(self) -> None:
         place = f"link figure {self.operation} of {self.group_size}"
@@ -45,7 +47,7 @@ class LinkFigure:
             raise ConfigError(f"{place}: unknown operation {self.operation!r}; {nearest(self.operation, OPERATIONS)}")
         if isinstance(self.group_size, bool) or not isinstance(self.group_size, int) or self.group_size < 2:
             raise ConfigError(f"{place}: group_size must be a whole number of at least 2 but is {self.group_size!r}")
-        for key, least in (("latency_us", True), ("bytes_per_second", False)):
+        for key, least in (("latency_us", True), ("bytes_per_second", False), ("largest_bytes", True)):
             value = getattr(self, key)
             number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
             if not number or value < 0 or (value == 0 and not least):
@@ -113,8 +115,9 @@ class Links:
 
 
 def read_links(path: str | Path) -> Links:
-    """Read a links file: {"links": [{operation, group_size, latency_us, bytes_per_second, inter_node}, ...]}.
+    """Read a links file: {"links": [{operation, group_size, latency_us, bytes_per_second, ...}, ...]}.
 
+    An entry may also have inter_node and largest_bytes.
     Raises ConfigError that names the file, the entry and the key that is wrong.
     """
     try:
@@ -141,7 +144,7 @@ def links_from_record(record: object, place: str) -> Links:
         for key in row:
             if key not in _KEYS:
                 raise ConfigError(f"{where}: unknown key {key!r}; {nearest(str(key), _KEYS)}")
-        missing = [key for key in _KEYS if key not in row and key != "inter_node"]
+        missing = [key for key in _KEYS if key not in row and key not in _OPTIONAL]
         if missing:
             raise ConfigError(f"{where}: missing {', '.join(missing)}")
         try:

@@ -5,14 +5,14 @@ It lets one rank compute its true share of a stage [Note: how an entry is made].
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from ds_hydra.profiling.links import Collective
+from ds_hydra.zero_hetero.clock import Clock, Stopwatch
 
 
 class _Done(dist.Work):
@@ -21,25 +21,29 @@ class _Done(dist.Work):
 
 
 class LocalGroup(dist.ProcessGroup):
-    """Stands in for a group of `num_ranks`; `calls` lists what was asked of it, `seconds` what standing in took.
+    """Stands in for a group of `num_ranks`; `calls` lists what was asked of it, `seconds` tells what standing in took.
 
-    `clock` is the one of whoever takes these seconds off a time: seconds of wall time off CPU time could leave less
-    than nothing on a machine that others use too.
+    `clock` is the one of whoever takes these seconds off a time. Wall time off CPU time could leave less than nothing
+    on a machine that others use too, and the host's time off a device's would take off the launch of a copy only.
 
     What would have been received is filled with this rank's own values: memory that nobody wrote may hold
     numbers that are slow to compute with.
     """
 
-    def __init__(self, rank: int, num_ranks: int, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, rank: int, num_ranks: int, clock: Clock) -> None:
         super().__init__(rank, num_ranks)  # type: ignore[call-arg]
         self.num_ranks = num_ranks
-        self._clock = clock
+        self._watch = Stopwatch(clock)
         self.calls: list[Collective] = []
-        self.seconds = 0.0
 
     def forget(self) -> None:
         """Start counting anew."""
-        self.calls, self.seconds = [], 0.0
+        self.calls = []
+        self._watch.take()
+
+    def seconds(self) -> float:
+        """Seconds since it was last asked or told to forget; the device must have done all that was started."""
+        return sum(spent.whole_s for spent in self._watch.take().spent().values())
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> _Done:  # type: ignore[override]
         for tensor in tensors:
@@ -50,22 +54,20 @@ class LocalGroup(dist.ProcessGroup):
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
     ) -> _Done:
         # The copies below stand in for what the network would have brought: their time is not the stage's own.
-        began = self._clock()
-        for parts, mine in zip(outputs, inputs, strict=True):
-            self.calls.append(Collective("all_gather", self.num_ranks, mine.nbytes * self.num_ranks))
-            for part in parts:
-                part.copy_(mine)
-        self.seconds += self._clock() - began
+        with self._watch.lap("receive"):
+            for parts, mine in zip(outputs, inputs, strict=True):
+                self.calls.append(Collective("all_gather", self.num_ranks, mine.nbytes * self.num_ranks))
+                for part in parts:
+                    part.copy_(mine)
         return _Done()
 
     def alltoall_base(
         self, output: Tensor, source: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], opts: Any = None
     ) -> _Done:
-        began = self._clock()
         self.calls.append(Collective("all_to_all", self.num_ranks, max(output.nbytes, source.nbytes)))
         # Uneven all-to-alls receive more or less than they send: what there is no value for is filled with ones.
         shared = min(output.numel(), source.numel())
-        output[:shared].copy_(source[:shared])
-        output[shared:].fill_(1.0)
-        self.seconds += self._clock() - began
+        with self._watch.lap("receive"):
+            output[:shared].copy_(source[:shared])
+            output[shared:].fill_(1.0)
         return _Done()

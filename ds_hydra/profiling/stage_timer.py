@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,8 +17,7 @@ from ds_hydra.pipe.shape import ParallelScheme, PipelineShape
 from ds_hydra.pipe.stage import ModelSource, StageModule, StagePlace, shard_view
 from ds_hydra.profiling.links import Collective, Links
 from ds_hydra.profiling.local_group import LocalGroup
-
-Clock = Callable[[], float]
+from ds_hydra.zero_hetero.clock import Clock, clock_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +47,9 @@ class StageTimer:
         sp_group: dist.ProcessGroup | None = None,
         tp_rank: int = 0,
         sp_rank: int = 0,
-        clock: Clock = time.perf_counter,
+        clock: Clock | None = None,
     ) -> None:
-        self.device, self.dtype, self._clock = device, dtype, clock
+        self.device, self.dtype, self._clock = device, dtype, clock or clock_of(device)
         self.scheme, self.source = scheme, source
         stage = place_pipeline(PipelineShape.of(scheme), 0, source.plan.num_layers).stages[stage_index]
         first, last = stage_index == 0, stage_index == scheme.pp - 1
@@ -99,11 +97,13 @@ class StageTimer:
             self.run(batch)
         for group in self.local:
             group.forget()
-        _synchronize(self.device)
-        began = self._clock()
+        self._clock.wait()
+        began = self._clock.now()
         self.run(batch)
-        _synchronize(self.device)
-        seconds = self._clock() - began - sum(group.seconds for group in self.local)  # less what standing in took
+        ended = self._clock.now()
+        self._clock.wait()
+        standing_in = sum(group.seconds() for group in self.local)
+        seconds = self._clock.seconds(began, ended) - standing_in
         return Timing(1e3 * seconds, tuple(call for group in self.local for call in group.calls))
 
     @property
@@ -162,8 +162,3 @@ def _collect(parameter: nn.Parameter, gradients: Tensor) -> None:
         parameter.grad = None
 
     parameter.register_post_accumulate_grad_hook(accumulate)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

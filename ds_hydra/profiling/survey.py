@@ -6,10 +6,12 @@ running, one copy of the stage per group, all at once as in training; a wider on
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -22,9 +24,11 @@ from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.profiling.fit import Fit, Point, fit_points
 from ds_hydra.profiling.ladder import Rung, beyond_chunk
-from ds_hydra.profiling.links import Links
-from ds_hydra.profiling.stage_timer import StageTimer
+from ds_hydra.profiling.links import Collective, Links
+from ds_hydra.profiling.stage_timer import StageTimer, Timing
+from ds_hydra.profiling.within_memory import free_unused, within_memory
 from ds_hydra.ranks.groups import GroupCache
+from ds_hydra.zero_hetero.clock import Clock, HostClock, clock_of
 
 How = Literal["ranks", "local shapes"]
 UTILISED = 0.85  # of the best throughput: where UtilLen lies (Hydraulis, appendix D)
@@ -53,6 +57,7 @@ class StageEntry:
     points: tuple[Point, ...]
     fit: Fit
     chunk_tokens: int | None = None  # a micro-batch of more computes its head twice
+    no_room_tokens: int | None = None  # tokens of the micro-batch at which the device ran out of memory
 
 
 @dataclass(frozen=True)
@@ -75,8 +80,9 @@ class SchemeEntry:
         """The scheme's row of a cost table.
 
         With PP = 1 a plan fills its micro-batches, so their heads are computed twice if any are; with more it keeps
-        them small.
+        them small. Where the device ran out of memory MaxLen is smaller, whatever the memory model says.
         """
+        max_length = min([max_length, *(s.no_room_tokens - 1 for s in self.stages if s.no_room_tokens is not None)])
         fit, chunk = self.slowest.fit, self.slowest.chunk_tokens
         filled = self.scheme.pp == 1 and chunk is not None and max_length > chunk
         a, b = fit.a, fit.b + (fit.r if filled else 0.0)
@@ -99,6 +105,7 @@ class SchemeEntry:
                     "index": stage.index,
                     "num_layers": stage.num_layers,
                     "chunk_tokens": stage.chunk_tokens,
+                    "no_room_tokens": stage.no_room_tokens,
                     "fit": asdict(stage.fit),
                     "points": [asdict(point) for point in stage.points],
                 }
@@ -144,7 +151,7 @@ class Survey:
         self._budget = budget or RepeatBudget()
         self._most_tokens = most_tokens or 8 * max(max(rung.lengths) for rung in self._rungs)
         self._clock_name = clock
-        self._clock = time.perf_counter if clock == "wall" else time.process_time
+        self._clock: Clock = clock_of(device) if clock == "wall" else HostClock(time.process_time)
         self._node_size, self._control = node_size, control
         self._on_point = on_point or (lambda: None)
         self._world = dist.get_world_size() if dist.is_initialized() else 1
@@ -157,28 +164,46 @@ class Survey:
         alone = width == 1 or self._clock_name == "cpu" or width > self._world or self._world % width
         return "local shapes" if alone and width > 1 else "ranks"
 
-    def measure(self, scheme: ParallelScheme) -> SchemeEntry:
-        """Measure the stages of a scheme that can be the slowest, on every micro-batch of the ladder."""
+    def measure(self, scheme: ParallelScheme) -> SchemeEntry | None:
+        """Measure the stages of a scheme that can be the slowest, on every micro-batch of the ladder.
+
+        The ladder stops where a rank runs out of memory. None if it stops before there are two lengths to fit.
+        """
         how = self.how(scheme)
-        stages = tuple(
-            self._stage(scheme, index, how) for index in distinct_stages(self._source.plan.num_layers, scheme)
-        )
+        stages: list[StageEntry] = []
+        for index in distinct_stages(self._source.plan.num_layers, scheme):
+            stage = self._stage(scheme, index, how)
+            if stage is None:
+                return None
+            stages.append(stage)
         degrees = [(op, n) for op, n in (("all_reduce", scheme.tp), ("all_to_all", scheme.sp)) if n > 1]
         scaled = how == "local shapes" and any(self._links.is_scaled(op, n) for op, n in degrees)
-        return SchemeEntry(scheme, stages, self._clock_name, scaled)
+        return SchemeEntry(scheme, tuple(stages), self._clock_name, scaled)
 
-    def _stage(self, scheme: ParallelScheme, index: int, how: How) -> StageEntry:
-        timer = self._timer(scheme, index, how)
+    def _stage(self, scheme: ParallelScheme, index: int, how: How) -> StageEntry | None:
+        timer = within_memory(self._builder(scheme, index, how), self._control)
+        if timer is None:
+            return None
         chunk = timer.chunk_tokens if scheme.pp == 1 else None  # with more, micro-batches are kept small
-        timer.time(self._rungs[0].lengths)  # later rungs need no warm-up: the median drops a slow first run
-        rungs = (*self._rungs, *beyond_chunk(self._rungs, chunk, self._most_tokens))
-        points = tuple(self._point(timer, rung) for rung in rungs)
-        return StageEntry(index, timer.place.stage.last_layer - timer.place.stage.first_layer, how, points,
-                          fit_points(points), chunk)  # fmt: skip
+        self._run(timer, self._rungs[0])  # later rungs need no warm-up: the median drops a slow first run
+        points: list[Point] = []
+        no_room: int | None = None
+        for rung in (*self._rungs, *beyond_chunk(self._rungs, chunk, self._most_tokens)):
+            point = self._point(timer, rung)
+            if point is None:
+                no_room = sum(rung.lengths)
+                break
+            points.append(point)
+        if len({sum(point.lengths) for point in points if not point.held_out}) < 2:
+            return None
+        num_layers = timer.place.stage.last_layer - timer.place.stage.first_layer
+        return StageEntry(index, num_layers, how, tuple(points), fit_points(points), chunk, no_room)
 
-    def _timer(self, scheme: ParallelScheme, index: int, how: How) -> StageTimer:
+    def _builder(self, scheme: ParallelScheme, index: int, how: How) -> Callable[[], StageTimer]:
+        """What builds the stage, without communication."""
+        timer = partial(StageTimer, self._source, scheme, index, self._device, self._dtype, clock=self._clock)
         if how == "local shapes" or scheme.tp * scheme.sp == 1:
-            return StageTimer(self._source, scheme, index, self._device, self._dtype, clock=self._clock)
+            return timer
         # As many copies of the stage as the ranks hold run side by side, as in training, where they share memory and
         # links: eight ranks measure TP2 on four pairs at once.
         width = scheme.tp * scheme.sp
@@ -189,30 +214,41 @@ class Survey:
         mine = copies.pipelines[self._rank // width].stages[0]
         tp_rank, sp_rank = mine.coordinates(self._rank)
         tp_group, sp_group = (self._groups.get(of(self._rank)) for of in (mine.tp_ranks, mine.sp_ranks))
-        return StageTimer(
-            self._source, scheme, index, self._device, self._dtype,
-            tp_group=tp_group, sp_group=sp_group, tp_rank=tp_rank, sp_rank=sp_rank, clock=self._clock,
-        )  # fmt: skip
+        return partial(timer, tp_group=tp_group, sp_group=sp_group, tp_rank=tp_rank, sp_rank=sp_rank)
 
-    def _point(self, timer: StageTimer, rung: Rung) -> Point:
-        """One micro-batch: the slowest rank's time in each repeat, the median over the repeats."""
+    def _run(self, timer: StageTimer, rung: Rung) -> Timing | None:
+        """Time one micro-batch on this rank; None if it has no memory for it."""
+        try:
+            return timer.time(rung.lengths, warm_up=0)
+        except torch.OutOfMemoryError:
+            pass  # here the traceback still holds the tensors of the run
+        free_unused()
+        return None
+
+    def _point(self, timer: StageTimer, rung: Rung) -> Point | None:
+        """One micro-batch: the slowest rank's time in each repeat, the median over the repeats.
+
+        None on all ranks where one has no memory for it. (Ranks of a tensor or sequence parallel group allocate alike,
+        so one of them does not wait in a collective for another that has failed.)
+        """
         # The first run tells how many there are time for. All ranks must agree on that number, or some would wait in a
         # collective for ever, so it follows from the slowest rank's time.
         samples: list[float] = []
+        calls: tuple[Collective, ...] = ()
         repeats = 1
         while len(samples) < repeats:
             self._meet()
-            timing = timer.time(rung.lengths, warm_up=0)
-            samples.append(timing.ms)
+            timing = self._run(timer, rung)
+            samples.append(self._over_ranks(math.inf if timing is None else timing.ms))
+            if timing is None or math.isinf(samples[-1]):
+                return None
+            calls = timing.calls
             if len(samples) == 1:
-                repeats = self._budget.repeats(self._slowest(samples)[0])
-        # Ranks wait for each other, so the slowest one's wall time counts. CPU time does not see waiting: there the
-        # mean evens out what the operating system gave to one rank and took from another.
-        samples = self._slowest(samples) if self._clock_name == "wall" else self._mean(samples)
+                repeats = self._budget.repeats(samples[0])
         compute, least = statistics.median(samples), min(samples)
         tokens = sum(rung.lengths)
         inter_tp = self._crosses(timer.scheme.tp)
-        comm = self._links.total_ms(timing.calls, inter_node=inter_tp) if timing.calls else 0.0
+        comm = self._links.total_ms(calls, inter_node=inter_tp) if calls else 0.0
         if timer.scheme.pp > 1:
             comm += timer.message_ms(tokens, self._links, inter_node=self._crosses(timer.scheme.num_ranks))
         self._on_point()
@@ -228,43 +264,16 @@ class Survey:
         if self._world > 1:
             dist.barrier(self._control)
 
-    def _slowest(self, samples: list[float]) -> list[float]:
-        return self._over_ranks(samples, dist.ReduceOp.MAX)
-
-    def _mean(self, samples: list[float]) -> list[float]:
-        return [sample / self._world for sample in self._over_ranks(samples, dist.ReduceOp.SUM)]
-
-    def _over_ranks(self, samples: list[float], operation: Any) -> list[float]:
+    def _over_ranks(self, ms: float) -> float:
+        """One time of all ranks' times; infinite if one of them is."""
         if self._world == 1:
-            return samples
-        shared = torch.tensor(samples, dtype=torch.float64)
-        dist.all_reduce(shared, op=operation, group=self._control)
-        return [float(sample) for sample in shared]
-
-
-def step_costs(device: torch.device, dtype: torch.dtype, links: Links, elements: int = 1 << 20) -> dict[str, float]:
-    """What a step costs besides its pipelines, from a measured AdamW and the links.
-
-    Milliseconds per master element of a rank, per byte moved in pull and push, and for a step's small messages.
-    """
-    parameter = torch.nn.Parameter(torch.zeros(elements, device=device))
-    parameter.grad = torch.full_like(parameter, 1e-3)
-    optimizer = torch.optim.AdamW([parameter])
-    samples: list[float] = []
-    for _ in range(7):  # the first two make the optimizer's state and warm up
-        began = time.perf_counter()
-        parameter.grad.norm().item()
-        optimizer.step()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        samples.append(1e3 * (time.perf_counter() - began))
-    message = [f for f in links.figures if f.operation == "p2p" and not f.inter_node]
-    small = [f for f in links.figures if f.operation == "all_gather"]
-    return {
-        "update_ms_per_element": statistics.median(samples[2:]) / elements,
-        "move_ms_per_byte": 1e3 / message[0].bytes_per_second if message else 0.0,
-        "fixed_ms": 4 * small[0].latency_us / 1e3 if small else 0.0,
-    }
+            return ms
+        # Ranks wait for each other, so the slowest one's wall time counts. CPU time does not see waiting: there the
+        # mean evens out what the operating system gave to one rank and took from another.
+        wall = self._clock_name == "wall"
+        shared = torch.tensor(ms, dtype=torch.float64)
+        dist.all_reduce(shared, op=dist.ReduceOp.MAX if wall else dist.ReduceOp.SUM, group=self._control)
+        return float(shared) if wall else float(shared) / self._world
 
 
 def entry_from_record(scheme: ParallelScheme, record: Mapping[str, Any]) -> SchemeEntry:
@@ -283,6 +292,7 @@ def entry_from_record(scheme: ParallelScheme, record: Mapping[str, Any]) -> Sche
                 }
             ),
             stage.get("chunk_tokens"),
+            stage.get("no_room_tokens"),
         )
         for stage in record["stages"]
     )

@@ -30,6 +30,7 @@ from ds_hydra.profiling.links import LinkFigure, Links
 from ds_hydra.profiling.stage_memory import footprint, measure_activations
 from ds_hydra.profiling.stage_timer import StageTimer
 from ds_hydra.profiling.survey import RepeatBudget, Survey, distinct_stages, entry_from_record
+from ds_hydra.zero_hetero.clock import HostClock
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.ranks import run_ranks
 from tests.support.small_job import rank_environment
@@ -77,7 +78,7 @@ def test_collectives_are_counted_with_the_bytes_of_the_real_ones(source: CausalL
 @pytest.mark.parametrize("scheme", [ParallelScheme(sp=2), ParallelScheme(tp=2)])
 def test_standing_in_for_ranks_is_timed_by_the_same_clock(source: CausalLM, scheme: ParallelScheme) -> None:
     """CPU time hardly moves while others have the machine, wall time does: their difference would be below 0."""
-    timer = StageTimer(source, scheme, 0, CPU, torch.float32, clock=lambda: 7.0)
+    timer = StageTimer(source, scheme, 0, CPU, torch.float32, clock=HostClock(lambda: 7.0))
     assert timer.time((40, 24)).ms == 0.0
 
 
