@@ -177,7 +177,9 @@ def measure(session: Session, num_ranks: int) -> None:
     launched = "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
     forked = request.device.type == "cpu" and not launched
     if launched:
-        dist.init_process_group("nccl" if request.device.type == "cuda" else "gloo")
+        on_cuda = request.device.type == "cuda"
+        # With its device a rank makes communicators where groups are made, and its barriers are on no other's device.
+        dist.init_process_group("nccl" if on_cuda else "gloo", device_id=request.device if on_cuda else None)
     lead = not dist.is_initialized() or dist.get_rank() == 0
 
     def call(function: Callable[[], T]) -> T:

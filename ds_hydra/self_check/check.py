@@ -96,7 +96,7 @@ def _try(
         memory_bytes=_BYTES / at_once if mode == "on" else float("inf"),
     )
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # `torch.manual_seed` would change those of GPUs too, for good
         try:
             trial = Trial(subject)
         except UntryableError as error:

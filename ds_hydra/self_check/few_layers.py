@@ -46,7 +46,7 @@ def copy_in_few_layers(model: Any, schemes: Sequence[PipelineShape], memory_byte
     if bytes_needed > memory_bytes:
         raise MemoryError(f"{len(kept)} layers take {bytes_needed / 2**30:.1f} GiB of {memory_bytes / 2**30:.1f} GiB")
     _draw(small)
-    return small.double(), len(kept)
+    return small.to("cpu", torch.float64), len(kept)  # buffers of a model on a GPU are still there
 
 
 def _kept(layers: nn.ModuleList, count: int) -> list[int]:

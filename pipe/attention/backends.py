@@ -73,12 +73,21 @@ Attend = Callable[[Tensor, Tensor, Tensor, Pack, float, int | None, float | None
 
 def choose_backend(q: Tensor, v: Tensor, softcap: float | None) -> Attend:
     """The fastest backend that has what is asked for: torch's varlen_attn, else flash-attn, else per-sequence SDPA."""
-    fused = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] == v.shape[-1] <= 256
-    if fused and softcap is None and _torch_varlen() is not None:
+    head_dim = q.shape[-1]
+    fused = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and head_dim == v.shape[-1] <= 256
+    fused = fused and _has_flash_kernels(q.device)
+    # flash-attn pads a head of, say, 20 numbers to 24 by itself; torch's operator refuses it.
+    if fused and softcap is None and head_dim % 8 == 0 and _torch_varlen() is not None:
         return torch_varlen
     if fused and importlib.util.find_spec("flash_attn") is not None:
         return flash_attn
     return per_sequence_sdpa
+
+
+@cache
+def _has_flash_kernels(device: torch.device) -> bool:
+    """Whether a GPU is of a generation that FlashAttention 2 is written for: Ampere (8.0) or later."""
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @cache

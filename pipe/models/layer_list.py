@@ -43,7 +43,7 @@ class LayerList:
         self._buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
         self.values: Mapping[str, Tensor] = {name: p.detach() for name, p in model.named_parameters()}
         self.aliases: Mapping[str, str] = {name: name for name in self.values}
-        self.layers = [self.layer(index) for index in range(len(self.specs))]
+        self.layers = [self.layer(index, torch.device("meta")) for index in range(len(self.specs))]
         self._widths = self._trace()
         trained = {name: p.requires_grad for name, p in model.named_parameters()}  # as the user left them
         names: dict[str, ParamSpec] = {}
@@ -68,8 +68,8 @@ class LayerList:
         key = getattr(self.specs[index], "key", None)
         return f"tied_modules.{key}.{path}" if key is not None else f"{index}.{path}"
 
-    def layer(self, index: int) -> Any:
-        """A fresh copy of one layer, parameters on the meta device and buffers real, or a plain function."""
+    def layer(self, index: int, device: torch.device) -> Any:
+        """A fresh copy of one layer, parameters on the meta device and buffers on `device`, or a plain function."""
         spec = self.specs[index]
         if not hasattr(spec, "build") and not isinstance(spec, nn.Module):
             return spec
@@ -80,7 +80,8 @@ class LayerList:
             buffer = self._buffers.get(self.name(index, path))
             if buffer is None:
                 raise ConfigError(f"layer {index}: buffer {path} is on no stage of this rank; build with num_stages=1")
-            layer.get_submodule(owner)._buffers[leaf] = buffer
+            # DeepSpeed builds a layer list on a GPU where there is one, and the self-check runs on the CPU.
+            layer.get_submodule(owner)._buffers[leaf] = buffer.to(device)
         return layer
 
     def width(self, layer: int) -> int:
@@ -95,10 +96,9 @@ class LayerList:
         running: list[str] = []
         recorder = Recorder(4, "", running)
         for index, layer in enumerate(self.layers):
-            module = layer.to("meta") if isinstance(layer, nn.Module) else layer
             running[:] = [f"layer {index}"]
             with torch.no_grad(), Notes(recorder):
-                x = _call(module, getattr(self.specs[index], "forward_fn", None))(
+                x = _call(layer, getattr(self.specs[index], "forward_fn", None))(
                     x, position_ids=batch.position_ids, hydra=batch.pack
                 )
             if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[:2] != (1, 4):
@@ -114,17 +114,17 @@ class LayerList:
 
     def build(self, place: StagePlace, device: torch.device, dtype: torch.dtype) -> StageModule:
         """One rank's share of a stage."""
-        return _LayerListStage(self, place)
+        return _LayerListStage(self, place, device)
 
 
 class _LayerListStage(StageModule):
-    def __init__(self, source: LayerList, place: StagePlace):
+    def __init__(self, source: LayerList, place: StagePlace, device: torch.device):
         stage = place.stage
         layers = nn.ModuleDict()
         self._calls: list[tuple[Callable[..., Any], list[str]]] = []  # with the names of the layer's parameters
         names: dict[str, str] = {}
         for index in range(stage.first_layer, stage.last_layer):
-            layer, spec = source.layer(index), source.specs[index]
+            layer, spec = source.layer(index, device), source.specs[index]
             if isinstance(layer, nn.Module):
                 layers[str(index)] = layer
                 names |= {f"{index}.{path}": source.name(index, path) for path, _ in _parameters(layer)}

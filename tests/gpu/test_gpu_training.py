@@ -1,8 +1,10 @@
-"""One GPU rank trains in BF16: the loss falls and stays close to the same steps in FP32."""
+"""One GPU rank trains in BF16: close to the same steps in FP32, with recomputed layers too, and across a restart."""
 
 from __future__ import annotations
 
-import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,31 +15,67 @@ from transformers import AutoConfig, AutoModelForCausalLM
 pytestmark = pytest.mark.gpu
 
 
-def losses(bf16: bool, steps: int) -> list[float]:
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a launcher sets for the only rank of a job."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    ranks = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in ranks.items():
+        monkeypatch.setenv(name, str(value))
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def start(*, bf16: bool = True, dropout: float = 0.0, **hydra: Any) -> Any:
+    """An engine with a small Llama and random sequences, the same each time; `hydra` adds to the block."""
     import ds_hydra
 
     torch.manual_seed(0)
     config = AutoConfig.for_model(
         "llama", vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=4,
-        num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=1024,
+        num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=1024, attention_dropout=dropout,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config).float()
     generator = torch.Generator().manual_seed(1)
-    data = [torch.randint(0, 64, (int(n),), generator=generator) for n in torch.randint(3, 700, (64,))]
-    settings: dict[str, Any] = {
+    data = [
+        torch.randint(0, 64, (int(n),), generator=generator) for n in torch.randint(3, 700, (64,), generator=generator)
+    ]
+    settings = {
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "bf16": {"enabled": bf16},
-        "hydra": {"tokens_per_step": 4000, "strategies": ["tp1"], "steps_file": None},
+        "hydra": {"tokens_per_step": 4000, "strategies": ["tp1"], "steps_file": None, **hydra},
     }
-    engine, *_ = ds_hydra.initialize(model=model, training_data=data, config=settings)
-    result = [float(engine.train_batch()) for _ in range(steps)]
+    return ds_hydra.initialize(model=model, training_data=data, config=settings)[0]
+
+
+def losses(steps: int, **settings: Any) -> list[float]:
+    """Of the first steps."""
+    engine = start(**settings)
+    found = [float(engine.train_batch()) for _ in range(steps)]
     engine.destroy()
-    return result
+    return found
 
 
 def test_bf16_follows_fp32() -> None:
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29511")
-    wide, narrow = losses(False, 12), losses(True, 12)
-    dist.destroy_process_group()
+    wide, narrow = losses(12, bf16=False), losses(12)
     assert wide[-1] < wide[0] - 0.5
     assert max(abs(a - b) for a, b in zip(wide, narrow, strict=True)) < 0.05 * wide[0]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_recomputed_layers_train_alike(dropout: float) -> None:
+    """A GPU's backward runs in a thread of its own, and what is recomputed there must draw what was drawn before."""
+    kept = losses(4, dropout=dropout)
+    recomputed = losses(4, dropout=dropout, activation_checkpointing=True)
+    assert recomputed == pytest.approx(kept, rel=2e-3)
+
+
+def test_a_restarted_job_goes_on(tmp_path: Path) -> None:
+    """Masters, the fused optimizer's state and the generators come back to the device."""
+    checkpoint = {"dir": str(tmp_path), "every": 3}
+    through = losses(6)
+    assert losses(3, checkpoint=checkpoint) == pytest.approx(through[:3], rel=2e-3)
+    assert losses(3, checkpoint=checkpoint) == pytest.approx(through[3:], rel=2e-3)
