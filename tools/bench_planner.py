@@ -28,7 +28,6 @@ from ds_hydra.commands.figures import figures_parser, finish, print_table
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.data.length_sources import read_lengths, sample_batches
 from ds_hydra.pipe.shape import StrategyShape
-from ds_hydra.plan.runnable import only_phase
 from ds_hydra.plan.simulate import simulate_plan
 from ds_hydra.planner import Planner, PlannerOptions, StepPlan
 from ds_hydra.planner.exact.paper_problem import DispatchProblem
@@ -133,7 +132,7 @@ def bench_plans(figures: Figures, quick: bool) -> None:
                     proposal.setdefault((gpus, kind), []).append(seconds)
                 batches = work.batches((20 if quick else 60) if gpus == 64 else (4 if quick else 12))
                 plans = list(work.plan(strategies, batches))
-                simulated = [max(simulate_plan(plan, work.table)) for plan, _ in plans]
+                simulated = [plan.total_ms(simulate_plan(plan, work.table)) for plan, _ in plans]
                 cpu += [ms for _, ms in plans]
                 gaps += [plan.gap for plan, _ in plans]
                 errors += [abs(plan.predicted_ms / s - 1) for (plan, _), s in zip(plans, simulated, strict=True)]
@@ -253,7 +252,7 @@ def bench_prediction(figures: Figures, quick: bool) -> None:
             batches = sample_batches(work.sample(3), work.tokens, 4 if quick else 12, 3, longest)
             for plan, _ in work.plan((strategy,), batches):
                 simulated = simulate_plan(plan, work.table)
-                for pipeline, ms in zip(only_phase(plan).pipelines, simulated, strict=True):
+                for pipeline, ms in zip(plan.pipelines, simulated, strict=True):
                     if pipeline.shape.pp > 1 and ms > 0:
                         errors.append(pipeline.predicted_ms / ms - 1.0)
     p50, p90 = np.percentile(np.abs(errors), [50, 90])
@@ -265,7 +264,7 @@ def bench_prediction(figures: Figures, quick: bool) -> None:
 def packing_gaps(kernel: kernels.Kernels, table: CostTable, plan: StepPlan, paper: bool) -> Iterator[float]:
     """Certified gap of the packing of each pipeline that runs something."""
     schemes = scheme_arrays(table, paper)
-    for pipeline in only_phase(plan).pipelines:
+    for pipeline in plan.pipelines:
         lengths = sorted((tokens for batch in pipeline.microbatches for tokens in batch.lengths), reverse=True)
         if not lengths:
             continue

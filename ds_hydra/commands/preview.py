@@ -22,6 +22,7 @@ from ds_hydra.commands.shipped import FILES, shipped
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.data.length_sources import LengthSample, read_lengths
 from ds_hydra.pipe.shape import StrategyShape
+from ds_hydra.plan.phase import THEN
 from ds_hydra.planner import PlannerOptions
 from ds_hydra.planner.preview import Preview, length_histogram, preview_steps
 from ds_hydra.planner.proposal.candidates import usable_schemes
@@ -44,7 +45,12 @@ def parse_arguments(arguments: Sequence[str] | None, name: str) -> argparse.Name
     parser.add_argument("--gpus", type=int, required=True)
     parser.add_argument("--tokens", type=int, required=True, help="tokens of a step")
     parser.add_argument("--context", type=int, required=True, help="longest sequence, in tokens")
-    parser.add_argument("--strategies", nargs="+", help="use these instead of proposing some")
+    parser.add_argument(
+        "--strategies",
+        nargs="+",
+        metavar="TEXT",
+        help="use these instead of proposing some; those of several phases, '4*tp1 then tp4', are rivals",
+    )
     parser.add_argument("--count", type=int, default=20, help="strategies to propose")
     parser.add_argument("--steps", type=int, default=60, help="steps to plan")
     parser.add_argument("--thorough", action="store_true", help="propose with more samples")
@@ -86,14 +92,17 @@ def print_preview(preview: Preview, strategies: Sequence[str]) -> None:
     print(f"slowest over mean pipeline: p50 {np.median(preview.balance):.3f}")
     g50, g90 = np.percentile(preview.gaps, [50, 90])
     print(f"certified gap to the best possible plan: p50 {g50:.2%}, p90 {g90:.2%}")
+    rivals = [(text, "each sequence in the first phase that holds it", times)
+              for text, times in preview.phased_ms.items()]  # fmt: skip
     if preview.homogeneous is None:
         print("no strategy of one scheme holds these batches")
-        return
-    for name, times in (
-        ("packed to MaxLen, dealt out in turn", preview.packed_full_ms),
-        ("two-stage assignment", preview.homogeneous_ms),
-    ):
-        print(f"gain over {preview.homogeneous}, {name}: {times.mean() / mean:.2f}x ({times.mean():.0f} ms)")
+    else:
+        rivals += [
+            (preview.homogeneous, "packed to MaxLen, dealt out in turn", preview.packed_full_ms),
+            (preview.homogeneous, "two-stage assignment", preview.homogeneous_ms),
+        ]
+    for rival, name, times in rivals:
+        print(f"gain over {rival}, {name}: {times.mean() / mean:.2f}x ({times.mean():.0f} ms)")
 
 
 def plot(path: Path, sample: LengthSample, table: CostTable, preview: Preview, context: int) -> None:
@@ -133,9 +142,9 @@ def run(args: argparse.Namespace) -> int:
     print_lengths(sample, table, args.context)
     usable_schemes(table, args.gpus, args.gpus_per_node, args.tp_across_nodes)
     lengths = np.random.default_rng(args.seed).permutation(sample.lengths)[:200_000].tolist()
-    if args.strategies:
-        strategies = tuple(StrategyShape.parse(text) for text in args.strategies)
-    else:
+    phased = [text for text in args.strategies or () if THEN in text]
+    strategies = tuple(StrategyShape.parse(text) for text in args.strategies or () if text not in phased)
+    if not strategies:
         began = time.perf_counter()
         strategies = propose_strategies(
             table, args.gpus, lengths, args.tokens, args.context, node_size=args.gpus_per_node,
@@ -143,7 +152,7 @@ def run(args: argparse.Namespace) -> int:
             seed=args.seed,
         )  # fmt: skip
         print(f"{len(strategies)} strategies proposed in {time.perf_counter() - began:.1f} s")
-    preview = preview_steps(table, strategies, lengths, args.tokens, args.context, args.steps, options)
+    preview = preview_steps(table, strategies, lengths, args.tokens, args.context, args.steps, options, phased)
     print_preview(preview, [str(strategy) for strategy in strategies])
     if args.plot:
         plot(args.plot, sample, table, preview, args.context)
@@ -153,6 +162,7 @@ def run(args: argparse.Namespace) -> int:
             "step_ms": preview.step_ms.tolist(), "simulated_ms": preview.simulated_ms.tolist(),
             "gaps": preview.gaps.tolist(), "homogeneous": preview.homogeneous,
             "homogeneous_ms": preview.homogeneous_ms.tolist(), "packed_full_ms": preview.packed_full_ms.tolist(),
+            "phased_ms": {text: times.tolist() for text, times in preview.phased_ms.items()},
         }  # fmt: skip
         args.json.write_text(json.dumps(record, indent=1))
     return 0

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ds_hydra.config.checks import choice, flag, integer, number, parse_block, setting, text
 from ds_hydra.config.deepspeed_settings import KNOWN_SETTINGS, screen_deepspeed_settings
 from ds_hydra.pipe.shape import StrategyShape
+from ds_hydra.plan.phase import THEN
 from ds_hydra.plan.runnable import check_shape
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 
@@ -113,6 +114,11 @@ def _shape(value: Any, place: str) -> StrategyShape:
         raise ConfigError(f'config: {place} must be a string such as "tp4 + 2*tp1pp2", but is {value!r}')
     if any(len(digits) > _MAX_DEGREE_DIGITS for digits in re.findall(r"\d+", value)):
         raise ConfigError(f"config: {place} {value[:80]!r} holds a number of more than {_MAX_DEGREE_DIGITS} digits")
+    if THEN in value:
+        raise ConfigError(
+            f"config: {place} {value!r} names several phases, which only a replayed plan can have: list each phase's "
+            'strategy on its own, and set hydra.choose to "replay"'
+        )
     try:
         shape = StrategyShape.parse(value)
         check_shape(shape)

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ds_hydra.plan.runnable import only_phase
 from ds_hydra.planner import PlannedStep
 from ds_hydra.report.record import StepRecord
 
@@ -17,7 +16,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Measured:
-    """Times of a step in ms. A pipeline and a stage each take as long as their slowest rank."""
+    """Times of a step in ms. A pipeline and a stage each take as long as their slowest rank.
+
+    Pipelines are listed phase after phase, as in `StepPlan.pipelines`.
+    """
 
     step_ms: float
     pipeline_ms: tuple[float, ...]
@@ -26,13 +28,13 @@ class Measured:
     @classmethod
     def of(cls, outcome: Outcome, seconds: float) -> Measured:
         """The times of an outcome; `seconds` passed from asking for the plan to the updated masters."""
-        stats, pipelines = outcome.stats, outcome.strategy.pipelines
+        pipelines = [(pipeline, phase.stats) for phase in outcome.phases for pipeline in phase.strategy.pipelines]
         return cls(
             1e3 * seconds,
-            tuple(1e3 * max(stats[rank].run_s for rank in pipeline.ranks) for pipeline in pipelines),
+            tuple(1e3 * max(stats[rank].run_s for rank in pipeline.ranks) for pipeline, stats in pipelines),
             tuple(
                 tuple(1e3 * max(stats[rank].compute_s for rank in stage.ranks) for stage in pipeline.stages)
-                for pipeline in pipelines
+                for pipeline, stats in pipelines
             ),
         )
 
@@ -52,7 +54,7 @@ def step_record(
 
     `skipped_steps` counts the steps that were skipped before this one; `watched` holds the fields of the `StepWatch`.
     """
-    plan, stats = planned.plan, outcome.stats
+    plan = planned.plan
     return StepRecord(
         step=step,
         loss=outcome.loss,
@@ -65,8 +67,9 @@ def step_record(
         changed=previous is not None and plan.strategy != previous.strategy,
         step_ms=measured.step_ms,
         predicted_ms=plan.predicted_ms,
-        num_padding=int(sum(rank.num_padding for rank in stats)),
+        num_padding=int(sum(rank.num_padding for rank in outcome.stats)),
         pipeline_ms=measured.pipeline_ms,
+        num_pipelines=tuple(len(phase.pipelines) for phase in plan.phases),
         lower_bound_ms=plan.lower_bound_ms,
         planning_ms=planned.planning_ms,
         planning_hidden=planned.hidden,
@@ -74,13 +77,13 @@ def step_record(
         planning_fallback=planned.fallback,
         plan_digest=plan.digest().hex(),
         ids_digest=hashlib.sha256(repr(plan.sequence_ids).encode()).hexdigest()[:16],
-        num_micro_batches=tuple(len(pipeline.microbatches) for pipeline in only_phase(plan).pipelines),
-        pull_ms=1e3 * max(rank.exposed_pull_s for rank in stats),
-        push_ms=1e3 * max(rank.exposed_push_s for rank in stats),
-        optimizer_ms=1e3 * max(rank.optimizer_s for rank in stats),
+        num_micro_batches=tuple(len(pipeline.microbatches) for pipeline in plan.pipelines),
+        pull_ms=1e3 * sum(max(rank.exposed_pull_s for rank in phase.stats) for phase in outcome.phases),
+        push_ms=1e3 * sum(max(rank.exposed_push_s for rank in phase.stats) for phase in outcome.phases),
+        optimizer_ms=1e3 * max(rank.optimizer_s for rank in outcome.stats),
         pull_bytes=outcome.pull_bytes,
         push_bytes=outcome.push_bytes,
-        peak_memory_bytes=int(max(rank.peak_memory_bytes for rank in stats)),
+        peak_memory_bytes=int(max(rank.peak_memory_bytes for rank in outcome.stats)),
         skipped=outcome.skipped,
         skipped_steps=skipped_steps + outcome.skipped,
         plan=plan.to_json(),

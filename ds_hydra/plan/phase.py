@@ -15,6 +15,7 @@ from itertools import repeat
 from typing import NamedTuple
 
 from ds_hydra.pipe.shape import PipelineShape, StrategyShape
+from ds_hydra.zero_hetero.errors import PlanError
 
 
 class Span(NamedTuple):
@@ -84,6 +85,23 @@ class Phase:
     def mean_ms(self) -> float:
         """Mean time of the pipelines, idle ones included."""
         return sum(pipeline.predicted_ms for pipeline in self.pipelines) / len(self.pipelines)
+
+
+THEN = " then "
+"""Stands between the strategies of a step whose phases change it: "4*tp1 then 2*tp2 then tp4"."""
+
+
+def parse_phases(text: str) -> tuple[StrategyShape, ...]:
+    """The strategies of the phases that a text such as "4*tp1 then 2*tp2 then tp4" names; one without a "then".
+
+    Raises PlanError that shows what cannot be read, and for phases that use different numbers of ranks.
+    """
+    shapes = tuple(StrategyShape.parse(part) for part in text.split(THEN))
+    needs = [shape.num_ranks for shape in shapes]
+    if len(set(needs)) > 1:
+        listed = ", ".join(f"{shape} ({shape.num_ranks})" for shape in shapes)
+        raise PlanError(f"the phases of {text!r} must all use the same number of ranks but use {listed}")
+    return shapes
 
 
 _parse_shape = lru_cache(maxsize=1024)(PipelineShape.parse)

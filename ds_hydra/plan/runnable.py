@@ -2,37 +2,27 @@
 
 The record of a plan can say more than the runtime can run, and so can the text of a strategy. This is the only place
 that knows the difference: whoever teaches the runtime more takes a refusal out here. Everything behind it may rely on
-one phase of whole sequences.
+whole sequences.
 """
 
 from __future__ import annotations
 
 from ds_hydra.pipe.shape import DEFAULT_SCHEDULE, PipelineShape, StrategyShape
-from ds_hydra.plan.phase import MicroBatchPlan, Phase
+from ds_hydra.plan.phase import MicroBatchPlan
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.zero_hetero.errors import PlanError
 
 SCHEDULES = (DEFAULT_SCHEDULE,)
 
 
-def only_phase(plan: StepPlan) -> Phase:
-    """The phase of a step that has just one; PlanError for other steps, as nothing runs several yet."""
-    if len(plan.phases) != 1:
-        raise PlanError(
-            f"plan of step {plan.step}: it has {len(plan.phases)} phases but this release runs exactly one in a step; "
-            "plan the step under one strategy"
-        )
-    return plan.phases[0]
-
-
 def check_runnable(plan: StepPlan) -> None:
     """Raise PlanError with step, pipeline and micro-batch of the first thing that cannot be run."""
-    phase = only_phase(plan)
     where = f"plan of step {plan.step}"
-    check_shape(phase.shape, f"{where}: ")
-    for index, pipeline in enumerate(phase.pipelines):
+    for phase in plan.phases:
+        check_shape(phase.shape, f"{where}: ")
+    for name, pipeline in plan.named_pipelines():
         for number, batch in enumerate(pipeline.microbatches):
-            _check_batch(batch, plan.lengths, f"{where}: micro-batch {number} of pipeline {index}")
+            _check_batch(batch, plan.lengths, f"{where}: micro-batch {number} of {name}")
 
 
 def check_shape(shape: StrategyShape, before: str = "") -> None:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
-from ds_hydra.plan.phase import Phase, PipelinePlan, phase_record, read_number, read_phase, read_whole
+from ds_hydra.plan.phase import THEN, Phase, PipelinePlan, phase_record, read_number, read_phase, read_whole
 from ds_hydra.zero_hetero.errors import PlanError
 
 VERSION = 2  # of the JSON; plans of version 1 state none, and have "pipelines", of uniform schemes, for "phases"
@@ -35,11 +37,32 @@ class StepPlan:
     @property
     def strategy(self) -> str:
         """Text of the strategy, such as "tp4 + 2*pp2"; of one after the other, where phases change it."""
-        return " then ".join(str(phase.shape) for phase in self.phases)
+        return THEN.join(str(phase.shape) for phase in self.phases)
 
     @property
     def num_tokens(self) -> int:
         return sum(self.lengths)
+
+    @property
+    def pipelines(self) -> tuple[PipelinePlan, ...]:
+        """The pipelines of all phases, phase after phase: figures of pipelines are listed in this order."""
+        return tuple(pipeline for phase in self.phases for pipeline in phase.pipelines)
+
+    def named_pipelines(self) -> Iterator[tuple[str, PipelinePlan]]:
+        """Every pipeline with the words for where it stands; phases are named where there are more than one."""
+        for number, phase in enumerate(self.phases):
+            of_phase = f" of phase {number}" if len(self.phases) > 1 else ""
+            for index, pipeline in enumerate(phase.pipelines):
+                yield f"pipeline {index}{of_phase}", pipeline
+
+    def total_ms(self, pipeline_ms: Sequence[float]) -> float:
+        """The time of all phases when their pipelines, in the order of `pipelines`, take these times.
+
+        A phase takes as long as its slowest pipeline, and phases follow each other: of two phases of two pipelines the
+        times 3, 5, 2, 1 make 5 + 2.
+        """
+        times = iter(pipeline_ms)
+        return sum(max(islice(times, len(phase.pipelines)), default=0.0) for phase in self.phases)
 
     def to_json(self) -> str:
         """Canonical one-line JSON [Note: plan in JSON]: equal plans give equal bytes."""
@@ -87,7 +110,8 @@ class StepPlan:
             "tokens of each micro-batch",
         ]
         for number, phase in enumerate(self.phases):
-            lines += [f"phase {number}: {phase.shape}"] if len(self.phases) > 1 else []
+            if len(self.phases) > 1:
+                lines.append(f"phase {number}: {phase.shape}, predicted {phase.predicted_ms:.1f} ms")
             rank = 0
             for index, pipeline in enumerate(phase.pipelines):
                 lines.append(_table_row(index, pipeline, rank))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.pipe.shape import ParallelScheme
@@ -27,18 +27,17 @@ def validate_plan(plan: StepPlan, limits: Limits, num_ranks: int, objective: str
     being possible. Raises PlanError with step, phase, pipeline, micro-batch, and the numbers that disagree.
     """
     where = f"plan of step {plan.step}"
-    _check_ranks(plan, num_ranks, where)
-    _check_sequences(plan, where)
+    check_complete(plan, num_ranks)
     _check_memory(plan, limits, where)
     _check_times(plan, limits if isinstance(limits, CostTable) else None, objective, where)
 
 
-def _pipelines(plan: StepPlan) -> Iterator[tuple[str, PipelinePlan]]:
-    """Every pipeline with the words for where it stands; phases are named where there are more than one."""
-    for number, phase in enumerate(plan.phases):
-        of_phase = f" of phase {number}" if len(plan.phases) > 1 else ""
-        for index, pipeline in enumerate(phase.pipelines):
-            yield f"pipeline {index}{of_phase}", pipeline
+def check_complete(plan: StepPlan, num_ranks: int) -> None:
+    """The part of `validate_plan` that needs no costs: ranks are tiled, every token runs exactly once, no phase is
+    without sequences."""
+    where = f"plan of step {plan.step}"
+    _check_ranks(plan, num_ranks, where)
+    _check_sequences(plan, where)
 
 
 def _check_ranks(plan: StepPlan, num_ranks: int, where: str) -> None:
@@ -54,6 +53,11 @@ def _check_ranks(plan: StepPlan, num_ranks: int, where: str) -> None:
                 f"{where}: its {len(phase.pipelines)} pipelines{of_phase} use {needed} ranks but the job has "
                 f"{num_ranks}; every rank must be in exactly one"
             )
+        if len(plan.phases) > 1 and not any(pipeline.microbatches for pipeline in phase.pipelines):
+            raise PlanError(
+                f"{where}: phase {number} ({phase.shape}) of its {len(plan.phases)} runs no sequence; leave it out, or "
+                "move sequences of another phase to it"
+            )
 
 
 def _check_sequences(plan: StepPlan, where: str) -> None:
@@ -67,7 +71,7 @@ def _check_sequences(plan: StepPlan, where: str) -> None:
         raise PlanError(f"{where}: sequence at position {short[0]} has length {plan.lengths[short[0]]}, not at least 1")
     whole: Counter[int] = Counter()
     slices: dict[int, list[tuple[Span, str]]] = {}  # of sequences that are cut, in the order in which they run
-    for name, pipeline in _pipelines(plan):
+    for name, pipeline in plan.named_pipelines():
         for number, batch in enumerate(pipeline.microbatches):
             wrong = _wrong_in_batch(batch, size)
             if wrong is not None:
@@ -121,7 +125,7 @@ def _check_slices(plan: StepPlan, slices: Mapping[int, list[tuple[Span, str]]], 
 
 
 def _check_memory(plan: StepPlan, limits: Limits, where: str) -> None:
-    for name, pipeline in _pipelines(plan):
+    for name, pipeline in plan.named_pipelines():
         try:
             limit = limits[pipeline.shape.cost_key]  # type: ignore[index]  # a mapping may lack it, as any other key
         except (KeyError, PlanError):
@@ -137,7 +141,7 @@ def _check_memory(plan: StepPlan, limits: Limits, where: str) -> None:
 
 
 def _check_times(plan: StepPlan, table: CostTable | None, objective: str, where: str) -> None:
-    for name, pipeline in _pipelines(plan):
+    for name, pipeline in plan.named_pipelines():
         ms = pipeline.predicted_ms
         if not math.isfinite(ms) or ms < 0 or (ms > 0) != bool(pipeline.microbatches):
             raise PlanError(f"{where}: {name} runs {len(pipeline.microbatches)} micro-batches in a predicted {ms} ms")

@@ -3,17 +3,19 @@
 Pure: nothing here imports torch or DeepSpeed, or knows a process group. Start reading at `selection`.
 """
 
-from ds_hydra.plan.phase import MicroBatchPlan, Phase, PipelinePlan, Span
+from ds_hydra.plan.phase import MicroBatchPlan, Phase, PipelinePlan, Span, parse_phases
 from ds_hydra.plan.plan_file import load_plans, save_plans
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.plan.validate import validate_plan
 from ds_hydra.planner.options import PlannerOptions
+from ds_hydra.planner.phased import PhasedPlanner
 from ds_hydra.planner.selection import Planner
 from ds_hydra.planner.service import PlannedStep, PlannerService
 
 __all__ = [
     "MicroBatchPlan",
     "Phase",
+    "PhasedPlanner",
     "PipelinePlan",
     "PlannedStep",
     "Planner",
@@ -22,6 +24,7 @@ __all__ = [
     "Span",
     "StepPlan",
     "load_plans",
+    "parse_phases",
     "save_plans",
     "validate_plan",
 ]

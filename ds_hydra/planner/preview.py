@@ -14,9 +14,11 @@ import numpy as np
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.data.length_sources import sample_batches
 from ds_hydra.pipe.shape import StrategyShape
+from ds_hydra.plan.phase import parse_phases
 from ds_hydra.plan.simulate import simulate_plan
 from ds_hydra.planner.kernels.arrays import Floats, Ints
 from ds_hydra.planner.options import PlannerOptions
+from ds_hydra.planner.phased import PhasedPlanner
 from ds_hydra.planner.selection import Planner
 from ds_hydra.zero_hetero.errors import PlanError
 
@@ -33,6 +35,7 @@ class Preview:
     homogeneous: str | None  # the best strategy of one scheme
     homogeneous_ms: Floats  # its two-stage assignment
     packed_full_ms: Floats  # the same strategy, batches packed to MaxLen and dealt out in turn
+    phased_ms: dict[str, Floats]  # rivals of several phases, such as "4*tp1 then tp4"
 
 
 def preview_steps(
@@ -43,8 +46,10 @@ def preview_steps(
     context_length: int,
     steps: int,
     options: PlannerOptions,
+    phased: Sequence[str] = (),
 ) -> Preview:
-    """Plan `steps` random batches of the data with these strategies, and with the best homogeneous one."""
+    """Plan `steps` random batches of the data with these strategies, with the best homogeneous one, and with the phases
+    that `phased` names."""
     # Batches are drawn by another seed than the one that strategies were proposed with. Measured on the batches that
     # they were chosen for, they would look better than they are.
     planner = Planner(cost_table, strategies, options)
@@ -52,7 +57,7 @@ def preview_steps(
         batch.tolist() for batch in sample_batches(lengths, tokens_per_step, steps, options.seed + 1, context_length)
     ]
     plans = [planner.plan(step, range(len(batch)), batch) for step, batch in enumerate(batches)]
-    simulated = [max(simulate_plan(plan, cost_table)) for plan in plans]
+    simulated = [plan.total_ms(simulate_plan(plan, cost_table)) for plan in plans]
     best, two_stage = _best_homogeneous(cost_table, planner.num_ranks, batches, options)
     full: list[float] = []
     if best is not None:
@@ -67,7 +72,20 @@ def preview_steps(
         None if best is None else str(best),
         two_stage,
         np.array(full),
+        {text: _phased(cost_table, text, planner.num_ranks, batches, options) for text in phased},
     )
+
+
+def _phased(
+    table: CostTable, text: str, num_ranks: int, batches: Sequence[list[int]], options: PlannerOptions
+) -> Floats:
+    """Step times of the batches in the phases that a text names."""
+    phases = parse_phases(text)
+    used = {shape.num_ranks for shape in phases}
+    if used != {num_ranks}:
+        raise PlanError(f"the phases of {text!r} use {used.pop()} ranks but the strategies {num_ranks}; use as many")
+    planner = PhasedPlanner(table, phases, options)
+    return np.array([planner.plan(0, range(len(batch)), batch).predicted_ms for batch in batches])
 
 
 def _best_homogeneous(

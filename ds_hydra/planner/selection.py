@@ -16,6 +16,7 @@ from ds_hydra.plan.phase import MicroBatchPlan, Phase, PipelinePlan
 from ds_hydra.plan.plan_file import load_plans
 from ds_hydra.plan.runnable import check_runnable
 from ds_hydra.plan.step_plan import StepPlan
+from ds_hydra.plan.validate import check_complete
 from ds_hydra.planner.kernels.problem import Assignment, Batch, PipelineKinds, check_sequences, scheme_arrays
 from ds_hydra.planner.options import PlannerOptions
 from ds_hydra.planner.search import Search
@@ -50,6 +51,7 @@ class Planner:
         self._replay = load_plans(self.options.replay_file) if self.options.replay_file else {}
         for plan in self._replay.values():
             check_runnable(plan)
+            check_complete(plan, self.num_ranks)
 
     @property
     def max_length(self) -> int:
@@ -90,10 +92,6 @@ class Planner:
                 f"{self.options.replay_file}, step {step}: the plan is for {len(plan.lengths)} sequences of "
                 f"{plan.num_tokens} tokens but the step has {len(tokens)} of {sum(tokens)}, or other ids; replay "
                 "with the same data, seed and tokens_per_step"
-            )
-        if any(phase.shape.num_ranks != self.num_ranks for phase in plan.phases):
-            raise PlanError(
-                f"{self.options.replay_file}, step {step}: strategy {plan.strategy!r} is not for {self.num_ranks} ranks"
             )
         return replace(plan, source="replay")
 

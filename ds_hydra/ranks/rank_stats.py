@@ -1,7 +1,8 @@
-"""Each rank's figures of a step in, the figures of all ranks on every rank out."""
+"""Each rank's figures of a step's phases in, the figures of all ranks on every rank out."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,22 +12,24 @@ from ds_hydra.ranks.channel import Channel
 
 
 class RankStats(NamedTuple):
-    """One rank's figures of a step; they travel as FP64."""
+    """One rank's figures of a phase of a step; they travel as FP64."""
 
     loss: float  # its share of the step's loss: 0 but on one tensor parallel rank of last stages
     run_s: float  # from the first pull waited for to the last backward
     compute_s: float  # the part of run_s spent in forwards and backwards, their collectives included, pulls not
     exposed_pull_s: float  # waiting for pulls, not overlapped
     exposed_push_s: float
-    optimizer_s: float  # gradient norm; clipping and update of the step before
+    optimizer_s: float  # gradient norm; clipping and update of the step before; of the last phase only
     num_padding: float  # tokens added so that every sequence parallel rank holds one, counted once a pipeline
     peak_memory_bytes: float  # of this step
     request: float  # what a signal has asked this rank for
 
 
-def gather_stats(mine: RankStats, channel: Channel) -> tuple[RankStats, ...]:
-    """All ranks' figures, in rank order; every rank must call it."""
-    return tuple(RankStats(*row) for row in channel.rows(torch.tensor(mine, dtype=torch.float64)).tolist())
+def gather_stats(mine: Sequence[RankStats], channel: Channel) -> tuple[tuple[RankStats, ...], ...]:
+    """All ranks' figures, in rank order, for each phase of a step; every rank must call it with its own."""
+    table = channel.rows(torch.tensor(mine, dtype=torch.float64).flatten())  # one message, however many phases
+    phases = table.view(len(table), len(mine), len(RankStats._fields)).transpose(0, 1)
+    return tuple(tuple(RankStats(*row) for row in rows) for rows in phases.tolist())
 
 
 def unequal_pairs(checksums: Tensor, channel: Channel) -> list[tuple[int, int]]:

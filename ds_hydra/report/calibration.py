@@ -23,7 +23,6 @@ from ds_hydra.pipe.placement import split_layers
 from ds_hydra.pipe.schedules.registry import orders
 from ds_hydra.pipe.schedules.simulate import simulate_loads
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape
-from ds_hydra.plan.runnable import only_phase
 from ds_hydra.plan.step_plan import StepPlan
 
 WINDOW = 32  # observations that a factor remembers
@@ -35,16 +34,20 @@ APPLY_EVERY, APPLY_CHANGE = 16, 0.03
 
 @dataclass(frozen=True, slots=True)
 class StepPrediction:
-    """Milliseconds of one step; `stage_ms[p][s]` is the time that stage s of pipeline p computes."""
+    """Milliseconds of one step; `stage_ms[p][s]` is the time that stage s of pipeline p computes.
+
+    Pipelines are listed phase after phase, as in `StepPlan.pipelines`.
+    """
 
     stage_ms: tuple[tuple[float, ...], ...]
     pipeline_ms: tuple[float, ...]
+    run_ms: float  # each phase's slowest pipeline, summed over the phases
     overhead_ms: float
 
     @property
     def step_ms(self) -> float:
-        """The time of the slowest pipeline plus the step's overhead."""
-        return max(self.pipeline_ms, default=0.0) + self.overhead_ms
+        """The time of the phases plus the step's overhead."""
+        return self.run_ms + self.overhead_ms
 
 
 @dataclass(frozen=True)
@@ -106,32 +109,31 @@ class Calibration:
     def predict(self, plan: StepPlan, num_elements: int = 0, moved_bytes: int = 0) -> StepPrediction:
         """The prediction by the table as it was measured, without corrections."""
         stage_ms, pipeline_ms = [], []
-        for pipeline in only_phase(plan).pipelines:
+        for pipeline in plan.pipelines:
             batches = [batch.lengths for batch in pipeline.microbatches]
             loads = [[stage.load_ms(batch) for batch in batches] for stage in self._stages[pipeline.shape.cost_key]]
             stage_ms.append(tuple(sum(row) for row in loads))
             pipeline_ms.append(simulate_loads(orders("1f1b", len(batches), len(loads)), loads))
-        return StepPrediction(tuple(stage_ms), tuple(pipeline_ms), self._step.ms(num_elements, moved_bytes))
+        overhead = self._step.ms(num_elements, moved_bytes)
+        return StepPrediction(tuple(stage_ms), tuple(pipeline_ms), plan.total_ms(pipeline_ms), overhead)
 
     def correct(self, plan: StepPlan, prediction: StepPrediction) -> float:
         """The step's time with the factors and overheads seen so far, in ms."""
         factors = self.factors
         pipelines = [
             ms * factors.get(pipeline.shape.cost_key, 1.0)
-            for ms, pipeline in zip(prediction.pipeline_ms, only_phase(plan).pipelines, strict=True)
+            for ms, pipeline in zip(prediction.pipeline_ms, plan.pipelines, strict=True)
         ]
         seen = self._overheads.get(plan.strategy, ())
         overhead = median(seen) if len(seen) >= LEAST else prediction.overhead_ms
-        return max(pipelines, default=0.0) + overhead
+        return plan.total_ms(pipelines) + overhead
 
     def observe(self, plan: StepPlan, prediction: StepPrediction, pipeline_ms: Sequence[float], step_ms: float) -> None:
         """Learn from a step's measured times."""
-        for pipeline, predicted, measured in zip(
-            only_phase(plan).pipelines, prediction.pipeline_ms, pipeline_ms, strict=True
-        ):
+        for pipeline, predicted, measured in zip(plan.pipelines, prediction.pipeline_ms, pipeline_ms, strict=True):
             if predicted > 0 and measured > 0:
                 self._ratios.setdefault(pipeline.shape.cost_key, deque(maxlen=WINDOW)).append(measured / predicted)
-        overhead = max(0.0, step_ms - max(pipeline_ms, default=0.0))
+        overhead = max(0.0, step_ms - plan.total_ms(pipeline_ms))
         self._overheads.setdefault(plan.strategy, deque(maxlen=WINDOW)).append(overhead)
 
     def corrected_table(self, step: int) -> CostTable | None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from ds_hydra.plan.phase import parse_phases
 from ds_hydra.report.record import is_heterogeneous
 from ds_hydra.zero_hetero.errors import ConfigError
 
@@ -249,10 +250,8 @@ def _nothing(axes: Any, reason: str) -> str:
 
 
 def pipeline_schemes(strategy: str) -> list[str]:
-    """Text of each pipeline's shape of a strategy, in rank order."""
-    from ds_hydra.pipe.shape import StrategyShape
-
-    return [str(pipeline) for pipeline in StrategyShape.parse(strategy).pipelines]
+    """Text of each pipeline's shape of a strategy, in rank order, phase after phase."""
+    return [str(pipeline) for shape in parse_phases(strategy) for pipeline in shape.pipelines]
 
 
 def page(records: Sequence[Record], figures: Sequence[Figure]) -> str:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from typing import Any
+
+from ds_hydra.plan.phase import THEN
 
 Event = tuple[str, float, int]  # name, value, x-axis (sequences so far), as DeepSpeed's monitors take them
 
@@ -27,7 +30,8 @@ class StepRecord:
     predicted_ms: float
     num_padding: int = 0  # padding tokens, computed in addition to num_tokens
     total_steps: int | None = None  # hydra.total_steps
-    pipeline_ms: tuple[float, ...] = ()  # measured time of each pipeline, in rank order
+    pipeline_ms: tuple[float, ...] = ()  # measured time of each pipeline, in rank order, phase after phase
+    num_pipelines: tuple[int, ...] = ()  # of each phase; () stands for one phase
     lower_bound_ms: float = 0.0  # no plan of this step can be predicted faster; 0 when not known
     planning_ms: float = 0.0
     planning_hidden: bool = True  # the plan was ready when the step began
@@ -54,9 +58,22 @@ class StepRecord:
 
     @property
     def balance(self) -> float:
-        """Largest over mean pipeline time; 1 is perfect."""
-        mean = sum(self.pipeline_ms) / len(self.pipeline_ms) if self.pipeline_ms else 0.0
-        return max(self.pipeline_ms) / mean if mean > 0 else 1.0
+        """Largest over mean pipeline time, each summed over the phases; 1 is perfect."""
+        mean = sum(sum(times) / len(times) for times in self._phases())
+        return sum(self.phase_ms) / mean if mean > 0 else 1.0
+
+    @property
+    def phase_ms(self) -> tuple[float, ...]:
+        """Measured time of each phase: of its slowest pipeline."""
+        return tuple(max(times) for times in self._phases())
+
+    def _phases(self) -> Iterator[tuple[float, ...]]:
+        """The pipelines' times of each phase that has any."""
+        times = iter(self.pipeline_ms)
+        for count in self.num_pipelines or (len(self.pipeline_ms),):
+            of_phase = tuple(islice(times, count))
+            if of_phase:
+                yield of_phase
 
     @property
     def padding_share(self) -> float:
@@ -82,7 +99,7 @@ class StepRecord:
         """All fields and derived figures, fit for JSON (a number that is not finite becomes null)."""
         record = asdict(self)
         del record["plan"]  # large; it has a file of its own
-        for name in ("balance", "padding_share", "tokens_per_second", "prediction_error", "gap"):
+        for name in ("balance", "phase_ms", "padding_share", "tokens_per_second", "prediction_error", "gap"):
             record[name] = getattr(self, name)
         return {key: _finite(value) for key, value in record.items()}
 
@@ -104,6 +121,7 @@ def format_line(record: StepRecord) -> str:
         f"tok {record.num_tokens:,} (pad {record.padding_share:.1%})",
         f"{record.strategy}{' (changed)' if record.changed else ''}",
         f"{record.step_ms:,.0f} ms (pred {_predicted(record):,.0f}, {record.prediction_error:+.1%})",
+        *([f"phases {' + '.join(f'{ms:,.0f}' for ms in record.phase_ms)} ms"] if len(record.phase_ms) > 1 else []),
         f"balance {record.balance:.2f}",
         f"{_thousands(record.tokens_per_second)} tok/s",
         f"plan {record.planning_ms:,.0f} ms {hidden}",
@@ -141,11 +159,14 @@ def monitor_events(record: StepRecord, num_sequences_so_far: int) -> list[Event]
         "Train/Hydra/optimizer_ms": record.optimizer_ms,
         "Train/Hydra/strategy_changed": record.changed,
         "Train/Hydra/num_pipelines": len(record.pipeline_ms),
+        "Train/Hydra/num_phases": len(record.num_pipelines) or 1,
         "Train/Hydra/skipped_steps": record.skipped_steps,
     }
     return [(name, float(v), num_sequences_so_far) for name, v in values.items() if v is not None]
 
 
 def is_heterogeneous(strategy: str) -> bool:
-    """Whether a strategy in canonical form mixes parallel schemes."""
-    return len({term.split("*")[-1] for term in strategy.replace(" ", "").split("+")}) > 1
+    """Whether a strategy in canonical form mixes parallel schemes; of several phases, whether one of them does."""
+    return any(
+        len({term.split("*")[-1] for term in phase.replace(" ", "").split("+")}) > 1 for phase in strategy.split(THEN)
+    )

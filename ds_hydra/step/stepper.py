@@ -1,27 +1,27 @@
-"""A step's plan in, an update of the masters out: pull, run, push, clip, step, in the order of time."""
+"""A step's plan in, an update of the masters out: pull, run, push for each phase, then clip and step."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from ds_hydra.pipe.dropout import step_key
 from ds_hydra.pipe.placement import Strategy, place_strategy
-from ds_hydra.plan.runnable import only_phase
 from ds_hydra.ranks.rank_stats import RankStats, gather_stats
 from ds_hydra.step.agreement import FAILED, agree
 from ds_hydra.step.arena import Arena
 from ds_hydra.step.batching import RankBatches, build_batches
 from ds_hydra.step.connections import connections_of
 from ds_hydra.step.peak_memory import PeakMemory
+from ds_hydra.step.phase_run import PhaseRun
 from ds_hydra.step.strategy_runtime import StrategyRuntime
 from ds_hydra.zero_hetero.buffer_pool import BufferPool
-from ds_hydra.zero_hetero.clock import COMPUTING, Kind, Laps, Spent
+from ds_hydra.zero_hetero.clock import Laps
 from ds_hydra.zero_hetero.errors import PlanError
 
 if TYPE_CHECKING:
@@ -30,22 +30,34 @@ if TYPE_CHECKING:
     from ds_hydra.pipe.rows import MicroBatch
     from ds_hydra.pipe.runtime import Doing
     from ds_hydra.pipe.stage import ModelSource
+    from ds_hydra.plan.phase import Phase
     from ds_hydra.plan.step_plan import StepPlan
     from ds_hydra.ranks.world import World
     from ds_hydra.step.model_masters import ModelMasters
-    from ds_hydra.step.update import Update
+    from ds_hydra.step.update import Applied, Update
+
+
+class PhaseOutcome(NamedTuple):
+    """The figures of one phase, equal on all ranks."""
+
+    strategy: Strategy
+    stats: tuple[RankStats, ...]  # of every rank
 
 
 @dataclass(frozen=True)
 class Outcome:
     """The results of a step; equal on all ranks, except for the two counts of bytes."""
 
-    strategy: Strategy
-    stats: tuple[RankStats, ...]  # of every rank
+    phases: tuple[PhaseOutcome, ...]
     weight: int  # the loss's normaliser: targets, sequences or micro-batches of the whole step
     grad_norm: float  # not finite: the step was skipped
-    pull_bytes: int  # received by this rank
-    push_bytes: int  # sent by this rank
+    pull_bytes: int  # received by this rank, in all phases
+    push_bytes: int  # sent by this rank, in all phases
+
+    @property
+    def stats(self) -> Iterator[RankStats]:
+        """Of every rank in every phase."""
+        return (stats for phase in self.phases for stats in phase.stats)
 
     @property
     def loss(self) -> float:
@@ -100,44 +112,59 @@ class Stepper:
     def run(self, plan: StepPlan, step: int, data: SequenceData) -> Outcome:
         """Train one step. Raises PlanError on all ranks when their plans differ or one cannot load its sequences."""
         self._peak.restart()
-        runtime = self._runtime(plan)
-        batches, weight = self._batches(plan, runtime, data, step)
-        self._activity.now = "pull"
-        loss, laps = runtime.train(_normalised(batches.batches, weight, self._loss_scale.value))
-        loss = loss / self._loss_scale.value
-        self._activity.now = "optimizer"
-        # The comparison comes before the update. Until then the masters are still what the pull has sent, so there is
-        # something to compare with; and a gradient that was computed from flipped bits must never reach them.
-        self._update.compare(step, runtime)
-        applied = self._update.apply(loss)
+        runtimes = [self._runtime(phase) for phase in plan.phases]
+        batches, weight = self._batches(plan, runtimes, data, step)
+        runs: list[PhaseRun] = []
+        for runtime, mine in zip(runtimes, batches, strict=True):  # see [Note: phases of a step]
+            runs.append(self._train(runtime, mine, weight, accumulate=bool(runs)))
+            self._activity.now = "optimizer"
+            # The comparison comes before the update and before another pull. Until then the masters are still what the
+            # pull has sent, and the buffers what it has brought; and a gradient that was computed from flipped bits
+            # must never reach the masters.
+            self._update.compare(step, runtime)
+        applied = self._update.apply([run.loss for run in runs])
         self._activity.now = "report"
-        laps = Laps(laps.clock, [*laps.laps, *applied.laps.laps])
-        if self.keep_laps is not None:
-            self.keep_laps(step, laps)
-        stats = self._stats(applied.loss, runtime, batches, laps.spent())
+        stats = self._stats(step, runs, applied)
         # Explaining takes messages between all ranks. They all come here together, since the norm is equal on them to
         # the bit, and the gradients are still there: a skipped step leaves them as they were.
         if not math.isfinite(applied.norm):
-            self._update.explain(step, plan, runtime)
-        return Outcome(runtime.strategy, stats, weight, applied.norm, runtime.pull_bytes, runtime.push_bytes)
+            self._update.explain(step, plan, runs)
+        return Outcome(
+            tuple(PhaseOutcome(runtime.strategy, of_ranks) for runtime, of_ranks in zip(runtimes, stats, strict=True)),
+            weight,
+            applied.norm,
+            sum(runtime.pull_bytes for runtime in runtimes),
+            sum(runtime.push_bytes for runtime in runtimes),
+        )
 
     def evaluate(self, plan: StepPlan, data: SequenceData) -> float:
         """Mean loss of a batch, without an update."""
-        runtime = self._runtime(plan)
-        batches, weight = self._batches(plan, runtime, data)
-        loss = runtime.evaluate(_normalised(batches.batches, weight))
-        return sum(rank.loss for rank in self._stats(float(loss), runtime, batches, {}))
+        runtimes = [self._runtime(phase) for phase in plan.phases]
+        batches, weight = self._batches(plan, runtimes, data)
+        share = 0.0
+        for runtime, mine in zip(runtimes, batches, strict=True):
+            loss = runtime.evaluate(_normalised(mine.batches, weight))
+            share += float(loss) if runtime.place.tp_rank == 0 else 0.0  # a tensor parallel group counts it once
+        return sum(self._world.channel.rows(torch.tensor([share], dtype=torch.float64)).flatten().tolist())
 
-    def _runtime(self, plan: StepPlan) -> StrategyRuntime:
+    def _train(self, runtime: StrategyRuntime, batches: RankBatches, weight: int, *, accumulate: bool) -> PhaseRun:
+        """Run a phase; `weight` is the whole step's."""
+        scale = self._loss_scale.value
+        self._activity.now = "pull"
+        loss, laps = runtime.train(_normalised(batches.batches, weight, scale), accumulate=accumulate)
+        return PhaseRun(runtime, loss / scale, runtime.stage_runtime.losses, laps, batches.num_padding)
+
+    def _runtime(self, phase: Phase) -> StrategyRuntime:
         # A strategy that is no candidate, as a replayed plan may bring one, is connected at its first use; that takes
         # all ranks. They agree on the moment without a message: a plan is the same on all of them, so they meet a
-        # strategy for the first time in the same step.
-        if plan.strategy not in self._runtimes:
-            strategy = self._strategies.get(plan.strategy)
+        # strategy for the first time in the same step, before its first phase begins.
+        name = str(phase.shape)
+        if name not in self._runtimes:
+            strategy = self._strategies.get(name)
             if strategy is None:
-                strategy = place_strategy(only_phase(plan).shape, self._world.num_ranks, self._source.plan.num_layers)
+                strategy = place_strategy(phase.shape, self._world.num_ranks, self._source.plan.num_layers)
                 self._connect([strategy])
-            self._runtimes[plan.strategy] = StrategyRuntime(
+            self._runtimes[name] = StrategyRuntime(
                 strategy,
                 self._source,
                 self._masters,
@@ -146,7 +173,7 @@ class Stepper:
                 self._world,
                 self._activity,
             )
-        return self._runtimes[plan.strategy]
+        return self._runtimes[name]
 
     def _connect(self, strategies: Collection[Strategy]) -> None:
         """Connect what steps under these strategies use, so that none of them has to."""
@@ -154,47 +181,44 @@ class Stepper:
         world.connect(strategies, *connections_of(self._source.plan, strategies, world.node_size))
 
     def _batches(
-        self, plan: StepPlan, runtime: StrategyRuntime, data: SequenceData, step: int = 0
-    ) -> tuple[RankBatches, int]:
-        """This rank's micro-batches; then all ranks compare plans and agree on the step's total loss weight.
+        self, plan: StepPlan, runtimes: Sequence[StrategyRuntime], data: SequenceData, step: int = 0
+    ) -> tuple[list[RankBatches], int]:
+        """This rank's micro-batches of each phase; then all ranks compare plans and agree on the step's loss weight.
 
         A sequence that one rank cannot load is an error on all of them.
         """
         try:
-            batches = build_batches(
-                only_phase(plan).pipelines[runtime.pipeline_index].microbatches,
-                plan.sequence_ids,
-                runtime.place,
-                data.load_sequence,
-                self._loss_norm,
-                self._world.device,
-                step_key=step_key(self._seed, step),
-            )
+            batches = [
+                build_batches(
+                    phase.pipelines[runtime.pipeline_index].microbatches,
+                    plan.sequence_ids,
+                    runtime.place,
+                    data.load_sequence,
+                    self._loss_norm,
+                    self._world.device,
+                    step_key=step_key(self._seed, step),
+                )
+                for phase, runtime in zip(plan.phases, runtimes, strict=True)
+            ]
         except Exception:
             # This rank fails, but first it takes part in the message that the others wait for; its weight says why.
             with suppress(PlanError):
                 agree(plan, FAILED, self._world.channel)
             raise
-        return batches, agree(plan, batches.weight, self._world.channel)
+        return batches, agree(plan, sum(mine.weight for mine in batches), self._world.channel)
 
-    def _stats(
-        self, loss: float, runtime: StrategyRuntime, batches: RankBatches, spent: Mapping[Kind, Spent]
-    ) -> tuple[RankStats, ...]:
-        """Every rank's figures of the step. A tensor parallel group computes one loss: its first rank counts it."""
-        place = runtime.place
-        counts = place.tp_rank == 0
-        whole_s = {kind: seconds.whole_s for kind, seconds in spent.items()}
-        mine = RankStats(
-            loss=loss if counts else 0.0,
-            run_s=whole_s.get("run", 0.0),
-            compute_s=sum(seconds.own_s for kind, seconds in spent.items() if kind in COMPUTING),
-            exposed_pull_s=whole_s.get("pull", 0.0),
-            exposed_push_s=whole_s.get("push", 0.0),
-            optimizer_s=whole_s.get("optimizer", 0.0),
-            num_padding=batches.num_padding if counts and place.is_last and place.sp_rank == 0 else 0,
-            peak_memory_bytes=self._peak.read(),
-            request=self._request(),
-        )
+    def _stats(self, step: int, runs: Sequence[PhaseRun], applied: Applied) -> tuple[tuple[RankStats, ...], ...]:
+        """Every rank's figures of each phase; those of the update stand with the last."""
+        if self.keep_laps is not None:
+            laps = [*(lap for run in runs for lap in run.laps.laps), *applied.laps.laps]
+            self.keep_laps(step, Laps(applied.laps.clock, laps))
+        spent = [run.laps.spent() for run in runs]
+        spent[-1] |= applied.laps.spent()
+        peak, request = self._peak.read(), self._request()
+        mine = [
+            run.stats(loss, seconds, peak_memory_bytes=peak, request=request)
+            for run, loss, seconds in zip(runs, applied.losses, spent, strict=True)
+        ]
         return gather_stats(mine, self._world.channel)
 
 

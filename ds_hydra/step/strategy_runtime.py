@@ -1,7 +1,7 @@
 """One strategy on one rank: batches in, gradients in the masters out, by its stage, its links and its buffers.
 
 [Note: one strategy on one rank]
-The order of a step, for a stage with the layers 4 and 5 and three micro-batches (1F1B, last stage):
+The order of a phase, for a stage with the layers 4 and 5 and three micro-batches (1F1B, last stage):
 
   pulls       start all | wait 4, wait 5 ................. | finish
   computing               F0          B0   F1   B1   F2    |       B2
@@ -14,6 +14,7 @@ gradient leaves as soon as the last backward has passed its layer, while that ba
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -44,7 +45,7 @@ _PULL_TAG, _PUSH_TAG = 1 << 21, 1 << 22
 
 
 class StrategyRuntime:
-    """Runs steps under one strategy. Building it decides everything that does not depend on the batch.
+    """Runs phases under one strategy. Building it decides everything that does not depend on the batch.
 
     The world must be connected for the strategy.
     """
@@ -146,11 +147,11 @@ class StrategyRuntime:
                 installed.append(parameter)
         return installed
 
-    def _before_last_backward(self) -> None:
+    def _before_last_backward(self, accumulate: bool) -> None:
         # Pulls and pushes borrow their message buffers from one pool. If a pull of this rank were still under way (it
         # may only have to send, so no layer has waited for it), the pushes would need memory of their own beside it.
         self._finish_pulls()
-        self.pushes.arm()
+        self.pushes.arm(accumulate=accumulate)
 
     def _start_pulls(self) -> None:
         self._watch.take()  # laps of a step that an error has ended, or of an evaluation
@@ -170,21 +171,22 @@ class StrategyRuntime:
             with self._watch.lap("pull", stage=self.stage_index):
                 self.pulls.wait(bucket)
 
-    def train(self, batches: Sequence[MicroBatch]) -> tuple[Tensor, Laps]:
+    def train(self, batches: Sequence[MicroBatch], *, accumulate: bool = False) -> tuple[Tensor, Laps]:
         """Pull, run every micro-batch forward and backward, push.
 
-        Returns this rank's share of the loss, and its laps, to be read when the device has passed them.
+        `accumulate`: add to what the master gradients hold, the sum of the step's earlier phases. Returns this rank's
+        share of the loss, and its laps, to be read when the device has passed them.
         """
         self._arena.grads[: self._num_grads].zero_()
         self._start_pulls()
         slots = training_slots("1f1b", len(batches), self.num_stages, self.stage_index)
         with self._watch.lap("run", stage=self.stage_index):
-            loss = self.stage_runtime.run(slots, batches, self._before_last_backward)
+            loss = self.stage_runtime.run(slots, batches, partial(self._before_last_backward, accumulate))
         # Once more, for a pipeline without micro-batches: it had no last backward, but its rank owns masters that
         # others pull, and must receive what others push.
         self._finish_pulls()
         with self._watch.lap("push", stage=self.stage_index):
-            self.pushes.finish()
+            self.pushes.finish(accumulate=accumulate)
         return loss, self._watch.take()
 
     def evaluate(self, batches: Sequence[MicroBatch]) -> Tensor:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ds_hydra.plan.runnable import only_phase
 from ds_hydra.ranks.rank_stats import unequal_pairs
 from ds_hydra.zero_hetero.clock import Laps, Stopwatch
 from ds_hydra.zero_hetero.errors import NumericsError
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ds_hydra.host.loss_scale import LossScale
     from ds_hydra.planner import StepPlan
     from ds_hydra.ranks.world import World
+    from ds_hydra.step.phase_run import PhaseRun
     from ds_hydra.step.strategy_runtime import StrategyRuntime
     from ds_hydra.zero_hetero.masters import MasterShards
 
@@ -35,7 +36,7 @@ class Applied(NamedTuple):
     """
 
     norm: float  # of the gradient; not finite: the step was skipped
-    loss: float  # this rank's share
+    losses: tuple[float, ...]  # this rank's share, phase by phase
     laps: Laps
 
 
@@ -57,8 +58,8 @@ class Update:
         self._skipped_in_a_row = 0
         self._watch = Stopwatch(world.clock)
 
-    def apply(self, loss: Tensor) -> Applied:
-        """Clip the gradient and make an optimizer step; `loss` is this rank's share of the step's, a scalar.
+    def apply(self, losses: Sequence[Tensor]) -> Applied:
+        """Clip the gradient and make an optimizer step; `losses` are this rank's shares, a scalar of each phase.
 
         If the loss or the gradient of any rank is not finite, nothing changes on any rank, and the norm is not finite.
         """
@@ -67,12 +68,13 @@ class Update:
         # (a sequence whose weight is 0, say). To ask each other would take one more message and a wait for the device.
         # The norm is gathered from all ranks anyway, so the loss joins it as one more element: 0 * 2.3 is 0 and changes
         # nothing, 0 * inf and 0 * NaN are NaN and make the norm NaN on every rank.
-        poison = (loss.detach() * 0.0).reshape(1)
+        shares = torch.stack([loss.detach() for loss in losses])
+        poison = shares * 0.0
         with self._watch.lap("optimizer"):
             norm = global_grad_norm([*grads, poison], self._world.group) / self._loss_scale.value
         # The one moment of a step at which the host waits for the device. Reading the loss apart from the norm would be
         # another: after the update, it would wait for that too, and the device would idle until the next step begins.
-        value, share = torch.stack((norm, loss.detach().to(norm))).tolist()
+        value, *found = torch.cat((norm.reshape(1), shares.to(norm))).tolist()
         laps = self._watch.take()
         if math.isfinite(value):
             with self._watch.lap("optimizer"):
@@ -80,10 +82,12 @@ class Update:
                 if self._clipping > 0:
                     clip_(grads, norm, self._clipping)
                 self._optimizer.step()
-        return Applied(value, share, laps)
+        return Applied(value, tuple(found), laps)
 
     def compare(self, step: int, runtime: StrategyRuntime) -> None:
-        """Every `compare_every` steps, compare the parameters that each rank used with the masters that were sent.
+        """Every `compare_every` steps, compare the parameters that each rank used in a phase with the masters.
+
+        Call it after each phase, before the next one pulls.
 
         Raises NumericsError on all ranks, naming sender and receiver, where they differ.
         """
@@ -98,19 +102,11 @@ class Update:
                 "made. Exchange the hardware and restart: the job resumes from the newest checkpoint"
             )
 
-    def explain(self, step: int, plan: StepPlan, runtime: StrategyRuntime) -> None:
+    def explain(self, step: int, plan: StepPlan, runs: Sequence[PhaseRun]) -> None:
         """Log what was not finite: micro-batches with their sequences, and parameters with such a gradient."""
         if self._loss_scale.dynamic:
             return  # skipped steps are how it finds its scale
-        found = []
-        if runtime.place.tp_rank == 0:
-            microbatches = only_phase(plan).pipelines[runtime.pipeline_index].microbatches
-            for index, loss in runtime.stage_runtime.losses.items():
-                if not math.isfinite(loss):
-                    ids = ", ".join(str(plan.sequence_ids[span.sequence]) for span in microbatches[index].spans[:16])
-                    found.append(
-                        f"pipeline {runtime.pipeline_index}, micro-batch {index}: loss {float(loss)}, sequences {ids}"
-                    )
+        found = list(_not_finite(plan, runs))
         names = [piece.name for piece in self._masters.pieces() if not bool(piece.grad.isfinite().all())]
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -134,3 +130,19 @@ class Update:
                 "Look at the sequences and parameters named above, lower the learning rate, or raise "
                 "hydra.faults.skipped_steps"
             )
+
+
+def _not_finite(plan: StepPlan, runs: Sequence[PhaseRun]) -> Iterator[str]:
+    """Each micro-batch of this rank whose loss is not finite, with its sequences; a tensor parallel group says it once.
+
+    Phases are named where there are more than one.
+    """
+    for number, (phase, run) in enumerate(zip(plan.phases, runs, strict=True)):
+        if run.runtime.place.tp_rank != 0:
+            continue
+        where = f"pipeline {run.runtime.pipeline_index}" + (f" of phase {number}" if len(runs) > 1 else "")
+        microbatches = phase.pipelines[run.runtime.pipeline_index].microbatches
+        for index, loss in run.losses.items():
+            if not math.isfinite(loss):
+                ids = ", ".join(str(plan.sequence_ids[span.sequence]) for span in microbatches[index].spans[:16])
+                yield f"{where}, micro-batch {index}: loss {float(loss)}, sequences {ids}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import deepspeed  # noqa: F401  (before forking: the ranks share it)
@@ -69,9 +70,9 @@ def test_no_step_connects_a_pair(tmp_path: Path) -> None:
             engine = small_engine(rank, config=config)
             runtime = StrategyRuntime.train
 
-            def train(self: StrategyRuntime, batches: Sequence[MicroBatch]) -> Tensor:
+            def train(self: StrategyRuntime, batches: Sequence[MicroBatch], *, accumulate: bool = False) -> Any:
                 counts.append([len(transport.connected) for transport in transports])
-                loss = runtime(self, batches)
+                loss = runtime(self, batches, accumulate=accumulate)
                 counts.append([len(transport.connected) for transport in transports])
                 return loss
 
@@ -95,11 +96,12 @@ def test_no_step_connects_a_pair(tmp_path: Path) -> None:
 
 
 def rows() -> list[tuple[Case, str]]:
-    """Rows of the table, each with a rule of the transport: a drawn share, the same in every run, and one where a
-    layer reads a weight of a module that it does not call."""
+    """Rows of the table, each with a rule of the transport: a drawn share, the same in every run, one where a layer
+    reads a weight of a module that it does not call, and one of several phases."""
     drawn = random.Random(7).sample([case for case in CASES if case.quick], 1)
     tied = next(case for case in CASES if case.name == "layer_list")
-    return list(zip([*drawn, tied], ("blocking", "connect"), strict=True))
+    phases = next(case for case in CASES if case.name == "phases that change")
+    return list(zip([*drawn, tied, phases], ("blocking", "connect", "blocking"), strict=True))
 
 
 @pytest.mark.parametrize(("case", "rule"), rows(), ids=lambda value: getattr(value, "name", value))

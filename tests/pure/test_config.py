@@ -79,6 +79,7 @@ def test_no_block_means_plain_deepspeed() -> None:
         ({"strategies": [4]}, ["hydra.strategies[0]", "string"]),
         ({"strategies": ["tp4 + tpp2"]}, ["hydra.strategies[0]", "'tpp2'"]),
         ({"strategies": ["tp4", "tp8"]}, ["strategies[0]", "4 ranks", "strategies[1]", "uses 8"]),
+        ({"strategies": ["4*tp1 then tp4"]}, ["hydra.strategies[0]", "several phases", '"replay"']),
         ({"strategies": ["9999999999*tp1"]}, ["hydra.strategies[0]", "digits"]),
         ({"steps_file": ""}, ["hydra.steps_file"]),
     ],

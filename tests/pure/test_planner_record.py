@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ds_hydra.config.hydra_block import parse_config
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
-from ds_hydra.plan.runnable import check_runnable, check_shape, only_phase
+from ds_hydra.plan.runnable import check_runnable, check_shape
 from ds_hydra.planner import (
     MicroBatchPlan,
     Phase,
@@ -111,10 +111,8 @@ def test_plans_of_version_1_load_as_one_phase_of_whole_sequences(tmp_path: Path)
         assert (plan.step, list(plan.sequence_ids), list(plan.lengths)) == (
             record["step"], record["sequence_ids"], record["lengths"]
         )  # fmt: skip
-        assert [str(pipeline.shape) for pipeline in only_phase(plan).pipelines] == [
-            row["scheme"] for row in record["pipelines"]
-        ]
-        assert [[[s.sequence for s in b.spans] for b in p.microbatches] for p in only_phase(plan).pipelines] == [
+        assert [str(pipeline.shape) for pipeline in plan.pipelines] == [row["scheme"] for row in record["pipelines"]]
+        assert [[[s.sequence for s in b.spans] for b in p.microbatches] for p in plan.pipelines] == [
             row["microbatches"] for row in record["pipelines"]
         ]
         assert (plan.predicted_ms, plan.lower_bound_ms) == (record["predicted_ms"], record["lower_bound_ms"])
@@ -137,15 +135,13 @@ def test_plans_of_version_1_replay() -> None:
 # What cannot be run is refused in one place.
 
 
-def tiny_plan(shape: str = "tp2", batch: MicroBatchPlan | None = None, phases: int = 1) -> StepPlan:
+def tiny_plan(shape: str = "tp2", batch: MicroBatchPlan | None = None) -> StepPlan:
     batches = (batch or MicroBatchPlan.of_whole((0,), (8,)),)
     phase = Phase((PipelinePlan(PipelineShape.parse(shape), batches, 1.0),))
-    return StepPlan(4, (0,), (8,), (phase,) * phases, float(phases))
+    return StepPlan(4, (0,), (8,), (phase,), 1.0)
 
 
 REFUSED = {
-    "two phases": (tiny_plan(phases=2), "has 2 phases but this release runs exactly one"),
-    "no phase": (tiny_plan(phases=0), "has 0 phases"),
     "slices": (
         tiny_plan(batch=MicroBatchPlan((Span(0, 0, 5), Span(0, 5, 8)))),
         "micro-batch 0 of pipeline 0 holds tokens 0 to 5 of the 8 .*whole sequences only",
@@ -176,7 +172,7 @@ def test_what_cannot_run_is_refused_with_a_reason(name: str, tmp_path: Path) -> 
 def test_strategies_that_cannot_run_are_refused_in_the_config(name: str) -> None:
     plan, reason = REFUSED[name]
     with pytest.raises(PlanError, match=reason):
-        check_shape(only_phase(plan).shape)
+        check_shape(StrategyShape.parse(plan.strategy))
     with pytest.raises(ConfigError, match=rf"hydra\.strategies\[1\]: pipeline .*{reason}"):
         parse_config({"hydra": {"tokens_per_step": 10, "strategies": ["2*tp1", plan.strategy]}})
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 
 from ds_hydra.pipe.shape import PipelineShape
-from ds_hydra.plan.runnable import only_phase
 from ds_hydra.planner import MicroBatchPlan, Phase, PipelinePlan, Span, StepPlan, validate_plan
 from ds_hydra.zero_hetero.errors import PlanError
 from tests.support.planner_cases import a800_batch, a800_planner
@@ -22,7 +21,7 @@ def busy(plan: StepPlan, draw: random.Random) -> int:
 
 
 def pipelines_of(plan: StepPlan) -> list[PipelinePlan]:
-    return list(only_phase(plan).pipelines)
+    return list(plan.pipelines)
 
 
 def with_pipelines(plan: StepPlan, pipelines: list[PipelinePlan]) -> StepPlan:
@@ -78,6 +77,34 @@ def move_a_slice(plan: StepPlan, draw: random.Random) -> StepPlan:
     return change(whole, -1, microbatches=(*last.microbatches, MicroBatchPlan((lost,))))
 
 
+def idle(phase: Phase) -> Phase:
+    """The phase with the same pipelines, none of which runs anything."""
+    return Phase(tuple(dataclasses.replace(p, microbatches=(), predicted_ms=0.0) for p in phase.pipelines))
+
+
+def with_second_phase(plan: StepPlan, draw: random.Random, spans: tuple[Span, ...]) -> StepPlan:
+    pipelines = list(idle(plan.phases[-1]).pipelines)
+    p = draw.randrange(len(pipelines))
+    pipelines[p] = dataclasses.replace(pipelines[p], microbatches=(MicroBatchPlan(spans),))
+    return dataclasses.replace(plan, phases=(*plan.phases, Phase(tuple(pipelines))))
+
+
+def in_two_phases(plan: StepPlan, draw: random.Random) -> StepPlan:
+    position = draw.randrange(len(plan.lengths))
+    return with_second_phase(plan, draw, (Span(position, 0, plan.lengths[position]),))
+
+
+def cut_over_two_phases(plan: StepPlan, draw: random.Random) -> StepPlan:
+    """The end of a sequence runs in a later phase than its beginning."""
+    begun = cut(plan, draw, lambda s, at: [s._replace(stop=at)])
+    position, stop = next(
+        (span.sequence, span.stop)
+        for pipeline in begun.pipelines for batch in pipeline.microbatches for span in batch.spans
+        if span.stop != plan.lengths[span.sequence]
+    )  # fmt: skip
+    return with_second_phase(begun, draw, (Span(position, stop, plan.lengths[position]),))
+
+
 def edit_batch(plan: StepPlan, draw: random.Random, **fields: object) -> StepPlan:
     p = busy(plan, draw)
     first, *others = pipelines_of(plan)[p].microbatches
@@ -116,6 +143,12 @@ MUTATIONS: dict[str, tuple[Mutation, str]] = {
     ),
     "no phase": (lambda p, d: dataclasses.replace(p, phases=()), "it has no phase"),
     "a phase twice": (lambda p, d: dataclasses.replace(p, phases=p.phases * 2), r"runs 2 times"),
+    "a phase without sequences": (
+        lambda p, d: dataclasses.replace(p, phases=(*p.phases, idle(p.phases[0]))),
+        r"phase 1 \(.*\) of its 2 runs no sequence; leave it out",
+    ),
+    "a sequence in two phases": (in_two_phases, r"runs 2 times, not once"),
+    "a sequence cut over two phases": (cut_over_two_phases, "slices of the sequence at position"),
     "a phase of fewer ranks": (
         lambda p, d: dataclasses.replace(p, phases=(*p.phases, Phase(p.phases[0].pipelines[1:]))),
         r"in phase 1 use \d+ ranks",

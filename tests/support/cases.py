@@ -13,6 +13,7 @@ from tests.support.families import FAMILIES, LAYER_LIST
 
 FLOAT64, FLOAT32, BFLOAT16 = "float64", "float32", "bfloat16"
 
+MOST = 10**6  # tokens that no sequence has
 LONG_TAILED = (3, 5, 700, 33, 120, 64, 9, 400, 31, 77, 250, 8, 90, 12, 333, 45) * 3
 
 
@@ -29,7 +30,10 @@ class Aims:
 
 @dataclass(frozen=True)
 class Case:
-    """One training run: step i runs under strategies[i % len(strategies)]."""
+    """One training run: step i runs under strategies[i % len(strategies)], such as "tp4" or "4*tp1 then tp4".
+
+    Of several phases each takes the sequences that are short enough, as `SHARES` says.
+    """
 
     name: str
     family: str
@@ -59,6 +63,9 @@ class Case:
             return Aims(1e-6, 1e-5, 1e-5, 1e-5 if self.optimizer == "SGD" else None, None)
         return Aims(5e-3, 5e-2, 1e-1, None, None)
 
+
+SHARES = {1: (MOST,), 2: (60, MOST), 3: (30, 100, MOST)}
+"""The longest sequence of each phase, by the number of a step's phases."""
 
 FIXED_STRATEGIES = (
     "tp1",
@@ -196,5 +203,43 @@ def _options() -> Iterator[Case]:
     yield replace(base, name="8 ranks on 2 nodes", strategies=CHANGING_8, node_size=4, quick=True)
 
 
-CASES: tuple[Case, ...] = (*_fixed(), *_families(), *_unusual(), *_drawing(), *_options())
+HOT_SWITCHING = "4*tp1 then 2*tp2 then tp4"
+
+
+def _phased() -> Iterator[Case]:
+    """Steps of several phases: of homogeneous strategies one after the other, and of mixed ones."""
+    base = Case("", "llama", (HOT_SWITCHING,))
+    yield replace(base, name="phases 4*tp1, 2*tp2, tp4", family="llama_tied", quick=True)
+    yield replace(base, name="phases of mixed strategies", strategies=("tp2 + 2*tp1 then pp2 + sp2",), quick=True)
+    yield replace(
+        base, name="phases that change", family="qwen3", quick=True,
+        strategies=("2*tp2 then tp4", "tp2pp2", "sp2 + 2*tp1 then pp3 + tp1 then sp4", "4*tp1 then tp4"),
+    )  # fmt: skip
+    yield replace(base, name="phases of pipelines", strategies=("2*pp2 then pp4 then tp2pp2",))
+    yield replace(base, name="phases with sp", strategies=("2*sp2 then sp4", "4*tp1 then 2*sp2 then tp2sp2"))
+    yield replace(
+        base, name="phases of uneven stages", family="gemma2",
+        strategies=("4*tp1 then (sp2[0:1] > tp2[1:4])", "(tp1[0:1] > tp2[1:3] > tp1[3:4]) then 2*tp2"),
+    )  # fmt: skip
+    yield replace(base, name="phases of one strategy", strategies=("2*pp2 then 2*pp2",))
+    yield replace(base, name="phases, no clipping, SGD in FP32", dtype=FLOAT32, optimizer="SGD", clip=0.0)
+    yield replace(base, name="phases with idle pipelines", lengths=(30, 70) * 10, tokens_per_step=90)
+    yield replace(base, name="phases, mixtral", family="mixtral")
+    yield replace(base, name="phases, layer list", family=LAYER_LIST, strategies=(HOT_SWITCHING, "pp2 + sp2 then pp4"))
+    yield replace(
+        base, name="phases, dropout", family="dropout (Phi)", strategies=(HOT_SWITCHING, "pp2 + sp2 then pp4"),
+        draws=True, frozen=_NO_GRADIENT,
+    )  # fmt: skip
+    yield replace(base, name="phases, checkpointed", activation_checkpointing=True)
+    yield replace(base, name="phases, masked labels", masked_labels=True)
+    yield replace(base, name="phases, mean of sequences", loss_norm="sequence", masked_labels=True)
+    yield replace(base, name="phases, mean of micro-batches", loss_norm="micro_batch", masked_labels=True)
+    yield replace(base, name="phases, frozen lower layers", frozen=("embed_tokens", "layers.0.", "layers.1."))
+    yield replace(base, name="phases, nodes of 2 ranks", node_size=2, family="llama_tied")
+    yield replace(
+        base, name="phases on 8 ranks", strategies=("8*tp1 then 2*tp2pp2 then tp4sp2", "tp4 + 2*pp2 then pp4 + sp4")
+    )
+
+
+CASES: tuple[Case, ...] = (*_fixed(), *_families(), *_unusual(), *_drawing(), *_options(), *_phased())
 assert len({case.name for case in CASES}) == len(CASES), "every row has a name of its own"

@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,9 +20,10 @@ import torch
 from torch import Tensor
 
 from ds_hydra.pipe.dropout import sequence_key, step_key, token_keys
-from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.pipe.stage import from_flat
-from tests.support.cases import BFLOAT16, FLOAT32, FLOAT64, Case
+from ds_hydra.plan.phase import THEN
+from ds_hydra.planner import PhasedPlanner, parse_phases, save_plans
+from tests.support.cases import BFLOAT16, FLOAT32, FLOAT64, SHARES, Case
 from tests.support.families import build_model, reference_model, vocab_size
 from tests.support.ranks import run_ranks
 from tests.support.reference import (
@@ -126,7 +129,7 @@ def config_of(case: Case) -> dict[str, Any]:
         **({"bf16": {"enabled": True}} if case.dtype == BFLOAT16 else {}),
         "hydra": {
             "tokens_per_step": case.tokens_per_step,
-            "strategies": list(dict.fromkeys(case.strategies)),
+            "strategies": list(dict.fromkeys(part for text in case.strategies for part in text.split(THEN))),
             "choose": "cycle",
             "loss_norm": case.loss_norm,
             "activation_checkpointing": case.activation_checkpointing,
@@ -154,12 +157,37 @@ def make_engine(case: Case, data: Sequence[Sample]) -> Any:
     engine, *_ = ds_hydra.initialize(
         model=model, model_parameters=decay_groups(model), training_data=data, config=config_of(case)
     )
+    if any(THEN in text for text in case.strategies):
+        _replay_phases(engine, case)
     return engine
+
+
+def _replay_phases(engine: Any, case: Case) -> None:
+    """Let the engine replay the plans of a case whose steps have several phases."""
+    from ds_hydra.engine.plan_source import PlanSource
+
+    plans, sampler = engine.crew.plans, engine.job.sampler
+    planners = []
+    for text in case.strategies:
+        phases = parse_phases(text)
+        planners.append(PhasedPlanner(plans.table, phases, longest=SHARES[len(phases)]))
+    made = [
+        planners[step % len(planners)].plan(step, sampler.batch(step), sampler.batch_lengths(step))
+        for step in range(case.steps)
+    ]
+    assert any(len(plan.phases) > 1 for plan in made), "sequences are short and long"
+    with tempfile.TemporaryDirectory() as folder:
+        file = str(Path(folder, "plans.jsonl"))
+        save_plans(made, file)
+        options = replace(engine.job.config.planner_options(), choose="replay", replay_file=file)
+        engine.crew.plans = PlanSource(
+            plans.table, plans.strategies, options, sampler, ahead=0, channel=engine.crew.world.channel
+        )
 
 
 def num_ranks(case: Case) -> int:
     """Ranks that a case needs."""
-    return StrategyShape.parse(case.strategies[0]).num_ranks
+    return parse_phases(case.strategies[0])[0].num_ranks
 
 
 def whole_gradients(engine: Any) -> dict[str, Tensor]:
@@ -180,7 +208,6 @@ def train(rank: int, case: Case, data: Sequence[Sample], strict: Rules | None = 
 
 
 def _train(rank: int, case: Case, data: Sequence[Sample]) -> RankRun | None:
-    from ds_hydra.plan.runnable import only_phase
     from ds_hydra.planner import StepPlan
 
     engine = make_engine(case, data)
@@ -192,7 +219,7 @@ def _train(rank: int, case: Case, data: Sequence[Sample]) -> RankRun | None:
         plan = StepPlan.from_json(record.plan, "the step's plan")
         microbatches = tuple(
             tuple(span.sequence for span in batch.spans)
-            for pipeline in only_phase(plan).pipelines
+            for pipeline in plan.pipelines
             for batch in pipeline.microbatches
         )
         result = Step(record.loss, record.grad_norm, whole_gradients(engine))

@@ -16,7 +16,6 @@ from torch import Tensor
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.table_file import TableFile
 from ds_hydra.pipe.shape import ParallelScheme
-from ds_hydra.plan.runnable import only_phase
 from ds_hydra.plan.step_plan import StepPlan
 from tools.gpu.bench import Bench, Findings, Table, device_name, gib, peak_tflops
 from tools.gpu.job import engine_alone, llama, new_model, num_matmul_parameters, sequences, training_flops
@@ -170,5 +169,5 @@ def _left_over(bench: Bench) -> int:
 def packs_of(plan: str) -> Packs:
     """Sequence ids of each micro-batch of the only pipeline, from a plan's JSON."""
     read = StepPlan.from_json(plan, "the step's plan")
-    batches = only_phase(read).pipelines[0].microbatches
+    batches = read.pipelines[0].microbatches
     return tuple(tuple(read.sequence_ids[span.sequence] for span in batch.spans) for batch in batches)

@@ -1,0 +1,63 @@
+"""A phase that a rank has run: its share of the loss, and its figures.
+
+[Note: phases of a step]
+The phases of a step follow each other in the order of the plan. Each pulls under its own strategy, runs its pipelines,
+and adds its gradients to those in the masters; the first overwrites what the step before has left there. Norm,
+clipping and update come once, after the last. Example: `2*tp1 then tp2`, where rank 1's pipeline of the first phase has
+two micro-batches and rank 0's has one, as rank 0 sees it:
+
+    phase 0   pull  F0 B0  push: send, wait for what rank 1 pushes to rank 0's masters, add
+    phase 1                                                                             pull  F0 B0  push, add
+    step                                                                                                     update
+
+What may overlap, and what may not:
+- Within a phase, its pull overlaps its forwards, and its push its last backward [Note: one strategy on one rank].
+- On one rank, nothing of a phase begins before the push of the phase before is over there: its gradients are sent, and
+  those that others push to its masters are received and added. There are three reasons. The pull writes to the memory
+  in which the phase before has its parameters, and the first backward to that of its gradients (`arena`). Pulls and
+  pushes borrow their message buffers from one pool. And a transport without tags matches messages by their order:
+  on every rank it is all pulls of phase 0, all pushes of phase 0, all pulls of phase 1, and so on.
+- Between ranks nothing else waits: no barrier stands between two phases. A rank's push is over when those who hold a
+  part of its masters have sent their gradients, which is about when the slowest pipeline has run its last backward;
+  its pull of the next phase then brings each bucket as soon as the owners have come to that pull themselves.
+- Masters keep their values until all phases are over. So it does not matter for a result which rank is in which phase.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ds_hydra.ranks.rank_stats import RankStats
+from ds_hydra.step.strategy_runtime import StrategyRuntime
+from ds_hydra.zero_hetero.clock import COMPUTING, Kind, Laps, Spent
+
+
+@dataclass(frozen=True)
+class PhaseRun:
+    """What this rank did in one phase. The runtime may have run another phase of the step since."""
+
+    runtime: StrategyRuntime
+    loss: Tensor  # (), this rank's share of the step's loss
+    losses: Mapping[int, Tensor]  # of its micro-batches, where its stage is the last
+    laps: Laps
+    num_padding: int
+
+    def stats(self, loss: float, spent: Mapping[Kind, Spent], *, peak_memory_bytes: int, request: int) -> RankStats:
+        """The figures of the phase, once the device has passed it; `loss` is the number that `loss` holds."""
+        place = self.runtime.place
+        counts = place.tp_rank == 0  # a tensor parallel group computes one loss: its first rank counts it
+        whole_s = {kind: seconds.whole_s for kind, seconds in spent.items()}
+        return RankStats(
+            loss=loss if counts else 0.0,
+            run_s=whole_s.get("run", 0.0),
+            compute_s=sum(seconds.own_s for kind, seconds in spent.items() if kind in COMPUTING),
+            exposed_pull_s=whole_s.get("pull", 0.0),
+            exposed_push_s=whole_s.get("push", 0.0),
+            optimizer_s=whole_s.get("optimizer", 0.0),
+            num_padding=self.num_padding if counts and place.is_last and place.sp_rank == 0 else 0,
+            peak_memory_bytes=peak_memory_bytes,
+            request=request,
+        )
