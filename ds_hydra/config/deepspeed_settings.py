@@ -1,6 +1,22 @@
 """Which DeepSpeed settings a job with a "hydra" block honours, refuses or ignores. Pure: no DeepSpeed.
 
 No setting is ignored in silence: one without effect is logged, and one that would change the result is an error.
+
+[Note: gradients on the wire]
+A rank sums the gradients of its micro-batches, and sends each sum to those who own its parts of the masters. They add
+up what comes from all ranks in FP32, in rank order. "communication_data_type" is the type of a sum on its way: "fp32",
+"bf16" or "fp16"; by default it is the type that the model is computed in. What it costs and what it loses:
+
+  type    bytes of an element    a contribution is changed by up to (on average)
+  fp32    4                      nothing, where it was summed in FP32
+  bf16    2                      2^-8 of itself (2^-9.5)
+  fp16    2                      2^-11 of itself (2^-12.5), more below 6e-5; above 65504 it is infinite, and the step
+                                 is skipped
+
+The bytes travel once a step, and both ends hold as many in scratch memory meanwhile. Rounding happens once, since the
+owner's sum is in FP32 and is not sent on; what a rank adds to its own masters is not rounded at all. So a gradient made
+of many contributions is off by no larger share than one made of two: errors of either sign cancel. The BF16 gradient
+of a single micro-batch is not changed by "bf16" either; a sum of several is.
 """
 
 from __future__ import annotations
@@ -9,7 +25,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ds_hydra.config.checks import AUTO, AUTO_REMEDY, close_to, flag, integer, nearest, number
+from ds_hydra.config.checks import AUTO, AUTO_REMEDY, choice, close_to, flag, integer, nearest, number
 from ds_hydra.zero_hetero.errors import ConfigError
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -17,6 +33,7 @@ BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_ac
 HONOURED = frozenset(
     (
         *("optimizer", "scheduler", "bf16", "fp16", "zero_optimization", "gradient_clipping"),
+        "communication_data_type",
         *("steps_per_print", "dump_state", "log_level", "disable_python_gc"),
         *("tensorboard", "wandb", "comet", "csv_monitor", "zero_allow_untested_optimizer"),
         *BATCH_KEYS,
@@ -43,7 +60,6 @@ IGNORED = {
     "aio": "nothing is offloaded",
     "checkpoint": "checkpoints of this engine have one layout for any number of ranks",
     "comms_logger": "bytes and times of pull and push stand in steps.jsonl",
-    "communication_data_type": "gradients are summed in FP32",
     "data_types": "gradients are accumulated and summed in FP32",
     "dataloader_drop_last": "the order of sequences is one global one without batches to drop",
     "disable_allgather": "parameters move by pull and push",
@@ -97,6 +113,8 @@ def screen_deepspeed_settings(
     _screen_optimizer(kept)
     if kept.get("gradient_clipping") is not None:
         number()(kept["gradient_clipping"], "gradient_clipping")
+    if kept.get("communication_data_type") is not None:
+        choice("fp32", "bf16", "fp16")(kept["communication_data_type"], "communication_data_type")
     if kept.get("steps_per_print") is not None:
         integer(1)(kept["steps_per_print"], "steps_per_print")
     return kept, tuple(notes)

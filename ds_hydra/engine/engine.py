@@ -55,6 +55,7 @@ class HydraEngine(HostEngine):
                 self.sampler,
                 self.compute_dtype,
                 self.master_dtype,
+                self.wire_dtype,
                 self.gradient_clipping(),
             )
         self._signals = Signals()

@@ -26,4 +26,5 @@ class Job:
     sampler: TokenBudgetSampler | None  # of the data; its cursor moves when a checkpoint is loaded
     compute_dtype: torch.dtype
     master_dtype: torch.dtype
+    wire_dtype: torch.dtype  # of gradients on their way to the masters [Note: gradients on the wire]
     clipping: float  # largest norm of a step's gradient; 0 does not clip

@@ -79,6 +79,8 @@ class HostEngine(DeepSpeedEngine):
         self.module = model
         self.compute_dtype = choose_dtype(model, fp16=self.fp16_enabled(), bf16=self.bfloat16_enabled())
         self.master_dtype = torch.float64 if self.compute_dtype == torch.float64 else torch.float32
+        # The property of this name that DeepSpeed has would take FP64 gradients for FP32 ones.
+        self.wire_dtype: torch.dtype = self._config.communication_data_type or self.compute_dtype
         self.recipe: OptimizerRecipe = optimizer_recipe(
             model,
             name=self.optimizer_name(),

@@ -89,6 +89,7 @@ class Stepper:
         *,
         strategies: Mapping[str, Strategy],
         compute_dtype: torch.dtype,
+        wire_dtype: torch.dtype,
         loss_norm: str,
         seed: int,
         loss_scale: LossScale,
@@ -100,7 +101,7 @@ class Stepper:
         self._loss_norm, self._seed, self._loss_scale, self._update = loss_norm, seed, loss_scale, update
         self._strategies, self._activity, self._request = strategies, activity, request
         self._peak = PeakMemory(world.device)
-        self._pool = BufferPool()
+        self._pool, self._wire_dtype = BufferPool(), wire_dtype
         self._arena = Arena.for_strategies(
             source.plan, list(strategies.values()), world.rank, world.device, compute_dtype
         )
@@ -172,6 +173,7 @@ class Stepper:
                 self._pool,
                 self._world,
                 self._activity,
+                wire_dtype=self._wire_dtype,
             )
         return self._runtimes[name]
 

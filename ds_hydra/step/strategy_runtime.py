@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
 from ds_hydra.pipe.runtime import Doing, StageRuntime
@@ -59,7 +60,10 @@ class StrategyRuntime:
         pool: BufferPool,
         world: World,
         activity: Doing,
+        *,
+        wire_dtype: torch.dtype,
     ):
+        """`wire_dtype`: of gradients on their way to the masters."""
         rank, groups = world.rank, world.groups
         self.strategy = strategy
         self.pipeline_index, index = strategy.locate(rank)
@@ -80,7 +84,7 @@ class StrategyRuntime:
         self.module = source.build(self.place, world.device, dtype)
         self._bucket_of: dict[str, int] = {}
         self._num_grads = 0
-        self._link(source.plan, masters, pool, world)
+        self._link(source.plan, masters, pool, world, wire_dtype)
         self.module.before_use = self._before_use
         last = stage.last_layer
         widths = (source.width(stage.first_layer), 0 if self.place.is_last else source.width(last))
@@ -96,6 +100,7 @@ class StrategyRuntime:
         masters: ModelMasters,
         pool: BufferPool,
         world: World,
+        wire_dtype: torch.dtype,
     ) -> None:
         """Cut the arena into buckets, make parameters their views, and link them with the masters."""
         # A bucket is one interval of the arena, and its parameters are views of it: a bucket with the weights q (4, 4)
@@ -128,8 +133,8 @@ class StrategyRuntime:
             link = Link(push, rank, transport, buffers=pool)
             pushes.append(PushBucket(link, tuple(params), grads, masters.grad(index)))
         self.pulls = Pulls(pull_links, masters.shards, buffers, first_tag=_PULL_TAG)
-        wire = self._arena.params.dtype
-        self.pushes = Pushes(pushes, wire_dtype=wire, first_tag=_PUSH_TAG)
+        self._wire_dtype = wire_dtype
+        self.pushes = Pushes(pushes, wire_dtype=wire_dtype, first_tag=_PUSH_TAG)
 
     def _install(self, slots: Sequence[Slot], buffer: Tensor, grads: Tensor | None) -> list[nn.Parameter]:
         """Make the parameters of a bucket views of its buffer, and their gradients views of the gradient buffer."""
@@ -208,7 +213,7 @@ class StrategyRuntime:
     @property
     def push_bytes(self) -> int:
         """Bytes that this rank sends in a push."""
-        size = self._arena.params.dtype.itemsize
+        size = self._wire_dtype.itemsize
         return size * sum(bucket.link.sent_numel for bucket in self.pushes.buckets)
 
 

@@ -170,6 +170,9 @@ def test_batch_keys_are_filled_in_and_explained() -> None:
         ({"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1}}}, ["max_grad_norm", "gradient_clipping"]),
         ({"scheduler": {}}, ["scheduler", "type"]),
         ({"steps_per_print": 0}, ["steps_per_print"]),
+        ({"communication_data_type": "fp8"}, ["communication_data_type", "'fp32'", "'fp8'"]),
+        ({"communication_data_type": "fp-32"}, ["communication_data_type", "mean 'fp32'"]),
+        ({"communication_data_type": 32}, ["communication_data_type", "32"]),
     ],
 )
 def test_deepspeed_settings_that_cannot_hold(settings: dict[str, Any], words: list[str]) -> None:
@@ -197,6 +200,13 @@ def test_nothing_is_ignored_in_silence(settings: dict[str, Any], word: str) -> N
 def test_switched_off_blocks_are_fine() -> None:
     parsed = parse_config({"hydra": HYDRA, "fp16": {"enabled": False}, "torch_autocast": {"enabled": False}})
     assert parsed is not None
+    assert parsed.notes == ()
+
+
+def test_the_type_on_the_wire_is_honoured() -> None:
+    parsed = parse_config({"hydra": HYDRA, "communication_data_type": "fp32"})
+    assert parsed is not None
+    assert parsed.deepspeed["communication_data_type"] == "fp32"
     assert parsed.notes == ()
 
 

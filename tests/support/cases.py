@@ -49,16 +49,20 @@ class Case:
     masked_labels: bool = False  # some targets are not learnt, in one sequence none is
     frozen: tuple[str, ...] = ()  # words in the names of parameters that are not trained
     draws: bool = False  # the model draws random numbers in training
+    wire: str | None = None  # communication_data_type, if not the type of computing
     node_size: int | None = None  # ranks of a node, as if there were several nodes
     quick: bool = False  # runs in every test run, and under --quick
 
     @property
     def aims(self) -> Aims:
         """FP64 runs must agree throughout. Adam magnifies FP32 rounding where a gradient is near zero, so there its
-        parameters are only printed. BF16 is compared with one process in BF16: its rounding is all that is left.
+        parameters are only printed. BF16 is compared with one process in BF16: its rounding is all that is left. FP32
+        gradients that travel in 16 bit are rounded once.
         """
         if self.dtype == FLOAT64:
             return Aims(1e-9, 1e-9, 1e-9, 1e-9, 1e-9)
+        if self.dtype == FLOAT32 and self.wire is not None:
+            return Aims(1e-6, 1e-3, 2.0**-8, None, None)
         if self.dtype == FLOAT32:
             return Aims(1e-6, 1e-5, 1e-5, 1e-5 if self.optimizer == "SGD" else None, None)
         return Aims(5e-3, 5e-2, 1e-1, None, None)
@@ -164,6 +168,9 @@ def _options() -> Iterator[Case]:
     yield replace(base, name="sgd fp32 8 ranks", strategies=CHANGING_8, dtype=FLOAT32, optimizer="SGD")
     yield replace(base, name="bf16", dtype=BFLOAT16, quick=True)
     yield replace(base, name="bf16 gemma2", family="gemma2", dtype=BFLOAT16)
+    yield replace(base, name="bf16, fp32 on the wire", dtype=BFLOAT16, wire="fp32", quick=True)
+    yield replace(base, name="fp32, bf16 on the wire", dtype=FLOAT32, wire="bf16", quick=True)
+    yield replace(base, name="fp32, fp16 on the wire", dtype=FLOAT32, wire="fp16")
     yield replace(base, name="no clipping", clip=0.0)
     yield replace(base, name="checkpointed", activation_checkpointing=True, quick=True)
     yield replace(base, name="checkpointed gemma3", family="gemma3_text", activation_checkpointing=True)
