@@ -118,6 +118,6 @@ def engine_steps(rank: int, by_host: bool) -> list[Step]:
     for _ in range(2):
         with Queued(device, EACH_S, lambda: engine.crew.activity.now) as queue:
             engine.train_batch()
-        steps.append(Step(dict(queue.launched), outcomes[-1].stats[0], engine.last_step, list(dated)))
+        steps.append(Step(dict(queue.launched), next(outcomes[-1].stats), engine.last_step, list(dated)))
     engine.destroy()
     return steps
