@@ -217,7 +217,7 @@ def _phased() -> Iterator[Case]:
     """Steps of several phases: of homogeneous strategies one after the other, and of mixed ones."""
     base = Case("", "llama", (HOT_SWITCHING,))
     yield replace(base, name="phases 4*tp1, 2*tp2, tp4", family="llama_tied", quick=True)
-    yield replace(base, name="phases of mixed strategies", strategies=("tp2 + 2*tp1 then pp2 + sp2",), quick=True)
+    yield replace(base, name="phases of mixed strategies", strategies=("tp2 + 2*tp1 then pp2 + sp2",))
     yield replace(
         base, name="phases that change", family="qwen3", quick=True,
         strategies=("2*tp2 then tp4", "tp2pp2", "sp2 + 2*tp1 then pp3 + tp1 then sp4", "4*tp1 then tp4"),
