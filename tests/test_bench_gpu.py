@@ -83,6 +83,7 @@ def test_a_process_that_dies_or_hangs_is_told(
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(program.stat().st_mode | stat.S_IEXEC)
     monkeypatch.setattr(parts.sys, "executable", str(program))
+    monkeypatch.setattr(parts, "_GRACE_SECONDS", 0.1)
     record = parts.run_apart("launches", small, limit=1.0)
     assert record["status"] == "failed"
     assert all(words in record["error"] for words in told)

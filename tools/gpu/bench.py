@@ -74,13 +74,17 @@ class Bench:
             torch.cuda.synchronize(self.device)
 
     def release(self) -> None:
-        """Give cached memory back to the device, and begin to look for its peak anew."""
+        """Give cached memory back to the device."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def forget_peak(self) -> None:
+        """Begin to look for the memory's peak anew."""
+        if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
 
     def peak_bytes(self) -> int | None:
-        """Most bytes of tensors at one time since `release`, by torch's allocator; None on a CPU, where it has none."""
+        """Most bytes of tensors at one time since `forget_peak`, by torch's allocator; None on a CPU without one."""
         return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
 
     def median_ms(self, call: Callable[[], object], repeats: int = 20, warm_up: int = 3) -> float:

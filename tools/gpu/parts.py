@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -20,6 +22,7 @@ from tools.gpu.bench import Bench, Findings
 
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 25.0  # a process of its own needs to import everything and to begin on the device
+_GRACE_SECONDS = 5.0  # for a launcher to end its ranks
 _TAIL = 4000  # characters of a process's last words
 
 
@@ -91,7 +94,7 @@ def run_apart(name: str, bench: Bench, limit: float) -> dict[str, Any]:
         last_words = job.communicate(timeout=limit)[1]
         how = f"its process ended with {job.returncode}"
     except subprocess.TimeoutExpired:
-        _end_group(job.pid)
+        _end_group(job)
         last_words, how = job.communicate()[1], "its process took too long and was ended"
     if answer.exists():
         return json.loads(answer.read_text())
@@ -99,13 +102,13 @@ def run_apart(name: str, bench: Bench, limit: float) -> dict[str, Any]:
     return {"status": "failed", "seconds": time.monotonic() - began, "error": error}
 
 
-def _end_group(leader: int) -> None:
-    """End a process and the ranks that it has started."""
-    import signal
-    from contextlib import suppress
-
+def _end_group(job: subprocess.Popen[str]) -> None:
+    """End a process with all that it has started."""
+    # A launcher that is asked to end ends its ranks, which are no part of this group; one that is killed leaves them.
     with suppress(ProcessLookupError):
-        os.killpg(leader, signal.SIGKILL)
+        os.killpg(job.pid, signal.SIGTERM)
+        time.sleep(_GRACE_SECONDS)
+        os.killpg(job.pid, signal.SIGKILL)
 
 
 def device() -> torch.device:

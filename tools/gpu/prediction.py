@@ -28,14 +28,14 @@ def measure_prediction(bench: Bench) -> Findings:
     ) as engine:
         memory = _memory_model(engine)
         while len(rows) < bench.pick(40, _WARM_UP + 3) and (len(rows) <= _WARM_UP or bench.left > 0):
-            bench.release()
             engine.train_batch()
             record = engine.last_step
             most = max(sum(len(data[i]) for i in pack) for pack in packs_of(record.plan))
             rows.append({
                 "tokens": record.num_tokens, "micro_batches": sum(record.num_micro_batches), "largest": most,
                 "measured_ms": record.step_ms, "predicted_ms": record.predicted_step_ms,
-                "measured_bytes": bench.peak_bytes(), "predicted_bytes": memory.fullest(_ALONE, most).total(most),
+                "measured_bytes": record.peak_memory_bytes or None,
+                "predicted_bytes": memory.fullest(_ALONE, most).total(most),
             })  # fmt: skip
     counted = rows[_WARM_UP:]
     time_median, time_p90 = median_and_p90([abs(r["predicted_ms"] / r["measured_ms"] - 1.0) for r in counted])

@@ -25,6 +25,7 @@ AIM = 1.0  # tokens per second, ours over the plain loop's
 AGREEMENT = 5e-3  # largest relative difference of the first step's loss: BF16, other orders of sums
 _LEFT_OVER = 256 * 2**20  # bytes: cuBLAS keeps workspaces
 _WARM_UP = 3
+_LEAST = _WARM_UP + 5  # steps, whatever time is left
 _ROUGH_FLOPS = 4e14  # the planner must only know that work grows with the tokens
 
 Packs = tuple[tuple[int, ...], ...]  # sequence ids of each micro-batch
@@ -119,6 +120,7 @@ def _ours(bench: Bench, model: Any, data: Sequence[Tensor], steps: int, table: s
     """Steps of the engine, within a half of the part's time, and the packs of each."""
     packs: list[Packs] = []
     losses: list[float] = []
+    peaks: list[int] = []  # the engine begins to look for its peak anew in every step
     with engine_alone(bench, model, data, bench.pick(65536, 400), cost_table=table) as engine:
 
         def step() -> None:
@@ -126,11 +128,10 @@ def _ours(bench: Bench, model: Any, data: Sequence[Tensor], steps: int, table: s
 
         def after() -> None:
             packs.append(packs_of(engine.last_step.plan))
+            peaks.append(engine.last_step.peak_memory_bytes)
 
-        bench.release()
         ms = _timed(step, steps, bench, bench.seconds / 2, after)
-        peak = bench.peak_bytes()
-    return Side("engine", ms, tuple(losses), peak), tuple(packs)
+    return Side("engine", ms, tuple(losses), max(peaks) or None), tuple(packs)  # 0: a CPU, where it is not known
 
 
 def _plain(bench: Bench, model: Any, data: Sequence[Tensor], packs: Sequence[Packs]) -> Side:
@@ -139,7 +140,7 @@ def _plain(bench: Bench, model: Any, data: Sequence[Tensor], packs: Sequence[Pac
     loop = PlainLoop(model, bench.device)
     batches = [[PlainPack.of([data[i] for i in ids], bench.device) for ids in step] for step in packs]
     waiting = iter(batches)
-    bench.release()
+    bench.forget_peak()
     ms = _timed(lambda: losses.append(loop.step(next(waiting))), len(batches), bench, float("inf"), lambda: None)
     return Side("plain loop", ms, tuple(losses), bench.peak_bytes())
 
@@ -147,9 +148,12 @@ def _plain(bench: Bench, model: Any, data: Sequence[Tensor], packs: Sequence[Pac
 def _timed(
     step: Callable[[], None], steps: int, bench: Bench, seconds: float, after: Callable[[], None]
 ) -> tuple[float, ...]:
-    """Wall milliseconds of up to `steps` steps, at least one beyond the warm-up; `after` runs between them, untimed."""
+    """Wall milliseconds of up to `steps` steps, `_LEAST` of them in any case; `after` runs between them, untimed.
+
+    Every step ends when the device has ended it, so neither side gains by what it would do ahead of the next one.
+    """
     ms: list[float] = []
-    while len(ms) < steps and (len(ms) <= _WARM_UP or bench.seconds - bench.left < seconds):
+    while len(ms) < steps and (len(ms) < _LEAST or bench.seconds - bench.left < seconds):
         bench.synchronize()
         began = time.perf_counter()
         step()
