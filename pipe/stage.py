@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ds_hydra.pipe.collectives import Group
 from ds_hydra.pipe.model_plan import ModelPlan, Slot
-from ds_hydra.pipe.placement import Stage
+from ds_hydra.pipe.placement import Pipeline, Stage
 from ds_hydra.pipe.rows import MicroBatch
 
 GradientHook = Callable[[Tensor], Tensor | None]
@@ -29,6 +29,17 @@ class StagePlace:
     sp_rank: int
     tp_group: Group
     sp_group: dist.ProcessGroup | None
+
+    @classmethod
+    def of(
+        cls, pipeline: Pipeline, rank: int, group: Callable[[tuple[int, ...]], dist.ProcessGroup | None]
+    ) -> StagePlace:
+        """The place of `rank` in its stage of a pipeline; `group` gives the group of some ranks, None for one alone."""
+        index = pipeline.stage_index(rank)
+        stage = pipeline.stages[index]
+        first, last = index == 0, index == len(pipeline.stages) - 1
+        groups = (group(ranks) for ranks in (stage.tp_ranks(rank), stage.sp_ranks(rank)))
+        return cls(stage, first, last, *stage.coordinates(rank), *groups)
 
 
 class StageModule:
@@ -94,6 +105,7 @@ class ModelSource(Protocol):
     values: Mapping[str, Tensor]  # full parameters that this rank has, by master name
     aliases: Mapping[str, str]  # every path of a parameter in the user's model -> its master name
     vocab_size: int | None
+    notes: tuple[str, ...]  # what a user should know of how it is trained
 
     def width(self, layer: int) -> int:
         """Features of the hidden states (1, T, width) that enter a layer."""

@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointError
 
@@ -21,7 +22,8 @@ from ds_hydra.pipe.models import draws
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.models.layer_list import LayerList
 from ds_hydra.pipe.shape import PipelineShape
-from ds_hydra.self_check.runs import _plain_loss, run_pipeline, uneven_data
+from ds_hydra.self_check.precision import doubled
+from ds_hydra.self_check.runs import run_pipeline, uneven_data
 from ds_hydra.self_check.schemes import uneven_pipeline
 from ds_hydra.step import batching
 from tests.support.drawing import drawing
@@ -65,15 +67,17 @@ def dropped_probabilities() -> Any:
 def gradients(model: Any, shape: str, *, checkpointing: bool = False) -> dict[str, Tensor]:
     source = CausalLM(model, activation_checkpointing=checkpointing)
     pipeline = uneven_pipeline(PipelineShape.parse(shape), 4)
-    return dict(run_pipeline(source, pipeline, DATA, eval_source=source).gradients)
+    return dict(run_pipeline(source, pipeline, DATA).gradients)
 
 
 def reference(model: Any) -> dict[str, Tensor]:
     model.train()
     for number, tokens in enumerate(DATA.sequences):
         keys = dropout.token_keys([len(tokens)], [dropout.sequence_key(0, number)])
-        with drawing(model, keys):
-            _plain_loss(model, DATA, number, backward=True)
+        ids, targets = (torch.from_numpy(values) for values in DATA.load(number))
+        with doubled(), drawing(model, keys):
+            logits = model(input_ids=ids[None], use_cache=False).logits[0]
+            F.cross_entropy(logits, targets, reduction="sum").backward()
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     return found
@@ -148,7 +152,7 @@ def test_entries_of_a_layer_list_draw_alike_in_every_shape() -> None:
     for shape in ("tp1", "pp3", "sp2", "tp2pp2"):
         source = LayerList(model)
         pipeline = uneven_pipeline(PipelineShape.parse(shape), 5)
-        found.append(dict(run_pipeline(source, pipeline, DATA, eval_source=source).gradients))
+        found.append(dict(run_pipeline(source, pipeline, DATA).gradients))
     assert max(apart(other, found[0]) for other in found[1:]) < 1e-12
     calm = _Entries(model._layer_specs[0], linear, model._layer_specs[4])
     assert len(LayerList(calm).draws) == 0

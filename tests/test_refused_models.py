@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -9,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.shape import StrategyShape
-from ds_hydra.self_check.runs import evaluate_plain, run_pipeline, uneven_data
+from ds_hydra.self_check.plain import Plain
+from ds_hydra.self_check.runs import run_pipeline, uneven_data
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from tests.support.families import VOCAB, build_model
 from tests.support.hard_models import HARD_MODELS, hard_model
@@ -71,6 +73,29 @@ def drop_rows(model: Any) -> None:
     model.model.layers[1].mlp.register_forward_hook(turned)
 
 
+def spectral_norm(model: Any) -> None:
+    nn.utils.parametrizations.spectral_norm(model.model.layers[1].mlp.up_proj)
+
+
+def running_mean(model: Any) -> None:
+    norm = model.model.norm
+    norm.register_buffer("mean", torch.zeros(64))
+
+    def center(module: Any, args: Any, out: Tensor) -> Tensor:
+        module.mean = module.mean * 0.9 + 0.1 * out.detach().mean(dim=(0, 1))
+        return out - module.mean
+
+    norm.register_forward_hook(center)
+
+
+def coin_of_python(model: Any) -> None:
+    model.model.layers[1].mlp.register_forward_hook(lambda module, args, out: out if random.random() < 0.999 else 0)
+
+
+def short_rows(model: Any) -> None:
+    model.model.embed_tokens.max_norm = 1.0
+
+
 WHOLE = [  # refused under every strategy
     (lambda: hard_model("dynamic rope"), r"rotary_emb has .* 'dynamic'.*order of the sequences; use rope_type 'yarn'"),
     (lambda: hard_model("bidirectional"), r"Gemma3Attention is not causal .*use_bidirectional_attention=False"),
@@ -80,9 +105,19 @@ WHOLE = [  # refused under every strategy
     (lambda: llama(view_of_parameter), r"model\.rows is a view of one of the model's parameters.*in forward"),
     (lambda: llama(lambda m: setattr(m.model, "lock", threading.Lock())), r"attribute model\.lock .*cannot be copied"),
     (lambda: llama(lambda m: setattr(m, "lm_head", None)), "no language modelling head"),
+    (lambda: llama(spectral_norm), r"changes model\.layers\.1\.mlp\.up_proj\.parametrizations.*keep such a state out"),
+    (lambda: llama(running_mean), r"changes model\.norm\.mean, which each stage would do for itself"),
+    (lambda: llama(coin_of_python), r"draws random numbers from Python's generator"),
+    (lambda: llama(short_rows), r"model\.embed_tokens has max_norm=1\.0: its forward would shorten rows"),
     (lambda: llama(drop_channels), r"model\.norm draws random numbers \(dropout1d 0\.5\).*which rank draws them"),
     (lambda: llama(drop_rows), r"mlp draws random numbers \(dropout 0\.2\) for rows that are not the tokens"),
 ]  # fmt: skip
+
+
+def unknown_style(model: Any) -> None:
+    model._tp_plan = dict(model.tp_plan) | {"model.layers.*.mlp.up_proj": "diagonal"}
+
+
 DEGREES = [  # refused under some strategies, equal under the other
     (lambda: gemma3n(activation_sparsity_pattern=[0.9] * 4), "tp2", "pp2", r"layers\.0\.mlp takes a mean over \(96,\)"),
     (lambda: gemma3n(num_kv_shared_layers=2), "pp2", "tp2", "layer [12] uses what layer [01] computed beside"),
@@ -90,6 +125,8 @@ DEGREES = [  # refused under some strategies, equal under the other
     (lambda: llama(lambda m: m.model.layers.__setitem__(2, m.model.layers[0])), "pp2", "tp2", "runs twice"),
     (lambda: build_model("weight norm", torch.float32), "tp2", "pp2", r"mlp\.up_proj as a linear layer, but .*tp1"),
     (lambda: build_model("adapters", torch.float32), "tp2", "sp2", r"q_proj as a linear layer, but .*Adapter\); use"),
+    (lambda: build_model("frozen base with adapters", torch.float32), "tp2", "pp2", r"q_proj as a linear layer, but"),
+    (lambda: llama(unknown_style), "tp2", "pp2", r"up_proj: the .* style 'diagonal' .* not implemented; use"),
     (lambda: llama(lambda m: setattr(m, "lm_head", nn.Sequential(m.lm_head))), "tp2", "pp2", "lm_head"),
 ]  # fmt: skip
 
@@ -114,7 +151,7 @@ def test_nothing_is_dropped_in_an_evaluation() -> None:
     data = uneven_data(VOCAB, [(7, 30, 3), (23, 5)])
     source = CausalLM(model)
     pipeline = place_strategy(StrategyShape.parse("pp3"), 3, 4).pipelines[0]
-    found = run_pipeline(source, pipeline, data, eval_source=source)
-    plain = evaluate_plain(model, data)
+    found = run_pipeline(source, pipeline, data)
+    plain = Plain(model).evaluate(data)
     assert found.eval_loss == pytest.approx(plain, rel=1e-12)
     assert abs(found.loss / plain - 1) > 1e-6, "training drops"

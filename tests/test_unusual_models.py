@@ -6,8 +6,6 @@ their own in the table of cases.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -15,11 +13,11 @@ from torch import Tensor
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.placement import place_pipeline
 from ds_hydra.pipe.shape import PipelineShape
-from ds_hydra.self_check.runs import Outcome, evaluate_plain, run_pipeline, train_plain, uneven_data
+from ds_hydra.self_check.plain import Plain
+from ds_hydra.self_check.runs import Outcome, run_pipeline, uneven_data
 from tests.support.cases import UNUSUAL
 from tests.support.changed_models import CHANGED, CHANGED_LINEARS
 from tests.support.families import VOCAB, build_model, reference_model
-from tests.support.reference import float64_throughout
 
 # Beyond and below the limits of the models with windows and two sets of rotary frequencies.
 DATA = uneven_data(VOCAB, [(7, 300, 3), (23, 5)])
@@ -27,12 +25,11 @@ MIXED = "(sp2[0:1] > tp2[1:3] > tp1[3:4])"
 WITHOUT_TP = "(sp2[0:1] > tp1[1:3] > sp2[3:4])"
 
 
-def difference(outcome: Outcome, model: Any) -> dict[str, float]:
+def difference(outcome: Outcome, plain: Outcome) -> dict[str, float]:
     """How far loss, eval and each gradient are from the plain model's, relative to their largest entry."""
-    loss, gradients = train_plain(model, DATA)
-    evaluated = evaluate_plain(model, DATA)
+    gradients = plain.gradients
     least = 1e-6 * max(float(gradient.abs().max()) for gradient in gradients.values())
-    found = {"loss": abs(outcome.loss / loss - 1), "eval": abs(outcome.eval_loss / evaluated - 1)}
+    found = {"loss": abs(outcome.loss / plain.loss - 1), "eval": abs(outcome.eval_loss / plain.eval_loss - 1)}
     return found | {name: _apart(outcome.gradients[name], gradient, least) for name, gradient in gradients.items()}
 
 
@@ -43,9 +40,7 @@ def _apart(value: Tensor, reference: Tensor, least: float) -> float:
 @pytest.mark.parametrize("name", [*UNUSUAL, *CHANGED, *CHANGED_LINEARS])
 def test_same_as_the_plain_model(name: str) -> None:
     shape = PipelineShape.parse(WITHOUT_TP if name in CHANGED_LINEARS else MIXED)
-    plain = reference_model(name, torch.float64)
-    with float64_throughout(plain):
-        source = CausalLM(build_model(name, torch.float64))
-        outcome = run_pipeline(source, place_pipeline(shape, 0, source.plan.num_layers), DATA, eval_source=source)
-        apart = difference(outcome, plain)
+    plain = Plain(reference_model(name, torch.float64)).outcome(DATA)
+    source = CausalLM(build_model(name, torch.float64))
+    apart = difference(run_pipeline(source, place_pipeline(shape, 0, source.plan.num_layers), DATA), plain)
     assert max(apart.values()) < 1e-9, max(apart.items(), key=lambda item: item[1])

@@ -4,6 +4,7 @@
 Every part needs some of those before it, and what can be refused is refused before it costs anything:
 
   prepare       reads the cost table and checks data, strategies and memory: no memory is allocated before it passes
+  stages        of all candidates are built once without memory, so that a step which uses one first does not fail
   masters       the parameters that this rank owns, with the model's values
   optimizer     over views of the masters; the LR scheduler is made on it
   loss scale    knows its type and its config from the engine
@@ -34,6 +35,7 @@ from ds_hydra.ranks.together import together
 from ds_hydra.ranks.world import World
 from ds_hydra.report.prediction import StepWatch
 from ds_hydra.step.model_masters import ModelMasters
+from ds_hydra.step.rehearsal import build_stages
 from ds_hydra.step.stepper import Stepper
 from ds_hydra.step.update import Update
 from ds_hydra.watchdog import Activity, Watchdog
@@ -54,6 +56,8 @@ class Crew:
         self.job, self.world = job, world
         self.prepared: Prepared = prepare(job, world)
         plan = job.source.plan
+        with together(world.channel, "building the stages of all strategies"):
+            build_stages(job.source, self.prepared.strategies.values(), world.rank, job.compute_dtype)
         self.watch = StepWatch(job.config.cost_correction, self.prepared.found, plan.num_layers,
                                self.prepared.num_elements)  # fmt: skip
         with together(world.channel, "allocating the master shards"):

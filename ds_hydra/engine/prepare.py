@@ -46,6 +46,8 @@ class Prepared:
 def prepare(job: Job, world: World) -> Prepared:
     """Decide cost table and candidates. Every rank must call it; ConfigError or PlanError is raised on all of them."""
     config, plan = job.config, job.source.plan
+    for note in job.source.notes if world.rank == 0 else ():
+        logger.warning("%s", note)
     lengths = [] if job.data is None else [int(n) for n in job.data.lengths if n]
     longest = max(lengths, default=config.context_length or config.tokens_per_step)
     shape = model_shape(plan, max(job.source.width(i) for i in range(1, plan.num_layers)), job.source.vocab_size)
@@ -87,6 +89,7 @@ def _candidates(job: Job, world: World, table: CostTable, lengths: Sequence[int]
             mode=config.self_check,
             activation_checkpointing=bool(getattr(job.source, "activation_checkpointing", False)),
             channel=world.channel,
+            node_size=world.node_size,
         )
         if config.shapes:
             checked.require(candidates)

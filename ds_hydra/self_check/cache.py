@@ -7,8 +7,10 @@ import inspect
 import json
 import os
 import platform
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -34,8 +36,9 @@ def cache_folder() -> Path:
 def fingerprint(model: nn.Module, *settings: Any) -> str | None:
     """A text that changes with anything that a verdict depends on; None for a model whose code cannot be told.
 
-    Module tree, shapes, plain attributes, config, sources of classes that are not installed packages', versions, our
-    own sources. Values of parameters count for nothing: verdicts do not depend on them.
+    Module tree, shapes, plain attributes, config, sources of classes that are not installed packages', what was put
+    into those that are, versions, our own sources. Values of parameters count for nothing: verdicts do not depend on
+    them.
     """
     digest = hashlib.sha256(repr((settings, _versions(), _own_sources())).encode())
     classes: set[type] = set()
@@ -45,13 +48,13 @@ def fingerprint(model: nn.Module, *settings: Any) -> str | None:
             return None
         if any(inspect.isroutine(value) for value in attributes.values()):
             return None
-        plain = sorted((key, value) for key, value in attributes.items() if isinstance(value, _PLAIN))
+        plain = sorted((key, repr(value)) for key, value in attributes.items() if _is_plain(value))
         tensors = [(name, tuple(p.shape), p.requires_grad) for name, p in module._parameters.items() if p is not None]
         digest.update(repr((path, type(module).__qualname__, plain, tensors)).encode())
         classes.add(type(module))
     if any(parameter._backward_hooks for parameter in model.parameters()):
         return None
-    sources = list(_sources(classes))
+    sources = [*_sources(classes), *_patched(classes)]
     if None in sources:
         return None
     config: Any = getattr(model, "config", None)
@@ -69,6 +72,35 @@ def _sources(classes: set[type]) -> Iterator[str | None]:
             yield hashlib.sha256(Path(inspect.getfile(kind)).read_bytes()).hexdigest()
         except (OSError, TypeError):
             yield None
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(_is_plain(key) and _is_plain(item) for key, item in value.items())
+    return isinstance(value, _PLAIN)
+
+
+def _patched(classes: set[type]) -> Iterator[str]:
+    """Functions that come from elsewhere, in installed packages' classes and the modules that define them.
+
+    `LlamaMLP.forward = mine` changes what a model computes, and neither a version nor a class's source tells.
+    """
+    ours = {kind for cls in classes for kind in cls.__mro__ if kind.__module__.partition(".")[0] in _INSTALLED}
+    homes: list[Any] = [*ours, *(sys.modules[name] for name in {kind.__module__ for kind in ours})]
+    packages = tuple(str(Path(inspect.getfile(sys.modules[name])).parent) for name in _INSTALLED if name in sys.modules)
+    files: set[str] = set()
+    for home in homes:
+        for name, value in vars(home).items():
+            code = value.__code__ if inspect.isfunction(value) else None
+            if code is None or code.co_filename.startswith(packages):
+                continue
+            yield repr((home.__name__, name, code.co_filename, code.co_firstlineno))
+            files.add(code.co_filename)
+    for file in sorted(files):
+        with suppress(OSError):
+            yield hashlib.sha256(Path(file).read_bytes()).hexdigest()
 
 
 @cache

@@ -18,15 +18,15 @@ from ds_hydra.ranks.channel import Channel
 from ds_hydra.self_check.cache import fingerprint, read_verdicts, write_verdicts
 from ds_hydra.self_check.schemes import bare, shapes_to_run, stand_in
 from ds_hydra.self_check.subjects import make_subject
+from ds_hydra.self_check.teams import teams
 from ds_hydra.self_check.trial import Trial, UntryableError
 from ds_hydra.self_check.verdicts import CheckResult, Verdict
 
 logger = logging.getLogger(__name__)
 
-# Of mode "on", for all ranks of a node together; what takes more counts as unchecked.
+# Of mode "on", for all ranks of a node together, which work at the same time; what takes more counts as unchecked.
 _SECONDS = 60.0
 _BYTES = 8 * 2**30
-_AT_A_TIME = 4  # schemes that a rank tries before another helps: as long as it takes to make a subject
 Strategies = Sequence[StrategyShape]
 
 
@@ -37,13 +37,14 @@ def check_strategies(
     mode: str = "on",
     activation_checkpointing: bool = False,
     channel: Channel | None = None,
+    node_size: int | None = None,
     keep: bool = True,
 ) -> CheckResult:
     """Verdicts on all schemes of `strategies`, from running them on a small copy of the model.
 
     `mode` is hydra.self_check: "off" says nothing, "full" runs schemes with all their stages and ranks. `channel`
-    shares the runs out over its ranks, all of which must call this and get the same result. `keep` uses the cache.
-    Nothing of `model` is changed or kept, nor are torch's random numbers.
+    shares the runs out over its ranks, all of which must call this and get the same result; `node_size` of them are on
+    one node (None: all). `keep` uses the cache. Nothing of `model` is changed or kept, nor are torch's random numbers.
     """
     began = time.perf_counter()
     if mode == "off":
@@ -52,25 +53,33 @@ def check_strategies(
     run = shapes_to_run(strategies, whole=mode == "full")
     name = fingerprint(model, mode, activation_checkpointing, sorted(map(str, run))) if keep else None
     known = _shared(read_verdicts(name) if channel.rank == 0 else {}, channel)
-    missing = [scheme for scheme in run if scheme not in known]
-    workers = min(channel.num_ranks, -(-len(missing) // _AT_A_TIME))
-    mine = missing[channel.rank :: workers] if channel.rank < workers else []
     found: dict[PipelineShape, Verdict] = {}
-    if missing:
-        mine_found = _try(
-            model, run, mine=mine, mode=mode, activation_checkpointing=activation_checkpointing, began=began,
-            at_once=workers,
-        )  # fmt: skip
-        for text in channel.texts(_to_text(mine_found)):
+    missing = [scheme for scheme in run if scheme not in known]
+    for team in teams(channel.num_ranks, node_size or channel.num_ranks, len(missing)):
+        left = [scheme for scheme in missing if scheme not in found or found[scheme].state == "unchecked"]
+        if not left:
+            break
+        tried = _try(
+            model,
+            run,
+            mine=team.share(channel.rank, left),
+            mode=mode,
+            activation_checkpointing=activation_checkpointing,
+            began=began,
+            memory_bytes=_BYTES / team.of_node,
+        )
+        for text in channel.texts(_to_text(tried)):
             found |= _from_text(text)
-        if channel.rank == 0:
-            write_verdicts(name, known | found)
+    if missing and channel.rank == 0:
+        write_verdicts(name, known | found)
     verdicts = known | found
     asked = {shape for strategy in strategies for shape in strategy.pipelines}
     whole = {shape: verdicts[bare(shape) if mode == "full" else stand_in(shape)] for shape in asked}
     result = CheckResult(whole, time.perf_counter() - began, len(run) - len(missing))
     if channel.rank == 0:
         logger.info("self-check: %s", result)
+        for note in result.notes:
+            logger.warning("self-check: %s", note)
     return result
 
 
@@ -82,32 +91,43 @@ def _try(
     mode: str,
     activation_checkpointing: bool,
     began: float,
-    at_once: int,
+    memory_bytes: float,
 ) -> dict[PipelineShape, Verdict]:
-    """Verdicts on `mine`, some of all schemes to `run`, while `at_once` ranks of the node do the same."""
+    """Verdicts on `mine`, some of all schemes to `run`."""
     if not mine:
         return {}
     found: dict[PipelineShape, Verdict] = {}
+
+    def late(coming: float) -> Verdict | None:
+        passed = time.perf_counter() - began
+        if mode != "on" or passed + coming <= _SECONDS:
+            return None
+        return Verdict("unchecked", f"the check has taken {passed:.0f} s already, and more than {_SECONDS:.0f} s is "
+                       "not waited for")  # fmt: skip
+
+    longest = 0.0  # of the runs so far: the next one is expected to take as long
     subject = partial(
         make_subject,
         model,
         run,
         activation_checkpointing=activation_checkpointing,
-        memory_bytes=_BYTES / at_once if mode == "on" else float("inf"),
+        memory_bytes=memory_bytes if mode == "on" else float("inf"),
     )
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.default_generator.manual_seed(0)  # `torch.manual_seed` would change those of GPUs too, for good
+        if (too_late := late(0.0)) is not None:
+            return dict.fromkeys(mine, too_late)
         try:
             trial = Trial(subject)
         except UntryableError as error:
             return dict.fromkeys(mine, Verdict("unchecked", str(error)))
         for scheme in mine:
-            passed = time.perf_counter() - began
-            if passed > _SECONDS and mode == "on":
-                found[scheme] = Verdict("unchecked", f"the check has taken {passed:.0f} s already")
+            if (too_late := late(longest)) is not None:
+                found[scheme] = too_late
                 continue
             try:
                 found[scheme] = trial.verdict(scheme)
+                longest = max(longest, found[scheme].seconds)
             except Exception as error:  # of the check itself: the other ranks wait for this one's verdicts
                 found[scheme] = Verdict("unchecked", f"the check fails with {type(error).__name__}: {error}")
     del trial

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from ds_hydra.pipe.models.meta_copy import copy_to_meta, in_place_of, parameter_hooks
-from ds_hydra.pipe.models.refusals import find_layers
+from ds_hydra.pipe.models.refusals import find_layers, known_tokens
 from ds_hydra.pipe.shape import PipelineShape
+from ds_hydra.self_check.schemes import copies_at_once
 from ds_hydra.self_check.shrink import FEW_POSITIONS
 
 _ROWS = 512  # of the vocabulary
 _KINDS = 4  # of layers that are kept
-_COPIES = 4  # of the parameters that stand in memory at once: values and gradients, of the model and of its stages
 _OWN_KEYS = frozenset(vars(nn.Module())) | {"_is_hf_initialized", "layer_idx", "config"}
 
 
@@ -42,7 +42,7 @@ def copy_in_few_layers(model: Any, schemes: Sequence[PipelineShape], memory_byte
     rows = _cut_vocabulary(small)
     for config in {id(c): c for c in (small.config, small.config.get_text_config())}.values():
         _adjust(config, len(layers), kept, rows)
-    bytes_needed = 8 * _COPIES * sum(parameter.numel() for parameter in small.parameters())
+    bytes_needed = 8 * copies_at_once(schemes) * sum(parameter.numel() for parameter in small.parameters())
     if bytes_needed > memory_bytes:
         raise MemoryError(f"{len(kept)} layers take {bytes_needed / 2**30:.1f} GiB of {memory_bytes / 2**30:.1f} GiB")
     _draw(small)
@@ -71,10 +71,12 @@ def _kind(layer: nn.Module) -> str:
 
 def _cut_vocabulary(model: Any) -> int:
     """Leave the first rows of the embeddings and of the head, which stay tied if they are; the number of rows."""
-    vocabulary = model.get_input_embeddings().weight.shape[0]
+    vocabulary, ends = known_tokens(model), (model.get_input_embeddings(), model.get_output_embeddings())
+    if not all("weight" in module._parameters for module in ends):  # wrapped: what their rows are is not known
+        return vocabulary
     rows = min(vocabulary, _ROWS)
     cut: dict[int, nn.Parameter] = {}
-    for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+    for module in ends:
         for name, parameter in list(module._parameters.items()):
             if parameter is None or parameter.shape[0] != vocabulary:
                 continue

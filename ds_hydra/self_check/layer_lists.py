@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ds_hydra.pipe.models.layer_list import LayerList
+from ds_hydra.pipe.shape import PipelineShape
+from ds_hydra.self_check.schemes import copies_at_once
 
 _REPEATED = 3  # of equal layers that follow each other, so many are kept
-_COPIES = 4  # of the parameters that stand in memory at once
 
 
 class _Shorter:
@@ -53,11 +54,11 @@ def _made(spec: Any) -> str:
     return repr((*parts, id(getattr(spec, "forward_fn", None))))
 
 
-def short_layer_list(model: Any, memory_bytes: float) -> LayerList:
+def short_layer_list(model: Any, schemes: Sequence[PipelineShape], memory_bytes: float) -> LayerList:
     """The source, with values drawn anew. Raises MemoryError where it is too large, ConfigError as `LayerList` does."""
     source = LayerList(_Shorter(model))
     params = [param for bucket in source.plan.buckets for param in bucket.params]
-    bytes_needed = 8 * _COPIES * sum(param.numel for param in params)
+    bytes_needed = 8 * copies_at_once(schemes) * sum(param.numel for param in params)
     if bytes_needed > memory_bytes:
         layers = source.plan.num_layers
         raise MemoryError(f"{layers} layers take {bytes_needed / 2**30:.1f} GiB of {memory_bytes / 2**30:.1f} GiB")

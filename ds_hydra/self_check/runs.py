@@ -1,16 +1,15 @@
-"""One training step and one evaluation: by the plain model one sequence at a time, and by all ranks of a pipeline."""
+"""One training step and one evaluation by all ranks of a pipeline, in one process."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ds_hydra.pipe.in_process import InProcessRanks
@@ -22,12 +21,16 @@ from ds_hydra.pipe.schedules.actions import Slot
 from ds_hydra.pipe.schedules.registry import evaluation_slots, training_slots
 from ds_hydra.pipe.stage import ModelSource, StageModule, StagePlace, from_flat, shard_view, to_flat
 from ds_hydra.plan.phase import MicroBatchPlan
+from ds_hydra.self_check.precision import doubled
 from ds_hydra.step.batching import build_batches
 from ds_hydra.watchdog import Activity
 from ds_hydra.zero_hetero.clock import Stopwatch
+from ds_hydra.zero_hetero.layout import Piece
 
 CPU = torch.device("cpu")
 _SCHEDULE = "1f1b"  # which stages and groups are right does not depend on the order of micro-batches
+Shards = dict[tuple[str, tuple[Piece, ...]], Tensor]  # by bucket and what a rank holds of it
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ class Outcome:
     loss: float
     eval_loss: float
     gradients: dict[str, Tensor]
+    exact: bool = True  # computed in FP64 throughout; not where a function asked for less
 
 
 def uneven_data(vocabulary: int, lengths: Sequence[Sequence[int]]) -> Data:
@@ -65,57 +69,16 @@ def uneven_data(vocabulary: int, lengths: Sequence[Sequence[int]]) -> Data:
     return Data(sequences, tuple(tuple(range(a, b)) for a, b in pairwise(starts)))
 
 
-def train_plain(model: Any, data: Data, order: Sequence[int] | None = None) -> tuple[float, dict[str, Tensor]]:
-    """The model's own forward and backward on each sequence alone: the loss and the gradients by name."""
-    model.zero_grad(set_to_none=True)
-    model.train()
-    loss = sum(_plain_loss(model, data, i, backward=True) for i in order or range(len(data.sequences)))
-    gradients = {
-        name: torch.zeros_like(p) if p.grad is None else p.grad
-        for name, p in model.named_parameters()
-        if p.requires_grad
-    }
-    model.zero_grad(set_to_none=True)
-    return loss, gradients
-
-
-def evaluate_plain(model: Any, data: Data) -> float:
-    """The loss of each sequence alone, in evaluation."""
-    model.eval()
-    with torch.no_grad():
-        return sum(_plain_loss(model, data, i, backward=False) for i in range(len(data.sequences)))
-
-
-def _plain_loss(model: Any, data: Data, sequence: int, *, backward: bool) -> float:
-    tokens, targets = (torch.from_numpy(values) for values in data.load(sequence))
-    logits = model(input_ids=tokens[None], use_cache=False).logits[0]
-    loss = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
-    if backward:
-        loss.backward()
-    return float(loss.detach())
-
-
-def run_pipeline(source: ModelSource, pipeline: Pipeline, data: Data, *, eval_source: ModelSource) -> Outcome:
-    """All ranks 0.. of a pipeline in this process, in FP64: its own stages, schedule, messages and layouts.
-
-    `eval_source` is evaluated: `source`, or the same model with the dropout that training is compared without.
-    """
-    loss, gradients = _train(source, pipeline, data)
-    return Outcome(loss, _evaluate(eval_source, pipeline, data), gradients)
-
-
-def _train(source: ModelSource, pipeline: Pipeline, data: Data) -> tuple[float, dict[str, Tensor]]:
-    ranks, values = InProcessRanks(len(pipeline.ranks)), flat_values(source)
+def run_pipeline(source: ModelSource, pipeline: Pipeline, data: Data) -> Outcome:
+    """All ranks 0.. of a pipeline in this process, in FP64: its own stages, schedule, messages and layouts."""
     totals = {bucket.name: torch.zeros(bucket.numel, dtype=torch.float64) for bucket in source.plan.buckets}
 
-    def program(rank: int) -> float:
-        worker = RankOfPipeline(source, pipeline, rank, ranks)
-        grads = worker.install(values)
+    def program(worker: RankOfPipeline) -> tuple[float, float]:
         loss = worker.train(data)
-        worker.contribute(grads, totals)
-        return loss
+        worker.contribute(totals)
+        return loss, worker.evaluate(data)
 
-    loss = sum(ranks.run(program))
+    losses, exact = on_all_ranks(source, pipeline, program)
     gradients: dict[str, Tensor] = {}
     for bucket in source.plan.buckets:
         start = 0
@@ -124,21 +87,27 @@ def _train(source: ModelSource, pipeline: Pipeline, data: Data) -> tuple[float, 
             if bucket.trainable:
                 gradients[param.name] = from_flat(flat, param.shape, param.rule.dim, param.rule.parts)
             start += param.numel
-    return loss, gradients
+    return Outcome(sum(loss for loss, _ in losses), sum(evaluated for _, evaluated in losses), gradients, exact)
 
 
-def _evaluate(source: ModelSource, pipeline: Pipeline, data: Data) -> float:
-    ranks, values = InProcessRanks(len(pipeline.ranks)), flat_values(source)
+def on_all_ranks(
+    source: ModelSource, pipeline: Pipeline, program: Callable[[RankOfPipeline], Result]
+) -> tuple[list[Result], bool]:
+    """`program` on each rank of a pipeline, all in this process: results by rank, and whether FP64 was kept."""
+    ranks, values = InProcessRanks(len(pipeline.ranks)), _flat_values(source)
+    shards: Shards = {}
+    with doubled() as mode:
 
-    def program(rank: int) -> float:
-        worker = RankOfPipeline(source, pipeline, rank, ranks)
-        worker.install(values)
-        return worker.evaluate(data)
+        def body(rank: int) -> Result:
+            with mode:
+                worker = RankOfPipeline(source, pipeline, rank, ranks)
+                worker.install(values, shards)
+                return program(worker)
 
-    return sum(ranks.run(program))
+        return ranks.run(body), mode.exact
 
 
-def flat_values(source: ModelSource) -> dict[str, Tensor]:
+def _flat_values(source: ModelSource) -> dict[str, Tensor]:
     """Each bucket's parameters in flat order."""
     return {
         bucket.name: torch.cat(
@@ -154,44 +123,40 @@ class RankOfPipeline:
     def __init__(self, source: ModelSource, pipeline: Pipeline, rank: int, ranks: InProcessRanks):
         self.rank, self._plan, self._strategy = rank, source.plan, Strategy((pipeline,))
         self.index, self._num_stages = pipeline.stage_index(rank), len(pipeline.stages)
-        stage = pipeline.stages[self.index]
-        tp_rank, sp_rank = stage.coordinates(rank)
-        self.place = StagePlace(
-            stage,
-            self.index == 0,
-            self.index == self._num_stages - 1,
-            tp_rank,
-            sp_rank,
-            ranks.group(stage.tp_ranks(rank), rank) if stage.tp > 1 else None,
-            ranks.group(stage.sp_ranks(rank), rank) if stage.sp > 1 else None,
+        self.place = StagePlace.of(
+            pipeline, rank, lambda members: ranks.group(members, rank) if len(members) > 1 else None
         )
+        stage = self.place.stage
         self.module: StageModule = source.build(self.place, CPU, torch.float64)
+        self._grads: dict[str, Tensor] = {}
         widths = (source.width(stage.first_layer), 0 if self.place.is_last else source.width(stage.last_layer))
         self._runtime = StageRuntime(
             self.module, pipeline, rank, ranks.transport(rank), widths, CPU, torch.float64,
             activity=Activity(), watch=Stopwatch(None),
         )  # fmt: skip
 
-    def install(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Give the stage its shards of the buckets' values; its empty gradient buffers, by bucket."""
-        grads: dict[str, Tensor] = {}
+    def install(self, values: Mapping[str, Tensor], shards: Shards) -> None:
+        """Give the stage its shards of the buckets' values; ranks with the same ones share them in memory."""
         for bucket in self._plan.buckets:
             layout = self._plan.pull_layout(bucket, self._strategy)
-            buffer = torch.empty(layout.sizes[self.rank], dtype=torch.float64)
-            for start, stop, offset in layout.pieces[self.rank]:
-                buffer[offset : offset + stop - start] = values[bucket.name][start:stop]
-            grads[bucket.name] = torch.zeros_like(buffer)
+            pieces = tuple(layout.pieces[self.rank])
+            if (bucket.name, pieces) not in shards:
+                buffer = torch.empty(layout.sizes[self.rank], dtype=torch.float64)
+                for start, stop, offset in pieces:
+                    buffer[offset : offset + stop - start] = values[bucket.name][start:stop]
+                shards[bucket.name, pieces] = buffer
+            buffer = shards[bucket.name, pieces]
+            grads = self._grads[bucket.name] = torch.zeros_like(buffer)
             for slot in self._plan.slots(bucket, self.place.stage, self.place.tp_rank):
                 parameter = self.module.install(slot, buffer)
                 if bucket.trainable:
-                    parameter.grad = shard_view(slot, grads[bucket.name])
-        return grads
+                    parameter.grad = shard_view(slot, grads)
 
-    def contribute(self, grads: dict[str, Tensor], totals: dict[str, Tensor]) -> None:
+    def contribute(self, totals: dict[str, Tensor]) -> None:
         """Add this rank's share of the gradients to each bucket's, as a push would."""
         for bucket in self._plan.buckets:
             for start, stop, offset in self._plan.push_layout(bucket, self._strategy).pieces[self.rank]:
-                totals[bucket.name][start:stop] += grads[bucket.name][offset : offset + stop - start]
+                totals[bucket.name][start:stop] += self._grads[bucket.name][offset : offset + stop - start]
 
     def train(self, data: Data) -> float:
         """A step's forwards and backwards; this rank's share of the loss."""

@@ -67,6 +67,16 @@ def num_layers(shapes: Iterable[PipelineShape]) -> int:
     return max(4, *(shape.pp + 1 for shape in shapes))
 
 
+def copies_at_once(shapes: Iterable[PipelineShape]) -> int:
+    """How often the parameters of a small model stand in memory while one of `shapes` is run.
+
+    The model's values and gradients, the values and the sum of gradients in flat order, the values that ranks share,
+    and the gradients of each rank: of tensor parallel ranks they are one copy, of sequence parallel ones each has its
+    own.
+    """
+    return 5 + max((stage.sp for shape in shapes for stage in shape.stages), default=1)
+
+
 def uneven_pipeline(shape: PipelineShape, layers: int) -> Pipeline:
     """A pipeline on ranks 0.. whose middle stage (the first of two) has the layers that are left over."""
     depths = [1] * shape.pp

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +16,6 @@ from ds_hydra.self_check.changes import changes_since
 from ds_hydra.self_check.few_layers import copy_in_few_layers
 from ds_hydra.self_check.schemes import head_divisor, num_layers
 from ds_hydra.self_check.shrink import shrunk_config
-
-_DROPOUT = re.compile(r"dropout|pdrop$|drop_prob")
 
 
 class NoCopyError(Exception):
@@ -95,32 +92,3 @@ def _draw_parameters(model: nn.Module) -> None:
             noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
             scale = 0.1 if parameter.dim() < 2 else 0.7 * parameter.shape[-1] ** -0.5
             parameter.add_(noise, alpha=scale)
-
-
-def without_dropout(model: nn.Module) -> nn.Module:
-    """A copy in which nothing is dropped in training, so that two runs can be compared; the model if nothing is.
-
-    Dropout is taken out where modules and configs keep it: `nn.Dropout.p` and numbers with "dropout" in their names.
-    """
-    copied = copy.deepcopy(model)
-    changed = False
-    homes: Sequence[Any] = [*copied.modules(), *_configs_of(copied)]
-    for home in homes:
-        values = vars(home)
-        keys = ["p"] if isinstance(home, nn.modules.dropout._DropoutNd) else []
-        keys += [key for key in values if _DROPOUT.search(key)]
-        for key in keys:
-            if isinstance(values[key], float) and values[key] > 0.0:
-                values[key], changed = 0.0, True
-    return copied if changed else model
-
-
-def _configs_of(model: nn.Module) -> list[Any]:
-    """Configs that the model or its modules hold, each once."""
-    configs: dict[int, Any] = {
-        id(m.config): m.config for m in model.modules() if hasattr(getattr(m, "config", None), "to_dict")
-    }
-    for config in list(configs.values()):
-        text = config.get_text_config()
-        configs[id(text)] = text
-    return list(configs.values())

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-from ds_hydra.pipe.models.refusals import find_layers
+import torch
+from torch import Tensor
+
 from ds_hydra.pipe.placement import Pipeline, Strategy
 from ds_hydra.pipe.shape import PipelineShape
 from ds_hydra.self_check.compare import Difference, compare, finite
-from ds_hydra.self_check.runs import run_pipeline
+from ds_hydra.self_check.runs import Outcome, run_pipeline
 from ds_hydra.self_check.schemes import BASE, parts, uneven_pipeline
-from ds_hydra.self_check.subjects import Subject
+from ds_hydra.self_check.subjects import RefusedError, Subject, told
 from ds_hydra.self_check.verdicts import Verdict
 from ds_hydra.self_check.where import first_to_differ
+from ds_hydra.zero_hetero.errors import ConfigError
 
 _REMEDIES = {"tp": "use strategies with tp1 for this model", "pp": "use strategies with pp1 for this model",
              "sp": "use strategies with sp1 for this model"}  # fmt: skip
@@ -30,26 +33,53 @@ class Trial:
     def __init__(self, subject: Callable[[], Subject]):
         """Computes with the small model in one process, twice. Raises UntryableError."""
         self._known: dict[PipelineShape, Verdict] = {}
+        self._refusal: str | None = None
+        self._told = ""  # beside a verdict that is equal
         try:
             self._subject = subject()
-            order = range(len(self._subject.data.sequences))
-            self._right, again = self._subject.alone(order), self._subject.alone(order[::-1])
+            before = self._state()
+            self._right, again = self._subject.alone(0), self._subject.alone(1)
+            self._refusal = self._objection(again, before)
+            self._told = self._note()
+        except (RefusedError, ConfigError) as error:
+            self._refusal = told(error)
+            return
         except Exception as error:
-            raise UntryableError(f"there is no small copy of the model to check: {_told(error)}") from error
+            raise UntryableError(f"there is no small copy of the model to check: {told(error)}") from error
         if not finite(self._right):
             raise UntryableError("the loss or a gradient of its small copy is not finite")
-        self._refusal: str | None = None
+
+    def _objection(self, again: Outcome, before: Mapping[str, Tensor]) -> str | None:
+        """Why no strategy can train the model, as far as runs in one process tell."""
         itself = compare(self._right, again).what
         if itself is not None:
-            self._refusal = (
+            return (
                 f"the plain model differs from itself when it runs twice ({itself}): it draws random numbers or keeps "
                 "a state between sequences; switch that off in its config"
             )
-            return
-        try:
-            self._sources = self._subject.sources()
-        except Exception as error:
-            self._refusal = _told(error)
+        after = self._state()
+        changed = next((name for name, value in before.items() if not torch.equal(value, after[name])), None)
+        if changed is not None:
+            return (
+                f"the model's forward changes {changed}, which each stage would change for itself on the tokens that "
+                "it sees: keep such a state out of the model"
+            )
+        return None
+
+    def _note(self) -> str:
+        """What a user should know of a model that trains as one process does; empty if there is nothing."""
+        plain = self._subject.plain
+        differs = "" if plain is None else plain.own_loss(self._subject.data)
+        if not differs:
+            return ""
+        return (
+            f"the model's forward makes a loss of its own ({differs}); the engine trains on the cross entropy of its "
+            "logits"
+        )
+
+    def _state(self) -> dict[str, Tensor]:
+        plain = self._subject.plain
+        return {} if plain is None else {name: v.clone() for name, v in plain.model.state_dict().items()}
 
     def verdict(self, scheme: PipelineShape) -> Verdict:
         """Run a scheme and compare; a refusal names what differs first, and the remedy."""
@@ -64,30 +94,31 @@ class Trial:
     def _judge(self, scheme: PipelineShape) -> Verdict:
         if self._refusal is not None:
             return Verdict("refused", self._refusal, float("inf"))
-        training, evaluating = self._sources
-        pipeline = uneven_pipeline(scheme, self._subject.num_layers)
+        subject = self._subject
+        pipeline = uneven_pipeline(scheme, subject.num_layers)
         try:
-            training.plan.check(Strategy((pipeline,)))
-            outcome = run_pipeline(training, pipeline, self._subject.data, eval_source=evaluating)
+            subject.source.plan.check(Strategy((pipeline,)))
+            outcome = run_pipeline(subject.source, pipeline, subject.data)
         except Exception as error:
-            told = _told(error)
-            remedy = "" if "use strategies with" in told else f"; {self._remedy(scheme)}"
-            return Verdict("refused", told + remedy, float("inf"))
+            why = told(error)
+            remedy = "" if "use strategies with" in why else f"; {self._remedy(scheme)}"
+            return Verdict("refused", why + remedy, float("inf"))
         difference = compare(self._right, outcome)
         if difference.what is None:
-            return Verdict("equal", difference=difference.worst)
+            return Verdict("equal", self._told, difference.worst)
         return Verdict(
             "refused", f"{difference.what}{self._place(difference, pipeline)}; {self._remedy(scheme)}", difference.worst
         )
 
     def _place(self, difference: Difference, pipeline: Pipeline) -> str:
         """The module at which a forward goes another way, as the rest of a sentence; empty if it cannot be told."""
-        if difference.forward is None or self._subject.models is None:
+        subject = self._subject
+        if difference.forward is None or subject.plain is None:
             return ""
         training = difference.forward == "training"
-        model, source = self._subject.models[not training], self._sources[not training]
-        path = find_layers(model, self._subject.num_layers)
-        found = first_to_differ(model, path, source, pipeline, self._subject.data, training=training)
+        found = first_to_differ(
+            subject.plain, subject.source, pipeline, subject.data, training=training, tolerance=difference.tolerance
+        )
         return "" if found is None else f", and {found} is the first module that computes something else"
 
     def _remedy(self, scheme: PipelineShape) -> str:
@@ -99,10 +130,3 @@ class Trial:
         if not failing:
             return f"its degrees can each be used alone, but not together as in {scheme}"
         return "; ".join(f"{name}: {_REMEDIES[name]}" for name in failing)
-
-
-def _told(error: Exception) -> str:
-    """An error of a run as a clause: refusals of our own as they are, others with their kind."""
-    text = str(error).strip().rstrip(".").partition("\n")[0]
-    ours = type(error).__module__.startswith("ds_hydra.")
-    return text if ours else f"its run ends with {type(error).__name__}: {text}"

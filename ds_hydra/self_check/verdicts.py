@@ -18,7 +18,7 @@ class Verdict:
     """What came of running one scheme on a small copy of the model."""
 
     state: State
-    reason: str = ""  # of a refusal, or why it was not checked: a clause, and what to do
+    reason: str = ""  # of a refusal, or why it was not checked: a clause, and what to do; if equal, what to know
     difference: float = 0.0  # largest of a loss or gradient, relative to its largest entry
     seconds: float = 0.0  # of the run; 0 where the verdict was known
 
@@ -48,6 +48,11 @@ class CheckResult:
         equal = [str(shape) for shape, verdict in self.verdicts.items() if verdict.state == "equal"]
         told = f"{len(equal)} of {len(self.verdicts)} kinds of pipelines train as one process does"
         return f"{told}; {self.seconds:.1f} s, {self.from_cache} runs known from earlier jobs"
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know though all is equal, each once."""
+        return tuple(dict.fromkeys(v.reason for v in self.verdicts.values() if v.state == "equal" and v.reason))
 
     def allows(self, shape: ParallelScheme | PipelineShape) -> bool:
         """Whether a pipeline may be used, as far as those that were checked tell: equal kinds of stages fail alike."""

@@ -8,39 +8,40 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_hydra.pipe.in_process import InProcessRanks
 from ds_hydra.pipe.placement import Pipeline
 from ds_hydra.pipe.stage import ModelSource
-from ds_hydra.self_check.compare import OF_ITSELF
-from ds_hydra.self_check.runs import Data, RankOfPipeline, flat_values
+from ds_hydra.self_check.plain import Plain
+from ds_hydra.self_check.precision import doubled
+from ds_hydra.self_check.runs import Data, RankOfPipeline, on_all_ranks
 
 Outputs = dict[str, list[Tensor]]  # by module, in the order in which they end: what each call computed, tokens first
 
 
 def first_to_differ(
-    model: Any, layers_path: str, source: ModelSource, pipeline: Pipeline, data: Data, *, training: bool
+    plain: Plain, source: ModelSource, pipeline: Pipeline, data: Data, *, training: bool, tolerance: float
 ) -> str | None:
     """Path of the first module of a layer whose output is not the plain model's; None if none can be told.
 
     Modules whose output is cut over tensor parallel ranks are passed over, and so are those that run several times.
     """
-    inside = f"{layers_path}."
-    model.train(training)
+    inside = f"{plain.layers_path}."
+    plain.model.train(training)
+    with torch.no_grad(), doubled():
+        alone = _recorded(plain.model, inside, data.lengths, lambda: _run_alone(plain, data))
     with torch.no_grad():
-        plain = _recorded(model, inside, data.lengths, lambda: _run_alone(model, data))
         staged = _of_pipeline(source, pipeline, data, inside, training=training)
-    for path, calls in plain.items():
+    for path, calls in alone.items():
         if path not in staged or len(calls) != len(data.sequences):
             continue
         right, other = torch.cat(calls), staged[path]
-        if right.shape == other.shape and not bool((right - other).abs().max() <= OF_ITSELF * right.abs().max()):
+        if right.shape == other.shape and not bool((right - other).abs().max() <= tolerance * right.abs().max()):
             return path
     return None
 
 
-def _run_alone(model: Any, data: Data) -> None:
-    for tokens in data.sequences:
-        model(input_ids=torch.from_numpy(tokens)[None], use_cache=False)
+def _run_alone(plain: Plain, data: Data) -> None:
+    for sequence in range(len(data.sequences)):
+        plain.run(data, sequence)
 
 
 def _recorded(model: nn.Module, inside: str, counts: list[int], run: Callable[[], Any]) -> Outputs:
@@ -80,17 +81,14 @@ def _of_pipeline(
     source: ModelSource, pipeline: Pipeline, data: Data, inside: str, *, training: bool
 ) -> dict[str, Tensor]:
     """What the stages' modules computed for all tokens of all packs, as tensor parallel rank 0 holds it."""
-    ranks, values = InProcessRanks(len(pipeline.ranks)), flat_values(source)
 
-    def program(rank: int) -> tuple[RankOfPipeline, Outputs]:
-        worker = RankOfPipeline(source, pipeline, rank, ranks)
-        worker.install(values)
-        module = worker.module.module
-        counts = worker.tokens(data)
+    def program(worker: RankOfPipeline) -> tuple[RankOfPipeline, Outputs]:
+        module, counts = worker.module.module, worker.tokens(data)
         return worker, _recorded(module, inside, counts, lambda: worker.forward(data, training=training))
 
     joined: dict[str, Tensor] = {}
-    done = [(worker, outputs) for worker, outputs in ranks.run(program) if worker.place.tp_rank == 0]
+    results, _ = on_all_ranks(source, pipeline, program)
+    done = [(worker, outputs) for worker, outputs in results if worker.place.tp_rank == 0]
     for stage in pipeline.stages:
         sharing = [outputs for worker, outputs in done if worker.place.stage == stage]
         for path in _in_layers(sharing[0], inside, range(stage.first_layer, stage.last_layer)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ds_hydra.pipe.dropout import step_key
+from ds_hydra.pipe.loss import IGNORED
 from ds_hydra.pipe.placement import Strategy, place_strategy
 from ds_hydra.ranks.rank_stats import RankStats, gather_stats
 from ds_hydra.step.agreement import FAILED, agree
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
     from ds_hydra.ranks.world import World
     from ds_hydra.step.model_masters import ModelMasters
     from ds_hydra.step.update import Applied, Update
+
+logger = logging.getLogger(__name__)
 
 
 class PhaseOutcome(NamedTuple):
@@ -115,6 +119,12 @@ class Stepper:
         self._peak.restart()
         runtimes = [self._runtime(phase) for phase in plan.phases]
         batches, weight = self._batches(plan, runtimes, data, step)
+        if weight == 0 and self._world.rank == 0:
+            logger.warning(
+                "step %d: none of its %d sequences (%d tokens) has a target, all labels are %d: the loss is 0, and the "
+                "parameters move by momentum and weight decay alone. Look at the data's labels and masks",
+                step, len(plan.lengths), sum(plan.lengths), IGNORED,
+            )  # fmt: skip
         runs: list[PhaseRun] = []
         for runtime, mine in zip(runtimes, batches, strict=True):  # see [Note: phases of a step]
             runs.append(self._train(runtime, mine, weight, accumulate=bool(runs)))

@@ -70,16 +70,7 @@ class StrategyRuntime:
         pipeline = strategy.pipelines[self.pipeline_index]
         self.stage_index, self.num_stages = index, len(pipeline.stages)
         stage = pipeline.stages[index]
-        tp_rank, sp_rank = stage.coordinates(rank)
-        self.place = StagePlace(
-            stage,
-            index == 0,
-            index == self.num_stages - 1,
-            tp_rank,
-            sp_rank,
-            groups.get(stage.tp_ranks(rank)),
-            groups.get(stage.sp_ranks(rank)),
-        )
+        self.place = StagePlace.of(pipeline, rank, groups.get)
         self._arena, dtype = arena, arena.params.dtype
         self.module = source.build(self.place, world.device, dtype)
         self._bucket_of: dict[str, int] = {}

@@ -27,7 +27,8 @@ from ds_hydra.pipe.models.meta_copy import (
     run_experts_one_by_one,
 )
 from ds_hydra.pipe.models.positions import first_position, refuse_dynamic_rotary
-from ds_hydra.pipe.models.refusals import find_layers, refuse_unsupported
+from ds_hydra.pipe.models.refusals import find_layers, known_tokens, refuse_unsupported
+from ds_hydra.pipe.models.state import refuse_state
 from ds_hydra.pipe.models.unnamed_rules import UnnamedRules, derive
 from ds_hydra.pipe.stage import StageModule, StagePlace
 from ds_hydra.pipe.tensor_parallel import shard_rule, style_of, tensor_parallel_obstacle
@@ -62,11 +63,12 @@ class CausalLM:
         self.config = self._template.config
         self.text_config = self.config.get_text_config()
         self.layers_path = find_layers(model, self.text_config.num_hidden_layers)
-        self.vocab_size: int | None = model.get_input_embeddings().weight.shape[0]
+        self.vocab_size: int | None = known_tokens(model)
         self.style_plan: Mapping[str, str] = dict(model.tp_plan or {})
         refuse_dynamic_rotary(model)
         self.first_position = first_position(self._copy(next(model.parameters()).device, self.values), self.layers_path)
         self.flow = self._trace()
+        self.notes = _notes(self.flow)
         self.plan_with(UnnamedRules())
         self.plan_with(derive(self))
 
@@ -83,10 +85,10 @@ class CausalLM:
         """Run a few tokens without values; with numbers only where the forward depends on data (experts)."""
         try:
             try:
-                found = trace(self._copy(_META, None), self.layers_path, self.first_position)
+                found = self._trace_on(_META)
             except (NotImplementedError, RuntimeError, ValueError) as error:
                 logger.debug("the trace needs numbers: %s", error)
-                found = trace(self._copy(torch.device("cpu"), None), self.layers_path, self.first_position)
+                found = self._trace_on(torch.device("cpu"))
         except ConfigError:
             raise
         except Exception as error:
@@ -96,6 +98,11 @@ class CausalLM:
         if not found.body:
             raise ConfigError(f"{self.name} computes its logits in the module that runs its layers: not supported")
         return found
+
+    def _trace_on(self, device: torch.device) -> Flow:
+        copied = self._copy(device, None)
+        with refuse_state(copied):
+            return trace(copied, self.layers_path, self.first_position)
 
     def plan_with(self, unnamed: UnnamedRules) -> None:
         """Buckets and shard rules, those of parameters that the published plan does not name among them."""
@@ -177,6 +184,16 @@ class CausalLM:
             enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
             enable({"use_reentrant": False})
         return model
+
+
+def _notes(flow: Flow) -> tuple[str, ...]:
+    rate = flow.attention_dropout
+    if not rate:
+        return ()
+    return (
+        f"attention drops {rate:g} of its probabilities: they are computed in blocks that stand in memory, which takes "
+        "two to three times as long as fused attention; set attention_dropout to 0 in the model's config if you can",
+    )
 
 
 def _checkpoint_nothing(module: Any) -> None:

@@ -50,7 +50,9 @@ class CausalStage(StageModule):
             self._body = model.get_submodule(source.flow.body)
             self._given = Given(self._body)
             path = next(name for name, module in model.named_modules() if module is head)
-            self.vocab = specs[f"{path}.weight"].shard_rows(place.tp_rank, place.stage.tp)
+            own = specs.get(f"{path}.weight")  # none of its own where it is wrapped: then no ranks share it
+            whole = (0, source.flow.vocabulary)
+            self.vocab = whole if own is None else own.shard_rows(place.tp_rank, place.stage.tp)
 
     def forward(self, hidden: Tensor | None, batch: MicroBatch) -> Tensor:
         keys = self._keys(batch)

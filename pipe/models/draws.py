@@ -1,7 +1,8 @@
 """Modules that draw random numbers in; the same modules, drawing by place, out [Note: draws by place].
 
-While such a module runs, its random calls are answered by the hash of what they are for. Draws of a module are counted
-within a run of a layer, so that one that is called twice draws anew, and a layer that is recomputed draws the same:
+While such a module runs, its random calls are answered by the hash of what they are for. Draws of a module in a layer
+are counted within a forward, so that a module or a layer that runs twice draws anew; a layer that is recomputed goes on
+from what was counted when it ran first, and draws the same:
 
     layer 3 runs        resid_dropout(x) -> place (3, "...resid_dropout", 0)
                         resid_dropout(y) -> place (3, "...resid_dropout", 1)
@@ -32,7 +33,7 @@ class Place(NamedTuple):
 
     layer: int | None
     module: str
-    draw: int  # of the module's in a run of the layer
+    draw: int  # of the module's in the layer, counted from 0 in each forward
 
     @property
     def key(self) -> int:
@@ -63,7 +64,8 @@ class _Running:
 
     keys: Keys | None = None  # of its tokens
     layer: int | None = None
-    counts: dict[str, int] = field(default_factory=dict)  # draws of this run of the layer so far, by module
+    # draws of this forward so far, by layer and module
+    counts: dict[tuple[int | None, str], int] = field(default_factory=dict)
     module: str | None = None  # whose random calls are answered
 
 
@@ -151,7 +153,7 @@ class Draws:
 
     def _counted(self, index: int, call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            with self._running(_Running(self._now.keys, index)):
+            with self._running(replace(self._now, layer=index, module=None)):
                 return call(*args, **kwargs)
 
         return run
@@ -174,9 +176,9 @@ class Draws:
         return place, range(first, first + width)
 
     def _count(self, module: str) -> Place:
-        draw = self._now.counts.get(module, 0)
-        self._now.counts[module] = draw + 1
-        return Place(self._now.layer, module, draw)
+        layer, counts = self._now.layer, self._now.counts
+        draw = counts[layer, module] = counts.get((layer, module), -1) + 1
+        return Place(layer, module, draw)
 
     def _first(self, place: Place, width: int) -> int:
         """First of `width` features (or heads) at hand in those of the whole model."""
@@ -199,6 +201,7 @@ class Recorder(Draws):
         super().__init__({})
         self._tokens, self._prefix, self._stack = tokens, f"{layers_path}.", stack
         self.obstacle = ""  # the first draw that cannot be placed, as a sentence for the user
+        self.attention_rate = 0.0  # largest of the attention's dropout
 
     def note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Take a function's call and what it returned."""
@@ -217,6 +220,7 @@ class Recorder(Draws):
 
     def attention(self, module: str, rate: float, heads: int) -> AttentionDropout | None:
         self.widths[self._count(module)] = heads
+        self.attention_rate = max(self.attention_rate, rate)
         return None
 
     def _count(self, module: str) -> Place:

@@ -16,7 +16,7 @@ parameters and those used under `no_grad` leave no graph: so every function that
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -66,6 +66,8 @@ class Flow:
     readers: Mapping[str, frozenset[str]]  # parameters that are read while their owner does not run -> modules that do
     draws: Mapping[Place, int]  # random calls in training -> features (of attention: heads) that they draw for
     obstacle: str = ""  # why no pipeline can be cut; the parts above are then only what one stage holds
+    attention_dropout: float = 0.0  # largest rate
+    vocabulary: int = 0  # logits of a token
 
 
 @dataclass
@@ -142,7 +144,8 @@ def trace(model: Any, layers_path: str, positions_from: int = 0) -> Flow:
     if watch.recorder.obstacle:
         raise ConfigError(watch.recorder.obstacle)
     logits = out.logits if hasattr(out, "logits") else out[0]
-    return _conclude(model, layers_path, record, watch, logits)
+    found = _conclude(model, layers_path, record, watch, logits)
+    return replace(found, attention_dropout=watch.recorder.attention_rate, vocabulary=logits.shape[-1])
 
 
 def keep_stack(model: nn.Module, stack: list[str]) -> None:

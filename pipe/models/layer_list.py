@@ -29,6 +29,7 @@ class LayerList:
     """A `PipelineModule` as a source of stages; every entry of its list counts as one layer."""
 
     vocab_size: int | None = None  # a layer list does not say
+    notes: tuple[str, ...] = ()
 
     def __init__(self, model: Any):
         """Reads specs, buffers and values of the layers that this rank has built.

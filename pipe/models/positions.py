@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_hydra.pipe.models.graph import tensors_in
+from ds_hydra.pipe.models.refusals import known_tokens
 from ds_hydra.pipe.rows import Pack
 from ds_hydra.zero_hetero.errors import ConfigError
 
@@ -32,7 +33,7 @@ def first_position(model: Any, layers_path: str) -> int:
     """
     name = type(model).__name__
     device = next(model.parameters()).device
-    vocab = model.get_input_embeddings().weight.shape[0]
+    vocab = known_tokens(model)
     padding = getattr(model.config.get_text_config(), "pad_token_id", None)
     plain = [token for token in range(vocab // 2, vocab) if token != padding]  # special ones stand at the ends
     ids = torch.tensor(plain[: sum(_LENGTHS)], device=device)

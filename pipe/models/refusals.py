@@ -8,6 +8,12 @@ from torch import nn
 
 from ds_hydra.zero_hetero.errors import ConfigError
 
+# Settings of an embedding that packs and stages would not keep -> why.
+_EMBEDDINGS = {
+    "max_norm": "its forward would shorten rows of its own weight, but parameters are sent to stages anew in each step",
+    "scale_grad_by_freq": "its gradient would depend on which sequences are packed together",
+    "sparse": "gradients are summed in dense buffers",
+}
 _KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
@@ -32,6 +38,7 @@ def refuse_unsupported(model: Any) -> None:
     if model.get_output_embeddings() is None:
         raise ConfigError(f"{name} has no language modelling head; use its ...ForCausalLM class")
     _refuse_skipped_layers(model)
+    _refuse_embeddings(model)
 
 
 def _refuse_skipped_layers(model: nn.Module) -> None:
@@ -42,6 +49,19 @@ def _refuse_skipped_layers(model: nn.Module) -> None:
                 f"{path or type(model).__name__} skips whole layers at random (layerdrop {rate}), which stages on "
                 "different ranks would not do together; set layerdrop to 0"
             )
+
+
+def _refuse_embeddings(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        for setting, why in _EMBEDDINGS.items():
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and getattr(module, setting):
+                raise ConfigError(f"{path} has {setting}={getattr(module, setting)}: {why}. Take the setting back")
+
+
+def known_tokens(model: Any) -> int:
+    """Tokens that a model knows: rows of its embedding, or what its config says where that is wrapped."""
+    weight = getattr(model.get_input_embeddings(), "weight", None)
+    return int(model.config.get_text_config().vocab_size if weight is None else weight.shape[0])
 
 
 def find_layers(model: nn.Module, num_layers: int) -> str:

@@ -226,3 +226,32 @@ def test_ranks_that_do_not_get_the_same_data_are_told() -> None:
     texts = errors(2, job)
     assert "drew other sequences" in texts[1], texts
     assert texts[0] != "no error", texts
+
+
+def test_a_step_without_targets_is_told_and_leaves_no_nan() -> None:
+    class Told(logging.Handler):
+        def __init__(self) -> None:
+            super().__init__(logging.WARNING)
+            self.texts: list[str] = []
+
+        def emit(self, record: logging.LogRecord) -> None:
+            self.texts.append(record.getMessage())
+
+    def job(rank: int) -> tuple[list[str], list[float], bool]:
+        masked = {"input_ids": [3, 4, 5, 6], "labels": [-100] * 4}
+        engine = start("2*tp1", data=[masked] * 6, tokens_per_step=12)
+        told, source = Told(), logging.getLogger("ds_hydra.step.stepper")
+        source.setLevel(logging.WARNING)
+        source.addHandler(told)
+        losses = [float(engine.train_batch()), float(engine.eval_batch([[3, 4, 5], [6, 7]]))]
+        finite = all(bool(value.isfinite().all()) for value in engine.fp32_state_dict().values())
+        engine.destroy()
+        return told.texts, losses, finite
+
+    (texts, losses, finite), (others, *_) = run_ranks(job, 2)
+    assert others == []
+    assert len(texts) == 1
+    assert texts[0].startswith("step 1: none of its 3 sequences (12 tokens) has a target, all labels are -100")
+    assert losses[0] == 0.0
+    assert losses[1] > 0.0
+    assert finite

@@ -118,5 +118,5 @@ def test_layer_lists(block: type[Block], depth: int) -> None:
 
 
 def test_of_many_equal_layers_few_are_kept() -> None:
-    (left,) = run_ranks(lambda rank: short_layer_list(layer_list(Block, 40), 2**30).plan.num_layers, 1)
+    (left,) = run_ranks(lambda rank: short_layer_list(layer_list(Block, 40), [], 2**30).plan.num_layers, 1)
     assert left == 1 + 3 + 1 + 1

@@ -10,6 +10,7 @@ from transformers import AutoConfig
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StageShape, StrategyShape
 from ds_hydra.self_check.schemes import BASE, head_divisor, num_layers, parts, shapes_to_run, stand_in, uneven_pipeline
 from ds_hydra.self_check.shrink import FEW_POSITIONS, HEAD_DIM, POSITIONS, kept_layers, shrunk_config
+from ds_hydra.self_check.teams import Team, teams
 
 STAGES = st.builds(StageShape, st.integers(1, 64), st.integers(1, 64))
 PIPELINES = st.builds(PipelineShape, st.lists(STAGES, min_size=1, max_size=6).map(tuple))
@@ -101,3 +102,19 @@ def test_every_kind_of_layer_is_kept() -> None:
     small = shrunk_config(config, 4, 1)
     assert small.layer_types == [kinds[0]] * 3 + [kinds[5]]
     assert kept_layers(AutoConfig.for_model("llama", num_hidden_layers=2), 4) == (0, 0, 1, 1)
+
+
+def test_ranks_of_different_nodes_help_first_and_then_one_of_each_has_all_the_memory() -> None:
+    assert list(teams(6, 4, 10)) == [Team((0, 4, 1), 2), Team((0, 4), 1)]
+    assert list(teams(8, 8, 3)) == [Team((0,), 1)]
+    assert list(teams(2, 1, 40)) == [Team((0, 1), 1)]
+
+
+@given(st.integers(1, 40), st.integers(1, 9), st.integers(0, 200))
+def test_every_run_is_done_once_by_each_team(num_ranks: int, node_size: int, num_runs: int) -> None:
+    runs = list(range(num_runs))
+    for team in teams(num_ranks, node_size, num_runs):
+        shares = [team.share(rank, runs) for rank in range(num_ranks)]
+        assert sorted(run for share in shares for run in share) == runs
+        of_node = [sum(rank // node_size == node for rank in team.ranks) for node in range(num_ranks)]
+        assert max(of_node) == team.of_node

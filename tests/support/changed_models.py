@@ -42,6 +42,23 @@ class Adapter(nn.Module):
         return self.inner(x) + x @ self.down.T @ self.up.T
 
 
+class LowRank(nn.Module):
+    """A frozen linear layer with trained low-rank ones beside it, laid out as peft lays them out."""
+
+    def __init__(self, base: nn.Linear, rank: int = 4):
+        super().__init__()
+        own = {"bias": False, "dtype": base.weight.dtype}
+        self.base_layer = base.requires_grad_(False)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(base.in_features, rank, **own)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(rank, base.out_features, **own)})
+        self.scaling = {"default": 2.0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        beside = self.lora_B["default"](self.lora_A["default"](x))
+        out: Tensor = self.base_layer(x) + beside * self.scaling["default"]
+        return out
+
+
 class Tempered(LlamaMLP):
     """An MLP with a parameter of its own between its linear layers."""
 
@@ -101,6 +118,25 @@ def _adapters(model: Any) -> None:
         layer.self_attn.q_proj = Adapter(layer.self_attn.q_proj)
 
 
+def _frozen_base(model: Any) -> None:
+    model.requires_grad_(False)
+    for layer in model.model.layers:
+        for name in ("q_proj", "v_proj"):
+            setattr(layer.self_attn, name, LowRank(getattr(layer.self_attn, name)))
+    model.lm_head = LowRank(model.lm_head)
+
+
+def _keywords(model: Any) -> None:
+    """What a layer and its attention are handed by name."""
+
+    def tilt(module: Any, args: Any, kwargs: Any) -> Any:
+        cosines, sines = kwargs["position_embeddings"]
+        return args, {**kwargs, "position_embeddings": (0.9 * cosines, sines)}
+
+    model.model.layers[2].register_forward_pre_hook(tilt, with_kwargs=True)
+    model.model.layers[0].self_attn.register_forward_pre_hook(tilt, with_kwargs=True)
+
+
 def _no_final_norm(model: Any) -> None:
     model.model.norm = nn.Identity()
 
@@ -114,6 +150,7 @@ CHANGED: Mapping[str, Change] = {
     "replaced activations": _activation,
     "hooks of modules": _hooks,
     "hooks that hold other modules": _closures,
+    "hooks of keywords": _keywords,
     "hooks of parameters": _parameter_hooks,
     "changed attributes": _attributes,
     "a subclass with its own forward": _subclass,
@@ -124,4 +161,5 @@ CHANGED: Mapping[str, Change] = {
 CHANGED_LINEARS: Mapping[str, Change] = {
     "weight norm": _weight_norm,
     "adapters": _adapters,
+    "frozen base with adapters": _frozen_base,
 }

@@ -17,7 +17,8 @@ from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.placement import Strategy, place_pipeline
 from ds_hydra.pipe.shape import PipelineShape
 from ds_hydra.self_check.compare import compare, finite
-from ds_hydra.self_check.runs import Data, Outcome, evaluate_plain, run_pipeline, train_plain, uneven_data
+from ds_hydra.self_check.plain import Plain
+from ds_hydra.self_check.runs import Data, Outcome, run_pipeline, uneven_data
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from tests.support.cases import UNUSUAL
 from tests.support.changed_models import CHANGED, CHANGED_LINEARS
@@ -99,8 +100,7 @@ def _verdicts(name: str, shapes: Mapping[str, str]) -> dict[str, str]:
         return dict.fromkeys(shapes, _told(error))
     data = uneven_data(96, [(5, 33, 2), (12,)])
     try:
-        loss, gradients = train_plain(model, data)
-        right = Outcome(loss, evaluate_plain(model, data), gradients)
+        right = Plain(model).outcome(data)
         if not finite(right):
             raise ValueError("its loss is not finite")
     except Exception as error:
@@ -112,7 +112,7 @@ def _run(source: CausalLM, right: Outcome, data: Data, shape: str) -> str:
     try:
         pipeline = place_pipeline(PipelineShape.parse(shape), 0, source.plan.num_layers)
         source.plan.check(Strategy((pipeline,)))
-        outcome = run_pipeline(source, pipeline, data, eval_source=source)
+        outcome = run_pipeline(source, pipeline, data)
     except Exception as error:
         return _told(error)
     found = compare(right, outcome)

@@ -177,5 +177,19 @@ def stages_are_rebuilt_from_the_config() -> Any:
     return mock.patch.object(causal_lm.CausalLM, "skeleton", skeleton)
 
 
+def norms_of_stages_have_another_epsilon(epsilon: float) -> Any:
+    """Of 1e-6: an error that is as small as the rounding of FP32."""
+    original = causal_lm.CausalLM.skeleton
+
+    def skeleton(self: Any, device: torch.device, dtype: torch.dtype) -> Any:
+        model = original(self, device, dtype)
+        for module in model.modules():
+            if hasattr(module, "variance_epsilon"):
+                module.variance_epsilon = epsilon
+        return model
+
+    return mock.patch.object(causal_lm.CausalLM, "skeleton", skeleton)
+
+
 def hooks_of_gradients_are_lost() -> Any:
     return mock.patch.object(causal_lm, "parameter_hooks", return_value={})

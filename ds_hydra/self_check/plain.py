@@ -1,0 +1,144 @@
+"""The plain model in, what one process computes with it out: one sequence at a time, by the model's own forward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ds_hydra.pipe.dropout import AttentionDropout, sequence_key
+from ds_hydra.pipe.loss import IGNORED
+from ds_hydra.pipe.models.draws import Draws, Keys, Place
+from ds_hydra.pipe.models.random_calls import DROPOUTS, FROM_UNIFORM, dropout_of
+from ds_hydra.pipe.rows import Pack
+from ds_hydra.self_check.precision import doubled
+from ds_hydra.self_check.runs import CPU, Data, Outcome
+
+
+class Plain:
+    """A model that runs one sequence at a time and draws its random numbers by place, as its stages do."""
+
+    def __init__(self, model: Any, draws: Mapping[Place, int] | None = None, layers_path: str = ""):
+        """`draws` are what a trace saw the model draw: it is changed to draw them by place, so copy it before."""
+        self.model, self.layers_path = model, layers_path
+        self._draws = _PlainDraws(draws or {})
+        for module in model.modules():  # layers that are recomputed would not know for which tokens they draw
+            if getattr(module, "gradient_checkpointing", False):
+                module.gradient_checkpointing = False
+        if draws:
+            self._draws.install(model, layers_path)
+
+    def outcome(self, data: Data, order: Sequence[int] | None = None, *, coin: float = 0.5) -> Outcome:
+        """A training step and an evaluation, sequences in this order.
+
+        `coin` in (0, 1) is what every draw of a single number gives: by such a one a model skips whole layers.
+        """
+        self._draws.coin = coin
+        with doubled() as mode:
+            loss, gradients = self._train(data, order or range(len(data.sequences)))
+            return Outcome(loss, self._evaluate(data), gradients, mode.exact)
+
+    def evaluate(self, data: Data) -> float:
+        """The summed loss of each sequence, in evaluation."""
+        with doubled():
+            return self._evaluate(data)
+
+    def run(self, data: Data, sequence: int) -> Any:
+        """What the model returns for a sequence, in the mode that it is in."""
+        tokens = torch.from_numpy(data.sequences[sequence])
+        with self._draws.of(self._keys(len(tokens), sequence)):
+            return self.model(input_ids=tokens[None], use_cache=False)
+
+    def own_loss(self, data: Data) -> str:
+        """How the loss that the model itself makes of labels differs from their cross entropy; empty if it does not.
+
+        Labels may be shifted within the model, as almost all do, or be taken as they are.
+        """
+        tokens = torch.from_numpy(max(data.sequences, key=len))[None]
+        self.model.eval()
+        with doubled(), torch.no_grad():
+            try:
+                out = self.model(input_ids=tokens, labels=tokens, use_cache=False)
+            except TypeError:  # it takes no labels
+                return ""
+        loss, logits = getattr(out, "loss", None), getattr(out, "logits", None)
+        if not isinstance(loss, Tensor) or not isinstance(logits, Tensor) or loss.numel() != 1:
+            return ""
+        logits = logits[0].double()
+        shifted, plain = F.cross_entropy(logits[:-1], tokens[0, 1:]), F.cross_entropy(logits, tokens[0])
+        if min(abs(loss - shifted), abs(loss - plain)) <= 1e-4 * abs(shifted):
+            return ""
+        return f"{float(loss):.6g} for labels whose cross entropy is {float(shifted):.6g}"
+
+    def _train(self, data: Data, order: Sequence[int]) -> tuple[float, dict[str, Tensor]]:
+        model = self.model
+        model.zero_grad(set_to_none=True)
+        model.train()
+        with _Coins(self._draws):
+            loss = sum(self._loss(data, sequence, backward=True) for sequence in order)
+        gradients = {
+            name: torch.zeros_like(p) if p.grad is None else p.grad
+            for name, p in model.named_parameters()
+            if p.requires_grad
+        }
+        model.zero_grad(set_to_none=True)
+        return loss, gradients
+
+    def _evaluate(self, data: Data) -> float:
+        self.model.eval()
+        with torch.no_grad():
+            return sum(self._loss(data, sequence, backward=False) for sequence in range(len(data.sequences)))
+
+    def _loss(self, data: Data, sequence: int, *, backward: bool) -> float:
+        targets = torch.from_numpy(data.load(sequence)[1])
+        logits = self.run(data, sequence).logits[0]
+        loss = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+        if backward:
+            loss.backward()
+        return float(loss.detach())
+
+    def _keys(self, tokens: int, sequence: int) -> Keys | None:
+        if not self._draws.widths or not self.model.training:
+            return None
+        return Keys.of(Pack((tokens,), keys=(sequence_key(0, sequence),)), CPU)
+
+
+class _PlainDraws(Draws):
+    """Answers a plain model that runs one sequence: its attention drops its whole matrix of probabilities at once."""
+
+    def __init__(self, widths: Mapping[Place, int]):
+        super().__init__(widths)
+        self.coin = 0.5  # what every draw of a single number gives
+
+    def answer(self, module: str, func: Any, args: Any, kwargs: Any) -> Any:
+        if func in DROPOUTS:
+            x, rate, _ = dropout_of(args, kwargs)
+            row = self._current(module).row
+            if x.dim() == 4 and x.shape[2:] == (len(row), len(row)):
+                drop = AttentionDropout(rate, row, self._count(module).key)
+                with torch._C.DisableTorchFunction():
+                    return drop(x, first_token=0, first_query=0, first_key=0)
+        return self.tossed(super().answer(module, func, args, kwargs), func, args, kwargs)
+
+    def tossed(self, drawn: Any, func: Any, args: Any, kwargs: Any) -> Any:
+        """What a function returned, with the coin in place of a single random number."""
+        name = getattr(func, "__name__", "")
+        if name in FROM_UNIFORM and isinstance(drawn, Tensor) and drawn.dim() == 0:
+            with torch._C.DisableTorchFunction(), torch.no_grad():
+                return drawn.copy_(FROM_UNIFORM[name](torch.full_like(drawn, self.coin), args, kwargs))
+        return drawn
+
+
+class _Coins(TorchFunctionMode):
+    """Within it, single random numbers are what `draws` say, in modules that draw nothing else too."""
+
+    def __init__(self, draws: _PlainDraws):
+        super().__init__()
+        self._draws = draws
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._draws.tossed(func(*args, **(kwargs or {})), func, args, kwargs or {})

@@ -1,0 +1,95 @@
+"""Every stage of every candidate is built before step 0, and building one later takes no message of any rank."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+import ds_hydra
+from ds_hydra.pipe.models.causal_stage import CausalStage
+from ds_hydra.step.strategy_runtime import StrategyRuntime
+from tests.support.families import build_model
+from tests.support.ranks import run_ranks
+from tests.support.small_job import rank_environment
+
+STRATEGIES = ["2*tp1", "tp2", "pp2", "sp2"]
+MESSAGES = (
+    "all_reduce", "all_gather", "all_gather_into_tensor", "all_to_all_single", "broadcast", "barrier", "send", "recv",
+    "isend", "irecv", "batch_isend_irecv", "new_group", "reduce_scatter_tensor", "all_gather_object",
+)  # fmt: skip
+
+
+class Silent:
+    """A transport that nobody may use."""
+
+    def exchange(self, *_: Any, **__: Any) -> Any:
+        raise AssertionError("a message")
+
+
+@contextlib.contextmanager
+def no_messages() -> Iterator[None]:
+    """Within it, every function of torch.distributed that sends or waits is an error."""
+    with contextlib.ExitStack() as stack:
+        for name in MESSAGES:
+            stack.enter_context(mock.patch.object(dist, name, side_effect=AssertionError(f"{name} was called")))
+        yield
+
+
+def start(**hydra: Any) -> Any:
+    logging.getLogger("ds_hydra").setLevel(logging.ERROR)
+    rank_environment(dist.get_rank())
+    block = {"tokens_per_step": 64, "strategies": STRATEGIES, "steps_file": None, "planner": {"ahead": 0}}
+    config = {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}, "hydra": block | hydra}
+    model = build_model("llama", torch.float32)
+    return ds_hydra.initialize(model=model, training_data=[[3] * 20, [5] * 40] * 4, config=config)[0]
+
+
+def test_building_a_strategy_in_the_background_communicates_nothing() -> None:
+    def program(rank: int) -> list[str]:
+        engine = start(self_check="off", choose="cycle")
+        crew = engine.crew
+        stepper = crew.stepper
+        world = dataclasses.replace(crew.world, links=Silent(), edges=Silent())
+        built = {}
+        with no_messages():
+            for text, strategy in stepper._strategies.items():
+                built[text] = StrategyRuntime(
+                    strategy, engine.job.source, crew.masters, stepper._arena, stepper._pool, world, crew.activity,
+                    wire_dtype=stepper._wire_dtype,
+                )  # fmt: skip
+        losses = [float(engine.train_batch()) for _ in range(2)]
+        engine.destroy()
+        assert all(loss > 0 for loss in losses)
+        return list(built)
+
+    assert run_ranks(program, 2) == [STRATEGIES] * 2
+
+
+def test_a_stage_that_cannot_be_built_ends_the_job_before_step_0_on_all_ranks() -> None:
+    """Without a self-check too, and though the first steps would not use it."""
+
+    def program(rank: int) -> str:
+        original = CausalStage.__init__
+
+        def init(self: Any, source: Any, place: Any, *rest: Any) -> None:
+            if place.is_last and not place.is_first:
+                raise TypeError("a layer cannot be copied")
+            original(self, source, place, *rest)
+
+        with mock.patch.object(CausalStage, "__init__", init):
+            try:
+                start(self_check="off", choose="cycle")
+            except (TypeError, RuntimeError) as error:
+                return f"{type(error).__name__}: {error}"
+        return "it has started"
+
+    first, second = run_ranks(program, 2)
+    assert second == "TypeError: a layer cannot be copied"
+    assert first == f"RuntimeError: building the stages of all strategies failed on rank 1: {second}"
