@@ -2,10 +2,10 @@
 
   ds-hydra simulate "tp16 + 2*tp8 + 4*tp4pp2" --cost-table a800-32b --lengths pretraining --tokens 200000 \\
       --context 32768 [--steps 10] [--trace step.json] [--gantt step.png]
-  ds-hydra simulate runs/steps.jsonl --cost-table table.json --model my_model/ [--step 20] [--trace step.json]
+  ds-hydra simulate runs/plans.jsonl --cost-table table.json --model my_model/ [--step 20] [--trace step.json]
 
-The first form plans steps of random lengths under one strategy; the second takes the plans of a run's step records, or
-of a file to replay. Needs no device, and no torch but for --model. A trace opens in https://ui.perfetto.dev.
+The first form plans steps of random lengths under one strategy; the second takes the plans of a run (hydra.plans_file).
+Needs no device, and no torch but for --model. A trace opens in https://ui.perfetto.dev.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ds_hydra.costs.memory import gibibytes
 from ds_hydra.costs.table_file import TableFile, read_table_file
 from ds_hydra.data.length_sources import read_lengths, sample_batches
 from ds_hydra.pipe.shape import StrategyShape
-from ds_hydra.plan.plan_file import recorded_plans
+from ds_hydra.plan.plan_file import load_plans
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.planner import Planner, PlannerOptions
 from ds_hydra.report.gantt import MOST_ROWS, draw_gantt
@@ -44,7 +44,7 @@ _HEADERS = ("step", "strategy", "ms", "plan ms", "bubbles", "gap", "exposed ms",
 def parse_arguments(arguments: Sequence[str] | None, name: str) -> argparse.Namespace:
     """Read the command line."""
     parser = figures_parser(__doc__, name)
-    parser.add_argument("what", help="a strategy such as 'tp4 + 2*tp2pp2', a file of plans, or a run's steps_file")
+    parser.add_argument("what", help="a strategy such as 'tp4 + 2*tp2pp2', or the plans_file of a run")
     parser.add_argument(
         "--cost-table", required=True, help=f"a file of ds-hydra profile, or one of {', '.join(SHIPPED)}"
     )
@@ -120,7 +120,7 @@ def run(args: argparse.Namespace, name: str) -> int:
     if args.gpus is not None and args.gpus < 1:
         raise ConfigError(f"--gpus {args.gpus}: a job needs at least 1")
     found = read_table_file(shipped(args.cost_table))
-    recorded = recorded_plans(args.what) if Path(args.what).is_file() else {}
+    recorded = load_plans(args.what) if Path(args.what).is_file() else {}
     strategies = list(dict.fromkeys(phase.shape for plan in recorded.values() for phase in plan.phases))
     strategies = strategies or [StrategyShape.parse(args.what)]
     job = simulated_job(args, found, strategies)

@@ -15,6 +15,7 @@ from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.plan.validate import validate_plan
 from ds_hydra.simulate.links import LinkModel
+from ds_hydra.simulate.order import check_order
 from ds_hydra.zero_hetero.errors import ConfigError
 
 NO_LIMIT = 2.0**62  # bytes of a device, for memory models: what limits a simulated plan is the table's MaxLen
@@ -42,12 +43,13 @@ class SimulatedJob:
         return self.found.table
 
     def check(self, plan: StepPlan) -> None:
-        """PlanError for a plan that is not right in itself, of other ranks, or above the table's MaxLen.
+        """PlanError for a plan that is not right in itself, of other ranks, above MaxLen, or that would stand still.
 
         The plan's own times are not compared: it may have been made with another table.
         """
         limits: dict[Any, int] = {cost.scheme: cost.max_length for cost in self.table.costs}
         validate_plan(plan, limits, self.num_ranks)
+        check_order(plan)
 
     def with_costs_of(self, strategies: Iterable[StrategyShape]) -> SimulatedJob:
         """The same job with costs of these strategies' pipelines, whose stages may differ. PlanError if it has none.

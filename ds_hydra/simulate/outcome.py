@@ -61,6 +61,12 @@ class SimulatedStep:
     step_s: float
     memory: JobMemory | None = None
 
+    @property
+    def pushed_s(self) -> Floats:
+        """When each rank is done with all phases."""
+        *_, last = self.phases
+        return last.stop
+
     @cached_property
     def ranks(self) -> RankTimes:
         """What each rank spends its time with."""
@@ -91,7 +97,7 @@ class SimulatedStep:
     @property
     def exposed_s(self) -> float:
         """Mean over the ranks: waiting for pulls and pushes, and for the norm's all-gather."""
-        return float((self.ranks.pull + self.ranks.push).mean()) + self.norm_s - float(self.phases[-1].stop.max())
+        return float((self.ranks.pull + self.ranks.push).mean()) + self.norm_s - float(self.pushed_s.max())
 
     @cached_property
     def peak_bytes(self) -> Floats | None:

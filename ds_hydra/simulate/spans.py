@@ -23,7 +23,7 @@ def step_spans(step: SimulatedStep, ranks: Container[int] | None = None) -> Iter
     for rank in range(step.num_ranks):
         if ranks is None or rank in ranks:
             yield Span(rank, "compute", "control", "agree on the plan", 0.0, step.agreed_s)
-            yield Span(rank, "compute", "norm", "norm", float(step.phases[-1].stop[rank]), step.norm_s)
+            yield Span(rank, "compute", "norm", "norm", float(step.pushed_s[rank]), step.norm_s)
             yield Span(rank, "compute", "optimizer", "optimizer", step.norm_s, step.step_s)
 
 

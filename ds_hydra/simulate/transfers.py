@@ -62,7 +62,8 @@ def bucket_uses(plan: ModelPlan, stage: Stage) -> tuple[BucketUse, ...]:
 def _kinds(plan: ModelPlan, strategy: Strategy) -> Sequence[object]:
     """For each bucket what its transfers depend on: its parameters, and which stages need which of them."""
     stages = [stage for pipeline in strategy.pipelines for stage in pipeline.stages]
-    needed = {(stage.first_layer, stage.last_layer): plan.needed(stage) for stage in stages}
+    distinct = {(stage.first_layer, stage.last_layer): stage for stage in stages}
+    needed = {layers: plan.needed(stage) for layers, stage in distinct.items()}
     return [_kind(bucket, stages, needed) for bucket in plan.buckets]
 
 

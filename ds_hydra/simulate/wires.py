@@ -40,30 +40,45 @@ class Parcels(NamedTuple):
     def of_plan(cls, plan: TransferPlan, links: LinkModel, element_bytes: int) -> Parcels:
         """The messages between ranks of a transfer plan; what a rank keeps for itself is none."""
         n, slices = plan.num_ranks, plan.slices
-        remote = slices.src != slices.dst
-        # One key a pair, by sender and then by how far away the receiver is; slices of one pair are one message.
-        away = (slices.dst[remote] - slices.src[remote]) % n
-        keys, index = np.unique(slices.src[remote] * n + away, return_inverse=True)
-        elements = np.bincount(index, weights=slices.length[remote], minlength=len(keys))
-        src, far = np.divmod(keys, n)
-        dst = (src + far) % n
+        remote = np.flatnonzero(slices.src != slices.dst)
+        src, dst, length = slices.src[remote], slices.dst[remote], slices.length[remote]
+        far = (dst - src) % n
+        order = _sorted_by(src, far)
+        # Slices of one pair stand next to each other now, and are one message.
+        first = _begins((src * n + far)[order])
+        elements = np.add.reduceat(length[order], first) if len(first) else length
+        src, dst, far = (column[order][first] for column in (src, dst, far))
         crosses = src // links.node_size != dst // links.node_size
         latency = np.where(crosses, links.between.latency_s, links.inside.latency_s)
         rate = np.where(crosses, links.between.bytes_per_s, links.inside.bytes_per_s)
         wire = elements * element_bytes / rate
-        senders, sender = np.unique(src, return_inverse=True)
-        sent, before = _running(wire, sender, len(senders))
-        order = np.argsort(dst * n + far)
-        receivers, first, receiver = np.unique(dst[order], return_index=True, return_inverse=True)
-        received, earlier = _running(wire[order], receiver, len(receivers))
-        return cls(senders, sent, receivers, received, first, sender[order], (before + latency)[order] - earlier)
+        first_out = _begins(src)
+        sent, before = _running(wire, first_out)
+        order = _sorted_by(dst, far)
+        first_in = _begins(dst[order])
+        received, earlier = _running(wire[order], first_in)
+        sender = np.repeat(np.arange(len(first_out)), np.diff(first_out, append=len(src)))[order]
+        slack = (before + latency)[order] - earlier
+        return cls(src[first_out], sent, dst[order][first_in], received, first_in, sender, slack)
 
 
-def _running(wire: Floats, group: Ints, num_groups: int) -> tuple[Floats, Floats]:
-    """Wire time of each group, and before each message of its group. Groups stand one after the other, in order."""
-    total = np.bincount(group, weights=wire, minlength=num_groups).astype(np.float64)
-    groups_before = np.cumsum(total) - total
-    return total, np.cumsum(wire) - wire - groups_before[group]
+def _sorted_by(first: Ints, then: Ints) -> Ints:
+    """The order by one column and then by another, of ranks: sorting 16 bit numbers takes a tenth of the time."""
+    order = np.argsort(then.astype(np.uint16), kind="stable")
+    return order[np.argsort(first[order].astype(np.uint16), kind="stable")]
+
+
+def _begins(column: Ints) -> Ints:
+    """Where each value begins, in a column in which equal ones follow each other."""
+    return np.flatnonzero(np.diff(column, prepend=-1))
+
+
+def _running(wire: Floats, first: Ints) -> tuple[Floats, Floats]:
+    """Wire time of each rank's messages, which begin at `first`, and of those that stand before each of them."""
+    counts = np.diff(first, append=len(wire))
+    before = np.cumsum(wire) - wire
+    total = np.add.reduceat(wire, first) if len(first) else np.zeros(0)
+    return total, before - np.repeat(before[first], counts)
 
 
 class Exchanged(NamedTuple):

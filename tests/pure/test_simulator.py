@@ -16,15 +16,16 @@ from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.memory import Activations, JobMemory
 from ds_hydra.costs.table_file import TableFile
 from ds_hydra.pipe.model_plan import Bucket, ModelPlan, ParamSpec
+from ds_hydra.pipe.schedules.actions import Action, Slot, slots_from_text
 from ds_hydra.pipe.schedules.registry import orders, training_slots
-from ds_hydra.pipe.schedules.rendezvous import check_slots
 from ds_hydra.pipe.schedules.simulate import simulate_loads, simulate_slots
-from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
+from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
 from ds_hydra.plan.phase import MicroBatchPlan, Phase, PipelinePlan
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.plan.validate import validate_plan
 from ds_hydra.report.gantt import draw_gantt
 from ds_hydra.report.trace import Span, trace_faults, trace_record
+from ds_hydra.simulate import order
 from ds_hydra.simulate.job import SimulatedJob
 from ds_hydra.simulate.links import LinkModel, Port, Speed
 from ds_hydra.simulate.llama import SHIPPED, llama_plan
@@ -208,10 +209,7 @@ def test_random_plans_run_to_their_end_within_bounds(seed: int) -> None:
     drawn = random_job(rng, size)
     plan = random_plan(rng, drawn.table, size)
     validate_plan(plan, drawn.table, size)
-    for phase in plan.phases:
-        for pipeline in phase.pipelines:
-            stages = range(pipeline.shape.pp)
-            check_slots([training_slots("1f1b", len(pipeline.microbatches), len(stages), s) for s in stages])
+    drawn.check(plan)
     found = Simulator(drawn).step(plan)
     slower = dataclasses.replace(drawn.links, inside=Speed(2 * drawn.links.inside[0], drawn.links.inside[1] / 3))
     free = Simulator(dataclasses.replace(drawn, links=dataclasses.replace(FREE, node_size=slower.node_size))).step(plan)
@@ -222,6 +220,27 @@ def test_random_plans_run_to_their_end_within_bounds(seed: int) -> None:
         assert (getattr(figures, part.name) >= -1e-12).all()
     assert (figures.compute + figures.bubble + figures.pull + figures.push <= found.step_s + 1e-9).all()
     assert not trace_faults(trace_record({"predicted": step_spans(found), "again": step_spans(found)}))
+
+
+def test_a_schedule_that_would_stand_still_is_refused_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_late(name: str, microbatches: int, stages: int, stage: int) -> tuple[Slot, ...]:
+        texts = ("F0 | >0 | <0 B0", "->0 F0 B0") if name == "crossed" else ("F0 | >0 | <0 B0", "->0 F0 B0 | <-0")
+        return slots_from_text(texts[stage])
+
+    monkeypatch.setattr(order, "training_slots", too_late)
+    for name, words in (("crossed", "waits for ever"), ("sound", "")):
+        pipeline = PipelinePlan(PipelineShape.parse(f"pp2/{name}"), (MicroBatchPlan.of_whole([0], [3]),), 1.0)
+        plan = StepPlan(0, (0,), (3,), (Phase((pipeline,)),), 1.0)
+        if words:
+            with pytest.raises(PlanError, match=words):
+                order.check_order(plan)
+        else:
+            order.check_order(plan)
+    # A stage that may push in a backward has no message after it, or its neighbour would wait for that one for ever.
+    monkeypatch.setattr(order, "backward_of_first_push", lambda slots: Action("backward", 0))
+    with pytest.raises(PlanError, match="stage 1 pushes in B0, but <-0 follow"):
+        order.check_order(dataclasses.replace(plan, phases=(Phase((dataclasses.replace(
+            pipeline, shape=PipelineShape.parse("pp2/again")),)),)))  # fmt: skip
 
 
 def test_bad_plans_are_refused() -> None:

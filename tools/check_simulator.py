@@ -1,0 +1,173 @@
+"""What the simulator of steps promises: speed, no deadlock, sound traces.
+
+python -m tools.check_simulator [--quick] [--json FILE]
+
+speed    1024 ranks in under 2 s, transfers planned anew and known from an earlier step
+plans    random plans on 1 to 32 ranks, a third of them of two phases: their order is checked, then each is simulated
+         and its figures must add up; none may stand still
+traces   of some of these plans, by the format's rules
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from ds_hydra.commands.figures import figures_parser, finish, guarded, print_table
+from ds_hydra.commands.shipped import shipped
+from ds_hydra.costs.analytic import analytic_cost_table
+from ds_hydra.costs.table_file import TableFile
+from ds_hydra.data.length_sources import read_lengths, sample_batches
+from ds_hydra.pipe.shape import StrategyShape
+from ds_hydra.plan.step_plan import StepPlan
+from ds_hydra.planner import Planner, PlannerOptions
+from ds_hydra.report.trace import trace_faults, trace_record
+from ds_hydra.simulate.links import LinkModel
+from ds_hydra.simulate.llama import SHIPPED, shipped_job
+from ds_hydra.simulate.outcome import SimulatedStep
+from ds_hydra.simulate.spans import step_spans
+from ds_hydra.simulate.step import Simulator
+from ds_hydra.zero_hetero.errors import PlanError
+from tests.support.random_plans import random_job, random_plan
+
+LIMIT_S = 2.0
+STRATEGIES = (
+    "16*tp16 + 32*tp8pp2 + 16*tp4pp2 + 8*tp4pp4",
+    "64*tp16",
+    "8*tp16 + 16*tp8 + 32*tp4pp4 + 32*tp2pp4",
+    "2*tp16 + 4*tp8pp4 + 104*tp4pp2 + tp2pp4 + 3*tp4pp2",
+    "1024*tp1",  # every rank pulls everything: a million messages for a layer
+)
+PLANS, QUICK_PLANS = 10_000, 400
+
+
+def large_plan(strategy: StrategyShape, seed: int) -> tuple[TableFile, StepPlan]:
+    """A step of 3.2 million tokens, by the published costs of LLaMA 32B; estimated ones for what has none."""
+    found = TableFile(
+        analytic_cost_table(SHIPPED["a800-32b"].shape, {p.scheme for p in strategy.pipelines if p.scheme}, 32768)
+    )
+    lengths = read_lengths(shipped("pretraining"), 32768, seed=seed).lengths
+    (batch,) = sample_batches(lengths.tolist(), 3_200_000, 1, seed, 32768)
+    planner = Planner(found.table, [strategy], PlannerOptions(kernels="pure"))
+    return found, planner.plan(0, range(len(batch)), batch.tolist())
+
+
+def check_speed(missed: list[str]) -> list[dict[str, object]]:
+    """Seconds of CPU for a step on 1024 ranks: they do not depend on what else this machine does."""
+    rows = []
+    for text in STRATEGIES:
+        strategy = StrategyShape.parse(text)
+        found, plan = large_plan(strategy, 1)
+        job = shipped_job("a800-32b", found, LinkModel(8), strategy.num_ranks, [strategy])
+        simulator, seconds = Simulator(job), []
+        for _ in range(2):
+            began = time.process_time()
+            step = simulator.step(plan)
+            figures = (step.bubble_share, step.gap, step.exposed_s, float(np.max(step.peak_bytes)))
+            seconds.append(time.process_time() - began)
+        actions = sum(len(times.actions) for phase in step.phases for _, times, _ in phase.stages())
+        rows.append({"strategy": text, "ranks": job.num_ranks, "actions": actions, "first s": seconds[0],
+                     "then s": seconds[1], "step s": step.step_s, "bubbles": figures[0],
+                     "gap": figures[1]})  # fmt: skip
+        if max(seconds) >= LIMIT_S:
+            missed.append(f"{text}: {max(seconds):.2f} s for {job.num_ranks} ranks, not under {LIMIT_S:g} s")
+    return rows
+
+
+def drawn_plans(count: int) -> Iterator[tuple[Simulator, StepPlan]]:
+    """Random plans; each job runs ten of them, so that strategies change from step to step."""
+    for seed in range(-(-count // 10)):
+        rng = random.Random(seed)
+        num_ranks = rng.choice([1, 2, 3, 4, 6, 8, 12, 16, 24, 32])
+        simulator = Simulator(random_job(rng, num_ranks))
+        for step in range(min(10, count - 10 * seed)):
+            yield simulator, random_plan(rng, simulator.job.table, num_ranks, step=step)
+
+
+def wrong_in(step: SimulatedStep) -> str:
+    """What does not add up in a simulated step; empty when all does."""
+    ranks = step.ranks
+    parts = [getattr(ranks, field.name) for field in dataclasses.fields(ranks)]
+    if min(float(part.min()) for part in parts) < -1e-9:
+        return "a negative time"
+    if float((ranks.compute + ranks.bubble + ranks.pull + ranks.push).max()) > step.step_s * (1 + 1e-9):
+        return "a rank is busy for longer than the step"
+    for phase in step.phases:
+        for plan, times, _ in phase.stages():
+            if len(times.actions) != 2 * len(plan.microbatches):
+                return "a stage has not run all its micro-batches"
+    return ""
+
+
+def check_plans(count: int, missed: list[str]) -> list[dict[str, object]]:
+    """Random plans by number of ranks: phases, micro-batches, and how many stood still or did not add up."""
+    rows: dict[int, dict[str, int]] = {}
+    for simulator, plan in drawn_plans(count):
+        row = rows.setdefault(
+            simulator.job.num_ranks, {"plans": 0, "two phases": 0, "micro-batches": 0, "stood still": 0, "wrong": 0}
+        )
+        row["plans"] += 1
+        row["two phases"] += len(plan.phases) == 2
+        row["micro-batches"] += sum(len(p.microbatches) for phase in plan.phases for p in phase.pipelines)
+        try:
+            simulator.job.check(plan)
+            wrong = wrong_in(simulator.step(plan))
+        except PlanError as error:
+            row["stood still"] += 1
+            missed.append(f"{plan.strategy}: {error}")
+            continue
+        if wrong:
+            row["wrong"] += 1
+            missed.append(f"{plan.strategy}: {wrong}")
+    return [{"ranks": ranks, **row} for ranks, row in sorted(rows.items())]
+
+
+def check_traces(count: int, missed: list[str]) -> list[dict[str, object]]:
+    """Traces of random plans, written and read again."""
+    spans = faults = 0
+    for simulator, plan in drawn_plans(count):
+        step = simulator.step(plan)
+        record = json.loads(json.dumps(trace_record({"predicted": step_spans(step), "again": step_spans(step)})))
+        found = trace_faults(record)
+        spans += sum(event["ph"] == "X" for event in record["traceEvents"])
+        faults += len(found)
+        missed += [f"trace of {plan.strategy}: {fault}" for fault in found[:1]]
+    return [{"traces": count, "spans": spans, "faults": faults}]
+
+
+def show(title: str, rows: Sequence[dict[str, object]]) -> None:
+    """Print one table."""
+    print(f"\n{title}")
+    print_table(tuple(rows[0]), [list(row.values()) for row in rows])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Check and print; 1 when an aim is missed."""
+    args = figures_parser(__doc__, "check_simulator").parse_args(arguments)
+
+    def run() -> int:
+        missed: list[str] = []
+        plans = QUICK_PLANS if args.quick else PLANS
+        tables = {
+            "speed": check_speed(missed),
+            "plans": check_plans(plans, missed),
+            "traces": check_traces(plans // 40, missed),
+        }
+        show(f"a step on 1024 ranks, seconds of CPU; under {LIMIT_S:g}", tables["speed"])
+        show("random plans, order checked and simulated", tables["plans"])
+        show("traces by the format's rules", tables["traces"])
+        slowest = max(float(str(row["first s"])) for row in tables["speed"])
+        summary = f"1024 ranks in {slowest:.2f} s at most, {plans} random plans, {tables['traces'][0]['spans']} spans"
+        return finish("check_simulator", summary, tables, missed, args.json)
+
+    return guarded("check_simulator", run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
