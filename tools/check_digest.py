@@ -167,7 +167,9 @@ def projection(plan: Any) -> object:
         }
         for pipeline in phase.pipelines
     ]
-    times = [float(plan.predicted_ms).hex(), float(plan.lower_bound_ms).hex()]
+    # By the formula that plans are searched with; earlier releases called it the prediction.
+    searched = getattr(plan, "searched_ms", plan.predicted_ms)
+    times = [float(searched).hex(), float(plan.lower_bound_ms).hex()]
     return [str(plan.strategy), list(plan.lengths), pipelines, times]
 
 

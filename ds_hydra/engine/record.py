@@ -70,6 +70,7 @@ def step_record(
         num_padding=int(sum(rank.num_padding for rank in outcome.stats)),
         pipeline_ms=measured.pipeline_ms,
         num_pipelines=tuple(len(phase.pipelines) for phase in plan.phases),
+        searched_ms=plan.searched_ms,
         lower_bound_ms=plan.lower_bound_ms,
         planning_ms=planned.planning_ms,
         planning_hidden=planned.hidden,

@@ -53,7 +53,10 @@ class MicroBatchPlan:
 
 @dataclass(frozen=True, slots=True)
 class PipelinePlan:
-    """What one pipeline runs in a phase: its micro-batches in the order given. None at all is allowed."""
+    """What one pipeline runs in a phase: its micro-batches in the order given. None at all is allowed.
+
+    `predicted_ms` is its time by the formula that the search works with.
+    """
 
     shape: PipelineShape
     microbatches: tuple[MicroBatchPlan, ...]

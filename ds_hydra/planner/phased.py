@@ -66,7 +66,7 @@ class PhasedPlanner:
         phases = tuple(_in_batch(phase, own, tokens) for plan, own in planned for phase in plan.phases)
         sources = {plan.source for plan, _ in planned}
         source = sources.pop() if len(sources) == 1 else "fast"
-        return StepPlan(step, ids, tokens, phases, sum(phase.predicted_ms for phase in phases), source=source)
+        return StepPlan(step, ids, tokens, phases, sum(plan.predicted_ms for plan, _ in planned), source=source)
 
 
 def _in_batch(phase: Phase, own: Sequence[int], lengths: Sequence[int]) -> Phase:

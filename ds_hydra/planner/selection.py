@@ -15,6 +15,7 @@ from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
 from ds_hydra.plan.phase import MicroBatchPlan, Phase, PipelinePlan
 from ds_hydra.plan.plan_file import load_plans
 from ds_hydra.plan.runnable import check_runnable
+from ds_hydra.plan.simulate import simulated_ms
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.plan.validate import check_complete
 from ds_hydra.planner.kernels.problem import Assignment, Batch, PipelineKinds, check_sequences, scheme_arrays
@@ -123,9 +124,9 @@ class Planner:
             batches = tuple([MicroBatchPlan.of_whole(sequences, tokens) for _, sequences in ordered])
             pipelines.append(PipelinePlan(shape, batches, ms))
         phase = Phase(tuple(pipelines))
-        predicted = phase.predicted_ms
+        predicted = simulated_ms((phase,), self.cost_table)
         source = "search" if kernels.select(self.options.kernels).is_compiled else "fast"
-        return StepPlan(step, ids, tokens, (phase,), predicted, min(bound, predicted), source)
+        return StepPlan(step, ids, tokens, (phase,), predicted, min(bound, phase.predicted_ms), source)
 
 
 def order_microbatches(loaded: list[tuple[float, tuple[int, ...]]]) -> list[tuple[float, tuple[int, ...]]]:

@@ -32,7 +32,8 @@ class StepRecord:
     total_steps: int | None = None  # hydra.total_steps
     pipeline_ms: tuple[float, ...] = ()  # measured time of each pipeline, in rank order, phase after phase
     num_pipelines: tuple[int, ...] = ()  # of each phase; () stands for one phase
-    lower_bound_ms: float = 0.0  # no plan of this step can be predicted faster; 0 when not known
+    searched_ms: float = 0.0  # the plan's time by the formula that the search works with
+    lower_bound_ms: float = 0.0  # by that formula no plan of this step is faster; 0 when not known
     planning_ms: float = 0.0
     planning_hidden: bool = True  # the plan was ready when the step began
     plan_source: str = "search"
@@ -93,7 +94,7 @@ class StepRecord:
     @property
     def gap(self) -> float | None:
         """How much slower this plan is predicted to be than the lower bound, 0.02 for 2 %; None without a bound."""
-        return self.predicted_ms / self.lower_bound_ms - 1.0 if self.lower_bound_ms > 0 else None
+        return self.searched_ms / self.lower_bound_ms - 1.0 if self.lower_bound_ms > 0 else None
 
     def to_dict(self) -> dict[str, Any]:
         """All fields and derived figures, fit for JSON (a number that is not finite becomes null)."""

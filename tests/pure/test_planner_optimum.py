@@ -44,7 +44,7 @@ def check_instance(instance: Instance) -> None:
     plan = planner.plan(0, range(len(instance.lengths)), instance.lengths)
     validate_plan(plan, instance.table, 4, instance.objective)
     assert plan.lower_bound_ms <= optimum * (1 + 1e-9), instance
-    assert optimum * (1 - 1e-9) <= plan.predicted_ms <= optimum * 1.01, instance
+    assert optimum * (1 - 1e-9) <= plan.searched_ms <= optimum * 1.01, instance
 
 
 def test_search_without_enumeration_is_close_to_the_optimum() -> None:

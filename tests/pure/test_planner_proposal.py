@@ -9,11 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ds_hydra.costs.cost_table import CostTable
+from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.data.length_sources import read_length_file, read_lengths, sample_batches
 from ds_hydra.pipe.schedules.registry import orders
 from ds_hydra.pipe.schedules.simulate import simulate_loads
-from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
+from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
+from ds_hydra.plan.phase import MicroBatchPlan, Phase, PipelinePlan
+from ds_hydra.plan.simulate import simulated_ms
 from ds_hydra.planner import Planner, PlannerOptions
 from ds_hydra.planner.preview import pack_full_ms
 from ds_hydra.planner.proposal.by_paper import propose_by_program
@@ -106,6 +108,13 @@ def test_flow_shop_time_is_near_the_simulation_and_no_shorter() -> None:
         flow_shop = sum(loads) + (stages - 1) * max(loads)
         simulated = simulate_loads(orders("1f1b", len(loads), stages), [loads] * stages)
         assert 0.999 * simulated <= flow_shop <= 1.2 * simulated
+        # Phases of two pipelines, the second of which runs but the first two micro-batches.
+        scheme = ParallelScheme(1, stages)
+        lengths = [round(1e6 * load) for load in loads]
+        batches = tuple(MicroBatchPlan.of_whole([position], lengths) for position in range(len(lengths)))
+        phase = Phase(tuple(PipelinePlan(PipelineShape.of(scheme), held, 0.0) for held in (batches[:2], batches)))
+        costs = CostTable((SchemeCost(scheme, 0.0, 1.0, 0.0, 10**9),))
+        assert simulated_ms([phase, phase], costs) == pytest.approx(2e6 * simulated, rel=1e-5)
 
 
 def test_lengths_are_read_from_every_source(tmp_path: Path) -> None:

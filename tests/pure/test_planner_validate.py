@@ -188,7 +188,7 @@ MUTATIONS: dict[str, tuple[Mutation, str]] = {
         lambda p, d: dataclasses.replace(p, predicted_ms=p.predicted_ms * d.choice([0.9, 1.001])),
         "slowest pipeline takes",
     ),
-    "bound above the plan": (lambda p, d: dataclasses.replace(p, lower_bound_ms=p.predicted_ms * 1.01), "lower bound"),
+    "bound above the plan": (lambda p, d: dataclasses.replace(p, lower_bound_ms=p.searched_ms * 1.01), "lower bound"),
     "negative bound": (lambda p, d: dataclasses.replace(p, lower_bound_ms=-1.0), "lower bound"),
     "negative step": (lambda p, d: dataclasses.replace(p, step=-1 - d.randrange(5)), "must not be negative"),
     "lengths below 1": (other_lengths, "not at least 1"),

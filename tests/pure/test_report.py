@@ -29,6 +29,7 @@ RECORD = StepRecord(
     predicted_ms=760.0,
     num_padding=1000,
     pipeline_ms=(600.0, 700.0, 800.0),
+    searched_ms=770.0,
     lower_bound_ms=700.0,
     planning_ms=12.0,
     plan='{"step":0}',
@@ -49,7 +50,7 @@ def test_derived_figures() -> None:
     assert RECORD.balance == pytest.approx(800 / 700)
     assert RECORD.padding_share == pytest.approx(0.1)
     assert RECORD.tokens_per_second == pytest.approx(11250)
-    assert RECORD.gap == pytest.approx(760 / 700 - 1)
+    assert RECORD.gap == pytest.approx(770 / 700 - 1)
     assert replace(RECORD, lower_bound_ms=0.0).gap is None
     assert replace(RECORD, pipeline_ms=()).balance == 1.0
 
