@@ -103,6 +103,11 @@ class Strategy:
                 return index, pipeline.stage_index(rank)
         raise PlanError(f"rank {rank} is in no pipeline of a strategy over {self.num_ranks} ranks")
 
+    def stage_of(self, rank: int) -> Stage:
+        """The stage that holds a global rank."""
+        pipeline, stage = self.locate(rank)
+        return self.pipelines[pipeline].stages[stage]
+
 
 def split_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
     """Layers per stage, as even as can be; later stages take the remainder's lack (they carry the head).

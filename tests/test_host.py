@@ -194,10 +194,17 @@ def test_precision_follows_the_config_and_the_model() -> None:
     def run() -> None:
         bf16 = make_engine(parsed_config(bf16={"enabled": True}))
         assert (bf16.compute_dtype, bf16.master_dtype) == (torch.bfloat16, torch.float32)
+        assert bf16.grad_dtype == torch.float32
+        narrow = make_engine(parsed_config(bf16={"enabled": True}, data_types={"grad_accum_dtype": "bf16"}))
+        assert (narrow.grad_dtype, narrow.get_data_types()) == (torch.bfloat16, (torch.bfloat16, torch.bfloat16))
         fp64 = make_engine(parsed_config(), small_model().double())
         assert (fp64.compute_dtype, fp64.master_dtype) == (torch.float64, torch.float64)
         with pytest.raises(ConfigError, match="bfloat16 but the block bf16 is not enabled"):
             make_engine(parsed_config(), small_model().bfloat16())
+        with pytest.raises(ConfigError, match=r'grad_accum_dtype is "bf16" but .* computed in float32.*leave the key'):
+            make_engine(parsed_config(data_types={"grad_accum_dtype": "bf16"}))
+        with pytest.raises(ConfigError, match=r'"fp32" but .* in float64: .* in that type or in float64'):
+            make_engine(parsed_config(data_types={"grad_accum_dtype": "fp32"}), small_model().double())
 
     on_one_rank(run)
 

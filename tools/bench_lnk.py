@@ -32,7 +32,6 @@ from ds_hydra.pipe.model_plan import ModelPlan, ParamSpec, ShardRule, make_bucke
 from ds_hydra.pipe.placement import Strategy, place_strategy
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.zero_hetero.bucket import BucketSpec
-from ds_hydra.zero_hetero.buffer_pool import BufferPool
 from ds_hydra.zero_hetero.layout import Layout, even_layout
 from ds_hydra.zero_hetero.link import Link
 from ds_hydra.zero_hetero.masters import MasterShards
@@ -146,15 +145,13 @@ class Lnk:
     def __init__(self, case: Case, rank: int, plans: list[tuple[TransferPlan, Layout, TransferPlan]]):
         specs = [BucketSpec(b.name, tuple((p.name, p.numel) for p in b.params)) for b in case.plan.buckets]
         masters = MasterShards(specs, rank, case.num_ranks, "cpu")
-        transport, pool = TorchTransport(max_open_receives=2), BufferPool()
+        transport = TorchTransport(max_open_receives=2)
         buffers = [torch.zeros(held.sizes[rank], dtype=case.dtype) for _, held, _ in plans]
-        pulls = [Link(pull, rank, transport, buffers=pool) for pull, _, _ in plans]
+        pulls = [Link(pull, rank, transport) for pull, _, _ in plans]
         self.pulls = Pulls(pulls, masters.shards, buffers)
         self.pushes = Pushes(
             [
-                PushBucket(
-                    Link(push, rank, transport, buffers=pool), (), torch.zeros(held.sizes[rank]), masters.grads[b]
-                )
+                PushBucket(Link(push, rank, transport), (), torch.zeros(held.sizes[rank]), masters.grads[b])
                 for b, (_, held, push) in enumerate(plans)
             ],
             wire_dtype=case.dtype,

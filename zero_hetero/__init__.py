@@ -4,16 +4,17 @@ Two layouts of one flat tensor say who holds what before and after; a transfer p
 to which; a link does it. `transfer_plan` has an example with three ranks. Parameters are pulled from the master shards
 to a strategy's layout, gradients are pushed back by the transposed plan and added up by their owners.
 
-Read in this order; the first five, `relay_plan`, `bucket` and `errors` import no torch.
+Read in this order; the first six, `relay_plan`, `bucket` and `errors` import no torch.
 
   intervals        arithmetic on integer intervals, as columns
   layout           which rank holds which intervals of a flat tensor
   sender_choice    which of several holders sends
   transfer_plan    two layouts -> messages between ranks; a push is the transposed pull
   contributions    in which order contributions are written and added
+  scratch_plan     how much scratch memory transfers take, and which of them share it
   transport        start sends and receives, wait for them (torch.distributed, or in one process)
   clock            how long work took on the device that did it; laps of a rank's activities
-  buffer_pool      scratch memory that is used again
+  scratch          the memory that `scratch_plan` planned
   envelope         one rank's side of a message: in place, or through scratch memory
   mover            what `link` and `relay_link` both are; all that their users know of them
   link             LNK: runs one rank's part of a transfer plan

@@ -9,10 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
-
-from ds_hydra.zero_hetero.buffer_pool import BufferPool
 
 
 class Part(NamedTuple):
@@ -51,45 +48,22 @@ class Envelope(NamedTuple):
         """The least length of a local buffer that holds every part."""
         return max((part.offset + part.length for part in self.parts), default=0)
 
-    def outgoing(self, src: Tensor, scratch: Scratch) -> Tensor:
-        """The message to send, shape (numel,) in the scratch's dtype: an interval of `src` itself where it can be."""
-        if len(self.parts) == 1 and src.dtype == scratch.dtype:  # another dtype must be cast, which is a copy anyway
-            return src.narrow(0, self.parts[0].offset, self.numel)
-        message = scratch.take(self.numel)
+    @property
+    def in_place(self) -> bool:
+        """Whether the message is one interval of the local buffer, and so needs no copy."""
+        return len(self.parts) == 1
+
+    def interval(self, buffer: Tensor) -> Tensor:
+        """The message where it lies in the local buffer, shape (numel,), if it is `in_place`."""
+        return buffer.narrow(0, self.parts[0].offset, self.numel)
+
+    def gather(self, src: Tensor, message: Tensor) -> Tensor:
+        """Copy the elements from their places in `src` into `message`, shape (numel,), and cast them to its dtype."""
         for offset, position, length in self.parts:
             message.narrow(0, position, length).copy_(src.narrow(0, offset, length))
         return message
 
-    def landing(self, dst: Tensor, scratch: Scratch) -> Tensor:
-        """Where the message is received, shape (numel,): in `dst` itself where it is one interval."""
-        if len(self.parts) == 1:
-            return dst.narrow(0, self.parts[0].offset, self.numel)
-        return scratch.take(self.numel)
-
     def scatter(self, message: Tensor, dst: Tensor) -> None:
-        """Bring a message that arrived at its `landing` to its places in `dst`; nothing to do where it landed there."""
-        if len(self.parts) == 1:
-            return
+        """Copy the elements of `message`, shape (numel,), to their places in `dst`."""
         for offset, position, length in self.parts:
             dst.narrow(0, offset, length).copy_(message.narrow(0, position, length))
-
-
-class Scratch:
-    """What one operation has borrowed from the pool."""
-
-    def __init__(self, pool: BufferPool, dtype: torch.dtype, device: torch.device):
-        self.pool, self.dtype, self.device = pool, dtype, device
-        self.lent: list[Tensor] = []
-
-    def take(self, numel: int) -> Tensor:
-        """A tensor of shape (numel,) with arbitrary contents, the operation's until `give_back`."""
-        if numel == 0:
-            return torch.empty(0, dtype=self.dtype, device=self.device)
-        self.lent.append(self.pool.take(numel, self.dtype, self.device))
-        return self.lent[-1].narrow(0, 0, numel)
-
-    def give_back(self) -> None:
-        """Return all that was borrowed."""
-        for buffer in self.lent:
-            self.pool.give(buffer)
-        self.lent = []

@@ -4,7 +4,8 @@ A transfer plan and this rank's two local buffers go in; messages and local move
 here: peers, sizes and order come from the plan, which every rank has, so no rank waits for what nobody sends.
 
 [Note: order of messages] A link starts all sends and receives of a transfer at once and only then does its local moves,
-so that messages are on their way while it copies. Between two ranks there is one message per transfer and direction.
+so that messages are on their way while it copies. Between two ranks there is one message per transfer and direction,
+which may travel in several runs [Note: runs].
 Transfers under way together are told apart by their tags; those that share a tag, and all of them where there are no
 tags (NCCL), by the order in which they started, which is the same on every rank. The order of the messages within one
 transfer is only a matter of speed: each rank begins with its next neighbour (of 4 ranks, rank 1 sends to 2, 3, 0 and
@@ -13,17 +14,18 @@ receives from 0, 3, 2), so that not all of them turn to rank 0 first.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from ds_hydra.zero_hetero.buffer_pool import BufferPool
 from ds_hydra.zero_hetero.contributions import Contribution, order_contributions
-from ds_hydra.zero_hetero.envelope import Envelope, Part, Scratch
+from ds_hydra.zero_hetero.envelope import Envelope
 from ds_hydra.zero_hetero.errors import PlanError
 from ds_hydra.zero_hetero.mover import Hop
-from ds_hydra.zero_hetero.transfer_plan import TransferPlan
+from ds_hydra.zero_hetero.scratch import Cuts
+from ds_hydra.zero_hetero.scratch_plan import runs_of
+from ds_hydra.zero_hetero.transfer_plan import Slice, TransferPlan
 from ds_hydra.zero_hetero.transport import Transport, Work
 
 # Elements of a sum that are finished before the next: with one contribution they stay in a core's second-level
@@ -34,10 +36,9 @@ SUM_BLOCK_ON_CPU = 1 << 16
 class Handle:
     """A pull or push under way, in one hop; see `Movement`."""
 
-    def __init__(self, work: Work, arrived: Callable[[], None], finished: Callable[[], None]):
+    def __init__(self, work: Work, arrived: Callable[[], None]):
         self._work: Work | None = work  # None once all is over
         self._arrived: Callable[[], None] | None = arrived  # scatters or sums; None once it has
-        self._finished = finished  # gives the scratch memory back
 
     def advance(self) -> None:
         """Nothing to begin: a plain link has one hop."""
@@ -55,35 +56,50 @@ class Handle:
             self.wait_arrived()
             self._work.wait()
             self._work = None
-            self._finished()
+
+    def is_done(self) -> bool:
+        """Whether `wait` would return without waiting for another rank; False where the transport cannot tell."""
+        return self._work is None or self._work.is_done()
 
 
 class Link:
-    """Runs one rank's part of a transfer plan, any number of times.
+    """Runs one rank's part of a transfer plan, any number of times. The plan's ranks are the ranks of `transport`."""
 
-    The plan's ranks are the ranks of `transport`. `buffers` is the scratch memory; links that share one pool need
-    together only what is in use at once.
-    """
-
-    def __init__(self, plan: TransferPlan, rank: int, transport: Transport, *, buffers: BufferPool | None = None):
+    def __init__(self, plan: TransferPlan, rank: int, transport: Transport):
         if not 0 <= rank < plan.num_ranks:
             raise PlanError(f"rank {rank} is not among the {plan.num_ranks} ranks of the transfer plan")
         self.rank = rank
         self.transport = transport
-        self.buffers = BufferPool() if buffers is None else buffers
         # See [Note: order of messages].
-        self.sends = tuple(
-            Envelope.of_intervals(message.dst, ((piece.src_offset, piece.length) for piece in message.slices))
-            for message in sorted(plan.sends(rank), key=lambda message: (message.dst - rank) % plan.num_ranks)
-        )
-        self.recvs = tuple(
-            Envelope.of_intervals(message.src, ((piece.dst_offset, piece.length) for piece in message.slices))
-            for message in sorted(plan.recvs(rank), key=lambda message: (rank - message.src) % plan.num_ranks)
-        )
+        sends = sorted(plan.sends(rank), key=lambda message: (message.dst - rank) % plan.num_ranks)
+        recvs = sorted(plan.recvs(rank), key=lambda message: (rank - message.src) % plan.num_ranks)
+        self.sends = tuple(_at_sender(message.dst, message.slices) for message in sends)
+        self.recvs = tuple(_at_receiver(message.src, message.slices) for message in recvs)
+        # The same, as it travels: see [Note: runs].
+        self._leaving = tuple(_at_sender(m.dst, run) for m in sends for run in runs_of(m.slices))
+        self._coming = tuple(tuple(_at_receiver(m.src, run) for run in runs_of(m.slices)) for m in recvs)
         self.local = plan.local(rank)
         self.src_numel = max([0, *(one.end for one in self.sends), *(s.src_offset + s.length for s in self.local)])
         self.dst_numel = max([0, *(one.end for one in self.recvs), *(s.dst_offset + s.length for s in self.local)])
         self._sum_terms: dict[tuple[int, int | None, bool], tuple[Contribution, ...]] = {}
+        # What several peers get is gathered once: replicas of one shape all want the same parts of a shard.
+        self._gathered = {run.parts: run for run in self._leaving if not run.in_place}
+        self._landing = tuple(run for message in self._coming for run in message if not run.in_place)
+        self._pull_cuts = Cuts([run.numel for run in (*self._gathered.values(), *self._landing)])
+        received = [message.numel for message in self.recvs]
+        self._push_cuts = {
+            cast: Cuts([*(run.numel for run in self._leaving if cast or not run.in_place), *received])
+            for cast in (False, True)
+        }
+
+    @property
+    def pull_scratch(self) -> int:
+        """Elements of scratch memory that a pull takes."""
+        return self._pull_cuts.numel
+
+    def push_scratch(self, *, cast: bool) -> int:
+        """Elements of scratch memory, in the wire's dtype, that a push takes; `cast`: the source has another dtype."""
+        return self._push_cuts[cast].numel
 
     @property
     def sent_numel(self) -> int:
@@ -95,19 +111,21 @@ class Link:
         """Elements that this rank receives from others."""
         return sum(envelope.numel for envelope in self.recvs)
 
-    def pull(self, src: Tensor, dst: Tensor, *, tag: int = 0) -> Handle:
+    def pull(self, src: Tensor, dst: Tensor, *, tag: int = 0, scratch: Tensor | None = None) -> Handle:
         """See `Mover.pull`."""
         self._check(src, dst)
         if src.dtype != dst.dtype:
             raise PlanError(f"rank {self.rank} pulls {src.dtype} into {dst.dtype}; cast the source first")
-        scratch = Scratch(self.buffers, src.dtype, src.device)
-        # What several peers get is gathered once: replicas of one shape all want the same parts of a shard.
-        gathered: dict[tuple[Part, ...], Tensor] = {}
-        for envelope in self.sends:
-            if envelope.parts not in gathered:
-                gathered[envelope.parts] = envelope.outgoing(src, scratch)
-        sends = [(envelope.peer, gathered[envelope.parts]) for envelope in self.sends]
-        recvs = [(envelope.peer, envelope.landing(dst, scratch)) for envelope in self.recvs]
+        space = iter(self._pull_cuts.of(_scratch(scratch, self.pull_scratch, src.dtype, src.device)))
+        gathered = {parts: run.gather(src, next(space)) for parts, run in self._gathered.items()}
+        landing = list(zip(self._landing, space, strict=True))
+        spread = iter(landing)
+        sends = [(run.peer, run.interval(src) if run.in_place else gathered[run.parts]) for run in self._leaving]
+        recvs = [
+            (run.peer, run.interval(dst) if run.in_place else next(spread)[1])
+            for message in self._coming
+            for run in message
+        ]
         work = self.transport.exchange(sends, recvs, tag)
         # The second hop of a relay pulls a buffer into itself; what stays at its place then needs no copy.
         in_place = src.data_ptr() == dst.data_ptr()
@@ -116,10 +134,10 @@ class Link:
                 dst.narrow(0, dst_offset, length).copy_(src.narrow(0, src_offset, length))
 
         def arrived() -> None:
-            for envelope, (_, message) in zip(self.recvs, recvs, strict=True):
-                envelope.scatter(message, dst)
+            for run, message in landing:
+                run.scatter(message, dst)
 
-        return Handle(work, arrived, scratch.give_back)
+        return Handle(work, arrived)
 
     def push(
         self,
@@ -129,20 +147,30 @@ class Link:
         wire_dtype: torch.dtype | None = None,
         accumulate: bool = False,
         tag: int = 0,
+        scratch: Tensor | None = None,
     ) -> Handle:
-        """See `Mover.push`; contributions are added one after the other in rank order, the rank's own in its turn."""
+        """See `Mover.push`; contributions are added one after the other in rank order, the rank's own in its turn.
+
+        `scratch`: `push_scratch` elements of the wire's dtype, the transfer's until it has been waited for.
+        """
         self._check(src, dst)
-        scratch = Scratch(self.buffers, wire_dtype or src.dtype, src.device)
-        sends = [(envelope.peer, envelope.outgoing(src, scratch)) for envelope in self.sends]
+        wire = wire_dtype or src.dtype
+        cast = wire != src.dtype
+        space = iter(self._push_cuts[cast].of(_scratch(scratch, self.push_scratch(cast=cast), wire, src.device)))
+        sends = [
+            (run.peer, run.interval(src) if run.in_place and not cast else run.gather(src, next(space)))
+            for run in self._leaving
+        ]
         # Contributions never land in `dst` itself, not even those of one interval: all of them are held until every one
         # has come, so that they can be added in rank order and not as they arrive.
-        recvs = [(envelope.peer, scratch.take(envelope.numel)) for envelope in self.recvs]
+        messages = {envelope.peer: next(space) for envelope in self.recvs}
+        recvs = [
+            (run.peer, part)
+            for runs in self._coming
+            for run, part in zip(runs, _parts(messages[runs[0].peer], runs), strict=True)
+        ]
         work = self.transport.exchange(sends, recvs, tag)
-
-        def arrived() -> None:
-            self._sum({self.rank: src, **dict(recvs)}, dst, accumulate)
-
-        return Handle(work, arrived, scratch.give_back)
+        return Handle(work, lambda: self._sum({self.rank: src} | messages, dst, accumulate))
 
     def hops(self, src: Tensor, dst: Tensor) -> tuple[Hop, ...]:
         """See `Mover.hops`."""
@@ -150,30 +178,27 @@ class Link:
 
     def _sum(self, messages: dict[int, Tensor], dst: Tensor, accumulate: bool) -> None:
         """Sum the senders' messages into `dst`; `messages[rank]` of the rank itself is its whole source buffer."""
-        block = SUM_BLOCK_ON_CPU if dst.device.type == "cpu" else None
-        terms = self._terms(dst.numel(), block, accumulate)
-        # Adding across dtypes takes many times as long as casting first and adding then. One buffer for the longest
-        # term is enough, since terms are added one after the other.
+        on_cpu = dst.device.type == "cpu"
+        terms = self._terms(dst.numel(), SUM_BLOCK_ON_CPU if on_cpu else None, accumulate)
+        # On a CPU adding across dtypes takes many times as long as casting first and adding then. An accelerator casts
+        # while it adds, and needs no memory for it. The bits are the same.
         widest = max(
-            (term.length for term in terms if term.sender is not None and messages[term.sender].dtype != dst.dtype),
+            (t.length for t in terms if on_cpu and t.sender is not None and messages[t.sender].dtype != dst.dtype),
             default=0,
         )
-        scratch = Scratch(self.buffers, dst.dtype, dst.device)
-        cast = scratch.take(widest)
+        cast = torch.empty(widest, dtype=dst.dtype, device=dst.device)
         for sender, src_offset, dst_offset, length, first in terms:
             target = dst.narrow(0, dst_offset, length)
-            # `copy_` casts while it writes; the two ways to add give the same bits, one of them has no need of a cast.
             if sender is None:
                 target.zero_()
                 continue
             source = messages[sender].narrow(0, src_offset, length)
             if first:
-                target.copy_(source)
-            elif source.dtype == dst.dtype:
+                target.copy_(source)  # casts while it writes
+            elif source.dtype == dst.dtype or not on_cpu:
                 target.add_(source)
             else:
                 target.add_(cast.narrow(0, 0, length).copy_(source))
-        scratch.give_back()
 
     def _terms(self, numel: int, block: int | None, accumulate: bool) -> tuple[Contribution, ...]:
         """The terms of a sum of `numel` elements; the plan fixes them, so they are worked out once."""
@@ -195,3 +220,25 @@ class Link:
                     f"{buffer.stride()}, the transfer plan needs {numel} contiguous elements; give the local buffer "
                     f"of the {what} layout, flat"
                 )
+
+
+def _at_sender(peer: int, slices: Sequence[Slice]) -> Envelope:
+    return Envelope.of_intervals(peer, ((piece.src_offset, piece.length) for piece in slices))
+
+
+def _at_receiver(peer: int, slices: Sequence[Slice]) -> Envelope:
+    return Envelope.of_intervals(peer, ((piece.dst_offset, piece.length) for piece in slices))
+
+
+def _parts(message: Tensor, runs: Sequence[Envelope]) -> Sequence[Tensor]:
+    """A message cut into its runs."""
+    return (message,) if len(runs) == 1 else message.split([run.numel for run in runs])
+
+
+def _scratch(given: Tensor | None, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The scratch memory of a transfer: what was given, which must do, or memory of its own."""
+    if given is None:
+        return torch.empty(numel, dtype=dtype, device=device)
+    assert given.dtype == dtype, f"scratch memory of {given.dtype} for messages of {dtype}"
+    assert given.numel() >= numel, f"{given.numel()} elements of scratch memory, the transfer needs {numel}"
+    return given

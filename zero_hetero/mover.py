@@ -54,11 +54,17 @@ class Mover(Protocol):
     def received_numel(self) -> int:
         """Elements that this rank receives from others, in all hops."""
 
-    def pull(self, src: Tensor, dst: Tensor, *, tag: int = 0) -> Movement:
+    @property
+    def pull_scratch(self) -> int:
+        """Elements of scratch memory that a pull takes."""
+
+    def pull(self, src: Tensor, dst: Tensor, *, tag: int = 0, scratch: Tensor | None = None) -> Movement:
         """Start to copy everybody's `src` to everybody's `dst`, the local buffers of the two layouts.
 
         Both are flat, contiguous and of one dtype, which is also the one on the wire. Elements of `dst` outside
-        the plan stay as they are. Raises `PlanError` for buffers that do not fit the plan.
+        the plan stay as they are. `scratch` is flat memory of that dtype with at least `pull_scratch` elements, the
+        transfer's until it has been waited for; None: memory of its own. Raises `PlanError` for buffers that do not
+        fit the plan.
         """
 
     def push(

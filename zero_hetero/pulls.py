@@ -9,14 +9,16 @@ from torch import Tensor
 
 from ds_hydra.zero_hetero.checksum import checksums_of
 from ds_hydra.zero_hetero.mover import Hop, Movement, Mover
+from ds_hydra.zero_hetero.scratch import Scratch
+from ds_hydra.zero_hetero.scratch_plan import end_of, padded, side_by_side
 
 
 class Pulls:
     """Pulls one strategy's buckets from the master shards, in ascending bucket index on every rank.
 
     `links[b]` pulls bucket b from `shards[b]`, the rank's master shard, into `buffers[b]`, the rank's flat local
-    parameters (empty where it holds nothing). The buffers' dtype is the compute dtype: shards are cast to it once,
-    before they are sent.
+    parameters (empty where it holds nothing). The buffers' dtype is the compute dtype: shards of another one are cast
+    to it once, into scratch memory, before they are sent.
     """
 
     def __init__(
@@ -26,14 +28,25 @@ class Pulls:
         buffers: Sequence[Tensor],
         *,
         first_tag: int = 0,
+        scratch: Scratch | None = None,
     ):
-        """Bucket b is pulled with tag `first_tag + b`."""
+        """Bucket b is pulled with tag `first_tag + b`.
+
+        `scratch` is the rank's, of which the pulls take the first `scratch_bytes` while they are under way; None:
+        memory of their own.
+        """
         self.links = tuple(links)
         self.shards = tuple(shards)
         self.buffers = tuple(buffers)
         self.first_tag = first_tag
         self._handles: dict[int, Movement] = {}  # by bucket; empty between `finish` and the next `start`
-        self._casts: list[Tensor] = []  # by bucket; made with the first step
+        pairs = list(zip(self.shards, self.buffers, strict=True))
+        casts = [padded(shard.numel()) * (shard.dtype != buffer.dtype) for shard, buffer in pairs]
+        sizes = zip([*casts, *(link.pull_scratch for link in self.links)], [*self.buffers, *self.buffers], strict=True)
+        windows = side_by_side([numel * buffer.dtype.itemsize for numel, buffer in sizes])
+        self._casts, self._spaces = windows[: len(pairs)], windows[len(pairs) :]
+        self.scratch_bytes = end_of(windows)
+        self._scratch = scratch or Scratch(self.shards[0].device, self.scratch_bytes)
 
     def start(self) -> None:
         """Start all pulls; from now on no buffer may be read before `wait` of its bucket, and no shard may change."""
@@ -41,8 +54,9 @@ class Pulls:
             raise RuntimeError(f"pulls of buckets {sorted(self._handles)} are still under way; call finish() first")
         with torch.no_grad():
             for index, link in enumerate(self.links):
-                wire = self._cast(index)
-                self._handles[index] = link.pull(wire, self.buffers[index], tag=self.first_tag + index)
+                buffer = self.buffers[index]
+                space = self._scratch.at(self._spaces[index], buffer.dtype)
+                self._handles[index] = link.pull(self._cast(index), buffer, tag=self.first_tag + index, scratch=space)
             # Second hops of relays begin when everything has started: a rank that waited for its neighbours between
             # two buckets would keep the others waiting for the buckets that it has not started.
             for handle in self._handles.values():
@@ -65,22 +79,19 @@ class Pulls:
             handle.wait()
 
     def checksums(self, num_ranks: int) -> Tensor:
-        """`checksums_of` the pulls that have finished, as long as neither shards nor buffers have changed."""
+        """`checksums_of` the pulls that have finished, as long as neither shards nor buffers have changed.
+
+        Nothing may be under way: it takes the scratch memory again.
+        """
         hops: list[Hop] = []
-        for index, (link, shard, buffer) in enumerate(zip(self.links, self.shards, self.buffers, strict=True)):
-            # What was on the wire is the cast, which outlives the step; the shard itself has other bits.
-            wire = shard.detach() if shard.dtype == buffer.dtype else self._casts[index]
-            hops += link.hops(wire, buffer)
+        for index, (link, buffer) in enumerate(zip(self.links, self.buffers, strict=True)):
+            # What was on the wire is the cast, with other bits than the shard; others have written over it since.
+            hops += link.hops(self._cast(index), buffer)
         return checksums_of(hops, num_ranks)
 
     def _cast(self, index: int) -> Tensor:
-        """The shard in the compute dtype; the buffer for it is kept from step to step."""
+        """The shard in the compute dtype."""
         shard, dtype = self.shards[index].detach(), self.buffers[index].dtype
         if shard.dtype == dtype:
             return shard
-        if not self._casts:
-            self._casts = [
-                torch.empty_like(shard, dtype=buffer.dtype)
-                for shard, buffer in zip(self.shards, self.buffers, strict=True)
-            ]
-        return self._casts[index].copy_(shard)
+        return self._scratch.at(self._casts[index], dtype)[: shard.numel()].copy_(shard)

@@ -9,6 +9,11 @@ at once: the rank holds no parameter of it, but may own a part of its master gra
 When autograd has accumulated into the last parameter of layer 2, bucket 2 leaves, while the backward goes on in layer
 1. Were layer 1 ready before layer 2, it would wait. What is left at `finish()`, such as a bucket whose parameters this
 backward did not reach, leaves then.
+
+A push may have to wait for memory, too, until earlier ones are over [Note: scratch memory]. Within a backward nobody
+waits for that: another rank may have nothing to push before it has received what this very backward computes. A
+gradient hook looks whether the earlier ones are over by now, and if they are not, leaves the push to a later hook or to
+`finish()`.
 """
 
 from __future__ import annotations
@@ -20,7 +25,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ds_hydra.zero_hetero.mover import Movement, Mover
+from ds_hydra.zero_hetero.link import Handle, Link
+from ds_hydra.zero_hetero.scratch import Scratch
+from ds_hydra.zero_hetero.scratch_plan import end_of, in_turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +38,7 @@ class PushBucket:
     are views; `masters` is the rank's master gradient, which the push fills. `link` has the transposed plan.
     """
 
-    link: Mover
+    link: Link
     params: tuple[nn.Parameter, ...]
     grads: Tensor
     masters: Tensor
@@ -44,15 +51,32 @@ class Pushes:
     and waits. Gradients of earlier micro-batches stay in the local buffers until then: a push sends the sum of all.
     """
 
-    def __init__(self, buckets: Sequence[PushBucket], *, wire_dtype: torch.dtype | None = None, first_tag: int = 0):
-        """Bucket b is pushed with tag `first_tag + b`; `wire_dtype` as in `Link.push`."""
+    def __init__(
+        self,
+        buckets: Sequence[PushBucket],
+        *,
+        wire_dtype: torch.dtype | None = None,
+        first_tag: int = 0,
+        room: int | None = None,
+        scratch: Scratch | None = None,
+    ):
+        """Bucket b is pushed with tag `first_tag + b`; `wire_dtype` as in `Link.push`.
+
+        `room`: bytes of scratch memory that open pushes may take together, if none of them alone needs more; None:
+        as many as all of them need. `scratch` is the rank's, of which the pushes take the first `scratch_bytes`; None:
+        memory of their own.
+        """
         self.buckets = tuple(buckets)
         self.wire_dtype = wire_dtype
         self.first_tag = first_tag
+        sizes = tuple(self._needed(bucket) for bucket in reversed(self.buckets))
+        self._windows = in_turn(sizes, sum(sizes) if room is None else room)  # in the order of starting
+        self.scratch_bytes = end_of(self._windows)
+        self._scratch = scratch or Scratch(self.buckets[0].grads.device, self.scratch_bytes)
         self._armed = self._accumulate = False
         self._unready: list[set[int]] = [set() for _ in self.buckets]  # per bucket: parameters still to come
-        self._next = -1  # the bucket to issue next; those above it are under way
-        self._handles: list[Movement] = []
+        self._handles: list[Handle] = []  # of the pushes that have started, in their order
+        self._over = 0  # how many of them are over: their sums are taken, their memory is free
         for index, bucket in enumerate(self.buckets):
             for position, param in enumerate(bucket.params):
                 param.register_post_accumulate_grad_hook(self._hook(index, position))
@@ -67,9 +91,8 @@ class Pushes:
             raise RuntimeError("pushes are armed twice in one phase; call finish() before the next phase")
         self._armed = True
         self._accumulate = accumulate
-        self._next = len(self.buckets) - 1
         self._unready = [set(range(len(bucket.params))) for bucket in self.buckets]
-        self._issue_ready()  # those that this rank holds nothing of, as far as nothing comes before them
+        self._issue_ready(wait=False)  # those that this rank holds nothing of, as far as nothing comes before them
 
     def finish(self, *, accumulate: bool = False) -> None:
         """Issue every push that is left, then wait for all: the master gradients are complete.
@@ -85,13 +108,12 @@ class Pushes:
                 "buckets may have left already, so give both the same"
             )
         self._unready = [set() for _ in self.buckets]
-        self._issue_ready()
+        self._issue_ready(wait=True)
         self._armed = False
-        handles, self._handles = self._handles, []
-        # Each loop needs more of the other ranks than the one before: first that they have started everything, then
-        # that they have sent it, and last that they have received it.
-        for handle in handles:
-            handle.advance()
+        handles, self._handles = self._handles[self._over :], []
+        self._over = 0
+        # The second loop needs more of the other ranks than the first: not only that they have sent everything, but
+        # that they have received it.
         for handle in handles:
             handle.wait_arrived()
         for handle in handles:
@@ -106,18 +128,43 @@ class Pushes:
             pushes = me()
             if pushes is not None and pushes._armed:
                 pushes._unready[index].discard(position)
-                pushes._issue_ready()
+                pushes._issue_ready(wait=False)
 
         return on_accumulated
 
-    def _issue_ready(self) -> None:
-        """Start the pushes from `_next` down to the first bucket that still lacks a gradient."""
-        while self._next >= 0 and not self._unready[self._next]:
-            bucket = self.buckets[self._next]
-            tag = self.first_tag + self._next
-            self._next -= 1
+    def _issue_ready(self, *, wait: bool) -> None:
+        """Start pushes in their order, up to the first that lacks a gradient or, unless one may `wait`, memory."""
+        while len(self._handles) < len(self.buckets):
+            index = len(self.buckets) - 1 - len(self._handles)
+            window = self._windows[len(self._handles)]
+            if self._unready[index] or not self._end(window.after, wait=wait):
+                return
+            bucket = self.buckets[index]
             self._handles.append(
                 bucket.link.push(
-                    bucket.grads, bucket.masters, wire_dtype=self.wire_dtype, accumulate=self._accumulate, tag=tag
+                    bucket.grads,
+                    bucket.masters,
+                    wire_dtype=self.wire_dtype,
+                    accumulate=self._accumulate,
+                    tag=self.first_tag + index,
+                    scratch=self._scratch.at(window, self._wire(bucket)),
                 )
             )
+
+    def _end(self, count: int, *, wait: bool) -> bool:
+        """Take the sums of the first `count` pushes, which are over then; False if that would take a wait."""
+        while self._over < count:
+            handle = self._handles[self._over]
+            if not (wait or handle.is_done()):
+                return False
+            handle.wait()
+            self._over += 1
+        return True
+
+    def _wire(self, bucket: PushBucket) -> torch.dtype:
+        return self.wire_dtype or bucket.grads.dtype
+
+    def _needed(self, bucket: PushBucket) -> int:
+        """Bytes of scratch memory that a bucket's push takes."""
+        wire = self._wire(bucket)
+        return wire.itemsize * bucket.link.push_scratch(cast=wire != bucket.grads.dtype)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ds_hydra.zero_hetero.buffer_pool import BufferPool
 from ds_hydra.zero_hetero.link import Handle, Link
 from ds_hydra.zero_hetero.mover import Hop
 from ds_hydra.zero_hetero.transfer_plan import TransferPlan
@@ -17,12 +16,10 @@ from ds_hydra.zero_hetero.transport import Transport
 class RelayHandle:
     """A pull or push of two hops; `advance()` waits for the first and begins the second. See `Movement`."""
 
-    def __init__(self, first: Handle, second: Callable[[], Handle], finish: Callable[[], None] | None = None):
+    def __init__(self, first: Handle, second: Callable[[], Handle]):
         self._first = first
         self._begin_second = second  # reads what the first hop brings, so it may not start before
-        self._finish = finish
         self._second: Handle | None = None
-        self._done = False
 
     def advance(self) -> None:
         """Wait for the first hop and begin the second; more calls do nothing."""
@@ -39,13 +36,10 @@ class RelayHandle:
     def wait(self) -> None:
         """Return when the destination is complete and the source is free again. Repeats do nothing."""
         self.advance()
-        if self._second is not None and not self._done:
-            self._done = True
+        if self._second is not None:
             # The first hop has arrived long ago; waiting for it as well frees its sends and its scratch memory.
             self._second.wait()
             self._first.wait()
-            if self._finish is not None:
-                self._finish()
 
 
 class RelayLink:
@@ -56,16 +50,8 @@ class RelayLink:
     each time, but rounded in another order than by a `Link`.
     """
 
-    def __init__(
-        self,
-        hops: tuple[TransferPlan, TransferPlan],
-        rank: int,
-        transport: Transport,
-        *,
-        buffers: BufferPool | None = None,
-    ):
-        self.buffers = BufferPool() if buffers is None else buffers
-        self.first, self.second = (Link(hop, rank, transport, buffers=self.buffers) for hop in hops)
+    def __init__(self, hops: tuple[TransferPlan, TransferPlan], rank: int, transport: Transport):
+        self.first, self.second = (Link(hop, rank, transport) for hop in hops)
 
     @property
     def sent_numel(self) -> int:
@@ -77,10 +63,19 @@ class RelayLink:
         """Elements that this rank receives from others, in both hops."""
         return self.first.received_numel + self.second.received_numel
 
-    def pull(self, src: Tensor, dst: Tensor, *, tag: int = 0) -> RelayHandle:
+    @property
+    def pull_scratch(self) -> int:
+        """Elements of scratch memory that a pull takes: the first hop's sends may still be on their way."""
+        return self.first.pull_scratch + self.second.pull_scratch
+
+    def pull(self, src: Tensor, dst: Tensor, *, tag: int = 0, scratch: Tensor | None = None) -> RelayHandle:
         """See `Mover.pull`; between the hops data lies in `dst`, already at its final places."""
+        cut = self.first.pull_scratch
+        one, other = (None, None) if scratch is None else (scratch[:cut], scratch[cut:])
         # Both hops may use one tag: a transport delivers what has one tag in the order in which it was sent.
-        return RelayHandle(self.first.pull(src, dst, tag=tag), lambda: self.second.pull(dst, dst, tag=tag))
+        return RelayHandle(
+            self.first.pull(src, dst, tag=tag, scratch=one), lambda: self.second.pull(dst, dst, tag=tag, scratch=other)
+        )
 
     def push(
         self,
@@ -91,18 +86,16 @@ class RelayLink:
         accumulate: bool = False,
         tag: int = 0,
     ) -> RelayHandle:
-        """See `Mover.push`; the sums of a node lie in scratch memory of src's size and travel as `wire_dtype` too.
+        """See `Mover.push`; the sums of a node lie in further memory of src's size, and travel as `wire_dtype` too.
 
-        Only the second hop may accumulate: the scratch memory holds nothing of the phases before.
+        Only the second hop may accumulate: that memory holds nothing of the phases before.
         """
         # Without this, sums of 16 bit contributions, kept in FP32, would travel between the nodes in FP32.
         wire = wire_dtype or src.dtype
-        lent = self.buffers.take(src.numel(), dst.dtype, dst.device)
-        sums = lent[: src.numel()]
+        sums = torch.empty(src.numel(), dtype=dst.dtype, device=dst.device)
         return RelayHandle(
             self.first.push(src, sums, wire_dtype=wire, tag=tag),
             lambda: self.second.push(sums, dst, wire_dtype=wire, accumulate=accumulate, tag=tag),
-            lambda: self.buffers.give(lent),
         )
 
     def hops(self, src: Tensor, dst: Tensor) -> tuple[Hop, ...]:

@@ -32,7 +32,7 @@ BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_ac
 
 HONOURED = frozenset(
     (
-        *("optimizer", "scheduler", "bf16", "fp16", "zero_optimization", "gradient_clipping"),
+        *("optimizer", "scheduler", "bf16", "fp16", "data_types", "zero_optimization", "gradient_clipping"),
         "communication_data_type",
         *("steps_per_print", "dump_state", "log_level", "disable_python_gc"),
         *("tensorboard", "wandb", "comet", "csv_monitor", "zero_allow_untested_optimizer"),
@@ -60,7 +60,6 @@ IGNORED = {
     "aio": "nothing is offloaded",
     "checkpoint": "checkpoints of this engine have one layout for any number of ranks",
     "comms_logger": "bytes and times of pull and push stand in steps.jsonl",
-    "data_types": "gradients are accumulated and summed in FP32",
     "dataloader_drop_last": "the order of sequences is one global one without batches to drop",
     "disable_allgather": "parameters move by pull and push",
     "flops_profiler": "use the measured and predicted times in steps.jsonl",
@@ -110,6 +109,7 @@ def screen_deepspeed_settings(
     _refuse_auto(kept)
     notes += _screen_zero(kept)
     _screen_precision(kept)
+    notes += _screen_data_types(kept)
     _screen_optimizer(kept)
     if kept.get("gradient_clipping") is not None:
         number()(kept["gradient_clipping"], "gradient_clipping")
@@ -236,6 +236,33 @@ def _screen_precision(settings: dict[str, Any]) -> None:
         extra = sorted(set(block) - {"enabled", *(_LOSS_SCALING if key == "fp16" else ())})
         if enabled and extra:
             raise ConfigError(f'config: {key}.{extra[0]} is not supported with a "hydra" block; remove it')
+
+
+GRAD_ACCUM_DTYPES = ("fp32", "bf16", "fp16")
+"""Values of data_types.grad_accum_dtype: where the gradients of a step's micro-batches add up on each rank.
+
+FP32 is the default. A type of 16 bits, which must be the one that the model is computed in, halves the memory of the
+gradients, 4 bytes for each parameter that a rank holds, and rounds the sum after each micro-batch. The sums over all
+ranks are taken in FP32 either way.
+"""
+
+
+def _screen_data_types(settings: dict[str, Any]) -> list[str]:
+    """Of the block "data_types" the type of accumulated gradients has an effect."""
+    block = settings.pop("data_types", None)
+    if block is None:
+        return []
+    if not isinstance(block, Mapping):
+        raise ConfigError(
+            f'config: data_types must be a block such as {{"grad_accum_dtype": "bf16"}}, but is {block!r}'
+        )
+    without_effect = sorted(set(block) - {"grad_accum_dtype"})
+    dtype = block.get("grad_accum_dtype")
+    if dtype is not None:
+        settings["data_types"] = {"grad_accum_dtype": choice(*GRAD_ACCUM_DTYPES)(dtype, "data_types.grad_accum_dtype")}
+    if not without_effect:
+        return []
+    return [f"data_types: {', '.join(without_effect)} have no effect here; the blocks bf16 and fp16 say the types"]
 
 
 def _screen_optimizer(settings: dict[str, Any]) -> None:

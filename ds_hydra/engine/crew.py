@@ -79,6 +79,7 @@ class Crew:
                 world,
                 strategies={str(shape): placed for shape, placed in self.prepared.strategies.items()},
                 compute_dtype=job.compute_dtype,
+                grad_dtype=job.grad_dtype,
                 wire_dtype=job.wire_dtype,
                 loss_norm=job.config.loss_norm,
                 seed=job.config.seed,

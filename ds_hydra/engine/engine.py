@@ -54,6 +54,7 @@ class HydraEngine(HostEngine):
                 self.data,
                 self.sampler,
                 self.compute_dtype,
+                self.grad_dtype,
                 self.master_dtype,
                 self.wire_dtype,
                 self.gradient_clipping(),

@@ -25,6 +25,7 @@ class Job:
     data: SequenceData | None  # None: only `eval_batch` can be called
     sampler: TokenBudgetSampler | None  # of the data; its cursor moves when a checkpoint is loaded
     compute_dtype: torch.dtype
+    grad_dtype: torch.dtype  # of the gradients of micro-batches as they add up on a rank
     master_dtype: torch.dtype
     wire_dtype: torch.dtype  # of gradients on their way to the masters [Note: gradients on the wire]
     clipping: float  # largest norm of a step's gradient; 0 does not clip

@@ -29,7 +29,7 @@ from ds_hydra.data.sequences import SequenceData
 from ds_hydra.host import refusals
 from ds_hydra.host.model_limits import max_positions, vocab_size
 from ds_hydra.host.optimizers import OptimizerRecipe, optimizer_recipe
-from ds_hydra.host.precision import choose_dtype
+from ds_hydra.host.precision import choose_dtype, choose_grad_dtype
 from ds_hydra.host.settings import deepspeed_config, with_model_settings
 from ds_hydra.report.log import StepLog
 from ds_hydra.report.record import StepRecord
@@ -81,6 +81,7 @@ class HostEngine(DeepSpeedEngine):
         self.master_dtype = torch.float64 if self.compute_dtype == torch.float64 else torch.float32
         # The property of this name that DeepSpeed has would take FP64 gradients for FP32 ones.
         self.wire_dtype: torch.dtype = self._config.communication_data_type or self.compute_dtype
+        self.grad_dtype = choose_grad_dtype(self.compute_dtype, self._config.grad_accum_dtype)
         self.recipe: OptimizerRecipe = optimizer_recipe(
             model,
             name=self.optimizer_name(),

@@ -1,4 +1,4 @@
-"""A model's parameters and DeepSpeed's blocks bf16 and fp16 in; the type that the model is computed in out."""
+"""A model's parameters and DeepSpeed's blocks bf16, fp16 and data_types in; the types of a job's tensors out."""
 
 from __future__ import annotations
 
@@ -33,3 +33,23 @@ def choose_dtype(model: nn.Module, *, fp16: bool, bf16: bool) -> torch.dtype:
             'set "bf16": {"enabled": true}, or load the model in float32'
         )
     return torch.float32
+
+
+_NAMES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def choose_grad_dtype(compute: torch.dtype, asked: str | None) -> torch.dtype:
+    """Where the gradients of micro-batches add up: FP32 (FP64 for an FP64 model), or data_types.grad_accum_dtype.
+
+    Raises ConfigError for a type that is neither that nor the one which the model is computed in.
+    """
+    wide = torch.promote_types(compute, torch.float32)
+    if asked is None:
+        return wide
+    if _NAMES[asked] not in (compute, wide):
+        raise ConfigError(
+            f'config: data_types.grad_accum_dtype is "{asked}" but the model is computed in '
+            f"{str(compute).removeprefix('torch.')}: its gradients add up in that type or in "
+            f"{str(wide).removeprefix('torch.')}; give one of these, or leave the key out"
+        )
+    return _NAMES[asked]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ds_hydra.pipe.model_plan import Bucket, ModelPlan
+from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.pipe.placement import Stage, Strategy
+from ds_hydra.pipe.transfers import BucketTransfers, plan_transfers
 from ds_hydra.simulate.links import LinkModel
 from ds_hydra.simulate.wires import Parcels
-from ds_hydra.step.transfers import BucketTransfers, plan_bucket
 from ds_hydra.zero_hetero.relay_plan import RelayPlan
 
 
@@ -30,15 +29,11 @@ class StrategyTransfers:
 
     @classmethod
     def of(cls, plan: ModelPlan, strategy: Strategy, links: LinkModel, element_bytes: int) -> StrategyTransfers:
-        """Plans each kind of bucket once: layers that are alike, in stages on the same ranks, travel alike."""
-        made: dict[object, tuple[tuple[Parcels, ...], Parcels | None]] = {}
-        pulls, pushes = [], []
-        for bucket, kind in zip(plan.buckets, _kinds(plan, strategy), strict=True):
-            if kind not in made:
-                made[kind] = _parcels(plan_bucket(plan, bucket, strategy, links.node_size), links, element_bytes)
-            pulls.append(made[kind][0])
-            pushes.append(made[kind][1])
-        return cls(tuple(pulls), tuple(pushes))
+        """Layers that travel alike have the same transfers, of which each is looked at once."""
+        planned = plan_transfers(plan, strategy, links.node_size)
+        made = {id(one): _parcels(one, links, element_bytes) for one in {id(one): one for one in planned}.values()}
+        pulls, pushes = zip(*(made[id(one)] for one in planned), strict=True)
+        return cls(pulls, pushes)
 
 
 def bucket_uses(plan: ModelPlan, stage: Stage) -> tuple[BucketUse, ...]:
@@ -57,20 +52,6 @@ def bucket_uses(plan: ModelPlan, stage: Stage) -> tuple[BucketUse, ...]:
         if found and names is not plan.first and names is not plan.last:
             uses[found[-1]] += 1.0 / (stage.last_layer - stage.first_layer)
     return tuple(BucketUse(index, share) for index, share in uses.items())
-
-
-def _kinds(plan: ModelPlan, strategy: Strategy) -> Sequence[object]:
-    """For each bucket what its transfers depend on: its parameters, and which stages need which of them."""
-    stages = [stage for pipeline in strategy.pipelines for stage in pipeline.stages]
-    distinct = {(stage.first_layer, stage.last_layer): stage for stage in stages}
-    needed = {layers: plan.needed(stage) for layers, stage in distinct.items()}
-    return [_kind(bucket, stages, needed) for bucket in plan.buckets]
-
-
-def _kind(bucket: Bucket, stages: Sequence[Stage], needed: dict[tuple[int, int], frozenset[str]]) -> object:
-    params = tuple((param.shape, param.rule, param.trainable) for param in bucket.params)
-    held = {layers: tuple(param.name in names for param in bucket.params) for layers, names in needed.items()}
-    return params, tuple(held[stage.first_layer, stage.last_layer] for stage in stages)
 
 
 def _parcels(

@@ -1,4 +1,4 @@
-"""Candidate strategies in; flat buffers for a rank's parameters and gradients, which all of them share, out."""
+"""Candidate strategies in; the memory of a rank's parameters and gradients, which all of them share, out."""
 
 from __future__ import annotations
 
@@ -8,45 +8,40 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ds_hydra.costs.rank_bytes import held_elements
 from ds_hydra.pipe.model_plan import ModelPlan
-from ds_hydra.pipe.placement import Stage, Strategy
+from ds_hydra.pipe.placement import Strategy
+from ds_hydra.zero_hetero.scratch import Scratch
 
 
 @dataclass
 class Arena:
-    """Memory of one rank's pulled parameters and gradients; one strategy at a time uses it."""
+    """Memory of one rank's pulled parameters, gradients and messages; one strategy at a time uses it."""
 
     # A step computes with one strategy and pulls its parameters anew. So five strategies that need 6, 4, 4, 3 and 2 GiB
-    # of a rank share 6 GiB, where buffers of their own would take 19. To change the strategy allocates nothing, so it
-    # cannot run out of memory hours into a run, nor leave the allocator with blocks of sizes that no longer fit.
+    # of a rank share 6 GiB, where buffers of their own would take 19. To change the strategy allocates neither, so it
+    # cannot leave the allocator with blocks of sizes that no longer fit.
 
     params: Tensor  # compute dtype
-    grads: Tensor  # FP32, or the compute dtype where that is wider
+    grads: Tensor  # where the gradients of micro-batches add up
+    scratch: Scratch  # as large as the present strategy needs
 
     @classmethod
     def for_strategies(
-        cls, plan: ModelPlan, strategies: Sequence[Strategy], rank: int, device: torch.device, dtype: torch.dtype
+        cls,
+        plan: ModelPlan,
+        strategies: Sequence[Strategy],
+        rank: int,
+        device: torch.device,
+        *,
+        dtype: torch.dtype,
+        grad_dtype: torch.dtype,
     ) -> Arena:
         """An arena as large as the largest need of any of the strategies on this rank."""
-        sizes = [_sizes(plan, strategy, rank) for strategy in strategies]
-        wide = torch.promote_types(dtype, torch.float32)
+        stages = [strategy.stage_of(rank) for strategy in strategies]
+        sizes = [held_elements(plan, stage, stage.coordinates(rank)[0]) for stage in stages]
         return cls(
             torch.zeros(max(params for params, _ in sizes), dtype=dtype, device=device),
-            torch.zeros(max(grads for _, grads in sizes), dtype=wide, device=device),
+            torch.zeros(max(grads for _, grads in sizes), dtype=grad_dtype, device=device),
+            Scratch(device),
         )
-
-
-def _sizes(plan: ModelPlan, strategy: Strategy, rank: int) -> tuple[int, int]:
-    """Elements of parameters and of gradients that a rank holds under a strategy."""
-    stage = _stage(strategy, rank)
-    params = grads = 0
-    for bucket in plan.buckets:
-        size = sum(slot.numel for slot in plan.slots(bucket, stage, stage.coordinates(rank)[0]))
-        params += size
-        grads += size if bucket.trainable else 0
-    return params, grads
-
-
-def _stage(strategy: Strategy, rank: int) -> Stage:
-    pipeline, stage = strategy.locate(rank)
-    return strategy.pipelines[pipeline].stages[stage]

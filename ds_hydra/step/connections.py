@@ -17,7 +17,7 @@ from typing import NamedTuple
 from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.pipe.p2p import edge
 from ds_hydra.pipe.placement import Stage, Strategy
-from ds_hydra.step.transfers import plan_bucket
+from ds_hydra.pipe.transfers import plan_transfers
 from ds_hydra.zero_hetero.relay_plan import RelayPlan
 
 Pairs = frozenset[tuple[int, int]]
@@ -44,8 +44,8 @@ def connections_of(plan: ModelPlan, strategies: Iterable[Strategy], node_size: i
 def link_pairs(plan: ModelPlan, strategy: Strategy, node_size: int) -> Pairs:
     """Pairs of the pulls and pushes of all buckets under one strategy."""
     found: set[tuple[int, int]] = set()
-    for bucket in plan.buckets:
-        pull, push = plan_bucket(plan, bucket, strategy, node_size)
+    distinct = {id(transfers): transfers for transfers in plan_transfers(plan, strategy, node_size)}
+    for pull, push in distinct.values():
         for hop in pull if isinstance(pull, RelayPlan) else (pull,):
             found |= hop.pairs
         if push is not None:

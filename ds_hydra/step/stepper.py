@@ -22,7 +22,6 @@ from ds_hydra.step.connections import connections_of
 from ds_hydra.step.peak_memory import PeakMemory
 from ds_hydra.step.phase_run import PhaseRun
 from ds_hydra.step.strategy_runtime import StrategyRuntime
-from ds_hydra.zero_hetero.buffer_pool import BufferPool
 from ds_hydra.zero_hetero.clock import Laps
 from ds_hydra.zero_hetero.errors import PlanError
 
@@ -93,6 +92,7 @@ class Stepper:
         *,
         strategies: Mapping[str, Strategy],
         compute_dtype: torch.dtype,
+        grad_dtype: torch.dtype,
         wire_dtype: torch.dtype,
         loss_norm: str,
         seed: int,
@@ -105,9 +105,14 @@ class Stepper:
         self._loss_norm, self._seed, self._loss_scale, self._update = loss_norm, seed, loss_scale, update
         self._strategies, self._activity, self._request = strategies, activity, request
         self._peak = PeakMemory(world.device)
-        self._pool, self._wire_dtype = BufferPool(), wire_dtype
+        self._wire_dtype = wire_dtype
         self._arena = Arena.for_strategies(
-            source.plan, list(strategies.values()), world.rank, world.device, compute_dtype
+            source.plan,
+            list(strategies.values()),
+            world.rank,
+            world.device,
+            dtype=compute_dtype,
+            grad_dtype=grad_dtype,
         )
         self._runtimes: dict[str, StrategyRuntime] = {}
         # Is given the laps of every step as soon as they can be read, for a trace; otherwise they are dropped.
@@ -180,7 +185,6 @@ class Stepper:
                 self._source,
                 self._masters,
                 self._arena,
-                self._pool,
                 self._world,
                 self._activity,
                 wire_dtype=self._wire_dtype,

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from ds_hydra.pipe.runtime import Doing, StageRuntime
 from ds_hydra.pipe.schedules.registry import evaluation_slots, training_slots
 from ds_hydra.pipe.stage import ModelSource, StagePlace, shard_view
+from ds_hydra.pipe.transfers import plan_transfers, room_for_pushes
 from ds_hydra.step.arena import Arena
-from ds_hydra.step.transfers import plan_bucket
 from ds_hydra.zero_hetero.clock import Laps, Stopwatch
 from ds_hydra.zero_hetero.link import Link
 from ds_hydra.zero_hetero.pulls import Pulls
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from ds_hydra.pipe.rows import MicroBatch
     from ds_hydra.ranks.world import World
     from ds_hydra.step.model_masters import ModelMasters
-    from ds_hydra.zero_hetero.buffer_pool import BufferPool
 
 # A bucket's number is added to these, so that pulls, pushes and the messages between stages (`pipe.runtime`) never have
 # a tag in common: gloo matches messages by tag, and several of each kind are under way at once.
@@ -57,7 +56,6 @@ class StrategyRuntime:
         source: ModelSource,
         masters: ModelMasters,
         arena: Arena,
-        pool: BufferPool,
         world: World,
         activity: Doing,
         *,
@@ -75,7 +73,7 @@ class StrategyRuntime:
         self.module = source.build(self.place, world.device, dtype)
         self._bucket_of: dict[str, int] = {}
         self._num_grads = 0
-        self._link(source.plan, masters, pool, world, wire_dtype)
+        self._link(source.plan, masters, world, wire_dtype)
         self.module.before_use = self._before_use
         last = stage.last_layer
         widths = (source.width(stage.first_layer), 0 if self.place.is_last else source.width(last))
@@ -85,14 +83,7 @@ class StrategyRuntime:
         )
         self._awaited: set[int] = set()  # buckets whose pull this step has not yet waited for
 
-    def _link(
-        self,
-        plan: ModelPlan,
-        masters: ModelMasters,
-        pool: BufferPool,
-        world: World,
-        wire_dtype: torch.dtype,
-    ) -> None:
+    def _link(self, plan: ModelPlan, masters: ModelMasters, world: World, wire_dtype: torch.dtype) -> None:
         """Cut the arena into buckets, make parameters their views, and link them with the masters."""
         # A bucket is one interval of the arena, and its parameters are views of it: a bucket with the weights q (4, 4)
         # and o (4, 4) takes 32 elements, and q's are the first 16. So one message per peer brings a whole bucket, and
@@ -103,15 +94,15 @@ class StrategyRuntime:
         pushes: list[PushBucket] = []
         rank, transport = world.rank, world.links
         start = 0
-        for index, bucket in enumerate(plan.buckets):
+        transfers = plan_transfers(plan, self.strategy, world.node_size)
+        for index, (bucket, (pull, push)) in enumerate(zip(plan.buckets, transfers, strict=True)):
             slots = plan.slots(bucket, self.place.stage, self.place.tp_rank)
             size = sum(slot.numel for slot in slots)
             buffer = self._arena.params[start : start + size]
-            pull, push = plan_bucket(plan, bucket, self.strategy, world.node_size)
             if isinstance(pull, RelayPlan):
-                pull_links.append(RelayLink(pull, rank, transport, buffers=pool))
+                pull_links.append(RelayLink(pull, rank, transport))
             else:
-                pull_links.append(Link(pull, rank, transport, buffers=pool))
+                pull_links.append(Link(pull, rank, transport))
             buffers.append(buffer)
             start += size
             self._bucket_of |= {slot.param.name: index for slot in slots}
@@ -121,11 +112,14 @@ class StrategyRuntime:
             grads = self._arena.grads[self._num_grads : self._num_grads + size]
             self._num_grads += size
             params = self._install(slots, buffer, grads)
-            link = Link(push, rank, transport, buffers=pool)
+            link = Link(push, rank, transport)
             pushes.append(PushBucket(link, tuple(params), grads, masters.grad(index)))
-        self.pulls = Pulls(pull_links, masters.shards, buffers, first_tag=_PULL_TAG)
-        self._wire_dtype = wire_dtype
-        self.pushes = Pushes(pushes, wire_dtype=wire_dtype, first_tag=_PUSH_TAG)
+        self._wire_dtype, scratch = wire_dtype, self._arena.scratch
+        self.pulls = Pulls(pull_links, masters.shards, buffers, first_tag=_PULL_TAG, scratch=scratch)
+        held = start * self._arena.params.itemsize + self._num_grads * self._arena.grads.itemsize
+        room = room_for_pushes(held, self.pulls.scratch_bytes)
+        self.pushes = Pushes(pushes, wire_dtype=wire_dtype, first_tag=_PUSH_TAG, room=room, scratch=scratch)
+        self.scratch_bytes = max(self.pulls.scratch_bytes, self.pushes.scratch_bytes)
 
     def _install(self, slots: Sequence[Slot], buffer: Tensor, grads: Tensor | None) -> list[nn.Parameter]:
         """Make the parameters of a bucket views of its buffer, and their gradients views of the gradient buffer."""
@@ -144,14 +138,15 @@ class StrategyRuntime:
         return installed
 
     def _before_last_backward(self, accumulate: bool) -> None:
-        # Pulls and pushes borrow their message buffers from one pool. If a pull of this rank were still under way (it
-        # may only have to send, so no layer has waited for it), the pushes would need memory of their own beside it.
+        # Pulls and pushes use the same scratch memory. A pull of this rank may still be under way: if it only has to
+        # send, no layer has waited for it.
         self._finish_pulls()
         self.pushes.arm(accumulate=accumulate)
 
     def _start_pulls(self) -> None:
         self._watch.take()  # laps of a step that an error has ended, or of an evaluation
         self._awaited = set(self._bucket_of.values())
+        self._arena.scratch.fit(self.scratch_bytes)
         with self._watch.lap("pull", stage=self.stage_index):
             self.pulls.start()
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_hydra.zero_hetero.buffer_pool import BufferPool
+from ds_hydra.zero_hetero import scratch_plan
 from ds_hydra.zero_hetero.errors import PlanError
 from ds_hydra.zero_hetero.layout import Layout, Piece, even_layout, layout_of_intervals
 from ds_hydra.zero_hetero.link import Handle, Link
@@ -132,9 +132,6 @@ def test_many_in_flight_share_scratch_and_give_the_same_bits() -> None:
             for handle in handles:
                 handle.wait()
             results += sums
-        held = len(push.buffers.idle)
-        push.push(source, sums[0]).wait()
-        assert len(push.buffers.idle) == held  # scratch is used again
         return results
 
     for results in run_ranks(body, num_ranks):
@@ -266,8 +263,7 @@ def test_contiguous_messages_are_not_copied() -> None:
     plan = plan_transfer(even_layout(sum(params), 2), Layout(80, pieces, (40, 40)))
     link = Link(plan, 0, InProcessTransport(Post(), 0))
     assert all(len(envelope.parts) == 1 for envelope in link.sends + link.recvs)
-    link.pull(torch.zeros(40), torch.zeros(40))
-    assert link.buffers.idle == []
+    assert link.pull_scratch == 0
 
 
 def test_wrong_buffers_are_refused() -> None:
@@ -320,37 +316,42 @@ def test_relay_pulls_the_same_and_pushes_the_same_sum(num_ranks: int, node_size:
     assert all(torch.equal(a[1], b[1]) for a, b in zip(first, second, strict=True))
 
 
-def test_scratch_is_used_again() -> None:
-    pieces = tuple((Piece(5 * t, 5 * t + 5, 0), Piece(10 + 5 * t, 15 + 5 * t, 7)) for t in range(2))
-    layout = Layout(20, pieces, (12, 12))
-    pull_plan = plan_transfer(layout_of_intervals(20, [(0, 20), (0, 0)]), layout)
+@pytest.mark.parametrize("large", [1, 3, 1000])
+def test_runs_of_large_slices_give_the_same(large: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each slice by itself, some of them, or whole messages; scratch memory is what was planned, used to the end."""
+    monkeypatch.setattr(scratch_plan, "LARGE", large)
+    num_ranks = 4
+    layout = heterogeneous(num_ranks)
+    masters = even_layout(layout.numel, num_ranks)
+    plan = plan_transfer(masters, layout)
     post = Post()
-    pulls = [Link(pull_plan, rank, InProcessTransport(post, rank)) for rank in range(2)]
-    pushes = [Link(pull_plan.transposed(), rank, InProcessTransport(post, rank)) for rank in range(2)]
-    masters = [torch.arange(20.0), torch.empty(0)]
-    local = [torch.zeros(12), torch.zeros(12)]
-    for _ in range(3):
-        handles = [link.pull(masters[rank], local[rank]) for rank, link in enumerate(pulls)]
-        handles += [link.push(local[rank], masters[rank]) for rank, link in enumerate(pushes)]
-        for handle in handles:
-            handle.wait()
-    assert [len(link.buffers.idle) for link in pulls + pushes] == [1, 1, 1, 1]
-
-
-def test_the_pool_keeps_as_many_buffers_as_were_out_at_once() -> None:
-    pool, cpu = BufferPool(), torch.device("cpu")
-    for sizes in ((3, 5), (4, 8), (7, 2), (9, 9)):
-        lent = [pool.take(size, torch.float32, cpu) for size in sizes]
-        assert all(buffer.numel() >= size for buffer, size in zip(lent, sizes, strict=True))
-        for buffer in lent:
-            pool.give(buffer)
-    assert sorted(buffer.numel() for buffer in pool.idle) == [9, 9]
+    pulls, pushes = ([Link(p, r, InProcessTransport(post, r)) for r in range(4)] for p in (plan, plan.transposed()))
+    assert [link.pull_scratch for link in pulls] == scratch_plan.pull_scratch(plan).tolist()
+    for cast in (False, True):
+        planned = scratch_plan.push_scratch(plan.transposed(), cast=cast).tolist()
+        assert [link.push_scratch(cast=cast) for link in pushes] == planned
+    handles = []
+    for rank in range(num_ranks):
+        for dtype, sum_dtype in DTYPES:
+            pulled = torch.full((layout.sizes[rank],), -7.0, dtype=dtype)
+            shard = local_values(masters, rank, full_tensor(1, dtype), 0)
+            pull = pulls[rank].pull(shard, pulled, tag=3, scratch=torch.empty(pulls[rank].pull_scratch, dtype=dtype))
+            summed = torch.full((masters.sizes[rank],), 99.0, dtype=sum_dtype)
+            source = local_values(layout, rank, contribution(layout, rank, dtype), float("nan"))
+            push = pushes[rank].push(source, summed, tag=5)
+            handles.append((rank, pulled, pull, summed, push))
+    for rank, pulled, pull, summed, push in handles:
+        pull.wait()
+        push.wait()
+        check(rank, layout, pulled, summed)
+    assert not any(post.boxes.values())
 
 
 def test_what_several_ranks_get_is_gathered_once() -> None:
     """Rank 0 owns what ranks 1 and 2 want in two parts each."""
     pieces = ((), *[(Piece(0, 2, 0), Piece(5, 8, 2))] * 2)
     plan = plan_transfer(layout_of_intervals(8, [(0, 8), (0, 0), (0, 0)]), Layout(8, pieces, (0, 5, 5)))
+    assert scratch_plan.pull_scratch(plan).tolist() == [scratch_plan.ALIGNMENT, 0, 0]
     post = Post()
     links = [Link(plan, rank, InProcessTransport(post, rank)) for rank in range(3)]
     local = [torch.zeros(size) for size in (0, 5, 5)]
@@ -359,4 +360,4 @@ def test_what_several_ranks_get_is_gathered_once() -> None:
     for handle in handles:
         handle.wait()
     assert [buffer.tolist() for buffer in local[1:]] == [[0.0, 1.0, 5.0, 6.0, 7.0]] * 2
-    assert [len(link.buffers.idle) for link in links] == [1, 0, 0]
+    assert [link.pull_scratch for link in links] == [scratch_plan.ALIGNMENT, 0, 0]

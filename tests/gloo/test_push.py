@@ -14,7 +14,7 @@ from ds_hydra.zero_hetero.link import Link
 from ds_hydra.zero_hetero.pulls import Pulls
 from ds_hydra.zero_hetero.pushes import PushBucket, Pushes
 from ds_hydra.zero_hetero.transfer_plan import plan_transfer
-from ds_hydra.zero_hetero.transport import TorchTransport, Transport, Work
+from ds_hydra.zero_hetero.transport import InProcessTransport, Post, TorchTransport, Transport, Work
 from tests.support.ranks import run_ranks
 
 WIDTH = 6
@@ -71,8 +71,11 @@ def layers_of(rank: int) -> list[int]:
     return {0: [0, 1, 2, 3], 1: [0, 1, 2, 3], 2: [0, 1], 3: [2, 3]}[rank]
 
 
-def one_step(rank: int) -> tuple[list[int], list[int], list[Tensor], int]:
-    """Pull, run 2 (rank 0) or 1 (rank 1) micro-batches, push; tags in order, summed gradients, early pushes."""
+def one_step(rank: int, room: int | None = None) -> tuple[list[int], list[int], list[Tensor], int]:
+    """Pull, run 2 (rank 0) or 1 (rank 1) micro-batches, push; tags in order, summed gradients, early pushes.
+
+    `room` as in `Pushes`.
+    """
     stack = Stack(layers_of(rank), torch.float32)
     masters = even_layout(NUMEL, 4)
     start, stop = ((p.start, p.stop) for p in masters.pieces[rank]).__next__()
@@ -94,6 +97,7 @@ def one_step(rank: int) -> tuple[list[int], list[int], list[Tensor], int]:
             for b, plan in enumerate(plans)
         ],
         first_tag=10,
+        room=room,
     )
     batches = {0: [0, 1], 1: [2], 2: [], 3: []}[rank]
     for index, number in enumerate(batches):
@@ -121,6 +125,48 @@ def test_step_over_replicas_and_stages() -> None:
     assert [result[3] for result in results] == [4, 4, 0, 0]  # all had left when the last backward was over
     again = run_ranks(one_step, 4)
     assert all(torch.equal(a, b) for r, s in zip(results, again, strict=True) for a, b in zip(r[2], s[2], strict=True))
+
+
+def test_with_room_for_one_push_the_others_leave_later_and_give_the_same_bits() -> None:
+    wide, narrow = run_ranks(one_step, 4), run_ranks(one_step, 4, 1)
+    for one, other in zip(wide, narrow, strict=True):
+        assert one[:2] == other[:2]  # the same order on all ranks
+        assert all(torch.equal(a, b) for a, b in zip(one[2], other[2], strict=True))
+    assert [result[3] for result in narrow] == [1, 1, 0, 0]  # gloo does not tell whether the first push is over
+
+
+def pushes_of_two(started: bool) -> tuple[list[int], int, int]:
+    """Rank 0 of two replicas runs its last backward with room for one push, rank 1 has `started` its own or not.
+
+    Tags that left within the backward, bytes of scratch memory, bytes that all pushes together would take.
+    """
+    post, stacks = Post(), [Stack([0, 1, 2, 3], torch.float32) for _ in range(2)]
+    plan = plan_transfer(even_layout(NUMEL, 2), layout_of_intervals(NUMEL, [(0, NUMEL)] * 2)).transposed()
+    transports = [Recorder(InProcessTransport(post, rank)) for rank in range(2)]
+    masters = [[torch.empty(NUMEL // 2) for _ in range(NUM_LAYERS)] for _ in range(2)]
+    one, other = (
+        Pushes(
+            [
+                PushBucket(Link(plan, rank, transports[rank]), stack.params[b], stack.grads[b], masters[rank][b])
+                for b in range(NUM_LAYERS)
+            ],
+            room=room,
+        )
+        for rank, (stack, room) in enumerate(zip(stacks, (1, None), strict=True))
+    )
+    if started:
+        other._unready = [set() for _ in other.buckets]
+        other._issue_ready(wait=False)
+    one.arm()
+    stacks[0](batch(0)).square().sum().backward()
+    return transports[0].tags, one.scratch_bytes, other.scratch_bytes
+
+
+def test_a_push_that_lacked_memory_leaves_with_a_later_hook_if_the_one_before_is_over() -> None:
+    tags, scratch, whole = pushes_of_two(started=True)
+    assert tags == [3, 2, 1, 0]
+    assert NUM_LAYERS * scratch == whole
+    assert pushes_of_two(started=False)[0] == [3]  # nobody waits within a backward
 
 
 def test_pushes_leave_while_the_backward_runs_and_wait_for_higher_buckets() -> None:

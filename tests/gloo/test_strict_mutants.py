@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from ds_hydra.zero_hetero.layout import even_layout
-from ds_hydra.zero_hetero.link import Handle, Link
+from ds_hydra.zero_hetero import pushes
 from ds_hydra.zero_hetero.pulls import Pulls
 from ds_hydra.zero_hetero.pushes import Pushes
-from ds_hydra.zero_hetero.transfer_plan import plan_transfer
+from ds_hydra.zero_hetero.scratch_plan import Window
 from ds_hydra.zero_hetero.transport import TorchTransport, Transport
-from tests.gloo import test_link, test_push
+from tests.gloo import test_push
 from tests.gloo.test_strict import communicator
 from tests.support.ranks import run_ranks
 from tests.support.strict import Rules, StrictError, StrictMemory
@@ -31,7 +29,7 @@ def step(rank: int, transport: Transport) -> None:
 def pushes_in_the_order_they_are_ready(rank: int, transport: Transport) -> None:
     """A rank without a backward starts with the first bucket, the others with the last."""
 
-    def issue_ready(self: Pushes) -> None:
+    def issue_ready(self: Pushes, *, wait: bool) -> None:
         started = self.__dict__.setdefault("started", set())
         for index, bucket in enumerate(self.buckets):
             if not self._unready[index] and index not in started:
@@ -56,30 +54,20 @@ def a_pull_that_is_not_waited_for(rank: int, transport: Transport) -> None:
         step(rank, transport)
 
 
-def a_buffer_that_is_used_again_too_early(rank: int, transport: Transport) -> None:
-    """What a message is packed into, or received into, is lent again while the message is on its way."""
+def memory_that_is_used_again_too_early(rank: int, transport: Transport) -> None:
+    """Each push takes the memory of the one before, without waiting for its end."""
 
-    def give_back_at_once(self: Link, *args: Any, **options: Any) -> Handle:
-        handle = push(self, *args, **options)
-        handle._finished()
-        return handle
+    def all_at_once(sizes: tuple[int, ...], room: int) -> tuple[Window, ...]:
+        return tuple(Window(0, size, 0) for size in sizes)
 
-    push = Link.push
-    layout = test_link.heterogeneous(4)
-    plan = plan_transfer(even_layout(layout.numel, 4), layout).transposed()
-    source = test_link.local_values(layout, rank, torch.ones(layout.numel), 0)
-    with mock.patch.object(Link, "push", give_back_at_once):
-        link = Link(plan, rank, transport)
-        sums = [torch.empty(even_layout(layout.numel, 4).sizes[rank]) for _ in range(3)]
-        handles = [link.push(source * index, total, tag=index) for index, total in enumerate(sums)]
-        for handle in handles:
-            handle.wait()
+    with mock.patch.object(pushes, "in_turn", all_at_once):
+        step(rank, transport)
 
 
 MUTANTS = [
     (pushes_in_the_order_they_are_ready, r"exchange 4 .* meets another one: tag 1\d with .* here, tag 1\d with"),
     (a_pull_that_is_not_waited_for, r"reads where rank \d: exchange 2 \(tag 2\) of 'links' receives, before that"),
-    (a_buffer_that_is_used_again_too_early, r"(writes what|takes memory that) rank \d: exchange 0 \(tag 0\)"),
+    (memory_that_is_used_again_too_early, r"(writes what|takes memory that) rank \d: exchange 4 \(tag 13\)"),
 ]
 
 
@@ -93,6 +81,26 @@ def test_each_mutant_is_named(mutant: Callable[[int, Transport], None], message:
 
     with pytest.raises(StrictError, match=message):
         run_ranks(body, 4)
+
+
+RULES = {"connect": Rules(connect=True), "lazy": Rules(lazy=True), "blocking": Rules(blocking=True)}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_pushes_that_wait_for_memory_pass(rule: str) -> None:
+    """With room for one push, whatever the transport's rules, and with the bits of all of them at once."""
+
+    def body(rank: int) -> bool:
+        sums = []
+        for room in (None, 1):
+            transport = communicator(rules=RULES[rule])
+            made = mock.patch.object(test_push, "TorchTransport", return_value=transport)
+            with StrictMemory([transport]), made:
+                sums.append(test_push.one_step(rank, room)[2])
+            transport.close()
+        return all(torch.equal(*both) for both in zip(*sums, strict=True))
+
+    assert run_ranks(body, 4) == [True] * 4
 
 
 def test_plain_gloo_sees_no_mutant_and_a_strict_step_passes() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import ds_hydra.engine.engine  # noqa: F401
 from ds_hydra.pipe.rows import MicroBatch
+from ds_hydra.step import strategy_runtime
 from ds_hydra.step.strategy_runtime import StrategyRuntime
 from tests.support.cases import CASES, Case
 from tests.support.equivalence import compare
@@ -56,6 +57,17 @@ def test_what_once_hung_trains_to_the_same_bits(strategy: str, num_ranks: int, r
         return same(strict, trained(rank, strategy, num_ranks))
 
     assert run_ranks(both, num_ranks, timeout=240) == [True] * num_ranks
+
+
+@pytest.mark.parametrize(("strategy", "rule"), [("4*tp1", "connect"), ("tp2 + pp2", "lazy"), ("2*pp2", "blocking")])
+def test_with_room_for_one_push_at_a_time_the_bits_are_the_same(strategy: str, rule: str) -> None:
+    def both(rank: int) -> bool:
+        one_at_a_time = mock.patch.object(strategy_runtime, "room_for_pushes", return_value=0)
+        with strict_world(Rules(**{rule: True}, stall_s=100)), one_at_a_time:
+            strict = trained(rank, strategy, 4)
+        return same(strict, trained(rank, strategy, 4))
+
+    assert run_ranks(both, 4, timeout=240) == [True] * 4
 
 
 def test_no_step_connects_a_pair(tmp_path: Path) -> None:

@@ -162,6 +162,9 @@ def test_batch_keys_are_filled_in_and_explained() -> None:
         ({"Scheduler": {}}, ["'Scheduler'", "mean 'scheduler'"]),
         ({"train_batchsize": 8}, ["'train_batchsize'", "mean 'train_batch_size'"]),
         ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, ["bf16_master_weights_and_grads"]),
+        ({"data_types": {"grad_accum_dtype": "bf61"}}, ["data_types.grad_accum_dtype", "Did you mean 'bf16'"]),
+        ({"data_types": {"grad_accum_dtype": "auto"}}, ["data_types.grad_accum_dtype is", '"auto"']),
+        ({"data_types": "bf16"}, ["data_types must be a block"]),
         ({"gradient_clipping": -1.0}, ["gradient_clipping", "-1.0"]),
         ({"gradient_clipping": math.nan}, ["gradient_clipping", "nan"]),
         ({"optimizer": {"type": "AdamW", "params": {"lr": "abc"}}}, ["optimizer.params.lr", "abc"]),
@@ -189,12 +192,19 @@ def test_deepspeed_settings_that_cannot_hold(settings: dict[str, Any], words: li
         ({"train_batch_size": 4}, "train_batch_size"),
         ({"train_batch_size": "auto", "gradient_accumulation_steps": "auto"}, "no effect"),
         ({"zero_optimization": {"stage": 1, "reduce_bucket_size": "auto"}}, "reduce_bucket_size"),
+        ({"data_types": {"grad_accum_dtype": "bf16", "param_dtype": "bf16"}}, "data_types: param_dtype"),
     ],
 )
 def test_nothing_is_ignored_in_silence(settings: dict[str, Any], word: str) -> None:
     parsed = parse_config({"hydra": HYDRA, **settings})
     assert parsed is not None
     assert any(word in note for note in parsed.notes), parsed.notes
+
+
+def test_the_type_of_gradients_reaches_deepspeed() -> None:
+    parsed = parse_config({"hydra": HYDRA, "data_types": {"grad_accum_dtype": "bf16"}})
+    assert parsed is not None
+    assert (parsed.deepspeed["data_types"], parsed.notes) == ({"grad_accum_dtype": "bf16"}, ())
 
 
 def test_switched_off_blocks_are_fine() -> None:

@@ -51,6 +51,7 @@ class Case:
     draws: bool = False  # the model draws random numbers in training
     wire: str | None = None  # communication_data_type, if not the type of computing
     node_size: int | None = None  # ranks of a node, as if there were several nodes
+    grad_accum: str | None = None  # data_types.grad_accum_dtype
     quick: bool = False  # runs in every test run, and under --quick
 
     @property
@@ -167,6 +168,8 @@ def _options() -> Iterator[Case]:
     yield replace(base, name="sgd fp32 gemma2", family="gemma2", dtype=FLOAT32, optimizer="SGD")
     yield replace(base, name="sgd fp32 8 ranks", strategies=CHANGING_8, dtype=FLOAT32, optimizer="SGD")
     yield replace(base, name="bf16", dtype=BFLOAT16, quick=True)
+    yield replace(base, name="bf16, gradients too", dtype=BFLOAT16, grad_accum="bf16", quick=True)
+    yield replace(base, name="bf16 gemma2, gradients too", family="gemma2", dtype=BFLOAT16, grad_accum="bf16")
     yield replace(base, name="bf16 gemma2", family="gemma2", dtype=BFLOAT16)
     yield replace(base, name="bf16, fp32 on the wire", dtype=BFLOAT16, wire="fp32", quick=True)
     yield replace(base, name="fp32, bf16 on the wire", dtype=FLOAT32, wire="bf16", quick=True)

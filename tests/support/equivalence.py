@@ -128,6 +128,7 @@ def config_of(case: Case) -> dict[str, Any]:
         "gradient_clipping": case.clip,
         **({"bf16": {"enabled": True}} if case.dtype == BFLOAT16 else {}),
         **({"communication_data_type": case.wire} if case.wire else {}),
+        **({"data_types": {"grad_accum_dtype": case.grad_accum}} if case.grad_accum else {}),
         "hydra": {
             "tokens_per_step": case.tokens_per_step,
             "strategies": list(dict.fromkeys(part for text in case.strategies for part in text.split(THEN))),

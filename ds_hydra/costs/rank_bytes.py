@@ -1,0 +1,93 @@
+"""A strategy in, the bytes out that its parameters, gradients and transfers take on each rank. Pure: no torch.
+
+They are counted from the plans that the transfers follow, message by message, and not from a formula: contributors to a
+shard differ from rank to rank where pipelines do. Example, a model of 7B parameters on 64 ranks: under `4*tp16` each
+owner receives 4 contributions, under `tp16 + 48*tp1` 49 of them, with 12 times the memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ds_hydra.pipe.model_plan import ModelPlan
+from ds_hydra.pipe.placement import Stage, Strategy
+from ds_hydra.pipe.transfers import BucketTransfers, plan_transfers, room_for_pushes
+from ds_hydra.zero_hetero.intervals import Column
+from ds_hydra.zero_hetero.layout import even_layout
+from ds_hydra.zero_hetero.relay_plan import RelayPlan
+from ds_hydra.zero_hetero.scratch_plan import end_of, in_turn, padded, pull_scratch, push_scratch
+
+
+class ElementBytes(NamedTuple):
+    """Bytes of one element of what a rank holds."""
+
+    param: int  # as it is computed with, and as it is pulled
+    grad: int  # where micro-batches add up
+    master: int = 4
+    wire: int | None = None  # of a gradient that is pushed; None: as `param`
+
+
+class RankBytes(NamedTuple):
+    """What one rank holds under one strategy, masters and activations apart."""
+
+    params: int
+    grads: int
+    scratch: int  # of pulls or of pushes, whichever is more
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+def rank_bytes(plan: ModelPlan, strategy: Strategy, element: ElementBytes, *, node_size: int) -> tuple[RankBytes, ...]:
+    """Bytes of every rank under a strategy; `node_size` consecutive ranks are a node."""
+    transfers = plan_transfers(plan, strategy, node_size)
+    pulls, pushes = _scratch_of(plan, transfers, strategy.num_ranks, element)
+    held: dict[tuple[int, int, int, int], tuple[int, int]] = {}  # replicas of a stage hold the same
+    found: dict[int, RankBytes] = {}
+    for stage in (stage for pipeline in strategy.pipelines for stage in pipeline.stages):
+        for rank in stage.ranks:
+            tp_rank, _ = stage.coordinates(rank)
+            key = (stage.first_layer, stage.last_layer, stage.tp, tp_rank)
+            if key not in held:
+                held[key] = held_elements(plan, stage, tp_rank)
+            params, grads = held[key][0] * element.param, held[key][1] * element.grad
+            pull = int(pulls[rank])
+            windows = in_turn(tuple(pushes[:, rank].tolist()), room_for_pushes(params + grads, pull))
+            found[rank] = RankBytes(params, grads, max(pull, end_of(windows)))
+    return tuple(found[rank] for rank in range(strategy.num_ranks))
+
+
+def held_elements(plan: ModelPlan, stage: Stage, tp_rank: int) -> tuple[int, int]:
+    """Elements of all and of trainable parameters that a tensor parallel rank of a stage holds."""
+    held = trained = 0
+    for bucket in plan.buckets:
+        size = sum(slot.numel for slot in plan.slots(bucket, stage, tp_rank))
+        held += size
+        trained += size if bucket.trainable else 0
+    return held, trained
+
+
+def _scratch_of(
+    plan: ModelPlan, transfers: Sequence[BucketTransfers], num_ranks: int, element: ElementBytes
+) -> tuple[Column, Column]:
+    """Bytes of all pulls, shape (num_ranks,), and of each push in the order of starting, (num_pushes, num_ranks)."""
+    pulls = np.zeros(num_ranks, dtype=np.int64)
+    pushes: list[Column] = []
+    wire = element.wire or element.param
+    known: dict[int, Column] = {}  # by the plan's identity: equal buckets share their plans, which `transfers` keeps
+    for bucket, (pull, push) in zip(plan.buckets, transfers, strict=True):
+        if bucket.trainable and element.param != element.master:  # masters are cast, frozen ones are kept cast
+            pulls += [padded(size) for size in even_layout(bucket.numel, num_ranks).sizes]
+        if id(pull) not in known:
+            hops = pull if isinstance(pull, RelayPlan) else (pull,)
+            known[id(pull)] = np.sum([pull_scratch(hop) for hop in hops], axis=0)
+        pulls += known[id(pull)]
+        if push is not None:
+            if id(push) not in known:
+                known[id(push)] = push_scratch(push, cast=wire != element.grad)
+            pushes.append(known[id(push)])
+    return pulls * element.param, np.array(pushes[::-1]) * wire

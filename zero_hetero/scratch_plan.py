@@ -1,0 +1,173 @@
+"""Transfers in, the scratch memory that a rank needs for them out, and which of them share it. Pure.
+
+[Note: runs]
+A message of several slices is several intervals of the sender's buffer, or of the receiver's. So that not all of it has
+to be gathered before it leaves and scattered when it has come, it travels in runs: each large slice by itself, straight
+from its place to its place, and the small ones between two large ones together. With slices of 9, 1, 2 and 8 elements,
+of which 5 or more were large, the runs are 9, 1 + 2 and 8. Both ends cut the same runs from the same plan.
+
+[Note: scratch memory]
+A run that is not one interval of its sender's buffer is gathered before it leaves, one that is cast is copied too; what
+is pushed is received apart from the sum that it is added to. All of that lies in one block of bytes, of which every
+transfer has a window. Which bytes those are follows from the plans alone, so that nobody searches for a free
+buffer within a step, and the block has the size that was counted before the job began.
+
+Pulls all start at once, so their windows lie side by side. Of pushes only some are open at a time, since each needs as
+much as everybody contributes to a shard: together that would be as much as all gradients. They take their windows in
+turn, round and round. Example: room for 10, pushes of 4, 4, 4 and 2:
+
+    push 0   [0, 4)     at once
+    push 1   [4, 8)     at once
+    push 2   [0, 4)     when push 0 is over: 8 + 4 is more than 10
+    push 3   [4, 6)     when push 1 is over
+
+A push larger than the room gets all the room that it needs, and is open alone.
+
+The ranks need not agree on when a push starts. Each starts its pushes in the one order of all ranks and waits for them
+in that order. Take the earliest push that is not over on all ranks. Every rank comes to it, for those before it are
+over everywhere; so all start it, and it ends. So it goes on, whoever has room for how many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from ds_hydra.zero_hetero.intervals import Column, sum_by
+from ds_hydra.zero_hetero.transfer_plan import Slice, TransferPlan
+
+ALIGNMENT = 64  # elements: messages begin at multiples of 128 bytes or more, as copies and networks like it
+LARGE = 1 << 18
+"""Elements of a slice that travels by itself, without a copy; it is worth more than one operation less."""
+
+
+def runs_of(slices: Sequence[Slice]) -> tuple[tuple[Slice, ...], ...]:
+    """The slices of a message as they travel [Note: runs]."""
+    runs: list[list[Slice]] = []
+    for piece in slices:
+        if not runs or piece.length >= LARGE or runs[-1][-1].length >= LARGE:
+            runs.append([])
+        runs[-1].append(piece)
+    return tuple(map(tuple, runs))
+
+
+class Window(NamedTuple):
+    """Bytes [start, stop) of the scratch memory, free for a transfer when the first `after` transfers are over."""
+
+    start: int
+    stop: int
+    after: int
+
+
+Numel = TypeVar("Numel", int, Column)
+Flags = npt.NDArray[np.bool_]
+
+
+def padded(numel: Numel) -> Numel:
+    """Elements that `numel` elements take, with the gap to the next ones."""
+    return -(-numel // ALIGNMENT) * ALIGNMENT
+
+
+def side_by_side(sizes: Sequence[int]) -> tuple[Window, ...]:
+    """Windows of these sizes for transfers that are all under way together."""
+    ends = np.cumsum([0, *sizes]).tolist()
+    return tuple(Window(start, start + size, 0) for start, size in zip(ends, sizes, strict=False))
+
+
+@lru_cache(maxsize=4096)
+def in_turn(sizes: tuple[int, ...], room: int) -> tuple[Window, ...]:
+    """Windows of these sizes for transfers that start, and end, in this order; see [Note: scratch memory]."""
+    room = max([room, *sizes])
+    windows: list[Window] = []
+    start = 0
+    for size in sizes:
+        if start + size > room:
+            start = 0
+        before = [index for index, w in enumerate(windows) if w.start < start + size and start < w.stop]
+        windows.append(Window(start, start + size, 1 + max(before, default=-1)))
+        start += size
+    return tuple(windows)
+
+
+def end_of(windows: Sequence[Window]) -> int:
+    """Bytes that hold all of the windows."""
+    return max((window.stop for window in windows), default=0)
+
+
+def pull_scratch(plan: TransferPlan) -> Column:
+    """Elements of scratch memory that each rank takes to pull: shape (num_ranks,).
+
+    A run in several intervals takes its size: at the receiver, and at the sender once for all who get the same.
+    """
+    sent, received = _runs(plan, plan.slices.src_offset), _runs(plan, plan.slices.dst_offset)
+    landing = sum_by(received.dst[received.split], plan.num_ranks, padded(received.numel[received.split]))
+    rows = np.flatnonzero(sent.split)
+    first = {(int(sent.src[row]), sent.parts(row)): row for row in rows[::-1].tolist()}
+    gathered = np.array(sorted(first.values()), dtype=np.int64)
+    return landing + sum_by(sent.src[gathered], plan.num_ranks, padded(sent.numel[gathered]))
+
+
+def push_scratch(plan: TransferPlan, *, cast: bool) -> Column:
+    """Elements of scratch memory that each rank takes to push, by the transposed plan: shape (num_ranks,).
+
+    Every message that is received takes its size, and so does every run that is sent, if it is `cast` or lies in
+    several intervals.
+    """
+    sent = _runs(plan, plan.slices.src_offset)
+    copied = sent.split | cast
+    begin = np.flatnonzero(sent.first)
+    received = padded(np.add.reduceat(sent.numel, begin)) if len(begin) else sent.numel
+    return sum_by(sent.dst[begin], plan.num_ranks, received) + sum_by(
+        sent.src[copied], plan.num_ranks, padded(sent.numel[copied])
+    )
+
+
+class _Runs(NamedTuple):
+    """The runs of all messages between two ranks, as columns, seen from one end: the sender's or the receiver's."""
+
+    src: Column
+    dst: Column
+    numel: Column
+    first: Flags  # whether it is the first run of its message
+    split: Flags  # whether it is more than one interval of the buffer at this end
+    begin: Column  # its slices are rows [begin, end) of the columns below
+    end: Column
+    offset: Column
+    length: Column
+
+    def parts(self, row: int) -> bytes:
+        """The intervals of one run: equal for runs that hold the same."""
+        at = slice(self.begin[row], self.end[row])
+        offset, length = self.offset[at], self.length[at]
+        cuts = np.flatnonzero(np.r_[True, offset[1:] != (offset + length)[:-1]])
+        return offset[cuts].tobytes() + np.add.reduceat(length, cuts).tobytes()
+
+
+def _runs(plan: TransferPlan, offset: Column) -> _Runs:
+    slices = plan.slices
+    rows = np.flatnonzero(slices.src != slices.dst)
+    rows = rows[np.lexsort((slices.dst[rows], slices.src[rows]))]  # stable: within a message in flat order
+    src, dst, src_offset, dst_offset, length = (column[rows] for column in slices)
+    if not len(rows):
+        none = np.zeros(0, dtype=np.int64)
+        return _Runs(none, none, none, none > 0, none > 0, none, none, none, none)
+    new = np.r_[True, (src[1:] != src[:-1]) | (dst[1:] != dst[:-1])]  # a message begins
+    # Slices that follow each other at both ends are one; a run is a large one, or small ones between two large ones.
+    apart = _breaks(src_offset, length) | _breaks(dst_offset, length) | new
+    joined = np.flatnonzero(apart)
+    large = np.add.reduceat(length, joined) >= LARGE
+    begin = joined[new[joined] | large | np.r_[False, large[:-1]]]
+    end = np.r_[begin[1:], len(rows)]
+    offset = offset[rows]
+    gaps = np.cumsum(_breaks(offset, length) & ~new)
+    numel = np.add.reduceat(length, begin)
+    return _Runs(src[begin], dst[begin], numel, new[begin], gaps[end - 1] > gaps[begin], begin, end, offset, length)
+
+
+def _breaks(offset: Column, length: Column) -> Flags:
+    """Whether each interval does not begin where the one before it ends."""
+    return np.r_[False, offset[1:] != (offset + length)[:-1]]
