@@ -1,4 +1,4 @@
-"""A job's config file in; the "hydra" block, the dtype and activation checkpointing, for the commands, out."""
+"""A job's config file in; the "hydra" block, the dtypes and activation checkpointing, for the commands, out."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ class JobConfig:
     dtype: torch.dtype
     activation_checkpointing: bool
     make_optimizer: Callable[[list[dict[str, Any]]], Optimizer]  # of parameter groups; AdamW where none is named
+    grad_dtype: torch.dtype | None = None  # as data_types.grad_accum_dtype says; None: it does not
 
 
 def read_job(path: str | None, default: torch.dtype) -> JobConfig:
@@ -37,9 +38,12 @@ def read_job(path: str | None, default: torch.dtype) -> JobConfig:
     enabled = [key for key, block in blocks if isinstance(block, dict) and block.get("enabled")]
     optimizer = raw.get("optimizer")
     block: dict[str, Any] = optimizer if isinstance(optimizer, dict) else {}
+    types = (parsed.deepspeed if parsed else raw).get("data_types")
+    asked = str(types.get("grad_accum_dtype")) if isinstance(types, dict) else ""
     return JobConfig(
         hydra,
         DTYPES[enabled[0] if enabled else "fp32"],
         bool(hydra and hydra.activation_checkpointing),
         optimizer_of_block(block.get("type", "AdamW"), dict(block.get("params") or {})),
+        DTYPES.get(asked),
     )

@@ -1,11 +1,12 @@
 """Memory that each parallel scheme of a model needs on a rank, activations included, before anything is started.
 
-  ds-hydra memory --model my_model/ --gpus 8 [--device_memory GIB] [--tokens N]
+  ds-hydra memory --model my_model/ --gpus 8 [--device_memory GIB] [--tokens N] [--strategies TEXT ...]
       [--deepspeed_config FILE] [--measure] [--quick] [--json FILE]
 
-Like DeepSpeed's estimators, for every scheme: master shards, optimizer state, pulled parameters, gradients, buffers,
-activations of the fullest stage, and MaxLen. Activations are an estimate for Llama-like layers, or with --measure
-counted by running one layer's local shapes. Exits with 1 when no scheme fits.
+Like DeepSpeed's estimators, for every scheme: master shards, optimizer state, pulled parameters, gradients, scratch
+memory of messages, activations of the fullest stage, and MaxLen. Activations are an estimate for Llama-like layers, or
+with --measure counted by running one layer's local shapes. With strategies, given or in the config, a second table
+shows what their pipelines need when all of them are candidates of one job. Exits with 1 when no scheme fits.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ import torch
 
 from ds_hydra.commands.figures import figures_parser, finish, guarded, print_table
 from ds_hydra.commands.job_config import DTYPES, read_job
-from ds_hydra.costs.memory import JobMemory
+from ds_hydra.costs.memory import JobMemory, Shape
 from ds_hydra.engine.fits import job_memory, rank_memory
-from ds_hydra.pipe.shape import ParallelScheme
+from ds_hydra.pipe.placement import place_strategy
+from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.schemes import feasible_schemes
 from ds_hydra.profiling.hollow import hollow_source
 from ds_hydra.profiling.stage_memory import measure_activations
@@ -35,6 +37,7 @@ def main(arguments: Sequence[str] | None = None, *, name: str = "ds-hydra memory
     parser.add_argument("--node_size", type=int, help="ranks of a node: TP and SP stay inside (default: 8 at most)")
     parser.add_argument("--device_memory", type=float, metavar="GIB", help="of one rank (default: what is here)")
     parser.add_argument("--tokens", type=int, default=4096, help="of a micro-batch, for the column of activations")
+    parser.add_argument("--strategies", nargs="+", metavar="TEXT", help="candidates of one job (default: the config's)")
     parser.add_argument("--dtype", choices=DTYPES, help="of computing (default: the config, or bf16)")
     parser.add_argument("--deepspeed_config", help="the job's config: dtype, checkpointing, context length")
     parser.add_argument("--measure", action="store_true", help="count activations by running the layers (slower)")
@@ -54,27 +57,41 @@ def run(args: argparse.Namespace, name: str) -> int:
     device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
     memory_bytes = args.device_memory * 2**30 if args.device_memory else rank_memory(device, node)
     memory = job_memory(
-        source, schemes, args.gpus, memory_bytes, dtype, activation_checkpointing=job.activation_checkpointing
-    )
+        source, schemes, args.gpus, memory_bytes, dtype, activation_checkpointing=job.activation_checkpointing,
+        grad_dtype=job.grad_dtype, node_size=node,
+    )  # fmt: skip
     if args.measure:
         tokens = 128 if args.quick else 512
         for tp, sp in dict.fromkeys((scheme.tp, scheme.sp) for scheme in schemes):
             found = measure_activations(source, tp, sp, device, dtype, tokens)
             memory.activations[tp, sp] = found  # type: ignore[index]
+    shapes = [StrategyShape.parse(text) for text in args.strategies or ()] or (job.hydra.shapes if job.hydra else ())
+    joint = memory.together({one: place_strategy(one, args.gpus, source.plan.num_layers) for one in shapes})
     rows = [_row(memory, scheme, args.tokens) for scheme in schemes]
+    together = [
+        {"strategy": str(shape)} | _row(joint, scheme, args.tokens)
+        for shape in shapes
+        for scheme in dict.fromkeys(pipeline.cost_key for pipeline in shape.pipelines)
+    ]
     print(f"{args.model}: {args.gpus} ranks of {memory_bytes / 2**30:.1f} GiB ({memory.margin:.0%} left as a margin), "
           f"{str(dtype).removeprefix('torch.')}, activations {'counted' if args.measure else 'estimated'}; GiB of the "
           f"fullest stage with micro-batches of {args.tokens} tokens")  # fmt: skip
-    print_table(("scheme", "stage", "masters", "optimizer", "params", "grads", "buffers", "activations", "total",
-                 "fits", "MaxLen"), [list(row.values()) for row in rows])  # fmt: skip
+    _print(rows)
+    if together:
+        print("the same in a job that has all of these strategies as candidates")
+        _print(together)
     fitting = [row for row in rows if row["MaxLen"]]
     missed = [] if fitting else [f"no scheme holds one token in {memory_bytes / 2**30:.1f} GiB"]
     longest = max((memory.max_length(scheme) for scheme in schemes), default=0)
     summary = f"{len(fitting)}/{len(rows)} schemes fit; the longest micro-batch has {longest} tokens"
-    return finish(name, summary, {"rows": rows}, missed, args.json)
+    return finish(name, summary, {"rows": rows, "together": together}, missed, args.json)
 
 
-def _row(memory: JobMemory, scheme: ParallelScheme, tokens: int) -> dict[str, object]:
+def _print(rows: Sequence[dict[str, object]]) -> None:
+    print_table(list(rows[0]) if rows else [], [list(row.values()) for row in rows])
+
+
+def _row(memory: JobMemory, scheme: Shape, tokens: int) -> dict[str, object]:
     needs = memory.fullest(scheme, tokens)
     total, gib = needs.total(tokens), 2**30
     limit = memory.max_length(scheme)
@@ -85,7 +102,7 @@ def _row(memory: JobMemory, scheme: ParallelScheme, tokens: int) -> dict[str, ob
         "optimizer": f"{needs.optimizer / gib:.2f}",
         "params": f"{needs.params / gib:.2f}",
         "grads": f"{needs.grads / gib:.2f}",
-        "buffers": f"{needs.buffers / gib:.2f}",
+        "scratch": f"{needs.scratch / gib:.2f}",
         "activations": f"{(total - needs.states) / gib:.2f}",
         "total": f"{total / gib:.2f}",
         "fits": "yes" if limit >= tokens else "no",

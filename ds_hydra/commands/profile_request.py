@@ -39,6 +39,7 @@ class Request:
     budget: RepeatBudget
     clock: Literal["wall", "cpu"]
     dtype: torch.dtype
+    grad_dtype: torch.dtype | None  # where gradients add up; None: FP32 or wider
     device: torch.device
     job: JobFingerprint
     make_optimizer: MakeOptimizer
@@ -79,6 +80,7 @@ def make_request(args: argparse.Namespace) -> Request:
         budget=RepeatBudget(args.seconds or (0.1 if args.quick else 0.35), 3, 5 if args.quick else 15),
         clock=_clock(args.clock, device),
         dtype=job.dtype,
+        grad_dtype=job.grad_dtype,
         device=device,
         job=describe_job(source, device, job.dtype, num_gpus),
         make_optimizer=job.make_optimizer,

@@ -2,12 +2,15 @@
 
 [Note: memory]
 A rank holds its 1/N of the master shards (FP32 parameters, gradients and optimizer state) whatever the strategy, and
-under a strategy the parameters (compute dtype) and gradients (FP32) of its share of a stage, buffers of pull and
-push, and activations. The schedule tells of how many micro-batches a stage keeps the activations at once: under 1F1B
-stage i of PP keeps up to PP - i. While it computes, it needs a transient on top: a block of logits, or what a layer's
-backward needs, whichever is more (Hydraulis, appendix C.1, with the stages of the embeddings and of the head counted
-by themselves). Activations and transient grow with the tokens of a micro-batch; MaxLen is where the sum meets the
-device's bytes less a margin.
+memory for the parameters and gradients of its share of a stage, as much as the most demanding of all candidate
+strategies needs there, since strategies change within a job. In a step it holds scratch memory of pull and push, what
+that step's strategy needs, and activations. With the candidates `4*tp16` and `64*tp1` each rank has room for the whole
+model in every step, and `tp16` is left less for activations than it would have alone.
+
+The schedule tells of how many micro-batches a stage keeps the activations at once: under 1F1B stage i of PP keeps up to
+PP - i. While it computes, it needs a transient on top: a block of logits, or what a layer's backward needs, whichever
+is more (Hydraulis, appendix C.1, with the stages of the embeddings and of the head counted by themselves). Activations
+and transient grow with the tokens of a micro-batch; MaxLen is where the sum meets the device's bytes less a margin.
 
 `paper_memory.MemoryModel` is the paper's own formula with its constants A, B and alpha; this one counts a real model.
 """
@@ -16,12 +19,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from ds_hydra.costs.rank_bytes import ElementBytes, RankBytes, rank_bytes
 from ds_hydra.pipe.model_plan import LOGITS_AT_ONCE, ModelPlan
-from ds_hydra.pipe.placement import Stage, place_pipeline
+from ds_hydra.pipe.placement import Strategy, place_pipeline, place_strategy
 from ds_hydra.pipe.schedules.registry import most_alive
-from ds_hydra.pipe.shape import ParallelScheme, PipelineShape
+from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
 from ds_hydra.zero_hetero.errors import ConfigError
 
 Shape = ParallelScheme | PipelineShape
@@ -53,7 +57,7 @@ class Needs:
     optimizer: int  # its state, 1/N
     params: int
     grads: int
-    buffers: int  # of pull and push
+    scratch: int  # of pull and push
     logits: int  # of one block at most
     logits_per_token: float  # until a block is full
     per_token: float  # activations that are kept, of all micro-batches under way
@@ -62,7 +66,7 @@ class Needs:
     @property
     def states(self) -> int:
         """What does not depend on the micro-batch."""
-        return self.masters + self.optimizer + self.params + self.grads + self.buffers
+        return self.masters + self.optimizer + self.params + self.grads + self.scratch
 
     def total(self, num_tokens: int) -> int:
         """All bytes with micro-batches of this many tokens."""
@@ -91,7 +95,12 @@ class Needs:
 
 @dataclass(frozen=True)
 class JobMemory:
-    """Memory of a job: its model, ranks, dtypes and measured or estimated activations by (tp, sp)."""
+    """Memory of a job: its model, ranks, dtypes and measured or estimated activations by (tp, sp).
+
+    `strategies` are all candidates of the job, placed on its ranks. A scheme that is in none of them counts as if there
+    were one more, of as many of its pipelines as the ranks hold. So before the candidates are known each scheme counts
+    as if it were alone.
+    """
 
     plan: ModelPlan
     num_ranks: int
@@ -103,7 +112,20 @@ class JobMemory:
     margin: float = 0.05  # share of the device left for fragmentation and what is not counted
     vocab: int = 1
     schedule: str = "1f1b"  # of every pipeline
+    grad_bytes: int | None = None  # of an element where gradients add up; None: the wider of the other two
+    wire_bytes: int | None = None  # of an element of a gradient on its way; None: as in the compute dtype
+    node_size: int | None = None  # ranks of a node; None: all of them
+    strategies: Mapping[StrategyShape, Strategy] = field(default_factory=dict)
     _cache: dict[tuple[Shape, int], Needs] = field(default_factory=dict, compare=False, repr=False)
+    _ranks: dict[StrategyShape, tuple[RankBytes, ...]] = field(default_factory=dict, compare=False, repr=False)
+
+    def together(self, strategies: Mapping[StrategyShape, Strategy]) -> JobMemory:
+        """The memory of the job if these are its candidates."""
+        return replace(self, strategies=dict(strategies), _cache={})
+
+    def demand(self, shape: StrategyShape) -> int:
+        """Bytes of parameters, gradients and scratch memory on the fullest rank under one of the candidates."""
+        return max(held.total for held in self._of_ranks(shape, self.strategies[shape]))
 
     @property
     def capacity(self) -> float:
@@ -141,13 +163,12 @@ class JobMemory:
             raise ConfigError(
                 f"memory model: no activation figures for tp{stage.tp}sp{stage.sp}; it has {known}"
             ) from None
-        held, trained = stage_elements(self.plan, stage)
+        held = self._held(shape, index)
         total = sum(bucket.numel for bucket in self.plan.buckets if bucket.trainable)
         share = math.ceil(total / self.num_ranks)
         layers = stage.last_layer - stage.first_layer
         last = index == scheme.pp - 1
         per_batch = layers * kept.layer + (kept.first if index == 0 else 0.0) + (kept.last if last else 0.0)
-        wide = max(self.master_bytes, self.param_bytes)
         rows = math.ceil(self.vocab / stage.tp)
         # Logits, an FP32 copy of 16 bit ones, and the probabilities that become their gradient.
         logits_bytes = self.param_bytes + max(4, self.param_bytes) + (4 if self.param_bytes < 4 else 0)
@@ -157,34 +178,38 @@ class JobMemory:
             index,
             masters=2 * share * self.master_bytes,
             optimizer=self.optimizer_states * share * self.master_bytes,
-            params=held * self.param_bytes,
-            grads=trained * wide,
-            buffers=self._buffers(stage.tp * scheme.pp, share, trained),
+            params=held.params,
+            grads=held.grads,
+            scratch=held.scratch,
             logits=max(LOGITS_AT_ONCE, rows) * logits_bytes,
             logits_per_token=rows * logits_bytes / stage.sp,
             per_token=most_alive(self.schedule, scheme.pp)[index] * per_batch,
             transient=kept.transient,
         )
 
-    def _buffers(self, parts: int, share: int, trained: int) -> int:
-        """Bytes of scratch memory: a cast of the master shard for the pull; for the push a cast of the gradients sent,
-        and what the other contributors send for one shard, of whom there are N / (tp * pp) with this rank; `parts` is
-        tp * pp."""
-        cast = self.param_bytes != self.master_bytes
-        contributors = max(1, self.num_ranks // parts)
-        pull = share if cast else 0
-        push = (trained if cast else 0) + (contributors - 1) * share
-        return (pull + push) * self.param_bytes
+    def _held(self, shape: PipelineShape, index: int) -> RankBytes:
+        """Of the ranks that hold this stage in some strategy, the needs of the one that needs the most."""
+        candidates = {one: placed for one, placed in self.strategies.items() if shape in one.pipelines}
+        if not candidates:
+            copies = max(1, self.num_ranks // shape.num_ranks)
+            alone = StrategyShape((shape,) * copies)
+            candidates = {alone: place_strategy(alone, copies * shape.num_ranks, self.plan.num_layers)}
+        found: list[RankBytes] = []
+        for one, placed in candidates.items():
+            everyone = [self._of_ranks(each, where) for each, where in {**self.strategies, one: placed}.items()]
+            for pipeline, place in zip(one.pipelines, placed.pipelines, strict=True):
+                for rank in place.stages[index].ranks if pipeline == shape else ():
+                    params, grads = (max(each[rank][item] for each in everyone if rank < len(each)) for item in (0, 1))
+                    found.append(RankBytes(params, grads, self._of_ranks(one, placed)[rank].scratch))
+        return max(found, key=lambda held: held.total)
 
-
-def stage_elements(plan: ModelPlan, stage: Stage) -> tuple[int, int]:
-    """Elements of all and of trainable parameters that the fullest TP rank of a stage holds."""
-    held = trained = 0
-    for bucket in plan.buckets:
-        size = max(sum(slot.numel for slot in plan.slots(bucket, stage, rank)) for rank in range(stage.tp))
-        held += size
-        trained += size if bucket.trainable else 0
-    return held, trained
+    def _of_ranks(self, shape: StrategyShape, placed: Strategy) -> tuple[RankBytes, ...]:
+        if shape not in self._ranks:
+            wide = max(self.master_bytes, self.param_bytes)
+            element = ElementBytes(self.param_bytes, self.grad_bytes or wide, self.master_bytes, self.wire_bytes)
+            nodes = self.node_size or placed.num_ranks
+            self._ranks[shape] = rank_bytes(self.plan, placed, element, node_size=nodes)
+        return self._ranks[shape]
 
 
 def estimate_activations(

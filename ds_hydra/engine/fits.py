@@ -27,12 +27,16 @@ def job_memory(
     dtype: torch.dtype,
     *,
     activation_checkpointing: bool,
+    grad_dtype: torch.dtype | None = None,
+    wire_dtype: torch.dtype | None = None,
+    node_size: int | None = None,
     optimizer_states: int = 2,
     measured: Mapping[tuple[int, int], Activations] | None = None,
 ) -> JobMemory:
     """The memory model of a job for all (tp, sp) of the schemes, with activations measured or else estimated.
 
-    The layers of a pipeline module do not say what is inside them, so their activations count as 0 bytes.
+    `dtype` is computed in, gradients add up in `grad_dtype` (None: FP32 or wider) and travel in `wire_dtype` (None: as
+    computed in). The layers of a pipeline module do not say what is inside them, so their activations count as 0 bytes.
     """
     config: Any = getattr(source, "text_config", None)
     figures: dict[tuple[int, int], Activations] = {}
@@ -54,6 +58,8 @@ def job_memory(
     return JobMemory(
         source.plan, num_ranks, figures, dtype.itemsize, max(4, dtype.itemsize), optimizer_states,
         device_bytes=device_bytes, vocab=source.vocab_size or 1,
+        grad_bytes=grad_dtype.itemsize if grad_dtype else None,
+        wire_bytes=wire_dtype.itemsize if wire_dtype else None, node_size=node_size,
     )  # fmt: skip
 
 

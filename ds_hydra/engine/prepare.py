@@ -56,9 +56,14 @@ def prepare(job: Job, world: World) -> Prepared:
     # Strategies are proposed by the limited table: one that does not fit must not be proposed.
     candidates = _candidates(job, world, found.table, lengths)
     strategies = {c: place_strategy(c, world.num_ranks, plan.num_layers) for c in candidates}
+    with together(world.channel, "counting the memory of all strategies together"):
+        memory = memory.together(strategies)
+        if not config.shapes:
+            memory = _without_the_largest(memory, found.table, longest)
+        found = _limited(job, world, found, memory)
     where = "sequences may have" if job.data is None else f"sequence {int(job.data.lengths.argmax())} has"
-    check_memory(found.table, memory, candidates, longest, where)
-    return Prepared(found, strategies, shape.params // world.num_ranks)
+    check_memory(found.table, memory, tuple(memory.strategies), longest, where)
+    return Prepared(found, memory.strategies, shape.params // world.num_ranks)
 
 
 def _costs(job: Job, world: World, shape: ModelShape, longest: int) -> tuple[TableFile, JobMemory]:
@@ -69,11 +74,39 @@ def _costs(job: Job, world: World, shape: ModelShape, longest: int) -> tuple[Tab
     found = job_cost_table(config, shape, schemes, longest, fingerprint)
     memory = _memory(job, world, found)
     found = replace(found, table=with_shapes(found.table, config.shapes, memory))
+    return _limited(job, world, found, memory), memory
+
+
+def _limited(job: Job, world: World, found: TableFile, memory: JobMemory) -> TableFile:
+    """The table with MaxLen within memory. ConfigError when no scheme is left."""
     # A measured MaxLen holds for the number of ranks that shared the masters when it was measured. Masters and Adam's
     # states take 12 bytes per parameter over all ranks: of 1e9 parameters a rank keeps 1.5 GB with 8 ranks but 3 GB
-    # with 4, and has that much less for activations. So for another number of ranks the memory model decides.
-    as_measured = config.cost_table and (found.job is None or found.job.num_ranks in (0, world.num_ranks))
-    return (found if as_measured else replace(found, table=within_memory(found.table, memory))), memory
+    # with 4, and has that much less for activations. Nor does it know the job's other strategies, for which each rank
+    # keeps room. Only a table that comes without figures of activations, such as a published one, knows better than
+    # the memory model, which could but estimate them.
+    same_ranks = found.job is None or found.job.num_ranks in (0, world.num_ranks)
+    if job.config.cost_table and same_ranks and not found.activations:
+        return found
+    return replace(found, table=within_memory(found.table, memory))
+
+
+def _without_the_largest(memory: JobMemory, table: CostTable, longest: int) -> JobMemory:
+    """Of proposed strategies those that fit together: the one that needs the most memory is left out while they do not.
+
+    A rank keeps room for the most demanding of them in every step. So a strategy that fits by itself may leave the
+    others too little, or none of them enough for the longest sequence.
+    """
+    while len(memory.strategies) > 1:
+        schemes = {pipeline.cost_key for shape in memory.strategies for pipeline in shape.pipelines}
+        alone = memory.together({})
+        limits = [memory.max_length(scheme) for scheme in schemes]
+        wanted = min(longest, max(min(table[scheme].max_length, alone.max_length(scheme)) for scheme in schemes))
+        if min(limits) >= 1 and max(limits) >= wanted:
+            break
+        largest = max(memory.strategies, key=memory.demand)
+        logger.info("%s is left out: beside the others it needs more memory than there is", largest)
+        memory = memory.together({one: at for one, at in memory.strategies.items() if one != largest})
+    return memory
 
 
 def _candidates(job: Job, world: World, table: CostTable, lengths: Sequence[int]) -> tuple[StrategyShape, ...]:
@@ -110,6 +143,9 @@ def _memory(job: Job, world: World, found: TableFile) -> JobMemory:
         rank_memory(world.device, world.node_size),
         job.compute_dtype,
         activation_checkpointing=job.config.activation_checkpointing,
+        grad_dtype=job.grad_dtype,
+        wire_dtype=job.wire_dtype,
+        node_size=world.node_size,
         measured=found.activations,
     )
 

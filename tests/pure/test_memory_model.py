@@ -13,6 +13,7 @@ from ds_hydra.costs.memory import Activations, JobMemory, estimate_activations
 from ds_hydra.costs.shape_costs import price, used_schemes, with_shapes
 from ds_hydra.costs.table_file import TableFile, read_table, table_record
 from ds_hydra.pipe.model_plan import ModelPlan, ParamSpec, ShardRule, make_buckets
+from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.schedules.actions import Order, slots_from_text
 from ds_hydra.pipe.schedules.registry import SCHEDULES
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
@@ -72,6 +73,52 @@ def test_states_follow_the_real_split() -> None:
     shared = job(8).needs(ParallelScheme(2, 2), 0)
     assert shared.masters == 2 * 4 * total // 8
     assert shared.params == 2 * (1000 * 64 + 4 * 12 * 64 * 64) // 2  # embeddings and half of the layers, by tp
+
+
+def together(memory: JobMemory, *texts: str) -> JobMemory:
+    shapes = [StrategyShape.parse(text) for text in texts]
+    return memory.together({s: place_strategy(s, memory.num_ranks, memory.plan.num_layers) for s in shapes})
+
+
+def test_a_rank_keeps_room_for_the_most_demanding_candidate() -> None:
+    alone, both = together(job(), "2*tp4"), together(job(), "2*tp4", "8*tp1")
+    tp4, tp1 = ParallelScheme(4), ParallelScheme(1)
+    assert (alone.needs(tp4, 0).params, alone.needs(tp4, 0).grads) == (
+        job().needs(tp4, 0).params,
+        job().needs(tp4, 0).grads,
+    )
+    assert both.needs(tp4, 0).params == both.needs(tp1, 0).params == 4 * alone.needs(tp4, 0).params
+    assert both.needs(tp4, 0).scratch == alone.needs(tp4, 0).scratch, "what a step itself needs"
+    assert both.needs(tp1, 0).scratch > both.needs(tp4, 0).scratch
+    assert both.max_length(tp4) < alone.max_length(tp4)
+    assert both.max_length(tp1) == job().max_length(tp1)
+
+
+def test_contributions_are_counted_where_pipelines_differ() -> None:
+    """Rank 0 of `tp4 + 4*tp1` receives its shard from one rank of tp4, perhaps two, and from the four others."""
+    mixed, uniform = together(job(), "tp4 + 4*tp1"), together(job(), "2*tp4")
+    total = 2 * 1000 * 64 + 8 * 12 * 64 * 64
+    share, held, gap = 2 * total // 8, 2 * total // 4, 2 * 64 * 10 * 8  # bytes; a gap per message and bucket
+    for memory, contributions in ((mixed, 4), (uniform, 1)):
+        scratch = memory.needs(ParallelScheme(4), 0).scratch
+        assert held + contributions * share <= scratch <= held + (contributions + 1) * share + gap
+    narrow = replace(mixed, grad_bytes=2, _cache={}, _ranks={}).needs(ParallelScheme(4), 0)
+    assert narrow.grads == mixed.needs(ParallelScheme(4), 0).grads // 2
+    assert narrow.scratch <= 5 * share + gap, "what is sent in its own type leaves from where it is"
+
+
+def test_proposed_strategies_that_do_not_fit_together_are_left_out() -> None:
+    from ds_hydra.engine.prepare import _without_the_largest
+
+    table = CostTable(tuple(SchemeCost(ParallelScheme(tp), 1e-6, 0.1, 1.0, 4096) for tp in (1, 4)))
+    texts = ("8*tp1", "2*tp4")
+    roomy = together(job(), *texts)
+    assert _without_the_largest(roomy, table, 4096) is roomy
+    need = roomy.fullest(ParallelScheme(4), 4096).total(4096)
+    tight = together(job(device=0.9 * need / 0.95), *texts)
+    assert tight.max_length(ParallelScheme(1)) >= 1
+    assert [str(shape) for shape in _without_the_largest(tight, table, 4096).strategies] == ["2*tp4"]
+    assert _without_the_largest(tight, table, 100) is tight, "short sequences have room beside both"
 
 
 def test_max_length_is_the_most_that_fits_on_every_stage() -> None:
