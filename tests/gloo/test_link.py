@@ -285,8 +285,11 @@ def test_waiting_before_sending_is_explained() -> None:
         handle.wait()
 
 
-@pytest.mark.parametrize(("num_ranks", "node_size"), [(4, 2), (7, 3)])
-def test_relay_pulls_the_same_and_pushes_the_same_sum(num_ranks: int, node_size: int) -> None:
+@pytest.mark.parametrize(("num_ranks", "node_size", "large"), [(4, 2, 1 << 18), (7, 3, 5)])
+def test_relay_pulls_the_same_and_pushes_the_same_sum(
+    num_ranks: int, node_size: int, large: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scratch_plan, "LARGE", large)
     layout = heterogeneous(num_ranks)
     masters = even_layout(layout.numel, num_ranks)
     plan = plan_relay(masters, layout, node_size)

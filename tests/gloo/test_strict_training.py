@@ -17,6 +17,7 @@ import ds_hydra.engine.engine  # noqa: F401
 from ds_hydra.pipe.rows import MicroBatch
 from ds_hydra.step import strategy_runtime
 from ds_hydra.step.strategy_runtime import StrategyRuntime
+from ds_hydra.zero_hetero import scratch_plan
 from tests.support.cases import CASES, Case
 from tests.support.equivalence import compare
 from tests.support.ranks import run_ranks
@@ -61,9 +62,12 @@ def test_what_once_hung_trains_to_the_same_bits(strategy: str, num_ranks: int, r
 
 @pytest.mark.parametrize(("strategy", "rule"), [("4*tp1", "connect"), ("tp2 + pp2", "lazy"), ("2*pp2", "blocking")])
 def test_with_room_for_one_push_at_a_time_the_bits_are_the_same(strategy: str, rule: str) -> None:
+    """Also where large slices travel by themselves, as those of large models do."""
+
     def both(rank: int) -> bool:
         one_at_a_time = mock.patch.object(strategy_runtime, "room_for_pushes", return_value=0)
-        with strict_world(Rules(**{rule: True}, stall_s=100)), one_at_a_time:
+        large = mock.patch.object(scratch_plan, "LARGE", 200)
+        with strict_world(Rules(**{rule: True}, stall_s=100)), one_at_a_time, large:
             strict = trained(rank, strategy, 4)
         return same(strict, trained(rank, strategy, 4))
 

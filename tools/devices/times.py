@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from ds_hydra.zero_hetero.clock import HostClock
 from tests.support.device_steps import EXPECTED_STAGE_S, Step, engine_steps, stage_times
 from tests.support.fake_device import FakeDevice, FakeDeviceClock
 from tests.support.ranks import run_ranks
+from tools.devices.table import Table
 
 AIM = 0.01  # of what was started, or stood still
 HEAD = ("what runs", "activity", "started s", "device's clock s", "host's clock s", "off")
 
 
-class Table(NamedTuple):
-    """Rows under HEAD, and the rows that miss the aim, in words."""
-
-    rows: list[tuple[object, ...]]
-    missed: list[str]
-
-
-def time_attribution() -> Table:
+def time_attribution(quick: bool) -> Table:
     """A first stage that waits for its neighbour, and a step of a whole engine, on a device that is made up."""
-    table = Table([], [])
+    table = Table("to whom time is charged on a device with a queue", HEAD)
     device, other = FakeDevice(), FakeDevice()
     by_device = stage_times(FakeDeviceClock(device), device)
     by_host = stage_times(HostClock(lambda: other.host_s), other)

@@ -1,0 +1,53 @@
+"""What a job takes on devices, shown without one: its memory beside ZeRO's, predicted against measured; times.
+
+  python -m tools.check_devices [--quick] [--only NAME ...] [--json FILE]
+
+  count      memory of 7B and 28B models on 64 ranks by count, beside ZeRO-1 and ZeRO-2
+  messages   CPU time of a step that hands out memory for messages
+  times      to whom time is charged on a device with a queue
+  peak       predicted memory of small models against the most that the allocator gave out in a run
+
+Exits non-zero if an aim is missed.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+
+from ds_hydra.commands.figures import figures_parser, finish, print_table
+from tools.devices.count import by_count
+from tools.devices.messages import handing_out
+from tools.devices.peak import predicted_and_measured
+from tools.devices.table import Table
+from tools.devices.times import time_attribution
+
+# Each makes one table, told whether it should be quick. They run in this order.
+TABLES: dict[str, Callable[[bool], Table]] = {
+    "count": by_count,
+    "messages": handing_out,
+    "times": time_attribution,
+    "peak": predicted_and_measured,
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = figures_parser(__doc__)
+    parser.add_argument("--only", nargs="+", choices=TABLES, metavar="NAME", help=f"of {', '.join(TABLES)}")
+    options = parser.parse_args(arguments)
+    figures: dict[str, object] = {}
+    missed: list[str] = []
+    for name in options.only or TABLES:
+        began = time.perf_counter()
+        table = TABLES[name](options.quick)
+        print(f"{table.title} ({time.perf_counter() - began:.0f} s)")
+        print_table(table.headers, table.rows)
+        print()
+        figures[name] = table.figures
+        missed += [f"{name}: {line}" for line in table.missed]
+    return finish("check_devices", f"{len(figures)} tables", {"tables": figures}, missed, options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
