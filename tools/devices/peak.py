@@ -27,7 +27,6 @@ import ds_hydra.engine.engine  # noqa: F401
 from ds_hydra.costs.memory import JobMemory, Needs, Shape
 from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.shape import StrategyShape
-from ds_hydra.plan.runnable import only_phase
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.profiling.hollow import hollow_source
 from ds_hydra.profiling.stage_memory import measure_activations
@@ -136,7 +135,8 @@ def _most(profile: Any) -> int:
 
 def _micro_batches(plan: dict[str, Any]) -> Iterator[tuple[Shape, int]]:
     """Scheme and tokens of all micro-batches of a step."""
-    for pipeline in only_phase(StepPlan.from_json(plan, "the step's plan")).pipelines:
+    phases = StepPlan.from_json(plan, "the step's plan").phases
+    for pipeline in (pipeline for phase in phases for pipeline in phase.pipelines):
         for batch in pipeline.microbatches:
             yield pipeline.shape.cost_key, sum(span.stop - span.start for span in batch.spans)
 
