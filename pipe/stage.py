@@ -20,11 +20,10 @@ GradientHook = Callable[[Tensor], Tensor | None]
 
 @dataclass(frozen=True)
 class StagePlace:
-    """Where one rank stands in its stage, and the groups it talks to (None where the degree is 1)."""
+    """Where one rank stands in its pipeline, and the groups it talks to (None where the degree is 1)."""
 
-    stage: Stage
-    is_first: bool
-    is_last: bool
+    pipeline: Pipeline
+    index: int  # of its stage
     tp_rank: int
     sp_rank: int
     tp_group: Group
@@ -37,9 +36,20 @@ class StagePlace:
         """The place of `rank` in its stage of a pipeline; `group` gives the group of some ranks, None for one alone."""
         index = pipeline.stage_index(rank)
         stage = pipeline.stages[index]
-        first, last = index == 0, index == len(pipeline.stages) - 1
         groups = (group(ranks) for ranks in (stage.tp_ranks(rank), stage.sp_ranks(rank)))
-        return cls(stage, first, last, *stage.coordinates(rank), *groups)
+        return cls(pipeline, index, *stage.coordinates(rank), *groups)
+
+    @property
+    def stage(self) -> Stage:
+        return self.pipeline.stages[self.index]
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == len(self.pipeline.stages) - 1
 
 
 class StageModule:

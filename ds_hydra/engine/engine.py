@@ -27,6 +27,7 @@ from ds_hydra.engine.signals import Signals
 from ds_hydra.host.host_engine import HostEngine
 from ds_hydra.host.launch import launched_node_size
 from ds_hydra.pipe.models.meta_copy import release_parameters
+from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.ranks.together import first_channel, together
 from ds_hydra.ranks.world import World
 from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError
@@ -48,7 +49,7 @@ class HydraEngine(HostEngine):
             # The job is what stays the same when the ranks change; `assemble` adds what belongs to the present ranks.
             self.job = Job(
                 config,
-                model_source(model, activation_checkpointing=config.activation_checkpointing),
+                self.source_of(model),
                 model,
                 self.recipe,
                 self.data,
@@ -77,11 +78,18 @@ class HydraEngine(HostEngine):
         """
         initial = job is None
         self.job = job or self.job
+        self.crew = Crew(self.job, self.world_of_process(), self, self._signals, initial=initial)
+        self.saving = Saving(self, self.crew, self._signals)
+
+    def source_of(self, model: Any) -> ModelSource:
+        """The model as a source of stages. ConfigError if its layers cannot be found."""
+        return model_source(model, activation_checkpointing=self.hydra_config.activation_checkpointing)
+
+    def world_of_process(self) -> World:
+        """The world of torch's default process group; each of its ranks must call it."""
         config = self.job.config
         node_size = config.node_size or launched_node_size() or dist.get_world_size()
-        world = World.of_process(self.device, node_size=node_size, timeout_s=config.timeout_seconds)
-        self.crew = Crew(self.job, world, self, self._signals, initial=initial)
-        self.saving = Saving(self, self.crew, self._signals)
+        return World.of_process(self.device, node_size=node_size, timeout_s=config.timeout_seconds)
 
     def train_batch(self, data_iter: Any = None) -> Tensor:
         """Run one step and return its loss, a scalar in FP32.

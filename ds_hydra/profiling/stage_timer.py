@@ -51,12 +51,12 @@ class StageTimer:
     ) -> None:
         self.device, self.dtype, self._clock = device, dtype, clock or clock_of(device)
         self.scheme, self.source = scheme, source
-        stage = place_pipeline(PipelineShape.of(scheme), 0, source.plan.num_layers).stages[stage_index]
-        first, last = stage_index == 0, stage_index == scheme.pp - 1
+        pipeline = place_pipeline(PipelineShape.of(scheme), 0, source.plan.num_layers)
+        stage = pipeline.stages[stage_index]
         self.local: list[LocalGroup] = []
         if tp_group is None and sp_group is None:
             tp_group, sp_group = (self._stand_in(degree) for degree in (scheme.tp, scheme.sp))
-        self.place = StagePlace(stage, first, last, tp_rank, sp_rank, tp_group, sp_group)
+        self.place = StagePlace(pipeline, stage_index, tp_rank, sp_rank, tp_group, sp_group)
         self.module = source.build(self.place, device, dtype)
         self.num_params = _install(self.module, source, stage, tp_rank, device, dtype)
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 # A bucket's number is added to these, so that pulls, pushes and the messages between stages (`pipe.runtime`) never have
 # a tag in common: gloo matches messages by tag, and several of each kind are under way at once.
-_PULL_TAG, _PUSH_TAG = 1 << 21, 1 << 22
+PULL_TAG, PUSH_TAG = 1 << 21, 1 << 22
 
 
 class StrategyRuntime:
@@ -115,10 +115,10 @@ class StrategyRuntime:
             link = Link(push, rank, transport)
             pushes.append(PushBucket(link, tuple(params), grads, masters.grad(index)))
         self._wire_dtype, scratch = wire_dtype, self._arena.scratch
-        self.pulls = Pulls(pull_links, masters.shards, buffers, first_tag=_PULL_TAG, scratch=scratch)
+        self.pulls = Pulls(pull_links, masters.shards, buffers, first_tag=PULL_TAG, scratch=scratch)
         held = start * self._arena.params.itemsize + self._num_grads * self._arena.grads.itemsize
         room = room_for_pushes(held, self.pulls.scratch_bytes)
-        self.pushes = Pushes(pushes, wire_dtype=wire_dtype, first_tag=_PUSH_TAG, room=room, scratch=scratch)
+        self.pushes = Pushes(pushes, wire_dtype=wire_dtype, first_tag=PUSH_TAG, room=room, scratch=scratch)
         self.scratch_bytes = max(self.pulls.scratch_bytes, self.pushes.scratch_bytes)
 
     def _install(self, slots: Sequence[Slot], buffer: Tensor, grads: Tensor | None) -> list[nn.Parameter]:

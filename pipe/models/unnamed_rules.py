@@ -30,7 +30,7 @@ from ds_hydra.pipe.model_plan import ShardRule
 from ds_hydra.pipe.models.flow import keep_stack
 from ds_hydra.pipe.models.graph import tensors_in
 from ds_hydra.pipe.models.meta_copy import run_experts_one_by_one
-from ds_hydra.pipe.placement import Stage
+from ds_hydra.pipe.placement import Pipeline, Stage
 from ds_hydra.pipe.rows import MicroBatch, Pack
 from ds_hydra.pipe.stage import StageModule, StagePlace
 
@@ -140,7 +140,7 @@ def _look(source: CausalLM, tp: int) -> _Seen:
 def _run(source: CausalLM, tp: int, device: torch.device) -> _Seen:
     dtype = next(iter(source.values.values())).dtype
     stage = Stage(tuple(range(tp)), 0, source.plan.num_layers, tp)
-    place = StagePlace(stage, True, True, 0, 0, _Silent(0, tp) if tp > 1 else None, None)
+    place = StagePlace(Pipeline((stage,)), 0, 0, 0, _Silent(0, tp) if tp > 1 else None, None)
     watch = _Watch(source.layers_path)
     seen = _Seen(watch.met, watch.reduced)
     try:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ds_hydra.pipe.attention.backends import varlen_attention
 from ds_hydra.pipe.models.causal_lm import CausalLM
-from ds_hydra.pipe.placement import Stage
+from ds_hydra.pipe.placement import Pipeline, Stage
 from ds_hydra.pipe.rows import MicroBatch, Pack, position_ids, split_tokens
 from ds_hydra.pipe.stage import StagePlace, to_flat
 from tests.support.families import VOCAB, build_model, reference_model
@@ -177,7 +177,7 @@ def _packed_model(rank: int, sp: int, family: str, row: Sequence[Tensor]) -> tup
     source = CausalLM(build_model(family, FLOAT64))
     stage = Stage(tuple(range(sp)), 0, source.plan.num_layers, sp=sp)
     group = dist.group.WORLD if sp > 1 else None
-    module = source.build(StagePlace(stage, True, True, 0, rank, None, group), torch.device("cpu"), FLOAT64)
+    module = source.build(StagePlace(Pipeline((stage,)), 0, 0, rank, None, group), torch.device("cpu"), FLOAT64)
     for bucket in source.plan.buckets:
         for slot in source.plan.slots(bucket, stage, 0):
             rule = slot.param.rule
