@@ -17,6 +17,7 @@ COMMANDS = {
     "memory": "what each parallel scheme of a model needs on a rank",
     "check": "whether a model trains under strategies as in one process",
     "profile": "measure a cost table on this machine",
+    "emulate": "a job on a cluster that is not there: the real engine, on virtual time",
     "report": "draw the figures of a run from its step records",
     "convert": "checkpoints from DeepSpeed's universal form, and to it",
 }

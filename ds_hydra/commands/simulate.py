@@ -51,8 +51,8 @@ def parse_arguments(arguments: Sequence[str] | None, name: str) -> argparse.Name
     parser.add_argument("--gpus", type=int, help="ranks of the job (default: those of the strategy)")
     parser.add_argument("--gpus-per-node", type=int, default=8)
     parser.add_argument("--model", help="config JSON or checkpoint folder (default: the model of a shipped table)")
-    parser.add_argument("--inside", type=_speed, metavar="US,GB/S", help="latency and bandwidth inside a node")
-    parser.add_argument("--between", type=_speed, metavar="US,GB/S", help="the same between nodes")
+    parser.add_argument("--inside", type=read_speed, metavar="US,GB/S", help="latency and bandwidth inside a node")
+    parser.add_argument("--between", type=read_speed, metavar="US,GB/S", help="the same between nodes")
     parser.add_argument("--lengths", help="of sequences to plan for, as in ds-hydra preview")
     parser.add_argument("--tokens", type=int, help="of a step to plan")
     parser.add_argument("--context", type=int, help="longest sequence to plan for, in tokens")
@@ -65,7 +65,7 @@ def parse_arguments(arguments: Sequence[str] | None, name: str) -> argparse.Name
     return parser.parse_args(arguments)
 
 
-def _speed(text: str) -> Speed:
+def read_speed(text: str) -> Speed:
     """ "10,150": microseconds and 10^9 bytes a second."""
     try:
         latency, rate = (float(part) for part in text.split(","))

@@ -31,6 +31,7 @@ LAYERS = (
     ("ds_hydra/host", "ds_hydra/profiling"),
     ("ds_hydra/checkpoint", "ds_hydra/self_check", "ds_hydra/simulate"),
     ("ds_hydra/engine",),
+    ("ds_hydra/emulate",),
     ("ds_hydra",),
     ("ds_hydra/commands",),
 )

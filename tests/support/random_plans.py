@@ -33,9 +33,19 @@ def random_job(rng: random.Random, num_ranks: int) -> SimulatedJob:
     return SimulatedJob(llama_plan(MODEL), MODEL.hidden, found, LinkModel(node, inside, between), num_ranks)
 
 
-def random_plan(rng: random.Random, table: CostTable, num_ranks: int, *, step: int = 0) -> StepPlan:
-    """Random pipelines that tile the ranks and share random sequences; a third of all plans has two phases."""
-    lengths = tuple(min(4096, 1 + int(rng.lognormvariate(5, 1))) for _ in range(rng.randint(1, 4 * num_ranks)))
+def random_lengths(rng: random.Random, count: int) -> tuple[int, ...]:
+    """Lengths of sequences as of web pages, in tokens."""
+    return tuple(min(4096, 1 + int(rng.lognormvariate(5, 1))) for _ in range(count))
+
+
+def random_plan(
+    rng: random.Random, table: CostTable, num_ranks: int, *, step: int = 0, lengths: tuple[int, ...] = ()
+) -> StepPlan:
+    """Random pipelines that tile the ranks and share sequences; a third of all plans has two phases.
+
+    `lengths` are those of the sequences; none: random ones.
+    """
+    lengths = lengths or random_lengths(rng, rng.randint(1, 4 * num_ranks))
     positions = list(range(len(lengths)))
     rng.shuffle(positions)
     parts = [positions]

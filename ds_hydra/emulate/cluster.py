@@ -1,0 +1,170 @@
+"""A job and a number of steps in; what the engine did with it on an emulated cluster, step by step, out."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ds_hydra.config.hydra_block import ParsedConfig, parse_config
+from ds_hydra.costs.cost_table import CostTable
+from ds_hydra.costs.shape_costs import used_schemes
+from ds_hydra.costs.table_file import TableFile
+from ds_hydra.emulate.engine import EmulatedEngine, EmulatedModel
+from ds_hydra.emulate.limits import check_ranks, machine_limits
+from ds_hydra.emulate.stage import counted_norm
+from ds_hydra.host.launch import init_distributed
+from ds_hydra.pipe.placement import place_strategy
+from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
+from ds_hydra.plan.step_plan import StepPlan
+from ds_hydra.ranks.forked import run_ranks
+from ds_hydra.simulate.job import SimulatedJob
+from ds_hydra.zero_hetero.errors import ConfigError
+
+_ROUNDING = 1e-4  # of FP32 sums
+_PORT = 29500  # DeepSpeed asks for one, but the ranks have met already
+
+Look = Callable[[EmulatedEngine], Any]
+
+
+@dataclass(frozen=True)
+class EmulatedJob:
+    """A job as it is simulated, and what makes plans of its steps, as in the block "hydra"."""
+
+    cluster: SimulatedJob
+    strategies: tuple[str, ...]
+    lengths: tuple[int, ...]  # of all sequences of the data
+    tokens_per_step: int
+    choose: str = "best"
+    replay_file: str | None = None
+    seed: int = 0
+
+    def check(self) -> None:
+        """Raise ConfigError or PlanError for what no cluster could run, before one is made."""
+        cluster = self.cluster
+        check_ranks(cluster.num_ranks, machine_limits())
+        shapes = [StrategyShape.parse(text) for text in self.strategies]
+        if not shapes:
+            raise ConfigError("an emulated cluster needs strategies: name at least one")
+        for shape in shapes:
+            cluster.plan.check(place_strategy(shape, cluster.num_ranks, cluster.plan.num_layers))
+        missing = sorted(set(used_schemes(shapes)) - set(cluster.table.schemes))
+        if missing:
+            raise ConfigError(
+                f"the cost table has no entry for {', '.join(map(str, missing))}, which the strategies use; it has "
+                f"{', '.join(map(str, cluster.table.schemes))}. Measure them, or leave them out"
+            )
+
+
+class EmulatedStep(NamedTuple):
+    """One step as it went: virtual seconds, and the two numbers of [Note: counted gradients]."""
+
+    plan: StepPlan
+    begin_s: float
+    ended_s: tuple[float, ...]  # by rank
+    loss: float
+    grad_norm: float
+    counted_norm: float  # what the norm must be
+    seen: Any  # what `look` returned
+
+    @property
+    def step_s(self) -> float:
+        """Seconds until the last rank has updated its masters."""
+        return max(self.ended_s) - self.begin_s
+
+    @property
+    def fault(self) -> str:
+        """What is wrong with the loss or the gradient; empty when nothing is."""
+        for what, value, counted in (("loss", self.loss, 1.0), ("norm", self.grad_norm, self.counted_norm)):
+            if abs(value - counted) > _ROUNDING * counted:
+                return f"the {what} is {value!r} but every token counted once gives {counted!r}"
+        return ""
+
+
+def emulate(
+    job: EmulatedJob, steps: int, *, look: Look | None = None, timeout_s: float = 600.0
+) -> list[list[EmulatedStep]]:
+    """Run the first `steps` steps of a job, by rank; `look` is called on every rank after each of them.
+
+    Raises ConfigError or PlanError for what the engine refuses, and for more ranks than can be forked; TimeoutError
+    when the ranks together take longer than `timeout_s` seconds of real time, as they do when they wait in a circle.
+    """
+    job.check()
+    # What ranks have in common is made and imported before they fork, and shared by all of them. The first optimizer of
+    # a process imports for seconds.
+    torch.optim.SGD([torch.zeros(1)])
+    model = EmulatedModel(job.cluster)
+    with tempfile.TemporaryDirectory(prefix="emulated-") as folder:
+        table = Path(folder) / "costs.json"
+        # Without its evidence, which names another job than the small model's, and without what follows from the rest.
+        costs = tuple(cost for cost in job.cluster.table.costs if isinstance(cost.scheme, ParallelScheme))
+        TableFile(CostTable(costs)).save(table)
+        parsed = parse_config(_config(job, str(table), timeout_s))
+        assert parsed is not None, "the config has the block"
+        try:
+            return run_ranks(_rank, job.cluster.num_ranks, parsed, model, job, steps, look, timeout=timeout_s)
+        except (BlockingIOError, MemoryError) as error:
+            raise ConfigError(
+                f"an emulated cluster of {job.cluster.num_ranks} ranks cannot be forked here ({error}): emulate fewer"
+            ) from error
+
+
+def _config(job: EmulatedJob, table: str, timeout_s: float) -> dict[str, Any]:
+    return {
+        "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},
+        "gradient_clipping": 0.0,
+        "hydra": {
+            "strategies": list(job.strategies),
+            "cost_table": table,
+            "tokens_per_step": job.tokens_per_step,
+            "choose": job.choose,
+            "seed": job.seed,
+            "node_size": min(job.cluster.links.node_size, job.cluster.num_ranks),
+            "planner": {"ahead": 0, "replay_file": job.replay_file},
+            "self_check": "off",  # there is no model that computes
+            "cost_correction": "off",  # it would learn from the machine's time
+            "faults": {"heartbeat_seconds": 0},
+            "timeout_seconds": timeout_s,
+            "steps_file": None,
+        },
+    }
+
+
+class _Sequences:
+    """A dataset of sequences whose lengths are all that matters."""
+
+    def __init__(self, lengths: Sequence[int]):
+        self.lengths = np.asarray(lengths)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return np.zeros(self.lengths[index], dtype=np.int64)
+
+
+def _rank(
+    rank: int, parsed: ParsedConfig, model: EmulatedModel, job: EmulatedJob, steps: int, look: Look | None
+) -> list[EmulatedStep]:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job.cluster.num_ranks))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_PORT))
+    init_distributed(parsed.hydra, port=_PORT)
+    engine = EmulatedEngine(parsed, model, training_data=_Sequences(job.lengths))
+    counted, done = counted_norm(model.small.plan), []
+    for _ in range(steps):
+        begin_s = engine.clock.now()
+        loss = float(engine.train_batch())
+        record = engine.last_step
+        assert record is not None, "a step has been made"
+        plan, norm = StepPlan.from_json(record.plan), record.grad_norm
+        assert norm is not None, "every step has a gradient"
+        seen = look(engine) if look else None
+        done.append(EmulatedStep(plan, begin_s, tuple(engine.ended_s), loss, norm, counted, seen))
+    engine.destroy()
+    return done

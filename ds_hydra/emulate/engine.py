@@ -1,0 +1,89 @@
+"""An emulated model in; the engine that trains real ones, on virtual time, out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_hydra.emulate.clock import VirtualClock
+from ds_hydra.emulate.group import ClockedGroup
+from ds_hydra.emulate.small_model import small_model
+from ds_hydra.emulate.stage import EmulatedSource
+from ds_hydra.emulate.transport import ClockedTransport
+from ds_hydra.engine.engine import HydraEngine
+from ds_hydra.engine.job import Job
+from ds_hydra.ranks.world import World
+from ds_hydra.report.calibration import StepCosts, stage_loads
+from ds_hydra.simulate.job import SimulatedJob
+
+
+class EmulatedModel(nn.Module):
+    """Small parameters, all of them 1, in the place of the model of a job; it has no forward of its own."""
+
+    def __init__(self, cluster: SimulatedJob):
+        super().__init__()
+        self.cluster, self.small = cluster, small_model(cluster.plan, cluster.hidden, cluster.element_bytes)
+        for bucket in self.small.plan.buckets:
+            for param in bucket.params:
+                value = nn.Parameter(torch.ones(param.shape), requires_grad=param.trainable)
+                self.register_parameter(param.name, value)
+
+
+class EmulatedEngine(HydraEngine):
+    """Trains an `EmulatedModel` on the virtual time of `clock`. The config must name a cost table.
+
+    A step begins for all ranks at once, when the last of them has ended the step before.
+    """
+
+    module: EmulatedModel
+
+    def source_of(self, model: EmulatedModel) -> EmulatedSource:
+        """See `HydraEngine`."""
+        self.clock = VirtualClock()
+        values = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        return EmulatedSource(model.small, values, self.clock)
+
+    def world_of_process(self) -> World:
+        """See `HydraEngine`: the same groups and transports, on virtual time."""
+        world, links = super().world_of_process(), self.module.cluster.links
+
+        def clocked(transport: Any) -> ClockedTransport:
+            return ClockedTransport(transport, world.rank, self.clock, links, self.module.small)
+
+        group = None if world.group is None else ClockedGroup(world.group, self.clock, links)
+        return replace(world, links=clocked(world.links), edges=clocked(world.edges), group=group, clock=self.clock)
+
+    def assemble(self, job: Job | None = None) -> None:
+        """See `HydraEngine`; then stages know what they cost."""
+        super().assemble(job)
+        source, crew, cluster, links = self.job.source, self.crew, self.module.cluster, self.crew.world.links
+        assert isinstance(source, EmulatedSource), "made by `source_of`"
+        assert isinstance(links, ClockedTransport), "made by `world_of_process`"
+        source.links = links
+        for shape, strategy in crew.prepared.strategies.items():
+            for piece, pipeline in zip(shape.pipelines, strategy.pipelines, strict=True):
+                cost = crew.prepared.table[piece]
+                source.prices[pipeline] = stage_loads(cost, source.plan.num_layers, cluster.found)
+        self._step_costs = StepCosts.of(cluster.found.step)
+        owned = sum(bucket.numel for bucket in cluster.plan.buckets if bucket.trainable) / cluster.num_ranks
+        update_s = self._step_costs.update_ms_per_element * owned / 1e3
+        assert self.optimizer is not None, "the crew has installed it"
+        self.optimizer.register_step_pre_hook(lambda *_: self.clock.compute(update_s))
+        self._wait_for_all()
+
+    def train_batch(self, data_iter: Any = None) -> Tensor:
+        """See `HydraEngine`."""
+        self.clock.compute(self._step_costs.fixed_ms / 1e3)
+        loss = super().train_batch(data_iter)
+        self._wait_for_all()
+        return loss
+
+    def _wait_for_all(self) -> None:
+        """All ranks go on at the latest of their times; `ended_s` keeps what each had come to."""
+        mine = torch.tensor([self.clock.now()], dtype=torch.float64)
+        self.ended_s: Sequence[float] = self.crew.world.channel.rows(mine).flatten().tolist()
+        self.clock.wait_until(max(self.ended_s))

@@ -1,0 +1,170 @@
+"""A small model and costs in; stages whose layers compute nothing and let virtual time pass out.
+
+[Note: counted gradients]
+What an emulated stage hands on is made so that a mistake anywhere shows in two numbers. The loss of a token is its
+weight, so the step's loss is the sum of the weights of all targets: 1. A layer hands its input on, and the gradient of
+each of its elements is the sum of the weights that come back through it. Over all micro-batches, pipelines and sequence
+parallel ranks that is 1 again, so once everything has been pushed, every master gradient is 1 (or 2, for an embedding
+that the head shares). A micro-batch that runs twice, a message that is lost and a push that is added to the wrong place
+all change the loss or the gradient's norm.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ds_hydra.emulate.clock import VirtualClock
+from ds_hydra.emulate.small_model import SmallModel
+from ds_hydra.emulate.transport import ClockedTransport
+from ds_hydra.pipe.loss import IGNORED
+from ds_hydra.pipe.model_plan import ModelPlan, ShardRule
+from ds_hydra.pipe.placement import Pipeline
+from ds_hydra.pipe.rows import MicroBatch
+from ds_hydra.pipe.schedules.simulate import FORWARD_SHARE
+from ds_hydra.pipe.stage import StageModule, StagePlace
+
+
+class Cost(Protocol):
+    """What a stage takes for a micro-batch."""
+
+    def load_ms(self, lengths: Sequence[int], /) -> float:
+        """Milliseconds of forward and backward of sequences of these lengths."""
+
+
+class EmulatedSource:
+    """A `ModelSource` of emulated stages.
+
+    The engine is assembled from it, and then says what its pipelines cost (`prices`) and by which transport this rank
+    pulls (`links`); only after that a stage can be built.
+    """
+
+    vocab_size: int | None = None
+
+    def __init__(self, small: SmallModel, values: Mapping[str, Tensor], clock: VirtualClock):
+        self.small, self.plan, self.clock = small, small.plan, clock
+        self.values: Mapping[str, Tensor] = values
+        self.aliases: Mapping[str, str] = {name: name for name in values}
+        self.prices: dict[Pipeline, Sequence[Cost]] = {}  # by stage
+        self.links: ClockedTransport | None = None
+
+    def width(self, layer: int) -> int:
+        """Features of the hidden states that enter a layer: one that stands for all."""
+        return 1
+
+    def build(self, place: StagePlace, device: torch.device, dtype: torch.dtype) -> StageModule:
+        """One rank's emulated stage."""
+        assert self.links is not None, "the world is made before its stages"
+        return EmulatedStage(self, place, self.prices[place.pipeline][place.index], self.links)
+
+
+class EmulatedStage(StageModule):
+    """A stage of parts, in order: what comes before the layers, each layer, what follows them."""
+
+    def __init__(self, source: EmulatedSource, place: StagePlace, cost: Cost, links: ClockedTransport):
+        plan, stage = source.plan, place.stage
+        held = {"first": plan.first} if place.is_first else {}
+        held |= {str(index): plan.layers[index] for index in range(stage.first_layer, stage.last_layer)}
+        held |= {"last": plan.last} if place.is_last else {}
+        rules = {param.name: param.rule for bucket in plan.buckets for param in bucket.params}
+        scales = {name: _scale(rule, stage.tp) for name, rule in rules.items()}
+        # Layers take equal shares of the stage's time; the cost table does not tell embeddings and head apart.
+        share = 1.0 / (stage.last_layer - stage.first_layer)
+        parts = {name: _Part(self, share if name.isdigit() else 0.0, scales) for name in held}
+        names = {f"{part}.{name}": name for part, members in held.items() for name in members}
+        super().__init__(nn.ModuleDict(parts), place, names)
+        self.clock, self._cost, self._links, self._parts = source.clock, cost, links, tuple(parts.values())
+
+    def forward(self, hidden: Tensor | None, batch: MicroBatch) -> Tensor:
+        """See `StageModule.forward`; takes a third of the time that the cost table gives the micro-batch."""
+        load_s = self._cost.load_ms(batch.pack.lengths) / 1e3
+        # Only while parameters are still on their way can ranks of a stage differ from layer to layer.
+        apart = self.meet(self._links.unread)
+        x = torch.zeros_like(batch.position_ids, dtype=torch.float32).unsqueeze(-1) if hidden is None else hidden
+        for part in self._parts:
+            x = part(x, load_s, apart)
+        if not self.place.is_last:
+            return x
+        assert batch.weights is not None, "the last stage was given no weights"
+        assert batch.labels is not None, "the last stage was given no labels"
+        return ((1.0 + x[0, :, 0].double()) * batch.weights * (batch.labels != IGNORED)).sum()
+
+    def meet(self, unread: int = 0) -> bool:
+        """All ranks of the stage go on at the latest of their times; whether any of them has `unread` pulls."""
+        latest = torch.tensor([self.clock.now(), unread], dtype=torch.float64)
+        for group in (self.place.tp_group, self.place.sp_group):
+            if group is not None:
+                dist.all_reduce(latest, dist.ReduceOp.MAX, group=group)
+        self.clock.wait_until(float(latest[0]))
+        return bool(latest[1])
+
+    def begins_backward(self, part: _Part) -> bool:
+        """Whether a backward of this stage comes to this part first."""
+        return part is self._parts[-1]
+
+
+class _Part(nn.Module):
+    """Parameters that are used together, their `share` of the stage's time, and scales of gradients by name."""
+
+    def __init__(self, stage: EmulatedStage, share: float, scales: Mapping[str, float]):
+        super().__init__()
+        self._stage, self._share, self._scales = stage, share, scales
+
+    def forward(self, x: Tensor, load_s: float, apart: bool) -> Tensor:
+        """Hooks that ran before this have waited for the pulls of the parameters."""
+        if apart:
+            self._stage.meet()
+        self._stage.clock.compute(FORWARD_SHARE * self._share * load_s)
+        params = {name: parameter for name, parameter in self._parameters.items() if parameter is not None}
+        return _CountedGradient.apply(x, self, load_s, [self._scales[name] for name in params], *params.values())
+
+    def backward(self, load_s: float) -> None:
+        """The time that the backward takes."""
+        if self._stage.begins_backward(self):
+            self._stage.meet()
+        self._stage.clock.compute((1.0 - FORWARD_SHARE) * self._share * load_s)
+
+
+class _CountedGradient(torch.autograd.Function):
+    """Hands its input on; the backward lets the part's time pass and counts weights [Note: counted gradients]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, part: _Part, load_s: float, scales: list[float], *params: Tensor) -> Tensor:
+        ctx.part, ctx.load_s, ctx.scales = part, load_s, scales
+        ctx.shapes = [param.shape for param in params]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        ctx.part.backward(ctx.load_s)
+        counted = grad[..., 0].sum()
+        gradients = [(scale * counted).expand(shape) for scale, shape in zip(ctx.scales, ctx.shapes, strict=True)]
+        return (grad, None, None, None, *gradients)
+
+
+def _scale(rule: ShardRule, tp: int) -> float:
+    """What a tensor parallel rank contributes to the gradient of an element that it holds, so that the sum counts once.
+
+    Of 2 heads on 8 ranks each is held, and its gradient contributed, by 4: each contributes a quarter.
+    """
+    if rule.dim is None:
+        return 1.0 / tp if rule.gradient == "partial" else 1.0
+    return min(1.0, rule.units / tp) if rule.units else 1.0
+
+
+def counted_norm(plan: ModelPlan) -> float:
+    """The norm of a step's gradient [Note: counted gradients]: of as many ones as the model has trained elements."""
+    users = [plan.first, *plan.layers, plan.last]
+    return math.sqrt(
+        sum(
+            param.numel * sum(param.name in names for names in users) ** 2
+            for bucket in plan.buckets
+            if bucket.trainable
+            for param in bucket.params
+        )
+    )

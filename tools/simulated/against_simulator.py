@@ -1,0 +1,100 @@
+"""Do simulator and emulated cluster agree? The same random plans on both, and by how much their times differ."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from ds_hydra.data.sampler import TokenBudgetSampler
+from ds_hydra.emulate.cluster import EmulatedJob, emulate
+from ds_hydra.plan.plan_file import save_plans
+from ds_hydra.plan.step_plan import StepPlan
+from ds_hydra.simulate.job import SimulatedJob
+from ds_hydra.simulate.step import Simulator
+from tests.support.random_plans import random_job, random_lengths, random_plan
+from tools.simulated.part import Part
+
+MEDIAN_AIM, P90_AIM = 0.01, 0.03
+RANKS = (8, 16, 24, 32)
+PLANS_A_CLUSTER = 9
+
+
+class Compared(NamedTuple):
+    """One plan on both."""
+
+    plan: StepPlan
+    emulated_s: float
+    simulated_s: float
+
+    @property
+    def error(self) -> float:
+        return self.simulated_s / self.emulated_s - 1.0
+
+
+def compare(cluster: SimulatedJob, rng: random.Random, plans: int, *, timeout_s: float) -> list[Compared]:
+    """Random plans of one cluster, emulated and simulated."""
+    lengths, tokens = random_lengths(rng, 4000), 400 * cluster.num_ranks
+    sampler = TokenBudgetSampler(lengths, tokens)
+    made = []
+    for step in range(plans):
+        batch = sampler.batch_lengths(step)
+        plan = random_plan(rng, cluster.table, cluster.num_ranks, step=step, lengths=batch)
+        made.append(replace(plan, sequence_ids=sampler.batch(step)))
+    strategies = tuple(dict.fromkeys(str(phase.shape) for plan in made for phase in plan.phases))
+    with tempfile.TemporaryDirectory(prefix="plans-") as folder:
+        save_plans(made, path := Path(folder) / "plans.jsonl")
+        job = EmulatedJob(cluster, strategies, lengths, tokens, choose="replay", replay_file=str(path))
+        steps = emulate(job, plans, timeout_s=timeout_s)[0]
+    faults = [step.fault for step in steps if step.fault]
+    assert not faults, faults[0]
+    simulator = Simulator(cluster)
+    return [Compared(step.plan, step.step_s, simulator.step(step.plan).step_s) for step in steps]
+
+
+def against_simulator(num_plans: int, *, timeout_s: float) -> Part:
+    """The table by cluster, and the worst plans."""
+    rng = random.Random(32)
+    rows: list[tuple[object, ...]] = []
+    every: list[Compared] = []
+    while len(every) < num_plans:
+        cluster = random_job(rng, RANKS[len(rows) % len(RANKS)])
+        compared = compare(cluster, rng, min(PLANS_A_CLUSTER, num_plans - len(every)), timeout_s=timeout_s)
+        every += compared
+        links = cluster.links
+        speeds = f"{links.inside.bytes_per_s / 1e9:.2g} / {links.between.bytes_per_s / 1e9:.2g}"
+        rows.append((cluster.num_ranks, links.node_size, speeds, len(compared), *_shown(compared)))
+    rows.append(("all", "", "", len(every), *_shown(every)))
+    median, p90 = _quantiles(every)
+    missed = []
+    for what, error, aim in (("median", median, MEDIAN_AIM), ("p90", p90, P90_AIM)):
+        if error > aim:
+            missed.append(f"{what} difference of simulator and emulated cluster is {error:.2%}, above {aim:.0%}")
+    worst = sorted(every, key=lambda one: -abs(one.error))[:3]
+    figures = {
+        "median": median,
+        "p90": p90,
+        "errors": [one.error for one in every],
+        "worst": [(one.plan.strategy, one.error) for one in worst],
+    }
+    phases = sum(len(one.plan.phases) > 1 for one in every)
+    summary = f"{median:.2%} / {p90:.2%} apart over {len(every)} random plans, {phases} of two phases"
+    headers = ("ranks", "of a node", "GB/s", "plans", "emulated ms", "median", "p90", "worst")
+    return Part("Simulator against emulated cluster", headers, rows, summary, figures, missed)
+
+
+def _quantiles(compared: Sequence[Compared]) -> tuple[float, float]:
+    errors = [abs(one.error) for one in compared]
+    return float(np.median(errors)), float(np.quantile(errors, 0.9))
+
+
+def _shown(compared: Sequence[Compared]) -> tuple[str, ...]:
+    median, p90 = _quantiles(compared)
+    worst = max((one.error for one in compared), key=abs)
+    ms = 1e3 * float(np.median([one.emulated_s for one in compared]))
+    return f"{ms:.0f}", f"{median:.2%}", f"{p90:.2%}", f"{worst:+.2%}"
