@@ -94,12 +94,15 @@ def engine_alone(bench: Bench, model: Any, data: Sequence[Tensor], tokens_per_st
     logging.getLogger("ds_hydra").setLevel(logging.WARNING)
     planner = {} if bench.full else {"planner": {"ahead": 0}}  # a process for plans takes longer than tiny steps
     config = engine_config(tokens_per_step, strategies=["tp1"], **planner, **hydra)
-    engine = ds_hydra.initialize(model=model, training_data=data, config=config)[0]
     try:
-        yield engine
-    finally:
-        engine.destroy()
-        dist.destroy_process_group()  # the next part starts its own
+        engine = ds_hydra.initialize(model=model, training_data=data, config=config)[0]
+        try:
+            yield engine
+        finally:
+            engine.destroy()
+    finally:  # also when the engine was refused: the next part starts a group of its own, or none
+        if dist.is_initialized():
+            dist.destroy_process_group()
         for name in LAUNCHER:
             del os.environ[name]
 
