@@ -4,8 +4,8 @@
       --context 32768 [--steps 10] [--trace step.json] [--gantt step.png]
   ds-hydra simulate runs/plans.jsonl --cost-table table.json --model my_model/ [--step 20] [--trace step.json]
 
-The first form plans steps of random lengths under one strategy; the second takes the plans of a run (hydra.plans_file).
-Needs no device, and no torch but for --model. A trace opens in https://ui.perfetto.dev.
+The first form plans steps of random lengths under a strategy, or under phases such as "8*tp8 then 4*tp16"; the second
+takes the plans of a run (hydra.plans_file). Needs no device, and no torch but for --model. A trace opens in https://ui.perfetto.dev.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ds_hydra.data.length_sources import read_lengths, sample_batches
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.plan_file import load_plans
 from ds_hydra.plan.step_plan import StepPlan
-from ds_hydra.planner import Planner, PlannerOptions
+from ds_hydra.planner import PhasedPlanner, Planner, PlannerOptions, parse_phases
 from ds_hydra.report.gantt import MOST_ROWS, draw_gantt
 from ds_hydra.report.trace import write_trace
 from ds_hydra.simulate.job import SimulatedJob
@@ -44,7 +44,7 @@ _HEADERS = ("step", "strategy", "ms", "plan ms", "bubbles", "gap", "exposed ms",
 def parse_arguments(arguments: Sequence[str] | None, name: str) -> argparse.Namespace:
     """Read the command line."""
     parser = figures_parser(__doc__, name)
-    parser.add_argument("what", help="a strategy such as 'tp4 + 2*tp2pp2', or the plans_file of a run")
+    parser.add_argument("what", help="a strategy such as 'tp4 + 2*pp2', 'A then B' for phases, or a run's plans_file")
     parser.add_argument(
         "--cost-table", required=True, help=f"a file of ds-hydra profile, or one of {', '.join(SHIPPED)}"
     )
@@ -74,15 +74,16 @@ def read_speed(text: str) -> Speed:
     return Speed(latency / 1e6, rate * 1e9)
 
 
-def plan_steps(args: argparse.Namespace, strategy: StrategyShape, table: CostTable) -> dict[int, StepPlan]:
-    """Plans of random batches under a strategy. ConfigError or PlanError for what cannot be planned."""
+def plan_steps(args: argparse.Namespace, phases: Sequence[StrategyShape], table: CostTable) -> dict[int, StepPlan]:
+    """Plans of random batches under a strategy, or some in turn. ConfigError or PlanError if there are none."""
     missing = [f"--{key}" for key in ("lengths", "tokens", "context") if getattr(args, key) is None]
     if missing:
         raise ConfigError(f"{args.what!r} is a strategy (there is no such file); give {', '.join(missing)} too")
     if min(args.tokens, args.context, args.steps) < 1:
         raise ConfigError("--tokens, --context and --steps must be at least 1")
     sample = read_lengths(shipped(args.lengths), args.context, seed=args.seed)
-    planner = Planner(table, [strategy], PlannerOptions(seed=args.seed))
+    options = PlannerOptions(seed=args.seed)
+    planner = Planner(table, phases, options) if len(phases) == 1 else PhasedPlanner(table, phases, options)
     batches = sample_batches(sample.lengths.tolist(), args.tokens, args.steps, args.seed, args.context)
     return {step: planner.plan(step, range(len(batch)), batch.tolist()) for step, batch in enumerate(batches)}
 
@@ -122,9 +123,9 @@ def run(args: argparse.Namespace, name: str) -> int:
     found = read_table_file(shipped(args.cost_table))
     recorded = load_plans(args.what) if Path(args.what).is_file() else {}
     strategies = list(dict.fromkeys(phase.shape for plan in recorded.values() for phase in plan.phases))
-    strategies = strategies or [StrategyShape.parse(args.what)]
+    strategies = strategies or list(parse_phases(args.what))
     job = simulated_job(args, found, strategies)
-    plans = recorded or plan_steps(args, strategies[0], job.table)
+    plans = recorded or plan_steps(args, strategies, job.table)
     for plan in plans.values():
         job.check(plan)
     simulator = Simulator(job)

@@ -63,6 +63,21 @@ def integer(minimum: int = 0, maximum: int = MAX_INT, *, optional: bool = False)
     return check
 
 
+def whole_numbers(minimum: int) -> Check:
+    """A list of different whole numbers of at least `minimum`, as a tuple."""
+    each = integer(minimum)
+
+    def check(value: Any, place: str) -> tuple[int, ...]:
+        if not isinstance(value, (list, tuple)):
+            raise _wrong(place, "a list of whole numbers", value)
+        numbers = tuple(each(item, f"{place}[{index}]") for index, item in enumerate(value))
+        if len(set(numbers)) < len(numbers):
+            raise ConfigError(f"config: {place} names a number twice: {_shown(value)}")
+        return numbers
+
+    return check
+
+
 def number(minimum: float = 0.0, maximum: float = 1e15, *, exclusive: bool = False, optional: bool = False) -> Check:
     """A finite float in [minimum, maximum]; with `exclusive`, larger than `minimum`."""
 

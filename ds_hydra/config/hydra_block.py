@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ds_hydra.config.checks import choice, flag, integer, number, parse_block, setting, text
+from ds_hydra.config.checks import choice, flag, integer, number, parse_block, setting, text, whole_numbers
 from ds_hydra.config.deepspeed_settings import KNOWN_SETTINGS, screen_deepspeed_settings
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.phase import THEN
@@ -87,6 +87,20 @@ def _checkpoint(value: Any, place: str) -> CheckpointConfig | None:
 
 def _faults(value: Any, place: str) -> FaultsConfig:
     return parse_block(FaultsConfig, value, place)
+
+
+@dataclass(frozen=True, slots=True)
+class TraceConfig:
+    """The block "hydra.trace": steps whose traces are written beside `steps_file`, for https://ui.perfetto.dev."""
+
+    steps: tuple[int, ...] = setting(whole_numbers(1), ())
+    """Steps to trace, counted from 1; each becomes trace_stepN.json, what was measured beside what was predicted."""
+    profiler: bool = setting(flag, False)
+    """In these steps run torch's profiler too; each rank writes profile_stepN_rankR.json."""
+
+
+def _trace(value: Any, place: str) -> TraceConfig:
+    return parse_block(TraceConfig, value, place)
 
 
 def _strategies(value: Any, place: str) -> tuple[str, ...]:
@@ -170,6 +184,7 @@ class HydraConfig:
     """One JSON record per step is appended here by rank 0; None writes none."""
     plans_file: str | None = setting(text(optional=True), None)
     """Each step's plan is written here by rank 0, for choose: "replay"; None writes none."""
+    trace: TraceConfig = setting(_trace, TraceConfig())
 
     def __post_init__(self) -> None:
         """Refuse settings that contradict each other, or that would have no effect."""
@@ -178,6 +193,13 @@ class HydraConfig:
                 f"config: hydra.faults.frozen_seconds {self.faults.frozen_seconds:g} is less than three heartbeats of "
                 f"{self.faults.heartbeat_seconds:g} s: slow ranks would count as frozen; raise it"
             )
+        if self.trace.steps and self.steps_file is None:
+            raise ConfigError(
+                "config: hydra.trace writes to the folder of hydra.steps_file, which is null: name a file, or remove "
+                "the block"
+            )
+        if self.trace.profiler and not self.trace.steps:
+            raise ConfigError("config: hydra.trace.profiler has no effect without hydra.trace.steps: name the steps")
         if self.choose == "cycle" and not self.strategies:
             raise ConfigError('config: hydra.choose "cycle" needs a list in hydra.strategies, which is "auto"')
         if self.choose == "replay" and self.planner.replay_file is None:

@@ -10,6 +10,7 @@ Every part needs some of those before it, and what can be refused is refused bef
   loss scale    knows its type and its config from the engine
   update        masters, optimizer and loss scale
   stepper       update and the placed strategies; allocates the arena, once the masters have shown that they fit
+  tracing       keeps the stepper's laps in the steps that the config names
   plans         starts the producer on rank 0, which compiles its kernels while the rest is made
   checkpoints   saves and loads masters and loss scale
   watchdog      last, because its thread may end the process
@@ -23,17 +24,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from ds_hydra.checkpoint.checkpointer import Checkpointer
 from ds_hydra.engine.job import Job
 from ds_hydra.engine.plan_source import PlanSource
 from ds_hydra.engine.prepare import Prepared, prepare
 from ds_hydra.engine.signals import Signals
+from ds_hydra.engine.tracing import Tracing
 from ds_hydra.host.host_engine import HostEngine
 from ds_hydra.host.loss_scale import LossScale
 from ds_hydra.ranks.together import together
 from ds_hydra.ranks.world import World
 from ds_hydra.report.prediction import StepWatch
+from ds_hydra.simulate.job import SimulatedJob
+from ds_hydra.simulate.links import LinkModel
 from ds_hydra.step.model_masters import ModelMasters
 from ds_hydra.step.rehearsal import build_stages
 from ds_hydra.step.stepper import Stepper
@@ -88,6 +93,22 @@ class Crew:
                 activity=self.activity,
                 request=lambda: signals.request,
             )
+        links = LinkModel.of_table(self.prepared.found.links, world.node_size)
+        self.tracing = Tracing(
+            job.config.trace,
+            Path(job.config.steps_file or "").parent,
+            world,
+            self.stepper,
+            SimulatedJob(
+                plan,
+                job.source.width(1),
+                self.prepared.found,
+                links,
+                world.num_ranks,
+                element_bytes=job.compute_dtype.itemsize,
+                gradient_bytes=job.wire_dtype.itemsize,
+            ),
+        )
         self.plans = PlanSource(
             self.prepared.table,
             tuple(self.prepared.strategies),

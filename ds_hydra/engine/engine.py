@@ -102,7 +102,8 @@ class HydraEngine(HostEngine):
         with crew.together("planning"):
             began = time.perf_counter()
             planned = crew.plans.next(self.global_steps)
-            outcome = crew.stepper.run(planned.plan, step, data)
+            with crew.tracing.step(step):
+                outcome = crew.stepper.run(planned.plan, step, data)
             measured = Measured.of(outcome, time.perf_counter() - began)
             watched = crew.watch.fields(
                 planned.plan,
@@ -122,6 +123,7 @@ class HydraEngine(HostEngine):
                 watched=watched,
             )
             self.finish_step(record)
+            crew.tracing.write(step, planned.plan, crew.plans.table)
             crew.correct_costs(step)
             # Counting raises an error when too many steps in a row were skipped. It comes after the record, so that the
             # step which ended the job stands in the log and in `steps_file`.

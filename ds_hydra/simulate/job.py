@@ -30,8 +30,9 @@ class SimulatedJob:
     found: TableFile  # costs; a measured table's evidence gives each stage its own, and the update's
     links: LinkModel
     num_ranks: int
-    element_bytes: int = 2  # of parameters, gradients and hidden states on their way
+    element_bytes: int = 2  # of parameters and hidden states on their way
     memory: JobMemory | None = None
+    gradient_bytes: int | None = None  # of gradients on their way; None: as many
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1:

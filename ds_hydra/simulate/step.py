@@ -83,9 +83,8 @@ class Simulator:
         if key not in self._strategies:
             strategy = place_strategy(key, job.num_ranks, job.plan.num_layers)
             job.plan.check(strategy)
-            self._strategies[key] = (
-                strategy, StrategyTransfers.of(job.plan, strategy, job.links, job.element_bytes)
-            )  # fmt: skip
+            sizes = job.element_bytes, job.gradient_bytes or job.element_bytes
+            self._strategies[key] = strategy, StrategyTransfers.of(job.plan, strategy, job.links, sizes)
         return self._strategies[key]
 
     def _pipeline(

@@ -28,8 +28,13 @@ class StrategyTransfers:
     pushes: tuple[Parcels | None, ...]
 
     @classmethod
-    def of(cls, plan: ModelPlan, strategy: Strategy, links: LinkModel, element_bytes: int) -> StrategyTransfers:
-        """Layers that travel alike have the same transfers, of which each is looked at once."""
+    def of(
+        cls, plan: ModelPlan, strategy: Strategy, links: LinkModel, element_bytes: tuple[int, int]
+    ) -> StrategyTransfers:
+        """`element_bytes` are those of a parameter and of a gradient on their way.
+
+        Layers that travel alike have the same transfers, of which each is looked at once.
+        """
         planned = plan_transfers(plan, strategy, links.node_size)
         made = {id(one): _parcels(one, links, element_bytes) for one in {id(one): one for one in planned}.values()}
         pulls, pushes = zip(*(made[id(one)] for one in planned), strict=True)
@@ -55,8 +60,9 @@ def bucket_uses(plan: ModelPlan, stage: Stage) -> tuple[BucketUse, ...]:
 
 
 def _parcels(
-    transfers: BucketTransfers, links: LinkModel, element_bytes: int
+    transfers: BucketTransfers, links: LinkModel, element_bytes: tuple[int, int]
 ) -> tuple[tuple[Parcels, ...], Parcels | None]:
     hops = tuple(transfers.pull) if isinstance(transfers.pull, RelayPlan) else (transfers.pull,)
-    push = None if transfers.push is None else Parcels.of_plan(transfers.push, links, element_bytes)
-    return tuple(Parcels.of_plan(hop, links, element_bytes) for hop in hops), push
+    pulled, pushed = element_bytes
+    push = None if transfers.push is None else Parcels.of_plan(transfers.push, links, pushed)
+    return tuple(Parcels.of_plan(hop, links, pulled) for hop in hops), push

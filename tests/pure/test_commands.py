@@ -110,6 +110,7 @@ def test_steps_are_simulated_from_a_strategy_and_from_what_was_recorded(
     planner = Planner(table, [StrategyShape.parse("4*tp4")], PlannerOptions())
     plan = planner.plan(5, range(3), [400, 900, 2000])
     save_plans([plan], tmp_path / "plans.jsonl")
+    assert main(["simulate", "4*tp4 then 2*tp8", *SIMULATED]) == 0
     assert main(["simulate", str(tmp_path / "plans.jsonl"), "--cost-table", "a800-7b", "--json", str(figures)]) == 0
     ((number, found),) = json.loads(figures.read_text())["steps"].items()
     assert number == "5"

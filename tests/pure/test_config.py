@@ -41,6 +41,11 @@ def test_defaults_and_canonical_strategies() -> None:
     assert [len(shape.pipelines) for shape in config.shapes] == [3, 8]
 
 
+def test_steps_to_trace() -> None:
+    assert parse().trace.steps == ()
+    assert parse(trace={"steps": [10, 20]}).trace.steps == (10, 20)
+
+
 def test_planner_seed_defaults_to_the_job_seed() -> None:
     assert parse(seed=5).planner_options().seed == 5
     assert parse(seed=5, planner={"seed": 7, "method": "exact"}).planner_options().seed == 7
@@ -54,6 +59,11 @@ def test_no_block_means_plain_deepspeed() -> None:
     ("settings", "words"),
     [
         ({"tokens_per_stp": 1}, ["tokens_per_stp", "did you mean 'tokens_per_step'"]),
+        ({"trace": {"steps": [0]}}, ["hydra.trace.steps[0]", "from 1 to"]),
+        ({"trace": {"steps": 5}}, ["hydra.trace.steps", "a list of whole numbers"]),
+        ({"trace": {"steps": [2, 2]}}, ["hydra.trace.steps", "twice"]),
+        ({"trace": {"steps": [2]}, "steps_file": None}, ["hydra.trace", "hydra.steps_file"]),
+        ({"trace": {"profiler": True}}, ["hydra.trace.profiler", "hydra.trace.steps"]),
         ({"planner": {"ahed": 1}}, ["ahed", "hydra.planner", "did you mean 'ahead'"]),
         ({"tokens_per_step": True}, ["hydra.tokens_per_step", "whole number", "True"]),
         ({"tokens_per_step": 1e6}, ["hydra.tokens_per_step", "write 1000000"]),

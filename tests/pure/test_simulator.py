@@ -51,7 +51,7 @@ def job(links: LinkModel, num_ranks: int, *, count: int = 2, numel: int = 8, ste
     """Sequences of l tokens take 3 l ms on a stage of any scheme; an element and a token's features take one byte."""
     schemes = [ParallelScheme(tp, pp) for tp in (1, 2) for pp in (1, 2)]
     table = CostTable(tuple(SchemeCost(scheme, 0.0, 3.0, 0.0, 1000) for scheme in schemes))
-    return SimulatedJob(layers(count, numel), 1, TableFile(table, step=step), links, num_ranks, element_bytes=1)
+    return SimulatedJob(layers(count, numel), 1, TableFile(table, step=step), links, num_ranks, 1)
 
 
 def plan_of(text: str, batches: list[list[int]], *more: tuple[str, list[list[int]]]) -> StepPlan:
