@@ -68,13 +68,14 @@ class Update:
         # (a sequence whose weight is 0, say). To ask each other would take one more message and a wait for the device.
         # The norm is gathered from all ranks anyway, so the loss joins it as one more element: 0 * 2.3 is 0 and changes
         # nothing, 0 * inf and 0 * NaN are NaN and make the norm NaN on every rank.
-        shares = torch.stack([loss.detach() for loss in losses])
-        poison = shares * 0.0
         with self._watch.lap("optimizer"):
+            shares = torch.stack([loss.detach() for loss in losses])
+            poison = shares * 0.0
             norm = global_grad_norm([*grads, poison], self._world.group) / self._loss_scale.value
+            figures = torch.cat((norm.reshape(1), shares.to(norm)))
         # The one moment of a step at which the host waits for the device. Reading the loss apart from the norm would be
         # another: after the update, it would wait for that too, and the device would idle until the next step begins.
-        value, *found = torch.cat((norm.reshape(1), shares.to(norm))).tolist()
+        value, *found = figures.tolist()
         laps = self._watch.take()
         if math.isfinite(value):
             with self._watch.lap("optimizer"):
