@@ -41,10 +41,11 @@ class EmulatedSource:
     """A `ModelSource` of emulated stages.
 
     The engine is assembled from it, and then says what its pipelines cost (`prices`) and by which transport this rank
-    pulls (`links`); only after that a stage can be built.
+    pulls (`links`); only after that a stage can run.
     """
 
     vocab_size: int | None = None
+    notes: tuple[str, ...] = ()
 
     def __init__(self, small: SmallModel, values: Mapping[str, Tensor], clock: VirtualClock):
         self.small, self.plan, self.clock = small, small.plan, clock
@@ -59,14 +60,13 @@ class EmulatedSource:
 
     def build(self, place: StagePlace, device: torch.device, dtype: torch.dtype) -> StageModule:
         """One rank's emulated stage."""
-        assert self.links is not None, "the world is made before its stages"
-        return EmulatedStage(self, place, self.prices[place.pipeline][place.index], self.links)
+        return EmulatedStage(self, place)
 
 
 class EmulatedStage(StageModule):
     """A stage of parts, in order: what comes before the layers, each layer, what follows them."""
 
-    def __init__(self, source: EmulatedSource, place: StagePlace, cost: Cost, links: ClockedTransport):
+    def __init__(self, source: EmulatedSource, place: StagePlace):
         plan, stage = source.plan, place.stage
         held = {"first": plan.first} if place.is_first else {}
         held |= {str(index): plan.layers[index] for index in range(stage.first_layer, stage.last_layer)}
@@ -78,13 +78,15 @@ class EmulatedStage(StageModule):
         parts = {name: _Part(self, share if name.isdigit() else 0.0, scales) for name in held}
         names = {f"{part}.{name}": name for part, members in held.items() for name in members}
         super().__init__(nn.ModuleDict(parts), place, names)
-        self.clock, self._cost, self._links, self._parts = source.clock, cost, links, tuple(parts.values())
+        self.clock, self._source, self._parts = source.clock, source, tuple(parts.values())
 
     def forward(self, hidden: Tensor | None, batch: MicroBatch) -> Tensor:
         """See `StageModule.forward`; takes a third of the time that the cost table gives the micro-batch."""
-        load_s = self._cost.load_ms(batch.pack.lengths) / 1e3
+        links, cost = self._source.links, self._source.prices[self.place.pipeline][self.place.index]
+        assert links is not None, "a stage runs when the engine is assembled"
+        load_s = cost.load_ms(batch.pack.lengths) / 1e3
         # Only while parameters are still on their way can ranks of a stage differ from layer to layer.
-        apart = self.meet(self._links.unread)
+        apart = self.meet(links.unread)
         x = torch.zeros_like(batch.position_ids, dtype=torch.float32).unsqueeze(-1) if hidden is None else hidden
         for part in self._parts:
             x = part(x, load_s, apart)
