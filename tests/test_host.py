@@ -164,7 +164,7 @@ def test_engine_face() -> None:
         assert isinstance(engine, deepspeed.DeepSpeedEngine)
         assert engine.train_batch_size() == len(engine.sampler.batch(0)) > 0
         assert engine.gradient_clipping() == 1.0
-        assert (engine.compute_dtype, engine.master_dtype) == (torch.float32, torch.float32)
+        assert (engine.types.compute, engine.types.masters) == (torch.float32, torch.float32)
         reference = WarmupLR(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1), **warmup)
         rates, expected = [], []
         for step in range(5):
@@ -193,12 +193,12 @@ def test_engine_face() -> None:
 def test_precision_follows_the_config_and_the_model() -> None:
     def run() -> None:
         bf16 = make_engine(parsed_config(bf16={"enabled": True}))
-        assert (bf16.compute_dtype, bf16.master_dtype) == (torch.bfloat16, torch.float32)
-        assert bf16.grad_dtype == torch.float32
+        assert (bf16.types.compute, bf16.types.masters) == (torch.bfloat16, torch.float32)
+        assert bf16.types.grads == torch.float32
         narrow = make_engine(parsed_config(bf16={"enabled": True}, data_types={"grad_accum_dtype": "bf16"}))
-        assert (narrow.grad_dtype, narrow.get_data_types()) == (torch.bfloat16, (torch.bfloat16, torch.bfloat16))
+        assert (narrow.types.grads, narrow.get_data_types()) == (torch.bfloat16, (torch.bfloat16, torch.bfloat16))
         fp64 = make_engine(parsed_config(), small_model().double())
-        assert (fp64.compute_dtype, fp64.master_dtype) == (torch.float64, torch.float64)
+        assert (fp64.types.compute, fp64.types.masters) == (torch.float64, torch.float64)
         with pytest.raises(ConfigError, match="bfloat16 but the block bf16 is not enabled"):
             make_engine(parsed_config(), small_model().bfloat16())
         with pytest.raises(ConfigError, match=r'grad_accum_dtype is "bf16" but .* computed in float32.*leave the key'):

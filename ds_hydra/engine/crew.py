@@ -62,12 +62,12 @@ class Crew:
         self.prepared: Prepared = prepare(job, world)
         plan = job.source.plan
         with together(world.channel, "building the stages of all strategies"):
-            build_stages(job.source, self.prepared.strategies.values(), world.rank, job.compute_dtype)
+            build_stages(job.source, self.prepared.strategies.values(), world.rank, job.types.compute)
         self.watch = StepWatch(job.config.cost_correction, self.prepared.found, plan.num_layers,
                                self.prepared.num_elements)  # fmt: skip
         with together(world.channel, "allocating the master shards"):
             self.masters = ModelMasters(
-                job.source, world.rank, world.num_ranks, world.device, job.master_dtype, job.compute_dtype
+                job.source, world.rank, world.num_ranks, world.device, job.types.masters, job.types.compute
             )
         if initial:
             self.masters.load(job.source.values, world.group)
@@ -83,9 +83,9 @@ class Crew:
                 self.masters,
                 world,
                 strategies={str(shape): placed for shape, placed in self.prepared.strategies.items()},
-                compute_dtype=job.compute_dtype,
-                grad_dtype=job.grad_dtype,
-                wire_dtype=job.wire_dtype,
+                compute_dtype=job.types.compute,
+                grad_dtype=job.types.grads,
+                wire_dtype=job.types.wire,
                 loss_norm=job.config.loss_norm,
                 seed=job.config.seed,
                 loss_scale=self.loss_scale,
@@ -105,8 +105,8 @@ class Crew:
                 self.prepared.found,
                 links,
                 world.num_ranks,
-                element_bytes=job.compute_dtype.itemsize,
-                gradient_bytes=job.wire_dtype.itemsize,
+                element_bytes=job.types.compute.itemsize,
+                gradient_bytes=job.types.wire.itemsize,
             ),
         )
         self.plans = PlanSource(

@@ -54,10 +54,7 @@ class HydraEngine(HostEngine):
                 self.recipe,
                 self.data,
                 self.sampler,
-                self.compute_dtype,
-                self.grad_dtype,
-                self.master_dtype,
-                self.wire_dtype,
+                self.types,
                 self.gradient_clipping(),
             )
         self._signals = Signals()

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from ds_hydra.config.hydra_block import HydraConfig
 from ds_hydra.data.sampler import TokenBudgetSampler
 from ds_hydra.data.sequences import SequenceData
 from ds_hydra.host.optimizers import OptimizerRecipe
+from ds_hydra.host.precision import DataTypes
 from ds_hydra.pipe.stage import ModelSource
 
 
@@ -24,8 +23,5 @@ class Job:
     recipe: OptimizerRecipe
     data: SequenceData | None  # None: only `eval_batch` can be called
     sampler: TokenBudgetSampler | None  # of the data; its cursor moves when a checkpoint is loaded
-    compute_dtype: torch.dtype
-    grad_dtype: torch.dtype  # of the gradients of micro-batches as they add up on a rank
-    master_dtype: torch.dtype
-    wire_dtype: torch.dtype  # of gradients on their way to the masters [Note: gradients on the wire]
+    types: DataTypes
     clipping: float  # largest norm of a step's gradient; 0 does not clip

@@ -70,7 +70,7 @@ def _costs(job: Job, world: World, shape: ModelShape, longest: int) -> tuple[Tab
     """The cost table, its MaxLen within memory, and the memory model."""
     config = job.config
     schemes = used_schemes(config.shapes) or feasible_schemes(job.source.plan, world.num_ranks, world.node_size)
-    fingerprint = describe_job(job.source, world.device, job.compute_dtype, world.num_ranks)
+    fingerprint = describe_job(job.source, world.device, job.types.compute, world.num_ranks)
     found = job_cost_table(config, shape, schemes, longest, fingerprint)
     memory = _memory(job, world, found)
     found = replace(found, table=with_shapes(found.table, config.shapes, memory))
@@ -141,10 +141,10 @@ def _memory(job: Job, world: World, found: TableFile) -> JobMemory:
         found.table.schemes,
         world.num_ranks,
         rank_memory(world.device, world.node_size),
-        job.compute_dtype,
+        job.types.compute,
         activation_checkpointing=job.config.activation_checkpointing,
-        grad_dtype=job.grad_dtype,
-        wire_dtype=job.wire_dtype,
+        grad_dtype=job.types.grads,
+        wire_dtype=job.types.wire,
         node_size=world.node_size,
         measured=found.activations,
     )

@@ -90,7 +90,7 @@ class Saving:
         """Rank 0 gathers the model in its compute type and writes what `from_pretrained` loads."""
         crew, world = self._crew, self._crew.world
         with crew.together("saving"):
-            weights = gather_weights(crew.masters, world.links, crew.job.compute_dtype)
+            weights = gather_weights(crew.masters, world.links, crew.job.types.compute)
             # Rank 0's error is told to all, so that every rank raises it. If only rank 0 raised, the others would go on
             # to the next step and wait for it there.
             error: Exception | None = None

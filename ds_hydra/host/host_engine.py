@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
-import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -29,7 +28,7 @@ from ds_hydra.data.sequences import SequenceData
 from ds_hydra.host import refusals
 from ds_hydra.host.model_limits import max_positions, vocab_size
 from ds_hydra.host.optimizers import OptimizerRecipe, optimizer_recipe
-from ds_hydra.host.precision import choose_dtype, choose_grad_dtype
+from ds_hydra.host.precision import DataTypes, choose_dtype
 from ds_hydra.host.settings import deepspeed_config, with_model_settings
 from ds_hydra.report.log import StepLog
 from ds_hydra.report.record import StepRecord
@@ -77,11 +76,12 @@ class HostEngine(DeepSpeedEngine):
         self._configure_python_gc()
 
         self.module = model
-        self.compute_dtype = choose_dtype(model, fp16=self.fp16_enabled(), bf16=self.bfloat16_enabled())
-        self.master_dtype = torch.float64 if self.compute_dtype == torch.float64 else torch.float32
-        # The property of this name that DeepSpeed has would take FP64 gradients for FP32 ones.
-        self.wire_dtype: torch.dtype = self._config.communication_data_type or self.compute_dtype
-        self.grad_dtype = choose_grad_dtype(self.compute_dtype, self._config.grad_accum_dtype)
+        self.types = DataTypes.of(
+            choose_dtype(model, fp16=self.fp16_enabled(), bf16=self.bfloat16_enabled()),
+            grads=self._config.grad_accum_dtype,
+            # From the config: DeepSpeed's property of this name would take FP64 gradients for FP32 ones.
+            wire=self._config.communication_data_type,
+        )
         self.recipe: OptimizerRecipe = optimizer_recipe(
             model,
             name=self.optimizer_name(),

@@ -9,6 +9,7 @@ import torch
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from torch import Tensor
 
+from ds_hydra.host.precision import DataTypes
 from ds_hydra.zero_hetero.errors import NumericsError
 
 _STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -17,7 +18,7 @@ _STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 class Precision(Protocol):
     """The methods of a DeepSpeed engine that give the settings of its block "fp16"."""
 
-    compute_dtype: torch.dtype
+    types: DataTypes
 
     def loss_scale(self) -> float: ...
     def dynamic_loss_scale_args(self) -> dict[str, Any]: ...
@@ -31,10 +32,10 @@ class LossScale:
     """
 
     def __init__(self, engine: Precision):
-        half = engine.compute_dtype == torch.float16
+        half = engine.types.compute == torch.float16
         self.dynamic = half and engine.loss_scale() == 0
         self._scaler: Any = CreateLossScaler(
-            engine.compute_dtype, engine.loss_scale() or 1.0, self.dynamic, engine.dynamic_loss_scale_args()
+            engine.types.compute, engine.loss_scale() or 1.0, self.dynamic, engine.dynamic_loss_scale_args()
         )
 
     @property

@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from ds_hydra.zero_hetero.errors import ConfigError
+
+
+class DataTypes(NamedTuple):
+    """The types of a job's tensors."""
+
+    compute: torch.dtype
+    grads: torch.dtype  # of the gradients of micro-batches as they add up on a rank
+    masters: torch.dtype
+    wire: torch.dtype  # of gradients on their way to the masters [Note: gradients on the wire]
+
+    @classmethod
+    def of(cls, compute: torch.dtype, *, grads: str | None, wire: torch.dtype | None) -> DataTypes:
+        """`grads`: data_types.grad_accum_dtype; `wire`: communication_data_type; None where the config has none."""
+        masters = torch.float64 if compute == torch.float64 else torch.float32
+        return cls(compute, choose_grad_dtype(compute, grads), masters, wire or compute)
 
 
 def choose_dtype(model: nn.Module, *, fp16: bool, bf16: bool) -> torch.dtype:

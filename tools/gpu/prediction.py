@@ -77,7 +77,7 @@ def _memory_model(engine: Any) -> Any:
         [_ALONE],
         world.num_ranks,
         rank_memory(world.device, world.node_size),
-        job.compute_dtype,
+        job.types.compute,
         activation_checkpointing=job.config.activation_checkpointing,
         measured=found.activations,
     )
