@@ -26,7 +26,8 @@ class EmulatedModel(nn.Module):
 
     def __init__(self, cluster: SimulatedJob):
         super().__init__()
-        self.cluster, self.small = cluster, small_model(cluster.plan, cluster.hidden, cluster.element_bytes)
+        sizes = cluster.element_bytes, cluster.gradient_bytes
+        self.cluster, self.small = cluster, small_model(cluster.plan, cluster.hidden, *sizes)
         for bucket in self.small.plan.buckets:
             for param in bucket.params:
                 value = nn.Parameter(torch.ones(param.shape), requires_grad=param.trainable)

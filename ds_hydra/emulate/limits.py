@@ -11,7 +11,7 @@ from ds_hydra.zero_hetero.errors import ConfigError
 
 # What one rank takes: measured with 8 to 32 ranks, and rounded up.
 RANK_BYTES = 160 << 20
-RANK_TASKS = 16  # processes and threads
+RANK_TASKS = 48  # processes and threads
 _COUNTLESS = 1 << 62
 _FILES_BESIDE, _FILES_PER_PEER = 64, 6  # a rank holds a connection to every peer in each of its groups
 

@@ -25,19 +25,16 @@ class SmallModel:
     """A small plan and what it stands for."""
 
     plan: ModelPlan
-    element_bytes: tuple[float, ...]  # by bucket: bytes on the wire that one of its elements stands for
+    pulled_bytes: tuple[float, ...]  # by bucket: bytes on the wire that one of its elements stands for in a pull
+    pushed_bytes: tuple[float, ...]  # the same in a push, by bucket that has gradients
     feature_bytes: float  # bytes on the wire of one token's hidden state
 
-    @property
-    def trained(self) -> tuple[int, ...]:
-        """The buckets that have gradients; pushes are numbered by their place here."""
-        return tuple(index for index, bucket in enumerate(self.plan.buckets) if bucket.trainable)
 
+def small_model(plan: ModelPlan, hidden: int, element_bytes: int, gradient_bytes: int | None = None) -> SmallModel:
+    """The small model of a true plan with `hidden` features.
 
-def small_model(plan: ModelPlan, hidden: int, element_bytes: int) -> SmallModel:
-    """The small model of a true plan with `hidden` features, whose elements are `element_bytes` on the wire.
-
-    Names have "/" in the place of ".", so that a module can have parameters of these names.
+    On the wire parameters and hidden states have `element_bytes`, gradients `gradient_bytes` (None: as many). Names
+    have "/" in the place of ".", so that a module can have parameters of these names.
     """
     factor = max(1, ceil(max(bucket.numel for bucket in plan.buckets) / ELEMENTS))
     buckets = tuple(
@@ -51,8 +48,14 @@ def small_model(plan: ModelPlan, hidden: int, element_bytes: int) -> SmallModel:
         layers=tuple(_renamed(names) for names in plan.layers),
         last=_renamed(plan.last),
     )
-    stands_for = [true.numel * element_bytes / few.numel for true, few in zip(plan.buckets, buckets, strict=True)]
-    return SmallModel(small, tuple(stands_for), float(hidden * element_bytes))
+    elements = [true.numel / few.numel for true, few in zip(plan.buckets, buckets, strict=True)]
+    trained = [count for count, bucket in zip(elements, buckets, strict=True) if bucket.trainable]
+    return SmallModel(
+        small,
+        tuple(count * element_bytes for count in elements),
+        tuple(count * (gradient_bytes or element_bytes) for count in trained),
+        float(hidden * element_bytes),
+    )
 
 
 def _small(param: ParamSpec, factor: int) -> ParamSpec:

@@ -43,10 +43,10 @@ class ClockedTransport:
     def _element_bytes(self, tag: int) -> float:
         """The true bytes that an element of the messages with this tag stands for."""
         small = self._small
-        if 0 <= tag - PUSH_TAG < len(small.trained):
-            return small.element_bytes[small.trained[tag - PUSH_TAG]]
-        if 0 <= tag - PULL_TAG < len(small.element_bytes):
-            return small.element_bytes[tag - PULL_TAG]
+        if 0 <= tag - PUSH_TAG < len(small.pushed_bytes):
+            return small.pushed_bytes[tag - PUSH_TAG]
+        if 0 <= tag - PULL_TAG < len(small.pulled_bytes):
+            return small.pulled_bytes[tag - PULL_TAG]
         return small.feature_bytes
 
 

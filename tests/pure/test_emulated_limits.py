@@ -44,11 +44,11 @@ def test_a_small_model_keeps_structure_and_bytes() -> None:
     names = list(specs)
     groups = [("embed", frozenset(names[:1])), ("layer", frozenset(names[1:]))]
     plan = ModelPlan(make_buckets(groups, specs), frozenset(names[:1]), (frozenset(names[1:]),), frozenset())
-    small = small_model(plan, 4096, 2)
+    small = small_model(plan, 4096, 2, 4)
     assert [bucket.name for bucket in small.plan.buckets] == ["embed", "layer", "layer.frozen"]
-    assert small.trained == (0, 1)
+    assert small.pushed_bytes == (2 * small.pulled_bytes[0], 2 * small.pulled_bytes[1])
     assert small.plan.layers == (frozenset(name.replace(".", "/") for name in names[1:]),)
-    for true, few, stands_for in zip(plan.buckets, small.plan.buckets, small.element_bytes, strict=True):
+    for true, few, stands_for in zip(plan.buckets, small.plan.buckets, small.pulled_bytes, strict=True):
         assert few.numel * stands_for == pytest.approx(2 * true.numel)
         assert few.numel <= 1.05 * ELEMENTS
         for one, other in zip(true.params, few.params, strict=True):
