@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ds_hydra.zero_hetero.errors import ConfigError
 
-# What one rank takes: measured with 8 to 32 ranks, and rounded up.
+# What one rank takes: an estimate, on the safe side of what clusters of 8 and 16 ranks took.
 RANK_BYTES = 160 << 20
 RANK_TASKS = 48  # processes and threads
 _COUNTLESS = 1 << 62
