@@ -47,16 +47,8 @@ class HydraEngine(HostEngine):
             super().__init__(parsed, model, **arguments)
             config = self.hydra_config
             # The job is what stays the same when the ranks change; `assemble` adds what belongs to the present ranks.
-            self.job = Job(
-                config,
-                self.source_of(model),
-                model,
-                self.recipe,
-                self.data,
-                self.sampler,
-                self.types,
-                self.gradient_clipping(),
-            )
+            source, clipping = self.source_of(model), self.gradient_clipping()
+            self.job = Job(config, source, model, self.recipe, self.data, self.sampler, self.types, clipping)
         self._signals = Signals()
         self.assemble()
         # The masters have taken the values. Dropping both references frees the model's own parameters: otherwise each
