@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_hydra.pipe.models.meta_copy import copy_to_meta, in_place_of, parameter_hooks
+from ds_hydra.pipe.models.meta_copy import copy_to_meta, in_place_of, parameter_hooks, replace_parameters
 from ds_hydra.pipe.models.refusals import find_layers, known_tokens
 from ds_hydra.pipe.shape import PipelineShape
 from ds_hydra.self_check.schemes import copies_at_once
@@ -110,15 +110,12 @@ def _adjust(config: Any, num_layers: int, kept: Sequence[int], rows: int) -> Non
 def _draw(model: nn.Module) -> None:
     """Random FP64 values in place of what is on the meta device; tied parameters stay tied."""
     generator = torch.Generator().manual_seed(1)
-    drawn: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            if id(parameter) not in drawn:
-                value = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-                value *= 0.1 if value.dim() < 2 else value.shape[-1] ** -0.5
-                if value.dim() < 2 and name == "weight":  # of a norm
-                    value += 1.0
-                drawn[id(parameter)] = in_place_of(parameter, value)
-            module._parameters[name] = drawn[id(parameter)]
+
+    def drawn(name: str, parameter: nn.Parameter) -> nn.Parameter:
+        value = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        value *= 0.1 if value.dim() < 2 else value.shape[-1] ** -0.5
+        if value.dim() < 2 and name == "weight":  # of a norm
+            value += 1.0
+        return in_place_of(parameter, value)
+
+    replace_parameters(model, drawn)

@@ -8,7 +8,7 @@ values.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -41,14 +41,21 @@ def release_parameters(model: nn.Module) -> None:
     """Move a module's own parameters to the meta device; all else of it keeps its values, tied parameters stay tied."""
     # `model.to("meta")` would take the buffers as well. Rotary frequencies, scales and the like are what the module was
     # made with: a few numbers that nothing keeps elsewhere, and that whoever copies the module later has need of.
-    hollow: dict[int, nn.Parameter] = {}
+    replace_parameters(
+        model, lambda _, parameter: in_place_of(parameter, torch.empty_like(parameter.data, device="meta"))
+    )
+
+
+def replace_parameters(model: nn.Module, made_of: Callable[[str, nn.Parameter], nn.Parameter]) -> None:
+    """Put `made_of(name in its module, parameter)` in place of each parameter; tied parameters stay tied."""
+    made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            if id(parameter) not in hollow:
-                hollow[id(parameter)] = in_place_of(parameter, torch.empty_like(parameter.data, device="meta"))
-            module._parameters[name] = hollow[id(parameter)]
+            if id(parameter) not in made:
+                made[id(parameter)] = made_of(name, parameter)
+            module._parameters[name] = made[id(parameter)]
 
 
 def in_place_of(parameter: nn.Parameter, value: Tensor) -> nn.Parameter:
@@ -103,20 +110,21 @@ def parameter_hooks(model: nn.Module) -> dict[str, tuple[Any, ...]]:
 
 def place_on(model: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> None:
     """Move what a copy holds beside its parameters to a device; give floating parameters a dtype, still on meta."""
-    replaced: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for key, buffer in module._buffers.items():
             module._buffers[key] = None if buffer is None else buffer.to(device)
         for key, value in list(vars(module).items()):
             if isinstance(value, Tensor):
                 object.__setattr__(module, key, value.to(device))
-        for key, parameter in module._parameters.items():
-            if parameter is None or dtype is None or not parameter.is_floating_point():
-                continue
-            if id(parameter) not in replaced:
-                data = torch.empty(parameter.shape, dtype=dtype, device="meta")
-                replaced[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
-            module._parameters[key] = replaced[id(parameter)]
+    if dtype is not None:
+        replace_parameters(model, lambda _, parameter: _of_dtype(parameter, dtype))
+
+
+def _of_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+    if not parameter.is_floating_point():
+        return parameter
+    data = torch.empty(parameter.shape, dtype=dtype, device="meta")
+    return nn.Parameter(data, requires_grad=parameter.requires_grad)
 
 
 def run_experts_one_by_one(model: nn.Module) -> None:

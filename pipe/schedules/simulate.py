@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from ds_hydra.pipe.schedules.actions import Action, Message, Order, Slot
+from ds_hydra.pipe.schedules.actions import Action, Order, Slot
 from ds_hydra.pipe.schedules.check import place
 from ds_hydra.pipe.schedules.rendezvous import MET_BY
 from ds_hydra.zero_hetero.errors import PlanError
@@ -129,45 +129,19 @@ class _Walk:
         return True
 
 
-@dataclass(frozen=True, slots=True)
-class _Plain:
-    """Every action takes its duration, and every message the same time."""
-
-    duration: Callable[[int, Action], float]
-    transfer: float
-
-    def compute(self, stage: int, action: Action, ready: float) -> tuple[float, float]:
-        return ready, ready + self.duration(stage, action)
-
-    def send(self, stage: int, message: Action, ready: float) -> tuple[float, float]:
-        return ready, ready + self.transfer
-
-    def receive(self, stage: int, message: Action, head: float) -> float:
-        return head
-
-
 def simulate(orders: Sequence[Order], duration: Callable[[int, Action], float], *, transfer: float = 0.0) -> Simulation:
     """Run orders with `duration(stage, action)` and `transfer`, the time a message takes. PlanError as `place`.
 
     Every result is sent as soon as it is there, which is at best what slots do.
     """
-    place(tuple(orders))
-    last = len(orders) - 1
-    stages = [[slot for action in order for slot in _eager(stage, action, last)] for stage, order in enumerate(orders)]
-    return simulate_slots(stages, _Plain(duration, transfer))[0]
-
-
-def _eager(stage: int, action: Action, last: int) -> tuple[Slot, ...]:
-    """An action of stage `stage`, of 0 to `last`: its receive and itself, and then the send of its result."""
-    forward = action.kind == "forward"
-    if action.kind == "weight_gradient":
-        return ((action,),)
-    receive: Message = "recv_activation" if forward else "recv_gradient"
-    send: Message = "send_activation" if forward else "send_gradient"
-    first_end, other_end = (0, last) if forward else (last, 0)
-    before = () if stage == first_end else (Action(receive, action.microbatch),)
-    after = () if stage == other_end else ((Action(send, action.microbatch),),)
-    return ((*before, action), *after)
+    stages: list[list[TimedAction]] = [[] for _ in orders]
+    stops: list[float] = []
+    for stage, action, _, source in place(tuple(orders)):
+        free = stages[stage][-1].stop if stages[stage] else 0.0
+        start = free if source < 0 else max(free, stops[source] + transfer)
+        stops.append(start + duration(stage, action))
+        stages[stage].append(TimedAction(action, start, stops[-1]))
+    return Simulation(tuple(map(tuple, stages)))
 
 
 def simulate_loads(orders: Sequence[Order], loads: Sequence[Sequence[float]]) -> float:
