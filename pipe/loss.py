@@ -71,7 +71,7 @@ def token_losses(logits: Tensor, labels: Tensor, vocab_start: int, group: Group)
     )
 
 
-def chunked_loss(
+def blockwise_loss(
     hidden: Tensor,
     labels: Tensor,
     weights: Tensor,

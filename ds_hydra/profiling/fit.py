@@ -5,7 +5,7 @@ T = a * sum(l^2) + b * sum(l) + c with a, b, c >= 0 (Hydraulis, appendix C.2). T
 residuals are relative; points that a passing disturbance slowed are weighed down by Huber's rule. A coefficient
 is identifiable when the points fix it to within 5%: 3 standard errors are no more than that.
 
-A last stage whose logits pass one chunk computes its head twice: from there on a token costs r more. With a small
+A last stage whose logits pass one block computes its head twice: from there on a token costs r more. With a small
 vocabulary that step lies at common lengths, so it is fitted apart and not smeared over a, b and c.
 """
 
@@ -41,7 +41,7 @@ class Point:
     comm_ms: float = 0.0  # of `ms`, from link figures; 0 where collectives really ran
     spread: float = 0.0  # (median - least) / least of the repeats
     held_out: bool = False  # kept from the fit, to test it
-    chunked: bool = False  # the loss was computed in chunks, its head twice
+    chunked: bool = False  # the loss was computed in blocks, its head twice; cost tables hold it by this name
 
     @property
     def terms(self) -> tuple[float, float, float, float]:
@@ -63,7 +63,7 @@ class Fit:
     residual_worst: float
     held_out_median: float | None = None
     held_out_p90: float | None = None
-    r: float = 0.0  # ms per token, on top where the loss is computed in chunks
+    r: float = 0.0  # ms per token, on top where the loss is computed in blocks
 
     def predict(self, point: Point) -> float:
         """Milliseconds of a micro-batch."""
@@ -154,7 +154,7 @@ def nonnegative_least_squares(matrix: Floats, target: Floats) -> Floats:
 
 def _standard_errors(relative: Floats, coefficients: Floats, weights: Floats) -> Floats:
     """Standard errors of the coefficients; infinite where the points say nothing."""
-    # A column of zeros, such as r where no point is chunked, would make the matrix singular: leave it out.
+    # A column of zeros, such as r where no loss is computed in blocks, would make the matrix singular: leave it out.
     known = np.asarray((relative != 0).any(axis=0))
     if not known.all():
         errors = np.zeros(len(known))

@@ -43,16 +43,16 @@ def make_ladder(shortest: int, longest: int, num_rungs: int) -> tuple[Rung, ...]
     return tuple(sorted(rungs, key=lambda rung: (sum(rung.lengths), len(rung.lengths))))
 
 
-def beyond_chunk(rungs: Sequence[Rung], chunk_tokens: int | None, most_tokens: int) -> tuple[Rung, ...]:
-    """Packs above `chunk_tokens`, where the head is computed twice.
+def beyond_block(rungs: Sequence[Rung], block_tokens: int | None, most_tokens: int) -> tuple[Rung, ...]:
+    """Packs above `block_tokens`, where the head is computed twice.
 
-    None where the ladder has some, or where `chunk_tokens` are as many as a micro-batch of the job can ever have.
+    None where the ladder has some, or where `block_tokens` are as many as a micro-batch of the job can ever have.
     """
     most, longest = max(sum(rung.lengths) for rung in rungs), max(max(rung.lengths) for rung in rungs)
-    if chunk_tokens is None or most > chunk_tokens or chunk_tokens >= most_tokens:
+    if block_tokens is None or most > block_tokens or block_tokens >= most_tokens:
         return ()
     # Two packs to fit by and one between them to test, all a little above the step in the head's time.
-    totals = ((chunk_tokens * 9 // 8, False), (chunk_tokens * 5 // 4, True), (chunk_tokens * 11 // 8, False))
+    totals = ((block_tokens * 9 // 8, False), (block_tokens * 5 // 4, True), (block_tokens * 11 // 8, False))
     return tuple(Rung(split_evenly(total, -(-4 * total // longest)), held_out) for total, held_out in totals)
 
 

@@ -110,13 +110,13 @@ def _transient(timer: StageTimer, num_tokens: int) -> float:
 
 
 def _probabilities(timer: StageTimer, num_tokens: int) -> int:
-    """Bytes that the loss keeps of one chunk of logits: probabilities in FP32 or wider."""
+    """Bytes that the loss keeps of one block of logits: probabilities in FP32 or wider."""
     if not isinstance(timer.source, CausalLM) or not timer.source.vocab_size:
         return 0
     rows = -(-timer.source.vocab_size // timer.place.stage.tp)
     start, stop = timer.batch((num_tokens,)).pack.local
     if (stop - start) * rows > LOGITS_AT_ONCE:
-        return 0  # chunks are recomputed
+        return 0  # blocks are recomputed
     return (stop - start) * rows * max(4, timer.dtype.itemsize)
 
 

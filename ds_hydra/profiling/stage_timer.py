@@ -107,7 +107,7 @@ class StageTimer:
         return Timing(1e3 * seconds, tuple(call for group in self.local for call in group.calls))
 
     @property
-    def chunk_tokens(self) -> int | None:
+    def block_tokens(self) -> int | None:
         """Tokens of a micro-batch from which on this stage computes its head twice; None where it never does."""
         if not self.place.is_last or not isinstance(self.source, CausalLM):
             return None

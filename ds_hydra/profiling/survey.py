@@ -23,7 +23,7 @@ from ds_hydra.pipe.placement import place_strategy, split_layers
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.profiling.fit import Fit, Point, fit_points
-from ds_hydra.profiling.ladder import Rung, beyond_chunk
+from ds_hydra.profiling.ladder import Rung, beyond_block
 from ds_hydra.profiling.links import Collective, Links
 from ds_hydra.profiling.stage_timer import StageTimer, Timing
 from ds_hydra.profiling.within_memory import free_unused, within_memory
@@ -56,7 +56,7 @@ class StageEntry:
     how: How
     points: tuple[Point, ...]
     fit: Fit
-    chunk_tokens: int | None = None  # a micro-batch of more computes its head twice
+    block_tokens: int | None = None  # a micro-batch of more computes its head twice
     no_room_tokens: int | None = None  # tokens of the micro-batch at which the device ran out of memory
 
 
@@ -83,8 +83,8 @@ class SchemeEntry:
         them small. Where the device ran out of memory MaxLen is smaller, whatever the memory model says.
         """
         max_length = min([max_length, *(s.no_room_tokens - 1 for s in self.stages if s.no_room_tokens is not None)])
-        fit, chunk = self.slowest.fit, self.slowest.chunk_tokens
-        filled = self.scheme.pp == 1 and chunk is not None and max_length > chunk
+        fit, block = self.slowest.fit, self.slowest.block_tokens
+        filled = self.scheme.pp == 1 and block is not None and max_length > block
         a, b = fit.a, fit.b + (fit.r if filled else 0.0)
         b = b if a or b else 1e-9  # a table refuses costs that do not grow with the length
         return SchemeCost(self.scheme, a, b, fit.c, max_length, utilised_length(fit, max_length))
@@ -104,7 +104,7 @@ class SchemeEntry:
                 {
                     "index": stage.index,
                     "num_layers": stage.num_layers,
-                    "chunk_tokens": stage.chunk_tokens,
+                    "chunk_tokens": stage.block_tokens,
                     "no_room_tokens": stage.no_room_tokens,
                     "fit": asdict(stage.fit),
                     "points": [asdict(point) for point in stage.points],
@@ -184,11 +184,11 @@ class Survey:
         timer = within_memory(self._builder(scheme, index, how), self._control)
         if timer is None:
             return None
-        chunk = timer.chunk_tokens if scheme.pp == 1 else None  # with more, micro-batches are kept small
+        block = timer.block_tokens if scheme.pp == 1 else None  # with more, micro-batches are kept small
         self._run(timer, self._rungs[0])  # later rungs need no warm-up: the median drops a slow first run
         points: list[Point] = []
         no_room: int | None = None
-        for rung in (*self._rungs, *beyond_chunk(self._rungs, chunk, self._most_tokens)):
+        for rung in (*self._rungs, *beyond_block(self._rungs, block, self._most_tokens)):
             point = self._point(timer, rung)
             if point is None:
                 no_room = sum(rung.lengths)
@@ -197,7 +197,7 @@ class Survey:
         if len({sum(point.lengths) for point in points if not point.held_out}) < 2:
             return None
         num_layers = timer.place.stage.last_layer - timer.place.stage.first_layer
-        return StageEntry(index, num_layers, how, tuple(points), fit_points(points), chunk, no_room)
+        return StageEntry(index, num_layers, how, tuple(points), fit_points(points), block, no_room)
 
     def _builder(self, scheme: ParallelScheme, index: int, how: How) -> Callable[[], StageTimer]:
         """What builds the stage, without communication."""
@@ -252,7 +252,7 @@ class Survey:
         if timer.scheme.pp > 1:
             comm += timer.message_ms(tokens, self._links, inter_node=self._crosses(timer.scheme.num_ranks))
         self._on_point()
-        chunked = timer.chunk_tokens is not None and tokens > timer.chunk_tokens
+        chunked = timer.block_tokens is not None and tokens > timer.block_tokens
         return Point(rung.lengths, compute + comm, compute, comm, compute / least - 1.0, rung.held_out, chunked)
 
     def _crosses(self, width: int) -> bool:

@@ -54,7 +54,7 @@ class StepPrediction:
 class StageLoad:
     """Coefficients of one stage.
 
-    `chunk_tokens`: a micro-batch with more tokens than one logit block holds costs `r` more per token, as its head is
+    `block_tokens`: a micro-batch with more tokens than one logit block holds costs `r` more per token, as its head is
     computed twice.
     """
 
@@ -62,12 +62,12 @@ class StageLoad:
     b: float
     c: float
     r: float = 0.0
-    chunk_tokens: int | None = None
+    block_tokens: int | None = None
 
     def load_ms(self, lengths: Sequence[int]) -> float:
         """Forward and backward of one micro-batch."""
         tokens = sum(lengths)
-        more = self.r if self.chunk_tokens is not None and tokens > self.chunk_tokens else 0.0
+        more = self.r if self.block_tokens is not None and tokens > self.block_tokens else 0.0
         return self.a * sum(n * n for n in lengths) + (self.b + more) * tokens + self.c
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ds_hydra.pipe.loss import chunked_loss
+from ds_hydra.pipe.loss import blockwise_loss
 from ds_hydra.pipe.models.cut import CutForward, Given, from_wire, hidden_in, to_wire, with_hidden
 from ds_hydra.pipe.models.draws import Draws, Keys
 from ds_hydra.pipe.models.positions import split_rotary_by_length
@@ -69,7 +69,7 @@ class CausalStage(StageModule):
 
         start, stop = self.vocab
         group = self.place.tp_group
-        return chunked_loss(hidden_in(out), batch.labels, batch.weights, head, start, stop - start, group)
+        return blockwise_loss(hidden_in(out), batch.labels, batch.weights, head, start, stop - start, group)
 
     def logits(self, hidden: Tensor | None, batch: MicroBatch) -> Tensor:
         """Of the last stage: logits (1, T_local, V_local) of this rank's vocabulary rows, all in memory at once."""

@@ -16,7 +16,7 @@ from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.table_file import JobFingerprint, TableFile, check_job, read_table_file
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.profiling.fit import NAMES, Point, fit_points, nonnegative_least_squares
-from ds_hydra.profiling.ladder import beyond_chunk, make_ladder, split_evenly
+from ds_hydra.profiling.ladder import beyond_block, make_ladder, split_evenly
 from ds_hydra.profiling.links import Collective, LinkFigure, Links, links_from_record, read_links
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 
@@ -109,15 +109,15 @@ def test_ladder_refuses_a_range_without_room() -> None:
     assert split_evenly(10, 4) == (3, 3, 2, 2)
 
 
-def test_packs_above_one_chunk_of_logits_are_measured_too() -> None:
+def test_packs_above_one_block_of_logits_are_measured_too() -> None:
     ladder = make_ladder(16, 256, 3)
-    assert beyond_chunk(ladder, None, 4000) == ()
-    assert beyond_chunk(ladder, 400, 4000) == ()  # the ladder goes up to 512
-    more = beyond_chunk(ladder, 600, 4000)
+    assert beyond_block(ladder, None, 4000) == ()
+    assert beyond_block(ladder, 400, 4000) == ()  # the ladder goes up to 512
+    more = beyond_block(ladder, 600, 4000)
     assert [sum(rung.lengths) for rung in more] == [675, 750, 825]
     assert max(max(rung.lengths) for rung in more) <= 256
-    assert beyond_chunk(ladder, 100_000, 4000) == ()
-    assert beyond_chunk(ladder, 600, 600) == ()  # no step of the job has more
+    assert beyond_block(ladder, 100_000, 4000) == ()
+    assert beyond_block(ladder, 600, 600) == ()  # no step of the job has more
 
 
 def test_a_step_of_the_time_is_fitted_apart() -> None:

@@ -103,7 +103,7 @@ class SmallDevice:
     """A stage timer with memory for so many tokens; a token takes 2 ms."""
 
     most_tokens = 0
-    chunk_tokens = None
+    block_tokens = None
     scheme = ParallelScheme()
     place = SimpleNamespace(stage=SimpleNamespace(first_layer=0, last_layer=4))
 
