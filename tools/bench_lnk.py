@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from ds_hydra.commands.figures import figures_parser, finish, print_table
-from ds_hydra.pipe.model_plan import ModelPlan, ParamSpec, ShardRule, make_buckets
+from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.pipe.placement import Strategy, place_strategy
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.zero_hetero.bucket import BucketSpec
@@ -40,6 +40,7 @@ from ds_hydra.zero_hetero.pushes import PushBucket, Pushes
 from ds_hydra.zero_hetero.relay_plan import plan_relay
 from ds_hydra.zero_hetero.transfer_plan import TransferPlan, plan_transfer
 from ds_hydra.zero_hetero.transport import TorchTransport
+from tests.support.fused_llama import llama_plan
 from tests.support.ranks import run_ranks
 
 STRATEGIES = {4: ("4*tp1", "2*tp2", "tp2 + 2*tp1", "tp2pp2"), 8: ("8*tp1", "tp4 + 2*tp1pp2")}
@@ -89,29 +90,6 @@ class Row:
     ms: float
     gloo_ms: float
     ratio: float  # median of the ratios of one turn: what else the machine does comes and goes with the turns
-
-
-def llama_plan(num_layers: int, hidden: int = 512, vocab: int = 8192) -> ModelPlan:
-    """Shapes and shard rules of a Llama."""
-    ffn = hidden * 11 // 4
-    column, row, whole = ShardRule(dim=0), ShardRule(dim=1), ShardRule()
-    specs = [ParamSpec("embed.weight", (vocab, hidden), column)]
-    for layer in range(num_layers):
-        shapes = {"qkv": (3 * hidden, hidden), "gate_up": (2 * ffn, hidden)}
-        specs += [
-            ParamSpec(f"{layer}.norm1", (hidden,), whole),
-            ParamSpec(f"{layer}.qkv", shapes["qkv"], ShardRule(dim=0, parts=3)),
-            ParamSpec(f"{layer}.o", (hidden, hidden), row),
-            ParamSpec(f"{layer}.norm2", (hidden,), whole),
-            ParamSpec(f"{layer}.gate_up", shapes["gate_up"], ShardRule(dim=0, parts=2)),
-            ParamSpec(f"{layer}.down", (hidden, ffn), row),
-        ]
-    specs += [ParamSpec("norm", (hidden,), whole), ParamSpec("head.weight", (vocab, hidden), column)]
-    by_name = {spec.name: spec for spec in specs}
-    layers = tuple(frozenset(n for n in by_name if n.startswith(f"{layer}.")) for layer in range(num_layers))
-    first, last = frozenset({"embed.weight"}), frozenset({"norm", "head.weight"})
-    groups = [("embed", first), *((f"layer.{i}", names) for i, names in enumerate(layers)), ("head", last)]
-    return ModelPlan(make_buckets(groups, by_name), first, layers, last)
 
 
 def volumes(case: Case, masters: list[Layout], layouts: list[Layout]) -> Volumes:

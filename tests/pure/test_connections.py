@@ -20,7 +20,7 @@ from ds_hydra.zero_hetero.layout import even_layout
 from ds_hydra.zero_hetero.relay_plan import plan_relay
 from ds_hydra.zero_hetero.transfer_plan import TransferPlan, plan_transfer
 from tests.pure.test_model_plan import CASES
-from tools.bench_lnk import llama_plan
+from tests.support.fused_llama import llama_plan
 
 PARTS = ("tp1", "tp2", "tp4", "tp8", "pp2", "tp2pp2", "tp4pp2", "tp2pp4", "sp2pp2", "tp2sp2", "tp4pp4", "pp8")
 

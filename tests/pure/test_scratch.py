@@ -17,7 +17,7 @@ from ds_hydra.zero_hetero.scratch import Cuts, Scratch
 from ds_hydra.zero_hetero.scratch_plan import Window, end_of, in_turn, side_by_side
 from ds_hydra.zero_hetero.transport import InProcessTransport, Post
 from tests.pure.test_connections import large_strategies
-from tools.bench_lnk import llama_plan
+from tests.support.fused_llama import llama_plan
 
 
 def test_windows_by_example() -> None:

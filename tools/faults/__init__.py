@@ -1,0 +1,1 @@
+"""The parts of `tools.check_faults`: what is set off, and what survived."""

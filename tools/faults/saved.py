@@ -1,0 +1,131 @@
+"""Faults of what is saved: kills in the middle of saves, and damaged files and folders."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tools.faults.tally import Tally, refused
+
+_NOBODY = 65534  # the user without rights, on any Linux
+
+
+def check_kills(quick: bool) -> Tally:
+    """SIGKILL at random instants of saves over the same tags: the previous or the new one always loads whole."""
+    from ds_hydra.checkpoint.folder import complete_tags
+    from ds_hydra.ranks.channel import Channel
+    from tests.support.saver import Saver
+
+    tally, pause = Tally("kills while saving"), random.Random(0)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder, last = Path(scratch), 0
+        for index in range(10 if quick else 100):
+            pid = os.fork()
+            if pid == 0:
+                Saver(folder, Channel(None, 0, 1), first=last + 1).run()
+            while not complete_tags(folder):
+                time.sleep(0.002)
+            time.sleep(pause.uniform(0.0, 0.15))
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            try:
+                step = Saver.verify(folder)
+                tally.count(step >= last, f"kill {index}: step {step} after step {last}")
+                last = step
+            except Exception as error:
+                tally.count(False, f"kill {index}: {error}")
+    return tally
+
+
+def check_damage(quick: bool) -> Tally:
+    """Every kind of damage is refused with a message that names the file and the remedy."""
+    import shutil
+
+    from ds_hydra.zero_hetero.errors import CheckpointError
+    from tests.gloo.test_checkpoint import DAMAGES, saved
+    from tests.support.ranks import run_ranks
+    from tests.support.small_job import small_engine
+
+    tally = Tally("damage")
+    with tempfile.TemporaryDirectory() as scratch:
+        template, folder = Path(scratch) / "template", Path(scratch) / "run"
+        saved(template)
+
+        def run(rank: int) -> list[tuple[str, str]]:
+            engine, results = small_engine(rank), []
+            for name, (damage, named) in DAMAGES.items():
+                engine.crew.world.channel.texts("")
+                if rank == 0:
+                    shutil.rmtree(folder, ignore_errors=True)
+                    shutil.copytree(template, folder)
+                    damage(folder / "new")
+                engine.crew.world.channel.texts("")
+                try:
+                    engine.load_checkpoint(folder)
+                    results.append((name, "was loaded"))
+                except CheckpointError as error:
+                    text = str(error)
+                    clear = named in text and "tag" in text
+                    results.append((name, "" if clear else f"the message is not clear: {text}"))
+            return results
+
+        for name, wrong in run_ranks(run, 2, timeout=120)[0]:
+            tally.count(not wrong, f"{name}: {wrong}")
+        for name, wrong in _unwritable(Path(scratch)):
+            tally.count(not wrong, f"{name}: {wrong}")
+    return tally
+
+
+def _unwritable(scratch: Path) -> list[tuple[str, str]]:
+    """A full disk and a folder that is no folder: (case, what went wrong)."""
+    from ds_hydra.checkpoint import shard_file
+    from ds_hydra.ranks.channel import Channel
+    from ds_hydra.zero_hetero.errors import CheckpointError
+    from tests.support.saver import Saver
+
+    def full(handle: int, data: memoryview) -> None:
+        raise OSError(28, "No space left on device", "rank_00000.safetensors")
+
+    folder = scratch / "space"
+    saver = Saver(folder, Channel(None, 0, 1))
+    saver.save(1, "old")
+    results = []
+    original, shard_file._write_all = shard_file._write_all, full
+    results.append(("disk full", refused(lambda: saver.save(2, "new"), ("free space", "rank_00000"), CheckpointError)))
+    shard_file._write_all = original
+    (scratch / "file").write_text("")
+    other = Saver(scratch / "file", Channel(None, 0, 1))
+    results.append(("folder is a file", refused(lambda: other.save(1, "a"), (str(scratch / "file"),), CheckpointError)))
+    scratch.chmod(0o755)
+    folder.chmod(0o555)
+    wrong = _without_root(lambda: refused(lambda: saver.save(3, "b"), ("permissions", str(folder)), CheckpointError))
+    results.append(("read-only folder", wrong))
+    folder.chmod(0o700)
+    kept = "" if Saver.verify(folder) == 1 else "the checkpoint before is lost"
+    return [*results, ("what was saved before", kept)]
+
+
+def _without_root(action: Callable[[], str]) -> str:
+    """What `action` returns in a child process that may not write wherever it likes."""
+    receiver, sender = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        text = "the child failed"
+        try:
+            if os.geteuid() == 0:
+                os.setgid(_NOBODY)
+                os.setuid(_NOBODY)
+            text = action()
+        finally:
+            os.write(sender, text.encode()[:4096])
+            os._exit(0)
+    os.close(sender)
+    with os.fdopen(receiver) as told:
+        text = told.read()
+    os.waitpid(pid, 0)
+    return text
