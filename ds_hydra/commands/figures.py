@@ -17,8 +17,18 @@ def figures_parser(description: str | None, prog: str | None = None) -> argparse
     first_line = (description or "").strip().splitlines()[0]
     parser = argparse.ArgumentParser(prog=prog, description=first_line)
     parser.add_argument("--quick", action="store_true", help="fewer and smaller cases, within a minute")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+    parser.add_argument("--json", type=new_file, metavar="FILE", help="also write the figures to FILE")
     return parser
+
+
+def new_file(text: str) -> Path:
+    """A file to write to, from the command line; refused before any work if its folder is not there."""
+    path = Path(text)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"cannot write {text}: there is no folder {path.parent}; make it first")
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"cannot write {text}: it is a folder; name a file in it")
+    return path
 
 
 def guarded(name: str, command: Callable[[], int]) -> int:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ds_hydra.commands.figures import guarded, print_table
+from ds_hydra.commands.figures import guarded, new_file, print_table
 from ds_hydra.commands.shipped import FILES, shipped
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.data.length_sources import LengthSample, read_lengths
@@ -58,8 +58,8 @@ def parse_arguments(arguments: Sequence[str] | None, name: str) -> argparse.Name
     parser.add_argument("--tp-across-nodes", action="store_true")
     parser.add_argument("--objective", default="flow_shop", choices=("flow_shop", "paper"))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--plot", type=Path, metavar="FILE.png")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--plot", type=new_file, metavar="FILE.png")
+    parser.add_argument("--json", type=new_file, metavar="FILE")
     return parser.parse_args(arguments)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ds_hydra.commands.figures import figures_parser, finish, guarded, print_table
+from ds_hydra.commands.figures import figures_parser, finish, guarded, new_file, print_table
 from ds_hydra.commands.shipped import shipped
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.costs.memory import gibibytes
@@ -59,8 +59,8 @@ def parse_arguments(arguments: Sequence[str] | None, name: str) -> argparse.Name
     parser.add_argument("--steps", type=int, default=1, help="steps to plan")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--step", type=int, help="the step to draw, of several (default: the first)")
-    parser.add_argument("--trace", type=Path, metavar="FILE.json", help="write the step for Perfetto")
-    parser.add_argument("--gantt", type=Path, metavar="FILE.png", help="draw the step")
+    parser.add_argument("--trace", type=new_file, metavar="FILE.json", help="write the step for Perfetto")
+    parser.add_argument("--gantt", type=new_file, metavar="FILE.png", help="draw the step")
     parser.add_argument("--all-ranks", action="store_true", help="draw every rank, not only the first of each stage")
     return parser.parse_args(arguments)
 

@@ -18,7 +18,7 @@ from ds_hydra.pipe.attention.backends import varlen_attention
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.placement import Pipeline, Stage
 from ds_hydra.pipe.rows import MicroBatch, Pack, position_ids, split_tokens
-from ds_hydra.pipe.stage import StagePlace, to_flat
+from ds_hydra.pipe.stage import StageModule, StagePlace, to_flat
 from tests.support.families import VOCAB, build_model, reference_model
 from tests.support.ranks import run_ranks
 from tests.support.reference import float64_throughout
@@ -154,7 +154,7 @@ def _check_model(family: str, sp: int) -> None:
     generator = torch.Generator().manual_seed(5)
     rows = [[torch.randint(3, VOCAB, (length,), generator=generator) for length in lengths] for lengths in PACKS]
     with float64_throughout(reference):
-        ranks = run_ranks(lambda rank: [_packed_model(rank, sp, family, row) for row in rows], sp)
+        ranks = run_ranks(lambda rank: _packed_models(rank, sp, family, rows), sp)
         for index, row in enumerate(rows):
             reference.zero_grad()
             logits = [reference(input_ids=tokens[None], use_cache=False).logits[0] for tokens in row]
@@ -172,8 +172,10 @@ def _check_model(family: str, sp: int) -> None:
                 assert apart < 1e-9, (family, sp, PACKS[index], name, float(apart))
 
 
-def _packed_model(rank: int, sp: int, family: str, row: Sequence[Tensor]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Logits of this rank's tokens, its share of the loss, and its share of the gradients, from one stage."""
+def _packed_models(
+    rank: int, sp: int, family: str, rows: Sequence[Sequence[Tensor]]
+) -> list[tuple[Tensor, Tensor, dict[str, Tensor]]]:
+    """Of each row: logits of this rank's tokens, and its shares of the loss and of the gradients, of one stage."""
     source = CausalLM(build_model(family, FLOAT64))
     stage = Stage(tuple(range(sp)), 0, source.plan.num_layers, sp=sp)
     group = dist.group.WORLD if sp > 1 else None
@@ -184,6 +186,12 @@ def _packed_model(rank: int, sp: int, family: str, row: Sequence[Tensor]) -> tup
             flat = torch.zeros(slot.offset + slot.numel, dtype=FLOAT64)
             flat[slot.offset :] = to_flat(source.values[slot.param.name], rule.dim, rule.parts)
             module.install(slot, flat)
+    return [_packed_model(module, rank, sp, group, row) for row in rows]
+
+
+def _packed_model(
+    module: StageModule, rank: int, sp: int, group: dist.ProcessGroup | None, row: Sequence[Tensor]
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     lengths = tuple(len(tokens) for tokens in row)
     padding = max(0, sp - sum(lengths))
     lengths = (*lengths, padding) if padding else lengths
@@ -195,6 +203,8 @@ def _packed_model(rank: int, sp: int, family: str, row: Sequence[Tensor]) -> tup
     weights = torch.full((stop - start,), 1 / sum(len(t) - 1 for t in row), dtype=FLOAT64)
     positions = torch.tensor([position_ids(lengths, start, stop)])
     batch = MicroBatch(pack, positions, tokens, labels, weights)
+    for parameter in module.parameters.values():
+        parameter.grad = None
     loss = module.forward(None, batch)
     loss.backward()
     with torch.no_grad():

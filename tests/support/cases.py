@@ -54,6 +54,13 @@ class Case:
     grad_accum: str | None = None  # data_types.grad_accum_dtype
     quick: bool = False  # runs in every test run, and under --quick
 
+    def shortened(self) -> Case:
+        """The case with a quarter of its tokens, if it has the table's usual lengths."""
+        if self.lengths is not LONG_TAILED:
+            return self
+        lengths = tuple(-(-length // 4) for length in self.lengths)
+        return replace(self, lengths=lengths, tokens_per_step=self.tokens_per_step // 4)
+
     @property
     def aims(self) -> Aims:
         """FP64 runs must agree throughout. Adam magnifies FP32 rounding where a gradient is near zero, so there its
