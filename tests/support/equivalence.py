@@ -250,7 +250,9 @@ def difference(case: Case, data: Sequence[Sample], run: RankRun) -> Difference:
     reference = _reference(case)
     initial = {name: parameter.detach() for name, parameter in reference.masters.items()}
     _take_all(found, "parameter", run.steps[0].before, initial)
-    follow = _reference(case) if case.dtype != FLOAT64 else None  # takes the ranks' parameters before each step
+    follow = (
+        _reference(case) if case.dtype != FLOAT64 or case.amplifies else None
+    )  # takes the ranks' parameters before each step
     for number, step in enumerate(run.steps, start=1):
         samples = [data[i] for i in step.ids]
         weights = token_weights(samples, step.microbatches, case.loss_norm)
