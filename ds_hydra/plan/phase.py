@@ -67,6 +67,35 @@ class PipelinePlan:
         """Name of the order in which its stages run forwards and backwards."""
         return self.shape.schedule
 
+    @property
+    def chain(self) -> tuple[int, ...]:
+        """For each micro-batch the one that holds the slice before its own, -1 for none: `Batches.before`.
+
+        PlanError for slices of a sequence that do not follow each other, one to a micro-batch, and for a micro-batch
+        that would have to follow two others.
+        """
+        if not any(start for batch in self.microbatches for _, start, _ in batch.spans):
+            return (-1,) * len(self.microbatches)
+        before: list[int] = []
+        ends: dict[tuple[int, int], int] = {}  # (sequence, tokens of it that have run): micro-batch
+        for number, batch in enumerate(self.microbatches):
+            follows = [(sequence, start) for sequence, start, _ in batch.spans if start]
+            if len(follows) > 1:
+                listed = " and ".join(str(sequence) for sequence, _ in follows)
+                raise PlanError(
+                    f"micro-batch {number} goes on with {len(follows)} sequences, at positions {listed}, but can "
+                    "follow one other micro-batch only; put these slices into micro-batches of their own"
+                )
+            if follows and follows[0] not in ends:
+                sequence, start = follows[0]
+                raise PlanError(
+                    f"micro-batch {number} goes on at token {start} of the sequence at position {sequence}, but no "
+                    "earlier micro-batch of its pipeline stops there"
+                )
+            before.append(ends[follows[0]] if follows else -1)
+            ends.update(((sequence, stop), number) for sequence, _, stop in batch.spans)
+        return tuple(before)
+
 
 @dataclass(frozen=True, slots=True)
 class Phase:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ds_hydra.costs.cost_table import CostTable
+from ds_hydra.pipe.schedules.batches import Batches
 from ds_hydra.pipe.schedules.registry import orders
 from ds_hydra.pipe.schedules.simulate import simulate_loads
 from ds_hydra.plan.phase import Phase
@@ -20,8 +21,8 @@ def simulate_plan(plan: StepPlan, cost_table: CostTable) -> tuple[float, ...]:
     for pipeline in plan.pipelines:
         cost = cost_table[pipeline.shape]
         loads = [cost.load_ms(batch.lengths) for batch in pipeline.microbatches]
-        num_stages = pipeline.shape.pp
-        times.append(simulate_loads(orders("1f1b", len(loads), num_stages), [loads] * num_stages))
+        batches, num_stages = Batches(pipeline.chain), pipeline.shape.pp
+        times.append(simulate_loads(orders("1f1b", batches, num_stages), batches, [loads] * num_stages))
     return tuple(times)
 
 
@@ -37,12 +38,16 @@ def _slowest_ms(phase: Phase, cost_table: CostTable) -> float:
     for pipeline in phase.pipelines:
         cost = cost_table[pipeline.shape]
         loads = [cost.load_ms(batch.lengths) for batch in pipeline.microbatches]
-        by_formula.append((cost.pipeline_ms(loads), pipeline.shape, loads))
+        by_formula.append((cost.pipeline_ms(loads), pipeline, loads))
     slowest = 0.0
-    for formula, shape, loads in sorted(by_formula, key=lambda row: -row[0]):
+    for formula, pipeline, loads in sorted(by_formula, key=lambda row: -row[0]):
         if formula * _NO_LONGER_THAN_FORMULA < slowest:
             break
-        # One stage runs its loads one after the other: there is nothing to simulate.
-        made = orders(shape.schedule, len(loads), shape.pp) if shape.pp > 1 else ()
-        slowest = max(slowest, simulate_loads(made, [loads] * shape.pp) if made else formula)
+        num_stages = pipeline.shape.pp
+        if num_stages == 1:
+            slowest = max(slowest, formula)  # one load after the other: there is nothing to simulate
+            continue
+        batches = Batches(pipeline.chain)
+        made = orders(pipeline.schedule, batches, num_stages)
+        slowest = max(slowest, simulate_loads(made, batches, [loads] * num_stages))
     return slowest

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from ds_hydra.costs.cost_table import CostTable
+from ds_hydra.pipe.schedules.batches import Batches
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.plan.phase import MicroBatchPlan, PipelinePlan, Span
 from ds_hydra.plan.simulate import simulated_ms
@@ -91,6 +92,11 @@ def _check_sequences(plan: StepPlan, where: str) -> None:
     missing = [i for i in range(size) if i not in whole]
     if missing:
         raise PlanError(f"{where}: {len(missing)} sequences run nowhere, the first at position {missing[0]}")
+    for name, pipeline in plan.named_pipelines() if slices else ():
+        try:
+            Batches(pipeline.chain)
+        except PlanError as error:
+            raise PlanError(f"{where}: {name}: {error}") from None
 
 
 def _wrong_in_batch(batch: MicroBatchPlan, size: int) -> str | None:

@@ -20,6 +20,7 @@ from statistics import median
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.table_file import TableFile
 from ds_hydra.pipe.placement import split_layers
+from ds_hydra.pipe.schedules.batches import Batches
 from ds_hydra.pipe.schedules.registry import orders
 from ds_hydra.pipe.schedules.simulate import simulate_loads
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape
@@ -113,7 +114,8 @@ class Calibration:
             batches = [batch.lengths for batch in pipeline.microbatches]
             loads = [[stage.load_ms(batch) for batch in batches] for stage in self._stages[pipeline.shape.cost_key]]
             stage_ms.append(tuple(sum(row) for row in loads))
-            pipeline_ms.append(simulate_loads(orders("1f1b", len(batches), len(loads)), loads))
+            known = Batches(pipeline.chain)
+            pipeline_ms.append(simulate_loads(orders("1f1b", known, len(loads)), known, loads))
         overhead = self._step.ms(num_elements, moved_bytes)
         return StepPrediction(tuple(stage_ms), tuple(pipeline_ms), plan.total_ms(pipeline_ms), overhead)
 

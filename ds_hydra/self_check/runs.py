@@ -18,6 +18,7 @@ from ds_hydra.pipe.placement import Pipeline, Strategy
 from ds_hydra.pipe.rows import MicroBatch
 from ds_hydra.pipe.runtime import StageRuntime
 from ds_hydra.pipe.schedules.actions import Slot
+from ds_hydra.pipe.schedules.batches import Batches
 from ds_hydra.pipe.schedules.registry import evaluation_slots, training_slots
 from ds_hydra.pipe.stage import ModelSource, StageModule, StagePlace, from_flat, shard_view, to_flat
 from ds_hydra.plan.phase import MicroBatchPlan
@@ -161,7 +162,7 @@ class RankOfPipeline:
     def train(self, data: Data) -> float:
         """A step's forwards and backwards; this rank's share of the loss."""
         batches = self._batches(data)
-        return self._run(training_slots(_SCHEDULE, len(batches), self._num_stages, self.index), batches)
+        return self._run(training_slots(_SCHEDULE, Batches.whole(len(batches)), self._num_stages, self.index), batches)
 
     def evaluate(self, data: Data) -> float:
         """The forwards of an evaluation; this rank's share of the loss."""
@@ -174,7 +175,7 @@ class RankOfPipeline:
         else:
             self.module.module.eval()  # as the engine does
         batches = self._batches(data)
-        return self._run(evaluation_slots(len(batches), self._num_stages, self.index), batches)
+        return self._run(evaluation_slots(Batches.whole(len(batches)), self._num_stages, self.index), batches)
 
     def tokens(self, data: Data) -> list[int]:
         """Tokens that this rank holds of each pack."""

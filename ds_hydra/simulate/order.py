@@ -13,6 +13,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from ds_hydra.pipe.schedules.actions import backward_of_first_push
+from ds_hydra.pipe.schedules.batches import Batches
 from ds_hydra.pipe.schedules.registry import training_slots
 from ds_hydra.pipe.schedules.rendezvous import check_slots
 from ds_hydra.plan.step_plan import StepPlan
@@ -23,13 +24,13 @@ def check_order(plan: StepPlan) -> None:
     """PlanError, with the pipeline's slots, unless every rank comes to the end of the step. [Note: why a step ends]"""
     for phase in plan.phases:
         for pipeline in phase.pipelines:
-            _check_pipeline(pipeline.schedule, len(pipeline.microbatches), pipeline.shape.pp)
+            _check_pipeline(pipeline.schedule, Batches(pipeline.chain), pipeline.shape.pp)
 
 
 @lru_cache(maxsize=4096)
-def _check_pipeline(schedule: str, num_microbatches: int, num_stages: int) -> None:
-    stages = [training_slots(schedule, num_microbatches, num_stages, stage) for stage in range(num_stages)]
-    check_slots(stages)
+def _check_pipeline(schedule: str, batches: Batches, num_stages: int) -> None:
+    stages = [training_slots(schedule, batches, num_stages, stage) for stage in range(num_stages)]
+    check_slots(stages, batches)
     for index, slots in enumerate(stages):
         first_push = backward_of_first_push(slots)
         if first_push is None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import numpy as np
 
 from ds_hydra.pipe.placement import Pipeline, Strategy, place_strategy
+from ds_hydra.pipe.schedules.batches import Batches
 from ds_hydra.pipe.schedules.registry import training_slots
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape
 from ds_hydra.plan.phase import Phase, PipelinePlan
@@ -101,7 +102,8 @@ class Simulator:
             stages.append(StageTimes(stage, index, uses, start, tuple(ready.tolist()), pulled))
         batches = planned.microbatches
         costs = self._stage_loads(planned.shape)
-        slots = [training_slots(planned.schedule, len(batches), len(stages), index) for index in range(len(stages))]
+        known = Batches(planned.chain)
+        slots = [training_slots(planned.schedule, known, len(stages), index) for index in range(len(stages))]
         PipelineTiming(
             placed,
             slots,

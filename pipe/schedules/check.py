@@ -11,11 +11,12 @@ stage is free and what it needs from a neighbour is there. Two stages and three 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 from ds_hydra.pipe.schedules.actions import Action, Order
+from ds_hydra.pipe.schedules.batches import Batches
 from ds_hydra.zero_hetero.errors import PlanError
 
 _GIVES: dict[str, tuple[str, ...]] = {
@@ -44,18 +45,18 @@ class _Fault(NamedTuple):
 
 
 @lru_cache(maxsize=128)
-def place(orders: tuple[Order, ...]) -> tuple[Placed, ...]:
+def place(orders: tuple[Order, ...], batches: Batches) -> tuple[Placed, ...]:
     """Every action of all stages, each after what it needs, with its tick [Note: ticks].
 
-    PlanError if a stage computes something twice, not at all or too early, or if stages wait for each other.
+    PlanError if a stage computes something twice, not at all or too early, also for a chain [Note: chains], or if
+    stages wait for each other.
     """
     kinds = {action.kind for order in orders for action in order}
     # An evaluation has forwards only and owes no gradient. As soon as one backward is there, all of them are due: a
     # schedule that forgets one weight gradient would train, with a wrong sum.
-    results = ("output",) if kinds <= {"forward"} else ("output", "input gradient", "weight gradient")
-    microbatches = sorted({action.microbatch for order in orders for action in order})
-    due = [(result, microbatch) for microbatch in microbatches for result in results]
-    fault = next((fault for stage, order in enumerate(orders) for fault in _faults(stage, order, due)), None)
+    due = ("output",) if kinds <= {"forward"} else ("output", "input gradient", "weight gradient")
+    faults = (fault for stage, order in enumerate(orders) for fault in _faults(stage, order, batches, due))
+    fault = next(faults, None)
     placed, at = _walk(orders, fault)
     if fault is None:
         fault = next((_standstill(stage, at[stage], orders) for stage in _unfinished(orders, at)), None)
@@ -64,26 +65,45 @@ def place(orders: tuple[Order, ...]) -> tuple[Placed, ...]:
     return tuple(placed)
 
 
-def _faults(stage: int, order: Order, due: Sequence[tuple[str, int]]) -> Iterable[_Fault]:
-    """The faults of one stage's order, whatever the others do; every stage has to compute all results `due`."""
+def _faults(stage: int, order: Order, batches: Batches, due: Sequence[str]) -> Iterator[_Fault]:
+    """The faults of one stage's order, whatever the others do; it has to compute all results `due`."""
     done: set[tuple[str, int]] = set()
+    after = batches.after
     for position, action in enumerate(order):
         kind, microbatch = action
         if not action.computes:
             yield _Fault(stage, position, f"lists {action}; an order holds what is computed, messages are added to it")
             return
-        need = _NEEDS_HERE.get(kind)
-        if need is not None and (need, microbatch) not in done:
-            yield _Fault(stage, position, f"runs {action} before it has the {need} of micro-batch {microbatch}")
+        if microbatch >= len(batches):
+            yield _Fault(stage, position, f"runs {action} but there are {len(batches)} micro-batches, from 0 on")
+            return
+        for need, of, whose in _needs_here(action, batches.before[microbatch], after[microbatch]):
+            if (need, of) not in done:
+                yield _Fault(stage, position, f"runs {action} before it has the {need} of micro-batch {of}{whose}")
         for result in _GIVES[kind]:
             if (result, microbatch) in done:
                 yield _Fault(
                     stage, position, f"runs {action}, but already has the {result} of micro-batch {microbatch}"
                 )
             done.add((result, microbatch))
-    for result, microbatch in due:
-        if (result, microbatch) not in done:
-            yield _Fault(stage, len(order), f"ends without the {result} of micro-batch {microbatch}")
+    for microbatch in range(len(batches)):
+        for result in due:
+            if (result, microbatch) not in done:
+                yield _Fault(stage, len(order), f"ends without the {result} of micro-batch {microbatch}")
+
+
+def _needs_here(action: Action, before: int, after: int) -> Iterator[tuple[str, int, str]]:
+    """What an action needs of its own stage: the result, of which micro-batch, and why if that is another one.
+
+    `before` and `after` hold the neighbouring slices of its sequence; -1 for none [Note: chains].
+    """
+    need = _NEEDS_HERE.get(action.kind)
+    if need is not None:
+        yield need, action.microbatch, ""
+    if action.kind == "forward" and before >= 0:
+        yield "output", before, ", which holds the slice before its own"
+    if action.kind in ("backward", "input_gradient") and after >= 0:
+        yield "input gradient", after, ", which holds the slice after its own"
 
 
 def _walk(orders: Sequence[Order], fault: _Fault | None) -> tuple[list[Placed], list[int]]:

@@ -24,6 +24,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from ds_hydra.pipe.schedules.actions import Action, Order, Slot
+from ds_hydra.pipe.schedules.batches import Batches
 from ds_hydra.pipe.schedules.check import place
 
 
@@ -52,9 +53,9 @@ class _Tick:
 
 
 @lru_cache(maxsize=128)
-def lower(orders: tuple[Order, ...]) -> tuple[tuple[Slot, ...], ...]:
+def lower(orders: tuple[Order, ...], batches: Batches) -> tuple[tuple[Slot, ...], ...]:
     """Each stage's order with the messages that its actions need [Note: lowering]. PlanError as `place`."""
-    placed = place(orders)
+    placed = place(orders, batches)
     grid: list[dict[int, _Tick]] = [{} for _ in orders]
     for stage, action, tick, source in placed:
         here = grid[stage].setdefault(tick, _Tick())

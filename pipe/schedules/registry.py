@@ -9,13 +9,14 @@ from collections.abc import Callable
 from functools import lru_cache
 
 from ds_hydra.pipe.schedules.actions import Order, Slot
+from ds_hydra.pipe.schedules.batches import Batches
 from ds_hydra.pipe.schedules.lower import lower
 from ds_hydra.pipe.schedules.one_f_one_b import forward_only, one_f_one_b
 from ds_hydra.pipe.schedules.simulate import peak_alive
 from ds_hydra.zero_hetero.errors import PlanError
 
-Schedule = Callable[[int, int, int], Order]
-"""(micro-batches, stages, stage) in, what the stage computes out."""
+Schedule = Callable[[Batches, int], tuple[Order, ...]]
+"""(micro-batches, number of stages) in, what each stage computes out."""
 
 SCHEDULES: dict[str, Schedule] = {"1f1b": one_f_one_b}
 """The schedules that a pipeline can train by."""
@@ -28,32 +29,35 @@ def schedule_named(name: str) -> Schedule:
     return SCHEDULES[name]
 
 
-def orders(name: str, num_microbatches: int, num_stages: int) -> tuple[Order, ...]:
+def orders(name: str, batches: Batches, num_stages: int) -> tuple[Order, ...]:
     """Each stage's actions in training, in order. PlanError if the name is not known."""
-    return _orders(schedule_named(name), num_microbatches, num_stages)
+    return _orders(schedule_named(name), batches, num_stages)
 
 
 @lru_cache(maxsize=4096)
-def training_slots(name: str, num_microbatches: int, num_stages: int, stage: int) -> tuple[Slot, ...]:
+def training_slots(name: str, batches: Batches, num_stages: int, stage: int) -> tuple[Slot, ...]:
     """One stage's slots of a step, messages included. PlanError if the name is not known."""
-    return lower(orders(name, num_microbatches, num_stages))[stage]
+    return lower(orders(name, batches, num_stages), batches)[stage]
 
 
 @lru_cache(maxsize=4096)
-def evaluation_slots(num_microbatches: int, num_stages: int, stage: int) -> tuple[Slot, ...]:
+def evaluation_slots(batches: Batches, num_stages: int, stage: int) -> tuple[Slot, ...]:
     """One stage's slots to evaluate micro-batches: forwards and their messages only."""
-    return lower(_orders(forward_only, num_microbatches, num_stages))[stage]
+    return lower(forward_only(batches, num_stages), batches)[stage]
 
 
 @lru_cache(maxsize=1024)
-def most_alive(name: str, num_stages: int) -> tuple[int, ...]:
+def most_alive(name: str, num_stages: int, slices: int = 1) -> tuple[int, ...]:
     """Micro-batches that each stage keeps at once at most, however many there are in a step.
 
-    PlanError if a schedule keeps ever more the more there are: then no length of micro-batches is always safe.
+    `slices`: the most that a sequence is cut into. PlanError if a schedule keeps ever more the more micro-batches there
+    are: then no length of micro-batches is always safe.
     """
     # 1F1B on 3 stages keeps (3, 2, 1) both with 6 and with 12 micro-batches. All forwards before all backwards would
     # keep 6 and 12: a step of more micro-batches than were measured would run out of memory in the middle of training.
-    few, many = (peak_alive(orders(name, count * num_stages, num_stages)) for count in (2, 4))
+    few, many = (
+        peak_alive(orders(name, Batches.in_slices([slices] * (count * num_stages)), num_stages)) for count in (2, 4)
+    )
     if few != many:
         raise PlanError(
             f"schedule {name!r} keeps {few} micro-batches on its stages with {2 * num_stages} in a step, and {many} "
@@ -62,5 +66,6 @@ def most_alive(name: str, num_stages: int) -> tuple[int, ...]:
     return few
 
 
-def _orders(schedule: Schedule, num_microbatches: int, num_stages: int) -> tuple[Order, ...]:
-    return tuple(schedule(num_microbatches, num_stages, stage) for stage in range(num_stages))
+@lru_cache(maxsize=1024)
+def _orders(schedule: Schedule, batches: Batches, num_stages: int) -> tuple[Order, ...]:
+    return schedule(batches, num_stages)

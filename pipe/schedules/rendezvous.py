@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ds_hydra.pipe.schedules.actions import Action, Compute, Message, Slot, slots_as_text
+from ds_hydra.pipe.schedules.batches import Batches
 from ds_hydra.pipe.schedules.check import place, wanted_from
 from ds_hydra.zero_hetero.errors import PlanError
 
@@ -36,9 +37,9 @@ _MADE_BY: dict[str, tuple[Compute, ...]] = {
 _SLOTS_SHOWN = 8
 
 
-def check_slots(stages: Sequence[Sequence[Slot]]) -> None:
+def check_slots(stages: Sequence[Sequence[Slot]], batches: Batches) -> None:
     """PlanError, with all stages' slots up to where they stand, unless every stage comes to its end."""
-    place(tuple(tuple(action for slot in slots for action in slot if action.computes) for slots in stages))
+    place(tuple(tuple(action for slot in slots for action in slot if action.computes) for slots in stages), batches)
     meeting = _Meeting(stages)
     while meeting.go_on():
         pass

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from ds_hydra.pipe.schedules.actions import Action, Order, Slot
+from ds_hydra.pipe.schedules.batches import Batches
 from ds_hydra.pipe.schedules.check import place
 from ds_hydra.pipe.schedules.rendezvous import MET_BY
 from ds_hydra.zero_hetero.errors import PlanError
@@ -129,14 +130,16 @@ class _Walk:
         return True
 
 
-def simulate(orders: Sequence[Order], duration: Callable[[int, Action], float], *, transfer: float = 0.0) -> Simulation:
+def simulate(
+    orders: Sequence[Order], batches: Batches, duration: Callable[[int, Action], float], *, transfer: float = 0.0
+) -> Simulation:
     """Run orders with `duration(stage, action)` and `transfer`, the time a message takes. PlanError as `place`.
 
     Every result is sent as soon as it is there, which is at best what slots do.
     """
     stages: list[list[TimedAction]] = [[] for _ in orders]
     stops: list[float] = []
-    for stage, action, _, source in place(tuple(orders)):
+    for stage, action, _, source in place(tuple(orders), batches):
         free = stages[stage][-1].stop if stages[stage] else 0.0
         start = free if source < 0 else max(free, stops[source] + transfer)
         stops.append(start + duration(stage, action))
@@ -144,14 +147,14 @@ def simulate(orders: Sequence[Order], duration: Callable[[int, Action], float], 
     return Simulation(tuple(map(tuple, stages)))
 
 
-def simulate_loads(orders: Sequence[Order], loads: Sequence[Sequence[float]]) -> float:
+def simulate_loads(orders: Sequence[Order], batches: Batches, loads: Sequence[Sequence[float]]) -> float:
     """Total time when micro-batch m takes stage s `loads[s][m]` for forward and backward, in any unit such as ms.
 
     A forward takes a third of it and a backward two thirds, because it computes two gradients.
     """
     # Two stages, two micro-batches of 3 ms each, by 1F1B: stage 0 runs F0 0..1, F1 1..2, B0 4..6, B1 7..9; stage 1 runs
     # F0 1..2, B0 2..4, F1 4..5, B1 5..7. In all 9 ms, of which stage 0 computes 6 and waits 3.
-    return simulate(orders, lambda stage, action: SHARES[action.kind] * loads[stage][action.microbatch]).total
+    return simulate(orders, batches, lambda stage, action: SHARES[action.kind] * loads[stage][action.microbatch]).total
 
 
 def alive_counts(order: Order) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.pipe.p2p import edge
 from ds_hydra.pipe.placement import Strategy, place_strategy
 from ds_hydra.pipe.schedules.actions import backward_of_first_push, last_weight_gradient
+from ds_hydra.pipe.schedules.batches import Batches
 from ds_hydra.pipe.schedules.registry import training_slots
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.step.connections import Pairs, connections_of, edge_pairs, link_pairs
@@ -99,7 +100,7 @@ def pushing_early(strategy: Strategy, *, as_before: bool = False) -> set[int]:
         for pipeline in strategy.pipelines
         for index, stage in enumerate(pipeline.stages)
         for rank in stage.ranks
-        if index > 0 and first_push(training_slots("1f1b", 3, len(pipeline.stages), index)) is not None
+        if index > 0 and first_push(training_slots("1f1b", Batches.whole(3), len(pipeline.stages), index)) is not None
     }
 
 

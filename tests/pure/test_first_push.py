@@ -15,6 +15,7 @@ from ds_hydra.pipe.schedules.actions import (
     last_weight_gradient,
     slots_from_text,
 )
+from ds_hydra.pipe.schedules.batches import Batches
 from ds_hydra.pipe.schedules.registry import evaluation_slots, training_slots
 
 MET_BY = {
@@ -67,7 +68,7 @@ def all_end(stages: Sequence[Sequence[Slot]], first_push: FirstPush) -> bool:
 
 
 def stages_of(num_microbatches: int, num_stages: int) -> list[tuple[Slot, ...]]:
-    return [training_slots("1f1b", num_microbatches, num_stages, stage) for stage in range(num_stages)]
+    return [training_slots("1f1b", Batches.whole(num_microbatches), num_stages, stage) for stage in range(num_stages)]
 
 
 @pytest.mark.parametrize("num_stages", range(1, 9))
@@ -104,5 +105,5 @@ def test_pushes_start_where_no_message_follows(text: str, expected: Action | Non
 
 
 def test_evaluation_pushes_nothing() -> None:
-    assert backward_of_first_push(evaluation_slots(3, 2, 0)) is None
-    assert backward_of_first_push(evaluation_slots(3, 1, 0)) is None
+    assert backward_of_first_push(evaluation_slots(Batches.whole(3), 2, 0)) is None
+    assert backward_of_first_push(evaluation_slots(Batches.whole(3), 1, 0)) is None

@@ -15,6 +15,7 @@ from ds_hydra.costs.table_file import TableFile, read_table, table_record
 from ds_hydra.pipe.model_plan import ModelPlan, ParamSpec, ShardRule, make_buckets
 from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.schedules.actions import Order, slots_from_text
+from ds_hydra.pipe.schedules.batches import Batches
 from ds_hydra.pipe.schedules.registry import SCHEDULES
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
 from ds_hydra.plan.phase import MicroBatchPlan, Phase, PipelinePlan
@@ -150,8 +151,8 @@ def test_first_stage_keeps_the_most_micro_batches() -> None:
 
 
 def test_a_stage_keeps_as_many_micro_batches_as_its_schedule_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    def one_at_a_time(num_microbatches: int, num_stages: int, stage: int) -> Order:
-        return slots_from_text(" ".join(f"F{m} B{m}" for m in range(num_microbatches)))[0]
+    def one_at_a_time(batches: Batches, num_stages: int) -> tuple[Order, ...]:
+        return (slots_from_text(" ".join(f"F{m} B{m}" for m in range(len(batches))))[0],) * num_stages
 
     monkeypatch.setitem(SCHEDULES, "one at a time", one_at_a_time)
     scheme = ParallelScheme(pp=4)

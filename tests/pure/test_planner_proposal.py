@@ -11,6 +11,7 @@ import pytest
 
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.data.length_sources import read_length_file, read_lengths, sample_batches
+from ds_hydra.pipe.schedules.batches import Batches
 from ds_hydra.pipe.schedules.registry import orders
 from ds_hydra.pipe.schedules.simulate import simulate_loads
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
@@ -106,7 +107,8 @@ def test_flow_shop_time_is_near_the_simulation_and_no_shorter() -> None:
         loads = loads[0::2] + loads[1::2][::-1]
         stages = int(rng.integers(2, 5))
         flow_shop = sum(loads) + (stages - 1) * max(loads)
-        simulated = simulate_loads(orders("1f1b", len(loads), stages), [loads] * stages)
+        batches = Batches.whole(len(loads))
+        simulated = simulate_loads(orders("1f1b", batches, stages), batches, [loads] * stages)
         assert 0.999 * simulated <= flow_shop <= 1.2 * simulated
         # Phases of two pipelines, the second of which runs but the first two micro-batches.
         scheme = ParallelScheme(1, stages)

@@ -52,17 +52,34 @@ def overfill(plan: StepPlan, draw: random.Random) -> StepPlan:
 
 
 def cut(plan: StepPlan, draw: random.Random, how: Callable[[Span, int], list[Span]]) -> StepPlan:
-    """Put slices of a sequence of at least 2 tokens in its place; `how` gets the whole and a place to cut it."""
+    """Put slices of a sequence in its place, each in a micro-batch; `how` gets the whole and a place to cut it."""
     for p, pipeline in enumerate(pipelines_of(plan)):
         for number, batch in enumerate(pipeline.microbatches):
             longest = max(batch.spans, key=lambda span: span.stop)
             if longest.stop > 3:
                 rest = tuple(span for span in batch.spans if span != longest)
-                slices = how(longest, draw.randrange(2, longest.stop - 1))
+                first, *others = how(longest, draw.randrange(2, longest.stop - 1))
                 batches = list(pipeline.microbatches)
-                batches[number] = MicroBatchPlan((*rest, *slices))
+                batches[number] = MicroBatchPlan((*rest, first))
+                batches[number + 1 : number + 1] = [MicroBatchPlan((span,)) for span in others]
                 return change(plan, p, microbatches=tuple(batches))
     raise AssertionError("some sequence has more than 3 tokens")
+
+
+def halved(plan: StepPlan, draw: random.Random) -> StepPlan:
+    """A sequence in two slices."""
+    return cut(plan, draw, lambda s, at: [s._replace(stop=at), s._replace(start=at)])
+
+
+def joined(plan: StepPlan, draw: random.Random) -> StepPlan:
+    """Two slices of a sequence in one micro-batch."""
+    for p, pipeline in enumerate(pipelines_of(halves := halved(plan, draw))):
+        for number, before in enumerate(pipeline.chain):
+            if before >= 0:
+                batches = list(pipeline.microbatches)
+                batches[before] = MicroBatchPlan(batches[before].spans + batches.pop(number).spans)
+                return change(halves, p, microbatches=tuple(batches))
+    raise AssertionError("some micro-batch follows another")
 
 
 def move_a_slice(plan: StepPlan, draw: random.Random) -> StepPlan:
@@ -170,6 +187,7 @@ MUTATIONS: dict[str, tuple[Mutation, str]] = {
         lambda p, d: cut(p, d, lambda s, at: [s, s._replace(stop=at), s._replace(start=at)]),
         "runs 2 times",
     ),
+    "slices in one micro-batch": (joined, r"micro-batch \d+ goes on at token \d+ of .* but no earlier micro-batch"),
     "slices in two pipelines": (move_a_slice, "one pipeline must run them all"),
     "too much recomputed": (
         lambda p, d: edit_batch(p, d, recompute=d.choice([-0.1, 1.5, float("nan")])),
@@ -226,8 +244,7 @@ def test_limits_alone_check_everything_but_the_model_s_times(plans: list[StepPla
 def test_what_a_later_runtime_may_be_told_is_valid(plans: list[StepPlan]) -> None:
     table, draw = a800_planner().cost_table, random.Random(1)
     for plan in plans:
-        halves = cut(plan, draw, lambda s, at: [s._replace(stop=at), s._replace(start=at)])
-        validate_plan(halves, table, NUM_RANKS)
+        validate_plan(halved(plan, draw), table, NUM_RANKS)
         validate_plan(edit_batch(plan, draw, recompute=0.5), table, NUM_RANKS)
 
 
@@ -246,3 +263,19 @@ def test_phases_share_the_sequences_and_add_up_their_times(plans: list[StepPlan]
     assert "phase 1: " in both.table()
     with pytest.raises(PlanError, match="summed over its phases"):
         validate_plan(dataclasses.replace(both, predicted_ms=phases[0].predicted_ms), table, NUM_RANKS)
+
+
+def test_the_chain_of_a_pipeline_follows_its_slices() -> None:
+    def chain(*batches: tuple[Span, ...]) -> tuple[int, ...]:
+        return PipelinePlan(PipelineShape.parse("pp2"), tuple(map(MicroBatchPlan, batches)), 1.0).chain
+
+    first, second, third = Span(0, 0, 4), Span(0, 4, 6), Span(0, 6, 9)
+    other, rest = Span(1, 0, 4), Span(1, 4, 5)
+    assert chain() == ()
+    assert chain((first,), (other,)) == (-1, -1)
+    assert chain((first,), (second,), (third, other)) == (-1, 0, 1)
+    assert chain((first,), (other,), (second,), (rest,), (third,)) == (-1, -1, 0, 1, 2)
+    with pytest.raises(PlanError, match="micro-batch 2 goes on with 2 sequences, at positions 0 and 1"):
+        chain((first,), (other,), (second, rest))
+    with pytest.raises(PlanError, match="micro-batch 0 goes on at token 4 of the sequence at position 0"):
+        chain((second,), (first,))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ds_hydra.pipe.schedules.actions import Action, Order, Slot, last_weight_gradient, slots_as_text, slots_from_text
+from ds_hydra.pipe.schedules.batches import Batches
 from ds_hydra.pipe.schedules.check import place
 from ds_hydra.pipe.schedules.lower import lower
 from ds_hydra.pipe.schedules.registry import (
@@ -20,7 +23,18 @@ from ds_hydra.pipe.schedules.rendezvous import check_slots
 from ds_hydra.pipe.schedules.simulate import alive_counts, peak_alive, simulate, simulate_loads
 from ds_hydra.zero_hetero.errors import PlanError
 
-SIZES = (st.integers(0, 12), st.integers(1, 7))
+STAGES = st.integers(1, 7)
+WHOLE = st.integers(0, 12).map(Batches.whole)
+
+
+@st.composite
+def any_batches(draw: st.DrawFn, most: int = 12) -> Batches:
+    """Whole sequences and chains of slices; other micro-batches may stand between the slices of a chain."""
+    before: list[int] = []
+    for microbatch in range(draw(st.integers(0, most))):
+        open_ends = sorted(set(range(microbatch)) - set(before))
+        before.append(draw(st.sampled_from([-1, -1, *open_ends[-2:]])))
+    return Batches(tuple(before))
 
 
 def order(text: str) -> Order:
@@ -32,11 +46,19 @@ def of_kind(slots: tuple[Slot, ...], kind: str) -> list[int]:
     return [action.microbatch for slot in slots for action in slot if action.kind == kind]
 
 
+class Made(NamedTuple):
+    """Orders of all stages and the micro-batches that they run."""
+
+    orders: tuple[Order, ...]
+    batches: Batches
+
+
 @st.composite
-def possible_orders(draw: st.DrawFn) -> tuple[Order, ...]:
+def possible_orders(draw: st.DrawFn) -> Made:
     """Any orders that could run: again and again some stage runs something that could run now."""
-    num_microbatches, num_stages = draw(st.integers(0, 5)), draw(st.integers(1, 5))
-    each = [(stage, microbatch) for stage in range(num_stages) for microbatch in range(num_microbatches)]
+    batches, num_stages = draw(any_batches(5)), draw(st.integers(1, 5))
+    after = batches.after
+    each = [(stage, microbatch) for stage in range(num_stages) for microbatch in range(len(batches))]
     waiting = {(stage, Action("forward", m)) for stage, m in each}
     for stage, m in each:
         kinds = ("input_gradient", "weight_gradient") if draw(st.booleans()) else ("backward",)
@@ -44,29 +66,34 @@ def possible_orders(draw: st.DrawFn) -> tuple[Order, ...]:
     made: list[list[Action]] = [[] for _ in range(num_stages)]
 
     def has(stage: int, m: int, *kinds: str) -> bool:
-        return any(action.kind in kinds and action.microbatch == m for action in made[stage])
+        return m < 0 or any(action.kind in kinds and action.microbatch == m for action in made[stage])
 
     def ready(stage: int, action: Action) -> bool:
         kind, m = action
         if kind == "forward":
-            return stage == 0 or has(stage - 1, m, "forward")
+            return has(stage, batches.before[m], "forward") and (stage == 0 or has(stage - 1, m, "forward"))
         if kind == "weight_gradient":
             return has(stage, m, "input_gradient")
-        return has(stage, m, "forward") and (stage == num_stages - 1 or has(stage + 1, m, "backward", "input_gradient"))
+        gradient = ("backward", "input_gradient")
+        if not has(stage, m, "forward") or not has(stage, after[m], *gradient):
+            return False
+        return stage == num_stages - 1 or has(stage + 1, m, *gradient)
 
     while waiting:
         stage, action = draw(st.sampled_from(sorted(entry for entry in waiting if ready(*entry))))
         waiting.remove((stage, action))
         made[stage].append(action)
-    return tuple(map(tuple, made))
+    return Made(tuple(map(tuple, made)), batches)
 
 
 @given(possible_orders())
-@example(tuple(map(order, ("F0 F1 F2 F3 B0 B1 B2 B3", "F0 B0 F1 B1 F2 B2 F3 B3"))))  # the note's: further ahead
-def test_lowering_any_order_stands_still_nowhere_and_sends_all_once(made: tuple[Order, ...]) -> None:
-    stages = lower(made)
-    check_slots(stages)
-    for stage, (slots, computed) in enumerate(zip(stages, made, strict=True)):
+@example(  # the note's: further ahead
+    Made(tuple(map(order, ("F0 F1 F2 F3 B0 B1 B2 B3", "F0 B0 F1 B1 F2 B2 F3 B3"))), Batches.whole(4))
+)
+def test_lowering_any_order_stands_still_nowhere_and_sends_all_once(made: Made) -> None:
+    stages = lower(*made)
+    check_slots(stages, made.batches)
+    for stage, (slots, computed) in enumerate(zip(stages, made.orders, strict=True)):
         assert tuple(action for slot in slots for action in slot if action.computes) == computed
         each = sorted({action.microbatch for action in computed})
         before, after = each * (stage > 0), each * (stage < len(stages) - 1)
@@ -82,16 +109,16 @@ def test_lowering_any_order_stands_still_nowhere_and_sends_all_once(made: tuple[
 
 
 @given(possible_orders())
-def test_text_reads_back(made: tuple[Order, ...]) -> None:
-    for slots in lower(made):
+def test_text_reads_back(made: Made) -> None:
+    for slots in lower(*made):
         assert slots_from_text(slots_as_text(slots)) == slots
 
 
 def test_text_is_stable() -> None:
-    first, last = (training_slots("1f1b", 3, 2, stage) for stage in range(2))
+    first, last = (training_slots("1f1b", Batches.whole(3), 2, stage) for stage in range(2))
     assert slots_as_text(first) == "F0 | >0 | F1 | <0 >1 B0 | F2 | <1 >2 B1 | <2 B2"
     assert slots_as_text(last) == "->0 F0 | B0 | <-0 ->1 F1 | B1 | <-1 ->2 F2 | B2 | <-2"
-    assert slots_as_text(evaluation_slots(2, 3, 1)) == "->0 F0 | >0 | ->1 F1 | >1"
+    assert slots_as_text(evaluation_slots(Batches.whole(2), 3, 1)) == "->0 F0 | >0 | ->1 F1 | >1"
     assert slots_as_text([order("F0 I0 W0")]) == "F0 I0 W0"
 
 
@@ -118,33 +145,75 @@ def test_1f1b_is_deepspeeds_slot_by_slot(num_stages: int) -> None:
                         slot.append(Action(kind, seen[kind]))  # type: ignore[arg-type]
                         seen[kind] += 1
                 theirs += [tuple(slot)] if slot else []
-            assert training_slots("1f1b", num_microbatches, num_stages, stage) == tuple(theirs)
-    assert training_slots("1f1b", 0, num_stages, 0) == ()
+            assert training_slots("1f1b", Batches.whole(num_microbatches), num_stages, stage) == tuple(theirs)
+    assert training_slots("1f1b", Batches.whole(0), num_stages, 0) == ()
 
 
-@given(*SIZES)
-@example(1, 7)
-@example(12, 1)
-def test_1f1b_keeps_few_micro_batches_and_messages_in_order(num_microbatches: int, num_stages: int) -> None:
+@given(WHOLE, STAGES)
+@example(Batches.whole(1), 7)
+@example(Batches.whole(12), 1)
+def test_1f1b_keeps_few_micro_batches_and_messages_in_order(batches: Batches, num_stages: int) -> None:
     """A stage keeps at most as many activations as there are stages from it on; messages need no tag of their own."""
-    made = orders("1f1b", num_microbatches, num_stages)
-    assert peak_alive(made) == tuple(min(num_microbatches, num_stages - stage) for stage in range(num_stages))
+    made = orders("1f1b", batches, num_stages)
+    assert peak_alive(made) == tuple(min(len(batches), num_stages - stage) for stage in range(num_stages))
     assert most_alive("1f1b", num_stages) == tuple(num_stages - stage for stage in range(num_stages))
-    stages = lower(made)
-    check_slots(stages)
+    stages = lower(made, batches)
+    check_slots(stages, batches)
     for slots in stages:
         for kind in ("forward", "backward", "send_activation", "recv_activation", "send_gradient", "recv_gradient"):
             assert of_kind(slots, kind) == sorted(of_kind(slots, kind))
         last = last_weight_gradient(slots)
-        assert last == (Action("backward", num_microbatches - 1) if num_microbatches else None)
+        assert last == (Action("backward", len(batches) - 1) if len(batches) else None)
 
 
-@given(*SIZES)
-def test_evaluation_ends_and_keeps_to_forwards(num_microbatches: int, num_stages: int) -> None:
-    stages = [evaluation_slots(num_microbatches, num_stages, stage) for stage in range(num_stages)]
-    check_slots(stages)
+@given(any_batches(), STAGES)
+def test_1f1b_runs_chains_forward_and_back(batches: Batches, num_stages: int) -> None:
+    """It ends, with the same backwards on all stages: each chain as a whole, its last slice first."""
+    made = orders("1f1b", batches, num_stages)
+    check_slots(lower(made, batches), batches)
+    for stage in made:
+        assert of_kind((stage,), "forward") == list(range(len(batches)))
+        assert of_kind((stage,), "backward") == [m for chain in batches.chains for m in reversed(chain)]
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=6), STAGES)
+def test_1f1b_keeps_no_more_than_the_longest_chain_needs(slices: list[int], num_stages: int) -> None:
+    """Seq1F1B: PP - s micro-batches on stage s, and as many more as the longest chain has further slices."""
+    made = orders("1f1b", Batches.in_slices(slices), num_stages)
+    most = [num_stages - stage + max(slices) - 1 for stage in range(num_stages)]
+    assert peak_alive(made) == tuple(min(sum(slices), count) for count in most)
+    assert most_alive("1f1b", num_stages, max(slices)) == tuple(most)
+
+
+def test_1f1b_of_slices_on_paper() -> None:
+    batches = Batches.in_slices([1, 3, 1])
+    assert batches == Batches((-1, -1, 1, 2, -1))
+    assert batches.chains == ((0,), (1, 2, 3), (4,))
+    assert batches.after == (-1, 2, 3, -1, -1)
+    first, last = orders("1f1b", batches, 2)
+    assert slots_as_text([last]) == "F0 F1 F2 B0 F3 B3 F4 B2 B1 B4"
+    assert slots_as_text([first]) == "F0 F1 F2 F3 B0 F4 B3 B2 B1 B4"
+
+
+@pytest.mark.parametrize(
+    ("before", "message"),
+    [
+        ((-1, 1), "micro-batch 1 follows micro-batch 1, but the slice before its own must be in an earlier one"),
+        ((-2,), "micro-batch 0 follows micro-batch -2"),
+        ((-1, 0, 0), "micro-batches 1 and 2 both follow micro-batch 0"),
+    ],
+)
+def test_chains_that_cannot_be_are_refused(before: tuple[int, ...], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        Batches(before)
+
+
+@given(any_batches(), STAGES)
+def test_evaluation_ends_and_keeps_to_forwards(batches: Batches, num_stages: int) -> None:
+    stages = [evaluation_slots(batches, num_stages, stage) for stage in range(num_stages)]
+    check_slots(stages, batches)
     for slots in stages:
-        assert of_kind(slots, "forward") == list(range(num_microbatches))
+        assert of_kind(slots, "forward") == list(range(len(batches)))
         assert {action.kind for slot in slots for action in slot} <= {"forward", "send_activation", "recv_activation"}
         assert last_weight_gradient(slots) is None
 
@@ -167,16 +236,34 @@ def test_the_last_weight_gradient_of_a_split_backward_is_its_second_part() -> No
     ],
 )
 def test_orders_that_cannot_run_are_shown(texts: tuple[str, ...], message: str) -> None:
+    made = tuple(map(order, texts))
+    batches = Batches.whole(1 + max(action.microbatch for row in made for action in row))
     with pytest.raises(PlanError, match=message) as caught:
-        place(tuple(map(order, texts)))
+        place(made, batches)
+    assert str(caught.value).count("<-- here") == 1
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        (("F0 F1 B1 B0", "F1 F0 B1 B0"), "stage 1 runs F1 before it has the output of micro-batch 0, which holds the"),
+        (("F0 F1 B0 B1", "F0 F1 B1 B0"), "stage 0 runs B0 before it has the input gradient of micro-batch 1, which"),
+        (("F0 F1 I0 I1 W0 W1",), "stage 0 runs I0 before it has the input gradient of micro-batch 1, which holds the"),
+        (("F0 F1 B1",), "stage 0 ends without the input gradient of micro-batch 0"),
+        (("F0 F1 F2 B2 B1 B0",), "stage 0 runs F2 but there are 2 micro-batches, from 0 on"),
+    ],
+)
+def test_orders_against_a_chain_are_shown(texts: tuple[str, ...], message: str) -> None:
+    with pytest.raises(PlanError, match=message) as caught:
+        place(tuple(map(order, texts)), Batches((-1, 0)))
     assert str(caught.value).count("<-- here") == 1
 
 
 def test_the_grid_shows_the_error_where_it_is() -> None:
-    made = list(orders("1f1b", 3, 2))
+    made = list(orders("1f1b", Batches.whole(3), 2))
     made[1] = order("F0 B0 F1 B2 B1 F2")
     with pytest.raises(PlanError) as caught:
-        place(tuple(made))
+        place(tuple(made), Batches.whole(3))
     assert str(caught.value).splitlines() == [
         "schedule: stage 1 runs B2 before it has the output of micro-batch 2",
         "tick      0   1   2   3   4",
@@ -184,7 +271,7 @@ def test_the_grid_shows_the_error_where_it_is() -> None:
         "stage 1   .   F0  B0  F1  B2  <-- here",
     ]
     with pytest.raises(PlanError, match="stage 0 waits at B0") as caught:
-        place((order("F0 B0 F1 B1"), order("F0 F1 B0 B1")))
+        place((order("F0 B0 F1 B1"), order("F0 F1 B0 B1")), Batches.whole(2))
     assert str(caught.value).splitlines()[1:] == [
         "tick      0   1",
         "stage 0   F0  B0  <-- here",
@@ -212,23 +299,25 @@ def test_the_grid_shows_the_error_where_it_is() -> None:
     ],
 )
 def test_slots_that_do_not_end_are_shown(texts: tuple[str, ...], message: str) -> None:
+    stages = [slots_from_text(text) for text in texts]
+    batches = Batches.whole(1 + max(action.microbatch for slots in stages for slot in slots for action in slot))
     with pytest.raises(PlanError, match=message) as caught:
-        check_slots([slots_from_text(text) for text in texts])
+        check_slots(stages, batches)
     assert str(caught.value).count("<-- here") == 1
 
 
 @given(possible_orders(), st.floats(0.0, 3.0))
-def test_simulation_of_any_order_keeps_to_its_rules(made: tuple[Order, ...], transfer: float) -> None:
-    simulation = simulate(made, lambda stage, action: 1.0 + stage + action.microbatch, transfer=transfer)
+def test_simulation_of_any_order_keeps_to_its_rules(made: Made, transfer: float) -> None:
+    simulation = simulate(*made, lambda stage, action: 1.0 + stage + action.microbatch, transfer=transfer)
     times = [{timed.action: timed for timed in row} for row in simulation.stages]
     for stage, row in enumerate(simulation.stages):
-        assert tuple(timed.action for timed in row) == made[stage]
+        assert tuple(timed.action for timed in row) == made.orders[stage]
         free = 0.0
         for action, start, stop in row:
             sources = [0.0]
             if action.kind == "forward" and stage > 0:
                 sources = [times[stage - 1][action].stop + transfer]
-            elif action.kind in ("backward", "input_gradient") and stage < len(made) - 1:
+            elif action.kind in ("backward", "input_gradient") and stage < len(made.orders) - 1:
                 results = [Action("backward", action.microbatch), Action("input_gradient", action.microbatch)]
                 sources = [times[stage + 1][r].stop + transfer for r in results if r in times[stage + 1]]
             assert start == max(free, *sources), "as soon as the stage is free and its input is there"
@@ -239,7 +328,8 @@ def test_simulation_of_any_order_keeps_to_its_rules(made: tuple[Order, ...], tra
 
 def test_1f1b_takes_what_it_takes_on_paper() -> None:
     def total(loads: list[float], num_stages: int) -> float:
-        return simulate_loads(orders("1f1b", len(loads), num_stages), [loads] * num_stages)
+        batches = Batches.whole(len(loads))
+        return simulate_loads(orders("1f1b", batches, num_stages), batches, [loads] * num_stages)
 
     assert total([3.0] * 5, 4) == pytest.approx(3.0 * (5 + 3))
     assert total([3.0, 4.0, 5.0], 1) == pytest.approx(12.0)
@@ -248,13 +338,14 @@ def test_1f1b_takes_what_it_takes_on_paper() -> None:
     # two stages, loads 3 then 6: the second stage starts after 1, runs 1+2 and 2+4; its last backward ends at 10
     assert total([3.0, 6.0], 2) == pytest.approx(14.0)
     # two stages and a message of 1: F0 until 1, over at 2, F0 and B0 until 5, back at 6, B0 until 8
-    made = orders("1f1b", 1, 2)
-    assert simulate(made, lambda _, action: 1.0 if action.kind == "forward" else 2.0, transfer=1.0).total == 8.0
+    one = Batches.whole(1)
+    made = orders("1f1b", one, 2)
+    assert simulate(made, one, lambda _, action: 1.0 if action.kind == "forward" else 2.0, transfer=1.0).total == 8.0
 
 
 def test_micro_batches_alive_over_time() -> None:
-    made = orders("1f1b", 3, 2)
-    simulation = simulate(made, lambda _, action: 1.0)
+    batches = Batches.whole(3)
+    simulation = simulate(orders("1f1b", batches, 2), batches, lambda _, action: 1.0)
     assert simulation.alive(0) == ((0.0, 1), (1.0, 2), (3.0, 2), (4.0, 2), (5.0, 2), (7.0, 1))
     assert alive_counts(order("F0 F1 I0 F2 W0 I1 W1 I2 W2")) == (1, 2, 2, 3, 3, 2, 2, 1, 1)
     assert alive_counts(order("F0 F1 F2")) == (1, 1, 1)
@@ -263,11 +354,12 @@ def test_micro_batches_alive_over_time() -> None:
 def test_only_schedules_of_bounded_memory_are_trained_by(monkeypatch: pytest.MonkeyPatch) -> None:
     from ds_hydra.pipe.schedules import registry
 
-    def all_forwards_first(num_microbatches: int, num_stages: int, stage: int) -> Order:
-        return tuple(Action(kind, m) for kind in ("forward", "backward") for m in range(num_microbatches))  # type: ignore[arg-type]
+    def all_forwards_first(batches: Batches, num_stages: int) -> tuple[Order, ...]:
+        forwards, backwards = (slots_from_text(" ".join(f"{sign}{m}" for m in range(len(batches)))) for sign in "FB")
+        return ((*forwards[0], *backwards[0]),) * num_stages
 
     monkeypatch.setitem(registry.SCHEDULES, "all forwards first", all_forwards_first)
-    assert peak_alive(orders("all forwards first", 6, 2)) == (6, 6)
+    assert peak_alive(orders("all forwards first", Batches.whole(6), 2)) == (6, 6)
     with pytest.raises(PlanError, match=r"keeps \(4, 4\) micro-batches .* with 4 in a step, and \(8, 8\) with 8"):
         most_alive("all forwards first", 2)
     with pytest.raises(PlanError, match="schedule '1F1B' is not known; choose from 1f1b, all forwards first"):

@@ -17,6 +17,7 @@ from ds_hydra.costs.memory import Activations, JobMemory
 from ds_hydra.costs.table_file import TableFile
 from ds_hydra.pipe.model_plan import Bucket, ModelPlan, ParamSpec
 from ds_hydra.pipe.schedules.actions import Action, Slot, slots_from_text
+from ds_hydra.pipe.schedules.batches import Batches
 from ds_hydra.pipe.schedules.registry import orders, training_slots
 from ds_hydra.pipe.schedules.simulate import simulate_loads, simulate_slots
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
@@ -116,7 +117,8 @@ def test_with_links_that_take_no_time_a_step_is_its_slowest_pipeline_and_the_upd
     found = Simulator(job(FREE, 4, step={"fixed_ms": 5.0, "update_ms_per_element": 2.0})).step(
         plan_of("pp2 + 2*tp1", [[3, 5, 4], [9], []])
     )
-    slowest = max(27.0, simulate_loads(orders("1f1b", 3, 2), [[9.0, 15.0, 12.0]] * 2))
+    three = Batches.whole(3)
+    slowest = max(27.0, simulate_loads(orders("1f1b", three, 2), three, [[9.0, 15.0, 12.0]] * 2))
     # 16 elements on 4 ranks are 4 of each
     assert 1e3 * found.step_s == pytest.approx(5.0 + slowest + 8.0)
     assert found.ranks.compute * 1e3 == pytest.approx([36.0, 36.0, 27.0, 0.0])
@@ -223,7 +225,7 @@ def test_random_plans_run_to_their_end_within_bounds(seed: int) -> None:
 
 
 def test_a_schedule_that_would_stand_still_is_refused_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    def too_late(name: str, microbatches: int, stages: int, stage: int) -> tuple[Slot, ...]:
+    def too_late(name: str, batches: Batches, stages: int, stage: int) -> tuple[Slot, ...]:
         texts = ("F0 | >0 | <0 B0", "->0 F0 B0") if name == "crossed" else ("F0 | >0 | <0 B0", "->0 F0 B0 | <-0")
         return slots_from_text(texts[stage])
 
@@ -249,7 +251,7 @@ def test_bad_plans_are_refused() -> None:
     with pytest.raises(PlanError, match="no entry for scheme sp2"):
         Simulator(job(FREE, 2)).step(plan_of("sp2", [[1]]))
     with pytest.raises(PlanError, match="messages that nobody sends"):
-        simulate_slots([training_slots("1f1b", 1, 2, 0), ()], _Instant())
+        simulate_slots([training_slots("1f1b", Batches.whole(1), 2, 0), ()], _Instant())
 
 
 class _Instant:

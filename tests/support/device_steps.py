@@ -11,6 +11,7 @@ from torch import Tensor
 from ds_hydra.pipe.placement import place_pipeline
 from ds_hydra.pipe.rows import MicroBatch, Pack
 from ds_hydra.pipe.runtime import StageRuntime
+from ds_hydra.pipe.schedules.batches import Batches
 from ds_hydra.pipe.schedules.registry import training_slots
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape
 from ds_hydra.ranks import world
@@ -78,7 +79,7 @@ def stage_times(clock: Clock, device: FakeDevice) -> dict[str, float]:
         activity=Activity(), watch=watch,
     )  # fmt: skip
     batches = [MicroBatch(Pack((2,), 0, 1, None), torch.zeros(1, 2), torch.zeros(1, 2), None, None)] * 2
-    runtime.run(training_slots("1f1b", 2, 2, 0), batches)
+    runtime.run(training_slots("1f1b", Batches.whole(2), 2, 0), batches)
     laps = watch.take()
     device.wait()
     return {kind: seconds.own_s for kind, seconds in laps.spent().items()}
