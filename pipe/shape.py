@@ -170,9 +170,27 @@ class PipelineShape:
         return len(self.stages)
 
     @property
+    def parts(self) -> int:
+        """Ranges of layers that each stage holds: 1, or 2 for a V [Note: virtual stages]. PlanError for others."""
+        counts = {len(stage.layers) for stage in self.stages}
+        if counts <= {0, 1}:
+            return 1
+        first = [stage.layers[0] for stage in self.stages]
+        last = [stage.layers[-1] for stage in reversed(self.stages)]
+        if counts != {2} or [*first, *last] != sorted([*first, *last]):
+            raise PlanError(
+                f"pipeline {self}: where a stage holds several ranges of layers, all must hold two and make a V: the "
+                "first ranges from the first stage to the last, and the second ones back again"
+            )
+        return 2
+
+    @property
     def cost_key(self) -> ParallelScheme | PipelineShape:
-        """What a cost table keeps its costs by: the uniform scheme, or the shape itself where there is none."""
-        return self.scheme or self
+        """What a cost table keeps its costs by: the uniform scheme, or else the shape, whatever its schedule."""
+        # A micro-batch costs a stage the same under any schedule.
+        return self.scheme or (
+            self if self.schedule == DEFAULT_SCHEDULE else _by_default_schedule(self.stages).cost_key
+        )
 
     @property
     def num_layers(self) -> int | None:
@@ -190,6 +208,9 @@ class PipelineShape:
 @lru_cache(maxsize=1024)
 def _uniform(scheme: ParallelScheme) -> PipelineShape:
     return PipelineShape((StageShape(scheme.tp, scheme.sp),) * scheme.pp)
+
+
+_by_default_schedule = lru_cache(maxsize=1024)(PipelineShape)
 
 
 def _print_part(stage: StageShape, count: int) -> str:

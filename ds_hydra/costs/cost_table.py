@@ -11,8 +11,12 @@ Example, c = 5: sequences that cost 20 and 10 ms in one micro-batch are a load o
 pipeline of two stages takes 35 + 35 = 70 ms for the first and 40 + 25 = 65 ms for the second, because its stages work
 side by side; with PP = 1 it takes 35 and 40 ms.
 
-`SchemeCost.sequence_ms` is the only place that knows the quadratic: bounds, dispatch and packing take what it
-returns, and need no more of it than that it grows with the length.
+`SchemeCost.sequence_ms` and its inverse `tokens_in` are the only places that know the quadratic: bounds, dispatch and
+packing take what they return, and need no more of it than that it grows with the length.
+
+A slice of s tokens that follow p others adds `a*((p + s)^2 - p^2) + b*s = a*(2*p*s + s*s) + b*s`: its tokens attend to
+all before them. So the slices of a sequence add up to what it costs as a whole, and a cut costs no more than a further
+micro-batch, c. With a = 0.5 and b = 2, 4 tokens take 16 ms: the first 3 take 10.5, and the last one 5.5.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from ds_hydra.costs.shares import Shares
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 
@@ -43,6 +48,7 @@ class SchemeCost:
     c: float  # ms per micro-batch
     max_length: int  # tokens
     util_length: int = 1  # tokens
+    shares: Shares | None = None  # of forward, backward and weights' gradients, if they were measured
 
     def __post_init__(self) -> None:
         # Tables are also written by hand, so each figure is checked as it comes from JSON: True is an int to Python.
@@ -68,10 +74,25 @@ class SchemeCost:
                 f"{self.util_length}, max_length={self.max_length}; leave out schemes that do not fit the memory"
             )
 
+    @property
+    def room(self) -> int:
+        """Tokens that a stage keeps at once, in whatever micro-batches [Note: shares of a micro-batch]."""
+        return self.scheme.pp * int(self.max_length)
+
     def sequence_ms(self, lengths: NDArray[np.int64] | Sequence[int]) -> NDArray[np.float64]:
         """What each sequence adds to its micro-batch, in ms: (sequences,) tokens in, (sequences,) ms out."""
         tokens = np.asarray(lengths, dtype=np.float64)
         return self.a * tokens * tokens + self.b * tokens
+
+    def tokens_in(self, ms: float) -> float:
+        """The length, in tokens and parts of one, of a sequence that adds this many ms: inverse of `sequence_ms`."""
+        # The root of a*l^2 + b*l = ms in the form that does not divide by a, which may be 0.
+        return 2.0 * ms / (self.b + math.sqrt(self.b * self.b + 4.0 * self.a * ms)) if ms > 0 else 0.0
+
+    def slices_ms(self, slices: Sequence[tuple[int, int]]) -> NDArray[np.float64]:
+        """What each slice (start, stop) of a sequence adds to its micro-batch, in ms; (0, l) is a whole sequence."""
+        ends = np.asarray(slices, dtype=np.int64).reshape(-1, 2)
+        return self.sequence_ms(ends[:, 1]) - self.sequence_ms(ends[:, 0])
 
     def load_ms(self, lengths: NDArray[np.int64] | Sequence[int]) -> float:
         """One stage, forward and backward, of one micro-batch that holds these sequences."""
@@ -132,6 +153,15 @@ class CostTable:
             f"the cost table has no entry for scheme {scheme}: it has {', '.join(map(str, self.schemes))}; "
             "measure that scheme too, or take it out of the strategies"
         )
+
+    def shares(self, shape: ParallelScheme | PipelineShape) -> Shares:
+        """A scheme's shares, measured or the usual ones [Note: shares of a micro-batch]. PlanError as for its costs."""
+        cost = self[shape]
+        if cost.shares is not None:
+            return cost.shares
+        least = min(one.b * one.scheme.num_ranks for one in self.costs)
+        rate = cost.b * cost.scheme.num_ranks
+        return Shares.usual(least / rate if rate else 1.0)
 
     @classmethod
     def load(cls, path: str | Path) -> CostTable:

@@ -35,8 +35,8 @@ def with_shapes(table: CostTable, strategies: Iterable[StrategyShape], memory: J
     Raises PlanError when it lacks a scheme of `used_schemes`, or a shape does not fit the model's number of layers.
     """
     known = {cost.scheme for cost in table.costs}
-    pipelines = dict.fromkeys(pipeline for strategy in strategies for pipeline in strategy.pipelines)
-    added = [price(p, table, memory) for p in pipelines if p.scheme is None and p not in known]
+    keys = dict.fromkeys(pipeline.cost_key for strategy in strategies for pipeline in strategy.pipelines)
+    added = [price(key, table, memory) for key in keys if isinstance(key, PipelineShape) and key not in known]
     return CostTable((*table.costs, *added), table.source) if added else table
 
 
@@ -54,4 +54,7 @@ def price(pipeline: PipelineShape, table: CostTable, memory: JobMemory) -> Schem
         max(getattr(row, name) * share for row, share in zip(rows, shares, strict=True)) for name in ("a", "b", "c")
     )
     max_length = max(1, min(memory.max_length(pipeline), *(row.max_length for row in rows)))
-    return SchemeCost(pipeline, a, b, c, max_length, min(max_length, max(row.util_length for row in rows)))
+    # Stages that differ wait for the slowest, whose shares decide when others can go on.
+    slowest = max(range(len(rows)), key=lambda stage: rows[stage].b * shares[stage])
+    util_length = min(max_length, max(row.util_length for row in rows))
+    return SchemeCost(pipeline, a, b, c, max_length, util_length, rows[slowest].shares)

@@ -2,10 +2,13 @@
 
 [Note: table file]
 JSON of one object. "schemes" is the cost table: for each scheme its text, a, b, c, max_length and util_length, with
-"format", "version", "unit" and "source". A measured table adds its evidence: "job" says what it was measured for,
-"measured" holds per scheme how the entry was made, every point, the fit, and each stage's own coefficients; "links",
-"step" and "activations" are figures that were measured beside it. A table without "job", such as a published one,
-fits any job. Keys that are not known are refused, so that a mistyped one is not silently without effect.
+"format", "version", "unit" and "source". The text of a scheme may be that of any pipeline, so it can name stages by
+their layers and by a class of devices. Since version 2 a scheme may have its measured "shares", too [Note: shares of a
+micro-batch]: "forward" and "weight" with one number for each of a, b and c, "until_weight" and "context". A measured
+table adds its evidence: "job" says what it was measured for, "measured" holds per scheme how the entry was made, every
+point, the fit, and each stage's own coefficients; "links", "step" and "activations" are figures that were measured
+beside it. A table without "job", such as a published one, fits any job. Keys that are not known are refused, so that a
+mistyped one is not silently without effect.
 """
 
 from __future__ import annotations
@@ -21,14 +24,17 @@ from typing import Any
 
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.memory import Activations
+from ds_hydra.costs.shares import Shares, Terms
 from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.pipe.shape import PipelineShape
 from ds_hydra.zero_hetero.errors import ConfigError
 
-_FORMAT, _VERSION = "ds-hydra cost table", 1
+_FORMAT, _VERSION = "ds-hydra cost table", 2
+_READ_VERSIONS = (1, 2)
 _TABLE_KEYS = ("format", "version", "source", "unit", "schemes")
 _EVIDENCE_KEYS = ("job", "measured", "links", "step", "activations")
 _COST_KEYS = ("scheme", "a", "b", "c", "max_length", "util_length")
+_SHARES_KEYS = ("forward", "weight", "until_weight", "context")
 # What must be equal between a table and a job, and what to do when it is not. Other things, such as the versions of
 # libraries, are written down for a reader and refuse nothing.
 _MUST_MATCH = {
@@ -131,7 +137,7 @@ def table_record(table: CostTable) -> dict[str, Any]:
     """A cost table as JSON holds it; `read_table` is the inverse."""
     rows = [
         {"scheme": str(k.scheme), "a": k.a, "b": k.b, "c": k.c, "max_length": k.max_length,
-         "util_length": k.util_length}
+         "util_length": k.util_length, **({"shares": _shares_record(k.shares)} if k.shares else {})}
         for k in table.costs
     ]  # fmt: skip
     return {"format": _FORMAT, "version": _VERSION, "source": table.source, "unit": "ms", "schemes": rows}
@@ -141,9 +147,10 @@ def read_table(record: object, place: str) -> CostTable:
     """The cost table in a file's JSON, read strictly; `place` is what errors call it."""
     if not isinstance(record, dict) or record.get("format") != _FORMAT:
         raise ConfigError(f"{place}: 'format' must be {_FORMAT!r}; give a table that `ds-hydra profile` wrote")
-    if record.get("version") != _VERSION:
+    version = record.get("version")
+    if isinstance(version, bool) or version not in _READ_VERSIONS:
         raise ConfigError(
-            f"{place}: 'version' is {record.get('version')!r} but this release reads {_VERSION}; "
+            f"{place}: 'version' is {version!r} but this release reads {' and '.join(map(str, _READ_VERSIONS))}; "
             "write the table again with `ds-hydra profile`"
         )
     unknown = sorted(set(record) - {*_TABLE_KEYS, *_EVIDENCE_KEYS})
@@ -152,27 +159,47 @@ def read_table(record: object, place: str) -> CostTable:
     rows = record.get("schemes")
     if not isinstance(rows, list) or not rows:
         raise ConfigError(f"{place}: 'schemes' must be a list with at least one scheme; profile again")
-    costs = tuple(_read_scheme(row, f"{place}: schemes[{index}]") for index, row in enumerate(rows))
+    more = ("shares",) if version > 1 else ()
+    costs = tuple(_read_scheme(row, more, f"{place}: schemes[{index}]") for index, row in enumerate(rows))
     try:
         return CostTable(costs, str(record.get("source", "")))
     except ConfigError as error:
         raise ConfigError(f"{place}: {error}") from error
 
 
-def _read_scheme(row: object, place: str) -> SchemeCost:
+def _read_scheme(row: object, more: tuple[str, ...], place: str) -> SchemeCost:
     if not isinstance(row, dict):
         raise ConfigError(f"{place} must be an object with {', '.join(_COST_KEYS)} but is {row!r}")
     missing = [key for key in _COST_KEYS if key not in row]
-    unknown = sorted(set(row) - set(_COST_KEYS))
+    known = (*_COST_KEYS, *more)
+    unknown = sorted(set(row) - set(known))
     if missing or unknown:
-        wrong = (
-            f"missing {', '.join(missing)}" if missing else f"unknown keys {unknown}; known: {', '.join(_COST_KEYS)}"
-        )
+        wrong = f"missing {', '.join(missing)}" if missing else f"unknown keys {unknown}; known: {', '.join(known)}"
         raise ConfigError(f"{place} ({row.get('scheme', 'unnamed')}): {wrong}")
     try:
-        return SchemeCost(PipelineShape.parse(str(row["scheme"])).cost_key, **{key: row[key] for key in _COST_KEYS[1:]})
+        shares = _read_shares(row["shares"]) if "shares" in row else None
+        key, figures = PipelineShape.parse(str(row["scheme"])).cost_key, {key: row[key] for key in _COST_KEYS[1:]}
+        return SchemeCost(key, **figures, shares=shares)
     except ValueError as error:  # ConfigError and PlanError are ValueErrors: each gets its place
         raise ConfigError(f"{place}: {error}") from error
+
+
+def _shares_record(shares: Shares) -> dict[str, Any]:
+    return {"forward": shares.forward._asdict(), "weight": shares.weight._asdict(),
+            "until_weight": shares.until_weight, "context": shares.context}  # fmt: skip
+
+
+def _read_shares(record: object) -> Shares:
+    """ConfigError for what is no number, missing, unknown or out of range."""
+    if not isinstance(record, dict) or set(record) != set(_SHARES_KEYS):
+        raise ConfigError(f'"shares" must hold {", ".join(_SHARES_KEYS)}, each once; profile again')
+    terms = [record["forward"], record["weight"]]
+    if not all(isinstance(part, dict) and set(part) == set(Terms._fields) for part in terms):
+        raise ConfigError('"forward" and "weight" of "shares" must hold one number for each of a, b and c')
+    numbers = [*terms[0].values(), *terms[1].values(), record["until_weight"], record["context"]]
+    if any(isinstance(number, bool) or not isinstance(number, int | float) for number in numbers):
+        raise ConfigError(f'"shares" must be numbers but are {record}')
+    return Shares(Terms(**terms[0]), Terms(**terms[1]), record["until_weight"], record["context"])
 
 
 def _read_job(job: object, place: str) -> JobFingerprint:

@@ -9,7 +9,8 @@ import pytest
 from ds_hydra.costs.analytic import ModelShape, analytic_cost_table
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.paper_memory import MemoryModel
-from ds_hydra.costs.table_file import TableFile
+from ds_hydra.costs.shares import Shares, Terms
+from ds_hydra.costs.table_file import TableFile, read_table
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 
@@ -24,6 +25,67 @@ def test_times_follow_the_quadratic() -> None:
     assert cost.pipeline_ms([32.0, 20.0]) == 32.0 + 20.0 + 2 * 32.0
     assert cost.paper_ms([32.0, 20.0]) == 32.0 * (2 + 2)
     assert cost.pipeline_ms([]) == cost.paper_ms([]) == 0.0
+
+
+def test_slices_of_a_sequence_add_up_to_the_whole() -> None:
+    cost = SchemeCost(ParallelScheme(2, 3), a=0.5, b=2.0, c=10.0, max_length=100)
+    assert cost.slices_ms([(0, 4), (0, 3), (3, 4)]).tolist() == [16.0, 10.5, 5.5]
+    before, tokens = 7, 5
+    assert cost.slices_ms([(before, before + tokens)])[0] == 0.5 * (2 * before * tokens + tokens**2) + 2.0 * tokens
+    assert cost.slices_ms([]).tolist() == []
+    assert [cost.tokens_in(ms) for ms in (0.0, 10.5, 16.0)] == [0.0, 3.0, 4.0]
+    assert SchemeCost(ParallelScheme(), 0.0, 2.0, 0.0, 9).tokens_in(5.0) == 2.5
+
+
+SHARES = Shares(Terms(0.3, 0.4, 0.5), Terms(0.0, 0.25, 0.1), 0.8, 0.05)
+
+
+def test_shares_are_measured_or_follow_from_the_messages_in_b() -> None:
+    table = CostTable.load(TABLES / "llama_32b_a800.json")
+    w = {str(scheme): round(table.shares(scheme).weight.b, 2) for scheme in table.schemes}
+    assert w["pp4"] == w["tp2pp4"] == 0.3
+    assert (w["tp4pp2"], w["tp8"], w["tp16"]) == (0.27, 0.23, 0.16)
+    for scheme in table.schemes:
+        shares = table.shares(scheme)
+        assert shares.forward.b == pytest.approx((1 - shares.weight.b) / 2)
+        assert shares.weight.a == 0.0
+    own = SchemeCost(ParallelScheme(2), 1e-6, 0.1, 5.0, 4096, shares=SHARES)
+    assert CostTable((*table.costs, own)).shares(ParallelScheme(2)) == SHARES
+
+
+def test_measured_shares_are_kept_and_older_tables_read(tmp_path: Path) -> None:
+    table = CostTable((SchemeCost(ParallelScheme(2), 1e-6, 0.1, 5.0, 4096, 256, SHARES),), "made up")
+    TableFile(table).save(tmp_path / "table.json")
+    assert CostTable.load(tmp_path / "table.json") == table
+    record = json.loads((tmp_path / "table.json").read_text())
+    assert record["version"] == 2
+    record["version"] = 1
+    with pytest.raises(ConfigError, match=r"unknown keys \['shares'\]"):
+        read_table(record, "table.json")
+    del record["schemes"][0]["shares"]
+    assert read_table(record, "table.json").costs[0].shares is None
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (
+            {"forward": {"a": 0.8, "b": 0.4, "c": 0.5}, "weight": {"a": 0.3, "b": 0.2, "c": 0.1}},
+            "shares of a: .* at most 1",
+        ),
+        ({"forward": {"a": 0.8, "b": 0.4}}, "one number for each of a, b and c"),
+        ({"until_weight": 1.5}, "until_weight 1.5 must be within"),
+        ({"context": "much"}, "must be numbers"),
+        ({"context": True}, "must be numbers"),
+        ({"speed": 1.0}, "must hold forward, weight, until_weight, context"),
+    ],
+)
+def test_bad_shares_are_refused(change: dict[str, object], reason: str) -> None:
+    shares = {"forward": {"a": 0.3, "b": 0.4, "c": 0.5}, "weight": {"a": 0.0, "b": 0.2, "c": 0.1}}
+    record = {**_table(shares={**shares, "until_weight": 0.9, "context": 0.1, **change}), "version": 2}
+    with pytest.raises(ConfigError, match=reason) as error:
+        read_table(record, "costs.json")
+    assert "costs.json: schemes[0]" in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +151,8 @@ def test_missing_entries_are_named(tmp_path: Path, key: str) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"version": 2}, "'version' is 2 but this release reads 1"),
+        ({"version": 3}, "'version' is 3 but this release reads 1 and 2"),
+        ({"version": True}, "'version' is True but this release reads 1 and 2"),
         ({"format": "other"}, "give a table that `ds-hydra profile` wrote"),
         ({"schemes": []}, "at least one scheme"),
         ({"unit": "s"}, "'unit' must be 'ms'"),

@@ -1,0 +1,69 @@
+"""How a micro-batch's time divides into forward, backward and weights' gradients, and its memory. Pure: no torch.
+
+[Note: shares of a micro-batch]
+A cost table tells what a micro-batch takes as a whole, a*l^2 + b*l + c. A schedule that splits the backward needs the
+parts: F, the forward; B, the gradient of the input; W, the gradients of the weights. Each is a share of a, b and c, as
+measured where the table has it. Else:
+
+  a   F 1/3, B 2/3        attention: its backward computes two products for each one of the forward; it has no weights
+  b   W w, the rest in    matrix products: a third each. Messages of TP and what is done element by element is in F and
+      halves                B only, so w is less, the more of the time they take
+  c   F 1/3, B 1/2, W 1/6   launches of kernels, mostly
+
+w is 0.3, for nine tenths of the computing time in matrix products with weights, times the share of computing in the
+scheme's b. The scheme with the least b * ranks of the table is taken to compute only. LLaMA 32B on A800: b * ranks is
+0.85 ms a token at TP 1 and 2, 0.95 at 4, 1.14 at 8 and 1.64 at 16, so w is 0.30, 0.27, 0.22 and 0.16.
+
+Memory is counted in tokens that a stage keeps with all their activations. From B to W it keeps nine tenths: inputs and
+output gradients of the matrix products. A slice that others follow keeps more than its tokens: the gradients of its
+keys and values, 4 bytes a hidden unit where a layer keeps 36 to 50 of them, so up to 0.11; less by kv heads / heads.
+MaxLen tokens fit PP times on the first stage, which under 1F1B keeps PP micro-batches. So a stage has room for
+PP * MaxLen tokens, in whatever micro-batches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ds_hydra.zero_hetero.errors import ConfigError
+
+COMPUTING_IN_WEIGHTS = 0.3  # of the computing time of b: nine tenths of a third
+
+
+class Terms(NamedTuple):
+    """A figure for each of a, b and c."""
+
+    a: float
+    b: float
+    c: float
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Shares of one scheme's costs [Note: shares of a micro-batch]; the input's gradient has what is left of time."""
+
+    forward: Terms
+    weight: Terms
+    until_weight: float = 0.9  # of what is kept from forward to backward, what the weights' gradients need
+    context: float = 0.11  # tokens that a token counts more in a slice that others follow
+
+    def __post_init__(self) -> None:
+        for name in Terms._fields:
+            forward, weight = getattr(self.forward, name), getattr(self.weight, name)
+            if not (forward >= 0.0 and weight >= 0.0 and forward + weight <= 1.0):
+                raise ConfigError(
+                    f"shares of {name}: forward {forward!r} and weight {weight!r} must be at least 0 and together at "
+                    "most 1; the rest is the backward's"
+                )
+        if not (0.0 <= self.until_weight <= 1.0 and 0.0 <= self.context < float("inf")):
+            raise ConfigError(
+                f"shares of memory: until_weight {self.until_weight!r} must be within 0..1, and context "
+                f"{self.context!r} at least 0"
+            )
+
+    @classmethod
+    def usual(cls, computing: float = 1.0) -> Shares:
+        """Where none were measured; `computing` is the share of computing in b, the rest being messages."""
+        w = COMPUTING_IN_WEIGHTS * computing
+        return cls(Terms(1 / 3, (1.0 - w) / 2, 1 / 3), Terms(0.0, w, 1 / 6))
