@@ -140,7 +140,7 @@ class StageRuntime:
         # send before it opened its receive, each would wait for the other for ever.
         sends: list[tuple[int, Tensor]] = []
         receives: list[tuple[int, Tensor]] = []
-        for kind, microbatch in messages:
+        for kind, microbatch, _ in messages:
             pack = run.batches[microbatch].pack
             if kind == "recv_activation":
                 buffer = self._empty(pack, self.widths[0])
@@ -166,7 +166,7 @@ class StageRuntime:
         if receives:
             with self._lap("receive"):
                 work.wait()
-            for kind, microbatch in messages:
+            for kind, microbatch, _ in messages:
                 if kind == "recv_activation":
                     received = run.inputs[microbatch]
                     assert received is not None, "just received"

@@ -3,9 +3,9 @@
 [Note: table file]
 JSON of one object. "schemes" is the cost table: for each scheme its text, a, b, c, max_length and util_length, with
 "format", "version", "unit" and "source". The text of a scheme may be that of any pipeline, so it can name stages by
-their layers and by a class of devices. Since version 2 a scheme may have its measured "shares", too [Note: shares of a
-micro-batch]: "forward" and "weight" with one number for each of a, b and c, "until_weight" and "context". A measured
-table adds its evidence: "job" says what it was measured for, "measured" holds per scheme how the entry was made, every
+their layers and by a class of devices. Since version 2 a scheme may have its measured "shares", too: "forward" and
+"weight" with one number for each of a, b and c, "until_weight" and "context" [Note: shares of a micro-batch]. A
+measured table adds its evidence: "job" says what it was measured for, "measured" how each entry was made, with every
 point, the fit, and each stage's own coefficients; "links", "step" and "activations" are figures that were measured
 beside it. A table without "job", such as a published one, fits any job. Keys that are not known are refused, so that a
 mistyped one is not silently without effect.

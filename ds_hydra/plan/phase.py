@@ -47,6 +47,11 @@ class MicroBatchPlan:
         return tuple([stop - start for _, start, stop in self.spans])
 
     @property
+    def starts(self) -> tuple[int, ...]:
+        """Where each span begins in its sequence; 0 for a whole one."""
+        return tuple([start for _, start, _ in self.spans])
+
+    @property
     def num_tokens(self) -> int:
         return sum(self.lengths)
 
@@ -68,13 +73,18 @@ class PipelinePlan:
         return self.shape.schedule
 
     @property
+    def in_slices(self) -> bool:
+        """Whether it runs a slice that follows another one of its sequence."""
+        return any(start for batch in self.microbatches for _, start, _ in batch.spans)
+
+    @property
     def chain(self) -> tuple[int, ...]:
         """For each micro-batch the one that holds the slice before its own, -1 for none: `Batches.before`.
 
         PlanError for slices of a sequence that do not follow each other, one to a micro-batch, and for a micro-batch
         that would have to follow two others.
         """
-        if not any(start for batch in self.microbatches for _, start, _ in batch.spans):
+        if not self.in_slices:
             return (-1,) * len(self.microbatches)
         before: list[int] = []
         ends: dict[tuple[int, int], int] = {}  # (sequence, tokens of it that have run): micro-batch

@@ -9,12 +9,16 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 
-from ds_hydra.costs.cost_table import CostTable
+from ds_hydra.costs.cost_table import CostTable, SchemeCost
+from ds_hydra.costs.shares import Shares
 from ds_hydra.pipe.schedules.batches import Batches
+from ds_hydra.pipe.schedules.registry import SCHEDULES, orders
+from ds_hydra.pipe.schedules.simulate import peak_units
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.plan.phase import MicroBatchPlan, PipelinePlan, Span
-from ds_hydra.plan.simulate import simulated_ms
+from ds_hydra.plan.simulate import simulate_pipeline, simulated_ms
 from ds_hydra.plan.step_plan import StepPlan
+from ds_hydra.plan.works import UNITS, batches_of, has_formula
 from ds_hydra.zero_hetero.errors import PlanError
 
 _RELATIVE = 1e-6  # how far a stated time may be from the cost model's
@@ -133,6 +137,9 @@ def _check_slices(plan: StepPlan, slices: Mapping[int, list[tuple[Span, str]]], 
 
 def _check_memory(plan: StepPlan, limits: Limits, where: str) -> None:
     for name, pipeline in plan.named_pipelines():
+        if pipeline.schedule not in SCHEDULES:
+            known = ", ".join(sorted(SCHEDULES))
+            raise PlanError(f"{where}: {name} has the schedule {pipeline.schedule!r}; the known ones are {known}")
         try:
             limit = limits[pipeline.shape.cost_key]  # type: ignore[index]  # a mapping may lack it, as any other key
         except (KeyError, PlanError):
@@ -145,6 +152,30 @@ def _check_memory(plan: StepPlan, limits: Limits, where: str) -> None:
                     f"{where}: micro-batch {number} of {name} ({pipeline.shape}) holds {tokens} tokens but MaxLen is "
                     f"{most}"
                 )
+        # MaxLen micro-batches of whole sequences fit as 1F1B keeps them. Other schedules keep other numbers of them,
+        # and of a sequence in slices they keep all.
+        if not has_formula(pipeline):
+            _check_room(pipeline, limits, f"{where}: {name} ({pipeline.shape})")
+
+
+def _check_room(pipeline: PipelinePlan, limits: Limits, place: str) -> None:
+    """What the schedule keeps at once fits a stage; with MaxLen alone the usual figures stand for measured ones."""
+    key = pipeline.shape.cost_key
+    if isinstance(limits, CostTable):
+        cost, shares = limits[pipeline.shape], limits.shares(pipeline.shape)
+    else:
+        cost, shares = SchemeCost(key, 0.0, 1.0, 0.0, limits[key]), Shares.usual()  # type: ignore[index]
+    try:
+        batches = batches_of(pipeline.microbatches, pipeline.chain, cost, shares, parts=pipeline.shape.parts)
+        made = orders(pipeline.schedule, batches, pipeline.shape.pp)
+    except PlanError as error:
+        raise PlanError(f"{place}: {error}") from None
+    peaks = [peak_units(order, batches) for order in made]
+    if max(peaks, default=0) > batches.room:
+        raise PlanError(
+            f"{place}: stage {peaks.index(max(peaks))} keeps up to {max(peaks) // UNITS} tokens at once but has room "
+            f"for {batches.room // UNITS}; use fewer or shorter slices, or more ranks"
+        )
 
 
 def _check_times(plan: StepPlan, table: CostTable | None, objective: str, where: str) -> None:
@@ -152,7 +183,7 @@ def _check_times(plan: StepPlan, table: CostTable | None, objective: str, where:
         ms = pipeline.predicted_ms
         if not math.isfinite(ms) or ms < 0 or (ms > 0) != bool(pipeline.microbatches):
             raise PlanError(f"{where}: {name} runs {len(pipeline.microbatches)} micro-batches in a predicted {ms} ms")
-        expected = None if table is None else _modelled_ms(pipeline, plan.lengths, table, objective)
+        expected = None if table is None else _modelled_ms(pipeline, table, objective)
         if expected is not None and abs(ms - expected) > _RELATIVE * expected:
             raise PlanError(
                 f"{where}: {name} states {ms:.3f} ms but the cost table gives {expected:.3f} ms; plan and "
@@ -169,7 +200,7 @@ def _check_times(plan: StepPlan, table: CostTable | None, objective: str, where:
 def _check_prediction(plan: StepPlan, table: CostTable | None, where: str) -> None:
     """The step's time is the simulation's, or the formula's own, which plans of earlier releases state."""
     stated, formula = plan.predicted_ms, plan.searched_ms
-    known = table is not None and all(_is_modelled(p, plan.lengths) for phase in plan.phases for p in phase.pipelines)
+    known = table is not None and not any(_recomputes(p) for phase in plan.phases for p in phase.pipelines)
     expected = simulated_ms(plan.phases, table) if known and table is not None else formula
     if abs(stated - expected) <= _RELATIVE * expected or abs(stated - formula) <= _RELATIVE * formula:
         return
@@ -182,18 +213,16 @@ def _check_prediction(plan: StepPlan, table: CostTable | None, where: str) -> No
     )
 
 
-def _modelled_ms(pipeline: PipelinePlan, lengths: tuple[int, ...], table: CostTable, objective: str) -> float | None:
-    """The cost model's time; None for slices and recomputed layers, which it does not know."""
-    if not _is_modelled(pipeline, lengths):
+def _modelled_ms(pipeline: PipelinePlan, table: CostTable, objective: str) -> float | None:
+    """The cost model's time, simulated where no formula is near it; None with recomputed layers."""
+    if _recomputes(pipeline):
         return None
+    if not has_formula(pipeline):
+        return simulate_pipeline(pipeline, table)
     cost = table[pipeline.shape]
     loads = [cost.load_ms(batch.lengths) for batch in pipeline.microbatches]
     return cost.paper_ms(loads) if objective == "paper" else cost.pipeline_ms(loads)
 
 
-def _is_modelled(pipeline: PipelinePlan, lengths: tuple[int, ...]) -> bool:
-    """Whether the cost model knows the time of all its micro-batches: not of slices, nor of recomputed layers."""
-    return not any(
-        batch.recompute or any(stop - start != lengths[position] for position, start, stop in batch.spans)
-        for batch in pipeline.microbatches
-    )
+def _recomputes(pipeline: PipelinePlan) -> bool:
+    return any(batch.recompute for batch in pipeline.microbatches)

@@ -21,9 +21,10 @@ from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.table_file import TableFile
 from ds_hydra.pipe.placement import split_layers
 from ds_hydra.pipe.schedules.batches import Batches
-from ds_hydra.pipe.schedules.registry import orders
+from ds_hydra.pipe.schedules.registry import WEIGHED, orders
 from ds_hydra.pipe.schedules.simulate import simulate_loads
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape
+from ds_hydra.plan.simulate import simulate_pipeline
 from ds_hydra.plan.step_plan import StepPlan
 
 WINDOW = 32  # observations that a factor remembers
@@ -65,11 +66,12 @@ class StageLoad:
     r: float = 0.0
     block_tokens: int | None = None
 
-    def load_ms(self, lengths: Sequence[int]) -> float:
-        """Forward and backward of one micro-batch."""
+    def load_ms(self, lengths: Sequence[int], starts: Sequence[int] | None = None) -> float:
+        """Forward and backward of one micro-batch of sequences, or of slices that begin at these tokens."""
         tokens = sum(lengths)
         more = self.r if self.block_tokens is not None and tokens > self.block_tokens else 0.0
-        return self.a * sum(n * n for n in lengths) + (self.b + more) * tokens + self.c
+        squares = sum((p + n) * (p + n) - p * p for n, p in zip(lengths, starts or [0] * len(lengths), strict=True))
+        return self.a * squares + (self.b + more) * tokens + self.c
 
 
 @dataclass(frozen=True)
@@ -111,11 +113,17 @@ class Calibration:
         """The prediction by the table as it was measured, without corrections."""
         stage_ms, pipeline_ms = [], []
         for pipeline in plan.pipelines:
-            batches = [batch.lengths for batch in pipeline.microbatches]
-            loads = [[stage.load_ms(batch) for batch in batches] for stage in self._stages[pipeline.shape.cost_key]]
+            batches = pipeline.microbatches
+            loads = [
+                [stage.load_ms(batch.lengths, batch.starts) for batch in batches]
+                for stage in self._stages[pipeline.shape.cost_key]
+            ]
             stage_ms.append(tuple(sum(row) for row in loads))
+            if pipeline.schedule in WEIGHED:
+                pipeline_ms.append(simulate_pipeline(pipeline, self._table))
+                continue
             known = Batches(pipeline.chain)
-            pipeline_ms.append(simulate_loads(orders("1f1b", known, len(loads)), known, loads))
+            pipeline_ms.append(simulate_loads(orders(pipeline.schedule, known, len(loads)), known, loads))
         overhead = self._step.ms(num_elements, moved_bytes)
         return StepPrediction(tuple(stage_ms), tuple(pipeline_ms), plan.total_ms(pipeline_ms), overhead)
 

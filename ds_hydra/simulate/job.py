@@ -50,7 +50,7 @@ class SimulatedJob:
         """
         limits: dict[Any, int] = {cost.scheme: cost.max_length for cost in self.table.costs}
         validate_plan(plan, limits, self.num_ranks)
-        check_order(plan)
+        check_order(plan, self.table)
 
     def with_costs_of(self, strategies: Iterable[StrategyShape]) -> SimulatedJob:
         """The same job with costs of these strategies' pipelines, whose stages may differ. PlanError if it has none.

@@ -18,7 +18,7 @@ def memory_over_time(memory: JobMemory, plan: PipelinePlan, times: StageTimes) -
     kept = needs.per_token / most_alive(plan.schedule, plan.shape.pp)[times.index]
     held = float(needs.states)
     curve = [(times.start, held)]
-    for (kind, microbatch), start, stop in times.actions:
+    for (kind, microbatch, _), start, stop in times.actions:
         size = plan.microbatches[microbatch].num_tokens
         transient = needs.total(size) - needs.states - needs.per_token * size
         held += kept * size if kind == "forward" else 0.0

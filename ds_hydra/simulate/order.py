@@ -12,19 +12,21 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.pipe.schedules.actions import backward_of_first_push
 from ds_hydra.pipe.schedules.batches import Batches
 from ds_hydra.pipe.schedules.registry import training_slots
 from ds_hydra.pipe.schedules.rendezvous import check_slots
 from ds_hydra.plan.step_plan import StepPlan
+from ds_hydra.plan.works import schedule_batches
 from ds_hydra.zero_hetero.errors import PlanError
 
 
-def check_order(plan: StepPlan) -> None:
+def check_order(plan: StepPlan, table: CostTable) -> None:
     """PlanError, with the pipeline's slots, unless every rank comes to the end of the step. [Note: why a step ends]"""
     for phase in plan.phases:
         for pipeline in phase.pipelines:
-            _check_pipeline(pipeline.schedule, Batches(pipeline.chain), pipeline.shape.pp)
+            _check_pipeline(pipeline.schedule, schedule_batches(pipeline, table), pipeline.shape.pp)
 
 
 @lru_cache(maxsize=4096)

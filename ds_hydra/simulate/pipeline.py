@@ -14,6 +14,7 @@ from typing import NamedTuple
 from ds_hydra.pipe.p2p import edge
 from ds_hydra.pipe.placement import Pipeline, Stage
 from ds_hydra.pipe.schedules.actions import Action, Slot, backward_of_first_push
+from ds_hydra.pipe.schedules.batches import Batches
 from ds_hydra.pipe.schedules.simulate import SHARES, TimedAction, simulate_slots
 from ds_hydra.simulate.links import LinkModel, Port, Speed
 from ds_hydra.simulate.transfers import BucketUse
@@ -63,20 +64,22 @@ class PipelineTiming:
         loads: Sequence[Sequence[float]],
         stages: Sequence[StageTimes],
         *,
+        batches: Batches,
         links: LinkModel,
         token_bytes: Sequence[float],
     ):
-        """`loads[s][m]`: seconds of forward and backward of micro-batch m in stage s; `token_bytes[m]`: bytes of its
-        whole hidden state."""
+        """`loads[s][m]`: seconds of forward and backward of micro-batch m in stage s, which its works divide if it has
+        some; `token_bytes[m]`: bytes of its whole hidden state."""
+        self._batches = batches
         self._slots, self._loads, self.stages, self._token_bytes = slots, loads, tuple(stages), token_bytes
         self._first_push = [backward_of_first_push(of_stage) for of_stage in slots]
         self._begun = [False] * len(self.stages)
         # The two edges of a stage share its ports: activations and gradients leave one after the other.
         self._out, self._in = [[Port() for _ in self.stages] for _ in range(2)]
-        edges = [_Edge.between(a, b, links) for a, b in zip(pipeline.stages[:-1], pipeline.stages[1:], strict=True)]
-        backs = [_Edge.between(b, a, links) for a, b in zip(pipeline.stages[:-1], pipeline.stages[1:], strict=True)]
-        self._edge = {"send_activation": [*edges, None], "recv_activation": [None, *edges],
-                      "send_gradient": [None, *backs], "recv_gradient": [*backs, None]}  # fmt: skip
+        self._edges = {
+            (src, dst): _Edge.between(pipeline.stages[src], pipeline.stages[dst], links)
+            for src in range(len(self.stages)) for dst in (src - 1, src + 1) if 0 <= dst < len(self.stages)
+        }  # fmt: skip
 
     def run(self) -> None:
         """Fill in the stages' times."""
@@ -86,7 +89,7 @@ class PipelineTiming:
 
     def compute(self, stage: int, action: Action, ready: float) -> tuple[float, float]:
         """See `Timing`. The first forward and the last backward go layer by layer."""
-        times, duration = self.stages[stage], SHARES[action.kind] * self._loads[stage][action.microbatch]
+        times, duration = self.stages[stage], self._share(action) * self._loads[stage][action.microbatch]
         if not self._begun[stage] and action.kind == "forward":
             self._begun[stage] = True
             now = ready
@@ -102,10 +105,16 @@ class PipelineTiming:
                 times.gradients[use.bucket] = now
         return ready, ready + duration
 
+    def _share(self, action: Action) -> float:
+        """Of a micro-batch's time, what an action takes."""
+        if not self._batches.works:
+            return SHARES[action.kind]
+        work = self._batches.works[action.microbatch]
+        return work.takes(action.kind) / (self._batches.parts * (work.forward + work.backward + work.weight))
+
     def send(self, stage: int, message: Action, ready: float) -> tuple[float, float]:
         """See `Timing`."""
-        link = self._edge[message.kind][stage]
-        assert link is not None, "the schedule sends to a stage that there is"
+        link = self._edges[stage, stage + message.side]
         wire = link.out_share * self._token_bytes[message.microbatch] / link.speed.bytes_per_s
         begin = self._out[stage].serve(ready, wire)
         self.stages[stage].out.append(Hop(message, begin, begin + wire))
@@ -113,8 +122,7 @@ class PipelineTiming:
 
     def receive(self, stage: int, message: Action, head: float) -> float:
         """See `Timing`."""
-        link = self._edge[message.kind][stage]
-        assert link is not None, "the schedule receives from a stage that there is"
+        link = self._edges[stage + message.side, stage]
         wire = link.in_share * self._token_bytes[message.microbatch] / link.speed.bytes_per_s
         begin = self._in[stage].serve(head, wire)
         self.stages[stage].into.append(Hop(message, begin, begin + wire))

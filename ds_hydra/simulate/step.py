@@ -20,11 +20,11 @@ from __future__ import annotations
 import numpy as np
 
 from ds_hydra.pipe.placement import Pipeline, Strategy, place_strategy
-from ds_hydra.pipe.schedules.batches import Batches
 from ds_hydra.pipe.schedules.registry import training_slots
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape
 from ds_hydra.plan.phase import Phase, PipelinePlan
 from ds_hydra.plan.step_plan import StepPlan
+from ds_hydra.plan.works import schedule_batches
 from ds_hydra.report.calibration import StageLoad, StepCosts, stage_loads
 from ds_hydra.simulate.job import SimulatedJob
 from ds_hydra.simulate.outcome import PhaseTimes, SimulatedStep
@@ -102,13 +102,14 @@ class Simulator:
             stages.append(StageTimes(stage, index, uses, start, tuple(ready.tolist()), pulled))
         batches = planned.microbatches
         costs = self._stage_loads(planned.shape)
-        known = Batches(planned.chain)
+        known = schedule_batches(planned, self.job.table)
         slots = [training_slots(planned.schedule, known, len(stages), index) for index in range(len(stages))]
         PipelineTiming(
             placed,
             slots,
-            [[cost.load_ms(batch.lengths) / 1e3 for batch in batches] for cost in costs],
+            [[cost.load_ms(batch.lengths, batch.starts) / 1e3 for batch in batches] for cost in costs],
             stages,
+            batches=known,
             links=self.job.links,
             token_bytes=[batch.num_tokens * self.job.hidden * self.job.element_bytes for batch in batches],
         ).run()

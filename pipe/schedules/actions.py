@@ -5,7 +5,8 @@
 
   slots  = [slot {" | " slot}]
   slot   = action {" " action}
-  action = sign micro-batch              the micro-batch in decimal digits, without leading zeros
+  action = sign micro-batch [part]       the micro-batch in decimal digits, without leading zeros
+  part   = "'"                           in the second of the stage's two ranges of layers [Note: virtual stages]
   sign   = "F" forward                   "B" backward, which is I and W in one
          | "I" gradient of the input     "W" gradient of the weights
          | ">" sends an activation to the next stage        "->" receives one from the stage before
@@ -16,6 +17,12 @@ before. Three micro-batches on the first and on the last of two stages:
 
   F0 | >0 | F1 | <0 >1 B0 | F2 | <1 >2 B1 | <2 B2
   ->0 F0 | B0 | <-0 ->1 F1 | B1 | <-1 ->2 F2 | B2 | <-2
+
+In the second part of a V "next" and "before" mean virtual stages, so its messages go the other way between the ranks:
+>0' sends to the stage before. One micro-batch on two stages of two ranges each:
+
+  F0 | >0 | ->0' F0' | I0' | <-0' | W0' | <0 I0 | W0
+  ->0 F0 | F0' | >0' | <0' I0' | I0 | <-0 | W0' | W0
 
 [Note: the first push]
 A push of gradients ends when every rank has come to it, for every rank owns a part of every gradient. Until then it
@@ -48,17 +55,45 @@ _SIGNS: dict[Compute | Message, str] = {
     "recv_activation": "->",
     "send_activation": ">",
 }
+_PRIME = "'"
 _KINDS = {sign: kind for kind, sign in _SIGNS.items()}
-_ACTION = re.compile(r"(F|B|I|W|<-|->|<|>)(0|[1-9][0-9]*)")
+_ACTION = re.compile(r"(F|B|I|W|<-|->|<|>)(0|[1-9][0-9]*)('?)")
 
 _COMPUTES = ("forward", "backward", "input_gradient", "weight_gradient")
+_MET_BY: dict[Compute | Message, tuple[Message, int]] = {
+    # the message at the other end, and on which side that end is among the virtual stages
+    "send_activation": ("recv_activation", 1),
+    "recv_activation": ("send_activation", -1),
+    "send_gradient": ("recv_gradient", -1),
+    "recv_gradient": ("send_gradient", 1),
+}
 
 
 class Action(NamedTuple):
-    """One thing that a stage does with a micro-batch, which counts from 0 within the pipeline's step."""
+    """One thing that a stage does with a micro-batch, which counts from 0 within the pipeline's step.
+
+    `part` is the range of layers that does it, for a stage that holds two [Note: virtual stages].
+    """
 
     kind: Compute | Message
     microbatch: int
+    part: int = 0
+
+    @property
+    def sends(self) -> bool:
+        """Whether it is a message that leaves the stage."""
+        return self.kind in ("send_activation", "send_gradient")
+
+    @property
+    def side(self) -> int:
+        """Of a message: which neighbour it is exchanged with; -1 is the stage before, 1 the next one."""
+        side = _MET_BY[self.kind][1]
+        return -side if self.part else side
+
+    @property
+    def met_by(self) -> Action:
+        """Of a message: the one at its other end."""
+        return Action(_MET_BY[self.kind][0], self.microbatch, self.part)
 
     @property
     def computes(self) -> bool:
@@ -66,7 +101,13 @@ class Action(NamedTuple):
         return self.kind in _COMPUTES
 
     def __str__(self) -> str:
-        return f"{_SIGNS[self.kind]}{self.microbatch}"
+        return f"{_SIGNS[self.kind]}{self.microbatch}{_PRIME * self.part}"
+
+
+def receive_for(action: Action) -> Action:
+    """The message that brings a forward or a backward what it needs of a neighbour."""
+    kind: Message = "recv_activation" if action.kind == "forward" else "recv_gradient"
+    return Action(kind, action.microbatch, action.part)
 
 
 Order = tuple[Action, ...]
@@ -96,7 +137,9 @@ def _slot(part: str, text: str) -> Slot:
             f"schedule: {words[matches.index(None)]!r} in {text!r} is no action; an action is one of "
             f"{' '.join(_KINDS)} and a micro-batch, such as F0"
         )
-    return tuple(Action(_KINDS[match[1]], int(match[2])) for match in matches if match is not None)
+    return tuple(
+        Action(_KINDS[match[1]], int(match[2]), int(match[3] == _PRIME)) for match in matches if match is not None
+    )
 
 
 def last_weight_gradient(slots: Sequence[Slot]) -> Action | None:

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import product
 from typing import NamedTuple
 
 from ds_hydra.pipe.schedules.actions import Action, Order
 from ds_hydra.pipe.schedules.batches import Batches
+from ds_hydra.pipe.schedules.virtual import place_of, virtual_stage
 from ds_hydra.zero_hetero.errors import PlanError
 
 _GIVES: dict[str, tuple[str, ...]] = {
@@ -38,6 +40,18 @@ class Placed(NamedTuple):
     source: int
 
 
+class Result(NamedTuple):
+    """What an action gives: an output, an input gradient or a weight gradient of one range of layers."""
+
+    name: str
+    stage: int
+    part: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.name} of micro-batch {self.microbatch}" + " in the second part" * self.part
+
+
 class _Fault(NamedTuple):
     stage: int
     position: int  # in the stage's order
@@ -55,64 +69,67 @@ def place(orders: tuple[Order, ...], batches: Batches) -> tuple[Placed, ...]:
     # An evaluation has forwards only and owes no gradient. As soon as one backward is there, all of them are due: a
     # schedule that forgets one weight gradient would train, with a wrong sum.
     due = ("output",) if kinds <= {"forward"} else ("output", "input gradient", "weight gradient")
-    faults = (fault for stage, order in enumerate(orders) for fault in _faults(stage, order, batches, due))
+    faults = (fault for stage in range(len(orders)) for fault in _faults(stage, orders, batches, due))
     fault = next(faults, None)
-    placed, at = _walk(orders, fault)
+    placed, at = _walk(orders, batches.parts, fault)
     if fault is None:
-        fault = next((_standstill(stage, at[stage], orders) for stage in _unfinished(orders, at)), None)
+        fault = next((_standstill(stage, at[stage], orders, batches.parts) for stage in _unfinished(orders, at)), None)
     if fault is not None:
         raise PlanError(f"schedule: stage {fault.stage} {fault.text}\n{_grid(placed, orders, fault)}")
     return tuple(placed)
 
 
-def _faults(stage: int, order: Order, batches: Batches, due: Sequence[str]) -> Iterator[_Fault]:
+def _faults(stage: int, orders: Sequence[Order], batches: Batches, due: Sequence[str]) -> Iterator[_Fault]:
     """The faults of one stage's order, whatever the others do; it has to compute all results `due`."""
-    done: set[tuple[str, int]] = set()
-    after = batches.after
-    for position, action in enumerate(order):
-        kind, microbatch = action
+    done: set[Result] = set()
+    for position, action in enumerate(orders[stage]):
         if not action.computes:
             yield _Fault(stage, position, f"lists {action}; an order holds what is computed, messages are added to it")
             return
-        if microbatch >= len(batches):
+        if action.microbatch >= len(batches):
             yield _Fault(stage, position, f"runs {action} but there are {len(batches)} micro-batches, from 0 on")
             return
-        for need, of, whose in _needs_here(action, batches.before[microbatch], after[microbatch]):
-            if (need, of) not in done:
-                yield _Fault(stage, position, f"runs {action} before it has the {need} of micro-batch {of}{whose}")
-        for result in _GIVES[kind]:
-            if (result, microbatch) in done:
-                yield _Fault(
-                    stage, position, f"runs {action}, but already has the {result} of micro-batch {microbatch}"
-                )
-            done.add((result, microbatch))
-    for microbatch in range(len(batches)):
-        for result in due:
-            if (result, microbatch) not in done:
-                yield _Fault(stage, len(order), f"ends without the {result} of micro-batch {microbatch}")
+        if action.part >= batches.parts:
+            yield _Fault(stage, position, f"runs {action} but its stages hold one range of layers each")
+            return
+        for need, why in _needs_here(stage, action, len(orders), batches):
+            if need not in done:
+                yield _Fault(stage, position, f"runs {action} before it has the {need}{why}")
+        for result in _results(stage, action):
+            if result in done:
+                yield _Fault(stage, position, f"runs {action}, but already has the {result}")
+            done.add(result)
+    for microbatch, part, name in product(range(len(batches)), range(batches.parts), due):
+        if (result := Result(name, stage, part, microbatch)) not in done:
+            yield _Fault(stage, len(orders[stage]), f"ends without the {result}")
 
 
-def _needs_here(action: Action, before: int, after: int) -> Iterator[tuple[str, int, str]]:
-    """What an action needs of its own stage: the result, of which micro-batch, and why if that is another one.
-
-    `before` and `after` hold the neighbouring slices of its sequence; -1 for none [Note: chains].
-    """
-    need = _NEEDS_HERE.get(action.kind)
-    if need is not None:
-        yield need, action.microbatch, ""
-    if action.kind == "forward" and before >= 0:
-        yield "output", before, ", which holds the slice before its own"
-    if action.kind in ("backward", "input_gradient") and after >= 0:
-        yield "input gradient", after, ", which holds the slice after its own"
+def _results(stage: int, action: Action) -> Iterator[Result]:
+    return (Result(name, stage, action.part, action.microbatch) for name in _GIVES[action.kind])
 
 
-def _walk(orders: Sequence[Order], fault: _Fault | None) -> tuple[list[Placed], list[int]]:
+def _needs_here(stage: int, action: Action, num_stages: int, batches: Batches) -> Iterator[tuple[Result, str]]:
+    """What an action needs that its own stage computes, each with the reason if that is not plain."""
+    kind, microbatch, part = action
+    if kind in _NEEDS_HERE:
+        yield Result(_NEEDS_HERE[kind], stage, part, microbatch), ""
+    wanted = wanted_from(stage, action, num_stages, batches.parts)
+    if wanted is not None and wanted.stage == stage:  # where a V turns round
+        yield wanted, ""
+    before, after = batches.before[microbatch], batches.after[microbatch]
+    if kind == "forward" and before >= 0:
+        yield Result("output", stage, part, before), ", which holds the slice before its own"
+    if kind in ("backward", "input_gradient") and after >= 0:
+        yield Result("input gradient", stage, part, after), ", which holds the slice after its own"
+
+
+def _walk(orders: Sequence[Order], parts: int, fault: _Fault | None) -> tuple[list[Placed], list[int]]:
     """Run all stages as far as they come, up to the fault; return what ran, and how many actions of each stage."""
     # Each stage in turn runs until it needs a result that is not there yet; then the next stage goes on. When a whole
     # round moves nobody, all are done or wait for each other. Ticks do not depend on the order of these visits: an
     # action's tick follows from its stage's last action and from its source alone.
     placed: list[Placed] = []
-    given: dict[tuple[int, str, int], int] = {}  # (stage, result, micro-batch): place in `placed`
+    given: dict[Result, int] = {}  # place in `placed`
     at, free = [0] * len(orders), [0] * len(orders)
     moved = True
     while moved:
@@ -121,26 +138,32 @@ def _walk(orders: Sequence[Order], fault: _Fault | None) -> tuple[list[Placed], 
             stop = fault.position if fault is not None and fault.stage == stage else len(order)
             while at[stage] < stop:
                 action = order[at[stage]]
-                wanted = wanted_from(stage, action, len(orders))
-                source = -1 if wanted is None else given.get((*wanted, action.microbatch))
-                if source is None:
-                    break
+                wanted = wanted_from(stage, action, len(orders), parts)
+                source = -1
+                if wanted is not None and wanted.stage != stage:
+                    if wanted not in given:
+                        break
+                    source = given[wanted]
                 tick = free[stage] if source < 0 else max(free[stage], placed[source].tick + 1)
-                for result in _GIVES.get(action.kind, ()):
-                    given[stage, result, action.microbatch] = len(placed)
+                given.update((result, len(placed)) for result in _results(stage, action))
                 placed.append(Placed(stage, action, tick, source))
                 at[stage], free[stage], moved = at[stage] + 1, tick + 1, True
     return placed, at
 
 
-def wanted_from(stage: int, action: Action, num_stages: int) -> tuple[int, str] | None:
-    """The neighbour, and its result, that an action needs; None if it needs none."""
+def wanted_from(stage: int, action: Action, num_stages: int, parts: int) -> Result | None:
+    """What an action needs of the range of layers before or after its own; None if it needs none.
+
+    It is another stage's, but where a V turns round it is of the same stage [Note: virtual stages].
+    """
     # A weight gradient needs no neighbour: what it is computed from came for the input gradient. That is why schedules
     # may delay it to fill a gap.
-    if action.kind == "forward" and stage > 0:
-        return stage - 1, "output"
-    if action.kind in ("backward", "input_gradient") and stage < num_stages - 1:
-        return stage + 1, "input gradient"
+    kind, microbatch, part = action
+    here = virtual_stage(stage, part, num_stages)
+    if kind == "forward" and here > 0:
+        return Result("output", *place_of(here - 1, num_stages), microbatch)
+    if kind in ("backward", "input_gradient") and here < parts * num_stages - 1:
+        return Result("input gradient", *place_of(here + 1, num_stages), microbatch)
     return None
 
 
@@ -148,13 +171,14 @@ def _unfinished(orders: Sequence[Order], at: Sequence[int]) -> list[int]:
     return [stage for stage, order in enumerate(orders) if at[stage] < len(order)]
 
 
-def _standstill(stage: int, position: int, orders: Sequence[Order]) -> _Fault:
+def _standstill(stage: int, position: int, orders: Sequence[Order], parts: int) -> _Fault:
     action = orders[stage][position]
-    wanted = wanted_from(stage, action, len(orders))
+    wanted = wanted_from(stage, action, len(orders), parts)
     assert wanted is not None, "what needs no neighbour does not wait"
-    source, result = wanted
     return _Fault(
-        stage, position, f"waits at {action} for the {result} of stage {source}, which itself waits: none can go on"
+        stage,
+        position,
+        f"waits at {action} for the {wanted.name} of stage {wanted.stage}, which itself waits: none can go on",
     )
 
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from ds_hydra.pipe.schedules.actions import Action, Order, Slot
+from ds_hydra.pipe.schedules.actions import Action, Order, Slot, receive_for
 from ds_hydra.pipe.schedules.batches import Batches
 from ds_hydra.pipe.schedules.check import place
 
@@ -45,7 +45,7 @@ class _Tick:
         if self.receive is not None:
             side, receive = self.receive
             sent = sends.pop(side, None)
-            last = [receive] if sent is None else sorted([receive, sent], key=_gradient_first)
+            last = [receive] if sent is None else sorted([receive, sent], key=_to_the_next_stage)
         if self.compute is not None:
             last.append(self.compute)
         alone: list[Slot] = [(sends[side],) for side in sorted(sends)]
@@ -63,20 +63,12 @@ def lower(orders: tuple[Order, ...], batches: Batches) -> tuple[tuple[Slot, ...]
         if source < 0:
             continue
         # Both ends in the tick of the receiver: the sender made the result in an earlier tick and has kept it.
-        side = placed[source].stage - stage
-        send, receive = _messages(action)
-        here.receive = (side, receive)
-        grid[stage + side].setdefault(tick, _Tick()).sends[-side] = send
+        receive = receive_for(action)
+        here.receive = (receive.side, receive)
+        grid[stage + receive.side].setdefault(tick, _Tick()).sends[-receive.side] = receive.met_by
     return tuple(tuple(slot for tick in sorted(row) for slot in row[tick].slots()) for row in grid)
 
 
-def _messages(action: Action) -> tuple[Action, Action]:
-    """The send and the receive that bring an action what it needs of a neighbour."""
-    if action.kind == "forward":
-        return Action("send_activation", action.microbatch), Action("recv_activation", action.microbatch)
-    return Action("send_gradient", action.microbatch), Action("recv_gradient", action.microbatch)
-
-
-def _gradient_first(action: Action) -> bool:
-    # Both ends list the gradient before the activation, so a transport that matches by order finds the same pairs.
-    return action.kind not in ("send_gradient", "recv_gradient")
+def _to_the_next_stage(message: Action) -> bool:
+    # Both ends list first what goes to the stage before, so a transport that matches by order finds the same pairs.
+    return message.sends == (message.side > 0)

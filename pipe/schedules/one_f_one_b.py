@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ds_hydra.pipe.schedules.actions import Action, Order
 from ds_hydra.pipe.schedules.batches import Batches
+from ds_hydra.zero_hetero.errors import PlanError
 
 
 def one_f_one_b(batches: Batches, num_stages: int) -> tuple[Order, ...]:
@@ -15,8 +16,10 @@ def one_f_one_b(batches: Batches, num_stages: int) -> tuple[Order, ...]:
 
     With sequences in slices it is Seq1F1B (arXiv 2406.03488): a stage keeps as many more as the longest chain has
     further slices, and the next chain that is there as a whole runs backward, its last slice first. The last of 3
-    stages, two sequences of 2 slices each: F0 F1 B1 F2 B0 F3 B3 B2.
+    stages, two sequences of 2 slices each: F0 F1 B1 F2 B0 F3 B3 B2. PlanError for a V.
     """
+    if batches.parts != 1:
+        raise PlanError("schedule 1f1b: it is for stages of one range of layers; a V runs by the schedule list")
     chains = batches.chains
     backwards = [(microbatch, chain[-1]) for chain in chains for microbatch in reversed(chain)]
     further_slices = max((len(chain) for chain in chains), default=1) - 1
@@ -39,8 +42,3 @@ def _stage(backwards: list[tuple[int, int]], ahead: int) -> Order:
         forwarded = max(forwarded, due)
         order.append(Action("backward", microbatch))
     return tuple(order)
-
-
-def forward_only(batches: Batches, num_stages: int) -> tuple[Order, ...]:
-    """Evaluation: every micro-batch passes through once, in the same order on all stages."""
-    return (tuple(Action("forward", microbatch) for microbatch in range(len(batches))),) * num_stages

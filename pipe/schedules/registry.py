@@ -10,16 +10,21 @@ from functools import lru_cache
 
 from ds_hydra.pipe.schedules.actions import Order, Slot
 from ds_hydra.pipe.schedules.batches import Batches
+from ds_hydra.pipe.schedules.forward_only import forward_only
+from ds_hydra.pipe.schedules.list_order import h1_order, list_order
 from ds_hydra.pipe.schedules.lower import lower
-from ds_hydra.pipe.schedules.one_f_one_b import forward_only, one_f_one_b
+from ds_hydra.pipe.schedules.one_f_one_b import one_f_one_b
 from ds_hydra.pipe.schedules.simulate import peak_alive
 from ds_hydra.zero_hetero.errors import PlanError
 
 Schedule = Callable[[Batches, int], tuple[Order, ...]]
 """(micro-batches, number of stages) in, what each stage computes out."""
 
-SCHEDULES: dict[str, Schedule] = {"1f1b": one_f_one_b}
+SCHEDULES: dict[str, Schedule] = {"1f1b": one_f_one_b, "list": list_order, "zb-h1": h1_order}
 """The schedules that a pipeline can train by."""
+
+WEIGHED = frozenset({"list", "zb-h1"})
+"""Those that are made from the micro-batches' works, and so keep within the room of a stage."""
 
 
 def schedule_named(name: str) -> Schedule:

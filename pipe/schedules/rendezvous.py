@@ -18,18 +18,13 @@ them; large ones on NCCL stand still. With ">1 <0 B0" in one slot of stage 0, bo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 
-from ds_hydra.pipe.schedules.actions import Action, Compute, Message, Slot, slots_as_text
+from ds_hydra.pipe.schedules.actions import Action, Compute, Slot, receive_for, slots_as_text
 from ds_hydra.pipe.schedules.batches import Batches
 from ds_hydra.pipe.schedules.check import place, wanted_from
 from ds_hydra.zero_hetero.errors import PlanError
 
-MET_BY: dict[str, tuple[Message, int]] = {  # the message at the other end, and on which side that end is
-    "send_activation": ("recv_activation", 1),
-    "recv_activation": ("send_activation", -1),
-    "send_gradient": ("recv_gradient", -1),
-    "recv_gradient": ("send_gradient", 1),
-}
 _MADE_BY: dict[str, tuple[Compute, ...]] = {
     "send_activation": ("forward",),
     "send_gradient": ("backward", "input_gradient"),
@@ -40,20 +35,20 @@ _SLOTS_SHOWN = 8
 def check_slots(stages: Sequence[Sequence[Slot]], batches: Batches) -> None:
     """PlanError, with all stages' slots up to where they stand, unless every stage comes to its end."""
     place(tuple(tuple(action for slot in slots for action in slot if action.computes) for slots in stages), batches)
-    meeting = _Meeting(stages)
+    meeting = _Meeting(stages, batches.parts)
     while meeting.go_on():
         pass
     waiting = [stage for stage, slots in enumerate(stages) if meeting.at[stage] < len(slots)]
     if waiting:
         message = meeting.open[waiting[0]][0]
-        meeting.refuse(waiting[0], f"waits for ever for stage {waiting[0] + MET_BY[message.kind][1]} at {message}")
+        meeting.refuse(waiting[0], f"waits for ever for stage {waiting[0] + message.side} at {message}")
 
 
 class _Meeting:
     """Where every stage is, and which of its messages are not done [Note: a circle of messages]."""
 
-    def __init__(self, stages: Sequence[Sequence[Slot]]):
-        self.stages = stages
+    def __init__(self, stages: Sequence[Sequence[Slot]], parts: int):
+        self.stages, self.parts = stages, parts
         self.at = [0] * len(stages)  # slots that are behind each stage
         self.open: list[list[Action]] = [[] for _ in stages]  # messages of the slot that it is at
         self.done: list[set[Action]] = [set() for _ in stages]
@@ -84,9 +79,9 @@ class _Meeting:
             if action.computes:
                 continue
             made_by = _MADE_BY.get(action.kind)
-            if made_by and not any(Action(kind, action.microbatch) in self.done[stage] for kind in made_by):
+            if made_by and not any(action._replace(kind=kind) in self.done[stage] for kind in made_by):
                 self.refuse(stage, f"has not computed what it sends by {action}")
-            if not 0 <= stage + MET_BY[action.kind][1] < len(self.stages):
+            if not 0 <= stage + action.side < len(self.stages):
                 self.refuse(stage, f"has no neighbour for {action}")
             if action in self.done[stage]:
                 self.refuse(stage, f"lists {action} twice")
@@ -98,15 +93,15 @@ class _Meeting:
         # Messages carry no number on the wire: the first sent one way is the first received, whatever it was meant to
         # be. So two ends that meet at different micro-batches are an error, and not a pair to look for further on.
         met = False
-        for kind, (other_kind, side) in MET_BY.items():
+        for side, sends in product((-1, 1), (False, True)):
             if not 0 <= stage + side < len(self.stages):
                 continue
             here, there = self.open[stage], self.open[stage + side]
-            while mine := next((action for action in here if action.kind == kind), None):
-                theirs = next((action for action in there if action.kind == other_kind), None)
+            while mine := next((action for action in here if (action.side, action.sends) == (side, sends)), None):
+                theirs = next((action for action in there if (action.side, action.sends) == (-side, not sends)), None)
                 if theirs is None:
                     break
-                if mine.microbatch != theirs.microbatch:
+                if mine.met_by != theirs:
                     self.refuse(stage, f"is at {mine} while stage {stage + side} is at {theirs}")
                 here.remove(mine)
                 there.remove(theirs)
@@ -118,10 +113,9 @@ class _Meeting:
         for action in self.stages[stage][self.at[stage]]:
             if not action.computes:
                 continue
-            if wanted_from(stage, action, len(self.stages)) is not None:
-                received = Action("recv_activation" if action.kind == "forward" else "recv_gradient", action.microbatch)
-                if received not in self.done[stage]:
-                    self.refuse(stage, f"runs {action} before it has {received}")
+            wanted = wanted_from(stage, action, len(self.stages), self.parts)
+            if wanted is not None and wanted.stage != stage and receive_for(action) not in self.done[stage]:
+                self.refuse(stage, f"runs {action} before it has {receive_for(action)}")
             self.done[stage].add(action)
 
     def refuse(self, fault_stage: int, text: str) -> None:

@@ -13,7 +13,6 @@ from typing import NamedTuple, Protocol
 from ds_hydra.pipe.schedules.actions import Action, Order, Slot
 from ds_hydra.pipe.schedules.batches import Batches
 from ds_hydra.pipe.schedules.check import place
-from ds_hydra.pipe.schedules.rendezvous import MET_BY
 from ds_hydra.zero_hetero.errors import PlanError
 
 FORWARD_SHARE = 1.0 / 3.0  # of the time of a forward and a backward; each of the two gradients takes another third
@@ -24,7 +23,6 @@ SHARES = {
     "input_gradient": FORWARD_SHARE,
     "weight_gradient": FORWARD_SHARE,
 }
-_SENDS, _RECEIVES = ("send_activation", "send_gradient"), ("recv_activation", "recv_gradient")
 
 
 class TimedAction(NamedTuple):
@@ -108,14 +106,13 @@ class _Walk:
 
     def _slot(self, slot: Slot, timing: Timing, heads: dict[tuple[int, Action], float]) -> bool:
         stage = self.stage
-        sends = [action for action in slot if action.kind in _SENDS]
-        receives = [action for action in slot if action.kind in _RECEIVES]
+        sends = [action for action in slot if action.sends]
+        receives = [action for action in slot if not action.sends and not action.computes]
         if not self.begun:
             self.begun = True
             for message in sends:
                 left, head = timing.send(stage, message, self.free)
-                kind, side = MET_BY[message.kind]
-                heads[stage + side, Action(kind, message.microbatch)] = head
+                heads[stage + message.side, message.met_by] = head
                 self.left = max(self.left, left)
         if any((stage, message) not in heads for message in receives):
             return False
@@ -157,21 +154,43 @@ def simulate_loads(orders: Sequence[Order], batches: Batches, loads: Sequence[Se
     return simulate(orders, batches, lambda stage, action: SHARES[action.kind] * loads[stage][action.microbatch]).total
 
 
+def simulate_works(orders: Sequence[Order], batches: Batches) -> int:
+    """Total time in microseconds when every action takes what the micro-batches' works say."""
+    works = batches.works
+    return round(simulate(orders, batches, lambda _, action: works[action.microbatch].takes(action.kind)).total)
+
+
 def alive_counts(order: Order) -> tuple[int, ...]:
     """Micro-batches whose activations a stage keeps while each action of its order runs.
 
     They are kept from the forward on until all gradients are computed; without any, only while the forward runs.
     """
-    # F0 F1 B0 F2 B1 B2 keeps 1 2 2 2 2 1: a micro-batch still counts while its own backward runs.
-    last_use = {action.microbatch: position for position, action in enumerate(order)}
+    # F0 F1 B0 F2 B1 B2 keeps 1 2 2 2 2 1: a micro-batch still counts while its own backward runs. The parts of a V
+    # count apart.
+    last_use = {(action.microbatch, action.part): position for position, action in enumerate(order)}
     counts, alive = [], 0
     for position, action in enumerate(order):
         alive += action.kind == "forward"
         counts.append(alive)
-        alive -= last_use[action.microbatch] == position
+        alive -= last_use[action.microbatch, action.part] == position
     return tuple(counts)
 
 
 def peak_alive(orders: Sequence[Order]) -> tuple[int, ...]:
     """The most micro-batches that each stage keeps at once."""
     return tuple(max(alive_counts(order), default=0) for order in orders)
+
+
+def peak_units(order: Order, batches: Batches) -> int:
+    """The most units of memory that a stage holds at once, each from a forward's begin to the end of their last use."""
+    held = peak = 0
+    for kind, microbatch, _ in order:
+        work = batches.works[microbatch]
+        if kind == "forward":
+            held += work.kept
+            peak = max(peak, held)
+        elif kind == "input_gradient":
+            held -= work.kept - work.until_weight
+        else:
+            held -= work.kept if kind == "backward" else work.until_weight
+    return peak

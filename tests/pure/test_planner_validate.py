@@ -1,12 +1,16 @@
 """The validator: over 1,000 plans broken in every way a plan can be broken, each refused for its reason."""
 
 import dataclasses
+import itertools
 import random
 from collections.abc import Callable
 
 import pytest
 
-from ds_hydra.pipe.shape import PipelineShape
+from ds_hydra.costs.cost_table import CostTable, SchemeCost
+from ds_hydra.pipe.shape import ParallelScheme, PipelineShape
+from ds_hydra.plan.simulate import simulate_pipeline, simulated_ms
+from ds_hydra.plan.works import has_formula
 from ds_hydra.planner import MicroBatchPlan, Phase, PipelinePlan, Span, StepPlan, validate_plan
 from ds_hydra.zero_hetero.errors import PlanError
 from tests.support.planner_cases import a800_batch, a800_planner
@@ -156,7 +160,7 @@ MUTATIONS: dict[str, tuple[Mutation, str]] = {
     ),
     "another schedule": (
         lambda p, d: change(p, 0, shape=dataclasses.replace(pipelines_of(p)[0].shape, schedule="zb")),
-        "MaxLen is unknown",
+        "has the schedule 'zb'; the known ones are 1f1b, list",
     ),
     "no phase": (lambda p, d: dataclasses.replace(p, phases=()), "it has no phase"),
     "a phase twice": (lambda p, d: dataclasses.replace(p, phases=p.phases * 2), r"runs 2 times"),
@@ -241,11 +245,54 @@ def test_limits_alone_check_everything_but_the_model_s_times(plans: list[StepPla
         validate_plan(overfill(plans[0], random.Random(0)), limits, NUM_RANKS)
 
 
-def test_what_a_later_runtime_may_be_told_is_valid(plans: list[StepPlan]) -> None:
+def timed(plan: StepPlan) -> StepPlan:
+    """The plan with the times that the cost model gives its pipelines, by simulation where there is no formula."""
+    table = a800_planner().cost_table
+    pipelines = [
+        pipeline
+        if has_formula(pipeline)
+        else dataclasses.replace(pipeline, predicted_ms=simulate_pipeline(pipeline, table))
+        for pipeline in plan.pipelines
+    ]
+    changed = with_pipelines(plan, pipelines)
+    return dataclasses.replace(changed, predicted_ms=simulated_ms(changed.phases, table), lower_bound_ms=0.0)
+
+
+def by_list(plan: StepPlan) -> StepPlan:
+    """The plan with pipelines that run by the list order."""
+    return with_pipelines(
+        plan, [dataclasses.replace(p, shape=dataclasses.replace(p.shape, schedule="list")) for p in plan.pipelines]
+    )
+
+
+def test_slices_and_the_list_order_are_valid_with_their_simulated_times(plans: list[StepPlan]) -> None:
     table, draw = a800_planner().cost_table, random.Random(1)
+    limits = {cost.scheme: cost.max_length for cost in table.costs}
     for plan in plans:
-        validate_plan(halved(plan, draw), table, NUM_RANKS)
+        for changed in (halved(plan, draw), by_list(halved(plan, draw)), by_list(plan)):
+            found = timed(changed)
+            validate_plan(found, table, NUM_RANKS)
+            validate_plan(found, limits, NUM_RANKS)
+            with pytest.raises(PlanError, match=r"cost table gives|slowest pipeline|predicted 0\.0"):
+                validate_plan(dataclasses.replace(changed, lower_bound_ms=0.0, predicted_ms=0.0), table, NUM_RANKS)
         validate_plan(edit_batch(plan, draw, recompute=0.5), table, NUM_RANKS)
+
+
+def test_slices_that_live_together_must_fit_a_stage() -> None:
+    """MaxLen 100 on two stages is room for 200 tokens, which three slices of 70 do not leave each other."""
+    shape = PipelineShape.parse("pp2")
+    table = CostTable((SchemeCost(ParallelScheme(pp=2), 0.0, 1.0, 1.0, 100),))
+    for slices, schedule in itertools.product((2, 3), ("1f1b", "list")):
+        batches = tuple(MicroBatchPlan((Span(0, 70 * i, 70 * (i + 1)),)) for i in range(slices))
+        pipeline = PipelinePlan(dataclasses.replace(shape, schedule=schedule), batches, 1.0)
+        ms = simulate_pipeline(pipeline, table) if slices == 2 else 1.0
+        phase = Phase((dataclasses.replace(pipeline, predicted_ms=ms),))
+        plan = StepPlan(0, (0,), (70 * slices,), (phase,), ms)
+        if slices == 2:
+            validate_plan(plan, table, 2)
+        else:
+            with pytest.raises(PlanError, match=r"keeps up to 225 tokens .* room for 200|need 225400 units .* 200000"):
+                validate_plan(plan, table, 2)
 
 
 def test_phases_share_the_sequences_and_add_up_their_times(plans: list[StepPlan]) -> None:

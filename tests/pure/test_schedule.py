@@ -69,7 +69,7 @@ def possible_orders(draw: st.DrawFn) -> Made:
         return m < 0 or any(action.kind in kinds and action.microbatch == m for action in made[stage])
 
     def ready(stage: int, action: Action) -> bool:
-        kind, m = action
+        kind, m, _ = action
         if kind == "forward":
             return has(stage, batches.before[m], "forward") and (stage == 0 or has(stage - 1, m, "forward"))
         if kind == "weight_gradient":

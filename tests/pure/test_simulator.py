@@ -136,7 +136,7 @@ def test_a_layer_waits_for_its_own_pull_and_a_last_backward_pushes_layer_by_laye
     links = LinkModel(2, Speed(0.0, 1e3))
     found = Simulator(job(links, 2)).step(plan_of("2*tp1", [[2], [2]]))
     times = found.phases[0].pipelines[0][0]
-    assert [(a, pytest.approx(1e3 * b), pytest.approx(1e3 * c)) for (a, _), b, c in times.actions] == [
+    assert [(a, pytest.approx(1e3 * b), pytest.approx(1e3 * c)) for (a, _, _), b, c in times.actions] == [
         ("forward", 0.0, 9.0), ("backward", 9.0, 13.0)
     ]  # fmt: skip
     assert [(pytest.approx(1e3 * a), pytest.approx(1e3 * b)) for a, b in times.waits] == [(0.0, 4.0), (5.0, 8.0)]
@@ -235,14 +235,14 @@ def test_a_schedule_that_would_stand_still_is_refused_before_it_runs(monkeypatch
         plan = StepPlan(0, (0,), (3,), (Phase((pipeline,)),), 1.0)
         if words:
             with pytest.raises(PlanError, match=words):
-                order.check_order(plan)
+                order.check_order(plan, job(FREE, 2).table)
         else:
-            order.check_order(plan)
+            order.check_order(plan, job(FREE, 2).table)
     # A stage that may push in a backward has no message after it, or its neighbour would wait for that one for ever.
     monkeypatch.setattr(order, "backward_of_first_push", lambda slots: Action("backward", 0))
     with pytest.raises(PlanError, match="stage 1 pushes in B0, but <-0 follow"):
         order.check_order(dataclasses.replace(plan, phases=(Phase((dataclasses.replace(
-            pipeline, shape=PipelineShape.parse("pp2/again")),)),)))  # fmt: skip
+            pipeline, shape=PipelineShape.parse("pp2/again")),)),)), job(FREE, 2).table)  # fmt: skip
 
 
 def test_bad_plans_are_refused() -> None:

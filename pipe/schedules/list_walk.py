@@ -1,0 +1,172 @@
+"""A pipeline's micro-batches as numbers in; what each stage does next, whenever it is free, out. Pure: no torch.
+
+[Note: the list order]
+Whenever a stage is free it takes the first thing of this list that it can do:
+
+  B   of the backwards whose gradient is there, the one whose gradient came first
+  F   the next micro-batch in order; of the two ranges of a V the second first, since that brings its loss nearer
+  W   the weights' gradients of the oldest backward that still owes them
+
+So backwards never wait for a forward, and the weights' gradients, for which nobody waits, fill what would be bubbles
+(zero bubble pipelines, Qi et al., arXiv 2401.10241, make such orders by hand for equal micro-batches). Times decide
+what is there first. Two stages of two micro-batches, where each of F, B and W takes 1:
+
+  time      0   1   2   3   4   5   6   7
+  stage 0   F0  F1  .   B0  W0  B1  W1
+  stage 1   .   F0  B0  F1  B1  W0  W1
+
+The memory of a run [Note: chains] is reserved at its first forward: all of its micro-batches, in all ranges of the
+stage. If each slice asked for its own, two sequences of which half is forwarded could fill a stage and wait for each
+other's end. As it is, every stage gives out its room in the same order of runs. The oldest run that is not done finds
+it free, or is in it, so nothing stands still.
+
+The functions are plain Python over numbers and indexed sequences, so that numba can compile them for a search; lists
+are the fastest without it. An index `at` is virtual stage * n + micro-batch, n being their number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableSequence, Sequence
+from typing import NamedTuple
+
+from ds_hydra.pipe.schedules.virtual import virtual_stage
+
+NEVER = 1 << 62
+FORWARD, BACKWARD, WEIGHT = 0, 1, 2
+
+
+class Jobs(NamedTuple):
+    """What is to be done. Lists go by micro-batch where nothing else is said; times are microseconds."""
+
+    num_stages: int
+    parts: int
+    forward: Sequence[int]
+    backward: Sequence[int]
+    weight: Sequence[int]  # 0: the backward does it too
+    kept: Sequence[int]  # units of memory
+    until_weight: Sequence[int]
+    after: Sequence[int]  # `Batches.after`
+    reserved: Sequence[int]  # units that its first forward on a stage takes; 0 if an earlier one of its run has
+    room: int  # units of a stage
+    most_live: Sequence[int]  # by stage: the most forwards whose backward has not begun
+    most_unfinished: Sequence[int]  # by stage: the most forwards whose weights' gradients have not begun
+
+
+class Walk(NamedTuple):
+    """How far the stages are; changed in place."""
+
+    forward_stop: MutableSequence[int]  # by `at`: when it is done, NEVER before it has begun
+    backward_stop: MutableSequence[int]
+    next_forward: MutableSequence[int]  # by virtual stage
+    first_open: MutableSequence[int]  # by virtual stage: all micro-batches before have begun their backward
+    free: MutableSequence[int]  # by stage: when it can do something else
+    used: MutableSequence[int]  # by stage: units
+    live: MutableSequence[int]  # by stage: forwards whose backward has not begun
+    unfinished: MutableSequence[int]  # by stage: forwards whose weights' gradients have not begun
+    actions: MutableSequence[int]  # by stage * 3 * parts * n + number: kind * virtual stages * n + at
+    num_actions: MutableSequence[int]  # by stage
+    owing: MutableSequence[int]  # by stage * parts * n + number: `at` of a backward, in their order
+    num_owing: MutableSequence[int]  # by stage: backwards that have ever owed weights' gradients
+    num_paid: MutableSequence[int]  # by stage: those that owe none any more
+
+
+def list_walk(jobs: Jobs, walk: Walk) -> int:
+    """Run all micro-batches from a fresh walk [Note: the list order]: when all is done, or -1 if none can go on."""
+    n, stop, now = len(jobs.forward), 0, 0
+    left = jobs.num_stages * jobs.parts * n * 2
+    for m in range(n):
+        if jobs.weight[m] > 0:
+            left += jobs.num_stages * jobs.parts
+    while True:
+        for stage in range(jobs.num_stages):
+            if walk.free[stage] <= now and begin_next(jobs, walk, stage, now):
+                stop = max(stop, walk.free[stage])
+                left -= 1
+        if left == 0:
+            return stop
+        # Whatever can be done has begun; nothing changes before some stage is done with what it does.
+        later = NEVER
+        for stage in range(jobs.num_stages):
+            if now < walk.free[stage] < later:
+                later = walk.free[stage]
+        if later == NEVER:
+            return -1
+        now = later
+
+
+def begin_next(jobs: Jobs, walk: Walk, stage: int, now: int) -> bool:
+    """Begin the first thing of the list that a free stage can do now; False if there is none."""
+    n = len(jobs.forward)
+    kind, at = BACKWARD, first_gradient(jobs, walk, stage, now)
+    if at < 0:
+        kind, at = FORWARD, next_forward(jobs, walk, stage, now)
+    if at < 0 and walk.num_paid[stage] < walk.num_owing[stage]:
+        kind, at = WEIGHT, walk.owing[stage * jobs.parts * n + walk.num_paid[stage]]
+    if at < 0:
+        return False
+    m = at % n
+    # What an action gives back is free when it is done, and before that this stage does not look for room.
+    if kind == FORWARD:
+        walk.free[stage] = walk.forward_stop[at] = now + jobs.forward[m]
+        walk.next_forward[at // n] += 1
+        walk.used[stage] += jobs.reserved[m] if at // n == stage else 0
+        walk.live[stage] += 1
+        walk.unfinished[stage] += 1
+    elif kind == BACKWARD:
+        walk.free[stage] = walk.backward_stop[at] = now + jobs.backward[m]
+        walk.live[stage] -= 1
+        if jobs.weight[m] > 0:
+            walk.used[stage] -= jobs.kept[m] - jobs.until_weight[m]
+            walk.owing[stage * jobs.parts * n + walk.num_owing[stage]] = at
+            walk.num_owing[stage] += 1
+        else:
+            walk.used[stage] -= jobs.kept[m]
+            walk.unfinished[stage] -= 1
+    else:
+        walk.free[stage] = now + jobs.weight[m]
+        walk.used[stage] -= jobs.until_weight[m]
+        walk.num_paid[stage] += 1
+        walk.unfinished[stage] -= 1
+    walk.actions[stage * 3 * jobs.parts * n + walk.num_actions[stage]] = kind * jobs.parts * jobs.num_stages * n + at
+    walk.num_actions[stage] += 1
+    return True
+
+
+def first_gradient(jobs: Jobs, walk: Walk, stage: int, now: int) -> int:
+    """`at` of the backward that a stage can run whose gradient came first; -1 for none."""
+    n, last = len(jobs.forward), jobs.parts * jobs.num_stages - 1
+    forward_stop, backward_stop = walk.forward_stop, walk.backward_stop
+    found, came = -1, NEVER
+    for part in range(jobs.parts):
+        virtual = virtual_stage(stage, part, jobs.num_stages)
+        first = virtual * n
+        while walk.first_open[virtual] < n and backward_stop[first + walk.first_open[virtual]] < NEVER:
+            walk.first_open[virtual] += 1
+        for m in range(walk.first_open[virtual], walk.next_forward[virtual]):
+            at = first + m
+            arrival = forward_stop[at] if virtual == last else backward_stop[at + n]
+            if arrival > now or arrival >= came or backward_stop[at] < NEVER:
+                continue
+            if jobs.after[m] >= 0 and backward_stop[first + jobs.after[m]] > now:
+                continue
+            found, came = at, arrival
+    return found
+
+
+def next_forward(jobs: Jobs, walk: Walk, stage: int, now: int) -> int:
+    """`at` of the forward that a stage runs next; -1 if its input is not there, or no room for it."""
+    n = len(jobs.forward)
+    for part in range(jobs.parts - 1, -1, -1):
+        virtual = virtual_stage(stage, part, jobs.num_stages)
+        m = walk.next_forward[virtual]
+        if m == n or (virtual > 0 and walk.forward_stop[(virtual - 1) * n + m] > now):
+            continue
+        # Its first visit to the stage: where there is no room now, there is when a backward or a weight is done.
+        if part == 0 and (
+            walk.used[stage] + jobs.reserved[m] > jobs.room
+            or walk.live[stage] >= jobs.most_live[stage]
+            or walk.unfinished[stage] >= jobs.most_unfinished[stage]
+        ):
+            continue
+        return virtual * n + m
+    return -1
