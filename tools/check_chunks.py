@@ -1,0 +1,74 @@
+"""Chunks, split backward and the V shape: what their schedules promise, each figure against its aim.
+
+python -m tools.check_chunks [--quick] [--json FILE] [--only PART ...]
+
+schedules  random micro-batches under every schedule that weighs times: none stands still, memory is never above a
+           stage's room, and no time below the bound or other than the order was made with
+mutations  schedules with one dependency broken: each is refused
+overheads  time over pure work by schedule and scheme, for batches of the planner's benchmark
+
+Exits non-zero if an aim is missed.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from ds_hydra.commands.figures import figures_parser, finish, guarded, print_table
+from tools.chunks.overheads import AIMS, overheads
+from tools.chunks.sweep import FAULTS, sweep_cases, sweep_mutations
+
+CASES, QUICK_CASES = 100_000, 2_000
+MUTATIONS, QUICK_MUTATIONS = 100_000, 4_000
+
+
+def check_schedules(quick: bool, missed: list[str]) -> list[dict[str, Any]]:
+    """Random cases by schedule and ranges of layers, with their faults."""
+    rows = sweep_cases(QUICK_CASES if quick else CASES).rows()
+    for row in rows:
+        missed += [f"{row['schedule']} ({row['ranges']}): {row[f]} of {row['cases']} {f}" for f in FAULTS if row[f]]
+    return rows
+
+
+def check_mutations(quick: bool, missed: list[str]) -> list[dict[str, Any]]:
+    """Broken schedules by kind, and how many of them were refused."""
+    found = sweep_mutations(QUICK_MUTATIONS if quick else MUTATIONS)
+    missed += [f"not refused: {what}" for what in found.passed[:10]]
+    rows: list[dict[str, Any]] = [{"mutation": kind, "made": count} for kind, count in sorted(found.made.items())]
+    return [*rows, {"mutation": "not refused", "made": len(found.passed)}]
+
+
+def check_overheads(quick: bool, missed: list[str]) -> list[dict[str, Any]]:
+    """Time over pure work."""
+    rows = overheads(quick)
+    for row in rows:
+        for (name, scheme), aim in AIMS.items():
+            if row["schedule"] == name and row[scheme] > aim:
+                missed.append(f"{name} on {scheme}: {row[scheme]:.3f} of pure work, not <= {aim}")
+    return rows
+
+
+PARTS = {"schedules": check_schedules, "mutations": check_mutations, "overheads": check_overheads}
+
+
+def main() -> int:
+    """The exit code: 0, or 1 if an aim was missed."""
+    parser = figures_parser(__doc__, "python -m tools.check_chunks")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="run these parts only")
+    args = parser.parse_args()
+    began = time.perf_counter()
+    missed: list[str] = []
+    record: dict[str, Any] = {}
+    for name in args.only:
+        rows = record[name] = PARTS[name](args.quick, missed)
+        print(f"{name}:")
+        print_table(list(rows[0]), [[f"{v:.3f}" if isinstance(v, float) else v for v in row.values()] for row in rows])
+        print(flush=True)
+    summary = f"{', '.join(args.only)} in {time.perf_counter() - began:.0f} s"
+    return finish("check_chunks", summary, record, missed, args.json)
+
+
+if __name__ == "__main__":
+    sys.exit(guarded("check_chunks", main))
