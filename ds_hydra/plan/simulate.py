@@ -6,8 +6,9 @@ from collections.abc import Iterable
 
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.pipe.schedules.batches import Batches
-from ds_hydra.pipe.schedules.registry import orders
+from ds_hydra.pipe.schedules.registry import orders, placed
 from ds_hydra.pipe.schedules.simulate import simulate_loads, simulate_works
+from ds_hydra.pipe.shape import PipelineShape
 from ds_hydra.plan.phase import Phase, PipelinePlan
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.plan.works import has_formula, schedule_batches
@@ -31,31 +32,37 @@ def simulate_pipeline(pipeline: PipelinePlan, cost_table: CostTable) -> float:
     cost, num_stages = cost_table[pipeline.shape], pipeline.shape.pp
     if has_formula(pipeline):
         loads = [cost.load_ms(batch.lengths) for batch in pipeline.microbatches]
-        return _simulated(pipeline, loads)
+        return _simulated(pipeline.shape, loads)
     batches = schedule_batches(pipeline, cost_table)
     return simulate_works(orders(pipeline.schedule, batches, num_stages), batches) / 1e3
 
 
-def _simulated(pipeline: PipelinePlan, loads: list[float]) -> float:
-    batches, num_stages = Batches.whole(len(loads)), pipeline.shape.pp
-    return simulate_loads(orders(pipeline.schedule, batches, num_stages), batches, [loads] * num_stages)
+def _simulated(shape: PipelineShape, loads: list[float]) -> float:
+    batches = Batches.whole(len(loads))
+    return simulate_loads(placed(shape.schedule, batches, shape.pp), [loads] * shape.pp)
 
 
 def _slowest_ms(phase: Phase, cost_table: CostTable) -> float:
-    # The formula is near the simulation and hardly ever below it. So pipelines are simulated in the order of their
-    # formulas, until the rest cannot be slower: of 40 pipelines a few.
-    by_formula = []
+    whole = []
     slowest = 0.0
     for pipeline in phase.pipelines:
         if has_formula(pipeline):
             cost = cost_table[pipeline.shape]
             loads = [cost.load_ms(batch.lengths) for batch in pipeline.microbatches]
-            by_formula.append((cost.pipeline_ms(loads), pipeline, loads))
+            whole.append((cost.pipeline_ms(loads), pipeline.shape, loads))
         else:
             slowest = max(slowest, simulate_pipeline(pipeline, cost_table))
-    for formula, pipeline, loads in sorted(by_formula, key=lambda row: -row[0]):
+    return max(slowest, slowest_of_whole(whole))
+
+
+def slowest_of_whole(pipelines: Iterable[tuple[float, PipelineShape, list[float]]]) -> float:
+    """Simulated ms of the slowest of pipelines that have a formula, each as (its time by the formula, shape, loads)."""
+    # The formula is near the simulation and hardly ever below it. So pipelines are simulated in the order of their
+    # formulas, until the rest cannot be slower: of 40 pipelines a few.
+    slowest = 0.0
+    for formula, shape, loads in sorted(pipelines, key=lambda row: -row[0]):
         if formula * _NO_LONGER_THAN_FORMULA < slowest:
             break
         # One stage runs its loads one after the other: there is nothing to simulate.
-        slowest = max(slowest, _simulated(pipeline, loads) if pipeline.shape.pp > 1 else formula)
+        slowest = max(slowest, _simulated(shape, loads) if shape.pp > 1 else formula)
     return slowest

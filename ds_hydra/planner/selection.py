@@ -11,11 +11,12 @@ from dataclasses import replace
 
 import ds_hydra.planner.kernels as kernels
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
+from ds_hydra.pipe.schedules.registry import WEIGHED
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
 from ds_hydra.plan.phase import MicroBatchPlan, Phase, PipelinePlan
 from ds_hydra.plan.plan_file import load_plans
 from ds_hydra.plan.runnable import check_runnable
-from ds_hydra.plan.simulate import simulated_ms
+from ds_hydra.plan.simulate import simulated_ms, slowest_of_whole
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.plan.validate import check_complete
 from ds_hydra.planner.kernels.problem import Assignment, Batch, PipelineKinds, check_sequences, scheme_arrays
@@ -110,7 +111,7 @@ class Planner:
         position, rank_order = batch.position.tolist(), best.kinds.rank_order
         for i, (p, b) in enumerate(zip(best.owner.tolist(), best.bin_of.tolist(), strict=True)):
             packed[rank_order[p]].setdefault(b, []).append(position[i])
-        pipelines = []
+        pipelines, timed = [], []
         known: dict[ParallelScheme | PipelineShape, tuple[SchemeCost, list[float]]] = {}
         for shape, bins in zip(shapes, packed, strict=True):
             if shape.cost_key not in known:
@@ -120,11 +121,14 @@ class Planner:
             loaded = [(cost.packed_ms([work[i] for i in bins[b]]), tuple(bins[b])) for b in sorted(bins)]
             ordered = order_microbatches(loaded)
             loads = [load for load, _ in ordered]
-            ms = cost.paper_ms(loads) if self.options.objective == "paper" else cost.pipeline_ms(loads)
+            flow_shop = cost.pipeline_ms(loads)
+            ms = cost.paper_ms(loads) if self.options.objective == "paper" else flow_shop
             batches = tuple([MicroBatchPlan.of_whole(sequences, tokens) for _, sequences in ordered])
             pipelines.append(PipelinePlan(shape, batches, ms))
+            timed.append((flow_shop, shape, loads))
         phase = Phase(tuple(pipelines))
-        predicted = simulated_ms((phase,), self.cost_table)
+        weighed = any(shape.schedule in WEIGHED for shape in shapes)
+        predicted = simulated_ms((phase,), self.cost_table) if weighed else slowest_of_whole(timed)
         source = "search" if kernels.select(self.options.kernels).is_compiled else "fast"
         return StepPlan(step, ids, tokens, (phase,), predicted, min(bound, phase.predicted_ms), source)
 

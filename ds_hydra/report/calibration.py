@@ -21,7 +21,7 @@ from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.table_file import TableFile
 from ds_hydra.pipe.placement import split_layers
 from ds_hydra.pipe.schedules.batches import Batches
-from ds_hydra.pipe.schedules.registry import WEIGHED, orders
+from ds_hydra.pipe.schedules.registry import WEIGHED, placed
 from ds_hydra.pipe.schedules.simulate import simulate_loads
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape
 from ds_hydra.plan.simulate import simulate_pipeline
@@ -123,7 +123,7 @@ class Calibration:
                 pipeline_ms.append(simulate_pipeline(pipeline, self._table))
                 continue
             known = Batches(pipeline.chain)
-            pipeline_ms.append(simulate_loads(orders(pipeline.schedule, known, len(loads)), known, loads))
+            pipeline_ms.append(simulate_loads(placed(pipeline.schedule, known, len(loads)), loads))
         overhead = self._step.ms(num_elements, moved_bytes)
         return StepPrediction(tuple(stage_ms), tuple(pipeline_ms), plan.total_ms(pipeline_ms), overhead)
 

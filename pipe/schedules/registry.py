@@ -10,6 +10,7 @@ from functools import lru_cache
 
 from ds_hydra.pipe.schedules.actions import Order, Slot
 from ds_hydra.pipe.schedules.batches import Batches
+from ds_hydra.pipe.schedules.check import Placed, place
 from ds_hydra.pipe.schedules.forward_only import forward_only
 from ds_hydra.pipe.schedules.list_order import h1_order, list_order
 from ds_hydra.pipe.schedules.lower import lower
@@ -37,6 +38,12 @@ def schedule_named(name: str) -> Schedule:
 def orders(name: str, batches: Batches, num_stages: int) -> tuple[Order, ...]:
     """Each stage's actions in training, in order. PlanError if the name is not known."""
     return _orders(schedule_named(name), batches, num_stages)
+
+
+@lru_cache(maxsize=4096)
+def placed(name: str, batches: Batches, num_stages: int) -> tuple[Placed, ...]:
+    """All stages' actions in training, each after what it needs. PlanError if the name is not known."""
+    return place(orders(name, batches, num_stages), batches)
 
 
 @lru_cache(maxsize=4096)

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 from ds_hydra.pipe.schedules.actions import Action, Order, Slot
 from ds_hydra.pipe.schedules.batches import Batches
-from ds_hydra.pipe.schedules.check import place
+from ds_hydra.pipe.schedules.check import Placed, place
 from ds_hydra.zero_hetero.errors import PlanError
 
 FORWARD_SHARE = 1.0 / 3.0  # of the time of a forward and a backward; each of the two gradients takes another third
@@ -144,14 +144,20 @@ def simulate(
     return Simulation(tuple(map(tuple, stages)))
 
 
-def simulate_loads(orders: Sequence[Order], batches: Batches, loads: Sequence[Sequence[float]]) -> float:
+def simulate_loads(placed: Sequence[Placed], loads: Sequence[Sequence[float]]) -> float:
     """Total time when micro-batch m takes stage s `loads[s][m]` for forward and backward, in any unit such as ms.
 
     A forward takes a third of it and a backward two thirds, because it computes two gradients.
     """
     # Two stages, two micro-batches of 3 ms each, by 1F1B: stage 0 runs F0 0..1, F1 1..2, B0 4..6, B1 7..9; stage 1 runs
     # F0 1..2, B0 2..4, F1 4..5, B1 5..7. In all 9 ms, of which stage 0 computes 6 and waits 3.
-    return simulate(orders, batches, lambda stage, action: SHARES[action.kind] * loads[stage][action.microbatch]).total
+    free = [0.0] * len(loads)
+    stops: list[float] = []
+    for stage, action, _, source in placed:
+        start = free[stage] if source < 0 else max(free[stage], stops[source])
+        free[stage] = start + SHARES[action.kind] * loads[stage][action.microbatch]
+        stops.append(free[stage])
+    return max(free)
 
 
 def simulate_works(orders: Sequence[Order], batches: Batches) -> int:

@@ -12,7 +12,7 @@ import pytest
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.data.length_sources import read_length_file, read_lengths, sample_batches
 from ds_hydra.pipe.schedules.batches import Batches
-from ds_hydra.pipe.schedules.registry import orders
+from ds_hydra.pipe.schedules.registry import placed
 from ds_hydra.pipe.schedules.simulate import simulate_loads
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
 from ds_hydra.plan.phase import MicroBatchPlan, Phase, PipelinePlan
@@ -108,7 +108,7 @@ def test_flow_shop_time_is_near_the_simulation_and_no_shorter() -> None:
         stages = int(rng.integers(2, 5))
         flow_shop = sum(loads) + (stages - 1) * max(loads)
         batches = Batches.whole(len(loads))
-        simulated = simulate_loads(orders("1f1b", batches, stages), batches, [loads] * stages)
+        simulated = simulate_loads(placed("1f1b", batches, stages), [loads] * stages)
         assert 0.999 * simulated <= flow_shop <= 1.2 * simulated
         # Phases of two pipelines, the second of which runs but the first two micro-batches.
         scheme = ParallelScheme(1, stages)

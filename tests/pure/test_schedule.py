@@ -16,6 +16,7 @@ from ds_hydra.pipe.schedules.registry import (
     evaluation_slots,
     most_alive,
     orders,
+    placed,
     schedule_named,
     training_slots,
 )
@@ -329,7 +330,7 @@ def test_simulation_of_any_order_keeps_to_its_rules(made: Made, transfer: float)
 def test_1f1b_takes_what_it_takes_on_paper() -> None:
     def total(loads: list[float], num_stages: int) -> float:
         batches = Batches.whole(len(loads))
-        return simulate_loads(orders("1f1b", batches, num_stages), batches, [loads] * num_stages)
+        return simulate_loads(placed("1f1b", batches, num_stages), [loads] * num_stages)
 
     assert total([3.0] * 5, 4) == pytest.approx(3.0 * (5 + 3))
     assert total([3.0, 4.0, 5.0], 1) == pytest.approx(12.0)

@@ -18,7 +18,7 @@ from ds_hydra.costs.table_file import TableFile
 from ds_hydra.pipe.model_plan import Bucket, ModelPlan, ParamSpec
 from ds_hydra.pipe.schedules.actions import Action, Slot, slots_from_text
 from ds_hydra.pipe.schedules.batches import Batches
-from ds_hydra.pipe.schedules.registry import orders, training_slots
+from ds_hydra.pipe.schedules.registry import placed, training_slots
 from ds_hydra.pipe.schedules.simulate import simulate_loads, simulate_slots
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
 from ds_hydra.plan.phase import MicroBatchPlan, Phase, PipelinePlan
@@ -118,7 +118,7 @@ def test_with_links_that_take_no_time_a_step_is_its_slowest_pipeline_and_the_upd
         plan_of("pp2 + 2*tp1", [[3, 5, 4], [9], []])
     )
     three = Batches.whole(3)
-    slowest = max(27.0, simulate_loads(orders("1f1b", three, 2), three, [[9.0, 15.0, 12.0]] * 2))
+    slowest = max(27.0, simulate_loads(placed("1f1b", three, 2), [[9.0, 15.0, 12.0]] * 2))
     # 16 elements on 4 ranks are 4 of each
     assert 1e3 * found.step_s == pytest.approx(5.0 + slowest + 8.0)
     assert found.ranks.compute * 1e3 == pytest.approx([36.0, 36.0, 27.0, 0.0])
