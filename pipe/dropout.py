@@ -56,10 +56,14 @@ def place_key(layer: int | None, module: str, count: int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
 
 
-def token_keys(lengths: Sequence[int], keys: Sequence[int]) -> Tensor:
-    """Keys of the tokens of a packed row, int32 (T,) on the host, from those of its sequences."""
+def token_keys(lengths: Sequence[int], keys: Sequence[int], *, past: int = 0) -> Tensor:
+    """Keys of the tokens of a packed row, int32 (T,) on the host, from those of its sequences.
+
+    `past` is the position of the first token, which is not 0 for a slice of a sequence.
+    """
     sequences = np.repeat(np.asarray(keys, dtype=np.uint32), lengths)
     positions = np.concatenate([np.arange(length, dtype=np.uint32) for length in lengths])
+    positions[: lengths[0]] += np.uint32(past)
     return torch.from_numpy(_mix_array(sequences ^ positions * np.uint32(_GOLDEN)).view(np.int32))
 
 
@@ -109,11 +113,12 @@ class AttentionDropout:
     keys: Tensor  # int32 (T,) of all tokens of the packed row
     place: int
     first_head: int = 0  # of the heads at hand, in the whole model
+    past: int = 0  # position of the first key at hand, which is not 0 for a slice with a window
 
     def __call__(self, weights: Tensor, *, first_token: int, first_query: int, first_key: int) -> Tensor:
         """`weights` (1, heads, queries, keys) of one sequence, some of them dropped.
 
-        The sequence starts at `first_token` of the row; `first_query` and `first_key` count in the sequence.
+        Its queries start at `first_token` of the row; `first_query` and `first_key` count from the first at hand.
         """
         if self.rate >= 1.0:
             return weights * 0.0
@@ -121,7 +126,7 @@ class AttentionDropout:
         per_query = self.keys[first_token + first_query :][:queries]
         per_head = _column_keys(range(self.first_head, self.first_head + heads), weights.device) ^ _signed(_HEADS)
         keys = _mix(per_query ^ _mix(per_head).unsqueeze(-1))
-        keep = keep_mask(keys, self.place, range(first_key, first_key + num_keys), self.rate)
+        keep = keep_mask(keys, self.place, range(self.past + first_key, self.past + first_key + num_keys), self.rate)
         return drop(weights, keep.unsqueeze(0), self.rate)
 
 

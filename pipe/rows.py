@@ -9,6 +9,13 @@ the row, which need not be equal. Sequences A (3 tokens), B (5) and C (2) over s
   position     0  1  2  0  1  2  3  4  0  1
   sp rank      0  0  0  1  1  1  2  2  2  2
 
+A slice of a longer sequence may stand first in a row, and only there [Note: contexts]. With the slice 4..6 of a
+sequence L in front of the sequences B (3 tokens) and C (2):
+
+  token        0  1  2  3  4  5  6
+  sequence     L  L  B  B  B  C  C
+  position     4  5  0  1  2  0  1
+
 The record travels to the attention as one opaque keyword argument. So no layer derives boundaries from tensors, which
 would make the host wait for the device, and a recomputed forward finds the same pack as the first one.
 """
@@ -20,9 +27,13 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
+from ds_hydra.pipe.schedules.batches import Batches
+
 if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import Tensor
+
+    from ds_hydra.pipe.contexts import Contexts
 
 
 def split_tokens(num_tokens: int, num_ranks: int) -> tuple[int, ...]:
@@ -32,20 +43,46 @@ def split_tokens(num_tokens: int, num_ranks: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
+class Chunk:
+    """A slice of a sequence, and what its attention needs of the slices before it."""
+
+    start: int  # position of its first token
+    stop: int
+    contexts: Contexts  # the same object for all slices of the sequence
+
+    @property
+    def is_last(self) -> bool:
+        return self.stop == self.contexts.total
+
+
+@dataclass(frozen=True)
 class Pack:
     """Boundaries of the packed sequences and the sequence parallel group that shares the row."""
 
-    lengths: tuple[int, ...]  # tokens of each sequence of the whole row
+    lengths: tuple[int, ...]  # tokens of each sequence, or of the slice of one, of the whole row
     sp_rank: int = 0
     sp: int = 1
     sp_group: dist.ProcessGroup | None = None
     # what the random numbers of each sequence follow from [Note: draws by place]; none: they are 0, 1, ...
     keys: tuple[int, ...] = ()
+    chunk: Chunk | None = None  # the first of `lengths`, if it is not a whole sequence
     tokens: tuple[int, ...] = field(init=False)  # tokens per sequence parallel rank
 
     def __post_init__(self) -> None:
+        if (chunk := self.chunk) is not None:
+            assert chunk.stop - chunk.start == self.lengths[0], f"tokens {chunk.start}..{chunk.stop} of {self.lengths}"
         # Derived once: every layer of every micro-batch asks for it.
         object.__setattr__(self, "tokens", split_tokens(sum(self.lengths), self.sp))
+
+    @property
+    def past(self) -> int:
+        """Position of the row's first token: tokens of its sequence that ran in slices before."""
+        return 0 if self.chunk is None else self.chunk.start
+
+    @property
+    def whole_lengths(self) -> tuple[int, ...]:
+        """Tokens of each sequence, where of the first only a slice may be in the row."""
+        return self.lengths if self.chunk is None else (self.chunk.contexts.total, *self.lengths[1:])
 
     @property
     def num_tokens(self) -> int:
@@ -69,18 +106,30 @@ class MicroBatch:
     """One packed micro-batch as a stage's rank sees it. Tensors cover its own T_local tokens only."""
 
     pack: Pack
-    position_ids: Tensor  # (1, T_local), restarting at each sequence
+    position_ids: Tensor  # (1, T_local), restarting at each sequence; those of a slice go on where the last one ended
     input_ids: Tensor | None = None  # (1, T_local)
     labels: Tensor | None = None  # (T_local,) next tokens, -100 where there is none; last stage only
     weights: Tensor | None = None  # (T_local,) what each token's loss counts in the step's loss; last stage only
 
 
-def position_ids(lengths: Sequence[int], start: int, stop: int) -> list[int]:
-    """Positions of tokens [start, stop) of a packed row; they restart at each sequence."""
+def position_ids(lengths: Sequence[int], start: int, stop: int, *, past: int = 0) -> list[int]:
+    """Positions of tokens [start, stop) of a packed row; they restart at each sequence, the first begins at `past`."""
     positions: list[int] = []
     begin = 0
     for length in lengths:
         lo, hi = max(start, begin), min(stop, begin + length)
-        positions += range(lo - begin, hi - begin)
-        begin += length
+        positions += range(lo - begin + past, hi - begin + past)
+        begin, past = begin + length, 0
     return positions
+
+
+def chains_of(packs: Sequence[Pack]) -> Batches:
+    """The micro-batches of a pipeline as its schedule has to know them [Note: chains]."""
+    latest: dict[int, int] = {}  # the last slice of each sequence so far, by its contexts
+    before: list[int] = []
+    for index, pack in enumerate(packs):
+        sequence = 0 if pack.chunk is None else id(pack.chunk.contexts)
+        before.append(latest.get(sequence, -1))
+        if sequence:
+            latest[sequence] = index
+    return Batches(tuple(before))

@@ -100,6 +100,7 @@ class StageRuntime:
                     elif action.kind == "backward":
                         with self._lap("backward", action.microbatch):
                             self._backward(run, action.microbatch)
+                        _free_contexts(run, action.microbatch)
                     else:
                         assert not action.computes, f"{action}: no schedule of the registry splits a backward"
         with self._lap("send"):
@@ -120,6 +121,7 @@ class StageRuntime:
             run.loss += out.detach()
             self.losses[microbatch] = out.detach()
         if not run.trains:
+            _free_contexts(run, microbatch)
             del run.inputs[microbatch]
             if self.module.place.is_last:
                 del run.outputs[microbatch]
@@ -185,6 +187,17 @@ class StageRuntime:
     def _empty(self, pack: Pack, width: int) -> Tensor:
         start, stop = pack.local
         return torch.empty((1, stop - start, width), device=self.device, dtype=self.dtype)
+
+
+def _free_contexts(run: _Run, microbatch: int) -> None:
+    """Free what slices of a sequence have kept, after the last action that needs it [Note: contexts].
+
+    In training that is the backward of the first slice. It frees each layer's context by itself, but where keys and
+    values have no gradient (frozen layers), and there a layer may still be recomputed until now.
+    """
+    chunk = run.batches[microbatch].pack.chunk
+    if chunk is not None and (chunk.start == 0 if run.trains else chunk.is_last):
+        chunk.contexts.free()
 
 
 def _slices(rows: Sequence[Rows], hidden: Tensor) -> list[tuple[int, Tensor]]:

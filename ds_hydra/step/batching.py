@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from ds_hydra.pipe.contexts import Contexts
 from ds_hydra.pipe.dropout import sequence_key
 from ds_hydra.pipe.loss import IGNORED
-from ds_hydra.pipe.rows import MicroBatch, Pack, position_ids
+from ds_hydra.pipe.rows import Chunk, MicroBatch, Pack, position_ids
 from ds_hydra.pipe.stage import StagePlace
-from ds_hydra.plan.phase import MicroBatchPlan
+from ds_hydra.plan.phase import MicroBatchPlan, Span
 
 Tokens = npt.NDArray[np.int64]
 Load = Callable[[int], tuple[Tokens, Tokens]]  # sequence id -> (input_ids, labels), both (length,)
@@ -28,6 +30,15 @@ class RankBatches:
     num_padding: int  # tokens added so that every sequence parallel rank holds at least one
 
 
+class _Row(NamedTuple):
+    """What is packed together: a slice of a longer sequence, if there is one, in front of whole sequences."""
+
+    spans: tuple[Span, ...]
+    ids: tuple[int, ...]  # of the spans' sequences
+    keys: tuple[int, ...]  # what is drawn for them follows from these
+    chunk: Chunk | None
+
+
 def build_batches(
     microbatches: Sequence[MicroBatchPlan],
     sequence_ids: Sequence[int],
@@ -38,43 +49,51 @@ def build_batches(
     *,
     step_key: int = 0,
 ) -> RankBatches:
-    """Pack the micro-batches of one pipeline, of whole sequences, for one rank of it.
+    """Pack the micro-batches of one pipeline for one rank of it: all slices of a sequence, or the whole of it.
 
     Each rank reads the sequences that it has tokens of: later stages may look tokens up too (an embedding of every
     layer's own), only the last reads labels. What is drawn at random for a sequence follows from `step_key` and its id.
     """
+    contexts = _contexts(microbatches)
     built: list[tuple[MicroBatch, int, int]] = []
     for batch in microbatches:
-        ids = [sequence_ids[span.sequence] for span in batch.spans]
-        keys = [sequence_key(step_key, sequence) for sequence in ids]
-        built.append(_build(ids, keys, batch.lengths, place, load, loss_norm, device))
+        spans = tuple(sorted(batch.spans, key=lambda span: span.sequence not in contexts))
+        first = spans[0]
+        own = contexts.get(first.sequence)
+        ids = tuple(sequence_ids[span.sequence] for span in spans)
+        keys = tuple(sequence_key(step_key, sequence) for sequence in ids)
+        row = _Row(spans, ids, keys, None if own is None else Chunk(first.start, first.stop, own))
+        built.append(_build(row, place, load, loss_norm, device))
     return RankBatches(
         tuple(batch for batch, _, _ in built), sum(w for _, w, _ in built), sum(pad for _, _, pad in built)
     )
 
 
+def _contexts(microbatches: Sequence[MicroBatchPlan]) -> dict[int, Contexts]:
+    """Contexts of each sequence that runs in slices: in a valid plan, one that several spans name."""
+    stops: dict[int, list[int]] = {}
+    for batch in microbatches:
+        for span in batch.spans:
+            stops.setdefault(span.sequence, []).append(span.stop)
+    return {sequence: Contexts(max(found)) for sequence, found in stops.items() if len(found) > 1}
+
+
 def _build(
-    ids: Sequence[int],
-    keys: Sequence[int],
-    lengths: Sequence[int],
-    place: StagePlace,
-    load: Load,
-    loss_norm: str,
-    device: torch.device,
+    row: _Row, place: StagePlace, load: Load, loss_norm: str, device: torch.device
 ) -> tuple[MicroBatch, int, int]:
     # Every sequence parallel rank must hold a token: many kernels refuse an empty tensor. A row of T tokens is cut at
     # T * rank // sp, which gives everybody one as soon as T >= sp. With sp = 4 a row of 3 tokens would be cut into
     # 0 1 1 1; one token of padding makes it 1 1 1 1. The padding is a sequence of its own, so no other token attends
     # to it, and it has no target, so it adds nothing to loss and gradients.
+    lengths, keys = tuple(span.stop - span.start for span in row.spans), row.keys
     padding = max(0, place.stage.sp - sum(lengths))
-    packed = (*lengths, padding) if padding else tuple(lengths)
-    drawn = (*keys, 0) if padding else tuple(keys)
-    pack = Pack(packed, place.sp_rank, place.stage.sp, place.sp_group, drawn)
+    if padding:
+        lengths, keys = (*lengths, padding), (*keys, 0)
+    pack = Pack(lengths, place.sp_rank, place.stage.sp, place.sp_group, keys, row.chunk)
     start, stop = pack.local
-    positions = torch.tensor([position_ids(packed, start, stop)], device=device)
+    positions = torch.tensor([position_ids(lengths, start, stop, past=pack.past)], device=device)
     labels = weights = None
-    counted = 0
-    tokens, targets, scale, counted = _row(ids, packed, start, stop, place, load, loss_norm)
+    tokens, targets, scale, counted = _fill(row, pack, place, load, loss_norm)
     input_ids = torch.from_numpy(tokens[start:stop]).to(device).unsqueeze(0)
     if place.is_last:
         labels = torch.from_numpy(targets[start:stop]).to(device)
@@ -82,39 +101,38 @@ def _build(
     return MicroBatch(pack, positions, input_ids, labels, weights), counted, padding
 
 
-def _row(
-    ids: Sequence[int],
-    packed: Sequence[int],
-    start: int,
-    stop: int,
-    place: StagePlace,
-    load: Load,
-    loss_norm: str,
+def _fill(
+    row: _Row, pack: Pack, place: StagePlace, load: Load, loss_norm: str
 ) -> tuple[Tokens, Tokens, npt.NDArray[np.float64], int]:
     """Tokens, labels and unnormalised loss weights of the whole row, filled in where this rank needs them."""
-    num_tokens = sum(packed)
+    num_tokens = pack.num_tokens
+    start, stop = pack.local
     tokens = np.zeros(num_tokens, dtype=np.int64)
     targets = np.full(num_tokens, IGNORED, dtype=np.int64)
     scale = np.zeros(num_tokens)
     whole = place.is_last and loss_norm != "token"  # needs the targets of all of a sequence
     begin, sequences = 0, 0
-    for sequence_id, length in zip(ids, packed, strict=False):  # `packed` may end with padding, which has no id
-        end = begin + length
+    for span, sequence_id in zip(row.spans, row.ids, strict=True):
+        end = begin + span.stop - span.start
         # Each rank reads from the data only the sequences that it has tokens of. With sp = 2 and the lengths 6 and 2,
         # rank 0 holds the tokens 0..3 and reads the first sequence only, rank 1 reads both.
         if whole or (begin < stop and end > start):
-            tokens[begin:end], targets[begin:end] = load(sequence_id)
-            count = int((targets[begin:end] != IGNORED).sum())
+            # Labels are cut after they were made: the target of a slice's last token is the next slice's first.
+            all_tokens, all_targets = load(sequence_id)
+            tokens[begin:end] = all_tokens[span.start : span.stop]
+            targets[begin:end] = all_targets[span.start : span.stop]
+            count = int((all_targets != IGNORED).sum())
             scale[begin:end] = 1.0 / max(1, count) if loss_norm == "sequence" else 1.0
-            sequences += count > 0
+            sequences += count > 0 and span.start == 0  # the first slice counts for all
         begin = end
+    in_row = int((targets != IGNORED).sum())
     if loss_norm == "micro_batch":
-        scale /= max(1, int((targets != IGNORED).sum()))
+        scale /= max(1, in_row)
     # Added over all ranks, the counts must be the step's number of targets, sequences or micro-batches. Targets are
     # spread over sequence parallel ranks, so each counts its own; a sequence or a micro-batch is whole on all of them,
     # so the first counts it for all. Tensor parallel ranks hold the same tokens: again the first counts.
     if loss_norm == "token":
         counted = int((targets[start:stop] != IGNORED).sum())
     else:
-        counted = (int(sequences > 0) if loss_norm == "micro_batch" else sequences) if place.sp_rank == 0 else 0
+        counted = (int(in_row > 0) if loss_norm == "micro_batch" else sequences) if place.sp_rank == 0 else 0
     return tokens, targets, scale, counted if place.is_last and place.tp_rank == 0 else 0

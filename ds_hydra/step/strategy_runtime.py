@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from ds_hydra.pipe.rows import chains_of
 from ds_hydra.pipe.runtime import Doing, StageRuntime
-from ds_hydra.pipe.schedules.batches import Batches
 from ds_hydra.pipe.schedules.registry import evaluation_slots, training_slots
 from ds_hydra.pipe.stage import ModelSource, StagePlace, shard_view
 from ds_hydra.pipe.transfers import plan_transfers, room_for_pushes
@@ -171,7 +171,8 @@ class StrategyRuntime:
         """
         self._arena.grads[: self._num_grads].zero_()
         self._start_pulls()
-        slots = training_slots("1f1b", Batches.whole(len(batches)), self.num_stages, self.stage_index)
+        known = chains_of([batch.pack for batch in batches])
+        slots = training_slots("1f1b", known, self.num_stages, self.stage_index)
         with self._watch.lap("run", stage=self.stage_index):
             loss = self.stage_runtime.run(slots, batches, partial(self._before_last_backward, accumulate))
         # Once more, for a pipeline without micro-batches: it had no last backward, but its rank owns masters that
@@ -185,7 +186,8 @@ class StrategyRuntime:
         """Pull and run every micro-batch forward. Returns this rank's share of the loss."""
         self.module.module.eval()
         self._start_pulls()
-        slots = evaluation_slots(Batches.whole(len(batches)), self.num_stages, self.stage_index)
+        known = chains_of([batch.pack for batch in batches])
+        slots = evaluation_slots(known, self.num_stages, self.stage_index)
         loss = self.stage_runtime.run(slots, batches)
         self.pulls.finish()
         self.module.module.train()

@@ -12,18 +12,36 @@ import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ds_hydra.pipe.contexts import Context
 from ds_hydra.pipe.dropout import AttentionDropout
 from ds_hydra.pipe.rows import Pack
 from ds_hydra.pipe.ulysses import gather_heads, scatter_heads
 from ds_hydra.zero_hetero.errors import ConfigError
 
 QUERY_BLOCK = 1024  # rows of scores held at once where a mask or a softcap needs them in memory
+
+
+class Segments(NamedTuple):
+    """Which rows belong together: queries[i] rows of queries and keys[i] of keys, which may be more, are a sequence.
+
+    Its last query is the token of its last key: a slice of 2 tokens after 4 others has 2 queries and 6 keys, of which
+    the first query sees 5.
+    """
+
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, lengths: tuple[int, ...]) -> Segments:
+        """Those of whole sequences."""
+        return cls(lengths, lengths)
 
 
 def varlen_attention(
@@ -38,13 +56,15 @@ def varlen_attention(
     sinks: Tensor | None = None,
     dropout: AttentionDropout | None = None,
     backend: str | None = None,
+    context: Context | None = None,
 ) -> Tensor:
     """Causal attention within each sequence of a pack, by Ulysses over its sequence parallel group.
 
     q (T_local, heads, d), k (T_local, kv_heads, d), v (T_local, kv_heads, d_v) -> (T_local, heads, d_v).
     `window` counts the token itself; `softcap` bounds the scores by softcap * tanh(scores / softcap); `sinks` (heads,)
-    are learnt scores of a key that every token sees and that has no value; `dropout` is that of the heads at hand.
-    Raises ConfigError for a backend that lacks what is asked for.
+    are learnt scores of a key that every token sees and that has no value; `dropout` is that of the heads at hand;
+    `context` keeps the keys and values of a pack's slice for the slices behind it.
+    Raises ConfigError for a backend that lacks what is asked for, and for a slice without a context.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if pack.sp > 1:
@@ -52,8 +72,31 @@ def varlen_attention(
         sinks = None if sinks is None else sinks.tensor_split(pack.sp)[pack.sp_rank]
         if dropout is not None:
             dropout = replace(dropout, first_head=dropout.first_head + pack.sp_rank * q.shape[1])
+    attend = partial(_attend, scale=scale, window=window, softcap=softcap, sinks=sinks, backend=backend)
+    if pack.chunk is None:
+        out = attend(q, k, v, Segments.whole(pack.lengths), dropout=dropout)
+    elif context is None:
+        raise ConfigError("a slice of a sequence was handed to an attention that keeps no keys and values of its own")
+    else:
+        # Two calls: one call would have to copy the context next to the keys of the sequences beside the slice.
+        size = pack.lengths[0]
+        ks, vs = context.join(k[:size], v[:size], pack.past, window)
+        own = None if dropout is None else replace(dropout, keys=dropout.keys[:size], past=pack.past + size - len(ks))
+        out = attend(q[:size], ks, vs, Segments((size,), (len(ks),)), dropout=own)
+        if len(pack.lengths) > 1:
+            rest = None if dropout is None else replace(dropout, keys=dropout.keys[size:])
+            beside = Segments.whole(pack.lengths[1:])
+            out = torch.cat((out, attend(q[size:], k[size:], v[size:], beside, dropout=rest)))
+    return gather_heads(out, pack) if pack.sp > 1 else out
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, segments: Segments, *, scale: float, window: int | None, softcap: float | None,
+    sinks: Tensor | None, dropout: AttentionDropout | None, backend: str | None,
+) -> Tensor:  # fmt: skip
+    """Attention on one rank's heads, by the backend that is asked for or the fastest that has what is needed."""
     # A window that no sequence exceeds changes nothing, and without one every backend has its fastest kernel.
-    if window is not None and window >= max(pack.lengths):
+    if window is not None and window >= max(segments.keys):
         window = None
     if dropout is not None and backend not in (None, "sdpa"):
         raise ConfigError(
@@ -61,14 +104,12 @@ def varlen_attention(
             "set attention_dropout to 0 in the model's config, or use the backend 'sdpa'"
         )
     if sinks is not None or dropout is not None:
-        out = per_sequence_sdpa(q, k, v, pack, scale, window, softcap, sinks=sinks, dropout=dropout)
-    else:
-        attend = BACKENDS[backend] if backend else choose_backend(q, v, softcap)
-        out = attend(q, k, v, pack, scale, window, softcap)
-    return gather_heads(out, pack) if pack.sp > 1 else out
+        return per_sequence_sdpa(q, k, v, segments, scale, window, softcap, sinks=sinks, dropout=dropout)
+    attend = BACKENDS[backend] if backend else choose_backend(q, v, softcap)
+    return attend(q, k, v, segments, scale, window, softcap)
 
 
-Attend = Callable[[Tensor, Tensor, Tensor, Pack, float, int | None, float | None], Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor, Segments, float, int | None, float | None], Tensor]
 
 
 def choose_backend(q: Tensor, v: Tensor, softcap: float | None) -> Attend:
@@ -100,7 +141,7 @@ def _torch_varlen() -> Callable[..., Any] | None:
 
 
 def torch_varlen(
-    q: Tensor, k: Tensor, v: Tensor, pack: Pack, scale: float, window: int | None, softcap: float | None
+    q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, window: int | None, softcap: float | None
 ) -> Tensor:
     """torch.nn.attention.varlen (FlashAttention 2 in the torch build); CUDA, 16 bit, no softcap."""
     if softcap is not None:
@@ -108,29 +149,27 @@ def torch_varlen(
     varlen_attn = _torch_varlen()
     if varlen_attn is None:
         raise ConfigError("this torch has no torch.nn.attention.varlen.varlen_attn with window_size; use torch >= 2.12")
-    bounds, longest = _bounds(pack, q.device), max(pack.lengths)
     # Kernels count the tokens to the left without the token itself: a window of 4 is 3 here, and -1 stands for all.
     left = -1 if window is None else window - 1
     k, v, extra = _match_heads(q, k, v, "enable_gqa" in inspect.signature(varlen_attn).parameters)
-    return varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=(left, 0), **extra)
+    return varlen_attn(q, k, v, *_bounds(segments, q.device), scale=scale, window_size=(left, 0), **extra)
 
 
 def flash_attn(
-    q: Tensor, k: Tensor, v: Tensor, pack: Pack, scale: float, window: int | None, softcap: float | None
+    q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, window: int | None, softcap: float | None
 ) -> Tensor:
     """The flash-attn package; CUDA, 16 bit, with window and softcap."""
     from flash_attn import flash_attn_varlen_func
 
-    bounds, longest = _bounds(pack, q.device), max(pack.lengths)
     left = -1 if window is None else window - 1
     return flash_attn_varlen_func(
-        q, k, v, bounds, bounds, longest, longest,
+        q, k, v, *_bounds(segments, q.device),
         softmax_scale=scale, causal=True, window_size=(left, 0), softcap=softcap or 0.0,
     )  # fmt: skip
 
 
 def per_sequence_sdpa(
-    q: Tensor, k: Tensor, v: Tensor, pack: Pack, scale: float, window: int | None, softcap: float | None,
+    q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, window: int | None, softcap: float | None,
     *, sinks: Tensor | None = None, dropout: AttentionDropout | None = None,
 ) -> Tensor:  # fmt: skip
     """One scaled_dot_product_attention per sequence: any device, any dtype, every feature.
@@ -139,16 +178,19 @@ def per_sequence_sdpa(
     """
     outs: list[Tensor] = []
     shown = softcap is not None or sinks is not None or dropout is not None
-    for start, length in zip(pack.offsets, pack.lengths, strict=False):
-        qs, ks, vs = (x[start : start + length].transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-        if shown or (window is not None and window < length):
+    start = 0
+    parts = (x.split(sizes) for x, sizes in ((q, segments.queries), (k, segments.keys), (v, segments.keys)))
+    for queries, keys, *rows in zip(*segments, *parts, strict=True):
+        qs, ks, vs = (x.transpose(0, 1).unsqueeze(0) for x in rows)
+        if shown or queries < keys or (window is not None and window < keys):
             drop = None if dropout is None else partial(dropout, first_token=start)
             out = _blocked(qs, ks, vs, scale, window, softcap, sinks=sinks, drop=drop)
-        else:
+        else:  # which lets the first query see the first key only: right for a whole sequence alone
             out = F.scaled_dot_product_attention(
                 qs, ks, vs, is_causal=True, scale=scale, enable_gqa=qs.shape[1] != ks.shape[1]
             )
         outs.append(out.squeeze(0).transpose(0, 1))
+        start += queries
     return torch.cat(outs)
 
 
@@ -156,22 +198,26 @@ def _blocked(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None,
     *, sinks: Tensor | None, drop: Callable[..., Tensor] | None,
 ) -> Tensor:  # fmt: skip
-    """One sequence in blocks of query rows, each against the keys it can see: (1, heads, T, d)."""
+    """One sequence, or a slice with all keys so far, in blocks of query rows, each against the keys it can see.
+
+    q (1, heads, T, d), k (1, kv_heads, past + T, d) and v likewise -> (1, heads, T, d_v).
+    """
     # A mask or a softcap needs the scores in memory. 32 heads of a sequence of 32,768 tokens have 128 GiB of them in
     # FP32; a block of 1,024 rows has 4 GiB at most. With a window of 256 tokens the rows 1024..2047 see only the keys
     # 769..2047, since row 1024 sees itself and the 255 before it: the block needs 160 MiB.
     length = q.shape[2]
+    past = k.shape[2] - length
     queries_per_key = q.shape[1] // k.shape[1]
     outs: list[Tensor] = []
     for start in range(0, length, QUERY_BLOCK):
         stop = min(start + QUERY_BLOCK, length)
-        first = 0 if window is None else max(0, start - window + 1)
-        rows = torch.arange(start, stop, device=q.device)[:, None]
-        columns = torch.arange(first, stop, device=q.device)[None]
+        first = 0 if window is None else max(0, past + start - window + 1)
+        rows = torch.arange(past + start, past + stop, device=q.device)[:, None]
+        columns = torch.arange(first, past + stop, device=q.device)[None]
         seen = columns <= rows
         if window is not None:
             seen &= columns > rows - window
-        qb, kb, vb = q[:, :, start:stop], k[:, :, first:stop], v[:, :, first:stop]
+        qb, kb, vb = q[:, :, start:stop], k[:, :, first : past + stop], v[:, :, first : past + stop]
         if softcap is None and sinks is None and drop is None:
             grouped = queries_per_key > 1
             outs.append(F.scaled_dot_product_attention(qb, kb, vb, attn_mask=seen, scale=scale, enable_gqa=grouped))
@@ -185,7 +231,7 @@ def _blocked(
                 (scores, sinks.to(scores.dtype).view(1, -1, 1, 1).expand(1, -1, stop - start, 1)), dim=-1
             )
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-        weights = torch.softmax(scores, dim=-1, dtype=wide).to(q.dtype)[..., : stop - first]
+        weights = torch.softmax(scores, dim=-1, dtype=wide).to(q.dtype)[..., : past + stop - first]
         outs.append((weights if drop is None else drop(weights, first_query=start, first_key=first)) @ vb)
     return torch.cat(outs, dim=2)
 
@@ -203,11 +249,18 @@ def _match_heads(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> tuple[Tensor
     return k.repeat_interleave(queries_per_key, dim=1), v.repeat_interleave(queries_per_key, dim=1), {}
 
 
-def _bounds(pack: Pack, device: torch.device) -> Tensor:
-    """Where sequences begin and end in the row, as varlen kernels want it (`cu_seqlens`): (sequences + 1,)."""
+def _bounds(segments: Segments, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
+    """What varlen kernels want to know: where sequences begin and end among queries and keys, and the longest of each.
+
+    The first two are (sequences + 1,). Both kernels let the last query of a sequence see its last key.
+    """
     # Lengths 3, 5 and 2 give 0 3 8 10: sequence i has the tokens bounds[i] .. bounds[i + 1] - 1, and a token attends
     # only within its own, so no mask of 10 x 10 is made. The numbers come from the host: nothing waits for the device.
-    return torch.tensor(pack.offsets, dtype=torch.int32).to(device, non_blocking=True)
+    found = [
+        torch.tensor((0, *accumulate(sizes)), dtype=torch.int32).to(device, non_blocking=True)
+        for sizes in dict.fromkeys(segments)  # queries and keys of whole sequences are the same
+    ]
+    return found[0], found[-1], max(segments.queries), max(segments.keys)
 
 
 BACKENDS: dict[str, Attend] = {"torch": torch_varlen, "flash": flash_attn, "sdpa": per_sequence_sdpa}

@@ -75,8 +75,18 @@ def hydra_attention(
         raise ConfigError(f"{type(module).__name__} did not pass the keyword argument 'hydra' on to its attention")
     drop = _dropout_of(module, dropout, query.shape[1])
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # (T_local, heads, d)
+    context = None if hydra.chunk is None else hydra.chunk.contexts.of(module)
     out = varlen_attention(
-        q, k, v, hydra, scale=scaling, window=sliding_window, softcap=softcap, sinks=s_aux, dropout=drop
+        q,
+        k,
+        v,
+        hydra,
+        scale=scaling,
+        window=sliding_window,
+        softcap=softcap,
+        sinks=s_aux,
+        dropout=drop,
+        context=context,
     )
     return out.unsqueeze(0), None
 

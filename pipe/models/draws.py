@@ -49,7 +49,8 @@ class Keys(NamedTuple):
     @classmethod
     def of(cls, pack: Pack, device: torch.device) -> Keys:
         """Keys of a pack; of one without keys, those of the sequences 0, 1, ..."""
-        row = token_keys(pack.lengths, pack.keys or range(len(pack.lengths))).to(device, non_blocking=True)
+        row = token_keys(pack.lengths, pack.keys or range(len(pack.lengths)), past=pack.past)
+        row = row.to(device, non_blocking=True)
         start, stop = pack.local
         return cls(row, row[start:stop])
 

@@ -141,12 +141,13 @@ def _by_length(module: Any, kinds: dict[str | None, str], pack_of: Callable[[], 
         limit = int(parameters["original_max_position_embeddings"])
         pack = pack_of()
         short = forward(x, position_ids.clamp(max=limit - 1), **extra)
-        if max(pack.lengths) <= limit:
+        if max(pack.whole_lengths) <= limit:
             return short  # type: ignore[no-any-return]
         beyond = torch.cat([position_ids, torch.full_like(position_ids[:, :1], limit)], dim=1)
         long = tuple(table[..., :-1, :] for table in forward(x, beyond, **extra))
         start, stop = pack.local
-        of_row = [length > limit for length in pack.lengths for _ in range(length)][start:stop]
+        sizes = zip(pack.whole_lengths, pack.lengths, strict=True)
+        of_row = [whole > limit for whole, length in sizes for _ in range(length)][start:stop]
         is_long = torch.tensor(of_row, device=position_ids.device)[:, None]
         return tuple(torch.where(is_long, a, b) for a, b in zip(long, short, strict=True))
 

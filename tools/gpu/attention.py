@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ds_hydra.pipe.attention.backends import BACKENDS, choose_backend
-from ds_hydra.pipe.rows import Pack
+from ds_hydra.pipe.attention.backends import BACKENDS, Segments, choose_backend
 from tools.gpu.bench import Bench, Findings, Table
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -97,11 +96,11 @@ def _usable(bench: Bench) -> Iterator[str]:
 
 
 def _measure(bench: Bench, name: str, mix: Mix, inputs: list[Tensor], expected: list[Tensor]) -> Measured:
-    pack, scale = Pack(mix.lengths), inputs[0].shape[-1] ** -0.5
+    segments, scale = Segments.whole(mix.lengths), inputs[0].shape[-1] ** -0.5
     q, k, v = (x.detach().requires_grad_() for x in inputs)
 
     def forward() -> Tensor:
-        return BACKENDS[name](q, k, v, pack, scale, mix.window, None)
+        return BACKENDS[name](q, k, v, segments, scale, mix.window, None)
 
     def both() -> list[Tensor]:
         out = forward()
@@ -117,7 +116,7 @@ def _measure(bench: Bench, name: str, mix: Mix, inputs: list[Tensor], expected: 
     with torch.no_grad():
         forward_ms = bench.median_ms(forward, repeats)
         chosen = choose_backend(q, v, None) is BACKENDS[name]
-    return Measured(name, mix.name, pack.num_tokens, output, max(gradients), forward_ms, both_ms,
+    return Measured(name, mix.name, sum(mix.lengths), output, max(gradients), forward_ms, both_ms,
                     flops / both_ms / 1e9, chosen)  # fmt: skip
 
 

@@ -1,0 +1,126 @@
+"""Keys and values of one slice of a sequence in, those of all tokens up to its end out; and their gradients back.
+
+[Note: contexts]
+A long sequence may run in slices, each in a micro-batch of its own. The tokens of a slice attend to all tokens before
+them, so every layer keeps the keys and values of a sequence until its last slice has run, in a `Context`. With the
+slices 0..4, 4..6 and 6..9 of a sequence of 9 tokens:
+
+  forward of 0..4    writes rows 0..4    attends to rows 0..4
+  forward of 4..6    writes rows 4..6    attends to rows 0..6
+  forward of 6..9    writes rows 6..9    attends to rows 0..9
+
+A row's gradient comes from all slices that attended to it. If the backwards run in the reverse order, the gradients of
+a slice's own rows are complete when its backward comes, since all later slices have added theirs:
+
+  backward of 6..9   adds to rows 0..9   hands on rows 6..9
+  backward of 4..6   adds to rows 0..6   hands on rows 4..6
+  backward of 0..4   adds to rows 0..4   hands on rows 0..4; nobody needs the context any more
+
+So a slice's backward is an ordinary one that begins with what it handed on, and autograd knows of no other slice. In
+any other order the gradients would be wrong without a sign of it, so an order that is not the reverse is refused.
+
+The idea of slices with the keys and values of those before: Li et al. 2021 (TeraPipe); backwards in reverse order: Sun
+et al. 2024 (Seq1F1B).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_hydra.zero_hetero.errors import PlanError
+
+
+class Context:
+    """Keys and values of a sequence in one layer, and the sums of their gradients [Note: contexts].
+
+    Under Ulysses a rank keeps all tokens of its own heads, under tensor parallelism its own heads too.
+    """
+
+    def __init__(self, total: int):
+        self.total = total
+        self._rows: tuple[Tensor, ...] = ()  # keys and values (total, kv_heads, d)
+        self._sums: tuple[Tensor, ...] = ()  # of their gradients, of those tokens that may still get more
+        self._written = 0  # tokens whose keys and values have been there
+        self._open = total  # the next backward is that of the slice that stops here
+
+    def join(self, k: Tensor, v: Tensor, start: int, window: int | None = None) -> tuple[Tensor, Tensor]:
+        """Keep the keys and values of a slice, and return those that its tokens may attend to.
+
+        k (s, kv_heads, d) and v (s, kv_heads, d_v) of the tokens from `start` on -> the rows of the tokens 0, 1, ...,
+        start + s - 1; with a window, which counts the token itself, from start - window + 1 on. Raises PlanError for
+        slices out of order, also in the backward.
+        """
+        first = 0 if window is None else max(0, start - window + 1)
+        joined: tuple[Tensor, Tensor] = _Join.apply(k, v, self, start, first)
+        return joined
+
+    def write(self, own: tuple[Tensor, ...], start: int, first: int) -> tuple[Tensor, ...]:
+        """Keep the rows of a slice and return all rows from `first` to its end."""
+        stop = start + len(own[0])
+        if start > self._written:
+            raise PlanError(
+                f"tokens {start} to {stop} of a sequence of {self.total} run forward when only {self._written} tokens "
+                "have: a schedule must run the slices of a sequence in order"
+            )
+        self._written = max(self._written, stop)  # a layer that is recomputed writes the same rows again
+        self._rows = self._rows or tuple(x.new_empty(self.total, *x.shape[1:]) for x in own)
+        # `.data` has a version of its own: later slices write below what autograd keeps for the backward of this one.
+        for rows, x in zip(self._rows, own, strict=True):
+            rows.data[start:stop] = x
+        return tuple(rows.data[first:stop] for rows in self._rows)
+
+    def add(self, gradients: tuple[Tensor, ...], start: int, first: int) -> tuple[Tensor, ...]:
+        """Add the gradients of the rows from `first` to a slice's end; return those of its own rows, now complete."""
+        stop = first + len(gradients[0])
+        if stop != self._open:
+            raise PlanError(
+                f"the backward of the tokens {start} to {stop} of a sequence of {self.total} runs when that of the "
+                f"slice up to {self._open} is due: its gradients would be wrong. A schedule must run the backwards of "
+                "the slices of a sequence in reverse order"
+            )
+        self._open = start
+        # In FP32 at least: many slices may add to a row, and each sum in 16 bit would lose bits.
+        self._sums = self._sums or tuple(
+            torch.zeros(stop, *x.shape[1:], dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+            for x in gradients
+        )
+        for total, x in zip(self._sums, gradients, strict=True):
+            total[first:stop] += x
+        own = tuple(total[start:stop].to(x.dtype) for total, x in zip(self._sums, gradients, strict=True))
+        if start == 0:
+            self._rows = self._sums = ()
+        return own
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, k: Tensor, v: Tensor, context: Context, start: int, first: int) -> tuple[Tensor, ...]:
+        ctx.context, ctx.start, ctx.first = context, start, first
+        return context.write((k, v), start, first)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return *ctx.context.add(gradients, ctx.start, ctx.first), None, None, None
+
+
+class Contexts:
+    """All contexts of one sequence on one rank: one for each module that attends."""
+
+    def __init__(self, total: int):
+        """`total` tokens has the sequence."""
+        self.total = total
+        self._of: dict[Hashable, Context] = {}
+
+    def of(self, module: Hashable) -> Context:
+        """The context of a module, which must attend once in each forward of a slice."""
+        if module not in self._of:
+            self._of[module] = Context(self.total)
+        return self._of[module]
+
+    def free(self) -> None:
+        """Give all memory back: no slice of the sequence will run any more."""
+        self._of.clear()

@@ -1,0 +1,267 @@
+"""Slices of sequences equal whole ones: their rows, what they draw, and attention with the keys and values before."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ds_hydra.pipe.attention.backends import varlen_attention
+from ds_hydra.pipe.contexts import Context, Contexts
+from ds_hydra.pipe.dropout import AttentionDropout, token_keys
+from ds_hydra.pipe.loss import IGNORED
+from ds_hydra.pipe.placement import place_pipeline
+from ds_hydra.pipe.rows import Chunk, Pack, chains_of, position_ids
+from ds_hydra.pipe.shape import ParallelScheme, PipelineShape
+from ds_hydra.pipe.stage import StagePlace
+from ds_hydra.plan.phase import MicroBatchPlan, Span
+from ds_hydra.step.batching import RankBatches, build_batches
+from ds_hydra.zero_hetero.errors import ConfigError, PlanError
+
+CPU, FLOAT64 = torch.device("cpu"), torch.float64
+LENGTHS = (40, 7, 3, 25, 1, 60)
+IDS = (11, 5, 90, 3, 8, 70)
+
+
+def cuts(total: int, draw: random.Random, most: int = 4) -> list[tuple[int, int]]:
+    inner = sorted(draw.sample(range(1, total), min(total - 1, draw.randint(1, most - 1))))
+    return list(pairwise([0, *inner, total]))
+
+
+# Rows: tokens, positions, labels, weights.
+
+
+def load(sequence: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens that tell where they are from, and the next ones; a third of the targets are not learnt."""
+    length = LENGTHS[IDS.index(sequence)]
+    tokens = 1000 * sequence + np.arange(length)
+    labels = np.append(tokens[1:], IGNORED)
+    labels[: length // 3] = IGNORED
+    return tokens, labels
+
+
+def batches_of(plans: Sequence[MicroBatchPlan], loss_norm: str, sp: int, rank: int) -> RankBatches:
+    pipeline = place_pipeline(PipelineShape.of(ParallelScheme(sp=sp)), 0, 4)
+    place = StagePlace.of(pipeline, rank, lambda ranks: None)
+    return build_batches(plans, IDS, place, load, loss_norm, CPU, step_key=4)
+
+
+def by_token(plans: Sequence[MicroBatchPlan], loss_norm: str, sp: int) -> tuple[dict[int, tuple[Any, ...]], int]:
+    """What stands in the rows for each token (which are all different), and the normaliser of the loss."""
+    found: dict[int, tuple[Any, ...]] = {}
+    total = 0
+    for rank in range(sp):
+        built = batches_of(plans, loss_norm, sp, rank)
+        total += built.weight
+        for batch in built.batches:
+            keys = token_keys(batch.pack.lengths, batch.pack.keys, past=batch.pack.past)
+            start, stop = batch.pack.local
+            rows = (batch.input_ids[0], batch.position_ids[0], batch.labels, batch.weights, keys[start:stop])  # type: ignore[index]
+            for token, position, label, weight, key in zip(*(row.tolist() for row in rows), strict=True):  # type: ignore[union-attr]
+                if token:  # 0 is padding
+                    assert token not in found
+                    found[token] = position, label, weight if label != IGNORED else None, key
+    return found, total
+
+
+def random_plans(draw: random.Random) -> list[MicroBatchPlan]:
+    """Sequences 0, 3 and 5 in slices that run in turns, the others beside slices."""
+    chains = [[Span(i, *ends) for ends in cuts(LENGTHS[i], draw)] for i in (0, 3, 5)]
+    rows: list[list[Span]] = []
+    while chains:
+        rows.append([draw.choice(chains).pop(0)])
+        chains = [chain for chain in chains if chain]
+    for i in (1, 2, 4):
+        draw.choice(rows).insert(draw.randint(0, 1), Span(i, 0, LENGTHS[i]))
+    return [MicroBatchPlan(tuple(row)) for row in rows]
+
+
+@given(st.integers(0, 10**6), st.sampled_from(["token", "sequence"]), st.sampled_from([1, 3]))
+def test_rows_of_slices_hold_what_rows_of_whole_sequences_hold(seed: int, loss_norm: str, sp: int) -> None:
+    whole = [MicroBatchPlan.of_whole((i,), LENGTHS) for i in range(len(LENGTHS))]
+    assert by_token(random_plans(random.Random(seed)), loss_norm, sp) == by_token(whole, loss_norm, sp)
+
+
+def test_the_target_of_a_slices_last_token_is_the_next_slices_first() -> None:
+    plans = [MicroBatchPlan((Span(1, 0, 4),)), MicroBatchPlan((Span(2, 0, 3), Span(1, 4, 7)))]
+    first, second = batches_of(plans, "token", 1, 0).batches
+    assert first.labels is not None
+    assert second.input_ids is not None
+    assert first.labels[-1] == second.input_ids[0, 0] == 5004
+    assert second.position_ids.tolist() == [[4, 5, 6, 0, 1, 2]]  # the slice stands first
+
+
+def test_a_slice_counts_with_its_micro_batch_in_the_mean_of_micro_batches() -> None:
+    plans = [MicroBatchPlan((Span(1, 0, 4),)), MicroBatchPlan((Span(1, 4, 7), Span(2, 0, 3)))]
+    built = batches_of(plans, "micro_batch", 1, 0)
+    assert built.weight == 2
+    for batch in built.batches:
+        assert batch.weights is not None
+        assert batch.labels is not None
+        assert float(batch.weights[batch.labels != IGNORED].sum()) == pytest.approx(1.0)
+
+
+def test_each_slice_names_the_micro_batch_of_the_one_before() -> None:
+    one, other = Contexts(9), Contexts(5)
+    packs = [
+        Pack((4,), chunk=Chunk(0, 4, one)),
+        Pack((3, 2)),
+        Pack((2,), chunk=Chunk(0, 2, other)),
+        Pack((3, 3), chunk=Chunk(4, 7, one)),
+        Pack((3,), chunk=Chunk(2, 5, other)),
+        Pack((2,), chunk=Chunk(7, 9, one)),
+    ]
+    assert chains_of(packs).before == (-1, -1, -1, 0, 2, 3)
+    assert [pack.chunk is not None and pack.chunk.is_last for pack in packs] == [False] * 4 + [True] * 2
+    assert packs[3].whole_lengths == (9, 3)
+    assert position_ids((3, 3), 1, 5, past=4) == [5, 6, 0, 1]
+
+
+# Attention.
+
+
+class Example:
+    """A long sequence in slices, with short ones beside some of them."""
+
+    def __init__(self, seed: int, *, window: int | None, softcap: float | None, kv_heads: int, extras: bool):
+        draw = random.Random(seed)
+        self.total = draw.randint(2, 40)
+        self.settings: dict[str, Any] = {"window": window, "softcap": softcap}
+        generator = torch.Generator().manual_seed(seed)
+        self.ends = cuts(self.total, draw)
+        self.beside = [tuple(draw.randint(1, 9) for _ in range(draw.choice([0, 0, 1, 2]))) for _ in self.ends]
+        tokens = self.total + sum(map(sum, self.beside))
+        shapes = ((4, 6), (kv_heads, 6), (kv_heads, 10), (4, 10))
+        self.q, self.k, self.v, self.grad = (
+            torch.randn(tokens, *shape, generator=generator, dtype=FLOAT64) for shape in shapes
+        )
+        self.sinks = torch.randn(4, generator=generator, dtype=FLOAT64) if extras else None
+        shorts = [n for row in self.beside for n in row]
+        self.keys = token_keys([self.total, *shorts], range(1 + len(shorts))) if extras else None
+
+    def run(self, inputs: Sequence[Tensor], rows: Tensor, pack: Pack, context: Context | None = None) -> Tensor:
+        keys = None if self.keys is None else self.keys[rows]
+        drop = None if keys is None else AttentionDropout(0.3, keys, 99)
+        q, k, v = (x[rows] for x in inputs)
+        return varlen_attention(q, k, v, pack, sinks=self.sinks, dropout=drop, context=context, **self.settings)
+
+    def whole(self) -> list[Tensor]:
+        """Output and gradients of q, k, v with whole sequences."""
+        lengths = (self.total, *(n for row in self.beside for n in row))
+        inputs = [x.clone().requires_grad_() for x in (self.q, self.k, self.v)]
+        out = self.run(inputs, torch.arange(len(self.q)), Pack(lengths))
+        return [out.detach(), *torch.autograd.grad(out, inputs, self.grad)]
+
+    def sliced(self, *, recompute: bool, contexts: Contexts) -> list[Tensor]:
+        """The same by slices, forward in order, backward in reverse."""
+        inputs = [x.clone().requires_grad_() for x in (self.q, self.k, self.v)]
+        outs: list[tuple[Tensor, Tensor]] = []
+        begin = self.total
+        for (start, stop), beside in zip(self.ends, self.beside, strict=True):
+            rows = torch.cat((torch.arange(start, stop), torch.arange(begin, begin + sum(beside))))
+            begin += sum(beside)
+            pack = Pack((stop - start, *beside), chunk=Chunk(start, stop, contexts))
+            given = (inputs, rows, pack, contexts.of("layer"))
+            out = checkpoint(self.run, *given, use_reentrant=False) if recompute else self.run(*given)
+            outs.append((rows, out))
+        for rows, out in reversed(outs):
+            out.backward(self.grad[rows])
+        found = torch.empty_like(self.grad)
+        for rows, out in outs:
+            found[rows] = out.detach()
+        gradients = [x.grad for x in inputs if x.grad is not None]
+        return [found, *gradients]
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.integers(0, 10**6), st.sampled_from([None, 1, 3, 8]), st.sampled_from([None, 2.0]), st.sampled_from([4, 2, 1]),
+    st.booleans(), st.booleans(),
+)  # fmt: skip
+def test_attention_in_slices_is_attention_of_the_whole(
+    seed: int, window: int | None, softcap: float | None, kv_heads: int, extras: bool, recompute: bool
+) -> None:
+    """With windows, softcap, few key heads, sinks and dropout, recomputed and not; and nothing is left behind."""
+    case = Example(seed, window=window, softcap=softcap, kv_heads=kv_heads, extras=extras)
+    contexts = Contexts(case.total)
+    for name, mine, right in zip(
+        "oqkv", case.sliced(recompute=recompute, contexts=contexts), case.whole(), strict=True
+    ):
+        torch.testing.assert_close(mine, right, rtol=0, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+    assert vars(contexts.of("layer"))["_rows"] == vars(contexts.of("layer"))["_sums"] == ()
+
+
+def test_a_window_needs_only_the_rows_within_it() -> None:
+    context, rows = Context(30), torch.arange(30.0).view(30, 1, 1).expand(30, 2, 3)
+    context.join(rows[:20], rows[:20], 0, 4)
+    k, v = context.join(rows[20:25], rows[20:25], 20, 4)
+    assert k[:, 0, 0].tolist() == v[:, 1, 2].tolist() == [17.0, 18.0, 19.0, 20.0, 21.0, 22.0, 23.0, 24.0]
+
+
+def test_gradients_in_16_bit_are_summed_in_32() -> None:
+    """Of 1 + 300 times 1/512, BF16 would keep 1: half of its last place is 1/256."""
+    slices = 300
+    context = Context(slices)
+    given = [torch.ones(1, 1, 1, dtype=torch.bfloat16, requires_grad=True) for _ in range(slices)]
+    joined = [context.join(x, x, start) for start, x in enumerate(given)]
+    for index in reversed(range(slices)):
+        k, v = joined[index]
+        torch.autograd.backward((k, v), (torch.full_like(k, 2.0**-9 if index else 1.0), torch.zeros_like(v)))
+    assert given[0].grad is not None
+    assert float(given[0].grad) == pytest.approx(1 + 299 / 512, rel=2.0**-8)
+
+
+def slices_of(total: int, ends: Sequence[tuple[int, int]], context: Context) -> list[Tensor]:
+    rows = torch.randn(total, 1, 2, dtype=FLOAT64, requires_grad=True)
+    return [torch.cat(context.join(rows[start:stop], rows[start:stop] * 2, start)).sum() for start, stop in ends]
+
+
+def run_backward(outs: Sequence[Tensor], order: Sequence[int]) -> None:
+    for index in order:
+        outs[index].backward(retain_graph=True)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0), (2, 1, 1), (2, 2)])
+def test_backwards_in_another_order_than_the_reverse_are_refused(order: Sequence[int]) -> None:
+    outs = slices_of(9, [(0, 4), (4, 6), (6, 9)], Context(9))
+    told = r"of a sequence of 9 runs when that of the slice up to \d is due.*in reverse order"
+    with pytest.raises(PlanError, match=told):
+        run_backward(outs, order)
+
+
+def test_without_the_refusal_gradients_would_be_wrong() -> None:
+    """So it guards against something: the same order, with nobody who looks at it."""
+
+    def add(self: Context, gradients: tuple[Tensor, ...], start: int, first: int) -> tuple[Tensor, ...]:
+        self._open = first + len(gradients[0])
+        return right(self, gradients, start, first)
+
+    right, context = Context.add, Context(6)
+    rows = [torch.ones(3, 1, 1, dtype=FLOAT64, requires_grad=True) for _ in range(2)]
+    outs = [context.join(x, x, start)[0].sum() for start, x in zip((0, 3), rows, strict=True)]
+    with mock.patch.object(Context, "add", add):
+        for out in outs:
+            out.backward()
+    assert rows[0].grad is not None
+    assert rows[0].grad.flatten().tolist() == [1.0, 1.0, 1.0]  # both slices saw these rows: it should be 2
+
+
+def test_forwards_out_of_order_are_refused() -> None:
+    with pytest.raises(PlanError, match=r"tokens 4 to 6 of a sequence of 9 run forward when only 0 tokens have"):
+        slices_of(9, [(4, 6)], Context(9))
+
+
+def test_a_slice_needs_a_context() -> None:
+    x = torch.zeros(2, 1, 8)
+    with pytest.raises(ConfigError, match="an attention that keeps no keys and values"):
+        varlen_attention(x, x, x, Pack((2,), chunk=Chunk(0, 2, Contexts(4))))
