@@ -152,6 +152,7 @@ class ModelPlan:
     heads_cut: bool = False  # tensor parallelism cuts the attention heads, not only the linear layers
     no_tp: str = ""  # why tensor parallel ranks would train another model, for the user; "": they would not
     no_pp: str = ""  # the same of pipeline stages
+    no_slices: str = ""  # the same of sequences that are cut into slices
 
     @property
     def num_layers(self) -> int:

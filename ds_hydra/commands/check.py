@@ -52,13 +52,16 @@ def run(args: argparse.Namespace, name: str) -> int:
         for shape, verdict in sorted(result.verdicts.items(), key=lambda item: (item[0].num_ranks, str(item[0])))
     ]
     print_table(("pipeline", "verdict", "difference", "seconds", "why"), rows)
+    cut = "may" if not result.no_slices else f"may not ({result.no_slices})"
+    print(f"long sequences {cut} be cut into slices")
     missed = [
         f"{text!r}: {objection}"
         for text, strategy in zip(args.strategies, strategies, strict=True)
         if (objection := result.objection(strategy)) is not None
     ]
     equal = f"{len(strategies) - len(missed)} of {len(strategies)} strategies train as one process does"
-    return finish(name, f"{equal}, told in {result.seconds:.1f} s", {"rows": rows}, missed, args.json)
+    figures = {"rows": rows, "no_slices": result.no_slices}
+    return finish(name, f"{equal}, told in {result.seconds:.1f} s", figures, missed, args.json)
 
 
 if __name__ == "__main__":

@@ -174,6 +174,9 @@ class HydraConfig:
     self_check: str = setting(choice("on", "off", "full"), "on")
     """Before step 0 a small copy of the model is trained under the strategies' schemes and compared with one process:
     "on" with few layers and ranks, in at most a minute; "full" with all stages and ranks of each scheme."""
+    chunks: str = setting(choice("auto", "off"), "auto")
+    """"auto": slices of sequences are run where the model allows it, which the self-check tells. The planner makes none
+    yet: they come with plans of one's own, by choose: "replay". "off": a plan with slices is refused."""
     node_size: int | None = setting(integer(1, optional=True), None)
     """Ranks per node; None takes what the launcher says."""
     timeout_seconds: float = setting(number(exclusive=True, maximum=86400.0), 300.0)

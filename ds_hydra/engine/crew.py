@@ -24,6 +24,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from ds_hydra.checkpoint.checkpointer import Checkpointer
@@ -112,7 +113,7 @@ class Crew:
         self.plans = PlanSource(
             self.prepared.table,
             tuple(self.prepared.strategies),
-            job.config.planner_options(),
+            replace(job.config.planner_options(), no_slices=self.prepared.no_slices),
             job.sampler,
             job.config.planner.ahead,
             world.channel,

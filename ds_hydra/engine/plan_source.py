@@ -120,7 +120,7 @@ class PlanSource:
                 f"rank {self._rank} drew other sequences for step {step} than rank 0 planned for: the ranks' "
                 "data, seed or config differ; give all ranks the same"
             )
-        check_runnable(plan)
+        check_runnable(plan, no_slices=self._options.no_slices)
         validate_plan(plan, self._table, self._num_ranks, self._options.objective)
         return planned
 

@@ -22,6 +22,7 @@ from ds_hydra.planner.proposal.propose import propose_strategies
 from ds_hydra.ranks.together import together
 from ds_hydra.ranks.world import World
 from ds_hydra.self_check.check import check_strategies
+from ds_hydra.self_check.verdicts import CheckResult
 from ds_hydra.zero_hetero.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ class Prepared:
     found: TableFile  # the table that plans are made from, and how it was measured
     strategies: Mapping[StrategyShape, Strategy]  # candidates placed on the ranks, in the order of the config
     num_elements: int  # parameters that each rank owns
+    no_slices: str  # why plans must hold whole sequences only; empty: slices of them too are run
 
     @property
     def table(self) -> CostTable:
@@ -54,7 +56,7 @@ def prepare(job: Job, world: World) -> Prepared:
     with together(world.channel, "estimating the job's costs and memory"):
         found, memory = _costs(job, world, shape, longest)
     # Strategies are proposed by the limited table: one that does not fit must not be proposed.
-    candidates = _candidates(job, world, found.table, lengths)
+    candidates, checked = _candidates(job, world, found.table, lengths)
     strategies = {c: place_strategy(c, world.num_ranks, plan.num_layers) for c in candidates}
     with together(world.channel, "counting the memory of all strategies together"):
         memory = memory.together(strategies)
@@ -63,7 +65,8 @@ def prepare(job: Job, world: World) -> Prepared:
         found = _limited(job, world, found, memory)
     where = "sequences may have" if job.data is None else f"sequence {int(job.data.lengths.argmax())} has"
     check_memory(found.table, memory, tuple(memory.strategies), longest, where)
-    return Prepared(found, memory.strategies, shape.params // world.num_ranks)
+    no_slices = 'hydra.chunks is "off"' if config.chunks == "off" else plan.no_slices or checked.no_slices
+    return Prepared(found, memory.strategies, shape.params // world.num_ranks, no_slices)
 
 
 def _costs(job: Job, world: World, shape: ModelShape, longest: int) -> tuple[TableFile, JobMemory]:
@@ -109,8 +112,11 @@ def _without_the_largest(memory: JobMemory, table: CostTable, longest: int) -> J
     return memory
 
 
-def _candidates(job: Job, world: World, table: CostTable, lengths: Sequence[int]) -> tuple[StrategyShape, ...]:
-    """The config's strategies, or proposed ones: they fit the model, and train it as one process does."""
+def _candidates(
+    job: Job, world: World, table: CostTable, lengths: Sequence[int]
+) -> tuple[tuple[StrategyShape, ...], CheckResult]:
+    """The config's strategies, or proposed ones: they fit the model, and train it as one process does, as the
+    self-check that comes with them says."""
     config, plan = job.config, job.source.plan
     while True:
         candidates = config.shapes or _propose(config, table, lengths, world)
@@ -128,7 +134,7 @@ def _candidates(job: Job, world: World, table: CostTable, lengths: Sequence[int]
             checked.require(candidates)
         left = tuple(cost for cost in table.costs if checked.allows(cost.scheme))
         if len(left) == len(table.costs):
-            return candidates
+            return candidates, checked
         if not left:
             checked.require(candidates)
         logger.info("%s", "\n  ".join(["the self-check leaves out:", *checked.objections()]))

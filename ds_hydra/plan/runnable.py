@@ -2,7 +2,7 @@
 
 The record of a plan can say more than the runtime can run, and so can the text of a strategy. This is the only place
 that knows the difference: whoever teaches the runtime more takes a refusal out here. Everything behind it may rely on
-whole sequences.
+at most one slice in a micro-batch, and on none where the job runs whole sequences only.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ from ds_hydra.zero_hetero.errors import PlanError
 SCHEDULES = (DEFAULT_SCHEDULE,)
 
 
-def check_runnable(plan: StepPlan) -> None:
-    """Raise PlanError with step, pipeline and micro-batch of the first thing that cannot be run."""
+def check_runnable(plan: StepPlan, *, no_slices: str = "") -> None:
+    """Raise PlanError with step, pipeline and micro-batch of the first thing that cannot be run.
+
+    `no_slices` says why a job runs whole sequences only; empty: it may run slices too.
+    """
     where = f"plan of step {plan.step}"
     for phase in plan.phases:
         check_shape(phase.shape, f"{where}: ")
     for name, pipeline in plan.named_pipelines():
         for number, batch in enumerate(pipeline.microbatches):
-            _check_batch(batch, plan.lengths, f"{where}: micro-batch {number} of {name}")
+            _check_batch(batch, plan.lengths, no_slices, f"{where}: micro-batch {number} of {name}")
 
 
 def check_shape(shape: StrategyShape, before: str = "") -> None:
@@ -52,13 +55,26 @@ def _refusal(pipeline: PipelineShape) -> str | None:
     return None
 
 
-def _check_batch(batch: MicroBatchPlan, lengths: tuple[int, ...], where: str) -> None:
-    for position, start, stop in batch.spans:
-        if 0 <= position < len(lengths) and (start, stop) != (0, lengths[position]):
-            raise PlanError(
-                f"{where} holds tokens {start} to {stop} of the {lengths[position]} of the sequence at position "
-                f"{position}, but this release runs whole sequences only; plan without slices"
-            )
+def _check_batch(batch: MicroBatchPlan, lengths: tuple[int, ...], no_slices: str, where: str) -> None:
+    slices = [
+        span
+        for span in batch.spans
+        if 0 <= span.sequence < len(lengths) and (span.start, span.stop) != (0, lengths[span.sequence])
+    ]
+    if slices and no_slices:
+        position, start, stop = slices[0]
+        raise PlanError(
+            f"{where} holds tokens {start} to {stop} of the {lengths[position]} of the sequence at position "
+            f"{position}, but this job runs whole sequences only: {no_slices}. Plan without slices"
+        )
+    # Attention of a slice reads what the slices before it have kept. Two slices in one micro-batch would need each
+    # other's rows in the same kernel, or tie two long sequences together for nothing.
+    if len(slices) > 1:
+        first, second = (f"{start} to {stop} of the one at position {position}" for position, start, stop in slices[:2])
+        raise PlanError(
+            f"{where} holds {len(slices)} slices of sequences (tokens {first}, tokens {second}), but at most one may "
+            "stand in a micro-batch, beside whole sequences; give each slice a micro-batch of its own"
+        )
     if batch.recompute:
         raise PlanError(
             f"{where} recomputes a share {batch.recompute} of its layers, but this release recomputes all or none, "

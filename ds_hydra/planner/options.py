@@ -39,6 +39,8 @@ class PlannerOptions:
     """Branch-and-bound nodes of each HiGHS solution when `seconds` is None."""
     kernels: str = "auto"
     """"compiled": numba; "pure": plain Python with less search; "auto": compiled if numba's cache is warm."""
+    no_slices: str = ""
+    """Why plans must hold whole sequences only; empty: a replayed plan may hold slices of them too."""
 
     def __post_init__(self) -> None:
         for key, known in _CHOICES.items():

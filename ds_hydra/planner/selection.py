@@ -52,7 +52,7 @@ class Planner:
         self._schemes = scheme_arrays(cost_table, paper=self.options.objective == "paper")
         self._replay = load_plans(self.options.replay_file) if self.options.replay_file else {}
         for plan in self._replay.values():
-            check_runnable(plan)
+            check_runnable(plan, no_slices=self.options.no_slices)
             check_complete(plan, self.num_ranks)
 
     @property

@@ -16,7 +16,7 @@ import torch
 from ds_hydra.pipe.shape import PipelineShape, StrategyShape
 from ds_hydra.ranks.channel import Channel
 from ds_hydra.self_check.cache import fingerprint, read_verdicts, write_verdicts
-from ds_hydra.self_check.schemes import bare, shapes_to_run, stand_in
+from ds_hydra.self_check.schemes import BASE, bare, shapes_to_run, stand_in
 from ds_hydra.self_check.subjects import make_subject
 from ds_hydra.self_check.teams import teams
 from ds_hydra.self_check.trial import Trial, UntryableError
@@ -75,7 +75,9 @@ def check_strategies(
     verdicts = known | found
     asked = {shape for strategy in strategies for shape in strategy.pipelines}
     whole = {shape: verdicts[bare(shape) if mode == "full" else stand_in(shape)] for shape in asked}
-    result = CheckResult(whole, time.perf_counter() - began, len(run) - len(missing))
+    alone = verdicts[BASE]
+    no_slices = alone.no_slices if alone.state == "equal" else alone.reason
+    result = CheckResult(whole, time.perf_counter() - began, len(run) - len(missing), no_slices)
     if channel.rank == 0:
         logger.info("self-check: %s", result)
         for note in result.notes:

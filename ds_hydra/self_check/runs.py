@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TypeVar
 
@@ -15,13 +15,12 @@ from torch import Tensor
 from ds_hydra.pipe.in_process import InProcessRanks
 from ds_hydra.pipe.loss import IGNORED
 from ds_hydra.pipe.placement import Pipeline, Strategy
-from ds_hydra.pipe.rows import MicroBatch
+from ds_hydra.pipe.rows import MicroBatch, chains_of
 from ds_hydra.pipe.runtime import StageRuntime
 from ds_hydra.pipe.schedules.actions import Slot
-from ds_hydra.pipe.schedules.batches import Batches
 from ds_hydra.pipe.schedules.registry import evaluation_slots, training_slots
 from ds_hydra.pipe.stage import ModelSource, StageModule, StagePlace, from_flat, shard_view, to_flat
-from ds_hydra.plan.phase import MicroBatchPlan
+from ds_hydra.plan.phase import MicroBatchPlan, Span
 from ds_hydra.self_check.precision import doubled
 from ds_hydra.step.batching import build_batches
 from ds_hydra.watchdog import Activity
@@ -36,14 +35,29 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Data:
-    """Token sequences and which of them are packed together: micro-batches of positions in `sequences`."""
+    """Token sequences, and how they are packed: micro-batches of positions in `sequences`."""
 
     sequences: tuple[npt.NDArray[np.int64], ...]
-    packs: tuple[tuple[int, ...], ...]
+    microbatches: tuple[MicroBatchPlan, ...]
 
     @property
     def lengths(self) -> list[int]:
         return [len(tokens) for tokens in self.sequences]
+
+    def packed(self, packs: Iterable[Sequence[int]]) -> Data:
+        """The same sequences, whole ones packed like this."""
+        return replace(self, microbatches=tuple(MicroBatchPlan.of_whole(pack, self.lengths) for pack in packs))
+
+    def in_slices(self) -> Data:
+        """The same sequences, the longest in four slices, one of them of one token, with the others beside them."""
+        lengths = self.lengths
+        longest = max(range(len(lengths)), key=lengths.__getitem__)
+        total = lengths[longest]
+        ends = (0, 3 * total // 10, 3 * total // 10 + 1, 3 * total // 4, total)
+        slices = [Span(longest, *ends) for ends in pairwise(ends)]
+        others = [Span(position, 0, length) for position, length in enumerate(lengths) if position != longest]
+        rows = [MicroBatchPlan((own, *others[index :: len(slices)])) for index, own in enumerate(slices)]
+        return replace(self, microbatches=tuple(rows))
 
     def load(self, sequence: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Tokens and the next tokens, IGNORED after the last."""
@@ -67,7 +81,7 @@ def uneven_data(vocabulary: int, lengths: Sequence[Sequence[int]]) -> Data:
     flat = [length for pack in lengths for length in pack]
     sequences = tuple(draw.integers(4, vocabulary, length) for length in flat)
     starts = np.cumsum([0, *(len(pack) for pack in lengths)])
-    return Data(sequences, tuple(tuple(range(a, b)) for a, b in pairwise(starts)))
+    return Data(sequences, ()).packed([range(a, b) for a, b in pairwise(starts)])
 
 
 def run_pipeline(source: ModelSource, pipeline: Pipeline, data: Data) -> Outcome:
@@ -162,7 +176,8 @@ class RankOfPipeline:
     def train(self, data: Data) -> float:
         """A step's forwards and backwards; this rank's share of the loss."""
         batches = self._batches(data)
-        return self._run(training_slots(_SCHEDULE, Batches.whole(len(batches)), self._num_stages, self.index), batches)
+        known = chains_of([batch.pack for batch in batches])
+        return self._run(training_slots(_SCHEDULE, known, self._num_stages, self.index), batches)
 
     def evaluate(self, data: Data) -> float:
         """The forwards of an evaluation; this rank's share of the loss."""
@@ -175,15 +190,16 @@ class RankOfPipeline:
         else:
             self.module.module.eval()  # as the engine does
         batches = self._batches(data)
-        return self._run(evaluation_slots(Batches.whole(len(batches)), self._num_stages, self.index), batches)
+        known = chains_of([batch.pack for batch in batches])
+        return self._run(evaluation_slots(known, self._num_stages, self.index), batches)
 
     def tokens(self, data: Data) -> list[int]:
         """Tokens that this rank holds of each pack."""
         return [batch.pack.tokens[self.place.sp_rank] for batch in self._batches(data)]
 
     def _batches(self, data: Data) -> Sequence[MicroBatch]:
-        packs = [MicroBatchPlan.of_whole(pack, data.lengths) for pack in data.packs]
-        return build_batches(packs, range(len(data.sequences)), self.place, data.load, "token", CPU).batches
+        ids = range(len(data.sequences))
+        return build_batches(data.microbatches, ids, self.place, data.load, "token", CPU).batches
 
     def _run(self, slots: Sequence[Slot], batches: Sequence[MicroBatch]) -> float:
         loss = self._runtime.run(slots, batches)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ds_hydra.pipe.models.causal_lm import CausalLM
@@ -67,7 +67,7 @@ def _of_layer_list(source: ModelSource) -> Subject:
 
     def alone(run: int) -> Outcome:
         order = range(len(data.sequences))[:: 1 - 2 * run]
-        apart = replace(data, packs=tuple((sequence,) for sequence in order))
+        apart = data.packed([(sequence,) for sequence in order])
         return run_pipeline(source, uneven_pipeline(BASE, layers), apart)
 
     return Subject(data, layers, source, alone)

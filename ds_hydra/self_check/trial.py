@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -86,9 +87,7 @@ class Trial:
         if scheme not in self._known:
             began = time.perf_counter()
             verdict = self._judge(scheme)
-            self._known[scheme] = Verdict(
-                verdict.state, verdict.reason, verdict.difference, time.perf_counter() - began
-            )
+            self._known[scheme] = replace(verdict, seconds=time.perf_counter() - began)
         return self._known[scheme]
 
     def _judge(self, scheme: PipelineShape) -> Verdict:
@@ -105,10 +104,23 @@ class Trial:
             return Verdict("refused", why + remedy, float("inf"))
         difference = compare(self._right, outcome)
         if difference.what is None:
-            return Verdict("equal", self._told, difference.worst)
+            no_slices = self._no_slices(pipeline) if scheme == BASE else ""
+            return Verdict("equal", self._told, difference.worst, no_slices)
         return Verdict(
             "refused", f"{difference.what}{self._place(difference, pipeline)}; {self._remedy(scheme)}", difference.worst
         )
+
+    def _no_slices(self, pipeline: Pipeline) -> str:
+        """Why no sequence of the model may be cut into slices; empty if one that is cut trains as a whole one does."""
+        subject = self._subject
+        if subject.source.plan.no_slices:
+            return subject.source.plan.no_slices
+        try:
+            outcome = run_pipeline(subject.source, pipeline, subject.data.in_slices())
+        except Exception as error:
+            return told(error)
+        difference = compare(self._right, outcome)
+        return "" if difference.what is None else f"with a sequence in slices {difference.what}"
 
     def _place(self, difference: Difference, pipeline: Pipeline) -> str:
         """The module at which a forward goes another way, as the rest of a sentence; empty if it cannot be told."""

@@ -20,6 +20,7 @@ class Verdict:
     state: State
     reason: str = ""  # of a refusal, or why it was not checked: a clause, and what to do; if equal, what to know
     difference: float = 0.0  # largest of a loss or gradient, relative to its largest entry
+    no_slices: str = ""  # of one rank alone, if equal: why no sequence may be cut into slices; empty: it may
     seconds: float = 0.0  # of the run; 0 where the verdict was known
 
     def to_json(self) -> dict[str, Any]:
@@ -31,9 +32,10 @@ class Verdict:
         state, reason, difference = raw.get("state"), raw.get("reason"), raw.get("difference")
         if state not in ("equal", "refused", "unchecked") or not isinstance(reason, str):
             raise ValueError(f"not a verdict: {raw}")
-        if not isinstance(difference, int | float):
+        no_slices = raw.get("no_slices")
+        if not isinstance(difference, int | float) or not isinstance(no_slices, str):
             raise ValueError(f"not a verdict: {raw}")
-        return Verdict(state, reason, float(difference), float(raw.get("seconds", 0.0)))
+        return Verdict(state, reason, float(difference), no_slices, float(raw.get("seconds", 0.0)))
 
 
 @dataclass(frozen=True)
@@ -43,11 +45,13 @@ class CheckResult:
     verdicts: Mapping[PipelineShape, Verdict]
     seconds: float = 0.0
     from_cache: int = 0  # schemes whose verdict was known
+    no_slices: str = ""  # why no sequence of the model may be cut into slices; empty: it may
 
     def __str__(self) -> str:
         equal = [str(shape) for shape, verdict in self.verdicts.items() if verdict.state == "equal"]
         told = f"{len(equal)} of {len(self.verdicts)} kinds of pipelines train as one process does"
-        return f"{told}; {self.seconds:.1f} s, {self.from_cache} runs known from earlier jobs"
+        whole = f"; its sequences are not cut into slices: {self.no_slices}" if self.no_slices else ""
+        return f"{told}; {self.seconds:.1f} s, {self.from_cache} runs known from earlier jobs{whole}"
 
     @property
     def notes(self) -> tuple[str, ...]:

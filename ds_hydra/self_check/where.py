@@ -93,7 +93,7 @@ def _of_pipeline(
         sharing = [outputs for worker, outputs in done if worker.place.stage == stage]
         for path in _in_layers(sharing[0], inside, range(stage.first_layer, stage.last_layer)):
             calls = [outputs.get(path, []) for outputs in sharing]
-            if all(len(each) == len(data.packs) for each in calls):
+            if all(len(each) == len(data.microbatches) for each in calls):
                 joined[path] = torch.cat([part for pack in zip(*calls, strict=True) for part in pack])
     return joined
 

@@ -137,7 +137,7 @@ class CausalLM:
         self.plan = ModelPlan(
             make_buckets(groups, specs), flow.first, flow.layers, flow.last | (frozenset(specs) - everywhere),
             heads, kv_heads, self._heads_cut(specs),
-            no_tp=styled or unnamed.obstacle, no_pp=self._pipeline_obstacle(),
+            no_tp=styled or unnamed.obstacle, no_pp=self._pipeline_obstacle(), no_slices=flow.no_slices,
         )  # fmt: skip
         self.specs = specs
 

@@ -15,7 +15,8 @@ parameters and those used under `no_grad` leave no graph: so every function that
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -26,9 +27,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from ds_hydra.pipe.attention.interface import let_attention_drop
+from ds_hydra.pipe.contexts import Context, Contexts
 from ds_hydra.pipe.models.draws import Place, Recorder
 from ds_hydra.pipe.models.graph import hidden_of, leaves, tensors_in
-from ds_hydra.pipe.rows import Pack
+from ds_hydra.pipe.rows import Chunk, Pack
 from ds_hydra.zero_hetero.errors import ConfigError
 
 # Token counts that are tried: one that is no other size of the hidden states tells which dimension counts tokens.
@@ -68,6 +70,7 @@ class Flow:
     obstacle: str = ""  # why no pipeline can be cut; the parts above are then only what one stage holds
     attention_dropout: float = 0.0  # largest rate
     vocabulary: int = 0  # logits of a token
+    no_slices: str = ""  # why no sequence can be cut into slices
 
 
 @dataclass
@@ -139,13 +142,49 @@ def trace(model: Any, layers_path: str, positions_from: int = 0) -> Flow:
     ids = torch.arange(3, 3 + tokens, device=device)[None]
     positions = torch.arange(positions_from, positions_from + tokens, device=device)[None]
     model.train()
+    attended = _Attended(tokens)
+    pack = Pack((tokens,), chunk=Chunk(0, tokens, attended))
     with torch.random.fork_rng(devices=[]), watch:
-        out = model(input_ids=ids, position_ids=positions, use_cache=False, hydra=Pack((tokens,)))
+        out = model(input_ids=ids, position_ids=positions, use_cache=False, hydra=pack)
     if watch.recorder.obstacle:
         raise ConfigError(watch.recorder.obstacle)
     logits = out.logits if hasattr(out, "logits") else out[0]
     found = _conclude(model, layers_path, record, watch, logits)
-    return replace(found, attention_dropout=watch.recorder.attention_rate, vocabulary=logits.shape[-1])
+    return replace(
+        found,
+        attention_dropout=watch.recorder.attention_rate,
+        vocabulary=logits.shape[-1],
+        no_slices=_no_slices(attended.calls, model, layers_path),
+    )
+
+
+class _Attended(Contexts):
+    """Notes which modules attend."""
+
+    def __init__(self, total: int):
+        super().__init__(total)
+        self.calls: Counter[Hashable] = Counter()
+
+    def of(self, module: Hashable) -> Context:
+        self.calls[module] += 1
+        return super().of(module)
+
+
+def _no_slices(calls: Mapping[Hashable, int], model: Any, layers_path: str) -> str:
+    """Why the tokens of a slice would not see those before it; empty if they would, as far as a trace tells.
+
+    A context is that of a module, so each may attend once [Note: contexts]. A layer that does not attend may look at
+    other tokens in ways that are not known here, such as a recurrent state.
+    """
+    names: dict[Hashable, str] = {module: name for name, module in model.named_modules()}
+    for module, count in calls.items():
+        if count > 1:
+            return f"{names.get(module, type(module).__name__)} attends {count} times in one forward"
+    for index in range(len(model.get_submodule(layers_path))):
+        inside = f"{layers_path}.{index}."
+        if not any(f"{names.get(module, '')}.".startswith(inside) for module in calls):
+            return f"layer {index} does not attend by Hugging Face's attention interface"
+    return ""
 
 
 def keep_stack(model: nn.Module, stack: list[str]) -> None:

@@ -62,7 +62,10 @@ class LayerList:
         for index, members in enumerate(per_layer):
             groups.append((f"layers.{index}", members - placed))
             placed |= members
-        self.plan = ModelPlan(make_buckets(groups, names), frozenset(), tuple(per_layer), frozenset())
+        self.plan = ModelPlan(
+            make_buckets(groups, names), frozenset(), tuple(per_layer), frozenset(),
+            no_slices="layers of a PipelineModule attend by themselves, and keep no keys and values for later slices",
+        )  # fmt: skip
 
     def name(self, index: int, path: str) -> str:
         """Name that PipelineModule gives a parameter of layer `index`."""

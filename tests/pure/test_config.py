@@ -76,6 +76,7 @@ def test_no_block_means_plain_deepspeed() -> None:
         ({"activation_checkpointing": 1}, ["hydra.activation_checkpointing", "true or false"]),
         ({"self_check": "of"}, ["hydra.self_check", "Did you mean 'off'"]),
         ({"self_check": False}, ["hydra.self_check", "'full'"]),
+        ({"chunks": "on"}, ["hydra.chunks", "'auto'", "'off'"]),
         ({"timeout_seconds": math.nan}, ["hydra.timeout_seconds", "nan"]),
         ({"timeout_seconds": 0}, ["hydra.timeout_seconds", "above 0"]),
         ({"planner": {"seconds": math.inf}}, ["hydra.planner.seconds", "inf"]),

@@ -142,9 +142,9 @@ def tiny_plan(shape: str = "tp2", batch: MicroBatchPlan | None = None) -> StepPl
 
 
 REFUSED = {
-    "slices": (
+    "slices in one micro-batch": (
         tiny_plan(batch=MicroBatchPlan((Span(0, 0, 5), Span(0, 5, 8)))),
-        "micro-batch 0 of pipeline 0 holds tokens 0 to 5 of the 8 .*whole sequences only",
+        r"micro-batch 0 of pipeline 0 holds 2 slices of sequences \(tokens 0 to 5 .*, tokens 5 to 8 .*at most one may",
     ),
     "recomputed layers": (
         tiny_plan(batch=MicroBatchPlan((Span(0, 0, 8),), 0.25)),
@@ -166,6 +166,22 @@ def test_what_cannot_run_is_refused_with_a_reason(name: str, tmp_path: Path) -> 
     options = PlannerOptions(choose="replay", replay_file=str(tmp_path / "plans.jsonl"))
     with pytest.raises(PlanError, match=reason):  # before step 0
         Planner(table, [StrategyShape.parse("tp2")], options)
+
+
+def test_slices_run_unless_the_job_cannot_cut_sequences(tmp_path: Path) -> None:
+    """With a reason why it cannot, a plan is refused before step 0."""
+    batches = tuple(MicroBatchPlan((span,)) for span in (Span(0, 0, 5), Span(0, 5, 8)))
+    phase = Phase((PipelinePlan(PipelineShape.parse("tp2"), batches, 1.0),))
+    plan = StepPlan(4, (0,), (8,), (phase,), 1.0)
+    save_plans([plan], tmp_path / "plans.jsonl")
+    table, strategies = CostTable((SchemeCost(ParallelScheme(2), 0.0, 1.0, 0.0, 5),)), [StrategyShape.parse("tp2")]
+    options = PlannerOptions(choose="replay", replay_file=str(tmp_path / "plans.jsonl"))
+    replayed = Planner(table, strategies, options).plan(4, (0,), (8,))
+    check_runnable(replayed)
+    validate_plan(replayed, table, 2)  # the sequence has 8 tokens, but no slice more than MaxLen 5
+    reason = "micro-batch 0 of pipeline 0 holds tokens 0 to 5 of the 8 .*whole sequences only: layer 3 forgets. Plan"
+    with pytest.raises(PlanError, match=reason):
+        Planner(table, strategies, dataclasses.replace(options, no_slices="layer 3 forgets"))
 
 
 @pytest.mark.parametrize("name", ["a schedule", "the V", "devices"])

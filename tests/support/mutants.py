@@ -16,12 +16,17 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from ds_hydra.pipe import collectives
+from ds_hydra.pipe import collectives, contexts
 from ds_hydra.pipe.attention.interface import ATTENTION_NAME, hydra_attention
+from ds_hydra.pipe.loss import IGNORED
 from ds_hydra.pipe.model_plan import ShardRule
 from ds_hydra.pipe.models import causal_lm, causal_stage, cut
 from ds_hydra.pipe.models.flow import Flow
 from ds_hydra.pipe.models.unnamed_rules import UnnamedRules
+from ds_hydra.pipe.rows import Pack
+from ds_hydra.pipe.schedules.batches import Batches
+from ds_hydra.self_check import runs
+from ds_hydra.step import batching
 
 Mutant = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -193,3 +198,53 @@ def norms_of_stages_have_another_epsilon(epsilon: float) -> Any:
 
 def hooks_of_gradients_are_lost() -> Any:
     return mock.patch.object(causal_lm, "parameter_hooks", return_value={})
+
+
+# Of sequences that run in slices.
+
+
+def slices_begin_at_zero() -> Any:
+    """Positions restart with each slice."""
+    right = batching.position_ids
+    return mock.patch.object(batching, "position_ids", lambda lengths, start, stop, past: right(lengths, start, stop))
+
+
+def labels_are_made_of_slices() -> Any:
+    """The last token of a slice has no target."""
+    right = batching._fill
+
+    def fill(row: Any, pack: Pack, *args: Any) -> Any:
+        tokens, targets, *others = right(row, pack, *args)
+        if pack.chunk is not None:
+            targets[pack.lengths[0] - 1] = IGNORED
+        return tokens, targets, *others
+
+    return mock.patch.object(batching, "_fill", fill)
+
+
+def slices_see_themselves_only() -> Any:
+    return mock.patch.object(contexts.Context, "join", lambda self, k, v, start, window=None: (k, v))
+
+
+def slices_hand_no_gradients_back() -> Any:
+    """The rows of earlier slices count as constants."""
+
+    def add(self: Any, gradients: tuple[Tensor, ...], start: int, first: int) -> tuple[Tensor, ...]:
+        return tuple(x[start - first :] for x in gradients)
+
+    return mock.patch.object(contexts.Context, "add", add)
+
+
+def backwards_run_in_the_order_of_forwards() -> Any:
+    """The schedule does not know of slices."""
+    return mock.patch.object(runs, "chains_of", lambda packs: Batches.whole(len(packs)))
+
+
+def windows_forget_a_token() -> Any:
+    """A slice keeps one row too few of those before it."""
+    right = contexts.Context.join
+
+    def join(self: Any, k: Tensor, v: Tensor, start: int, window: int | None = None) -> tuple[Tensor, Tensor]:
+        return right(self, k, v, start, window if window is None else max(1, window - 1))
+
+    return mock.patch.object(contexts.Context, "join", join)
