@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from ds_hydra.pipe.shape import LayerRange, PipelineShape, StrategyShape
+from ds_hydra.pipe.shape import DEFAULT_SCHEDULE, LayerRange, PipelineShape, StrategyShape
 from ds_hydra.zero_hetero.errors import PlanError
 
 
@@ -56,9 +56,10 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """One model replica: its stages in order of their layers."""
+    """One model replica: its stages in order of their layers, and the schedule that they run."""
 
     stages: tuple[Stage, ...]
+    schedule: str = DEFAULT_SCHEDULE
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -133,7 +134,7 @@ def place_pipeline(shape: PipelineShape, first_rank: int, num_layers: int) -> Pi
         ranks = tuple(range(rank, rank + stage.num_ranks))
         stages.append(Stage(ranks, first, last, stage.tp, stage.sp))
         rank += stage.num_ranks
-    return Pipeline(tuple(stages))
+    return Pipeline(tuple(stages), shape.schedule)
 
 
 def _layers_of_stages(shape: PipelineShape, num_layers: int) -> list[LayerRange]:

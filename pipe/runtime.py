@@ -5,21 +5,31 @@ The runtime decides nothing: the schedule says what comes next, the plan says ev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ds_hydra.pipe.p2p import Rows, edge
 from ds_hydra.pipe.placement import Pipeline
 from ds_hydra.pipe.rows import MicroBatch, Pack
-from ds_hydra.pipe.schedules.actions import Action, Slot, backward_of_first_push, last_weight_gradient
+from ds_hydra.pipe.schedules.actions import (
+    Action,
+    Slot,
+    backward_of_first_push,
+    last_weight_gradient,
+    turns,
+)
 from ds_hydra.pipe.stage import StageModule
 from ds_hydra.zero_hetero.clock import Kind, Stopwatch
 from ds_hydra.zero_hetero.transport import Transport, Work
+
+ArmPushes = Callable[[Collection[nn.Parameter] | None], None]
+"""Called when pushes may start as soon as gradients are final: that of each parameter given, when the stage's queue of
+weight gradients has finished it, and of others at once; None: of all, when autograd has accumulated into them."""
 
 _TAG = 1 << 20  # apart from the tags of pull and push
 
@@ -35,6 +45,7 @@ class _Run:
     batches: Sequence[MicroBatch]
     loss: Tensor  # () of this rank's micro-batches, FP64
     trains: bool
+    split: frozenset[int]  # micro-batches whose backward comes as I and W [Note: split backward]
     inputs: dict[int, Tensor | None] = field(default_factory=dict)  # (1, T_local, width); None on the first stage
     outputs: dict[int, Tensor] = field(default_factory=dict)
     gradients: dict[int, Tensor] = field(default_factory=dict)  # of the outputs
@@ -75,39 +86,62 @@ class StageRuntime:
         self,
         slots: Sequence[Slot],
         batches: Sequence[MicroBatch],
-        before_last_backward: Callable[[], None] | None = None,
+        arm_pushes: ArmPushes | None = None,
     ) -> Tensor:
         """Run a schedule over this pipeline's micro-batches and return this rank's share of the loss.
 
         The share is 0 on every stage except the last. Gradients accumulate in the parameters. A schedule without
-        backward actions keeps nothing for one. `before_last_backward` is called before the backward that makes this
-        stage's gradients final, unless messages follow it [Note: the first push].
+        backward actions keeps nothing for one. `arm_pushes` is called before the backward that makes this stage's
+        gradients final, or the first of the weight gradients that do, unless messages follow it
+        [Note: the first push].
         """
         last, first_push = last_weight_gradient(slots), backward_of_first_push(slots)
         # In FP64, since losses of many micro-batches are added; gradients come from each loss itself, not from this.
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
-        run = _Run(batches, loss, trains=last is not None)
+        split = {action.microbatch for slot in slots for action in slot if action.kind == "input_gradient"}
+        run = _Run(batches, loss, last is not None, frozenset(split))
         self.losses = {}
+        if self.module.weight_gradients is not None:
+            self.module.weight_gradients.forget()
         with torch.set_grad_enabled(run.trains):
-            for slot in slots:
-                self._communicate(run, [action for action in slot if not action.computes])
-                for action in slot:
-                    if action == first_push and before_last_backward is not None:
-                        before_last_backward()
-                    if action.kind == "forward":
-                        with self._lap("forward", action.microbatch):
-                            self._forward(run, action.microbatch)
-                    elif action.kind == "backward":
-                        with self._lap("backward", action.microbatch):
-                            self._backward(run, action.microbatch)
-                        _free_contexts(run, action.microbatch)
-                    else:
-                        assert not action.computes, f"{action}: no schedule of the registry splits a backward"
+            for messages, actions in turns(slots):
+                self._communicate(run, messages)
+                if first_push in actions and arm_pushes is not None:
+                    arm_pushes(self._waiting(actions))
+                if actions:
+                    self._compute(run, actions)
         with self._lap("send"):
             for work, _ in run.sending:
                 work.wait()
         self._activity.now = "push"
         return run.loss
+
+    def _waiting(self, actions: Sequence[Action]) -> frozenset[nn.Parameter] | None:
+        """The parameters whose gradients wait for these weight gradients; None where autograd computes them all."""
+        queue = self.module.weight_gradients
+        return queue.unfinished if queue is not None and actions[0].kind == "weight_gradient" else None
+
+    def _compute(self, run: _Run, actions: Sequence[Action]) -> None:
+        """Run an action, or several weight gradients together."""
+        kind, microbatch, _ = actions[0]
+        queue = self.module.weight_gradients
+        if kind == "weight_gradient":
+            assert queue is not None, "a stage is built for the schedule of its pipeline"
+            self._activity.now = "backward"
+            with self._lap(kind, microbatch if len(actions) == 1 else None):
+                queue.run([action.microbatch for action in actions])
+            return
+        put_off: AbstractContextManager[None] = nullcontext()
+        if microbatch in run.split:
+            assert queue is not None, "a stage is built for the schedule of its pipeline"
+            put_off = queue.of(microbatch, backward=kind == "input_gradient")
+        if kind == "forward":
+            with self._lap(kind, microbatch), put_off:
+                self._forward(run, microbatch)
+        elif kind == "backward" or kind == "input_gradient":
+            with self._lap(kind, microbatch), put_off:
+                self._backward(run, microbatch)
+            _free_contexts(run, microbatch)
 
     def _lap(self, kind: Kind, microbatch: int | None = None) -> AbstractContextManager[None]:
         return self._watch.lap(kind, stage=self.index, microbatch=microbatch)

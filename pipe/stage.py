@@ -14,6 +14,8 @@ from ds_hydra.pipe.collectives import Group
 from ds_hydra.pipe.model_plan import ModelPlan, Slot
 from ds_hydra.pipe.placement import Pipeline, Stage
 from ds_hydra.pipe.rows import MicroBatch
+from ds_hydra.pipe.schedules.registry import splits_backward
+from ds_hydra.pipe.weight_gradients import Linear, SplitBackward, WeightGradients, linear
 
 GradientHook = Callable[[Tensor], Tensor | None]
 
@@ -42,6 +44,10 @@ class StagePlace:
     @property
     def stage(self) -> Stage:
         return self.pipeline.stages[self.index]
+
+    @property
+    def schedule(self) -> str:
+        return self.pipeline.schedule
 
     @property
     def is_first(self) -> bool:
@@ -82,6 +88,20 @@ class StageModule:
             }
             for module in users:  # ahead of the user's hooks, which may read the parameter
                 module.register_forward_pre_hook(lambda _module, _args, name=name: self._use(name), prepend=True)
+        self.weight_gradients: SplitBackward | None = None  # where the schedule splits backwards
+        self.linear: Linear = linear  # what computes the linear layers of `model`
+        if splits_backward(place.schedule):
+            self.weight_gradients = queue = self._queue(model, names, readers or {})
+            self.linear = queue.linear
+
+    def _queue(
+        self, model: nn.Module, names: Mapping[str, str], readers: Mapping[str, Collection[str]]
+    ) -> WeightGradients:
+        """The weight gradients that are put off: of weights that one module reads, and no hook of the user."""
+        # A hook is to see the gradient of one micro-batch, as autograd would show it.
+        alone = {name for name, owners in self._owners.items() if len(owners) == 1}
+        alone -= {name for name in alone if readers.get(name) or self._hooks.get(name)}
+        return WeightGradients(model, {path for path, name in names.items() if name in alone})
 
     def install(self, slot: Slot, buffer: Tensor) -> nn.Parameter:
         """Make one parameter a view of its bucket's local buffer; returns it (the same object every step)."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ds_hydra.pipe.collectives import Group, copy_to_ranks, gather_last_dim, split_last_dim, sum_over_ranks
 from ds_hydra.pipe.model_plan import ParamSpec, ShardRule
+from ds_hydra.pipe.weight_gradients import Linear, linear
 from ds_hydra.zero_hetero.errors import ConfigError
 
 # Style of a module -> rule of its parameters, by name within the module ("" stands for any other name).
@@ -74,9 +75,20 @@ class TensorParallel:
     shards work wherever the model's forward allows them.
     """
 
-    def __init__(self, plan: Mapping[str, str], specs: Mapping[str, ParamSpec], tp_rank: int, tp: int, group: Group):
-        """`specs` by every path of a parameter, so that a tied weight is found under both."""
+    def __init__(
+        self,
+        plan: Mapping[str, str],
+        specs: Mapping[str, ParamSpec],
+        tp_rank: int,
+        tp: int,
+        group: Group,
+        *,
+        linear: Linear = linear,
+    ):
+        """`specs` by every path of a parameter, so that a tied weight is found under both; `linear` computes what a
+        row-parallel module has to."""
         self.plan, self.specs, self.tp_rank, self.tp, self.group = plan, specs, tp_rank, tp, group
+        self._linear = linear
 
     def install(self, model: nn.Module, embedding: nn.Module, head: nn.Module, needed: Collection[str]) -> None:
         """Wrap every module the plan names that holds a parameter of `needed`; others are not run here.
@@ -120,7 +132,7 @@ class TensorParallel:
             def rowwise(x: Tensor) -> Tensor:
                 if style != "rowwise":
                     x = split_last_dim(x, widths, self.tp_rank, group)
-                out = sum_over_ranks(torch.nn.functional.linear(x, module.weight), group)  # type: ignore[arg-type]
+                out = sum_over_ranks(self._linear(module, x, None), group)
                 bias = getattr(module, "bias", None)  # once, not once a rank
                 return out if bias is None else out + bias
 

@@ -10,6 +10,9 @@ When autograd has accumulated into the last parameter of layer 2, bucket 2 leave
 1. Were layer 1 ready before layer 2, it would wait. What is left at `finish()`, such as a bucket whose parameters this
 backward did not reach, leaves then.
 
+A gradient that autograd does not compute itself, but others later from what it leaves them, is final when they say so
+by `final()`; `arm()` is told which ones.
+
 A push may have to wait for memory, too, until earlier ones are over [Note: scratch memory]. Within a backward nobody
 waits for that: another rank may have nothing to push before it has received what this very backward computes. A
 gradient hook looks whether the earlier ones are over by now, and if they are not, leaves the push to a later hook or to
@@ -19,7 +22,7 @@ gradient hook looks whether the earlier ones are over by now, and if they are no
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -77,21 +80,29 @@ class Pushes:
         self._unready: list[set[int]] = [set() for _ in self.buckets]  # per bucket: parameters still to come
         self._handles: list[Handle] = []  # of the pushes that have started, in their order
         self._over = 0  # how many of them are over: their sums are taken, their memory is free
-        for index, bucket in enumerate(self.buckets):
-            for position, param in enumerate(bucket.params):
-                param.register_post_accumulate_grad_hook(self._hook(index, position))
+        self._places = {
+            param: (index, position)
+            for index, bucket in enumerate(self.buckets)
+            for position, param in enumerate(bucket.params)
+        }
+        for param in self._places:
+            param.register_post_accumulate_grad_hook(self._hook())
 
-    def arm(self, *, accumulate: bool = False) -> None:
+    def arm(self, *, accumulate: bool = False, waiting: Collection[nn.Parameter] | None = None) -> None:
         """From now on a gradient is final once autograd has accumulated into it: this backward is the last.
 
         `accumulate`: add to what the master gradients hold, the sum of the step's earlier phases; the same on all
-        ranks. Else they are overwritten.
+        ranks. Else they are overwritten. `waiting`: autograd is done; only the gradients of these parameters are not
+        final yet, each until `final` names it.
         """
         if self._armed or self._handles:
             raise RuntimeError("pushes are armed twice in one phase; call finish() before the next phase")
         self._armed = True
         self._accumulate = accumulate
-        self._unready = [set(range(len(bucket.params))) for bucket in self.buckets]
+        self._unready = [set() for _ in self.buckets]
+        for param in self._places if waiting is None else waiting:
+            index, position = self._places[param]
+            self._unready[index].add(position)
         self._issue_ready(wait=False)  # those that this rank holds nothing of, as far as nothing comes before them
 
     def finish(self, *, accumulate: bool = False) -> None:
@@ -119,16 +130,23 @@ class Pushes:
         for handle in handles:
             handle.wait()
 
-    def _hook(self, index: int, position: int) -> Callable[[Tensor], None]:
+    def final(self, parameter: nn.Parameter) -> None:
+        """Nothing more is added to the gradient of a parameter in this phase, if the pushes are armed."""
+        if self._armed:
+            index, position = self._places[parameter]
+            self._unready[index].discard(position)
+            self._issue_ready(wait=False)
+
+    def _hook(self) -> Callable[[Tensor], None]:
         # The hook keeps no hold on `self`. Python's garbage collector does not see through hooks of tensors: with a
         # ring parameter -> hook -> self -> parameter, no parameter of a strategy that is dropped would ever be freed.
         me = weakref.ref(self)
 
-        def on_accumulated(_: Tensor) -> None:
+        def on_accumulated(parameter: Tensor) -> None:
             pushes = me()
-            if pushes is not None and pushes._armed:
-                pushes._unready[index].discard(position)
-                pushes._issue_ready(wait=False)
+            if pushes is not None:
+                assert isinstance(parameter, nn.Parameter), "it was registered on one"
+                pushes.final(parameter)
 
         return on_accumulated
 

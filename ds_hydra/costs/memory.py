@@ -8,9 +8,10 @@ that step's strategy needs, and activations. With the candidates `4*tp16` and `6
 model in every step, and `tp16` is left less for activations than it would have alone.
 
 The schedule tells of how many micro-batches a stage keeps the activations at once: under 1F1B stage i of PP keeps up to
-PP - i. While it computes, it needs a transient on top: a block of logits, or what a layer's backward needs, whichever
-is more (Hydraulis, appendix C.1, with the stages of the embeddings and of the head counted by themselves). Activations
-and transient grow with the tokens of a micro-batch; MaxLen is where the sum meets the device's bytes less a margin.
+PP - i. Where the backward is split, 9/10 of a micro-batch stay from its input gradient to its weight gradient. While
+it computes, it needs a transient on top: a block of logits, or what a layer's backward needs, whichever is more
+(Hydraulis, appendix C.1, with the stages of the embeddings and of the head counted by themselves). Activations and
+transient grow with the tokens of a micro-batch; MaxLen is where the sum meets the device's bytes less a margin.
 
 `paper_memory.MemoryModel` is the paper's own formula with its constants A, B and alpha; this one counts a real model.
 """
@@ -111,7 +112,6 @@ class JobMemory:
     device_bytes: float = math.inf
     margin: float = 0.05  # share of the device left for fragmentation and what is not counted
     vocab: int = 1
-    schedule: str = "1f1b"  # of every pipeline
     grad_bytes: int | None = None  # of an element where gradients add up; None: the wider of the other two
     wire_bytes: int | None = None  # of an element of a gradient on its way; None: as in the compute dtype
     node_size: int | None = None  # ranks of a node; None: all of them
@@ -183,7 +183,7 @@ class JobMemory:
             scratch=held.scratch,
             logits=max(LOGITS_AT_ONCE, rows) * logits_bytes,
             logits_per_token=rows * logits_bytes / stage.sp,
-            per_token=most_alive(self.schedule, scheme.pp)[index] * per_batch,
+            per_token=most_alive(shape.schedule, shape.pp)[index] * per_batch,
             transient=kept.transient,
         )
 

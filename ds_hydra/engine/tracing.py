@@ -111,5 +111,5 @@ def measured_spans(laps: Laps, rank: int) -> list[Span]:
 
 def _name(lap: Lap) -> str:
     if lap.kind in _SIGNS:
-        return f"{_SIGNS[lap.kind]}{lap.microbatch}"
+        return _SIGNS[lap.kind] + ("" if lap.microbatch is None else str(lap.microbatch))  # W: of several together
     return {"run": "schedule", "optimizer": "norm"}.get(lap.kind, lap.kind)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from ds_hydra.costs.memory import JobMemory
 from ds_hydra.pipe.schedules.registry import most_alive
+from ds_hydra.pipe.schedules.simulate import KEPT_FOR_WEIGHTS
 from ds_hydra.plan.phase import PipelinePlan
 from ds_hydra.simulate.pipeline import StageTimes
+
+_FREED = {"backward": 1.0, "input_gradient": 1.0 - KEPT_FOR_WEIGHTS, "weight_gradient": KEPT_FOR_WEIGHTS}
 
 
 def memory_over_time(memory: JobMemory, plan: PipelinePlan, times: StageTimes) -> list[tuple[float, float]]:
@@ -23,6 +26,6 @@ def memory_over_time(memory: JobMemory, plan: PipelinePlan, times: StageTimes) -
         transient = needs.total(size) - needs.states - needs.per_token * size
         held += kept * size if kind == "forward" else 0.0
         curve.append((start, held + transient))
-        held -= kept * size if kind in ("backward", "weight_gradient") else 0.0
+        held -= _FREED.get(kind, 0.0) * kept * size
         curve.append((stop, held))
     return curve

@@ -1,7 +1,8 @@
 """One pipeline's schedule, loads and pulled layers in; its stages' times out, by the event simulation. Pure.
 
 It answers what `pipe.schedules.simulate` asks about time, as the runtime would: the first forward waits before each
-layer for its parameters, messages go over ports, and the last backward hands over the gradients of layer after layer.
+layer for its parameters, messages go over ports, and the last backward hands over the gradients of layer after layer,
+as the last weight gradients do where backwards are split.
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ class PipelineTiming:
         self._batches = batches
         self._slots, self._loads, self.stages, self._token_bytes = slots, loads, tuple(stages), token_bytes
         self._first_push = [backward_of_first_push(of_stage) for of_stage in slots]
+        self._last_seconds = [self._from_first_push(stage) for stage in range(len(self.stages))]
         self._begun = [False] * len(self.stages)
         # The two edges of a stage share its ports: activations and gradients leave one after the other.
         self._out, self._in = [[Port() for _ in self.stages] for _ in range(2)]
@@ -88,7 +90,7 @@ class PipelineTiming:
             stage.actions, stage.stop = actions, stop
 
     def compute(self, stage: int, action: Action, ready: float) -> tuple[float, float]:
-        """See `Timing`. The first forward and the last backward go layer by layer."""
+        """See `Timing`. The first forward and the last gradients go layer by layer."""
         times, duration = self.stages[stage], self._share(action) * self._loads[stage][action.microbatch]
         if not self._begun[stage] and action.kind == "forward":
             self._begun[stage] = True
@@ -101,9 +103,17 @@ class PipelineTiming:
             ready = times.wait(ready, times.pulls_done)
             times.armed = now = ready
             for use in reversed(times.uses):
-                now += use.share * duration
+                now += use.share * self._last_seconds[stage]
                 times.gradients[use.bucket] = now
         return ready, ready + duration
+
+    def _from_first_push(self, stage: int) -> float:
+        """Seconds in which a stage's gradients become final: of its last backward, or of all weight gradients that
+        follow its last input gradient, which run together."""
+        first = self._first_push[stage]
+        computed = [action for slot in self._slots[stage] for action in slot if action.computes]
+        last = computed[computed.index(first) :] if first is not None else []
+        return sum(self._share(action) * self._loads[stage][action.microbatch] for action in last)
 
     def _share(self, action: Action) -> float:
         """Of a micro-batch's time, what an action takes."""

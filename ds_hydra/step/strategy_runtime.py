@@ -13,7 +13,7 @@ gradient leaves as soon as the last backward has passed its layer, while that ba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -76,6 +76,8 @@ class StrategyRuntime:
         self._num_grads = 0
         self._link(source.plan, masters, world, wire_dtype)
         self.module.before_use = self._before_use
+        if self.module.weight_gradients is not None:
+            self.module.weight_gradients.finished = self.pushes.final
         last = stage.last_layer
         widths = (source.width(stage.first_layer), 0 if self.place.is_last else source.width(last))
         self._watch = Stopwatch(world.clock)
@@ -135,14 +137,16 @@ class StrategyRuntime:
                     parameter.grad = total
                 else:
                     parameter.register_post_accumulate_grad_hook(_accumulate_into(total))
+                if self.module.weight_gradients is not None:
+                    self.module.weight_gradients.add_to(parameter, total)
                 installed.append(parameter)
         return installed
 
-    def _before_last_backward(self, accumulate: bool) -> None:
+    def _arm_pushes(self, accumulate: bool, waiting: Collection[nn.Parameter] | None) -> None:
         # Pulls and pushes use the same scratch memory. A pull of this rank may still be under way: if it only has to
         # send, no layer has waited for it.
         self._finish_pulls()
-        self.pushes.arm(accumulate=accumulate)
+        self.pushes.arm(accumulate=accumulate, waiting=waiting)
 
     def _start_pulls(self) -> None:
         self._watch.take()  # laps of a step that an error has ended, or of an evaluation
@@ -172,9 +176,9 @@ class StrategyRuntime:
         self._arena.grads[: self._num_grads].zero_()
         self._start_pulls()
         known = chains_of([batch.pack for batch in batches])
-        slots = training_slots("1f1b", known, self.num_stages, self.stage_index)
+        slots = training_slots(self.place.schedule, known, self.num_stages, self.stage_index)
         with self._watch.lap("run", stage=self.stage_index):
-            loss = self.stage_runtime.run(slots, batches, partial(self._before_last_backward, accumulate))
+            loss = self.stage_runtime.run(slots, batches, partial(self._arm_pushes, accumulate))
         # Once more, for a pipeline without micro-batches: it had no last backward, but its rank owns masters that
         # others pull, and must receive what others push.
         self._finish_pulls()

@@ -37,9 +37,9 @@ class CausalStage(StageModule):
         super().__init__(model, place, names, readers=source.flow.readers, hooks=source.hooks)
         head = model.get_output_embeddings()
         specs = {path: source.specs[name] for path, name in source.aliases.items()}
-        TensorParallel(source.style_plan, specs, place.tp_rank, place.stage.tp, place.tp_group).install(
-            model, model.get_input_embeddings(), head, needed=frozenset(names)
-        )
+        TensorParallel(
+            source.style_plan, specs, place.tp_rank, place.stage.tp, place.tp_group, linear=self.linear
+        ).install(model, model.get_input_embeddings(), head, needed=frozenset(names))
         self._doors, self._first_position = source.flow.doors, source.first_position
         split_rotary_by_length(model, lambda: self._pack)
         self._pack = Pack((0,))

@@ -32,6 +32,9 @@ neighbour would never come to its own push. In the example the last stage's grad
 stage pushes only after it has got gradient 2. So the last stage pushes after <-2, and only the first stage, which has
 nothing to send or receive any more, starts in its last backward and pushes while that runs. Pipelines exchange no such
 messages with each other: where one waits in a push for another, that one goes on to its own.
+
+Where backwards are split, pushes start with the first of the weight gradients that close a schedule, once the last
+gradient of an input has left: "I2 | <-2 | W1 | W2" pushes a layer when both weight gradients have passed it.
 """
 
 from __future__ import annotations
@@ -151,12 +154,46 @@ def last_weight_gradient(slots: Sequence[Slot]) -> Action | None:
 def backward_of_first_push(slots: Sequence[Slot]) -> Action | None:
     """The action in which a stage may start to push gradients; None: after its last slot. [Note: the first push]
 
-    It is the last weight gradient, where no message follows.
+    It is the last backward or, where weight gradients follow the last input gradient, the first of them, if no message
+    comes after it.
     """
-    last = last_weight_gradient(slots)
+    first: Action | None = None
     for slot in reversed(slots):
-        if last in slot:
-            return last  # the messages of its own slot are done when it computes
+        for action in reversed(slot):
+            if action.kind == "weight_gradient":
+                first = action
+            elif action.kind in ("backward", "input_gradient"):
+                return action if first is None and action.kind == "backward" else first
         if any(not action.computes for action in slot):
-            break
-    return None
+            break  # a slot's own messages are done when it computes, but not before
+    return first
+
+
+class Turn(NamedTuple):
+    """Messages that start together, and what is computed once those that are received are there."""
+
+    messages: tuple[Action, ...]
+    actions: tuple[Action, ...]  # none, one, or several weight gradients
+
+
+def turns(slots: Sequence[Slot]) -> tuple[Turn, ...]:
+    """What a stage does, in order; weight gradients that follow each other without a message between are one turn.
+
+    Run together they take one product for all micro-batches, and layers can be finished one after the other.
+    "I2 | <-2 W0 | W1 | F3 W2" has the turns (I2), (<-2; W0 W1), (F3) and (W2).
+    """
+    made: list[Turn] = []
+    for slot in slots:
+        messages = tuple(action for action in slot if not action.computes)
+        for action in slot:
+            if not action.computes:
+                continue
+            before = made[-1].actions if made and not messages else ()
+            if before and before[-1].kind == action.kind == "weight_gradient":
+                made[-1] = made[-1]._replace(actions=(*before, action))
+            else:
+                made.append(Turn(messages, (action,)))
+            messages = ()
+        if messages:
+            made.append(Turn(messages, ()))
+    return tuple(made)

@@ -16,12 +16,18 @@ from ds_hydra.pipe.schedules.list_order import h1_order, list_order
 from ds_hydra.pipe.schedules.lower import lower
 from ds_hydra.pipe.schedules.one_f_one_b import one_f_one_b
 from ds_hydra.pipe.schedules.simulate import peak_alive
+from ds_hydra.pipe.schedules.zb_h1_even import zb_h1_even
 from ds_hydra.zero_hetero.errors import PlanError
 
 Schedule = Callable[[Batches, int], tuple[Order, ...]]
 """(micro-batches, number of stages) in, what each stage computes out."""
 
-SCHEDULES: dict[str, Schedule] = {"1f1b": one_f_one_b, "list": list_order, "zb-h1": h1_order}
+SCHEDULES: dict[str, Schedule] = {
+    "1f1b": one_f_one_b,
+    "list": list_order,
+    "zb-h1": h1_order,
+    "zb-h1-even": zb_h1_even,
+}
 """The schedules that a pipeline can train by."""
 
 WEIGHED = frozenset({"list", "zb-h1"})
@@ -38,6 +44,13 @@ def schedule_named(name: str) -> Schedule:
 def orders(name: str, batches: Batches, num_stages: int) -> tuple[Order, ...]:
     """Each stage's actions in training, in order. PlanError if the name is not known."""
     return _orders(schedule_named(name), batches, num_stages)
+
+
+def splits_backward(name: str) -> bool:
+    """Whether a schedule computes gradients of inputs and of weights apart. PlanError if the name is not known."""
+    if name in WEIGHED:
+        return True
+    return any(action.kind == "weight_gradient" for order in orders(name, Batches.whole(2), 2) for action in order)
 
 
 @lru_cache(maxsize=4096)
@@ -59,12 +72,15 @@ def evaluation_slots(batches: Batches, num_stages: int, stage: int) -> tuple[Slo
 
 
 @lru_cache(maxsize=1024)
-def most_alive(name: str, num_stages: int, slices: int = 1) -> tuple[int, ...]:
-    """Micro-batches that each stage keeps at once at most, however many there are in a step.
+def most_alive(name: str, num_stages: int, slices: int = 1) -> tuple[float, ...]:
+    """Micro-batches that each stage keeps at once at most, however many there are in a step; of a schedule that keeps
+    within a stage's room, as many as 1F1B, after which that room is measured.
 
     `slices`: the most that a sequence is cut into. PlanError if a schedule keeps ever more the more micro-batches there
     are: then no length of micro-batches is always safe.
     """
+    if name in WEIGHED:
+        return most_alive("1f1b", num_stages, slices)
     # 1F1B on 3 stages keeps (3, 2, 1) both with 6 and with 12 micro-batches. All forwards before all backwards would
     # keep 6 and 12: a step of more micro-batches than were measured would run out of memory in the middle of training.
     few, many = (

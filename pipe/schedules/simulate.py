@@ -23,6 +23,12 @@ SHARES = {
     "input_gradient": FORWARD_SHARE,
     "weight_gradient": FORWARD_SHARE,
 }
+KEPT_FOR_WEIGHTS = 0.9
+"""Of a micro-batch's activations, what a stage still keeps between its input gradient and its weight gradient.
+
+Inputs of linear layers stay, and the gradients of their outputs join them, while all else is freed: of the 36 bytes
+that a layer keeps for each token and feature (Hydraulis, appendix C.1), 32 are replaced.
+"""
 
 
 class TimedAction(NamedTuple):
@@ -44,7 +50,7 @@ class Simulation:
         """When the last stage is done; 0 without actions."""
         return max((timed[-1].stop for timed in self.stages if timed), default=0.0)
 
-    def alive(self, stage: int) -> tuple[tuple[float, int], ...]:
+    def alive(self, stage: int) -> tuple[tuple[float, float], ...]:
         """Micro-batches that a stage keeps from each time on: (start of an action, number while it runs)."""
         timed = self.stages[stage]
         counts = alive_counts(tuple(action for action, _, _ in timed))
@@ -166,23 +172,30 @@ def simulate_works(orders: Sequence[Order], batches: Batches) -> int:
     return round(simulate(orders, batches, lambda _, action: works[action.microbatch].takes(action.kind)).total)
 
 
-def alive_counts(order: Order) -> tuple[int, ...]:
+def alive_counts(order: Order) -> tuple[float, ...]:
     """Micro-batches whose activations a stage keeps while each action of its order runs.
 
-    They are kept from the forward on until all gradients are computed; without any, only while the forward runs.
+    They are kept from the forward on until all gradients are computed; without any, only while the forward runs. From
+    its input gradient on `KEPT_FOR_WEIGHTS` of a micro-batch is kept.
     """
-    # F0 F1 B0 F2 B1 B2 keeps 1 2 2 2 2 1: a micro-batch still counts while its own backward runs. The parts of a V
-    # count apart.
+    # F0 F1 B0 F2 B1 B2 keeps 1 2 2 2 2 1: a micro-batch still counts while its own backward runs. F0 I0 F1 W0 I1 W1
+    # keeps 1 1 1.9 1.9 1 0.9. The parts of a V count apart.
     last_use = {(action.microbatch, action.part): position for position, action in enumerate(order)}
-    counts, alive = [], 0
+    counts: list[float] = []
+    whole = waiting = 0  # as whole numbers, so that equal stages have equal counts to the bit
     for position, action in enumerate(order):
-        alive += action.kind == "forward"
-        counts.append(alive)
-        alive -= last_use[action.microbatch, action.part] == position
+        whole += action.kind == "forward"
+        counts.append(whole + KEPT_FOR_WEIGHTS * waiting)
+        if action.kind == "input_gradient":
+            whole, waiting = whole - 1, waiting + 1
+        elif action.kind == "weight_gradient":
+            waiting -= 1
+        elif last_use[action.microbatch, action.part] == position:
+            whole -= 1
     return tuple(counts)
 
 
-def peak_alive(orders: Sequence[Order]) -> tuple[int, ...]:
+def peak_alive(orders: Sequence[Order]) -> tuple[float, ...]:
     """The most micro-batches that each stage keeps at once."""
     return tuple(max(alive_counts(order), default=0) for order in orders)
 

@@ -169,6 +169,30 @@ def test_a_push_that_lacked_memory_leaves_with_a_later_hook_if_the_one_before_is
     assert pushes_of_two(started=False)[0] == [3]  # nobody waits within a backward
 
 
+def test_a_gradient_that_waits_keeps_its_push_until_it_is_final() -> None:
+    stack = Stack([0, 1, 2, 3], torch.float32)
+    plan = plan_transfer(even_layout(NUMEL, 1), layout_of_intervals(NUMEL, [(0, NUMEL)])).transposed()
+    transport = Recorder(TorchTransport())
+    summed = [torch.empty(NUMEL) for _ in range(NUM_LAYERS)]
+    pushes = Pushes(
+        [PushBucket(Link(plan, 0, transport), stack.params[b], stack.grads[b], summed[b]) for b in range(NUM_LAYERS)]
+    )
+    stack(batch(0)).square().sum().backward()
+    pushes.final(stack.params[3][0])  # not armed: more may come
+    assert transport.tags == []
+    pushes.arm(waiting=[stack.params[2][0], stack.params[1][0], stack.params[1][1]])
+    assert transport.tags == [3]
+    pushes.final(stack.params[1][0])
+    assert transport.tags == [3]
+    stack.grads[2][0] += 5.0  # what it has waited for
+    pushes.final(stack.params[2][0])
+    assert transport.tags == [3, 2]
+    pushes.final(stack.params[1][1])
+    assert transport.tags == [3, 2, 1, 0]
+    pushes.finish()
+    assert all(torch.equal(mine, sent) for mine, sent in zip(stack.grads, summed, strict=True))
+
+
 def test_pushes_leave_while_the_backward_runs_and_wait_for_higher_buckets() -> None:
     stack = Stack([0, 1, 2, 3], torch.float32)
     plan = plan_transfer(even_layout(NUMEL, 1), layout_of_intervals(NUMEL, [(0, NUMEL)])).transposed()

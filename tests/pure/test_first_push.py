@@ -96,6 +96,10 @@ def test_only_the_first_stage_pushes_within_its_last_backward(num_microbatches: 
         ("F0 | >0 | <0 B0 | ->1 F1", None),  # a receive follows
         ("->0 F0 | I0 | <-0 | W0", Action("weight_gradient", 0)),  # the gradient of the input has left
         ("->0 F0 | I0 | W0 | <-0", None),
+        ("->0 F0 | I0 | ->1 F1 | I1 W0 | <-1 | W1", Action("weight_gradient", 1)),
+        ("F0 | F1 | I0 | I1 | W0 | W1", Action("weight_gradient", 0)),  # all input gradients are there
+        ("F0 | F1 | I0 | W0 | B1", Action("backward", 1)),
+        ("F0 | F1 | I0 | B1 | W0", Action("weight_gradient", 0)),
         ("F0 B0 | F1", Action("backward", 0)),
         ("", None),
     ],

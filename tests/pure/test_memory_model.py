@@ -154,12 +154,19 @@ def test_a_stage_keeps_as_many_micro_batches_as_its_schedule_says(monkeypatch: p
     def one_at_a_time(batches: Batches, num_stages: int) -> tuple[Order, ...]:
         return (slots_from_text(" ".join(f"F{m} B{m}" for m in range(len(batches))))[0],) * num_stages
 
-    monkeypatch.setitem(SCHEDULES, "one at a time", one_at_a_time)
-    scheme = ParallelScheme(pp=4)
-    usual, few = job().stages(scheme), job(schedule="one at a time").stages(scheme)
+    monkeypatch.setitem(SCHEDULES, "one-at-a-time", one_at_a_time)
+    usual, few = job().stages(ParallelScheme(pp=4)), job().stages(PipelineShape.parse("pp4/one-at-a-time"))
     assert [needs.per_token for needs in usual] == [(4 - i) * needs.per_token for i, needs in enumerate(few)]
     with pytest.raises(PlanError, match="schedule 'none' is not known"):
-        job(schedule="none").needs(scheme, 0)
+        job().needs(PipelineShape.parse("pp4/none"), 0)
+
+
+def test_a_split_backward_keeps_the_same_on_every_stage_but_a_tenth() -> None:
+    usual, split = job().stages(ParallelScheme(pp=4)), job().stages(PipelineShape.parse("pp4/zb-h1-even"))
+    one = [needs.per_token / (4 - index) for index, needs in enumerate(usual)]
+    assert [needs.per_token for needs in split] == pytest.approx(
+        [(4 - index + 0.9 * index) * kept for index, kept in enumerate(one)]
+    )
 
 
 def test_states_that_do_not_fit_give_zero_and_no_device_gives_an_error() -> None:

@@ -150,7 +150,10 @@ REFUSED = {
         tiny_plan(batch=MicroBatchPlan((Span(0, 0, 8),), 0.25)),
         r"recomputes a share 0\.25 .*hydra\.activation_checkpointing",
     ),
-    "a schedule": (tiny_plan("pp2/zero-bubble"), "asks for the schedule 'zero-bubble' but this release runs 1f1b only"),
+    "a schedule": (
+        tiny_plan("pp2/zero-bubble"),
+        "asks for the schedule 'zero-bubble' but this release runs 1f1b, zb-h1-even; name one",
+    ),
     "the V": (tiny_plan("(tp1[0:1,3:4] > tp1[1:3])"), "has 2 ranges of layers in stage 0"),
     "devices": (tiny_plan("(tp2@h100 > tp2@l40)"), "devices of class 'h100' in stage 0"),
 }

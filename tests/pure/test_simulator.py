@@ -6,6 +6,7 @@ import dataclasses
 import random
 import re
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,9 +17,9 @@ from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.memory import Activations, JobMemory
 from ds_hydra.costs.table_file import TableFile
 from ds_hydra.pipe.model_plan import Bucket, ModelPlan, ParamSpec
-from ds_hydra.pipe.schedules.actions import Action, Slot, slots_from_text
+from ds_hydra.pipe.schedules.actions import Action, Order, Slot, slots_from_text
 from ds_hydra.pipe.schedules.batches import Batches
-from ds_hydra.pipe.schedules.registry import placed, training_slots
+from ds_hydra.pipe.schedules.registry import SCHEDULES, placed, training_slots
 from ds_hydra.pipe.schedules.simulate import simulate_loads, simulate_slots
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
 from ds_hydra.plan.phase import MicroBatchPlan, Phase, PipelinePlan
@@ -146,6 +147,29 @@ def test_a_layer_waits_for_its_own_pull_and_a_last_backward_pushes_layer_by_laye
     assert 1e3 * found.ranks.pull == pytest.approx([7.0, 7.0])
     assert 1e3 * found.ranks.push == pytest.approx([6.0, 6.0])
     assert 1e3 * found.exposed_s == pytest.approx(13.0 + norm)
+
+
+def test_the_last_weight_gradients_push_layer_by_layer() -> None:
+    """As above, with two micro-batches whose backwards are split: F0 until 9, then 2 ms for each of the others.
+
+    The weight gradients begin at 15 and run layer by layer: layer 1 leaves at 17 and is over at 21, layer 0 is ready at
+    19 and over at 25.
+    """
+    base, shape = job(LinkModel(2, Speed(0.0, 1e3)), 2), PipelineShape.parse("tp1/ends-with-weights")
+    table = CostTable((SchemeCost(shape, 0.0, 3.0, 0.0, 1000),))
+    base = dataclasses.replace(base, found=TableFile(table))
+
+    def all_at_the_end(batches: Batches, num_stages: int) -> tuple[Order, ...]:
+        return (slots_from_text("F0 I0 F1 I1 W0 W1")[0],)
+
+    with mock.patch.dict(SCHEDULES, {"ends-with-weights": all_at_the_end}):
+        found = Simulator(base).step(plan_of("2*tp1/ends-with-weights", [[2, 2], [2, 2]]))
+    times = found.phases[0].pipelines[0][0]
+    assert [(str(a), pytest.approx(1e3 * stop)) for a, _, stop in times.actions] == [
+        ("F0", 9.0), ("I0", 11.0), ("F1", 13.0), ("I1", 15.0), ("W0", 17.0), ("W1", 19.0)
+    ]  # fmt: skip
+    assert 1e3 * times.armed == pytest.approx(15.0)
+    assert 1e3 * found.phases[0].stop == pytest.approx([25.0, 25.0])
 
 
 def test_between_nodes_pulls_take_two_hops() -> None:

@@ -102,6 +102,9 @@ FIXED_STRATEGIES = (
 CHANGING = ("tp2pp2", "sp2 + 2*tp1", "tp4", "pp3 + tp1", "sp4")
 CHANGING_8 = ("tp4 + 2*pp2", "sp4 + tp2sp2", "8*tp1", "tp2pp2sp2", "pp4 + tp4")
 
+SPLIT = ("tp2pp2/zb-h1-even", "sp2 + pp2/zb-h1-even", "pp4/zb-h1-even", "pp3/zb-h1-even + tp1", "2*pp2")
+SPLIT_8 = ("2*tp2pp2/zb-h1-even", "pp4/zb-h1-even + sp2pp2/zb-h1-even", "tp2pp2sp2/zb-h1-even", "tp4pp2/zb-h1-even")
+
 CHANGING_WITHOUT_TP = ("pp4", "sp2 + 2*tp1", "2*pp2", "pp3 + tp1", "sp4")
 
 # Of HARD_MODELS, those that train under every strategy; the others are refused.
@@ -264,5 +267,41 @@ def _phased() -> Iterator[Case]:
     )
 
 
-CASES: tuple[Case, ...] = (*_fixed(), *_families(), *_unusual(), *_drawing(), *_options(), *_phased())
+def _split() -> Iterator[Case]:
+    """Backwards split into gradients of inputs and of weights, mixed with others that are not."""
+    for family in (*FAMILIES, LAYER_LIST):
+        if family != "llama_3_layers":
+            yield Case(f"split {family}", family, SPLIT, quick=family in ("llama_tied", "mixtral"))
+    base = Case("", "llama", SPLIT)
+    for family in ("hooks of parameters", "layers that share weights", "parameters beside linear layers"):
+        yield replace(base, name=f"split, {family}", family=family)
+    for family in CHANGED_LINEARS:
+        strategies = ("pp4/zb-h1-even", "2*pp2/zb-h1-even", "sp2 + pp2/zb-h1-even")
+        yield replace(base, name=f"split, {family}", family=family, strategies=strategies)
+    yield replace(base, name="split fp32", dtype=FLOAT32, optimizer="SGD")
+    yield replace(base, name="split bf16", dtype=BFLOAT16, quick=True)
+    yield replace(base, name="split bf16, gradients too", dtype=BFLOAT16, grad_accum="bf16")
+    yield replace(base, name="split, checkpointed", activation_checkpointing=True, quick=True)
+    yield replace(base, name="split, checkpointed mixtral", family="mixtral", activation_checkpointing=True)
+    yield replace(
+        base, name="split, frozen lower layers", frozen=("embed_tokens", "layers.0.", "layers.1."), quick=True
+    )
+    yield replace(base, name="split, frozen tied", family="llama_tied", frozen=("embed_tokens",))
+    yield replace(base, name="split, dropout", family="dropout (Phi)", draws=True, frozen=_NO_GRADIENT)
+    yield replace(base, name="split, no clipping", clip=0.0)
+    yield replace(base, name="split, few micro-batches", lengths=(30, 70) * 10, tokens_per_step=90)
+    yield replace(
+        base, name="split, stages of different size", quick=True,
+        strategies=("(sp2[0:1] > tp2[1:4])/zb-h1-even", "(tp1[0:1] > tp2[1:3] > tp1[3:4])/zb-h1-even"),
+    )  # fmt: skip
+    yield replace(
+        base, name="split, phases", family="qwen3", quick=True,
+        strategies=("2*pp2/zb-h1-even then tp2pp2/zb-h1-even", "4*tp1 then pp4/zb-h1-even then 2*pp2"),
+    )  # fmt: skip
+    yield replace(base, name="split, nodes of 2 ranks", node_size=2, family="llama_tied")
+    yield replace(base, name="split on 8 ranks", strategies=SPLIT_8, quick=True)
+    yield replace(base, name="split on 8 ranks, bf16", strategies=SPLIT_8, dtype=BFLOAT16)
+
+
+CASES: tuple[Case, ...] = (*_fixed(), *_families(), *_unusual(), *_drawing(), *_options(), *_phased(), *_split())
 assert len({case.name for case in CASES}) == len(CASES), "every row has a name of its own"

@@ -1,0 +1,221 @@
+"""Linear layers of a stage in; their weight gradients out, put off until the schedule asks for them.
+
+[Note: split backward]
+The backward of a linear layer y = x wᵀ computes two products of the gradient dy: dx = dy w, for which the layer below
+waits and in the end the stage before, and dw = dyᵀ x, for which nobody waits until the gradients are pushed. A schedule
+that splits backwards runs the first of all layers as I and the second as W, at a time when the stage would have nothing
+else to do (Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241). Between the two an entry (weight, x, dy) of
+each layer waits in a queue:
+
+  forward   y of layer 0, y of layer 1
+  I         dx of layer 1, which puts its entry; dx of layer 0, which puts its entry
+  W         dw of layer 1 is added to the gradient's sum, then dw of layer 0
+
+Autograd is not to know the weight: it would take the gradient for complete in I, and call hooks without one. So it is
+given a detached weight, and the queue adds to the sum of gradients itself. The products of one weight from several
+micro-batches are added in the order in which the schedule lists their W, so equal plans give equal bits.
+
+What is not put off is computed in I, as in a backward that is not split. That is right for whatever can be trained, and
+only hides less: norms, embeddings, experts that are stacked, a linear layer whose class, weight or input is in any way
+special, and a layer that the backward computes again (activation checkpointing): its x and dy would fill the memory
+that the second computing is there to save.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Linear = Callable[[nn.Module, Tensor, Tensor | None], Tensor]
+"""(module, input, bias) in, the input times the module's weight, plus the bias, out."""
+
+
+def linear(module: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
+    """x (..., features) in, what a linear module with its `weight` makes of it out."""
+    assert isinstance(module.weight, Tensor), "the weight of a linear layer"
+    return F.linear(x, module.weight, bias)
+
+
+class SplitBackward(Protocol):
+    """What a stage keeps from the input gradients of micro-batches to their weight gradients."""
+
+    finished: Callable[[nn.Parameter], None]
+    """Called with a parameter as soon as nothing of its gradient waits any more."""
+
+    def add_to(self, parameter: nn.Parameter, total: Tensor) -> None:
+        """Let the gradient of a parameter add up in `total`, of its shape, which may be of a wider type."""
+
+    def of(self, microbatch: int, *, backward: bool = False) -> AbstractContextManager[None]:
+        """Within it, a forward or an I of a micro-batch runs, the backward of which is split."""
+
+    def run(self, microbatches: Sequence[int]) -> None:
+        """The W of these micro-batches, together."""
+
+    @property
+    def unfinished(self) -> frozenset[nn.Parameter]:
+        """The parameters whose gradients wait."""
+
+    def forget(self) -> None:
+        """Drop what a run that an error has ended left behind."""
+
+
+class _Entry(NamedTuple):
+    """Of one use of a weight (out, in), what its gradient is the product of."""
+
+    place: int  # of its module in the order of the model
+    weight: nn.Parameter
+    x: Tensor  # (tokens, in)
+    dy: Tensor  # (tokens, out)
+
+
+class WeightGradients:
+    """The queue of one stage [Note: split backward]; a `SplitBackward`. Gradients add up in the weights' `.grad`, or in
+    what `add_to` says."""
+
+    def __init__(self, model: nn.Module, paths: Collection[str]):
+        """Puts off the gradients of the weights at these paths, where a plain linear layer owns them."""
+        self.finished: Callable[[nn.Parameter], None] = lambda _: None
+        self._places: dict[nn.Module, int] = {}  # of the modules whose gradients are put off
+        self._sums: dict[nn.Parameter, Tensor] = {}
+        self._waiting: dict[int, list[_Entry]] = {}  # by micro-batch, in the order of their backward
+        self._open: Counter[nn.Parameter] = Counter()  # their number by weight
+        self._microbatch: int | None = None  # whose forward or I is running
+        self._in_backward = False
+        self._again: set[nn.Module] = set()  # which the present I has computed again
+        for place, (name, module) in enumerate(model.named_modules()):
+            # A subclass, a parametrization and a forward that was replaced compute something of their own.
+            plain = type(module) is nn.Linear and "forward" not in vars(module) and "weight" in module._parameters
+            if plain and f"{name}.weight" in paths:
+                self._places[module] = place
+                module.forward = self._forward_of(module)  # type: ignore[method-assign]
+
+    def _forward_of(self, module: nn.Module) -> Callable[[Tensor], Tensor]:
+        def forward(input: Tensor) -> Tensor:  # the name that callers of nn.Linear may use
+            return self.linear(module, input, module.bias)  # type: ignore[arg-type]
+
+        return forward
+
+    def add_to(self, parameter: nn.Parameter, total: Tensor) -> None:
+        """See `SplitBackward`."""
+        self._sums[parameter] = total
+
+    @contextmanager
+    def of(self, microbatch: int, *, backward: bool = False) -> Iterator[None]:
+        """See `SplitBackward`."""
+        self._microbatch, self._in_backward = microbatch, backward
+        try:
+            yield
+        finally:
+            self._microbatch, self._in_backward = None, False
+            self._again.clear()
+
+    def linear(self, module: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
+        """As `weight_gradients.linear`, with the weight's gradient put off where that is possible."""
+        weight: Any = module.weight
+        # Without a gradient of the input there is no I to which this layer would add; W can be done at once.
+        if not (
+            module in self._places
+            and self._microbatch is not None
+            and torch.is_grad_enabled()
+            and x.requires_grad
+            and weight.requires_grad
+            and not torch.is_autocast_enabled(x.device.type)  # which has the product computed in another type
+        ):
+            return F.linear(x, weight, bias)
+        if self._in_backward:
+            self._again.add(module)
+        out: Tensor = _PutOff.apply(x, weight.detach(), bias, module, self)
+        return out
+
+    def put(self, module: nn.Module, x: Tensor, dy: Tensor) -> None:
+        """Add an entry of the micro-batch whose I is running; of a layer that was computed again, run it at once."""
+        weight: Any = module.weight
+        entry = _Entry(self._places[module], weight, x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1]))
+        if module in self._again:
+            self._add([entry])
+            return
+        assert self._microbatch is not None, "what was put off in a forward is asked for in the I of its micro-batch"
+        self._waiting.setdefault(self._microbatch, []).append(entry)
+        self._open[weight] += 1
+
+    def run(self, microbatches: Sequence[int]) -> None:
+        """See `SplitBackward`: last layer first, and each weight for all micro-batches."""
+        # One micro-batch after the other would leave the last layer unfinished until the last of them begins, and with
+        # it every push: buckets leave in the order of the layers, last one first.
+        by_place: dict[int, list[_Entry]] = {}
+        for microbatch in microbatches:
+            for entry in self._waiting.pop(microbatch, ()):
+                by_place.setdefault(entry.place, []).append(entry)
+        with torch.no_grad():
+            for place in sorted(by_place, reverse=True):
+                entries = by_place.pop(place)  # their tensors are freed with them
+                weight = entries[0].weight
+                self._add(entries)
+                self._open[weight] -= len(entries)
+                if not self._open[weight]:
+                    del self._open[weight]
+                    self.finished(weight)
+
+    @property
+    def unfinished(self) -> frozenset[nn.Parameter]:
+        """See `SplitBackward`."""
+        return frozenset(self._open)
+
+    def forget(self) -> None:
+        """See `SplitBackward`."""
+        self._waiting.clear()
+        self._open.clear()
+
+    def _add(self, entries: Sequence[_Entry]) -> None:
+        """Add the gradients of one weight to its sum."""
+        weight = entries[0].weight
+        total = self._sums.get(weight)
+        if total is None:
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+            total = weight.grad
+        for x, dy in _joined(entries, total):
+            if total.dtype == x.dtype:
+                total.addmm_(dy.t(), x)
+            else:
+                total.add_(dy.t() @ x)
+
+
+class _PutOff(torch.autograd.Function):
+    """A linear layer whose backward computes the gradients of its input and bias, and puts that of its weight off."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, module: nn.Module, queue: WeightGradients
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.module, ctx.queue = module, queue
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, Tensor | None, None, None]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors  # a checkpointed layer is computed again here
+        ctx.queue.put(ctx.module, x, dy)
+        bias = dy.reshape(-1, dy.shape[-1]).sum(0) if ctx.needs_input_grad[2] else None
+        return dy @ weight, None, bias, None, None
+
+
+def _joined(entries: Sequence[_Entry], total: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Factors x and dy of the products to be added to `total`: one product for all entries where that is cheaper."""
+    # A product of its own for each entry reads and writes the whole sum, and where types differ a temporary too. To
+    # join them copies their tokens, so it pays for few tokens and large weights: with 2 micro-batches of 1024 tokens, a
+    # weight of 4096 x 4096 and sums in FP32 of 16 bit products, a copy moves 64 MiB and a further product 192 MiB.
+    bytes_copied = 2 * sum(entry.x.nbytes + entry.dy.nbytes for entry in entries)
+    temporary = 0 if total.dtype == entries[0].x.dtype else total.numel() * entries[0].x.itemsize
+    bytes_added = 2 * (total.nbytes + temporary)
+    if len(entries) > 1 and bytes_copied < (len(entries) - 1) * bytes_added:
+        yield torch.cat([entry.x for entry in entries]), torch.cat([entry.dy for entry in entries])
+        return
+    for entry in entries:
+        yield entry.x, entry.dy
