@@ -12,7 +12,8 @@ all change the loss or the gradient's norm.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -26,7 +27,8 @@ from ds_hydra.pipe.loss import IGNORED
 from ds_hydra.pipe.model_plan import ModelPlan, ShardRule
 from ds_hydra.pipe.placement import Pipeline
 from ds_hydra.pipe.rows import MicroBatch
-from ds_hydra.pipe.schedules.simulate import FORWARD_SHARE
+from ds_hydra.pipe.schedules.registry import splits_backward
+from ds_hydra.pipe.schedules.simulate import FORWARD_SHARE, SHARES
 from ds_hydra.pipe.stage import StageModule, StagePlace
 
 
@@ -78,6 +80,8 @@ class EmulatedStage(StageModule):
         parts = {name: _Part(self, share if name.isdigit() else 0.0, scales) for name in held}
         names = {f"{part}.{name}": name for part, members in held.items() for name in members}
         super().__init__(nn.ModuleDict(parts), place, names)
+        self.queue = _Queue(source.clock) if splits_backward(place.schedule) else None
+        self.weight_gradients = self.queue
         self.clock, self._source, self._parts = source.clock, source, tuple(parts.values())
 
     def forward(self, hidden: Tensor | None, batch: MicroBatch) -> Tensor:
@@ -126,10 +130,62 @@ class _Part(nn.Module):
         return _CountedGradient.apply(x, self, load_s, [self._scales[name] for name in params], *params.values())
 
     def backward(self, load_s: float) -> None:
-        """The time that the backward takes."""
+        """The time that the backward takes, or its input gradient where it is split."""
         if self._stage.begins_backward(self):
             self._stage.meet()
-        self._stage.clock.compute((1.0 - FORWARD_SHARE) * self._share * load_s)
+        own_s, queue = self._share * load_s, self._stage.queue
+        put_off = queue is not None and queue.put(self, SHARES["weight_gradient"] * own_s)
+        self._stage.clock.compute(SHARES["input_gradient" if put_off else "backward"] * own_s)
+
+
+class _Queue:
+    """The weight gradients of an emulated stage, a `SplitBackward`: time that is still to pass, and nothing to add."""
+
+    def __init__(self, clock: VirtualClock):
+        self.finished: Callable[[nn.Parameter], None] = lambda _: None
+        self._clock = clock
+        self._microbatch: int | None = None
+        self._waiting: dict[int, dict[_Part, float]] = {}  # seconds by micro-batch and part, last part first
+
+    def add_to(self, parameter: nn.Parameter, total: Tensor) -> None:
+        """See `SplitBackward`."""
+
+    @contextmanager
+    def of(self, microbatch: int, *, backward: bool = False) -> Iterator[None]:
+        """See `SplitBackward`."""
+        self._microbatch = microbatch
+        try:
+            yield
+        finally:
+            self._microbatch = None
+
+    def put(self, part: _Part, seconds: float) -> bool:
+        """Keep a part's time for later, if the backward is split; whether it is."""
+        if self._microbatch is None:
+            return False
+        self._waiting.setdefault(self._microbatch, {})[part] = seconds
+        return True
+
+    def run(self, microbatches: Sequence[int]) -> None:
+        """See `SplitBackward`."""
+        taken = [self._waiting.pop(microbatch) for microbatch in microbatches]
+        for part in taken[0]:
+            self._clock.compute(sum(seconds[part] for seconds in taken))
+            for parameter in _trained([part]) - self.unfinished:
+                self.finished(parameter)
+
+    @property
+    def unfinished(self) -> frozenset[nn.Parameter]:
+        """See `SplitBackward`."""
+        return _trained(part for seconds in self._waiting.values() for part in seconds)
+
+    def forget(self) -> None:
+        """See `SplitBackward`."""
+        self._waiting.clear()
+
+
+def _trained(parts: Iterable[_Part]) -> frozenset[nn.Parameter]:
+    return frozenset(parameter for part in parts for parameter in part.parameters() if parameter.requires_grad)
 
 
 class _CountedGradient(torch.autograd.Function):
