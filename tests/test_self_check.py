@@ -18,6 +18,7 @@ from torch import Tensor
 from ds_hydra.commands.__main__ import main as command
 from ds_hydra.pipe.models.draws import Draws
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
+from ds_hydra.pipe.weight_gradients import WeightGradients
 from ds_hydra.self_check import check as self_check
 from ds_hydra.self_check.cache import cache_folder, fingerprint, read_verdicts, write_verdicts
 from ds_hydra.self_check.check import check_strategies
@@ -90,6 +91,14 @@ def test_what_would_train_wrongly_or_crash_is_refused(
     with pytest.raises(ConfigError, match=rf"hydra\.strategies\[0\] '{strategy}': .*{told}"):
         result.require(candidates)
     assert result.usable(candidates) == tuple(candidates[1:])
+
+
+def test_a_split_backward_that_loses_gradients_is_refused() -> None:
+    model = build_model("llama", torch.float32)
+    assert check(model, "tp2pp2/zb-h1-even", keep=False).objections() == []
+    with mock.patch.object(WeightGradients, "_add"):
+        (objection,) = check(model, "pp2/zb-h1-even", "pp2", keep=False).objections()
+    assert re.search(r"pp2/zb-h1-even.* the gradient of .*; schedule: use strategies with the schedule 1f1b", objection)
 
 
 def test_a_loss_of_the_models_own_is_told() -> None:

@@ -28,7 +28,6 @@ from ds_hydra.zero_hetero.clock import Stopwatch
 from ds_hydra.zero_hetero.layout import Piece
 
 CPU = torch.device("cpu")
-_SCHEDULE = "1f1b"  # which stages and groups are right does not depend on the order of micro-batches
 Shards = dict[tuple[str, tuple[Piece, ...]], Tensor]  # by bucket and what a rank holds of it
 Result = TypeVar("Result")
 
@@ -177,7 +176,7 @@ class RankOfPipeline:
         """A step's forwards and backwards; this rank's share of the loss."""
         batches = self._batches(data)
         known = chains_of([batch.pack for batch in batches])
-        return self._run(training_slots(_SCHEDULE, known, self._num_stages, self.index), batches)
+        return self._run(training_slots(self.place.schedule, known, self._num_stages, self.index), batches)
 
     def evaluate(self, data: Data) -> float:
         """The forwards of an evaluation; this rank's share of the loss."""

@@ -12,7 +12,15 @@ from collections.abc import Iterable
 from itertools import accumulate, groupby, pairwise
 
 from ds_hydra.pipe.placement import Pipeline, place_pipeline
-from ds_hydra.pipe.shape import LayerRange, ParallelScheme, PipelineShape, StageShape, StrategyShape
+from ds_hydra.pipe.schedules.registry import splits_backward
+from ds_hydra.pipe.shape import (
+    DEFAULT_SCHEDULE,
+    LayerRange,
+    ParallelScheme,
+    PipelineShape,
+    StageShape,
+    StrategyShape,
+)
 
 _RANKS_OF_STAGE = 8
 
@@ -20,15 +28,20 @@ BASE = PipelineShape.of(ParallelScheme())
 
 
 def stand_in(shape: PipelineShape) -> PipelineShape:
-    """The pipeline that is run to check `shape`; its own stand-in. It says nothing of layers, devices or schedules."""
+    """The pipeline that is run to check `shape`; its own stand-in. It says nothing of layers and devices."""
     stages = [_fewer_ranks(stage) for stage in shape.stages]
     middle = [stage for stage, _ in groupby(stages[1:-1])]
-    return PipelineShape((*stages[:1], *middle, *stages[1:][-1:]))
+    return PipelineShape((*stages[:1], *middle, *stages[1:][-1:]), _schedule(shape))
 
 
 def bare(shape: PipelineShape) -> PipelineShape:
-    """All stages with their degrees, and nothing else."""
-    return PipelineShape(tuple(StageShape(stage.tp, stage.sp) for stage in shape.stages))
+    """All stages with their degrees, and nothing of layers and devices."""
+    return PipelineShape(tuple(StageShape(stage.tp, stage.sp) for stage in shape.stages), _schedule(shape))
+
+
+def _schedule(shape: PipelineShape) -> str:
+    """The shape's schedule if backwards are split by it, which changes stages; any other only orders what they do."""
+    return shape.schedule if splits_backward(shape.schedule) else DEFAULT_SCHEDULE
 
 
 def _fewer_ranks(stage: StageShape) -> StageShape:
@@ -53,13 +66,15 @@ def shapes_to_run(strategies: Iterable[StrategyShape], *, whole: bool = False) -
 
 
 def parts(shape: PipelineShape) -> dict[str, PipelineShape]:
-    """Each degree of a pipeline alone, by its name, to find out which of them a model cannot take."""
+    """Each degree of a pipeline alone, and a split backward, by name, to find out which a model cannot take."""
     alone = {
         "tp": ParallelScheme(tp=max(stage.tp for stage in shape.stages)),
         "pp": ParallelScheme(pp=shape.pp),
         "sp": ParallelScheme(sp=max(stage.sp for stage in shape.stages)),
     }
-    return {name: PipelineShape.of(scheme) for name, scheme in alone.items() if scheme != BASE.scheme}
+    found = {name: PipelineShape.of(scheme) for name, scheme in alone.items() if scheme != BASE.scheme}
+    split = PipelineShape(BASE.stages, _schedule(shape))
+    return found if split == BASE else {**found, "schedule": split}
 
 
 def num_layers(shapes: Iterable[PipelineShape]) -> int:
@@ -83,7 +98,7 @@ def uneven_pipeline(shape: PipelineShape, layers: int) -> Pipeline:
     depths[(shape.pp - 1) // 2] += layers - shape.pp
     ranges = [LayerRange(*ends) for ends in pairwise(accumulate(depths, initial=0))]
     stages = [StageShape(stage.tp, stage.sp, (held,)) for stage, held in zip(shape.stages, ranges, strict=True)]
-    return place_pipeline(PipelineShape(tuple(stages)), 0, layers)
+    return place_pipeline(PipelineShape(tuple(stages), shape.schedule), 0, layers)
 
 
 def head_divisor(heads: int, kv_heads: int, shapes: Iterable[PipelineShape]) -> int:

@@ -20,7 +20,8 @@ from ds_hydra.self_check.where import first_to_differ
 from ds_hydra.zero_hetero.errors import ConfigError
 
 _REMEDIES = {"tp": "use strategies with tp1 for this model", "pp": "use strategies with pp1 for this model",
-             "sp": "use strategies with sp1 for this model"}  # fmt: skip
+             "sp": "use strategies with sp1 for this model",
+             "schedule": "use strategies with the schedule 1f1b for this model"}  # fmt: skip
 _NO_REMEDY = "no strategy trains this model as one process does"
 
 
