@@ -15,6 +15,7 @@ from ds_hydra.config.hydra_block import parse_config
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
 from ds_hydra.plan.runnable import check_runnable, check_shape
+from ds_hydra.plan.simulate import simulate_pipeline
 from ds_hydra.planner import (
     MicroBatchPlan,
     Phase,
@@ -173,15 +174,17 @@ def test_what_cannot_run_is_refused_with_a_reason(name: str, tmp_path: Path) -> 
 
 def test_slices_run_unless_the_job_cannot_cut_sequences(tmp_path: Path) -> None:
     """With a reason why it cannot, a plan is refused before step 0."""
+    table = CostTable((SchemeCost(ParallelScheme(2, 2), 0.0, 1.0, 0.0, 5),))
+    strategies = [StrategyShape.parse("tp2pp2")]
     batches = tuple(MicroBatchPlan((span,)) for span in (Span(0, 0, 5), Span(0, 5, 8)))
-    phase = Phase((PipelinePlan(PipelineShape.parse("tp2"), batches, 1.0),))
-    plan = StepPlan(4, (0,), (8,), (phase,), 1.0)
+    pipeline = PipelinePlan(strategies[0].pipelines[0], batches, 1.0)
+    phase = Phase((dataclasses.replace(pipeline, predicted_ms=simulate_pipeline(pipeline, table)),))
+    plan = StepPlan(4, (0,), (8,), (phase,), phase.predicted_ms)
     save_plans([plan], tmp_path / "plans.jsonl")
-    table, strategies = CostTable((SchemeCost(ParallelScheme(2), 0.0, 1.0, 0.0, 5),)), [StrategyShape.parse("tp2")]
     options = PlannerOptions(choose="replay", replay_file=str(tmp_path / "plans.jsonl"))
     replayed = Planner(table, strategies, options).plan(4, (0,), (8,))
     check_runnable(replayed)
-    validate_plan(replayed, table, 2)  # the sequence has 8 tokens, but no slice more than MaxLen 5
+    validate_plan(replayed, table, 4)  # the sequence has 8 tokens, but no slice more than MaxLen 5
     reason = "micro-batch 0 of pipeline 0 holds tokens 0 to 5 of the 8 .*whole sequences only: layer 3 forgets. Plan"
     with pytest.raises(PlanError, match=reason):
         Planner(table, strategies, dataclasses.replace(options, no_slices="layer 3 forgets"))

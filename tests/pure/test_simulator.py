@@ -155,8 +155,8 @@ def test_the_last_weight_gradients_push_layer_by_layer() -> None:
     The weight gradients begin at 15 and run layer by layer: layer 1 leaves at 17 and is over at 21, layer 0 is ready at
     19 and over at 25.
     """
-    base, shape = job(LinkModel(2, Speed(0.0, 1e3)), 2), PipelineShape.parse("tp1/ends-with-weights")
-    table = CostTable((SchemeCost(shape, 0.0, 3.0, 0.0, 1000),))
+    base = job(LinkModel(2, Speed(0.0, 1e3)), 2)
+    table = CostTable((SchemeCost(ParallelScheme(1), 0.0, 3.0, 0.0, 1000),))
     base = dataclasses.replace(base, found=TableFile(table))
 
     def all_at_the_end(batches: Batches, num_stages: int) -> tuple[Order, ...]:

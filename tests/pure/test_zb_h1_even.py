@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from ds_hydra.pipe.schedules.actions import Order, slots_as_text, slots_from_text, turns
 from ds_hydra.pipe.schedules.batches import Batches
 from ds_hydra.pipe.schedules.lower import lower
-from ds_hydra.pipe.schedules.registry import most_alive, orders, splits_backward
+from ds_hydra.pipe.schedules.registry import most_alive, orders, placed, splits_backward
 from ds_hydra.pipe.schedules.rendezvous import check_slots
 from ds_hydra.pipe.schedules.simulate import peak_alive, simulate_loads
 
@@ -52,12 +52,11 @@ def test_zb_h1_even_takes_no_longer_than_1f1b_and_leaves_a_third_of_its_bubble(
     batches = Batches.whole(count)
     loads = data.draw(st.lists(st.floats(0.5, 9.0), min_size=count, max_size=count))
     split, joined = (
-        simulate_loads(orders(name, batches, num_stages), batches, [loads] * num_stages)
-        for name in ("zb-h1-even", "1f1b")
+        simulate_loads(placed(name, batches, num_stages), [loads] * num_stages) for name in ("zb-h1-even", "1f1b")
     )
     assert split <= joined * (1 + 1e-9)
     if count >= 2 * num_stages - 1:
-        equal = simulate_loads(orders("zb-h1-even", batches, num_stages), batches, [[3.0] * count] * num_stages)
+        equal = simulate_loads(placed("zb-h1-even", batches, num_stages), [[3.0] * count] * num_stages)
         assert equal == pytest.approx(3.0 * count + (num_stages - 1))
     assert most_alive("zb-h1-even", num_stages) == pytest.approx([num_stages - 0.1 * s for s in range(num_stages)])
 
