@@ -22,6 +22,7 @@ from ds_hydra.emulate.stage import counted_norm
 from ds_hydra.host.launch import init_distributed
 from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
+from ds_hydra.pipe.transfers import plan_transfers
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.ranks.forked import run_ranks
 from ds_hydra.simulate.job import SimulatedJob
@@ -99,7 +100,10 @@ def emulate(
     # What ranks have in common is made and imported before they fork, and shared by all of them. The first optimizer of
     # a process imports for seconds.
     torch.optim.SGD([torch.zeros(1)])
-    model = EmulatedModel(job.cluster)
+    model, links = EmulatedModel(job.cluster), job.cluster.links
+    for text in job.strategies:
+        strategy = place_strategy(StrategyShape.parse(text), job.cluster.num_ranks, job.cluster.plan.num_layers)
+        plan_transfers(model.small.plan, strategy, min(links.node_size, job.cluster.num_ranks))
     with tempfile.TemporaryDirectory(prefix="emulated-") as folder:
         table = Path(folder) / "costs.json"
         # Without its evidence, which names another job than the small model's, and without what follows from the rest.

@@ -1,7 +1,7 @@
 """Run one function on several gloo ranks: forked children in, the list of their results out.
 
 Forking costs 0.05 s a rank where spawning costs seconds (each spawned child imports torch again). The ranks
-meet in a file, so tests can run side by side without agreeing on ports.
+meet at a port of the parent's, which the system chooses, so tests can run side by side without agreeing on ports.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import contextlib
 import multiprocessing
 import os
 import pickle
+import socket
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -21,6 +21,8 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+
+_HOST = "127.0.0.1"
 
 
 class RankError(RuntimeError):
@@ -44,32 +46,39 @@ def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout: float
     context = multiprocessing.get_context("fork")
     sys.stdout.flush()
     sys.stderr.flush()
-    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        receivers: list[Connection] = []
-        children = []
-        try:
-            for rank in range(num_ranks):
-                receiver, sender = context.Pipe(duplex=False)
-                child = context.Process(
-                    target=_rank_main,
-                    args=(fn, rank, num_ranks, args, timeout, f"{folder}/store", sender),
-                    daemon=True,
-                )
-                child.start()
-                sender.close()
-                receivers.append(receiver)
-                children.append(child)
-            results = _collect(receivers, children, timeout)
-            for child in children:
-                child.join(timeout=5)
-            return results
-        finally:
-            for child in children:
-                if child.is_alive():
-                    child.kill()
-                child.join()
-            for receiver in receivers:
-                receiver.close()
+    receivers: list[Connection] = []
+    children = []
+    store: dist.Store | None = None
+    door = socket.create_server((_HOST, 0), backlog=num_ranks)
+    port = door.getsockname()[1]
+    try:
+        for rank in range(num_ranks):
+            receiver, sender = context.Pipe(duplex=False)
+            child = context.Process(
+                target=_rank_main,
+                args=(fn, rank, num_ranks, args, timeout, port, sender),
+                daemon=True,
+            )
+            child.start()
+            sender.close()
+            receivers.append(receiver)
+            children.append(child)
+        # The store is the parent's, as any rank may end before the others. It has a thread, so it comes after the
+        # forks; until then ranks wait at the door.
+        store = dist.TCPStore(_HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=door.detach())
+        results = _collect(receivers, children, timeout)
+        for child in children:
+            child.join(timeout=5)
+        return results
+    finally:
+        door.close()
+        for child in children:
+            if child.is_alive():
+                child.kill()
+            child.join()
+        for receiver in receivers:
+            receiver.close()
+        del store  # now: an error holds this frame, and a thread must not be there when the next ranks fork
 
 
 def _collect(receivers: list[Connection], children: list[Any], timeout: float) -> list[Any]:
@@ -102,7 +111,7 @@ def _rank_main(
     num_ranks: int,
     args: tuple[Any, ...],
     timeout: float,
-    store_path: str,
+    port: int,
     sender: Connection,
 ) -> NoReturn:
     """A child's life: join the group, call, hand over the result, leave the group, exit without clean-up."""
@@ -111,10 +120,9 @@ def _rank_main(
         torch.set_num_threads(1)
         if sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no name look-up of the host
-        store = dist.FileStore(store_path, num_ranks)
-        dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=timeout)
-        )
+        patience = timedelta(seconds=timeout)
+        store = dist.TCPStore(_HOST, port, is_master=False, timeout=patience)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=patience)
         dist.barrier()  # a rank that is done at once must not leave while another still connects to it
         message = pickle.dumps((True, fn(rank, *args), ""))
         exit_code = 0
