@@ -203,20 +203,22 @@ class ModelPlan:
             start += param.numel
         pieces: list[tuple[Piece, ...]] = [()] * strategy.num_ranks
         sizes = [0] * strategy.num_ranks
-        for pipeline in strategy.pipelines:
-            for stage in pipeline.stages:
-                for tp_rank in range(stage.tp):
+        known: dict[tuple[int, int, int, int], tuple[tuple[Piece, ...], int]] = {}  # replicas of a stage hold the same
+        for stage in (stage for pipeline in strategy.pipelines for stage in pipeline.stages):
+            for tp_rank in range(stage.tp):
+                key = (stage.first_layer, stage.last_layer, stage.tp, tp_rank)
+                if key not in known:
                     slots = self.slots(bucket, stage, tp_rank)
                     mine = tuple(
                         Piece(starts[slot.param.name] + lo, starts[slot.param.name] + hi, slot.offset + offset)
                         for slot in slots
                         for lo, hi, offset in pieces_of(slot, tp_rank, stage.tp)
                     )
-                    # Ranks of a stage are numbered with tp fastest, so these are the tp rank's sequence parallel ranks:
-                    # they hold the same.
-                    for rank in stage.ranks[tp_rank :: stage.tp]:
-                        pieces[rank] = mine
-                        sizes[rank] = slots[-1].offset + slots[-1].numel if slots else 0
+                    known[key] = mine, slots[-1].offset + slots[-1].numel if slots else 0
+                # Ranks of a stage are numbered with tp fastest, so these are the tp rank's sequence parallel ranks:
+                # they hold the same.
+                for rank in stage.ranks[tp_rank :: stage.tp]:
+                    pieces[rank], sizes[rank] = known[key]
         return Layout(bucket.numel, tuple(pieces), tuple(sizes))
 
     @staticmethod

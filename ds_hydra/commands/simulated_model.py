@@ -27,7 +27,7 @@ def job_of_config(
     stages = (stage for strategy in strategies for pipeline in strategy.pipelines for stage in pipeline.stages)
     memory = job_memory(
         source, [ParallelScheme(stage.tp, 1, stage.sp) for stage in stages], num_ranks, NO_LIMIT, dtype,
-        activation_checkpointing=checkpointing, measured=found.activations,
+        activation_checkpointing=checkpointing, node_size=min(links.node_size, num_ranks), measured=found.activations,
     )  # fmt: skip
     job = SimulatedJob(source.plan, source.width(1), found, links, num_ranks, dtype.itemsize, memory)
     return job.with_costs_of(strategies)

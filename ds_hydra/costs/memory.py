@@ -197,10 +197,11 @@ class JobMemory:
         found: list[RankBytes] = []
         for one, placed in candidates.items():
             everyone = [self._of_ranks(each, where) for each, where in {**self.strategies, one: placed}.items()]
+            own = self._of_ranks(one, placed)
             for pipeline, place in zip(one.pipelines, placed.pipelines, strict=True):
                 for rank in place.stages[index].ranks if pipeline == shape else ():
                     params, grads = (max(each[rank][item] for each in everyone if rank < len(each)) for item in (0, 1))
-                    found.append(RankBytes(params, grads, self._of_ranks(one, placed)[rank].scratch))
+                    found.append(RankBytes(params, grads, own[rank].scratch))
         return max(found, key=lambda held: held.total)
 
     def _of_ranks(self, shape: StrategyShape, placed: Strategy) -> tuple[RankBytes, ...]:

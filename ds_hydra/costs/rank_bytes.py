@@ -8,6 +8,7 @@ owner receives 4 contributions, under `tp16 + 48*tp1` 49 of them, with 12 times 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -56,9 +57,15 @@ def rank_bytes(plan: ModelPlan, strategy: Strategy, element: ElementBytes, *, no
                 held[key] = held_elements(plan, stage, tp_rank)
             params, grads = held[key][0] * element.param, held[key][1] * element.grad
             pull = int(pulls[rank])
-            windows = in_turn(tuple(pushes[:, rank].tolist()), room_for_pushes(params + grads, pull))
-            found[rank] = RankBytes(params, grads, max(pull, end_of(windows)))
+            push = _pushes_in_turn(tuple(pushes[:, rank].tolist()), room_for_pushes(params + grads, pull))
+            found[rank] = RankBytes(params, grads, max(pull, push))
     return tuple(found[rank] for rank in range(strategy.num_ranks))
+
+
+@lru_cache(maxsize=1024)
+def _pushes_in_turn(sizes: tuple[int, ...], room: int) -> int:
+    """Bytes of all windows of pushes of these sizes; most ranks have the same."""
+    return end_of(in_turn(sizes, room))
 
 
 def held_elements(plan: ModelPlan, stage: Stage, tp_rank: int) -> tuple[int, int]:

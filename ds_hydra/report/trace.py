@@ -10,15 +10,21 @@ spans are strictly nested: two of them are apart, or one holds the other, else v
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 from ds_hydra.zero_hetero.errors import ConfigError
 
 Stream = Literal["compute", "links out", "links in", "stages out", "stages in"]
 STREAMS: tuple[Stream, ...] = ("compute", "links out", "links in", "stages out", "stages in")
 Kind = Literal["forward", "backward", "receive", "send", "pull", "push", "norm", "optimizer", "control"]
+# Of an event that names something: the key in its "args", and the type of what stands there.
+_METADATA: Mapping[str, tuple[str, type]] = {
+    "process_name": ("name", str), "thread_name": ("name", str),
+    "process_sort_index": ("sort_index", int), "thread_sort_index": ("sort_index", int),
+}  # fmt: skip
 
 
 class Span(NamedTuple):
@@ -79,28 +85,49 @@ def write_trace(path: str | Path, sources: Mapping[str, Iterable[Span]]) -> int:
 
 def trace_faults(record: Mapping[str, Any]) -> list[str]:
     """What breaks the rules of [Note: trace], one line each; an empty list for a sound trace."""
+    events = record.get("traceEvents")
+    if not isinstance(events, list) or record.get("displayTimeUnit") not in ("ms", "ns"):
+        return ["a trace has a list of traceEvents, and displayTimeUnit is ms or ns"]
     faults: list[str] = []
     threads: dict[tuple[int, int], list[tuple[int, int, str]]] = {}
     named: set[tuple[str, int, int]] = set()
-    for index, event in enumerate(record.get("traceEvents", ())):
-        where = f"event {index} ({event.get('name')!r})"
-        pid, tid = event.get("pid"), event.get("tid")
-        if not isinstance(pid, int) or not isinstance(tid, int) or not event.get("name"):
-            faults.append(f"{where} lacks a name, or a whole number as pid or tid")
-        elif event.get("ph") == "M":
-            named |= {(event["name"], pid, tid), (event["name"], pid, -1)}
-        elif event.get("ph") != "X":
-            faults.append(f"{where} has the phase {event.get('ph')!r}, not X or M")
-        elif not (event.get("ts", -1) >= 0 and event.get("dur", -1) > 0):
-            faults.append(f"{where} begins at {event.get('ts')} and lasts {event.get('dur')} microseconds")
+    for index, event in enumerate(events):
+        fault = _fault(event)
+        if fault:
+            faults.append(f"event {index} ({event.get('name')!r}) {fault}")
+            continue
+        pid, tid, name = event["pid"], event["tid"], event["name"]
+        if event["ph"] == "M":
+            named |= {(name, pid, tid), (name, pid, -1)}
         else:
             begin = round(event["ts"] * 1e3)
-            threads.setdefault((pid, tid), []).append((begin, begin + round(event["dur"] * 1e3), event["name"]))
+            threads.setdefault((pid, tid), []).append((begin, begin + round(event["dur"] * 1e3), name))
     for (pid, tid), spans in threads.items():
         if ("process_name", pid, -1) not in named or ("thread_name", pid, tid) not in named:
             faults.append(f"process {pid}, thread {tid} has spans but no name")
         faults += [f"process {pid}, thread {tid}: {fault}" for fault in _overlaps(spans)]
     return faults
+
+
+def _fault(event: Mapping[str, Any]) -> str:
+    """What is wrong with one event by itself; empty for nothing."""
+    name, phase = event.get("name"), event.get("ph")
+    if not (isinstance(name, str) and name and type(event.get("pid")) is type(event.get("tid")) is int):
+        return "lacks a name, or a whole number as pid or tid"
+    if phase == "M":
+        key, kind = _METADATA.get(name, ("", object))
+        given = event.get("args", {}).get(key)
+        return "" if given is not None and isinstance(given, kind) else f"is no metadata of {', '.join(_METADATA)}"
+    if phase != "X":
+        return f"has the phase {phase!r}, not X or M"
+    begin, lasts = event.get("ts"), event.get("dur")
+    if not (_is_number(begin) and _is_number(lasts) and begin >= 0 and lasts > 0):
+        return f"begins at {begin!r} and lasts {lasts!r} microseconds"
+    return ""
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _overlaps(spans: Sequence[tuple[int, int, str]]) -> Iterator[str]:

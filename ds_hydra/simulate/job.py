@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from ds_hydra.costs.memory import JobMemory
 from ds_hydra.costs.shape_costs import with_shapes
 from ds_hydra.costs.table_file import TableFile
 from ds_hydra.pipe.model_plan import ModelPlan
+from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.plan.validate import validate_plan
@@ -52,12 +53,14 @@ class SimulatedJob:
         validate_plan(plan, limits, self.num_ranks)
         check_order(plan, self.table)
 
-    def with_costs_of(self, strategies: Iterable[StrategyShape]) -> SimulatedJob:
-        """The same job with costs of these strategies' pipelines, whose stages may differ. PlanError if it has none.
+    def with_costs_of(self, strategies: Sequence[StrategyShape]) -> SimulatedJob:
+        """The same job with these candidates: with costs of their pipelines, whose stages may differ, and memory.
 
-        Without a memory model only uniform pipelines have costs.
+        PlanError if there are no costs, or for other ranks. Without a memory model only uniform pipelines have costs.
         """
         if self.memory is None:
             return self
-        table = with_shapes(self.table, strategies, self.memory)
-        return replace(self, found=replace(self.found, table=table))
+        placed = {one: place_strategy(one, self.num_ranks, self.plan.num_layers) for one in strategies}
+        memory = self.memory.together(placed)
+        table = with_shapes(self.table, strategies, memory)
+        return replace(self, found=replace(self.found, table=table), memory=memory)

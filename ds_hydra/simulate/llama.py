@@ -50,7 +50,10 @@ def shipped_job(
         (tp, sp): Activations(_published(kept, tp) * shape.hidden / (tp * sp), 0.0, 0.0) for tp, sp in stages
     }
     job = SimulatedJob(plan, shape.hidden, found, links, num_ranks)
-    memory = JobMemory(plan, job.num_ranks, activations, param_bytes=2, device_bytes=NO_LIMIT, vocab=shape.vocab)
+    memory = JobMemory(
+        plan, job.num_ranks, activations, param_bytes=2, device_bytes=NO_LIMIT, vocab=shape.vocab,
+        node_size=min(links.node_size, num_ranks),
+    )  # fmt: skip
     return replace(job, memory=memory).with_costs_of(strategies)
 
 

@@ -144,8 +144,7 @@ def _push_ready(stages: list[StageTimes], transfers: StrategyTransfers, done: Fl
         if times.armed is None:
             ready[:, ranks] = np.maximum(done[ranks], times.stop)
             continue
-        now = times.armed
-        for bucket in reversed(range(len(ready))):
-            now = max(now, times.gradients.get(bucket, now))
-            ready[bucket, ranks] = now
+        own = np.full(len(ready), times.armed)
+        own[list(times.gradients)] = list(times.gradients.values())
+        ready[::-1, ranks] = np.maximum.accumulate(own[::-1])[:, None]
     return ready

@@ -65,7 +65,7 @@ def test_the_tools_of_the_same_commands_are_their_front_doors() -> None:
         (["emulate", "--ranks", "8", *SIMULATED], "nothing to run"),
         (["simulate", "4*tp4", "--cost-table", "a800-7b", "--gpus", "0"], "needs at least 1"),
         (["simulate", "4*tp3", *SIMULATED], "no entry for scheme tp3"),
-        (["simulate", "4*tp4", *SIMULATED, "--gpus", "8"], "use 16 ranks but the job has 8"),
+        (["simulate", "4*tp4", *SIMULATED, "--gpus", "8"], "uses 16 ranks but the job has 8"),
         (["simulate", "4*tp4", *SIMULATED, "--between", "10,0"], "between nodes"),
         (["simulate", "4*tp4", "--cost-table", "a800-7b"], "give --lengths, --tokens, --context"),
         (["simulate", "4*tp4", "--cost-table", shipped("a800-7b")], "give --model"),

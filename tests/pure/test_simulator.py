@@ -84,7 +84,7 @@ def by_ports(plans: list[TransferPlan], ready: list[list[float]], links: LinkMod
                 heads[rank, message.dst] = out[rank].serve(begin[rank], speed.wire_s(message.numel)) + speed.latency_s
                 left[rank] = out[rank].free_s
         for rank in range(size):
-            for message in sorted(plan.recvs(rank), key=lambda m: (rank - m.src) % size):
+            for message in sorted(plan.recvs(rank), key=lambda m: heads[m.src, rank]):
                 into[rank].serve(heads[message.src, rank], links.speed(message.src, rank).wire_s(message.numel))
                 came[rank] = into[rank].free_s
         results.append((left, came))
@@ -297,7 +297,12 @@ SPANS = [Span(0, "compute", "forward", "F0", 0.0, 3.0), Span(0, "compute", "pull
     [
         (lambda events: events[4].update(dur=0), "lasts 0 microseconds"),
         (lambda events: events[5].update(dur=3e6), "'wait' .* overlaps 'F0'"),
+        (lambda events: events[4].update(ts="0"), "begins at '0'"),
+        (lambda events: events[4].update(ts=float("nan")), "begins at nan"),
         (lambda events: events[4].update(ph="B"), "phase 'B'"),
+        (lambda events: events[0].update(name="process"), "is no metadata of process_name, "),
+        (lambda events: events[1].update(args={"sort_index": "0"}), "is no metadata"),
+        (lambda events: events[4].pop("name"), "lacks a name"),
         (lambda events: events[4].update(pid="0"), "pid or tid"),
         (lambda events: events.pop(0), "no name"),
     ],
@@ -307,8 +312,9 @@ def test_what_breaks_the_rules_of_a_trace_is_found(spoil: object, words: str) ->
     assert not trace_faults(record)
     assert [(e["ts"], e["dur"]) for e in record["traceEvents"] if e["ph"] == "X"] == [(0.0, 3e6), (1e6, 1e6)]
     spoil(record["traceEvents"])  # type: ignore[operator]
-    (fault,) = trace_faults(record)
-    assert re.search(words, fault), fault
+    assert re.search(words, trace_faults(record)[0]), trace_faults(record)
+    assert trace_faults({**record, "displayTimeUnit": "s"}), "viewers know ms and ns"
+    assert trace_faults({"events": record["traceEvents"]}), "events have a name of their own"
 
 
 def test_a_picture_shows_every_rank_and_refuses_too_many(tmp_path: Path) -> None:
