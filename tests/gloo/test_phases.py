@@ -1,17 +1,22 @@
 """Steps of several phases in real training: replayed from a file, recorded, stopped and gone on with, looked through.
 
-That they train as one process does is shown by the rows of the training table.
+That they train as one process does is shown by the rows of the training table, and that these rows would see it if
+phases did not add up, by mutants.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import deepspeed  # noqa: F401  (before forking: the ranks share it)
 import pytest
+import torch
 from torch import Tensor
 
 import ds_hydra.engine.engine  # noqa: F401
@@ -19,7 +24,11 @@ from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.table_file import TableFile
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.planner import PhasedPlanner, load_plans, parse_phases, save_plans
+from ds_hydra.step.stepper import Stepper
+from ds_hydra.step.strategy_runtime import StrategyRuntime
 from ds_hydra.zero_hetero.errors import PlanError
+from tests.support.cases import CASES
+from tests.support.equivalence import compare
 from tests.support.ranks import run_ranks
 from tests.support.small_job import same, small_config, small_engine, small_model, whole_state
 
@@ -151,3 +160,48 @@ def test_a_file_with_an_empty_phase_is_refused_before_step_0(
 
     for text in run_ranks(refused, 4, timeout=100):
         assert f"plan of step {STEPS - 1}: phase 1 (4*tp1) of its" in text
+
+
+def only_the_last_phase_counts() -> Any:
+    """Pushes of each phase overwrite the gradients of those before."""
+    train = StrategyRuntime.train
+    return mock.patch.object(StrategyRuntime, "train", lambda self, batches, *, accumulate: train(self, batches))
+
+
+def each_phase_makes_an_update() -> Any:
+    """Later phases compute with the parameters that the earlier ones have changed."""
+    train = Stepper._train
+
+    def and_update(self: Any, *args: Any, accumulate: bool) -> Any:
+        run = train(self, *args, accumulate=accumulate)
+        self._update.apply([run.loss])
+        return run
+
+    return mock.patch.object(Stepper, "_train", and_update)
+
+
+def each_phase_has_its_own_mean() -> Any:
+    """The loss of a phase is divided by the phase's targets, not by the step's."""
+    train = Stepper._train
+
+    def by_own(self: Any, runtime: Any, batches: Any, weight: int, *, accumulate: bool) -> Any:
+        own = int(self._world.channel.rows(torch.tensor([batches.weight])).sum())
+        return train(self, runtime, batches, own, accumulate=accumulate)
+
+    return mock.patch.object(Stepper, "_train", by_own)
+
+
+@pytest.mark.parametrize(
+    ("mutant", "differs"),
+    [
+        (only_the_last_phase_counts, "gradient"),
+        (each_phase_makes_an_update, "parameter"),
+        (each_phase_has_its_own_mean, "loss"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_phases_that_do_not_add_up_are_seen(mutant: Callable[[], Any], differs: str) -> None:
+    (case,) = (case for case in CASES if case.name == "phases 4*tp1, 2*tp2, tp4")
+    with mutant():
+        missed = compare(replace(case, steps=2)).missed(case)
+    assert any(f"{differs} differs" in line for line in missed), missed

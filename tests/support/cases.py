@@ -249,6 +249,7 @@ def _phased() -> Iterator[Case]:
     )  # fmt: skip
     yield replace(base, name="phases of one strategy", strategies=("2*pp2 then 2*pp2",))
     yield replace(base, name="phases, no clipping", clip=0.0)
+    yield replace(base, name="phases fp32", family="llama_tied", dtype=FLOAT32, optimizer="SGD")
     yield replace(base, name="phases with idle pipelines", lengths=(30, 70) * 10, tokens_per_step=90)
     yield replace(base, name="phases, mixtral", family="mixtral")
     yield replace(base, name="phases, layer list", family=LAYER_LIST, strategies=(HOT_SWITCHING, "pp2 + sp2 then pp4"))
