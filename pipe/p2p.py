@@ -22,7 +22,7 @@ class Rows(NamedTuple):
     stop: int
 
 
-@lru_cache(maxsize=65536)
+@lru_cache(maxsize=256)  # a step's: lengths of micro-batches hardly come again, and an entry takes kilobytes
 def edge(src: Stage, dst: Stage, num_tokens: int) -> tuple[dict[int, list[Rows]], dict[int, list[Rows]]]:
     """Sends by source rank and receives by destination rank of one micro-batch of `num_tokens` tokens."""
     # 12 tokens, from a stage with tp 2, sp 2 (ranks 0..3) to one with sp 3 (ranks 4..6):
