@@ -13,6 +13,7 @@ from ds_hydra.emulate.cluster import EmulatedStep, emulate
 from ds_hydra.plan.phase import MicroBatchPlan, Phase, PipelinePlan
 from ds_hydra.plan.plan_file import save_plans
 from ds_hydra.simulate.links import Speed
+from ds_hydra.simulate.step import Simulator
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from tests.support.emulated_job import BUCKET_BYTES, emulated_job
 
@@ -35,6 +36,21 @@ def test_two_stages_and_two_micro_batches() -> None:
 def test_a_split_backward_fills_the_wait_with_weight_gradients() -> None:
     """Stage 1 runs F0 1..2, I0 2..3, F1 3..4, I1 4..5, W0 and W1 until 7; stage 0 I0 3..4, W0, I1 5..6, W1 6..7."""
     assert first_step_ms("2*pp2/zb-h1-even") == pytest.approx(7.0)
+
+
+def test_a_measured_table_gives_each_stage_its_own_time_and_the_update_its() -> None:
+    """Stage 1 is twice as slow as stage 0, which waits for it: F0 0..1, F1 1..2, B0 7..9, B1 13..15.
+
+    Stage 1 runs F0 1..3, B0 3..7, F1 7..9, B1 9..13. A step begins with 5 ms, and each rank updates 6,144 elements.
+    """
+    stages = [{"index": index, "num_layers": 2, "fit": {"b": 1.0 + index}} for index in range(2)]
+    job = emulated_job("2*pp2")
+    step_costs = {"fixed_ms": 5.0, "update_ms_per_element": 1e-3}
+    found = replace(job.cluster.found, measured={"pp2": {"stages": stages}}, step=step_costs)
+    job = replace(job, cluster=replace(job.cluster, found=found))
+    (step,) = emulate(job, 1)[0]
+    assert 1e3 * step.step_s == pytest.approx(5.0 + 15.0 + 6.144)
+    assert Simulator(job.cluster).step(step.plan).step_s == pytest.approx(step.step_s)
 
 
 def test_messages_take_their_wire_time() -> None:

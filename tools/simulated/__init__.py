@@ -1,1 +1,1 @@
-"""Parts of `tools.check_simulator`, each a function that returns its table, its figures and what was missed."""
+"""Parts of `tools.check_emulation`, each a function that returns its table, its figures and what was missed."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -63,12 +65,14 @@ def against_simulator(num_plans: int, *, timeout_s: float) -> Part:
     rows: list[tuple[object, ...]] = []
     every: list[Compared] = []
     while len(every) < num_plans:
-        cluster = random_job(rng, RANKS[len(rows) % len(RANKS)])
+        cluster, began = random_job(rng, RANKS[len(rows) % len(RANKS)]), time.perf_counter()
         compared = compare(cluster, rng, min(PLANS_A_CLUSTER, num_plans - len(every)), timeout_s=timeout_s)
         every += compared
         links = cluster.links
         speeds = f"{links.inside.bytes_per_s / 1e9:.2g} / {links.between.bytes_per_s / 1e9:.2g}"
         rows.append((cluster.num_ranks, links.node_size, speeds, len(compared), *_shown(compared)))
+        done = f"{len(every)} of {num_plans} plans, {cluster.num_ranks} ranks, {time.perf_counter() - began:.0f} s"
+        print(done, file=sys.stderr, flush=True)
     rows.append(("all", "", "", len(every), *_shown(every)))
     median, p90 = _quantiles(every)
     missed = []
