@@ -42,6 +42,7 @@ QUICK = (
     "qwen3 fp32",
     "sgd fp32",
     "bf16",
+    "slices pp4",
 )
 STRICT = ("connect", "lazy", "blocking")
 WHAT = ("parameter", "moment", "gradient", "norm", "loss")

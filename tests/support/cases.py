@@ -50,6 +50,7 @@ class Case:
     frozen: tuple[str, ...] = ()  # words in the names of parameters that are not trained
     draws: bool = False  # the model draws random numbers in training
     amplifies: bool = False  # rounding grows so fast that each step is compared from the ranks' own parameters
+    slices: bool = False  # long sequences run in slices, cut at random
     wire: str | None = None  # communication_data_type, if not the type of computing
     node_size: int | None = None  # ranks of a node, as if there were several nodes
     grad_accum: str | None = None  # data_types.grad_accum_dtype
@@ -304,5 +305,49 @@ def _split() -> Iterator[Case]:
     yield replace(base, name="split on 8 ranks, bf16", strategies=SPLIT_8, dtype=BFLOAT16)
 
 
-CASES: tuple[Case, ...] = (*_fixed(), *_families(), *_unusual(), *_drawing(), *_options(), *_phased(), *_split())
+_SLICED = Case("", "llama", ("tp2pp2", "sp2 + 2*tp1", "pp3 + tp1"), steps=3, slices=True)
+_QUICK_SLICED = {"llama_tied", "gemma2", "mixtral", "gpt_oss"}
+
+
+def _sliced() -> Iterator[Case]:
+    """Long sequences in slices, which run in turns, with short ones beside and between them."""
+    base = _SLICED
+    for strategy in ("tp1", "tp2", "pp2", "sp2", "pp4", "tp2pp2sp2", "sp4 + tp2pp2", "2*pp4"):
+        quick = strategy in ("pp4", "tp2pp2sp2")
+        yield replace(base, name=f"slices {strategy}", family="qwen3", strategies=(strategy,), quick=quick)
+    for family in (
+        "llama_tied", "mistral", "gemma2", "gemma3_text", "phi3", "mixtral", "qwen3_moe", "cohere", "gpt_neox", "gpt2",
+        "gpt_oss", "longrope", "positions from the padding id", "embeddings of each layer",
+    ):  # fmt: skip
+        frozen = _NO_GRADIENT if family in UNUSUAL else ()
+        yield replace(base, name=f"slices, {family}", family=family, frozen=frozen, quick=family in _QUICK_SLICED)
+    yield replace(base, name="slices fp32", family="qwen3", dtype=FLOAT32, quick=True)
+    yield replace(base, name="slices fp32 sgd", dtype=FLOAT32, optimizer="SGD")
+    yield replace(base, name="slices bf16", dtype=BFLOAT16)
+    yield replace(base, name="slices, checkpointed", family="mistral", activation_checkpointing=True, quick=True)
+    yield replace(base, name="slices, checkpointed fp32 mixtral", family="mixtral", dtype=FLOAT32,
+                  activation_checkpointing=True)  # fmt: skip
+    yield replace(base, name="slices, frozen lower layers", frozen=("embed_tokens", "layers.0.", "layers.1."),
+                  activation_checkpointing=True, quick=True)  # fmt: skip
+    yield replace(base, name="slices, frozen queries and keys", frozen=("embed_tokens", "q_proj", "k_proj", "v_proj"),
+                  activation_checkpointing=True)  # fmt: skip
+    yield replace(base, name="slices, dropout", family="dropout (Phi)", draws=True, frozen=_NO_GRADIENT, quick=True)
+    yield replace(base, name="slices, random routing", family="random routing", draws=True, frozen=_NO_GRADIENT)
+    yield replace(base, name="slices, masked labels", masked_labels=True)
+    yield replace(
+        base, name="slices, mean of sequences", loss_norm="sequence", masked_labels=True, quick=True,
+    )  # fmt: skip
+    yield replace(base, name="slices, fewer tokens than sp", strategies=("sp4", "tp2sp2"), lengths=(31,) * 20,
+                  tokens_per_step=31)  # fmt: skip
+    yield replace(base, name="slices, stages of different tp and sp", strategies=("(sp2[0:1] > tp2[1:4])",))
+    yield replace(base, name="slices in phases", strategies=("4*tp1 then 2*pp2 then tp2sp2", "pp2 + sp2 then pp4"),
+                  quick=True)  # fmt: skip
+    yield replace(base, name="slices on 8 ranks", strategies=CHANGING_8)
+    yield replace(base, name="slices on 8 ranks of 2 nodes", strategies=CHANGING_8, node_size=4)
+    yield replace(base, name="slices, long ones only", lengths=(300, 200, 450) * 8, strategies=("2*pp2", "tp2pp2"))
+
+
+CASES: tuple[Case, ...] = (
+    *_fixed(), *_families(), *_unusual(), *_drawing(), *_options(), *_phased(), *_split(), *_sliced()
+)  # fmt: skip
 assert len({case.name for case in CASES}) == len(CASES), "every row has a name of its own"

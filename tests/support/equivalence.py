@@ -24,6 +24,7 @@ from ds_hydra.pipe.stage import from_flat
 from ds_hydra.plan.phase import THEN
 from ds_hydra.planner import PhasedPlanner, parse_phases, save_plans
 from tests.support.cases import BFLOAT16, FLOAT32, FLOAT64, SHARES, Case
+from tests.support.cut_plans import in_slices, num_slices
 from tests.support.families import build_model, reference_model, vocab_size
 from tests.support.ranks import run_ranks
 from tests.support.reference import (
@@ -159,13 +160,13 @@ def make_engine(case: Case, data: Sequence[Sample]) -> Any:
     engine, *_ = ds_hydra.initialize(
         model=model, model_parameters=decay_groups(model), training_data=data, config=config_of(case)
     )
-    if any(THEN in text for text in case.strategies):
-        _replay_phases(engine, case)
+    if case.slices or any(THEN in text for text in case.strategies):
+        _replay(engine, case)
     return engine
 
 
-def _replay_phases(engine: Any, case: Case) -> None:
-    """Let the engine replay the plans of a case whose steps have several phases."""
+def _replay(engine: Any, case: Case) -> None:
+    """Let the engine replay the plans of a case that the planner does not make: of several phases, or with slices."""
     from ds_hydra.engine.plan_source import PlanSource
 
     plans, sampler = engine.crew.plans, engine.job.sampler
@@ -177,7 +178,11 @@ def _replay_phases(engine: Any, case: Case) -> None:
         planners[step % len(planners)].plan(step, sampler.batch(step), sampler.batch_lengths(step))
         for step in range(case.steps)
     ]
-    assert any(len(plan.phases) > 1 for plan in made), "sequences are short and long"
+    if any(THEN in text for text in case.strategies):
+        assert any(len(plan.phases) > 1 for plan in made), "sequences are short and long"
+    if case.slices:
+        made = [in_slices(plan, plans.table) for plan in made]
+        assert any(map(num_slices, made)), "some sequences are long"
     with tempfile.TemporaryDirectory() as folder:
         file = str(Path(folder, "plans.jsonl"))
         save_plans(made, file)

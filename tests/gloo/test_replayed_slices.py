@@ -1,0 +1,56 @@
+"""A recorded run replayed with its long sequences in slices, as a user would: the same training, or a refusal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import deepspeed  # noqa: F401  (before forking: the ranks share it)
+import torch
+
+import ds_hydra.engine.engine  # noqa: F401
+from ds_hydra.costs.cost_table import CostTable
+from ds_hydra.planner import load_plans, save_plans
+from ds_hydra.zero_hetero.errors import PlanError
+from tests.support.cut_plans import in_slices, num_slices
+from tests.support.ranks import run_ranks
+from tests.support.reference import float64_throughout
+from tests.support.small_job import small_config, small_engine, small_model, whole_state
+
+STEPS = 3
+
+
+def config(plans: Path, **hydra: Any) -> dict[str, Any]:
+    return small_config(2, seed=4, **({"choose": "replay", "planner": {"ahead": 0, "replay_file": str(plans)}} | hydra))
+
+
+def train(rank: int, settings: dict[str, Any]) -> tuple[dict[str, torch.Tensor], CostTable]:
+    engine = small_engine(rank, small_model().double(), settings)
+    for _ in range(STEPS):
+        engine.train_batch()
+    found = whole_state(engine), engine.crew.plans.table
+    engine.destroy()
+    return found
+
+
+def test_replayed_slices_train_as_the_recorded_run_and_off_refuses_them(tmp_path: Path) -> None:
+    recorded, cut = tmp_path / "plans.jsonl", tmp_path / "cut.jsonl"
+    settings = config(recorded, choose="cycle", planner={"ahead": 0}, plans_file=str(recorded))
+    with float64_throughout(small_model()):
+        whole, table = run_ranks(train, 2, settings, timeout=120)[0]
+        plans = [in_slices(plan, table) for plan in load_plans(recorded).values()]
+        assert any(map(num_slices, plans))
+        save_plans(plans, cut)
+        sliced, _ = run_ranks(train, 2, config(cut, self_check="on"), timeout=120)[0]
+    for name, value in whole.items():
+        torch.testing.assert_close(sliced[name], value, rtol=1e-9, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+
+    def refused(rank: int) -> str:
+        try:
+            train(rank, config(cut, chunks="off"))
+        except PlanError as error:
+            return str(error)
+        return ""
+
+    told = 'but this job runs whole sequences only: hydra.chunks is "off". Plan without slices'
+    assert all(told in text and "micro-batch" in text for text in run_ranks(refused, 2))
