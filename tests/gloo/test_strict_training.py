@@ -116,11 +116,12 @@ def test_no_step_connects_a_pair(tmp_path: Path) -> None:
 
 def rows() -> list[tuple[Case, str]]:
     """Rows of the table, each with a rule of the transport: a drawn share, the same in every run, one where a layer
-    reads a weight of a module that it does not call, and one of several phases."""
+    reads a weight of a module that it does not call, one of several phases, and one of slices."""
     drawn = random.Random(7).sample([case for case in CASES if case.quick], 1)
     tied = next(case for case in CASES if case.name == "layer_list")
     phases = next(case for case in CASES if case.name == "phases that change")
-    return list(zip([*drawn, tied, phases], ("blocking", "connect", "blocking"), strict=True))
+    slices = next(case for case in CASES if case.name == "slices pp4")
+    return list(zip([*drawn, tied, phases, slices], ("blocking", "connect", "blocking", "blocking"), strict=True))
 
 
 @pytest.mark.parametrize(("case", "rule"), rows(), ids=lambda value: getattr(value, "name", value))
