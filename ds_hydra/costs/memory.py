@@ -62,6 +62,7 @@ class Needs:
     logits: int  # of one block at most
     logits_per_token: float  # until a block is full
     per_token: float  # activations that are kept, of all micro-batches under way
+    alive: float  # how many these count as
     transient: float  # per token, while a layer computes its backward
 
     @property
@@ -169,6 +170,10 @@ class JobMemory:
         layers = stage.last_layer - stage.first_layer
         last = index == scheme.pp - 1
         per_batch = layers * kept.layer + (kept.first if index == 0 else 0.0) + (kept.last if last else 0.0)
+        # Costs have one key for all schedules of a shape: the one that keeps the most is counted.
+        pipelines = {pipeline for strategy in self.strategies for pipeline in strategy.pipelines}
+        schedules = {pipeline.schedule for pipeline in pipelines if pipeline.cost_key == shape.cost_key}
+        alive = max(most_alive(name, shape.pp)[index] for name in schedules | {shape.schedule})
         rows = math.ceil(self.vocab / stage.tp)
         # Logits, an FP32 copy of 16 bit ones, and the probabilities that become their gradient.
         logits_bytes = self.param_bytes + max(4, self.param_bytes) + (4 if self.param_bytes < 4 else 0)
@@ -183,7 +188,8 @@ class JobMemory:
             scratch=held.scratch,
             logits=max(LOGITS_AT_ONCE, rows) * logits_bytes,
             logits_per_token=rows * logits_bytes / stage.sp,
-            per_token=most_alive(shape.schedule, shape.pp)[index] * per_batch,
+            per_token=alive * per_batch,
+            alive=alive,
             transient=kept.transient,
         )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from ds_hydra.costs.memory import JobMemory
-from ds_hydra.pipe.schedules.registry import most_alive
 from ds_hydra.pipe.schedules.simulate import KEPT_FOR_WEIGHTS
 from ds_hydra.plan.phase import PipelinePlan
 from ds_hydra.simulate.pipeline import StageTimes
@@ -18,7 +17,7 @@ def memory_over_time(memory: JobMemory, plan: PipelinePlan, times: StageTimes) -
     """
     needs = memory.needs(plan.shape.cost_key, times.index)
     # The model counts the most micro-batches that the schedule ever keeps; here each counts while it is kept.
-    kept = needs.per_token / most_alive(plan.schedule, plan.shape.pp)[times.index]
+    kept = needs.per_token / needs.alive
     held = float(needs.states)
     curve = [(times.start, held)]
     for (kind, microbatch, _), start, stop in times.actions:

@@ -167,6 +167,9 @@ def test_a_split_backward_keeps_the_same_on_every_stage_but_a_tenth() -> None:
     assert [needs.per_token for needs in split] == pytest.approx(
         [(4 - index + 0.9 * index) * kept for index, kept in enumerate(one)]
     )
+    both = [StrategyShape.parse("2*pp4"), StrategyShape.parse("2*pp4/zb-h1-even")]
+    held = job().together({shape: place_strategy(shape, 8, job().plan.num_layers) for shape in both})
+    assert [needs.per_token for needs in held.stages(ParallelScheme(pp=4))] == [needs.per_token for needs in split]
 
 
 def test_states_that_do_not_fit_give_zero_and_no_device_gives_an_error() -> None:

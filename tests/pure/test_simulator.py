@@ -155,15 +155,14 @@ def test_the_last_weight_gradients_push_layer_by_layer() -> None:
     The weight gradients begin at 15 and run layer by layer: layer 1 leaves at 17 and is over at 21, layer 0 is ready at
     19 and over at 25.
     """
-    base = job(LinkModel(2, Speed(0.0, 1e3)), 2)
-    table = CostTable((SchemeCost(ParallelScheme(1), 0.0, 3.0, 0.0, 1000),))
-    base = dataclasses.replace(base, found=TableFile(table))
 
     def all_at_the_end(batches: Batches, num_stages: int) -> tuple[Order, ...]:
         return (slots_from_text("F0 I0 F1 I1 W0 W1")[0],)
 
     with mock.patch.dict(SCHEDULES, {"ends-with-weights": all_at_the_end}):
-        found = Simulator(base).step(plan_of("2*tp1/ends-with-weights", [[2, 2], [2, 2]]))
+        found = Simulator(job(LinkModel(2, Speed(0.0, 1e3)), 2)).step(
+            plan_of("2*tp1/ends-with-weights", [[2, 2], [2, 2]])
+        )
     times = found.phases[0].pipelines[0][0]
     assert [(str(a), pytest.approx(1e3 * stop)) for a, _, stop in times.actions] == [
         ("F0", 9.0), ("I0", 11.0), ("F1", 13.0), ("I1", 15.0), ("W0", 17.0), ("W1", 19.0)
