@@ -46,6 +46,8 @@ class _Layer(torch.autograd.Function):
 class FirstStage:
     """The first of two stages: a parameter that stands for the hidden states of two tokens."""
 
+    weight_gradients = None  # none is put off
+
     class place:
         is_last = False
 
