@@ -105,7 +105,11 @@ MISSING: dict[str, tuple[Any, str, Any]] = {
     "module": (draws, "place_key", lambda layer, module, draw: dropout.place_key(layer, "", draw)),
     "count": (draws, "place_key", lambda layer, module, draw: dropout.place_key(layer, module, 0)),
     "sequence": (batching, "sequence_key", lambda step, sequence: dropout.sequence_key(step, 0)),
-    "position": (draws, "token_keys", lambda lengths, keys: dropout.token_keys([1] * sum(lengths), [0] * sum(lengths))),
+    "position": (
+        draws,
+        "token_keys",
+        lambda lengths, keys, past=(): dropout.token_keys([1] * sum(lengths), [0] * sum(lengths)),
+    ),
 }
 
 

@@ -145,7 +145,7 @@ PACKS = ((7, 19, 3, 14), (1, 30, 2, 9, 25), (3, 1), (41,))
 def test_pack_with_window_softcap_and_few_kv_heads_in_whole_models() -> None:
     """Logits, loss and gradients of Gemma 2 (window 8, softcaps), Mistral (window 6) and Qwen 3 over packs."""
     for family in ("gemma2", "mistral", "qwen3"):
-        for sp in (1, 2, 4, 8):
+        for sp in (1, 2, 4, 8) if family == "gemma2" else (2,):
             _check_model(family, sp)
 
 
