@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ds_hydra.commands.figures import figures_parser, finish, guarded, print_table
+from ds_hydra.commands.figures import figures_parser, finish, guarded, new_file, print_table
 from ds_hydra.commands.profile_request import make_request
 from ds_hydra.commands.profile_session import Session, measure
 from ds_hydra.costs.table_file import TableFile, read_table_file
@@ -38,7 +38,7 @@ def parse_args(arguments: Sequence[str] | None, name: str) -> argparse.Namespace
     parser = figures_parser(__doc__, name)
     parser.add_argument("--model", required=True, help="config JSON, or checkpoint folder")
     parser.add_argument("--deepspeed_config", help="the job's config: dtype, checkpointing, context length")
-    parser.add_argument("--out", type=Path, default=Path("cost_table.json"))
+    parser.add_argument("--out", type=new_file, default=Path("cost_table.json"))
     parser.add_argument(
         "--gpus", type=int, help="ranks of the job (default: of the config's strategies, or those here)"
     )

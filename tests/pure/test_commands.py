@@ -83,7 +83,8 @@ def test_what_is_refused_is_one_line_and_exit_code_2(
 
 
 @pytest.mark.parametrize("arguments", [["simulate", "4*tp4", "--trace"], ["simulate", "4*tp4", "--json"],
-                                       ["preview", "--plot"], ["report", "steps.jsonl", "--json"]])  # fmt: skip
+                                       ["preview", "--plot"], ["report", "steps.jsonl", "--json"],
+                                       ["profile", "--out"]])  # fmt: skip
 def test_files_that_cannot_be_written_are_refused_before_the_work(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
