@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -54,6 +55,7 @@ def build_batches(
     Each rank reads the sequences that it has tokens of: later stages may look tokens up too (an embedding of every
     layer's own), only the last reads labels. What is drawn at random for a sequence follows from `step_key` and its id.
     """
+    load = cache(load)  # once for all slices of a sequence
     contexts = _contexts(microbatches)
     built: list[tuple[MicroBatch, int, int]] = []
     for batch in microbatches:
@@ -111,7 +113,7 @@ def _fill(
     targets = np.full(num_tokens, IGNORED, dtype=np.int64)
     scale = np.zeros(num_tokens)
     whole = place.is_last and loss_norm != "token"  # needs the targets of all of a sequence
-    begin, sequences = 0, 0
+    begin, counted = 0, 0
     for span, sequence_id in zip(row.spans, row.ids, strict=True):
         end = begin + span.stop - span.start
         # Each rank reads from the data only the sequences that it has tokens of. With sp = 2 and the lengths 6 and 2,
@@ -121,18 +123,20 @@ def _fill(
             all_tokens, all_targets = load(sequence_id)
             tokens[begin:end] = all_tokens[span.start : span.stop]
             targets[begin:end] = all_targets[span.start : span.stop]
-            count = int((all_targets != IGNORED).sum())
-            scale[begin:end] = 1.0 / max(1, count) if loss_norm == "sequence" else 1.0
-            sequences += count > 0 and span.start == 0  # the first slice counts for all
+            scale[begin:end] = 1.0
+            if loss_norm == "sequence":
+                count = int((all_targets != IGNORED).sum())
+                scale[begin:end] /= max(1, count)
+                counted += count > 0 and span.start == 0  # the first slice counts for all
         begin = end
-    in_row = int((targets != IGNORED).sum())
-    if loss_norm == "micro_batch":
-        scale /= max(1, in_row)
     # Added over all ranks, the counts must be the step's number of targets, sequences or micro-batches. Targets are
     # spread over sequence parallel ranks, so each counts its own; a sequence or a micro-batch is whole on all of them,
     # so the first counts it for all. Tensor parallel ranks hold the same tokens: again the first counts.
     if loss_norm == "token":
         counted = int((targets[start:stop] != IGNORED).sum())
-    else:
-        counted = (int(in_row > 0) if loss_norm == "micro_batch" else sequences) if place.sp_rank == 0 else 0
-    return tokens, targets, scale, counted if place.is_last and place.tp_rank == 0 else 0
+    elif loss_norm == "micro_batch":
+        in_row = int((targets != IGNORED).sum())
+        scale /= max(1, in_row)
+        counted = int(in_row > 0)
+    counts = place.is_last and place.tp_rank == 0 and (loss_norm == "token" or place.sp_rank == 0)
+    return tokens, targets, scale, counted if counts else 0

@@ -6,9 +6,7 @@ import os
 import pickle
 import random
 import shutil
-import signal
 import threading
-import time
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +19,6 @@ from torch import Tensor
 
 from ds_hydra.checkpoint.folder import complete_tags
 from ds_hydra.checkpoint.universal import from_universal, to_universal
-from ds_hydra.ranks.channel import Channel
 from ds_hydra.zero_hetero.errors import CheckpointError
 from tests.support.ranks import run_ranks
 from tests.support.saver import Saver
@@ -255,14 +252,7 @@ def test_killed_while_saving_one_tag_always_loads(tmp_path: Path) -> None:
     pause = random.Random(0)
     last = 0
     for _ in range(15):
-        pid = os.fork()
-        if pid == 0:
-            Saver(tmp_path, Channel(None, 0, 1), first=last + 1).run()
-        while not complete_tags(tmp_path):
-            time.sleep(0.002)
-        time.sleep(pause.uniform(0.0, 0.2))
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+        Saver.killed(tmp_path, first=last + 1, seconds=pause.uniform(0.0, 0.2))
         step = Saver.verify(tmp_path)
         assert step >= last
         last = step

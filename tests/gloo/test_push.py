@@ -169,7 +169,8 @@ def test_a_push_that_lacked_memory_leaves_with_a_later_hook_if_the_one_before_is
     assert pushes_of_two(started=False)[0] == [3]  # nobody waits within a backward
 
 
-def test_a_gradient_that_waits_keeps_its_push_until_it_is_final() -> None:
+def recorded_pushes() -> tuple[Stack, Recorder, list[Tensor], Pushes]:
+    """One rank's pushes to itself: layers, what is sent when, and where sums arrive."""
     stack = Stack([0, 1, 2, 3], torch.float32)
     plan = plan_transfer(even_layout(NUMEL, 1), layout_of_intervals(NUMEL, [(0, NUMEL)])).transposed()
     transport = Recorder(TorchTransport())
@@ -177,6 +178,11 @@ def test_a_gradient_that_waits_keeps_its_push_until_it_is_final() -> None:
     pushes = Pushes(
         [PushBucket(Link(plan, 0, transport), stack.params[b], stack.grads[b], summed[b]) for b in range(NUM_LAYERS)]
     )
+    return stack, transport, summed, pushes
+
+
+def test_a_gradient_that_waits_keeps_its_push_until_it_is_final() -> None:
+    stack, transport, summed, pushes = recorded_pushes()
     stack(batch(0)).square().sum().backward()
     pushes.final(stack.params[3][0])  # not armed: more may come
     assert transport.tags == []
@@ -194,13 +200,7 @@ def test_a_gradient_that_waits_keeps_its_push_until_it_is_final() -> None:
 
 
 def test_pushes_leave_while_the_backward_runs_and_wait_for_higher_buckets() -> None:
-    stack = Stack([0, 1, 2, 3], torch.float32)
-    plan = plan_transfer(even_layout(NUMEL, 1), layout_of_intervals(NUMEL, [(0, NUMEL)])).transposed()
-    transport = Recorder(TorchTransport())
-    summed = [torch.empty(NUMEL) for _ in range(NUM_LAYERS)]
-    pushes = Pushes(
-        [PushBucket(Link(plan, 0, transport), stack.params[b], stack.grads[b], summed[b]) for b in range(NUM_LAYERS)]
-    )
+    stack, transport, summed, pushes = recorded_pushes()
     seen: list[tuple[int, list[int]]] = []
     for layer in range(NUM_LAYERS):
         stack.params[layer][0].register_hook(lambda _, layer=layer: seen.append((layer, list(transport.tags))))

@@ -18,7 +18,7 @@ from ds_hydra.pipe.schedules.registry import evaluation_slots, orders, training_
 from ds_hydra.pipe.schedules.rendezvous import check_slots
 from ds_hydra.pipe.schedules.simulate import peak_units, simulate_works
 from ds_hydra.zero_hetero.errors import PlanError
-from tests.support.schedule_cases import Slots, bound, mutants, random_works
+from tests.support.schedule_cases import bound, mutants, random_works, refused
 
 ONES = Work(1, 1, 1)
 
@@ -30,14 +30,6 @@ def any_works(most: int = 10, parts: tuple[int, ...] = (1, 2)) -> st.SearchStrat
 
 def order(text: str) -> Order:
     return tuple(action for slot in slots_from_text(text) for action in slot)
-
-
-def refused(stages: Slots, batches: Batches) -> bool:
-    try:
-        check_slots(stages, batches)
-    except PlanError:
-        return True
-    return False
 
 
 def with_room(batches: Batches, room: int) -> Batches:

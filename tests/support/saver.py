@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
+import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -41,6 +44,18 @@ class Saver:
         for step in itertools.count(self.first):
             self.save(step, f"tag{step % 3}")
         raise AssertionError("killed before")
+
+    @classmethod
+    def killed(cls, folder: Path, first: int, seconds: float) -> None:
+        """Save in a process that is killed `seconds` after a complete tag is there."""
+        pid = os.fork()
+        if pid == 0:
+            cls(folder, Channel(None, 0, 1), first=first).run()
+        while not folders.complete_tags(folder):
+            time.sleep(0.002)
+        time.sleep(seconds)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
     @staticmethod
     def verify(folder: Path) -> int:

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from ds_hydra.pipe.schedules.actions import Action, Slot
 from ds_hydra.pipe.schedules.batches import Batches, Work
+from ds_hydra.pipe.schedules.rendezvous import check_slots
+from ds_hydra.zero_hetero.errors import PlanError
 
 Slots = tuple[tuple[Slot, ...], ...]
 
@@ -39,6 +41,15 @@ def bound(batches: Batches, num_stages: int) -> int:
         return 0
     works = batches.works
     return batches.parts * sum(w.forward + w.backward + w.weight for w in works) + (num_stages - 1) * works[0].forward
+
+
+def refused(stages: Slots, batches: Batches) -> bool:
+    """Whether the check of schedules finds a fault."""
+    try:
+        check_slots(stages, batches)
+    except PlanError:
+        return True
+    return False
 
 
 def mutants(stages: Slots, batches: Batches, rng: random.Random) -> Iterator[tuple[str, Slots]]:

@@ -15,7 +15,7 @@ from ds_hydra.pipe.schedules.registry import orders
 from ds_hydra.pipe.schedules.rendezvous import check_slots
 from ds_hydra.pipe.schedules.simulate import peak_units, simulate_works
 from ds_hydra.zero_hetero.errors import PlanError
-from tests.support.schedule_cases import Slots, bound, mutants, random_works
+from tests.support.schedule_cases import bound, mutants, random_works, refused
 
 _MOST, _MOST_MUTATED = 10, 5  # micro-batches of a case
 _STAGES, _STAGES_MUTATED = 6, 4
@@ -92,7 +92,7 @@ def sweep_mutations(count: int, seed: int = 0) -> Mutations:
         slots = lower(orders("list", batches, num_stages), batches)
         for what, broken in mutants(slots, batches, rng):
             found.made[_kind(what)] += 1
-            if not _refused(broken, batches):
+            if not refused(broken, batches):
                 found.passed.append(f"case {case}: {what}")
         case += 1
     return found
@@ -103,11 +103,3 @@ def _kind(what: str) -> str:
         if words in what:
             return words
     raise AssertionError(f"a mutation of an unknown kind: {what}")
-
-
-def _refused(stages: Slots, batches: Batches) -> bool:
-    try:
-        check_slots(stages, batches)
-    except PlanError:
-        return True
-    return False

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,22 +15,13 @@ _NOBODY = 65534  # the user without rights, on any Linux
 
 def check_kills(quick: bool) -> Tally:
     """SIGKILL at random instants of saves over the same tags: the previous or the new one always loads whole."""
-    from ds_hydra.checkpoint.folder import complete_tags
-    from ds_hydra.ranks.channel import Channel
     from tests.support.saver import Saver
 
     tally, pause = Tally("kills while saving"), random.Random(0)
     with tempfile.TemporaryDirectory() as scratch:
         folder, last = Path(scratch), 0
         for index in range(10 if quick else 100):
-            pid = os.fork()
-            if pid == 0:
-                Saver(folder, Channel(None, 0, 1), first=last + 1).run()
-            while not complete_tags(folder):
-                time.sleep(0.002)
-            time.sleep(pause.uniform(0.0, 0.15))
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+            Saver.killed(folder, first=last + 1, seconds=pause.uniform(0.0, 0.15))
             try:
                 step = Saver.verify(folder)
                 tally.count(step >= last, f"kill {index}: step {step} after step {last}")
