@@ -89,7 +89,7 @@ def _time_computing_by_cpu() -> None:
 
 
 def train(rank: int, steps: int, choose: str, lengths: Sequence[int], steps_file: str, table: str) -> None:
-    """One rank's training; rank 0 writes the steps file."""
+    """One rank's training; rank 0 writes the steps file, and the plans beside it."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     import ds_hydra
@@ -101,17 +101,24 @@ def train(rank: int, steps: int, choose: str, lengths: Sequence[int], steps_file
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(str(MODEL)), dtype=torch.float32)
     generator = torch.Generator().manual_seed(5)
     data = [torch.randint(0, VOCAB, (length,), generator=generator) for length in lengths]
-    config = job_config(choose=choose, cost_table=table, steps_file=steps_file)
+    plans = str(plans_of(Path(steps_file)))
+    config = job_config(choose=choose, cost_table=table, steps_file=steps_file, plans_file=plans)
     engine, _, _, _ = ds_hydra.initialize(model=model, training_data=data, config=config)
     for _ in range(steps):
         engine.train_batch()
     engine.destroy()
 
 
+def plans_of(steps_file: Path) -> Path:
+    """Where the plans of a run's steps are."""
+    return steps_file.with_suffix(".plans.jsonl")
+
+
 def run(steps: int, choose: str, lengths: Sequence[int], folder: Path, name: str, table: Path) -> list[dict[str, Any]]:
     """Records of a training run, its first steps left out."""
     steps_file = folder / f"{name}.jsonl"
-    steps_file.unlink(missing_ok=True)
+    for file in (steps_file, plans_of(steps_file)):
+        file.unlink(missing_ok=True)
     run_ranks(train, 2, steps + WARM_UP, choose, lengths, str(steps_file), str(table), timeout=1800)
     return read_steps(steps_file)[0][WARM_UP:]
 

@@ -6,6 +6,7 @@
   messages   CPU time of a step that hands out memory for messages
   times      to whom time is charged on a device with a queue
   peak       predicted memory of small models against the most that the allocator gave out in a run
+  loading    resident memory of each rank while a model on the meta device gets its first values
 
 Exits non-zero if an aim is missed.
 """
@@ -18,6 +19,7 @@ from collections.abc import Callable
 
 from ds_hydra.commands.figures import figures_parser, finish, print_table
 from tools.devices.count import by_count
+from tools.devices.loading import memory_of_loading
 from tools.devices.messages import handing_out
 from tools.devices.peak import predicted_and_measured
 from tools.devices.table import Table
@@ -29,6 +31,7 @@ TABLES: dict[str, Callable[[bool], Table]] = {
     "messages": handing_out,
     "times": time_attribution,
     "peak": predicted_and_measured,
+    "loading": memory_of_loading,
 }
 
 

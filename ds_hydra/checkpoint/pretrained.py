@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from ds_hydra.checkpoint.folder import fsync_path, remove
 from ds_hydra.checkpoint.format import MAX_MANIFEST_BYTES, parse_json
@@ -121,6 +121,7 @@ def load_pretrained(masters: ModelMasters, folder: Path, aliases: Mapping[str, s
     error: Exception | None = None
     try:
         places = _find_all(folder, masters, aliases)
+        _refuse_other_buffers(folder, model)
     except (CheckpointError, OSError) as raised:
         error = raised
     world.channel.settle(error, f"loading {str(folder)!r}")
@@ -185,22 +186,39 @@ def _files(folder: Path) -> dict[str, Path]:
     )
 
 
+def stored_buffers(folder: Path, names: Iterable[str]) -> dict[str, Tensor]:
+    """Those of a model's buffers that a folder holds. CheckpointError if it holds no weights."""
+    files = _files(folder)
+    return {name: _open(files[name]).get_tensor(name).clone() for name in names if name in files}
+
+
+def _refuse_other_buffers(folder: Path, model: nn.Module) -> None:
+    """Buffers belong to the stages, which are built before weights are loaded: other values would not reach them."""
+    for name, value in stored_buffers(folder, [name for name, _ in model.named_buffers()]).items():
+        own = model.get_buffer(name)
+        if not torch.equal(own.cpu(), value.to(own.dtype)):
+            raise CheckpointError(
+                f"{folder} holds other values of the buffer {name!r} than the model has: build the model on the meta "
+                "device, and set hydra.initial_weights to this folder"
+            )
+
+
 def _own_pieces(masters: ModelMasters, places: Mapping[str, tuple[Path, str]]) -> Iterator[tuple[Tensor, Tensor]]:
     """This rank's shard of each parameter and the values for it, in flat order."""
     params = {p.name: p for bucket in masters.buckets for p in bucket.params}
-    open_files: dict[Path, Any] = {}
     for shards in (masters.trained, masters.frozen):
         for piece in shards.pieces():
             path, key = places[piece.name]
-            if path not in open_files:
-                try:
-                    open_files[path] = safe_open(path, "pt").__enter__()
-                except Exception as error:
-                    raise CheckpointError(f"{path} cannot be read: {error}; download it again") from error
-            # Slices are read from the file as they are asked for, so that a rank reads only what it owns.
-            yield piece.shard.detach(), _piece(open_files[path], key, params[piece.name], piece.start, piece.stop, path)
-    for file in open_files.values():
-        file.__exit__(None, None, None)
+            # Slices are read from the file as they are asked for, so that a rank reads only what it owns. Each time
+            # the file is opened anew: what an open one has read counts as this process's memory.
+            yield piece.shard.detach(), _piece(_open(path), key, params[piece.name], piece.start, piece.stop, path)
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, "pt").__enter__()
+    except Exception as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; download it again") from error
 
 
 def _piece(file: Any, key: str, param: ParamSpec, start: int, stop: int, path: Path) -> Tensor:

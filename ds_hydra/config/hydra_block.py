@@ -166,7 +166,10 @@ class HydraConfig:
     """Ratio of measured to predicted time: "report" writes it to `steps_file`, "apply" also scales the costs by it."""
     planner: PlannerConfig = setting(_planner, PlannerConfig())
     seed: int = setting(integer(), 0)
-    """Seed of the order of sequences, of dropout, and of the search for plans."""
+    """Seed of the order of sequences, of dropout, of `initial_weights`, and of the search for plans."""
+    initial_weights: str | None = setting(text(optional=True), None)
+    """For a model built on the meta device: a folder of safetensors, of which a rank reads what it owns, or "random",
+    as the model initialises itself, by `seed`, equal for any number of ranks. None takes the model's own values."""
     loss_norm: str = setting(choice("token", "sequence", "micro_batch"), "token")
     """The loss is the mean over all target tokens of the step, over its sequences' means, or its micro-batches'."""
     activation_checkpointing: bool = setting(flag, False)

@@ -28,6 +28,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ds_hydra.checkpoint.checkpointer import Checkpointer
+from ds_hydra.engine.initial import give_masters
 from ds_hydra.engine.job import Job
 from ds_hydra.engine.plan_source import PlanSource
 from ds_hydra.engine.prepare import Prepared, prepare
@@ -56,7 +57,7 @@ class Crew:
     def __init__(self, job: Job, world: World, host: HostEngine, signals: Signals, *, initial: bool):
         """Assemble everything, in the order of [Note: order of assembly]. `host` is given the optimizer.
 
-        With `initial` the masters take the model's values; otherwise a checkpoint must be loaded. Raises ConfigError or
+        With `initial` the masters take their first values; otherwise a checkpoint must be loaded. Raises ConfigError or
         PlanError when the job does not fit the world.
         """
         self.job, self.world = job, world
@@ -71,7 +72,7 @@ class Crew:
                 job.source, world.rank, world.num_ranks, world.device, job.types.masters, job.types.compute
             )
         if initial:
-            self.masters.load(job.source.values, world.group)
+            give_masters(self.masters, job, world)
         # The optimizer's parameters are views of the masters: its step changes what the next pull sends, with no copy.
         groups = self.masters.trained.param_groups([{"names": group.names} for group in job.recipe.groups])
         optimizer = host.install_optimizer([group["params"] for group in groups])

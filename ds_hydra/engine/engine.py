@@ -19,6 +19,7 @@ from ds_hydra.checkpoint.checkpointer import PartsToLoad
 from ds_hydra.config.hydra_block import ParsedConfig
 from ds_hydra.data.sequences import SequenceData
 from ds_hydra.engine.crew import Crew
+from ds_hydra.engine.initial import give_buffers
 from ds_hydra.engine.job import Job
 from ds_hydra.engine.models import model_source
 from ds_hydra.engine.record import Measured, step_record
@@ -46,6 +47,7 @@ class HydraEngine(HostEngine):
         with together(first_channel(), "reading the model and the data"):
             super().__init__(parsed, model, **arguments)
             config = self.hydra_config
+            give_buffers(model, config.initial_weights)
             # The job is what stays the same when the ranks change; `assemble` adds what belongs to the present ranks.
             source, clipping = self.source_of(model), self.gradient_clipping()
             self.job = Job(config, source, model, self.recipe, self.data, self.sampler, self.types, clipping)

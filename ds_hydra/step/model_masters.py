@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -66,7 +66,10 @@ class ModelMasters:
             dist.all_reduce(owners, op=dist.ReduceOp.MIN, group=group)
         for (param, trainable), owner in zip(params, owners.tolist(), strict=True):
             if owner == num_ranks:
-                raise ConfigError(f"no rank has a value for {param.name!r}: build the whole model on some rank")
+                raise ConfigError(
+                    f"no rank has a value for {param.name!r}: build the whole model on some rank, or name a folder of "
+                    'safetensors weights in hydra.initial_weights, or set it to "random"'
+                )
             masters = self.trained if trainable else self.frozen
             # One parameter after the other, so that a rank holds one of them and not the whole model on its device.
             if rank == owner:
@@ -76,6 +79,14 @@ class ModelMasters:
             if num_ranks > 1:
                 dist.broadcast(flat, group_src=owner, group=group)
             masters.load(param.name, flat)
+
+    def draw(self, drawn: Callable[[str], Tensor]) -> None:
+        """Take initial values that any rank can make, by name: each makes what it owns a part of, one at a time."""
+        rules = {param.name: param.rule for bucket in self.buckets for param in bucket.params}
+        for masters in (self.trained, self.frozen):
+            for piece in masters.pieces():
+                rule = rules[piece.name]
+                masters.load(piece.name, to_flat(drawn(piece.name), rule.dim, rule.parts))
 
     def gather(self, transport: Transport) -> dict[str, Tensor]:
         """Full parameters on CPU by master name, in their own shapes; all ranks must call it."""

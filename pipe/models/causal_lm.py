@@ -30,6 +30,7 @@ from ds_hydra.pipe.models.positions import first_position, refuse_dynamic_rotary
 from ds_hydra.pipe.models.refusals import find_layers, known_tokens, refuse_unsupported
 from ds_hydra.pipe.models.state import refuse_state
 from ds_hydra.pipe.models.unnamed_rules import UnnamedRules, derive
+from ds_hydra.pipe.models.unset import stand_in_values
 from ds_hydra.pipe.stage import StageModule, StagePlace
 from ds_hydra.pipe.tensor_parallel import shard_rule, style_of, tensor_parallel_obstacle
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -55,7 +56,8 @@ class CausalLM:
         self.model_class, self.name = type(model), type(model).__name__
         asked = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
         self.activation_checkpointing = activation_checkpointing or asked
-        self.values: Mapping[str, Tensor] = {name: p.detach() for name, p in model.named_parameters()}
+        self.values: Mapping[str, Tensor] = {n: p.detach() for n, p in model.named_parameters() if not p.is_meta}
+        self.dtype: torch.dtype = next(model.parameters()).dtype
         self.hooks = parameter_hooks(model)
         self.aliases: Mapping[str, str] = _aliases(model)
         self._template = copy_to_meta(model)
@@ -66,7 +68,9 @@ class CausalLM:
         self.vocab_size: int | None = known_tokens(model)
         self.style_plan: Mapping[str, str] = dict(model.tp_plan or {})
         refuse_dynamic_rotary(model)
-        self.first_position = first_position(self._copy(next(model.parameters()).device, self.values), self.layers_path)
+        values = stand_in_values(model)
+        device = next(iter(values.values())).device
+        self.first_position = first_position(self._copy(device, values), self.layers_path)
         self.flow = self._trace()
         self.notes = _notes(self.flow)
         self.plan_with(UnnamedRules())

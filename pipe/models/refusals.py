@@ -33,8 +33,6 @@ def refuse_unsupported(model: Any) -> None:
         raise ConfigError(f"{name} does not use Hugging Face's attention interface, so sequences cannot be packed")
     if getattr(config, "output_router_logits", False):
         raise ConfigError(f"{name}: the router's auxiliary loss is not supported; set output_router_logits to false")
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise ConfigError(f"{name} has parameters on the meta device; give initialize() a materialised model")
     if model.get_output_embeddings() is None:
         raise ConfigError(f"{name} has no language modelling head; use its ...ForCausalLM class")
     _refuse_skipped_layers(model)

@@ -138,7 +138,7 @@ def _look(source: CausalLM, tp: int) -> _Seen:
 
 
 def _run(source: CausalLM, tp: int, device: torch.device) -> _Seen:
-    dtype = next(iter(source.values.values())).dtype
+    dtype = source.dtype
     stage = Stage(tuple(range(tp)), 0, source.plan.num_layers, tp)
     place = StagePlace(Pipeline((stage,)), 0, 0, 0, _Silent(0, tp) if tp > 1 else None, None)
     watch = _Watch(source.layers_path)
