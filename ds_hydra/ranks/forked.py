@@ -7,6 +7,7 @@ meet at a port of the parent's, which the system chooses, so tests can run side 
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import pickle
@@ -51,6 +52,8 @@ def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout: float
     store: dist.Store | None = None
     door = socket.create_server((_HOST, 0), backlog=num_ranks)
     port = door.getsockname()[1]
+    # A child's garbage collector would visit all objects that the parent has, and the visit alone copies their pages.
+    gc.freeze()
     try:
         for rank in range(num_ranks):
             receiver, sender = context.Pipe(duplex=False)
@@ -71,6 +74,7 @@ def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout: float
             child.join(timeout=5)
         return results
     finally:
+        gc.unfreeze()
         door.close()
         for child in children:
             if child.is_alive():
