@@ -103,7 +103,7 @@ def pull_scratch(plan: TransferPlan) -> Column:
 
     A run in several intervals takes its size: at the receiver, and at the sender once for all who get the same.
     """
-    sent, received = _runs(plan, plan.slices.src_offset), _runs(plan, plan.slices.dst_offset)
+    sent, received = _runs(plan, plan.slices.src_offset, plan.slices.dst_offset)
     landing = sum_by(received.dst[received.split], plan.num_ranks, padded(received.numel[received.split]))
     rows = np.flatnonzero(sent.split)
     first = {(int(sent.src[row]), sent.parts(row)): row for row in rows[::-1].tolist()}
@@ -117,7 +117,7 @@ def push_scratch(plan: TransferPlan, *, cast: bool) -> Column:
     Every message that is received takes its size, and so does every run that is sent, if it is `cast` or lies in
     several intervals.
     """
-    sent = _runs(plan, plan.slices.src_offset)
+    (sent,) = _runs(plan, plan.slices.src_offset)
     copied = sent.split | cast
     begin = np.flatnonzero(sent.first)
     received = padded(np.add.reduceat(sent.numel, begin)) if len(begin) else sent.numel
@@ -147,14 +147,15 @@ class _Runs(NamedTuple):
         return offset[cuts].tobytes() + np.add.reduceat(length, cuts).tobytes()
 
 
-def _runs(plan: TransferPlan, offset: Column) -> _Runs:
+def _runs(plan: TransferPlan, *offsets: Column) -> list[_Runs]:
+    """The runs as seen from the ends where slices begin at `offsets`."""
     slices = plan.slices
     rows = np.flatnonzero(slices.src != slices.dst)
     rows = rows[np.lexsort((slices.dst[rows], slices.src[rows]))]  # stable: within a message in flat order
     src, dst, src_offset, dst_offset, length = (column[rows] for column in slices)
     if not len(rows):
         none = np.zeros(0, dtype=np.int64)
-        return _Runs(none, none, none, none > 0, none > 0, none, none, none, none)
+        return [_Runs(none, none, none, none > 0, none > 0, none, none, none, none)] * len(offsets)
     new = np.r_[True, (src[1:] != src[:-1]) | (dst[1:] != dst[:-1])]  # a message begins
     # Slices that follow each other at both ends are one; a run is a large one, or small ones between two large ones.
     apart = _breaks(src_offset, length) | _breaks(dst_offset, length) | new
@@ -162,10 +163,12 @@ def _runs(plan: TransferPlan, offset: Column) -> _Runs:
     large = np.add.reduceat(length, joined) >= LARGE
     begin = joined[new[joined] | large | np.r_[False, large[:-1]]]
     end = np.r_[begin[1:], len(rows)]
-    offset = offset[rows]
-    gaps = np.cumsum(_breaks(offset, length) & ~new)
-    numel = np.add.reduceat(length, begin)
-    return _Runs(src[begin], dst[begin], numel, new[begin], gaps[end - 1] > gaps[begin], begin, end, offset, length)
+    src, dst, numel, first = src[begin], dst[begin], np.add.reduceat(length, begin), new[begin]
+    seen = []
+    for offset in (column[rows] for column in offsets):
+        gaps = np.cumsum(_breaks(offset, length) & ~new)
+        seen.append(_Runs(src, dst, numel, first, gaps[end - 1] > gaps[begin], begin, end, offset, length))
+    return seen
 
 
 def _breaks(offset: Column, length: Column) -> Flags:

@@ -47,7 +47,7 @@ class Parcels(NamedTuple):
         remote = np.flatnonzero(slices.src != slices.dst)
         src, dst, length = slices.src[remote], slices.dst[remote], slices.length[remote]
         far = (dst - src) % n
-        order = _sorted_by(src, far)
+        order = _sorted_by(src, far, n)
         # Slices of one pair stand next to each other now, and are one message.
         first = _begins((src * n + far)[order])
         elements = np.add.reduceat(length[order], first) if len(first) else length
@@ -58,7 +58,7 @@ class Parcels(NamedTuple):
         wire = elements * element_bytes / rate
         first_out = _begins(src)
         sent, before = _running(wire, first_out)
-        order = _sorted_by(dst, far)
+        order = _sorted_by(dst, far, n)
         first_in = _begins(dst[order])
         wire = wire[order]
         received, earlier = _running(wire, first_in)
@@ -67,8 +67,16 @@ class Parcels(NamedTuple):
         return cls(src[first_out], sent, dst[order][first_in], received, first_in, sender, lead, wire, earlier)
 
 
-def _sorted_by(first: Ints, then: Ints) -> Ints:
-    """The order by one column and then by another, of ranks: sorting 16 bit numbers takes a tenth of the time."""
+def _sorted_by(first: Ints, then: Ints, n: int) -> Ints:
+    """The stable order by one column of ranks and then by another, both below `n`."""
+    # Where nearly every pair of ranks has one message, each is put at its place in a table of all pairs: a million of
+    # them take a fifth of the time of sorting. Sorting 16 bit numbers takes a tenth of that of wide ones.
+    if 2 * len(first) > n * n:
+        table = np.full(n * n, -1)
+        table[first * n + then] = np.arange(len(first))
+        order = table[table >= 0]
+        if len(order) == len(first):
+            return order
     order = np.argsort(then.astype(np.uint16), kind="stable")
     return order[np.argsort(first[order].astype(np.uint16), kind="stable")]
 
@@ -111,7 +119,7 @@ class Wires:
         begin = np.maximum(ready, self._out_free)[senders]
         left_from[senders], left[senders] = begin, begin + parcels.sent
         self._out_free[senders] = left[senders]
-        heads = begin[parcels.sender]
+        heads = np.take(begin, parcels.sender, mode="clip")  # without a check of each index: half of the time
         heads += parcels.lead
         begin = np.maximum(self._in_free[receivers], np.minimum.reduceat(heads, parcels.first))
         came_from[receivers] = begin
