@@ -1,6 +1,6 @@
 """Micro-batches with their times and memory in, orders that split the backward and leave few bubbles out. Pure.
 
-What a stage does whenever it is free is in [Note: the list order]; here are the schedules that go by it.
+What a stage does whenever it is free is in [Note: the list order].
 """
 
 from __future__ import annotations
@@ -21,33 +21,16 @@ def list_order(batches: Batches, num_stages: int) -> tuple[Order, ...]:
     a row of W layer by layer, last layer first, and not micro-batch by micro-batch: then the gradients of a layer are
     final early, and their push overlaps with the rest. That takes as long and needs the same memory.
     """
-    return _orders(_free_jobs(batches, num_stages), batches)
+    return _orders(_jobs(batches, num_stages), batches)
 
 
 def list_us(batches: Batches, num_stages: int) -> int:
     """Microseconds that the list order takes, for a search that wants no more. PlanError as `list_order`."""
-    jobs = _free_jobs(batches, num_stages)
+    jobs = _jobs(batches, num_stages)
     return list_walk(jobs, fresh_walk(jobs))
 
 
-def h1_order(batches: Batches, num_stages: int) -> tuple[Order, ...]:
-    """The list order in the windows of ZB-H1 (arXiv 2401.10241): a stage keeps no more than 1F1B's first stage does.
-
-    Stage s of S has at most S - s forwards without their backward, and S without their weights' gradients; both grow by
-    the further micro-batches of the longest run. Only for stages of one range of layers. PlanError as `list_order`.
-    """
-    if batches.parts != 1:
-        raise PlanError("schedule zb-h1: its windows are for stages of one range of layers; use list for a V")
-    further = max(map(len, batches.runs), default=1) - 1
-    windows = [num_stages - stage + further for stage in range(num_stages)]
-    return _orders(_jobs(batches, num_stages, windows, [num_stages + further] * num_stages), batches)
-
-
-def _free_jobs(batches: Batches, num_stages: int) -> Jobs:
-    return _jobs(batches, num_stages, [NEVER] * num_stages, [NEVER] * num_stages)
-
-
-def _jobs(batches: Batches, num_stages: int, most_live: list[int], most_unfinished: list[int]) -> Jobs:
+def _jobs(batches: Batches, num_stages: int) -> Jobs:
     if len(batches.works) != len(batches):
         raise PlanError(
             f"the schedule orders {len(batches)} micro-batches by their times but knows {len(batches.works)}; give it "
@@ -72,8 +55,6 @@ def _jobs(batches: Batches, num_stages: int, most_live: list[int], most_unfinish
         after=batches.after,
         reserved=reserved,
         room=batches.room,
-        most_live=most_live,
-        most_unfinished=most_unfinished,
     )
 
 
@@ -103,8 +84,7 @@ def fresh_walk(jobs: Jobs) -> Walk:
     """Nothing has begun yet."""
     n, stages = len(jobs.forward), jobs.num_stages
     virtual = jobs.parts * stages
-    zeros = [[0] * stages for _ in range(7)]
-    free, used, live, unfinished, num_actions, num_owing, num_paid = zeros
+    free, used, num_actions, num_owing, num_paid = ([0] * stages for _ in range(5))
     return Walk(
         forward_stop=[NEVER] * (virtual * n),
         backward_stop=[NEVER] * (virtual * n),
@@ -112,8 +92,6 @@ def fresh_walk(jobs: Jobs) -> Walk:
         first_open=[0] * virtual,
         free=free,
         used=used,
-        live=live,
-        unfinished=unfinished,
         actions=[0] * (3 * virtual * n),
         num_actions=num_actions,
         owing=[0] * (virtual * n),

@@ -48,8 +48,6 @@ class Jobs(NamedTuple):
     after: Sequence[int]  # `Batches.after`
     reserved: Sequence[int]  # units that its first forward on a stage takes; 0 if an earlier one of its run has
     room: int  # units of a stage
-    most_live: Sequence[int]  # by stage: the most forwards whose backward has not begun
-    most_unfinished: Sequence[int]  # by stage: the most forwards whose weights' gradients have not begun
 
 
 class Walk(NamedTuple):
@@ -61,8 +59,6 @@ class Walk(NamedTuple):
     first_open: MutableSequence[int]  # by virtual stage: all micro-batches before have begun their backward
     free: MutableSequence[int]  # by stage: when it can do something else
     used: MutableSequence[int]  # by stage: units
-    live: MutableSequence[int]  # by stage: forwards whose backward has not begun
-    unfinished: MutableSequence[int]  # by stage: forwards whose weights' gradients have not begun
     actions: MutableSequence[int]  # by stage * 3 * parts * n + number: kind * virtual stages * n + at
     num_actions: MutableSequence[int]  # by stage
     owing: MutableSequence[int]  # by stage * parts * n + number: `at` of a backward, in their order
@@ -110,23 +106,18 @@ def begin_next(jobs: Jobs, walk: Walk, stage: int, now: int) -> bool:
         walk.free[stage] = walk.forward_stop[at] = now + jobs.forward[m]
         walk.next_forward[at // n] += 1
         walk.used[stage] += jobs.reserved[m] if at // n == stage else 0
-        walk.live[stage] += 1
-        walk.unfinished[stage] += 1
     elif kind == BACKWARD:
         walk.free[stage] = walk.backward_stop[at] = now + jobs.backward[m]
-        walk.live[stage] -= 1
         if jobs.weight[m] > 0:
             walk.used[stage] -= jobs.kept[m] - jobs.until_weight[m]
             walk.owing[stage * jobs.parts * n + walk.num_owing[stage]] = at
             walk.num_owing[stage] += 1
         else:
             walk.used[stage] -= jobs.kept[m]
-            walk.unfinished[stage] -= 1
     else:
         walk.free[stage] = now + jobs.weight[m]
         walk.used[stage] -= jobs.until_weight[m]
         walk.num_paid[stage] += 1
-        walk.unfinished[stage] -= 1
     walk.actions[stage * 3 * jobs.parts * n + walk.num_actions[stage]] = kind * jobs.parts * jobs.num_stages * n + at
     walk.num_actions[stage] += 1
     return True
@@ -162,11 +153,7 @@ def next_forward(jobs: Jobs, walk: Walk, stage: int, now: int) -> int:
         if m == n or (virtual > 0 and walk.forward_stop[(virtual - 1) * n + m] > now):
             continue
         # Its first visit to the stage: where there is no room now, there is when a backward or a weight is done.
-        if part == 0 and (
-            walk.used[stage] + jobs.reserved[m] > jobs.room
-            or walk.live[stage] >= jobs.most_live[stage]
-            or walk.unfinished[stage] >= jobs.most_unfinished[stage]
-        ):
+        if part == 0 and walk.used[stage] + jobs.reserved[m] > jobs.room:
             continue
         return virtual * n + m
     return -1

@@ -12,11 +12,11 @@ from ds_hydra.pipe.schedules.actions import Order, Slot
 from ds_hydra.pipe.schedules.batches import Batches
 from ds_hydra.pipe.schedules.check import Placed, place
 from ds_hydra.pipe.schedules.forward_only import forward_only
-from ds_hydra.pipe.schedules.list_order import h1_order, list_order
+from ds_hydra.pipe.schedules.list_order import list_order
 from ds_hydra.pipe.schedules.lower import lower
 from ds_hydra.pipe.schedules.one_f_one_b import one_f_one_b
 from ds_hydra.pipe.schedules.simulate import peak_alive
-from ds_hydra.pipe.schedules.zb_h1_even import zb_h1_even
+from ds_hydra.pipe.schedules.zb_h1 import zb_h1
 from ds_hydra.zero_hetero.errors import PlanError
 
 Schedule = Callable[[Batches, int], tuple[Order, ...]]
@@ -25,12 +25,11 @@ Schedule = Callable[[Batches, int], tuple[Order, ...]]
 SCHEDULES: dict[str, Schedule] = {
     "1f1b": one_f_one_b,
     "list": list_order,
-    "zb-h1": h1_order,
-    "zb-h1-even": zb_h1_even,
+    "zb-h1": zb_h1,
 }
 """The schedules that a pipeline can train by."""
 
-WEIGHED = frozenset({"list", "zb-h1"})
+WEIGHED = frozenset({"list"})
 """Those that are made from the micro-batches' works, and so keep within the room of a stage."""
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ds_hydra.pipe.schedules.actions import Order, slots_as_text, slots_from_text
 from ds_hydra.pipe.schedules.batches import Batches, Work
 from ds_hydra.pipe.schedules.check import place
-from ds_hydra.pipe.schedules.list_order import h1_order, list_order
+from ds_hydra.pipe.schedules.list_order import list_order
 from ds_hydra.pipe.schedules.lower import lower
 from ds_hydra.pipe.schedules.registry import evaluation_slots, orders, training_slots
 from ds_hydra.pipe.schedules.rendezvous import check_slots
@@ -43,21 +43,6 @@ def test_the_list_order_ends_within_memory_and_above_the_bound(batches: Batches,
     assert max(map(peak_units, made, [batches] * num_stages)) <= batches.room
     assert simulate_works(made, batches) >= bound(batches, num_stages)
     assert made == list_order(Batches(batches.before, batches.parts, batches.works, batches.room), num_stages)
-
-
-@given(any_works(parts=(1,)), st.integers(1, 5))
-def test_the_windows_of_h1_hold(batches: Batches, num_stages: int) -> None:
-    made = orders("zb-h1", batches, num_stages)
-    check_slots(lower(made, batches), batches)
-    further = max(map(len, batches.runs), default=1) - 1
-    for stage, row in enumerate(made):
-        live = unfinished = 0
-        for action in row:
-            live += (action.kind == "forward") - (action.kind in ("backward", "input_gradient"))
-            unfinished += (action.kind == "forward") - (action.kind in ("backward", "weight_gradient"))
-            assert live <= num_stages - stage + further
-            assert unfinished <= num_stages + further
-        assert peak_units(row, batches) <= batches.room
 
 
 @given(any_works(most=4), st.integers(1, 3), st.randoms(use_true_random=False))
@@ -137,9 +122,3 @@ def test_evaluation_of_a_v_takes_turns() -> None:
     check_slots(stages, four)
     computed = [tuple(action for slot in slots for action in slot if action.computes) for slots in stages]
     assert slots_as_text(computed[:1]) == "F0 F1 F2 F0' F3 F1' F2' F3'"
-
-
-def test_h1_and_list_are_one_where_the_windows_are_wide() -> None:
-    works = tuple(Work(3 + m, 5, 2) for m in range(3))
-    batches = Batches((-1, -1, -1), works=works)
-    assert h1_order(batches, 4) == list_order(batches, 4)

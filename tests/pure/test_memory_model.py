@@ -162,12 +162,12 @@ def test_a_stage_keeps_as_many_micro_batches_as_its_schedule_says(monkeypatch: p
 
 
 def test_a_split_backward_keeps_the_same_on_every_stage_but_a_tenth() -> None:
-    usual, split = job().stages(ParallelScheme(pp=4)), job().stages(PipelineShape.parse("pp4/zb-h1-even"))
+    usual, split = job().stages(ParallelScheme(pp=4)), job().stages(PipelineShape.parse("pp4/zb-h1"))
     one = [needs.per_token / (4 - index) for index, needs in enumerate(usual)]
     assert [needs.per_token for needs in split] == pytest.approx(
         [(4 - index + 0.9 * index) * kept for index, kept in enumerate(one)]
     )
-    both = [StrategyShape.parse("2*pp4"), StrategyShape.parse("2*pp4/zb-h1-even")]
+    both = [StrategyShape.parse("2*pp4"), StrategyShape.parse("2*pp4/zb-h1")]
     held = job().together({shape: place_strategy(shape, 8, job().plan.num_layers) for shape in both})
     assert [needs.per_token for needs in held.stages(ParallelScheme(pp=4))] == [needs.per_token for needs in split]
 

@@ -61,8 +61,8 @@ def test_stages_of_the_copy_are_uneven_where_there_are_several(shape: PipelineSh
 def test_parts_are_the_degrees_alone() -> None:
     assert parts(uniform(tp=2, pp=3)) == {"tp": uniform(tp=2), "pp": uniform(pp=3)}
     assert parts(PipelineShape.parse("(sp2 > tp4)")) == {"tp": uniform(tp=4), "pp": uniform(pp=2), "sp": uniform(sp=2)}
-    split = PipelineShape.parse("tp1/zb-h1-even")
-    assert parts(PipelineShape.parse("tp2pp2/zb-h1-even")) == {
+    split = PipelineShape.parse("tp1/zb-h1")
+    assert parts(PipelineShape.parse("tp2pp2/zb-h1")) == {
         "tp": uniform(tp=2),
         "pp": uniform(pp=2),
         "schedule": split,

@@ -103,8 +103,8 @@ FIXED_STRATEGIES = (
 CHANGING = ("tp2pp2", "sp2 + 2*tp1", "tp4", "pp3 + tp1", "sp4")
 CHANGING_8 = ("tp4 + 2*pp2", "sp4 + tp2sp2", "8*tp1", "tp2pp2sp2", "pp4 + tp4")
 
-SPLIT = ("tp2pp2/zb-h1-even", "sp2 + pp2/zb-h1-even", "pp4/zb-h1-even", "pp3/zb-h1-even + tp1", "2*pp2")
-SPLIT_8 = ("2*tp2pp2/zb-h1-even", "pp4/zb-h1-even + sp2pp2/zb-h1-even", "tp2pp2sp2/zb-h1-even", "tp4pp2/zb-h1-even")
+SPLIT = ("tp2pp2/zb-h1", "sp2 + pp2/zb-h1", "pp4/zb-h1", "pp3/zb-h1 + tp1", "2*pp2")
+SPLIT_8 = ("2*tp2pp2/zb-h1", "pp4/zb-h1 + sp2pp2/zb-h1", "tp2pp2sp2/zb-h1", "tp4pp2/zb-h1")
 
 CHANGING_WITHOUT_TP = ("pp4", "sp2 + 2*tp1", "2*pp2", "pp3 + tp1", "sp4")
 
@@ -278,7 +278,7 @@ def _split() -> Iterator[Case]:
     for family in ("hooks of parameters", "layers that share weights", "parameters beside linear layers"):
         yield replace(base, name=f"split, {family}", family=family)
     for family in CHANGED_LINEARS:
-        strategies = ("pp4/zb-h1-even", "2*pp2/zb-h1-even", "sp2 + pp2/zb-h1-even")
+        strategies = ("pp4/zb-h1", "2*pp2/zb-h1", "sp2 + pp2/zb-h1")
         yield replace(base, name=f"split, {family}", family=family, strategies=strategies)
     yield replace(base, name="split fp32", dtype=FLOAT32, optimizer="SGD")
     yield replace(base, name="split bf16", dtype=BFLOAT16)
@@ -292,11 +292,11 @@ def _split() -> Iterator[Case]:
     yield replace(base, name="split, few micro-batches", lengths=(30, 70) * 10, tokens_per_step=90)
     yield replace(
         base, name="split, stages of different size", quick=True,
-        strategies=("(sp2[0:1] > tp2[1:4])/zb-h1-even", "(tp1[0:1] > tp2[1:3] > tp1[3:4])/zb-h1-even"),
+        strategies=("(sp2[0:1] > tp2[1:4])/zb-h1", "(tp1[0:1] > tp2[1:3] > tp1[3:4])/zb-h1"),
     )  # fmt: skip
     yield replace(
         base, name="split, phases", family="qwen3", quick=True,
-        strategies=("2*pp2/zb-h1-even then tp2pp2/zb-h1-even", "4*tp1 then pp4/zb-h1-even then 2*pp2"),
+        strategies=("2*pp2/zb-h1 then tp2pp2/zb-h1", "4*tp1 then pp4/zb-h1 then 2*pp2"),
     )  # fmt: skip
     yield replace(base, name="split, nodes of 2 ranks", node_size=2, family="llama_tied")
     yield replace(base, name="split on 8 ranks", strategies=SPLIT_8)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,18 +23,17 @@ _STAGES, _STAGES_MUTATED = 6, 4
 
 @dataclass
 class Sweep:
-    """Cases by (schedule, ranges of layers in a stage), with what was found in them."""
+    """Cases by ranges of layers in a stage, with what was found in them."""
 
-    cases: Counter[tuple[str, int]] = field(default_factory=Counter)
-    faults: Counter[tuple[str, int, str]] = field(default_factory=Counter)
-    over_bound: dict[tuple[str, int], float] = field(default_factory=dict)  # sum of time / bound
+    cases: Counter[int] = field(default_factory=Counter)
+    faults: Counter[tuple[int, str]] = field(default_factory=Counter)
+    over_bound: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))  # sum of time / bound
 
     def rows(self) -> list[dict[str, Any]]:
         return [
-            {"schedule": name, "ranges": parts, "cases": count,
-             **{fault: self.faults[name, parts, fault] for fault in FAULTS},
-             "time / bound": self.over_bound[name, parts] / count}
-            for (name, parts), count in sorted(self.cases.items())
+            {"ranges": parts, "cases": count, **{fault: self.faults[parts, fault] for fault in FAULTS},
+             "time / bound": self.over_bound[parts] / count}
+            for parts, count in sorted(self.cases.items())
         ]  # fmt: skip
 
 
@@ -42,35 +41,32 @@ FAULTS = ("stood still", "above room", "below bound", "other time")
 
 
 def sweep_cases(count: int, seed: int = 0) -> Sweep:
-    """Random works, chains and rooms under every schedule that weighs times, each simulated and checked in full."""
+    """Random works, chains and rooms under the list order, each simulated and checked in full."""
     found = Sweep()
     for case in range(count):
         rng = random.Random(f"{seed} {case}")
         parts = rng.choice((1, 2))
-        name = "list" if parts == 2 else rng.choice(("list", "list", "zb-h1"))
         batches, num_stages = random_works(rng, _MOST, parts), rng.randint(1, _STAGES)
-        key = name, parts
-        found.cases[key] += 1
-        found.over_bound.setdefault(key, 0.0)
-        for fault in _faults(name, batches, num_stages, found.over_bound):
-            found.faults[name, parts, fault] += 1
+        found.cases[parts] += 1
+        for fault in _faults(batches, num_stages, found.over_bound):
+            found.faults[parts, fault] += 1
     return found
 
 
-def _faults(name: str, batches: Batches, num_stages: int, over: dict[tuple[str, int], float]) -> Iterator[str]:
+def _faults(batches: Batches, num_stages: int, over: dict[int, float]) -> Iterator[str]:
     try:
-        made = orders(name, batches, num_stages)
+        made = orders("list", batches, num_stages)
         check_slots(lower(made, batches), batches)
     except (PlanError, AssertionError):
         yield "stood still"
         return
     us, least = simulate_works(made, batches), bound(batches, num_stages)
-    over[name, batches.parts] += us / least if least else 1.0
+    over[batches.parts] += us / least if least else 1.0
     if max(peak_units(order, batches) for order in made) > batches.room:
         yield "above room"
     if us < least:
         yield "below bound"
-    if name == "list" and us != list_us(batches, num_stages):
+    if us != list_us(batches, num_stages):
         yield "other time"  # than the order was made with
 
 

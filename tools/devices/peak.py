@@ -70,7 +70,7 @@ MIXES = (
     Mix(("8*tp1", "2*tp4"), grad_dtype="bf16", sequences=16, node_size=4),
     Mix(("tp4 + 2*pp2", "2*tp2pp2"), "fp32", sequences=16),
     Mix(("2*sp2", "pp4"), node_size=2),
-    Mix(("pp4/zb-h1-even",), sequences=16),
+    Mix(("pp4/zb-h1",), sequences=16),
 )
 _QUICK = 2
 

@@ -27,10 +27,10 @@ def of_kind(order: Order, kind: str) -> list[int]:
 
 
 @given(any_batches(), STAGES)
-def test_zb_h1_even_splits_1f1b_and_ends(batches: Batches, num_stages: int) -> None:
+def test_zb_h1_splits_1f1b_and_ends(batches: Batches, num_stages: int) -> None:
     """The forwards and input gradients are 1F1B's; stage s is s input gradients ahead of its weight gradients."""
-    assert (splits_backward("zb-h1-even"), splits_backward("1f1b")) == (True, False)
-    made = orders("zb-h1-even", batches, num_stages)
+    assert (splits_backward("zb-h1"), splits_backward("1f1b")) == (True, False)
+    made = orders("zb-h1", batches, num_stages)
     check_slots(lower(made, batches), batches)
     for stage, (split, joined) in enumerate(zip(made, orders("1f1b", batches, num_stages), strict=True)):
         without = [action for action in split if action.kind != "weight_gradient"]
@@ -46,23 +46,23 @@ def test_zb_h1_even_splits_1f1b_and_ends(batches: Batches, num_stages: int) -> N
 
 
 @given(st.integers(1, 12), STAGES, st.data())
-def test_zb_h1_even_takes_no_longer_than_1f1b_and_leaves_a_third_of_its_bubble(
+def test_zb_h1_takes_no_longer_than_1f1b_and_leaves_a_third_of_its_bubble(
     count: int, num_stages: int, data: st.DataObject
 ) -> None:
     batches = Batches.whole(count)
     loads = data.draw(st.lists(st.floats(0.5, 9.0), min_size=count, max_size=count))
     split, joined = (
-        simulate_loads(placed(name, batches, num_stages), [loads] * num_stages) for name in ("zb-h1-even", "1f1b")
+        simulate_loads(placed(name, batches, num_stages), [loads] * num_stages) for name in ("zb-h1", "1f1b")
     )
     assert split <= joined * (1 + 1e-9)
     if count >= 2 * num_stages - 1:
-        equal = simulate_loads(placed("zb-h1-even", batches, num_stages), [[3.0] * count] * num_stages)
+        equal = simulate_loads(placed("zb-h1", batches, num_stages), [[3.0] * count] * num_stages)
         assert equal == pytest.approx(3.0 * count + (num_stages - 1))
-    assert most_alive("zb-h1-even", num_stages) == pytest.approx([num_stages - 0.1 * s for s in range(num_stages)])
+    assert most_alive("zb-h1", num_stages) == pytest.approx([num_stages - 0.1 * s for s in range(num_stages)])
 
 
-def test_zb_h1_even_on_paper() -> None:
-    stages = [slots_as_text([stage]) for stage in orders("zb-h1-even", Batches.whole(4), 3)]
+def test_zb_h1_on_paper() -> None:
+    stages = [slots_as_text([stage]) for stage in orders("zb-h1", Batches.whole(4), 3)]
     assert stages == [
         "F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3",
         "F0 F1 I0 F2 I1 W0 F3 I2 W1 I3 W2 W3",
