@@ -27,8 +27,6 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
-from ds_hydra.pipe.schedules.batches import Batches
-
 if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import Tensor
@@ -121,15 +119,3 @@ def position_ids(lengths: Sequence[int], start: int, stop: int, *, past: int = 0
         positions += range(lo - begin + past, hi - begin + past)
         begin, past = begin + length, 0
     return positions
-
-
-def chains_of(packs: Sequence[Pack]) -> Batches:
-    """The micro-batches of a pipeline as its schedule has to know them [Note: chains]."""
-    latest: dict[int, int] = {}  # the last slice of each sequence so far, by its contexts
-    before: list[int] = []
-    for index, pack in enumerate(packs):
-        sequence = 0 if pack.chunk is None else id(pack.chunk.contexts)
-        before.append(latest.get(sequence, -1))
-        if sequence:
-            latest[sequence] = index
-    return Batches(tuple(before))

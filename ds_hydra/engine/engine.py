@@ -94,7 +94,7 @@ class HydraEngine(HostEngine):
             began = time.perf_counter()
             planned = crew.plans.next(self.global_steps)
             with crew.tracing.step(step):
-                outcome = crew.stepper.run(planned.plan, step, data)
+                outcome = crew.stepper.run(planned.plan, step, data, crew.plans.table)
             measured = Measured.of(outcome, time.perf_counter() - began)
             watched = crew.watch.fields(
                 planned.plan,
@@ -146,7 +146,7 @@ class HydraEngine(HostEngine):
         ids = tuple(i for i, length in enumerate(data.lengths) if length)
         with self.crew.together("evaluation"):
             plan = self.crew.plans.plan_once(ids, tuple(int(data.lengths[i]) for i in ids))
-            return torch.tensor(self.crew.stepper.evaluate(plan, data), dtype=torch.float32)
+            return torch.tensor(self.crew.stepper.evaluate(plan, data, self.crew.plans.table), dtype=torch.float32)
 
     def fp32_state_dict(self) -> dict[str, Tensor]:
         """Full parameters on CPU by the model's own names, tied ones under each of theirs; FP64 for an FP64 model.

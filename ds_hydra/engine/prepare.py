@@ -6,6 +6,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from ds_hydra.config.hydra_block import HydraConfig
 from ds_hydra.costs.analytic import ModelShape, analytic_cost_table, model_shape
 from ds_hydra.costs.cost_table import CostTable
@@ -53,8 +55,9 @@ def prepare(job: Job, world: World) -> Prepared:
     lengths = [] if job.data is None else [int(n) for n in job.data.lengths if n]
     longest = max(lengths, default=config.context_length or config.tokens_per_step)
     shape = model_shape(plan, max(job.source.width(i) for i in range(1, plan.num_layers)), job.source.vocab_size)
+    device_bytes = _least_memory(world)
     with together(world.channel, "estimating the job's costs and memory"):
-        found, memory = _costs(job, world, shape, longest)
+        found, memory = _costs(job, world, shape, longest, device_bytes)
     # Strategies are proposed by the limited table: one that does not fit must not be proposed.
     candidates, checked = _candidates(job, world, found.table, lengths)
     strategies = {c: place_strategy(c, world.num_ranks, plan.num_layers) for c in candidates}
@@ -69,13 +72,20 @@ def prepare(job: Job, world: World) -> Prepared:
     return Prepared(found, memory.strategies, shape.params // world.num_ranks, no_slices)
 
 
-def _costs(job: Job, world: World, shape: ModelShape, longest: int) -> tuple[TableFile, JobMemory]:
+def _least_memory(world: World) -> float:
+    """Bytes that every rank may use."""
+    # Devices of one kind may differ by some MiB. MaxLen must not: schedules are made from it, the same on every rank.
+    mine = torch.tensor([rank_memory(world.device, world.node_size)], dtype=torch.float64)
+    return float(world.channel.rows(mine).min())
+
+
+def _costs(job: Job, world: World, shape: ModelShape, longest: int, device_bytes: float) -> tuple[TableFile, JobMemory]:
     """The cost table, its MaxLen within memory, and the memory model."""
     config = job.config
     schemes = used_schemes(config.shapes) or feasible_schemes(job.source.plan, world.num_ranks, world.node_size)
     fingerprint = describe_job(job.source, world.device, job.types.compute, world.num_ranks)
     found = job_cost_table(config, shape, schemes, longest, fingerprint)
-    memory = _memory(job, world, found)
+    memory = _memory(job, world, found, device_bytes)
     found = replace(found, table=with_shapes(found.table, config.shapes, memory))
     return _limited(job, world, found, memory), memory
 
@@ -141,12 +151,12 @@ def _candidates(
         table = CostTable(left, table.source)
 
 
-def _memory(job: Job, world: World, found: TableFile) -> JobMemory:
+def _memory(job: Job, world: World, found: TableFile, device_bytes: float) -> JobMemory:
     return job_memory(
         job.source,
         found.table.schemes,
         world.num_ranks,
-        rank_memory(world.device, world.node_size),
+        device_bytes,
         job.types.compute,
         activation_checkpointing=job.config.activation_checkpointing,
         grad_dtype=job.types.grads,

@@ -7,7 +7,7 @@ at most one slice in a micro-batch, and on none where the job runs whole sequenc
 
 from __future__ import annotations
 
-from ds_hydra.pipe.schedules.registry import SCHEDULES, WEIGHED
+from ds_hydra.pipe.schedules.registry import SCHEDULES
 from ds_hydra.pipe.shape import PipelineShape, StrategyShape
 from ds_hydra.plan.phase import MicroBatchPlan
 from ds_hydra.plan.step_plan import StepPlan
@@ -37,9 +37,8 @@ def check_shape(shape: StrategyShape, before: str = "") -> None:
 
 
 def _refusal(pipeline: PipelineShape) -> str | None:
-    runs = sorted(SCHEDULES.keys() - WEIGHED)  # the others are made from times that stages are not told yet
-    if pipeline.schedule not in runs:
-        known = ", ".join(runs)
+    if pipeline.schedule not in SCHEDULES:
+        known = ", ".join(sorted(SCHEDULES))
         return f"asks for the schedule {pipeline.schedule!r} but this release runs {known}; name one of them after '/'"
     for index, stage in enumerate(pipeline.stages):
         if len(stage.layers) > 1:

@@ -16,7 +16,7 @@ from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
 from ds_hydra.plan.phase import MicroBatchPlan, Phase, PipelinePlan
 from ds_hydra.plan.plan_file import load_plans
 from ds_hydra.plan.runnable import check_runnable
-from ds_hydra.plan.simulate import simulated_ms, slowest_of_whole
+from ds_hydra.plan.simulate import simulate_pipeline, simulated_ms, slowest_of_whole
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.plan.validate import check_complete
 from ds_hydra.planner.kernels.problem import Assignment, Batch, PipelineKinds, check_sequences, scheme_arrays
@@ -124,7 +124,10 @@ class Planner:
             flow_shop = cost.pipeline_ms(loads)
             ms = cost.paper_ms(loads) if self.options.objective == "paper" else flow_shop
             batches = tuple([MicroBatchPlan.of_whole(sequences, tokens) for _, sequences in ordered])
-            pipelines.append(PipelinePlan(shape, batches, ms))
+            planned = PipelinePlan(shape, batches, ms)
+            if shape.schedule in WEIGHED and batches:  # the formula is for 1F1B, and so is the bound
+                planned, bound = replace(planned, predicted_ms=simulate_pipeline(planned, self.cost_table)), 0.0
+            pipelines.append(planned)
             timed.append((flow_shop, shape, loads))
         phase = Phase(tuple(pipelines))
         weighed = any(shape.schedule in WEIGHED for shape in shapes)

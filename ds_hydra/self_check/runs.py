@@ -12,16 +12,22 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ds_hydra.costs.cost_table import SchemeCost
+from ds_hydra.costs.shares import Shares
 from ds_hydra.pipe.in_process import InProcessRanks
 from ds_hydra.pipe.loss import IGNORED
 from ds_hydra.pipe.placement import Pipeline, Strategy
-from ds_hydra.pipe.rows import MicroBatch, chains_of
+from ds_hydra.pipe.rows import MicroBatch
 from ds_hydra.pipe.runtime import StageRuntime
 from ds_hydra.pipe.schedules.actions import Slot
+from ds_hydra.pipe.schedules.batches import Batches
 from ds_hydra.pipe.schedules.registry import evaluation_slots, training_slots
+from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.pipe.stage import ModelSource, StageModule, StagePlace, from_flat, shard_view, to_flat
-from ds_hydra.plan.phase import MicroBatchPlan, Span
+from ds_hydra.plan.phase import MicroBatchPlan, PipelinePlan, Span
+from ds_hydra.plan.works import batches_of
 from ds_hydra.self_check.precision import doubled
+from ds_hydra.self_check.schemes import BASE
 from ds_hydra.step.batching import build_batches
 from ds_hydra.watchdog import Activity
 from ds_hydra.zero_hetero.clock import Stopwatch
@@ -81,6 +87,13 @@ def uneven_data(vocabulary: int, lengths: Sequence[Sequence[int]]) -> Data:
     sequences = tuple(draw.integers(4, vocabulary, length) for length in flat)
     starts = np.cumsum([0, *(len(pack) for pack in lengths)])
     return Data(sequences, ()).packed([range(a, b) for a, b in pairwise(starts)])
+
+
+def known_to_schedules(data: Data) -> Batches:
+    """What a schedule has to know of the packs: every token takes the same time, and there is room for all of them."""
+    planned = PipelinePlan(BASE, data.microbatches, 0.0)
+    cost = SchemeCost(ParallelScheme(), 0.0, 1.0, 0.0, 2 * sum(data.lengths))
+    return batches_of(data.microbatches, planned.chain, cost, Shares.usual(), parts=1)
 
 
 def run_pipeline(source: ModelSource, pipeline: Pipeline, data: Data) -> Outcome:
@@ -175,8 +188,8 @@ class RankOfPipeline:
     def train(self, data: Data) -> float:
         """A step's forwards and backwards; this rank's share of the loss."""
         batches = self._batches(data)
-        known = chains_of([batch.pack for batch in batches])
-        return self._run(training_slots(self.place.schedule, known, self._num_stages, self.index), batches)
+        slots = training_slots(self.place.schedule, known_to_schedules(data), self._num_stages, self.index)
+        return self._run(slots, batches)
 
     def evaluate(self, data: Data) -> float:
         """The forwards of an evaluation; this rank's share of the loss."""
@@ -189,8 +202,7 @@ class RankOfPipeline:
         else:
             self.module.module.eval()  # as the engine does
         batches = self._batches(data)
-        known = chains_of([batch.pack for batch in batches])
-        return self._run(evaluation_slots(known, self._num_stages, self.index), batches)
+        return self._run(evaluation_slots(known_to_schedules(data), self._num_stages, self.index), batches)
 
     def tokens(self, data: Data) -> list[int]:
         """Tokens that this rank holds of each pack."""

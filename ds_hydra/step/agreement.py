@@ -1,9 +1,14 @@
-"""A rank's plan and loss weight in; the step's whole loss weight out, once all ranks hold the same plan."""
+"""A rank's plan, costs and loss weight in; the step's whole loss weight out, once all ranks hold the same plan."""
 
 from __future__ import annotations
 
+import hashlib
+from functools import lru_cache
+
 import torch
 
+from ds_hydra.costs.cost_table import CostTable
+from ds_hydra.pipe.schedules.registry import WEIGHED
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.ranks.channel import Channel
 from ds_hydra.zero_hetero.errors import PlanError
@@ -12,20 +17,30 @@ _DIGEST_WORDS = 4  # a SHA-256 as int64
 FAILED = -1  # weight of a rank that could not load its sequences
 
 
-def agree(plan: StepPlan, weight: int, channel: Channel) -> int:
-    """Compare the plan's digest over all ranks and sum their `weight`, in one message.
+def agree(plan: StepPlan, costs: CostTable, weight: int, channel: Channel) -> int:
+    """Compare the digest of plan and costs over all ranks and sum their `weight`, in one message.
 
-    Raises PlanError naming the ranks whose plan differs from rank 0's, or whose weight is FAILED.
+    Raises PlanError naming the ranks whose plan or costs differ from rank 0's, or whose weight is FAILED.
     """
     # Ranks whose plans differ would wait for messages that nobody sends, until a collective times out after minutes.
-    # One row of 40 bytes from each rank finds that before the first byte of a step moves: 4 words of the digest and
-    # the weight, which the ranks must add up anyway.
-    digest = torch.frombuffer(bytearray(plan.digest()), dtype=torch.int64)
-    table = channel.rows(torch.cat((digest, torch.tensor([weight], dtype=torch.int64))))
-    differing = (table[:, :_DIGEST_WORDS] != table[0, :_DIGEST_WORDS]).any(dim=1).nonzero().flatten().tolist()
-    if differing:
-        raise PlanError(f"step {plan.step}: ranks {differing} hold another plan than rank 0; nothing was computed")
-    failed = (table[:, _DIGEST_WORDS] == FAILED).nonzero().flatten().tolist()
+    # One row of 72 bytes from each rank finds that before the first byte of a step moves: 4 words of each digest and
+    # the weight, which the ranks must add up anyway. Costs count where a schedule's order is made from them.
+    weighed = any(pipeline.schedule in WEIGHED for pipeline in plan.pipelines)
+    digests = plan.digest() + (_digest(costs) if weighed else bytes(8 * _DIGEST_WORDS))
+    mine = torch.cat((torch.frombuffer(bytearray(digests), dtype=torch.int64), torch.tensor([weight])))
+    rows = channel.rows(mine)
+    for index, what in enumerate(("another plan", "other costs, from which its schedules are made,")):
+        words = rows[:, index * _DIGEST_WORDS : (index + 1) * _DIGEST_WORDS]
+        differing = (words != words[0]).any(dim=1).nonzero().flatten().tolist()
+        if differing:
+            raise PlanError(f"step {plan.step}: ranks {differing} hold {what} than rank 0; nothing was computed")
+    weights = rows[:, -1]
+    failed = (weights == FAILED).nonzero().flatten().tolist()
     if failed:
         raise PlanError(f"step {plan.step}: ranks {failed} could not load their sequences; their own errors say why")
-    return int(table[:, _DIGEST_WORDS].sum())
+    return int(weights.sum())
+
+
+@lru_cache(maxsize=2)
+def _digest(costs: CostTable) -> bytes:
+    return hashlib.sha256(repr(costs.costs).encode()).digest()

@@ -14,6 +14,7 @@ import torch
 from ds_hydra.pipe.dropout import step_key
 from ds_hydra.pipe.loss import IGNORED
 from ds_hydra.pipe.placement import Strategy, place_strategy
+from ds_hydra.plan.works import schedule_batches
 from ds_hydra.ranks.rank_stats import RankStats, gather_stats
 from ds_hydra.step.agreement import FAILED, agree
 from ds_hydra.step.arena import Arena
@@ -26,10 +27,12 @@ from ds_hydra.zero_hetero.clock import Laps
 from ds_hydra.zero_hetero.errors import PlanError
 
 if TYPE_CHECKING:
+    from ds_hydra.costs.cost_table import CostTable
     from ds_hydra.data.sequences import SequenceData
     from ds_hydra.host.loss_scale import LossScale
     from ds_hydra.pipe.rows import MicroBatch
     from ds_hydra.pipe.runtime import Doing
+    from ds_hydra.pipe.schedules.batches import Batches
     from ds_hydra.pipe.stage import ModelSource
     from ds_hydra.plan.phase import Phase
     from ds_hydra.plan.step_plan import StepPlan
@@ -119,11 +122,15 @@ class Stepper:
         self.keep_laps: Callable[[int, Laps], None] | None = None
         self._connect(strategies.values())
 
-    def run(self, plan: StepPlan, step: int, data: SequenceData) -> Outcome:
-        """Train one step. Raises PlanError on all ranks when their plans differ or one cannot load its sequences."""
+    def run(self, plan: StepPlan, step: int, data: SequenceData, costs: CostTable) -> Outcome:
+        """Train one step, by schedules that are made from `costs` where they weigh times.
+
+        Raises PlanError on all ranks when their plans differ or one cannot load its sequences.
+        """
         self._peak.restart()
         runtimes = [self._runtime(phase) for phase in plan.phases]
-        batches, weight = self._batches(plan, runtimes, data, step)
+        batches, weight = self._batches(plan, runtimes, data, costs, step)
+        known = _known(plan, runtimes, costs)
         if weight == 0 and self._world.rank == 0:
             logger.warning(
                 "step %d: none of its %d sequences (%d tokens) has a target, all labels are %d: the loss is 0, and the "
@@ -131,8 +138,8 @@ class Stepper:
                 step, len(plan.lengths), sum(plan.lengths), IGNORED,
             )  # fmt: skip
         runs: list[PhaseRun] = []
-        for runtime, mine in zip(runtimes, batches, strict=True):  # see [Note: phases of a step]
-            runs.append(self._train(runtime, mine, weight, accumulate=bool(runs)))
+        for runtime, mine, of_schedule in zip(runtimes, batches, known, strict=True):  # see [Note: phases of a step]
+            runs.append(self._train(runtime, mine, of_schedule, weight, accumulate=bool(runs)))
             self._activity.now = "optimizer"
             # The comparison comes before the update and before another pull. Until then the masters are still what the
             # pull has sent, and the buffers what it has brought; and a gradient that was computed from flipped bits
@@ -153,21 +160,23 @@ class Stepper:
             sum(runtime.push_bytes for runtime in runtimes),
         )
 
-    def evaluate(self, plan: StepPlan, data: SequenceData) -> float:
-        """Mean loss of a batch, without an update."""
+    def evaluate(self, plan: StepPlan, data: SequenceData, costs: CostTable) -> float:
+        """Mean loss of a batch, without an update. `costs` as in `run`."""
         runtimes = [self._runtime(phase) for phase in plan.phases]
-        batches, weight = self._batches(plan, runtimes, data)
+        batches, weight = self._batches(plan, runtimes, data, costs)
         share = 0.0
-        for runtime, mine in zip(runtimes, batches, strict=True):
-            loss = runtime.evaluate(_normalised(mine.batches, weight))
+        for runtime, mine, of_schedule in zip(runtimes, batches, _known(plan, runtimes, costs), strict=True):
+            loss = runtime.evaluate(_normalised(mine.batches, weight), of_schedule)
             share += float(loss) if runtime.place.tp_rank == 0 else 0.0  # a tensor parallel group counts it once
         return sum(self._world.channel.rows(torch.tensor([share], dtype=torch.float64)).flatten().tolist())
 
-    def _train(self, runtime: StrategyRuntime, batches: RankBatches, weight: int, *, accumulate: bool) -> PhaseRun:
+    def _train(
+        self, runtime: StrategyRuntime, batches: RankBatches, known: Batches, weight: int, *, accumulate: bool
+    ) -> PhaseRun:
         """Run a phase; `weight` is the whole step's."""
         scale = self._loss_scale.value
         self._activity.now = "pull"
-        loss, laps = runtime.train(_normalised(batches.batches, weight, scale), accumulate=accumulate)
+        loss, laps = runtime.train(_normalised(batches.batches, weight, scale), known, accumulate=accumulate)
         return PhaseRun(runtime, loss / scale, runtime.stage_runtime.losses, laps, batches.num_padding)
 
     def _runtime(self, phase: Phase) -> StrategyRuntime:
@@ -197,7 +206,7 @@ class Stepper:
         world.connect(strategies, *connections_of(self._source.plan, strategies, world.node_size))
 
     def _batches(
-        self, plan: StepPlan, runtimes: Sequence[StrategyRuntime], data: SequenceData, step: int = 0
+        self, plan: StepPlan, runtimes: Sequence[StrategyRuntime], data: SequenceData, costs: CostTable, step: int = 0
     ) -> tuple[list[RankBatches], int]:
         """This rank's micro-batches of each phase; then all ranks compare plans and agree on the step's loss weight.
 
@@ -219,9 +228,9 @@ class Stepper:
         except Exception:
             # This rank fails, but first it takes part in the message that the others wait for; its weight says why.
             with suppress(PlanError):
-                agree(plan, FAILED, self._world.channel)
+                agree(plan, costs, FAILED, self._world.channel)
             raise
-        return batches, agree(plan, sum(mine.weight for mine in batches), self._world.channel)
+        return batches, agree(plan, costs, sum(mine.weight for mine in batches), self._world.channel)
 
     def _stats(self, step: int, runs: Sequence[PhaseRun], applied: Applied) -> tuple[tuple[RankStats, ...], ...]:
         """Every rank's figures of each phase; those of the update stand with the last."""
@@ -236,6 +245,14 @@ class Stepper:
             for run, loss, seconds in zip(runs, applied.losses, spent, strict=True)
         ]
         return gather_stats(mine, self._world.channel)
+
+
+def _known(plan: StepPlan, runtimes: Sequence[StrategyRuntime], costs: CostTable) -> list[Batches]:
+    """What the schedule of this rank's pipeline has to know, phase by phase."""
+    return [
+        schedule_batches(phase.pipelines[runtime.pipeline_index], costs)
+        for phase, runtime in zip(plan.phases, runtimes, strict=True)
+    ]
 
 
 def _normalised(batches: Sequence[MicroBatch], total: int, scale: float = 1.0) -> Sequence[MicroBatch]:

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ds_hydra.pipe.rows import chains_of
 from ds_hydra.pipe.runtime import Doing, StageRuntime
 from ds_hydra.pipe.schedules.registry import evaluation_slots, training_slots
 from ds_hydra.pipe.stage import ModelSource, StagePlace, shard_view
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from ds_hydra.pipe.model_plan import ModelPlan, Slot
     from ds_hydra.pipe.placement import Strategy
     from ds_hydra.pipe.rows import MicroBatch
+    from ds_hydra.pipe.schedules.batches import Batches
     from ds_hydra.ranks.world import World
     from ds_hydra.step.model_masters import ModelMasters
 
@@ -167,15 +167,15 @@ class StrategyRuntime:
             with self._watch.lap("pull", stage=self.stage_index):
                 self.pulls.wait(bucket)
 
-    def train(self, batches: Sequence[MicroBatch], *, accumulate: bool = False) -> tuple[Tensor, Laps]:
+    def train(self, batches: Sequence[MicroBatch], known: Batches, *, accumulate: bool = False) -> tuple[Tensor, Laps]:
         """Pull, run every micro-batch forward and backward, push.
 
-        `accumulate`: add to what the master gradients hold, the sum of the step's earlier phases. Returns this rank's
-        share of the loss, and its laps, to be read when the device has passed them.
+        `known` is what the schedule has to know of the micro-batches. `accumulate`: add to what the master gradients
+        hold, the sum of the step's earlier phases. Returns this rank's share of the loss, and its laps, to be read when
+        the device has passed them.
         """
         self._arena.grads[: self._num_grads].zero_()
         self._start_pulls()
-        known = chains_of([batch.pack for batch in batches])
         slots = training_slots(self.place.schedule, known, self.num_stages, self.stage_index)
         with self._watch.lap("run", stage=self.stage_index):
             loss = self.stage_runtime.run(slots, batches, partial(self._arm_pushes, accumulate))
@@ -186,11 +186,10 @@ class StrategyRuntime:
             self.pushes.finish(accumulate=accumulate)
         return loss, self._watch.take()
 
-    def evaluate(self, batches: Sequence[MicroBatch]) -> Tensor:
+    def evaluate(self, batches: Sequence[MicroBatch], known: Batches) -> Tensor:
         """Pull and run every micro-batch forward. Returns this rank's share of the loss."""
         self.module.module.eval()
         self._start_pulls()
-        known = chains_of([batch.pack for batch in batches])
         slots = evaluation_slots(known, self.num_stages, self.stage_index)
         loss = self.stage_runtime.run(slots, batches)
         self.pulls.finish()

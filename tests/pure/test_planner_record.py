@@ -153,7 +153,7 @@ REFUSED = {
     ),
     "a schedule": (
         tiny_plan("pp2/zero-bubble"),
-        "asks for the schedule 'zero-bubble' but this release runs 1f1b, zb-h1; name one",
+        "asks for the schedule 'zero-bubble' but this release runs 1f1b, list, zb-h1; name one",
     ),
     "the V": (tiny_plan("(tp1[0:1,3:4] > tp1[1:3])"), "has 2 ranges of layers in stage 0"),
     "devices": (tiny_plan("(tp2@h100 > tp2@l40)"), "devices of class 'h100' in stage 0"),

@@ -21,7 +21,7 @@ from ds_hydra.pipe.contexts import Context, Contexts
 from ds_hydra.pipe.dropout import AttentionDropout, token_keys
 from ds_hydra.pipe.loss import IGNORED
 from ds_hydra.pipe.placement import place_pipeline
-from ds_hydra.pipe.rows import Chunk, Pack, chains_of, position_ids
+from ds_hydra.pipe.rows import Chunk, Pack, position_ids
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape
 from ds_hydra.pipe.stage import StagePlace
 from ds_hydra.plan.phase import MicroBatchPlan, Span
@@ -111,7 +111,7 @@ def test_a_slice_counts_with_its_micro_batch_in_the_mean_of_micro_batches() -> N
         assert float(batch.weights[batch.labels != IGNORED].sum()) == pytest.approx(1.0)
 
 
-def test_each_slice_names_the_micro_batch_of_the_one_before() -> None:
+def test_packs_of_slices_know_their_place() -> None:
     one, other = Contexts(9), Contexts(5)
     packs = [
         Pack((4,), chunk=Chunk(0, 4, one)),
@@ -121,7 +121,6 @@ def test_each_slice_names_the_micro_batch_of_the_one_before() -> None:
         Pack((3,), chunk=Chunk(2, 5, other)),
         Pack((2,), chunk=Chunk(7, 9, one)),
     ]
-    assert chains_of(packs).before == (-1, -1, -1, 0, 2, 3)
     assert [pack.chunk is not None and pack.chunk.is_last for pack in packs] == [False] * 4 + [True] * 2
     assert packs[3].whole_lengths == (9, 3)
     assert position_ids((3, 3), 1, 5, past=4) == [5, 6, 0, 1]

@@ -237,7 +237,7 @@ def slices_hand_no_gradients_back() -> Any:
 
 def backwards_run_in_the_order_of_forwards() -> Any:
     """The schedule does not know of slices."""
-    return mock.patch.object(runs, "chains_of", lambda packs: Batches.whole(len(packs)))
+    return mock.patch.object(runs, "known_to_schedules", lambda data: Batches.whole(len(data.microbatches)))
 
 
 def windows_forget_a_token() -> Any:
