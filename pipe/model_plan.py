@@ -159,12 +159,14 @@ class ModelPlan:
         return len(self.layers)
 
     def needed(self, stage: Stage) -> frozenset[str]:
-        """Names of the parameters that a stage computes with."""
-        names = frozenset().union(*self.layers[stage.first_layer : stage.last_layer])
-        if stage.first_layer == 0:
-            names |= self.first
-        if stage.last_layer == self.num_layers:
-            names |= self.last
+        """Names of the parameters that a stage computes with, in all of its parts."""
+        names: frozenset[str] = frozenset()
+        for first, last in stage.ranges:
+            names = names.union(*self.layers[first:last])
+            if first == 0:
+                names |= self.first
+            if last == self.num_layers:
+                names |= self.last
         return names
 
     def slots(self, bucket: Bucket, stage: Stage, tp_rank: int) -> tuple[Slot, ...]:
@@ -203,10 +205,10 @@ class ModelPlan:
             start += param.numel
         pieces: list[tuple[Piece, ...]] = [()] * strategy.num_ranks
         sizes = [0] * strategy.num_ranks
-        known: dict[tuple[int, int, int, int], tuple[tuple[Piece, ...], int]] = {}  # replicas of a stage hold the same
+        known: dict[object, tuple[tuple[Piece, ...], int]] = {}  # replicas of a stage hold the same
         for stage in (stage for pipeline in strategy.pipelines for stage in pipeline.stages):
             for tp_rank in range(stage.tp):
-                key = (stage.first_layer, stage.last_layer, stage.tp, tp_rank)
+                key = (stage.ranges, stage.tp, tp_rank)
                 if key not in known:
                     slots = self.slots(bucket, stage, tp_rank)
                     mine = tuple(

@@ -8,16 +8,17 @@ neighbours sit closest together: rank = first + (stage * sp + sp_rank) * tp + tp
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
+from ds_hydra.pipe.schedules.virtual import place_of, virtual_stage
 from ds_hydra.pipe.shape import DEFAULT_SCHEDULE, LayerRange, PipelineShape, StrategyShape
 from ds_hydra.zero_hetero.errors import PlanError
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Consecutive layers of a pipeline and the ranks that hold them.
+    """Consecutive layers of a pipeline and the ranks that hold them; in a V, two ranges of layers.
 
     `ranks[sp_rank * tp + tp_rank]` is a global rank; layers run from `first_layer` up to, not
     including, `last_layer`. Stages of one pipeline may differ in all of it (Hetu v2).
@@ -28,6 +29,7 @@ class Stage:
     last_layer: int
     tp: int = 1
     sp: int = 1
+    second: LayerRange | None = None  # of a V, nearer to the model's end [Note: virtual stages]
 
     def __post_init__(self) -> None:
         if len(self.ranks) != self.tp * self.sp:
@@ -37,6 +39,22 @@ class Stage:
             )
         if self.first_layer >= self.last_layer:
             raise PlanError(f"stage on ranks {self.ranks} holds no layer ({self.first_layer}..{self.last_layer})")
+
+    @property
+    def ranges(self) -> tuple[LayerRange, ...]:
+        """The layers of each part."""
+        own = LayerRange(self.first_layer, self.last_layer)
+        return (own,) if self.second is None else (own, self.second)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of all parts."""
+        return sum(last - first for first, last in self.ranges)
+
+    def part(self, part: int) -> Stage:
+        """One of its ranges of layers as a stage of its own."""
+        first, last = self.ranges[part]
+        return replace(self, first_layer=first, last_layer=last, second=None)
 
     def coordinates(self, rank: int) -> tuple[int, int]:
         """(tp_rank, sp_rank) of a global rank of this stage."""
@@ -65,6 +83,17 @@ class Pipeline:
     def ranks(self) -> tuple[int, ...]:
         return tuple(rank for stage in self.stages for rank in stage.ranks)
 
+    @property
+    def parts(self) -> int:
+        """Ranges of layers that each stage holds: 1, or 2 for a V."""
+        return len(self.stages[0].ranges)
+
+    @property
+    def ranges(self) -> tuple[LayerRange, ...]:
+        """The layers of each virtual stage, in the model's order [Note: virtual stages]."""
+        places = (place_of(virtual, len(self.stages)) for virtual in range(self.parts * len(self.stages)))
+        return tuple(self.stages[stage].ranges[part] for stage, part in places)
+
     def stage_index(self, rank: int) -> int:
         """Index of the stage that holds `rank`; PlanError if none does."""
         for index, stage in enumerate(self.stages):
@@ -84,13 +113,14 @@ class Strategy:
         ranks = sorted(rank for pipeline in self.pipelines for rank in pipeline.ranks)
         if ranks != list(range(len(ranks))):
             raise PlanError(f"the pipelines' ranks must tile 0..{len(ranks) - 1} but are {ranks}")
-        num_layers = self.pipelines[0].stages[-1].last_layer
+        num_layers = self.pipelines[0].ranges[-1].last
         for index, pipeline in enumerate(self.pipelines):
-            cuts = [0, *(stage.last_layer for stage in pipeline.stages)]
-            if [stage.first_layer for stage in pipeline.stages] != cuts[:-1] or cuts[-1] != num_layers:
+            ranges = pipeline.ranges
+            cuts = [0, *(held.last for held in ranges)]
+            if [held.first for held in ranges] != cuts[:-1] or cuts[-1] != num_layers:
                 raise PlanError(
                     f"pipeline {index} does not hold layers 0..{num_layers} once each: its stages hold "
-                    + ", ".join(f"{s.first_layer}..{s.last_layer}" for s in pipeline.stages)
+                    + ", ".join(f"{first}..{last}" for first, last in ranges)
                 )
 
     @property
@@ -130,21 +160,27 @@ def place_pipeline(shape: PipelineShape, first_rank: int, num_layers: int) -> Pi
     """
     stages: list[Stage] = []
     rank = first_rank
-    for stage, (first, last) in zip(shape.stages, _layers_of_stages(shape, num_layers), strict=True):
+    for stage, (own, *second) in zip(shape.stages, _layers_of_stages(shape, num_layers), strict=True):
         ranks = tuple(range(rank, rank + stage.num_ranks))
-        stages.append(Stage(ranks, first, last, stage.tp, stage.sp))
+        stages.append(Stage(ranks, *own, stage.tp, stage.sp, *second))
         rank += stage.num_ranks
     return Pipeline(tuple(stages), shape.schedule)
 
 
-def _layers_of_stages(shape: PipelineShape, num_layers: int) -> list[LayerRange]:
-    if shape.num_layers is None:
-        ends = list(accumulate(split_layers(num_layers, len(shape.stages)), initial=0))
-        return [LayerRange(first, last) for first, last in pairwise(ends)]
-    if shape.num_layers != num_layers:
+def _layers_of_stages(shape: PipelineShape, num_layers: int) -> list[tuple[LayerRange, ...]]:
+    if shape.num_layers not in (None, num_layers):
         raise PlanError(f"pipeline {shape} is for {shape.num_layers} layers but the model has {num_layers}")
-    assert all(len(stage.layers) == 1 for stage in shape.stages), f"{shape}: a placed stage holds one range of layers"
-    return [stage.layers[0] for stage in shape.stages]
+    parts = shape.parts  # refuses ranges that make no V
+    if shape.num_layers is not None:
+        return [stage.layers for stage in shape.stages]
+    if parts == 2 and 2 * shape.pp > num_layers:
+        raise PlanError(
+            f"pipeline {shape}: its {shape.pp} stages hold two ranges of layers each, {2 * shape.pp} in all, but the "
+            f"model has {num_layers} layers; use pp <= {num_layers // 2}"
+        )
+    ends = accumulate(split_layers(num_layers, parts * shape.pp), initial=0)
+    ranges = [LayerRange(first, last) for first, last in pairwise(ends)]
+    return [tuple(ranges[virtual_stage(stage, part, shape.pp)] for part in range(parts)) for stage in range(shape.pp)]
 
 
 def place_strategy(shape: StrategyShape, num_ranks: int, num_layers: int) -> Strategy:

@@ -1,6 +1,8 @@
 """Runs one rank's stage through a schedule: actions and micro-batches in, accumulated gradients and the loss out.
 
-The runtime decides nothing: the schedule says what comes next, the plan says every shape and peer.
+The runtime decides nothing: the schedule says what comes next, the plan says every shape and peer. A stage has one or
+two parts, which are ranges of layers [Note: virtual stages]; the last rank of a V hands over from one to the other
+without a message, what goes forward as well as its gradient.
 """
 
 from __future__ import annotations
@@ -24,19 +26,23 @@ from ds_hydra.pipe.schedules.actions import (
     turns,
 )
 from ds_hydra.pipe.stage import StageModule
+from ds_hydra.pipe.weight_gradients import SplitBackward
 from ds_hydra.zero_hetero.clock import Kind, Stopwatch
 from ds_hydra.zero_hetero.transport import Transport, Work
 
-ArmPushes = Callable[[Collection[nn.Parameter] | None], None]
-"""Called when pushes may start as soon as gradients are final: that of each parameter given, when the stage's queue of
-weight gradients has finished it, and of others at once; None: of all, when autograd has accumulated into them."""
+ArmPushes = Callable[[Collection[nn.Parameter]], None]
+"""Called when pushes may start as soon as gradients are final: that of each parameter given, when autograd or the
+stage's queue of weight gradients has added the last to it, and of others at once."""
+
+_At = tuple[int, int]
+"""A micro-batch and a part of the stage."""
 
 _TAG = 1 << 20  # apart from the tags of pull and push
 
 
 @dataclass
 class _Run:
-    """The tensors of one run of a schedule, by micro-batch.
+    """The tensors of one run of a schedule, by micro-batch and part.
 
     They are kept from the action that makes them to the last one that uses them. Without backward actions (`trains`
     False) a tensor is freed as soon as the forward no longer needs it.
@@ -45,10 +51,10 @@ class _Run:
     batches: Sequence[MicroBatch]
     loss: Tensor  # () of this rank's micro-batches, FP64
     trains: bool
-    split: frozenset[int]  # micro-batches whose backward comes as I and W [Note: split backward]
-    inputs: dict[int, Tensor | None] = field(default_factory=dict)  # (1, T_local, width); None on the first stage
-    outputs: dict[int, Tensor] = field(default_factory=dict)
-    gradients: dict[int, Tensor] = field(default_factory=dict)  # of the outputs
+    split: frozenset[_At]  # those whose backward comes as I and W [Note: split backward]
+    inputs: dict[_At, Tensor | None] = field(default_factory=dict)  # (1, T_local, width); None on the first stage
+    outputs: dict[_At, Tensor] = field(default_factory=dict)
+    gradients: dict[_At, Tensor] = field(default_factory=dict)  # of the outputs
     # What is sent must keep its memory until the send is done, which no later action of this rank says. So a tensor is
     # held here until the run's end; there are at most as many as the schedule has sends.
     sending: list[tuple[Work, list[Tensor]]] = field(default_factory=list)
@@ -61,22 +67,24 @@ class Doing(Protocol):
 
 
 class StageRuntime:
-    """Executes schedules for one rank of a pipeline; `widths` are the features that enter and leave its stage."""
+    """Executes schedules for one rank of a pipeline; `widths` are the features that enter and leave each of its
+    parts."""
 
     def __init__(
         self,
-        module: StageModule,
+        parts: Sequence[StageModule],
         pipeline: Pipeline,
         rank: int,
         transport: Transport,
-        widths: tuple[int, int],
+        widths: Sequence[tuple[int, int]],
         device: torch.device,
         dtype: torch.dtype,
         *,
         activity: Doing,
         watch: Stopwatch,
     ):
-        self.module, self.pipeline, self.rank, self.transport = module, pipeline, rank, transport
+        self.parts, self.pipeline, self.rank, self.transport = tuple(parts), pipeline, rank, transport
+        self._queues = [part.weight_gradients for part in parts]
         self.index = pipeline.stage_index(rank)
         self.widths, self.device, self.dtype = widths, device, dtype
         self._activity, self._watch = activity, watch
@@ -98,11 +106,12 @@ class StageRuntime:
         last, first_push = last_weight_gradient(slots), backward_of_first_push(slots)
         # In FP64, since losses of many micro-batches are added; gradients come from each loss itself, not from this.
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
-        split = {action.microbatch for slot in slots for action in slot if action.kind == "input_gradient"}
+        split = {(microbatch, part) for slot in slots for kind, microbatch, part in slot if kind == "input_gradient"}
         run = _Run(batches, loss, last is not None, frozenset(split))
         self.losses = {}
-        if self.module.weight_gradients is not None:
-            self.module.weight_gradients.forget()
+        for queue in self._queues:
+            if queue is not None:
+                queue.forget()
         with torch.set_grad_enabled(run.trains):
             for messages, actions in turns(slots):
                 self._communicate(run, messages)
@@ -116,59 +125,76 @@ class StageRuntime:
         self._activity.now = "push"
         return run.loss
 
-    def _waiting(self, actions: Sequence[Action]) -> frozenset[nn.Parameter] | None:
-        """The parameters whose gradients wait for these weight gradients; None where autograd computes them all."""
-        queue = self.module.weight_gradients
-        return queue.unfinished if queue is not None and actions[0].kind == "weight_gradient" else None
+    def _waiting(self, actions: Sequence[Action]) -> set[nn.Parameter]:
+        """The parameters whose gradients lack what these actions add, after which nothing is added any more."""
+        waiting = {parameter for queue in self._queues if queue is not None for parameter in queue.unfinished}
+        if actions[0].kind == "backward":
+            of_part = self.parts[actions[0].part].parameters.values()
+            waiting.update(parameter for parameter in of_part if parameter.requires_grad)
+        return waiting
 
     def _compute(self, run: _Run, actions: Sequence[Action]) -> None:
         """Run an action, or several weight gradients together."""
-        kind, microbatch, _ = actions[0]
-        queue = self.module.weight_gradients
+        kind, microbatch, part = actions[0]
         if kind == "weight_gradient":
-            assert queue is not None, "a stage is built for the schedule of its pipeline"
-            self._activity.now = "backward"
-            with self._lap(kind, microbatch if len(actions) == 1 else None):
-                queue.run([action.microbatch for action in actions])
+            with self._lap(kind, *((microbatch, part) if len(actions) == 1 else (None, 0))):
+                self._weight_gradients(actions)
             return
         put_off: AbstractContextManager[None] = nullcontext()
-        if microbatch in run.split:
-            assert queue is not None, "a stage is built for the schedule of its pipeline"
-            put_off = queue.of(microbatch, backward=kind == "input_gradient")
+        if (microbatch, part) in run.split:
+            put_off = self._queue(part).of(microbatch, backward=kind == "input_gradient")
         if kind == "forward":
-            with self._lap(kind, microbatch), put_off:
-                self._forward(run, microbatch)
+            with self._lap(kind, microbatch, part), put_off:
+                self._forward(run, (microbatch, part))
         elif kind == "backward" or kind == "input_gradient":
-            with self._lap(kind, microbatch), put_off:
-                self._backward(run, microbatch)
-            _free_contexts(run, microbatch)
+            with self._lap(kind, microbatch, part), put_off:
+                self._backward(run, (microbatch, part))
+            self._free_contexts(run, (microbatch, part))
 
-    def _lap(self, kind: Kind, microbatch: int | None = None) -> AbstractContextManager[None]:
-        return self._watch.lap(kind, stage=self.index, microbatch=microbatch)
+    def _weight_gradients(self, actions: Sequence[Action]) -> None:
+        self._activity.now = "backward"
+        for part in reversed(range(len(self.parts))):  # the layers nearest to the loss first, as their pushes go
+            of_part = [action.microbatch for action in actions if action.part == part]
+            if of_part:
+                self._queue(part).run(of_part)
 
-    def _forward(self, run: _Run, microbatch: int) -> None:
+    def _queue(self, part: int) -> SplitBackward:
+        queue = self._queues[part]
+        assert queue is not None, "a stage is built for the schedule of its pipeline"
+        return queue
+
+    def _lap(self, kind: Kind, microbatch: int | None = None, part: int = 0) -> AbstractContextManager[None]:
+        return self._watch.lap(kind, stage=self.index, microbatch=microbatch, part=part)
+
+    def _forward(self, run: _Run, at: _At) -> None:
         self._activity.now = "forward"
-        received = run.inputs.setdefault(microbatch, None)
-        out = self.module.forward(received, run.batches[microbatch])
-        run.outputs[microbatch] = out
-        if self.module.place.is_last:
+        microbatch, part = at
+        place = self.parts[part].place
+        if place.turns:
+            handed = run.outputs[microbatch, 0] if run.trains else run.outputs.pop((microbatch, 0))
+            run.inputs[at] = handed.detach().requires_grad_(run.trains)
+        received = run.inputs.setdefault(at, None)
+        out = self.parts[part].forward(received, run.batches[microbatch])
+        run.outputs[at] = out
+        if place.is_last:
             run.loss += out.detach()
             self.losses[microbatch] = out.detach()
         if not run.trains:
-            _free_contexts(run, microbatch)
-            del run.inputs[microbatch]
-            if self.module.place.is_last:
-                del run.outputs[microbatch]
+            self._free_contexts(run, at)
+            del run.inputs[at]
+            if place.is_last:
+                del run.outputs[at]
 
-    def _backward(self, run: _Run, microbatch: int) -> None:
+    def _backward(self, run: _Run, at: _At) -> None:
         self._activity.now = "backward"
-        out = run.outputs.pop(microbatch)
+        microbatch, part = at
+        out, gradient = run.outputs.pop(at), run.gradients.pop(at, None)
         # A first stage that is frozen as a whole has nothing to differentiate. Its backward stays in the schedule: the
         # next stage sends its gradient in any case, and that must be received.
-        if not out.requires_grad:
-            run.gradients.pop(microbatch, None)
-            return
-        torch.autograd.backward(out, run.gradients.pop(microbatch, None))
+        if out.requires_grad:
+            torch.autograd.backward(out, gradient)
+        if self.parts[part].place.turns:
+            run.gradients[microbatch, 0] = _gradient(run, at)
 
     def _communicate(self, run: _Run, messages: Sequence[Action]) -> None:
         """Start all of a slot's messages together; wait for what is received, not for what is sent."""
@@ -176,35 +202,33 @@ class StageRuntime:
         # send before it opened its receive, each would wait for the other for ever.
         sends: list[tuple[int, Tensor]] = []
         receives: list[tuple[int, Tensor]] = []
-        for kind, microbatch, _ in messages:
-            pack = run.batches[microbatch].pack
+        for message in messages:
+            kind, microbatch, part = message
+            at, pack = (microbatch, part), run.batches[microbatch].pack
+            rows = self._edge(message.side, pack, incoming=not message.sends)
             if kind == "recv_activation":
-                buffer = self._empty(pack, self.widths[0])
-                receives += _slices(self._edge(-1, pack, incoming=True), buffer)
-                run.inputs[microbatch] = buffer
+                buffer = self._empty(pack, self.widths[part][0])
+                receives += _slices(rows, buffer)
+                run.inputs[at] = buffer
             elif kind == "recv_gradient":
-                buffer = self._empty(pack, self.widths[1])
-                receives += _slices(self._edge(1, pack, incoming=True), buffer)
-                run.gradients[microbatch] = buffer
+                buffer = self._empty(pack, self.widths[part][1])
+                receives += _slices(rows, buffer)
+                run.gradients[at] = buffer
             elif kind == "send_activation":
                 # Detached: the graph ends here. The next stage sends the gradient of this tensor, and the backward
                 # begins with it.
-                out = run.outputs[microbatch].detach().contiguous()
-                sends += _slices(self._edge(1, pack, incoming=False), out)
+                sends += _slices(rows, run.outputs[at].detach().contiguous())
             else:
-                received = run.inputs.pop(microbatch)
-                assert received is not None, "a gradient is sent for a received activation"
-                assert received.grad is not None, "the received activation took part in the forward"
-                sends += _slices(self._edge(-1, pack, incoming=False), received.grad.contiguous())
+                sends += _slices(rows, _gradient(run, at).contiguous())
         if not sends and not receives:
             return
         work = self.transport.exchange(sends, receives, tag=_TAG)
         if receives:
             with self._lap("receive"):
                 work.wait()
-            for kind, microbatch, _ in messages:
+            for kind, microbatch, part in messages:
                 if kind == "recv_activation":
-                    received = run.inputs[microbatch]
+                    received = run.inputs[microbatch, part]
                     assert received is not None, "just received"
                     # A leaf of this stage's graph, whose `.grad` is what the stage before is waiting for.
                     received.requires_grad_(run.trains)
@@ -218,20 +242,31 @@ class StageRuntime:
             return edge(there, here, pack.num_tokens)[1][self.rank]
         return edge(here, there, pack.num_tokens)[0][self.rank]
 
+    def _free_contexts(self, run: _Run, at: _At) -> None:
+        """Free what slices of a sequence have kept, after the last action that needs it [Note: contexts].
+
+        In training that is the backward of the first slice. It frees each layer's context by itself, but where keys and
+        values have no gradient (frozen layers), and there a layer may still be recomputed until now.
+        """
+        microbatch, part = at
+        chunk = run.batches[microbatch].pack.chunk
+        if chunk is None:
+            return
+        # Of two parts the first one's backward comes last, and the second one's forward.
+        if (chunk.start == 0 and part == 0) if run.trains else (chunk.is_last and part == len(self.parts) - 1):
+            chunk.contexts.free()
+
     def _empty(self, pack: Pack, width: int) -> Tensor:
         start, stop = pack.local
         return torch.empty((1, stop - start, width), device=self.device, dtype=self.dtype)
 
 
-def _free_contexts(run: _Run, microbatch: int) -> None:
-    """Free what slices of a sequence have kept, after the last action that needs it [Note: contexts].
-
-    In training that is the backward of the first slice. It frees each layer's context by itself, but where keys and
-    values have no gradient (frozen layers), and there a layer may still be recomputed until now.
-    """
-    chunk = run.batches[microbatch].pack.chunk
-    if chunk is not None and (chunk.start == 0 if run.trains else chunk.is_last):
-        chunk.contexts.free()
+def _gradient(run: _Run, at: _At) -> Tensor:
+    """The gradient of what a part has received, which is not kept any longer."""
+    received = run.inputs.pop(at)
+    assert received is not None, "a gradient is handed back for a received activation"
+    assert received.grad is not None, "the received activation took part in the forward"
+    return received.grad
 
 
 def _slices(rows: Sequence[Rows], hidden: Tensor) -> list[tuple[int, Tensor]]:

@@ -15,9 +15,12 @@ A part `tp2pp3` is three stages with tp=2; a part that says which layers it hold
 pipeline say so or none does, and then the layers are split evenly. Pipelines without a schedule run 1F1B. Spaces and
 capitals do not matter. Three pipelines that are not uniform, each over four ranks:
 
-    (sp2[0:1] > tp2[1:4])                  stage 0 holds layer 0 with sp=2, stage 1 layers 1, 2 and 3 with tp=2
-    (tp2[0:2,6:8] > tp2[2:6])/zero-bubble  the V: stage 0 holds both ends of eight layers
-    (tp2@h100 > pp2@l40)                   one stage on two H100, then two stages on an L40 each
+    (sp2[0:1] > tp2[1:4])               stage 0 holds layer 0 with sp=2, stage 1 layers 1, 2 and 3 with tp=2
+    (tp2[0:2,6:8] > tp2[2:4,4:6])/list  a V [Note: virtual stages]: stage 0 holds both ends of eight layers
+    (tp2@h100 > pp2@l40)                one stage on two H100, then two stages on an L40 each
+
+The schedule "v" makes a V of stages that do not say which layers they hold: tp2pp2/v is the second pipeline above, in
+any model, and runs by the list order as that one does.
 
 What is printed reads back as the same value, and prints the same again.
 """
@@ -34,6 +37,7 @@ from typing import NamedTuple
 from ds_hydra.zero_hetero.errors import PlanError
 
 DEFAULT_SCHEDULE = "1f1b"
+V_SCHEDULE = "v"
 
 _NAME = r"[a-z0-9][a-z0-9_.-]*"
 _TERM = re.compile(rf"(?:(?P<count>\d+)\*)?(?P<pipeline>[^*/]+(?:/{_NAME})?)")
@@ -173,14 +177,17 @@ class PipelineShape:
     def parts(self) -> int:
         """Ranges of layers that each stage holds: 1, or 2 for a V [Note: virtual stages]. PlanError for others."""
         counts = {len(stage.layers) for stage in self.stages}
-        if counts <= {0, 1}:
+        if counts == {0}:
+            return 2 if self.schedule == V_SCHEDULE else 1
+        if counts == {1} and self.schedule != V_SCHEDULE:
             return 1
         first = [stage.layers[0] for stage in self.stages]
         last = [stage.layers[-1] for stage in reversed(self.stages)]
         if counts != {2} or [*first, *last] != sorted([*first, *last]):
             raise PlanError(
-                f"pipeline {self}: where a stage holds several ranges of layers, all must hold two and make a V: the "
-                "first ranges from the first stage to the last, and the second ones back again"
+                f"pipeline {self}: where a stage holds several ranges of layers or the schedule is {V_SCHEDULE}, all "
+                "must hold two and make a V: the first ranges from the first stage to the last, and the second ones "
+                "back again"
             )
         return 2
 

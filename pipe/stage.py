@@ -15,6 +15,7 @@ from ds_hydra.pipe.model_plan import ModelPlan, Slot
 from ds_hydra.pipe.placement import Pipeline, Stage
 from ds_hydra.pipe.rows import MicroBatch
 from ds_hydra.pipe.schedules.registry import splits_backward
+from ds_hydra.pipe.schedules.virtual import virtual_stage
 from ds_hydra.pipe.weight_gradients import Linear, SplitBackward, WeightGradients, linear
 
 GradientHook = Callable[[Tensor], Tensor | None]
@@ -22,7 +23,10 @@ GradientHook = Callable[[Tensor], Tensor | None]
 
 @dataclass(frozen=True)
 class StagePlace:
-    """Where one rank stands in its pipeline, and the groups it talks to (None where the degree is 1)."""
+    """Where one rank stands in its pipeline, and the groups it talks to (None where the degree is 1).
+
+    In a V a rank stands in two places, one for each of its ranges of layers [Note: virtual stages].
+    """
 
     pipeline: Pipeline
     index: int  # of its stage
@@ -30,20 +34,28 @@ class StagePlace:
     sp_rank: int
     tp_group: Group
     sp_group: dist.ProcessGroup | None
+    part: int = 0  # which range of layers
 
     @classmethod
-    def of(
+    def all_of(
         cls, pipeline: Pipeline, rank: int, group: Callable[[tuple[int, ...]], dist.ProcessGroup | None]
-    ) -> StagePlace:
-        """The place of `rank` in its stage of a pipeline; `group` gives the group of some ranks, None for one alone."""
+    ) -> tuple[StagePlace, ...]:
+        """The places of `rank` in a pipeline, by part; `group` gives the group of some ranks, None for one alone."""
         index = pipeline.stage_index(rank)
         stage = pipeline.stages[index]
-        groups = (group(ranks) for ranks in (stage.tp_ranks(rank), stage.sp_ranks(rank)))
-        return cls(pipeline, index, *stage.coordinates(rank), *groups)
+        tp_rank, sp_rank = stage.coordinates(rank)
+        tp_group, sp_group = group(stage.tp_ranks(rank)), group(stage.sp_ranks(rank))
+        return tuple(cls(pipeline, index, tp_rank, sp_rank, tp_group, sp_group, part) for part in range(pipeline.parts))
 
     @property
     def stage(self) -> Stage:
-        return self.pipeline.stages[self.index]
+        """The layers of this place, as a stage."""
+        return self.pipeline.stages[self.index].part(self.part)
+
+    @property
+    def virtual(self) -> int:
+        """Its number among the pipeline's ranges of layers, from 0 at the model's beginning."""
+        return virtual_stage(self.index, self.part, len(self.pipeline.stages))
 
     @property
     def schedule(self) -> str:
@@ -51,15 +63,21 @@ class StagePlace:
 
     @property
     def is_first(self) -> bool:
-        return self.index == 0
+        return self.virtual == 0
 
     @property
     def is_last(self) -> bool:
-        return self.index == len(self.pipeline.stages) - 1
+        return self.virtual == self.pipeline.parts * len(self.pipeline.stages) - 1
+
+    @property
+    def turns(self) -> bool:
+        """Whether the range of layers before its own is on the same rank: where a V turns round."""
+        return self.part == 1 and self.index == len(self.pipeline.stages) - 1
 
 
 class StageModule:
-    """A rank's share of a stage: a module on the meta device whose parameters are views of pulled buffers."""
+    """A rank's share of a stage, or of one part of it: a module on the meta device whose parameters are views of
+    pulled buffers."""
 
     def __init__(
         self,
@@ -103,6 +121,10 @@ class StageModule:
         alone -= {name for name in alone if readers.get(name) or self._hooks.get(name)}
         return WeightGradients(model, {path for path, name in names.items() if name in alone})
 
+    def uses(self, name: str) -> bool:
+        """Whether it computes with a parameter, by master name."""
+        return name in self._owners
+
     def install(self, slot: Slot, buffer: Tensor) -> nn.Parameter:
         """Make one parameter a view of its bucket's local buffer; returns it (the same object every step)."""
         # `.data` has a version of its own: buckets arrive while tensors of earlier ones are kept for the backward.
@@ -119,6 +141,12 @@ class StageModule:
             parameter.data = view
         return parameter
 
+    def share(self, name: str, parameter: nn.Parameter) -> None:
+        """Use what another part of the stage has installed: a V may hold both users of a tied parameter."""
+        self.parameters[name] = parameter
+        for owner, leaf in self._owners[name]:
+            owner._parameters[leaf] = parameter
+
     def _use(self, name: str) -> None:
         if self.before_use is not None:
             self.before_use(name)
@@ -126,6 +154,15 @@ class StageModule:
     def forward(self, hidden: Tensor | None, batch: MicroBatch) -> Tensor:
         """Received hidden states (1, T_local, H) or None -> hidden states, or the loss on the last stage."""
         raise NotImplementedError("stages are built by their model's source")
+
+
+def install(parts: Sequence[StageModule], slot: Slot, buffer: Tensor) -> nn.Parameter:
+    """Make one parameter a view of its bucket's local buffer in all parts of a rank's stage that use it."""
+    first, *others = (part for part in parts if part.uses(slot.param.name))
+    parameter = first.install(slot, buffer)
+    for part in others:
+        part.share(slot.param.name, parameter)
+    return parameter
 
 
 class ModelSource(Protocol):
@@ -141,6 +178,12 @@ class ModelSource(Protocol):
         """Features of the hidden states (1, T, width) that enter a layer."""
 
     def build(self, place: StagePlace, device: torch.device, dtype: torch.dtype) -> StageModule: ...
+
+
+def widths(source: ModelSource, place: StagePlace) -> tuple[int, int]:
+    """Features that enter and that leave a place; 0 where the loss does."""
+    stage = place.stage
+    return source.width(stage.first_layer), 0 if place.is_last else source.width(stage.last_layer)
 
 
 def to_flat(value: Tensor, dim: int | None, parts: int) -> Tensor:

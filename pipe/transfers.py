@@ -30,7 +30,7 @@ class BucketTransfers(NamedTuple):
 def plan_transfers(plan: ModelPlan, strategy: Strategy, node_size: int) -> tuple[BucketTransfers, ...]:
     """The transfers of every bucket; `node_size` consecutive ranks are a node."""
     stages = [stage for pipeline in strategy.pipelines for stage in pipeline.stages]
-    needs = [plan.needed(stage) for stage in {(s.first_layer, s.last_layer): s for s in stages}.values()]
+    needs = [plan.needed(stage) for stage in {s.ranges: s for s in stages}.values()]
     known: dict[object, BucketTransfers] = {}
     found: list[BucketTransfers] = []
     for bucket in plan.buckets:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ds_hydra.commands.__main__ import main as command
+from ds_hydra.pipe import runtime
 from ds_hydra.pipe.models.draws import Draws
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
 from ds_hydra.pipe.weight_gradients import WeightGradients
@@ -95,10 +96,16 @@ def test_what_would_train_wrongly_or_crash_is_refused(
 
 def test_a_split_backward_that_loses_gradients_is_refused() -> None:
     model = build_model("llama", torch.float32)
-    assert check(model, "tp2pp2/zb-h1", keep=False).objections() == []
+    assert check(model, "tp2pp2/zb-h1", "pp2/list", "tp2pp2/v", keep=False).objections() == []
     with mock.patch.object(WeightGradients, "_add"):
         (objection,) = check(model, "pp2/zb-h1", "pp2", keep=False).objections()
     assert re.search(r"pp2/zb-h1.* the gradient of .*; schedule: use strategies with the schedule 1f1b", objection)
+
+
+def test_a_v_whose_last_rank_hands_no_gradient_back_is_refused() -> None:
+    with mock.patch.object(runtime, "_gradient", lambda run, at: torch.zeros_like(run.inputs.pop(at))):
+        (objection,) = check(build_model("llama", torch.float32), "tp1/v", "tp1", keep=False).objections()
+    assert re.search(r"tp1/v.* the gradient of .*; schedule: use strategies with the schedule 1f1b", objection)
 
 
 def test_a_loss_of_the_models_own_is_told() -> None:

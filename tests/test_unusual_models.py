@@ -15,7 +15,7 @@ from ds_hydra.pipe.placement import place_pipeline
 from ds_hydra.pipe.shape import PipelineShape
 from ds_hydra.self_check.plain import Plain
 from ds_hydra.self_check.runs import Outcome, run_pipeline, uneven_data
-from tests.support.cases import UNUSUAL
+from tests.support.case import UNUSUAL
 from tests.support.changed_models import CHANGED, CHANGED_LINEARS
 from tests.support.families import VOCAB, build_model, reference_model
 

@@ -278,6 +278,10 @@ def hooked() -> Any:
         ("mixtral", "sp2pp2/zb-h1", False),
         ("frozen base with adapters", "pp2/zb-h1", False),
         ("gpt2", "tp2pp2/zb-h1", False),
+        ("mixtral", "sp2pp2/list", False),
+        ("llama_tied", "pp2/v", False),
+        ("llama_8_layers", "tp2pp3/v", True),
+        ("frozen base with adapters", "pp2/v", False),
     ],
 )
 def test_pipelines_that_split_backwards_train_as_one_process(family: str, shape: str, checkpointing: bool) -> None:

@@ -28,7 +28,8 @@ import torch
 import ds_hydra.engine.engine  # noqa: F401
 from ds_hydra.commands.figures import figures_parser, finish, print_table
 from ds_hydra.pipe.shape import StrategyShape
-from tests.support.cases import CASES, FLOAT32, FLOAT64, Case
+from tests.support.case import FLOAT32, FLOAT64, Case
+from tests.support.cases import CASES
 from tests.support.equivalence import Difference, compare, num_ranks
 from tests.support.strict import Rules
 

@@ -95,6 +95,7 @@ class Lap:
     begin: Moment
     inside: Lap | None  # the innermost lap around this one
     end: Moment = None
+    part: int = 0  # of a stage that holds two ranges of layers
 
 
 class Spent(NamedTuple):
@@ -134,13 +135,15 @@ class Stopwatch:
         self._open: Lap | None = None
 
     @contextmanager
-    def lap(self, kind: Kind, *, stage: int | None = None, microbatch: int | None = None) -> Iterator[None]:
+    def lap(
+        self, kind: Kind, *, stage: int | None = None, microbatch: int | None = None, part: int = 0
+    ) -> Iterator[None]:
         """Time the block as one lap."""
         if self.clock is None:
             yield
             return
         around = self._open
-        self._open = lap = Lap(kind, stage, microbatch, self.clock.now(), around)
+        self._open = lap = Lap(kind, stage, microbatch, self.clock.now(), around, part=part)
         self._laps.append(lap)
         try:
             yield

@@ -164,16 +164,21 @@ class JobMemory:
             raise ConfigError(
                 f"memory model: no activation figures for tp{stage.tp}sp{stage.sp}; it has {known}"
             ) from None
-        held = self._held(shape, index)
+        # Costs have one key for all pipelines of the same stages: of their schedules the one that keeps the most is
+        # counted, and of a V's stages what they hold more than others.
+        pipelines = {pipeline for strategy in self.strategies for pipeline in strategy.pipelines}
+        alike = {pipeline for pipeline in pipelines if pipeline.cost_key == shape.cost_key} | {shape}
+        placed = [place_pipeline(pipeline, 0, self.plan.num_layers).stages[index] for pipeline in alike]
+        held = max(
+            (self._held(pipeline, index) for pipeline in alike if pipeline == shape or pipeline.parts == 2),
+            key=lambda held: held.total,
+        )
         total = sum(bucket.numel for bucket in self.plan.buckets if bucket.trainable)
         share = math.ceil(total / self.num_ranks)
-        layers = stage.last_layer - stage.first_layer
-        last = index == scheme.pp - 1
+        layers = max(stage.num_layers for stage in placed)
+        last = any(stage.ranges[-1].last == self.plan.num_layers for stage in placed)
         per_batch = layers * kept.layer + (kept.first if index == 0 else 0.0) + (kept.last if last else 0.0)
-        # Costs have one key for all schedules of a shape: the one that keeps the most is counted.
-        pipelines = {pipeline for strategy in self.strategies for pipeline in strategy.pipelines}
-        schedules = {pipeline.schedule for pipeline in pipelines if pipeline.cost_key == shape.cost_key}
-        alive = max(most_alive(name, shape.pp)[index] for name in schedules | {shape.schedule})
+        alive = max(most_alive(pipeline.schedule, shape.pp)[index] for pipeline in alike)
         rows = math.ceil(self.vocab / stage.tp)
         # Logits, an FP32 copy of 16 bit ones, and the probabilities that become their gradient.
         logits_bytes = self.param_bytes + max(4, self.param_bytes) + (4 if self.param_bytes < 4 else 0)

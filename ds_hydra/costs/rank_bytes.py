@@ -47,12 +47,12 @@ def rank_bytes(plan: ModelPlan, strategy: Strategy, element: ElementBytes, *, no
     """Bytes of every rank under a strategy; `node_size` consecutive ranks are a node."""
     transfers = plan_transfers(plan, strategy, node_size)
     pulls, pushes = _scratch_of(plan, transfers, strategy.num_ranks, element)
-    held: dict[tuple[int, int, int, int], tuple[int, int]] = {}  # replicas of a stage hold the same
+    held: dict[object, tuple[int, int]] = {}  # replicas of a stage hold the same
     found: dict[int, RankBytes] = {}
     for stage in (stage for pipeline in strategy.pipelines for stage in pipeline.stages):
         for rank in stage.ranks:
             tp_rank, _ = stage.coordinates(rank)
-            key = (stage.first_layer, stage.last_layer, stage.tp, tp_rank)
+            key = (stage.ranges, stage.tp, tp_rank)
             if key not in held:
                 held[key] = held_elements(plan, stage, tp_rank)
             params, grads = held[key][0] * element.param, held[key][1] * element.grad

@@ -48,7 +48,7 @@ def price(pipeline: PipelineShape, table: CostTable, memory: JobMemory) -> Schem
     """
     num_layers = memory.plan.num_layers
     stages = place_pipeline(pipeline, 0, num_layers).stages
-    shares = [len(stages) * (stage.last_layer - stage.first_layer) / num_layers for stage in stages]
+    shares = [len(stages) * stage.num_layers / num_layers for stage in stages]
     rows = [table[scheme] for scheme in stage_schemes(pipeline)]
     a, b, c = (
         max(getattr(row, name) * share for row, share in zip(rows, shares, strict=True)) for name in ("a", "b", "c")

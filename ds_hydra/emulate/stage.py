@@ -20,23 +20,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ds_hydra.costs.cost_table import SchemeCost
+from ds_hydra.costs.shares import Shares
 from ds_hydra.emulate.clock import VirtualClock
 from ds_hydra.emulate.small_model import SmallModel
 from ds_hydra.emulate.transport import ClockedTransport
 from ds_hydra.pipe.loss import IGNORED
 from ds_hydra.pipe.model_plan import ModelPlan, ShardRule
 from ds_hydra.pipe.placement import Pipeline
-from ds_hydra.pipe.rows import MicroBatch
+from ds_hydra.pipe.rows import MicroBatch, Pack
 from ds_hydra.pipe.schedules.registry import splits_backward
-from ds_hydra.pipe.schedules.simulate import FORWARD_SHARE, SHARES
+from ds_hydra.pipe.schedules.simulate import SHARES
 from ds_hydra.pipe.stage import StageModule, StagePlace
+from ds_hydra.plan.phase import MicroBatchPlan, Span
+from ds_hydra.plan.works import work_of
 
 
 class Cost(Protocol):
     """What a stage takes for a micro-batch."""
 
-    def load_ms(self, lengths: Sequence[int], /) -> float:
-        """Milliseconds of forward and backward of sequences of these lengths."""
+    def load_ms(self, lengths: Sequence[int], starts: Sequence[int], /) -> float:
+        """Milliseconds of forward and backward of sequences, or slices, of these lengths that begin at these tokens."""
 
 
 class EmulatedSource:
@@ -54,6 +58,7 @@ class EmulatedSource:
         self.values: Mapping[str, Tensor] = values
         self.aliases: Mapping[str, str] = {name: name for name in values}
         self.prices: dict[Pipeline, Sequence[Cost]] = {}  # by stage
+        self.weighed: dict[Pipeline, tuple[SchemeCost, Shares]] = {}  # what divides the time of those that weigh times
         self.links: ClockedTransport | None = None
 
     def width(self, layer: int) -> int:
@@ -75,8 +80,9 @@ class EmulatedStage(StageModule):
         held |= {"last": plan.last} if place.is_last else {}
         rules = {param.name: param.rule for bucket in plan.buckets for param in bucket.params}
         scales = {name: _scale(rule, stage.tp) for name, rule in rules.items()}
-        # Layers take equal shares of the stage's time; the cost table does not tell embeddings and head apart.
-        share = 1.0 / (stage.last_layer - stage.first_layer)
+        # Layers take equal shares of the time of the whole stage; the cost table does not tell embeddings and
+        # head apart.
+        share = 1.0 / place.pipeline.stages[place.index].num_layers
         parts = {name: _Part(self, share if name.isdigit() else 0.0, scales) for name in held}
         names = {f"{part}.{name}": name for part, members in held.items() for name in members}
         super().__init__(nn.ModuleDict(parts), place, names)
@@ -85,20 +91,30 @@ class EmulatedStage(StageModule):
         self.clock, self._source, self._parts = source.clock, source, tuple(parts.values())
 
     def forward(self, hidden: Tensor | None, batch: MicroBatch) -> Tensor:
-        """See `StageModule.forward`; takes a third of the time that the cost table gives the micro-batch."""
-        links, cost = self._source.links, self._source.prices[self.place.pipeline][self.place.index]
+        """See `StageModule.forward`; takes a share of the time that the cost table gives the micro-batch."""
+        links, seconds = self._source.links, self._seconds(batch.pack)
         assert links is not None, "a stage runs when the engine is assembled"
-        load_s = cost.load_ms(batch.pack.lengths) / 1e3
         # Only while parameters are still on their way can ranks of a stage differ from layer to layer.
         apart = self.meet(links.unread)
         x = torch.zeros_like(batch.position_ids, dtype=torch.float32).unsqueeze(-1) if hidden is None else hidden
         for part in self._parts:
-            x = part(x, load_s, apart)
+            x = part(x, seconds, apart)
         if not self.place.is_last:
             return x
         assert batch.weights is not None, "the last stage was given no weights"
         assert batch.labels is not None, "the last stage was given no labels"
         return ((1.0 + x[0, :, 0].double()) * batch.weights * (batch.labels != IGNORED)).sum()
+
+    def _seconds(self, pack: Pack) -> dict[str, float]:
+        """What each kind of action takes of all layers of the stage."""
+        starts = (pack.past, *[0] * (len(pack.lengths) - 1))
+        load_s = self._source.prices[self.place.pipeline][self.place.index].load_ms(pack.lengths, starts) / 1e3
+        if self.place.pipeline not in self._source.weighed:
+            return {kind: share * load_s for kind, share in SHARES.items()}
+        spans = [Span(0, start, start + length) for start, length in zip(starts, pack.lengths, strict=True)]
+        cost, shares = self._source.weighed[self.place.pipeline]
+        work = work_of(MicroBatchPlan(tuple(spans)), cost, shares, parts=1, followed=False)
+        return {kind: load_s * work.takes(kind) / (work.forward + work.takes("backward")) for kind in SHARES}
 
     def meet(self, unread: int = 0) -> bool:
         """All ranks of the stage go on at the latest of their times; whether any of them has `unread` pulls."""
@@ -121,21 +137,21 @@ class _Part(nn.Module):
         super().__init__()
         self._stage, self._share, self._scales = stage, share, scales
 
-    def forward(self, x: Tensor, load_s: float, apart: bool) -> Tensor:
+    def forward(self, x: Tensor, seconds: Mapping[str, float], apart: bool) -> Tensor:
         """Hooks that ran before this have waited for the pulls of the parameters."""
         if apart:
             self._stage.meet()
-        self._stage.clock.compute(FORWARD_SHARE * self._share * load_s)
+        self._stage.clock.compute(self._share * seconds["forward"])
         params = {name: parameter for name, parameter in self._parameters.items() if parameter is not None}
-        return _CountedGradient.apply(x, self, load_s, [self._scales[name] for name in params], *params.values())
+        return _CountedGradient.apply(x, self, seconds, [self._scales[name] for name in params], *params.values())
 
-    def backward(self, load_s: float) -> None:
+    def backward(self, seconds: Mapping[str, float]) -> None:
         """The time that the backward takes, or its input gradient where it is split."""
         if self._stage.begins_backward(self):
             self._stage.meet()
-        own_s, queue = self._share * load_s, self._stage.queue
-        put_off = queue is not None and queue.put(self, SHARES["weight_gradient"] * own_s)
-        self._stage.clock.compute(SHARES["input_gradient" if put_off else "backward"] * own_s)
+        queue = self._stage.queue
+        put_off = queue is not None and queue.put(self, self._share * seconds["weight_gradient"])
+        self._stage.clock.compute(self._share * seconds["input_gradient" if put_off else "backward"])
 
 
 class _Queue:
@@ -192,14 +208,16 @@ class _CountedGradient(torch.autograd.Function):
     """Hands its input on; the backward lets the part's time pass and counts weights [Note: counted gradients]."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, part: _Part, load_s: float, scales: list[float], *params: Tensor) -> Tensor:
-        ctx.part, ctx.load_s, ctx.scales = part, load_s, scales
+    def forward(
+        ctx: Any, x: Tensor, part: _Part, seconds: Mapping[str, float], scales: list[float], *params: Tensor
+    ) -> Tensor:
+        ctx.part, ctx.seconds, ctx.scales = part, seconds, scales
         ctx.shapes = [param.shape for param in params]
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        ctx.part.backward(ctx.load_s)
+        ctx.part.backward(ctx.seconds)
         counted = grad[..., 0].sum()
         gradients = [(scale * counted).expand(shape) for scale, shape in zip(ctx.scales, ctx.shapes, strict=True)]
         return (grad, None, None, None, *gradients)

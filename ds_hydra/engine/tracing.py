@@ -111,5 +111,6 @@ def measured_spans(laps: Laps, rank: int) -> list[Span]:
 
 def _name(lap: Lap) -> str:
     if lap.kind in _SIGNS:
-        return _SIGNS[lap.kind] + ("" if lap.microbatch is None else str(lap.microbatch))  # W: of several together
+        number = "" if lap.microbatch is None else str(lap.microbatch)  # W: of several together
+        return _SIGNS[lap.kind] + number + "'" * lap.part
     return {"run": "schedule", "optimizer": "norm"}.get(lap.kind, lap.kind)

@@ -7,7 +7,7 @@ at most one slice in a micro-batch, and on none where the job runs whole sequenc
 
 from __future__ import annotations
 
-from ds_hydra.pipe.schedules.registry import SCHEDULES
+from ds_hydra.pipe.schedules.registry import SCHEDULES, WEIGHED
 from ds_hydra.pipe.shape import PipelineShape, StrategyShape
 from ds_hydra.plan.phase import MicroBatchPlan
 from ds_hydra.plan.step_plan import StepPlan
@@ -29,9 +29,12 @@ def check_runnable(plan: StepPlan, *, no_slices: str = "") -> None:
 
 def check_shape(shape: StrategyShape, before: str = "") -> None:
     """Raise PlanError, which starts with `before`, for a pipeline that cannot be run. Stages may differ in their
-    degrees and in how many layers they hold."""
+    degrees and in how many layers they hold, and hold two ranges of them that make a V."""
     for pipeline in dict.fromkeys(shape.pipelines):
-        reason = _refusal(pipeline)
+        try:
+            reason = _refusal(pipeline)
+        except PlanError as error:
+            raise PlanError(f"{before}{error}") from None
         if reason is not None:
             raise PlanError(f"{before}pipeline {pipeline} {reason}")
 
@@ -40,12 +43,12 @@ def _refusal(pipeline: PipelineShape) -> str | None:
     if pipeline.schedule not in SCHEDULES:
         known = ", ".join(sorted(SCHEDULES))
         return f"asks for the schedule {pipeline.schedule!r} but this release runs {known}; name one of them after '/'"
+    if pipeline.parts == 2 and pipeline.schedule not in WEIGHED:
+        return (
+            f"holds two ranges of layers in each stage, which do not run by the schedule {pipeline.schedule!r}; name "
+            f"one of {', '.join(sorted(WEIGHED))} after '/'"
+        )
     for index, stage in enumerate(pipeline.stages):
-        if len(stage.layers) > 1:
-            return (
-                f"has {len(stage.layers)} ranges of layers in stage {index} but this release runs one in each stage; "
-                "give it one range first:last"
-            )
         if stage.device:
             return (
                 f"asks for devices of class {stage.device!r} in stage {index} but this release takes all devices as "

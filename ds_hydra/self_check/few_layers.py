@@ -27,7 +27,7 @@ def copy_in_few_layers(model: Any, schemes: Sequence[PipelineShape], memory_byte
     """The copy, in FP64 with values drawn anew, and its number of layers. Raises MemoryError where it is too large."""
     path = find_layers(model, model.config.get_text_config().num_hidden_layers)
     layers: Any = model.get_submodule(path)
-    kept = _kept(layers, max(2, *(scheme.pp for scheme in schemes)))
+    kept = _kept(layers, max(2, *(scheme.parts * scheme.pp for scheme in schemes)))
     small = copy_to_meta(model)
     for name, hooks in parameter_hooks(model).items():
         for hook in hooks:

@@ -12,15 +12,15 @@ from ds_hydra.pipe.models.layer_list import LayerList
 from ds_hydra.pipe.shape import PipelineShape
 from ds_hydra.self_check.schemes import copies_at_once
 
-_REPEATED = 3  # of equal layers that follow each other, so many are kept
+_REPEATED = 3  # of equal layers that follow each other, so many are kept, or as many as a pipeline has ranges
 
 
 class _Shorter:
     """What `LayerList` reads of a PipelineModule, for some of its layers, buffers in FP64."""
 
-    def __init__(self, model: Any):
+    def __init__(self, model: Any, repeated: int):
         self._model, specs = model, list(model._layer_specs)
-        self._kept = [i for i in range(len(specs)) if i < _REPEATED or not _same(specs[i - _REPEATED : i + 1])]
+        self._kept = [i for i in range(len(specs)) if i < repeated or not _same(specs[i - repeated : i + 1])]
         self._layer_specs = [specs[index] for index in self._kept]
         self.loss_fn = model.loss_fn
 
@@ -56,7 +56,7 @@ def _made(spec: Any) -> str:
 
 def short_layer_list(model: Any, schemes: Sequence[PipelineShape], memory_bytes: float) -> LayerList:
     """The source, with values drawn anew. Raises MemoryError where it is too large, ConfigError as `LayerList` does."""
-    source = LayerList(_Shorter(model))
+    source = LayerList(_Shorter(model, max(_REPEATED, *(scheme.parts * scheme.pp for scheme in schemes))))
     params = [param for bucket in source.plan.buckets for param in bucket.params]
     bytes_needed = 8 * copies_at_once(schemes) * sum(param.numel for param in params)
     if bytes_needed > memory_bytes:

@@ -23,7 +23,16 @@ from ds_hydra.pipe.schedules.actions import Slot
 from ds_hydra.pipe.schedules.batches import Batches
 from ds_hydra.pipe.schedules.registry import evaluation_slots, training_slots
 from ds_hydra.pipe.shape import ParallelScheme
-from ds_hydra.pipe.stage import ModelSource, StageModule, StagePlace, from_flat, shard_view, to_flat
+from ds_hydra.pipe.stage import (
+    ModelSource,
+    StageModule,
+    StagePlace,
+    from_flat,
+    install,
+    shard_view,
+    to_flat,
+    widths,
+)
 from ds_hydra.plan.phase import MicroBatchPlan, PipelinePlan, Span
 from ds_hydra.plan.works import batches_of
 from ds_hydra.self_check.precision import doubled
@@ -89,11 +98,11 @@ def uneven_data(vocabulary: int, lengths: Sequence[Sequence[int]]) -> Data:
     return Data(sequences, ()).packed([range(a, b) for a, b in pairwise(starts)])
 
 
-def known_to_schedules(data: Data) -> Batches:
+def known_to_schedules(data: Data, parts: int) -> Batches:
     """What a schedule has to know of the packs: every token takes the same time, and there is room for all of them."""
     planned = PipelinePlan(BASE, data.microbatches, 0.0)
     cost = SchemeCost(ParallelScheme(), 0.0, 1.0, 0.0, 2 * sum(data.lengths))
-    return batches_of(data.microbatches, planned.chain, cost, Shares.usual(), parts=1)
+    return batches_of(data.microbatches, planned.chain, cost, Shares.usual(), parts=parts)
 
 
 def run_pipeline(source: ModelSource, pipeline: Pipeline, data: Data) -> Outcome:
@@ -150,16 +159,15 @@ class RankOfPipeline:
     def __init__(self, source: ModelSource, pipeline: Pipeline, rank: int, ranks: InProcessRanks):
         self.rank, self._plan, self._strategy = rank, source.plan, Strategy((pipeline,))
         self.index, self._num_stages = pipeline.stage_index(rank), len(pipeline.stages)
-        self.place = StagePlace.of(
+        places = StagePlace.all_of(
             pipeline, rank, lambda members: ranks.group(members, rank) if len(members) > 1 else None
         )
-        stage = self.place.stage
-        self.module: StageModule = source.build(self.place, CPU, torch.float64)
+        self.place = places[-1]  # that of the loss, if the rank has it
+        self.parts: tuple[StageModule, ...] = tuple(source.build(place, CPU, torch.float64) for place in places)
         self._grads: dict[str, Tensor] = {}
-        widths = (source.width(stage.first_layer), 0 if self.place.is_last else source.width(stage.last_layer))
         self._runtime = StageRuntime(
-            self.module, pipeline, rank, ranks.transport(rank), widths, CPU, torch.float64,
-            activity=Activity(), watch=Stopwatch(None),
+            self.parts, pipeline, rank, ranks.transport(rank), [widths(source, place) for place in places], CPU,
+            torch.float64, activity=Activity(), watch=Stopwatch(None),
         )  # fmt: skip
 
     def install(self, values: Mapping[str, Tensor], shards: Shards) -> None:
@@ -174,8 +182,8 @@ class RankOfPipeline:
                 shards[bucket.name, pieces] = buffer
             buffer = shards[bucket.name, pieces]
             grads = self._grads[bucket.name] = torch.zeros_like(buffer)
-            for slot in self._plan.slots(bucket, self.place.stage, self.place.tp_rank):
-                parameter = self.module.install(slot, buffer)
+            for slot in self._plan.slots(bucket, self._strategy.stage_of(self.rank), self.place.tp_rank):
+                parameter = install(self.parts, slot, buffer)
                 if bucket.trainable:
                     parameter.grad = shard_view(slot, grads)
 
@@ -188,7 +196,8 @@ class RankOfPipeline:
     def train(self, data: Data) -> float:
         """A step's forwards and backwards; this rank's share of the loss."""
         batches = self._batches(data)
-        slots = training_slots(self.place.schedule, known_to_schedules(data), self._num_stages, self.index)
+        known = known_to_schedules(data, len(self.parts))
+        slots = training_slots(self.place.schedule, known, self._num_stages, self.index)
         return self._run(slots, batches)
 
     def evaluate(self, data: Data) -> float:
@@ -197,12 +206,10 @@ class RankOfPipeline:
 
     def forward(self, data: Data, *, training: bool) -> float:
         """The forwards alone, in training's or in evaluation's mode."""
-        if training:
-            self.module.module.train()
-        else:
-            self.module.module.eval()  # as the engine does
-        batches = self._batches(data)
-        return self._run(evaluation_slots(known_to_schedules(data), self._num_stages, self.index), batches)
+        for part in self.parts:
+            part.module.train(training)  # as the engine does
+        known = known_to_schedules(data, len(self.parts))
+        return self._run(evaluation_slots(known, self._num_stages, self.index), self._batches(data))
 
     def tokens(self, data: Data) -> list[int]:
         """Tokens that this rank holds of each pack."""

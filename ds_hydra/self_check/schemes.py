@@ -13,8 +13,10 @@ from itertools import accumulate, groupby, pairwise
 
 from ds_hydra.pipe.placement import Pipeline, place_pipeline
 from ds_hydra.pipe.schedules.registry import splits_backward
+from ds_hydra.pipe.schedules.virtual import virtual_stage
 from ds_hydra.pipe.shape import (
     DEFAULT_SCHEDULE,
+    V_SCHEDULE,
     LayerRange,
     ParallelScheme,
     PipelineShape,
@@ -40,7 +42,9 @@ def bare(shape: PipelineShape) -> PipelineShape:
 
 
 def _schedule(shape: PipelineShape) -> str:
-    """The shape's schedule if backwards are split by it, which changes stages; any other only orders what they do."""
+    """The shape's schedule if it changes stages: a split backward does, and a V; any other only orders what they do."""
+    if shape.parts == 2:
+        return V_SCHEDULE
     return shape.schedule if splits_backward(shape.schedule) else DEFAULT_SCHEDULE
 
 
@@ -79,7 +83,7 @@ def parts(shape: PipelineShape) -> dict[str, PipelineShape]:
 
 def num_layers(shapes: Iterable[PipelineShape]) -> int:
     """Layers of a copy on which all `shapes` can be run with stages of unequal depth: 4 or more."""
-    return max(4, *(shape.pp + 1 for shape in shapes))
+    return max(4, *(shape.parts * shape.pp + 1 for shape in shapes))
 
 
 def copies_at_once(shapes: Iterable[PipelineShape]) -> int:
@@ -93,11 +97,13 @@ def copies_at_once(shapes: Iterable[PipelineShape]) -> int:
 
 
 def uneven_pipeline(shape: PipelineShape, layers: int) -> Pipeline:
-    """A pipeline on ranks 0.. whose middle stage (the first of two) has the layers that are left over."""
-    depths = [1] * shape.pp
-    depths[(shape.pp - 1) // 2] += layers - shape.pp
+    """A pipeline on ranks 0.. whose middle range of layers (the first of two) has the layers that are left over."""
+    count = shape.parts * shape.pp
+    depths = [1] * count
+    depths[(count - 1) // 2] += layers - count
     ranges = [LayerRange(*ends) for ends in pairwise(accumulate(depths, initial=0))]
-    stages = [StageShape(stage.tp, stage.sp, (held,)) for stage, held in zip(shape.stages, ranges, strict=True)]
+    held = [[ranges[virtual_stage(i, part, shape.pp)] for part in range(shape.parts)] for i in range(shape.pp)]
+    stages = [StageShape(stage.tp, stage.sp, tuple(own)) for stage, own in zip(shape.stages, held, strict=True)]
     return place_pipeline(PipelineShape(tuple(stages), shape.schedule), 0, layers)
 
 

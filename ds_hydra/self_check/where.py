@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ds_hydra.pipe.placement import Pipeline
-from ds_hydra.pipe.stage import ModelSource
+from ds_hydra.pipe.stage import ModelSource, StagePlace
 from ds_hydra.self_check.plain import Plain
 from ds_hydra.self_check.precision import doubled
 from ds_hydra.self_check.runs import Data, RankOfPipeline, on_all_ranks
@@ -27,7 +27,7 @@ def first_to_differ(
     inside = f"{plain.layers_path}."
     plain.model.train(training)
     with torch.no_grad(), doubled():
-        alone = _recorded(plain.model, inside, data.lengths, lambda: _run_alone(plain, data))
+        (alone,) = _recorded([plain.model], inside, data.lengths, lambda: _run_alone(plain, data))
     with torch.no_grad():
         staged = _of_pipeline(source, pipeline, data, inside, training=training)
     for path, calls in alone.items():
@@ -44,11 +44,12 @@ def _run_alone(plain: Plain, data: Data) -> None:
         plain.run(data, sequence)
 
 
-def _recorded(model: nn.Module, inside: str, counts: list[int], run: Callable[[], Any]) -> Outputs:
-    """Outputs of the modules whose path begins with `inside`; the k-th run of one has `counts[k]` tokens."""
-    outputs: Outputs = {}
+def _recorded(models: Sequence[nn.Module], inside: str, counts: list[int], run: Callable[[], Any]) -> list[Outputs]:
+    """Of each model the outputs of the modules whose path begins with `inside`; the k-th run of one has `counts[k]`
+    tokens."""
+    found: list[Outputs] = [{} for _ in models]
 
-    def keep(path: str) -> Callable[..., None]:
+    def keep(outputs: Outputs, path: str) -> Callable[..., None]:
         def hook(_module: nn.Module, _args: Any, out: Any) -> None:
             calls = outputs.setdefault(path, [])
             rows = _rows(out, counts[len(calls)]) if len(calls) < len(counts) else None
@@ -57,13 +58,18 @@ def _recorded(model: nn.Module, inside: str, counts: list[int], run: Callable[[]
 
         return hook
 
-    handles = [m.register_forward_hook(keep(path)) for path, m in model.named_modules() if path.startswith(inside)]
+    handles = [
+        module.register_forward_hook(keep(outputs, path))
+        for model, outputs in zip(models, found, strict=True)
+        for path, module in model.named_modules()
+        if path.startswith(inside)
+    ]
     try:
         run()
     finally:
         for handle in handles:
             handle.remove()
-    return outputs
+    return found
 
 
 def _rows(out: Any, tokens: int) -> Tensor | None:
@@ -82,15 +88,16 @@ def _of_pipeline(
 ) -> dict[str, Tensor]:
     """What the stages' modules computed for all tokens of all packs, as tensor parallel rank 0 holds it."""
 
-    def program(worker: RankOfPipeline) -> tuple[RankOfPipeline, Outputs]:
-        module, counts = worker.module.module, worker.tokens(data)
-        return worker, _recorded(module, inside, counts, lambda: worker.forward(data, training=training))
+    def program(worker: RankOfPipeline) -> list[tuple[StagePlace, Outputs]]:
+        models, counts = [part.module for part in worker.parts], worker.tokens(data)
+        found = _recorded(models, inside, counts, lambda: worker.forward(data, training=training))
+        return [(part.place, outputs) for part, outputs in zip(worker.parts, found, strict=True)]
 
     joined: dict[str, Tensor] = {}
     results, _ = on_all_ranks(source, pipeline, program)
-    done = [(worker, outputs) for worker, outputs in results if worker.place.tp_rank == 0]
-    for stage in pipeline.stages:
-        sharing = [outputs for worker, outputs in done if worker.place.stage == stage]
+    done = [(place.stage, outputs) for of_rank in results for place, outputs in of_rank if place.tp_rank == 0]
+    for stage in dict.fromkeys(stage for stage, _ in done):
+        sharing = [outputs for held, outputs in done if held == stage]
         for path in _in_layers(sharing[0], inside, range(stage.first_layer, stage.last_layer)):
             calls = [outputs.get(path, []) for outputs in sharing]
             if all(len(each) == len(data.microbatches) for each in calls):

@@ -17,7 +17,7 @@ def memory_over_time(memory: JobMemory, plan: PipelinePlan, times: StageTimes) -
     """
     needs = memory.needs(plan.shape.cost_key, times.index)
     # The model counts the most micro-batches that the schedule ever keeps; here each counts while it is kept.
-    kept = needs.per_token / needs.alive
+    kept = needs.per_token / needs.alive / plan.shape.parts
     held = float(needs.states)
     curve = [(times.start, held)]
     for (kind, microbatch, _), start, stop in times.actions:

@@ -31,13 +31,13 @@ class Hop(NamedTuple):
 
 @dataclass
 class StageTimes:
-    """One stage of one phase. Buckets are the stage's own, in the order of its forward; all times in seconds."""
+    """One stage of one phase. Buckets are those of each part, in the order of its forward; all times in seconds."""
 
     stage: Stage
     index: int  # in its pipeline
-    uses: tuple[BucketUse, ...]
+    uses: tuple[tuple[BucketUse, ...], ...]
     start: float  # when it may begin: all pulls have been started
-    arrived: tuple[float, ...]  # when the parameters of each of its buckets are there
+    arrived: tuple[tuple[float, ...], ...]  # when the parameters of each of its buckets are there
     pulls_done: float  # when its ranks have also sent all that others pull from them
     waits: list[tuple[float, float]] = field(default_factory=list)  # for pulls: from, until
     waited_computing: float = 0.0  # those that lie within the first forward
@@ -75,7 +75,7 @@ class PipelineTiming:
         self._slots, self._loads, self.stages, self._token_bytes = slots, loads, tuple(stages), token_bytes
         self._first_push = [backward_of_first_push(of_stage) for of_stage in slots]
         self._last_seconds = [self._from_first_push(stage) for stage in range(len(self.stages))]
-        self._begun = [False] * len(self.stages)
+        self._begun: set[tuple[int, int]] = set()  # stage and part
         # The two edges of a stage share its ports: activations and gradients leave one after the other.
         self._out, self._in = [[Port() for _ in self.stages] for _ in range(2)]
         self._edges = {
@@ -92,18 +92,18 @@ class PipelineTiming:
     def compute(self, stage: int, action: Action, ready: float) -> tuple[float, float]:
         """See `Timing`. The first forward and the last gradients go layer by layer."""
         times, duration = self.stages[stage], self._share(action) * self._loads[stage][action.microbatch]
-        if not self._begun[stage] and action.kind == "forward":
-            self._begun[stage] = True
+        if action.kind == "forward" and (stage, action.part) not in self._begun:
+            self._begun.add((stage, action.part))
             now = ready
-            for use, arrived in zip(times.uses, times.arrived, strict=True):
+            for use, arrived in zip(times.uses[action.part], times.arrived[action.part], strict=True):
                 times.waited_computing += max(0.0, arrived - now)
                 now = times.wait(now, arrived) + use.share * duration
             return ready, max(now, ready + duration)
         if action == self._first_push[stage]:
             ready = times.wait(ready, times.pulls_done)
             times.armed = now = ready
-            for use in reversed(times.uses):
-                now += use.share * self._last_seconds[stage]
+            for use in (use for part in reversed(times.uses) for use in reversed(part)):
+                now += use.share * self._last_seconds[stage] / len(times.uses)
                 times.gradients[use.bucket] = now
         return ready, ready + duration
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ds_hydra.pipe.placement import Pipeline, Strategy, place_strategy
+from ds_hydra.pipe.placement import Pipeline, Stage, Strategy, place_strategy
 from ds_hydra.pipe.schedules.registry import training_slots
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape
 from ds_hydra.plan.phase import Phase, PipelinePlan
@@ -93,13 +93,11 @@ class Simulator:
     ) -> tuple[StageTimes, ...]:
         stages = []
         for index, stage in enumerate(placed.stages):
-            layers = stage.first_layer, stage.last_layer
-            if layers not in self._uses:
-                self._uses[layers] = bucket_uses(self.job.plan, stage)
-            uses, ranks = self._uses[layers], slice(stage.ranks[0], stage.ranks[-1] + 1)
-            ready = arrived[[use.bucket for use in uses], ranks].max(axis=1)
+            ranks = slice(stage.ranks[0], stage.ranks[-1] + 1)
+            uses = tuple(self._bucket_uses(stage.part(part)) for part in range(placed.parts))
+            ready = tuple(tuple(arrived[[use.bucket for use in part], ranks].max(axis=1).tolist()) for part in uses)
             start, pulled = float(started[ranks].max()), float(done[ranks].max())
-            stages.append(StageTimes(stage, index, uses, start, tuple(ready.tolist()), pulled))
+            stages.append(StageTimes(stage, index, uses, start, ready, pulled))
         batches = planned.microbatches
         costs = self._stage_loads(planned.shape)
         known = schedule_batches(planned, self.job.table)
@@ -114,6 +112,12 @@ class Simulator:
             token_bytes=[batch.num_tokens * self.job.hidden * self.job.element_bytes for batch in batches],
         ).run()
         return tuple(stages)
+
+    def _bucket_uses(self, stage: Stage) -> tuple[BucketUse, ...]:
+        layers = stage.first_layer, stage.last_layer
+        if layers not in self._uses:
+            self._uses[layers] = bucket_uses(self.job.plan, stage)
+        return self._uses[layers]
 
     def _stage_loads(self, shape: PipelineShape) -> tuple[StageLoad, ...]:
         key = shape.cost_key

@@ -14,10 +14,10 @@ from ds_hydra.zero_hetero.relay_plan import RelayPlan
 
 
 class BucketUse(NamedTuple):
-    """A bucket that a stage needs, in the order of its forward; the layers that follow until the next one."""
+    """A bucket that a part of a stage needs, in the order of its forward; the layers that follow until the next one."""
 
     bucket: int
-    share: float  # of the stage's computing, between this bucket's arrival and the next one's
+    share: float  # of the part's computing, between this bucket's arrival and the next one's
 
 
 @dataclass(frozen=True)

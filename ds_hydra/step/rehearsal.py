@@ -17,11 +17,11 @@ def build_stages(source: ModelSource, strategies: Iterable[Strategy], rank: int,
 
     A strategy may be used for the first time after hours. Errors of the model's own code pass through.
     """
-    built: set[tuple[int, ...]] = set()
+    built: set[object] = set()
     for strategy in strategies:
-        place = StagePlace.of(strategy.pipelines[strategy.locate(rank)[0]], rank, lambda members: None)
-        kind = (place.stage.first_layer, place.stage.last_layer, place.stage.tp, place.tp_rank)
-        if kind not in built:
-            source.build(place, _META, dtype)
-            built.add(kind)
+        for place in StagePlace.all_of(strategy.pipelines[strategy.locate(rank)[0]], rank, lambda members: None):
+            kind = (*place.stage.ranges, place.stage.tp, place.tp_rank)
+            if kind not in built:
+                source.build(place, _META, dtype)
+                built.add(kind)
     return len(built)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ds_hydra.pipe.runtime import Doing, StageRuntime
 from ds_hydra.pipe.schedules.registry import evaluation_slots, training_slots
-from ds_hydra.pipe.stage import ModelSource, StagePlace, shard_view
+from ds_hydra.pipe.stage import ModelSource, StagePlace, install, shard_view, widths
 from ds_hydra.pipe.transfers import plan_transfers, room_for_pushes
 from ds_hydra.step.arena import Arena
 from ds_hydra.zero_hetero.clock import Laps, Stopwatch
@@ -68,22 +68,24 @@ class StrategyRuntime:
         self.pipeline_index, index = strategy.locate(rank)
         pipeline = strategy.pipelines[self.pipeline_index]
         self.stage_index, self.num_stages = index, len(pipeline.stages)
-        stage = pipeline.stages[index]
-        self.place = StagePlace.of(pipeline, rank, groups.get)
+        places = StagePlace.all_of(pipeline, rank, groups.get)
+        # The place of the loss, if the rank has it: of two parts the second one's. Else one is as good as the other.
+        self.place = places[-1]
         self._arena, dtype = arena, arena.params.dtype
-        self.module = source.build(self.place, world.device, dtype)
+        self.parts = tuple(source.build(place, world.device, dtype) for place in places)
+        self._queues = [part.weight_gradients for part in self.parts if part.weight_gradients is not None]
         self._bucket_of: dict[str, int] = {}
         self._num_grads = 0
         self._link(source.plan, masters, world, wire_dtype)
-        self.module.before_use = self._before_use
-        if self.module.weight_gradients is not None:
-            self.module.weight_gradients.finished = self.pushes.final
-        last = stage.last_layer
-        widths = (source.width(stage.first_layer), 0 if self.place.is_last else source.width(last))
+        for part in self.parts:
+            part.before_use = self._before_use
+        for queue in self._queues:
+            queue.finished = self._finished
         self._watch = Stopwatch(world.clock)
         self.stage_runtime = StageRuntime(
-            self.module, pipeline, rank, world.edges, widths, world.device, dtype, activity=activity, watch=self._watch
-        )
+            self.parts, pipeline, rank, world.edges, [widths(source, place) for place in places], world.device, dtype,
+            activity=activity, watch=self._watch,
+        )  # fmt: skip
         self._awaited: set[int] = set()  # buckets whose pull this step has not yet waited for
 
     def _link(self, plan: ModelPlan, masters: ModelMasters, world: World, wire_dtype: torch.dtype) -> None:
@@ -99,7 +101,7 @@ class StrategyRuntime:
         start = 0
         transfers = plan_transfers(plan, self.strategy, world.node_size)
         for index, (bucket, (pull, push)) in enumerate(zip(plan.buckets, transfers, strict=True)):
-            slots = plan.slots(bucket, self.place.stage, self.place.tp_rank)
+            slots = plan.slots(bucket, self.strategy.stage_of(rank), self.place.tp_rank)
             size = sum(slot.numel for slot in slots)
             buffer = self._arena.params[start : start + size]
             if isinstance(pull, RelayPlan):
@@ -128,7 +130,7 @@ class StrategyRuntime:
         """Make the parameters of a bucket views of its buffer, and their gradients views of the gradient buffer."""
         installed: list[nn.Parameter] = []
         for slot in slots:
-            parameter = self.module.install(slot, buffer)
+            parameter = install(self.parts, slot, buffer)
             if grads is not None:
                 total = shard_view(slot, grads)
                 # Autograd accepts a gradient only in the parameter's own dtype. Where the sum is wider than that (BF16
@@ -137,16 +139,21 @@ class StrategyRuntime:
                     parameter.grad = total
                 else:
                     parameter.register_post_accumulate_grad_hook(_accumulate_into(total))
-                if self.module.weight_gradients is not None:
-                    self.module.weight_gradients.add_to(parameter, total)
+                for queue in self._queues:
+                    queue.add_to(parameter, total)
                 installed.append(parameter)
         return installed
 
-    def _arm_pushes(self, accumulate: bool, waiting: Collection[nn.Parameter] | None) -> None:
+    def _arm_pushes(self, accumulate: bool, waiting: Collection[nn.Parameter]) -> None:
         # Pulls and pushes use the same scratch memory. A pull of this rank may still be under way: if it only has to
         # send, no layer has waited for it.
         self._finish_pulls()
         self.pushes.arm(accumulate=accumulate, waiting=waiting)
+
+    def _finished(self, parameter: nn.Parameter) -> None:
+        # In a V both parts may use a weight, and each has a queue.
+        if len(self._queues) == 1 or not any(parameter in queue.unfinished for queue in self._queues):
+            self.pushes.final(parameter)
 
     def _start_pulls(self) -> None:
         self._watch.take()  # laps of a step that an error has ended, or of an evaluation
@@ -188,12 +195,14 @@ class StrategyRuntime:
 
     def evaluate(self, batches: Sequence[MicroBatch], known: Batches) -> Tensor:
         """Pull and run every micro-batch forward. Returns this rank's share of the loss."""
-        self.module.module.eval()
+        for part in self.parts:
+            part.module.eval()
         self._start_pulls()
         slots = evaluation_slots(known, self.num_stages, self.stage_index)
         loss = self.stage_runtime.run(slots, batches)
         self.pulls.finish()
-        self.module.module.train()
+        for part in self.parts:
+            part.module.train()
         return loss
 
     @property

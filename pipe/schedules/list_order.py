@@ -17,9 +17,9 @@ def list_order(batches: Batches, num_stages: int) -> tuple[Order, ...]:
     The order follows from `works` and `room` alone, so it is the same on every rank. PlanError if these are missing, or
     a run of micro-batches does not fit the room by itself.
 
-    At a stage's end the weights' gradients of several micro-batches stand together. A runtime does well to compute such
-    a row of W layer by layer, last layer first, and not micro-batch by micro-batch: then the gradients of a layer are
-    final early, and their push overlaps with the rest. That takes as long and needs the same memory.
+    At a stage's end the weights' gradients of several micro-batches stand together. The runtime computes such a row of
+    W layer by layer, last layer first, and not micro-batch by micro-batch: then the gradients of a layer are final
+    early, and their push overlaps with the rest. That takes as long and needs the same memory.
     """
     return _orders(_jobs(batches, num_stages), batches)
 

@@ -25,11 +25,12 @@ Schedule = Callable[[Batches, int], tuple[Order, ...]]
 SCHEDULES: dict[str, Schedule] = {
     "1f1b": one_f_one_b,
     "list": list_order,
+    "v": list_order,  # of stages that hold two ranges of layers [Note: text of a strategy]
     "zb-h1": zb_h1,
 }
 """The schedules that a pipeline can train by."""
 
-WEIGHED = frozenset({"list"})
+WEIGHED = frozenset({"list", "v"})
 """Those that are made from the micro-batches' works, and so keep within the room of a stage."""
 
 

@@ -17,7 +17,7 @@ from ds_hydra.simulate.step import Simulator
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from tests.support.emulated_job import BUCKET_BYTES, emulated_job
 
-MIXED = ("tp2 + pp2", "2*pp2", "pp4", "4*tp1", "2*sp2", "tp2sp2", "tp2pp2", "pp4/zb-h1")
+MIXED = ("tp2 + pp2", "2*pp2", "pp4", "4*tp1", "2*sp2", "tp2sp2", "tp2pp2", "pp4/zb-h1", "pp4/list", "tp2pp2/v")
 WIDE = 10**9  # features, beside which no parameter counts
 QUARTER_A_MS = BUCKET_BYTES / 4 / 1e-3  # bytes/s: a rank's part of a bucket takes 1 ms
 NORM_MS = 3 * 8 / (QUARTER_A_MS / 1e3)  # each rank's 8 bytes go round in three hops
@@ -36,6 +36,15 @@ def test_two_stages_and_two_micro_batches() -> None:
 def test_a_split_backward_fills_the_wait_with_weight_gradients() -> None:
     """Stage 1 runs F0 1..2, I0 2..3, F1 3..4, I1 4..5, W0 and W1 until 7; stage 0 I0 3..4, W0, I1 5..6, W1 6..7."""
     assert first_step_ms("2*pp2/zb-h1") == pytest.approx(7.0)
+
+
+@pytest.mark.parametrize("strategy", ["pp4/list", "2*pp2/list", "2*pp2/v"])
+def test_orders_made_from_costs_take_what_was_simulated(strategy: str) -> None:
+    job = emulated_job(strategy)
+    (step,) = emulate(job, 1)[0]
+    assert not step.fault
+    assert Simulator(job.cluster).step(step.plan).step_s == pytest.approx(step.step_s)
+    assert step.plan.predicted_ms == pytest.approx(1e3 * step.step_s, rel=1e-3), "but for whole microseconds"
 
 
 def test_a_measured_table_gives_each_stage_its_own_time_and_the_update_its() -> None:

@@ -79,12 +79,12 @@ def test_a_loss_that_is_not_finite_skips_the_step_everywhere() -> None:
         before = whole_state(engine)
         forward = StageRuntime._forward
 
-        def poisoned(self: Any, run: Any, microbatch: int) -> None:
-            forward(self, run, microbatch)
-            if self.module.place.is_last and rank == 3:
-                run.outputs[microbatch] = run.outputs[microbatch] * float("nan")
+        def poisoned(self: Any, run: Any, at: Any) -> None:
+            forward(self, run, at)
+            if self.parts[0].place.is_last and rank == 3:
+                run.outputs[at] = run.outputs[at] * float("nan")
                 run.loss = run.loss * float("nan")
-                self.losses[microbatch] = run.loss
+                self.losses[at[0]] = run.loss
 
         StageRuntime._forward = poisoned  # type: ignore[method-assign]
         engine.train_batch()

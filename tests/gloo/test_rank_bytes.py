@@ -19,6 +19,7 @@ SIZES = {"fp32": 4, "bf16": 2}
 def test_every_rank_holds_what_is_counted(grad_dtype: str, wire: str, node_size: int) -> None:
     def run(rank: int) -> list[tuple[RankBytes, RankBytes, int]]:
         config = small_config(4, node_size=node_size)
+        config["hydra"]["strategies"] = [*config["hydra"]["strategies"], "tp2pp2/v"]
         config |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": grad_dtype}}
         config |= {"communication_data_type": wire}
         engine = small_engine(rank, config=config)

@@ -16,7 +16,8 @@ import ds_hydra.engine.engine  # noqa: F401
 from ds_hydra.step import strategy_runtime
 from ds_hydra.step.strategy_runtime import StrategyRuntime
 from ds_hydra.zero_hetero import scratch_plan
-from tests.support.cases import CASES, Case
+from tests.support.case import Case
+from tests.support.cases import CASES
 from tests.support.equivalence import compare
 from tests.support.ranks import run_ranks
 from tests.support.small_job import same, small_config, small_engine, whole_state
@@ -39,6 +40,9 @@ ONCE_HUNG = [
     # not these, but their pushes begin among weight gradients
     ("pp4/zb-h1", 4, "blocking"),
     ("tp2pp2/zb-h1", 4, "lazy"),
+    # nor these, but in a V messages of both parts pass between two ranks
+    ("tp2pp2/v", 4, "blocking"),
+    ("pp2/v + pp2/list", 4, "lazy"),
 ]
 
 
@@ -118,7 +122,7 @@ def rows() -> list[tuple[Case, str]]:
     drawn = random.Random(7).sample([case for case in CASES if case.quick], 1)
     tied = next(case for case in CASES if case.name == "layer_list")
     phases = next(case for case in CASES if case.name == "phases that change")
-    slices = next(case for case in CASES if case.name == "slices pp4")
+    slices = next(case for case in CASES if case.name == "V, slices")
     return list(zip([*drawn, tied, phases, slices], ("blocking", "connect", "blocking", "blocking"), strict=True))
 
 

@@ -11,8 +11,13 @@ import torch
 import torch.distributed as dist
 
 import ds_hydra
+from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.engine import crew
+from ds_hydra.pipe.shape import ParallelScheme, PipelineShape
+from ds_hydra.plan.phase import Phase, PipelinePlan
+from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.ranks.together import first_channel, together
+from ds_hydra.step.agreement import agree
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from tests.support.ranks import run_ranks
 from tests.support.small_job import rank_environment, small_config, small_model
@@ -100,3 +105,18 @@ def test_memory_that_one_rank_lacks_is_told_by_all(monkeypatch: pytest.MonkeyPat
     told = run_ranks(lambda rank: start([torch.arange(3, 23)] * 16), 2)
     assert told[1] == "OutOfMemoryError: tried to allocate 20 GiB"
     assert told[0] == f"RuntimeError: allocating the master shards failed on rank 1: {told[1]}"
+
+
+@pytest.mark.parametrize(("schedule", "told"), [("list", "ranks [1] hold other costs, from which"), ("1f1b", "6")])
+def test_costs_must_be_equal_where_orders_are_made_from_them(schedule: str, told: str) -> None:
+    phase = Phase((PipelinePlan(PipelineShape.parse(f"pp2/{schedule}"), (), 0.0),))
+    plan = StepPlan(0, (), (), (phase,), 0.0)
+
+    def program(rank: int) -> str:
+        costs = CostTable((SchemeCost(ParallelScheme(pp=2), 0.0, 1.0, 0.0, 100 + rank),))
+        try:
+            return str(agree(plan, costs, 3, first_channel()))
+        except PlanError as error:
+            return str(error)
+
+    assert all(told in text for text in run_ranks(program, 2))

@@ -151,5 +151,7 @@ def test_strategies_add_up() -> None:
     assert together.edges == each[0].edges | each[2].edges
     assert each[1].edges == frozenset()
     assert connections_of(plan, [], 8) == (frozenset(), frozenset())
+    assert edge_pairs(placed("2*tp2pp2/v")) == each[0].edges
+    assert edge_pairs(placed("tp8/v")) == frozenset()
     # Each rank talks to its twin in the other stage, and the two ranks of a stage do not talk over an edge.
     assert edge_pairs(placed("tp2pp2")) == {(0, 2), (2, 0), (1, 3), (3, 1)}

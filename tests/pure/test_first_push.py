@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from random import Random
 
 import pytest
 from hypothesis import given
@@ -17,6 +18,7 @@ from ds_hydra.pipe.schedules.actions import (
 )
 from ds_hydra.pipe.schedules.batches import Batches
 from ds_hydra.pipe.schedules.registry import evaluation_slots, training_slots
+from tests.support.schedule_cases import random_works
 
 MET_BY = {
     "send_activation": ("recv_activation", 1),
@@ -40,7 +42,8 @@ def events(stage: int, slots: Sequence[Slot], first_push: Action | None) -> list
                 messages.append((stage, action))
             elif action.kind.startswith("send"):
                 kind, side = MET_BY[action.kind]
-                messages.append((stage + side, Action(kind, action.microbatch)))  # type: ignore[arg-type]
+                there = stage + (-side if action.part else side)
+                messages.append((there, Action(kind, action.microbatch, action.part)))  # type: ignore[arg-type]
         found += [frozenset(messages)] if messages else []
         found += [None] if first_push is not None and first_push in slot else []
     return found if None in found else [*found, None]
@@ -79,6 +82,16 @@ def test_no_stage_waits_in_a_push_for_one_that_waits_for_it(num_stages: int) -> 
         assert all_end(stages, lambda _: None)
         if num_stages > 1 and num_microbatches > 0:
             assert not all_end(stages, last_weight_gradient), "the rule before this one"
+
+
+@given(st.randoms(use_true_random=False), st.sampled_from([1, 2]), st.integers(1, 4))
+def test_nor_under_the_list_order_or_in_a_v(rng: Random, parts: int, num_stages: int) -> None:
+    batches = random_works(rng, 6, parts)
+    stages = [training_slots("list", batches, num_stages, stage) for stage in range(num_stages)]
+    assert all_end(stages, backward_of_first_push)
+    if all(work.weight for work in batches.works) and len(batches):
+        starts = [backward_of_first_push(slots) for slots in stages]
+        assert all(start is not None and start.kind == "weight_gradient" for start in starts), "all overlap"
 
 
 @given(st.integers(1, 200), st.integers(1, 8))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ds_hydra.pipe.model_plan import ModelPlan, ParamSpec, ShardRule, make_buckets
 from ds_hydra.pipe.placement import Pipeline, Stage, Strategy, place_strategy
-from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
+from ds_hydra.pipe.shape import LayerRange, ParallelScheme, StrategyShape
 from ds_hydra.zero_hetero.errors import PlanError
 
 HEADS, KV_HEADS = 12, 2
@@ -48,15 +48,20 @@ def model_plan(num_layers: int, tied: bool, frozen: bool = False) -> ModelPlan:
 
 @st.composite
 def strategies(draw: st.DrawFn, num_layers: int) -> Strategy:
-    """Pipelines of stages that differ in tp, sp and layers."""
+    """Pipelines of stages that differ in tp, sp and layers; where their ranges are even in number, also as a V."""
     pipelines: list[Pipeline] = []
     rank = 0
     for _ in range(draw(st.integers(1, 3))):
         cuts = sorted(draw(st.sets(st.integers(1, num_layers - 1), max_size=2)))
         stages: list[Stage] = []
-        for first, last in zip([0, *cuts], [*cuts, num_layers], strict=True):
+        ranges = [LayerRange(*ends) for ends in zip([0, *cuts], [*cuts, num_layers], strict=True)]
+        seconds: list[LayerRange | None] = [None] * len(ranges)
+        if len(ranges) % 2 == 0 and draw(st.booleans()):
+            half = len(ranges) // 2
+            ranges, seconds = ranges[:half], [*reversed(ranges[half:])]
+        for (first, last), second in zip(ranges, seconds, strict=True):
             tp, sp = draw(st.sampled_from([1, 2, 4, 6])), draw(st.integers(1, 3))
-            stages.append(Stage(tuple(range(rank, rank + tp * sp)), first, last, tp, sp))
+            stages.append(Stage(tuple(range(rank, rank + tp * sp)), first, last, tp, sp, second))
             rank += tp * sp
         pipelines.append(Pipeline(tuple(stages)))
     return Strategy(tuple(pipelines))

@@ -153,9 +153,13 @@ REFUSED = {
     ),
     "a schedule": (
         tiny_plan("pp2/zero-bubble"),
-        "asks for the schedule 'zero-bubble' but this release runs 1f1b, list, zb-h1; name one",
+        "asks for the schedule 'zero-bubble' but this release runs 1f1b, list, v, zb-h1; name one",
     ),
-    "the V": (tiny_plan("(tp1[0:1,3:4] > tp1[1:3])"), "has 2 ranges of layers in stage 0"),
+    "no V": (tiny_plan("(tp1[0:1,3:4] > tp1[1:3])"), "all must hold two and make a V"),
+    "a V by 1F1B": (
+        tiny_plan("(tp1[0:1,3:4] > tp1[1:2,2:3])"),
+        "do not run by the schedule '1f1b'; name one of list, v",
+    ),
     "devices": (tiny_plan("(tp2@h100 > tp2@l40)"), "devices of class 'h100' in stage 0"),
 }
 
@@ -190,7 +194,7 @@ def test_slices_run_unless_the_job_cannot_cut_sequences(tmp_path: Path) -> None:
         Planner(table, strategies, dataclasses.replace(options, no_slices="layer 3 forgets"))
 
 
-@pytest.mark.parametrize("name", ["a schedule", "the V", "devices"])
+@pytest.mark.parametrize("name", ["a schedule", "no V", "a V by 1F1B", "devices"])
 def test_strategies_that_cannot_run_are_refused_in_the_config(name: str) -> None:
     plan, reason = REFUSED[name]
     with pytest.raises(PlanError, match=reason):

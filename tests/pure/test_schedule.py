@@ -368,6 +368,6 @@ def test_only_schedules_of_bounded_memory_are_trained_by(monkeypatch: pytest.Mon
     ):
         most_alive("all forwards first", 2)
     with pytest.raises(
-        PlanError, match="schedule '1F1B' is not known; choose from 1f1b, all forwards first, list, zb-h1"
+        PlanError, match="schedule '1F1B' is not known; choose from 1f1b, all forwards first, list, v, zb-h1"
     ):
         schedule_named("1F1B")

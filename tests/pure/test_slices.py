@@ -52,7 +52,7 @@ def load(sequence: int) -> tuple[np.ndarray, np.ndarray]:
 
 def batches_of(plans: Sequence[MicroBatchPlan], loss_norm: str, sp: int, rank: int) -> RankBatches:
     pipeline = place_pipeline(PipelineShape.of(ParallelScheme(sp=sp)), 0, 4)
-    place = StagePlace.of(pipeline, rank, lambda ranks: None)
+    (place,) = StagePlace.all_of(pipeline, rank, lambda ranks: None)
     return build_batches(plans, IDS, place, load, loss_norm, CPU, step_key=4)
 
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from ds_hydra.pipe.placement import Pipeline, Stage, Strategy, place_pipeline, place_strategy, split_layers
 from ds_hydra.pipe.shape import LayerRange, ParallelScheme, PipelineShape, StageShape, StrategyShape
+from ds_hydra.pipe.stage import StagePlace
 from ds_hydra.zero_hetero.errors import PlanError
 
 SCHEMES = st.builds(ParallelScheme, st.integers(1, 8), st.integers(1, 6), st.integers(1, 8))
@@ -182,6 +183,31 @@ def test_uneven_layers_on_request() -> None:
         place_pipeline(PipelineShape.parse("(tp1[0:1] > tp1[1:7])"), 0, 8)
     with pytest.raises(PlanError, match="does not hold layers"):
         place_strategy(StrategyShape.parse("(tp1[2:4] > tp1[0:2])"), 2, 4)
+
+
+def test_a_v_holds_two_ranges_on_each_rank() -> None:
+    short, explicit = (PipelineShape.parse(text) for text in ("tp2pp2/v", "(tp2[0:2,6:8] > tp2[2:4,4:6])/list"))
+    assert (str(short), short.parts, short.cost_key) == ("tp2pp2/v", 2, ParallelScheme(2, 2))
+    assert (explicit.parts, PipelineShape.parse("tp2pp2/list").parts) == (2, 1)
+    placed = place_pipeline(short, 0, 8)
+    assert placed.stages == place_pipeline(explicit, 0, 8).stages
+    assert (placed.parts, placed.ranks) == (2, (0, 1, 2, 3))
+    assert placed.ranges == ((0, 2), (2, 4), (4, 6), (6, 8))
+    assert [stage.ranges for stage in placed.stages] == [((0, 2), (6, 8)), ((2, 4), (4, 6))]
+    assert placed.stages[0].part(1) == Stage((0, 1), 6, 8, 2)
+    places = StagePlace.all_of(placed, 2, lambda ranks: None)
+    assert [(p.virtual, p.is_first, p.is_last, p.turns) for p in places] == [
+        (1, False, False, False),
+        (2, False, False, True),
+    ]
+    ends = StagePlace.all_of(placed, 0, lambda ranks: None)
+    assert [(p.is_first, p.is_last) for p in ends] == [(True, False), (False, True)]
+    uneven = place_strategy(StrategyShape.parse("pp3/v + tp1"), 4, 10).pipelines[0]
+    assert [stage.num_layers for stage in uneven.stages] == [3, 3, 4]
+    with pytest.raises(PlanError, match=r"3 stages hold two ranges of layers each, 6 in all, .* 5 layers; use pp <= 2"):
+        place_pipeline(PipelineShape.parse("pp3/v"), 0, 5)
+    with pytest.raises(PlanError, match="all must hold two and make a V"):
+        place_pipeline(PipelineShape.parse("(tp1[0:2] > tp1[2:4])/v"), 0, 4)
 
 
 def test_ranks_must_add_up() -> None:

@@ -49,7 +49,7 @@ class FirstStage:
     weight_gradients = None  # none is put off
 
     class place:
-        is_last = False
+        is_last = turns = False
 
     def __init__(self, device: FakeDevice) -> None:
         self.device, self.weight = device, torch.ones(1, 2, 4, requires_grad=True)
@@ -77,7 +77,7 @@ def stage_times(clock: Clock, device: FakeDevice) -> dict[str, float]:
     pipeline = place_pipeline(PipelineShape.of(ParallelScheme(pp=2)), 0, 2)
     stage: Any = FirstStage(device)
     runtime = StageRuntime(
-        stage, pipeline, 0, SlowNeighbour(device), (4, 4), torch.device("cpu"), torch.float32,
+        [stage], pipeline, 0, SlowNeighbour(device), [(4, 4)], torch.device("cpu"), torch.float32,
         activity=Activity(), watch=watch,
     )  # fmt: skip
     batches = [MicroBatch(Pack((2,), 0, 1, None), torch.zeros(1, 2), torch.zeros(1, 2), None, None)] * 2

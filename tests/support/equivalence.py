@@ -23,7 +23,7 @@ from ds_hydra.pipe.dropout import sequence_key, step_key, token_keys
 from ds_hydra.pipe.stage import from_flat
 from ds_hydra.plan.phase import THEN
 from ds_hydra.planner import PhasedPlanner, parse_phases, save_plans
-from tests.support.cases import BFLOAT16, FLOAT32, FLOAT64, SHARES, Case
+from tests.support.case import BFLOAT16, FLOAT32, FLOAT64, SHARES, Case
 from tests.support.cut_plans import in_slices, num_slices
 from tests.support.families import build_model, reference_model, vocab_size
 from tests.support.ranks import run_ranks

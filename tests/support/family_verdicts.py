@@ -20,7 +20,7 @@ from ds_hydra.self_check.compare import compare, finite
 from ds_hydra.self_check.plain import Plain
 from ds_hydra.self_check.runs import Data, Outcome, run_pipeline, uneven_data
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
-from tests.support.cases import UNUSUAL
+from tests.support.case import UNUSUAL
 from tests.support.changed_models import CHANGED, CHANGED_LINEARS
 from tests.support.families import build_model
 from tests.support.tiny_families import class_names, tiny_model

@@ -73,6 +73,7 @@ def evaluation_does_not_reach_the_layers() -> Any:
 
     def init(self: Any, *args: Any) -> None:
         original(self, *args)
+        self.module.train = lambda mode=True: self.module
         self.module.eval = lambda: self.module
 
     return mock.patch.object(causal_stage.CausalStage, "__init__", init)
@@ -237,7 +238,7 @@ def slices_hand_no_gradients_back() -> Any:
 
 def backwards_run_in_the_order_of_forwards() -> Any:
     """The schedule does not know of slices."""
-    return mock.patch.object(runs, "known_to_schedules", lambda data: Batches.whole(len(data.microbatches)))
+    return mock.patch.object(runs, "known_to_schedules", lambda data, parts: Batches.whole(len(data.microbatches)))
 
 
 def windows_forget_a_token() -> Any:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ds_hydra.costs.analytic import ModelShape, analytic_cost_table
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.costs.table_file import TableFile
-from ds_hydra.pipe.shape import ParallelScheme, PipelineShape
+from ds_hydra.pipe.schedules.registry import WEIGHED
+from ds_hydra.pipe.shape import DEFAULT_SCHEDULE, V_SCHEDULE, ParallelScheme, PipelineShape
 from ds_hydra.plan.phase import MicroBatchPlan, Phase, PipelinePlan
+from ds_hydra.plan.simulate import simulate_pipeline
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.simulate.job import SimulatedJob
 from ds_hydra.simulate.links import LinkModel, Speed
@@ -74,5 +77,9 @@ def _phase(
     for scheme, batches in zip(shapes, dealt, strict=True):
         held = tuple(MicroBatchPlan.of_whole(batch, lengths) for batch in batches if batch)
         ms = table[scheme].pipeline_ms([table[scheme].load_ms(batch.lengths) for batch in held])
-        pipelines.append(PipelinePlan(PipelineShape.of(scheme), held, ms))
+        schedule = rng.choice((DEFAULT_SCHEDULE, DEFAULT_SCHEDULE, "zb-h1", "list", V_SCHEDULE))
+        planned = PipelinePlan(PipelineShape(PipelineShape.of(scheme).stages, schedule), held, ms)
+        if schedule in WEIGHED:
+            planned = replace(planned, predicted_ms=simulate_pipeline(planned, table))
+        pipelines.append(planned)
     return Phase(tuple(pipelines))

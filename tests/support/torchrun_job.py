@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from tests.support.cases import Case
+from tests.support.case import Case
 from tests.support.equivalence import make_engine, samples_of
 
 LAUNCHED = Case(

@@ -1,0 +1,101 @@
+"""One training case: what is trained and how, and how near the reference it must come."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+FLOAT64, FLOAT32, BFLOAT16 = "float64", "float32", "bfloat16"
+
+MOST = 10**6  # tokens that no sequence has
+LONG_TAILED = (3, 5, 700, 33, 120, 64, 9, 400, 31, 77, 250, 8, 90, 12, 333, 45) * 3
+
+
+@dataclass(frozen=True)
+class Aims:
+    """Largest difference allowed, relative to the largest entry of the reference's tensor; None: printed only."""
+
+    loss: float
+    norm: float
+    gradient: float
+    parameter: float | None
+    moment: float | None
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training run: step i runs under strategies[i % len(strategies)], such as "tp4" or "4*tp1 then tp4".
+
+    Of several phases each takes the sequences that are short enough, as `SHARES` says.
+    """
+
+    name: str
+    family: str
+    strategies: tuple[str, ...]
+    dtype: str = FLOAT64
+    optimizer: str = "AdamW"
+    steps: int = 5
+    lengths: tuple[int, ...] = LONG_TAILED
+    tokens_per_step: int = 900
+    clip: float = 0.1
+    loss_norm: str = "token"
+    activation_checkpointing: bool = False
+    masked_labels: bool = False  # some targets are not learnt, in one sequence none is
+    frozen: tuple[str, ...] = ()  # words in the names of parameters that are not trained
+    draws: bool = False  # the model draws random numbers in training
+    amplifies: bool = False  # rounding grows so fast that each step is compared from the ranks' own parameters
+    slices: bool = False  # long sequences run in slices, cut at random
+    wire: str | None = None  # communication_data_type, if not the type of computing
+    node_size: int | None = None  # ranks of a node, as if there were several nodes
+    grad_accum: str | None = None  # data_types.grad_accum_dtype
+    quick: bool = False  # runs in every test run, and under --quick
+
+    def shortened(self) -> Case:
+        """The case with a quarter of its tokens, if it has the table's usual lengths."""
+        if self.lengths is not LONG_TAILED:
+            return self
+        lengths = tuple(-(-length // 4) for length in self.lengths)
+        return replace(self, lengths=lengths, tokens_per_step=self.tokens_per_step // 4)
+
+    @property
+    def aims(self) -> Aims:
+        """FP64 runs must agree throughout. Adam magnifies FP32 rounding where a gradient is near zero, so there its
+        parameters are only printed. BF16 is compared with one process in BF16: its rounding is all that is left. FP32
+        gradients that travel in 16 bit are rounded once.
+        """
+        if self.dtype == FLOAT64:
+            whole_run = None if self.amplifies else 1e-9
+            return Aims(1e-9, 1e-9, 1e-9, whole_run, whole_run)
+        if self.dtype == FLOAT32 and self.wire is not None:
+            return Aims(1e-6, 1e-3, 2.0**-8, None, None)
+        if self.dtype == FLOAT32:
+            return Aims(1e-6, 1e-5, 1e-5, 1e-5 if self.optimizer == "SGD" else None, None)
+        return Aims(5e-3, 5e-2, 1e-1, None, None)
+
+
+SHARES = {1: (MOST,), 2: (60, MOST), 3: (30, 100, MOST)}
+"""The longest sequence of each phase, by the number of a step's phases."""
+
+CHANGING = ("tp2pp2", "sp2 + 2*tp1", "tp4", "pp3 + tp1", "sp4")
+CHANGING_8 = ("tp4 + 2*pp2", "sp4 + tp2sp2", "8*tp1", "tp2pp2sp2", "pp4 + tp4")
+
+# Of HARD_MODELS, those that train under every strategy; the others are refused.
+UNUSUAL = (
+    "final norm without parameters",
+    "one norm before and after the layers",
+    "activation with parameters",
+    "norms of queries and keys (GLM-4.5)",
+    "norms of queries and keys (Phi)",
+    "norms of each head (Command R+)",
+    "longrope",
+    "positions from the padding id",
+    "BERT as a decoder",
+    "embeddings of another width (OPT-350m)",
+    "embeddings scaled in place",
+    "layers called by keyword",
+    "embeddings of each layer",
+)
+# From step to step its differences grow thirtyfold (AdamW; SGD: twenty), with one strategy as with changing ones: 1e-13
+# in the gradients of step 1 are 1e-9 in step 3.
+AMPLIFYING = {"embeddings of each layer"}
+# Biases of keys change nothing in attention: their gradients are rounding alone.
+NO_GRADIENT = ("k_proj.bias", "key.bias", "Wk.bias")

@@ -1,0 +1,174 @@
+"""Rows of the table of training cases whose backwards are split, whose sequences run in slices, or both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from tests.support.case import AMPLIFYING, BFLOAT16, CHANGING_8, FLOAT32, NO_GRADIENT, UNUSUAL, Case
+from tests.support.changed_models import CHANGED_LINEARS
+from tests.support.families import FAMILIES, LAYER_LIST, OTHER_DEPTHS
+
+SPLIT = ("tp2pp2/zb-h1", "sp2 + pp2/zb-h1", "pp4/zb-h1", "pp3/zb-h1 + tp1", "2*pp2")
+SPLIT_8 = ("2*tp2pp2/zb-h1", "pp4/zb-h1 + sp2pp2/zb-h1", "tp2pp2sp2/zb-h1", "tp4pp2/zb-h1")
+LIST = ("pp4/list", "sp2 + pp2/list", "tp2pp2/list", "pp3/list + tp1", "2*pp2")
+LIST_8 = ("2*tp2pp2/list", "pp4/list + sp2pp2/list", "tp2pp2sp2/list", "tp4 + pp4/list")
+V = ("tp2pp2/v", "sp2 + pp2/v", "2*pp2", "pp2/list + pp2/v", "tp4/v")
+V_8 = ("2*tp2pp2/v", "pp4/list + sp2pp2/v", "tp2pp2sp2/v", "tp4pp2/v")
+
+
+def scheduled() -> Iterator[Case]:
+    """All of these rows."""
+    yield from _split()
+    yield from _sliced()
+    yield from _listed()
+    yield from _v()
+
+
+def _split() -> Iterator[Case]:
+    """Backwards split into gradients of inputs and of weights, mixed with others that are not."""
+    for family in (*FAMILIES, LAYER_LIST):
+        if family not in OTHER_DEPTHS:
+            yield Case(f"split {family}", family, SPLIT, quick=family == "mixtral")
+    base = Case("", "llama", SPLIT)
+    for family in ("hooks of parameters", "layers that share weights", "parameters beside linear layers"):
+        yield replace(base, name=f"split, {family}", family=family)
+    for family in CHANGED_LINEARS:
+        strategies = ("pp4/zb-h1", "2*pp2/zb-h1", "sp2 + pp2/zb-h1")
+        yield replace(base, name=f"split, {family}", family=family, strategies=strategies)
+    yield replace(base, name="split fp32", dtype=FLOAT32, optimizer="SGD")
+    yield replace(base, name="split bf16", dtype=BFLOAT16)
+    yield replace(base, name="split bf16, gradients too", dtype=BFLOAT16, grad_accum="bf16")
+    yield replace(base, name="split, checkpointed", activation_checkpointing=True)
+    yield replace(base, name="split, checkpointed mixtral", family="mixtral", activation_checkpointing=True)
+    yield replace(base, name="split, frozen lower layers", frozen=("embed_tokens", "layers.0.", "layers.1."))
+    yield replace(base, name="split, frozen tied", family="llama_tied", frozen=("embed_tokens",))
+    yield replace(base, name="split, dropout", family="dropout (Phi)", draws=True, frozen=NO_GRADIENT)
+    yield replace(base, name="split, no clipping", clip=0.0)
+    yield replace(base, name="split, few micro-batches", lengths=(30, 70) * 10, tokens_per_step=90)
+    yield replace(
+        base, name="split, stages of different size", quick=True,
+        strategies=("(sp2[0:1] > tp2[1:4])/zb-h1", "(tp1[0:1] > tp2[1:3] > tp1[3:4])/zb-h1"),
+    )  # fmt: skip
+    yield replace(
+        base, name="split, phases", family="qwen3", quick=True,
+        strategies=("2*pp2/zb-h1 then tp2pp2/zb-h1", "4*tp1 then pp4/zb-h1 then 2*pp2"),
+    )  # fmt: skip
+    yield replace(base, name="split, nodes of 2 ranks", node_size=2, family="llama_tied")
+    yield replace(base, name="split on 8 ranks", strategies=SPLIT_8)
+    yield replace(base, name="split on 8 ranks, bf16", strategies=SPLIT_8, dtype=BFLOAT16)
+
+
+_SLICED = Case("", "llama", ("tp2pp2", "sp2 + 2*tp1", "pp3 + tp1"), steps=3, slices=True)
+_QUICK_SLICED = {"gemma2", "mixtral"}
+
+
+def _sliced() -> Iterator[Case]:
+    """Long sequences in slices, which run in turns, with short ones beside and between them."""
+    base = _SLICED
+    for strategy in ("tp1", "tp2", "pp2", "sp2", "pp4", "tp2pp2sp2", "sp4 + tp2pp2", "2*pp4"):
+        quick = strategy in ("pp4", "tp2pp2sp2")
+        yield replace(base, name=f"slices {strategy}", family="qwen3", strategies=(strategy,), quick=quick)
+    for family in (
+        "llama_tied", "mistral", "gemma2", "gemma3_text", "phi3", "mixtral", "qwen3_moe", "cohere", "gpt_neox", "gpt2",
+        "gpt_oss", "longrope", "positions from the padding id", "embeddings of each layer",
+    ):  # fmt: skip
+        frozen = NO_GRADIENT if family in UNUSUAL else ()
+        yield replace(
+            base, name=f"slices, {family}", family=family, frozen=frozen,
+            amplifies=family in AMPLIFYING, quick=family in _QUICK_SLICED,
+        )  # fmt: skip
+    yield replace(base, name="slices fp32", family="qwen3", dtype=FLOAT32, quick=True)
+    yield replace(base, name="slices fp32 sgd", dtype=FLOAT32, optimizer="SGD")
+    yield replace(base, name="slices bf16", dtype=BFLOAT16)
+    yield replace(base, name="slices, checkpointed", family="mistral", activation_checkpointing=True, quick=True)
+    yield replace(base, name="slices, checkpointed fp32 mixtral", family="mixtral", dtype=FLOAT32,
+                  activation_checkpointing=True)  # fmt: skip
+    yield replace(base, name="slices, frozen lower layers", frozen=("embed_tokens", "layers.0.", "layers.1."),
+                  activation_checkpointing=True, quick=True)  # fmt: skip
+    yield replace(base, name="slices, frozen queries and keys", frozen=("embed_tokens", "q_proj", "k_proj", "v_proj"),
+                  activation_checkpointing=True)  # fmt: skip
+    yield replace(base, name="slices, dropout", family="dropout (Phi)", draws=True, frozen=NO_GRADIENT, quick=True)
+    yield replace(base, name="slices, random routing", family="random routing", draws=True, frozen=NO_GRADIENT)
+    yield replace(base, name="slices, masked labels", masked_labels=True)
+    yield replace(
+        base, name="slices, mean of sequences", loss_norm="sequence", masked_labels=True,
+    )  # fmt: skip
+    yield replace(base, name="slices, fewer tokens than sp", strategies=("sp4", "tp2sp2"), lengths=(31,) * 20,
+                  tokens_per_step=31)  # fmt: skip
+    yield replace(base, name="slices, stages of different tp and sp", strategies=("(sp2[0:1] > tp2[1:4])",))
+    yield replace(base, name="slices in phases", strategies=("4*tp1 then 2*pp2 then tp2sp2", "pp2 + sp2 then pp4"),
+                  quick=True)  # fmt: skip
+    yield replace(base, name="slices on 8 ranks", strategies=CHANGING_8)
+    yield replace(base, name="slices on 8 ranks of 2 nodes", strategies=CHANGING_8, node_size=4)
+    yield replace(base, name="slices, long ones only", lengths=(300, 200, 450) * 8, strategies=("2*pp2", "tp2pp2"))
+
+
+def _listed() -> Iterator[Case]:
+    """Orders made from costs, with whole sequences and with slices, mixed with 1F1B."""
+    base = Case("", "llama", LIST)
+    yield replace(base, name="list", family="llama_tied", quick=True)
+    for family in ("qwen3", "gemma2", "mixtral", "gpt2", "gpt_oss", "layer_list"):
+        yield replace(base, name=f"list, {family}", family=family)
+    yield replace(base, name="list fp32", dtype=FLOAT32, optimizer="SGD")
+    yield replace(base, name="list bf16", dtype=BFLOAT16)
+    yield replace(base, name="list, checkpointed", activation_checkpointing=True)
+    yield replace(base, name="list, frozen lower layers", frozen=("embed_tokens", "layers.0.", "layers.1."))
+    yield replace(base, name="list, dropout", family="dropout (Phi)", draws=True, frozen=NO_GRADIENT)
+    yield replace(base, name="list, phases", strategies=("2*pp2/list then tp2pp2/list", "4*tp1 then pp4/list"))
+    yield replace(base, name="list on 8 ranks", strategies=LIST_8)
+    yield replace(base, name="list on 8 ranks of 2 nodes", strategies=LIST_8, node_size=4)
+    slices = replace(base, steps=3, slices=True, strategies=LIST[:3])
+    yield replace(slices, name="list, slices", family="gemma2", quick=True)
+    for family in ("llama_tied", "gemma3_text", "mixtral", "qwen3", "gpt_oss"):
+        yield replace(slices, name=f"list, slices, {family}", family=family)
+    yield replace(slices, name="list, slices, checkpointed", family="mistral", activation_checkpointing=True)
+    yield replace(slices, name="list, slices, frozen lower layers", frozen=("embed_tokens", "layers.0.", "layers.1."),
+                  activation_checkpointing=True)  # fmt: skip
+    yield replace(slices, name="list, slices, long ones only", lengths=(300, 200, 450) * 8)
+    yield replace(slices, name="list, slices, dropout", family="dropout (Phi)", draws=True, frozen=NO_GRADIENT)
+    yield replace(slices, name="list, slices on 8 ranks", strategies=LIST_8)
+
+
+def _v() -> Iterator[Case]:
+    """Two ranges of layers on each rank, mixed with one."""
+    base = Case("", "llama", V)
+    deep = "llama_8_layers"  # tied
+    yield replace(base, name="V", family="llama_tied", quick=True)
+    yield replace(base, name="V of four stages", family=deep, strategies=("pp4/v", "2*pp2/v", "pp3/v + tp1", "pp4"),
+                  quick=True)  # fmt: skip
+    for family in ("qwen3", "gemma2", "gemma3_text", "mixtral", "phi3", "gpt2", "gpt_oss", "layer_list", "longrope",
+                   "positions from the padding id", "hooks of parameters", "layers that share weights"):  # fmt: skip
+        frozen = NO_GRADIENT if family in UNUSUAL else ()
+        yield replace(base, name=f"V, {family}", family=family, frozen=frozen)
+    yield replace(base, name="V fp32", dtype=FLOAT32, optimizer="SGD")
+    yield replace(base, name="V bf16", dtype=BFLOAT16)
+    yield replace(base, name="V bf16, gradients too", dtype=BFLOAT16, grad_accum="bf16")
+    yield replace(base, name="V, checkpointed", family=deep, activation_checkpointing=True)
+    yield replace(base, name="V, frozen lower layers", frozen=("embed_tokens", "layers.0.", "layers.1."))
+    yield replace(base, name="V, frozen upper layers", frozen=("layers.2.", "layers.3.", "lm_head"))
+    yield replace(base, name="V, frozen tied", family="llama_tied", frozen=("embed_tokens",))
+    yield replace(base, name="V, dropout", family="dropout (Phi)", draws=True, frozen=NO_GRADIENT)
+    yield replace(base, name="V, masked labels", masked_labels=True, loss_norm="sequence")
+    yield replace(base, name="V, idle pipelines", strategies=("2*pp2/v", "pp2/v + 2*tp1"), lengths=(30,) * 20,
+                  tokens_per_step=30)  # fmt: skip
+    yield replace(
+        base, name="V, stages of different tp and sp",
+        strategies=("(sp2[0:1,3:4] > tp2[1:2,2:3])/list", "(tp2 > sp2)/v", "(tp1 > tp2)/v + tp1"),
+    )  # fmt: skip
+    yield replace(base, name="V, phases", strategies=("2*pp2/v then tp2pp2/v", "4*tp1 then pp2/v + pp2"))
+    yield replace(base, name="V, nodes of 2 ranks", family="llama_tied", node_size=2)
+    yield replace(base, name="V on 8 ranks", strategies=V_8)
+    yield replace(base, name="V of four stages on 8 ranks", family=deep, strategies=("tp2pp4/v", "2*pp4/v", "sp2pp4/v"))
+    slices = replace(base, steps=3, slices=True, strategies=V[:3])
+    yield replace(slices, name="V, slices", family="gemma2", quick=True)
+    for family in ("llama_tied", "gemma3_text", "mixtral", "qwen3_moe"):
+        yield replace(slices, name=f"V, slices, {family}", family=family)
+    yield replace(slices, name="V of four stages, slices", family=deep, strategies=("pp4/v", "2*pp2/v", "pp3/v + tp1"))
+    yield replace(slices, name="V, slices, checkpointed", family="mistral", activation_checkpointing=True)
+    yield replace(slices, name="V, slices, frozen lower layers", frozen=("embed_tokens", "layers.0.", "layers.1."),
+                  activation_checkpointing=True)  # fmt: skip
+    yield replace(slices, name="V, slices, frozen upper layers", frozen=("layers.2.", "layers.3."),
+                  activation_checkpointing=True)  # fmt: skip
+    yield replace(slices, name="V, slices, long ones only", lengths=(300, 200, 450) * 8)
+    yield replace(slices, name="V, slices on 8 ranks", strategies=V_8)
