@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import nn
 
+from ds_hydra.pipe.model_plan import ParamSpec
 from ds_hydra.zero_hetero.errors import ConfigError
 
 # Settings of an embedding that packs and stages would not keep -> why.
@@ -14,6 +17,7 @@ _EMBEDDINGS = {
     "scale_grad_by_freq": "its gradient would depend on which sequences are packed together",
     "sparse": "gradients are summed in dense buffers",
 }
+_GROUPED_ALIGNMENT = 16  # bytes
 _KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
@@ -68,3 +72,24 @@ def find_layers(model: nn.Module, num_layers: int) -> str:
     if not paths:
         raise ConfigError(f"{type(model).__name__} has no module list of its {num_layers} layers to cut into stages")
     return min(paths, key=lambda path: path.count("."))
+
+
+def refuse_misaligned_experts(model: nn.Module, specs: Iterable[ParamSpec], tp: int, dtype: torch.dtype) -> None:
+    """ConfigError for stacked experts whose shards torch's grouped matrix product cannot take.
+
+    It wants rows of a multiple of 16 bytes: of weights, of what goes in, and of its gradient.
+    """
+    if getattr(getattr(model, "config", None), "_experts_implementation", None) != "grouped_mm":
+        return
+    step = max(1, _GROUPED_ALIGNMENT // dtype.itemsize)
+    for spec in specs:
+        if len(spec.shape) != 3 or spec.rule.dim is None:
+            continue
+        shapes = (spec.shard_shape(rank, tp) for rank in range(tp))
+        wrong = sorted({size for shape in shapes for size in shape[1:] if size % step})
+        if wrong:
+            raise ConfigError(
+                f"tp={tp} leaves of {spec.name} {spec.shape} experts of width {wrong[0]}, but their grouped matrix "
+                f"product takes multiples of {step} in {str(dtype).removeprefix('torch.')} only: use another tp, or "
+                'build the model with experts_implementation="eager"'
+            )

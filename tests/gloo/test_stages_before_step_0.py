@@ -9,13 +9,15 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
 import ds_hydra
 from ds_hydra.pipe.models.causal_stage import CausalStage
 from ds_hydra.step.strategy_runtime import StrategyRuntime
-from tests.support.families import build_model
+from ds_hydra.zero_hetero.errors import ConfigError
+from tests.support.families import FAMILIES, build_model
 from tests.support.ranks import run_ranks
 from tests.support.small_job import rank_environment
 
@@ -42,12 +44,14 @@ def no_messages() -> Iterator[None]:
         yield
 
 
-def start(**hydra: Any) -> Any:
+def start(model: Any = None, bf16: dict[str, bool] | None = None, **hydra: Any) -> Any:
     logging.getLogger("ds_hydra").setLevel(logging.ERROR)
     rank_environment(dist.get_rank())
     block = {"tokens_per_step": 64, "strategies": STRATEGIES, "steps_file": None, "planner": {"ahead": 0}}
-    config = {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}, "hydra": block | hydra}
-    model = build_model("llama", torch.float32)
+    config: dict[str, Any] = {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}, "hydra": block | hydra}
+    if bf16 is not None:
+        config["bf16"] = bf16
+    model = model or build_model("llama", torch.float32)
     return ds_hydra.initialize(model=model, training_data=[[3] * 20, [5] * 40] * 4, config=config)[0]
 
 
@@ -93,3 +97,18 @@ def test_a_stage_that_cannot_be_built_ends_the_job_before_step_0_on_all_ranks() 
     first, second = run_ranks(program, 2)
     assert second == "TypeError: a layer cannot be copied"
     assert first == f"RuntimeError: building the stages of all strategies failed on rank 1: {second}"
+
+
+def test_experts_that_their_product_cannot_take_are_refused() -> None:
+    """tp2 leaves 44 of 88 columns, no multiple of 8: BF16 experts would fail in step 1."""
+
+    def program(rank: int) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        model_type, settings = FAMILIES["mixtral"]
+        config = AutoConfig.for_model(model_type, **{**settings, "intermediate_size": 88})
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        with pytest.raises(ConfigError, match=r"tp=2 leaves of .*experts of width 44, .* multiples of 8 in bfloat16"):
+            start(model, bf16={"enabled": True}, strategies=["tp2"], self_check="off")
+
+    run_ranks(program, 2)
