@@ -94,7 +94,7 @@ def _sliced() -> Iterator[Case]:
     yield replace(
         base, name="slices, mean of sequences", loss_norm="sequence", masked_labels=True,
     )  # fmt: skip
-    yield replace(base, name="slices, fewer tokens than sp", strategies=("sp4", "tp2sp2"), lengths=(31,) * 20,
+    yield replace(base, name="slices, fewer tokens than sp", strategies=("sp4", "tp2sp2"), lengths=(31, 31, 60) * 7,
                   tokens_per_step=31)  # fmt: skip
     yield replace(base, name="slices, stages of different tp and sp", strategies=("(sp2[0:1] > tp2[1:4])",))
     yield replace(base, name="slices in phases", strategies=("4*tp1 then 2*pp2 then tp2sp2", "pp2 + sp2 then pp4"),
