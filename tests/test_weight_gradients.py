@@ -23,7 +23,7 @@ from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.shape import PipelineShape
 from ds_hydra.pipe.weight_gradients import WeightGradients
 from ds_hydra.self_check.compare import compare
-from ds_hydra.self_check.runs import Outcome, run_pipeline, uneven_data
+from ds_hydra.self_check.runs import Data, Outcome, run_pipeline, uneven_data
 from ds_hydra.self_check.schemes import uneven_pipeline
 from tests.support.families import build_model
 
@@ -252,10 +252,10 @@ def test_several_products_become_one_where_that_is_cheaper(
 DATA = uneven_data(97, ((5, 33, 2), (12,), (7, 3), (21,)))
 
 
-def outcome(model: Any, shape: str, *, checkpointing: bool = False) -> Outcome:
+def outcome(model: Any, shape: str, *, checkpointing: bool = False, data: Data = DATA) -> Outcome:
     source = CausalLM(model, activation_checkpointing=checkpointing)
     pipeline = uneven_pipeline(PipelineShape.parse(shape), source.plan.num_layers)
-    return run_pipeline(source, pipeline, DATA)
+    return run_pipeline(source, pipeline, data)
 
 
 def off(model: Any, shape: str, *, checkpointing: bool = False) -> str | None:
@@ -286,6 +286,13 @@ def hooked() -> Any:
 )
 def test_pipelines_that_split_backwards_train_as_one_process(family: str, shape: str, checkpointing: bool) -> None:
     assert off(build_model(family, torch.float64), shape, checkpointing=checkpointing) is None
+
+
+@pytest.mark.parametrize(("shape", "checkpointing"), [("pp2/list", False), ("pp2/v", True)])
+def test_they_do_so_and_evaluate_with_a_sequence_in_slices(shape: str, checkpointing: bool) -> None:
+    model = build_model("gemma2", torch.float64)
+    sliced = outcome(model, shape, checkpointing=checkpointing, data=DATA.in_slices())
+    assert compare(outcome(model, "tp1"), sliced).what is None
 
 
 def test_hooks_of_parameters_see_the_gradient_of_each_micro_batch() -> None:

@@ -92,8 +92,8 @@ class Pushes:
         """From now on a gradient is final once autograd has accumulated into it: this backward is the last.
 
         `accumulate`: add to what the master gradients hold, the sum of the step's earlier phases; the same on all
-        ranks. Else they are overwritten. `waiting`: autograd is done; only the gradients of these parameters are not
-        final yet, each until `final` names it.
+        ranks. Else they are overwritten. `waiting`: only the gradients of these parameters are not final yet, each
+        until autograd has accumulated into it or `final` names it; None: of all.
         """
         if self._armed or self._handles:
             raise RuntimeError("pushes are armed twice in one phase; call finish() before the next phase")

@@ -8,7 +8,8 @@ The order of a phase, for a stage with the layers 4 and 5 and three micro-batche
   pushes                                                   | arm   5 leaves, 4 leaves | finish
 
 A layer waits for its own parameters only, so the first forward begins while later layers are still on their way. A
-gradient leaves as soon as the last backward has passed its layer, while that backward goes on.
+gradient leaves as soon as the last backward has passed its layer, while that backward goes on. Of a V the rank has two
+parts, each a stage by itself but for what they share: pulls, pushes, and a tied weight that both use.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 [Note: schedules]
 A schedule is a function that lists, for each stage, what the stage computes and in which order. All else follows:
 
-  registry   schedules by name: `SCHEDULES["1f1b"]`, "zb-h1", "list" (`list_order` and `list_walk`)
+  registry   schedules by name: `SCHEDULES["1f1b"]`, "zb-h1", "list" and "v" (`list_order`, `list_walk`)
   batches    what they are asked for: the micro-batches of a pipeline, and which of them hold slices of one sequence
   actions    the words: `Action`, `Slot`, `Order`, and a text form that reads back
   virtual    stages that hold two ranges of layers
