@@ -44,6 +44,7 @@ def test_orders_made_from_costs_take_what_was_simulated(strategy: str) -> None:
     (step,) = emulate(job, 1)[0]
     assert not step.fault
     assert Simulator(job.cluster).step(step.plan).step_s == pytest.approx(step.step_s, rel=1e-3)  # whole microseconds
+    assert step.plan.predicted_ms == pytest.approx(1e3 * step.step_s, rel=1e-3), "messages leave in time"
 
 
 def test_a_measured_table_gives_each_stage_its_own_time_and_the_update_its() -> None:
