@@ -25,6 +25,7 @@ class JobConfig:
     activation_checkpointing: bool
     make_optimizer: Callable[[list[dict[str, Any]]], Optimizer]  # of parameter groups; AdamW where none is named
     grad_dtype: torch.dtype | None = None  # as data_types.grad_accum_dtype says; None: it does not
+    wire_dtype: torch.dtype | None = None  # as communication_data_type says
 
 
 def read_job(path: str | None, default: torch.dtype) -> JobConfig:
@@ -38,7 +39,8 @@ def read_job(path: str | None, default: torch.dtype) -> JobConfig:
     enabled = [key for key, block in blocks if isinstance(block, dict) and block.get("enabled")]
     optimizer = raw.get("optimizer")
     block: dict[str, Any] = optimizer if isinstance(optimizer, dict) else {}
-    types = (parsed.deepspeed if parsed else raw).get("data_types")
+    settings = parsed.deepspeed if parsed else raw
+    types = settings.get("data_types")
     asked = str(types.get("grad_accum_dtype")) if isinstance(types, dict) else ""
     return JobConfig(
         hydra,
@@ -46,4 +48,5 @@ def read_job(path: str | None, default: torch.dtype) -> JobConfig:
         bool(hydra and hydra.activation_checkpointing),
         optimizer_of_block(block.get("type", "AdamW"), dict(block.get("params") or {})),
         DTYPES.get(asked),
+        DTYPES.get(str(settings.get("communication_data_type"))),
     )

@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None, *, name: str = "ds-hydra memory
     parser.add_argument("--tokens", type=int, default=4096, help="of a micro-batch, for the column of activations")
     parser.add_argument("--strategies", nargs="+", metavar="TEXT", help="candidates of one job (default: the config's)")
     parser.add_argument("--dtype", choices=DTYPES, help="of computing (default: the config, or bf16)")
-    parser.add_argument("--deepspeed_config", help="the job's config: dtype, checkpointing, context length")
+    parser.add_argument("--deepspeed_config", help="the job's config: types, checkpointing, strategies")
     parser.add_argument("--measure", action="store_true", help="count activations by running the layers (slower)")
     args = parser.parse_args(arguments)
     return guarded(name, lambda: run(args, name))
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace, name: str) -> int:
     memory_bytes = args.device_memory * 2**30 if args.device_memory else rank_memory(device, node)
     memory = job_memory(
         source, schemes, args.gpus, memory_bytes, dtype, activation_checkpointing=job.activation_checkpointing,
-        grad_dtype=job.grad_dtype, node_size=node,
+        grad_dtype=job.grad_dtype, wire_dtype=job.wire_dtype, node_size=node,
     )  # fmt: skip
     if args.measure:
         tokens = 128 if args.quick else 512

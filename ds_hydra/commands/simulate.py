@@ -51,6 +51,7 @@ def parse_arguments(arguments: Sequence[str] | None, name: str) -> argparse.Name
     parser.add_argument("--gpus", type=int, help="ranks of the job (default: those of the strategy)")
     parser.add_argument("--gpus-per-node", type=int, default=8)
     parser.add_argument("--model", help="config JSON or checkpoint folder (default: the model of a shipped table)")
+    parser.add_argument("--deepspeed_config", help="the job's config: types of gradients, in memory and on their way")
     parser.add_argument("--inside", type=read_speed, metavar="US,GB/S", help="latency and bandwidth inside a node")
     parser.add_argument("--between", type=read_speed, metavar="US,GB/S", help="the same between nodes")
     parser.add_argument("--lengths", help="of sequences to plan for, as in ds-hydra preview")
@@ -88,18 +89,36 @@ def plan_steps(args: argparse.Namespace, phases: Sequence[StrategyShape], table:
     return {step: planner.plan(step, range(len(batch)), batch.tolist()) for step, batch in enumerate(batches)}
 
 
-def simulated_job(args: argparse.Namespace, found: TableFile, strategies: Sequence[StrategyShape]) -> SimulatedJob:
-    """Model, links and memory of the job, with costs of all pipelines of these strategies."""
+def simulated_job(
+    args: argparse.Namespace, found: TableFile, strategies: Sequence[StrategyShape], *, config: str | None = None
+) -> SimulatedJob:
+    """Model, links and memory of the job, with costs of all pipelines of these strategies.
+
+    `config` is the file that says in which types its gradients add up and travel.
+    """
     gpus = strategies[0].num_ranks if args.gpus is None else args.gpus
     links = LinkModel.of_table(found.links, args.gpus_per_node, inside=args.inside, between=args.between,
                                place=f"links of {args.cost_table}")  # fmt: skip
     if args.model is not None:
         from ds_hydra.commands.simulated_model import job_of_config  # imports torch
 
-        return job_of_config(args.model, found, links, gpus, strategies)
+        return job_of_config(args.model, found, links, gpus, strategies, config=config)
     if args.cost_table not in SHIPPED:
         raise ConfigError(f"the table {args.cost_table} does not say which model it is for: give --model")
-    return shipped_job(args.cost_table, found, links, gpus, strategies)
+    return shipped_job(args.cost_table, found, links, gpus, strategies, **gradient_bytes(config))
+
+
+def gradient_bytes(config: str | None) -> dict[str, int | None]:
+    """Bytes of an element of a gradient where it adds up and on its way, as a job's config says."""
+    if config is None:
+        return {}
+    from ds_hydra.commands.job_config import DTYPES, read_job  # imports torch
+
+    job = read_job(config, DTYPES["bf16"])
+    return {
+        "grad_bytes": job.grad_dtype.itemsize if job.grad_dtype else None,
+        "wire_bytes": job.wire_dtype.itemsize if job.wire_dtype else None,
+    }
 
 
 def drawn_ranks(step: SimulatedStep, *, every: bool) -> list[int]:
@@ -124,7 +143,7 @@ def run(args: argparse.Namespace, name: str) -> int:
     recorded = load_plans(args.what) if Path(args.what).is_file() else {}
     strategies = list(dict.fromkeys(phase.shape for plan in recorded.values() for phase in plan.phases))
     strategies = strategies or list(parse_phases(args.what))
-    job = simulated_job(args, found, strategies)
+    job = simulated_job(args, found, strategies, config=args.deepspeed_config)
     plans = recorded or plan_steps(args, strategies, job.table)
     for plan in plans.values():
         job.check(plan)

@@ -40,19 +40,29 @@ SHIPPED = {  # by the names of `commands.shipped`
 
 
 def shipped_job(
-    name: str, found: TableFile, links: LinkModel, num_ranks: int, strategies: Sequence[StrategyShape]
+    name: str,
+    found: TableFile,
+    links: LinkModel,
+    num_ranks: int,
+    strategies: Sequence[StrategyShape],
+    *,
+    grad_bytes: int | None = None,
+    wire_bytes: int | None = None,
 ) -> SimulatedJob:
-    """Training the model of a shipped table in BF16, with costs of these strategies. PlanError if there are none."""
+    """Training the model of a shipped table in BF16, with costs of these strategies. PlanError if there are none.
+
+    `grad_bytes` has an element of a gradient where it adds up (None: 4), `wire_bytes` on its way (None: 2).
+    """
     shape, kept = SHIPPED[name]
     plan = llama_plan(shape)
     stages = {(s.tp, s.sp) for strategy in strategies for pipeline in strategy.pipelines for s in pipeline.stages}
     activations = {
         (tp, sp): Activations(_published(kept, tp) * shape.hidden / (tp * sp), 0.0, 0.0) for tp, sp in stages
     }
-    job = SimulatedJob(plan, shape.hidden, found, links, num_ranks)
+    job = SimulatedJob(plan, shape.hidden, found, links, num_ranks, gradient_bytes=wire_bytes)
     memory = JobMemory(
         plan, job.num_ranks, activations, param_bytes=2, device_bytes=NO_LIMIT, vocab=shape.vocab,
-        node_size=min(links.node_size, num_ranks),
+        grad_bytes=grad_bytes, wire_bytes=wire_bytes, node_size=min(links.node_size, num_ranks),
     )  # fmt: skip
     return replace(job, memory=memory).with_costs_of(strategies)
 

@@ -124,3 +124,37 @@ def test_steps_are_simulated_from_a_strategy_and_from_what_was_recorded(
     ((number, found),) = json.loads(figures.read_text())["steps"].items()
     assert number == "5"
     assert 1e3 * found["step_s"] > plan.predicted_ms
+
+
+def test_a_config_says_in_which_types_gradients_are_held_and_travel(tmp_path: Path) -> None:
+    def simulated(name: str, settings: dict[str, object]) -> tuple[float, float]:
+        config, figures = tmp_path / f"{name}.json", tmp_path / f"{name}_figures.json"
+        config.write_text(json.dumps(settings))
+        command = ["simulate", "4*tp4", *SIMULATED, "--deepspeed_config", str(config), "--json", str(figures)]
+        assert main(command) == 0
+        (found,) = json.loads(figures.read_text())["steps"].values()
+        return max(found["peak_bytes"]), found["step_s"]
+
+    peak, seconds = simulated("usual", {})
+    narrow, same = simulated("narrow", {"data_types": {"grad_accum_dtype": "bf16"}})
+    wide, longer = simulated("wide", {"data_types": {"grad_accum_dtype": "bf16"}, "communication_data_type": "fp32"})
+    assert narrow < peak
+    assert narrow <= wide, "pulls may need more scratch memory than pushes of either type"
+    assert same == seconds < longer
+
+
+def test_memory_of_gradients_on_their_way_is_counted(tmp_path: Path) -> None:
+    model, figures = tmp_path / "model.json", tmp_path / "figures.json"
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 2**17}
+    model.write_text(json.dumps({"model_type": "llama", "num_attention_heads": 4, **sizes}))
+
+    def scratch(settings: dict[str, object]) -> float:
+        config = tmp_path / "ds.json"
+        narrow = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}
+        config.write_text(json.dumps({**narrow, **settings}))
+        command = ["memory", "--model", str(model), "--gpus", "2", "--deepspeed_config", str(config),
+                   "--device_memory", "8", "--json", str(figures)]  # fmt: skip
+        assert main(command) == 0
+        return max(float(row["scratch"]) for row in json.loads(figures.read_text())["rows"])
+
+    assert scratch({"communication_data_type": "fp32"}) > scratch({})
