@@ -8,10 +8,13 @@ that step's strategy needs, and activations. With the candidates `4*tp16` and `6
 model in every step, and `tp16` is left less for activations than it would have alone.
 
 The schedule tells of how many micro-batches a stage keeps the activations at once: under 1F1B stage i of PP keeps up to
-PP - i. Where the backward is split, 9/10 of a micro-batch stay from its input gradient to its weight gradient. While
-it computes, it needs a transient on top: a block of logits, or what a layer's backward needs, whichever is more
-(Hydraulis, appendix C.1, with the stages of the embeddings and of the head counted by themselves). Activations and
-transient grow with the tokens of a micro-batch; MaxLen is where the sum meets the device's bytes less a margin.
+PP - i. Where the backward is split, a part of a micro-batch stays from its input gradient to its weight gradient. Where
+sequences may run in slices, or the schedule looks only at the room that it has, a stage keeps up to PP times MaxLen
+tokens wherever it stands, in whatever micro-batches; those of slices that others follow count more, for the gradients
+of their keys and values [Note: shares of a micro-batch]. While it computes, it needs a transient on top: a block of
+logits, or what a layer's backward needs, whichever is more (Hydraulis, appendix C.1, with the stages of the embeddings
+and of the head counted by themselves). Activations and transient grow with the tokens of a micro-batch; MaxLen is where
+the sum meets the device's bytes less a margin.
 
 `paper_memory.MemoryModel` is the paper's own formula with its constants A, B and alpha; this one counts a real model.
 """
@@ -23,6 +26,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from ds_hydra.costs.rank_bytes import ElementBytes, RankBytes, rank_bytes
+from ds_hydra.costs.shares import CONTEXT, UNTIL_WEIGHT
 from ds_hydra.pipe.model_plan import LOGITS_AT_ONCE, ModelPlan
 from ds_hydra.pipe.placement import Strategy, place_pipeline, place_strategy
 from ds_hydra.pipe.schedules.registry import most_alive
@@ -39,13 +43,17 @@ class Activations:
     """Bytes per token of a whole micro-batch on one rank, for one TP and SP degree.
 
     `layer`, `first` and `last` are kept from forward to backward, by each layer, by the embeddings and by what
-    follows the layers (logits apart); `transient` is needed while a layer computes its backward.
+    follows the layers (logits apart); `transient` is needed while a layer computes its backward. Of what is kept the
+    share `until_weight` stays from the input's gradient to the weights' where the backward is split, and a token of a
+    slice that others follow keeps the share `context` more [Note: shares of a micro-batch].
     """
 
     layer: float
     first: float
     last: float
     transient: float = 0.0
+    until_weight: float = UNTIL_WEIGHT
+    context: float = CONTEXT
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +72,8 @@ class Needs:
     per_token: float  # activations that are kept, of all micro-batches under way
     alive: float  # how many these count as
     transient: float  # per token, while a layer computes its backward
+    until_weight: float  # share of the activations that stays after the input's gradient
+    context: float  # tokens that a token counts more in a slice that others follow
 
     @property
     def states(self) -> int:
@@ -72,8 +82,12 @@ class Needs:
 
     def total(self, num_tokens: int) -> int:
         """All bytes with micro-batches of this many tokens."""
+        return self.held(self.alive * num_tokens, num_tokens)
+
+    def held(self, kept_tokens: float, num_tokens: int) -> int:
+        """All bytes with so many tokens kept at once, while one of micro-batches of up to `num_tokens` computes."""
         on_top = max(self._logits(num_tokens), self.transient * num_tokens)
-        return self.states + math.ceil(self.per_token * num_tokens + on_top)
+        return self.states + math.ceil(self.per_token / self.alive * kept_tokens + on_top)
 
     def max_length(self, capacity: float) -> int:
         """Most tokens of a micro-batch within `capacity` bytes; 0 when the states alone do not fit."""
@@ -116,6 +130,7 @@ class JobMemory:
     grad_bytes: int | None = None  # of an element where gradients add up; None: the wider of the other two
     wire_bytes: int | None = None  # of an element of a gradient on its way; None: as in the compute dtype
     node_size: int | None = None  # ranks of a node; None: all of them
+    slices: bool = False  # whether plans may cut sequences
     strategies: Mapping[StrategyShape, Strategy] = field(default_factory=dict)
     _cache: dict[tuple[Shape, int], Needs] = field(default_factory=dict, compare=False, repr=False)
     _ranks: dict[StrategyShape, tuple[RankBytes, ...]] = field(default_factory=dict, compare=False, repr=False)
@@ -178,7 +193,8 @@ class JobMemory:
         layers = max(stage.num_layers for stage in placed)
         last = any(stage.ranges[-1].last == self.plan.num_layers for stage in placed)
         per_batch = layers * kept.layer + (kept.first if index == 0 else 0.0) + (kept.last if last else 0.0)
-        alive = max(most_alive(pipeline.schedule, shape.pp)[index] for pipeline in alike)
+        counts = (most_alive(one.schedule, shape.pp, 1, kept.until_weight)[index] for one in alike)
+        alive = max(shape.pp if self.slices else 1.0, *counts)
         rows = math.ceil(self.vocab / stage.tp)
         # Logits, an FP32 copy of 16 bit ones, and the probabilities that become their gradient.
         logits_bytes = self.param_bytes + max(4, self.param_bytes) + (4 if self.param_bytes < 4 else 0)
@@ -196,6 +212,8 @@ class JobMemory:
             per_token=alive * per_batch,
             alive=alive,
             transient=kept.transient,
+            until_weight=kept.until_weight,
+            context=kept.context,
         )
 
     def _held(self, shape: PipelineShape, index: int) -> RankBytes:
@@ -232,7 +250,9 @@ def estimate_activations(
 
     Per token a layer keeps: its two normalised inputs with their FP32 copies and statistics, q, k, v and the attention
     output, gate, up and their product, residuals; TP divides what lies between its two collectives, SP all of it.
-    With checkpointing a layer keeps its input only, and what one layer keeps becomes the transient.
+    With checkpointing a layer keeps its input only, and what one layer keeps becomes the transient. A weight's gradient
+    needs the input and the gradient of the output of its layer. Slices keep FP32 gradients of their keys and values,
+    and with checkpointing the keys and values themselves, which no other backward needs.
     """
     key_value = 2.0 * max(kv_heads, tp) / heads * hidden
     whole = 2 * hidden * param_bytes + 2 * hidden * 4 + 2 * hidden * param_bytes
@@ -240,9 +260,18 @@ def estimate_activations(
     layer = (whole + cut / tp) / sp
     stream = hidden * param_bytes / sp
     transient = (cut / tp + whole) / sp
+    key_value /= tp * sp
     if checkpointing:
-        return Activations(stream, stream, 4 * stream, transient + layer)
-    return Activations(layer, stream, 4 * stream, transient)
+        return Activations(
+            stream, stream, 4 * stream, transient + layer,
+            until_weight=0.0, context=key_value * (param_bytes + 4) / stream,
+        )  # fmt: skip
+    # Inputs: normalised ones, of the attention's and the MLP's outputs. Gradients: of q, k, v, gate, up, both outputs.
+    needed = (2 * hidden + 2 * hidden) * param_bytes / sp
+    needed += ((2 * hidden + 3 * intermediate) / (tp * sp) + key_value) * param_bytes
+    return Activations(
+        layer, stream, 4 * stream, transient, until_weight=min(1.0, needed / layer), context=4 * key_value / layer
+    )
 
 
 def gibibytes(num_bytes: float) -> str:

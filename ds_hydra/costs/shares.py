@@ -16,7 +16,11 @@ scheme's b. The scheme with the least b * ranks of the table is taken to compute
 
 Memory is counted in tokens that a stage keeps with all their activations. From B to W it keeps nine tenths: inputs and
 output gradients of the matrix products. A slice that others follow keeps more than its tokens: the gradients of its
-keys and values, 4 bytes a hidden unit where a layer keeps 36 to 50 of them, so up to 0.11; less by kv heads / heads.
+keys and values, summed in FP32. These are 8 bytes a hidden unit where a layer keeps 36 to 50 of them, so up to 0.22;
+less by kv heads / heads. Of a layer that the backward computes again a token keeps the input only, and keys and values
+for the slices behind it: 2 and 4 of these 36 bytes, 0.17. That costs a further F, and leaves no W for later: what was
+computed again would have to stay for it.
+
 MaxLen tokens fit PP times on the first stage, which under 1F1B keeps PP micro-batches. So a stage has room for
 PP * MaxLen tokens, in whatever micro-batches.
 """
@@ -29,6 +33,9 @@ from typing import NamedTuple
 from ds_hydra.zero_hetero.errors import ConfigError
 
 COMPUTING_IN_WEIGHTS = 0.3  # of the computing time of b: nine tenths of a third
+UNTIL_WEIGHT = 0.9  # of what is kept from forward to backward, what the weights' gradients need
+CONTEXT = 0.22  # tokens that a token counts more in a slice that others follow
+RECOMPUTED = 0.17  # tokens that a token counts in a layer that is computed again
 
 
 class Terms(NamedTuple):
@@ -45,8 +52,9 @@ class Shares:
 
     forward: Terms
     weight: Terms
-    until_weight: float = 0.9  # of what is kept from forward to backward, what the weights' gradients need
-    context: float = 0.11  # tokens that a token counts more in a slice that others follow
+    until_weight: float = UNTIL_WEIGHT
+    context: float = CONTEXT
+    recomputed: float = RECOMPUTED
 
     def __post_init__(self) -> None:
         for name in Terms._fields:
@@ -56,10 +64,11 @@ class Shares:
                     f"shares of {name}: forward {forward!r} and weight {weight!r} must be at least 0 and together at "
                     "most 1; the rest is the backward's"
                 )
-        if not (0.0 <= self.until_weight <= 1.0 and 0.0 <= self.context < float("inf")):
+        within = 0.0 <= self.until_weight <= 1.0 and 0.0 <= self.recomputed <= 1.0
+        if not (within and 0.0 <= self.context < float("inf")):
             raise ConfigError(
-                f"shares of memory: until_weight {self.until_weight!r} must be within 0..1, and context "
-                f"{self.context!r} at least 0"
+                f"shares of memory: until_weight {self.until_weight!r} and recomputed {self.recomputed!r} must be "
+                f"within 0..1, and context {self.context!r} at least 0"
             )
 
     @classmethod

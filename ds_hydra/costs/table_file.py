@@ -4,11 +4,11 @@
 JSON of one object. "schemes" is the cost table: for each scheme its text, a, b, c, max_length and util_length, with
 "format", "version", "unit" and "source". The text of a scheme may be that of any pipeline, so it can name stages by
 their layers and by a class of devices. Since version 2 a scheme may have its measured "shares", too: "forward" and
-"weight" with one number for each of a, b and c, "until_weight" and "context" [Note: shares of a micro-batch]. A
-measured table adds its evidence: "job" says what it was measured for, "measured" how each entry was made, with every
-point, the fit, and each stage's own coefficients; "links", "step" and "activations" are figures that were measured
-beside it. A table without "job", such as a published one, fits any job. Keys that are not known are refused, so that a
-mistyped one is not silently without effect.
+"weight" with one number for each of a, b and c, "until_weight" and "context", and perhaps "recomputed"
+[Note: shares of a micro-batch]. A measured table adds its evidence: "job" says what it was measured for, "measured" how
+each entry was made, with every point, the fit, and each stage's own coefficients; "links", "step" and "activations" are
+figures that were measured beside it. A table without "job", such as a published one, fits any job. Keys that are not
+known are refused, so that a mistyped one is not silently without effect.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ _TABLE_KEYS = ("format", "version", "source", "unit", "schemes")
 _EVIDENCE_KEYS = ("job", "measured", "links", "step", "activations")
 _COST_KEYS = ("scheme", "a", "b", "c", "max_length", "util_length")
 _SHARES_KEYS = ("forward", "weight", "until_weight", "context")
+_MORE_SHARES_KEYS = ("recomputed",)
 # What must be equal between a table and a job, and what to do when it is not. Other things, such as the versions of
 # libraries, are written down for a reader and refuse nothing.
 _MUST_MATCH = {
@@ -186,20 +187,22 @@ def _read_scheme(row: object, more: tuple[str, ...], place: str) -> SchemeCost:
 
 def _shares_record(shares: Shares) -> dict[str, Any]:
     return {"forward": shares.forward._asdict(), "weight": shares.weight._asdict(),
-            "until_weight": shares.until_weight, "context": shares.context}  # fmt: skip
+            "until_weight": shares.until_weight, "context": shares.context,
+            "recomputed": shares.recomputed}  # fmt: skip
 
 
 def _read_shares(record: object) -> Shares:
     """ConfigError for what is no number, missing, unknown or out of range."""
-    if not isinstance(record, dict) or set(record) != set(_SHARES_KEYS):
+    if not isinstance(record, dict) or set(record) - set(_MORE_SHARES_KEYS) != set(_SHARES_KEYS):
         raise ConfigError(f'"shares" must hold {", ".join(_SHARES_KEYS)}, each once; profile again')
     terms = [record["forward"], record["weight"]]
     if not all(isinstance(part, dict) and set(part) == set(Terms._fields) for part in terms):
         raise ConfigError('"forward" and "weight" of "shares" must hold one number for each of a, b and c')
-    numbers = [*terms[0].values(), *terms[1].values(), record["until_weight"], record["context"]]
+    memory = {key: value for key, value in record.items() if key not in ("forward", "weight")}
+    numbers = [*terms[0].values(), *terms[1].values(), *memory.values()]
     if any(isinstance(number, bool) or not isinstance(number, int | float) for number in numbers):
         raise ConfigError(f'"shares" must be numbers but are {record}')
-    return Shares(Terms(**terms[0]), Terms(**terms[1]), record["until_weight"], record["context"])
+    return Shares(Terms(**terms[0]), Terms(**terms[1]), **memory)
 
 
 def _read_job(job: object, place: str) -> JobFingerprint:

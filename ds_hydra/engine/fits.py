@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from ds_hydra.costs.cost_table import CostTable
-from ds_hydra.costs.memory import Activations, JobMemory, estimate_activations, gibibytes
+from ds_hydra.costs.memory import Activations, JobMemory, Shape, estimate_activations, gibibytes
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.pipe.stage import ModelSource
+from ds_hydra.planner.cutting import Pipe
 from ds_hydra.zero_hetero.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -98,10 +99,13 @@ def check_memory(
     strategies: Sequence[StrategyShape],
     longest: int,
     place: str,
+    *,
+    no_slices: str,
 ) -> None:
     """Refuse a job that cannot run: ConfigError names what does not fit, by how much, and the key to change.
 
-    `place` says which sequence is the longest. The table's own MaxLen counts, measured or estimated.
+    `place` says which sequence is the longest, `no_slices` why plans hold it whole; empty: they may cut it. The table's
+    own MaxLen counts, measured or estimated.
     """
     lines = []
     for index, strategy in enumerate(strategies):
@@ -122,15 +126,39 @@ def check_memory(
     # One pipeline that holds the longest sequence is enough: the planner puts a sequence only where it fits, so the
     # other pipelines get the shorter ones.
     candidates = {pipeline.cost_key for strategy in strategies for pipeline in strategy.pipelines}
-    best = max(candidates, key=lambda scheme: table[scheme].max_length)
-    limit = table[best].max_length
-    if longest <= limit:
-        return
-    needs = memory.fullest(best, longest)
-    total = needs.total(longest)
+    limits = {scheme: _longest(table, scheme, slices=not no_slices) for scheme in candidates}
+    best = max(candidates, key=limits.__getitem__)
+    if longest > limits[best]:
+        raise ConfigError(
+            f"{place} {longest} tokens but no candidate strategy holds more than {limits[best]} "
+            + _too_long(table, memory, best, longest, no_slices)
+        )
+
+
+def _longest(table: CostTable, scheme: Shape, *, slices: bool) -> int:
+    """Tokens of the longest sequence that a pipeline can run: as a whole, or in slices if it may be cut."""
+    cost = table[scheme]
+    return max(int(cost.max_length), Pipe(cost, table.shares(scheme)).longest if slices else 0)
+
+
+def _too_long(table: CostTable, memory: JobMemory, best: Shape, longest: int, no_slices: str) -> str:
+    """What a sequence would need under the scheme that holds the most, and the ways out."""
+    max_length = int(table[best].max_length)
+    if no_slices:
+        needs = memory.fullest(best, longest)
+        total = needs.total(longest)
+        limit, what = "in one micro-batch", "that sequence"
+        in_slices = _longest(table, best, slices=True)
+        hint = f"Sequences are not cut: {no_slices}. "
+        hint += f"In slices that scheme would hold {in_slices} tokens. " if in_slices > max_length else ""
+    else:
+        kept = longest * (1.0 + table.shares(best).context)
+        needs = max(memory.stages(best), key=lambda needs: needs.held(kept, max_length))
+        total = needs.held(kept, max_length)
+        limit = f"in slices of up to {max_length}, which live together on each stage"
+        what, hint = "all slices of that sequence and the gradients of their keys and values", ""
     over = f", {gibibytes(total - memory.capacity)} more than a rank may use" if total > memory.capacity else ""
-    raise ConfigError(
-        f"{place} {longest} tokens but no candidate strategy holds more than {limit} in one micro-batch: with that "
-        f"sequence stage {needs.stage} of {best} needs about {gibibytes(total)}{over}. Add a strategy with larger tp, "
-        "sp or pp, set hydra.activation_checkpointing, or lower hydra.context_length"
+    return (
+        f"{limit}: with {what} stage {needs.stage} of {best} needs about {gibibytes(total)}{over}. {hint}Add a "
+        "strategy with larger tp, sp or pp, set hydra.activation_checkpointing, or lower hydra.context_length"
     )

@@ -61,14 +61,16 @@ def prepare(job: Job, world: World) -> Prepared:
     # Strategies are proposed by the limited table: one that does not fit must not be proposed.
     candidates, checked = _candidates(job, world, found.table, lengths)
     strategies = {c: place_strategy(c, world.num_ranks, plan.num_layers) for c in candidates}
+    no_slices = 'hydra.chunks is "off"' if config.chunks == "off" else plan.no_slices or checked.no_slices
+    planned_whole = no_slices or _planned_whole(found.table)
     with together(world.channel, "counting the memory of all strategies together"):
-        memory = memory.together(strategies)
+        memory = replace(memory.together(strategies), slices=not planned_whole)
         if not config.shapes:
             memory = _without_the_largest(memory, found.table, longest)
         found = _limited(job, world, found, memory)
     where = "sequences may have" if job.data is None else f"sequence {int(job.data.lengths.argmax())} has"
-    check_memory(found.table, memory, tuple(memory.strategies), longest, where)
-    no_slices = 'hydra.chunks is "off"' if config.chunks == "off" else plan.no_slices or checked.no_slices
+    whole = no_slices if config.choose == "replay" else planned_whole  # recorded plans may hold slices all the same
+    check_memory(found.table, memory, tuple(memory.strategies), longest, where, no_slices=whole)
     return Prepared(found, memory.strategies, shape.params // world.num_ranks, no_slices)
 
 
@@ -77,6 +79,13 @@ def _least_memory(world: World) -> float:
     # Devices of one kind may differ by some MiB. MaxLen must not: schedules are made from it, the same on every rank.
     mine = torch.tensor([rank_memory(world.device, world.node_size)], dtype=torch.float64)
     return float(world.channel.rows(mine).min())
+
+
+def _planned_whole(table: CostTable) -> str:
+    """Why the planner cuts no sequence though it may; empty: it does."""
+    if any(cost.shares is not None for cost in table.costs):
+        return ""
+    return "the cost table has no measured shares of forward and backward; `ds-hydra profile` measures them"
 
 
 def _costs(job: Job, world: World, shape: ModelShape, longest: int, device_bytes: float) -> tuple[TableFile, JobMemory]:

@@ -50,12 +50,15 @@ def work_of(batch: MicroBatchPlan, cost: SchemeCost, shares: Shares, *, parts: i
     forward, weight = (
         sum(share * term for share, term in zip(part, terms, strict=True)) for part in (shares.forward, shares.weight)
     )
-    tokens = batch.num_tokens * (1.0 + shares.context * followed)
-    kept = round(UNITS * tokens / parts)
+    # A layer that is computed again gives its memory back until then, and has its weights' gradients computed at once.
+    again, tokens = batch.recompute, batch.num_tokens
+    contexts = tokens * shares.context * followed
+    backward = whole - forward - weight + again * (forward + weight)
+    waiting = ((1.0 - again) * tokens + contexts) * shares.until_weight
     return Work(
         forward=max(1, round(1e3 * forward / parts)),
-        backward=max(1, round(1e3 * (whole - forward - weight) / parts)),
-        weight=round(1e3 * weight / parts),
-        kept=kept,
-        until_weight=round(kept * shares.until_weight),
+        backward=max(1, round(1e3 * backward / parts)),
+        weight=round(1e3 * (1.0 - again) * weight / parts),
+        kept=round(UNITS * (tokens + contexts - again * (1.0 - shares.recomputed) * tokens) / parts),
+        until_weight=int(UNITS * waiting / parts),
     )

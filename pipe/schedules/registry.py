@@ -15,7 +15,7 @@ from ds_hydra.pipe.schedules.forward_only import forward_only
 from ds_hydra.pipe.schedules.list_order import list_order
 from ds_hydra.pipe.schedules.lower import lower
 from ds_hydra.pipe.schedules.one_f_one_b import one_f_one_b
-from ds_hydra.pipe.schedules.simulate import peak_alive
+from ds_hydra.pipe.schedules.simulate import KEPT_FOR_WEIGHTS, peak_alive
 from ds_hydra.pipe.schedules.zb_h1 import zb_h1
 from ds_hydra.zero_hetero.errors import PlanError
 
@@ -72,19 +72,23 @@ def evaluation_slots(batches: Batches, num_stages: int, stage: int) -> tuple[Slo
 
 
 @lru_cache(maxsize=1024)
-def most_alive(name: str, num_stages: int, slices: int = 1) -> tuple[float, ...]:
-    """Micro-batches that each stage keeps at once at most, however many there are in a step; of a schedule that keeps
-    within a stage's room, as many as 1F1B, after which that room is measured.
+def most_alive(
+    name: str, num_stages: int, slices: int = 1, until_weight: float = KEPT_FOR_WEIGHTS
+) -> tuple[float, ...]:
+    """Micro-batches that each stage keeps at once at most, however many there are in a step.
 
-    `slices`: the most that a sequence is cut into. PlanError if a schedule keeps ever more the more micro-batches there
-    are: then no length of micro-batches is always safe.
+    A schedule that keeps within a stage's room may fill it on every stage; the room is what 1F1B keeps on the first one
+    [Note: shares of a micro-batch]. `slices`: the most that a sequence is cut into; `until_weight`: what is kept of a
+    micro-batch after its input's gradient. PlanError if a schedule keeps ever more the more micro-batches there are:
+    then no length of micro-batches is always safe.
     """
     if name in WEIGHED:
-        return most_alive("1f1b", num_stages, slices)
+        return (float(num_stages),) * num_stages
     # 1F1B on 3 stages keeps (3, 2, 1) both with 6 and with 12 micro-batches. All forwards before all backwards would
     # keep 6 and 12: a step of more micro-batches than were measured would run out of memory in the middle of training.
     few, many = (
-        peak_alive(orders(name, Batches.in_slices([slices] * (count * num_stages)), num_stages)) for count in (2, 4)
+        peak_alive(orders(name, Batches.in_slices([slices] * (count * num_stages)), num_stages), until_weight)
+        for count in (2, 4)
     )
     if few != many:
         raise PlanError(

@@ -24,7 +24,8 @@ SHARES = {
     "weight_gradient": FORWARD_SHARE,
 }
 KEPT_FOR_WEIGHTS = 0.9
-"""Of a micro-batch's activations, what a stage still keeps between its input gradient and its weight gradient.
+"""Of a micro-batch's activations, what a stage still keeps between its input gradient and its weight gradient, where
+nobody has measured it.
 
 Inputs of linear layers stay, and the gradients of their outputs join them, while all else is freed: of the 36 bytes
 that a layer keeps for each token and feature (Hydraulis, appendix C.1), 32 are replaced.
@@ -172,11 +173,11 @@ def simulate_works(orders: Sequence[Order], batches: Batches) -> int:
     return round(simulate(orders, batches, lambda _, action: works[action.microbatch].takes(action.kind)).total)
 
 
-def alive_counts(order: Order) -> tuple[float, ...]:
+def alive_counts(order: Order, until_weight: float = KEPT_FOR_WEIGHTS) -> tuple[float, ...]:
     """Micro-batches whose activations a stage keeps while each action of its order runs.
 
     They are kept from the forward on until all gradients are computed; without any, only while the forward runs. From
-    its input gradient on `KEPT_FOR_WEIGHTS` of a micro-batch is kept.
+    its input gradient on `until_weight` of a micro-batch is kept.
     """
     # F0 F1 B0 F2 B1 B2 keeps 1 2 2 2 2 1: a micro-batch still counts while its own backward runs. F0 I0 F1 W0 I1 W1
     # keeps 1 1 1.9 1.9 1 0.9. The parts of a V count apart.
@@ -185,7 +186,7 @@ def alive_counts(order: Order) -> tuple[float, ...]:
     whole = waiting = 0  # as whole numbers, so that equal stages have equal counts to the bit
     for position, action in enumerate(order):
         whole += action.kind == "forward"
-        counts.append(whole + KEPT_FOR_WEIGHTS * waiting)
+        counts.append(whole + until_weight * waiting)
         if action.kind == "input_gradient":
             whole, waiting = whole - 1, waiting + 1
         elif action.kind == "weight_gradient":
@@ -195,9 +196,9 @@ def alive_counts(order: Order) -> tuple[float, ...]:
     return tuple(counts)
 
 
-def peak_alive(orders: Sequence[Order]) -> tuple[float, ...]:
+def peak_alive(orders: Sequence[Order], until_weight: float = KEPT_FOR_WEIGHTS) -> tuple[float, ...]:
     """The most micro-batches that each stage keeps at once."""
-    return tuple(max(alive_counts(order), default=0) for order in orders)
+    return tuple(max(alive_counts(order, until_weight), default=0) for order in orders)
 
 
 def peak_units(order: Order, batches: Batches) -> int:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
-from ds_hydra.costs.memory import Activations, JobMemory, estimate_activations
+from ds_hydra.costs.memory import Activations, JobMemory, estimate_activations, gibibytes
 from ds_hydra.costs.shape_costs import price, used_schemes, with_shapes
+from ds_hydra.costs.shares import Shares, Terms
 from ds_hydra.costs.table_file import TableFile, read_table, table_record
 from ds_hydra.pipe.model_plan import ModelPlan, ParamSpec, ShardRule, make_buckets
 from ds_hydra.pipe.placement import place_strategy
@@ -161,15 +164,66 @@ def test_a_stage_keeps_as_many_micro_batches_as_its_schedule_says(monkeypatch: p
         job().needs(PipelineShape.parse("pp4/none"), 0)
 
 
-def test_a_split_backward_keeps_the_same_on_every_stage_but_a_tenth() -> None:
+def test_a_split_backward_keeps_the_same_on_every_stage_but_what_no_weight_needs() -> None:
     usual, split = job().stages(ParallelScheme(pp=4)), job().stages(PipelineShape.parse("pp4/zb-h1"))
     one = [needs.per_token / (4 - index) for index, needs in enumerate(usual)]
     assert [needs.per_token for needs in split] == pytest.approx(
-        [(4 - index + 0.9 * index) * kept for index, kept in enumerate(one)]
+        [(4 - index + job().activations[1, 1].until_weight * index) * kept for index, kept in enumerate(one)]
     )
     both = [StrategyShape.parse("2*pp4"), StrategyShape.parse("2*pp4/zb-h1")]
     held = job().together({shape: place_strategy(shape, 8, job().plan.num_layers) for shape in both})
     assert [needs.per_token for needs in held.stages(ParallelScheme(pp=4))] == [needs.per_token for needs in split]
+
+
+def test_a_sequence_in_slices_has_the_room_of_all_micro_batches_less_its_contexts() -> None:
+    from ds_hydra.engine.fits import check_memory
+
+    shares = Shares(Terms(0.3, 0.3, 0.3), Terms(0.0, 0.3, 0.1), context=0.25)
+    table = CostTable((SchemeCost(ParallelScheme(pp=4), 1e-6, 0.1, 1.0, 4096, 1, shares),))
+    strategies = [StrategyShape.parse("2*pp4")]
+    check_memory(table, job(), strategies, int(4 * 4096 / 1.25), "sequence 3 has", no_slices="")
+    with pytest.raises(ConfigError, match=r"13108 tokens .* more than 13107 in slices of up to 4096.*keys and values"):
+        check_memory(table, job(), strategies, 13108, "sequence 3 has", no_slices="")
+    with pytest.raises(ConfigError, match=r"more than 4096 in one .*not cut: told\. In slices .* hold 13107 tokens"):
+        check_memory(table, job(), strategies, 5000, "sequence 3 has", no_slices="told")
+    tight = job(device=40 * 2**20)
+    stages = tight.stages(ParallelScheme(pp=4))
+    first = stages[0].held(100_000 * 1.25, 4096)
+    assert first == stages[0].states + math.ceil(125_000 * stages[0].per_token / 4 + 4096 * stages[0].transient)
+    most = max(needs.held(100_000 * 1.25, 4096) for needs in stages)
+    with pytest.raises(ConfigError, match=rf"about {gibibytes(most)}, {gibibytes(most - tight.capacity)} more than"):
+        check_memory(table, tight, strategies, 100_000, "sequence 3 has", no_slices="")
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "list"])
+def test_every_stage_has_the_room_that_plans_with_slices_may_fill(schedule: str) -> None:
+    shape = PipelineShape.parse(f"pp4/{schedule}")
+    cut = job(device=64 * 2**20, slices=True)
+    limit = cut.max_length(shape)
+    for needs in cut.stages(shape):
+        assert needs.held(4 * limit, limit) <= cut.capacity
+    whole = job(device=64 * 2**20)
+    assert (whole.max_length(shape) > limit) == (schedule == "1f1b"), "a list order fills its room in any case"
+
+
+def test_what_waits_for_weights_gradients_is_counted_as_it_was_measured() -> None:
+    shape = PipelineShape.parse("pp4/zb-h1")
+    figures = {key: replace(one, until_weight=0.5) for key, one in job().activations.items()}
+    one = job().stages(ParallelScheme(pp=4))[-2].per_token / 2
+    assert replace(job(), activations=figures).needs(shape, 2).per_token == pytest.approx((2 + 2 * 0.5) * one)
+
+
+def test_estimated_shares_of_memory_are_those_of_the_layer() -> None:
+    """7B Llama in BF16: 45.5 bytes a hidden unit, of which 8 are FP32 gradients of keys and values if there are any."""
+    usual, few, again = (
+        estimate_activations(4096, 11008, 32, heads, 2, 1, 1, checkpointing=checkpointing)
+        for heads, checkpointing in ((32, False), (8, False), (32, True))
+    )
+    assert usual.layer / 4096 == pytest.approx(45.5, abs=0.1)
+    assert usual.context == pytest.approx(8 / 45.5, abs=1e-3)
+    assert usual.until_weight == pytest.approx(32.1 / 45.5, abs=1e-3)
+    assert few.context < usual.context / 3
+    assert (again.until_weight, again.context) == (0.0, (8 + 4) / 2)
 
 
 def test_states_that_do_not_fit_give_zero_and_no_device_gives_an_error() -> None:
@@ -186,14 +240,15 @@ def test_jobs_that_do_not_fit_are_refused_with_numbers_and_keys() -> None:
     table = CostTable(tuple(SchemeCost(ParallelScheme(tp), 1e-6, 0.1, 1.0, 4096) for tp in (1, 2)))
     strategies = [StrategyShape.parse("8*tp1"), StrategyShape.parse("4*tp2")]
     tight = job(8, device=3 * 2**20)
+    check = partial(check_memory, no_slices="this test wants it")
     with pytest.raises(ConfigError, match=r"(?s)hydra\.strategies\[0\].*MiB.*more than the.*larger tp or pp"):
-        check_memory(table, tight, strategies, 100, "sequence 3 has")
+        check(table, tight, strategies, 100, "sequence 3 has")
     with pytest.raises(ConfigError, match=r"sequence 3 has 5000 tokens .* more than 4096 .*hydra\.context_length"):
-        check_memory(table, job(), strategies, 5000, "sequence 3 has")
-    check_memory(table, job(), strategies, 4096, "sequence 3 has")
+        check(table, job(), strategies, 5000, "sequence 3 has")
+    check(table, job(), strategies, 4096, "sequence 3 has")
     states_only = job(8, device=job().fullest(ParallelScheme(), 1).states / job().capacity * GIB)
     with pytest.raises(ConfigError, match=r"hydra\.strategies\[0\].*stage 0 of tp1 .*and one token"):
-        check_memory(within_memory(table, states_only), states_only, strategies, 100, "sequence 3 has")
+        check(within_memory(table, states_only), states_only, strategies, 100, "sequence 3 has")
     small = within_memory(table, job(8, device=40 * 2**20))
     assert 1 <= small[ParallelScheme()].max_length < 4096
     with pytest.raises(ConfigError, match="no scheme fits"):

@@ -291,7 +291,7 @@ def test_slices_that_live_together_must_fit_a_stage() -> None:
         if slices == 2:
             validate_plan(plan, table, 2)
         else:
-            with pytest.raises(PlanError, match=r"keeps up to 225 tokens .* room for 200|need 225400 units .* 200000"):
+            with pytest.raises(PlanError, match=r"keeps up to 240 tokens .* room for 200|need 240800 units .* 200000"):
                 validate_plan(plan, table, 2)
 
 
