@@ -201,7 +201,7 @@ class _PutOff(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, Tensor | None, None, None]:  # type: ignore[override]
         x, weight = ctx.saved_tensors  # a checkpointed layer is computed again here
-        ctx.queue.put(ctx.module, x, dy)
+        ctx.queue.put(ctx.module, x.detach(), dy)  # else what waits would keep the graph, down to the stage's input
         bias = dy.reshape(-1, dy.shape[-1]).sum(0) if ctx.needs_input_grad[2] else None
         return dy @ weight, None, bias, None, None
 

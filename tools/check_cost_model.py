@@ -29,8 +29,8 @@ from ds_hydra.costs.table_file import read_table_file
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.planner.options import PlannerOptions
 from ds_hydra.planner.selection import Planner
+from ds_hydra.profiling.entry import entry_from_record
 from ds_hydra.profiling.fit import NAMES, Point, fit_points
-from ds_hydra.profiling.survey import entry_from_record
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 
 TABLES = Path(__file__).resolve().parents[1] / "examples" / "cost_tables"

@@ -27,8 +27,8 @@ from ds_hydra.commands.profile_request import make_request
 from ds_hydra.commands.profile_session import Session, measure
 from ds_hydra.costs.table_file import TableFile, read_table_file
 from ds_hydra.engine.fits import rank_memory
+from ds_hydra.profiling.entry import entry_from_record
 from ds_hydra.profiling.fit import Point
-from ds_hydra.profiling.survey import entry_from_record
 
 MEDIAN_AIM, P90_AIM = 0.05, 0.12  # held-out error
 
@@ -108,6 +108,7 @@ def show(made: TableFile, args: argparse.Namespace, name: str, seconds: float) -
                      how))  # fmt: skip
     print_table(("scheme", "a ms/tok^2", "b ms/tok", "c ms", "std. errors", "not fixed", "MaxLen", "UtilLen",
                  "held-out med", "p90", "spread", "how"), rows)  # fmt: skip
+    show_split(made)
     errors.sort()
     missed = [] if errors else ["no scheme had memory for a length to test the fit on"]
     errors = errors or [0.0]
@@ -123,6 +124,32 @@ def show(made: TableFile, args: argparse.Namespace, name: str, seconds: float) -
     )
     figures = {"seconds": seconds, "held_out_median": median, "held_out_p90": p90, "record": made.to_record()}
     return finish(name, summary, figures, missed, args.json)
+
+
+def show_split(made: TableFile) -> None:
+    """Print the shares of forward and weights' gradients, and how well they predict what they were not fitted to."""
+    rows = []
+    for scheme in made.table.schemes:
+        cost = made.table[scheme]
+        fit = (entry := entry_from_record(scheme, (made.measured or {})[str(scheme)]).slowest).fit
+        if cost.shares is None or entry.split is None:
+            continue
+        small = [fit.error(point) for point in entry.points if sum(point.lengths) < cost.util_length]
+        forward, weight = (
+            " ".join(f"{share:.2f}" for share in part) for part in (cost.shares.forward, cost.shares.weight)
+        )
+        errors = (sum(small) / len(small) if small else None, entry.split.held_out, entry.split.slices,
+                  entry.split.slice_parts)  # fmt: skip
+        kept = (f"{cost.shares.until_weight:.2f}", f"{cost.shares.context:.2f}")
+        shown = ("-" if error is None else f"{error:.1%}" for error in errors)
+        rows.append((str(cost.scheme), forward, weight, *kept, *shown))
+    if rows:
+        print(
+            "shares of a, b and c in the forward and the weights' gradients, and of memory; errors: mean of lengths "
+            "below UtilLen, of the parts of held-out lengths, of whole slices with context, and of their parts"
+        )
+        headers = ("scheme", "F: a b c", "W: a b c", "until W", "context", "small", "parts", "slices", "their parts")
+        print_table(headers, rows)
 
 
 if __name__ == "__main__":

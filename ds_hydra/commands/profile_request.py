@@ -40,6 +40,7 @@ class Request:
     clock: Literal["wall", "cpu"]
     dtype: torch.dtype
     grad_dtype: torch.dtype | None  # where gradients add up; None: FP32 or wider
+    wire_dtype: torch.dtype | None  # of gradients on their way; None: as computed in
     device: torch.device
     job: JobFingerprint
     make_optimizer: MakeOptimizer
@@ -81,6 +82,7 @@ def make_request(args: argparse.Namespace) -> Request:
         clock=_clock(args.clock, device),
         dtype=job.dtype,
         grad_dtype=job.grad_dtype,
+        wire_dtype=job.wire_dtype,
         device=device,
         job=describe_job(source, device, job.dtype, num_gpus),
         make_optimizer=job.make_optimizer,

@@ -19,11 +19,12 @@ from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.costs.memory import Activations, JobMemory
 from ds_hydra.costs.table_file import TableFile, activations_from_record, activations_record, write_atomically
 from ds_hydra.pipe.shape import ParallelScheme
+from ds_hydra.profiling.entry import SchemeEntry, entry_from_record
 from ds_hydra.profiling.link_timer import message_sizes, time_links
 from ds_hydra.profiling.links import Links, links_from_record, read_links
 from ds_hydra.profiling.stage_memory import measure_activations
 from ds_hydra.profiling.step_timer import step_costs
-from ds_hydra.profiling.survey import SchemeEntry, Survey, entry_from_record
+from ds_hydra.profiling.survey import Survey
 from ds_hydra.profiling.within_memory import within_memory
 from ds_hydra.ranks.forked import run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -104,7 +105,7 @@ class Session:
         memory = JobMemory(
             r.source.plan, r.num_gpus, self.activations, r.dtype.itemsize, device_bytes=device_bytes,
             vocab=r.source.vocab_size or 1, grad_bytes=r.grad_dtype.itemsize if r.grad_dtype else None,
-            node_size=r.node_size,
+            wire_bytes=r.wire_dtype.itemsize if r.wire_dtype else None, node_size=r.node_size,
         )  # fmt: skip
         costs, measured = [], {}
         for name, entry in self.done.items():
@@ -118,9 +119,9 @@ class Session:
                 print(f"{name}: left out, its model states need {needs.states / 2**30:.2f} GiB of a rank's "
                       f"{memory.capacity / 2**30:.2f} GiB")  # fmt: skip
                 continue
-            cost, record = _cost(scheme, entry, limit)
-            costs.append(cost)
-            measured[name] = record | {"memory": _memory_record(memory, scheme)}
+            kept = self.activations[scheme.tp, scheme.sp]
+            costs.append(entry_from_record(scheme, entry).cost(limit, kept))
+            measured[name] = entry | {"memory": _memory_record(memory, scheme)}
         if not costs:
             raise ConfigError(
                 f"no scheme fits: not even one token beside the model states in {device_bytes / 2**30:.2f} GiB a rank; "
@@ -130,11 +131,6 @@ class Session:
         return TableFile(CostTable(tuple(costs), source), r.job, measured,
                          self.links.to_record() if self.links else None, self.step,
                          self.activations)  # fmt: skip
-
-
-def _cost(scheme: ParallelScheme, entry: dict[str, Any], limit: int) -> tuple[Any, dict[str, Any]]:
-    read = entry_from_record(scheme, entry)
-    return read.cost(limit), entry
 
 
 def _memory_record(memory: JobMemory, scheme: ParallelScheme) -> dict[str, Any]:

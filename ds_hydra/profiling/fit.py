@@ -42,12 +42,14 @@ class Point:
     spread: float = 0.0  # (median - least) / least of the repeats
     held_out: bool = False  # kept from the fit, to test it
     chunked: bool = False  # the loss was computed in blocks, its head twice; cost tables hold it by this name
+    start: int = 0  # tokens of the first sequence before these, of which they are a slice
 
     @property
     def terms(self) -> tuple[float, float, float, float]:
         """What a, b, c and r are multiplied by."""
         tokens = float(sum(self.lengths))
-        return float(sum(n * n for n in self.lengths)), tokens, 1.0, tokens if self.chunked else 0.0
+        squares = float(sum(n * n for n in self.lengths) + 2 * self.start * self.lengths[0])
+        return squares, tokens, 1.0, tokens if self.chunked else 0.0
 
 
 @dataclass(frozen=True, slots=True)

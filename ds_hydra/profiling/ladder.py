@@ -1,7 +1,8 @@
 """A range of lengths in, the micro-batches to measure out. Pure.
 
 Single sequences stand on a geometric ladder; packs of the same tokens in shorter sequences tell a from b. Every
-other rung between is held out of the fit, to test it on lengths it has not seen.
+other rung between is held out of the fit, to test it on lengths it has not seen. Some rungs run a second time with the
+backward split, to time its parts; and with them slices of sequences, which no fit sees.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ class Rung:
 
     lengths: tuple[int, ...]
     held_out: bool
+    start: int = 0  # tokens of the sequence before these, which are a slice of it
 
 
 def make_ladder(shortest: int, longest: int, num_rungs: int) -> tuple[Rung, ...]:
@@ -54,6 +56,22 @@ def beyond_block(rungs: Sequence[Rung], block_tokens: int | None, most_tokens: i
     # Two packs to fit by and one between them to test, all a little above the step in the head's time.
     totals = ((block_tokens * 9 // 8, False), (block_tokens * 5 // 4, True), (block_tokens * 11 // 8, False))
     return tuple(Rung(split_evenly(total, -(-4 * total // longest)), held_out) for total, held_out in totals)
+
+
+def split_rungs(rungs: Sequence[Rung], block_tokens: int | None) -> tuple[Rung, ...]:
+    """Micro-batches to run with the backward split, in rising order, and slices after them.
+
+    Of the ladder every second one of the fit and every second one that is held out, as far as the head is computed once
+    (if there are such). The slices are an eighth and a quarter of the longest sequence at its end, and a quarter that
+    ends in its middle; all held out.
+    """
+    once = [rung for rung in rungs if block_tokens is None or sum(rung.lengths) <= block_tokens]
+    once = once if len({sum(rung.lengths) for rung in once if not rung.held_out}) > 1 else list(rungs)
+    chosen = [rung for held_out in (False, True) for rung in [r for r in once if r.held_out == held_out][::2]]
+    longest = max(max(rung.lengths) for rung in rungs)
+    ends = ((7 * longest // 8, longest), (3 * longest // 4, longest), (longest // 4, longest // 2))
+    slices = [Rung((stop - start,), True, start) for start, stop in ends if 0 < start < stop]
+    return (*sorted(chosen, key=lambda rung: (sum(rung.lengths), len(rung.lengths))), *slices)
 
 
 def split_evenly(tokens: int, parts: int) -> tuple[int, ...]:

@@ -6,13 +6,13 @@ It lets one rank compute its true share of a stage [Note: how an entry is made].
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 
 from ds_hydra.profiling.links import Collective
-from ds_hydra.zero_hetero.clock import Clock, Stopwatch
+from ds_hydra.zero_hetero.clock import Clock, Laps, Stopwatch
 
 
 class _Done(dist.Work):
@@ -20,8 +20,20 @@ class _Done(dist.Work):
         return True
 
 
+class StoodIn(NamedTuple):
+    """What was asked of a group, and the copies that it made for that."""
+
+    calls: tuple[Collective, ...]
+    laps: Laps
+
+    @property
+    def seconds(self) -> float:
+        """What standing in took; the device must have done all that was started."""
+        return sum(spent.whole_s for spent in self.laps.spent().values())
+
+
 class LocalGroup(dist.ProcessGroup):
-    """Stands in for a group of `num_ranks`; `calls` lists what was asked of it, `seconds` tells what standing in took.
+    """Stands in for a group of `num_ranks`; `take` tells what was asked of it, and what standing in took.
 
     `clock` is the one of whoever takes these seconds off a time. Wall time off CPU time could leave less than nothing
     on a machine that others use too, and the host's time off a device's would take off the launch of a copy only.
@@ -34,20 +46,16 @@ class LocalGroup(dist.ProcessGroup):
         super().__init__(rank, num_ranks)  # type: ignore[call-arg]
         self.num_ranks = num_ranks
         self._watch = Stopwatch(clock)
-        self.calls: list[Collective] = []
+        self._calls: list[Collective] = []
 
-    def forget(self) -> None:
-        """Start counting anew."""
-        self.calls = []
-        self._watch.take()
-
-    def seconds(self) -> float:
-        """Seconds since it was last asked or told to forget; the device must have done all that was started."""
-        return sum(spent.whole_s for spent in self._watch.take().spent().values())
+    def take(self) -> StoodIn:
+        """All since it was last taken."""
+        calls, self._calls = tuple(self._calls), []
+        return StoodIn(calls, self._watch.take())
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> _Done:  # type: ignore[override]
         for tensor in tensors:
-            self.calls.append(Collective("all_reduce", self.num_ranks, tensor.nbytes))
+            self._calls.append(Collective("all_reduce", self.num_ranks, tensor.nbytes))
         return _Done()
 
     def allgather(  # type: ignore[override]
@@ -56,7 +64,7 @@ class LocalGroup(dist.ProcessGroup):
         # The copies below stand in for what the network would have brought: their time is not the stage's own.
         with self._watch.lap("receive"):
             for parts, mine in zip(outputs, inputs, strict=True):
-                self.calls.append(Collective("all_gather", self.num_ranks, mine.nbytes * self.num_ranks))
+                self._calls.append(Collective("all_gather", self.num_ranks, mine.nbytes * self.num_ranks))
                 for part in parts:
                     part.copy_(mine)
         return _Done()
@@ -64,7 +72,7 @@ class LocalGroup(dist.ProcessGroup):
     def alltoall_base(
         self, output: Tensor, source: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], opts: Any = None
     ) -> _Done:
-        self.calls.append(Collective("all_to_all", self.num_ranks, max(output.nbytes, source.nbytes)))
+        self._calls.append(Collective("all_to_all", self.num_ranks, max(output.nbytes, source.nbytes)))
         # Uneven all-to-alls receive more or less than they send: what there is no value for is filled with ones.
         shared = min(output.numel(), source.numel())
         with self._watch.lap("receive"):

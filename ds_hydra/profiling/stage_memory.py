@@ -17,11 +17,14 @@ import torch
 from torch import Tensor
 
 from ds_hydra.costs.memory import Activations
+from ds_hydra.pipe.contexts import Contexts
 from ds_hydra.pipe.model_plan import LOGITS_AT_ONCE
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.placement import split_layers
+from ds_hydra.pipe.rows import Chunk
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.pipe.stage import ModelSource
+from ds_hydra.profiling.allocations import Allocations
 from ds_hydra.profiling.stage_timer import StageTimer
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -53,7 +56,7 @@ def kept_bytes(timer: StageTimer, lengths: Sequence[int]) -> int:
     inputs = [t for t in (batch.input_ids, batch.labels, batch.weights, batch.position_ids) if t is not None]
     own |= {tensor.untyped_storage().data_ptr() for tensor in inputs}
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        out = timer.module.forward(None if timer.place.is_first else timer._hidden(batch, grad=True), batch)
+        out = timer.forward(batch)
     if not timer.place.is_last:
         seen[out.untyped_storage().data_ptr()] = out.untyped_storage().nbytes()
     return sum(seen.values())
@@ -83,7 +86,8 @@ def footprint(timer: StageTimer, lengths: Sequence[int]) -> Footprint:
 def measure_activations(
     source: ModelSource, tp: int, sp: int, device: torch.device, dtype: torch.dtype, num_tokens: int
 ) -> Activations:
-    """Bytes per token kept by layers, embeddings and head, and the transient, by running local shapes.
+    """Bytes per token kept by layers, embeddings and head, the transient, and what stays of a split backward and for
+    slices, by running local shapes.
 
     A stage of a few layers in the middle tells the layers' own, the stages before and after it the rest.
     """
@@ -95,12 +99,59 @@ def measure_activations(
     counts = split_layers(plan.num_layers, stages)
     kept = [kept_bytes(timer, (num_tokens,)) / num_tokens for timer in timers]
     kept[-1] -= _probabilities(timers[-1], num_tokens) / num_tokens
-    if stages < 3:
-        layer = sum(kept) / plan.num_layers
-        return Activations(layer, 0.0, 0.0, _transient(timers[0], num_tokens))
-    layer = kept[1] / counts[1]
-    first, last = (max(0.0, kept[i] - counts[i] * layer) for i in (0, -1))
-    return Activations(layer, first, last, _transient(timers[1], num_tokens))
+    middle = timers[1] if stages == 3 else timers[0]
+    layer = kept[1] / counts[1] if stages == 3 else sum(kept) / plan.num_layers
+    first, last = (max(0.0, kept[i] - counts[i] * layer) for i in (0, -1)) if stages == 3 else (0.0, 0.0)
+    context = 0.0 if plan.no_slices else kept_for_slices(middle, num_tokens)
+    until_weight = kept_until_weight(middle, num_tokens)
+    return Activations(layer, first, last, _transient(middle, num_tokens), until_weight, context)
+
+
+def kept_until_weight(timer: StageTimer, num_tokens: int) -> float:
+    """Of what a micro-batch keeps from its forward on, the share that stays after the input's gradient."""
+    batch = timer.batch((num_tokens,))
+    with Allocations(timer.device) as found:
+        with timer.queue.of(0):
+            out = timer.forward(batch)
+        found.mark()
+        with timer.queue.of(0, backward=True):
+            timer.backward(out)
+        del out
+        found.mark()
+        timer.queue.run([0])
+    kept, until_weight = found.held
+    return min(1.0, until_weight / kept)
+
+
+def kept_for_slices(timer: StageTimer, num_tokens: int) -> float:
+    """What a token keeps more in a slice than in a whole sequence, as a share of what it keeps there.
+
+    Of two slices, it is what the first keeps more after the second one's backward, which leaves gradients of keys and
+    values behind, and what both keep more than a whole sequence before it, such as keys and values of layers that are
+    computed again.
+    """
+    size = num_tokens // 2
+    contexts = Contexts(2 * size)
+    slices = [timer.batch((size,), Chunk(start, start + size, contexts)) for start in (0, size)]
+    whole = timer.batch((2 * size,))
+    with Allocations(timer.device) as found:
+        timer.run(whole)
+        found.mark()
+        out = timer.forward(whole)
+        found.mark()
+        timer.backward(out)
+        del out
+        found.mark()
+        outs = [timer.forward(slices[0])]
+        found.mark()
+        outs.append(timer.forward(slices[1]))
+        found.mark()
+        timer.backward(outs.pop())
+        found.mark()
+        timer.backward(outs.pop())
+    before, alone, nothing, one, both, after = found.held
+    kept = alone - before
+    return (after - one + max(0, both - nothing - kept)) / kept
 
 
 def _transient(timer: StageTimer, num_tokens: int) -> float:

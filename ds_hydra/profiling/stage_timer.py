@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ds_hydra.pipe.contexts import Contexts
 from ds_hydra.pipe.model_plan import LOGITS_AT_ONCE
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.placement import Stage, place_pipeline
-from ds_hydra.pipe.rows import MicroBatch, Pack, position_ids
+from ds_hydra.pipe.rows import Chunk, MicroBatch, Pack, position_ids
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape
 from ds_hydra.pipe.stage import ModelSource, StageModule, StagePlace, shard_view
+from ds_hydra.pipe.weight_gradients import SplitBackward
 from ds_hydra.profiling.links import Collective, Links
 from ds_hydra.profiling.local_group import LocalGroup
 from ds_hydra.zero_hetero.clock import Clock, clock_of
 
+_SPLITS = "list"  # a schedule whose stages can put their weights' gradients off
+
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One micro-batch on one stage: `ms` without collectives that did not really run."""
+    """A micro-batch on one stage, or a part of one: `ms` without collectives that did not really run."""
 
     ms: float
     calls: tuple[Collective, ...]  # collectives that were counted, not run
@@ -32,7 +37,8 @@ class StageTimer:
     """One rank's share of one stage with parameters and gradients, ready to run any micro-batch.
 
     Without groups the collectives are counted instead of run [Note: how an entry is made]. Parameters are random:
-    nothing depends on their values. Routers of mixtures of experts then balance as untrained ones do.
+    nothing depends on their values. Routers of mixtures of experts then balance as untrained ones do. The stage can
+    run its backward as one, or split.
     """
 
     def __init__(
@@ -51,7 +57,8 @@ class StageTimer:
     ) -> None:
         self.device, self.dtype, self._clock = device, dtype, clock or clock_of(device)
         self.scheme, self.source = scheme, source
-        pipeline = place_pipeline(PipelineShape.of(scheme), 0, source.plan.num_layers)
+        shape = replace(PipelineShape.of(scheme), schedule=_SPLITS)
+        pipeline = place_pipeline(shape, 0, source.plan.num_layers)
         stage = pipeline.stages[stage_index]
         self.local: list[LocalGroup] = []
         if tp_group is None and sp_group is None:
@@ -66,11 +73,17 @@ class StageTimer:
         self.local.append(LocalGroup(0, degree, self._clock))
         return self.local[-1]
 
-    def batch(self, lengths: Sequence[int]) -> MicroBatch:
-        """Random tokens of these lengths, as this rank's stage would see them."""
-        pack = Pack(tuple(lengths), self.place.sp_rank, self.place.stage.sp, self.place.sp_group)
+    @property
+    def queue(self) -> SplitBackward:
+        """Where weights' gradients wait while a backward runs split."""
+        assert self.module.weight_gradients is not None, "the stage is built for a schedule that splits backwards"
+        return self.module.weight_gradients
+
+    def batch(self, lengths: Sequence[int], chunk: Chunk | None = None) -> MicroBatch:
+        """Random tokens of these lengths, as this rank's stage would see them; the first may be those of a slice."""
+        pack = Pack(tuple(lengths), self.place.sp_rank, self.place.stage.sp, self.place.sp_group, chunk=chunk)
         start, stop = pack.local
-        positions = torch.tensor([position_ids(pack.lengths, start, stop)], device=self.device)
+        positions = torch.tensor([position_ids(pack.lengths, start, stop, past=pack.past)], device=self.device)
         size = stop - start
         vocab = self.source.vocab_size or 1
         ids = torch.randint(0, vocab, (1, size), device=self.device)
@@ -84,10 +97,23 @@ class StageTimer:
             weights if self.place.is_last else None,
         )
 
+    def last_slice(self, start: int, size: int) -> MicroBatch:
+        """The last `size` tokens of a sequence, of which `start` tokens have run forward: what they keep is there."""
+        contexts = Contexts(start + size)
+        with torch.no_grad():
+            self.forward(self.batch((start,), Chunk(0, start, contexts)))
+        return self.batch((size,), Chunk(start, start + size, contexts))
+
     def run(self, batch: MicroBatch) -> None:
         """Forward and backward of one micro-batch, gradients accumulating as in training."""
-        hidden = None if self.place.is_first else self._hidden(batch, grad=True)
-        out = self.module.forward(hidden, batch)
+        self.backward(self.forward(batch))
+
+    def forward(self, batch: MicroBatch) -> Tensor:
+        """Forward of one micro-batch, from random hidden states where the stage is not the first."""
+        return self.module.forward(None if self.place.is_first else self._hidden(batch), batch)
+
+    def backward(self, out: Tensor) -> None:
+        """The backward of what a forward has returned."""
         torch.autograd.backward(out, None if self.place.is_last else torch.ones_like(out))
 
     def time(self, lengths: Sequence[int], *, warm_up: int = 1) -> Timing:
@@ -95,16 +121,48 @@ class StageTimer:
         batch = self.batch(lengths)
         for _ in range(warm_up):
             self.run(batch)
+        return self._timed(lambda: self.run(batch))[0]
+
+    def time_parts(self, lengths: Sequence[int], start: int = 0) -> tuple[Timing, ...]:
+        """Milliseconds of the forward, the input's gradient and the weights' gradients of one micro-batch.
+
+        With `start` it is one slice, the last of a sequence of which so many tokens come before it.
+        """
+        batch = self.last_slice(start, sum(lengths)) if start else self.batch(lengths)
+        outs: list[Tensor] = []
+
+        def forward() -> None:
+            with self.queue.of(0):
+                outs.append(self.forward(batch))
+
+        def input_gradient() -> None:
+            with self.queue.of(0, backward=True):
+                self.backward(outs.pop())
+
+        try:
+            return self._timed(forward, input_gradient, lambda: self.queue.run([0]))
+        finally:  # where memory ends in the middle, all is given back
+            outs.clear()
+            self.queue.forget()
+
+    def _timed(self, *parts: Callable[[], None]) -> tuple[Timing, ...]:
+        """The times of parts that run one after the other; the host waits for the device before and after them all."""
         for group in self.local:
-            group.forget()
+            group.take()
         self._clock.wait()
-        began = self._clock.now()
-        self.run(batch)
-        ended = self._clock.now()
+        moments, stood_in = [self._clock.now()], []
+        for part in parts:
+            part()
+            moments.append(self._clock.now())
+            stood_in.append([group.take() for group in self.local])
         self._clock.wait()
-        standing_in = sum(group.seconds() for group in self.local)
-        seconds = self._clock.seconds(began, ended) - standing_in
-        return Timing(1e3 * seconds, tuple(call for group in self.local for call in group.calls))
+        return tuple(
+            Timing(
+                1e3 * (self._clock.seconds(begin, end) - sum(each.seconds for each in stood)),
+                tuple(call for each in stood for call in each.calls),
+            )
+            for (begin, end), stood in zip(pairwise(moments), stood_in, strict=True)
+        )
 
     @property
     def block_tokens(self) -> int | None:
@@ -124,11 +182,11 @@ class StageTimer:
         size = num_tokens // self.scheme.sp * width * self.dtype.itemsize
         return links.ms(Collective("p2p", 2, size), inter_node=inter_node) * 2 * neighbours
 
-    def _hidden(self, batch: MicroBatch, *, grad: bool) -> Tensor:
+    def _hidden(self, batch: MicroBatch) -> Tensor:
         start, stop = batch.pack.local
         width = self.source.width(self.place.stage.first_layer)
         hidden = torch.randn((1, stop - start, width), device=self.device, dtype=self.dtype)
-        return hidden.requires_grad_(grad)
+        return hidden.requires_grad_()
 
 
 def _install(
@@ -146,12 +204,14 @@ def _install(
         for slot in slots:
             parameter = module.install(slot, buffer)
             if parameter.requires_grad:
-                _collect(parameter, shard_view(slot, grads))
+                _collect(module, parameter, shard_view(slot, grads))
     return total
 
 
-def _collect(parameter: nn.Parameter, gradients: Tensor) -> None:
+def _collect(module: StageModule, parameter: nn.Parameter, gradients: Tensor) -> None:
     """Gradients accumulate where training accumulates them: in FP32 beside 16 bit parameters."""
+    assert module.weight_gradients is not None, "as `StageTimer.queue`"
+    module.weight_gradients.add_to(parameter, gradients)
     if gradients.dtype == parameter.dtype:
         parameter.grad = gradients
         return

@@ -9,29 +9,26 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Literal, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from ds_hydra.costs.cost_table import SchemeCost
 from ds_hydra.pipe.placement import place_strategy, split_layers
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.pipe.stage import ModelSource
-from ds_hydra.profiling.fit import Fit, Point, fit_points
-from ds_hydra.profiling.ladder import Rung, beyond_block
+from ds_hydra.profiling.entry import How, SchemeEntry, StageEntry
+from ds_hydra.profiling.fit import Point, fit_points
+from ds_hydra.profiling.ladder import Rung, beyond_block, split_rungs
 from ds_hydra.profiling.links import Collective, Links
+from ds_hydra.profiling.split_fit import SplitPoint, fit_split
 from ds_hydra.profiling.stage_timer import StageTimer, Timing
 from ds_hydra.profiling.within_memory import free_unused, within_memory
 from ds_hydra.ranks.groups import GroupCache
 from ds_hydra.zero_hetero.clock import Clock, HostClock, clock_of
-
-How = Literal["ranks", "local shapes"]
-UTILISED = 0.85  # of the best throughput: where UtilLen lies (Hydraulis, appendix D)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,78 +44,11 @@ class RepeatBudget:
         return max(self.least, min(self.most, int(1e3 * self.seconds / max(once_ms, 1e-3))))
 
 
-@dataclass(frozen=True)
-class StageEntry:
-    """One stage of a scheme: what was measured of it and its own coefficients."""
+class _Sampled(NamedTuple):
+    """One part of a micro-batch: milliseconds of each repeat, and the collectives that were counted, not run."""
 
-    index: int
-    num_layers: int
-    how: How
-    points: tuple[Point, ...]
-    fit: Fit
-    block_tokens: int | None = None  # a micro-batch of more computes its head twice
-    no_room_tokens: int | None = None  # tokens of the micro-batch at which the device ran out of memory
-
-
-@dataclass(frozen=True)
-class SchemeEntry:
-    """One scheme: its slowest stage's coefficients are the scheme's."""
-
-    scheme: ParallelScheme
-    stages: tuple[StageEntry, ...]
-    clock: str
-    scaled_links: bool  # some collective's time was scaled from a group of another size
-
-    @property
-    def slowest(self) -> StageEntry:
-        """The stage with the largest load in the middle of the ladder, on a logarithmic scale."""
-        # Which stage that is depends on the lengths: a large head weighs per token, c per micro-batch.
-        probe = self.stages[0].points[len(self.stages[0].points) // 2]
-        return max(self.stages, key=lambda stage: stage.fit.predict(probe))
-
-    def cost(self, max_length: int) -> SchemeCost:
-        """The scheme's row of a cost table.
-
-        With PP = 1 a plan fills its micro-batches, so their heads are computed twice if any are; with more it keeps
-        them small. Where the device ran out of memory MaxLen is smaller, whatever the memory model says.
-        """
-        max_length = min([max_length, *(s.no_room_tokens - 1 for s in self.stages if s.no_room_tokens is not None)])
-        fit, block = self.slowest.fit, self.slowest.block_tokens
-        filled = self.scheme.pp == 1 and block is not None and max_length > block
-        a, b = fit.a, fit.b + (fit.r if filled else 0.0)
-        b = b if a or b else 1e-9  # a table refuses costs that do not grow with the length
-        return SchemeCost(self.scheme, a, b, fit.c, max_length, utilised_length(fit, max_length))
-
-    def record(self) -> dict[str, Any]:
-        """As the table file holds it."""
-        slowest = self.slowest
-        return {
-            "how": slowest.how,
-            "clock": self.clock,
-            "scaled_links": self.scaled_links,
-            "slowest_stage": slowest.index,
-            "held_out_median": slowest.fit.held_out_median,
-            "held_out_p90": slowest.fit.held_out_p90,
-            "unidentified": list(slowest.fit.unidentified),
-            "stages": [
-                {
-                    "index": stage.index,
-                    "num_layers": stage.num_layers,
-                    "chunk_tokens": stage.block_tokens,
-                    "no_room_tokens": stage.no_room_tokens,
-                    "fit": asdict(stage.fit),
-                    "points": [asdict(point) for point in stage.points],
-                }
-                for stage in self.stages
-            ],
-        }
-
-
-def utilised_length(fit: Fit, max_length: int) -> int:
-    """UtilLen: the fewest tokens with 85% of the best throughput l / T(l) up to `max_length`."""
-    lengths = np.unique(np.geomspace(1, max_length, 512).astype(np.int64))
-    rate = lengths / (fit.a * lengths.astype(np.float64) ** 2 + fit.b * lengths + fit.c)
-    return int(lengths[int(np.argmax(rate >= UTILISED * rate.max()))])
+    ms: list[float]
+    calls: tuple[Collective, ...]
 
 
 def distinct_stages(num_layers: int, scheme: ParallelScheme) -> tuple[int, ...]:
@@ -185,7 +115,8 @@ class Survey:
         if timer is None:
             return None
         block = timer.block_tokens if scheme.pp == 1 else None  # with more, micro-batches are kept small
-        self._run(timer, self._rungs[0])  # later rungs need no warm-up: the median drops a slow first run
+        # Later rungs need no warm-up: the median drops a slow first run.
+        self._run(lambda: (timer.time(self._rungs[0].lengths, warm_up=0),))
         points: list[Point] = []
         no_room: int | None = None
         for rung in (*self._rungs, *beyond_block(self._rungs, block, self._most_tokens)):
@@ -197,7 +128,9 @@ class Survey:
         if len({sum(point.lengths) for point in points if not point.held_out}) < 2:
             return None
         num_layers = timer.place.stage.last_layer - timer.place.stage.first_layer
-        return StageEntry(index, num_layers, how, tuple(points), fit_points(points), block, no_room)
+        fit, in_parts = fit_points(points), self._split_points(timer, no_room)
+        split = fit_split(in_parts, fit)
+        return StageEntry(index, num_layers, how, tuple(points), fit, block, no_room, in_parts, split)
 
     def _builder(self, scheme: ParallelScheme, index: int, how: How) -> Callable[[], StageTimer]:
         """What builds the stage, without communication."""
@@ -216,44 +149,89 @@ class Survey:
         tp_group, sp_group = (self._groups.get(of(self._rank)) for of in (mine.tp_ranks, mine.sp_ranks))
         return partial(timer, tp_group=tp_group, sp_group=sp_group, tp_rank=tp_rank, sp_rank=sp_rank)
 
-    def _run(self, timer: StageTimer, rung: Rung) -> Timing | None:
-        """Time one micro-batch on this rank; None if it has no memory for it."""
-        try:
-            return timer.time(rung.lengths, warm_up=0)
-        except torch.OutOfMemoryError:
-            pass  # here the traceback still holds the tensors of the run
-        free_unused()
-        return None
-
-    def _point(self, timer: StageTimer, rung: Rung) -> Point | None:
-        """One micro-batch: the slowest rank's time in each repeat, the median over the repeats.
+    def _samples(
+        self, measure: Callable[[], tuple[Timing, ...]], num_parts: int, most: int | None = None
+    ) -> tuple[_Sampled, ...] | None:
+        """Each part's times of one micro-batch: the slowest rank's in each repeat, of which there are `most`, if given.
 
         None on all ranks where one has no memory for it. (Ranks of a tensor or sequence parallel group allocate alike,
         so one of them does not wait in a collective for another that has failed.)
         """
         # The first run tells how many there are time for. All ranks must agree on that number, or some would wait in a
         # collective for ever, so it follows from the slowest rank's time.
-        samples: list[float] = []
-        calls: tuple[Collective, ...] = ()
+        rows: list[list[float]] = []
+        calls: list[tuple[Collective, ...]] = []
         repeats = 1
-        while len(samples) < repeats:
+        while len(rows) < repeats:
             self._meet()
-            timing = self._run(timer, rung)
-            samples.append(self._over_ranks(math.inf if timing is None else timing.ms))
-            if timing is None or math.isinf(samples[-1]):
+            timings = self._run(measure)
+            rows.append(self._over_ranks([math.inf] * num_parts if timings is None else [part.ms for part in timings]))
+            if timings is None or math.inf in rows[-1]:
                 return None
-            calls = timing.calls
-            if len(samples) == 1:
-                repeats = self._budget.repeats(samples[0])
-        compute, least = statistics.median(samples), min(samples)
-        tokens = sum(rung.lengths)
-        inter_tp = self._crosses(timer.scheme.tp)
-        comm = self._links.total_ms(calls, inter_node=inter_tp) if calls else 0.0
-        if timer.scheme.pp > 1:
-            comm += timer.message_ms(tokens, self._links, inter_node=self._crosses(timer.scheme.num_ranks))
+            calls = [part.calls for part in timings]
+            if len(rows) == 1:
+                repeats = min(self._budget.repeats(sum(rows[0])), most or self._budget.most)
         self._on_point()
-        chunked = timer.block_tokens is not None and tokens > timer.block_tokens
+        return tuple(_Sampled([row[part] for row in rows], asked) for part, asked in enumerate(calls))
+
+    def _run(self, measure: Callable[[], tuple[Timing, ...]]) -> tuple[Timing, ...] | None:
+        """Time one micro-batch on this rank; None if it has no memory for it."""
+        try:
+            return measure()
+        except torch.OutOfMemoryError:
+            pass  # here the traceback still holds the tensors of the run
+        free_unused()
+        return None
+
+    def _point(self, timer: StageTimer, rung: Rung) -> Point | None:
+        """One micro-batch, forward and backward; None where there is no memory for it."""
+        found = self._samples(lambda: (timer.time(rung.lengths, warm_up=0),), 1)
+        if found is None:
+            return None
+        (whole,), tokens = found, sum(rung.lengths)
+        compute, least = statistics.median(whole.ms), min(whole.ms)
+        comm = self._collectives_ms(timer, whole) + self._message_ms(timer, tokens)
+        chunked = self._in_blocks(timer, tokens)
         return Point(rung.lengths, compute + comm, compute, comm, compute / least - 1.0, rung.held_out, chunked)
+
+    def _split_points(self, timer: StageTimer, no_room: int | None) -> tuple[SplitPoint, ...]:
+        """Micro-batches with the backward split, and slices, as far as the model can be cut and there is memory."""
+        found: list[SplitPoint] = []
+        most = math.inf if no_room is None else no_room
+        for rung in split_rungs(self._rungs, timer.block_tokens):
+            tokens = sum(rung.lengths)
+            if rung.start + tokens >= most or (rung.start and timer.source.plan.no_slices):
+                continue
+            parts = self._samples(partial(timer.time_parts, rung.lengths, rung.start), 3, self._budget.least)
+            if parts is None:
+                most = rung.start + tokens  # split, it keeps more than in one
+                continue
+            forward, backward, weight = (
+                statistics.median(part.ms) + self._collectives_ms(timer, part) for part in parts
+            )
+            message = self._message_ms(timer, tokens) / 2  # the hidden states, and then their gradients
+            found.append(
+                SplitPoint(
+                    rung.lengths, rung.start, forward + message, backward + message, weight, rung.held_out,
+                    self._in_blocks(timer, tokens),
+                )
+            )  # fmt: skip
+        return tuple(found)
+
+    @staticmethod
+    def _in_blocks(timer: StageTimer, tokens: int) -> bool:
+        """Whether a micro-batch computes its head twice."""
+        return timer.block_tokens is not None and tokens > timer.block_tokens
+
+    def _collectives_ms(self, timer: StageTimer, part: _Sampled) -> float:
+        """Milliseconds of collectives that were counted and not run."""
+        return self._links.total_ms(part.calls, inter_node=self._crosses(timer.scheme.tp)) if part.calls else 0.0
+
+    def _message_ms(self, timer: StageTimer, tokens: int) -> float:
+        """Milliseconds of a micro-batch's messages to the neighbours in its pipeline."""
+        if timer.scheme.pp == 1:
+            return 0.0
+        return timer.message_ms(tokens, self._links, inter_node=self._crosses(timer.scheme.num_ranks))
 
     def _crosses(self, width: int) -> bool:
         """Whether so many neighbouring ranks lie on more than one node, and the links know of that."""
@@ -264,8 +242,8 @@ class Survey:
         if self._world > 1:
             dist.barrier(self._control)
 
-    def _over_ranks(self, ms: float) -> float:
-        """One time of all ranks' times; infinite if one of them is."""
+    def _over_ranks(self, ms: list[float]) -> list[float]:
+        """Times of all ranks' times; infinite where one of them is."""
         if self._world == 1:
             return ms
         # Ranks wait for each other, so the slowest one's wall time counts. CPU time does not see waiting: there the
@@ -273,27 +251,5 @@ class Survey:
         wall = self._clock_name == "wall"
         shared = torch.tensor(ms, dtype=torch.float64)
         dist.all_reduce(shared, op=dist.ReduceOp.MAX if wall else dist.ReduceOp.SUM, group=self._control)
-        return float(shared) if wall else float(shared) / self._world
-
-
-def entry_from_record(scheme: ParallelScheme, record: Mapping[str, Any]) -> SchemeEntry:
-    """Inverse of `SchemeEntry.record`."""
-    stages = tuple(
-        StageEntry(
-            stage["index"],
-            stage["num_layers"],
-            record["how"],
-            tuple(Point(**{**point, "lengths": tuple(point["lengths"])}) for point in stage["points"]),
-            Fit(
-                **{
-                    **stage["fit"],
-                    "standard_errors": tuple(stage["fit"]["standard_errors"]),
-                    "unidentified": tuple(stage["fit"]["unidentified"]),
-                }
-            ),
-            stage.get("chunk_tokens"),
-            stage.get("no_room_tokens"),
-        )
-        for stage in record["stages"]
-    )
-    return SchemeEntry(scheme, stages, record["clock"], record["scaled_links"])
+        found: list[float] = (shared if wall else shared / self._world).tolist()
+        return found

@@ -24,12 +24,19 @@ from ds_hydra.engine.fingerprint import describe_job
 from ds_hydra.engine.prepare import job_cost_table
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.shape import ParallelScheme
+from ds_hydra.profiling.entry import entry_from_record
 from ds_hydra.profiling.hollow import hollow_source
 from ds_hydra.profiling.ladder import make_ladder
 from ds_hydra.profiling.links import LinkFigure, Links
-from ds_hydra.profiling.stage_memory import footprint, measure_activations
+from ds_hydra.profiling.stage_memory import (
+    footprint,
+    kept_bytes,
+    kept_for_slices,
+    kept_until_weight,
+    measure_activations,
+)
 from ds_hydra.profiling.stage_timer import StageTimer
-from ds_hydra.profiling.survey import RepeatBudget, Survey, distinct_stages, entry_from_record
+from ds_hydra.profiling.survey import RepeatBudget, Survey, distinct_stages
 from ds_hydra.zero_hetero.clock import HostClock
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.ranks import run_ranks
@@ -80,6 +87,42 @@ def test_standing_in_for_ranks_is_timed_by_the_same_clock(source: CausalLM, sche
     """CPU time hardly moves while others have the machine, wall time does: their difference would be below 0."""
     timer = StageTimer(source, scheme, 0, CPU, torch.float32, clock=HostClock(lambda: 7.0))
     assert timer.time((40, 24)).ms == 0.0
+
+
+def test_parts_make_the_whole_and_ask_for_the_same_collectives(source: CausalLM) -> None:
+    timer = StageTimer(source, ParallelScheme(tp=2, pp=2), 1, CPU, torch.float32)
+    parameters = timer.module.parameters
+
+    def gradients() -> dict[str, torch.Tensor]:
+        """What has added up since it was last called."""
+        found = {name: parameter.grad.clone() for name, parameter in parameters.items()}
+        for parameter in parameters.values():
+            parameter.grad.zero_()
+        return found
+
+    torch.manual_seed(7)
+    calls, whole = timer.time((40, 24), warm_up=0).calls, gradients()
+    torch.manual_seed(7)
+    parts, split = timer.time_parts((40, 24)), gradients()
+    assert sorted(call for part in parts for call in part.calls) == sorted(calls)
+    assert not parts[2].calls, "no weight's gradient waits for a message"
+    assert all(part.ms > 0 for part in parts)
+    assert not timer.queue.unfinished
+    for name, value in whole.items():
+        torch.testing.assert_close(split[name], value, msg=lambda m, n=name: f"{n}: {m}")
+    assert all(part.ms > 0 for part in timer.time_parts((8,), 24))
+
+
+def test_what_is_kept_for_weights_and_slices_is_what_a_layer_counts(model: Path, source: CausalLM) -> None:
+    timer = StageTimer(source, ParallelScheme(pp=4), 1, CPU, torch.float32)
+    kept = kept_bytes(timer, (16,)) / 16
+    keys_and_values = 2 * 16 * 4  # features of 2 heads, in FP32
+    masks = (8 * 8 + 8 * 16) * (4 + 1) / 16  # a CPU's attention keeps those of slices, a device's has none
+    assert keys_and_values <= kept * kept_for_slices(timer, 16) <= keys_and_values + masks
+    inputs, gradients = 32 + 32 + 32 + 64, 32 + 16 + 16 + 32 + 64 + 64 + 32
+    assert kept * kept_until_weight(timer, 16) == pytest.approx(4 * (inputs + gradients), rel=0.05)
+    again = hollow_source(model, activation_checkpointing=True)
+    assert kept_until_weight(StageTimer(again, ParallelScheme(pp=4), 1, CPU, torch.float32), 16) < 0.05
 
 
 def test_only_stages_that_can_be_slowest_are_measured() -> None:
@@ -155,6 +198,10 @@ def test_the_tool_writes_a_table_that_a_job_takes(
     assert found.job is not None
     assert found.measured is not None
     assert found.measured["sp2"]["how"] == "local shapes"
+    for cost in found.table.costs:
+        assert cost.shares is not None
+        assert 0.1 < cost.shares.forward.b < 0.6
+        assert cost.shares.context == found.activations[cost.scheme.tp, cost.scheme.sp].context
     assert not list(tmp_path.glob("*.partial"))
 
     source = hollow_source(model)

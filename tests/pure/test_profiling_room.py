@@ -12,13 +12,14 @@ import torch
 from ds_hydra.commands.profile_request import Request
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.profiling import link_timer, step_timer, survey
+from ds_hydra.profiling.entry import SchemeEntry
 from ds_hydra.profiling.ladder import make_ladder
 from ds_hydra.profiling.link_timer import SIZES, message_sizes
 from ds_hydra.profiling.links import Links
 from ds_hydra.profiling.local_group import LocalGroup
 from ds_hydra.profiling.stage_timer import Timing
 from ds_hydra.profiling.step_timer import step_costs
-from ds_hydra.profiling.survey import RepeatBudget, SchemeEntry, Survey
+from ds_hydra.profiling.survey import RepeatBudget, Survey
 from ds_hydra.profiling.within_memory import within_memory
 from ds_hydra.zero_hetero.clock import HostClock
 from tests.support.fake_device import FakeDevice, FakeDeviceClock, Queued
@@ -35,7 +36,7 @@ def stand_in(clock_of: Callable[[FakeDevice], Any]) -> float:
     with Queued(device, 1.0, lambda: ""):
         group.allgather([[torch.empty(2) for _ in range(4)]], [torch.ones(2)])
     device.wait()
-    return group.seconds()
+    return group.take().seconds
 
 
 def test_a_stand_ins_copies_are_timed_on_the_device() -> None:
@@ -106,6 +107,7 @@ class SmallDevice:
     block_tokens = None
     scheme = ParallelScheme()
     place = SimpleNamespace(stage=SimpleNamespace(first_layer=0, last_layer=4))
+    source = SimpleNamespace(plan=SimpleNamespace(no_slices=""))
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if not self.most_tokens:
@@ -115,6 +117,12 @@ class SmallDevice:
         if sum(lengths) > self.most_tokens:
             raise FULL
         return Timing(2.0 * sum(lengths), ())
+
+    def time_parts(self, lengths: Sequence[int], start: int = 0) -> tuple[Timing, ...]:
+        """It keeps half as much again as in one."""
+        if 1.5 * (sum(lengths) + start) > self.most_tokens:
+            raise FULL
+        return tuple(Timing(ms * sum(lengths), ()) for ms in (0.6, 0.8, 0.6))
 
 
 def measured(most_tokens: int, monkeypatch: pytest.MonkeyPatch) -> SchemeEntry | None:
@@ -137,8 +145,12 @@ def test_the_ladder_stops_where_memory_ends(monkeypatch: pytest.MonkeyPatch) -> 
     assert entry.record()["stages"][0]["no_room_tokens"] == stage.no_room_tokens
     assert entry.cost(10_000).max_length == stage.no_room_tokens - 1
     assert entry.cost(100).max_length == 100
+    assert 0 < max(sum(point.lengths) + point.start for point in stage.split_points) <= 400 / 1.5
+    assert stage.split is not None
+    assert stage.split.forward.b == pytest.approx(0.3, abs=5e-3)
     whole = measured(10_000, monkeypatch)
     assert whole is not None
+    assert max(sum(point.lengths) + point.start for point in whole.stages[0].split_points) > 1000
     assert whole.stages[0].no_room_tokens is None
     assert whole.cost(10_000).max_length == 10_000
 
