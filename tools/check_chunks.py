@@ -6,6 +6,7 @@ schedules  random micro-batches under the list order: none stands still, memory 
            time below the bound or other than the order was made with
 mutations  schedules with one dependency broken: each is refused
 overheads  time over pure work by schedule and scheme, for batches of the planner's benchmark
+memory     predicted memory of stages under slices and split backward against the allocator's peak, small models
 
 Exits non-zero if an aim is missed.
 """
@@ -50,7 +51,19 @@ def check_overheads(quick: bool, missed: list[str]) -> list[dict[str, Any]]:
     return rows
 
 
-PARTS = {"schedules": check_schedules, "mutations": check_mutations, "overheads": check_overheads}
+def check_memory(quick: bool, missed: list[str]) -> list[dict[str, Any]]:
+    """Predicted and measured memory."""
+    from tools.chunks.memory import predicted_and_measured  # imports all that trains
+
+    return predicted_and_measured(quick, missed)
+
+
+PARTS = {
+    "schedules": check_schedules,
+    "mutations": check_mutations,
+    "overheads": check_overheads,
+    "memory": check_memory,
+}
 
 
 def main() -> int:

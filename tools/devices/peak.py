@@ -25,9 +25,11 @@ from torch import Tensor
 
 import ds_hydra.engine.engine  # noqa: F401
 from ds_hydra.costs.memory import JobMemory, Needs, Shape
+from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.step_plan import StepPlan
+from ds_hydra.profiling.allocations import Allocations
 from ds_hydra.profiling.hollow import hollow_source
 from ds_hydra.profiling.stage_memory import measure_activations
 from tests.support.ranks import run_ranks
@@ -102,6 +104,17 @@ class _Peak:
 
 def _train(rank: int, mix: Mix) -> _Peak:
     """One rank's run."""
+    peak, plans = train_and_measure(rank, CONFIG, _settings(mix), _sequences(mix), len(mix.strategies) + 1)
+    tokens: dict[Shape, int] = {}
+    for scheme, numel in (one for plan in plans for one in _micro_batches(plan)):
+        tokens[scheme] = max(tokens.get(scheme, 0), numel)
+    return _Peak(peak, tokens)
+
+
+def train_and_measure(
+    rank: int, sizes: dict[str, Any], settings: dict[str, Any], sequences: Sequence[Tensor], steps: int
+) -> tuple[int, list[dict[str, Any]]]:
+    """Train a model of these sizes on this rank: the most bytes at one time beside the model, and the steps' plans."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     import ds_hydra
@@ -110,28 +123,17 @@ def _train(rank: int, mix: Mix) -> _Peak:
     os.environ["KINETO_LOG_LEVEL"] = "9"  # it prints that it starts
     logging.getLogger("ds_hydra").setLevel(logging.ERROR)
     torch.manual_seed(0)
-    config = dict(CONFIG)
+    config = dict(sizes)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
     kept = [parameter.data for parameter in model.parameters()]  # what it frees was not given out by then
-    tokens: dict[Shape, int] = {}
-    with torch.autograd.profiler.profile(profile_memory=True) as profile:
-        engine = ds_hydra.initialize(model=model, training_data=_sequences(mix), config=_settings(mix))[0]
-        for _ in range(len(mix.strategies) + 1):
+    plans = []
+    with Allocations(torch.device("cpu")) as found:
+        engine = ds_hydra.initialize(model=model, training_data=sequences, config=settings)[0]
+        for _ in range(steps):
             engine.train_batch()
-            for scheme, numel in _micro_batches(engine.last_step.plan):
-                tokens[scheme] = max(tokens.get(scheme, 0), numel)
+            plans.append(engine.last_step.plan)
     del kept
-    return _Peak(_most(profile), tokens)
-
-
-def _most(profile: Any) -> int:
-    """The most bytes that were given out at one time."""
-    events = [event for event in profile.kineto_results.events() if event.name() == "[memory]"]
-    most = now = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        most = max(most, now)
-    return most
+    return found.peak, plans
 
 
 def _micro_batches(plan: dict[str, Any]) -> Iterator[tuple[Shape, int]]:
@@ -150,18 +152,24 @@ def _sequences(mix: Mix) -> list[Tensor]:
 
 def _settings(mix: Mix) -> dict[str, Any]:
     return {
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
         "bf16": {"enabled": mix.dtype == "bf16"},
         "data_types": {"grad_accum_dtype": mix.grad_dtype},
+        **quiet_settings(mix.sequences * LENGTH, mix.strategies, choose="cycle", node_size=mix.node_size),
+    }
+
+
+def quiet_settings(tokens: int, strategies: Sequence[str], **hydra: Any) -> dict[str, Any]:
+    """Settings of a job that does nothing but train; `hydra` adds to its block."""
+    return {
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
         "hydra": {
-            "tokens_per_step": mix.sequences * LENGTH,
-            "strategies": list(mix.strategies),
-            "choose": "cycle",
+            "tokens_per_step": tokens,
+            "strategies": list(strategies),
             "self_check": "off",
             "steps_file": None,
-            "node_size": mix.node_size,
             "planner": {"ahead": 0},
             "faults": {"heartbeat_seconds": 0},
+            **hydra,
         },
     }
 
@@ -169,10 +177,7 @@ def _settings(mix: Mix) -> dict[str, Any]:
 def _predict(mix: Mix, tokens: dict[Shape, int]) -> tuple[Needs, int]:
     """What the memory model says of the fullest stage, and the tokens of its micro-batches."""
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[mix.dtype]
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "config.json"
-        path.write_text(json.dumps(CONFIG))
-        source = hollow_source(path)
+    source = source_of(CONFIG)
     figures = {
         (stage.tp, stage.sp): measure_activations(source, stage.tp, stage.sp, torch.device("cpu"), dtype, LENGTH)
         for stage in _stages(mix.shapes)
@@ -185,6 +190,14 @@ def _predict(mix: Mix, tokens: dict[Shape, int]) -> tuple[Needs, int]:
     memory = memory.together({shape: place_strategy(shape, mix.num_ranks, layers) for shape in mix.shapes})
     needs = [(memory.fullest(scheme, numel), numel) for scheme, numel in tokens.items()]
     return max(needs, key=lambda one: one[0].total(one[1]))
+
+
+def source_of(sizes: dict[str, Any], *, activation_checkpointing: bool = False) -> CausalLM:
+    """Stages of a model of these sizes, to be measured."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.json"
+        path.write_text(json.dumps(sizes))
+        return hollow_source(path, activation_checkpointing=activation_checkpointing)
 
 
 def _stages(shapes: Sequence[StrategyShape]) -> set[Any]:
