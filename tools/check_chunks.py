@@ -7,6 +7,7 @@ schedules  random micro-batches under the list order: none stands still, memory 
 mutations  schedules with one dependency broken: each is refused
 overheads  time over pure work by schedule and scheme, for batches of the planner's benchmark
 memory     predicted memory of stages under slices and split backward against the allocator's peak, small models
+recompute  layers to compute again where a sequence has no room otherwise: the fast method against HiGHS
 
 Exits non-zero if an aim is missed.
 """
@@ -19,6 +20,7 @@ from typing import Any
 
 from ds_hydra.commands.figures import figures_parser, finish, guarded, print_table
 from tools.chunks.overheads import AIMS, overheads
+from tools.chunks.recompute import recompute_gaps
 from tools.chunks.sweep import FAULTS, sweep_cases, sweep_mutations
 
 CASES, QUICK_CASES = 100_000, 2_000
@@ -63,6 +65,7 @@ PARTS = {
     "mutations": check_mutations,
     "overheads": check_overheads,
     "memory": check_memory,
+    "recompute": recompute_gaps,
 }
 
 

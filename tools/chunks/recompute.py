@@ -1,0 +1,95 @@
+"""Layers to compute again where sequences are longer than a stage has room for: the fast method beside HiGHS.
+
+One long sequence and some short ones stand in micro-batches of several profiles, for 32B LLaMA on A800. "Eq. 20" counts
+layers of InfiniPipe's diagonals under 1F1B; "by micro-batch" counts what the forwards of layers cost that the list
+order, the schedule of plans, needs computed again, and compares it with all layers of all micro-batches.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from ds_hydra.commands.shipped import shipped
+from ds_hydra.costs.cost_table import CostTable
+from ds_hydra.pipe.shape import ParallelScheme
+from ds_hydra.planner.cut_moves import Cut
+from ds_hydra.planner.cutting import PROFILES, Pipe, cut
+from ds_hydra.planner.recompute import (
+    Covering,
+    cover,
+    cover_exactly,
+    covering,
+    diagonal_problem,
+    longest_recomputed,
+    recomputed,
+)
+
+LAYERS = 60  # of the model
+SCHEMES = ("tp4pp4", "tp2pp4", "tp8pp2", "tp4pp6")
+SLOTS = (6, 10, 17)
+SHORT = (900, 2500, 400, 4000, 1500, 700)
+MOST_GAP = 0.02  # in the mean of a scheme
+_SECONDS = 2.0, 20.0  # for one solution, quick and not
+
+
+def recompute_gaps(quick: bool, missed: list[str]) -> list[dict[str, Any]]:
+    """A row for each scheme: gaps of the fast method, its time, and what shares save against computing all again."""
+    table = CostTable.load(shipped("a800-32b"))
+    rows = []
+    for name in SCHEMES[: 2 if quick else None]:
+        scheme = ParallelScheme.parse(name)
+        pipe = Pipe(table[scheme], table.shares(scheme))
+        layers = LAYERS // scheme.pp
+        cases = list(_cases(pipe, (0.3,) if quick else (0.05, 0.3, 0.6, 0.95)))
+        eq20 = [_gap(diagonal_problem(pipe, made, layers), quick) for made in cases]
+        ours = [_gap(covering(pipe, made, layers), quick) for made in cases]
+        began = time.process_time()
+        found = [recomputed(pipe, made, layers) for made in cases]
+        ms = 1e3 * (time.process_time() - began) / len(cases)
+        ratios = [_time(pipe, some) / _time(pipe, _all_again(made)) for some, made in zip(found, cases, strict=True)]
+        rows.append({
+            "scheme": name, "cases": len(cases), "longest": pipe.longest, "all again": longest_recomputed(pipe),
+            "Eq. 20 gap": statistics.fmean(eq20), "worst": max(eq20), "by micro-batch gap": statistics.fmean(ours),
+            "its worst": max(ours), "ms": ms, "time / all again": statistics.fmean(ratios),
+        })  # fmt: skip
+        for what, gaps in (("Eq. 20", eq20), ("by micro-batch", ours)):
+            if statistics.fmean(gaps) > MOST_GAP:
+                missed.append(f"{name}: gap of {what} {statistics.fmean(gaps):.2%} in the mean, not <= {MOST_GAP:.0%}")
+    return rows
+
+
+def _cases(pipe: Pipe, between: tuple[float, ...]) -> Iterator[Cut]:
+    """Micro-batches with a sequence whose length lies between what fits without and with all layers again."""
+    for share in between:
+        longest = int(pipe.longest + share * (longest_recomputed(pipe) - pipe.longest))
+        lengths = [int(0.9 * longest), *(length for length in SHORT if length <= pipe.cost.max_length)]
+        for profile in PROFILES:
+            if profile.slots in SLOTS:
+                made = cut(pipe, profile, range(len(lengths)), lengths)
+                assert made is not None, "short sequences fit a micro-batch"
+                if recomputed(pipe, made, 1) is not None:
+                    yield made
+
+
+def _gap(problem: Covering, quick: bool) -> float:
+    """Cost of the fast solution over the bound that HiGHS proves, less 1."""
+    fast, exact = cover(problem), cover_exactly(problem, seconds=_SECONDS[not quick])
+    assert fast is not None, "the case can be solved with all layers again"
+    assert exact is not None, "HiGHS finds a solution where the fast method does"
+    assert (problem.saved @ fast >= problem.missing * (1 - 1e-6)).all(), "nothing is missing"
+    return float(problem.cost @ fast) / exact[1] - 1.0 if exact[1] > 0 else 0.0
+
+
+def _all_again(made: Cut) -> Cut:
+    return Cut(tuple(replace(batch, recompute=1.0) for batch in made.microbatches), made.before)
+
+
+def _time(pipe: Pipe, made: Cut | None) -> int:
+    assert made is not None, "the case fits"
+    us = pipe.us(pipe.batches(made))
+    assert us is not None, "what is computed again makes room"
+    return us
