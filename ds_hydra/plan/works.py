@@ -6,11 +6,10 @@ from collections.abc import Sequence
 
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.shares import Shares
+from ds_hydra.costs.stage_work import UNITS, stage_costs, stage_work
 from ds_hydra.pipe.schedules.batches import Batches, Work
 from ds_hydra.pipe.schedules.registry import WEIGHED
 from ds_hydra.plan.phase import MicroBatchPlan, PipelinePlan
-
-UNITS = 1000  # of memory in a token: whole numbers that are fine enough for what a slice keeps beside its tokens
 
 
 def has_formula(pipeline: PipelinePlan) -> bool:
@@ -30,10 +29,7 @@ def schedule_batches(pipeline: PipelinePlan, table: CostTable) -> Batches:
 def batches_of(
     microbatches: Sequence[MicroBatchPlan], before: tuple[int, ...], cost: SchemeCost, shares: Shares, *, parts: int
 ) -> Batches:
-    """Chains, times, memory and room of micro-batches, each with the one that it follows. PlanError for no chain.
-
-    A stage of two ranges of layers takes half of the time in each, and keeps half.
-    """
+    """Chains, times, memory and room of micro-batches, each with the one that it follows. PlanError for no chain."""
     followed = set(before)
     works = tuple(
         work_of(batch, cost, shares, parts=parts, followed=number in followed)
@@ -45,20 +41,5 @@ def batches_of(
 def work_of(batch: MicroBatchPlan, cost: SchemeCost, shares: Shares, *, parts: int, followed: bool) -> Work:
     """What a micro-batch takes on one virtual stage; `followed`: a later one goes on with one of its sequences."""
     squares = sum(stop * stop - start * start for _, start, stop in batch.spans)
-    terms = (cost.a * squares, cost.b * batch.num_tokens, cost.c)
-    whole = sum(terms)
-    forward, weight = (
-        sum(share * term for share, term in zip(part, terms, strict=True)) for part in (shares.forward, shares.weight)
-    )
-    # A layer that is computed again gives its memory back until then, and has its weights' gradients computed at once.
-    again, tokens = batch.recompute, batch.num_tokens
-    contexts = tokens * shares.context * followed
-    backward = whole - forward - weight + again * (forward + weight)
-    waiting = ((1.0 - again) * tokens + contexts) * shares.until_weight
-    return Work(
-        forward=max(1, round(1e3 * forward / parts)),
-        backward=max(1, round(1e3 * backward / parts)),
-        weight=round(1e3 * (1.0 - again) * weight / parts),
-        kept=round(UNITS * (tokens + contexts - again * (1.0 - shares.recomputed) * tokens) / parts),
-        until_weight=int(UNITS * waiting / parts),
-    )
+    costs = stage_costs(cost, shares, parts)
+    return Work(*stage_work(costs, squares, batch.num_tokens, followed, float(batch.recompute)))

@@ -64,8 +64,8 @@ def _orders(jobs: Jobs, batches: Batches) -> tuple[Order, ...]:
     assert took >= 0, f"the list order stands still with {batches} on {jobs.num_stages} stages"
     most = len(walk.actions) // jobs.num_stages
     return tuple(
-        tuple(_action(code, jobs) for code in walk.actions[stage * most : stage * most + count])
-        for stage, count in enumerate(walk.num_actions)
+        tuple(_action(walk.actions[stage * most + number], jobs) for number in range(walk.num_actions[stage]))
+        for stage in range(jobs.num_stages)
     )
 
 

@@ -26,8 +26,7 @@ are the fastest without it. An index `at` is virtual stage * n + micro-batch, n 
 
 from __future__ import annotations
 
-from collections.abc import MutableSequence, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from ds_hydra.pipe.schedules.virtual import virtual_stage
 
@@ -35,35 +34,49 @@ NEVER = 1 << 62
 FORWARD, BACKWARD, WEIGHT = 0, 1, 2
 
 
+class Row(Protocol):
+    """A list, a tuple or an array of whole numbers."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> int: ...
+
+
+class Numbers(Row, Protocol):
+    """One that can be written to."""
+
+    def __setitem__(self, index: int, value: int, /) -> None: ...
+
+
 class Jobs(NamedTuple):
     """What is to be done. Lists go by micro-batch where nothing else is said; times are microseconds."""
 
     num_stages: int
     parts: int
-    forward: Sequence[int]
-    backward: Sequence[int]
-    weight: Sequence[int]  # 0: the backward does it too
-    kept: Sequence[int]  # units of memory
-    until_weight: Sequence[int]
-    after: Sequence[int]  # `Batches.after`
-    reserved: Sequence[int]  # units that its first forward on a stage takes; 0 if an earlier one of its run has
+    forward: Row
+    backward: Row
+    weight: Row  # 0: the backward does it too
+    kept: Row  # units of memory
+    until_weight: Row
+    after: Row  # `Batches.after`
+    reserved: Row  # units that its first forward on a stage takes; 0 if an earlier one of its run has
     room: int  # units of a stage
 
 
 class Walk(NamedTuple):
     """How far the stages are; changed in place."""
 
-    forward_stop: MutableSequence[int]  # by `at`: when it is done, NEVER before it has begun
-    backward_stop: MutableSequence[int]
-    next_forward: MutableSequence[int]  # by virtual stage
-    first_open: MutableSequence[int]  # by virtual stage: all micro-batches before have begun their backward
-    free: MutableSequence[int]  # by stage: when it can do something else
-    used: MutableSequence[int]  # by stage: units
-    actions: MutableSequence[int]  # by stage * 3 * parts * n + number: kind * virtual stages * n + at
-    num_actions: MutableSequence[int]  # by stage
-    owing: MutableSequence[int]  # by stage * parts * n + number: `at` of a backward, in their order
-    num_owing: MutableSequence[int]  # by stage: backwards that have ever owed weights' gradients
-    num_paid: MutableSequence[int]  # by stage: those that owe none any more
+    forward_stop: Numbers  # by `at`: when it is done, NEVER before it has begun
+    backward_stop: Numbers
+    next_forward: Numbers  # by virtual stage
+    first_open: Numbers  # by virtual stage: all micro-batches before have begun their backward
+    free: Numbers  # by stage: when it can do something else
+    used: Numbers  # by stage: units
+    actions: Numbers  # by stage * 3 * parts * n + number: kind * virtual stages * n + at
+    num_actions: Numbers  # by stage
+    owing: Numbers  # by stage * parts * n + number: `at` of a backward, in their order
+    num_owing: Numbers  # by stage: backwards that have ever owed weights' gradients
+    num_paid: Numbers  # by stage: those that owe none any more
 
 
 def list_walk(jobs: Jobs, walk: Walk) -> int:

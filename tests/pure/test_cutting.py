@@ -2,100 +2,131 @@
 
 from __future__ import annotations
 
-import random
-
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import ds_hydra.planner.kernels as kernels
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.shares import Shares
+from ds_hydra.pipe.schedules.list_walk import NEVER
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape
-from ds_hydra.plan.phase import PipelinePlan, Span
+from ds_hydra.plan.phase import MicroBatchPlan, PipelinePlan, Span
 from ds_hydra.plan.simulate import simulate_pipeline
-from ds_hydra.planner.cut_moves import Cut, moved
-from ds_hydra.planner.cutting import Effort, Pipe, Profile, cut, cut_best
+from ds_hydra.planner.cutting import Effort, cut_best, longest_of, microbatches_of, pipe_of
+from ds_hydra.planner.kernels.arrays import Pieces, Profile
+from ds_hydra.planner.kernels.cut_moves import move
+from ds_hydra.planner.kernels.list_time import list_time
+from ds_hydra.planner.kernels.slots import cut, empty_pieces, most_slots, set_targets
 
 COST = SchemeCost(ParallelScheme(pp=3), 1e-4, 0.1, 4.0, 400, 50)
-PIPE = Pipe(COST, Shares.usual())
+SHARES = Shares.usual()
+PIPE = pipe_of(COST, SHARES)
+LONGEST = longest_of(COST, SHARES)
 LENGTHS = st.lists(st.integers(1, 900), min_size=1, max_size=12)
 PROFILES = st.builds(
     Profile, st.integers(2, 8), st.floats(0.1, 1), st.floats(1, 2), st.floats(0.2, 1), st.integers(0, 3)
 )
 
 
-def check(made: Cut, lengths: list[int]) -> None:
+def longest_first(lengths: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    tokens = np.sort(np.array(lengths, dtype=np.int64))[::-1].copy()
+    return COST.sequence_ms(tokens), tokens
+
+
+def pieces_of(profile: Profile, lengths: list[int]) -> Pieces:
+    work, tokens = longest_first(lengths)
+    most = most_slots(PIPE, tokens, profile.slots)
+    made = empty_pieces(most + len(tokens), most)
+    assert cut(PIPE, profile, work, tokens, made), "whatever is too long is cut"
+    return made
+
+
+def check(made: Pieces, lengths: list[int]) -> tuple[MicroBatchPlan, ...]:
     """Every token once, slices of a sequence in order, and within MaxLen and UtilLen."""
-    plan = PipelinePlan(PipelineShape.parse("pp3"), made.microbatches, 1.0)
-    assert plan.chain == made.before
+    tokens = sorted(lengths, reverse=True)
+    batches = microbatches_of(made, range(len(tokens)))
+    plan = PipelinePlan(PipelineShape.parse("pp3"), batches, 1.0)
+    before = tuple(made.before[: len(batches)].tolist())
+    assert plan.chain == before
     found: dict[int, list[Span]] = {}
-    for number, batch in enumerate(made.microbatches):
+    for number, batch in enumerate(batches):
         assert batch.spans
-        assert batch.num_tokens <= COST.max_length
-        if number in made.before:
+        assert batch.num_tokens == made.held[number] <= COST.max_length
+        if number in before:
             assert len(batch.spans) == 1, "nothing stands beside a slice that another follows"
         for span in batch.spans:
             found.setdefault(span.sequence, []).append(span)
-    assert sorted(found) == list(range(len(lengths)))
-    for position, spans in found.items():
+    assert sorted(found) == list(range(len(tokens)))
+    for item, spans in found.items():
         assert [span.start for span in spans] == [0, *(span.stop for span in spans[:-1])]
-        assert spans[-1].stop == lengths[position]
+        assert spans[-1].stop == tokens[item]
         if len(spans) > 1:
             # A rest that is too short for a slice of its own joins the one before only where that has room for it.
             assert all(span.stop - span.start >= COST.util_length for span in spans[:-1])
+    return batches
 
 
 @given(LENGTHS, PROFILES)
 def test_every_token_is_in_one_slice(lengths: list[int], profile: Profile) -> None:
-    made = cut(PIPE, profile, range(len(lengths)), lengths)
-    assert made is not None, "whatever is too long is cut"
-    check(made, lengths)
+    check(pieces_of(profile, lengths), lengths)
 
 
 @given(LENGTHS, PROFILES, st.integers(0, 99))
 def test_small_changes_keep_what_is_right(lengths: list[int], profile: Profile, seed: int) -> None:
-    rng = random.Random(seed)
-    made = cut(PIPE, profile, range(len(lengths)), lengths)
+    made, state = pieces_of(profile, lengths), np.array([seed], dtype=np.int64)
     for _ in range(30):
-        assert made is not None
-        changed = moved(made, rng, COST.max_length, COST.util_length)
-        if changed is not None:
-            made = changed
-            check(made, lengths)
+        move(PIPE, made, state)
+        check(made, lengths)
 
 
 @settings(max_examples=15)
-@given(LENGTHS, st.sampled_from(["1f1b", "list"]))
-def test_the_best_is_what_its_plan_is_simulated_to_take(lengths: list[int], schedule: str) -> None:
-    table = CostTable((COST,))
-    pipe = Pipe(COST, table.shares(COST.scheme), schedule)
-    effort = Effort(3, 3)
-    best = cut_best(pipe, range(len(lengths)), lengths, effort=effort)
-    if best is None:
-        assert max(lengths) > pipe.longest or schedule == "1f1b", "the list order holds what its memory holds"
+@given(LENGTHS, st.sampled_from([1, 2]), st.integers(0, 9))
+def test_the_best_is_what_its_plan_is_simulated_to_take(lengths: list[int], parts: int, seed: int) -> None:
+    """The same with numba and without; and a plan's check comes to the same microsecond."""
+    work, tokens = longest_first(lengths)
+    pipe = pipe_of(COST, SHARES, parts=parts)
+    found = [
+        cut_best(kernel, pipe, work, tokens, effort=Effort(6, 12), seed=seed)
+        for kernel in (kernels.compiled(), kernels.pure())
+    ]
+    best, pure = found
+    if best is None or pure is None:
+        assert best is pure
+        assert max(lengths) > LONGEST, "the list order holds what its memory holds"
         return
-    check(best.made, lengths)
-    assert cut_best(pipe, range(len(lengths)), lengths, effort=effort) == best
-    shape = PipelineShape.parse("pp3" if schedule == "1f1b" else f"pp3/{schedule}")
-    plan = PipelinePlan(shape, best.made.microbatches, 1.0)
-    if plan.in_slices or schedule == "list":
-        assert best.us / 1e3 == simulate_pipeline(plan, table)
+    batches = check(best.pieces, lengths)
+    assert batches == microbatches_of(pure.pieces, range(len(lengths)))
+    assert best._replace(pieces=pure.pieces) == pure
+    shape = PipelineShape.parse("pp3/list" if parts == 1 else "(tp1[0:1,5:6] > tp1[1:2,4:5] > tp1[2:3,3:4])/list")
+    table = CostTable((SchemeCost(shape.cost_key, COST.a, COST.b, COST.c, COST.max_length, COST.util_length),))
+    assert best.us / 1e3 == simulate_pipeline(PipelinePlan(shape, batches, 1.0), table)
+
+
+@given(LENGTHS, PROFILES)
+def test_a_ceiling_hides_no_better_time(lengths: list[int], profile: Profile) -> None:
+    made = pieces_of(profile, lengths)
+    took = list_time(PIPE, made, NEVER)
+    assert list_time(PIPE, made, took) == NEVER
+    if took < NEVER:
+        assert list_time(PIPE, made, took + 1) == took
 
 
 def test_slots_of_the_note() -> None:
-    targets = Profile(6, 0.3, 1.5, 0.7, 0).targets(280.0)
-    assert [round(target) for target in targets] == [21, 32, 48, 70, 60, 49]
-    assert sum(targets) == pytest.approx(280.0)
+    target = np.zeros(6)
+    assert set_targets(Profile(6, 0.3, 1.5, 0.7, 0), 280.0, target) == max(target)
+    assert [round(ms) for ms in target] == [21, 32, 48, 70, 60, 49]
+    assert sum(target) == pytest.approx(280.0)
 
 
 def test_whole_sequences_stay_whole_and_too_long_ones_are_refused() -> None:
-    whole = Pipe(COST, Shares.usual(), "1f1b", slices=False)
-    lengths = [390, 300, 20, 10]
-    best = cut_best(whole, range(4), lengths)
+    kernel, whole = kernels.pure(), pipe_of(COST, SHARES, slices=False)
+    best = cut_best(kernel, whole, *longest_first([390, 300, 20, 10]))
     assert best is not None
-    assert best.made.before == (-1,) * len(best.made.microbatches)
-    assert cut_best(whole, range(1), [401]) is None
-    assert cut_best(PIPE, range(1), [PIPE.longest + 100]) is None
-    held = cut_best(PIPE, range(1), [PIPE.longest])
+    assert (best.pieces.before[: best.pieces.counts[1]] == -1).all()
+    assert cut_best(kernel, whole, *longest_first([401])) is None
+    assert cut_best(kernel, PIPE, *longest_first([LONGEST + 100])) is None
+    held = cut_best(kernel, PIPE, *longest_first([LONGEST]))
     assert held is not None
-    assert len(held.made.microbatches) > 1
+    assert held.pieces.counts[1] > 1

@@ -10,34 +10,35 @@ import statistics
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
+
+import ds_hydra.planner.kernels as kernels
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
-from ds_hydra.pipe.shape import ParallelScheme
-from ds_hydra.planner.cutting import Effort, Pipe, cut_best
+from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
+from ds_hydra.planner import Planner, PlannerOptions
+from ds_hydra.planner.cutting import Effort, cut_best, pipe_of
 from tools.bench_planner import DATA, Workload
 
 
 class Variant(NamedTuple):
-    """A row of the table."""
+    """A row of the table; `parts` 0: 1F1B."""
 
     name: str
-    schedule: str
     parts: int
     slices: bool
 
 
 VARIANTS = (
-    Variant("1F1B, whole", "1f1b", 1, False),
-    Variant("1F1B, slices", "1f1b", 1, True),
-    Variant("list, whole", "list", 1, False),
-    Variant("ZB-H1, slices", "zb-h1", 1, True),
-    Variant("list, slices", "list", 1, True),
-    Variant("V, whole", "list", 2, False),
-    Variant("V, slices", "list", 2, True),
+    Variant("1F1B, whole", 0, False),
+    Variant("list, whole", 1, False),
+    Variant("list, slices", 1, True),
+    Variant("V, whole", 2, False),
+    Variant("V, slices", 2, True),
 )
 SCHEMES = ("tp2pp4", "pp4", "tp4pp2", "tp4pp4", "tp2pp6", "tp2pp2")
 QUICK_SCHEMES = SCHEMES[:2]
 AIMS = {("list, slices", "tp2pp4"): 1.20, ("V, slices", "tp2pp4"): 1.16}
-THOROUGH, QUICK = Effort(40, 60), Effort(30, 30)
+EFFORT = Effort(40, 200)
 
 
 def dealt(lengths: list[int], cost: SchemeCost) -> Iterator[list[int]]:
@@ -54,25 +55,39 @@ def dealt(lengths: list[int], cost: SchemeCost) -> Iterator[list[int]]:
 
 
 def overheads(quick: bool) -> list[dict[str, Any]]:
-    """A row for each variant: scheme -> mean of time / pure work over all pipelines of the batches."""
-    work = Workload.of("32b", next(iter(DATA)), 64)
-    batches = [batch.tolist() for batch in work.batches(1 if quick else 10)]
-    return [
-        {"schedule": variant.name, **{
-            name: _overhead(work.table, name, variant, batches, QUICK if quick else THOROUGH)
-            for name in (QUICK_SCHEMES if quick else SCHEMES)
-        }} for variant in VARIANTS
-    ]  # fmt: skip
+    """A row for each variant and kind of data: scheme -> mean of time / pure work over all pipelines of the batches."""
+    rows: list[dict[str, Any]] = []
+    for data in list(DATA)[: 1 if quick else 3]:
+        work = Workload.of("32b", data, 64)
+        batches = [batch.tolist() for batch in work.batches(2 if quick else 10)]
+        names = QUICK_SCHEMES if quick else SCHEMES
+        rows += [
+            {"data": data, "schedule": variant.name}
+            | {name: _overhead(work.table, name, variant, batches) for name in names}
+            for variant in VARIANTS
+        ]
+    return rows
 
 
-def _overhead(table: CostTable, name: str, variant: Variant, batches: list[list[int]], effort: Effort) -> float:
+def _overhead(table: CostTable, name: str, variant: Variant, batches: list[list[int]]) -> float:
     scheme = ParallelScheme.parse(name)
     cost = table[scheme]
-    pipe = Pipe(cost, table.shares(scheme), variant.schedule, variant.parts, variant.slices)
     found = []
     for batch in batches:
         for lengths in dealt(batch, cost):
-            best = cut_best(pipe, range(len(lengths)), lengths, effort=effort)
-            assert best is not None, f"{name} holds each of {lengths}"
-            found.append(best.us / 1e3 / float(cost.sequence_ms(lengths).sum()))
+            ms = _whole_ms(table, scheme, lengths) if not variant.parts else _list_ms(table, scheme, variant, lengths)
+            found.append(ms / float(cost.sequence_ms(lengths).sum()))
     return statistics.fmean(found)
+
+
+def _whole_ms(table: CostTable, scheme: ParallelScheme, lengths: list[int]) -> float:
+    planner = Planner(table, [StrategyShape.of([scheme])], PlannerOptions(kernels="compiled"))
+    return planner.plan(0, range(len(lengths)), lengths).predicted_ms
+
+
+def _list_ms(table: CostTable, scheme: ParallelScheme, variant: Variant, lengths: list[int]) -> float:
+    cost, tokens = table[scheme], np.array(lengths, dtype=np.int64)
+    pipe = pipe_of(cost, table.shares(scheme), parts=variant.parts, slices=variant.slices)
+    best = cut_best(kernels.compiled(), pipe, cost.sequence_ms(tokens), tokens, effort=EFFORT)
+    assert best is not None, f"{scheme} holds each of {lengths}"
+    return best.us / 1e3

@@ -52,9 +52,7 @@ class DispatchProblem:
         # Eq. 3 knows none.
         work = batch.items.work + schemes.c[:, None]
         items = Items(work, batch.items.tokens, batch.items.copies, (work / batch.items.tokens).min(axis=1))
-        free = Schemes(
-            np.zeros_like(schemes.c), schemes.max_length, np.ones_like(schemes.util_length), schemes.pp, False
-        )
+        free = schemes._replace(c=np.zeros_like(schemes.c), util_length=np.ones_like(schemes.util_length), paper=False)
         return cls(kinds, items, free, kernel)
 
     @property

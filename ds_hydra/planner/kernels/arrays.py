@@ -11,6 +11,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ds_hydra.costs.stage_work import StageCosts
+
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -34,6 +36,7 @@ class Schemes(NamedTuple):
     util_length: Ints  # tokens per micro-batch from which on the device is well used
     pp: Ints
     paper: bool  # Eq. 1 in place of the flow shop
+    longest: Ints  # tokens of the longest sequence; more than a micro-batch holds where sequences may be cut
 
 
 class Items(NamedTuple):
@@ -86,6 +89,39 @@ class Bins(NamedTuple):
     bin_of: Ints  # (items,)
     load: Floats  # (at least v,) ms of each micro-batch, without c
     used: Ints  # (at least v,) tokens of each micro-batch
+
+
+class Pipe(NamedTuple):
+    """A pipeline whose micro-batches are to be made: plain numbers."""
+
+    costs: StageCosts
+    num_stages: int
+    room: int  # units of memory of a stage
+    max_length: int  # tokens that a micro-batch holds
+    util_length: int  # tokens of the shortest slice
+    slices: bool  # whether sequences may be cut
+
+
+class Profile(NamedTuple):
+    """Target loads of slots [Note: slots]."""
+
+    slots: int
+    first: float
+    growth: float
+    last: float
+    begin: int
+
+
+class Pieces(NamedTuple):
+    """The micro-batches of a pipeline, with all that they hold; changed in place. Arrays may be longer than needed."""
+
+    item: Ints  # (pieces,) which of the pipeline's sequences, longest first
+    start: Ints  # (pieces,) its first token
+    stop: Ints  # (pieces,) the one after its last
+    slot: Ints  # (pieces,) its micro-batch
+    before: Ints  # (slots,) the micro-batch with the slice before the one here; -1 for none
+    held: Ints  # (slots,) tokens
+    counts: Ints  # (2,) pieces, slots
 
 
 class Choices(NamedTuple):

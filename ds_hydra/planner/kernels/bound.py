@@ -37,7 +37,7 @@ def share_of_pipeline(schemes: Schemes, k: int, items: Items, tau: float, out: F
     """out[i] = least share of a pipeline of scheme k that sequence i takes in any step of tau ms; BLOCKED if none."""
     out[:] = BLOCKED
     c, max_length, pp, rate = schemes.c[k], schemes.max_length[k], schemes.pp[k], items.rates[k]
-    work, tokens = items.work[k], items.tokens
+    work, tokens, longest = items.work[k], items.tokens, schemes.longest[k]
     # The first cap, tau*V/(V+PP-1) - V*c, rises with V while smaller bubbles outweigh more c, then falls. Its slope
     # tau*(PP-1)/(V+PP-1)^2 - c is zero at the root below.
     peak_v = MOST_MICROBATCHES
@@ -60,7 +60,7 @@ def share_of_pipeline(schemes: Schemes, k: int, items: Items, tau: float, out: F
         by_tokens = v < MOST_MICROBATCHES and v * max_length * rate < mean_cap
         for i in range(len(out)):
             cap = min(mean_cap, tau - v * c - (pp - 1) * (work[i] + c))
-            if tokens[i] <= max_length and work[i] <= cap:
+            if tokens[i] <= longest and work[i] <= cap:
                 share = tokens[i] / (v * max_length) if by_tokens else work[i] / cap
                 out[i] = min(out[i], share)
         if not by_tokens and v >= peak_v:
@@ -132,7 +132,7 @@ def longest_ms(problem: Problem) -> float:
     schemes, items, shape = problem
     best = math.inf
     for k in shape.scheme:
-        if items.tokens[0] <= schemes.max_length[k]:
+        if items.tokens[0] <= schemes.longest[k]:
             best = min(best, schemes.pp[k] * (items.work[k, 0] + schemes.c[k]))
     return best
 
@@ -149,7 +149,7 @@ def sharing_ms(problem: Problem) -> float:
         seen += items.copies[i]
         room = 0
         for kind in range(len(shape.pipelines)):
-            if items.tokens[i] <= schemes.max_length[shape.scheme[kind]]:
+            if items.tokens[i] <= schemes.longest[shape.scheme[kind]]:
                 room += shape.pipelines[kind]
         if seen <= room:
             continue
@@ -160,7 +160,7 @@ def sharing_ms(problem: Problem) -> float:
         together = (seen + room - 1) // room  # at least so many of them on one pipeline
         best = math.inf
         for k in shape.scheme:
-            if items.tokens[i] <= schemes.max_length[k]:
+            if items.tokens[i] <= schemes.longest[k]:
                 v = (items.tokens[i] * together + schemes.max_length[k] - 1) // schemes.max_length[k]
                 work = items.work[k, i]
                 best = min(best, together * work + v * schemes.c[k] + (schemes.pp[k] - 1) * (work + schemes.c[k]))
@@ -187,7 +187,7 @@ def strategy_bound(problem: Problem, outer: int, inner: int, price: Floats) -> f
     for kind in range(kinds):
         k = shape.scheme[kind]
         for i in range(n):
-            if items.tokens[i] <= schemes.max_length[k]:
+            if items.tokens[i] <= schemes.longest[k]:
                 shares[kind, i] = items.work[k, i] + schemes.c[k] * items.tokens[i] / schemes.max_length[k]
     demand = np.empty(kinds, dtype=np.float64)
     fluid = priced_ratio(shares, items.copies, shape.pipelines, price, demand)

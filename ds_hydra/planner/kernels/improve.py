@@ -74,7 +74,7 @@ def find_exchange(
     The best one, or the first that is half way to `goal`. Returns (i, q, j, candidates looked at); i = -1: none.
     """
     schemes, items, shape = problem
-    work, tokens, scheme, max_length = items.work, items.tokens, shape.pipeline_scheme, schemes.max_length
+    work, tokens, scheme, longest_held = items.work, items.tokens, shape.pipeline_scheme, schemes.longest
     owner, total, held, widest = place.owner, place.total, place.held, place.widest
     n, ks, peak = len(tokens), scheme[slow], place.ms[slow]  # ks, kq: scheme of the slowest pipeline, of pipeline q
     one = scheme_at(schemes, ks)
@@ -91,7 +91,7 @@ def find_exchange(
         for q in range(len(scheme)):
             kq = scheme[q]
             # The plain sums are no more than the times and settle most candidates without computing a time.
-            if q == slow or tokens[i] > max_length[kq] or total[q] + work[kq, i] >= best:
+            if q == slow or tokens[i] > longest_held[kq] or total[q] + work[kq, i] >= best:
                 continue
             looked += 1
             wider = max(widest[q], work[kq, i])
@@ -106,7 +106,7 @@ def find_exchange(
             there = total[q] + work[kq, i] - work[kq, j]
             if q == slow or there >= best or left + work[ks, j] >= best or tokens[j] == tokens[i]:
                 continue
-            if tokens[i] > max_length[kq] or tokens[j] > one.max_length:
+            if tokens[i] > longest_held[kq] or tokens[j] > longest_held[ks]:
                 continue
             looked += 1
             here = ideal_ms(one, left + work[ks, j], left_held + tokens[j], max(rest, work[ks, j]))

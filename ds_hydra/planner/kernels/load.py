@@ -1,6 +1,7 @@
 """The inner loops of the planner, twice: as plain Python, and compiled by numba on first request.
 
-A kernel is an ordinary function over scalars and arrays in this folder that calls only other kernels.
+A kernel is an ordinary function over scalars and arrays in this folder, or in a module of `_SHARED`, that calls only
+other kernels.
 `pure()` gives the functions as they stand, at no start-up cost; `compiled()` gives the same functions through
 numba's on-disk cache. No kernel uses fast-math, so both give the same bits.
 
@@ -34,20 +35,33 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
+import ds_hydra.costs.stage_work as stage_work
+import ds_hydra.pipe.schedules.list_walk as list_walk
+import ds_hydra.pipe.schedules.virtual as virtual
 import ds_hydra.planner.kernels.arrays as arrays
 import ds_hydra.planner.kernels.bound as bound
+import ds_hydra.planner.kernels.cut_moves as cut_moves
+import ds_hydra.planner.kernels.cut_search as cut_search
 import ds_hydra.planner.kernels.dispatch as dispatch
 import ds_hydra.planner.kernels.greedy as greedy
 import ds_hydra.planner.kernels.improve as improve
+import ds_hydra.planner.kernels.list_time as list_time
 import ds_hydra.planner.kernels.packing as packing
 import ds_hydra.planner.kernels.placing as placing
 import ds_hydra.planner.kernels.program as program
 import ds_hydra.planner.kernels.proof as proof
 import ds_hydra.planner.kernels.repair as repair
+import ds_hydra.planner.kernels.slots as slots
 import ds_hydra.planner.kernels.tiny as tiny
 from ds_hydra.planner.kernels.protocol import Kernels
 
-_MODULES = (packing, bound, placing, improve, repair, dispatch, proof, tiny, greedy, program)
+_MODULES = (
+    packing, bound, placing, improve, repair, dispatch, proof, tiny, greedy, program,
+    slots, list_time, cut_moves, cut_search,
+)  # fmt: skip
+# Functions that a plan's check calls as well, so that it comes to the same times.
+_SHARED = (list_walk, virtual, stage_work)
+_ALL = (*_SHARED, *_MODULES)
 
 
 def _global_names(modules: Sequence[ModuleType]) -> dict[str, Any]:
@@ -66,7 +80,7 @@ def _global_names(modules: Sequence[ModuleType]) -> dict[str, Any]:
     return meaning
 
 
-def _kernels(modules: Sequence[ModuleType] = _MODULES) -> dict[str, Callable[..., Any]]:
+def _kernels(modules: Sequence[ModuleType] = _ALL) -> dict[str, Callable[..., Any]]:
     """Every function that one of the modules defines, by name."""
     defined_in = {module.__name__ for module in modules}
     return {
@@ -79,7 +93,7 @@ def _kernels(modules: Sequence[ModuleType] = _MODULES) -> dict[str, Callable[...
 @functools.cache
 def source_digest() -> str:
     """Changes whenever any kernel does, or the arrays they take [Note: why kernels are cloned]."""
-    text = "".join(inspect.getsource(module) for module in (*_MODULES, arrays))
+    text = "".join(inspect.getsource(module) for module in (*_ALL, arrays))
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
@@ -94,7 +108,7 @@ def compiled() -> Kernels:
     """The kernels as numba dispatchers; the first call of each compiles it unless the cache on disk holds it."""
     import numba
 
-    names = _global_names(_MODULES)
+    names = _global_names(_ALL)
     kernels: dict[str, Any] = {}
     for name, function in _kernels().items():
         clone = types.FunctionType(function.__code__, names, name, function.__defaults__)

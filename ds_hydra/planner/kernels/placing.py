@@ -99,7 +99,7 @@ def place_greedily(problem: Problem, place: Placement) -> bool:
         for kind in range(len(shape.pipelines)):
             k = shape.scheme[kind]
             one = scheme_at(schemes, k)
-            if tokens[i] <= one.max_length:
+            if tokens[i] <= schemes.longest[k]:
                 for p in range(first, first + shape.pipelines[kind]):
                     if total[p] < soonest:
                         more = work[k, i]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ds_hydra.costs.cost_table import CostTable
+from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
 from ds_hydra.planner.kernels.arrays import Floats, Ints, Items, Scheme, Schemes, Shape
 from ds_hydra.zero_hetero.errors import PlanError
@@ -26,12 +26,13 @@ def scheme_arrays(table: CostTable, paper: bool = False) -> Schemes:
         np.array([k.util_length for k in costs], dtype=np.int64),
         np.array([k.scheme.pp for k in costs], dtype=np.int64),
         paper,
+        np.array([k.max_length for k in costs], dtype=np.int64),
     )
 
 
 def scheme_row(schemes: Schemes, k: int) -> Scheme:
     """The constants of scheme k as Python scalars."""
-    c, max_length, util_length, pp, paper = schemes
+    c, max_length, util_length, pp, paper, _ = schemes
     return Scheme(float(c[k]), int(max_length[k]), int(util_length[k]), int(pp[k]), paper)
 
 
@@ -59,13 +60,17 @@ class PipelineKinds:
         for key in dict.fromkeys(keys):
             if key not in row:
                 raise PlanError(f"strategy {str(strategy)!r}: {_unknown(table, key)}")
-        rows = [row[key] for key in keys]
+        return cls.by_rows(strategy, [row[key] for key in keys], table.costs)
+
+    @classmethod
+    def by_rows(cls, strategy: StrategyShape, rows: Sequence[int], costs: Sequence[SchemeCost]) -> PipelineKinds:
+        """`rows` says for each pipeline which of the costs are its own: pipelines of one row are of one kind."""
         # Largest MaxLen first, as Algorithm 1 wants it; equal ones in the table's order, so that plans do not vary.
         counts = Counter(rows)
-        order = sorted(counts, key=lambda k: (-table.costs[k].max_length, k))
+        order = sorted(counts, key=lambda k: (-costs[k].max_length, k))
         scheme_of = np.array(order, dtype=np.int64)
         count = np.array([counts[k] for k in order], dtype=np.int64)
-        ranks = np.array([table.costs[k].scheme.num_ranks for k in order], dtype=np.float64)
+        ranks = np.array([costs[k].scheme.num_ranks for k in order], dtype=np.float64)
         rank_order = tuple(p for k in order for p, at in enumerate(rows) if at == k)
         return cls(strategy, Shape(scheme_of, count, np.repeat(scheme_of, count)), rank_order, ranks)
 
@@ -98,10 +103,15 @@ class Batch:
 
     @classmethod
     def of(cls, lengths: Sequence[int], table: CostTable) -> Batch:
+        return cls.by_rows(lengths, table.costs)
+
+    @classmethod
+    def by_rows(cls, lengths: Sequence[int], costs: Sequence[SchemeCost]) -> Batch:
+        """Sequences of these lengths, with a row of work for each of the costs."""
         given = np.array(lengths, dtype=np.int64)
         position = np.argsort(-given, kind="stable").astype(np.int64)
         tokens = given[position]
-        work = np.stack([cost.sequence_ms(tokens) for cost in table.costs])
+        work = np.stack([cost.sequence_ms(tokens) for cost in costs])
         rates = (work / tokens).min(axis=1)
         items = merged = Items(work, tokens, np.ones_like(tokens), rates)
         if len(tokens) > _EXACT_BOUND_ITEMS:

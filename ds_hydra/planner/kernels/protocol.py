@@ -14,6 +14,8 @@ from ds_hydra.planner.kernels.arrays import (
     Floats,
     Ints,
     Items,
+    Pieces,
+    Pipe,
     Placement,
     Problem,
     Prospect,
@@ -49,6 +51,13 @@ class Kernels(Protocol):
     ) -> tuple[int, float, float]: ...
 
     def packing_bound(self, scheme: Scheme, work: Floats, tokens: Ints, best_v: int, best_ms: float) -> float: ...
+
+    # micro-batches with slices: cut_search.py
+    def search_profiles(
+        self, pipe: Pipe, work: Floats, tokens: Ints, rows: Floats, variations: int, state: Ints, us: Ints, best: Pieces
+    ) -> int: ...
+
+    def search_moves(self, pipe: Pipe, moves: int, took: int, state: Ints, best: Pieces) -> int: ...
 
     # tiny steps: tiny.py
     def subset_costs(self, scheme: Scheme, work: Floats, tokens: Ints, cost: Floats, parts: Ints) -> None: ...
