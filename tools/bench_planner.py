@@ -35,7 +35,8 @@ from ds_hydra.planner.kernels.problem import Batch, scheme_arrays, scheme_row
 from ds_hydra.planner.proposal.by_milp import continuous_ms
 from ds_hydra.planner.proposal.by_paper import propose_by_program
 from ds_hydra.planner.proposal.candidates import usable_schemes
-from ds_hydra.planner.proposal.propose import QUICK, THOROUGH, propose_strategies
+from ds_hydra.planner.proposal.propose import QUICK, THOROUGH, Wider, propose_strategies
+from ds_hydra.planner.proposal.spaces import wider_shapes
 from ds_hydra.planner.selection import warm_up
 
 Strategies = tuple[StrategyShape, ...]
@@ -47,6 +48,8 @@ DATA = {
     "pretraining": str(TABLES / "pretraining_length_histogram.csv"),
 }
 SIMULATED_AIM_MS = {"CommonCrawl-like": 3650.0, "Wikipedia": 4200.0, "pretraining": 4450.0}
+ELASTIC_AIM_MS = {"CommonCrawl-like": 3410.0, "Wikipedia": 3530.0, "pretraining": 3740.0}
+ELASTIC_GAIN = {"CommonCrawl-like": 0.02, "Wikipedia": 0.04, "pretraining": 0.07}  # 7B, 32 GPUs
 # Strategies with pipelines, where packing and prediction are hard; and pools for dispatch against HiGHS.
 PIPELINED = ("8*tp4pp2", "tp16 + 2*tp8pp3", "tp8pp3 + 10*tp4", "2*tp8pp2 + 8*tp4", "tp16 + tp8 + 8*tp4 + tp2pp4")
 DISPATCHED = (
@@ -93,12 +96,13 @@ class Workload:
         """Batches that no proposal has seen."""
         return sample_batches(self.sample(seed), self.tokens, count, seed, CONTEXT)
 
-    def propose(self, thorough: bool) -> tuple[Strategies, float]:
-        """Our 20 strategies from another sample of the data, and the CPU seconds that took."""
+    def propose(self, thorough: bool, *, wider: bool = False) -> tuple[Strategies, float]:
+        """Our strategies from another sample of the data, 20 of whole sequences and as many elastic ones if `wider`,
+        and the CPU seconds that took."""
         sample, started = self.sample(1), time.thread_time()
-        effort = THOROUGH if thorough else QUICK
+        effort, more = THOROUGH if thorough else QUICK, Wider(wider_shapes(self.table)) if wider else None
         found = propose_strategies(
-            self.table, self.num_gpus, sample, self.tokens, CONTEXT, tp_across_nodes=True, effort=effort
+            self.table, self.num_gpus, sample, self.tokens, CONTEXT, tp_across_nodes=True, effort=effort, wider=more
         )
         return found, time.thread_time() - started
 
@@ -172,6 +176,37 @@ def report_workload(
         sizes = np.array([scheme.num_ranks for scheme in work.table.schemes])
         floors = [continuous_ms(Batch.of(p.lengths, work.table), schemes, sizes, 64) for p, _ in plans]
         print(f"  bound over all strategies, fractions allowed: {statistics.fmean(floors):.0f} ms")
+
+
+def bench_elastic(figures: Figures, quick: bool) -> None:
+    """Steps with slices, split backwards and V's, against those of whole sequences on the same batches."""
+    sizes = [("32b", 64, 60), ("7b", 32, 60), ("32b", 1024, 3)]
+    for model, gpus, count in sizes[:1] if quick else sizes:
+        cpu: list[float] = []
+        for data in list(DATA)[: 1 if quick else 3]:
+            work = Workload.of(model, data, gpus)
+            thorough = not quick and gpus < 1024
+            batches = work.batches(6 if quick else count)
+            before = [plan.predicted_ms for plan, _ in work.plan(work.propose(thorough)[0], batches)]
+            strategies, seconds = work.propose(thorough, wider=True)
+            plans = list(work.plan(strategies, batches))
+            after = [plan.predicted_ms for plan, _ in plans]
+            cpu += [ms for _, ms in plans]
+            mean, gain = statistics.fmean(after), 1.0 - statistics.fmean(after) / statistics.fmean(before)
+            gap = statistics.median(plan.gap for plan, _ in plans)
+            print(f"{work}: proposed in {seconds:.1f} s, step {statistics.fmean(before):.0f} -> {mean:.0f} ms, "
+                  f"gap {gap:.1%}, CPU {statistics.median(cpu):.0f} ms")  # fmt: skip
+            worst = max(a / b for a, b in zip(after, before, strict=True))
+            figures.note(f"elastic step over whole one, worst of {work}", f"{worst:.3f}", "<= 1", worst <= 1.0)
+            if (model, gpus) == ("32b", 64):
+                name, aim = f"elastic step ms, 32B, 64 GPUs, {data}", ELASTIC_AIM_MS[data]
+                figures.note(name, f"{mean:.0f}", f"<= {aim:.0f}", mean <= aim)
+            else:
+                least = ELASTIC_GAIN[data] if gpus < 1024 else 0.08
+                figures.note(f"elastic step below whole one, {work}", f"{gain:.1%}", f">= {least:.0%}", gain >= least)
+        median, most = statistics.median(cpu), 3000.0 if gpus == 1024 else 500.0
+        name = f"elastic plan, CPU ms, {model} {gpus} GPUs, median"
+        figures.note(name, f"{median:.0f}", f"<= {most:g}", median <= most)
 
 
 def bench_against_program(figures: Figures, quick: bool) -> None:
@@ -332,6 +367,7 @@ def main() -> int:
     parser.add_argument("--highs-seconds", type=float, help="limit of each HiGHS solution of Eq. 3 (60; quick: 2)")
     parts: dict[str, Callable[[Figures, bool], None]] = {
         "plans": bench_plans,
+        "elastic": bench_elastic,
         "program": bench_against_program,
         "packing": bench_packing,
         "prediction": bench_prediction,

@@ -13,6 +13,7 @@ from ds_hydra.config.deepspeed_settings import KNOWN_SETTINGS, screen_deepspeed_
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.phase import THEN
 from ds_hydra.plan.runnable import check_shape
+from ds_hydra.plan.schemes import SCHEDULE_CHOICES
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 
 if TYPE_CHECKING:
@@ -123,6 +124,18 @@ def _strategies(value: Any, place: str) -> tuple[str, ...]:
     return tuple(str(shape) for shape in shapes)
 
 
+def _schedules(value: Any, place: str) -> tuple[str, ...]:
+    """ "auto" as (); else each name once."""
+    if value == "auto":
+        return ()
+    if not isinstance(value, (list, tuple)) or not value:
+        raise ConfigError(
+            f'config: {place} must be "auto" or a non-empty list of {", ".join(SCHEDULE_CHOICES)}, but is {value!r}'
+        )
+    check = choice(*SCHEDULE_CHOICES)
+    return tuple(dict.fromkeys(check(name, f"{place}[{index}]") for index, name in enumerate(value)))
+
+
 def _shape(value: Any, place: str) -> StrategyShape:
     if not isinstance(value, str):
         raise ConfigError(f'config: {place} must be a string such as "tp4 + 2*tp1pp2", but is {value!r}')
@@ -178,8 +191,12 @@ class HydraConfig:
     """Before step 0 a small copy of the model is trained under the strategies' schemes and compared with one process:
     "on" with few layers and ranks, in at most a minute; "full" with all stages and ranks of each scheme."""
     chunks: str = setting(choice("auto", "off"), "auto")
-    """"auto": slices of sequences are run where the model allows it, which the self-check tells. The planner makes none
-    yet: they come with plans of one's own, by choose: "replay". "off": a plan with slices is refused."""
+    """"auto": sequences are cut into slices where that is faster, or nothing holds them whole, and the model allows it,
+    which the self-check tells. It needs pipelines of the schedule "list" and a cost table with measured shares. "off":
+    they stay whole, and a replayed plan with slices is refused."""
+    schedules: tuple[str, ...] = setting(_schedules, ())
+    """Schedules of the strategies that "auto" proposes: some of "1f1b", "list" (the backward split, and slices) and "v"
+    (the same on stages that hold two ranges of layers); () is "auto": all that this release runs."""
     node_size: int | None = setting(integer(1, optional=True), None)
     """Ranks per node; None takes what the launcher says."""
     timeout_seconds: float = setting(number(exclusive=True, maximum=86400.0), 300.0)
@@ -206,6 +223,11 @@ class HydraConfig:
             )
         if self.trace.profiler and not self.trace.steps:
             raise ConfigError("config: hydra.trace.profiler has no effect without hydra.trace.steps: name the steps")
+        if self.schedules and self.strategies:
+            raise ConfigError(
+                "config: hydra.schedules has no effect on strategies that hydra.strategies lists: name the schedule in "
+                "them, as in 'tp2pp4/list', or remove one of the two keys"
+            )
         if self.choose == "cycle" and not self.strategies:
             raise ConfigError('config: hydra.choose "cycle" needs a list in hydra.strategies, which is "auto"')
         if self.choose == "replay" and self.planner.replay_file is None:

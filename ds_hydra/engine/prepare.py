@@ -19,8 +19,9 @@ from ds_hydra.engine.fits import check_memory, job_memory, rank_memory, within_m
 from ds_hydra.engine.job import Job
 from ds_hydra.pipe.placement import Strategy, place_strategy
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
-from ds_hydra.plan.schemes import feasible_schemes
-from ds_hydra.planner.proposal.propose import propose_strategies
+from ds_hydra.plan.schemes import SCHEDULE_CHOICES, feasible_schemes
+from ds_hydra.planner.proposal.propose import Wider, propose_strategies
+from ds_hydra.planner.proposal.spaces import runnable_of, wider_shapes
 from ds_hydra.ranks.together import together
 from ds_hydra.ranks.world import World
 from ds_hydra.self_check.check import check_strategies
@@ -138,7 +139,7 @@ def _candidates(
     self-check that comes with them says."""
     config, plan = job.config, job.source.plan
     while True:
-        candidates = config.shapes or _propose(config, table, lengths, world)
+        candidates = config.shapes or _propose(job, table, lengths, world)
         for candidate in candidates:
             plan.check(place_strategy(candidate, world.num_ranks, plan.num_layers))
         checked = check_strategies(
@@ -199,14 +200,23 @@ def job_cost_table(
     return found
 
 
-def _propose(config: HydraConfig, table: CostTable, lengths: Sequence[int], world: World) -> tuple[StrategyShape, ...]:
+def _propose(job: Job, table: CostTable, lengths: Sequence[int], world: World) -> tuple[StrategyShape, ...]:
     """Strategies for `strategies: "auto"`. Rank 0 proposes them, so that only one process compiles and searches."""
+    config, num_layers = job.config, job.source.plan.num_layers
     if not lengths:
         raise ConfigError(
             'hydra.strategies "auto" needs training_data to propose strategies for; list strategies instead'
         )
     proposed: str | None = None
     if world.rank == 0:
+        schedules = config.schedules or SCHEDULE_CHOICES
+        if "list" in schedules and all(cost.shares is None for cost in table.costs):
+            logger.info(
+                "sequences stay whole and backwards are not split: the costs have no measured shares of forward and "
+                "backward. Measure them with `ds-hydra profile`"
+            )
+        shapes = runnable_of(wider_shapes(table, schedules, num_layers))
+        slices = config.chunks == "auto" and not job.source.plan.no_slices
         strategies = propose_strategies(
             table,
             world.num_ranks,
@@ -215,6 +225,7 @@ def _propose(config: HydraConfig, table: CostTable, lengths: Sequence[int], worl
             max(lengths),
             node_size=world.node_size,
             seed=config.planner_options().seed,
+            wider=Wider(shapes, slices, plain="1f1b" in schedules),
         )
         proposed = "\n".join(str(strategy) for strategy in strategies)
         logger.info("strategies proposed for these lengths:\n  %s", proposed.replace("\n", "\n  "))

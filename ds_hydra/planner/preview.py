@@ -15,7 +15,6 @@ from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.data.length_sources import sample_batches
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.phase import parse_phases
-from ds_hydra.plan.simulate import simulate_plan
 from ds_hydra.planner.kernels.arrays import Floats, Ints
 from ds_hydra.planner.options import PlannerOptions
 from ds_hydra.planner.phased import PhasedPlanner
@@ -28,8 +27,7 @@ class Preview:
     """Figures of the previewed steps; times in ms, one entry per step."""
 
     wins: dict[str, int]  # strategy: in how many steps it was planned
-    step_ms: Floats
-    simulated_ms: Floats
+    step_ms: Floats  # simulated
     gaps: Floats  # how far above its lower bound each step is: 0.02 is 2 %
     balance: Floats  # slowest over mean pipeline
     homogeneous: str | None  # the best strategy of one scheme
@@ -57,7 +55,6 @@ def preview_steps(
         batch.tolist() for batch in sample_batches(lengths, tokens_per_step, steps, options.seed + 1, context_length)
     ]
     plans = [planner.plan(step, range(len(batch)), batch) for step, batch in enumerate(batches)]
-    simulated = [plan.total_ms(simulate_plan(plan, cost_table)) for plan in plans]
     best, two_stage = _best_homogeneous(cost_table, planner.num_ranks, batches, options)
     full: list[float] = []
     if best is not None:
@@ -66,7 +63,6 @@ def preview_steps(
     return Preview(
         dict(Counter(plan.strategy for plan in plans).most_common()),
         np.array([plan.predicted_ms for plan in plans]),
-        np.array(simulated),
         np.array([plan.gap for plan in plans]),
         np.array([plan.balance for plan in plans]),
         None if best is None else str(best),

@@ -2,6 +2,9 @@
 
 Every strategy gets a bound; strategies are tried best bound first, and left untried once their bound is no
 better than the best plan found. The least bound over all strategies certifies the chosen plan.
+
+Strategies of whole sequences under 1F1B are searched first (`search`), those with elastic pipelines then (`elastic`),
+and the plan that is simulated to be done soonest wins. So elastic candidates never make a plan worse.
 """
 
 from __future__ import annotations
@@ -11,18 +14,25 @@ from dataclasses import replace
 
 import ds_hydra.planner.kernels as kernels
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
-from ds_hydra.pipe.schedules.registry import WEIGHED
-from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
-from ds_hydra.plan.phase import MicroBatchPlan, Phase, PipelinePlan
+from ds_hydra.costs.shares import Shares
+from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
+from ds_hydra.plan.phase import Phase
 from ds_hydra.plan.plan_file import load_plans
 from ds_hydra.plan.runnable import check_runnable
-from ds_hydra.plan.simulate import simulate_pipeline, simulated_ms, slowest_of_whole
+from ds_hydra.plan.simulate import slowest_of_whole
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.plan.validate import check_complete
+from ds_hydra.planner.elastic import ElasticSearch
+from ds_hydra.planner.elastic_space import ElasticSpace, is_elastic
 from ds_hydra.planner.kernels.problem import Assignment, Batch, PipelineKinds, check_sequences, scheme_arrays
 from ds_hydra.planner.options import PlannerOptions
+from ds_hydra.planner.pipelines import elastic_pipelines, whole_pipeline
 from ds_hydra.planner.search import Search
 from ds_hydra.zero_hetero.errors import PlanError
+
+_TRIES = 600  # of a step's elastic search for each unit of effort, and
+_TRIES_EACH = 100  # as many more for each pipeline
+_LEAN_TRIES = 1  # of plain Python, which dispatches and cuts once
 
 
 class Planner:
@@ -43,13 +53,20 @@ class Planner:
         self.strategies = tuple(strategies)
         if not self.strategies:
             raise PlanError("the planner needs at least one strategy but was given none")
-        self._kinds = [PipelineKinds.of(strategy, cost_table) for strategy in self.strategies]
+        self._whole = [index for index, one in enumerate(self.strategies) if not is_elastic(one)]
+        self._kinds = [PipelineKinds.of(self.strategies[index], cost_table) for index in self._whole]
+        self._elastic = [index for index in range(len(self.strategies)) if index not in set(self._whole)]
+        elastic = [self.strategies[index] for index in self._elastic]
+        self._space = ElasticSpace(cost_table, elastic, slices=not self.options.no_slices)
         ranks = {strategy.num_ranks for strategy in self.strategies}
         if len(ranks) > 1:
             listed = ", ".join(f"{strategy} ({strategy.num_ranks})" for strategy in self.strategies)
             raise PlanError(f"strategies must all use the same number of ranks but use {sorted(ranks)}: {listed}")
         self.num_ranks = ranks.pop()
         self._schemes = scheme_arrays(cost_table, paper=self.options.objective == "paper")
+        limits = [int(self._schemes.max_length[kinds.shape.scheme].max()) for kinds in self._kinds]
+        limits += [self._space.longest(kinds) for kinds in self._space.kinds]
+        self._longest = dict(zip((*self._whole, *self._elastic), limits, strict=True))  # by number of the strategy
         self._replay = load_plans(self.options.replay_file) if self.options.replay_file else {}
         for plan in self._replay.values():
             check_runnable(plan, no_slices=self.options.no_slices)
@@ -58,7 +75,7 @@ class Planner:
     @property
     def max_length(self) -> int:
         """The longest sequence that some strategy can hold, in tokens."""
-        return max(int(self._schemes.max_length[kinds.shape.scheme].max()) for kinds in self._kinds)
+        return max(self._longest.values())
 
     def plan(self, step: int, sequence_ids: Sequence[int], lengths: Sequence[int]) -> StepPlan:
         """The plan of one step. PlanError for bad lengths and sequences that no strategy holds."""
@@ -66,21 +83,26 @@ class Planner:
         if self.options.choose == "replay":
             return self._replayed(step, ids, tokens)
         longest = max(range(len(tokens)), key=tokens.__getitem__)
-        feasible = [i for i, kinds in enumerate(self._kinds) if self._holds(kinds, tokens[longest])]
+        feasible = [i for i in range(len(self.strategies)) if tokens[longest] <= self._longest[i]]
         if not feasible:
             raise PlanError(
                 f"no strategy can hold sequence {ids[longest]} of {tokens[longest]} tokens: the largest MaxLen is "
                 f"{self.max_length}; add a strategy with a larger tp or sp, or lower context_length"
             )
         if self.options.choose == "cycle":
-            n = len(self._kinds)
+            n = len(self.strategies)
             feasible = [next(i for i in ((step + skip) % n for skip in range(n)) if i in feasible)]
-        batch = Batch.of(tokens, self.cost_table)
-        best, bound = Search(self._kinds, self._schemes, self.options, batch).best_of(feasible)
-        return self._step_plan(step, ids, tokens, batch, best, bound)
-
-    def _holds(self, kinds: PipelineKinds, length: int) -> bool:
-        return bool(length <= self._schemes.max_length[kinds.shape.scheme].max())
+        whole = self._plan_whole(step, ids, tokens, feasible)
+        elastic = self._plan_elastic(step, ids, tokens, feasible, whole)
+        found = [plan for plan in (whole, elastic) if plan is not None]
+        if not found:
+            raise PlanError(
+                "no strategy was found that holds every sequence; add one with a larger tp or sp, or lower "
+                "context_length"
+            )
+        # The bound is over all candidates, so that of the plan which lost counts too.
+        best, bound = min(found, key=lambda plan: plan.predicted_ms), min(plan.lower_bound_ms for plan in found)
+        return replace(best, lower_bound_ms=min(bound, best.searched_ms))
 
     def _replayed(self, step: int, ids: tuple[int, ...], tokens: tuple[int, ...]) -> StepPlan:
         plan = self._replay.get(step)
@@ -97,62 +119,76 @@ class Planner:
             )
         return replace(plan, source="replay")
 
-    def _step_plan(
-        self,
-        step: int,
-        ids: tuple[int, ...],
-        tokens: tuple[int, ...],
-        batch: Batch,
-        best: Assignment,
-        bound: float,
-    ) -> StepPlan:
+    @property
+    def _source(self) -> str:
+        return "search" if kernels.select(self.options.kernels).is_compiled else "fast"
+
+    def _plan_whole(
+        self, step: int, ids: tuple[int, ...], tokens: tuple[int, ...], feasible: Sequence[int]
+    ) -> StepPlan | None:
+        """The best plan of whole sequences; None without a strategy for it."""
+        numbers = [number for number, index in enumerate(self._whole) if index in feasible]
+        if not numbers:
+            return None
+        batch = Batch.of(tokens, self.cost_table)
+        best, bound = Search(self._kinds, self._schemes, self.options, batch).best_of(numbers)
+        phase, predicted = self._whole_phase(tokens, batch, best)
+        return StepPlan(step, ids, tokens, (phase,), predicted, min(bound, phase.predicted_ms), self._source)
+
+    def _whole_phase(self, tokens: tuple[int, ...], batch: Batch, best: Assignment) -> tuple[Phase, float]:
+        """The pipelines of an assignment, and their simulated time."""
         shapes = best.kinds.strategy.pipelines
         packed: list[dict[int, list[int]]] = [{} for _ in shapes]
         position, rank_order = batch.position.tolist(), best.kinds.rank_order
         for i, (p, b) in enumerate(zip(best.owner.tolist(), best.bin_of.tolist(), strict=True)):
             packed[rank_order[p]].setdefault(b, []).append(position[i])
-        pipelines, timed = [], []
-        known: dict[ParallelScheme | PipelineShape, tuple[SchemeCost, list[float]]] = {}
+        timed, known = [], {}
         for shape, bins in zip(shapes, packed, strict=True):
             if shape.cost_key not in known:
                 cost = self.cost_table[shape]
                 known[shape.cost_key] = cost, cost.sequence_ms(tokens).tolist()
             cost, work = known[shape.cost_key]
-            loaded = [(cost.packed_ms([work[i] for i in bins[b]]), tuple(bins[b])) for b in sorted(bins)]
-            ordered = order_microbatches(loaded)
-            loads = [load for load, _ in ordered]
-            flow_shop = cost.pipeline_ms(loads)
-            ms = cost.paper_ms(loads) if self.options.objective == "paper" else flow_shop
-            batches = tuple([MicroBatchPlan.of_whole(sequences, tokens) for _, sequences in ordered])
-            planned = PipelinePlan(shape, batches, ms)
-            if shape.schedule in WEIGHED and batches:  # the formula is for 1F1B, and so is the bound
-                planned, bound = replace(planned, predicted_ms=simulate_pipeline(planned, self.cost_table)), 0.0
-            pipelines.append(planned)
-            timed.append((flow_shop, shape, loads))
-        phase = Phase(tuple(pipelines))
-        weighed = any(shape.schedule in WEIGHED for shape in shapes)
-        predicted = simulated_ms((phase,), self.cost_table) if weighed else slowest_of_whole(timed)
-        source = "search" if kernels.select(self.options.kernels).is_compiled else "fast"
-        return StepPlan(step, ids, tokens, (phase,), predicted, min(bound, phase.predicted_ms), source)
+            held, paper = [bins[b] for b in sorted(bins)], self.options.objective == "paper"
+            timed.append(whole_pipeline(shape, cost, held, work=work, tokens=tokens, paper=paper))
+        phase = Phase(tuple(one.plan for one in timed))
+        return phase, slowest_of_whole((one.flow_shop, one.plan.shape, one.loads) for one in timed)
 
-
-def order_microbatches(loaded: list[tuple[float, tuple[int, ...]]]) -> list[tuple[float, tuple[int, ...]]]:
-    """Micro-batches as (load ms, sequences) in the order with the smallest bubble: light, heavy, light.
-
-    Warm-up and drain are then short while the heavy ones run in the steady state, which brings 1F1B within a
-    fraction of a percent of the flow-shop time.
-    """
-    rising = sorted(loaded)
-    return rising[0::2] + rising[1::2][::-1]
+    def _plan_elastic(
+        self,
+        step: int,
+        ids: tuple[int, ...],
+        tokens: tuple[int, ...],
+        feasible: Sequence[int],
+        whole: StepPlan | None,
+    ) -> StepPlan | None:
+        """The best plan over strategies with elastic pipelines; None without any, or where nothing must be gained."""
+        numbers = [number for number, index in enumerate(self._elastic) if index in feasible]
+        kernel = kernels.select(self.options.kernels)
+        # Plain Python is too slow to search in, and a plan is late already when it has to: then it only helps out.
+        if not numbers or (whole is not None and not (kernel.is_compiled and self.options.effort)):
+            return None
+        most = max(len(self._space.strategies[number].pipelines) for number in numbers)
+        tries = self.options.effort * (_TRIES + _TRIES_EACH * most) if kernel.is_compiled else _LEAN_TRIES
+        batch = Batch.by_rows(tokens, self._space.costs)
+        search = ElasticSearch(self._space, kernel, batch, tries=tries, seed=self.options.seed)
+        bound, found = search.bound(numbers), None
+        if whole is None or bound < whole.predicted_ms:
+            found = search.best_of(numbers)
+        if found is not None:
+            phase, predicted = elastic_pipelines(self._space, batch, found, tokens, self.options.objective == "paper")
+            return StepPlan(step, ids, tokens, (phase,), predicted, min(bound, phase.predicted_ms), self._source)
+        return None if whole is None else replace(whole, lower_bound_ms=min(bound, whole.lower_bound_ms))
 
 
 def warm_up() -> None:
     """Compile every kernel, or load it from numba's cache, by planning two made-up steps."""
-    costs = tuple(SchemeCost(ParallelScheme(tp, pp), 1e-6, 0.1, 10.0, 400, 8) for tp, pp in ((1, 1), (2, 1), (1, 2)))
-    table = CostTable(costs, "made up to warm the cache")
-    planner = Planner(
-        table, [StrategyShape.parse(text) for text in ("tp2 + 2*tp1", "2*pp2")], PlannerOptions(kernels="compiled")
+    costs = tuple(
+        SchemeCost(ParallelScheme(tp, pp), 1e-6, 0.1, 10.0, 400, 8, Shares.usual())
+        for tp, pp in ((1, 1), (2, 1), (1, 2))
     )
+    table = CostTable(costs, "made up to warm the cache")
+    texts = ("tp2 + 2*tp1", "2*pp2", "2*pp2/list")
+    planner = Planner(table, [StrategyShape.parse(text) for text in texts], PlannerOptions(kernels="compiled"))
     for size in (3, 40):
         planner.plan(0, range(size), [(37 * i) % 300 + 1 for i in range(size)])
     kernels.mark_warm()

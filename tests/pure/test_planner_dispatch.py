@@ -16,7 +16,7 @@ from ds_hydra.planner.exact.programs import dispatch_ms, pack_exactly, relabel
 from ds_hydra.planner.kernels.arrays import Prospect, Scheme
 from ds_hydra.planner.kernels.problem import Batch, PipelineKinds
 from ds_hydra.planner.one_strategy import StrategySearch
-from ds_hydra.planner.selection import order_microbatches
+from ds_hydra.planner.pipelines import order_microbatches
 from tests.support.planner_cases import TABLES, a800_batch, a800_planner, random_instance
 
 TABLE = CostTable.load(TABLES / "llama_32b_a800.json")

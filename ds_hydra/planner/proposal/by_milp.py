@@ -16,11 +16,10 @@ import math
 import numpy as np
 
 import ds_hydra.planner.kernels as kernels
-from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.planner.exact.highs import solve_milp
 from ds_hydra.planner.kernels.arrays import Bools, Floats, Ints, Schemes
 from ds_hydra.planner.kernels.bound import BLOCKED
-from ds_hydra.planner.kernels.problem import Batch, scheme_arrays
+from ds_hydra.planner.kernels.problem import Batch
 
 _LENGTH_BINS = 24
 _ALONE = 6  # longest sequences that get a bin of their own
@@ -58,7 +57,7 @@ def continuous_ms(batch: Batch, schemes: Schemes, sizes: Ints, num_ranks: int) -
 
 
 def counts_by_milp(
-    batch: Batch, table: CostTable, sizes: Ints, num_ranks: int, slack: float, node_limit: int
+    batch: Batch, arrays: Schemes, sizes: Ints, num_ranks: int, slack: float, node_limit: int
 ) -> tuple[int, ...] | None:
     """Pipelines of each scheme that finish a batch soonest, sequences dealt out in fractions; None if none found.
 
@@ -66,7 +65,6 @@ def counts_by_milp(
     y[k, b] = u * (fraction of length bin b on scheme k), sum_k y[k, b] = u, sum_b share[k, b] * y[k, b] <= d[k],
     sum_k ranks[k] * d[k] = N, and whole numbers d[k] of pipelines.
     """
-    arrays = scheme_arrays(table)
     tau0 = slack * continuous_ms(batch, arrays, sizes, num_ranks)
     if not math.isfinite(tau0):
         return None

@@ -1,5 +1,7 @@
 """Strategies and their times on sampled batches: a pool that grows by proposals and exchanges. Pure: no torch.
 
+What a pipeline costs is given as arrays: measured costs, or estimates where only a simulation could tell.
+
 A strategy is counted here, not listed: with the schemes TP1, TP2 and TP4, (2, 1, 1) is 2*tp1 + tp2 + tp4. Counts make
 neighbours easy to write down: (0, 2, 1) has the two TP1 exchanged for one more TP2, on the same eight ranks.
 """
@@ -11,10 +13,10 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from ds_hydra.costs.cost_table import CostTable
-from ds_hydra.pipe.shape import ParallelScheme
-from ds_hydra.planner.kernels.arrays import Prospect
-from ds_hydra.planner.kernels.problem import Batch, PipelineKinds, scheme_arrays
+from ds_hydra.costs.cost_table import SchemeCost
+from ds_hydra.pipe.shape import PipelineShape, StrategyShape
+from ds_hydra.planner.kernels.arrays import Prospect, Schemes
+from ds_hydra.planner.kernels.problem import Batch, PipelineKinds
 from ds_hydra.planner.one_strategy import StrategySearch
 from ds_hydra.planner.options import PlannerOptions
 from ds_hydra.planner.proposal.by_milp import counts_by_milp
@@ -30,26 +32,33 @@ class Pool:
 
     def __init__(
         self,
-        cost_table: CostTable,
-        schemes: tuple[ParallelScheme, ...],
+        shapes: Sequence[PipelineShape],
+        costs: Sequence[SchemeCost],
+        arrays: Schemes,
+        *,
         num_ranks: int,
         sampled: Sequence[np.ndarray],
         weights: np.ndarray,
     ) -> None:
-        self._table = CostTable(tuple(cost_table[scheme] for scheme in schemes))
-        self._schemes = schemes
-        self._sizes = np.array([scheme.num_ranks for scheme in schemes], dtype=np.int64)
+        self._shapes, self._costs, self._arrays = tuple(shapes), tuple(costs), arrays
+        self._sizes = np.array([shape.num_ranks for shape in shapes], dtype=np.int64)
+        self._row = {shape: k for k, shape in enumerate(self._shapes)}
         self._num_ranks = num_ranks
         self._weights = weights / weights.sum()
-        self._batches = [Batch.of(batch.tolist(), self._table) for batch in sampled]
-        arrays, options = scheme_arrays(self._table), PlannerOptions(effort=1, kernels="compiled")
+        self._batches = [Batch.by_rows(batch.tolist(), self._costs) for batch in sampled]
+        options = PlannerOptions(effort=1, kernels="compiled")
         self._searches = [StrategySearch(arrays, options, batch) for batch in self._batches]
         self.times: dict[Counts, np.ndarray] = {}  # ms on each batch
         self._best = np.full(len(sampled), math.inf)
         self._moves = self._exchanges()
 
     def kinds(self, counts: Counts) -> PipelineKinds:
-        return PipelineKinds.of(counts_to_strategy(counts, self._schemes), self._table)
+        strategy = self.strategy(counts)
+        return PipelineKinds.by_rows(strategy, [self._row[shape] for shape in strategy.pipelines], self._costs)
+
+    def strategy(self, counts: Counts) -> StrategyShape:
+        """So many pipelines of each shape, in rank order."""
+        return counts_to_strategy(counts, self._shapes)
 
     def time(self, counts: Counts, batch: int, worth: float) -> float:
         """Planned time on a batch in ms where the bound allows less than `worth`, else the bound.
@@ -89,7 +98,7 @@ class Pool:
         """
         found = []
         for slack in (1.02, 1.15, 1.4):
-            counts = counts_by_milp(self._batches[batch], self._table, self._sizes, self._num_ranks, slack, node_limit)
+            counts = counts_by_milp(self._batches[batch], self._arrays, self._sizes, self._num_ranks, slack, node_limit)
             if counts is not None:
                 found.append(counts)
         return found
@@ -148,13 +157,20 @@ class Pool:
             better.update((counts, None) for _, counts in sorted(ranked)[:2])
         return self.add(better) > 0
 
+    def winners(self) -> list[StrategyShape]:
+        """The best strategy of every batch."""
+        return [
+            self.strategy(min(self.times, key=lambda counts: float(self.times[counts][b])))
+            for b in range(len(self._batches))
+        ]
+
     def best_subset(self, count: int) -> list[Counts]:
         """Greedy choice of the strategies with the least mean time, each batch run by its best."""
         return greedy_subset(self.times, self._weights, count)
 
     def cover(self, chosen: list[Counts], context_length: int, count: int) -> list[Counts]:
         """Make sure that some strategy holds the context length, at the price of the least useful one."""
-        limits = [cost.max_length for cost in self._table.costs]
+        limits = self._arrays.longest.tolist()
 
         def holds(counts: Counts) -> bool:
             return any(x and limit >= context_length for x, limit in zip(counts, limits, strict=True))

@@ -12,20 +12,26 @@ longest sequence, which must be on some pipeline as a whole, and its bubble coun
 3. Hill climbing adds neighbours of the best strategies: a few pipelines exchanged for others of the same ranks.
 4. The pool is reduced greedily to the subset with the least mean time over all sampled batches, each batch run by its
    best strategy.
+
+That is done twice where pipelines may be elastic: for whole sequences under 1F1B, and for elastic pipelines, whose
+times are estimates then [Note: elastic pipelines]. Both subsets are candidates, so the wider space takes nothing away.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.data.length_sources import sample_batches
-from ds_hydra.pipe.shape import StrategyShape
-from ds_hydra.planner.proposal.candidates import counts_to_strategy, usable_schemes
+from ds_hydra.pipe.shape import PipelineShape, StrategyShape
+from ds_hydra.planner.kernels.arrays import Schemes
+from ds_hydra.planner.proposal.candidates import scheme_of, usable_schemes
 from ds_hydra.planner.proposal.pool import Pool
+from ds_hydra.planner.proposal.spaces import ElasticShapes, Space, WholeSpace
 from ds_hydra.zero_hetero.errors import PlanError
 
 
@@ -38,6 +44,15 @@ class ProposalEffort:
     node_limit: int  # of each HiGHS solution
     rounds: int  # of hill climbing over all batches
     moves: int  # neighbours looked at per batch and round
+
+
+@dataclass(frozen=True, slots=True)
+class Wider:
+    """What may be proposed besides whole sequences under 1F1B; `spaces.wider_shapes` makes the shapes."""
+
+    shapes: tuple[PipelineShape, ...] = ()  # elastic pipelines
+    slices: bool = True  # whether they may cut sequences
+    plain: bool = True  # False: these only
 
 
 _USUAL_BATCH = 200  # sequences; where batches are larger, fewer are sampled, as each costs more and differs less
@@ -85,26 +100,65 @@ def propose_strategies(
     count: int = 20,
     effort: ProposalEffort = QUICK,
     seed: int = 0,
+    wider: Wider | None = None,
 ) -> tuple[StrategyShape, ...]:
     """Up to `count` strategies for data with these lengths [Note: proposal], the most useful first.
 
     One of them holds a sequence of `context_length` tokens; PlanError when no usable scheme does. Pipelines
-    stand in rank order; TP groups stay inside nodes of `node_size` ranks unless `tp_across_nodes`.
+    stand in rank order; TP groups stay inside nodes of `node_size` ranks unless `tp_across_nodes`. Up to as many more
+    follow that have the elastic pipelines of `wider`.
     """
     schemes = usable_schemes(cost_table, num_ranks, node_size, tp_across_nodes)
-    longest = max(cost_table[scheme].max_length for scheme in schemes)
-    if longest < context_length:
+    wider = wider or Wider()
+    spaces: list[Space] = []
+    if wider.plain:
+        spaces.append(WholeSpace(cost_table, [PipelineShape.of(scheme) for scheme in schemes]))
+    elastic = [shape for shape in wider.shapes if scheme_of(shape) in schemes]
+    if elastic:
+        single = [PipelineShape.of(scheme) for scheme in schemes if scheme.pp == 1]
+        spaces.append(ElasticShapes(cost_table, [*single, *elastic], slices=wider.slices))
+    if not spaces:
+        raise PlanError(
+            "no pipeline may be proposed: without 1f1b the cost table needs schemes of several stages with measured "
+            "shares; allow 1f1b, or measure them with `ds-hydra profile`"
+        )
+    holding = [space for space in spaces if max(space.limits) >= context_length]
+    if not holding:
         raise PlanError(
             f"no usable scheme holds a sequence of context_length={context_length} tokens: the largest MaxLen is "
-            f"{longest}; measure schemes with more tp or sp, allow tp across nodes, or lower context_length"
+            f"{max(max(space.limits) for space in spaces)}; measure schemes with more tp or sp, allow tp across nodes, "
+            "or lower context_length"
         )
-    # 1. batches, and what each of them counts
     common = _typical_batches(lengths, tokens_per_step, effort.batches, seed, context_length)
-    limits = {cost_table[scheme].max_length for scheme in schemes}
-    rare = _rare_batches(common, sorted({min(limit, context_length) for limit in limits}))
-    sampled = [*common, *rare]
-    weights = np.array([1.0] * len(common) + [_RARE_WEIGHT * len(common)] * len(rare))
-    pool = Pool(cost_table, schemes, num_ranks, sampled, weights)
+    found: dict[StrategyShape, None] = {}
+    for space in holding:
+        # 1. batches, and what each of them counts
+        rare = _rare_batches(common, sorted({min(limit, context_length) for limit in space.limits}))
+        sampled = [*common, *rare]
+        weights = np.array([1.0] * len(common) + [_RARE_WEIGHT * len(common)] * len(rare))
+        searched = partial(_searched, space, num_ranks, effort, seed)
+        pool = searched(sampled, weights, space.arrays(sampled, num_ranks, partial(_winners, searched)))
+        # 4. the subset, in which some strategy must hold the context
+        chosen = pool.cover(pool.best_subset(count), context_length, count)
+        found |= dict.fromkeys(pool.strategy(counts) for counts in chosen)
+    return tuple(found)
+
+
+def _winners(
+    searched: Callable[[Sequence[np.ndarray], np.ndarray, Schemes], Pool],
+    batches: Sequence[np.ndarray],
+    arrays: Schemes,
+) -> list[StrategyShape]:
+    """A good strategy for each batch."""
+    return searched(batches, np.ones(len(batches)), arrays).winners()
+
+
+def _searched(
+    space: Space, num_ranks: int, effort: ProposalEffort, seed: int,
+    sampled: Sequence[np.ndarray], weights: np.ndarray, arrays: Schemes,
+) -> Pool:  # fmt: skip
+    """A pool of strategies for these batches: steps 2 and 3 of [Note: proposal]."""
+    pool = Pool(space.shapes, space.costs, arrays, num_ranks=num_ranks, sampled=sampled, weights=weights)
     # 2. the pool to begin with: HiGHS solves batches at even ranks of their longest sequence
     pool.add(pool.homogeneous())
     by_longest = sorted(range(len(sampled)), key=lambda b: int(sampled[b].max()))
@@ -115,7 +169,4 @@ def propose_strategies(
     for round_number in range(effort.rounds):
         if not pool.climb(effort.moves, seed + round_number):
             break
-    # 4. the subset, in which some strategy must hold the context
-    chosen = pool.best_subset(count)
-    chosen = pool.cover(chosen, context_length, count)
-    return tuple(counts_to_strategy(counts, schemes) for counts in chosen)
+    return pool

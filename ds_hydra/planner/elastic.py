@@ -1,0 +1,208 @@
+"""One batch and strategies with elastic pipelines in, the best plan over them and a bound on any out. Pure: no torch.
+
+[Note: elastic search]
+Four steps, see [Note: elastic pipelines] for what an overhead is:
+
+1. One typical pipeline of each row is searched. That tells its overhead, and which profiles suit it.
+2. Every strategy is dispatched with these overheads, which is cheap, and strategies are ranked by the times.
+3. The pipelines of the first ones are searched and simulated. What each really takes tells its own overhead; the
+   sequences are dispatched again with that, a few times.
+4. The best plan is refined where it is slowest: other micro-batches, and exchanges of sequences, by simulation.
+
+A try is one cut and its simulation, and a step has a budget of tries: half of it for step 3, the rest for step 4. So
+the same batch gives the same plan on every machine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ds_hydra.planner.elastic_refine import Elastic, refined
+from ds_hydra.planner.elastic_space import ElasticSpace
+from ds_hydra.planner.elastic_times import PipelineTimes
+from ds_hydra.planner.kernels.arrays import LEAN, Floats, Ints, Items, Problem, Prospect, SearchEffort, Shape
+from ds_hydra.planner.kernels.placing import empty_placement
+from ds_hydra.planner.kernels.problem import Batch, PipelineKinds
+from ds_hydra.planner.kernels.protocol import Kernels
+
+_ROUNDS = 3  # of dispatch and simulation, for each strategy that is simulated
+_HOPELESS = 1.06  # a strategy whose dispatch takes so much longer than the best plan is not simulated
+_LEARNT = 0.7  # of an overhead comes from the last simulation
+_FEW_PIPELINES = 40  # up to here each pipeline has an overhead of its own
+_RANKING = SearchEffort(restarts=2, moves=20_000, levels=0, repackings=0, packs=False)
+_DISPATCH = SearchEffort(restarts=2, moves=50_000, levels=0, repackings=0, packs=False)
+
+
+@dataclass
+class Overheads:
+    """What pipelines of each row take besides their work: means over what was seen, (rows,) each."""
+
+    total: Floats  # ms
+    count: Floats
+
+    @classmethod
+    def none(cls, rows: int) -> Overheads:
+        return cls(np.zeros(rows), np.zeros(rows))
+
+    @property
+    def ms(self) -> Floats:
+        """(rows,) ms; 0 for a row that was never seen."""
+        return self.total / np.maximum(self.count, 1.0)
+
+    def add(self, other: Overheads) -> None:
+        self.total += other.total
+        self.count += other.count
+
+    def once(self) -> Overheads:
+        """The same means, to count as if each had been seen once."""
+        return Overheads(self.ms, np.minimum(self.count, 1.0))
+
+
+class ElasticSearch:
+    """One step's search over strategies with elastic pipelines [Note: elastic search]."""
+
+    def __init__(self, space: ElasticSpace, kernel: Kernels, batch: Batch, *, tries: int, seed: int = 0) -> None:
+        self._space, self._kernel, self._batch, self._seed = space, kernel, batch, seed
+        self._times = PipelineTimes(space, kernel, batch, tries=tries, seed=seed)
+        self._tries = tries
+
+    def best_of(self, candidates: Sequence[int]) -> Elastic | None:
+        """The best plan found over these strategies, by their numbers; None when none holds all sequences."""
+        kinds = [self._space.kinds[index] for index in candidates]
+        known = self.probes(kinds, kinds[0].strategy.num_ranks)
+        best: Elastic | None = None
+        ranked = self._ranked(kinds, known.ms)
+        while ranked and (best is None or 2 * self._times.left > self._tries):
+            ms, number, owner = ranked.pop(0)
+            if best is not None and ms > _HOPELESS * best.ms:
+                break
+            before = known.ms
+            found = self._settled(kinds[number], owner, before)
+            if found is None:
+                continue
+            best = found if best is None or found.ms < best.ms else best
+            known.add(self._seen(found))
+            ranked = self._ranked_again(ranked, kinds, known.ms - before)
+        return None if best is None else refined(best, self._times)
+
+    def observe(self, kinds: PipelineKinds, overhead: Floats) -> Overheads:
+        """What pipelines of a strategy really take besides their work, when it is dispatched by these overheads."""
+        ranked = self._ranked([kinds], overhead)
+        found = self._settled(kinds, ranked[0][2], overhead) if ranked else None
+        return Overheads.none(len(overhead)) if found is None else self._seen(found)
+
+    def _seen(self, found: Elastic) -> Overheads:
+        """One observation for each row of a plan: the mean over its pipelines.
+
+        Those that are done sooner than the slowest one wait for it, and refinement makes up for half of that: so half
+        of the waiting counts as overhead.
+        """
+        seen, rows = Overheads.none(len(self._space.rows)), found.kinds.shape.pipeline_scheme
+        work = np.array([self._batch.items.work[k][found.owner == p].sum() for p, k in enumerate(rows)])
+        taken = 0.5 * (found.ms + np.array([one.ms for one in found.timed])) - work
+        for k in np.unique(rows):
+            seen.total[k], seen.count[k] = taken[rows == k].mean(), 1.0
+        return seen
+
+    def bound(self, candidates: Sequence[int]) -> float:
+        """No plan under any of these strategies is sooner done (ms)."""
+        least = math.inf
+        for index in candidates:
+            kinds = self._space.kinds[index]
+            problem = Problem(self._space.bounding, self._batch.merged, kinds.shape)
+            least = min(least, self._kernel.strategy_bound(problem, 4, 8, kinds.num_ranks.copy()))
+        return least
+
+    # 1. what each row's pipelines cost besides their work
+
+    def probes(self, kinds: Sequence[PipelineKinds], num_ranks: int) -> Overheads:
+        """Overheads of the rows that these strategies have, one typical pipeline each."""
+        found, items = Overheads.none(len(self._space.rows)), self._batch.items
+        ranks = np.array([row.shape.num_ranks for row in self._space.rows])
+        fits = items.tokens <= np.array([row.longest for row in self._space.rows])[:, None]
+        cheapest = np.where(fits, items.work * ranks[:, None], math.inf).min(axis=0)
+        share = float(cheapest[np.isfinite(cheapest)].sum()) / num_ranks
+        for k in sorted({int(k) for one in kinds for k in one.shape.scheme}):
+            found.total[k], found.count[k] = self._times.probe(k, share), 1.0
+        return found
+
+    # 2. ranking
+
+    def _ranked(self, kinds: Sequence[PipelineKinds], overhead: Floats) -> list[tuple[float, int, Ints]]:
+        """(ms, number of the strategy, owner of each sequence), the soonest done first."""
+        schemes = self._space.by_overhead(overhead)
+        found: list[tuple[float, int, Ints]] = []
+        for number, one in enumerate(kinds):
+            price = one.num_ranks.copy()
+            bound = self._kernel.strategy_bound(Problem(schemes, self._batch.merged, one.shape), 2, 6, price)
+            if math.isinf(bound) or (found and bound > _HOPELESS * min(found)[0]):
+                continue
+            place = empty_placement(self._batch.size, len(one.rank_order))
+            problem, prospect = Problem(schemes, self._batch.items, one.shape), Prospect(bound, price, math.inf)
+            effort = _RANKING if self._kernel.is_compiled else LEAN._replace(packs=False)
+            ms = float(self._kernel.dispatch(problem, prospect, effort, self._seed, place))
+            if math.isfinite(ms):
+                found.append((ms, number, place.owner))
+        return sorted(found, key=lambda row: row[:2])
+
+    @staticmethod
+    def _ranked_again(
+        ranked: list[tuple[float, int, Ints]], kinds: Sequence[PipelineKinds], more: Floats
+    ) -> list[tuple[float, int, Ints]]:
+        """The same strategies when each row's overhead is so much more, (rows,) ms.
+
+        Dispatch would spread the change over all ranks, so a strategy takes longer by its mean over them.
+        """
+        found = []
+        for ms, number, owner in ranked:
+            one = kinds[number]
+            ranks = one.num_ranks * one.shape.pipelines
+            found.append((ms + float(ranks @ more[one.shape.scheme]) / float(ranks.sum()), number, owner))
+        return sorted(found, key=lambda row: row[:2])
+
+    # 3. simulation and dispatch in turn
+
+    def _settled(self, kinds: PipelineKinds, owner: Ints, overhead: Floats) -> Elastic | None:
+        """The best of a few rounds of simulation and dispatch by what was simulated."""
+        rows, best = kinds.shape.pipeline_scheme, None
+        own_overhead = overhead[rows]
+        for turn in range(_ROUNDS):
+            timed = tuple(self._times.timed(int(k), np.flatnonzero(owner == p)) for p, k in enumerate(rows))
+            found = Elastic(kinds, owner, timed)
+            if math.isfinite(found.ms) and (best is None or found.ms < best.ms):
+                best = found
+            if turn + 1 == _ROUNDS or 4 * self._times.left < self._tries:
+                break
+            work = np.array([self._batch.items.work[k][owner == p].sum() for p, k in enumerate(rows)])
+            ms = np.array([one.ms for one in timed])
+            seen = (work > 0.0) & np.isfinite(ms)
+            own_overhead = np.where(seen, (1 - _LEARNT) * own_overhead + _LEARNT * (ms - work), own_overhead)
+            again = self._dispatched(kinds, own_overhead, found.ms)
+            if again is None:
+                break
+            owner = again
+        return best
+
+    def _dispatched(self, kinds: PipelineKinds, overhead: Floats, before: float) -> Ints | None:
+        """Owners by the overhead of each pipeline, (pipelines,) ms; None where a sequence finds no place."""
+        rows, items = kinds.shape.pipeline_scheme, self._batch.items
+        place = empty_placement(self._batch.size, len(rows))
+        if len(rows) > _FEW_PIPELINES:
+            means = np.zeros(len(self._space.rows))
+            for k in kinds.shape.scheme:
+                means[k] = overhead[rows == k].mean()
+            schemes, shape, price = self._space.by_overhead(means), kinds.shape, kinds.num_ranks.copy()
+        else:
+            # Each pipeline is a kind of its own.
+            each, ones = np.arange(len(rows)), np.ones(len(rows), dtype=np.int64)
+            schemes = self._space.of_pipelines(rows, overhead)
+            items = Items(items.work[rows], items.tokens, items.copies, items.rates[rows])
+            shape, price = Shape(each, ones, each), np.repeat(kinds.num_ranks, kinds.shape.pipelines)
+        # No bound is known for these overheads; dispatch only wants to know from where on to look.
+        prospect = Prospect(0.8 * before if math.isfinite(before) else 0.0, price, math.inf)
+        ms = self._kernel.dispatch(Problem(schemes, items, shape), prospect, _DISPATCH, self._seed, place)
+        return place.owner if math.isfinite(ms) else None

@@ -1,0 +1,94 @@
+"""A plan of elastic pipelines in, a better one out, by simulation. Pure: no torch.
+
+Only the slowest pipeline counts. Its micro-batches are changed a little while that helps; then it gives a sequence to
+another pipeline, or changes one with it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from ds_hydra.planner.elastic_times import AGAIN, PipelineTimes, Timed
+from ds_hydra.planner.kernels.arrays import Ints
+from ds_hydra.planner.kernels.problem import PipelineKinds
+
+_EXCHANGES = 6  # that are simulated for the slowest pipeline at a time
+
+
+class Elastic(NamedTuple):
+    """Sequences of a batch (longest first) on a strategy's pipelines (kind by kind), with what each takes."""
+
+    kinds: PipelineKinds
+    owner: Ints
+    timed: tuple[Timed, ...]
+
+    @property
+    def ms(self) -> float:
+        return max(one.ms for one in self.timed)
+
+
+def refined(found: Elastic, times: PipelineTimes) -> Elastic:
+    """Better micro-batches for the slowest pipeline, or an exchange of sequences, while there are tries left."""
+    owner, timed, rows = found.owner.copy(), list(found.timed), found.kinds.shape.pipeline_scheme
+    turn, stuck = 0, False
+    while times.left > 0 and not stuck:
+        turn += 1
+        slow = max(range(len(timed)), key=lambda p: timed[p].ms)
+        better = times.recut(int(rows[slow]), timed[slow], times.seed + turn)
+        stuck = better is None and not _exchange(times, rows, slow, owner, timed)
+        if better is not None:
+            timed[slow] = better
+    return Elastic(found.kinds, owner, tuple(timed))
+
+
+def _exchange(times: PipelineTimes, rows: Ints, slow: int, owner: Ints, timed: list[Timed]) -> bool:
+    """Move or swap a sequence of the slowest pipeline, if that makes a plan sooner done; whether it did."""
+    for i, q, j in _promising(times, rows, slow, owner, timed):
+        after = owner.copy()
+        after[i] = q
+        if j >= 0:
+            after[j] = slow
+        both = [times.timed(int(rows[p]), np.flatnonzero(after == p), AGAIN) for p in (slow, q)]
+        if max(one.ms for one in both) < timed[slow].ms * (1.0 - 1e-6):
+            owner[:] = after
+            timed[slow], timed[q] = both
+            return True
+        if times.left <= 0:
+            break
+    return False
+
+
+def _promising(
+    times: PipelineTimes, rows: Ints, slow: int, owner: Ints, timed: list[Timed]
+) -> list[tuple[int, int, int]]:
+    """Moves of i from the slowest pipeline to q (j = -1), and swaps with j of q, the most promising first.
+
+    A pipeline's overhead is taken to stay as it is.
+    """
+    items, ms = times.batch.items, np.array([one.ms for one in timed])
+    longest = np.array([row.longest for row in times.space.rows])
+    own, others = np.flatnonzero(owner == slow), np.flatnonzero(owner != slow)
+    here = items.work[rows[slow]]
+    found: list[tuple[float, int, int, int]] = []
+    for i in own.tolist():
+        fits = items.tokens[i] <= longest[rows]
+        after = np.maximum(ms[slow] - here[i], ms + items.work[rows, i])
+        after[~fits] = math.inf
+        after[slow] = math.inf
+        q = int(after.argmin())
+        found.append((float(after[q]), i, q, -1))
+        if not len(others):
+            continue
+        there = owner[others]
+        swapped = np.maximum(
+            ms[slow] - here[i] + here[others],
+            ms[there] + items.work[rows[there], i] - items.work[rows[there], others],
+        )
+        swapped[~fits[there] | (items.tokens[others] > longest[rows[slow]])] = math.inf
+        at = int(swapped.argmin())
+        found.append((float(swapped[at]), i, int(there[at]), int(others[at])))
+    promising = sorted(row for row in found if row[0] < ms[slow])
+    return [(i, q, j) for _, i, q, j in promising[:_EXCHANGES]]

@@ -1,0 +1,98 @@
+"""A cost table and strategies in; what each of their pipelines can run, and a bound on any plan, out. Pure: no torch.
+
+[Note: elastic pipelines]
+A pipeline under the list order, a V or not, is elastic: it takes whatever micro-batches fit its memory, so a long
+sequence may be cut for it, and what it takes is known by simulation only. Its time is the work of its sequences and
+some overhead: c of each micro-batch, and the fill and drain of its stages. The overhead hardly depends on which
+sequences they are, so that dispatch needs no more of it than a number. With 2900 ms of work and an overhead of 440 ms,
+two sequences of 60 and 80 ms that change places with one of 150 make 2890 + 440 ms, in whatever micro-batches.
+
+Other pipelines of the same strategy run whole sequences. They are packed as ever, and dispatched in the same way: their
+overhead is c of each micro-batch, and a bubble.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ds_hydra.costs.cost_table import CostTable, SchemeCost
+from ds_hydra.pipe.schedules.registry import WEIGHED
+from ds_hydra.pipe.shape import PipelineShape, StrategyShape
+from ds_hydra.planner.cutting import longest_of, pipe_of
+from ds_hydra.planner.kernels.arrays import Floats, Ints, Pipe, Schemes
+from ds_hydra.planner.kernels.problem import PipelineKinds
+
+_ANY_NUMBER = 1 << 40  # of tokens in a micro-batch, where only the overhead counts
+
+
+def is_elastic(strategy: StrategyShape) -> bool:
+    """Whether some pipeline of a strategy is."""
+    return any(pipeline.schedule in WEIGHED for pipeline in strategy.pipelines)
+
+
+class Row(NamedTuple):
+    """One shape of pipelines."""
+
+    shape: PipelineShape
+    cost: SchemeCost
+    pipe: Pipe | None  # None: it runs whole sequences by its own schedule
+    longest: int  # tokens of the longest sequence that it holds
+
+
+class ElasticSpace:
+    """The distinct pipelines of strategies as rows, and what searches want to know of all of them.
+
+    Sequences are cut only where `slices` allows it and the shares of costs were measured. PlanError as `CostTable`.
+    """
+
+    def __init__(self, table: CostTable, strategies: Sequence[StrategyShape], *, slices: bool) -> None:
+        self.strategies = tuple(strategies)
+        shapes = dict.fromkeys(pipeline for strategy in strategies for pipeline in strategy.pipelines)
+        self.rows = tuple(_row(shape, table, slices) for shape in shapes)
+        self.costs = tuple(row.cost for row in self.rows)
+        self._number = {row.shape: k for k, row in enumerate(self.rows)}
+        self.kinds = tuple(self.kinds_of(one) for one in strategies)
+        self._longest = np.array([row.longest for row in self.rows], dtype=np.int64)
+        self.bounding = self._bounding()
+
+    def kinds_of(self, strategy: StrategyShape) -> PipelineKinds:
+        """A strategy of pipelines that are among the rows."""
+        return PipelineKinds.by_rows(strategy, [self._number[shape] for shape in strategy.pipelines], self.costs)
+
+    def longest(self, kinds: PipelineKinds) -> int:
+        """The longest sequence that a strategy holds, in tokens."""
+        return int(self._longest[kinds.shape.scheme].max())
+
+    def by_overhead(self, overhead: Floats) -> Schemes:
+        """Costs for dispatch: a pipeline takes its work and its row's overhead, (rows,) ms."""
+        return self.of_pipelines(np.arange(len(self.rows)), overhead)
+
+    def of_pipelines(self, rows: Ints, overhead: Floats) -> Schemes:
+        """The same for pipelines of these rows, each with an overhead of its own, (pipelines,) ms."""
+        ones = np.ones(len(rows), dtype=np.int64)
+        return Schemes(overhead.copy(), _ANY_NUMBER * ones, ones, ones, False, self._longest[rows])
+
+    def _bounding(self) -> Schemes:
+        """Costs for bounds and for packing."""
+        # A stage computes all work of its sequences, and c for as many micro-batches as their tokens need at least.
+        # That is the time of a single stage, so the bound on it holds for an elastic pipeline, whatever it cuts.
+        return Schemes(
+            np.array([cost.c for cost in self.costs], dtype=np.float64),
+            np.array([cost.max_length for cost in self.costs], dtype=np.int64),
+            np.array([cost.util_length for cost in self.costs], dtype=np.int64),
+            np.array([row.shape.pp if row.pipe is None else 1 for row in self.rows], dtype=np.int64),
+            False,
+            self._longest,
+        )
+
+
+def _row(shape: PipelineShape, table: CostTable, slices: bool) -> Row:
+    cost, shares = table[shape], table.shares(shape)
+    if shape.schedule not in WEIGHED:
+        return Row(shape, cost, None, int(cost.max_length))
+    slices = slices and cost.shares is not None
+    pipe = pipe_of(cost, shares, parts=shape.parts, slices=slices)
+    return Row(shape, cost, pipe, longest_of(cost, shares, slices=slices))

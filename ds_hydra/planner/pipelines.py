@@ -1,0 +1,82 @@
+"""What a search has found in, the pipelines of a plan out. Pure: no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ds_hydra.costs.cost_table import SchemeCost
+from ds_hydra.pipe.shape import PipelineShape
+from ds_hydra.plan.phase import MicroBatchPlan, Phase, PipelinePlan
+from ds_hydra.plan.simulate import slowest_of_whole
+from ds_hydra.planner.cutting import microbatches_of
+from ds_hydra.planner.elastic_refine import Elastic
+from ds_hydra.planner.elastic_space import ElasticSpace
+from ds_hydra.planner.kernels.problem import Batch
+
+
+class TimedPipeline(NamedTuple):
+    """A pipeline that runs whole sequences, with what its simulation is made from."""
+
+    plan: PipelinePlan
+    flow_shop: float  # ms
+    loads: list[float]  # ms of each micro-batch
+
+
+def whole_pipeline(
+    shape: PipelineShape,
+    cost: SchemeCost,
+    bins: Sequence[Sequence[int]],
+    *,
+    work: Sequence[float],
+    tokens: Sequence[int],
+    paper: bool,
+) -> TimedPipeline:
+    """A pipeline of micro-batches that hold whole sequences, by their positions in the step's batch.
+
+    `work` (ms, without c) and `tokens` go by position; `paper`: by Eq. 1.
+    """
+    loaded = [(cost.packed_ms([work[i] for i in held]), tuple(held)) for held in bins]
+    ordered = order_microbatches(loaded)
+    loads = [load for load, _ in ordered]
+    flow_shop = cost.pipeline_ms(loads)
+    batches = tuple([MicroBatchPlan.of_whole(sequences, tokens) for _, sequences in ordered])
+    return TimedPipeline(PipelinePlan(shape, batches, cost.paper_ms(loads) if paper else flow_shop), flow_shop, loads)
+
+
+def elastic_pipelines(
+    space: ElasticSpace, batch: Batch, found: Elastic, tokens: Sequence[int], paper: bool
+) -> tuple[Phase, float]:
+    """The pipelines of a plan with elastic ones, and their simulated time in ms."""
+    position, rows = batch.position.tolist(), found.kinds.shape.pipeline_scheme.tolist()
+    plans: list[PipelinePlan | None] = [None] * len(rows)
+    whole: list[TimedPipeline] = []
+    slowest = 0.0
+    for p, (k, timed) in enumerate(zip(rows, found.timed, strict=True)):
+        own = [position[i] for i in np.flatnonzero(found.owner == p).tolist()]
+        shape, cost, at = space.rows[k].shape, space.rows[k].cost, found.kinds.rank_order[p]
+        if timed.cutting is not None:
+            slowest = max(slowest, timed.ms)
+            plans[at] = PipelinePlan(shape, microbatches_of(timed.cutting.pieces, own), timed.ms)
+            continue
+        bins: dict[int, list[int]] = {}
+        for i, b in zip(own, () if timed.bins is None else timed.bins.tolist(), strict=True):
+            bins.setdefault(b, []).append(i)
+        work = cost.sequence_ms(tokens).tolist()
+        one = whole_pipeline(shape, cost, [bins[b] for b in sorted(bins)], work=work, tokens=tokens, paper=paper)
+        plans[at] = one.plan
+        whole.append(one)
+    phase = Phase(tuple(plan for plan in plans if plan is not None))
+    return phase, max(slowest, slowest_of_whole((one.flow_shop, one.plan.shape, one.loads) for one in whole))
+
+
+def order_microbatches(loaded: list[tuple[float, tuple[int, ...]]]) -> list[tuple[float, tuple[int, ...]]]:
+    """Micro-batches as (load ms, sequences) in the order with the smallest bubble: light, heavy, light.
+
+    Warm-up and drain are then short while the heavy ones run in the steady state, which brings 1F1B within a
+    fraction of a percent of the flow-shop time.
+    """
+    rising = sorted(loaded)
+    return rising[0::2] + rising[1::2][::-1]
