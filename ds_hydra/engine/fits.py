@@ -14,7 +14,7 @@ from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.costs.memory import Activations, JobMemory, Shape, estimate_activations, gibibytes
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.pipe.stage import ModelSource
-from ds_hydra.planner.cutting import Pipe
+from ds_hydra.planner.cutting import longest_of
 from ds_hydra.zero_hetero.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -138,7 +138,7 @@ def check_memory(
 def _longest(table: CostTable, scheme: Shape, *, slices: bool) -> int:
     """Tokens of the longest sequence that a pipeline can run: as a whole, or in slices if it may be cut."""
     cost = table[scheme]
-    return max(int(cost.max_length), Pipe(cost, table.shares(scheme)).longest if slices else 0)
+    return max(int(cost.max_length), longest_of(cost, table.shares(scheme)) if slices else 0)
 
 
 def _too_long(table: CostTable, memory: JobMemory, best: Shape, longest: int, no_slices: str) -> str:

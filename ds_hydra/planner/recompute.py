@@ -27,15 +27,37 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ds_hydra.costs.cost_table import SchemeCost
+from ds_hydra.costs.shares import Shares
 from ds_hydra.pipe.schedules.actions import Order
 from ds_hydra.pipe.schedules.batches import Batches
 from ds_hydra.pipe.schedules.registry import WEIGHED, orders
-from ds_hydra.planner.cut_moves import Cut
-from ds_hydra.planner.cutting import Pipe
+from ds_hydra.plan.phase import MicroBatchPlan
+from ds_hydra.plan.works import batches_of
 from ds_hydra.planner.exact.highs import solve_milp
 from ds_hydra.planner.kernels.arrays import Floats, Ints
 
 _ROUNDING = 1e-9  # of a window's excess
+
+
+class Scheduled(NamedTuple):
+    """Micro-batches of a pipeline, each with the one that it follows, and what their schedule is made from."""
+
+    microbatches: tuple[MicroBatchPlan, ...]
+    before: tuple[int, ...]  # [Note: chains]
+    cost: SchemeCost
+    shares: Shares
+    schedule: str = "list"
+    parts: int = 1  # ranges of layers of a stage
+
+    def batches(self) -> Batches:
+        """As a schedule wants them."""
+        return batches_of(self.microbatches, self.before, self.cost, self.shares, parts=self.parts)
+
+    def recomputing(self, shares: Iterable[float]) -> Scheduled:
+        """The same with these shares of layers computed again."""
+        batches = zip(self.microbatches, shares, strict=True)
+        return self._replace(microbatches=tuple(replace(batch, recompute=share) for batch, share in batches))
 
 
 class Covering(NamedTuple):
@@ -47,39 +69,33 @@ class Covering(NamedTuple):
     layers: int
 
 
-def longest_recomputed(pipe: Pipe) -> int:
-    """The longest sequence that a pipeline can run if all of its layers may be computed again, in tokens."""
-    if not pipe.slices:
-        return pipe.longest
-    return int(pipe.cost.room / min(1.0 + pipe.shares.context, pipe.shares.recomputed + pipe.shares.context))
+def longest_recomputed(cost: SchemeCost, shares: Shares) -> int:
+    """The longest sequence that a pipeline can run in slices if all layers may be computed again, in tokens."""
+    return int(cost.room / min(1.0 + shares.context, shares.recomputed + shares.context))
 
 
-def recomputed(pipe: Pipe, made: Cut, layers: int) -> Cut | None:
+def recomputed(made: Scheduled, layers: int) -> Scheduled | None:
     """The micro-batches with the shares of `layers`, those of a stage, that are computed again so that all fits.
 
     As few as the fast method finds. None where it does not fit with all of them.
     """
-    problem = covering(pipe, made, layers)
-    found = cover(problem)
-    if found is None:
-        return None
-    batches = zip(made.microbatches, (found / layers).tolist(), strict=True)
-    return Cut(tuple(replace(batch, recompute=share) for batch, share in batches), made.before)
+    found = cover(covering(made, layers))
+    return None if found is None else made.recomputing((found / layers).tolist())
 
 
-def covering(pipe: Pipe, made: Cut, layers: int) -> Covering:
+def covering(made: Scheduled, layers: int) -> Covering:
     """Which layers to compute again, with a variable for each micro-batch."""
-    whole, again = _kept_all_or_none(pipe, made)
+    whole, again = _kept_all_or_none(made)
     saved = _saved(whole, again, layers)
-    found = _windows(pipe, whole)
+    found = _windows(made, whole)
     cost = np.array([work.forward / layers for work in whole.works])
     return _problem(found, whole, lambda _, m: m, (cost, saved), layers)
 
 
-def diagonal_problem(pipe: Pipe, made: Cut, layers: int) -> Covering:
+def diagonal_problem(made: Scheduled, layers: int) -> Covering:
     """Eq. 20 of InfiniPipe: a variable for each diagonal of a 1F1B pipeline; all cost the same."""
-    whole, again = _kept_all_or_none(pipe, made)
-    num_stages = pipe.cost.scheme.pp
+    whole, again = _kept_all_or_none(made)
+    num_stages = made.cost.scheme.pp
     made_orders = orders("1f1b", whole, num_stages)
     of_backward = {m: k for k, m in enumerate(a.microbatch for a in made_orders[0] if a.kind == "backward")}
     windows = [(stage, live) for stage, order in enumerate(made_orders) for live in _live_sets(order)]
@@ -148,12 +164,9 @@ def _filled(problem: Covering, begin: Ints, without: int | None = None) -> Ints:
     return layers
 
 
-def _kept_all_or_none(pipe: Pipe, made: Cut) -> tuple[Batches, Batches]:
+def _kept_all_or_none(made: Scheduled) -> tuple[Batches, Batches]:
     """What a schedule is told if no layer is computed again, and if all are."""
-    kept = (
-        Cut(tuple(replace(batch, recompute=share) for batch in made.microbatches), made.before) for share in (0.0, 1.0)
-    )
-    none, every = (pipe.batches(each) for each in kept)
+    none, every = (made.recomputing([share] * len(made.microbatches)).batches() for share in (0.0, 1.0))
     return none, every
 
 
@@ -161,12 +174,12 @@ def _saved(whole: Batches, again: Batches, layers: int) -> Floats:
     return np.array([(one.kept - few.kept) / layers for one, few in zip(whole.works, again.works, strict=True)])
 
 
-def _windows(pipe: Pipe, batches: Batches) -> list[tuple[int, frozenset[int]]]:
+def _windows(made: Scheduled, batches: Batches) -> list[tuple[int, frozenset[int]]]:
     """(stage, micro-batches that live there at one time); the schedules that look at the room reserve it for runs."""
-    if pipe.schedule in WEIGHED:
+    if made.schedule in WEIGHED:
         return [(0, frozenset(run)) for run in batches.runs]
-    made = orders(pipe.schedule, batches, pipe.cost.scheme.pp)
-    return [(stage, live) for stage, order in enumerate(made) for live in _live_sets(order)]
+    of_stages = orders(made.schedule, batches, made.cost.scheme.pp)
+    return [(stage, live) for stage, order in enumerate(of_stages) for live in _live_sets(order)]
 
 
 def _live_sets(order: Order) -> Iterable[frozenset[int]]:

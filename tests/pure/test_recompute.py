@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 
 from ds_hydra.costs.cost_table import SchemeCost
 from ds_hydra.costs.shares import Shares, Terms
+from ds_hydra.pipe.schedules.list_order import list_us
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.plan.phase import MicroBatchPlan, Span
 from ds_hydra.plan.works import UNITS, work_of
-from ds_hydra.planner.cut_moves import Cut
-from ds_hydra.planner.cutting import Pipe
+from ds_hydra.planner.cutting import longest_of
 from ds_hydra.planner.recompute import (
     Covering,
+    Scheduled,
     cover,
     cover_exactly,
     covering,
@@ -26,17 +27,17 @@ from ds_hydra.planner.recompute import (
     longest_recomputed,
     recomputed,
 )
+from ds_hydra.zero_hetero.errors import PlanError
 
 COST = SchemeCost(ParallelScheme(pp=4), 1e-6, 0.01, 2.0, 1024)
 SHARES = Shares(Terms(0.3, 0.35, 0.3), Terms(0.0, 0.3, 0.1), 0.75, 0.25, 0.2)
-PIPE = Pipe(COST, SHARES)
 
 
-def one_sequence(*sizes: int) -> Cut:
+def one_sequence(*sizes: int) -> Scheduled:
     """A sequence in slices of these sizes."""
     ends = np.cumsum([0, *sizes]).tolist()
     batches = tuple(MicroBatchPlan((Span(0, *end),)) for end in pairwise(ends))
-    return Cut(batches, tuple(range(-1, len(sizes) - 1)))
+    return Scheduled(batches, tuple(range(-1, len(sizes) - 1)), COST, SHARES)
 
 
 def test_a_micro_batch_that_recomputes_keeps_less_and_takes_a_forward_more() -> None:
@@ -54,32 +55,32 @@ def test_a_micro_batch_that_recomputes_keeps_less_and_takes_a_forward_more() -> 
 
 def test_early_slices_are_computed_again_first() -> None:
     made = one_sequence(1024, 1024, 1024, 1024)  # 4096 tokens of room, and a quarter of 3072 for contexts
-    found = recomputed(PIPE, made, 15)
+    found = recomputed(made, 15)
     assert found is not None
     shares = [batch.recompute for batch in found.microbatches]
     assert shares == sorted(shares, reverse=True)
     assert 768 <= sum(share * 1024 * 0.8 for share in shares) < 768 + 1024 * 0.8 / 15
-    assert PIPE.us(PIPE.batches(made)) is None
-    assert PIPE.us(PIPE.batches(found)) is not None
+    with pytest.raises(PlanError, match="live together and need"):
+        list_us(made.batches(), 4)
+    assert list_us(found.batches(), 4) > 0
     fits = one_sequence(1024, 1024)
-    assert recomputed(PIPE, fits, 15) == fits
+    assert recomputed(fits, 15) == fits
 
 
 def test_a_sequence_that_fits_in_no_way_is_told() -> None:
-    assert longest_recomputed(PIPE) == int(4096 / 0.45) > PIPE.longest
-    assert recomputed(PIPE, one_sequence(*(1024,) * 8), 15) is not None
-    assert recomputed(PIPE, one_sequence(*(1024,) * 10), 15) is None
-    assert longest_recomputed(Pipe(COST, SHARES, slices=False)) == 1024
+    assert longest_recomputed(COST, SHARES) == int(4096 / 0.45) > longest_of(COST, SHARES)
+    assert recomputed(one_sequence(*(1024,) * 8), 15) is not None
+    assert recomputed(one_sequence(*(1024,) * 10), 15) is None
 
 
 def test_windows_of_eq_20_are_those_that_1f1b_keeps_alive() -> None:
     """4 stages and a sequence in 5 slices: stage 0 has all of them alive, and so have all others."""
     made = one_sequence(*(1024,) * 5)
-    problem = diagonal_problem(PIPE, made, 15)
+    problem = diagonal_problem(made, 15)
     assert len(problem.cost) == 5 + 4 - 1
     # The first backward is that of slice 4. On the last stage (p = 4 of 4) it is C[0], on the first one C[3].
     assert {tuple(np.flatnonzero(row)) for row in problem.saved} == {tuple(range(x, x + 5)) for x in range(4)}
-    assert len(covering(Pipe(COST, SHARES, "1f1b"), made, 15).missing) == 1
+    assert len(covering(made._replace(schedule="1f1b"), 15).missing) == 1
     exact = cover_exactly(problem)
     assert exact is not None
     assert problem.cost @ exact[0] == pytest.approx(exact[1])

@@ -10,16 +10,20 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from ds_hydra.commands.shipped import shipped
-from ds_hydra.costs.cost_table import CostTable
+from ds_hydra.costs.cost_table import CostTable, SchemeCost
+from ds_hydra.costs.shares import Shares
+from ds_hydra.pipe.schedules.list_order import list_us
 from ds_hydra.pipe.shape import ParallelScheme
-from ds_hydra.planner.cut_moves import Cut
-from ds_hydra.planner.cutting import PROFILES, Pipe, cut
+from ds_hydra.planner import kernels
+from ds_hydra.planner.cutting import PROFILES, Effort, cut_best, longest_of, microbatches_of, pipe_of
 from ds_hydra.planner.recompute import (
     Covering,
+    Scheduled,
     cover,
     cover_exactly,
     covering,
@@ -42,17 +46,18 @@ def recompute_gaps(quick: bool, missed: list[str]) -> list[dict[str, Any]]:
     rows = []
     for name in SCHEMES[: 2 if quick else None]:
         scheme = ParallelScheme.parse(name)
-        pipe = Pipe(table[scheme], table.shares(scheme))
+        cost, shares = table[scheme], table.shares(scheme)
         layers = LAYERS // scheme.pp
-        cases = list(_cases(pipe, (0.3,) if quick else (0.05, 0.3, 0.6, 0.95)))
-        eq20 = [_gap(diagonal_problem(pipe, made, layers), quick) for made in cases]
-        ours = [_gap(covering(pipe, made, layers), quick) for made in cases]
+        cases = list(_cases(cost, shares, (0.3,) if quick else (0.05, 0.3, 0.6, 0.95)))
+        eq20 = [_gap(diagonal_problem(made, layers), quick) for made in cases]
+        ours = [_gap(covering(made, layers), quick) for made in cases]
         began = time.process_time()
-        found = [recomputed(pipe, made, layers) for made in cases]
+        found = [recomputed(made, layers) for made in cases]
         ms = 1e3 * (time.process_time() - began) / len(cases)
-        ratios = [_time(pipe, some) / _time(pipe, _all_again(made)) for some, made in zip(found, cases, strict=True)]
+        ratios = [_time(some) / _time(_all_again(made)) for some, made in zip(found, cases, strict=True)]
         rows.append({
-            "scheme": name, "cases": len(cases), "longest": pipe.longest, "all again": longest_recomputed(pipe),
+            "scheme": name, "cases": len(cases), "longest": longest_of(cost, shares),
+            "all again": longest_recomputed(cost, shares),
             "Eq. 20 gap": statistics.fmean(eq20), "worst": max(eq20), "by micro-batch gap": statistics.fmean(ours),
             "its worst": max(ours), "ms": ms, "time / all again": statistics.fmean(ratios),
         })  # fmt: skip
@@ -62,16 +67,25 @@ def recompute_gaps(quick: bool, missed: list[str]) -> list[dict[str, Any]]:
     return rows
 
 
-def _cases(pipe: Pipe, between: tuple[float, ...]) -> Iterator[Cut]:
+def _cases(cost: SchemeCost, shares: Shares, between: tuple[float, ...]) -> Iterator[Scheduled]:
     """Micro-batches with a sequence whose length lies between what fits without and with all layers again."""
+    pipe = pipe_of(cost, shares)
+    endless = pipe._replace(room=16 * pipe.room)
     for share in between:
-        longest = int(pipe.longest + share * (longest_recomputed(pipe) - pipe.longest))
-        lengths = [int(0.9 * longest), *(length for length in SHORT if length <= pipe.cost.max_length)]
+        least = longest_of(cost, shares)
+        longest = int(least + share * (longest_recomputed(cost, shares) - least))
+        held = [int(0.9 * longest), *(length for length in SHORT if length <= cost.max_length)]
+        tokens = np.array(sorted(held, reverse=True), dtype=np.int64)
         for profile in PROFILES:
             if profile.slots in SLOTS:
-                made = cut(pipe, profile, range(len(lengths)), lengths)
-                assert made is not None, "short sequences fit a micro-batch"
-                if recomputed(pipe, made, 1) is not None:
+                found = cut_best(
+                    kernels.compiled(), endless, cost.sequence_ms(tokens), tokens,
+                    profiles=[profile], effort=Effort(0, 0),
+                )  # fmt: skip
+                assert found is not None, "short sequences fit a micro-batch"
+                batches = microbatches_of(found.pieces, range(len(tokens)))
+                made = Scheduled(batches, tuple(found.pieces.before[: len(batches)].tolist()), cost, shares)
+                if recomputed(made, 1) is not None:
                     yield made
 
 
@@ -84,12 +98,10 @@ def _gap(problem: Covering, quick: bool) -> float:
     return float(problem.cost @ fast) / exact[1] - 1.0 if exact[1] > 0 else 0.0
 
 
-def _all_again(made: Cut) -> Cut:
-    return Cut(tuple(replace(batch, recompute=1.0) for batch in made.microbatches), made.before)
+def _all_again(made: Scheduled) -> Scheduled:
+    return made.recomputing([1.0] * len(made.microbatches))
 
 
-def _time(pipe: Pipe, made: Cut | None) -> int:
+def _time(made: Scheduled | None) -> int:
     assert made is not None, "the case fits"
-    us = pipe.us(pipe.batches(made))
-    assert us is not None, "what is computed again makes room"
-    return us
+    return list_us(made.batches(), made.cost.scheme.pp)

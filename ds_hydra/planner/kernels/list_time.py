@@ -49,7 +49,7 @@ def jobs_of(pipe: Pipe, pieces: Pieces, after: Ints, works: Ints) -> Jobs:
         start, stop = pieces.start[at], pieces.stop[at]
         squares[pieces.slot[at]] += stop * stop - start * start
     for m in range(pieces.counts[1]):
-        work = stage_work(pipe.costs, squares[m], pieces.held[m], after[m] >= 0)
+        work = stage_work(pipe.costs, squares[m], pieces.held[m], after[m] >= 0, 0.0)
         works[0, m], works[1, m], works[2, m], works[3, m], works[4, m] = work
     return Jobs(
         pipe.num_stages, pipe.costs.parts, works[0], works[1], works[2], works[3], works[4], after, works[5], pipe.room
