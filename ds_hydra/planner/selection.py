@@ -32,7 +32,7 @@ from ds_hydra.zero_hetero.errors import PlanError
 
 _TRIES = 600  # of a step's elastic search for each unit of effort, and
 _TRIES_EACH = 100  # as many more for each pipeline
-_LEAN_TRIES = 1  # of plain Python, which dispatches and cuts once
+_LEAN_TRIES = 1  # of plain Python and without effort: dispatches and cuts once
 
 
 class Planner:
@@ -168,7 +168,8 @@ class Planner:
         if not numbers or (whole is not None and not (kernel.is_compiled and self.options.effort)):
             return None
         most = max(len(self._space.strategies[number].pipelines) for number in numbers)
-        tries = self.options.effort * (_TRIES + _TRIES_EACH * most) if kernel.is_compiled else _LEAN_TRIES
+        effort = self.options.effort if kernel.is_compiled else 0
+        tries = effort * (_TRIES + _TRIES_EACH * most) or _LEAN_TRIES
         batch = Batch.by_rows(tokens, self._space.costs)
         search = ElasticSearch(self._space, kernel, batch, tries=tries, seed=self.options.seed)
         bound, found = search.bound(numbers), None

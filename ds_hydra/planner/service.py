@@ -102,7 +102,8 @@ class PlannerService:
 
     def _set_table(self, cost_table: CostTable, strategies: Sequence[StrategyShape]) -> None:
         self._pure = Planner(cost_table, strategies, replace(self._options, kernels="pure"))
-        self._compiled = Planner(cost_table, strategies, replace(self._options, kernels="compiled"))
+        # Without effort, as training waits for it.
+        self._compiled = Planner(cost_table, strategies, replace(self._options, kernels="compiled", effort=0))
         setup = {
             "table": table_record(cost_table),
             "strategies": [str(strategy) for strategy in self._pure.strategies],
