@@ -1,4 +1,4 @@
-"""A recorded run replayed with its long sequences in slices, as a user would: the same training, or a refusal."""
+"""A run with its long sequences in slices, replayed or planned, as a user would: the same training, or a refusal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import deepspeed  # noqa: F401  (before forking: the ranks share it)
 import torch
 
 import ds_hydra.engine.engine  # noqa: F401
-from ds_hydra.costs.cost_table import CostTable
+from ds_hydra.costs.cost_table import CostTable, SchemeCost
+from ds_hydra.costs.shares import Shares
+from ds_hydra.costs.table_file import TableFile
+from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.planner import load_plans, save_plans
 from ds_hydra.zero_hetero.errors import PlanError
 from tests.support.cut_plans import in_slices, num_slices
@@ -54,3 +57,21 @@ def test_replayed_slices_train_as_the_recorded_run_and_off_refuses_them(tmp_path
 
     told = 'but this job runs whole sequences only: hydra.chunks is "off". Plan without slices'
     assert all(told in text and "micro-batch" in text for text in run_ranks(refused, 2))
+
+
+def test_sequences_that_the_planner_cuts_train_as_whole_ones(tmp_path: Path) -> None:
+    """A table with shares, and costs that grow fast with length: slices under the list order and in a V."""
+    costs = (SchemeCost(ParallelScheme(pp=pp), 2e-3 / pp, 0.2 / pp, 1.0 / pp, 200, 8, Shares.usual()) for pp in (1, 2))
+    table, plans = tmp_path / "table.json", tmp_path / "plans.jsonl"
+    TableFile(CostTable(tuple(costs), "made up")).save(table)
+    one = {"cost_table": str(table), "choose": "best", "planner": {"ahead": 0}, "plans_file": str(plans)}
+    with float64_throughout(small_model()):
+        whole, _ = run_ranks(train, 2, config(plans, **one, strategies=["2*tp1"]), timeout=120)[0]
+        for strategy in ("pp2/list", "pp2/v"):
+            plans.unlink()
+            cut, _ = run_ranks(train, 2, config(plans, **one, strategies=[strategy]), timeout=120)[0]
+            assert any(map(num_slices, load_plans(plans).values())), strategy
+            for name, value in whole.items():
+                torch.testing.assert_close(
+                    cut[name], value, rtol=1e-9, atol=1e-12, msg=lambda m, n=f"{strategy}, {name}": f"{n}: {m}"
+                )
