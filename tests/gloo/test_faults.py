@@ -125,8 +125,8 @@ def test_a_changed_bit_in_a_parameter_is_noticed_before_the_update(bucket: int, 
         before, message = whole_state(engine), ""
         train = StrategyRuntime.train
 
-        def flipped(self: StrategyRuntime, batches: Any, **how: bool) -> Any:
-            loss = train(self, batches, **how)
+        def flipped(self: StrategyRuntime, *args: Any, **how: bool) -> Any:
+            loss = train(self, *args, **how)
             buffer = self.pulls.buffers[bucket] if rank == 2 else torch.empty(0)
             if buffer.numel():
                 buffer.view(torch.uint8)[buffer.numel() // 2] ^= 4

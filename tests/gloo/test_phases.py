@@ -165,7 +165,7 @@ def test_a_file_with_an_empty_phase_is_refused_before_step_0(
 def only_the_last_phase_counts() -> Any:
     """Pushes of each phase overwrite the gradients of those before."""
     train = StrategyRuntime.train
-    return mock.patch.object(StrategyRuntime, "train", lambda self, batches, *, accumulate: train(self, batches))
+    return mock.patch.object(StrategyRuntime, "train", lambda self, *args, accumulate: train(self, *args))
 
 
 def each_phase_makes_an_update() -> Any:
@@ -184,9 +184,9 @@ def each_phase_has_its_own_mean() -> Any:
     """The loss of a phase is divided by the phase's targets, not by the step's."""
     train = Stepper._train
 
-    def by_own(self: Any, runtime: Any, batches: Any, weight: int, *, accumulate: bool) -> Any:
+    def by_own(self: Any, runtime: Any, batches: Any, known: Any, weight: int, *, accumulate: bool) -> Any:
         own = int(self._world.channel.rows(torch.tensor([batches.weight])).sum())
-        return train(self, runtime, batches, own, accumulate=accumulate)
+        return train(self, runtime, batches, known, own, accumulate=accumulate)
 
     return mock.patch.object(Stepper, "_train", by_own)
 
