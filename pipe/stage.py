@@ -87,10 +87,12 @@ class StageModule:
         *,
         readers: Mapping[str, Collection[str]] | None = None,
         hooks: Mapping[str, Sequence[GradientHook]] | None = None,
+        at_once: Collection[str] = (),
     ):
         """`names` maps the module's own parameter names to master names; others belong to other stages.
 
-        `readers` names further modules that read a parameter, by master name, and `hooks` what its gradient passes.
+        `readers` names further modules that read a parameter, by master name, and `hooks` what its gradient passes. The
+        gradients of parameters in `at_once` are never put off.
         """
         self.module, self.place = model, place
         self._hooks = hooks or {}
@@ -109,16 +111,14 @@ class StageModule:
         self.weight_gradients: SplitBackward | None = None  # where the schedule splits backwards
         self.linear: Linear = linear  # what computes the linear layers of `model`
         if splits_backward(place.schedule):
-            self.weight_gradients = queue = self._queue(model, names, readers or {})
+            self.weight_gradients = queue = self._queue(model, names, {*(readers or {}), *at_once})
             self.linear = queue.linear
 
-    def _queue(
-        self, model: nn.Module, names: Mapping[str, str], readers: Mapping[str, Collection[str]]
-    ) -> WeightGradients:
+    def _queue(self, model: nn.Module, names: Mapping[str, str], at_once: Collection[str]) -> WeightGradients:
         """The weight gradients that are put off: of weights that one module reads, and no hook of the user."""
         # A hook is to see the gradient of one micro-batch, as autograd would show it.
         alone = {name for name, owners in self._owners.items() if len(owners) == 1}
-        alone -= {name for name in alone if readers.get(name) or self._hooks.get(name)}
+        alone -= {name for name in alone if name in at_once or self._hooks.get(name)}
         return WeightGradients(model, {path for path, name in names.items() if name in alone})
 
     def uses(self, name: str) -> bool:

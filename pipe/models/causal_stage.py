@@ -34,8 +34,10 @@ class CausalStage(StageModule):
             model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": self._draws.checkpointed})
         needed = source.plan.needed(place.stage)
         names = {path: name for path, name in source.aliases.items() if name in needed}
-        super().__init__(model, place, names, readers=source.flow.readers, hooks=source.hooks)
         head = model.get_output_embeddings()
+        # What the head's weight gradient waits for has a number for each word of the vocabulary: too large to keep.
+        of_head = {names[path] for path in names if model.get_submodule(path.rpartition(".")[0]) is head}
+        super().__init__(model, place, names, readers=source.flow.readers, hooks=source.hooks, at_once=of_head)
         specs = {path: source.specs[name] for path, name in source.aliases.items()}
         TensorParallel(
             source.style_plan, specs, place.tp_rank, place.stage.tp, place.tp_group, linear=self.linear
