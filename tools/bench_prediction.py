@@ -4,10 +4,12 @@
 
 First a cost table of tp1, tp2, pp2 and sp2 is measured (or --table is read). Then the example's model trains on
 sequences of web-like lengths under 2*tp1, tp2, pp2 and sp2: once with the planner's choice of the strategy, once with
-all four in turn. The prediction is the one made before the step, from the table alone. Last, identical steps are
-repeated: what they differ by is the machine's noise, which no prediction can be better than. On a machine that others
-use too, the CPU time of the stages, which does not see other processes, is compared with its prediction as well.
-Exits non-zero when the error is above 8% in the median or 20% at p90, and above the noise.
+all four in turn. The prediction is the one made before the step, from the table alone. Then pipelines under the list
+order and V's train, which cut sequences and split backwards. Last, identical steps are repeated: what they differ by is
+the machine's noise, which no prediction can be better than. On a machine that others use too, the CPU time of the
+stages, which does not see other processes, is compared with its prediction as well.
+Exits non-zero when the error is above 8% in the median or 20% at p90, and above the noise, or with slices and split
+backwards more than 1.5 times that without.
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ from tests.support.ranks import run_ranks
 
 MODEL = Path(__file__).resolve().parents[1] / "examples" / "llama_tiny.json"
 STRATEGIES = ["2*tp1", "tp2", "pp2", "sp2"]
+ELASTIC = ["pp2/list", "pp2/v"]  # what cuts sequences and splits backwards
+MOST_ELASTIC = 1.5  # times the error without
 MEDIAN_AIM, P90_AIM = 0.08, 0.20
 CONTEXT, TOKENS, VOCAB = 2048, 4096, 8192
 WARM_UP = 6  # steps that build stages, allocate and load the planner's kernels
@@ -88,8 +92,8 @@ def _time_computing_by_cpu() -> None:
     Laps.spent = spent  # type: ignore[method-assign]
 
 
-def train(rank: int, steps: int, choose: str, lengths: Sequence[int], steps_file: str, table: str) -> None:
-    """One rank's training; rank 0 writes the steps file, and the plans beside it."""
+def train(rank: int, steps: int, hydra: dict[str, Any], lengths: Sequence[int], steps_file: str) -> None:
+    """One rank's training by a config with `hydra` in its block; rank 0 writes the steps file, the plans beside it."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     import ds_hydra
@@ -102,7 +106,7 @@ def train(rank: int, steps: int, choose: str, lengths: Sequence[int], steps_file
     generator = torch.Generator().manual_seed(5)
     data = [torch.randint(0, VOCAB, (length,), generator=generator) for length in lengths]
     plans = str(plans_of(Path(steps_file)))
-    config = job_config(choose=choose, cost_table=table, steps_file=steps_file, plans_file=plans)
+    config = job_config(steps_file=steps_file, plans_file=plans, **hydra)
     engine, _, _, _ = ds_hydra.initialize(model=model, training_data=data, config=config)
     for _ in range(steps):
         engine.train_batch()
@@ -114,12 +118,16 @@ def plans_of(steps_file: Path) -> Path:
     return steps_file.with_suffix(".plans.jsonl")
 
 
-def run(steps: int, choose: str, lengths: Sequence[int], folder: Path, name: str, table: Path) -> list[dict[str, Any]]:
+def run(
+    steps: int, choose: str, lengths: Sequence[int], folder: Path, name: str, table: Path,
+    strategies: Sequence[str] = STRATEGIES,
+) -> list[dict[str, Any]]:  # fmt: skip
     """Records of a training run, its first steps left out."""
     steps_file = folder / f"{name}.jsonl"
     for file in (steps_file, plans_of(steps_file)):
         file.unlink(missing_ok=True)
-    run_ranks(train, 2, steps + WARM_UP, choose, lengths, str(steps_file), str(table), timeout=1800)
+    hydra = {"choose": choose, "strategies": list(strategies), "cost_table": str(table)}
+    run_ranks(train, 2, steps + WARM_UP, hydra, lengths, str(steps_file), timeout=1800)
     return read_steps(steps_file)[0][WARM_UP:]
 
 
@@ -146,7 +154,7 @@ def stage_errors(records: Sequence[dict[str, Any]]) -> list[float]:
 def rows_of(kind: str, records: Sequence[dict[str, Any]]) -> list[tuple[object, ...]]:
     """A line per strategy, and one for all."""
     rows: list[tuple[object, ...]] = []
-    for name in [*STRATEGIES, "all"]:
+    for name in [*STRATEGIES, *ELASTIC, "all"]:
         chosen = [r for r in records if name in (r["strategy"], "all")]
         if not chosen:
             continue
@@ -182,13 +190,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lengths = web_lengths(2000)
         chosen = run(steps, "best", lengths, folder, "best", table)
         cycled = run(steps, "cycle", lengths, folder, "cycle", table)
+        elastic = run(steps, "cycle", lengths, folder, "elastic", table, ELASTIC)
         same = run(max(8, steps // 2), "cycle", [512] * 2000, folder, "identical", table)
         if args.out:
             draw_report(cycled, folder / "report", lengths)
     print(f"\n{os.getloadavg()[0]:.1f} processes want {os.cpu_count()} cores; error of the step's time: median / p90")
     print_table(("run", "strategy", "steps", "ms", "bias", "predicted", "corrected as it runs", "planner's own",
                  "stages' CPU time"),
-                rows_of("chosen", chosen) + rows_of("in turn", cycled) + rows_of("identical", same))  # fmt: skip
+                rows_of("chosen", chosen) + rows_of("in turn", cycled) + rows_of("elastic", elastic)
+                + rows_of("identical", same))  # fmt: skip
     noise = noise_of(same)
     results = {"chosen": summarise(relative_errors(chosen)), "in_turn": summarise(relative_errors(cycled))}
     missed = []
@@ -198,13 +208,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"{name}: {what} error {error:.1%} is above {aim:.0%}, but identical steps differ by {floor:.1%}")
             elif error > aim:
                 missed.append(f"{name}: {what} error {error:.1%} is above {aim:.0%}; identical steps: {floor:.1%}")
+    ratio = summarise(relative_errors(elastic))[0] / results["in_turn"][0]
+    if ratio > MOST_ELASTIC:
+        missed.append(f"with slices and split backwards the median error is {ratio:.2f} of that without, above 1.5")
     stages = summarise(stage_errors([*chosen, *cycled]))
     summary = (
         f"{steps} steps each; error {results['chosen'][0]:.1%} / {results['chosen'][1]:.1%} (planner's choice), "
-        f"{results['in_turn'][0]:.1%} / {results['in_turn'][1]:.1%} (all four in turn); noise of identical steps "
+        f"{results['in_turn'][0]:.1%} / {results['in_turn'][1]:.1%} (all four in turn), {ratio:.2f} times "
+        f"that with slices and split backwards; noise of identical steps "
         f"{noise[0]:.1%} / {noise[1]:.1%}; CPU time of stages {stages[0]:.1%} / {stages[1]:.1%}"
     )
-    figures = {"errors": results, "noise": noise, "stages_cpu": stages, "load": os.getloadavg(), "steps": steps}
+    figures = {
+        "errors": results,
+        "elastic_ratio": ratio,
+        "noise": noise,
+        "stages_cpu": stages,
+        "load": os.getloadavg(),
+        "steps": steps,
+    }
     return finish("bench_prediction", summary, figures, missed, args.json)
 
 

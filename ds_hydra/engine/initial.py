@@ -7,7 +7,7 @@ from typing import Any
 
 from ds_hydra.checkpoint.pretrained import load_pretrained, stored_buffers
 from ds_hydra.engine.job import Job
-from ds_hydra.pipe.models.unset import drawn_parameter, set_buffers, unset_buffers, unset_parameters
+from ds_hydra.pipe.models.unset import drawn_parameter, set_buffers, unset_buffers
 from ds_hydra.ranks.together import together
 from ds_hydra.ranks.world import World
 from ds_hydra.step.model_masters import ModelMasters
@@ -35,8 +35,7 @@ def give_masters(masters: ModelMasters, job: Job, world: World) -> None:
         masters.load(job.source.values, world.group)
     elif where == RANDOM:
         with together(world.channel, "initialising the model"):
-            unset = set(unset_parameters(job.model))
-            if known := [name for name in job.source.values if name not in unset]:
+            if known := list(job.source.values):
                 raise ConfigError(
                     f'hydra.initial_weights is "random" but the model has a value for {known[0]!r} and '
                     f'{len(known) - 1} more parameters: build it under torch.device("meta"), or remove the setting'

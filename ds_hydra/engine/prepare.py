@@ -21,7 +21,7 @@ from ds_hydra.pipe.placement import Strategy, place_strategy
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.plan.schemes import SCHEDULE_CHOICES, feasible_schemes
 from ds_hydra.planner.proposal.propose import Wider, propose_strategies
-from ds_hydra.planner.proposal.spaces import runnable_of, wider_shapes
+from ds_hydra.planner.proposal.spaces import wider_shapes
 from ds_hydra.ranks.together import together
 from ds_hydra.ranks.world import World
 from ds_hydra.self_check.check import check_strategies
@@ -215,7 +215,7 @@ def _propose(job: Job, table: CostTable, lengths: Sequence[int], world: World) -
                 "sequences stay whole and backwards are not split: the costs have no measured shares of forward and "
                 "backward. Measure them with `ds-hydra profile`"
             )
-        shapes = runnable_of(wider_shapes(table, schedules, num_layers))
+        shapes = wider_shapes(table, schedules, num_layers)
         slices = config.chunks == "auto" and not job.source.plan.no_slices
         strategies = propose_strategies(
             table,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.pipe.schedules.batches import Batches
@@ -33,8 +34,13 @@ def simulate_pipeline(pipeline: PipelinePlan, cost_table: CostTable) -> float:
     if has_formula(pipeline):
         loads = [cost.load_ms(batch.lengths) for batch in pipeline.microbatches]
         return _simulated(pipeline.shape, loads)
-    batches = schedule_batches(pipeline, cost_table)
-    return simulate_works(orders(pipeline.schedule, batches, num_stages), batches) / 1e3
+    return _simulated_us(pipeline.schedule, schedule_batches(pipeline, cost_table), num_stages) / 1e3
+
+
+# A plan's check asks for each pipeline's time, and for the step's: the same simulations.
+@lru_cache(maxsize=1024)
+def _simulated_us(schedule: str, batches: Batches, num_stages: int) -> int:
+    return simulate_works(orders(schedule, batches, num_stages), batches)
 
 
 def _simulated(shape: PipelineShape, loads: list[float]) -> float:

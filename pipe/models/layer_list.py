@@ -42,8 +42,8 @@ class LayerList:
             )
         self.specs, self.loss_fn = list(model._layer_specs), model.loss_fn
         self._buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
-        self.values: Mapping[str, Tensor] = {name: p.detach() for name, p in model.named_parameters()}
-        self.aliases: Mapping[str, str] = {name: name for name in self.values}
+        self.values: Mapping[str, Tensor] = {n: p.detach() for n, p in model.named_parameters() if not p.is_meta}
+        self.aliases: Mapping[str, str] = {name: name for name, _ in model.named_parameters()}
         self.layers = [self.layer(index, torch.device("meta")) for index in range(len(self.specs))]
         self._widths = self._trace()
         trained = {name: p.requires_grad for name, p in model.named_parameters()}  # as the user left them

@@ -17,11 +17,6 @@ from torch import Tensor, nn
 from ds_hydra.zero_hetero.errors import ConfigError
 
 
-def unset_parameters(model: nn.Module) -> list[str]:
-    """Names of the parameters on the meta device."""
-    return [name for name, parameter in model.named_parameters() if parameter.is_meta]
-
-
 def unset_buffers(model: nn.Module) -> list[str]:
     """Names of the buffers on the meta device."""
     return [name for name, buffer in model.named_buffers() if buffer.is_meta]
@@ -106,7 +101,13 @@ def _initialize(model: Any, name: str, seed: int) -> None:
     with torch.no_grad(), _random_numbers(_number(seed, name)):
         for at, (path, module) in reversed(list(enumerate(holders))):
             # A model within a model, as of a vision tower, initialises its own modules.
-            by: Any = next(holder for _, holder in reversed(holders[: at + 1]) if hasattr(holder, "_init_weights"))
+            held_by = (holder for _, holder in reversed(holders[: at + 1]))
+            by: Any = next((holder for holder in held_by if hasattr(holder, "_init_weights")), None)
+            if by is None:
+                raise ConfigError(
+                    f"{type(model).__name__} has no _init_weights to draw {name} by: give a folder of weights in "
+                    "hydra.initial_weights, or build the model with real parameters"
+                )
             try:
                 by._init_weights(module)
             except Exception as error:

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.shares import Shares
-from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
+from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.plan.runnable import check_runnable
 from ds_hydra.planner import Planner, PlannerOptions, StepPlan, validate_plan
 from ds_hydra.planner.elastic_space import ElasticSpace
 from ds_hydra.planner.proposal.propose import ProposalEffort, Wider, propose_strategies
-from ds_hydra.planner.proposal.spaces import runnable_of, wider_shapes
+from ds_hydra.planner.proposal.spaces import wider_shapes
 from ds_hydra.zero_hetero.errors import PlanError
 from tests.support.planner_cases import TABLES, a800_batch
 
@@ -96,8 +96,6 @@ def test_the_shapes_of_the_wider_space() -> None:
     assert [str(shape) for shape in wider_shapes(TABLE, num_layers=3)] == ["pp2/list", "tp2pp2/list"]
     assert [str(shape) for shape in wider_shapes(TABLE, ("1f1b", "list"))] == ["pp2/list", "tp2pp2/list"]
     assert wider_shapes(TABLE, ("1f1b",)) == ()
-    devices = PipelineShape.parse("pp2@a100/v")
-    assert runnable_of([devices, *wider_shapes(TABLE)]) == wider_shapes(TABLE)
 
 
 def test_contexts_that_no_scheme_holds_whole_are_proposed_for_and_planned() -> None:

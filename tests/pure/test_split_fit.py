@@ -71,6 +71,16 @@ def test_forward_and_weight_never_take_more_than_all() -> None:
     assert Shares(found.forward, found.weight)
 
 
+def test_noise_in_columns_that_are_alike_leaves_shares_that_a_kernel_could_have() -> None:
+    """Of micro-batches of one length a and b cannot be told apart, and the least squares put all into one of them."""
+    alike = [point for point in points(COST, SHARES) if not point.start and sum(point.lengths) > 4000]
+    noisy = [replace(p, forward=p.forward * (1.4 if n % 2 else 0.7)) for n, p in enumerate(alike)]
+    found = fit_split(noisy, whole_fit(COST))
+    assert found is not None
+    assert 0.15 <= min(found.forward) <= max(found.forward) <= 0.6
+    assert 0.0 < found.weight.b < 0.5
+
+
 def test_split_rungs_stop_where_the_head_is_computed_twice() -> None:
     ladder = make_ladder(128, 32768, 7)
     every = split_rungs(ladder, None)
