@@ -57,23 +57,22 @@ class Overheads:
         self.total += other.total
         self.count += other.count
 
-    def once(self) -> Overheads:
-        """The same means, to count as if each had been seen once."""
-        return Overheads(self.ms, np.minimum(self.count, 1.0))
-
 
 class ElasticSearch:
     """One step's search over strategies with elastic pipelines [Note: elastic search]."""
 
-    def __init__(self, space: ElasticSpace, kernel: Kernels, batch: Batch, *, tries: int, seed: int = 0) -> None:
+    def __init__(
+        self, space: ElasticSpace, kernel: Kernels, batch: Batch, *, num_ranks: int, tries: int, seed: int = 0
+    ) -> None:
         self._space, self._kernel, self._batch, self._seed = space, kernel, batch, seed
+        self._dealt, self._share = space.dealt(kernel, batch, num_ranks), space.share(batch, num_ranks)
         self._times = PipelineTimes(space, kernel, batch, tries=tries, seed=seed)
         self._tries = tries
 
     def best_of(self, candidates: Sequence[int]) -> Elastic | None:
         """The best plan found over these strategies, by their numbers; None when none holds all sequences."""
         kinds = [self._space.kinds[index] for index in candidates]
-        known = self.probes(kinds, kinds[0].strategy.num_ranks)
+        known = self.probes(kinds)
         best: Elastic | None = None
         ranked = self._ranked(kinds, known.ms)
         while ranked and (best is None or 2 * self._times.left > self._tries):
@@ -89,24 +88,24 @@ class ElasticSearch:
             ranked = self._ranked_again(ranked, kinds, known.ms - before)
         return None if best is None else refined(best, self._times)
 
-    def observe(self, kinds: PipelineKinds, overhead: Floats) -> Overheads:
-        """What pipelines of a strategy really take besides their work, when it is dispatched by these overheads."""
+    def observe(self, kinds: PipelineKinds, overhead: Floats) -> tuple[float, Overheads]:
+        """What a strategy takes when it is dispatched by these overheads, (rows,), and simulated, in ms; and the
+        overheads that its pipelines really have."""
         ranked = self._ranked([kinds], overhead)
         found = self._settled(kinds, ranked[0][2], overhead) if ranked else None
-        return Overheads.none(len(overhead)) if found is None else self._seen(found)
+        return (math.inf, Overheads.none(len(overhead))) if found is None else (found.ms, self._seen(found))
 
     def _seen(self, found: Elastic) -> Overheads:
-        """One observation for each row of a plan: the mean over its pipelines.
-
-        Those that are done sooner than the slowest one wait for it, and refinement makes up for half of that: so half
-        of the waiting counts as overhead.
-        """
+        """One observation for each row of a plan: the mean over its pipelines."""
         seen, rows = Overheads.none(len(self._space.rows)), found.kinds.shape.pipeline_scheme
-        work = np.array([self._batch.items.work[k][found.owner == p].sum() for p, k in enumerate(rows)])
-        taken = 0.5 * (found.ms + np.array([one.ms for one in found.timed])) - work
+        taken = np.array([one.ms for one in found.timed]) - self._work(rows, found.owner)
         for k in np.unique(rows):
             seen.total[k], seen.count[k] = taken[rows == k].mean(), 1.0
         return seen
+
+    def _work(self, rows: Ints, owner: Ints) -> Floats:
+        """(pipelines,) ms that dispatch counts for the sequences of each pipeline, whose rows are `rows`."""
+        return np.array([self._dealt.items.work[k][owner == p].sum() for p, k in enumerate(rows)])
 
     def bound(self, candidates: Sequence[int]) -> float:
         """No plan under any of these strategies is sooner done (ms)."""
@@ -119,15 +118,11 @@ class ElasticSearch:
 
     # 1. what each row's pipelines cost besides their work
 
-    def probes(self, kinds: Sequence[PipelineKinds], num_ranks: int) -> Overheads:
+    def probes(self, kinds: Sequence[PipelineKinds]) -> Overheads:
         """Overheads of the rows that these strategies have, one typical pipeline each."""
-        found, items = Overheads.none(len(self._space.rows)), self._batch.items
-        ranks = np.array([row.shape.num_ranks for row in self._space.rows])
-        fits = items.tokens <= np.array([row.longest for row in self._space.rows])[:, None]
-        cheapest = np.where(fits, items.work * ranks[:, None], math.inf).min(axis=0)
-        share = float(cheapest[np.isfinite(cheapest)].sum()) / num_ranks
+        found = Overheads.none(len(self._space.rows))
         for k in sorted({int(k) for one in kinds for k in one.shape.scheme}):
-            found.total[k], found.count[k] = self._times.probe(k, share), 1.0
+            found.total[k], found.count[k] = self._times.probe(k, self._share, self._dealt.items.work[k]), 1.0
         return found
 
     # 2. ranking
@@ -138,11 +133,11 @@ class ElasticSearch:
         found: list[tuple[float, int, Ints]] = []
         for number, one in enumerate(kinds):
             price = one.num_ranks.copy()
-            bound = self._kernel.strategy_bound(Problem(schemes, self._batch.merged, one.shape), 2, 6, price)
+            bound = self._kernel.strategy_bound(Problem(schemes, self._dealt.merged, one.shape), 2, 6, price)
             if math.isinf(bound) or (found and bound > _HOPELESS * min(found)[0]):
                 continue
             place = empty_placement(self._batch.size, len(one.rank_order))
-            problem, prospect = Problem(schemes, self._batch.items, one.shape), Prospect(bound, price, math.inf)
+            problem, prospect = Problem(schemes, self._dealt.items, one.shape), Prospect(bound, price, math.inf)
             effort = _RANKING if self._kernel.is_compiled else LEAN._replace(packs=False)
             ms = float(self._kernel.dispatch(problem, prospect, effort, self._seed, place))
             if math.isfinite(ms):
@@ -177,7 +172,7 @@ class ElasticSearch:
                 best = found
             if turn + 1 == _ROUNDS or 4 * self._times.left < self._tries:
                 break
-            work = np.array([self._batch.items.work[k][owner == p].sum() for p, k in enumerate(rows)])
+            work = self._work(rows, owner)
             ms = np.array([one.ms for one in timed])
             seen = (work > 0.0) & np.isfinite(ms)
             own_overhead = np.where(seen, (1 - _LEARNT) * own_overhead + _LEARNT * (ms - work), own_overhead)
@@ -189,7 +184,7 @@ class ElasticSearch:
 
     def _dispatched(self, kinds: PipelineKinds, overhead: Floats, before: float) -> Ints | None:
         """Owners by the overhead of each pipeline, (pipelines,) ms; None where a sequence finds no place."""
-        rows, items = kinds.shape.pipeline_scheme, self._batch.items
+        rows, items = kinds.shape.pipeline_scheme, self._dealt.items
         place = empty_placement(self._batch.size, len(rows))
         if len(rows) > _FEW_PIPELINES:
             means = np.zeros(len(self._space.rows))

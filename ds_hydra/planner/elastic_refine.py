@@ -38,10 +38,22 @@ def refined(found: Elastic, times: PipelineTimes) -> Elastic:
         turn += 1
         slow = max(range(len(timed)), key=lambda p: timed[p].ms)
         better = times.recut(int(rows[slow]), timed[slow], times.seed + turn)
-        stuck = better is None and not _exchange(times, rows, slow, owner, timed)
         if better is not None:
             timed[slow] = better
+        elif not _exchange(times, rows, slow, owner, timed):
+            # Where no other pipeline has room, better micro-batches of theirs make some.
+            stuck = not _recut_others(times, rows, slow, timed)
     return Elastic(found.kinds, owner, tuple(timed))
+
+
+def _recut_others(times: PipelineTimes, rows: Ints, slow: int, timed: list[Timed]) -> bool:
+    """Better micro-batches for pipelines that are not the slowest; whether any were found."""
+    found = False
+    for p in range(len(timed)):
+        better = None if p == slow else times.recut(int(rows[p]), timed[p], times.seed + times.left)
+        if better is not None:
+            timed[p], found = better, True
+    return found
 
 
 def _exchange(times: PipelineTimes, rows: Ints, slow: int, owner: Ints, timed: list[Timed]) -> bool:

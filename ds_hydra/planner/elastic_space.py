@@ -4,8 +4,9 @@
 A pipeline under the list order, a V or not, is elastic: it takes whatever micro-batches fit its memory, so a long
 sequence may be cut for it, and what it takes is known by simulation only. Its time is the work of its sequences and
 some overhead: c of each micro-batch, and the fill and drain of its stages. The overhead hardly depends on which
-sequences they are, so that dispatch needs no more of it than a number. With 2900 ms of work and an overhead of 440 ms,
-two sequences of 60 and 80 ms that change places with one of 150 make 2890 + 440 ms, in whatever micro-batches.
+sequences they are, but for long ones [Note: surcharges], so that dispatch needs no more of it than a number. With 2900
+ms of work and an overhead of 440 ms, two sequences of 60 and 80 ms that change places with one of 150 make 2890 + 440
+ms, in whatever micro-batches.
 
 Other pipelines of the same strategy run whole sequences. They are packed as ever, and dispatched in the same way: their
 overhead is c of each micro-batch, and a bubble.
@@ -13,6 +14,7 @@ overhead is c of each micro-batch, and a bubble.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -23,7 +25,9 @@ from ds_hydra.pipe.schedules.registry import WEIGHED
 from ds_hydra.pipe.shape import PipelineShape, StrategyShape
 from ds_hydra.planner.cutting import longest_of, pipe_of
 from ds_hydra.planner.kernels.arrays import Floats, Ints, Pipe, Schemes
-from ds_hydra.planner.kernels.problem import PipelineKinds
+from ds_hydra.planner.kernels.problem import Batch, PipelineKinds
+from ds_hydra.planner.kernels.protocol import Kernels
+from ds_hydra.planner.long_sequences import Surcharges
 
 _ANY_NUMBER = 1 << 40  # of tokens in a micro-batch, where only the overhead counts
 
@@ -40,6 +44,7 @@ class Row(NamedTuple):
     cost: SchemeCost
     pipe: Pipe | None  # None: it runs whole sequences by its own schedule
     longest: int  # tokens of the longest sequence that it holds
+    long: Surcharges | None  # what long sequences cost besides; None: nothing
 
 
 class ElasticSpace:
@@ -65,6 +70,22 @@ class ElasticSpace:
     def longest(self, kinds: PipelineKinds) -> int:
         """The longest sequence that a strategy holds, in tokens."""
         return int(self._longest[kinds.shape.scheme].max())
+
+    def share(self, batch: Batch, num_ranks: int) -> float:
+        """A pipeline's share, in ms, of a batch's work on so many ranks, each sequence where it takes least of them."""
+        work, ranks = batch.items.work, np.array([row.shape.num_ranks for row in self.rows])
+        cheapest = np.where(batch.items.tokens <= self._longest[:, None], work * ranks[:, None], math.inf).min(axis=0)
+        return float(cheapest[np.isfinite(cheapest)].sum()) / num_ranks
+
+    def dealt(self, kernel: Kernels, batch: Batch, num_ranks: int) -> Batch:
+        """A batch with the work that dispatch counts: that of long sequences with surcharges."""
+        if not kernel.is_compiled:
+            return batch
+        share, work = self.share(batch, num_ranks), batch.items.work.copy()
+        for k, row in enumerate(self.rows):
+            if row.long is not None:
+                work[k] += row.long.of(kernel, share, batch.items.tokens)
+        return batch.with_work(work)
 
     def by_overhead(self, overhead: Floats) -> Schemes:
         """Costs for dispatch: a pipeline takes its work and its row's overhead, (rows,) ms."""
@@ -92,7 +113,7 @@ class ElasticSpace:
 def _row(shape: PipelineShape, table: CostTable, slices: bool) -> Row:
     cost, shares = table[shape], table.shares(shape)
     if shape.schedule not in WEIGHED:
-        return Row(shape, cost, None, int(cost.max_length))
+        return Row(shape, cost, None, int(cost.max_length), None)
     slices = slices and cost.shares is not None
-    pipe = pipe_of(cost, shares, parts=shape.parts, slices=slices)
-    return Row(shape, cost, pipe, longest_of(cost, shares, slices=slices))
+    pipe, longest = pipe_of(cost, shares, parts=shape.parts, slices=slices), longest_of(cost, shares, slices=slices)
+    return Row(shape, cost, pipe, longest, Surcharges(pipe, longest))

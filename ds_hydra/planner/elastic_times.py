@@ -10,7 +10,7 @@ import numpy as np
 
 from ds_hydra.planner.cutting import LEAN_PROFILES, PROFILES, Cutting, Effort, cut_best, improved
 from ds_hydra.planner.elastic_space import ElasticSpace
-from ds_hydra.planner.kernels.arrays import Ints, Profile
+from ds_hydra.planner.kernels.arrays import Floats, Ints, Profile
 from ds_hydra.planner.kernels.problem import Batch, scheme_row
 from ds_hydra.planner.kernels.protocol import Kernels
 
@@ -42,25 +42,28 @@ class PipelineTimes:
         self._known: dict[tuple[int, bytes], Timed] = {}
         self._profiles: dict[int, tuple[Profile, ...]] = {}
 
-    def probe(self, k: int, share: float) -> float:
-        """The overhead of a pipeline of row k with `share` ms of work: every so many of the sequences that it holds."""
+    def probe(self, k: int, share: float, counted: Floats) -> float:
+        """The overhead of a pipeline of row k with `share` ms of work: every so many of the sequences that it holds.
+
+        counted (sequences,) is what dispatch counts for each sequence, in ms.
+        """
         row, items = self.space.rows[k], self.batch.items
+        if row.pipe is not None and not self._kernel.is_compiled:
+            return self._estimate(k, share)
         held = np.flatnonzero(items.tokens <= row.longest)
         stride = max(1.0, float(items.work[k][held].sum()) / share)
         at = ((np.arange(math.ceil(len(held) / stride)) + 0.5) * stride).astype(np.int64)
-        own = held[at[at < len(held)]] if len(held) else held
+        own = held[at[at < len(held)]]
         if not len(own):
             own = held[-1:]
-        if row.pipe is not None and not self._kernel.is_compiled:
-            return self._estimate(k, share)
         if row.pipe is None:
-            return self._search(k, own, _PROBE).ms - float(items.work[k][own].sum())
+            return self._search(k, own, _PROBE).ms - float(counted[own].sum())
         cutting = self._cut(k, own, PROFILES, _PROBE) if len(own) else None
         if cutting is None:
             return float(row.cost.c * row.shape.pp)
         by_time = sorted(zip(cutting.profiles_us, range(len(PROFILES)), strict=True))
         self._profiles[k] = (cutting.profile, *(PROFILES[index] for _, index in by_time[:_NEAR_PROFILES]))
-        return cutting.us / 1e3 - float(items.work[k][own].sum())
+        return cutting.us / 1e3 - float(counted[own].sum())
 
     def _estimate(self, k: int, share: float) -> float:
         """An overhead without a simulation: c of some equal micro-batches, and forwards of the first one as fill."""

@@ -53,6 +53,7 @@ def elastic_pipelines(
     position, rows = batch.position.tolist(), found.kinds.shape.pipeline_scheme.tolist()
     plans: list[PipelinePlan | None] = [None] * len(rows)
     whole: list[TimedPipeline] = []
+    work: dict[int, list[float]] = {}  # by row: ms of every sequence
     slowest = 0.0
     for p, (k, timed) in enumerate(zip(rows, found.timed, strict=True)):
         own = [position[i] for i in np.flatnonzero(found.owner == p).tolist()]
@@ -64,8 +65,9 @@ def elastic_pipelines(
         bins: dict[int, list[int]] = {}
         for i, b in zip(own, () if timed.bins is None else timed.bins.tolist(), strict=True):
             bins.setdefault(b, []).append(i)
-        work = cost.sequence_ms(tokens).tolist()
-        one = whole_pipeline(shape, cost, [bins[b] for b in sorted(bins)], work=work, tokens=tokens, paper=paper)
+        if k not in work:
+            work[k] = cost.sequence_ms(tokens).tolist()
+        one = whole_pipeline(shape, cost, [bins[b] for b in sorted(bins)], work=work[k], tokens=tokens, paper=paper)
         plans[at] = one.plan
         whole.append(one)
     phase = Phase(tuple(plan for plan in plans if plan is not None))

@@ -30,8 +30,8 @@ from ds_hydra.planner.pipelines import elastic_pipelines, whole_pipeline
 from ds_hydra.planner.search import Search
 from ds_hydra.zero_hetero.errors import PlanError
 
-_TRIES = 600  # of a step's elastic search for each unit of effort, and
-_TRIES_EACH = 100  # as many more for each pipeline
+_TRIES = 900  # of a step's elastic search for each unit of effort, and
+_TRIES_EACH = 150  # as many more for each pipeline
 _LEAN_TRIES = 1  # of plain Python and without effort: dispatches and cuts once
 
 
@@ -171,7 +171,9 @@ class Planner:
         effort = self.options.effort if kernel.is_compiled else 0
         tries = effort * (_TRIES + _TRIES_EACH * most) or _LEAN_TRIES
         batch = Batch.by_rows(tokens, self._space.costs)
-        search = ElasticSearch(self._space, kernel, batch, tries=tries, seed=self.options.seed)
+        search = ElasticSearch(
+            self._space, kernel, batch, num_ranks=self.num_ranks, tries=tries, seed=self.options.seed
+        )
         bound, found = search.bound(numbers), None
         if whole is None or bound < whole.predicted_ms:
             found = search.best_of(numbers)

@@ -111,7 +111,14 @@ class Batch:
         given = np.array(lengths, dtype=np.int64)
         position = np.argsort(-given, kind="stable").astype(np.int64)
         tokens = given[position]
-        work = np.stack([cost.sequence_ms(tokens) for cost in costs])
+        return cls._of_work(position, tokens, np.stack([cost.sequence_ms(tokens) for cost in costs]))
+
+    def with_work(self, work: Floats) -> Batch:
+        """The same sequences with other work, (rows, sequences) ms."""
+        return Batch._of_work(self.position, self.items.tokens, work)
+
+    @classmethod
+    def _of_work(cls, position: Ints, tokens: Ints, work: Floats) -> Batch:
         rates = (work / tokens).min(axis=1)
         items = merged = Items(work, tokens, np.ones_like(tokens), rates)
         if len(tokens) > _EXACT_BOUND_ITEMS:

@@ -9,7 +9,7 @@ neighbours easy to write down: (0, 2, 1) has the two TP1 exchanged for one more 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -37,7 +37,7 @@ class Pool:
         arrays: Schemes,
         *,
         num_ranks: int,
-        sampled: Sequence[np.ndarray],
+        batches: Sequence[Batch],
         weights: np.ndarray,
     ) -> None:
         self._shapes, self._costs, self._arrays = tuple(shapes), tuple(costs), arrays
@@ -45,11 +45,11 @@ class Pool:
         self._row = {shape: k for k, shape in enumerate(self._shapes)}
         self._num_ranks = num_ranks
         self._weights = weights / weights.sum()
-        self._batches = [Batch.by_rows(batch.tolist(), self._costs) for batch in sampled]
+        self._batches = tuple(batches)
         options = PlannerOptions(effort=1, kernels="compiled")
         self._searches = [StrategySearch(arrays, options, batch) for batch in self._batches]
         self.times: dict[Counts, np.ndarray] = {}  # ms on each batch
-        self._best = np.full(len(sampled), math.inf)
+        self._best = np.full(len(batches), math.inf)
         self._moves = self._exchanges()
 
     def kinds(self, counts: Counts) -> PipelineKinds:
@@ -159,10 +159,18 @@ class Pool:
 
     def winners(self) -> list[StrategyShape]:
         """The best strategy of every batch."""
-        return [
-            self.strategy(min(self.times, key=lambda counts: float(self.times[counts][b])))
-            for b in range(len(self._batches))
-        ]
+        best = [min(self.times, key=lambda counts: float(self.times[counts][b])) for b in range(len(self._batches))]
+        return [self.strategy(counts) for counts in best]
+
+    def best_batches(self, counts: Counts, most: int) -> list[int]:
+        """The batches that a strategy suits best, beside others; none that it cannot hold."""
+        beside = self.times[counts] / self._best
+        return [int(b) for b in np.argsort(beside, kind="stable")[:most] if np.isfinite(beside[b])]
+
+    def correct(self, factors: Mapping[Counts, float]) -> None:
+        """Multiply the times of these strategies; all others are forgotten."""
+        self.times = {counts: factor * self.times[counts] for counts, factor in factors.items()}
+        self._best = np.minimum.reduce(list(self.times.values()))
 
     def best_subset(self, count: int) -> list[Counts]:
         """Greedy choice of the strategies with the least mean time, each batch run by its best."""

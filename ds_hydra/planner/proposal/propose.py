@@ -13,15 +13,16 @@ longest sequence, which must be on some pipeline as a whole, and its bubble coun
 4. The pool is reduced greedily to the subset with the least mean time over all sampled batches, each batch run by its
    best strategy.
 
-That is done twice where pipelines may be elastic: for whole sequences under 1F1B, and for elastic pipelines, whose
-times are estimates then [Note: elastic pipelines]. Both subsets are candidates, so the wider space takes nothing away.
+That is done twice where pipelines may be elastic: for whole sequences under 1F1B, and for elastic pipelines. Times of
+the latter are estimates [Note: elastic pipelines]. So the pool is reduced twice: to a short list, whose strategies are
+simulated on a few batches each, which corrects their times, and then to the subset. Both subsets are candidates, so the
+wider space takes nothing away.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
@@ -30,7 +31,7 @@ from ds_hydra.data.length_sources import sample_batches
 from ds_hydra.pipe.shape import PipelineShape, StrategyShape
 from ds_hydra.planner.kernels.arrays import Schemes
 from ds_hydra.planner.proposal.candidates import scheme_of, usable_schemes
-from ds_hydra.planner.proposal.pool import Pool
+from ds_hydra.planner.proposal.pool import Counts, Pool
 from ds_hydra.planner.proposal.spaces import ElasticShapes, Space, WholeSpace
 from ds_hydra.zero_hetero.errors import PlanError
 
@@ -44,6 +45,8 @@ class ProposalEffort:
     node_limit: int  # of each HiGHS solution
     rounds: int  # of hill climbing over all batches
     moves: int  # neighbours looked at per batch and round
+    corrections: int = 0  # of what elastic pipelines are estimated to take
+    simulations: int = 1  # of each strategy on the short list
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +61,13 @@ class Wider:
 _USUAL_BATCH = 200  # sequences; where batches are larger, fewer are sampled, as each costs more and differs less
 _FEWEST_BATCHES = 4
 _BATCHES_PER_STRATUM = 4  # drawn for each typical batch that is kept
+_CORRECTING = 6  # batches by which estimates are corrected
+_SHORTLIST = 2  # times as many strategies as are asked for are simulated
 _RARE_WEIGHT = 0.01  # of a batch with a longer sequence than any typical one, against all typical ones
-QUICK = ProposalEffort(batches=12, milp_batches=6, node_limit=20, rounds=2, moves=60)
-THOROUGH = ProposalEffort(batches=192, milp_batches=24, node_limit=100, rounds=10, moves=200)
+QUICK = ProposalEffort(batches=12, milp_batches=6, node_limit=20, rounds=2, moves=60, corrections=1, simulations=1)
+THOROUGH = ProposalEffort(
+    batches=192, milp_batches=24, node_limit=100, rounds=10, moves=200, corrections=3, simulations=3
+)
 
 
 def _typical_batches(
@@ -136,21 +143,17 @@ def propose_strategies(
         rare = _rare_batches(common, sorted({min(limit, context_length) for limit in space.limits}))
         sampled = [*common, *rare]
         weights = np.array([1.0] * len(common) + [_RARE_WEIGHT * len(common)] * len(rare))
-        searched = partial(_searched, space, num_ranks, effort, seed)
-        pool = searched(sampled, weights, space.arrays(sampled, num_ranks, partial(_winners, searched)))
+        arrays = space.arrays(sampled, num_ranks)
+        few = [sampled[round(at)] for at in np.linspace(0, len(sampled) - 1, min(_CORRECTING, len(sampled)))]
+        for _ in range(effort.corrections):
+            winners = _searched(space, num_ranks, effort, seed, few, np.ones(len(few)), arrays).winners()
+            arrays = space.corrected(arrays, few, winners)
+        pool = _searched(space, num_ranks, effort, seed, sampled, weights, arrays)
+        _correct(space, pool, sampled, arrays, effort.simulations, context_length, _SHORTLIST * count)
         # 4. the subset, in which some strategy must hold the context
         chosen = pool.cover(pool.best_subset(count), context_length, count)
         found |= dict.fromkeys(pool.strategy(counts) for counts in chosen)
     return tuple(found)
-
-
-def _winners(
-    searched: Callable[[Sequence[np.ndarray], np.ndarray, Schemes], Pool],
-    batches: Sequence[np.ndarray],
-    arrays: Schemes,
-) -> list[StrategyShape]:
-    """A good strategy for each batch."""
-    return searched(batches, np.ones(len(batches)), arrays).winners()
 
 
 def _searched(
@@ -158,7 +161,8 @@ def _searched(
     sampled: Sequence[np.ndarray], weights: np.ndarray, arrays: Schemes,
 ) -> Pool:  # fmt: skip
     """A pool of strategies for these batches: steps 2 and 3 of [Note: proposal]."""
-    pool = Pool(space.shapes, space.costs, arrays, num_ranks=num_ranks, sampled=sampled, weights=weights)
+    batches = space.batches(sampled, num_ranks)
+    pool = Pool(space.shapes, space.costs, arrays, num_ranks=num_ranks, batches=batches, weights=weights)
     # 2. the pool to begin with: HiGHS solves batches at even ranks of their longest sequence
     pool.add(pool.homogeneous())
     by_longest = sorted(range(len(sampled)), key=lambda b: int(sampled[b].max()))
@@ -170,3 +174,21 @@ def _searched(
         if not pool.climb(effort.moves, seed + round_number):
             break
     return pool
+
+
+def _correct(
+    space: Space, pool: Pool, sampled: Sequence[np.ndarray], arrays: Schemes,
+    simulations: int, context_length: int, shortlist: int,
+) -> None:  # fmt: skip
+    """Leave a short list in the pool, with times as simulations of each on the batches that suit it best tell them."""
+    factors: dict[Counts, float] = {}
+    for counts in pool.cover(pool.best_subset(shortlist), context_length, shortlist):
+        found = []
+        for b in pool.best_batches(counts, simulations):
+            ms = space.simulated(pool.strategy(counts), sampled[b], arrays)
+            if ms is None:
+                return
+            found.append(ms / float(pool.times[counts][b]))
+        if found:
+            factors[counts] = sum(found) / len(found)
+    pool.correct(factors)

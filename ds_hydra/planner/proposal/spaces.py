@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -10,16 +10,13 @@ import numpy as np
 import ds_hydra.planner.kernels as kernels
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.pipe.shape import PipelineShape, StrategyShape
-from ds_hydra.plan.runnable import check_shape
 from ds_hydra.plan.schemes import SCHEDULE_CHOICES
 from ds_hydra.planner.elastic import ElasticSearch, Overheads
 from ds_hydra.planner.elastic_space import ElasticSpace
 from ds_hydra.planner.kernels.arrays import Schemes
 from ds_hydra.planner.kernels.problem import Batch, scheme_arrays
-from ds_hydra.zero_hetero.errors import PlanError
 
 _PROBED = 6  # batches from which overheads are estimated
-_CORRECTIONS = 3  # rounds of search and simulation
 _NO_LIMIT = 1 << 40  # tries
 
 
@@ -30,12 +27,17 @@ class Space(Protocol):
     costs: tuple[SchemeCost, ...]
     limits: tuple[int, ...]  # tokens of the longest sequence that each holds
 
-    def arrays(self, sampled: Sequence[np.ndarray], num_ranks: int, search: Choice) -> Schemes:
-        """For these batches; `search` finds strategies for some of them by other arrays."""
+    def batches(self, sampled: Sequence[np.ndarray], num_ranks: int) -> list[Batch]:
+        """Batches with what dispatch counts for their sequences."""
 
+    def arrays(self, sampled: Sequence[np.ndarray], num_ranks: int) -> Schemes:
+        """For these batches."""
 
-Choice = Callable[[Sequence[np.ndarray], Schemes], Sequence[StrategyShape]]
-"""(batches, arrays) in, a good strategy for each batch out."""
+    def corrected(self, arrays: Schemes, sampled: Sequence[np.ndarray], winners: Sequence[StrategyShape]) -> Schemes:
+        """Better arrays, by a good strategy for each batch."""
+
+    def simulated(self, strategy: StrategyShape, lengths: np.ndarray, arrays: Schemes) -> float | None:
+        """What a strategy really takes for a batch, in ms; None where the arrays say it well."""
 
 
 class WholeSpace:
@@ -46,17 +48,25 @@ class WholeSpace:
         self.costs = tuple(table[shape] for shape in shapes)
         self.limits = tuple(int(cost.max_length) for cost in self.costs)
 
-    def arrays(self, sampled: Sequence[np.ndarray], num_ranks: int, search: Choice) -> Schemes:
+    def batches(self, sampled: Sequence[np.ndarray], num_ranks: int) -> list[Batch]:
+        return [Batch.by_rows(lengths.tolist(), self.costs) for lengths in sampled]
+
+    def arrays(self, sampled: Sequence[np.ndarray], num_ranks: int) -> Schemes:
         """What the cost table says."""
         return scheme_arrays(CostTable(self.costs))
+
+    def corrected(self, arrays: Schemes, sampled: Sequence[np.ndarray], winners: Sequence[StrategyShape]) -> Schemes:
+        return arrays
+
+    def simulated(self, strategy: StrategyShape, lengths: np.ndarray, arrays: Schemes) -> float | None:
+        return None
 
 
 class ElasticShapes:
     """Shapes of which some are elastic [Note: elastic pipelines]; schemes of one stage may be among them.
 
-    Their overheads are means over sampled batches. The first ones are those of typical pipelines. In a strategy that
-    looks good by them pipelines take longer, some more than others: sequences do not divide evenly, and the slowest
-    counts. So good strategies are searched and simulated, and what is seen there corrects the means.
+    Their overheads are means over sampled batches, those of typical pipelines. A strategy takes longer by some percent,
+    since its sequences do not divide evenly, and its slowest pipeline counts: the more pipelines, the longer.
     """
 
     def __init__(self, table: CostTable, shapes: Sequence[PipelineShape], *, slices: bool) -> None:
@@ -64,21 +74,32 @@ class ElasticShapes:
         self.shapes, self.costs = tuple(shapes), self._space.costs
         self.limits = tuple(row.longest for row in self._space.rows)
 
-    def arrays(self, sampled: Sequence[np.ndarray], num_ranks: int, search: Choice) -> Schemes:
+    def batches(self, sampled: Sequence[np.ndarray], num_ranks: int) -> list[Batch]:
+        given = [Batch.by_rows(lengths.tolist(), self.costs) for lengths in sampled]
+        return [self._space.dealt(kernels.compiled(), batch, num_ranks) for batch in given]
+
+    def arrays(self, sampled: Sequence[np.ndarray], num_ranks: int) -> Schemes:
         space, count = self._space, min(_PROBED, len(sampled))
-        chosen = [sampled[round(at)] for at in np.linspace(0, len(sampled) - 1, count)]
-        batches = [Batch.by_rows(lengths.tolist(), space.costs) for lengths in chosen]
-        searches = [ElasticSearch(space, kernels.compiled(), batch, tries=_NO_LIMIT) for batch in batches]
         known = Overheads.none(len(space.rows))
-        for one in searches:
-            known.add(one.probes(space.kinds, num_ranks))
-        known = known.once()
-        for _ in range(_CORRECTIONS):
-            strategies = search(chosen, space.by_overhead(known.ms))
-            overhead = known.ms
-            for one, strategy in zip(searches, strategies, strict=True):
-                known.add(one.observe(space.kinds_of(strategy), overhead))
+        for at in np.linspace(0, len(sampled) - 1, count):
+            known.add(self._search(sampled[round(at)], num_ranks).probes(space.kinds))
         return space.by_overhead(known.ms)
+
+    def corrected(self, arrays: Schemes, sampled: Sequence[np.ndarray], winners: Sequence[StrategyShape]) -> Schemes:
+        """What pipelines take in strategies that look good, half and half with what is known."""
+        seen = Overheads.none(len(self.shapes))
+        for lengths, strategy in zip(sampled, winners, strict=True):
+            kinds = self._space.kinds_of(strategy)
+            seen.add(self._search(lengths, strategy.num_ranks).observe(kinds, arrays.c)[1])
+        return self._space.by_overhead(np.where(seen.count > 0.0, 0.5 * (arrays.c + seen.ms), arrays.c))
+
+    def simulated(self, strategy: StrategyShape, lengths: np.ndarray, arrays: Schemes) -> float | None:
+        """By a dispatch and simulations, without refinement."""
+        return self._search(lengths, strategy.num_ranks).observe(self._space.kinds_of(strategy), arrays.c)[0]
+
+    def _search(self, lengths: np.ndarray, num_ranks: int) -> ElasticSearch:
+        batch = Batch.by_rows(lengths.tolist(), self.costs)
+        return ElasticSearch(self._space, kernels.compiled(), batch, num_ranks=num_ranks, tries=_NO_LIMIT)
 
 
 def wider_shapes(
@@ -97,16 +118,3 @@ def wider_shapes(
         if has_v or "list" in schedules:
             found.append(PipelineShape(PipelineShape.of(scheme).stages, "v" if has_v else "list"))
     return tuple(found)
-
-
-def runnable_of(shapes: Sequence[PipelineShape]) -> tuple[PipelineShape, ...]:
-    """Those that the runtime can run."""
-    return tuple(shape for shape in shapes if _is_runnable(shape))
-
-
-def _is_runnable(shape: PipelineShape) -> bool:
-    try:
-        check_shape(StrategyShape((shape,)))
-    except PlanError:
-        return False
-    return True

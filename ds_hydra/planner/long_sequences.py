@@ -1,0 +1,69 @@
+"""A pipeline that may cut sequences in; what long ones cost it beside their work, out. Pure: no torch.
+
+[Note: surcharges]
+What an elastic pipeline takes beside the work of its sequences hardly depends on which they are, but for the long ones:
+the slices of a sequence follow each other down the stages, and up again in the opposite order, so that stages wait. A
+`tp2pp4/v` pipeline of a 32B model with 2900 ms of work takes 470 ms more when all its sequences are short, 530 ms with
+one of 8,000 tokens among them and 760 ms with one of 16,000. Dispatch therefore counts 60 ms for the first and 290 ms
+for the second on top of their work. How much it is follows from simulations of pipelines with one long sequence and
+many equal short ones.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from ds_hydra.planner.cutting import Effort, cut_best
+from ds_hydra.planner.kernels.arrays import Floats, Ints, Pipe
+from ds_hydra.planner.kernels.protocol import Kernels
+
+_SHORT = 48  # equal sequences that make up a pipeline's work without a long one
+_LEAST = 0.1  # of a pipeline's work: what takes less is not long
+_LENGTHS = 7  # that are simulated
+_STEP = 1.1  # works of pipelines within this ratio count as equal
+_EFFORT = Effort(variations=6, moves=0)
+
+
+class Surcharges:
+    """By length of a sequence, for one pipeline [Note: surcharges]; `longest` tokens is the longest that it holds."""
+
+    def __init__(self, pipe: Pipe, longest: int) -> None:
+        self._pipe, self._longest = pipe, longest
+        self._known: dict[int, tuple[Floats, Floats]] = {}  # lengths and ms, by number of steps of a pipeline's work
+
+    def of(self, kernel: Kernels, share: float, tokens: Ints) -> Floats:
+        """(items,) ms for sequences of these lengths, where a pipeline has about `share` ms of work."""
+        # Not the batch at hand but a made-up one is simulated, so that what is known does not depend on earlier steps.
+        step = round(math.log(max(share, 1e-3)) / math.log(_STEP))
+        if step not in self._known:
+            self._known[step] = self._simulated(kernel, _STEP**step)
+        return np.interp(tokens, *self._known[step])
+
+    def _simulated(self, kernel: Kernels, share: float) -> tuple[Floats, Floats]:
+        least = max(self._length(_LEAST * share), self._pipe.util_length)
+        if least >= self._longest:
+            return np.array([0.0]), np.array([0.0])
+        lengths = np.geomspace(least, self._longest, _LENGTHS).astype(np.int64)
+        ms = np.array([self._overhead(kernel, share, int(length)) for length in lengths])
+        # What is found is the best of some tries: a longer sequence may seem cheaper than a shorter one by chance.
+        return lengths.astype(np.float64), np.maximum.accumulate(ms - ms[0])
+
+    def _overhead(self, kernel: Kernels, share: float, long: int) -> float:
+        """Ms beside the work of a sequence of `long` tokens and of as many short ones as make up the share."""
+        short = min(max(self._length(share / _SHORT), 1), self._pipe.max_length)
+        count = max(0, round((share - self._work(long)) / self._work(short)))
+        tokens = np.array([long] + [short] * count, dtype=np.int64)
+        work = np.array([self._work(length) for length in tokens.tolist()])
+        found = cut_best(kernel, self._pipe, work, tokens, effort=_EFFORT)
+        return 0.0 if found is None else found.us / 1e3 - float(work.sum())
+
+    def _work(self, length: int) -> float:
+        ms = self._pipe.costs.ms
+        return float(ms.a * length * length + ms.b * length)
+
+    def _length(self, work: float) -> int:
+        """The length whose work is so many ms: the root that does not divide by a."""
+        a, b = self._pipe.costs.ms.a, self._pipe.costs.ms.b
+        return int(2.0 * work / (b + math.sqrt(b * b + 4.0 * a * work)))
