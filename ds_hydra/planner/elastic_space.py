@@ -23,7 +23,7 @@ from ds_hydra.pipe.schedules.registry import WEIGHED
 from ds_hydra.pipe.shape import PipelineShape, StrategyShape
 from ds_hydra.planner.cutting import longest_of, pipe_of
 from ds_hydra.planner.kernels.arrays import Floats, Ints, Pipe, Schemes
-from ds_hydra.planner.kernels.problem import PipelineKinds
+from ds_hydra.planner.kernels.problem import Batch, PipelineKinds
 
 _ANY_NUMBER = 1 << 40  # of tokens in a micro-batch, where only the overhead counts
 
@@ -45,13 +45,14 @@ class Row(NamedTuple):
 class ElasticSpace:
     """The distinct pipelines of strategies as rows, and what searches want to know of all of them.
 
-    Sequences are cut only where `slices` allows it and the shares of costs were measured. PlanError as `CostTable`.
+    Sequences are cut only where `slices` allows it and the shares of costs were measured. `layers`: of the model, where
+    they may be computed again for sequences that do not fit else; 0: none are. PlanError as `CostTable`.
     """
 
-    def __init__(self, table: CostTable, strategies: Sequence[StrategyShape], *, slices: bool) -> None:
+    def __init__(self, table: CostTable, strategies: Sequence[StrategyShape], *, slices: bool, layers: int = 0) -> None:
         self.strategies = tuple(strategies)
         shapes = dict.fromkeys(pipeline for strategy in strategies for pipeline in strategy.pipelines)
-        self.rows = tuple(_row(shape, table, slices) for shape in shapes)
+        self.rows = tuple(_row(shape, table, slices, layers) for shape in shapes)
         self.costs = tuple(row.cost for row in self.rows)
         self._number = {row.shape: k for k, row in enumerate(self.rows)}
         self.kinds = tuple(self.kinds_of(one) for one in strategies)
@@ -65,6 +66,23 @@ class ElasticSpace:
     def longest(self, kinds: PipelineKinds) -> int:
         """The longest sequence that a strategy holds, in tokens."""
         return int(self._longest[kinds.shape.scheme].max())
+
+    def batch(self, lengths: Sequence[int]) -> Batch:
+        """Sequences with the work of each row."""
+        return Batch.by_rows(lengths, self.costs, self._again_ms)
+
+    def _again_ms(self, tokens: Ints) -> Floats:
+        """The least that layers computed again take, for sequences of so many tokens: (rows, sequences) ms."""
+        found = np.zeros((len(self.rows), len(tokens)))
+        for k, row in enumerate(self.rows):
+            if row.pipe is None or not row.pipe.layers:
+                continue
+            costs, of_contexts = row.pipe.costs, np.maximum(tokens - row.cost.max_length, 0)  # not of the last slice
+            missing = tokens + costs.context * of_contexts - row.cost.room
+            # The first tokens have the cheapest forwards.
+            again = np.clip(missing / (1.0 - costs.recomputed), 0.0, tokens)
+            found[k] = costs.forward.a * costs.ms.a * again * again + costs.forward.b * costs.ms.b * again
+        return found
 
     def by_overhead(self, overhead: Floats) -> Schemes:
         """Costs for dispatch: a pipeline takes its work and its row's overhead, (rows,) ms."""
@@ -89,10 +107,13 @@ class ElasticSpace:
         )
 
 
-def _row(shape: PipelineShape, table: CostTable, slices: bool) -> Row:
+def _row(shape: PipelineShape, table: CostTable, slices: bool, layers: int) -> Row:
     cost, shares = table[shape], table.shares(shape)
     if shape.schedule not in WEIGHED:
         return Row(shape, cost, None, int(cost.max_length))
     slices = slices and cost.shares is not None
-    pipe = pipe_of(cost, shares, parts=shape.parts, slices=slices)
-    return Row(shape, cost, pipe, longest_of(cost, shares, slices=slices))
+    # A job that computes all layers again has none left for that: its shares say that they keep as much as ever.
+    may = slices and layers > 0 and shares.recomputed < 1.0
+    of_range = max(1, layers // (shape.pp * shape.parts)) if may else 0
+    pipe = pipe_of(cost, shares, parts=shape.parts, slices=slices, layers=of_range)
+    return Row(shape, cost, pipe, longest_of(cost, shares, slices=slices, layers=shape.parts * of_range))

@@ -37,7 +37,7 @@ class Pool:
         arrays: Schemes,
         *,
         num_ranks: int,
-        sampled: Sequence[np.ndarray],
+        batches: Sequence[Batch],
         weights: np.ndarray,
     ) -> None:
         self._shapes, self._costs, self._arrays = tuple(shapes), tuple(costs), arrays
@@ -45,11 +45,11 @@ class Pool:
         self._row = {shape: k for k, shape in enumerate(self._shapes)}
         self._num_ranks = num_ranks
         self._weights = weights / weights.sum()
-        self._batches = [Batch.by_rows(batch.tolist(), self._costs) for batch in sampled]
+        self._batches = list(batches)
         options = PlannerOptions(effort=1, kernels="compiled")
         self._searches = [StrategySearch(arrays, options, batch) for batch in self._batches]
         self.times: dict[Counts, np.ndarray] = {}  # ms on each batch
-        self._best = np.full(len(sampled), math.inf)
+        self._best = np.full(len(batches), math.inf)
         self._moves = self._exchanges()
 
     def kinds(self, counts: Counts) -> PipelineKinds:

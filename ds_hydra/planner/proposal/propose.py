@@ -27,7 +27,7 @@ import numpy as np
 
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.data.length_sources import sample_batches
-from ds_hydra.pipe.shape import PipelineShape, StrategyShape
+from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
 from ds_hydra.planner.kernels.arrays import Schemes
 from ds_hydra.planner.proposal.candidates import scheme_of, usable_schemes
 from ds_hydra.planner.proposal.pool import Pool
@@ -52,6 +52,7 @@ class Wider:
 
     shapes: tuple[PipelineShape, ...] = ()  # elastic pipelines
     slices: bool = True  # whether they may cut sequences
+    layers: int = 32  # of the model, which they may compute again where nothing else holds the longest; 0: they may not
     plain: bool = True  # False: these only
 
 
@@ -109,26 +110,7 @@ def propose_strategies(
     follow that have the elastic pipelines of `wider`.
     """
     schemes = usable_schemes(cost_table, num_ranks, node_size, tp_across_nodes)
-    wider = wider or Wider()
-    spaces: list[Space] = []
-    if wider.plain:
-        spaces.append(WholeSpace(cost_table, [PipelineShape.of(scheme) for scheme in schemes]))
-    elastic = [shape for shape in wider.shapes if scheme_of(shape) in schemes]
-    if elastic:
-        single = [PipelineShape.of(scheme) for scheme in schemes if scheme.pp == 1]
-        spaces.append(ElasticShapes(cost_table, [*single, *elastic], slices=wider.slices))
-    if not spaces:
-        raise PlanError(
-            "no pipeline may be proposed: without 1f1b the cost table needs schemes of several stages with measured "
-            "shares; allow 1f1b, or measure them with `ds-hydra profile`"
-        )
-    holding = [space for space in spaces if max(space.limits) >= context_length]
-    if not holding:
-        raise PlanError(
-            f"no usable scheme holds a sequence of context_length={context_length} tokens: the largest MaxLen is "
-            f"{max(max(space.limits) for space in spaces)}; measure schemes with more tp or sp, allow tp across nodes, "
-            "or lower context_length"
-        )
+    holding = _holding(cost_table, schemes, wider or Wider(), context_length)
     common = _typical_batches(lengths, tokens_per_step, effort.batches, seed, context_length)
     found: dict[StrategyShape, None] = {}
     for space in holding:
@@ -142,6 +124,33 @@ def propose_strategies(
         chosen = pool.cover(pool.best_subset(count), context_length, count)
         found |= dict.fromkeys(pool.strategy(counts) for counts in chosen)
     return tuple(found)
+
+
+def _holding(table: CostTable, schemes: Sequence[ParallelScheme], wider: Wider, context_length: int) -> list[Space]:
+    """The spaces in which something holds the context; PlanError for none. Only where all else is too small, layers are
+    computed again."""
+    spaces: list[Space] = []
+    if wider.plain:
+        spaces.append(WholeSpace(table, [PipelineShape.of(scheme) for scheme in schemes]))
+    elastic = [shape for shape in wider.shapes if scheme_of(shape) in schemes]
+    if elastic:
+        elastic = [*(PipelineShape.of(scheme) for scheme in schemes if scheme.pp == 1), *elastic]
+        spaces.append(ElasticShapes(table, elastic, slices=wider.slices))
+    if not spaces:
+        raise PlanError(
+            "no pipeline may be proposed: without 1f1b the cost table needs schemes of several stages with measured "
+            "shares; allow 1f1b, or measure them with `ds-hydra profile`"
+        )
+    if elastic and max(max(space.limits) for space in spaces) < context_length:
+        spaces = [ElasticShapes(table, elastic, slices=wider.slices, layers=wider.layers)]
+    holding = [space for space in spaces if max(space.limits) >= context_length]
+    if not holding:
+        raise PlanError(
+            f"no usable scheme holds a sequence of context_length={context_length} tokens: the largest MaxLen is "
+            f"{max(max(space.limits) for space in spaces)}; measure schemes with more tp or sp, allow tp across nodes, "
+            "or lower context_length"
+        )
+    return holding
 
 
 def _winners(
@@ -158,7 +167,8 @@ def _searched(
     sampled: Sequence[np.ndarray], weights: np.ndarray, arrays: Schemes,
 ) -> Pool:  # fmt: skip
     """A pool of strategies for these batches: steps 2 and 3 of [Note: proposal]."""
-    pool = Pool(space.shapes, space.costs, arrays, num_ranks=num_ranks, sampled=sampled, weights=weights)
+    batches = [space.batch(lengths.tolist()) for lengths in sampled]
+    pool = Pool(space.shapes, space.costs, arrays, num_ranks=num_ranks, batches=batches, weights=weights)
     # 2. the pool to begin with: HiGHS solves batches at even ranks of their longest sequence
     pool.add(pool.homogeneous())
     by_longest = sorted(range(len(sampled)), key=lambda b: int(sampled[b].max()))

@@ -30,6 +30,9 @@ class Space(Protocol):
     costs: tuple[SchemeCost, ...]
     limits: tuple[int, ...]  # tokens of the longest sequence that each holds
 
+    def batch(self, lengths: Sequence[int]) -> Batch:
+        """Sequences with the work of each shape."""
+
     def arrays(self, sampled: Sequence[np.ndarray], num_ranks: int, search: Choice) -> Schemes:
         """For these batches; `search` finds strategies for some of them by other arrays."""
 
@@ -46,6 +49,10 @@ class WholeSpace:
         self.costs = tuple(table[shape] for shape in shapes)
         self.limits = tuple(int(cost.max_length) for cost in self.costs)
 
+    def batch(self, lengths: Sequence[int]) -> Batch:
+        """See `Space`."""
+        return Batch.by_rows(lengths, self.costs)
+
     def arrays(self, sampled: Sequence[np.ndarray], num_ranks: int, search: Choice) -> Schemes:
         """What the cost table says."""
         return scheme_arrays(CostTable(self.costs))
@@ -59,15 +66,19 @@ class ElasticShapes:
     counts. So good strategies are searched and simulated, and what is seen there corrects the means.
     """
 
-    def __init__(self, table: CostTable, shapes: Sequence[PipelineShape], *, slices: bool) -> None:
-        self._space = ElasticSpace(table, [StrategyShape((shape,)) for shape in shapes], slices=slices)
+    def __init__(self, table: CostTable, shapes: Sequence[PipelineShape], *, slices: bool, layers: int = 0) -> None:
+        self._space = ElasticSpace(table, [StrategyShape((shape,)) for shape in shapes], slices=slices, layers=layers)
         self.shapes, self.costs = tuple(shapes), self._space.costs
         self.limits = tuple(row.longest for row in self._space.rows)
+
+    def batch(self, lengths: Sequence[int]) -> Batch:
+        """See `Space`."""
+        return self._space.batch(lengths)
 
     def arrays(self, sampled: Sequence[np.ndarray], num_ranks: int, search: Choice) -> Schemes:
         space, count = self._space, min(_PROBED, len(sampled))
         chosen = [sampled[round(at)] for at in np.linspace(0, len(sampled) - 1, count)]
-        batches = [Batch.by_rows(lengths.tolist(), space.costs) for lengths in chosen]
+        batches = [self.batch(lengths.tolist()) for lengths in chosen]
         searches = [ElasticSearch(space, kernels.compiled(), batch, tries=_NO_LIMIT) for batch in batches]
         known = Overheads.none(len(space.rows))
         for one in searches:
