@@ -108,6 +108,7 @@ class MicroBatch:
     input_ids: Tensor | None = None  # (1, T_local)
     labels: Tensor | None = None  # (T_local,) next tokens, -100 where there is none; last stage only
     weights: Tensor | None = None  # (T_local,) what each token's loss counts in the step's loss; last stage only
+    recompute: float = 0.0  # share of each stage's layers that the backward computes again [Note: recomputed layers]
 
 
 def position_ids(lengths: Sequence[int], start: int, stop: int, *, past: int = 0) -> list[int]:

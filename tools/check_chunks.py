@@ -8,6 +8,7 @@ mutations  schedules with one dependency broken: each is refused
 overheads  time over pure work by schedule and scheme, for batches of the planner's benchmark
 memory     predicted memory of stages under slices and split backward against the allocator's peak, small models
 recompute  layers to compute again where a sequence has no room otherwise: the fast method against HiGHS
+contexts   strategies proposed and steps planned for contexts that no scheme holds whole
 
 Exits non-zero if an aim is missed.
 """
@@ -19,6 +20,7 @@ import time
 from typing import Any
 
 from ds_hydra.commands.figures import figures_parser, finish, guarded, print_table
+from tools.chunks.contexts import long_contexts
 from tools.chunks.overheads import AIMS, overheads
 from tools.chunks.recompute import recompute_gaps
 from tools.chunks.sweep import FAULTS, sweep_cases, sweep_mutations
@@ -66,6 +68,7 @@ PARTS = {
     "overheads": check_overheads,
     "memory": check_memory,
     "recompute": recompute_gaps,
+    "contexts": long_contexts,
 }
 
 

@@ -61,6 +61,7 @@ def parse_arguments(arguments: Sequence[str] | None, name: str) -> argparse.Name
     parser.add_argument("--chunks", default="auto", choices=("auto", "off"), help="whether sequences may be cut")
     parser.add_argument("--schedules", nargs="+", default=SCHEDULE_CHOICES, choices=SCHEDULE_CHOICES,
                         help="of proposed strategies; v: list on stages of two ranges of layers")  # fmt: skip
+    parser.add_argument("--layers", type=int, default=32, help="of the model; plans may compute some of them again")
     parser.add_argument("--objective", default="flow_shop", choices=("flow_shop", "paper"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plot", type=new_file, metavar="FILE.png")
@@ -142,7 +143,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the command with its parsed options. ConfigError or PlanError if the input is refused."""
     table = CostTable.load(shipped(args.cost_table))
     sample = read_lengths(shipped(args.lengths), args.context, seed=args.seed)
-    options = PlannerOptions(objective=args.objective, seed=args.seed, kernels="compiled",
+    options = PlannerOptions(objective=args.objective, seed=args.seed, kernels="compiled", layers=args.layers,
                              no_slices='--chunks is "off"' if args.chunks == "off" else "")  # fmt: skip
     print_lengths(sample, table, args.context)
     usable_schemes(table, args.gpus, args.gpus_per_node, args.tp_across_nodes)
@@ -151,8 +152,8 @@ def run(args: argparse.Namespace) -> int:
     strategies = tuple(StrategyShape.parse(text) for text in args.strategies or () if text not in phased)
     if not strategies:
         began = time.perf_counter()
-        shapes = wider_shapes(table, args.schedules)
-        wider = Wider(shapes, args.chunks == "auto", plain="1f1b" in args.schedules)
+        shapes = wider_shapes(table, args.schedules, args.layers)
+        wider = Wider(shapes, args.chunks == "auto", args.layers, plain="1f1b" in args.schedules)
         strategies = propose_strategies(
             table, args.gpus, lengths, args.tokens, args.context, node_size=args.gpus_per_node,
             tp_across_nodes=args.tp_across_nodes, count=args.count, effort=THOROUGH if args.thorough else QUICK,

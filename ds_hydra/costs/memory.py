@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from ds_hydra.costs.rank_bytes import ElementBytes, RankBytes, rank_bytes
-from ds_hydra.costs.shares import CONTEXT, UNTIL_WEIGHT
+from ds_hydra.costs.shares import CONTEXT, RECOMPUTED, UNTIL_WEIGHT
 from ds_hydra.pipe.model_plan import LOGITS_AT_ONCE, ModelPlan
 from ds_hydra.pipe.placement import Strategy, place_pipeline, place_strategy
 from ds_hydra.pipe.schedules.registry import most_alive
@@ -45,7 +45,8 @@ class Activations:
     `layer`, `first` and `last` are kept from forward to backward, by each layer, by the embeddings and by what
     follows the layers (logits apart); `transient` is needed while a layer computes its backward. Of what is kept the
     share `until_weight` stays from the input's gradient to the weights' where the backward is split, and a token of a
-    slice that others follow keeps the share `context` more [Note: shares of a micro-batch].
+    slice that others follow keeps the share `context` more [Note: shares of a micro-batch]. A token of a layer that is
+    computed again keeps the share `recomputed`.
     """
 
     layer: float
@@ -54,6 +55,7 @@ class Activations:
     transient: float = 0.0
     until_weight: float = UNTIL_WEIGHT
     context: float = CONTEXT
+    recomputed: float = RECOMPUTED
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,8 @@ class Needs:
     transient: float  # per token, while a layer computes its backward
     until_weight: float  # share of the activations that stays after the input's gradient
     context: float  # tokens that a token counts more in a slice that others follow
+    recomputed: float  # tokens that a token counts in a layer that is computed again
+    layer: float  # bytes per token of one layer, which it keeps while it is computed again
 
     @property
     def states(self) -> int:
@@ -214,6 +218,8 @@ class JobMemory:
             transient=kept.transient,
             until_weight=kept.until_weight,
             context=kept.context,
+            recomputed=kept.recomputed,
+            layer=kept.layer,
         )
 
     def _held(self, shape: PipelineShape, index: int) -> RankBytes:
@@ -252,7 +258,8 @@ def estimate_activations(
     output, gate, up and their product, residuals; TP divides what lies between its two collectives, SP all of it.
     With checkpointing a layer keeps its input only, and what one layer keeps becomes the transient. A weight's gradient
     needs the input and the gradient of the output of its layer. Slices keep FP32 gradients of their keys and values,
-    and with checkpointing the keys and values themselves, which no other backward needs.
+    and with checkpointing the keys and values themselves, which no other backward needs. Without it a layer may still
+    be computed again for one micro-batch or another: it keeps its input then, and keys and values for later slices.
     """
     key_value = 2.0 * max(kv_heads, tp) / heads * hidden
     whole = 2 * hidden * param_bytes + 2 * hidden * 4 + 2 * hidden * param_bytes
@@ -264,14 +271,15 @@ def estimate_activations(
     if checkpointing:
         return Activations(
             stream, stream, 4 * stream, transient + layer,
-            until_weight=0.0, context=key_value * (param_bytes + 4) / stream,
+            until_weight=0.0, context=key_value * (param_bytes + 4) / stream, recomputed=1.0,
         )  # fmt: skip
     # Inputs: normalised ones, of the attention's and the MLP's outputs. Gradients: of q, k, v, gate, up, both outputs.
     needed = (2 * hidden + 2 * hidden) * param_bytes / sp
     needed += ((2 * hidden + 3 * intermediate) / (tp * sp) + key_value) * param_bytes
     return Activations(
-        layer, stream, 4 * stream, transient, until_weight=min(1.0, needed / layer), context=4 * key_value / layer
-    )
+        layer, stream, 4 * stream, transient, until_weight=min(1.0, needed / layer), context=4 * key_value / layer,
+        recomputed=(stream + key_value * param_bytes) / layer,
+    )  # fmt: skip
 
 
 def gibibytes(num_bytes: float) -> str:

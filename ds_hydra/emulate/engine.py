@@ -16,7 +16,6 @@ from ds_hydra.emulate.stage import EmulatedSource
 from ds_hydra.emulate.transport import ClockedTransport
 from ds_hydra.engine.engine import HydraEngine
 from ds_hydra.engine.job import Job
-from ds_hydra.pipe.schedules.registry import WEIGHED
 from ds_hydra.ranks.world import World
 from ds_hydra.report.calibration import StepCosts, stage_loads
 from ds_hydra.simulate.job import SimulatedJob
@@ -70,8 +69,7 @@ class EmulatedEngine(HydraEngine):
             for piece, pipeline in zip(shape.pipelines, strategy.pipelines, strict=True):
                 cost, shares = crew.prepared.table[piece], crew.prepared.table.shares(piece)
                 source.prices[pipeline] = stage_loads(cost, source.plan.num_layers, cluster.found)
-                if piece.schedule in WEIGHED:
-                    source.weighed[pipeline] = cost, shares
+                source.costs[pipeline] = cost, shares
         self._step_costs = StepCosts.of(cluster.found.step)
         owned = sum(bucket.numel for bucket in cluster.plan.buckets if bucket.trainable) / cluster.num_ranks
         update_s = self._step_costs.update_ms_per_element * owned / 1e3

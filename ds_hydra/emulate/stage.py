@@ -28,12 +28,12 @@ from ds_hydra.emulate.transport import ClockedTransport
 from ds_hydra.pipe.loss import IGNORED
 from ds_hydra.pipe.model_plan import ModelPlan, ShardRule
 from ds_hydra.pipe.placement import Pipeline
-from ds_hydra.pipe.rows import MicroBatch, Pack
-from ds_hydra.pipe.schedules.registry import splits_backward
+from ds_hydra.pipe.rows import MicroBatch
+from ds_hydra.pipe.schedules.registry import WEIGHED, splits_backward
 from ds_hydra.pipe.schedules.simulate import SHARES
 from ds_hydra.pipe.stage import StageModule, StagePlace
 from ds_hydra.plan.phase import MicroBatchPlan, Span
-from ds_hydra.plan.works import work_of
+from ds_hydra.plan.works import stretch, work_of
 
 
 class Cost(Protocol):
@@ -58,7 +58,7 @@ class EmulatedSource:
         self.values: Mapping[str, Tensor] = values
         self.aliases: Mapping[str, str] = {name: name for name in values}
         self.prices: dict[Pipeline, Sequence[Cost]] = {}  # by stage
-        self.weighed: dict[Pipeline, tuple[SchemeCost, Shares]] = {}  # what divides the time of those that weigh times
+        self.costs: dict[Pipeline, tuple[SchemeCost, Shares]] = {}  # what divides the time
         self.links: ClockedTransport | None = None
 
     def width(self, layer: int) -> int:
@@ -92,7 +92,7 @@ class EmulatedStage(StageModule):
 
     def forward(self, hidden: Tensor | None, batch: MicroBatch) -> Tensor:
         """See `StageModule.forward`; takes a share of the time that the cost table gives the micro-batch."""
-        links, seconds = self._source.links, self._seconds(batch.pack)
+        links, seconds = self._source.links, self._seconds(batch)
         assert links is not None, "a stage runs when the engine is assembled"
         # Only while parameters are still on their way can ranks of a stage differ from layer to layer.
         apart = self.meet(links.unread)
@@ -105,15 +105,17 @@ class EmulatedStage(StageModule):
         assert batch.labels is not None, "the last stage was given no labels"
         return ((1.0 + x[0, :, 0].double()) * batch.weights * (batch.labels != IGNORED)).sum()
 
-    def _seconds(self, pack: Pack) -> dict[str, float]:
+    def _seconds(self, batch: MicroBatch) -> dict[str, float]:
         """What each kind of action takes of all layers of the stage."""
+        pack = batch.pack
         starts = (pack.past, *[0] * (len(pack.lengths) - 1))
         load_s = self._source.prices[self.place.pipeline][self.place.index].load_ms(pack.lengths, starts) / 1e3
-        if self.place.pipeline not in self._source.weighed:
+        if self.place.schedule not in WEIGHED and not batch.recompute:
             return {kind: share * load_s for kind, share in SHARES.items()}
-        spans = [Span(0, start, start + length) for start, length in zip(starts, pack.lengths, strict=True)]
-        cost, shares = self._source.weighed[self.place.pipeline]
-        work = work_of(MicroBatchPlan(tuple(spans)), cost, shares, parts=1, followed=False)
+        spans = tuple(Span(0, start, start + length) for start, length in zip(starts, pack.lengths, strict=True))
+        planned, (cost, shares) = MicroBatchPlan(spans, batch.recompute), self._source.costs[self.place.pipeline]
+        load_s *= stretch(planned, cost, shares)
+        work = work_of(planned, cost, shares, parts=1, followed=False)
         return {kind: load_s * work.takes(kind) / (work.forward + work.takes("backward")) for kind in SHARES}
 
     def meet(self, unread: int = 0) -> bool:

@@ -114,7 +114,7 @@ class Crew:
         self.plans = PlanSource(
             self.prepared.table,
             tuple(self.prepared.strategies),
-            replace(job.config.planner_options(), no_slices=self.prepared.no_slices),
+            replace(job.config.planner_options(), no_slices=self.prepared.no_slices, layers=job.source.plan.num_layers),
             job.sampler,
             job.config.planner.ahead,
             world.channel,

@@ -126,7 +126,8 @@ def check_memory(
     # One pipeline that holds the longest sequence is enough: the planner puts a sequence only where it fits, so the
     # other pipelines get the shorter ones.
     candidates = {pipeline.cost_key for strategy in strategies for pipeline in strategy.pipelines}
-    limits = {scheme: _longest(table, scheme, slices=not no_slices) for scheme in candidates}
+    num_layers = 0 if no_slices else memory.plan.num_layers
+    limits = {scheme: _longest(table, scheme, num_layers, slices=not no_slices) for scheme in candidates}
     best = max(candidates, key=limits.__getitem__)
     if longest > limits[best]:
         raise ConfigError(
@@ -135,10 +136,12 @@ def check_memory(
         )
 
 
-def _longest(table: CostTable, scheme: Shape, *, slices: bool) -> int:
-    """Tokens of the longest sequence that a pipeline can run: as a whole, or in slices if it may be cut."""
+def _longest(table: CostTable, scheme: Shape, num_layers: int, *, slices: bool) -> int:
+    """Tokens of the longest sequence that a pipeline can run: as a whole, or in slices if it may be cut, with layers of
+    the model computed again."""
     cost = table[scheme]
-    return max(int(cost.max_length), longest_of(cost, table.shares(scheme)) if slices else 0)
+    layers = num_layers // scheme.pp
+    return max(int(cost.max_length), longest_of(cost, table.shares(scheme), layers=layers) if slices else 0)
 
 
 def _too_long(table: CostTable, memory: JobMemory, best: Shape, longest: int, no_slices: str) -> str:
@@ -148,14 +151,15 @@ def _too_long(table: CostTable, memory: JobMemory, best: Shape, longest: int, no
         needs = memory.fullest(best, longest)
         total = needs.total(longest)
         limit, what = "in one micro-batch", "that sequence"
-        in_slices = _longest(table, best, slices=True)
+        in_slices = _longest(table, best, memory.plan.num_layers, slices=True)
         hint = f"Sequences are not cut: {no_slices}. "
         hint += f"In slices that scheme would hold {in_slices} tokens. " if in_slices > max_length else ""
     else:
-        kept = longest * (1.0 + table.shares(best).context)
+        shares = table.shares(best)
+        kept = longest * (min(1.0, shares.recomputed) + shares.context)
         needs = max(memory.stages(best), key=lambda needs: needs.held(kept, max_length))
         total = needs.held(kept, max_length)
-        limit = f"in slices of up to {max_length}, which live together on each stage"
+        limit = f"in slices of up to {max_length}, which live together on each stage, with all layers computed again"
         what, hint = "all slices of that sequence and the gradients of their keys and values", ""
     over = f", {gibibytes(total - memory.capacity)} more than a rank may use" if total > memory.capacity else ""
     return (

@@ -225,7 +225,7 @@ def _propose(job: Job, table: CostTable, lengths: Sequence[int], world: World) -
             max(lengths),
             node_size=world.node_size,
             seed=config.planner_options().seed,
-            wider=Wider(shapes, slices, plain="1f1b" in schedules),
+            wider=Wider(shapes, slices, num_layers, plain="1f1b" in schedules),
         )
         proposed = "\n".join(str(strategy) for strategy in strategies)
         logger.info("strategies proposed for these lengths:\n  %s", proposed.replace("\n", "\n  "))

@@ -30,7 +30,8 @@ class Span(NamedTuple):
 class MicroBatchPlan:
     """Spans that are packed together in that order, and the share of its layers that the backward computes again.
 
-    `recompute` 0 keeps all activations from forward to backward; 1 keeps no more than the input of every layer.
+    `recompute` 0 keeps all activations from forward to backward; 1 keeps no more than the input of every layer. Every
+    stage rounds it up to whole layers of its own, so that it keeps no more than the share says.
     """
 
     spans: tuple[Span, ...]
@@ -76,6 +77,11 @@ class PipelinePlan:
     def in_slices(self) -> bool:
         """Whether it runs a slice that follows another one of its sequence."""
         return any(start for batch in self.microbatches for _, start, _ in batch.spans)
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether some of its layers are computed again in some backward."""
+        return any(batch.recompute for batch in self.microbatches)
 
     @property
     def chain(self) -> tuple[int, ...]:

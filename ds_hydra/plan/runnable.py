@@ -77,8 +77,3 @@ def _check_batch(batch: MicroBatchPlan, lengths: tuple[int, ...], no_slices: str
             f"{where} holds {len(slices)} slices of sequences (tokens {first}, tokens {second}), but at most one may "
             "stand in a micro-batch, beside whole sequences; give each slice a micro-batch of its own"
         )
-    if batch.recompute:
-        raise PlanError(
-            f"{where} recomputes a share {batch.recompute} of its layers, but this release recomputes all or none, "
-            "as hydra.activation_checkpointing says; set the share to 0"
-        )

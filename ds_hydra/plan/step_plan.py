@@ -44,6 +44,12 @@ class StepPlan:
         return sum(self.lengths)
 
     @property
+    def recomputed(self) -> float:
+        """Share of all layers of all tokens that backwards compute again."""
+        batches = (batch for pipeline in self.pipelines for batch in pipeline.microbatches if batch.recompute)
+        return sum(batch.recompute * batch.num_tokens for batch in batches) / self.num_tokens
+
+    @property
     def pipelines(self) -> tuple[PipelinePlan, ...]:
         """The pipelines of all phases, phase after phase: figures of pipelines are listed in this order."""
         return tuple(pipeline for phase in self.phases for pipeline in phase.pipelines)
@@ -101,7 +107,10 @@ class StepPlan:
             raise PlanError(f"{place}: not a step plan ({type(error).__name__}: {error})") from error
 
     def table(self) -> str:
-        """The plan as text: one line per pipeline with its ranks, tokens, loads and time."""
+        """The plan as text: one line per pipeline with its ranks, tokens, loads and time.
+
+        4096r is a micro-batch of 4096 tokens that computes layers again.
+        """
         gap = f", within {self.gap:.2%} of the bound {self.lower_bound_ms:.1f} ms" if self.lower_bound_ms else ""
         lines = [
             f"step {self.step}: {self.strategy}   {len(self.lengths)} sequences, {self.num_tokens} tokens, "
@@ -149,7 +158,7 @@ def _read_phases(record: dict[str, object], lengths: tuple[int, ...]) -> tuple[P
 def _table_row(index: int, pipeline: PipelinePlan, first_rank: int) -> str:
     ranks = f"{first_rank}..{first_rank + pipeline.shape.num_ranks - 1}"
     held = [tokens for batch in pipeline.microbatches for tokens in batch.lengths]
-    tokens = " ".join(str(batch.num_tokens) for batch in pipeline.microbatches)
+    tokens = " ".join(f"{batch.num_tokens}{'r' if batch.recompute else ''}" for batch in pipeline.microbatches)
     return (
         f"{index:>8}  {pipeline.shape!s:<10} {ranks:>11} {len(held):>5} {sum(held):>8} "
         f"{max(held, default=0):>8} {pipeline.predicted_ms:>9.1f}  {tokens or '-'}"

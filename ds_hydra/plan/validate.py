@@ -200,12 +200,11 @@ def _check_times(plan: StepPlan, table: CostTable | None, objective: str, where:
 def _check_prediction(plan: StepPlan, table: CostTable | None, where: str) -> None:
     """The step's time is the simulation's, or the formula's own, which plans of earlier releases state."""
     stated, formula = plan.predicted_ms, plan.searched_ms
-    known = table is not None and not any(_recomputes(p) for phase in plan.phases for p in phase.pipelines)
-    expected = simulated_ms(plan.phases, table) if known and table is not None else formula
+    expected = simulated_ms(plan.phases, table) if table is not None else formula
     if abs(stated - expected) <= _RELATIVE * expected or abs(stated - formula) <= _RELATIVE * formula:
         return
     # Without costs, all that is known of the simulated time is that it is near the formula's and hardly ever above it.
-    if not known and 0.5 * formula < stated < 1.001 * formula:
+    if table is None and 0.5 * formula < stated < 1.001 * formula:
         return
     raise PlanError(
         f"{where}: predicted {stated} ms for the step but its slowest pipeline takes {expected:.3f} ms"
@@ -213,16 +212,10 @@ def _check_prediction(plan: StepPlan, table: CostTable | None, where: str) -> No
     )
 
 
-def _modelled_ms(pipeline: PipelinePlan, table: CostTable, objective: str) -> float | None:
-    """The cost model's time, simulated where no formula is near it; None with recomputed layers."""
-    if _recomputes(pipeline):
-        return None
+def _modelled_ms(pipeline: PipelinePlan, table: CostTable, objective: str) -> float:
+    """The cost model's time, simulated where no formula is near it."""
     if not has_formula(pipeline):
         return simulate_pipeline(pipeline, table)
     cost = table[pipeline.shape]
     loads = [cost.load_ms(batch.lengths) for batch in pipeline.microbatches]
     return cost.paper_ms(loads) if objective == "paper" else cost.pipeline_ms(loads)
-
-
-def _recomputes(pipeline: PipelinePlan) -> bool:
-    return any(batch.recompute for batch in pipeline.microbatches)

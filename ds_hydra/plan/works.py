@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.shares import Shares
@@ -13,8 +14,9 @@ from ds_hydra.plan.phase import MicroBatchPlan, PipelinePlan
 
 
 def has_formula(pipeline: PipelinePlan) -> bool:
-    """Whether the flow-shop formula is near its time: for whole sequences under 1F1B, and for nothing else."""
-    return pipeline.schedule not in WEIGHED and not pipeline.in_slices
+    """Whether the flow-shop formula is near its time: for whole sequences under 1F1B that recompute nothing, and for
+    nothing else."""
+    return pipeline.schedule not in WEIGHED and not pipeline.in_slices and not pipeline.recomputes
 
 
 def schedule_batches(pipeline: PipelinePlan, table: CostTable) -> Batches:
@@ -43,3 +45,12 @@ def work_of(batch: MicroBatchPlan, cost: SchemeCost, shares: Shares, *, parts: i
     squares = sum(stop * stop - start * start for _, start, stop in batch.spans)
     costs = stage_costs(cost, shares, parts)
     return Work(*stage_work(costs, squares, batch.num_tokens, followed, float(batch.recompute)))
+
+
+def stretch(batch: MicroBatchPlan, cost: SchemeCost, shares: Shares) -> float:
+    """How many times as long a micro-batch takes with the layers that it computes again as without; 1 for none."""
+    if not batch.recompute:
+        return 1.0
+    both = (work_of(one, cost, shares, parts=1, followed=False) for one in (batch, replace(batch, recompute=0.0)))
+    some, none = (work.forward + work.takes("backward") for work in both)
+    return some / none

@@ -18,7 +18,7 @@ from ds_hydra.pipe.schedules.list_walk import NEVER
 from ds_hydra.plan.phase import MicroBatchPlan, Span
 from ds_hydra.planner.kernels.arrays import Floats, Ints, Pieces, Pipe, Profile
 from ds_hydra.planner.kernels.protocol import Kernels
-from ds_hydra.planner.kernels.slots import empty_pieces, most_slots
+from ds_hydra.planner.kernels.slots import copied, empty_pieces, most_slots
 
 PROFILES = tuple(
     Profile(slots, first, growth, last, begin)
@@ -48,17 +48,27 @@ class Cutting(NamedTuple):
 _USUAL = Effort()
 
 
-def pipe_of(cost: SchemeCost, shares: Shares, *, parts: int = 1, slices: bool = True) -> Pipe:
-    """What a pipeline under the list order is searched by; `parts`: ranges of layers of a stage."""
+def pipe_of(cost: SchemeCost, shares: Shares, *, parts: int = 1, slices: bool = True, layers: int = 0) -> Pipe:
+    """What a pipeline under the list order is searched by.
+
+    `parts`: ranges of layers of a stage; `layers`: of each range, that may be computed again, 0 if none may.
+    """
     costs = stage_costs(cost, shares, parts)
     limits = int(cost.max_length), int(cost.util_length)
-    return Pipe(costs, cost.scheme.pp, UNITS * cost.room, *limits, slices)
+    return Pipe(costs, cost.scheme.pp, UNITS * cost.room, *limits, slices, layers)
 
 
-def longest_of(cost: SchemeCost, shares: Shares, *, slices: bool = True) -> int:
-    """The longest sequence that such a pipeline can run, in tokens."""
+def longest_of(cost: SchemeCost, shares: Shares, *, slices: bool = True, layers: int = 0) -> int:
+    """The longest sequence that such a pipeline can run, in tokens; `layers`: of a stage, that may run again."""
+    if not slices:
+        return int(cost.max_length)
     # All slices live together, and all but the last keep gradients of keys and values beside their activations.
-    return int(cost.room / (1.0 + shares.context)) if slices else int(cost.max_length)
+    longest = cost.room / (1.0 + shares.context)
+    if layers:
+        # While one of the layers is computed again for a slice, it keeps all that it would have kept.
+        room = cost.room - (1.0 - shares.recomputed) * cost.max_length / layers
+        longest = max(longest, room / (shares.recomputed + shares.context))
+    return int(longest)
 
 
 def cut_best(
@@ -91,7 +101,7 @@ def cut_best(
 
 def improved(kernel: Kernels, pipe: Pipe, found: Cutting, *, moves: int, seed: int) -> Cutting:
     """A cutting after more small changes of its micro-batches, those that help."""
-    best, state = Pieces(*(array.copy() for array in found.pieces)), np.array([seed + 1], dtype=np.int64)
+    best, state = copied(found.pieces), np.array([seed + 1], dtype=np.int64)
     return found._replace(pieces=best, us=int(kernel.search_moves(pipe, moves, found.us, state, best)))
 
 
@@ -102,4 +112,5 @@ def microbatches_of(pieces: Pieces, position: Sequence[int]) -> tuple[MicroBatch
     columns = (column[:count].tolist() for column in (pieces.item, pieces.start, pieces.stop, pieces.slot))
     for item, start, stop, slot in zip(*columns, strict=True):
         spans[slot].append(Span(position[item], start, stop))
-    return tuple(MicroBatchPlan(tuple(held)) for held in spans)
+    again = pieces.again[:slots].tolist()
+    return tuple(MicroBatchPlan(tuple(held), share) for held, share in zip(spans, again, strict=True))

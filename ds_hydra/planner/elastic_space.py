@@ -50,13 +50,14 @@ class Row(NamedTuple):
 class ElasticSpace:
     """The distinct pipelines of strategies as rows, and what searches want to know of all of them.
 
-    Sequences are cut only where `slices` allows it and the shares of costs were measured. PlanError as `CostTable`.
+    Sequences are cut only where `slices` allows it and the shares of costs were measured. `layers`: of the model, where
+    they may be computed again for sequences that do not fit else; 0: none are. PlanError as `CostTable`.
     """
 
-    def __init__(self, table: CostTable, strategies: Sequence[StrategyShape], *, slices: bool) -> None:
+    def __init__(self, table: CostTable, strategies: Sequence[StrategyShape], *, slices: bool, layers: int = 0) -> None:
         self.strategies = tuple(strategies)
         shapes = dict.fromkeys(pipeline for strategy in strategies for pipeline in strategy.pipelines)
-        self.rows = tuple(_row(shape, table, slices) for shape in shapes)
+        self.rows = tuple(_row(shape, table, slices, layers) for shape in shapes)
         self.costs = tuple(row.cost for row in self.rows)
         self._number = {row.shape: k for k, row in enumerate(self.rows)}
         self.kinds = tuple(self.kinds_of(one) for one in strategies)
@@ -70,6 +71,10 @@ class ElasticSpace:
     def longest(self, kinds: PipelineKinds) -> int:
         """The longest sequence that a strategy holds, in tokens."""
         return int(self._longest[kinds.shape.scheme].max())
+
+    def batch(self, lengths: Sequence[int]) -> Batch:
+        """Sequences with the work of each row."""
+        return Batch.by_rows(lengths, self.costs, self._again_ms)
 
     def share(self, batch: Batch, num_ranks: int) -> float:
         """A pipeline's share, in ms, of a batch's work on so many ranks, each sequence where it takes least of them."""
@@ -86,6 +91,19 @@ class ElasticSpace:
             if row.long is not None:
                 work[k] += row.long.of(kernel, share, batch.items.tokens)
         return batch.with_work(work)
+
+    def _again_ms(self, tokens: Ints) -> Floats:
+        """The least that layers computed again take, for sequences of so many tokens: (rows, sequences) ms."""
+        found = np.zeros((len(self.rows), len(tokens)))
+        for k, row in enumerate(self.rows):
+            if row.pipe is None or not row.pipe.layers:
+                continue
+            costs, of_contexts = row.pipe.costs, np.maximum(tokens - row.cost.max_length, 0)  # not of the last slice
+            missing = tokens + costs.context * of_contexts - row.cost.room
+            # The first tokens have the cheapest forwards.
+            again = np.clip(missing / (1.0 - costs.recomputed), 0.0, tokens)
+            found[k] = costs.forward.a * costs.ms.a * again * again + costs.forward.b * costs.ms.b * again
+        return found
 
     def by_overhead(self, overhead: Floats) -> Schemes:
         """Costs for dispatch: a pipeline takes its work and its row's overhead, (rows,) ms."""
@@ -110,10 +128,15 @@ class ElasticSpace:
         )
 
 
-def _row(shape: PipelineShape, table: CostTable, slices: bool) -> Row:
+def _row(shape: PipelineShape, table: CostTable, slices: bool, layers: int) -> Row:
     cost, shares = table[shape], table.shares(shape)
     if shape.schedule not in WEIGHED:
         return Row(shape, cost, None, int(cost.max_length), None)
     slices = slices and cost.shares is not None
-    pipe, longest = pipe_of(cost, shares, parts=shape.parts, slices=slices), longest_of(cost, shares, slices=slices)
-    return Row(shape, cost, pipe, longest, Surcharges(pipe, longest))
+    # A job that computes all layers again has none left for that: its shares say that they keep as much as ever.
+    may = slices and layers > 0 and shares.recomputed < 1.0
+    of_range = max(1, layers // (shape.pp * shape.parts)) if may else 0
+    pipe = pipe_of(cost, shares, parts=shape.parts, slices=slices, layers=of_range)
+    longest = longest_of(cost, shares, slices=slices, layers=shape.parts * of_range)
+    # Where layers are computed again, a sequence's work says already what that adds.
+    return Row(shape, cost, pipe, longest, None if of_range else Surcharges(pipe, longest))

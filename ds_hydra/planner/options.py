@@ -42,12 +42,15 @@ class PlannerOptions:
     no_slices: str = ""
     """Why plans must hold whole sequences only; empty: a replayed plan may hold slices of them too."""
 
+    layers: int = 32
+    """Layers of the model: plans may compute some of them again for sequences that no strategy holds else; 0: none."""
+
     def __post_init__(self) -> None:
         for key, known in _CHOICES.items():
             value = getattr(self, key)
             if value not in known:
                 raise ConfigError(f"planner: {key} must be one of {', '.join(known)} but is {value!r}")
-        for key in ("seed", "effort", "node_limit"):
+        for key in ("seed", "effort", "node_limit", "layers"):
             value = getattr(self, key)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ConfigError(f"planner: {key} must be a whole number of at least 0 but is {value!r}")

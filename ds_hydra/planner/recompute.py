@@ -9,6 +9,8 @@ do, with what stands between them. Each such group, a window, must fit the room 
   so that    sum over m in a window of    saved_m * c_m  >=  what the window has too much
   and        c_m is one of 0, 1, ..., layers of a stage
 
+The plan's own search chooses by a simpler rule, which suits its schedule [Note: layers of a run].
+
 The later a slice, the longer its forward takes, for its tokens attend to more, while they save no more than others. So
 layers of early slices are computed again first. An example with one window of three slices of 4K tokens, of which a
 layer takes 4, 5 and 6 ms, saves 1 unit, and there are 4: for 6 units c is 4, 2, 0 and costs 16 + 10 = 26 ms.
@@ -69,11 +71,6 @@ class Covering(NamedTuple):
     layers: int
 
 
-def longest_recomputed(cost: SchemeCost, shares: Shares) -> int:
-    """The longest sequence that a pipeline can run in slices if all layers may be computed again, in tokens."""
-    return int(cost.room / min(1.0 + shares.context, shares.recomputed + shares.context))
-
-
 def recomputed(made: Scheduled, layers: int) -> Scheduled | None:
     """The micro-batches with the shares of `layers`, those of a stage, that are computed again so that all fits.
 
@@ -89,7 +86,9 @@ def covering(made: Scheduled, layers: int) -> Covering:
     saved = _saved(whole, again, layers)
     found = _windows(made, whole)
     cost = np.array([work.forward / layers for work in whole.works])
-    return _problem(found, whole, lambda _, m: m, (cost, saved), layers)
+    problem = _problem(found, whole, lambda _, m: m, (cost, saved), layers)
+    # A layer keeps everything while it is computed again: what one saves must be free on top.
+    return problem._replace(missing=problem.missing + problem.saved.max(axis=1, initial=0.0) / made.parts)
 
 
 def diagonal_problem(made: Scheduled, layers: int) -> Covering:

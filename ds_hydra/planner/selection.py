@@ -4,7 +4,8 @@ Every strategy gets a bound; strategies are tried best bound first, and left unt
 better than the best plan found. The least bound over all strategies certifies the chosen plan.
 
 Strategies of whole sequences under 1F1B are searched first (`search`), those with elastic pipelines then (`elastic`),
-and the plan that is simulated to be done soonest wins. So elastic candidates never make a plan worse.
+and the plan that is simulated to be done soonest wins. So elastic candidates never make a plan worse. Only for a batch
+whose longest sequence no strategy holds, elastic pipelines compute layers again.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ class Planner:
         self._kinds = [PipelineKinds.of(self.strategies[index], cost_table) for index in self._whole]
         self._elastic = [index for index in range(len(self.strategies)) if index not in set(self._whole)]
         elastic = [self.strategies[index] for index in self._elastic]
-        self._space = ElasticSpace(cost_table, elastic, slices=not self.options.no_slices)
+        slices = not self.options.no_slices
+        self._space = ElasticSpace(cost_table, elastic, slices=slices)
+        self._again = ElasticSpace(cost_table, elastic, slices=slices, layers=self.options.layers)
         ranks = {strategy.num_ranks for strategy in self.strategies}
         if len(ranks) > 1:
             listed = ", ".join(f"{strategy} ({strategy.num_ranks})" for strategy in self.strategies)
@@ -75,7 +78,7 @@ class Planner:
     @property
     def max_length(self) -> int:
         """The longest sequence that some strategy can hold, in tokens."""
-        return max(self._longest.values())
+        return max([*self._longest.values(), *map(self._again.longest, self._again.kinds)])
 
     def plan(self, step: int, sequence_ids: Sequence[int], lengths: Sequence[int]) -> StepPlan:
         """The plan of one step. PlanError for bad lengths and sequences that no strategy holds."""
@@ -84,6 +87,10 @@ class Planner:
             return self._replayed(step, ids, tokens)
         longest = max(range(len(tokens)), key=tokens.__getitem__)
         feasible = [i for i in range(len(self.strategies)) if tokens[longest] <= self._longest[i]]
+        space = self._space if feasible else self._again
+        if not feasible:
+            holding = zip(self._elastic, space.kinds, strict=True)
+            feasible = [i for i, kinds in holding if tokens[longest] <= space.longest(kinds)]
         if not feasible:
             raise PlanError(
                 f"no strategy can hold sequence {ids[longest]} of {tokens[longest]} tokens: the largest MaxLen is "
@@ -93,7 +100,7 @@ class Planner:
             n = len(self.strategies)
             feasible = [next(i for i in ((step + skip) % n for skip in range(n)) if i in feasible)]
         whole = self._plan_whole(step, ids, tokens, feasible)
-        elastic = self._plan_elastic(step, ids, tokens, feasible, whole)
+        elastic = self._plan_elastic(step, ids, tokens, feasible, whole, space)
         found = [plan for plan in (whole, elastic) if plan is not None]
         if not found:
             raise PlanError(
@@ -160,6 +167,7 @@ class Planner:
         tokens: tuple[int, ...],
         feasible: Sequence[int],
         whole: StepPlan | None,
+        space: ElasticSpace,
     ) -> StepPlan | None:
         """The best plan over strategies with elastic pipelines; None without any, or where nothing must be gained."""
         numbers = [number for number, index in enumerate(self._elastic) if index in feasible]
@@ -167,18 +175,16 @@ class Planner:
         # Plain Python is too slow to search in, and a plan is late already when it has to: then it only helps out.
         if not numbers or (whole is not None and not (kernel.is_compiled and self.options.effort)):
             return None
-        most = max(len(self._space.strategies[number].pipelines) for number in numbers)
+        most = max(len(space.strategies[number].pipelines) for number in numbers)
         effort = self.options.effort if kernel.is_compiled else 0
         tries = effort * (_TRIES + _TRIES_EACH * most) or _LEAN_TRIES
-        batch = Batch.by_rows(tokens, self._space.costs)
-        search = ElasticSearch(
-            self._space, kernel, batch, num_ranks=self.num_ranks, tries=tries, seed=self.options.seed
-        )
+        batch = space.batch(tokens)
+        search = ElasticSearch(space, kernel, batch, num_ranks=self.num_ranks, tries=tries, seed=self.options.seed)
         bound, found = search.bound(numbers), None
         if whole is None or bound < whole.predicted_ms:
             found = search.best_of(numbers)
         if found is not None:
-            phase, predicted = elastic_pipelines(self._space, batch, found, tokens, self.options.objective == "paper")
+            phase, predicted = elastic_pipelines(space, batch, found, tokens, self.options.objective == "paper")
             return StepPlan(step, ids, tokens, (phase,), predicted, min(bound, phase.predicted_ms), self._source)
         return None if whole is None else replace(whole, lower_bound_ms=min(bound, whole.lower_bound_ms))
 

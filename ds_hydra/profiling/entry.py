@@ -80,7 +80,7 @@ class SchemeEntry:
         b = b if a or b else 1e-9  # a table refuses costs that do not grow with the length
         split, shares = self.slowest.split, None
         if split is not None and kept is not None:
-            shares = Shares(split.forward, split.weight, kept.until_weight, kept.context)
+            shares = Shares(split.forward, split.weight, kept.until_weight, kept.context, kept.recomputed)
         return SchemeCost(self.scheme, a, b, fit.c, max_length, utilised_length(fit, max_length), shares)
 
     def record(self) -> dict[str, Any]:

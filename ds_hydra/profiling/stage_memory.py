@@ -9,7 +9,8 @@ from __future__ import annotations
 import ctypes
 import gc
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -103,8 +104,8 @@ def measure_activations(
     layer = kept[1] / counts[1] if stages == 3 else sum(kept) / plan.num_layers
     first, last = (max(0.0, kept[i] - counts[i] * layer) for i in (0, -1)) if stages == 3 else (0.0, 0.0)
     context = 0.0 if plan.no_slices else kept_for_slices(middle, num_tokens)
-    until_weight = kept_until_weight(middle, num_tokens)
-    return Activations(layer, first, last, _transient(middle, num_tokens), until_weight, context)
+    until_weight, again = kept_until_weight(middle, num_tokens), kept_when_recomputed(middle, num_tokens)
+    return Activations(layer, first, last, _transient(middle, num_tokens), until_weight, context, again)
 
 
 def kept_until_weight(timer: StageTimer, num_tokens: int) -> float:
@@ -152,6 +153,32 @@ def kept_for_slices(timer: StageTimer, num_tokens: int) -> float:
     before, alone, nothing, one, both, after = found.held
     kept = alone - before
     return (after - one + max(0, both - nothing - kept)) / kept
+
+
+def kept_when_recomputed(timer: StageTimer, num_tokens: int) -> float:
+    """Of what layers keep of a whole sequence, the share that they keep of its slices if they are computed again.
+
+    For slices they keep keys and values too. Where sequences are not cut, it is the share of the whole one.
+    """
+    whole, contexts = timer.batch((num_tokens,)), Contexts(num_tokens)
+    cuts = (0, num_tokens) if timer.source.plan.no_slices else (0, num_tokens // 2, num_tokens)
+    parts = [whole] if len(cuts) == 2 else [
+        timer.batch((stop - start,), Chunk(start, stop, contexts)) for start, stop in pairwise(cuts)
+    ]  # fmt: skip
+    with Allocations(timer.device) as found:
+        timer.run(whole)
+        found.mark()
+        out = timer.forward(whole)
+        found.mark()
+        timer.backward(out)
+        del out
+        found.mark()
+        outs = [timer.forward(replace(part, recompute=1.0)) for part in parts]
+        found.mark()
+        while outs:
+            timer.backward(outs.pop())
+    before, alone, nothing, again = found.held
+    return min(1.0, (again - nothing) / (alone - before))
 
 
 def _transient(timer: StageTimer, num_tokens: int) -> float:

@@ -26,6 +26,7 @@ from ds_hydra.pipe.schedules.simulate import simulate_loads
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape
 from ds_hydra.plan.simulate import simulate_pipeline
 from ds_hydra.plan.step_plan import StepPlan
+from ds_hydra.plan.works import stretch
 
 WINDOW = 32  # observations that a factor remembers
 LEAST = 4  # observations that a factor needs before it is used
@@ -113,9 +114,10 @@ class Calibration:
         """The prediction by the table as it was measured, without corrections."""
         stage_ms, pipeline_ms = [], []
         for pipeline in plan.pipelines:
-            batches = pipeline.microbatches
+            cost, shares = self._table[pipeline.shape], self._table.shares(pipeline.shape)
+            batches = [(one.lengths, one.starts, stretch(one, cost, shares)) for one in pipeline.microbatches]
             loads = [
-                [stage.load_ms(batch.lengths, batch.starts) for batch in batches]
+                [more * stage.load_ms(lengths, starts) for lengths, starts, more in batches]
                 for stage in self._stages[pipeline.shape.cost_key]
             ]
             stage_ms.append(tuple(sum(row) for row in loads))

@@ -28,6 +28,7 @@ class StepRecord:
     changed: bool  # the strategy differs from the step before
     step_ms: float  # measured, from the plan to the start of the masters' update
     predicted_ms: float
+    recomputed: float = 0.0  # share of all layers of all tokens that backwards computed again
     num_padding: int = 0  # padding tokens, computed in addition to num_tokens
     total_steps: int | None = None  # hydra.total_steps
     pipeline_ms: tuple[float, ...] = ()  # measured time of each pipeline, in rank order, phase after phase
@@ -121,6 +122,7 @@ def format_line(record: StepRecord) -> str:
         f"lr {record.learning_rate:.2e}",
         f"tok {record.num_tokens:,} (pad {record.padding_share:.1%})",
         f"{record.strategy}{' (changed)' if record.changed else ''}",
+        *([f"recomputed {record.recomputed:.1%}"] if record.recomputed else []),
         f"{record.step_ms:,.0f} ms (pred {_predicted(record):,.0f}, {record.prediction_error:+.1%})",
         *([f"phases {' + '.join(f'{ms:,.0f}' for ms in record.phase_ms)} ms"] if len(record.phase_ms) > 1 else []),
         f"balance {record.balance:.2f}",

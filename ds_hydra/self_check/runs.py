@@ -63,14 +63,20 @@ class Data:
         return replace(self, microbatches=tuple(MicroBatchPlan.of_whole(pack, self.lengths) for pack in packs))
 
     def in_slices(self) -> Data:
-        """The same sequences, the longest in four slices, one of them of one token, with the others beside them."""
+        """The same sequences, the longest in four slices, one of them of one token, with the others beside them.
+
+        Of the layers of some slices all, or half of them, are computed again, since plans with slices may ask for that.
+        """
         lengths = self.lengths
         longest = max(range(len(lengths)), key=lengths.__getitem__)
         total = lengths[longest]
         ends = (0, 3 * total // 10, 3 * total // 10 + 1, 3 * total // 4, total)
         slices = [Span(longest, *ends) for ends in pairwise(ends)]
         others = [Span(position, 0, length) for position, length in enumerate(lengths) if position != longest]
-        rows = [MicroBatchPlan((own, *others[index :: len(slices)])) for index, own in enumerate(slices)]
+        rows = (
+            MicroBatchPlan((own, *others[index :: len(slices)]), again)
+            for index, (own, again) in enumerate(zip(slices, (1.0, 0.5, 0.0, 0.5), strict=True))
+        )
         return replace(self, microbatches=tuple(rows))
 
     def load(self, sequence: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

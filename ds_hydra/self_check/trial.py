@@ -121,7 +121,8 @@ class Trial:
         except Exception as error:
             return told(error)
         difference = compare(self._right, outcome)
-        return "" if difference.what is None else f"with a sequence in slices {difference.what}"
+        what = difference.what
+        return "" if what is None else f"with a sequence in slices, and layers computed again, {what}"
 
     def _place(self, difference: Difference, pipeline: Pipeline) -> str:
         """The module at which a forward goes another way, as the rest of a sentence; empty if it cannot be told."""

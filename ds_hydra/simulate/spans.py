@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator
 
+from ds_hydra.plan.phase import PipelinePlan
 from ds_hydra.report.trace import Kind, Span, Stream
 from ds_hydra.simulate.outcome import PhaseTimes, SimulatedStep
 from ds_hydra.simulate.pipeline import StageTimes
@@ -14,10 +15,10 @@ def step_spans(step: SimulatedStep, ranks: Container[int] | None = None) -> Iter
     """What every stream of these ranks (default: of all) does. A wait for a pull may lie within a forward."""
     for number, phase in enumerate(step.phases):
         of = f" of phase {number}" if len(step.phases) > 1 else ""
-        for _, times, _ in phase.stages():
+        for plan, times, _ in phase.stages():
             for rank in times.stage.ranks:
                 if ranks is None or rank in ranks:
-                    yield from _computing(rank, phase, times, of)
+                    yield from _computing(rank, phase, plan, times, of)
                     yield from _messages(rank, times, of)
                     yield from _links(rank, phase, of)
     for rank in range(step.num_ranks):
@@ -27,12 +28,13 @@ def step_spans(step: SimulatedStep, ranks: Container[int] | None = None) -> Iter
             yield Span(rank, "compute", "optimizer", "optimizer", step.norm_s, step.step_s)
 
 
-def _computing(rank: int, phase: PhaseTimes, times: StageTimes, of: str) -> Iterator[Span]:
+def _computing(rank: int, phase: PhaseTimes, plan: PipelinePlan, times: StageTimes, of: str) -> Iterator[Span]:
     """What the rank itself does or waits for, from its pulls to its pushes."""
     yield Span(rank, "compute", "pull", f"start pulls{of}", float(phase.begin[rank]), float(phase.started[rank]))
     for action, start, stop in times.actions:
         kind: Kind = "forward" if action.kind == "forward" else "backward"
-        yield Span(rank, "compute", kind, f"{action}{of}", start, stop)
+        again = plan.microbatches[action.microbatch].recompute and action.kind in ("backward", "input_gradient")
+        yield Span(rank, "compute", kind, f"{action}{' recomputed' if again else ''}{of}", start, stop)
     for start, stop in times.waits:
         yield Span(rank, "compute", "pull", f"wait for parameters{of}", start, stop)
     pulled = times.stop if times.armed is not None else max(times.stop, float(phase.pulled[rank]))

@@ -24,7 +24,7 @@ from ds_hydra.pipe.schedules.registry import training_slots
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape
 from ds_hydra.plan.phase import Phase, PipelinePlan
 from ds_hydra.plan.step_plan import StepPlan
-from ds_hydra.plan.works import schedule_batches
+from ds_hydra.plan.works import schedule_batches, stretch
 from ds_hydra.report.calibration import StageLoad, StepCosts, stage_loads
 from ds_hydra.simulate.job import SimulatedJob
 from ds_hydra.simulate.outcome import PhaseTimes, SimulatedStep
@@ -98,14 +98,18 @@ class Simulator:
             ready = tuple(tuple(arrived[[use.bucket for use in part], ranks].max(axis=1).tolist()) for part in uses)
             start, pulled = float(started[ranks].max()), float(done[ranks].max())
             stages.append(StageTimes(stage, index, uses, start, ready, pulled))
-        batches = planned.microbatches
-        costs = self._stage_loads(planned.shape)
-        known = schedule_batches(planned, self.job.table)
+        batches, table, shape = planned.microbatches, self.job.table, planned.shape
+        more = [stretch(batch, table[shape], table.shares(shape)) / 1e3 for batch in batches]
+        loads = [
+            [scale * cost.load_ms(batch.lengths, batch.starts) for scale, batch in zip(more, batches, strict=True)]
+            for cost in self._stage_loads(shape)
+        ]
+        known = schedule_batches(planned, table)
         slots = [training_slots(planned.schedule, known, len(stages), index) for index in range(len(stages))]
         PipelineTiming(
             placed,
             slots,
-            [[cost.load_ms(batch.lengths, batch.starts) / 1e3 for batch in batches] for cost in costs],
+            loads,
             stages,
             batches=known,
             links=self.job.links,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
@@ -65,7 +65,8 @@ def build_batches(
         ids = tuple(sequence_ids[span.sequence] for span in spans)
         keys = tuple(sequence_key(step_key, sequence) for sequence in ids)
         row = _Row(spans, ids, keys, None if own is None else Chunk(first.start, first.stop, own))
-        built.append(_build(row, place, load, loss_norm, device))
+        made, counted, padding = _build(row, place, load, loss_norm, device)
+        built.append((replace(made, recompute=batch.recompute), counted, padding))
     return RankBatches(
         tuple(batch for batch, _, _ in built), sum(w for _, w, _ in built), sum(pad for _, _, pad in built)
     )

@@ -184,9 +184,7 @@ class CausalLM:
         model = copy_to_meta(self._template)
         place_on(model, device, dtype)
         model.train()
-        if self.activation_checkpointing:
-            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-            enable({"use_reentrant": False})
+        model.apply(_checkpoint_nothing)  # its stages do [Note: recomputed layers]
         return model
 
 

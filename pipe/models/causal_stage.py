@@ -11,6 +11,7 @@ from ds_hydra.pipe.loss import blockwise_loss
 from ds_hydra.pipe.models.cut import CutForward, Given, from_wire, hidden_in, to_wire, with_hidden
 from ds_hydra.pipe.models.draws import Draws, Keys
 from ds_hydra.pipe.models.positions import split_rotary_by_length
+from ds_hydra.pipe.models.recompute import Recomputing
 from ds_hydra.pipe.rows import MicroBatch, Pack
 from ds_hydra.pipe.stage import StageModule, StagePlace
 from ds_hydra.pipe.tensor_parallel import TensorParallel
@@ -30,8 +31,10 @@ class CausalStage(StageModule):
         self._draws = Draws(source.flow.draws, place.tp_rank, place.stage.tp)
         if source.flow.draws:
             self._draws.install(model, source.layers_path)
-        if source.flow.draws and source.activation_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": self._draws.checkpointed})
+        layers = model.get_submodule(source.layers_path)[place.stage.first_layer : place.stage.last_layer]
+        self._recomputing = Recomputing(len(layers), self._draws.checkpointed)
+        self._recomputing.install(layers)
+        self._recomputes_all = source.activation_checkpointing
         needed = source.plan.needed(place.stage)
         names = {path: name for path, name in source.aliases.items() if name in needed}
         head = model.get_output_embeddings()
@@ -86,6 +89,7 @@ class CausalStage(StageModule):
 
     def _run_layers(self, hidden: Tensor | None, batch: MicroBatch, keys: Keys | None) -> Any:
         self._pack = batch.pack
+        self._recomputing.take(1.0 if self._recomputes_all else batch.recompute)
         with self._draws.of(keys):
             return self._cut(
                 None if hidden is None else from_wire(hidden, self._doors[self.place.stage.first_layer]),

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ds_hydra.pipe.loss import IGNORED
 from ds_hydra.pipe.model_plan import ModelPlan, ParamSpec, make_buckets
 from ds_hydra.pipe.models.draws import Draws, Keys, Notes, Recorder
+from ds_hydra.pipe.models.recompute import Recomputing
 from ds_hydra.pipe.rows import MicroBatch, Pack
 from ds_hydra.pipe.stage import StageModule, StagePlace
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -136,18 +137,28 @@ class _LayerListStage(StageModule):
             self._calls.append((_call(layer, getattr(spec, "forward_fn", None)), used))
         super().__init__(layers, place, names)
         self._loss_fn, self._draws = source.loss_fn, Draws(source.draws)
+        self._recomputing = Recomputing(len(self._calls))
 
     def forward(self, hidden: Tensor | None, batch: MicroBatch) -> Tensor:
         x = batch.input_ids if self.place.is_first else hidden
         draws = self._draws.widths and self.module.training
         keys = Keys.of(batch.pack, batch.position_ids.device) if draws else None
-        for index, (call, used) in enumerate(self._calls, start=self.place.stage.first_layer):
+        self._recomputing.take(batch.recompute)
+        for place, (call, used) in enumerate(self._calls):
             for name in used:  # a tied layer's forward_fn may read a weight of a module that it does not call
                 self._use(name)
-            with self._draws.of_entry(index, keys):
-                x = call(x, position_ids=batch.position_ids, hydra=batch.pack)
+            x = self._recomputing.run(place, self._draw_in(place, call, keys), x, batch)
         assert isinstance(x, Tensor), "layers hand one tensor on"
         return self._loss(x, batch) if self.place.is_last else x
+
+    def _draw_in(self, place: int, call: Callable[..., Any], keys: Keys | None) -> Callable[[Any, MicroBatch], Any]:
+        index = self.place.stage.first_layer + place
+
+        def run(x: Any, batch: MicroBatch) -> Any:
+            with self._draws.of_entry(index, keys):
+                return call(x, position_ids=batch.position_ids, hydra=batch.pack)
+
+        return run
 
     def _loss(self, out: Tensor, batch: MicroBatch) -> Tensor:
         """The user's mean over the targets of each sequence, weighted by what they count in the step."""

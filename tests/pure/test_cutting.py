@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -19,6 +21,7 @@ from ds_hydra.planner.kernels.arrays import Pieces, Profile
 from ds_hydra.planner.kernels.cut_moves import move
 from ds_hydra.planner.kernels.list_time import list_time
 from ds_hydra.planner.kernels.slots import cut, empty_pieces, most_slots, set_targets
+from ds_hydra.planner.recompute import Scheduled, cover_exactly, covering
 
 COST = SchemeCost(ParallelScheme(pp=3), 1e-4, 0.1, 4.0, 400, 50)
 SHARES = Shares.usual()
@@ -102,6 +105,35 @@ def test_the_best_is_what_its_plan_is_simulated_to_take(lengths: list[int], part
     shape = PipelineShape.parse("pp3/list" if parts == 1 else "(tp1[0:1,5:6] > tp1[1:2,4:5] > tp1[2:3,3:4])/list")
     table = CostTable((SchemeCost(shape.cost_key, COST.a, COST.b, COST.c, COST.max_length, COST.util_length),))
     assert best.us / 1e3 == simulate_pipeline(PipelinePlan(shape, batches, 1.0), table)
+
+
+@settings(max_examples=15)
+@given(st.integers(0, 40), st.integers(0, 9), st.sampled_from([1, 2]))
+def test_layers_are_computed_again_until_all_fits(more: int, seed: int, parts: int) -> None:
+    """With numba and without; hardly more than the least that HiGHS finds, and to the microsecond of a plan's check."""
+    longest = longest_of(COST, SHARES, layers=6)
+    length = LONGEST + 1 + more * (longest - LONGEST - 1) // 40
+    work, tokens = longest_first([length, 60, 30, 200])
+    pipe = pipe_of(COST, SHARES, parts=parts, layers=6 // parts)
+    best, pure = (
+        cut_best(kernel, pipe, work, tokens, effort=Effort(6, 12), seed=seed)
+        for kernel in (kernels.compiled(), kernels.pure())
+    )
+    assert best is not None
+    assert pure is not None
+    batches = microbatches_of(best.pieces, range(4))
+    assert batches == microbatches_of(pure.pieces, range(4))
+    shape = PipelineShape.parse("pp3/list" if parts == 1 else "(tp1[0:1,5:6] > tp1[1:2,4:5] > tp1[2:3,3:4])/list")
+    table = CostTable((SchemeCost(shape.cost_key, COST.a, COST.b, COST.c, COST.max_length, COST.util_length),))
+    assert best.us / 1e3 == simulate_pipeline(PipelinePlan(shape, batches, 1.0), table)
+    kept = tuple(replace(batch, recompute=0.0) for batch in batches)
+    before = tuple(best.pieces.before[: len(batches)].tolist())
+    problem = covering(Scheduled(kept, before, COST, SHARES, parts=parts), 6 // parts)
+    layers = np.rint([batch.recompute * (6 // parts) for batch in batches])
+    assert (problem.saved @ layers >= problem.missing * (1 - 1e-9)).all()
+    exact = cover_exactly(problem)
+    assert exact is not None
+    assert problem.cost @ layers <= 1.3 * exact[1] + problem.cost.max()
 
 
 @given(LENGTHS, PROFILES)

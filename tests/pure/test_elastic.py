@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -113,3 +114,28 @@ def test_contexts_that_no_scheme_holds_whole_are_proposed_for_and_planned() -> N
     made = Planner(table, found, PlannerOptions(kernels="compiled", effort=1))
     planned = plan(made, lengths)
     assert any(pipeline.in_slices for pipeline in planned.pipelines)
+
+
+@settings(max_examples=8)
+@given(LENGTHS, st.integers(0, 3), st.sampled_from(["compiled", "pure"]))
+def test_what_no_strategy_holds_is_planned_with_layers_computed_again(lengths: list[int], seed: int, way: str) -> None:
+    """Within the room of every stage and not below the bound; a batch that fits else is planned as ever."""
+    made, none = (planner(ELASTIC[1:], seed=seed, layers=layers, kernels=way) for layers in (12, 0))
+    assert made.max_length > 1.5 * none.max_length
+    least = int(1.25 * none.max_length)  # the last slice has no context, so a little more than the longest may fit
+    longest = least + sum(lengths) % (made.max_length - least)
+    found = plan(made, [longest, *lengths])
+    again = [batch for pipeline in found.pipelines for batch in pipeline.microbatches if batch.recompute]
+    assert again
+    assert all((12 * batch.recompute) % 1 == 0 for batch in again), "whole layers of a stage"
+    assert 0.0 < found.recomputed < 1.0
+    with pytest.raises(PlanError, match=f"no strategy can hold sequence 0 of {longest} tokens"):
+        none.plan(0, range(1), [longest])
+    fitting = [min(length, none.max_length) for length in lengths]
+    assert plan(made, fitting) == plan(none, fitting)
+
+
+def test_a_job_that_computes_all_layers_again_has_none_left_for_that() -> None:
+    shares = Shares(Shares.usual().forward, Shares.usual().weight, recomputed=1.0)
+    table = CostTable(tuple(replace(cost, shares=shares) for cost in TABLE.costs))
+    assert planner(ELASTIC, table, layers=12).max_length == planner(ELASTIC, table, layers=0).max_length

@@ -178,7 +178,7 @@ def test_a_split_backward_keeps_the_same_on_every_stage_but_what_no_weight_needs
 def test_a_sequence_in_slices_has_the_room_of_all_micro_batches_less_its_contexts() -> None:
     from ds_hydra.engine.fits import check_memory
 
-    shares = Shares(Terms(0.3, 0.3, 0.3), Terms(0.0, 0.3, 0.1), context=0.25)
+    shares = Shares(Terms(0.3, 0.3, 0.3), Terms(0.0, 0.3, 0.1), context=0.25, recomputed=1.0)
     table = CostTable((SchemeCost(ParallelScheme(pp=4), 1e-6, 0.1, 1.0, 4096, 1, shares),))
     strategies = [StrategyShape.parse("2*pp4")]
     check_memory(table, job(), strategies, int(4 * 4096 / 1.25), "sequence 3 has", no_slices="")
@@ -193,6 +193,12 @@ def test_a_sequence_in_slices_has_the_room_of_all_micro_batches_less_its_context
     most = max(needs.held(100_000 * 1.25, 4096) for needs in stages)
     with pytest.raises(ConfigError, match=rf"about {gibibytes(most)}, {gibibytes(most - tight.capacity)} more than"):
         check_memory(table, tight, strategies, 100_000, "sequence 3 has", no_slices="")
+    # Where a layer keeps a fifth if it is computed again, all but one of a stage's layers may keep no more than that.
+    again = CostTable((replace(table.costs[0], shares=replace(shares, recomputed=0.2)),))
+    longest = int((4 * 4096 - 0.8 * 4096 / (job().plan.num_layers // 4)) / 0.45)
+    check_memory(again, job(), strategies, longest, "sequence 3 has", no_slices="")
+    with pytest.raises(ConfigError, match=rf"{longest + 1} tokens .* more than {longest} in slices .* computed again"):
+        check_memory(again, job(), strategies, longest + 1, "sequence 3 has", no_slices="")
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "list"])

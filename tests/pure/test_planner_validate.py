@@ -275,7 +275,10 @@ def test_slices_and_the_list_order_are_valid_with_their_simulated_times(plans: l
             validate_plan(found, limits, NUM_RANKS)
             with pytest.raises(PlanError, match=r"cost table gives|slowest pipeline|predicted 0\.0"):
                 validate_plan(dataclasses.replace(changed, lower_bound_ms=0.0, predicted_ms=0.0), table, NUM_RANKS)
-        validate_plan(edit_batch(plan, draw, recompute=0.5), table, NUM_RANKS)
+        again = edit_batch(plan, draw, recompute=0.5)
+        validate_plan(timed(again), table, NUM_RANKS)
+        with pytest.raises(PlanError, match=r"cost table gives"):
+            validate_plan(again, table, NUM_RANKS)
 
 
 def test_slices_that_live_together_must_fit_a_stage() -> None:

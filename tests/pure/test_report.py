@@ -44,6 +44,7 @@ def test_line() -> None:
     waited = replace(RECORD, planning_hidden=False, skipped=True, skipped_steps=1, grad_norm=None)
     assert "plan 12 ms waited for" in format_line(waited)
     assert "skip 1 (gradient not finite" in format_line(waited)
+    assert "(changed) | recomputed 12.5% | 800 ms" in format_line(replace(RECORD, recomputed=0.125))
 
 
 def test_derived_figures() -> None:

@@ -1,4 +1,4 @@
-"""A plan of whole sequences in, one that runs slices of the longer ones out."""
+"""A plan in; one that runs slices of the longer sequences, or computes layers again, out."""
 
 from __future__ import annotations
 
@@ -34,6 +34,21 @@ def in_slices(plan: StepPlan, table: CostTable, seed: int = 0) -> StepPlan:
             validate_plan(cut, table, phases[0].shape.num_ranks)
             return cut
     return plan
+
+
+def recomputing(plan: StepPlan, table: CostTable, seed: int = 0) -> StepPlan:
+    """The same plan, most micro-batches of which compute a share of their layers again: few of them, or all."""
+    draw = random.Random(f"{seed} {plan.step} again")
+
+    def again(pipeline: PipelinePlan) -> PipelinePlan:
+        batches = [replace(batch, recompute=draw.choice([0.0, 0.2, 0.5, 0.7, 1.0])) for batch in pipeline.microbatches]
+        some = replace(pipeline, microbatches=tuple(batches))
+        return replace(some, predicted_ms=simulate_pipeline(some, table)) if some.recomputes else pipeline
+
+    phases = tuple(replace(phase, pipelines=tuple(map(again, phase.pipelines))) for phase in plan.phases)
+    made = replace(plan, phases=phases, predicted_ms=simulated_ms(phases, table), lower_bound_ms=0.0)
+    validate_plan(made, table, phases[0].shape.num_ranks)
+    return made
 
 
 def num_slices(plan: StepPlan) -> int:

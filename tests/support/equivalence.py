@@ -24,7 +24,7 @@ from ds_hydra.pipe.stage import from_flat
 from ds_hydra.plan.phase import THEN
 from ds_hydra.planner import PhasedPlanner, parse_phases, save_plans
 from tests.support.case import BFLOAT16, FLOAT32, FLOAT64, SHARES, Case
-from tests.support.cut_plans import in_slices, num_slices
+from tests.support.cut_plans import in_slices, num_slices, recomputing
 from tests.support.families import build_model, reference_model, vocab_size
 from tests.support.ranks import run_ranks
 from tests.support.reference import (
@@ -160,13 +160,14 @@ def make_engine(case: Case, data: Sequence[Sample]) -> Any:
     engine, *_ = ds_hydra.initialize(
         model=model, model_parameters=decay_groups(model), training_data=data, config=config_of(case)
     )
-    if case.slices or any(THEN in text for text in case.strategies):
+    if case.slices or case.recompute or any(THEN in text for text in case.strategies):
         _replay(engine, case)
     return engine
 
 
 def _replay(engine: Any, case: Case) -> None:
-    """Let the engine replay the plans of a case that the planner does not make: of several phases, or with slices."""
+    """Let the engine replay the plans of a case that the planner does not make: of several phases, with slices, or with
+    shares of layers to compute again."""
     from ds_hydra.engine.plan_source import PlanSource
 
     plans, sampler = engine.crew.plans, engine.job.sampler
@@ -183,6 +184,9 @@ def _replay(engine: Any, case: Case) -> None:
     if case.slices:
         made = [in_slices(plan, plans.table) for plan in made]
         assert any(map(num_slices, made)), "some sequences are long"
+    if case.recompute:
+        made = [recomputing(plan, plans.table) for plan in made]
+        assert any(pipeline.recomputes for plan in made for pipeline in plan.pipelines), "shares are drawn"
     with tempfile.TemporaryDirectory() as folder:
         file = str(Path(folder, "plans.jsonl"))
         save_plans(made, file)

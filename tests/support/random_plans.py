@@ -80,6 +80,8 @@ def _phase(
         schedule = rng.choice((DEFAULT_SCHEDULE, DEFAULT_SCHEDULE, "zb-h1", "list", V_SCHEDULE))
         planned = PipelinePlan(PipelineShape(PipelineShape.of(scheme).stages, schedule), held, ms)
         if schedule in WEIGHED:
+            again = tuple(replace(batch, recompute=rng.choice((0.0, 0.0, 0.5, 1.0))) for batch in held)
+            planned = replace(planned, microbatches=again)
             planned = replace(planned, predicted_ms=simulate_pipeline(planned, table))
         pipelines.append(planned)
     return Phase(tuple(pipelines))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from tests.support.case import AMPLIFYING, BFLOAT16, CHANGING_8, FLOAT32, NO_GRADIENT, UNUSUAL, Case
+from tests.support.case import AMPLIFYING, BFLOAT16, CHANGING, CHANGING_8, FLOAT32, NO_GRADIENT, UNUSUAL, Case
 from tests.support.changed_models import CHANGED_LINEARS
 from tests.support.families import FAMILIES, LAYER_LIST, OTHER_DEPTHS
 
@@ -23,6 +23,7 @@ def scheduled() -> Iterator[Case]:
     yield from _sliced()
     yield from _listed()
     yield from _v()
+    yield from _recomputed()
 
 
 def _split() -> Iterator[Case]:
@@ -172,3 +173,33 @@ def _v() -> Iterator[Case]:
                   activation_checkpointing=True)  # fmt: skip
     yield replace(slices, name="V, slices, long ones only", lengths=(300, 200, 450) * 8)
     yield replace(slices, name="V, slices on 8 ranks", strategies=V_8)
+
+
+def _recomputed() -> Iterator[Case]:
+    """Shares of layers computed again, which differ from micro-batch to micro-batch."""
+    whole = Case("", "llama", CHANGING, steps=3, recompute=True)
+    sliced = replace(whole, slices=True)
+    deep = "llama_8_layers"  # tied
+    yield replace(whole, name="recomputed")
+    yield replace(whole, name="recomputed layer list", family=LAYER_LIST, quick=True)
+    yield replace(whole, name="recomputed, split", family="mixtral", strategies=SPLIT[:3])
+    yield replace(whole, name="recomputed, list", family=deep, strategies=LIST[:3])
+    yield replace(whole, name="recomputed, frozen lower layers", frozen=("embed_tokens", "layers.0.", "layers.1."))
+    yield replace(whole, name="recomputed, dropout", family="dropout (Phi)", draws=True, frozen=NO_GRADIENT)
+    yield replace(whole, name="recomputed on 8 ranks", strategies=CHANGING_8)
+    yield replace(sliced, name="recomputed slices", family="gemma2")
+    yield replace(sliced, name="recomputed slices, list", family="mixtral", strategies=LIST[:3])
+    yield replace(sliced, name="recomputed slices, V", family=deep, quick=True,
+                  strategies=("pp4/v", "tp2pp2/v"), steps=2)  # fmt: skip
+    yield replace(sliced, name="recomputed slices, V mixtral", family="mixtral", strategies=V[:3])
+    yield replace(sliced, name="recomputed slices, V, dropout", family="dropout (Phi)", draws=True,
+                  frozen=NO_GRADIENT, strategies=V[:2], steps=2, quick=True)  # fmt: skip
+    yield replace(sliced, name="recomputed slices, V, frozen upper layers", frozen=("layers.2.", "layers.3."),
+                  strategies=V[:3])  # fmt: skip
+    yield replace(sliced, name="recomputed slices, V fp32", family="qwen3", dtype=FLOAT32, strategies=V[:3])
+    yield replace(sliced, name="recomputed slices, V bf16", dtype=BFLOAT16, strategies=V[:3])
+    yield replace(sliced, name="recomputed slices, V, all layers as well", family="mistral", strategies=V[:3],
+                  activation_checkpointing=True)  # fmt: skip
+    yield replace(sliced, name="recomputed slices in phases",
+                  strategies=("2*pp2/v then tp2pp2/v", "4*tp1 then pp4/list"))  # fmt: skip
+    yield replace(sliced, name="recomputed slices, V on 8 ranks", strategies=V_8)

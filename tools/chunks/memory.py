@@ -57,6 +57,7 @@ class Case:
     dtype: str = "fp32"
     kv_heads: int = 8
     checkpointing: bool = False
+    recompute: float = 0.0  # of the layers of slices
 
     @property
     def pipeline(self) -> PipelineShape:
@@ -74,7 +75,10 @@ class Case:
 _SHORT = ((64, 64), (48, 80), (128,))
 CASES = (
     Case("pp2/zb-h1", (128, 128, 128, 128), _SHORT),
+    Case("pp2", (128, 128, 128, 128), (), recompute=0.75),
     Case("pp2", (128, 128, 128, 128), _SHORT, checkpointing=True),
+    Case("pp2/zb-h1", (128, 128, 128, 128), _SHORT, recompute=0.5),
+    Case("pp2/list", (128, 128, 128, 128, 128), (), recompute=1.0),
     Case("pp2", (128, 128, 128, 64), _SHORT),
     Case("pp2/zb-h1", (), _SHORT * 2),
     Case("pp2/zb-h1", (128, 128, 128, 64), _SHORT, "bf16", 2),
@@ -102,7 +106,8 @@ def predicted_and_measured(quick: bool, missed: list[str]) -> list[dict[str, Any
             print(f"{name}: {predicted} bytes predicted, {measured} measured", file=sys.stderr, flush=True)
             rows.append({
                 "pipeline": case.shape, "stage": index, "slices": len(case.slices), "type": case.dtype,
-                "kv heads": case.kv_heads, "recomputes": case.checkpointing, "until weight": shares.until_weight,
+                "kv heads": case.kv_heads, "recomputes": 1.0 if case.checkpointing else case.recompute,
+                "until weight": shares.until_weight, "recomputed": shares.recomputed,
                 "context": shares.context, "predicted MiB": predicted / MIB, "measured MiB": measured / MIB,
                 "off": off, "activations": kept / predicted,
             })  # fmt: skip
@@ -123,7 +128,7 @@ def _model(case: Case) -> tuple[Shares, JobMemory]:
     strategy = StrategyShape((case.pipeline,))
     placed = place_strategy(strategy, case.pipeline.num_ranks, source.plan.num_layers)
     usual = Shares.usual()
-    shares = Shares(usual.forward, usual.weight, figures.until_weight, figures.context)
+    shares = Shares(usual.forward, usual.weight, figures.until_weight, figures.context, figures.recomputed)
     return shares, memory.together({strategy: placed})
 
 
@@ -138,7 +143,7 @@ def _plan(case: Case, table: CostTable, step: int = 0) -> StepPlan:
     at = {case_id: position for position, case_id in enumerate(ids)}
     batches, start = [], 0
     for size in case.slices:
-        batches.append(MicroBatchPlan((Span(at[0], start, start + size),)))
+        batches.append(MicroBatchPlan((Span(at[0], start, start + size),), case.recompute))
         start += size
     following = int(bool(case.slices))
     for lengths in case.whole:
@@ -166,7 +171,9 @@ def _predicted(case: Case, plan: StepPlan, shares: Shares, memory: JobMemory) ->
     found = []
     for index, order in enumerate(orders(case.pipeline.schedule, batches, case.pipeline.pp)):
         needs = memory.needs(case.pipeline, index)
-        total = needs.held(peak_units(order, batches) / UNITS, largest)
+        # While a layer is computed again it keeps everything.
+        again = largest * (1.0 - shares.recomputed) * needs.layer * needs.alive / needs.per_token
+        total = needs.held(peak_units(order, batches) / UNITS + again * pipeline.recomputes, largest)
         found.append((total, float(total - needs.states)))
     return found
 

@@ -100,6 +100,7 @@ class Pipe(NamedTuple):
     max_length: int  # tokens that a micro-batch holds
     util_length: int  # tokens of the shortest slice
     slices: bool  # whether sequences may be cut
+    layers: int  # of each range of layers, that may be computed again; 0: none may
 
 
 class Profile(NamedTuple):
@@ -121,6 +122,7 @@ class Pieces(NamedTuple):
     slot: Ints  # (pieces,) its micro-batch
     before: Ints  # (slots,) the micro-batch with the slice before the one here; -1 for none
     held: Ints  # (slots,) tokens
+    again: Floats  # (slots,) share of the layers that are computed again
     counts: Ints  # (2,) pieces, slots
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from ds_hydra.costs.stage_work import stage_work
 from ds_hydra.pipe.schedules.list_walk import NEVER, Jobs, Walk, list_walk
+from ds_hydra.planner.kernels.again import spare
 from ds_hydra.planner.kernels.arrays import Ints, Pieces, Pipe
 
 
@@ -23,9 +24,11 @@ def followers(pieces: Pieces) -> Ints:
     return after
 
 
-def reserve(pipe: Pipe, kept: Ints, after: Ints, reserved: Ints) -> bool:
-    """Fill what each run [Note: chains] reserves at its first forward; False where a stage has no room for one."""
-    n = len(kept)
+def reserve(pipe: Pipe, pieces: Pieces, squares: Ints, after: Ints, works: Ints) -> bool:
+    """Fill what each run [Note: chains] reserves at its first forward, with layers computed again where it has too
+    much; False where a stage has no room for one all the same."""
+    n, kept, reserved = pieces.counts[1], works[3], works[5]
+    pieces.again[:n] = 0.0
     last = np.arange(n)
     for m in range(n - 1, -1, -1):
         if after[m] >= 0:
@@ -37,14 +40,18 @@ def reserve(pipe: Pipe, kept: Ints, after: Ints, reserved: Ints) -> bool:
         reserved[begin] += pipe.costs.parts * kept[m]
         if stop == m:
             if reserved[begin] > pipe.room:
-                return False
+                if pipe.layers == 0 or not spare(pipe, pieces, squares, after, works, begin, m + 1):
+                    return False
+                reserved[begin] = 0
+                for of_run in range(begin, m + 1):
+                    reserved[begin] += pipe.costs.parts * kept[of_run]
             begin = m + 1
     return True
 
 
-def jobs_of(pipe: Pipe, pieces: Pieces, after: Ints, works: Ints) -> Jobs:
-    """What the list order wants to know of micro-batches; fills works (6, slots) with it."""
-    squares = np.zeros(pieces.counts[1], dtype=np.int64)
+def jobs_of(pipe: Pipe, pieces: Pieces, squares: Ints, after: Ints, works: Ints) -> Jobs:
+    """What the list order wants to know of micro-batches that keep all; fills works (6, slots) with it, and squares
+    (slots,)."""
     for at in range(pieces.counts[0]):
         start, stop = pieces.start[at], pieces.stop[at]
         squares[pieces.slot[at]] += stop * stop - start * start
@@ -79,18 +86,18 @@ def list_time(pipe: Pipe, pieces: Pieces, ceiling: int) -> int:
     """Microseconds of these micro-batches under the list order; NEVER if there is no room, or no less than `ceiling`.
 
     A stage computes all its work, and the last one begins after the first forward has come down to it. Where that
-    alone reaches the ceiling, nothing is simulated.
+    alone reaches the ceiling, nothing is simulated. Fills `pieces.again`.
     """
     slots = pieces.counts[1]
-    works = np.zeros((6, slots), dtype=np.int64)
+    works, squares = np.zeros((6, slots), dtype=np.int64), np.zeros(slots, dtype=np.int64)
     after = followers(pieces)
-    jobs = jobs_of(pipe, pieces, after, works)
+    jobs = jobs_of(pipe, pieces, squares, after, works)
     least = 0
     for m in range(slots):
         least += works[0, m] + works[1, m] + works[2, m]
     if pipe.costs.parts * least + (pipe.num_stages - 1) * works[0, 0] >= ceiling:
         return NEVER
-    if not reserve(pipe, works[3], after, works[5]):
+    if not reserve(pipe, pieces, squares, after, works):
         return NEVER
     took = list_walk(jobs, fresh_list_walk(jobs))
     return took if 0 <= took < ceiling else NEVER

@@ -38,6 +38,7 @@ from typing import Any, cast
 import ds_hydra.costs.stage_work as stage_work
 import ds_hydra.pipe.schedules.list_walk as list_walk
 import ds_hydra.pipe.schedules.virtual as virtual
+import ds_hydra.planner.kernels.again as again
 import ds_hydra.planner.kernels.arrays as arrays
 import ds_hydra.planner.kernels.bound as bound
 import ds_hydra.planner.kernels.cut_moves as cut_moves
@@ -57,7 +58,7 @@ from ds_hydra.planner.kernels.protocol import Kernels
 
 _MODULES = (
     packing, bound, placing, improve, repair, dispatch, proof, tiny, greedy, program,
-    slots, list_time, cut_moves, cut_search,
+    slots, again, list_time, cut_moves, cut_search,
 )  # fmt: skip
 # Functions that a plan's check calls as well, so that it comes to the same times.
 _SHARED = (list_walk, virtual, stage_work)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -106,12 +106,18 @@ class Batch:
         return cls.by_rows(lengths, table.costs)
 
     @classmethod
-    def by_rows(cls, lengths: Sequence[int], costs: Sequence[SchemeCost]) -> Batch:
-        """Sequences of these lengths, with a row of work for each of the costs."""
+    def by_rows(
+        cls, lengths: Sequence[int], costs: Sequence[SchemeCost], more: Callable[[Ints], Floats] | None = None
+    ) -> Batch:
+        """Sequences of these lengths, with a row of work for each of the costs.
+
+        `more` gives what else each row has to do for sequences of so many tokens, (rows, sequences) ms.
+        """
         given = np.array(lengths, dtype=np.int64)
         position = np.argsort(-given, kind="stable").astype(np.int64)
         tokens = given[position]
-        return cls._of_work(position, tokens, np.stack([cost.sequence_ms(tokens) for cost in costs]))
+        work = np.stack([cost.sequence_ms(tokens) for cost in costs])
+        return cls._of_work(position, tokens, work if more is None else work + more(tokens))
 
     def with_work(self, work: Floats) -> Batch:
         """The same sequences with other work, (rows, sequences) ms."""

@@ -39,6 +39,7 @@ def empty_pieces(pieces: int, slots: int) -> Pieces:
         np.zeros(pieces, dtype=np.int64),
         np.zeros(slots, dtype=np.int64),
         np.zeros(slots, dtype=np.int64),
+        np.zeros(slots, dtype=np.float64),
         np.zeros(2, dtype=np.int64),
     )
 
@@ -60,7 +61,15 @@ def copy_pieces(source: Pieces, target: Pieces) -> None:
     target.slot[:pieces] = source.slot[:pieces]
     target.before[:slots] = source.before[:slots]
     target.held[:slots] = source.held[:slots]
+    target.again[:slots] = source.again[:slots]
     target.counts[:] = source.counts
+
+
+def copied(source: Pieces) -> Pieces:
+    """The same in arrays of its own."""
+    made = empty_pieces(len(source.item), len(source.before))
+    copy_pieces(source, made)
+    return made
 
 
 def add_piece(pieces: Pieces, item: int, start: int, stop: int, slot: int) -> None:

@@ -28,7 +28,7 @@ import numpy as np
 
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.data.length_sources import sample_batches
-from ds_hydra.pipe.shape import PipelineShape, StrategyShape
+from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
 from ds_hydra.planner.kernels.arrays import Schemes
 from ds_hydra.planner.proposal.candidates import scheme_of, usable_schemes
 from ds_hydra.planner.proposal.pool import Counts, Pool
@@ -55,6 +55,7 @@ class Wider:
 
     shapes: tuple[PipelineShape, ...] = ()  # elastic pipelines
     slices: bool = True  # whether they may cut sequences
+    layers: int = 32  # of the model, which they may compute again where nothing else holds the longest; 0: they may not
     plain: bool = True  # False: these only
 
 
@@ -116,26 +117,7 @@ def propose_strategies(
     follow that have the elastic pipelines of `wider`.
     """
     schemes = usable_schemes(cost_table, num_ranks, node_size, tp_across_nodes)
-    wider = wider or Wider()
-    spaces: list[Space] = []
-    if wider.plain:
-        spaces.append(WholeSpace(cost_table, [PipelineShape.of(scheme) for scheme in schemes]))
-    elastic = [shape for shape in wider.shapes if scheme_of(shape) in schemes]
-    if elastic:
-        single = [PipelineShape.of(scheme) for scheme in schemes if scheme.pp == 1]
-        spaces.append(ElasticShapes(cost_table, [*single, *elastic], slices=wider.slices))
-    if not spaces:
-        raise PlanError(
-            "no pipeline may be proposed: without 1f1b the cost table needs schemes of several stages with measured "
-            "shares; allow 1f1b, or measure them with `ds-hydra profile`"
-        )
-    holding = [space for space in spaces if max(space.limits) >= context_length]
-    if not holding:
-        raise PlanError(
-            f"no usable scheme holds a sequence of context_length={context_length} tokens: the largest MaxLen is "
-            f"{max(max(space.limits) for space in spaces)}; measure schemes with more tp or sp, allow tp across nodes, "
-            "or lower context_length"
-        )
+    holding = _holding(cost_table, schemes, wider or Wider(), context_length)
     common = _typical_batches(lengths, tokens_per_step, effort.batches, seed, context_length)
     found: dict[StrategyShape, None] = {}
     for space in holding:
@@ -144,16 +126,45 @@ def propose_strategies(
         sampled = [*common, *rare]
         weights = np.array([1.0] * len(common) + [_RARE_WEIGHT * len(common)] * len(rare))
         arrays = space.arrays(sampled, num_ranks)
-        few = [sampled[round(at)] for at in np.linspace(0, len(sampled) - 1, min(_CORRECTING, len(sampled)))]
-        for _ in range(effort.corrections):
-            winners = _searched(space, num_ranks, effort, seed, few, np.ones(len(few)), arrays).winners()
-            arrays = space.corrected(arrays, few, winners)
+        if isinstance(space, ElasticShapes):
+            few = [sampled[round(at)] for at in np.linspace(0, len(sampled) - 1, min(_CORRECTING, len(sampled)))]
+            for _ in range(effort.corrections):
+                winners = _searched(space, num_ranks, effort, seed, few, np.ones(len(few)), arrays).winners()
+                arrays = space.corrected(arrays, few, winners)
         pool = _searched(space, num_ranks, effort, seed, sampled, weights, arrays)
-        _correct(space, pool, sampled, arrays, effort.simulations, context_length, _SHORTLIST * count)
+        if isinstance(space, ElasticShapes):
+            _correct(space, pool, sampled, arrays, effort.simulations, context_length, _SHORTLIST * count)
         # 4. the subset, in which some strategy must hold the context
         chosen = pool.cover(pool.best_subset(count), context_length, count)
         found |= dict.fromkeys(pool.strategy(counts) for counts in chosen)
     return tuple(found)
+
+
+def _holding(table: CostTable, schemes: Sequence[ParallelScheme], wider: Wider, context_length: int) -> list[Space]:
+    """The spaces in which something holds the context; PlanError for none. Only where all else is too small, layers are
+    computed again."""
+    spaces: list[Space] = []
+    if wider.plain:
+        spaces.append(WholeSpace(table, [PipelineShape.of(scheme) for scheme in schemes]))
+    elastic = [shape for shape in wider.shapes if scheme_of(shape) in schemes]
+    if elastic:
+        elastic = [*(PipelineShape.of(scheme) for scheme in schemes if scheme.pp == 1), *elastic]
+        spaces.append(ElasticShapes(table, elastic, slices=wider.slices))
+    if not spaces:
+        raise PlanError(
+            "no pipeline may be proposed: without 1f1b the cost table needs schemes of several stages with measured "
+            "shares; allow 1f1b, or measure them with `ds-hydra profile`"
+        )
+    if elastic and max(max(space.limits) for space in spaces) < context_length:
+        spaces = [ElasticShapes(table, elastic, slices=wider.slices, layers=wider.layers)]
+    holding = [space for space in spaces if max(space.limits) >= context_length]
+    if not holding:
+        raise PlanError(
+            f"no usable scheme holds a sequence of context_length={context_length} tokens: the largest MaxLen is "
+            f"{max(max(space.limits) for space in spaces)}; measure schemes with more tp or sp, allow tp across nodes, "
+            "or lower context_length"
+        )
+    return holding
 
 
 def _searched(
@@ -177,7 +188,7 @@ def _searched(
 
 
 def _correct(
-    space: Space, pool: Pool, sampled: Sequence[np.ndarray], arrays: Schemes,
+    space: ElasticShapes, pool: Pool, sampled: Sequence[np.ndarray], arrays: Schemes,
     simulations: int, context_length: int, shortlist: int,
 ) -> None:  # fmt: skip
     """Leave a short list in the pool, with times as simulations of each on the batches that suit it best tell them."""
@@ -186,8 +197,6 @@ def _correct(
         found = []
         for b in pool.best_batches(counts, simulations):
             ms = space.simulated(pool.strategy(counts), sampled[b], arrays)
-            if ms is None:
-                return
             found.append(ms / float(pool.times[counts][b]))
         if found:
             factors[counts] = sum(found) / len(found)

@@ -33,12 +33,6 @@ class Space(Protocol):
     def arrays(self, sampled: Sequence[np.ndarray], num_ranks: int) -> Schemes:
         """For these batches."""
 
-    def corrected(self, arrays: Schemes, sampled: Sequence[np.ndarray], winners: Sequence[StrategyShape]) -> Schemes:
-        """Better arrays, by a good strategy for each batch."""
-
-    def simulated(self, strategy: StrategyShape, lengths: np.ndarray, arrays: Schemes) -> float | None:
-        """What a strategy really takes for a batch, in ms; None where the arrays say it well."""
-
 
 class WholeSpace:
     """Whole sequences under 1F1B."""
@@ -55,12 +49,6 @@ class WholeSpace:
         """What the cost table says."""
         return scheme_arrays(CostTable(self.costs))
 
-    def corrected(self, arrays: Schemes, sampled: Sequence[np.ndarray], winners: Sequence[StrategyShape]) -> Schemes:
-        return arrays
-
-    def simulated(self, strategy: StrategyShape, lengths: np.ndarray, arrays: Schemes) -> float | None:
-        return None
-
 
 class ElasticShapes:
     """Shapes of which some are elastic [Note: elastic pipelines]; schemes of one stage may be among them.
@@ -69,13 +57,13 @@ class ElasticShapes:
     since its sequences do not divide evenly, and its slowest pipeline counts: the more pipelines, the longer.
     """
 
-    def __init__(self, table: CostTable, shapes: Sequence[PipelineShape], *, slices: bool) -> None:
-        self._space = ElasticSpace(table, [StrategyShape((shape,)) for shape in shapes], slices=slices)
+    def __init__(self, table: CostTable, shapes: Sequence[PipelineShape], *, slices: bool, layers: int = 0) -> None:
+        self._space = ElasticSpace(table, [StrategyShape((shape,)) for shape in shapes], slices=slices, layers=layers)
         self.shapes, self.costs = tuple(shapes), self._space.costs
         self.limits = tuple(row.longest for row in self._space.rows)
 
     def batches(self, sampled: Sequence[np.ndarray], num_ranks: int) -> list[Batch]:
-        given = [Batch.by_rows(lengths.tolist(), self.costs) for lengths in sampled]
+        given = [self._space.batch(lengths.tolist()) for lengths in sampled]
         return [self._space.dealt(kernels.compiled(), batch, num_ranks) for batch in given]
 
     def arrays(self, sampled: Sequence[np.ndarray], num_ranks: int) -> Schemes:
@@ -86,19 +74,19 @@ class ElasticShapes:
         return space.by_overhead(known.ms)
 
     def corrected(self, arrays: Schemes, sampled: Sequence[np.ndarray], winners: Sequence[StrategyShape]) -> Schemes:
-        """What pipelines take in strategies that look good, half and half with what is known."""
+        """Better arrays, by a good strategy for each batch: what its pipelines take, half and half with what is known."""
         seen = Overheads.none(len(self.shapes))
         for lengths, strategy in zip(sampled, winners, strict=True):
             kinds = self._space.kinds_of(strategy)
             seen.add(self._search(lengths, strategy.num_ranks).observe(kinds, arrays.c)[1])
         return self._space.by_overhead(np.where(seen.count > 0.0, 0.5 * (arrays.c + seen.ms), arrays.c))
 
-    def simulated(self, strategy: StrategyShape, lengths: np.ndarray, arrays: Schemes) -> float | None:
-        """By a dispatch and simulations, without refinement."""
+    def simulated(self, strategy: StrategyShape, lengths: np.ndarray, arrays: Schemes) -> float:
+        """What a strategy takes for a batch by a dispatch and simulations, without refinement; ms."""
         return self._search(lengths, strategy.num_ranks).observe(self._space.kinds_of(strategy), arrays.c)[0]
 
     def _search(self, lengths: np.ndarray, num_ranks: int) -> ElasticSearch:
-        batch = Batch.by_rows(lengths.tolist(), self.costs)
+        batch = self._space.batch(lengths.tolist())
         return ElasticSearch(self._space, kernels.compiled(), batch, num_ranks=num_ranks, tries=_NO_LIMIT)
 
 
