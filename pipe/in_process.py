@@ -202,6 +202,30 @@ class _MemoryGroup(dist.ProcessGroup):
         self._meeting.hold(self._ranks, self._rank, _Offer(kind, source, targets), work)
         return _Done()
 
+    def all_gather_single(self, output: Tensor, source: Tensor, opts: Any = None) -> _Done:
+        def work(offers: Sequence[_Offer]) -> None:
+            for offer in offers:
+                offer.targets[0].data.copy_(torch.cat([given.source for given in offers]))
+
+        kind = ("all_gather_single", tuple(source.shape), source.dtype)
+        self._meeting.hold(self._ranks, self._rank, _Offer(kind, source, (output,)), work)
+        return _Done()
+
+    def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> _Done:
+        def work(offers: Sequence[_Offer]) -> None:
+            total = offers[0].source.clone()
+            for offer in offers[1:]:
+                total += offer.source
+            for offer, part in zip(offers, total.chunk(len(offers)), strict=True):
+                offer.targets[0].data.copy_(part)
+
+        kind = ("reduce_scatter_single", tuple(source.shape), source.dtype)
+        self._meeting.hold(self._ranks, self._rank, _Offer(kind, source, (output,)), work)
+        return _Done()
+
+    # What torch before 2.13 calls them.
+    _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single  # type: ignore[assignment]
+
     def alltoall_base(
         self, output: Tensor, source: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], opts: Any = None
     ) -> _Done:

@@ -153,10 +153,16 @@ class ModelPlan:
     no_tp: str = ""  # why tensor parallel ranks would train another model, for the user; "": they would not
     no_pp: str = ""  # the same of pipeline stages
     no_slices: str = ""  # the same of sequences that are cut into slices
+    no_token_sharding: str = "nothing is known of it"  # the same of ranks that share tokens [Note: token sharding]
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def token_sharding(self) -> bool:
+        """Whether tensor parallel ranks share the tokens between the blocks."""
+        return not self.no_token_sharding
 
     def needed(self, stage: Stage) -> frozenset[str]:
         """Names of the parameters that a stage computes with, in all of its parts."""

@@ -2,7 +2,8 @@
 
 Shapes, peers and orders follow from the plan, so nothing is asked over the wire. The two stages of an edge may have
 different tensor and sequence parallel degrees: a receiver takes its tokens from every sequence parallel rank that holds
-some of them, each time from one of its tensor parallel ranks, which all hold the same.
+some of them, each time from one of its tensor parallel ranks, which all hold the same. With token sharding no two ranks
+of a stage hold the same token, so every rank sends each of its own rows to the one that goes on with it.
 """
 
 from __future__ import annotations
@@ -23,8 +24,14 @@ class Rows(NamedTuple):
 
 
 @lru_cache(maxsize=256)  # a step's: lengths of micro-batches hardly come again, and an entry takes kilobytes
-def edge(src: Stage, dst: Stage, num_tokens: int) -> tuple[dict[int, list[Rows]], dict[int, list[Rows]]]:
-    """Sends by source rank and receives by destination rank of one micro-batch of `num_tokens` tokens."""
+def edge(
+    src: Stage, dst: Stage, num_tokens: int, *, token_sharding: bool = False
+) -> tuple[dict[int, list[Rows]], dict[int, list[Rows]]]:
+    """Sends by source rank and receives by destination rank of one micro-batch of `num_tokens` tokens.
+
+    With token sharding (tokens that tp * sp of each stage with a tp divides) the i-th rank of a stage holds the i-th of
+    its tp * sp parts.
+    """
     # 12 tokens, from a stage with tp 2, sp 2 (ranks 0..3) to one with sp 3 (ranks 4..6):
     #
     #   token          0  1  2  3  4  5  6  7  8  9  10 11
@@ -38,23 +45,30 @@ def edge(src: Stage, dst: Stage, num_tokens: int) -> tuple[dict[int, list[Rows]]
     # to the one with its own number.
     sends: dict[int, list[Rows]] = {rank: [] for rank in src.ranks}
     receives: dict[int, list[Rows]] = {rank: [] for rank in dst.ranks}
-    src_rows, dst_rows = _intervals(num_tokens, src.sp), _intervals(num_tokens, dst.sp)
-    for receiver in dst.ranks:
-        tp_rank, sp_rank = dst.coordinates(receiver)
-        lo, hi = dst_rows[sp_rank]
-        for src_sp_rank, (start, stop) in enumerate(src_rows):
+    src_parts, dst_parts = (parts_of(stage, token_sharding=token_sharding) for stage in (src, dst))
+    src_rows, dst_rows = _intervals(num_tokens, src_parts), _intervals(num_tokens, dst_parts)
+    src_alike, dst_alike = len(src.ranks) // src_parts, len(dst.ranks) // dst_parts  # ranks that hold the same
+    for index, receiver in enumerate(dst.ranks):
+        part, copy = divmod(index, dst_alike)
+        lo, hi = dst_rows[part]
+        for src_part, (start, stop) in enumerate(src_rows):
             first, last = max(lo, start), min(hi, stop)
             if first < last:
-                sender = src.ranks[src_sp_rank * src.tp + tp_rank * src.tp // dst.tp]
+                sender = src.ranks[src_part * src_alike + copy * src_alike // dst_alike]
                 sends[sender].append(Rows(receiver, first - start, last - start))
                 receives[receiver].append(Rows(sender, first - lo, last - lo))
     return sends, receives
 
 
-def _intervals(num_tokens: int, sp: int) -> list[tuple[int, int]]:
+def parts_of(stage: Stage, *, token_sharding: bool) -> int:
+    """Into how many parts a stage cuts a row."""
+    return stage.sp * stage.tp if token_sharding else stage.sp
+
+
+def _intervals(num_tokens: int, parts: int) -> list[tuple[int, int]]:
     intervals: list[tuple[int, int]] = []
     start = 0
-    for tokens in split_tokens(num_tokens, sp):
+    for tokens in split_tokens(num_tokens, parts):
         intervals.append((start, start + tokens))
         start += tokens
     return intervals

@@ -238,9 +238,10 @@ class StageRuntime:
     def _edge(self, side: int, pack: Pack, *, incoming: bool) -> list[Rows]:
         """Rows that this rank exchanges with the stage before (-1) or after (+1) it."""
         here, there = self.pipeline.stages[self.index], self.pipeline.stages[self.index + side]
+        sharding = self.parts[0].place.token_sharding
         if incoming:
-            return edge(there, here, pack.num_tokens)[1][self.rank]
-        return edge(here, there, pack.num_tokens)[0][self.rank]
+            return edge(there, here, pack.num_tokens, token_sharding=sharding)[1][self.rank]
+        return edge(here, there, pack.num_tokens, token_sharding=sharding)[0][self.rank]
 
     def _free_contexts(self, run: _Run, at: _At) -> None:
         """Free what slices of a sequence have kept, after the last action that needs it [Note: contexts].
@@ -258,7 +259,8 @@ class StageRuntime:
 
     def _empty(self, pack: Pack, width: int) -> Tensor:
         start, stop = pack.local
-        return torch.empty((1, stop - start, width), device=self.device, dtype=self.dtype)
+        rows = (stop - start) // self.parts[0].place.shards
+        return torch.empty((1, rows, width), device=self.device, dtype=self.dtype)
 
 
 def _gradient(run: _Run, at: _At) -> Tensor:

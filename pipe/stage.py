@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -35,17 +36,26 @@ class StagePlace:
     tp_group: Group
     sp_group: dist.ProcessGroup | None
     part: int = 0  # which range of layers
+    token_sharding: bool = False  # of the model: tensor parallel ranks share tokens [Note: token sharding]
 
     @classmethod
     def all_of(
-        cls, pipeline: Pipeline, rank: int, group: Callable[[tuple[int, ...]], dist.ProcessGroup | None]
+        cls,
+        pipeline: Pipeline,
+        rank: int,
+        group: Callable[[tuple[int, ...]], dist.ProcessGroup | None],
+        *,
+        token_sharding: bool = False,
     ) -> tuple[StagePlace, ...]:
         """The places of `rank` in a pipeline, by part; `group` gives the group of some ranks, None for one alone."""
         index = pipeline.stage_index(rank)
         stage = pipeline.stages[index]
         tp_rank, sp_rank = stage.coordinates(rank)
         tp_group, sp_group = group(stage.tp_ranks(rank)), group(stage.sp_ranks(rank))
-        return tuple(cls(pipeline, index, tp_rank, sp_rank, tp_group, sp_group, part) for part in range(pipeline.parts))
+        return tuple(
+            cls(pipeline, index, tp_rank, sp_rank, tp_group, sp_group, part, token_sharding)
+            for part in range(pipeline.parts)
+        )
 
     @property
     def stage(self) -> Stage:
@@ -70,6 +80,20 @@ class StagePlace:
         return self.virtual == self.pipeline.parts * len(self.pipeline.stages) - 1
 
     @property
+    def shards(self) -> int:
+        """Ranks of its tensor parallel group that share the tokens between the blocks; 1: each holds all of them."""
+        return self.stage.tp if self.token_sharding else 1
+
+    def padding(self, num_tokens: int) -> int:
+        """Tokens to add to a row so that every rank of the pipeline gets one, and ranks that share tokens as many.
+
+        Stages of tp2sp2 and of sp3 make 5 tokens 8: 4 parts of 2 in one, parts of 2, 3 and 3 in the other.
+        """
+        stages = self.pipeline.stages
+        multiple = math.lcm(*(s.tp * s.sp for s in stages if s.tp > 1)) if self.token_sharding else 1
+        return -(-max(num_tokens, *(stage.sp for stage in stages)) // multiple) * multiple - num_tokens
+
+    @property
     def turns(self) -> bool:
         """Whether the range of layers before its own is on the same rank: where a V turns round."""
         return self.part == 1 and self.index == len(self.pipeline.stages) - 1
@@ -91,8 +115,8 @@ class StageModule:
     ):
         """`names` maps the module's own parameter names to master names; others belong to other stages.
 
-        `readers` names further modules that read a parameter, by master name, and `hooks` what its gradient passes. The
-        gradients of parameters in `at_once` are never put off.
+        `readers` names further modules before whose run a parameter must be there, by master name, and `hooks` what its
+        gradient passes. The gradients of parameters in `at_once` are never put off.
         """
         self.module, self.place = model, place
         self._hooks = hooks or {}
@@ -109,10 +133,11 @@ class StageModule:
             for module in users:  # ahead of the user's hooks, which may read the parameter
                 module.register_forward_pre_hook(lambda _module, _args, name=name: self._use(name), prepend=True)
         self.weight_gradients: SplitBackward | None = None  # where the schedule splits backwards
+        self.linear_queue: WeightGradients | None = None  # the same, of linear layers
         self.linear: Linear = linear  # what computes the linear layers of `model`
         if splits_backward(place.schedule):
-            self.weight_gradients = queue = self._queue(model, names, {*(readers or {}), *at_once})
-            self.linear = queue.linear
+            self.weight_gradients = self.linear_queue = self._queue(model, names, at_once)
+            self.linear = self.linear_queue.linear
 
     def _queue(self, model: nn.Module, names: Mapping[str, str], at_once: Collection[str]) -> WeightGradients:
         """The weight gradients that are put off: of weights that one module reads, and no hook of the user."""

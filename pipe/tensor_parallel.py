@@ -28,6 +28,8 @@ _LINEAR_RULES: dict[str, dict[str, ShardRule]] = {
     "embedding_rowwise": {"": ShardRule(dim=0)},
     "replicated_with_grad_allreduce": {"": ShardRule(gradient="partial")},
 }
+_GATHERED = "colwise_gather_output"
+COLUMN_STYLES = frozenset({"colwise", _GATHERED})
 _ALIASES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
 # "local_params" says how bare parameters of a module are read, which have styles of their own.
 _NOT_WRAPPED = frozenset({"replicate", "replicated_with_grad_allreduce", "packed_colwise", "local_params"})
@@ -111,40 +113,56 @@ class TensorParallel:
         if names[embedding] in here:
             self._vocab_parallel(embedding, names[embedding])
         if names[head] in here:
-            self._wrap("colwise", names[head], head, parents[head])
+            TensorParallel._column(self, "colwise", names[head], head, parents[head])  # all ranks hold all tokens here
 
     def _wrap(self, style: str, name: str, module: nn.Module, parent: nn.Module) -> None:
-        forward: Callable[..., Any] = module.forward
-        group = self.group
-        if style in ("colwise", "colwise_gather_output"):
-            shared = _shared_copy(parent, group)
-            widths = self._widths(name + ".weight", 0)
-
-            def colwise(x: Tensor) -> Tensor:
-                out = forward(shared(x))
-                return gather_last_dim(out, widths, self.tp_rank, group) if style != "colwise" else out
-
-            module.forward = colwise  # type: ignore[method-assign]
+        if style in COLUMN_STYLES:
+            self._column(style, name, module, parent)
         elif style in ("rowwise", "rowwise_split_input"):
-            widths = self._widths(name + ".weight", 1)
-            assert isinstance(module, nn.Module)
-
-            def rowwise(x: Tensor) -> Tensor:
-                if style != "rowwise":
-                    x = split_last_dim(x, widths, self.tp_rank, group)
-                out = sum_over_ranks(self._linear(module, x, None), group)
-                bias = getattr(module, "bias", None)  # once, not once a rank
-                return out if bias is None else out + bias
-
-            module.forward = rowwise  # type: ignore[method-assign]
+            self._row(style, name, module)
         elif style == "moe_tp_experts":
+            self._experts(module)
+        else:
+            self._other(style, name, module, parent)
 
-            def experts(hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *rest: Any) -> Tensor:
-                weights = copy_to_ranks(top_k_weights, group)
-                return sum_over_ranks(forward(copy_to_ranks(hidden, group), top_k_index, weights, *rest), group)
+    def _column(self, style: str, name: str, module: nn.Module, parent: nn.Module) -> None:
+        forward: Callable[..., Any] = module.forward
+        shared, widths = _shared_copy(parent, self.group), self._widths(name + ".weight", 0)
 
-            module.forward = experts  # type: ignore[method-assign]
-        elif style == "moe_identity_expert":
+        def column(x: Tensor) -> Tensor:
+            out = forward(shared(x))
+            return gather_last_dim(out, widths, self.tp_rank, self.group) if style == _GATHERED else out
+
+        module.forward = column  # type: ignore[method-assign]
+
+    def _row(self, style: str, name: str, module: nn.Module) -> None:
+        widths = self._widths(name + ".weight", 1)
+
+        def row(x: Tensor) -> Tensor:
+            if style != "rowwise":
+                x = split_last_dim(x, widths, self.tp_rank, self.group)
+            out = self._summed(self._linear(module, x, None))
+            bias = getattr(module, "bias", None)  # once, not once a rank
+            return out if bias is None else out + bias
+
+        module.forward = row  # type: ignore[method-assign]
+
+    def _summed(self, part: Tensor) -> Tensor:
+        """What leaves a row-parallel layer, of which each rank has computed a part of the sum."""
+        return sum_over_ranks(part, self.group)
+
+    def _experts(self, module: nn.Module) -> None:
+        forward, group = module.forward, self.group
+
+        def experts(hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *rest: Any) -> Tensor:
+            weights = copy_to_ranks(top_k_weights, group)
+            return sum_over_ranks(forward(copy_to_ranks(hidden, group), top_k_index, weights, *rest), group)
+
+        module.forward = experts  # type: ignore[method-assign]
+
+    def _other(self, style: str, name: str, module: nn.Module, parent: nn.Module) -> None:
+        forward, group = module.forward, self.group
+        if style == "moe_identity_expert":
             module.forward = lambda x, *rest: forward(x / self.tp, *rest)  # type: ignore[method-assign]
         elif style == "all_reduce":
             module.forward = lambda *a, **k: sum_over_ranks(forward(*a, **k), group)  # type: ignore[method-assign]

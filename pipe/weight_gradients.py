@@ -65,13 +65,30 @@ class SplitBackward(Protocol):
         """Drop what a run that an error has ended left behind."""
 
 
-class _Entry(NamedTuple):
-    """Of one use of a weight (out, in), what its gradient is the product of."""
+class Later(Protocol):
+    """An input that is not kept, but can be had once more."""
 
-    place: int  # of its module in the order of the model
-    weight: nn.Parameter
-    x: Tensor  # (tokens, in)
+    def start(self) -> None:
+        """It will be taken soon."""
+
+    def take(self) -> Tensor:
+        """The input (tokens, in)."""
+
+
+class Product(NamedTuple):
+    """A use of a linear layer: with the layer's input it makes the weight's gradient."""
+
+    module: nn.Module
     dy: Tensor  # (tokens, out)
+
+
+class _Entry(NamedTuple):
+    """Of one use of some weights (out, in) with the same input, what their gradients are the products of."""
+
+    place: int  # of the first one's module in the order of the model
+    weights: tuple[nn.Parameter, ...]
+    x: Tensor | Later  # (tokens, in)
+    dys: tuple[Tensor, ...]  # (tokens, out)
 
 
 class WeightGradients:
@@ -118,6 +135,14 @@ class WeightGradients:
     def linear(self, module: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
         """As `weight_gradients.linear`, with the weight's gradient put off where that is possible."""
         weight: Any = module.weight
+        if not self.takes(module, x):
+            return F.linear(x, weight, bias)
+        out: Tensor = _PutOff.apply(x, weight.detach(), bias, module, self)
+        return out
+
+    def takes(self, module: nn.Module, x: Tensor) -> bool:
+        """Whether the weight's gradient of a linear layer is put off when it is now computed with `x`."""
+        weight: Any = module.weight
         # Without a gradient of the input there is no I to which this layer would add; W can be done at once.
         if not (
             module in self._places
@@ -127,22 +152,26 @@ class WeightGradients:
             and weight.requires_grad
             and not torch.is_autocast_enabled(x.device.type)  # which has the product computed in another type
         ):
-            return F.linear(x, weight, bias)
+            return False
         if self._in_backward:
             self._again.add(module)
-        out: Tensor = _PutOff.apply(x, weight.detach(), bias, module, self)
-        return out
+        return True
 
-    def put(self, module: nn.Module, x: Tensor, dy: Tensor) -> None:
-        """Add an entry of the micro-batch whose I is running; of a layer that was computed again, run it at once."""
-        weight: Any = module.weight
-        entry = _Entry(self._places[module], weight, x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1]))
-        if module in self._again:
-            self._add([entry])
-            return
+    def keeps(self, module: nn.Module) -> bool:
+        """Whether what a layer puts off in the present I waits; of one that was computed again it is added at once."""
+        return module not in self._again
+
+    def put(self, products: Sequence[Product], x: Tensor | Later) -> None:
+        """Let the weights' gradients of layers with the same input (tokens, in) wait, in the I of a micro-batch."""
         assert self._microbatch is not None, "what was put off in a forward is asked for in the I of its micro-batch"
+        modules, dys = zip(*products, strict=True)
+        entry = _Entry(self._places[modules[0]], tuple(module.weight for module in modules), x, dys)
         self._waiting.setdefault(self._microbatch, []).append(entry)
-        self._open[weight] += 1
+        self._open.update(entry.weights)
+
+    def add(self, module: nn.Module, x: Tensor, dy: Tensor) -> None:
+        """Add the weight's gradient of a layer to its sum, of x (tokens, in) and dy (tokens, out)."""
+        self._add(module.weight, [(x, dy)])  # type: ignore[arg-type]
 
     def run(self, microbatches: Sequence[int]) -> None:
         """See `SplitBackward`: last layer first, and each weight for all micro-batches."""
@@ -155,12 +184,26 @@ class WeightGradients:
         with torch.no_grad():
             for place in sorted(by_place, reverse=True):
                 entries = by_place.pop(place)  # their tensors are freed with them
-                weight = entries[0].weight
-                self._add(entries)
-                self._open[weight] -= len(entries)
-                if not self._open[weight]:
-                    del self._open[weight]
-                    self.finished(weight)
+                self._run(entries)
+                self._open.subtract(weight for entry in entries for weight in entry.weights)
+                for weight in dict.fromkeys(weight for entry in entries for weight in entry.weights):
+                    if not self._open[weight]:
+                        del self._open[weight]
+                        self.finished(weight)
+
+    def _run(self, entries: Sequence[_Entry]) -> None:
+        """Add what entries of one place wait with."""
+        kept: dict[nn.Parameter, list[tuple[Tensor, Tensor]]] = {}
+        for entry in entries:
+            if isinstance(entry.x, Tensor):
+                for weight, dy in zip(entry.weights, entry.dys, strict=True):
+                    kept.setdefault(weight, []).append((entry.x, dy))
+                continue
+            x = entry.x.take()  # for all weights that read it; one micro-batch's at a time
+            for weight, dy in zip(entry.weights, entry.dys, strict=True):
+                self._add(weight, [(x, dy)])
+        for weight, factors in kept.items():
+            self._add(weight, factors)
 
     @property
     def unfinished(self) -> frozenset[nn.Parameter]:
@@ -172,15 +215,14 @@ class WeightGradients:
         self._waiting.clear()
         self._open.clear()
 
-    def _add(self, entries: Sequence[_Entry]) -> None:
-        """Add the gradients of one weight to its sum."""
-        weight = entries[0].weight
+    def _add(self, weight: nn.Parameter, factors: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Add the products of some x and dy to the sum of a weight's gradient."""
         total = self._sums.get(weight)
         if total is None:
             if weight.grad is None:
                 weight.grad = torch.zeros_like(weight)
             total = weight.grad
-        for x, dy in _joined(entries, total):
+        for x, dy in _joined(factors, total):
             if total.dtype == x.dtype:
                 total.addmm_(dy.t(), x)
             else:
@@ -201,21 +243,25 @@ class _PutOff(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, Tensor | None, None, None]:  # type: ignore[override]
         x, weight = ctx.saved_tensors  # a checkpointed layer is computed again here
-        ctx.queue.put(ctx.module, x.detach(), dy)  # else what waits would keep the graph, down to the stage's input
-        bias = dy.reshape(-1, dy.shape[-1]).sum(0) if ctx.needs_input_grad[2] else None
+        rows = dy.reshape(-1, dy.shape[-1])
+        x = x.detach().reshape(-1, x.shape[-1])  # detached: else what waits would keep the graph, down to the input
+        if ctx.queue.keeps(ctx.module):
+            ctx.queue.put([Product(ctx.module, rows)], x)
+        else:
+            ctx.queue.add(ctx.module, x, rows)
+        bias = rows.sum(0) if ctx.needs_input_grad[2] else None
         return dy @ weight, None, bias, None, None
 
 
-def _joined(entries: Sequence[_Entry], total: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Factors x and dy of the products to be added to `total`: one product for all entries where that is cheaper."""
-    # A product of its own for each entry reads and writes the whole sum, and where types differ a temporary too. To
+def _joined(factors: Sequence[tuple[Tensor, Tensor]], total: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pairs of x and dy whose products are to be added to `total`: one pair for all where that is cheaper."""
+    # A product of its own for each pair reads and writes the whole sum, and where types differ a temporary too. To
     # join them copies their tokens, so it pays for few tokens and large weights: with 2 micro-batches of 1024 tokens, a
     # weight of 4096 x 4096 and sums in FP32 of 16 bit products, a copy moves 64 MiB and a further product 192 MiB.
-    bytes_copied = 2 * sum(entry.x.nbytes + entry.dy.nbytes for entry in entries)
-    temporary = 0 if total.dtype == entries[0].x.dtype else total.numel() * entries[0].x.itemsize
+    bytes_copied = 2 * sum(x.nbytes + dy.nbytes for x, dy in factors)
+    temporary = 0 if total.dtype == factors[0][0].dtype else total.numel() * factors[0][0].itemsize
     bytes_added = 2 * (total.nbytes + temporary)
-    if len(entries) > 1 and bytes_copied < (len(entries) - 1) * bytes_added:
-        yield torch.cat([entry.x for entry in entries]), torch.cat([entry.dy for entry in entries])
+    if len(factors) > 1 and bytes_copied < (len(factors) - 1) * bytes_added:
+        yield torch.cat([x for x, _ in factors]), torch.cat([dy for _, dy in factors])
         return
-    for entry in entries:
-        yield entry.x, entry.dy
+    yield from factors

@@ -308,23 +308,23 @@ def test_hooks_of_parameters_see_the_gradient_of_each_micro_batch() -> None:
 
 def forgets_one_weight(queue: WeightGradients, entries: Sequence[Any]) -> None:
     if entries[0].place != min(queue._places.values()):
-        real_add(queue, entries)
+        real_run(queue, entries)
 
 
 def adds_twice(queue: WeightGradients, entries: Sequence[Any]) -> None:
-    real_add(queue, [*entries, *entries[1:]])
+    real_run(queue, [*entries, *entries[1:]])
 
 
 def leaves_the_last_out(queue: WeightGradients, entries: Sequence[Any]) -> None:
-    real_add(queue, entries[: max(1, len(entries) - 1)])
+    real_run(queue, entries[: max(1, len(entries) - 1)])
 
 
-real_add = WeightGradients._add
+real_run = WeightGradients._run
 
 
 @pytest.mark.parametrize("wrong", [forgets_one_weight, adds_twice, leaves_the_last_out])
 def test_a_wrong_sum_is_found(wrong: Callable[..., None]) -> None:
-    with mock.patch.object(weight_gradients.WeightGradients, "_add", wrong):
+    with mock.patch.object(weight_gradients.WeightGradients, "_run", wrong):
         what = off(build_model("llama", torch.float64), "pp3/zb-h1")
     assert what is not None
     assert "gradient of" in what

@@ -10,6 +10,7 @@
 with --fast, what makes large models possible:
 
   loading    resident memory of each rank while a model on the meta device gets its first values
+  max_len    the longest sequences of a 32B model on 64 GPUs, by the memory model, beside published ones
 
 Exits non-zero if an aim is missed.
 """
@@ -23,6 +24,7 @@ from collections.abc import Callable
 from ds_hydra.commands.figures import figures_parser, finish, print_table
 from tools.devices.count import by_count
 from tools.devices.loading import memory_of_loading
+from tools.devices.max_len import longest_sequences
 from tools.devices.messages import handing_out
 from tools.devices.peak import predicted_and_measured
 from tools.devices.table import Table
@@ -35,7 +37,7 @@ TABLES: dict[str, Callable[[bool], Table]] = {
     "times": time_attribution,
     "peak": predicted_and_measured,
 }
-FAST: dict[str, Callable[[bool], Table]] = {"loading": memory_of_loading}
+FAST: dict[str, Callable[[bool], Table]] = {"loading": memory_of_loading, "max_len": longest_sequences}
 
 
 def main(arguments: list[str] | None = None) -> int:

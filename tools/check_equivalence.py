@@ -7,6 +7,9 @@ gradients are compared from the same parameters in each step. In FP64 cases, nor
 computes in FP32 compute in FP64 on both sides, and Gemma 2's reference has an FP64 softmax. An aim of "-" is printed
 only: Adam magnifies FP32 rounding where a gradient is near zero.
 
+"Shared tokens" says whether tensor parallel ranks shared the tokens between the blocks; in half of all rows that have
+such ranks they must.
+
   python -m tools.check_equivalence [--quick] [--json FILE] [--only WORDS]
   python -m tools.check_equivalence --strict blocking    # or connect, or lazy: under a transport with NCCL's rules
   python -m tools.check_equivalence --model CONFIG.json --ranks 4 --strategies "tp2pp2" "sp2 + 2*tp1"
@@ -56,6 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
     rows: list[list[object]] = []
     missed: list[str] = []
     figures: list[dict[str, object]] = []
+    shared: list[tuple[bool, bool]] = []  # of each case: whether it has tensor parallelism, and shares tokens
     for number, case in enumerate(cases, start=1):
         began = time.perf_counter()
         try:
@@ -72,11 +76,16 @@ def main(arguments: list[str] | None = None) -> int:
             flush=True,
         )
         rows.append(_row(case, found, not short, seconds))
+        shared.append((case.has_tp, found.shares_tokens))
         figures.append({"case": asdict(case), "found": asdict(found), "missed": short, "seconds": seconds})
-    headers = ["case", "family", "ranks", "type", "steps", *WHAT, "aims", "ok", "s"]
+    with_tp, sharing = (sum(one[i] for one in shared) for i in (0, 1))
+    if cases == list(CASES) and 2 * sharing < with_tp:
+        missed.append(f"{sharing} of {with_tp} rows with tensor parallelism share tokens (aim half)")
+    headers = ["case", "family", "ranks", "type", "steps", *WHAT, "aims", "shared tokens", "ok", "s"]
     print_table(headers, rows)
     done = sum(1 for row in rows if row[-2] == "yes")
-    return finish("check_equivalence", f"{done} of {len(cases)} cases", {"cases": figures}, missed, options.json)
+    summary = f"{done} of {len(cases)} cases, {sharing} of {with_tp} with tensor parallelism share tokens"
+    return finish("check_equivalence", summary, {"cases": figures}, missed, options.json)
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
@@ -121,7 +130,9 @@ def _row(case: Case, found: Difference, ok: bool, seconds: float) -> list[object
     values = [f"{getattr(found, what):.1e}" for what in WHAT]
     limits = "/".join("-" if (aim := getattr(aims, what)) is None else f"{aim:.0e}" for what in WHAT)
     kind = f"{case.dtype} {case.optimizer}"
-    return [case.name, case.family, num_ranks(case), kind, case.steps, *values, limits, "yes" if ok else "NO", seconds]
+    shared = "yes" if found.shares_tokens else "-"
+    told = ["yes" if ok else "NO", seconds]
+    return [case.name, case.family, num_ranks(case), kind, case.steps, *values, limits, shared, *told]
 
 
 if __name__ == "__main__":

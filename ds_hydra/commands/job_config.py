@@ -27,6 +27,11 @@ class JobConfig:
     grad_dtype: torch.dtype | None = None  # as data_types.grad_accum_dtype says; None: it does not
     wire_dtype: torch.dtype | None = None  # as communication_data_type says
 
+    @property
+    def token_sharding(self) -> bool:
+        """Whether ranks may share tokens."""
+        return self.hydra is not None and self.hydra.token_sharding == "auto"
+
 
 def read_job(path: str | None, default: torch.dtype) -> JobConfig:
     """Read a config file; without one the dtype is `default`. ConfigError if it is refused."""

@@ -30,7 +30,9 @@ def job_of_config(
     ConfigError for what is no such model, PlanError for strategies that the table has no costs for.
     """
     checkpointing = found.job is not None and found.job.activation_checkpointing
-    source = hollow_source(path, activation_checkpointing=checkpointing)
+    source = hollow_source(
+        path, activation_checkpointing=checkpointing, token_sharding=found.job is not None and found.job.token_sharding
+    )
     dtype = torch.float32 if found.job is not None and found.job.dtype.endswith("float32") else torch.bfloat16
     stages = (stage for strategy in strategies for pipeline in strategy.pipelines for stage in pipeline.stages)
     types = read_job(config, dtype)

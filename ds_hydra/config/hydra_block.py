@@ -187,6 +187,9 @@ class HydraConfig:
     """The loss is the mean over all target tokens of the step, over its sequences' means, or its micro-batches'."""
     activation_checkpointing: bool = setting(flag, False)
     """Recompute each layer's activations in the backward pass, as after `model.gradient_checkpointing_enable()`."""
+    token_sharding: str = setting(choice("auto", "off"), "off")
+    """"auto": tensor parallel ranks share the tokens between the blocks, where the model is found to allow it; then all
+    that a layer keeps for the backward is divided by tp. "off": each of them holds all tokens there."""
     self_check: str = setting(choice("on", "off", "full"), "on")
     """Before step 0 a small copy of the model is trained under the strategies' schemes and compared with one process:
     "on" with few layers and ranks, in at most a minute; "full" with all stages and ranks of each scheme."""

@@ -43,6 +43,7 @@ _MUST_MATCH = {
     "device": "profile on this device",
     "dtype": "profile with this job's dtype, or change bf16/fp16 in the config",
     "activation_checkpointing": "profile with the same hydra.activation_checkpointing",
+    "token_sharding": "profile with the same hydra.token_sharding",
     "attention": "profile with the same attention backend",
 }
 
@@ -59,6 +60,7 @@ class JobFingerprint:
     num_ranks: int = 0  # MaxLen was made for this many: the masters are shared by them
     threads: int = 0  # of a rank, on a CPU
     versions: tuple[tuple[str, str], ...] = ()  # library, version
+    token_sharding: bool = False  # whether tensor parallel ranks shared tokens
 
     def differences(self, job: JobFingerprint) -> list[str]:
         """What forbids a table that was measured for this job to be used for another, one line each."""

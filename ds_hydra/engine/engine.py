@@ -74,7 +74,12 @@ class HydraEngine(HostEngine):
 
     def source_of(self, model: Any) -> ModelSource:
         """The model as a source of stages. ConfigError if its layers cannot be found."""
-        return model_source(model, activation_checkpointing=self.hydra_config.activation_checkpointing)
+        config = self.hydra_config
+        return model_source(
+            model,
+            activation_checkpointing=config.activation_checkpointing,
+            token_sharding=config.token_sharding == "auto",
+        )
 
     def world_of_process(self) -> World:
         """The world of torch's default process group; each of its ranks must call it."""

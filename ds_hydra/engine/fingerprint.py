@@ -23,6 +23,7 @@ def describe_job(source: ModelSource, device: torch.device, dtype: torch.dtype, 
         num_ranks=num_ranks,
         threads=torch.get_num_threads() if device.type == "cpu" else 0,
         versions=_versions(),
+        token_sharding=source.plan.token_sharding,
     )
 
 

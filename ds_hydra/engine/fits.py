@@ -54,7 +54,7 @@ def job_memory(
         inner = max(inner) if isinstance(inner, list | tuple) else inner  # of each layer
         figures[tp, sp] = estimate_activations(
             hidden, inner, heads, source.plan.num_kv_heads or heads, dtype.itemsize, tp, sp,
-            checkpointing=activation_checkpointing,
+            checkpointing=activation_checkpointing, token_sharding=source.plan.token_sharding,
         )  # fmt: skip
     return JobMemory(
         source.plan, num_ranks, figures, dtype.itemsize, max(4, dtype.itemsize), optimizer_states,

@@ -13,7 +13,7 @@ from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.zero_hetero.errors import ConfigError
 
 
-def model_source(model: Any, *, activation_checkpointing: bool) -> ModelSource:
+def model_source(model: Any, *, activation_checkpointing: bool, token_sharding: bool) -> ModelSource:
     """The source of stages for the kind of model that was given. ConfigError if its layers cannot be found."""
     from transformers import PreTrainedModel
 
@@ -24,7 +24,7 @@ def model_source(model: Any, *, activation_checkpointing: bool) -> ModelSource:
             )
         return LayerList(model)
     if isinstance(model, PreTrainedModel):
-        return CausalLM(model, activation_checkpointing=activation_checkpointing)
+        return CausalLM(model, activation_checkpointing=activation_checkpointing, token_sharding=token_sharding)
     kind = type(model).__name__
     what = "a module whose layers ds_hydra cannot find" if isinstance(model, nn.Module) else "not a module"
     raise ConfigError(

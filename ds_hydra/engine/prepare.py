@@ -17,6 +17,8 @@ from ds_hydra.costs.table_file import JobFingerprint, TableFile, check_job, read
 from ds_hydra.engine.fingerprint import describe_job
 from ds_hydra.engine.fits import check_memory, job_memory, rank_memory, within_memory
 from ds_hydra.engine.job import Job
+from ds_hydra.pipe.model_plan import ModelPlan
+from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.placement import Strategy, place_strategy
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.plan.schemes import SCHEDULE_CHOICES, feasible_schemes
@@ -61,7 +63,11 @@ def prepare(job: Job, world: World) -> Prepared:
         found, memory = _costs(job, world, shape, longest, device_bytes)
     # Strategies are proposed by the limited table: one that does not fit must not be proposed.
     candidates, checked = _candidates(job, world, found.table, lengths)
+    if job.source.plan is not plan:  # ranks do not share tokens after all: costs and memory are others
+        return prepare(job, world)
     strategies = {c: place_strategy(c, world.num_ranks, plan.num_layers) for c in candidates}
+    if world.rank == 0:
+        _tell_token_sharding(plan, candidates)
     no_slices = 'hydra.chunks is "off"' if config.chunks == "off" else plan.no_slices or checked.no_slices
     planned_whole = no_slices or _planned_whole(found.table)
     with together(world.channel, "counting the memory of all strategies together"):
@@ -73,6 +79,16 @@ def prepare(job: Job, world: World) -> Prepared:
     whole = no_slices if config.choose == "replay" else planned_whole  # recorded plans may hold slices all the same
     check_memory(found.table, memory, tuple(memory.strategies), longest, where, no_slices=whole)
     return Prepared(found, memory.strategies, shape.params // world.num_ranks, no_slices)
+
+
+def _tell_token_sharding(plan: ModelPlan, candidates: Sequence[StrategyShape]) -> None:
+    """Whether tensor parallel ranks share tokens, where there are any."""
+    if not any(stage.tp > 1 for shape in candidates for pipeline in shape.pipelines for stage in pipeline.stages):
+        return
+    if plan.token_sharding:
+        logger.info("tensor parallel ranks share the tokens between the blocks")
+    else:
+        logger.info("each tensor parallel rank holds all tokens between the blocks: %s", plan.no_token_sharding)
 
 
 def _least_memory(world: World) -> float:
@@ -142,14 +158,7 @@ def _candidates(
         candidates = config.shapes or _propose(job, table, lengths, world)
         for candidate in candidates:
             plan.check(place_strategy(candidate, world.num_ranks, plan.num_layers))
-        checked = check_strategies(
-            job.model,
-            candidates,
-            mode=config.self_check,
-            activation_checkpointing=bool(getattr(job.source, "activation_checkpointing", False)),
-            channel=world.channel,
-            node_size=world.node_size,
-        )
+        checked = _checked(job, world, candidates)
         if config.shapes:
             checked.require(candidates)
         left = tuple(cost for cost in table.costs if checked.allows(cost.scheme))
@@ -159,6 +168,33 @@ def _candidates(
             checked.require(candidates)
         logger.info("%s", "\n  ".join(["the self-check leaves out:", *checked.objections()]))
         table = CostTable(left, table.source)
+
+
+def _checked(job: Job, world: World, candidates: Sequence[StrategyShape]) -> CheckResult:
+    """What the self-check says of the candidates. Where it finds wrong what is right without shared tokens, the source
+    of the job shares none from then on."""
+    source = job.source
+
+    def check(*, token_sharding: bool) -> CheckResult:
+        return check_strategies(
+            job.model,
+            candidates,
+            mode=job.config.self_check,
+            activation_checkpointing=bool(getattr(source, "activation_checkpointing", False)),
+            token_sharding=token_sharding,
+            channel=world.channel,
+            node_size=world.node_size,
+        )
+
+    checked = check(token_sharding=source.plan.token_sharding)
+    objections = checked.objections()
+    if not objections or not source.plan.token_sharding or not isinstance(source, CausalLM):
+        return checked
+    without = check(token_sharding=False)
+    if len(without.objections()) == len(objections):
+        return checked
+    source.hold_all_tokens(f"the self-check refuses it ({objections[0]})")
+    return without
 
 
 def _memory(job: Job, world: World, found: TableFile, device_bytes: float) -> JobMemory:

@@ -12,12 +12,16 @@ from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.zero_hetero.errors import ConfigError
 
 
-def hollow_source(path: str | Path, *, activation_checkpointing: bool = False) -> CausalLM:
+def hollow_source(
+    path: str | Path, *, activation_checkpointing: bool = False, token_sharding: bool = False
+) -> CausalLM:
     """Stages of the Hugging Face causal language model of a config file or checkpoint folder.
 
     Fit for timing and counting, not for training. ConfigError for what is no such model or cannot be cut into stages.
     """
-    return CausalLM(hollow_model(path), activation_checkpointing=activation_checkpointing)
+    return CausalLM(
+        hollow_model(path), activation_checkpointing=activation_checkpointing, token_sharding=token_sharding
+    )
 
 
 def hollow_model(path: str | Path) -> Any:

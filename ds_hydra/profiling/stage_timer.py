@@ -63,7 +63,9 @@ class StageTimer:
         self.local: list[LocalGroup] = []
         if tp_group is None and sp_group is None:
             tp_group, sp_group = (self._stand_in(degree) for degree in (scheme.tp, scheme.sp))
-        self.place = StagePlace(pipeline, stage_index, tp_rank, sp_rank, tp_group, sp_group)
+        self.place = StagePlace(
+            pipeline, stage_index, tp_rank, sp_rank, tp_group, sp_group, token_sharding=source.plan.token_sharding
+        )
         self.module = source.build(self.place, device, dtype)
         self.num_params = _install(self.module, source, stage, tp_rank, device, dtype)
 
@@ -81,7 +83,14 @@ class StageTimer:
 
     def batch(self, lengths: Sequence[int], chunk: Chunk | None = None) -> MicroBatch:
         """Random tokens of these lengths, as this rank's stage would see them; the first may be those of a slice."""
-        pack = Pack(tuple(lengths), self.place.sp_rank, self.place.stage.sp, self.place.sp_group, chunk=chunk)
+        padding = self.place.padding(sum(lengths))
+        pack = Pack(
+            (*lengths, padding) if padding else tuple(lengths),
+            self.place.sp_rank,
+            self.place.stage.sp,
+            self.place.sp_group,
+            chunk=chunk,
+        )
         start, stop = pack.local
         positions = torch.tensor([position_ids(pack.lengths, start, stop, past=pack.past)], device=self.device)
         size = stop - start
@@ -179,13 +188,13 @@ class StageTimer:
             return 0.0
         width = self.source.width(max(1, self.place.stage.first_layer))
         # The hidden states go forward and their gradients come back: two messages for each neighbour.
-        size = num_tokens // self.scheme.sp * width * self.dtype.itemsize
+        size = num_tokens // (self.scheme.sp * self.place.shards) * width * self.dtype.itemsize
         return links.ms(Collective("p2p", 2, size), inter_node=inter_node) * 2 * neighbours
 
     def _hidden(self, batch: MicroBatch) -> Tensor:
         start, stop = batch.pack.local
         width = self.source.width(self.place.stage.first_layer)
-        hidden = torch.randn((1, stop - start, width), device=self.device, dtype=self.dtype)
+        hidden = torch.randn((1, (stop - start) // self.place.shards, width), device=self.device, dtype=self.dtype)
         return hidden.requires_grad_()
 
 

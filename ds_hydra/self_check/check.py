@@ -36,13 +36,15 @@ def check_strategies(
     *,
     mode: str = "on",
     activation_checkpointing: bool = False,
+    token_sharding: bool = False,
     channel: Channel | None = None,
     node_size: int | None = None,
     keep: bool = True,
 ) -> CheckResult:
     """Verdicts on all schemes of `strategies`, from running them on a small copy of the model.
 
-    `mode` is hydra.self_check: "off" says nothing, "full" runs schemes with all their stages and ranks. `channel`
+    `mode` is hydra.self_check: "off" says nothing, "full" runs schemes with all their stages and ranks. With
+    `token_sharding` tensor parallel ranks share tokens where the copy is found to allow it, as the model was. `channel`
     shares the runs out over its ranks, all of which must call this and get the same result; `node_size` of them are on
     one node (None: all). `keep` uses the cache. Nothing of `model` is changed or kept, nor are torch's random numbers.
     """
@@ -51,7 +53,7 @@ def check_strategies(
         return CheckResult({})
     channel = channel or Channel(None, 0, 1)
     run = shapes_to_run(strategies, whole=mode == "full")
-    name = fingerprint(model, mode, activation_checkpointing, sorted(map(str, run))) if keep else None
+    name = fingerprint(model, mode, activation_checkpointing, token_sharding, sorted(map(str, run))) if keep else None
     known = _shared(read_verdicts(name) if channel.rank == 0 else {}, channel)
     found: dict[PipelineShape, Verdict] = {}
     missing = [scheme for scheme in run if scheme not in known]
@@ -65,6 +67,7 @@ def check_strategies(
             mine=team.share(channel.rank, left),
             mode=mode,
             activation_checkpointing=activation_checkpointing,
+            token_sharding=token_sharding,
             began=began,
             memory_bytes=_BYTES / team.of_node,
         )
@@ -92,6 +95,7 @@ def _try(
     mine: Sequence[PipelineShape],
     mode: str,
     activation_checkpointing: bool,
+    token_sharding: bool,
     began: float,
     memory_bytes: float,
 ) -> dict[PipelineShape, Verdict]:
@@ -113,6 +117,7 @@ def _try(
         model,
         run,
         activation_checkpointing=activation_checkpointing,
+        token_sharding=token_sharding,
         memory_bytes=memory_bytes if mode == "on" else float("inf"),
     )
     with torch.random.fork_rng(devices=[]), torch.enable_grad():

@@ -166,8 +166,9 @@ class RankOfPipeline:
         self.rank, self._plan, self._strategy = rank, source.plan, Strategy((pipeline,))
         self.index, self._num_stages = pipeline.stage_index(rank), len(pipeline.stages)
         places = StagePlace.all_of(
-            pipeline, rank, lambda members: ranks.group(members, rank) if len(members) > 1 else None
-        )
+            pipeline, rank, lambda members: ranks.group(members, rank) if len(members) > 1 else None,
+            token_sharding=source.plan.token_sharding,
+        )  # fmt: skip
         self.place = places[-1]  # that of the loss, if the rank has it
         self.parts: tuple[StageModule, ...] = tuple(source.build(place, CPU, torch.float64) for place in places)
         self._grads: dict[str, Tensor] = {}

@@ -39,9 +39,14 @@ class Subject:
 
 
 def make_subject(
-    model: Any, schemes: Sequence[PipelineShape], *, activation_checkpointing: bool, memory_bytes: float
+    model: Any,
+    schemes: Sequence[PipelineShape],
+    *,
+    activation_checkpointing: bool,
+    token_sharding: bool,
+    memory_bytes: float,
 ) -> Subject:
-    """A subject on which all `schemes` can be tried.
+    """A subject on which all `schemes` can be tried, whose ranks share tokens if it is found to allow that.
 
     Raises RefusedError where no stages can be made of the small model, and other errors where there is none.
     """
@@ -50,7 +55,7 @@ def make_subject(
     small = small_copy(model, schemes, memory_bytes)
     data = uneven_data(known_tokens(small.model), _LENGTHS)
     try:
-        source = CausalLM(small.model, activation_checkpointing=activation_checkpointing)
+        source = CausalLM(small.model, activation_checkpointing=activation_checkpointing, token_sharding=token_sharding)
     except Exception as error:
         raise RefusedError(told(error)) from error
     plain = Plain(small.model, source.flow.draws, source.layers_path)

@@ -143,4 +143,5 @@ class Trial:
         failing = [name for name, part in alone.items() if part == scheme or self.verdict(part).state != "equal"]
         if not failing:
             return f"its degrees can each be used alone, but not together as in {scheme}"
-        return "; ".join(f"{name}: {_REMEDIES[name]}" for name in failing)
+        other = ', or hydra.token_sharding "off"' if self._subject.source.plan.token_sharding else ""
+        return "; ".join(f"{name}: {_REMEDIES[name]}{other if name == 'tp' else ''}" for name in failing)

@@ -27,7 +27,7 @@ def first_to_differ(
     inside = f"{plain.layers_path}."
     plain.model.train(training)
     with torch.no_grad(), doubled():
-        (alone,) = _recorded([plain.model], inside, data.lengths, lambda: _run_alone(plain, data))
+        (alone,) = _recorded([plain.model], inside, [(n,) for n in data.lengths], lambda: _run_alone(plain, data))
     with torch.no_grad():
         staged = _of_pipeline(source, pipeline, data, inside, training=training)
     for path, calls in alone.items():
@@ -44,17 +44,18 @@ def _run_alone(plain: Plain, data: Data) -> None:
         plain.run(data, sequence)
 
 
-def _recorded(models: Sequence[nn.Module], inside: str, counts: list[int], run: Callable[[], Any]) -> list[Outputs]:
-    """Of each model the outputs of the modules whose path begins with `inside`; the k-th run of one has `counts[k]`
-    tokens."""
+def _recorded(
+    models: Sequence[nn.Module], inside: str, counts: Sequence[Sequence[int]], run: Callable[[], Any]
+) -> list[Outputs]:
+    """Of each model the outputs of the modules whose path begins with `inside`; the k-th run of one has one of
+    `counts[k]` tokens."""
     found: list[Outputs] = [{} for _ in models]
 
     def keep(outputs: Outputs, path: str) -> Callable[..., None]:
         def hook(_module: nn.Module, _args: Any, out: Any) -> None:
             calls = outputs.setdefault(path, [])
-            rows = _rows(out, counts[len(calls)]) if len(calls) < len(counts) else None
-            if rows is not None:
-                calls.append(rows)
+            known = counts[len(calls)] if len(calls) < len(counts) else ()
+            calls += [rows for tokens in known if (rows := _rows(out, tokens)) is not None][:1]
 
         return hook
 
@@ -86,23 +87,36 @@ def _rows(out: Any, tokens: int) -> Tensor | None:
 def _of_pipeline(
     source: ModelSource, pipeline: Pipeline, data: Data, inside: str, *, training: bool
 ) -> dict[str, Tensor]:
-    """What the stages' modules computed for all tokens of all packs, as tensor parallel rank 0 holds it."""
+    """What the stages' modules computed for all tokens of all packs: as tensor parallel rank 0 holds it, or as all of
+    them do that share the tokens."""
 
     def program(worker: RankOfPipeline) -> list[tuple[StagePlace, Outputs]]:
-        models, counts = [part.module for part in worker.parts], worker.tokens(data)
+        models, shards = [part.module for part in worker.parts], worker.place.shards
+        counts = [tuple({tokens: None, tokens // shards: None}) for tokens in worker.tokens(data)]
         found = _recorded(models, inside, counts, lambda: worker.forward(data, training=training))
         return [(part.place, outputs) for part, outputs in zip(worker.parts, found, strict=True)]
 
     joined: dict[str, Tensor] = {}
     results, _ = on_all_ranks(source, pipeline, program)
-    done = [(place.stage, outputs) for of_rank in results for place, outputs in of_rank if place.tp_rank == 0]
-    for stage in dict.fromkeys(stage for stage, _ in done):
-        sharing = [outputs for held, outputs in done if held == stage]
-        for path in _in_layers(sharing[0], inside, range(stage.first_layer, stage.last_layer)):
-            calls = [outputs.get(path, []) for outputs in sharing]
-            if all(len(each) == len(data.microbatches) for each in calls):
-                joined[path] = torch.cat([part for pack in zip(*calls, strict=True) for part in pack])
+    done = [each for of_rank in results for each in of_rank]
+    tokens = [sum(span.stop - span.start for span in batch.spans) for batch in data.microbatches]
+    for stage in dict.fromkeys(place.stage for place, _ in done):
+        sharing = [(place.tp_rank, outputs) for place, outputs in done if place.stage == stage]
+        for path in _in_layers(sharing[0][1], inside, range(stage.first_layer, stage.last_layer)):
+            calls = [(tp_rank, outputs.get(path, [])) for tp_rank, outputs in sharing]
+            if all(len(each) == len(tokens) for _, each in calls):
+                packs = [
+                    _rows_of_pack([(rank, each[i]) for rank, each in calls], tokens[i]) for i in range(len(tokens))
+                ]
+                joined[path] = torch.cat(packs)
     return joined
+
+
+def _rows_of_pack(held: Sequence[tuple[int, Tensor]], tokens: int) -> Tensor:
+    """A pack's rows without its padding, of what ranks hold, each given with its tensor parallel rank."""
+    of_first = [rows for tp_rank, rows in held if tp_rank == 0]
+    enough = sum(map(len, of_first)) >= tokens
+    return torch.cat(of_first if enough else [rows for _, rows in held])[:tokens]
 
 
 def _in_layers(outputs: Outputs, inside: str, layers: range) -> Iterator[str]:

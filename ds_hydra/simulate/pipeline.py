@@ -68,9 +68,10 @@ class PipelineTiming:
         batches: Batches,
         links: LinkModel,
         token_bytes: Sequence[float],
+        token_sharding: bool = False,
     ):
         """`loads[s][m]`: seconds of forward and backward of micro-batch m in stage s, which its works divide if it has
-        some; `token_bytes[m]`: bytes of its whole hidden state."""
+        some; `token_bytes[m]`: bytes of its whole hidden state, of which ranks send less when they share tokens."""
         self._batches = batches
         self._slots, self._loads, self.stages, self._token_bytes = slots, loads, tuple(stages), token_bytes
         self._first_push = [backward_of_first_push(of_stage) for of_stage in slots]
@@ -79,7 +80,7 @@ class PipelineTiming:
         # The two edges of a stage share its ports: activations and gradients leave one after the other.
         self._out, self._in = [[Port() for _ in self.stages] for _ in range(2)]
         self._edges = {
-            (src, dst): _Edge.between(pipeline.stages[src], pipeline.stages[dst], links)
+            (src, dst): _Edge.between(pipeline.stages[src], pipeline.stages[dst], links, token_sharding=token_sharding)
             for src in range(len(self.stages)) for dst in (src - 1, src + 1) if 0 <= dst < len(self.stages)
         }  # fmt: skip
 
@@ -147,19 +148,22 @@ class _Edge(NamedTuple):
     speed: Speed
 
     @classmethod
-    def between(cls, src: Stage, dst: Stage, links: LinkModel) -> _Edge:
+    def between(cls, src: Stage, dst: Stage, links: LinkModel, *, token_sharding: bool) -> _Edge:
         ends = [*src.ranks, *dst.ranks]
-        return cls(*_shares(src.tp, src.sp, dst.tp, dst.sp), links.between if links.crosses(ends) else links.inside)
+        return cls(
+            *_shares(src.tp, src.sp, dst.tp, dst.sp, token_sharding),
+            links.between if links.crosses(ends) else links.inside,
+        )
 
 
 @lru_cache(maxsize=4096)
-def _shares(src_tp: int, src_sp: int, dst_tp: int, dst_sp: int) -> tuple[float, float]:
+def _shares(src_tp: int, src_sp: int, dst_tp: int, dst_sp: int, token_sharding: bool) -> tuple[float, float]:
     """The largest share of a hidden state that one rank sends, and that one receives."""
     # From one stage of tp2 to one of sp2: each receiver gets half of the tokens, and both come from rank 0 and rank 1
     # of the sender, half of the tokens each. With this number of tokens both stages cut the row evenly.
-    tokens = src_sp * dst_sp
     src = Stage(tuple(range(src_tp * src_sp)), 0, 1, src_tp, src_sp)
     dst = Stage(tuple(range(len(src.ranks), len(src.ranks) + dst_tp * dst_sp)), 0, 1, dst_tp, dst_sp)
+    tokens = len(src.ranks) * len(dst.ranks)
     both = [max(sum(rows.stop - rows.start for rows in of_rank) for of_rank in side.values())
-            for side in edge(src, dst, tokens)]  # fmt: skip
+            for side in edge(src, dst, tokens, token_sharding=token_sharding)]  # fmt: skip
     return both[0] / tokens, both[1] / tokens

@@ -114,6 +114,7 @@ class Simulator:
             batches=known,
             links=self.job.links,
             token_bytes=[batch.num_tokens * self.job.hidden * self.job.element_bytes for batch in batches],
+            token_sharding=self.job.plan.token_sharding,
         ).run()
         return tuple(stages)
 

@@ -28,7 +28,7 @@ class RankBatches:
 
     batches: tuple[MicroBatch, ...]
     weight: int  # this rank's share of the normaliser: targets, sequences or micro-batches
-    num_padding: int  # tokens added so that every sequence parallel rank holds at least one
+    num_padding: int  # tokens added so that every rank holds at least one, and those that share tokens equally many
 
 
 class _Row(NamedTuple):
@@ -86,10 +86,11 @@ def _build(
 ) -> tuple[MicroBatch, int, int]:
     # Every sequence parallel rank must hold a token: many kernels refuse an empty tensor. A row of T tokens is cut at
     # T * rank // sp, which gives everybody one as soon as T >= sp. With sp = 4 a row of 3 tokens would be cut into
-    # 0 1 1 1; one token of padding makes it 1 1 1 1. The padding is a sequence of its own, so no other token attends
-    # to it, and it has no target, so it adds nothing to loss and gradients.
+    # 0 1 1 1; one token of padding makes it 1 1 1 1. Tensor parallel ranks that share tokens get equally many. The
+    # padding is a sequence of its own, so no other token attends to it, and it has no target, so it adds nothing to
+    # loss and gradients.
     lengths, keys = tuple(span.stop - span.start for span in row.spans), row.keys
-    padding = max(0, place.stage.sp - sum(lengths))
+    padding = place.padding(sum(lengths))
     if padding:
         lengths, keys = (*lengths, padding), (*keys, 0)
     pack = Pack(lengths, place.sp_rank, place.stage.sp, place.sp_group, keys, row.chunk)

@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from ds_hydra.pipe.model_plan import ModelPlan
-from ds_hydra.pipe.p2p import edge
+from ds_hydra.pipe.p2p import edge, parts_of
 from ds_hydra.pipe.placement import Stage, Strategy
 from ds_hydra.pipe.transfers import plan_transfers
 from ds_hydra.zero_hetero.relay_plan import RelayPlan
@@ -37,7 +37,7 @@ def connections_of(plan: ModelPlan, strategies: Iterable[Strategy], node_size: i
     edges: set[tuple[int, int]] = set()
     for strategy in strategies:
         links |= link_pairs(plan, strategy, node_size)
-        edges |= edge_pairs(strategy)
+        edges |= edge_pairs(strategy, token_sharding=plan.token_sharding)
     return Connections(frozenset(links), frozenset(edges))
 
 
@@ -53,20 +53,22 @@ def link_pairs(plan: ModelPlan, strategy: Strategy, node_size: int) -> Pairs:
     return frozenset(found)
 
 
-def edge_pairs(strategy: Strategy) -> Pairs:
+def edge_pairs(strategy: Strategy, *, token_sharding: bool = False) -> Pairs:
     """Pairs of the edges of all pipelines: activations go one way, gradients the other."""
     found: set[tuple[int, int]] = set()
     for pipeline in strategy.pipelines:
         for before, after in pairwise(pipeline.stages):
-            found |= _senders(before, after) | _senders(after, before)
+            for src, dst in ((before, after), (after, before)):
+                found |= _senders(src, dst, token_sharding)
     return frozenset(found)
 
 
-def _senders(src: Stage, dst: Stage) -> set[tuple[int, int]]:
+def _senders(src: Stage, dst: Stage, token_sharding: bool) -> set[tuple[int, int]]:
     """Who sends rows to whom from one stage to another, for any number of tokens.
 
     With this number both stages cut the row evenly. Two parts that have no token in common then have none with any
     other number: their cuts are floors of the even ones.
     """
-    receives = edge(src, dst, src.sp * dst.sp)[1]
+    num_tokens = parts_of(src, token_sharding=token_sharding) * parts_of(dst, token_sharding=token_sharding)
+    receives = edge(src, dst, num_tokens, token_sharding=token_sharding)[1]
     return {(rows.peer, receiver) for receiver, parts in receives.items() for rows in parts}

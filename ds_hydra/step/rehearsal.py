@@ -21,7 +21,9 @@ def build_stages(source: ModelSource, strategies: Iterable[Strategy], rank: int,
     """
     built: set[object] = set()
     for strategy in strategies:
-        for place in StagePlace.all_of(strategy.pipelines[strategy.locate(rank)[0]], rank, lambda members: None):
+        pipeline = strategy.pipelines[strategy.locate(rank)[0]]
+        sharding = source.plan.token_sharding
+        for place in StagePlace.all_of(pipeline, rank, lambda members: None, token_sharding=sharding):
             kind = (*place.stage.ranges, place.stage.tp, place.tp_rank)
             if kind not in built:
                 module = source.build(place, _META, dtype).module

@@ -29,6 +29,7 @@ from ds_hydra.pipe.models.meta_copy import (
 from ds_hydra.pipe.models.positions import first_position, refuse_dynamic_rotary
 from ds_hydra.pipe.models.refusals import find_layers, known_tokens, refuse_unsupported
 from ds_hydra.pipe.models.state import refuse_state
+from ds_hydra.pipe.models.token_rules import TokenRules, share_tokens
 from ds_hydra.pipe.models.unnamed_rules import UnnamedRules, derive
 from ds_hydra.pipe.models.unset import stand_in_values
 from ds_hydra.pipe.stage import StageModule, StagePlace
@@ -40,14 +41,16 @@ logger = logging.getLogger(__name__)
 _QUERY_MODULES = ("q_proj", "q_b_proj", "kv_b_proj", "o_proj", "out_proj", "dense", "query_key_value")
 _KEY_VALUE_MODULES = ("k_proj", "v_proj")
 _META = torch.device("meta")
+_ALL_TOKENS = TokenRules(obstacle='hydra.token_sharding is "off"')
 
 
 class CausalLM:
     """A Hugging Face `PreTrainedModel` for causal language modelling as a source of stages."""
 
-    def __init__(self, model: Any, *, activation_checkpointing: bool = False):
+    def __init__(self, model: Any, *, activation_checkpointing: bool = False, token_sharding: bool = False):
         """Copies what the model is but for its values, traces it, and refuses what cannot be packed or cut.
 
+        With `token_sharding` tensor parallel ranks share tokens if the model is found to allow it.
         Raises ConfigError for models with recurrent state, with attention or positions that packing would change, and
         for attributes or hooks that cannot be copied.
         """
@@ -60,9 +63,9 @@ class CausalLM:
         self.dtype: torch.dtype = next(model.parameters()).dtype
         self.hooks = parameter_hooks(model)
         self.aliases: Mapping[str, str] = _aliases(model)
-        self._template = copy_to_meta(model)
-        attention.use_in(self._template)
-        self.config = self._template.config
+        self.template = copy_to_meta(model)
+        attention.use_in(self.template)
+        self.config = self.template.config
         self.text_config = self.config.get_text_config()
         self.layers_path = find_layers(model, self.text_config.num_hidden_layers)
         self.vocab_size: int | None = known_tokens(model)
@@ -70,15 +73,18 @@ class CausalLM:
         refuse_dynamic_rotary(model)
         values = stand_in_values(model)
         device = next(iter(values.values())).device
-        self.first_position = first_position(self._copy(device, values), self.layers_path)
+        self.first_position = first_position(self.copy_to_run(device, values), self.layers_path)
         self.flow = self._trace()
         self.notes = _notes(self.flow)
         self.plan_with(UnnamedRules())
-        self.plan_with(derive(self))
+        self._unnamed = derive(self)
+        self.plan_with(self._unnamed)
+        if token_sharding:
+            self.plan_with(self._unnamed, share_tokens(self))
 
-    def _copy(self, device: torch.device, values: Mapping[str, Tensor] | None) -> Any:
+    def copy_to_run(self, device: torch.device, values: Mapping[str, Tensor] | None) -> Any:
         """A copy to run once: with the values given, or with none (a repeated number; on meta no number either)."""
-        copied = copy_to_meta(self._template)
+        copied = copy_to_meta(self.template)
         place_on(copied, device)
         give_values(copied, values, device)
         run_experts_one_by_one(copied)
@@ -104,13 +110,13 @@ class CausalLM:
         return found
 
     def _trace_on(self, device: torch.device) -> Flow:
-        copied = self._copy(device, None)
+        copied = self.copy_to_run(device, None)
         with refuse_state(copied):
             return trace(copied, self.layers_path, self.first_position)
 
-    def plan_with(self, unnamed: UnnamedRules) -> None:
+    def plan_with(self, unnamed: UnnamedRules, tokens: TokenRules = _ALL_TOKENS) -> None:
         """Buckets and shard rules, those of parameters that the published plan does not name among them."""
-        config, model = self.text_config, self._template
+        config, model = self.text_config, self.template
         heads = int(getattr(config, "num_attention_heads", 0) or 0)
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         units = dict.fromkeys(_QUERY_MODULES, heads) | dict.fromkeys(_KEY_VALUE_MODULES, kv_heads)
@@ -129,6 +135,7 @@ class CausalLM:
             else:
                 own = units | self._kv_heads_of(name)
                 rule = unnamed.rule(name) or shard_rule(self.style_plan, name, shape, own)
+                rule = ShardRule(gradient="partial") if name in tokens.partial else rule
             specs[name] = ParamSpec(name, shape, rule, parameter.requires_grad)
         flow = self.flow
         groups = [("embeddings", flow.first), *((f"layers.{i}", names) for i, names in enumerate(flow.layers))]
@@ -142,15 +149,20 @@ class CausalLM:
             make_buckets(groups, specs), flow.first, flow.layers, flow.last | (frozenset(specs) - everywhere),
             heads, kv_heads, self._heads_cut(specs),
             no_tp=styled or unnamed.obstacle, no_pp=self._pipeline_obstacle(), no_slices=flow.no_slices,
+            no_token_sharding=tokens.obstacle,
         )  # fmt: skip
         self.specs = specs
+
+    def hold_all_tokens(self, why: str) -> None:
+        """Plan without shared tokens from now on."""
+        self.plan_with(self._unnamed, TokenRules(obstacle=why))
 
     def _kv_heads_of(self, name: str) -> dict[str, int]:
         """Key/value heads of the attention that a parameter is part of, where layers differ in them."""
         attention_path, _, module = name.rpartition(".")[0].rpartition(".")
         if module not in _KEY_VALUE_MODULES:
             return {}
-        owner: Any = self._template.get_submodule(attention_path)
+        owner: Any = self.template.get_submodule(attention_path)
         size, keys = getattr(owner, "head_dim", None), getattr(owner, "k_proj", None)
         rows = keys.weight.shape[0] if isinstance(keys, torch.nn.Linear) else 0
         if not isinstance(size, int) or not rows or rows % size:
@@ -181,7 +193,7 @@ class CausalLM:
 
     def skeleton(self, device: torch.device, dtype: torch.dtype) -> Any:
         """A copy of the whole model with parameters on the meta device and real buffers, ready to train."""
-        model = copy_to_meta(self._template)
+        model = copy_to_meta(self.template)
         place_on(model, device, dtype)
         model.train()
         model.apply(_checkpoint_nothing)  # its stages do [Note: recomputed layers]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,9 +13,11 @@ from ds_hydra.pipe.models.cut import CutForward, Given, from_wire, hidden_in, to
 from ds_hydra.pipe.models.draws import Draws, Keys
 from ds_hydra.pipe.models.positions import split_rotary_by_length
 from ds_hydra.pipe.models.recompute import Recomputing
+from ds_hydra.pipe.row_collectives import all_rows
 from ds_hydra.pipe.rows import MicroBatch, Pack
 from ds_hydra.pipe.stage import StageModule, StagePlace
 from ds_hydra.pipe.tensor_parallel import TensorParallel
+from ds_hydra.pipe.token_sharding import TokenSharding, enter_with_own_rows, with_blocks
 
 if TYPE_CHECKING:
     from ds_hydra.pipe.models.causal_lm import CausalLM
@@ -28,42 +31,55 @@ class CausalStage(StageModule):
 
     def __init__(self, source: CausalLM, place: StagePlace, device: torch.device, dtype: torch.dtype):
         model = source.skeleton(device, dtype)
-        self._draws = Draws(source.flow.draws, place.tp_rank, place.stage.tp)
+        shards = place.shards > 1
+        self._draws = Draws(source.flow.draws, place.tp_rank, place.stage.tp, token_sharding=shards)
         if source.flow.draws:
             self._draws.install(model, source.layers_path)
-        layers = model.get_submodule(source.layers_path)[place.stage.first_layer : place.stage.last_layer]
-        self._recomputing = Recomputing(len(layers), self._draws.checkpointed)
-        self._recomputing.install(layers)
+        layers: Any = model.get_submodule(source.layers_path)
+        own = layers[place.stage.first_layer : place.stage.last_layer]
+        self._recomputing = Recomputing(len(own), self._draws.checkpointed)
+        self._recomputing.install(own)
         self._recomputes_all = source.activation_checkpointing
         needed = source.plan.needed(place.stage)
         names = {path: name for path, name in source.aliases.items() if name in needed}
         head = model.get_output_embeddings()
         # What the head's weight gradient waits for has a number for each word of the vocabulary: too large to keep.
         of_head = {names[path] for path in names if model.get_submodule(path.rpartition(".")[0]) is head}
-        super().__init__(model, place, names, readers=source.flow.readers, hooks=source.hooks, at_once=of_head)
+        readers: Mapping[str, Collection[str]] = source.flow.readers
+        at_once = {*readers, *of_head}
+        if shards:
+            readers = with_blocks(readers, source.style_plan, model, names)
+        super().__init__(model, place, names, readers=readers, hooks=source.hooks, at_once=at_once)
         specs = {path: source.specs[name] for path, name in source.aliases.items()}
-        TensorParallel(
-            source.style_plan, specs, place.tp_rank, place.stage.tp, place.tp_group, linear=self.linear
-        ).install(model, model.get_input_embeddings(), head, needed=frozenset(names))
+        rank = (source.style_plan, specs, place.tp_rank, place.stage.tp, place.tp_group)
+        parallel = (
+            TokenSharding(*rank, linear=self.linear, queue=self.linear_queue, whereabouts=self._draws)
+            if shards
+            else TensorParallel(*rank, linear=self.linear)
+        )
+        parallel.install(model, model.get_input_embeddings(), head, needed=frozenset(names))
         self._doors, self._first_position = source.flow.doors, source.first_position
         split_rotary_by_length(model, lambda: self._pack)
         self._pack = Pack((0,))
         self._cut = CutForward(model, source.flow, source.layers_path, place.stage, device)
+        if shards and place.is_first:
+            enter_with_own_rows(layers[0], self._doors[0].key, place.tp_group)
         if place.is_last:
             owner, _, self._body_name = source.flow.body.rpartition(".")
             self._above = model.get_submodule(owner)
             self._body = model.get_submodule(source.flow.body)
             self._given = Given(self._body)
             path = next(name for name, module in model.named_modules() if module is head)
-            own = specs.get(f"{path}.weight")  # none of its own where it is wrapped: then no ranks share it
+            spec = specs.get(f"{path}.weight")  # none of its own where it is wrapped: then no ranks share it
             whole = (0, source.flow.vocabulary)
-            self.vocab = whole if own is None else own.shard_rows(place.tp_rank, place.stage.tp)
+            self.vocab = whole if spec is None else spec.shard_rows(place.tp_rank, place.stage.tp)
 
     def forward(self, hidden: Tensor | None, batch: MicroBatch) -> Tensor:
         keys = self._keys(batch)
         out = self._run_layers(hidden, batch, keys)
         if not self.place.is_last:
             return to_wire(hidden_in(out), self._doors[self.place.stage.last_layer])
+        rows = self._all_rows(hidden_in(out))
         assert batch.labels is not None, "the last stage was given no labels"
         assert batch.weights is not None, "the last stage was given no weights"
         input_ids = _tokens(batch)
@@ -74,13 +90,18 @@ class CausalStage(StageModule):
 
         start, stop = self.vocab
         group = self.place.tp_group
-        return blockwise_loss(hidden_in(out), batch.labels, batch.weights, head, start, stop - start, group)
+        return blockwise_loss(rows, batch.labels, batch.weights, head, start, stop - start, group)
 
     def logits(self, hidden: Tensor | None, batch: MicroBatch) -> Tensor:
         """Of the last stage: logits (1, T_local, V_local) of this rank's vocabulary rows, all in memory at once."""
         keys = self._keys(batch)
         with self._draws.of(keys):
-            return self._head(self._run_layers(hidden, batch, keys), _tokens(batch))
+            out = self._run_layers(hidden, batch, keys)
+            return self._head(with_hidden(out, self._all_rows(hidden_in(out))), _tokens(batch))
+
+    def _all_rows(self, hidden: Tensor) -> Tensor:
+        """What follows the layers runs on all tokens."""
+        return hidden if self.place.shards == 1 else all_rows(hidden, self.place.tp_group)
 
     def _keys(self, batch: MicroBatch) -> Keys | None:
         """What the random calls of a micro-batch draw from; None where there are none."""

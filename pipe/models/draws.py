@@ -65,6 +65,7 @@ class _Running:
 
     keys: Keys | None = None  # of its tokens
     layer: int | None = None
+    own: bool = False  # whether on this rank's share of them, as between the blocks of a layer [Note: token sharding]
     # draws of this forward so far, by layer and module
     counts: dict[tuple[int | None, str], int] = field(default_factory=dict)
     module: str | None = None  # whose random calls are answered
@@ -77,8 +78,9 @@ class Draws:
     fewer draw their part of them.
     """
 
-    def __init__(self, widths: Mapping[Place, int], tp_rank: int = 0, tp: int = 1):
+    def __init__(self, widths: Mapping[Place, int], tp_rank: int = 0, tp: int = 1, *, token_sharding: bool = False):
         self.widths, self._tp_rank, self._tp = dict(widths), tp_rank, tp
+        self._shards = token_sharding
         self._now = _Running()
 
     def install(self, model: nn.Module, layers_path: str) -> None:
@@ -99,6 +101,14 @@ class Draws:
     def of_entry(self, index: int, keys: Keys | None) -> AbstractContextManager[None]:
         """Within it, one entry of a layer list draws for these tokens; its modules count together."""
         return self._running(_Running(keys, index, module=None if keys is None else str(index)))
+
+    def inside(self) -> AbstractContextManager[None]:
+        """See `Whereabouts`."""
+        return self._running(replace(self._now, own=False))
+
+    def leave(self) -> None:
+        """See `Whereabouts`."""
+        self._now = replace(self._now, own=self._shards)
 
     def checkpointed(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """For `checkpoint(context_fn=...)`: what is recomputed draws again, as if it ran where it ran first."""
@@ -121,7 +131,7 @@ class Draws:
                 place, columns = self._next(module, random_call(func, args, kwargs), x)
                 if x.is_meta:
                     return func(*args, **kwargs)
-                keys = self._current(module).local
+                keys = self._keys_here(module)
                 kept = keep_mask(keys, place.key, columns, rate).view(x.shape) if rate < 1.0 else None
                 out = x * 0.0 if kept is None else drop(x, kept, rate)
                 return x.copy_(out) if inplace or func is torch.dropout_ else out
@@ -132,7 +142,7 @@ class Draws:
             if drawn.is_meta:
                 return drawn
             with torch.no_grad():
-                u = uniform(self._current(module).local, place.key, columns, drawn.dtype).view(drawn.shape)
+                u = uniform(self._keys_here(module), place.key, columns, drawn.dtype).view(drawn.shape)
                 return drawn.copy_(FROM_UNIFORM[func.__name__](u, args, kwargs))
 
     def attention(self, module: str, rate: float, heads: int) -> AttentionDropout | None:
@@ -154,7 +164,7 @@ class Draws:
 
     def _counted(self, index: int, call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            with self._running(replace(self._now, layer=index, module=None)):
+            with self._running(replace(self._now, layer=index, module=None, own=self._shards)):
                 return call(*args, **kwargs)
 
         return run
@@ -167,9 +177,17 @@ class Draws:
             )
         return self._now.keys
 
+    def _keys_here(self, module: str) -> Tensor:
+        """Keys of the tokens that are computed here, and just now."""
+        local = self._current(module).local
+        if not self._now.own:
+            return local
+        share = len(local) // self._tp
+        return local[self._tp_rank * share : (self._tp_rank + 1) * share]
+
     def _next(self, module: str, call: str, x: Tensor) -> tuple[Place, range]:
         """Place and columns of a draw for each number of `x`."""
-        tokens = len(self._current(module).local)
+        tokens = len(self._keys_here(module))
         if not _holds_tokens(x, tokens):
             raise ConfigError(without_tokens(module, call))
         place, width = self._count(module), x.numel() // tokens

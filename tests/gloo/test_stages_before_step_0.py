@@ -25,6 +25,7 @@ STRATEGIES = ["2*tp1", "tp2", "pp2", "sp2"]
 MESSAGES = (
     "all_reduce", "all_gather", "all_gather_into_tensor", "all_to_all_single", "broadcast", "barrier", "send", "recv",
     "isend", "irecv", "batch_isend_irecv", "new_group", "reduce_scatter_tensor", "all_gather_object",
+    "all_gather_single", "reduce_scatter_single",
 )  # fmt: skip
 
 

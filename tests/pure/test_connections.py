@@ -132,14 +132,15 @@ def test_all_messages_of_stages_that_differ_are_listed(case: tuple[ModelPlan, St
     plan, strategy = case
     used = pairs_of([*pulls(plan, strategy, node_size), *pushes(plan, strategy)])
     assert connections_of(plan, [strategy], node_size).links == used
-    messages: set[tuple[int, int]] = set()
-    for pipeline in strategy.pipelines:
-        for before, after in pairwise(pipeline.stages):
-            for num_tokens in range(1, 40):
-                for src, dst in ((before, after), (after, before)):
-                    sends = edge(src, dst, num_tokens)[0]
-                    messages |= {(rank, rows.peer) for rank, parts in sends.items() for rows in parts}
-    assert edge_pairs(strategy) == messages
+    for shared in (False, True):
+        messages: set[tuple[int, int]] = set()
+        for pipeline in strategy.pipelines:
+            for before, after in pairwise(pipeline.stages):
+                for num_tokens in range(1, 40):
+                    for src, dst in ((before, after), (after, before)):
+                        sends = edge(src, dst, num_tokens, token_sharding=shared)[0]
+                        messages |= {(rank, rows.peer) for rank, parts in sends.items() for rows in parts}
+        assert edge_pairs(strategy, token_sharding=shared) == messages
 
 
 def test_strategies_add_up() -> None:

@@ -65,3 +65,27 @@ def test_tensor_parallel_senders_share_the_work(src_tp: int, dst_tp: int, num_to
     loads = [len(rows) for rows in edge(src, dst, num_tokens)[0].values()]
     assert sum(loads) == dst_tp
     assert max(loads) <= -(-dst_tp // src_tp)
+
+
+@given(DEGREES, DEGREES, DEGREES, DEGREES, st.integers(1, 60))
+def test_ranks_that_share_tokens_send_each_row_once(
+    src_tp: int, src_sp: int, dst_tp: int, dst_sp: int, num_tokens: int
+) -> None:
+    src = Stage(tuple(range(src_tp * src_sp)), 0, 1, src_tp, src_sp)
+    dst = Stage(tuple(range(100, 100 + dst_tp * dst_sp)), 1, 2, dst_tp, dst_sp)
+    sends, receives = edge(src, dst, num_tokens, token_sharding=True)
+    firsts = [first_rows(num_tokens, len(stage.ranks)) for stage in (src, dst)]
+    sent = Counter(
+        (rank, rows.peer, firsts[0][index] + row)
+        for index, rank in enumerate(src.ranks)
+        for rows in sends[rank]
+        for row in range(rows.start, rows.stop)
+    )
+    arrived = Counter(
+        (rows.peer, rank, firsts[1][index] + row)
+        for index, rank in enumerate(dst.ranks)
+        for rows in receives[rank]
+        for row in range(rows.start, rows.stop)
+    )
+    assert sent == arrived
+    assert sorted(row for _, _, row in sent.elements()) == list(range(num_tokens))

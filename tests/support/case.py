@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 
 FLOAT64, FLOAT32, BFLOAT16 = "float64", "float32", "bfloat16"
@@ -48,7 +49,13 @@ class Case:
     wire: str | None = None  # communication_data_type, if not the type of computing
     node_size: int | None = None  # ranks of a node, as if there were several nodes
     grad_accum: str | None = None  # data_types.grad_accum_dtype
+    token_sharding: bool = True  # tensor parallel ranks share tokens, if the model allows it
     quick: bool = False  # runs in every test run, and under --quick
+
+    @property
+    def has_tp(self) -> bool:
+        """Whether some stage is shared by tensor parallel ranks."""
+        return any(re.search(r"tp(?!1(?!\d))", text) for text in self.strategies)
 
     def shortened(self) -> Case:
         """The case with a quarter of its tokens, if it has the table's usual lengths."""

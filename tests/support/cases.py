@@ -5,8 +5,9 @@ To add a case, add a row; `tests/gloo/test_training.py` runs the rows marked qui
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import chain
 
 from tests.support.case import AMPLIFYING, BFLOAT16, CHANGING, CHANGING_8, FLOAT32, NO_GRADIENT, UNUSUAL, Case
 from tests.support.changed_models import CHANGED, CHANGED_LINEARS
@@ -173,7 +174,15 @@ def _phased() -> Iterator[Case]:
     )
 
 
-CASES: tuple[Case, ...] = (
-    *_fixed(), *_families(), *_unusual(), *_drawing(), *_options(), *_phased(), *scheduled()
-)  # fmt: skip
+def _some_with_all_tokens(cases: Iterable[Case]) -> Iterator[Case]:
+    """Every third row of those with tensor parallelism has each rank hold all tokens between the blocks."""
+    with_tp = 0
+    for case in cases:
+        with_tp += case.has_tp
+        yield replace(case, token_sharding=False) if case.has_tp and with_tp % 3 == 0 else case
+
+
+CASES: tuple[Case, ...] = tuple(
+    _some_with_all_tokens(chain(_fixed(), _families(), _unusual(), _drawing(), _options(), _phased(), scheduled()))
+)
 assert len({case.name for case in CASES}) == len(CASES), "every row has a name of its own"

@@ -64,6 +64,7 @@ class RankRun:
     steps: tuple[RankStep, ...]
     parameters: dict[str, Tensor]
     moments: dict[str, dict[str, Tensor]]
+    shares_tokens: bool  # whether tensor parallel ranks did, where there were any
 
 
 @dataclass
@@ -76,6 +77,7 @@ class Difference:
     parameter: float = 0.0
     moment: float = 0.0
     worst: dict[str, str] = field(default_factory=dict)  # what -> name of the worst tensor
+    shares_tokens: bool = False  # whether tensor parallel ranks did in the run
 
     def missed(self, case: Case) -> list[str]:
         """Aims of the case that are not met, in words."""
@@ -136,6 +138,7 @@ def config_of(case: Case) -> dict[str, Any]:
             "choose": "cycle",
             "loss_norm": case.loss_norm,
             "activation_checkpointing": case.activation_checkpointing,
+            "token_sharding": "auto" if case.token_sharding else "off",
             "node_size": case.node_size,
             "timeout_seconds": 60,
             "self_check": "off",  # these cases are the check
@@ -239,7 +242,8 @@ def _train(rank: int, case: Case, data: Sequence[Sample]) -> RankRun | None:
     moments = {key: _whole(engine, masters.optimizer_state(optimizer, key)) for key in MOMENTS[case.optimizer]}
     parameters = engine.fp32_state_dict()
     assert not any(torch.isnan(value).any() for value in parameters.values()), "parameters are finite"
-    return RankRun(tuple(steps), parameters, moments) if rank == 0 else None
+    shares = case.has_tp and engine.job.source.plan.token_sharding
+    return RankRun(tuple(steps), parameters, moments, shares) if rank == 0 else None
 
 
 def compare(case: Case, timeout: float = 120, strict: Rules | None = None) -> Difference:
@@ -255,7 +259,7 @@ def compare(case: Case, timeout: float = 120, strict: Rules | None = None) -> Di
 
 def difference(case: Case, data: Sequence[Sample], run: RankRun) -> Difference:
     """A run's largest differences from the reference's run over the same steps."""
-    found = Difference()
+    found = Difference(shares_tokens=run.shares_tokens)
     reference = _reference(case)
     initial = {name: parameter.detach() for name, parameter in reference.masters.items()}
     _take_all(found, "parameter", run.steps[0].before, initial)

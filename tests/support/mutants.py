@@ -175,7 +175,7 @@ def stages_are_rebuilt_from_the_config() -> Any:
         with torch.device("meta"):
             config = copy.deepcopy(self.config)
             model = self.model_class._from_config(config, attn_implementation=ATTENTION_NAME, dtype=dtype)
-        for name, buffer in self._template.named_buffers():
+        for name, buffer in self.template.named_buffers():
             owner, _, leaf = name.rpartition(".")
             model.get_submodule(owner)._buffers[leaf] = buffer.to(device)
         return model.train()

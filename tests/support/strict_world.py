@@ -18,7 +18,14 @@ from torch import Tensor
 
 from tests.support.strict import Rules, StrictError, StrictMemory, StrictTransport
 
-COLLECTIVES = ("all_reduce", "all_gather", "all_to_all_single", "broadcast")
+COLLECTIVES = (
+    "all_reduce",
+    "all_gather",
+    "all_gather_single",
+    "reduce_scatter_single",
+    "all_to_all_single",
+    "broadcast",
+)
 _TEXT = 256  # bytes
 
 

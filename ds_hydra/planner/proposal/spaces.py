@@ -74,7 +74,7 @@ class ElasticShapes:
         return space.by_overhead(known.ms)
 
     def corrected(self, arrays: Schemes, sampled: Sequence[np.ndarray], winners: Sequence[StrategyShape]) -> Schemes:
-        """Better arrays, by a good strategy for each batch: what its pipelines take, half and half with what is known."""
+        """Better arrays, by a good strategy for each batch: half of what is known, half of what its pipelines take."""
         seen = Overheads.none(len(self.shapes))
         for lengths, strategy in zip(sampled, winners, strict=True):
             kinds = self._space.kinds_of(strategy)

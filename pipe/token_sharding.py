@@ -1,0 +1,307 @@
+"""Tensor parallelism whose ranks share the tokens between the blocks: a stage's modules in, wrapped forwards out.
+
+[Note: token sharding]
+Under plain tensor parallelism all ranks of a group hold every token between the blocks (attention, MLP, experts), and
+all compute the same norms and residual sums. Here each holds its share of the tokens there, and what it keeps for the
+backward becomes as many times smaller (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer
+Models", who call it sequence parallelism). An MLP on 8 tokens of 64 features, widened to 256, on two ranks:
+
+  norm, on tokens 0..3 and 4..7          (4, 64)    each rank its own
+  enters the block: the rows gathered    (8, 64)    equal on both
+  gate, up: column-parallel              (8, 128)   each rank its own features
+  down: row-parallel                     (8, 64)    a part of the sum
+  leaves the block: added and scattered  (4, 64)    each rank its own tokens
+
+A gather and a scatter of sums move as much as the one sum over all ranks that they replace. In the backward each is the
+other.
+
+A block is a module with column-parallel children, or one of experts. The rows that enter it are not kept: one function
+computes all column-parallel children of a block, keeps the shard, and gathers again in the backward, while the
+gradient of the rows is computed; that is added and scattered while the gradients of the weights are computed. So the
+block itself is handed a stand-in, which has the shape of the rows and no values: should something else than its
+column-parallel children read it, the run ends with an error.
+
+Before the layers every rank holds all tokens: whatever a model adds to its embeddings there is as it was. The first
+layer takes its rows; behind the last norm they are gathered for the head. Parameters that meet a share of the tokens
+have a share of their gradient, so these add up when they are pushed. Rows are padded so that every stage's ranks get
+equal parts (`StagePlace.padding`).
+
+With a split backward the gather goes where the weights' gradients are computed. All ranks of a group run the same
+actions in the same order, and a queue runs its entries in one order, so collectives meet there as they do elsewhere.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ds_hydra.pipe.collectives import Group, gather_last_dim
+from ds_hydra.pipe.row_collectives import (
+    Pending,
+    all_rows,
+    gather_rows,
+    own_rows,
+    scatter_rows,
+    sharers,
+    start_gather,
+    start_sum,
+)
+from ds_hydra.pipe.stand_in import StandIn
+from ds_hydra.pipe.tensor_parallel import COLUMN_STYLES, TensorParallel, style_of
+from ds_hydra.pipe.weight_gradients import Product, WeightGradients
+from ds_hydra.zero_hetero.errors import ConfigError
+
+SHARDED_STYLES = frozenset({"colwise", "colwise_gather_output", "packed_colwise", "rowwise", "rowwise_split_input",
+                            "moe_tp_experts", "replicate", "replicated_with_grad_allreduce", "embedding_rowwise",
+                            "local_params"})  # fmt: skip
+"""Styles of a tensor parallel plan that token sharding knows."""
+
+
+class Whereabouts(Protocol):
+    """Told whether what follows runs on this rank's own tokens or on those of the whole group: draws depend on it."""
+
+    def inside(self) -> AbstractContextManager[None]:
+        """Within it, on all tokens, until `leave` is called."""
+
+    def leave(self) -> None:
+        """From here on, on the own tokens again."""
+
+
+class TokenSharding(TensorParallel):
+    """Wraps the forwards of one stage's modules; see [Note: token sharding]."""
+
+    def __init__(self, *args: Any, whereabouts: Whereabouts, queue: WeightGradients | None, **kwargs: Any):
+        """As `TensorParallel`; weights' gradients wait in `queue` where the backward is split."""
+        super().__init__(*args, **kwargs)
+        self._whereabouts, self._queue = whereabouts, queue
+        self._blocks: dict[nn.Module, _Block] = {}
+
+    def _column(self, style: str, name: str, module: nn.Module, parent: nn.Module) -> None:
+        if parent not in self._blocks:
+            self._blocks[parent] = _Block(parent, self.group, self._queue, self._whereabouts)
+        block, widths = self._blocks[parent], self._widths(name + ".weight", 0)
+        block.columns.append(module)
+
+        def column(input: Tensor) -> Tensor:
+            out = block.output_of(module, input)
+            return out if style == "colwise" else gather_last_dim(out, widths, self.tp_rank, self.group)
+
+        module.forward = column  # type: ignore[method-assign]
+
+    def _summed(self, part: Tensor) -> Tensor:
+        out = scatter_rows(part, self.group)
+        self._whereabouts.leave()
+        return out
+
+    def _experts(self, module: nn.Module) -> None:
+        forward: Callable[..., Tensor] = module.forward
+
+        def experts(hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *rest: Any) -> Tensor:
+            rows = gather_rows(hidden, self.group)
+            index, weights = all_rows(top_k_index, self.group), gather_rows(top_k_weights, self.group)
+            with self._whereabouts.inside():
+                out = forward(rows, index, weights, *rest)
+            return scatter_rows(out, self.group)
+
+        module.forward = experts  # type: ignore[method-assign]
+
+    def _other(self, style: str, name: str, module: nn.Module, parent: nn.Module) -> None:
+        raise ConfigError(
+            f"{name}: the tensor parallel style {style!r} of the model's plan is not implemented for shared tokens; "
+            'set hydra.token_sharding to "off"'
+        )
+
+
+def blocks_of(plan: Mapping[str, str], model: nn.Module) -> dict[str, str]:
+    """Paths of the modules that make a block, column-parallel ones and experts -> the block's path."""
+    found: dict[str, str] = {}
+    for name, module in model.named_modules():
+        style = style_of(plan, name)
+        if style in COLUMN_STYLES or (style == "packed_colwise" and isinstance(module, nn.Linear)):
+            found[name] = name.rpartition(".")[0]
+        elif style == "moe_tp_experts":
+            found[name] = name
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())  # type: ignore[operator]
+    return {name: block for name, block in found.items() if model.get_submodule(name) not in ends}
+
+
+def with_blocks(
+    readers: Mapping[str, Collection[str]], plan: Mapping[str, str], model: nn.Module, names: Mapping[str, str]
+) -> dict[str, Collection[str]]:
+    """`readers` of parameters, and the blocks that compute with them before their own module is called.
+
+    `names` maps the model's parameters to master names.
+    """
+    blocks, found = blocks_of(plan, model), {name: set(modules) for name, modules in readers.items()}
+    for path, name in names.items():
+        block = blocks.get(path.rpartition(".")[0])
+        if block is not None:
+            found.setdefault(name, set()).add(block)
+    return dict(found)
+
+
+def enter_with_own_rows(layer: nn.Module, key: int | str, group: Group) -> None:
+    """Let a layer run on this rank's rows of the hidden states that it is handed, at position or keyword `key`."""
+
+    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        if isinstance(key, int):
+            return (*args[:key], own_rows(args[key], group), *args[key + 1 :]), kwargs
+        return args, kwargs | {key: own_rows(kwargs[key], group)}
+
+    layer.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
+
+
+class _Columns(NamedTuple):
+    """What the column-parallel children of a block compute in one run of it."""
+
+    modules: Sequence[nn.Module]
+    put_off: Sequence[bool]  # whose weights' gradients wait for later
+    group: Group
+    queue: WeightGradients | None
+
+    def waits(self, index: int) -> bool:
+        """Whether a weight's gradient waits; not where the layer was computed again."""
+        return self.put_off[index] and self.queue is not None and self.queue.keeps(self.modules[index])
+
+
+@dataclass
+class _Entered:
+    """One run of a block."""
+
+    shard: Tensor
+    stand_in: StandIn
+    outputs: dict[nn.Module, Tensor] = field(default_factory=dict)  # of children that have not been asked for theirs
+    computed: bool = False
+
+
+class _Block:
+    """A module with column-parallel children: handed a share of the rows, it runs on all of them."""
+
+    def __init__(self, module: nn.Module, group: Group, queue: WeightGradients | None, whereabouts: Whereabouts):
+        self.columns: list[nn.Module] = []
+        self._kind, self._group, self._queue, self._whereabouts = type(module).__name__, group, queue, whereabouts
+        self._now: _Entered | None = None
+        forward: Callable[..., Any] = module.forward
+        first = next(iter(inspect.signature(forward).parameters))
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            shard = args[0] if args else kwargs.pop(first)
+            with self._entered(shard) as stand_in:
+                return forward(stand_in, *args[1:], **kwargs)
+
+        module.forward = run  # type: ignore[method-assign]
+
+    @contextmanager
+    def _entered(self, shard: Tensor) -> Iterator[StandIn]:
+        before, stand_in = self._now, StandIn.of(shard, sharers(self._group).size())
+        self._now = _Entered(shard, stand_in)
+        try:
+            with self._whereabouts.inside():
+                yield stand_in
+        finally:
+            self._now = before  # it holds activations
+
+    def output_of(self, module: nn.Module, x: Tensor) -> Tensor:
+        """What a child makes of all rows; the first that is asked computes what all of them do."""
+        now = self._now
+        if now is None or not isinstance(x, StandIn) or x.numel() != now.stand_in.numel():
+            raise ConfigError(
+                f"a column-parallel layer of {self._kind} reads something else than what enters {self._kind}: "
+                'set hydra.token_sharding to "off"'
+            )
+        if not now.computed:
+            now.outputs, now.computed = self._compute(now.shard), True
+        if module not in now.outputs:
+            raise ConfigError(f'a layer of {self._kind} runs twice: set hydra.token_sharding to "off"')
+        return now.outputs.pop(module).view(*x.shape[:-1], -1)
+
+    def _compute(self, shard: Tensor) -> dict[nn.Module, Tensor]:
+        queue = self._queue
+        put_off = [queue is not None and queue.takes(module, shard) for module in self.columns]
+        weights: list[Any] = [module.weight for module in self.columns]
+        biases: list[Any] = [module.bias for module in self.columns]
+        # Autograd is not to know the weights whose gradients wait [Note: split backward].
+        known = [weight.detach() if off else weight for weight, off in zip(weights, put_off, strict=True)]
+        columns = _Columns(tuple(self.columns), put_off, self._group, queue)
+        outputs = _GatherColumns.apply(shard, columns, *known, *biases)
+        return dict(zip(self.columns, outputs, strict=True))
+
+
+class Rows:
+    """The rows of which this rank has a share, gathered when somebody asks for them."""
+
+    def __init__(self, shard: Tensor, group: Group):
+        self._shard, self._group = shard, group
+        self._pending: Pending | None = None
+
+    def start(self) -> None:
+        """Begin to gather them: they will be taken."""
+        self._pending = start_gather(self._shard, self._group)
+
+    def take(self) -> Tensor:
+        """All rows (tokens, features); nothing is kept of them."""
+        pending, self._pending = self._pending or start_gather(self._shard, self._group), None
+        return pending.wait().flatten(0, -2)
+
+
+class _GatherColumns(torch.autograd.Function):
+    """A shard of rows -> what every column-parallel child of a block makes of all rows."""
+
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor, columns: _Columns, *parameters: Tensor | None) -> tuple[Tensor, ...]:
+        ctx.columns = columns
+        ctx.set_materialize_grads(False)
+        weights, biases = parameters[: len(columns.modules)], parameters[len(columns.modules) :]
+        ctx.save_for_backward(shard, *weights)
+        rows = start_gather(shard, columns.group).wait()
+        return tuple(F.linear(rows, w, b) for w, b in zip(weights, biases, strict=True))  # type: ignore[arg-type]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        # The order matters: the rows travel while their gradient is computed, and that travels while the weights'
+        # gradients are.
+        shard, *weights = ctx.saved_tensors
+        columns: _Columns = ctx.columns
+        asked, count = ctx.needs_input_grad, len(columns.modules)
+        dys = {i: dy.reshape(-1, dy.shape[-1]) for i, dy in enumerate(gradients) if dy is not None}
+        later = [i for i in dys if columns.waits(i)]
+        at_once = [i for i in dys if (asked[2 + i] or columns.put_off[i]) and i not in later]
+        rows = Rows(shard, columns.group)
+        if at_once:
+            rows.start()
+        summed = start_sum(_times_weights(dys, weights), columns.group) if asked[0] else None
+        if later:
+            _put_off(columns, [Product(columns.modules[i], dys[i]) for i in later], shard)
+        full = rows.take() if at_once else None
+        of_weights: list[Tensor | None] = [None] * count
+        for i in at_once:
+            assert full is not None, "gathered above"
+            if columns.put_off[i]:
+                assert columns.queue is not None, "it was asked"
+                columns.queue.add(columns.modules[i], full, dys[i])
+            else:
+                of_weights[i] = dys[i].t() @ full
+        of_biases = [dys[i].sum(0) if i in dys and asked[2 + count + i] else None for i in range(count)]
+        dx = None if summed is None else summed.wait().view_as(shard)
+        return dx, None, *of_weights, *of_biases
+
+
+def _times_weights(dys: Mapping[int, Tensor], weights: Sequence[Tensor]) -> Tensor:
+    """The gradient of the rows: the sum of every child's, added up in place."""
+    (first, *others) = dys
+    dx = dys[first] @ weights[first]
+    for i in others:
+        dx.addmm_(dys[i], weights[i])
+    return dx
+
+
+def _put_off(columns: _Columns, products: Sequence[Product], shard: Tensor) -> None:
+    assert columns.queue is not None, "what waits, waits in a queue"
+    columns.queue.put(products, Rows(shard.detach(), columns.group))

@@ -1,0 +1,219 @@
+"""Tokens shared by tensor parallel ranks: who allows it, and pipelines of one process against the plain model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
+
+from ds_hydra.engine.prepare import _checked
+from ds_hydra.pipe import token_sharding
+from ds_hydra.pipe.models import token_rules
+from ds_hydra.pipe.models.causal_lm import CausalLM
+from ds_hydra.pipe.placement import place_pipeline
+from ds_hydra.pipe.row_collectives import Pending
+from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
+from ds_hydra.pipe.stage import StagePlace
+from ds_hydra.pipe.stand_in import StandIn
+from ds_hydra.profiling.stage_memory import kept_bytes
+from ds_hydra.profiling.stage_timer import StageTimer
+from ds_hydra.self_check.check import check_strategies
+from ds_hydra.self_check.compare import compare
+from ds_hydra.self_check.plain import Plain
+from ds_hydra.self_check.runs import Outcome, run_pipeline, uneven_data
+from ds_hydra.zero_hetero.errors import ConfigError
+from tests.support.families import VOCAB, build_model, reference_model
+
+DATA = uneven_data(VOCAB, [(7, 61, 3), (23, 5)])
+
+
+def shared(model: Any, **settings: Any) -> CausalLM:
+    """Stages of a model whose tensor parallel ranks share tokens, if it allows that."""
+    return CausalLM(model, token_sharding=True, **settings)
+
+
+class Shift(LlamaRMSNorm):
+    """Adds to each token the one before it."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        before = torch.cat([torch.zeros_like(hidden_states[:, :1]), hidden_states[:, :-1]], dim=1)
+        return super().forward(hidden_states + before)
+
+
+class Placed(LlamaDecoderLayer):
+    """Reads the positions outside of its attention."""
+
+    def forward(self, hidden_states: Tensor, position_ids: Any = None, **rest: Any) -> Tensor:
+        scaled = hidden_states * (1 + 0.01 * position_ids[..., None])
+        return super().forward(scaled, position_ids=position_ids, **rest)
+
+
+def first_norm(model: Any) -> Any:
+    return model.model.layers[1].input_layernorm
+
+
+def shifted(model: Any) -> None:
+    first_norm(model).__class__ = Shift
+
+
+def placed(model: Any) -> None:
+    model.model.layers[2].__class__ = Placed
+
+
+def peeks(model: Any) -> None:
+    """A hook of a block that reads what its column-parallel layers read."""
+    mlp = model.model.layers[0].mlp
+    forward = mlp.forward
+    mlp.forward = lambda x: forward(x) + 0.0 * x.mean()
+
+
+def scaled_inside(model: Any) -> None:
+    model.model.layers[3].self_attn.q_proj.register_forward_pre_hook(lambda _, args: (2 * args[0],))
+
+
+def one_norm(model: Any) -> None:
+    """The last norm is also that of the embeddings."""
+    model.model.embed_tokens.register_forward_hook(lambda _, __, out: model.model.norm(out))
+
+
+REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "a norm that looks at other tokens": (shifted, "a token sees other tokens"),
+    "positions outside of attention": (placed, "shared tokens fails"),
+    "a block's input read beside its layers": (peeks, "reads what enters a block beside"),
+    "a layer's input changed by a hook": (scaled_inside, "reads what enters a block beside"),
+    "a norm before the layers and behind them": (one_norm, "meets all tokens in one place"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_models_that_do_not_allow_it_stay_as_they_were(name: str) -> None:
+    change, told = REFUSED[name]
+    model = build_model("llama", torch.float32)
+    change(model)
+    plan = shared(model).plan
+    assert told in plan.no_token_sharding
+    assert all(param.rule.gradient == "complete" for bucket in plan.buckets for param in bucket.params)
+
+
+@pytest.mark.parametrize(("family", "told"), [("gpt2", "cuts no layer"), ("gpt_oss", "")])
+def test_a_plan_must_cut_layers(family: str, told: str) -> None:
+    assert told in shared(build_model(family, torch.float32)).plan.no_token_sharding
+
+
+def test_gradients_are_parts_where_a_rank_meets_a_part_of_the_tokens() -> None:
+    plan = shared(build_model("olmo2", torch.float32)).plan
+    assert plan.token_sharding
+    parts = {p.name for bucket in plan.buckets for p in bucket.params if p.rule.gradient == "partial"}
+    layer = {name.removeprefix("model.layers.0.") for name in parts if ".layers.0." in name}
+    # The norms of queries and keys stand between a gather and a split of features: all ranks compute the same there.
+    assert layer == {"post_attention_layernorm.weight", "post_feedforward_layernorm.weight"}
+    assert "model.norm.weight" in parts
+
+
+def test_it_is_off_unless_it_is_asked_for() -> None:
+    plan = CausalLM(build_model("llama", torch.float32)).plan
+    assert not plan.token_sharding
+    assert plan.no_token_sharding == 'hydra.token_sharding is "off"'
+
+
+@pytest.fixture(scope="module")
+def right() -> dict[str, Outcome]:
+    families = ("llama_tied", "mixtral", "phi")
+    return {family: Plain(reference_model(family, torch.float64)).outcome(DATA) for family in families}
+
+
+@pytest.mark.parametrize(
+    ("family", "shape", "checkpointing"),
+    [
+        ("llama_tied", "tp2sp2", False),
+        ("llama_tied", "(tp4[0:1] > sp2[1:2] > tp2[2:4])", False),
+        ("llama_tied", "tp2pp2/zb-h1", True),
+        ("mixtral", "tp2pp2/v", False),
+        ("phi", "tp4", True),
+    ],
+)
+def test_same_as_the_plain_model(family: str, shape: str, checkpointing: bool, right: dict[str, Outcome]) -> None:
+    source = shared(build_model(family, torch.float64), activation_checkpointing=checkpointing)
+    assert source.plan.token_sharding
+    pipeline = place_pipeline(PipelineShape.parse(shape), 0, source.plan.num_layers)
+    found = compare(right[family], run_pipeline(source, pipeline, DATA))
+    assert found.what is None, found
+
+
+def test_slices_and_a_split_backward(right: dict[str, Outcome]) -> None:
+    source = shared(build_model("llama_tied", torch.float64))
+    pipeline = place_pipeline(PipelineShape.parse("tp2pp2/list"), 0, source.plan.num_layers)
+    found = compare(right["llama_tied"], run_pipeline(source, pipeline, DATA.in_slices()))
+    assert found.what is None, found
+
+
+def own_rows_for_a_sum(x: Tensor, group: Any) -> Pending:
+    """The rows' gradient of this rank alone."""
+    work: Any = mock.Mock()
+    return Pending(x.chunk(group.size(), dim=-2)[group.rank()].clone(), x, work)
+
+
+MUTANTS = {
+    "gradients of norms count as whole": lambda: mock.patch.object(token_rules, "_partial", return_value=[]),
+    "gradients of rows are not added": lambda: mock.patch.object(token_sharding, "start_sum", own_rows_for_a_sum),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_the_self_check_finds_what_is_wrong(name: str) -> None:
+    model, strategies = build_model("llama", torch.float32), [StrategyShape.parse("tp2")]
+    with MUTANTS[name]():
+        (objection,) = check_strategies(model, strategies, keep=False, token_sharding=True).objections()
+    assert "the gradient of" in objection
+    assert 'hydra.token_sharding "off"' in objection
+    with MUTANTS[name]():
+        assert not check_strategies(model, strategies, keep=False).objections()
+
+
+def test_a_job_goes_on_without_what_the_self_check_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model, strategies = build_model("llama", torch.float32), [StrategyShape.parse("tp2")]
+    source = shared(model)
+    job: Any = SimpleNamespace(source=source, model=model, config=SimpleNamespace(self_check="on"))
+    world: Any = SimpleNamespace(channel=None, node_size=None)
+    with MUTANTS["gradients of rows are not added"]():
+        assert not _checked(job, world, strategies).objections()
+    assert "the self-check refuses it (tp2 trains otherwise" in source.plan.no_token_sharding
+    assert all(param.rule.gradient == "complete" for bucket in source.plan.buckets for param in bucket.params)
+
+
+def test_a_layer_keeps_as_many_times_less() -> None:
+    kept = {}
+    for shares in (False, True):
+        source = CausalLM(build_model("llama", torch.bfloat16), token_sharding=shares)
+        whole, half = (
+            StageTimer(source, ParallelScheme(tp, 2), 0, torch.device("cpu"), torch.bfloat16) for tp in (1, 2)
+        )
+        kept[shares] = kept_bytes(half, (64,)) / kept_bytes(whole, (64,))
+    # Beside the layers the stage keeps rotary tables and token ids.
+    assert 0.5 <= kept[True] < 0.56 < 0.6 < kept[False]
+
+
+def test_rows_are_padded_for_all_stages() -> None:
+    pipeline = place_pipeline(PipelineShape.parse("(tp2sp2 > sp3 > tp3)"), 0, 4)
+    shared, all_tokens = (
+        StagePlace.all_of(pipeline, 4, lambda members: None, token_sharding=on)[0] for on in (True, False)
+    )
+    assert [shared.padding(tokens) for tokens in (1, 12, 13, 24)] == [11, 0, 11, 0]
+    assert [all_tokens.padding(tokens) for tokens in (1, 12, 13, 24)] == [2, 0, 0, 0]
+
+
+def test_a_stand_in_can_be_looked_at_and_not_read() -> None:
+    rows = StandIn.of(torch.randn(1, 3, 8), 4)
+    assert rows.shape == (1, 12, 8)
+    assert rows.untyped_storage().nbytes() == 4
+    assert isinstance(rows.view(-1, 8), StandIn)
+    with pytest.raises(ConfigError, match="reads what enters a block"):
+        rows + 1

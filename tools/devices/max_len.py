@@ -1,0 +1,80 @@
+"""MaxLen of a 32B model on 64 GPUs by the job's own memory model, with shared tokens and without, beside the published.
+
+The published figures are Hydraulis's (arXiv 2412.07894) for ranks of 80 GB; they are of 16 bit gradients. A model of 52
+heads cannot be cut by 8 or 16, so these degrees are counted for one of 64 heads and the same widths.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from ds_hydra.costs.memory import JobMemory
+from ds_hydra.engine.fits import job_memory
+from ds_hydra.pipe.models.causal_lm import CausalLM
+from ds_hydra.pipe.placement import place_strategy
+from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
+from ds_hydra.profiling.hollow import hollow_source
+from tools.devices.table import Table
+
+NUM_RANKS, NODE_SIZE = 64, 8
+GIB = 2**30
+DEVICE_BYTES = 79.25 * GIB  # what a GPU of 80 GB has for tensors
+AIM = 0.9  # of the published MaxLen
+SIZES = {"hidden_size": 6656, "intermediate_size": 17920, "num_hidden_layers": 60, "vocab_size": 32000}
+# Heads, scheme, published MaxLen.
+ROWS = (
+    (52, "tp4", 7872),
+    (52, "tp4pp2", 12447),
+    (52, "tp4pp4", 14707),
+    (64, "tp8", 21930),
+    (64, "tp16", 43614),
+    (64, "tp8pp2", 25961),
+)
+_QUICK = 3
+
+
+def longest_sequences(quick: bool) -> Table:
+    """Tokens that each scheme holds; quick: the schemes of the 52 heads."""
+    rows: list[Sequence[object]] = []
+    missed: list[str] = []
+    for heads, text, published in ROWS[: _QUICK if quick else None]:
+        for name, grad_dtype in (("16 bit", torch.bfloat16), ("FP32", torch.float32)):
+            plain, shared = (_memory(heads, text, grad_dtype, token_sharding=on) for on in (False, True))
+            scheme = ParallelScheme.parse(text)
+            states = max(needs.states for needs in shared.stages(scheme)) / GIB
+            before, found = plain.max_length(scheme), shared.max_length(scheme)
+            ratio, aim = found / published, AIM if name == "16 bit" else None
+            rows.append([heads, text, name, round(states, 1), published, before, found, round(ratio, 2), aim or "-"])
+            if aim is not None and ratio < aim:
+                missed.append(f"{text}: {found} tokens are {ratio:.2f} of the published {published} (aim {aim})")
+    headers = ["heads", "scheme", "gradients", "states GiB", "published", "all tokens", "shared", "of published", "aim"]
+    return Table(f"MaxLen of a 32B Llama on {NUM_RANKS} GPUs of 80 GB, by the memory model", headers, rows, missed)
+
+
+def _memory(heads: int, text: str, grad_dtype: torch.dtype, *, token_sharding: bool) -> JobMemory:
+    """The memory model of a job that has one strategy, of this scheme alone."""
+    source, scheme = _source(heads, token_sharding), ParallelScheme.parse(text)
+    assert source.plan.token_sharding is token_sharding, source.plan.no_token_sharding
+    memory = job_memory(
+        source, [scheme], NUM_RANKS, DEVICE_BYTES, torch.bfloat16, activation_checkpointing=False,
+        grad_dtype=grad_dtype, node_size=NODE_SIZE,
+    )  # fmt: skip
+    alone = StrategyShape.of([scheme] * (NUM_RANKS // scheme.num_ranks))
+    placed = place_strategy(alone, NUM_RANKS, source.plan.num_layers)
+    return memory.together({alone: placed})
+
+
+@cache
+def _source(heads: int, token_sharding: bool) -> CausalLM:
+    config = {"model_type": "llama", "tie_word_embeddings": False, "num_attention_heads": heads,
+              "num_key_value_heads": heads, **SIZES}  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.json"
+        path.write_text(json.dumps(config))
+        return hollow_source(path, token_sharding=token_sharding)
