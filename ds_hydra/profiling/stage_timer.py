@@ -83,7 +83,7 @@ class StageTimer:
         """Random tokens of these lengths, as this rank's stage would see them; the first may be those of a slice."""
         pack = Pack(tuple(lengths), self.place.sp_rank, self.place.stage.sp, self.place.sp_group, chunk=chunk)
         start, stop = pack.local
-        positions = torch.tensor([position_ids(pack.lengths, start, stop, past=pack.past)], device=self.device)
+        positions = torch.from_numpy(position_ids(pack.lengths, start, stop, past=pack.past)).to(self.device)[None]
         size = stop - start
         vocab = self.source.vocab_size or 1
         ids = torch.randint(0, vocab, (1, size), device=self.device)
