@@ -23,6 +23,7 @@ from ds_hydra.zero_hetero.twin_plan import Team, TwinPull, TwinPush
 
 LEAVE_TAG = 1 << 20
 """Added to the tag of a push: what leaves is of another dtype than what is traded."""
+_MOST_STEPS = 3  # of a pull: what enters, and two gathers
 
 
 class Steps:
@@ -121,7 +122,8 @@ class TwinPullLink:
             sends = [places[own]._replace(peer=peer) for peer in team.ranks if peer != self.rank]
             recvs = [place for place in places if place.peer != self.rank]
             found.append(Hop(self.rank, tuple(sends), tuple(recvs), (), dst, dst))
-        return tuple(found)
+        # All ranks number the steps of all buckets alike, also those who have fewer steps [Note: checksum].
+        return *found, *[Hop(self.rank, (), (), (), dst, dst)] * (_MOST_STEPS - len(found))
 
 
 class TwinPushLink:

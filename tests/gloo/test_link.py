@@ -11,7 +11,7 @@ from ds_hydra.ranks.channel import Channel
 from ds_hydra.ranks.rank_stats import unequal_pairs
 from ds_hydra.zero_hetero import scratch_plan
 from ds_hydra.zero_hetero.checksum import checksums_of
-from ds_hydra.zero_hetero.collectives import MessageCollectives
+from ds_hydra.zero_hetero.collectives import GroupCollectives, MessageCollectives
 from ds_hydra.zero_hetero.errors import PlanError
 from ds_hydra.zero_hetero.lane import HostLane
 from ds_hydra.zero_hetero.layout import Layout, Piece, even_layout, layout_of_intervals
@@ -342,6 +342,29 @@ def test_twins_pull_the_same_and_push_the_same_sum(num_ranks: int, node_size: in
 
     first, second = run_ranks(body, num_ranks), run_ranks(body, num_ranks)
     assert all(torch.equal(a[1], b[1]) for a, b in zip(first, second, strict=True))
+
+
+def test_a_group_s_collectives_do_what_messages_do() -> None:
+    """Two teams of 4 ranks, parts of 3 elements."""
+
+    def body(rank: int) -> None:
+        teams = [(0, 2), (1, 3)]
+        made = {team: dist.new_group(list(team)) for team in teams}
+        mine = teams[rank % 2]
+        results = []
+        for collectives in (GroupCollectives(made.__getitem__), MessageCollectives(TorchTransport(), rank)):
+            gathered, own = torch.zeros(6), mine.index(rank)
+            gathered[3 * own : 3 * own + 3] = rank + 1
+            collectives.gather(gathered, mine).wait()
+            traded = torch.zeros(6)
+            collectives.trade(torch.arange(6.0) + 10 * rank, traded, mine).wait()
+            results.append((gathered.tolist(), traded.tolist()))
+        assert results[0] == results[1]
+        first, second = mine
+        assert results[0][0] == [first + 1.0] * 3 + [second + 1.0] * 3
+        assert results[0][1] == [10.0 * r + 3 * own + i for r in mine for i in range(3)]
+
+    run_ranks(body, 4)
 
 
 @pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])

@@ -152,6 +152,8 @@ def test_every_rank_is_among_one_of_the_twins(strategy: Strategy, node_size: int
     twins = twins_of(strategy, node_size)
     assert sorted(rank for one in twins for rank in one.ranks) == list(range(strategy.num_ranks))
     for one in twins:
+        # A process group numbers its ranks in ascending order, and so must a team their parts.
+        assert all(list(team.ranks) == sorted(team.ranks) for step in one.gathers for team in step)
         stages = [strategy.stage_of(rank) for rank in one.ranks]
         assert len({(stage.ranges, stage.tp) for stage in stages}) == 1
         assert len({stage.coordinates(rank)[0] for stage, rank in zip(stages, one.ranks, strict=True)}) == 1
