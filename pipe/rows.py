@@ -27,11 +27,16 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import Tensor
 
     from ds_hydra.pipe.contexts import Contexts
+
+Positions = NDArray[np.int64]
 
 
 def split_tokens(num_tokens: int, num_ranks: int) -> tuple[int, ...]:
@@ -111,12 +116,10 @@ class MicroBatch:
     recompute: float = 0.0  # share of each stage's layers that the backward computes again [Note: recomputed layers]
 
 
-def position_ids(lengths: Sequence[int], start: int, stop: int, *, past: int = 0) -> list[int]:
+def position_ids(lengths: Sequence[int], start: int, stop: int, *, past: int = 0) -> Positions:
     """Positions of tokens [start, stop) of a packed row; they restart at each sequence, the first begins at `past`."""
-    positions: list[int] = []
-    begin = 0
-    for length in lengths:
-        lo, hi = max(start, begin), min(stop, begin + length)
-        positions += range(lo - begin + past, hi - begin + past)
-        begin, past = begin + length, 0
-    return positions
+    # Token t of a sequence that begins at b has the position t - b; the first one began `past` tokens before the row.
+    counts = np.asarray(lengths, dtype=np.int64)
+    begins = np.cumsum(counts) - counts
+    begins[:1] -= past
+    return np.arange(start, stop) - np.repeat(begins, counts)[start:stop]

@@ -1,4 +1,7 @@
-"""A strategy in, the transfers of the pulls and pushes of all buckets out. Pure: no torch."""
+"""A strategy in, the transfers of the pulls and pushes of all buckets out. Pure: no torch.
+
+Ranks that hold the same shards of the same layers are twins, and share the work [Note: twins].
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,8 @@ from typing import NamedTuple
 from ds_hydra.pipe.model_plan import Bucket, ModelPlan
 from ds_hydra.pipe.placement import Strategy
 from ds_hydra.zero_hetero.layout import even_layout
-from ds_hydra.zero_hetero.relay_plan import RelayPlan, plan_relay
 from ds_hydra.zero_hetero.transfer_plan import TransferPlan, plan_transfer
+from ds_hydra.zero_hetero.twin_plan import TwinPull, TwinPush, Twins, plan_twin_pull, plan_twin_push
 
 OPEN_AT_LEAST = 64 << 20
 """Bytes that open pushes may always take."""
@@ -22,8 +25,24 @@ class BucketTransfers(NamedTuple):
     Buckets that travel alike share these plans, the same objects.
     """
 
-    pull: TransferPlan | RelayPlan
-    push: TransferPlan | None  # None: frozen parameters have no gradients
+    pull: TransferPlan | TwinPull
+    push: TransferPlan | TwinPush | None  # None: frozen parameters have no gradients
+
+
+@lru_cache(maxsize=64)
+def twins_of(strategy: Strategy, node_size: int) -> tuple[Twins, ...]:
+    """The twins of a strategy, by their first rank; every rank is among one of them."""
+    found: dict[object, list[int]] = {}
+    for stage in (stage for pipeline in strategy.pipelines for stage in pipeline.stages):
+        for tp_rank in range(stage.tp):
+            # Sequence parallel ranks saw different tokens, but they hold the same parameters.
+            found.setdefault((stage.ranges, stage.tp, tp_rank), []).extend(stage.ranks[tp_rank :: stage.tp])
+    return tuple(sorted((Twins.of(ranks, node_size) for ranks in found.values()), key=lambda twins: min(twins.ranks)))
+
+
+def twins_with(strategy: Strategy, rank: int) -> Twins:
+    """A rank's twins, itself among them."""
+    return next(twins for twins in twins_of(strategy, strategy.num_ranks) if rank in twins.ranks)
 
 
 @lru_cache(maxsize=64)
@@ -43,13 +62,14 @@ def plan_transfers(plan: ModelPlan, strategy: Strategy, node_size: int) -> tuple
 
 
 def _plan_bucket(plan: ModelPlan, bucket: Bucket, strategy: Strategy, node_size: int) -> BucketTransfers:
-    # Between nodes pulls are relayed. Pushes are not: a relay would need a second buffer of all gradients.
-    masters, layout = even_layout(bucket.numel, strategy.num_ranks), plan.pull_layout(bucket, strategy)
-    relayed = 1 < node_size < strategy.num_ranks
-    pull = plan_relay(masters, layout, node_size) if relayed else plan_transfer(masters, layout)
-    if not bucket.trainable:
-        return BucketTransfers(pull, None)
-    return BucketTransfers(pull, plan_transfer(masters, plan.push_layout(bucket, strategy)).transposed())
+    masters, held = even_layout(bucket.numel, strategy.num_ranks), plan.pull_layout(bucket, strategy)
+    twins = twins_of(strategy, node_size)
+    contributed = plan.push_layout(bucket, strategy) if bucket.trainable else None
+    if all(len(one.ranks) == 1 for one in twins):
+        push = None if contributed is None else plan_transfer(masters, contributed).transposed()
+        return BucketTransfers(plan_transfer(masters, held), push)
+    pull = plan_twin_pull(masters, held, twins)
+    return BucketTransfers(pull, None if contributed is None else plan_twin_push(masters, contributed, twins))
 
 
 def room_for_pushes(held_bytes: int, pull_bytes: int) -> int:

@@ -7,10 +7,12 @@
   times      to whom time is charged on a device with a queue
   peak       predicted memory of small models against the most that the allocator gave out in a run
 
-with --fast, what makes large models possible:
+with --fast, what makes large models and many devices possible:
 
-  loading    resident memory of each rank while a model on the meta device gets its first values
-  max_len    the longest sequences of a 32B model on 64 GPUs, by the memory model, beside published ones
+  loading     resident memory of each rank while a model on the meta device gets its first values
+  max_len     the longest sequences of a 32B model on 64 GPUs, by the memory model, beside published ones
+  operations  messages and collectives of a step's pulls and pushes, and how long their links take to build
+  overlap     what is exposed of pulls and pushes between nodes, by the simulation of steps
 
 Exits non-zero if an aim is missed.
 """
@@ -26,6 +28,8 @@ from tools.devices.count import by_count
 from tools.devices.loading import memory_of_loading
 from tools.devices.max_len import longest_sequences
 from tools.devices.messages import handing_out
+from tools.devices.operations import operations
+from tools.devices.overlap import overlap
 from tools.devices.peak import predicted_and_measured
 from tools.devices.table import Table
 from tools.devices.times import time_attribution
@@ -37,7 +41,12 @@ TABLES: dict[str, Callable[[bool], Table]] = {
     "times": time_attribution,
     "peak": predicted_and_measured,
 }
-FAST: dict[str, Callable[[bool], Table]] = {"loading": memory_of_loading, "max_len": longest_sequences}
+FAST: dict[str, Callable[[bool], Table]] = {
+    "loading": memory_of_loading,
+    "max_len": longest_sequences,
+    "operations": operations,
+    "overlap": overlap,
+}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -4,7 +4,7 @@ Two layouts of one flat tensor say who holds what before and after; a transfer p
 to which; a link does it. `transfer_plan` has an example with three ranks. Parameters are pulled from the master shards
 to a strategy's layout, gradients are pushed back by the transposed plan and added up by their owners.
 
-Read in this order; the first six, `relay_plan`, `bucket` and `errors` import no torch.
+Read in this order; the first six, `twin_plan`, `bucket` and `errors` import no torch.
 
   intervals        arithmetic on integer intervals, as columns
   layout           which rank holds which intervals of a flat tensor
@@ -16,10 +16,12 @@ Read in this order; the first six, `relay_plan`, `bucket` and `errors` import no
   clock            how long work took on the device that did it; laps of a rank's activities
   scratch          the memory that `scratch_plan` planned
   envelope         one rank's side of a message: in place, or through scratch memory
-  mover            what `link` and `relay_link` both are; all that their users know of them
+  mover            what `link` and `twin_link` both are; all that their users know of them
   link             LNK: runs one rank's part of a transfer plan
-  relay_plan       two hops, so that each element enters a node once
-  relay_link       LNK over two hops
+  twin_plan        ranks that hold the same share the work: a part of a bucket each, then gathers and trades
+  collectives      gathers and trades of a team of ranks, by messages or by a process group
+  lane             where the later steps of a transfer are begun
+  twin_link        LNK with twins, step by step
   checksum         does what a rank holds equal what was sent to it
   bucket           parameters that travel together
   errors           the errors that users see

@@ -22,7 +22,7 @@ from torch import Tensor
 from ds_hydra.zero_hetero.contributions import Contribution, order_contributions
 from ds_hydra.zero_hetero.envelope import Envelope
 from ds_hydra.zero_hetero.errors import PlanError
-from ds_hydra.zero_hetero.mover import Hop
+from ds_hydra.zero_hetero.mover import Hop, Operations
 from ds_hydra.zero_hetero.scratch import Cuts
 from ds_hydra.zero_hetero.scratch_plan import runs_of
 from ds_hydra.zero_hetero.transfer_plan import Slice, TransferPlan
@@ -34,14 +34,15 @@ SUM_BLOCK_ON_CPU = 1 << 16
 
 
 class Handle:
-    """A pull or push under way, in one hop; see `Movement`."""
+    """A pull or push under way, in one step; see `Movement`."""
 
     def __init__(self, work: Work, arrived: Callable[[], None]):
         self._work: Work | None = work  # None once all is over
         self._arrived: Callable[[], None] | None = arrived  # scatters or sums; None once it has
 
-    def advance(self) -> None:
-        """Nothing to begin: a plain link has one hop."""
+    def advance(self) -> bool:
+        """Nothing to begin: a plain link has one step."""
+        return False
 
     def wait_arrived(self) -> None:
         """Return when the destination is complete; the source may still be on its way. Repeats do nothing."""
@@ -101,6 +102,15 @@ class Link:
         """Elements of scratch memory, in the wire's dtype, that a push takes; `cast`: the source has another dtype."""
         return self._push_cuts[cast].numel
 
+    def push_bytes(self, src: torch.dtype, wire: torch.dtype, dst: torch.dtype) -> int:
+        """Bytes of scratch memory that a push takes, for the dtypes of source, wire and destination."""
+        return wire.itemsize * self.push_scratch(cast=wire != src)
+
+    @property
+    def operations(self) -> Operations:
+        """See `Mover.operations`."""
+        return Operations(len(self._leaving) + sum(map(len, self._coming)))
+
     @property
     def sent_numel(self) -> int:
         """Elements that this rank sends to others."""
@@ -127,11 +137,8 @@ class Link:
             for run in message
         ]
         work = self.transport.exchange(sends, recvs, tag)
-        # The second hop of a relay pulls a buffer into itself; what stays at its place then needs no copy.
-        in_place = src.data_ptr() == dst.data_ptr()
         for src_offset, dst_offset, length in self.local:
-            if not (in_place and src_offset == dst_offset):
-                dst.narrow(0, dst_offset, length).copy_(src.narrow(0, src_offset, length))
+            dst.narrow(0, dst_offset, length).copy_(src.narrow(0, src_offset, length))
 
         def arrived() -> None:
             for run, message in landing:
@@ -151,12 +158,13 @@ class Link:
     ) -> Handle:
         """See `Mover.push`; contributions are added one after the other in rank order, the rank's own in its turn.
 
-        `scratch`: `push_scratch` elements of the wire's dtype, the transfer's until it has been waited for.
+        `scratch`: `push_bytes` bytes, the transfer's until it has been waited for.
         """
         self._check(src, dst)
         wire = wire_dtype or src.dtype
         cast = wire != src.dtype
-        space = iter(self._push_cuts[cast].of(_scratch(scratch, self.push_scratch(cast=cast), wire, src.device)))
+        given = None if scratch is None else scratch.view(wire)
+        space = iter(self._push_cuts[cast].of(_scratch(given, self.push_scratch(cast=cast), wire, src.device)))
         sends = [
             (run.peer, run.interval(src) if run.in_place and not cast else run.gather(src, next(space)))
             for run in self._leaving

@@ -1,4 +1,4 @@
-"""What moves data from one layout to another: `Link` in one hop, `RelayLink` in two. Callers know only this."""
+"""What moves data from one layout to another: `Link` in one step, the twins' links in several."""
 
 from __future__ import annotations
 
@@ -23,18 +23,31 @@ class Hop(NamedTuple):
     dst: Tensor
 
 
+class Operations(NamedTuple):
+    """What a rank asks of the network to move something once."""
+
+    messages: int  # sends and receives, each run of a message by itself
+    teams: tuple[int, ...] = ()  # the members of each collective
+
+    @property
+    def number(self) -> int:
+        """Operations; a collective is one."""
+        return self.messages + len(self.teams)
+
+    @property
+    def alone(self) -> int:
+        """Sends and receives, if there were no collectives."""
+        return self.messages + 2 * sum(members - 1 for members in self.teams)
+
+
 class Movement(Protocol):
     """A pull or a push under way. Until `wait()` returns, neither of its buffers may be written.
 
     A movement that is over ignores further calls.
     """
 
-    def advance(self) -> None:
-        """Begin the next hop, where there is one.
-
-        It waits for neighbours that must advance too. So all ranks call it at one point of their program, after
-        they have started everything, and never between two computations.
-        """
+    def advance(self) -> bool:
+        """Begin the next step, which needs what the one before brings; False if there is none. See [Note: lanes]."""
 
     def wait_arrived(self) -> None:
         """Return when the destination is complete; the source may still be on its way."""
@@ -43,16 +56,34 @@ class Movement(Protocol):
         """Return when the destination is complete and the source may be written again."""
 
 
+class PushMovement(Movement, Protocol):
+    """A push under way."""
+
+    def is_done(self) -> bool:
+        """Whether `wait` would return without waiting for another rank; False where the transport cannot tell."""
+
+
 class Mover(Protocol):
-    """One rank's part of a transfer from a source layout to a destination layout, to be run any number of times."""
+    """One rank's part of a transfer from a source layout to a destination layout, to be run any number of times.
+
+    A link of twins pulls or pushes; a plain one does either.
+    """
 
     @property
     def sent_numel(self) -> int:
-        """Elements that this rank sends to others, in all hops."""
+        """Elements that this rank sends to others, in all steps."""
 
     @property
     def received_numel(self) -> int:
-        """Elements that this rank receives from others, in all hops."""
+        """Elements that this rank receives from others, in all steps."""
+
+    @property
+    def operations(self) -> Operations:
+        """Messages and collectives that this rank takes part in."""
+
+
+class PullMover(Mover, Protocol):
+    """A mover that pulls."""
 
     @property
     def pull_scratch(self) -> int:
@@ -67,6 +98,16 @@ class Mover(Protocol):
         fit the plan.
         """
 
+    def hops(self, src: Tensor, dst: Tensor) -> Sequence[Hop]:
+        """The transfers that `pull(src, dst)` consists of, in order."""
+
+
+class PushMover(Mover, Protocol):
+    """A mover that pushes."""
+
+    def push_bytes(self, src: torch.dtype, wire: torch.dtype, dst: torch.dtype) -> int:
+        """Bytes of scratch memory that a push takes, for the dtypes of source, wire and destination."""
+
     def push(
         self,
         src: Tensor,
@@ -75,7 +116,8 @@ class Mover(Protocol):
         wire_dtype: torch.dtype | None = None,
         accumulate: bool = False,
         tag: int = 0,
-    ) -> Movement:
+        scratch: Tensor | None = None,
+    ) -> PushMovement:
         """Start to sum everybody's `src`, the contributions, into everybody's `dst`.
 
         Waiting fills the whole of `dst`, with zeros where nobody contributes. With `accumulate` it adds to what
@@ -83,9 +125,6 @@ class Mover(Protocol):
         waits, so pushes into one `dst` add up in the order in which they are waited for.
 
         Sums are taken in dst's dtype and in an order that the plan fixes, so they are the same to the bit each
-        time. Messages travel as `wire_dtype` (default: src's own). Raises `PlanError` for buffers that do not fit
-        the plan.
+        time. Messages travel as `wire_dtype` (default: src's own). `scratch`: `push_bytes` bytes, the transfer's
+        until it has been waited for; None: memory of its own. Raises `PlanError` for buffers that do not fit the plan.
         """
-
-    def hops(self, src: Tensor, dst: Tensor) -> Sequence[Hop]:
-        """The transfers that `pull(src, dst)` consists of, in order."""

@@ -1,4 +1,13 @@
-"""Pulled parameters: all buckets' pulls start with the step and each is waited for before its first use."""
+"""Pulled parameters: all buckets' pulls start with the step and each is waited for before its first use.
+
+[Note: order of pulls] All ranks start the steps of all pulls in one order, in which the first buckets, which a forward
+needs first, are complete while later ones travel. Of three buckets that enter (e) and are gathered (g) it is
+
+    e0 e1 g0 e2 g1 g2        where later steps are issued at once [Note: lanes]
+    e0 e1 e2 | g0 g1 g2      where a wait holds up the host: at the bar a rank waits for e0, and everybody has sent it
+
+A gather needs what has entered. So the next bucket's first step comes before it, and fills the time until then.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ds_hydra.zero_hetero.checksum import checksums_of
-from ds_hydra.zero_hetero.mover import Hop, Movement, Mover
+from ds_hydra.zero_hetero.mover import Hop, Movement, PullMover
 from ds_hydra.zero_hetero.scratch import Scratch
 from ds_hydra.zero_hetero.scratch_plan import end_of, padded, side_by_side
 
@@ -23,14 +32,15 @@ class Pulls:
 
     def __init__(
         self,
-        links: Sequence[Mover],
+        links: Sequence[PullMover],
         shards: Sequence[Tensor],
         buffers: Sequence[Tensor],
         *,
         first_tag: int = 0,
+        early: bool = False,
         scratch: Scratch | None = None,
     ):
-        """Bucket b is pulled with tag `first_tag + b`.
+        """Bucket b is pulled with tag `first_tag + b`; `early`: later steps are issued at once [Note: lanes].
 
         `scratch` is the rank's, of which the pulls take the first `scratch_bytes` while they are under way; None:
         memory of their own.
@@ -39,6 +49,7 @@ class Pulls:
         self.shards = tuple(shards)
         self.buffers = tuple(buffers)
         self.first_tag = first_tag
+        self.early = early
         self._handles: dict[int, Movement] = {}  # by bucket; empty between `finish` and the next `start`
         pairs = list(zip(self.shards, self.buffers, strict=True))
         casts = [padded(shard.numel()) * (shard.dtype != buffer.dtype) for shard, buffer in pairs]
@@ -57,10 +68,9 @@ class Pulls:
                 buffer = self.buffers[index]
                 space = self._scratch.at(self._spaces[index], buffer.dtype)
                 self._handles[index] = link.pull(self._cast(index), buffer, tag=self.first_tag + index, scratch=space)
-            # Second hops of relays begin when everything has started: a rank that waited for its neighbours between
-            # two buckets would keep the others waiting for the buckets that it has not started.
-            for handle in self._handles.values():
-                handle.advance()
+                if self.early and index > 0:
+                    finish_steps([self._handles[index - 1]])
+            finish_steps(list(self._handles.values()))
 
     def wait(self, bucket: int) -> None:
         """Return when this rank's parameters of `bucket` are complete; more calls do nothing."""
@@ -95,3 +105,9 @@ class Pulls:
         if shard.dtype == dtype:
             return shard
         return self._scratch.at(self._casts[index], dtype)[: shard.numel()].copy_(shard)
+
+
+def finish_steps(handles: Sequence[Movement]) -> None:
+    """Begin all steps that are left: the second of all, then the third."""
+    while handles:
+        handles = [handle for handle in handles if handle.advance()]

@@ -10,6 +10,10 @@ When autograd has accumulated into the last parameter of layer 2, bucket 2 leave
 1. Were layer 1 ready before layer 2, it would wait. What is left at `finish()`, such as a bucket whose parameters this
 backward did not reach, leaves then.
 
+A push of two steps, of which the second sends what the first has brought [Note: twins], goes through both of them
+before the next push starts, where later steps are issued at once [Note: lanes]: two steps of two pushes that some ranks
+start in one order and others in another could wait for each other. Elsewhere second steps begin in `finish()`.
+
 A gradient that autograd does not compute itself, but others later from what it leaves them, is final when they say so
 by `final()`; `arm()` is told which ones.
 
@@ -28,7 +32,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ds_hydra.zero_hetero.link import Handle, Link
+from ds_hydra.zero_hetero.mover import PushMovement, PushMover
+from ds_hydra.zero_hetero.pulls import finish_steps
 from ds_hydra.zero_hetero.scratch import Scratch
 from ds_hydra.zero_hetero.scratch_plan import end_of, in_turn
 
@@ -41,7 +46,7 @@ class PushBucket:
     are views; `masters` is the rank's master gradient, which the push fills. `link` has the transposed plan.
     """
 
-    link: Link
+    link: PushMover
     params: tuple[nn.Parameter, ...]
     grads: Tensor
     masters: Tensor
@@ -60,10 +65,11 @@ class Pushes:
         *,
         wire_dtype: torch.dtype | None = None,
         first_tag: int = 0,
+        early: bool = False,
         room: int | None = None,
         scratch: Scratch | None = None,
     ):
-        """Bucket b is pushed with tag `first_tag + b`; `wire_dtype` as in `Link.push`.
+        """Bucket b is pushed with tag `first_tag + b`; `wire_dtype` as in `Link.push`; `early` as in `Pulls`.
 
         `room`: bytes of scratch memory that open pushes may take together, if none of them alone needs more; None:
         as many as all of them need. `scratch` is the rank's, of which the pushes take the first `scratch_bytes`; None:
@@ -72,13 +78,14 @@ class Pushes:
         self.buckets = tuple(buckets)
         self.wire_dtype = wire_dtype
         self.first_tag = first_tag
+        self.early = early
         sizes = tuple(self._needed(bucket) for bucket in reversed(self.buckets))
         self._windows = in_turn(sizes, sum(sizes) if room is None else room)  # in the order of starting
         self.scratch_bytes = end_of(self._windows)
         self._scratch = scratch or Scratch(self.buckets[0].grads.device, self.scratch_bytes)
         self._armed = self._accumulate = False
         self._unready: list[set[int]] = [set() for _ in self.buckets]  # per bucket: parameters still to come
-        self._handles: list[Handle] = []  # of the pushes that have started, in their order
+        self._handles: list[PushMovement] = []  # of the pushes that have started, in their order
         self._over = 0  # how many of them are over: their sums are taken, their memory is free
         self._places = {
             param: (index, position)
@@ -123,6 +130,7 @@ class Pushes:
         self._armed = False
         handles, self._handles = self._handles[self._over :], []
         self._over = 0
+        finish_steps(handles)
         # The second loop needs more of the other ranks than the first: not only that they have sent everything, but
         # that they have received it.
         for handle in handles:
@@ -165,9 +173,11 @@ class Pushes:
                     wire_dtype=self.wire_dtype,
                     accumulate=self._accumulate,
                     tag=self.first_tag + index,
-                    scratch=self._scratch.at(window, self._wire(bucket)),
+                    scratch=self._scratch.at(window, torch.uint8),
                 )
             )
+            if self.early:
+                finish_steps(self._handles[-1:])
 
     def _end(self, count: int, *, wait: bool) -> bool:
         """Take the sums of the first `count` pushes, which are over then; False if that would take a wait."""
@@ -179,10 +189,7 @@ class Pushes:
             self._over += 1
         return True
 
-    def _wire(self, bucket: PushBucket) -> torch.dtype:
-        return self.wire_dtype or bucket.grads.dtype
-
     def _needed(self, bucket: PushBucket) -> int:
         """Bytes of scratch memory that a bucket's push takes."""
-        wire = self._wire(bucket)
-        return wire.itemsize * bucket.link.push_scratch(cast=wire != bucket.grads.dtype)
+        grads = bucket.grads.dtype
+        return bucket.link.push_bytes(grads, self.wire_dtype or grads, bucket.masters.dtype)

@@ -39,6 +39,7 @@ import numpy.typing as npt
 
 from ds_hydra.zero_hetero.intervals import Column, sum_by
 from ds_hydra.zero_hetero.transfer_plan import Slice, TransferPlan
+from ds_hydra.zero_hetero.twin_plan import TwinPush
 
 ALIGNMENT = 64  # elements: messages begin at multiples of 128 bytes or more, as copies and networks like it
 LARGE = 1 << 18
@@ -124,6 +125,32 @@ def push_scratch(plan: TransferPlan, *, cast: bool) -> Column:
     return sum_by(sent.dst[begin], plan.num_ranks, received) + sum_by(
         sent.src[copied], plan.num_ranks, padded(sent.numel[copied])
     )
+
+
+def twin_push_windows(
+    count: int, part: int, leave: int, element_bytes: tuple[int, int], *, cast: bool
+) -> tuple[Window, ...]:
+    """Windows of what one of `count` twins takes to push parts of `part` elements [Note: twins].
+
+    Its own contributions if they are `cast`, everybody's to its part, their sum, and `leave` elements with which the
+    sums leave. `element_bytes` are those on the wire of a trade, and of a sum.
+    """
+    wire, total = element_bytes
+    whole = padded(count * part) * wire
+    return side_by_side([whole if cast else 0, whole, padded(part) * total, leave * total])
+
+
+def twin_push_bytes(plan: TwinPush, element_bytes: tuple[int, int], grad_bytes: int) -> Column:
+    """Bytes of scratch memory that each rank takes to push: shape (num_ranks,); `element_bytes` as above."""
+    cast, total = grad_bytes != element_bytes[0], element_bytes[1]
+    leave = {of_alone: push_scratch(plan.leave, cast=of_alone and grad_bytes != total) for of_alone in (False, True)}
+    found = leave[True] * total
+    for twins, part in zip(plan.twins, plan.parts, strict=True):
+        if part and len(twins.ranks) > 1:
+            ranks = np.array(twins.ranks)
+            besides = end_of(twin_push_windows(len(ranks), part, 0, element_bytes, cast=cast))
+            found[ranks] = besides + leave[False][ranks] * total
+    return found
 
 
 class _Runs(NamedTuple):

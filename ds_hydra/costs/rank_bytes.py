@@ -14,12 +14,13 @@ from typing import NamedTuple
 import numpy as np
 
 from ds_hydra.pipe.model_plan import ModelPlan
-from ds_hydra.pipe.placement import Stage, Strategy
-from ds_hydra.pipe.transfers import BucketTransfers, plan_transfers, room_for_pushes
+from ds_hydra.pipe.placement import Strategy
+from ds_hydra.pipe.transfers import BucketTransfers, plan_transfers, room_for_pushes, twins_of
 from ds_hydra.zero_hetero.intervals import Column
 from ds_hydra.zero_hetero.layout import even_layout
-from ds_hydra.zero_hetero.relay_plan import RelayPlan
-from ds_hydra.zero_hetero.scratch_plan import end_of, in_turn, padded, pull_scratch, push_scratch
+from ds_hydra.zero_hetero.scratch_plan import end_of, in_turn, padded, pull_scratch, push_scratch, twin_push_bytes
+from ds_hydra.zero_hetero.transfer_plan import TransferPlan
+from ds_hydra.zero_hetero.twin_plan import TwinPull, Twins
 
 
 class ElementBytes(NamedTuple):
@@ -47,15 +48,11 @@ def rank_bytes(plan: ModelPlan, strategy: Strategy, element: ElementBytes, *, no
     """Bytes of every rank under a strategy; `node_size` consecutive ranks are a node."""
     transfers = plan_transfers(plan, strategy, node_size)
     pulls, pushes = _scratch_of(plan, transfers, strategy.num_ranks, element)
-    held: dict[object, tuple[int, int]] = {}  # replicas of a stage hold the same
     found: dict[int, RankBytes] = {}
-    for stage in (stage for pipeline in strategy.pipelines for stage in pipeline.stages):
-        for rank in stage.ranks:
-            tp_rank, _ = stage.coordinates(rank)
-            key = (stage.ranges, stage.tp, tp_rank)
-            if key not in held:
-                held[key] = held_elements(plan, stage, tp_rank)
-            params, grads = held[key][0] * element.param, held[key][1] * element.grad
+    for twins in twins_of(strategy, node_size):
+        held, trained = held_elements(plan, strategy, twins)
+        params, grads = held * element.param, trained * element.grad
+        for rank in twins.ranks:
             pull = int(pulls[rank])
             push = _pushes_in_turn(tuple(pushes[:, rank].tolist()), room_for_pushes(params + grads, pull))
             found[rank] = RankBytes(params, grads, max(pull, push))
@@ -68,11 +65,13 @@ def _pushes_in_turn(sizes: tuple[int, ...], room: int) -> int:
     return end_of(in_turn(sizes, room))
 
 
-def held_elements(plan: ModelPlan, stage: Stage, tp_rank: int) -> tuple[int, int]:
-    """Elements of all and of trainable parameters that a tensor parallel rank of a stage holds."""
+def held_elements(plan: ModelPlan, strategy: Strategy, twins: Twins) -> tuple[int, int]:
+    """Elements of all and of trainable parameters that each of these twins holds, with what makes parts equal."""
+    rank = twins.ranks[0]
+    stage = strategy.stage_of(rank)
     held = trained = 0
     for bucket in plan.buckets:
-        size = sum(slot.numel for slot in plan.slots(bucket, stage, tp_rank))
+        size = twins.padded(sum(slot.numel for slot in plan.slots(bucket, stage, stage.coordinates(rank)[0])))
         held += size
         trained += size if bucket.trainable else 0
     return held, trained
@@ -90,11 +89,13 @@ def _scratch_of(
         if bucket.trainable and element.param != element.master:  # masters are cast, frozen ones are kept cast
             pulls += [padded(size) for size in even_layout(bucket.numel, num_ranks).sizes]
         if id(pull) not in known:
-            hops = pull if isinstance(pull, RelayPlan) else (pull,)
-            known[id(pull)] = np.sum([pull_scratch(hop) for hop in hops], axis=0)
+            known[id(pull)] = pull_scratch(pull.enter if isinstance(pull, TwinPull) else pull)
         pulls += known[id(pull)]
         if push is not None:
             if id(push) not in known:
-                known[id(push)] = push_scratch(push, cast=wire != element.grad)
+                if isinstance(push, TransferPlan):
+                    known[id(push)] = push_scratch(push, cast=wire != element.grad) * wire
+                else:
+                    known[id(push)] = twin_push_bytes(push, (wire, element.master), element.grad)
             pushes.append(known[id(push)])
-    return pulls * element.param, np.array(pushes[::-1]) * wire
+    return pulls * element.param, np.array(pushes[::-1])

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class VirtualClock:
-    """One rank's time in seconds; it never goes back. The engine dates what the rank does by it, as by any clock."""
+    """One rank's time in seconds; it goes back only after what is done `apart`.
+
+    The engine dates what the rank does by it, as by any clock.
+    """
 
     def __init__(self) -> None:
         self._now_s = 0.0
@@ -24,6 +30,36 @@ class VirtualClock:
         """Let the time of some computing pass."""
         self._now_s += seconds
 
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """What is done in this context takes its time from now on, and afterwards it is now again."""
+        now = self._now_s
+        yield
+        self._now_s = now
+
     def wait_until(self, time_s: float) -> None:
         """Go on at `time_s`, or at once if that has passed."""
         self._now_s = max(self._now_s, time_s)
+
+
+class VirtualLane:
+    """Later steps of a transfer take their time beside computing, as they do on a device [Note: lanes]."""
+
+    early = True
+
+    def __init__(self, clock: VirtualClock) -> None:
+        self._clock = clock
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """See `Lane`."""
+        with self._clock.apart():
+            yield
+
+    def mark(self) -> float:
+        """See `Lane`."""
+        return self._clock.now()
+
+    def wait(self, mark: float) -> None:
+        """See `Lane`."""
+        self._clock.wait_until(mark)

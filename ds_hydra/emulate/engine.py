@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_hydra.emulate.clock import VirtualClock
+from ds_hydra.emulate.clock import VirtualClock, VirtualLane
 from ds_hydra.emulate.group import ClockedGroup
 from ds_hydra.emulate.small_model import small_model
 from ds_hydra.emulate.stage import EmulatedSource
@@ -19,6 +19,7 @@ from ds_hydra.engine.job import Job
 from ds_hydra.ranks.world import World
 from ds_hydra.report.calibration import StepCosts, stage_loads
 from ds_hydra.simulate.job import SimulatedJob
+from ds_hydra.zero_hetero.collectives import MessageCollectives
 
 
 class EmulatedModel(nn.Module):
@@ -50,21 +51,30 @@ class EmulatedEngine(HydraEngine):
 
     def world_of_process(self) -> World:
         """See `HydraEngine`: the same groups and transports, on virtual time."""
-        world, links = super().world_of_process(), self.module.cluster.links
+        world, speeds = super().world_of_process(), self.module.cluster.links
 
         def clocked(transport: Any) -> ClockedTransport:
-            return ClockedTransport(transport, world.rank, self.clock, links, self.module.small)
+            return ClockedTransport(transport, world.rank, self.clock, speeds, self.module.small)
 
-        group = None if world.group is None else ClockedGroup(world.group, self.clock, links)
-        return replace(world, links=clocked(world.links), edges=clocked(world.edges), group=group, clock=self.clock)
+        group = None if world.group is None else ClockedGroup(world.group, self.clock, speeds)
+        self._moving = clocked(world.links), clocked(world.links)  # with ports of their own [Note: ports]
+        links, teams = self._moving
+        return replace(
+            world,
+            links=links,
+            edges=clocked(world.edges),
+            collectives=MessageCollectives(teams, world.rank),
+            lane=VirtualLane(self.clock),
+            group=group,
+            clock=self.clock,
+        )
 
     def assemble(self, job: Job | None = None) -> None:
         """See `HydraEngine`; then stages know what they cost."""
         super().assemble(job)
-        source, crew, cluster, links = self.job.source, self.crew, self.module.cluster, self.crew.world.links
+        source, crew, cluster = self.job.source, self.crew, self.module.cluster
         assert isinstance(source, EmulatedSource), "made by `source_of`"
-        assert isinstance(links, ClockedTransport), "made by `world_of_process`"
-        source.links = links
+        source.links = self._moving
         for shape, strategy in crew.prepared.strategies.items():
             for piece, pipeline in zip(shape.pipelines, strategy.pipelines, strict=True):
                 cost, shares = crew.prepared.table[piece], crew.prepared.table.shares(piece)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from ds_hydra.pipe.model_plan import Bucket, ModelPlan, ParamSpec
+from ds_hydra.simulate.transfers import SUM_BYTES
 
 ELEMENTS = 1 << 14  # of the largest bucket, about
 ROWS = 48  # of a cut parameter without units: divisible by all usual degrees
@@ -27,6 +28,7 @@ class SmallModel:
     plan: ModelPlan
     pulled_bytes: tuple[float, ...]  # by bucket: bytes on the wire that one of its elements stands for in a pull
     pushed_bytes: tuple[float, ...]  # the same in a push, by bucket that has gradients
+    summed_bytes: tuple[float, ...]  # the same, of twins' sums on their way to the masters
     feature_bytes: float  # bytes on the wire of one token's hidden state
 
 
@@ -55,6 +57,7 @@ def small_model(plan: ModelPlan, hidden: int, element_bytes: int, gradient_bytes
         small,
         tuple(count * element_bytes for count in elements),
         tuple(count * (gradient_bytes or element_bytes) for count in trained),
+        tuple(count * SUM_BYTES for count in trained),
         float(hidden * element_bytes),
     )
 

@@ -59,7 +59,7 @@ class EmulatedSource:
         self.aliases: Mapping[str, str] = {name: name for name in values}
         self.prices: dict[Pipeline, Sequence[Cost]] = {}  # by stage
         self.costs: dict[Pipeline, tuple[SchemeCost, Shares]] = {}  # what divides the time
-        self.links: ClockedTransport | None = None
+        self.links: Sequence[ClockedTransport] = ()  # of pulls and pushes
 
     def width(self, layer: int) -> int:
         """Features of the hidden states that enter a layer: one that stands for all."""
@@ -93,9 +93,9 @@ class EmulatedStage(StageModule):
     def forward(self, hidden: Tensor | None, batch: MicroBatch) -> Tensor:
         """See `StageModule.forward`; takes a share of the time that the cost table gives the micro-batch."""
         links, seconds = self._source.links, self._seconds(batch)
-        assert links is not None, "a stage runs when the engine is assembled"
+        assert links, "a stage runs when the engine is assembled"
         # Only while parameters are still on their way can ranks of a stage differ from layer to layer.
-        apart = self.meet(links.unread)
+        apart = self.meet(sum(one.unread for one in links))
         x = torch.zeros_like(batch.position_ids, dtype=torch.float32).unsqueeze(-1) if hidden is None else hidden
         for part in self._parts:
             x = part(x, seconds, apart)

@@ -12,6 +12,7 @@ from ds_hydra.emulate.small_model import SmallModel
 from ds_hydra.simulate.links import LinkModel, Port
 from ds_hydra.step.strategy_runtime import PULL_TAG, PUSH_TAG
 from ds_hydra.zero_hetero.transport import Parcel, Transport, Work
+from ds_hydra.zero_hetero.twin_link import LEAVE_TAG
 
 _HEAD_BYTES = 8  # an FP64 before each message: when its first byte is at the receiver
 
@@ -43,6 +44,8 @@ class ClockedTransport:
     def _element_bytes(self, tag: int) -> float:
         """The true bytes that an element of the messages with this tag stands for."""
         small = self._small
+        if 0 <= tag - PUSH_TAG - LEAVE_TAG < len(small.summed_bytes):
+            return small.summed_bytes[tag - PUSH_TAG - LEAVE_TAG]
         if 0 <= tag - PUSH_TAG < len(small.pushed_bytes):
             return small.pushed_bytes[tag - PUSH_TAG]
         if 0 <= tag - PULL_TAG < len(small.pulled_bytes):

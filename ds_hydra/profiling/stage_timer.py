@@ -92,7 +92,7 @@ class StageTimer:
             chunk=chunk,
         )
         start, stop = pack.local
-        positions = torch.tensor([position_ids(pack.lengths, start, stop, past=pack.past)], device=self.device)
+        positions = torch.from_numpy(position_ids(pack.lengths, start, stop, past=pack.past)).to(self.device)[None]
         size = stop - start
         vocab = self.source.vocab_size or 1
         ids = torch.randint(0, vocab, (1, size), device=self.device)

@@ -27,7 +27,7 @@ from ds_hydra.profiling.links import Collective, Links
 from ds_hydra.profiling.split_fit import SplitPoint, fit_split
 from ds_hydra.profiling.stage_timer import StageTimer, Timing
 from ds_hydra.profiling.within_memory import free_unused, within_memory
-from ds_hydra.ranks.groups import GroupCache
+from ds_hydra.ranks.groups import GroupCache, Ranks, make_groups, needed_groups
 from ds_hydra.zero_hetero.clock import Clock, HostClock, clock_of
 
 
@@ -86,7 +86,7 @@ class Survey:
         self._on_point = on_point or (lambda: None)
         self._world = dist.get_world_size() if dist.is_initialized() else 1
         self._rank = dist.get_rank() if dist.is_initialized() else 0
-        self._groups = GroupCache(lambda members: dist.new_group(list(members)))
+        self._groups = GroupCache(self._rank, _make)
 
     def how(self, scheme: ParallelScheme) -> How:
         """Which way a scheme is measured. CPU time does not see waiting, so it goes with local shapes."""
@@ -143,7 +143,7 @@ class Survey:
         copies = place_strategy(
             StrategyShape.of([ParallelScheme(scheme.tp, 1, scheme.sp)] * (self._world // width)), self._world, 1
         )
-        self._groups.create(copies)
+        self._groups.create(needed_groups(copies))
         mine = copies.pipelines[self._rank // width].stages[0]
         tp_rank, sp_rank = mine.coordinates(self._rank)
         tp_group, sp_group = (self._groups.get(of(self._rank)) for of in (mine.tp_ranks, mine.sp_ranks))
@@ -253,3 +253,8 @@ class Survey:
         dist.all_reduce(shared, op=dist.ReduceOp.MAX if wall else dist.ReduceOp.SUM, group=self._control)
         found: list[float] = (shared if wall else shared / self._world).tolist()
         return found
+
+
+def _make(groups: Sequence[Ranks]) -> dist.ProcessGroup | None:
+    assert dist.group.WORLD is not None, "only schemes of several ranks need groups"
+    return make_groups(dist.group.WORLD, groups)

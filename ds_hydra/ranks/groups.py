@@ -1,15 +1,18 @@
-"""A strategy in; its tensor and sequence parallel process groups, each made once for all strategies, out."""
+"""Sets of ranks in; their process groups, each made once for all strategies, out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
 
 import torch.distributed as dist
 
 from ds_hydra.pipe.placement import Strategy
 
+Ranks = tuple[int, ...]
 
-def needed_groups(strategy: Strategy) -> Iterable[tuple[int, ...]]:
+
+def needed_groups(strategy: Strategy) -> Iterable[Ranks]:
     """Rank tuples of the tensor and sequence parallel groups of a strategy; groups of one need none."""
     for pipeline in strategy.pipelines:
         for stage in pipeline.stages:
@@ -21,32 +24,79 @@ def needed_groups(strategy: Strategy) -> Iterable[tuple[int, ...]]:
                     yield stage.sp_ranks(stage.ranks[tp_rank])
 
 
+def apart(groups: Iterable[Ranks]) -> list[tuple[Ranks, ...]]:
+    """The groups in few sets, in each of which all have one width and no rank in common, so that one call makes them.
+
+    (0 1) (2 3) (1 2) (0 1 2 3) come in three sets: (0 1) (2 3), then (1 2), then (0 1 2 3).
+    """
+    sets: list[list[Ranks]] = []
+    taken: list[set[int]] = []
+    for ranks in groups:
+        fitting = (i for i, one in enumerate(sets) if len(one[0]) == len(ranks) and taken[i].isdisjoint(ranks))
+        at = next(fitting, len(sets))
+        if at == len(sets):
+            sets.append([])
+            taken.append(set())
+        sets[at].append(ranks)
+        taken[at].update(ranks)
+    return [tuple(one) for one in sets]
+
+
+def make_groups(
+    everyone: dist.ProcessGroup, groups: Sequence[Ranks], timeout: timedelta | None = None
+) -> dist.ProcessGroup | None:
+    """Make groups that have no rank in common, out of all ranks, and return the one that this rank got.
+
+    Where the backend can split a group (NCCL, on a device that it knows), one call makes all of them. Elsewhere every
+    rank makes each of them, and gets None if it is in no one. Every rank must call it, with the same groups.
+    """
+    rank = dist.get_rank(everyone)
+    if everyone.bound_device_id is None:
+        found = [(ranks, dist.new_group(list(ranks), timeout)) for ranks in groups]
+        return next((group for ranks, group in found if rank in ranks), None)
+    # Who is in none of them gets a group of its own: torch names a group by how many its ranks have made, and all of
+    # them must have made equally many.
+    others = set(range(dist.get_world_size(everyone))).difference(*groups)
+    parts = [list(ranks) for ranks in groups] + [[other] for other in sorted(others)]
+    return dist.split_group(everyone, parts, timeout)
+
+
 class GroupCache:
-    """Process groups by their ranks, kept for the life of the world. `make` makes the group of some of its ranks."""
+    """Process groups by their ranks, kept for the life of the world.
+
+    `make` makes groups that have no rank in common, and returns what this rank got.
+    """
 
     # A process group costs threads and file descriptors, on GPUs a communicator with buffers too. The strategies
     # "2*tp2" and "tp2 + 2*tp1" both need the group (0, 1); it is made for the first of them and used by both.
     # torch demands that all ranks make a group, in the same order, also those outside it. The order follows from the
     # strategy, which is equal on all ranks.
 
-    def __init__(self, make: Callable[[tuple[int, ...]], dist.ProcessGroup]):
-        self._make = make
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    def __init__(self, rank: int, make: Callable[[Sequence[Ranks]], dist.ProcessGroup | None]):
+        self._rank, self._make = rank, make
+        self._groups: dict[Ranks, dist.ProcessGroup | None] = {}
+        self.calls = 0  # of `make`: each is one meeting of all ranks where the backend can split a group
 
-    def create(self, strategy: Strategy) -> None:
-        """Make the groups of a strategy that do not exist yet. Every rank of the world must call it."""
-        for ranks in needed_groups(strategy):
-            if ranks not in self._groups:
-                self._groups[ranks] = self._make(ranks)
+    def create(self, needed: Iterable[Ranks]) -> None:
+        """Make those groups that do not exist yet. Every rank of the world must call it, with the same groups."""
+        for together in apart(ranks for ranks in dict.fromkeys(needed) if ranks not in self._groups):
+            own = self._make(together)
+            self._groups |= {ranks: own if self._rank in ranks else None for ranks in together}
+            self.calls += 1
 
-    def get(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """The group of exactly these ranks; None for a single rank."""
-        return self._groups[ranks] if len(ranks) > 1 else None
+    def get(self, ranks: Ranks) -> dist.ProcessGroup | None:
+        """The group of exactly these ranks, this one among them; None for a single rank."""
+        return self.of_team(ranks) if len(ranks) > 1 else None
+
+    def of_team(self, ranks: Ranks) -> dist.ProcessGroup:
+        """The group of these ranks, which are several."""
+        group = self._groups[ranks]
+        assert group is not None, f"rank {self._rank} is not in {ranks}"
+        return group
 
     def __iter__(self) -> Iterator[dist.ProcessGroup]:
         """Those that this rank is in, in the order in which they were made."""
-        outside = dist.GroupMember.NON_GROUP_MEMBER
-        return (group for group in self._groups.values() if group is not outside)
+        return (group for group in self._groups.values() if group is not None)
 
     def __len__(self) -> int:
         return len(self._groups)

@@ -18,8 +18,10 @@ import torch.distributed as dist
 
 from ds_hydra.pipe.placement import Strategy
 from ds_hydra.ranks.channel import Channel
-from ds_hydra.ranks.groups import GroupCache
+from ds_hydra.ranks.groups import GroupCache, Ranks, make_groups, needed_groups
 from ds_hydra.zero_hetero.clock import Clock, clock_of
+from ds_hydra.zero_hetero.collectives import Collectives, GroupCollectives, MessageCollectives
+from ds_hydra.zero_hetero.lane import DeviceLane, HostLane, Lane
 from ds_hydra.zero_hetero.transport import TorchTransport, Transport
 
 _OPEN_RECEIVES = 2  # buckets whose receives are open at once on gloo, which becomes slower with more of them
@@ -42,7 +44,10 @@ class World:
     groups: GroupCache  # tensor and sequence parallel groups
     links: Transport  # between masters and pipelines: pulls and pushes
     edges: Transport  # between the stages of a pipeline
+    collectives: Collectives  # of twins, for the same pulls and pushes
+    lane: Lane  # where their later steps are begun
     clock: Clock  # dates what this rank does
+    _gloo: bool  # the default group is gloo's, which needs no groups of teams
     _shared: tuple[dist.ProcessGroup, ...] = field(repr=False)  # of all ranks: those of links and edges
     _made: list[dist.ProcessGroup] = field(repr=False)
 
@@ -63,11 +68,18 @@ class World:
                 made.append(group)
             return group
 
+        def make_apart(groups: Sequence[Ranks]) -> dist.ProcessGroup | None:
+            own = make_groups(everyone, groups, timedelta(seconds=timeout_s))
+            if own is not None:
+                made.append(own)
+            return own
+
         gloo = dist.get_backend(everyone) == "gloo"
         control = everyone if gloo else make(range(num_ranks), "gloo")
         # NCCL runs one group's messages in the order they were started: pipelines get a communicator of their own.
         edges = everyone if gloo else make(range(num_ranks))
         background = make(range(num_ranks), "gloo")  # a save in the background must not meet training
+        links, groups = TorchTransport(everyone, max_open_receives=_OPEN_RECEIVES), GroupCache(rank, make_apart)
         return cls(
             rank=rank,
             num_ranks=num_ranks,
@@ -76,26 +88,42 @@ class World:
             group=everyone if num_ranks > 1 else None,
             channel=Channel(control, rank, num_ranks),
             background=Channel(background, rank, num_ranks),
-            groups=GroupCache(make),
-            links=TorchTransport(everyone, max_open_receives=_OPEN_RECEIVES),
+            groups=groups,
+            links=links,
             edges=TorchTransport(edges),
+            collectives=MessageCollectives(links, rank) if gloo else GroupCollectives(groups.of_team),
+            lane=HostLane(early=not gloo) if device.type == "cpu" else DeviceLane(device),
             clock=clock_of(device),
+            _gloo=gloo,
             _shared=(everyone, edges) if num_ranks > 1 else (),
             _made=made,
         )
 
-    def connect(self, strategies: Iterable[Strategy], links: Iterable[Pair], edges: Iterable[Pair]) -> None:
+    def connect(
+        self,
+        strategies: Iterable[Strategy],
+        *,
+        links: Iterable[Pair],
+        edges: Iterable[Pair],
+        teams: Sequence[tuple[int, ...]],
+    ) -> None:
         """Make the groups of these strategies and use every communicator and pair once, before a step depends on it.
 
         `links` and `edges` are pairs of (sender, receiver). Every rank must call it, with the same arguments and with
         nothing under way. Groups and pairs come in one order on all ranks, so none waits for another in a circle.
         """
-        for strategy in strategies:
-            self.groups.create(strategy)
+        needed = [group for strategy in strategies for group in needed_groups(strategy)]
+        self.groups.create(needed if self._gloo else [*needed, *teams])
         for group in dict.fromkeys([*self._shared, *self.groups]):
             dist.all_reduce(torch.zeros(1, device=self.device), group=group)
         for transport, pairs in ((self.links, links), (self.edges, edges)):
             self._greet(transport, pairs)
+        for team in teams:
+            if self.rank in team:
+                hello = torch.zeros(2 * len(team), device=self.device)
+                own, others = hello.chunk(2)
+                self.collectives.gather(own, team, tag=_CONNECT_TAG).wait()
+                self.collectives.trade(own, others, team, tag=_CONNECT_TAG).wait()
 
     def _greet(self, transport: Transport, pairs: Iterable[Pair]) -> None:
         """Exchange one element over each pair, all of them at once."""

@@ -15,9 +15,9 @@ COLOURS: dict[Kind, str] = {
     "forward": "#56B4E9", "backward": "#0072B2", "pull": "#E69F00", "push": "#CC79A7", "norm": "#F0E442",
     "optimizer": "#009E73", "control": "#999999", "receive": "#D55E00", "send": "#999999",
 }  # fmt: skip
-_DRAWN: tuple[Stream, ...] = ("compute", "links out", "links in")
-_HEIGHT = {"compute": 0.62, "links out": 0.14, "links in": 0.14}  # of a rank's row
-_BASE = {"compute": 0.33, "links out": 0.18, "links in": 0.02}
+_DRAWN: tuple[Stream, ...] = ("compute", "links out", "links in", "twins out", "twins in")
+_HEIGHT = {"compute": 0.62} | dict.fromkeys(_DRAWN[1:], 0.07)  # of a rank's row
+_BASE = {"compute": 0.33, "links out": 0.25, "links in": 0.17, "twins out": 0.1, "twins in": 0.02}
 MOST_ROWS = 96
 _NAMED, _MOST_NAMES = ("forward", "backward"), 3000
 

@@ -13,12 +13,12 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeGuard
+from typing import Any, Literal, NamedTuple, TypeGuard, get_args
 
 from ds_hydra.zero_hetero.errors import ConfigError
 
-Stream = Literal["compute", "links out", "links in", "stages out", "stages in"]
-STREAMS: tuple[Stream, ...] = ("compute", "links out", "links in", "stages out", "stages in")
+Stream = Literal["compute", "links out", "links in", "twins out", "twins in", "stages out", "stages in"]
+STREAMS: tuple[Stream, ...] = get_args(Stream)
 Kind = Literal["forward", "backward", "receive", "send", "pull", "push", "norm", "optimizer", "control"]
 # Of an event that names something: the key in its "args", and the type of what stands there.
 _METADATA: Mapping[str, tuple[str, type]] = {

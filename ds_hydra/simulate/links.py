@@ -1,10 +1,11 @@
 """Ranks and bytes in, seconds of transfers and collectives out; ports that serve one transfer at a time. Pure.
 
 [Note: ports]
-A rank has one outgoing and one incoming port for its pulls and pushes, and two more for the messages between stages,
-since these go over a communicator of their own. A port serves one transfer at a time, in the order in which they come
-to it, and a transfer holds it for bytes / bandwidth, its wire time. The latency holds no port: it passes between the
-two. So a transfer is known from its two ends, each by itself:
+A rank has one outgoing and one incoming port for what its pulls and pushes exchange with the owners of masters, two
+more for the gathers and trades of twins, and two for the messages between stages: each of the three goes over a
+communicator of its own, and what waits in one of them holds up nothing in the others. A port serves one transfer at a
+time, in the order in which they come to it, and a transfer holds it for bytes / bandwidth, its wire time. The latency
+holds no port: it passes between the two. So a transfer is known from its two ends, each by itself:
 
     sender     begin   = the later of "ready" and "outgoing port free";  the port is free again at begin + wire time
                head    = begin + latency, when the first byte is at the receiver

@@ -25,8 +25,8 @@ class PhaseTimes:
     started: Floats  # all pulls have been started
     pulled: Floats  # all that the rank pulls is there, and what others pull from it has left
     stop: Floats  # its pushes have left, and those to its masters have come
-    pulls: tuple[tuple[Exchanged, ...], ...]  # by bucket: one or two hops
-    pushes: Mapping[int, Exchanged]
+    pulls: tuple[tuple[Exchanged, ...], ...]  # by bucket: its steps
+    pushes: Mapping[int, tuple[Exchanged, ...]]
 
     def stages(self) -> Iterator[tuple[PipelinePlan, StageTimes, slice]]:
         """Each stage with the plan of its pipeline, and its ranks."""

@@ -54,12 +54,19 @@ def _links(rank: int, phase: PhaseTimes, of: str) -> Iterator[Span]:
     """Pulls and pushes, while they hold the rank's ports."""
     for bucket, hops in enumerate(phase.pulls):
         for number, hop in enumerate(hops):
-            yield from _ports(rank, "pull", f"pull {bucket}{', second hop' if number else ''}{of}", hop)
-    for bucket, push in phase.pushes.items():
-        yield from _ports(rank, "push", f"push {bucket}{of}", push)
+            yield from _ports(rank, "pull", f"pull {bucket}{_step(number)}{of}", hop, among_twins=number > 0)
+    for bucket, hops in phase.pushes.items():
+        for number, hop in enumerate(hops):
+            among_twins = number < len(hops) - 1
+            yield from _ports(rank, "push", f"push {bucket}{_step(number)}{of}", hop, among_twins=among_twins)
 
 
-def _ports(rank: int, kind: Kind, name: str, moved: Exchanged) -> Iterator[Span]:
-    out: Stream = "links out"
+def _step(number: int) -> str:
+    return f", step {number + 1}" if number else ""
+
+
+def _ports(rank: int, kind: Kind, name: str, moved: Exchanged, *, among_twins: bool) -> Iterator[Span]:
+    out: Stream = "twins out" if among_twins else "links out"
+    into: Stream = "twins in" if among_twins else "links in"
     yield Span(rank, out, kind, name, float(moved.left_from[rank]), float(moved.left[rank]))
-    yield Span(rank, "links in", kind, name, float(moved.came_from[rank]), float(moved.came[rank]))
+    yield Span(rank, into, kind, name, float(moved.came_from[rank]), float(moved.came[rank]))

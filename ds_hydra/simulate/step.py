@@ -4,9 +4,10 @@
 It follows the runtime. On every rank pull, run and push of one phase come after those of the phase before:
 
   agree       messages that compare the plans: `fixed_ms` of the table's step costs, if it has them
-  pull        all buckets' first hops leave at once; where pulls are relayed, second hops follow as first ones arrive
+  pull        all buckets' steps in the order of [Note: order of pulls], each as soon as what it sends has come
   run         the schedule's slots; the first forward waits for each layer's own bucket
-  push        from the last backward on where the schedule allows it, else after the slots; last bucket first
+  push        from the last backward on where the schedule allows it, else after the slots; last bucket first, all
+              steps of one before the next; adding up takes no time
   norm        one all-gather over all ranks, so the latest decides
   optimizer   over the rank's own masters
 
@@ -16,6 +17,9 @@ stage's time, embeddings and head none of it. Pulls and pushes do not slow down 
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,7 +34,7 @@ from ds_hydra.simulate.job import SimulatedJob
 from ds_hydra.simulate.outcome import PhaseTimes, SimulatedStep
 from ds_hydra.simulate.pipeline import PipelineTiming, StageTimes
 from ds_hydra.simulate.transfers import BucketUse, StrategyTransfers, bucket_uses
-from ds_hydra.simulate.wires import Exchanged, Floats, Wires
+from ds_hydra.simulate.wires import Exchanged, Floats, Parcels, Wires
 
 _NORM_BYTES = 8  # of each rank's sum of squares, FP64
 
@@ -48,7 +52,7 @@ class Simulator:
     def step(self, plan: StepPlan) -> SimulatedStep:
         """One step. PlanError for a plan of other ranks, or of a shape that the table has no costs for."""
         job, clock = self.job, np.full(self.job.num_ranks, self._step.fixed_ms / 1e3)
-        wires = Wires(job.num_ranks)
+        wires = Networks.of(job.num_ranks)
         phases = []
         for phase in plan.phases:
             phases.append(self._phase(phase, clock, wires))
@@ -59,25 +63,25 @@ class Simulator:
         stop = norm_stop + self._step.update_ms_per_element * owned / 1e3
         return SimulatedStep(tuple(phases), job.num_ranks, self._step.fixed_ms / 1e3, norm_stop, stop, job.memory)
 
-    def _phase(self, phase: Phase, clock: Floats, wires: Wires) -> PhaseTimes:
+    def _phase(self, phase: Phase, clock: Floats, wires: Networks) -> PhaseTimes:
         strategy, transfers = self._strategy(phase)
-        started, pulls = _pull(transfers, clock, wires)
+        pulls = pull_in_order(transfers, clock, wires)
         arrived = np.array([hops[-1].came for hops in pulls])
-        done = np.maximum(arrived, np.array([[hop.left for hop in hops] for hops in pulls]).max(axis=1)).max(axis=0)
+        done = np.maximum(arrived, [np.max([hop.left for hop in hops], axis=0) for hops in pulls]).max(axis=0)
         timings = [
-            self._pipeline(planned, placed, np.maximum(started, clock), arrived, done)
+            self._pipeline(planned, placed, clock, arrived, done)
             for planned, placed in zip(phase.pipelines, strategy.pipelines, strict=True)
         ]
         stages = [stage for timing in timings for stage in timing]
         ready = _push_ready(stages, transfers, done)
-        pushes: dict[int, Exchanged] = {}
+        pushes: dict[int, tuple[Exchanged, ...]] = {}
         stop = np.maximum(ready[0], done)
         for bucket in reversed(range(len(transfers.pushes))):  # see [Note: order of pushes]
-            parcels = transfers.pushes[bucket]
-            if parcels is not None:
-                pushes[bucket] = wires.exchange(parcels, ready[bucket])
-                stop = np.maximum(stop, np.maximum(pushes[bucket].came, pushes[bucket].left))
-        return PhaseTimes(phase, tuple(map(tuple, timings)), clock, started, done, stop, pulls, pushes)
+            hops = transfers.pushes[bucket]
+            if hops is not None:
+                pushes[bucket] = push_in_order(hops, ready[bucket], wires)
+                stop = np.maximum(stop, np.max([np.maximum(hop.came, hop.left) for hop in pushes[bucket]], axis=0))
+        return PhaseTimes(phase, tuple(map(tuple, timings)), clock, clock, done, stop, pulls, pushes)
 
     def _strategy(self, phase: Phase) -> tuple[Strategy, StrategyTransfers]:
         job, key = self.job, phase.shape
@@ -131,18 +135,38 @@ class Simulator:
         return self._loads[key]
 
 
-def _pull(
-    transfers: StrategyTransfers, clock: Floats, wires: Wires
-) -> tuple[Floats, tuple[tuple[Exchanged, ...], ...]]:
-    """All buckets' hops, and when each rank has started them all; it waits for first hops to start the second."""
-    first = [wires.exchange(hops[0], clock) for hops in transfers.pulls]
-    if all(len(hops) == 1 for hops in transfers.pulls):
-        return clock, tuple((hop,) for hop in first)
-    started, both = clock, []
-    for hops, enter in zip(transfers.pulls, first, strict=True):
-        started = np.maximum(started, enter.came)
-        both.append((enter, *(wires.exchange(hop, started) for hop in hops[1:])))
-    return started, tuple(both)
+class Networks(NamedTuple):
+    """The ports of all ranks for pulls and pushes, which go over two communicators [Note: ports]."""
+
+    links: Wires  # to and from the owners of masters
+    teams: Wires  # among twins
+
+    @classmethod
+    def of(cls, num_ranks: int) -> Networks:
+        """All of them free."""
+        return cls(Wires(num_ranks), Wires(num_ranks))
+
+
+def pull_in_order(transfers: StrategyTransfers, clock: Floats, wires: Networks) -> tuple[tuple[Exchanged, ...], ...]:
+    """All steps of all buckets, each when the one before has come; the first of a bucket at once."""
+    done: list[tuple[Exchanged, ...]] = []
+    for first, *gathers in transfers.pulls:
+        entered = wires.links.exchange(first, clock)
+        done.append((entered, *_in_steps(gathers, entered.came, [wires.teams] * len(gathers))))
+    return tuple(done)
+
+
+def push_in_order(hops: Sequence[Parcels], ready: Floats, wires: Networks) -> tuple[Exchanged, ...]:
+    """The steps of one bucket: twins trade before anything leaves."""
+    return _in_steps(hops, ready, [wires.teams, wires.links][-len(hops) :])
+
+
+def _in_steps(hops: Sequence[Parcels], ready: Floats, wires: Sequence[Wires]) -> tuple[Exchanged, ...]:
+    done: list[Exchanged] = []
+    for parcels, ports in zip(hops, wires, strict=True):
+        done.append(ports.exchange(parcels, ready))
+        ready = done[-1].came
+    return tuple(done)
 
 
 def _push_ready(stages: list[StageTimes], transfers: StrategyTransfers, done: Floats) -> Floats:

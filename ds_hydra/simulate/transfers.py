@@ -10,7 +10,9 @@ from ds_hydra.pipe.placement import Stage, Strategy
 from ds_hydra.pipe.transfers import BucketTransfers, plan_transfers
 from ds_hydra.simulate.links import LinkModel
 from ds_hydra.simulate.wires import Parcels
-from ds_hydra.zero_hetero.relay_plan import RelayPlan
+from ds_hydra.zero_hetero.transfer_plan import TransferPlan
+
+SUM_BYTES = 4  # of an element of twins' sums on their way to the masters, which are FP32
 
 
 class BucketUse(NamedTuple):
@@ -22,10 +24,10 @@ class BucketUse(NamedTuple):
 
 @dataclass(frozen=True)
 class StrategyTransfers:
-    """By bucket: the hops of its pull, and its push (None: it is frozen). Equal buckets share their messages."""
+    """By bucket: the steps of its pull and of its push (None: it is frozen). Equal buckets share their messages."""
 
     pulls: tuple[tuple[Parcels, ...], ...]
-    pushes: tuple[Parcels | None, ...]
+    pushes: tuple[tuple[Parcels, ...] | None, ...]
 
     @classmethod
     def of(
@@ -61,8 +63,12 @@ def bucket_uses(plan: ModelPlan, stage: Stage) -> tuple[BucketUse, ...]:
 
 def _parcels(
     transfers: BucketTransfers, links: LinkModel, element_bytes: tuple[int, int]
-) -> tuple[tuple[Parcels, ...], Parcels | None]:
-    hops = tuple(transfers.pull) if isinstance(transfers.pull, RelayPlan) else (transfers.pull,)
+) -> tuple[tuple[Parcels, ...], tuple[Parcels, ...] | None]:
+    pull, push = transfers
     pulled, pushed = element_bytes
-    push = None if transfers.push is None else Parcels.of_plan(transfers.push, links, pushed)
-    return tuple(Parcels.of_plan(hop, links, pulled) for hop in hops), push
+    hops = (pull,) if isinstance(pull, TransferPlan) else pull.hops
+    pulls = tuple(Parcels.of_plan(hop, links, pulled) for hop in hops)
+    if push is None or isinstance(push, TransferPlan):
+        return pulls, None if push is None else (Parcels.of_plan(push, links, pushed),)
+    trade, leave = push.hops
+    return pulls, (Parcels.of_plan(trade, links, pushed), Parcels.of_plan(leave, links, SUM_BYTES))

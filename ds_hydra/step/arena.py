@@ -11,6 +11,7 @@ from torch import Tensor
 from ds_hydra.costs.rank_bytes import held_elements
 from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.pipe.placement import Strategy
+from ds_hydra.pipe.transfers import twins_with
 from ds_hydra.zero_hetero.scratch import Scratch
 
 
@@ -38,8 +39,8 @@ class Arena:
         grad_dtype: torch.dtype,
     ) -> Arena:
         """An arena as large as the largest need of any of the strategies on this rank."""
-        stages = [strategy.stage_of(rank) for strategy in strategies]
-        sizes = [held_elements(plan, stage, stage.coordinates(rank)[0]) for stage in stages]
+        found = [(strategy, twins_with(strategy, rank)) for strategy in strategies]
+        sizes = [held_elements(plan, strategy, twins) for strategy, twins in found]
         return cls(
             torch.zeros(max(params for params, _ in sizes), dtype=dtype, device=device),
             torch.zeros(max(grads for _, grads in sizes), dtype=grad_dtype, device=device),

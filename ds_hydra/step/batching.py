@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from ds_hydra.pipe.contexts import Contexts
 from ds_hydra.pipe.dropout import sequence_key
@@ -95,14 +96,20 @@ def _build(
         lengths, keys = (*lengths, padding), (*keys, 0)
     pack = Pack(lengths, place.sp_rank, place.stage.sp, place.sp_group, keys, row.chunk)
     start, stop = pack.local
-    positions = torch.tensor([position_ids(lengths, start, stop, past=pack.past)], device=device)
+    positions = _on_device(position_ids(lengths, start, stop, past=pack.past), device).unsqueeze(0)
     labels = weights = None
     tokens, targets, scale, counted = _fill(row, pack, place, load, loss_norm)
-    input_ids = torch.from_numpy(tokens[start:stop]).to(device).unsqueeze(0)
+    input_ids = _on_device(tokens[start:stop], device).unsqueeze(0)
     if place.is_last:
-        labels = torch.from_numpy(targets[start:stop]).to(device)
-        weights = torch.from_numpy(scale[start:stop]).to(device)
+        labels = _on_device(targets[start:stop], device)
+        weights = _on_device(scale[start:stop], device)
     return MicroBatch(pack, positions, input_ids, labels, weights), counted, padding
+
+
+def _on_device(values: npt.NDArray[np.generic], device: torch.device) -> Tensor:
+    """A copy on the device, for which the host does not wait: from memory that pages could leave it would have to."""
+    host = torch.from_numpy(values)
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
 def _fill(

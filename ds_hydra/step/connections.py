@@ -1,24 +1,25 @@
-"""Strategies in, the pairs of ranks that talk to each other under them out. Pure: no torch.
+"""Strategies in, the pairs and teams of ranks that talk to each other under them out. Pure: no torch.
 
 [Note: connections]
 On NCCL the first message of a pair of ranks connects the two, and the host of each waits until the other has come to
 it; a communicator that is made at its first use needs all its ranks then. Neither may happen within a step, where ranks
 come to their messages at different times. Example: `tp4pp2` on 8 ranks. In the last backward rank 6 pushes to rank 2
 for the first time, and waits for it. Rank 2 is in the first stage and waits for the gradient that rank 6 sends after
-that backward. So before step 0 all ranks come together and exchange one element over every pair that is listed here.
+that backward. So before step 0 all ranks come together and exchange one element over every pair that is listed here,
+and in every team.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
 from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.pipe.p2p import edge, parts_of
 from ds_hydra.pipe.placement import Stage, Strategy
-from ds_hydra.pipe.transfers import plan_transfers
-from ds_hydra.zero_hetero.relay_plan import RelayPlan
+from ds_hydra.pipe.transfers import plan_transfers, twins_of
+from ds_hydra.zero_hetero.twin_plan import TwinPull, TwinPush
 
 Pairs = frozenset[tuple[int, int]]
 """(sender, receiver), global ranks."""
@@ -29,28 +30,38 @@ class Connections(NamedTuple):
 
     links: Pairs  # pulls and pushes
     edges: Pairs  # between the stages of pipelines
+    teams: tuple[tuple[int, ...], ...]  # ranks that gather or trade in pulls and pushes [Note: twins]
 
 
 def connections_of(plan: ModelPlan, strategies: Iterable[Strategy], node_size: int) -> Connections:
     """All pairs that steps under these strategies use, whatever their batches; see [Note: connections]."""
     links: set[tuple[int, int]] = set()
     edges: set[tuple[int, int]] = set()
+    teams: dict[tuple[int, ...], None] = {}
     for strategy in strategies:
         links |= link_pairs(plan, strategy, node_size)
         edges |= edge_pairs(strategy, token_sharding=plan.token_sharding)
-    return Connections(frozenset(links), frozenset(edges))
+        teams |= dict.fromkeys(team for team in teams_of(strategy, node_size))
+    return Connections(frozenset(links), frozenset(edges), tuple(teams))
 
 
 def link_pairs(plan: ModelPlan, strategy: Strategy, node_size: int) -> Pairs:
-    """Pairs of the pulls and pushes of all buckets under one strategy."""
+    """Pairs of the pulls and pushes of all buckets under one strategy; teams talk apart from them."""
     found: set[tuple[int, int]] = set()
     distinct = {id(transfers): transfers for transfers in plan_transfers(plan, strategy, node_size)}
     for pull, push in distinct.values():
-        for hop in pull if isinstance(pull, RelayPlan) else (pull,):
-            found |= hop.pairs
+        found |= (pull.enter if isinstance(pull, TwinPull) else pull).pairs
         if push is not None:
-            found |= push.pairs
+            found |= (push.leave if isinstance(push, TwinPush) else push).pairs
     return frozenset(found)
+
+
+def teams_of(strategy: Strategy, node_size: int) -> Iterator[tuple[int, ...]]:
+    """Teams of the pulls and pushes under one strategy, in one order; those of one step have no rank in common."""
+    found = [twins for twins in twins_of(strategy, node_size) if len(twins.ranks) > 1]
+    for step in range(2):
+        yield from (team.ranks for twins in found for team in (*twins.gathers, (), ())[step])
+    yield from (tuple(sorted(twins.ranks)) for twins in found)
 
 
 def edge_pairs(strategy: Strategy, *, token_sharding: bool = False) -> Pairs:

@@ -203,7 +203,8 @@ class Stepper:
     def _connect(self, strategies: Collection[Strategy]) -> None:
         """Connect what steps under these strategies use, so that none of them has to."""
         world = self._world
-        world.connect(strategies, *connections_of(self._source.plan, strategies, world.node_size))
+        pairs = connections_of(self._source.plan, strategies, world.node_size)
+        world.connect(strategies, links=pairs.links, edges=pairs.edges, teams=pairs.teams)
 
     def _batches(
         self, plan: StepPlan, runtimes: Sequence[StrategyRuntime], data: SequenceData, costs: CostTable, step: int = 0

@@ -24,14 +24,15 @@ from torch import Tensor, nn
 from ds_hydra.pipe.runtime import Doing, StageRuntime
 from ds_hydra.pipe.schedules.registry import evaluation_slots, training_slots
 from ds_hydra.pipe.stage import ModelSource, StagePlace, install, shard_view, widths
-from ds_hydra.pipe.transfers import plan_transfers, room_for_pushes
+from ds_hydra.pipe.transfers import plan_transfers, room_for_pushes, twins_with
 from ds_hydra.step.arena import Arena
 from ds_hydra.zero_hetero.clock import Laps, Stopwatch
 from ds_hydra.zero_hetero.link import Link
+from ds_hydra.zero_hetero.mover import PullMover, PushMover
 from ds_hydra.zero_hetero.pulls import Pulls
 from ds_hydra.zero_hetero.pushes import PushBucket, Pushes
-from ds_hydra.zero_hetero.relay_link import RelayLink
-from ds_hydra.zero_hetero.relay_plan import RelayPlan
+from ds_hydra.zero_hetero.twin_link import TwinPullLink, TwinPushLink
+from ds_hydra.zero_hetero.twin_plan import TwinPull, TwinPush
 
 if TYPE_CHECKING:
     from ds_hydra.pipe.model_plan import ModelPlan, Slot
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from ds_hydra.pipe.schedules.batches import Batches
     from ds_hydra.ranks.world import World
     from ds_hydra.step.model_masters import ModelMasters
+    from ds_hydra.zero_hetero.transfer_plan import TransferPlan
 
 # A bucket's number is added to these, so that pulls, pushes and the messages between stages (`pipe.runtime`) never have
 # a tag in common: gloo matches messages by tag, and several of each kind are under way at once.
@@ -95,20 +97,17 @@ class StrategyRuntime:
         # and o (4, 4) takes 32 elements, and q's are the first 16. So one message per peer brings a whole bucket, and
         # the layers find their values there without a copy into parameters. The gradients lie in the same order in
         # the arena's other buffer, and leave it by the transposed plan.
-        pull_links: list[Link | RelayLink] = []
+        pull_links: list[PullMover] = []
         buffers: list[Tensor] = []
         pushes: list[PushBucket] = []
-        rank, transport = world.rank, world.links
-        start = 0
+        rank, start = world.rank, 0
+        twins = twins_with(self.strategy, rank)
         transfers = plan_transfers(plan, self.strategy, world.node_size)
         for index, (bucket, (pull, push)) in enumerate(zip(plan.buckets, transfers, strict=True)):
             slots = plan.slots(bucket, self.strategy.stage_of(rank), self.place.tp_rank)
-            size = sum(slot.numel for slot in slots)
+            size = twins.padded(sum(slot.numel for slot in slots))
             buffer = self._arena.params[start : start + size]
-            if isinstance(pull, RelayPlan):
-                pull_links.append(RelayLink(pull, rank, transport))
-            else:
-                pull_links.append(Link(pull, rank, transport))
+            pull_links.append(pull_link(pull, rank, world))
             buffers.append(buffer)
             start += size
             self._bucket_of |= {slot.param.name: index for slot in slots}
@@ -118,13 +117,12 @@ class StrategyRuntime:
             grads = self._arena.grads[self._num_grads : self._num_grads + size]
             self._num_grads += size
             params = self._install(slots, buffer, grads)
-            link = Link(push, rank, transport)
-            pushes.append(PushBucket(link, tuple(params), grads, masters.grad(index)))
-        self._wire_dtype, scratch = wire_dtype, self._arena.scratch
-        self.pulls = Pulls(pull_links, masters.shards, buffers, first_tag=PULL_TAG, scratch=scratch)
+            pushes.append(PushBucket(push_link(push, rank, world), tuple(params), grads, masters.grad(index)))
+        self._wire_dtype, scratch, early = wire_dtype, self._arena.scratch, world.lane.early
+        self.pulls = Pulls(pull_links, masters.shards, buffers, first_tag=PULL_TAG, early=early, scratch=scratch)
         held = start * self._arena.params.itemsize + self._num_grads * self._arena.grads.itemsize
         room = room_for_pushes(held, self.pulls.scratch_bytes)
-        self.pushes = Pushes(pushes, wire_dtype=wire_dtype, first_tag=PUSH_TAG, room=room, scratch=scratch)
+        self.pushes = Pushes(pushes, wire_dtype=wire_dtype, first_tag=PUSH_TAG, early=early, room=room, scratch=scratch)
         self.scratch_bytes = max(self.pulls.scratch_bytes, self.pushes.scratch_bytes)
 
     def _install(self, slots: Sequence[Slot], buffer: Tensor, grads: Tensor | None) -> list[nn.Parameter]:
@@ -217,6 +215,20 @@ class StrategyRuntime:
         """Bytes that this rank sends in a push."""
         size = self._wire_dtype.itemsize
         return size * sum(bucket.link.sent_numel for bucket in self.pushes.buckets)
+
+
+def pull_link(plan: TransferPlan | TwinPull, rank: int, world: World) -> PullMover:
+    """What runs a rank's part of a bucket's pull."""
+    if isinstance(plan, TwinPull):
+        return TwinPullLink(plan, rank, world.links, collectives=world.collectives, lane=world.lane)
+    return Link(plan, rank, world.links)
+
+
+def push_link(plan: TransferPlan | TwinPush, rank: int, world: World) -> PushMover:
+    """What runs a rank's part of a bucket's push."""
+    if isinstance(plan, TwinPush):
+        return TwinPushLink(plan, rank, world.links, collectives=world.collectives, lane=world.lane)
+    return Link(plan, rank, world.links)
 
 
 def _accumulate_into(total: Tensor) -> Callable[[Tensor], None]:

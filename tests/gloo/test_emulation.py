@@ -74,9 +74,9 @@ def test_messages_take_their_wire_time() -> None:
 
 
 def test_every_hop_takes_the_latency() -> None:
-    """Pulls, two messages, the last push, and an all-gather of the norm that goes round in three hops."""
+    """Pulls of two steps, two messages, the last push of two, and a norm that goes round in three hops."""
     latency_ms = 0.25
-    assert first_step_ms("2*pp2", inside=Speed(latency_ms / 1e3, 1e30)) == pytest.approx(9.0 + 7 * latency_ms)
+    assert first_step_ms("2*pp2", inside=Speed(latency_ms / 1e3, 1e30)) == pytest.approx(9.0 + 9 * latency_ms)
 
 
 def test_one_slow_link() -> None:

@@ -201,7 +201,7 @@ def _packed_model(
     labels = torch.cat([torch.cat((tokens[1:], ignored[:1])) for tokens in row] + [ignored[:padding]])[start:stop]
     tokens = torch.cat([*row, torch.zeros(padding, dtype=torch.long)])[None, start:stop]
     weights = torch.full((stop - start,), 1 / sum(len(t) - 1 for t in row), dtype=FLOAT64)
-    positions = torch.tensor([position_ids(lengths, start, stop)])
+    positions = torch.from_numpy(position_ids(lengths, start, stop)).unsqueeze(0)
     batch = MicroBatch(pack, positions, tokens, labels, weights)
     for parameter in module.parameters.values():
         parameter.grad = None

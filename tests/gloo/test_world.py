@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Sequence
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -13,7 +14,9 @@ import torch.distributed as dist
 
 from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.shape import StrategyShape
+from ds_hydra.ranks import channel as channels
 from ds_hydra.ranks.channel import Channel
+from ds_hydra.ranks.groups import GroupCache, apart, make_groups
 from ds_hydra.ranks.world import World
 from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError
 from ds_hydra.zero_hetero.transport import Parcel, TorchTransport, Work
@@ -47,6 +50,45 @@ def test_rows_and_errors_reach_all_ranks() -> None:
         assert text == "the set-up failed on rank 1, 2: no"
 
 
+@pytest.mark.parametrize("num_ranks", [2, 5, 8])
+def test_rows_of_many_ranks_come_in_few_steps(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channels, "_RING", 1)
+
+    def talk(rank: int) -> tuple[torch.Tensor, int]:
+        with mock.patch.object(dist, "isend", wraps=dist.isend) as sends:
+            table = Channel(dist.group.WORLD, rank, num_ranks).rows(torch.tensor([rank, 10 * rank]))
+        return table, sends.call_count
+
+    for table, sent in run_ranks(talk, num_ranks):
+        assert table.tolist() == [[rank, 10 * rank] for rank in range(num_ranks)]
+        assert sent == (num_ranks - 1).bit_length()
+
+
+def test_groups_without_a_common_rank_are_made_together() -> None:
+    assert apart([(0, 1), (2, 3), (1, 2), (0, 1, 2, 3), (4, 5)]) == [
+        ((0, 1), (2, 3), (4, 5)),
+        ((1, 2),),
+        ((0, 1, 2, 3),),
+    ]
+    assert apart([]) == []
+    made: list[list[tuple[int, ...]]] = []
+    cache = GroupCache(2, lambda groups: made.append(list(groups)))
+    cache.create([(0, 1), (2, 3)])
+    cache.create([(2, 3), (0, 2), (0, 1), (0, 2)])
+    assert made == [[(0, 1), (2, 3)], [(0, 2)]]
+    assert len(cache) == 3
+
+
+def test_one_call_splits_a_group_that_knows_its_device() -> None:
+    """Ranks outside the wanted groups are split off one by one."""
+    everyone = SimpleNamespace(bound_device_id=torch.device("cuda", 0))
+    ranks = {"get_rank": lambda group: 3, "get_world_size": lambda group: 6}
+    with mock.patch.multiple(dist, split_group=mock.DEFAULT, **ranks) as patched:
+        patched["split_group"].return_value = "own"
+        assert make_groups(everyone, [(0, 1), (3, 4)]) == "own"
+    patched["split_group"].assert_called_once_with(everyone, [[0, 1], [3, 4], [2], [5]], None)
+
+
 def test_a_rank_alone_talks_to_itself() -> None:
     channel = Channel(None, 0, 1)
     assert channel.texts("x") == ["x"]
@@ -73,7 +115,7 @@ def test_connecting_uses_every_group_and_pair_once() -> None:
             return exchange(self, sends, recvs, tag)
 
         with mock.patch.object(dist, "all_reduce", noted_reduce), mock.patch.object(TorchTransport, "exchange", noted):
-            world.connect(strategies, {(0, 1), (1, 3), (3, 0)}, {(0, 2), (2, 0)})
+            world.connect(strategies, links={(0, 1), (1, 3), (3, 0)}, edges={(0, 2), (2, 0)}, teams=[])
         assert len(world.groups) == 2  # (0, 1) and (2, 3), of both strategies
         world.close()
         return groups, sorted(pairs[0]), sorted(pairs[1])
@@ -90,7 +132,7 @@ def test_worlds_are_given_back_whole() -> None:
         seen = []
         for turn in range(10):
             world = World.of_process(torch.device("cpu"), node_size=2, timeout_s=30)
-            world.groups.create(place_strategy(StrategyShape.parse("tp4" if turn % 2 else "tp2 + sp2"), 4, 1))
+            world.groups.create([(0, 1, 2, 3)] if turn % 2 else [(0, 1), (2, 3)])
             assert world.channel.texts(str(rank)) == ["0", "1", "2", "3"]
             assert world.background.tell("x" if rank == 0 else None) == "x"
             received = torch.zeros(1)

@@ -16,10 +16,11 @@ from ds_hydra.pipe.schedules.actions import backward_of_first_push, last_weight_
 from ds_hydra.pipe.schedules.batches import Batches
 from ds_hydra.pipe.schedules.registry import training_slots
 from ds_hydra.pipe.shape import StrategyShape
+from ds_hydra.pipe.transfers import twins_of
 from ds_hydra.step.connections import Pairs, connections_of, edge_pairs, link_pairs
 from ds_hydra.zero_hetero.layout import even_layout
-from ds_hydra.zero_hetero.relay_plan import plan_relay
-from ds_hydra.zero_hetero.transfer_plan import TransferPlan, plan_transfer
+from ds_hydra.zero_hetero.transfer_plan import TransferPlan
+from ds_hydra.zero_hetero.twin_plan import plan_twin_pull, plan_twin_push
 from tests.pure.test_model_plan import CASES
 from tests.support.fused_llama import llama_plan
 
@@ -43,24 +44,21 @@ def placed(text: str, num_layers: int = 8) -> Strategy:
 
 
 def pulls(plan: ModelPlan, strategy: Strategy, node_size: int) -> list[TransferPlan]:
-    """Every transfer of a step's pulls, one after the other."""
+    """The messages of a step's pulls, one bucket after the other."""
     found: list[TransferPlan] = []
     for bucket in plan.buckets:
         masters, layout = even_layout(bucket.numel, strategy.num_ranks), plan.pull_layout(bucket, strategy)
-        if 1 < node_size < strategy.num_ranks:
-            found += plan_relay(masters, layout, node_size)
-        else:
-            found.append(plan_transfer(masters, layout))
+        found.append(plan_twin_pull(masters, layout, twins_of(strategy, node_size)).enter)
     return found
 
 
 def pushes(plan: ModelPlan, strategy: Strategy) -> list[TransferPlan]:
-    """Every transfer of a step's pushes."""
-    return [
-        plan_transfer(even_layout(bucket.numel, strategy.num_ranks), plan.push_layout(bucket, strategy)).transposed()
-        for bucket in plan.buckets
-        if bucket.trainable
-    ]
+    """The messages of a step's pushes."""
+    found: list[TransferPlan] = []
+    for bucket in (bucket for bucket in plan.buckets if bucket.trainable):
+        masters, layout = even_layout(bucket.numel, strategy.num_ranks), plan.push_layout(bucket, strategy)
+        found.append(plan_twin_push(masters, layout, twins_of(strategy, strategy.num_ranks)).leave)
+    return found
 
 
 def pairs_of(transfers: Sequence[TransferPlan]) -> Pairs:
@@ -117,7 +115,7 @@ def test_a_push_connects_no_pair_and_no_ranks_wait_in_a_circle(strategy: Strateg
 
 @pytest.mark.parametrize("text", ["tp4pp2", "2*tp4pp2", "4*tp2pp2", "tp8 + tp4pp2", "4*tp4pp4"])
 def test_without_the_list_some_strategies_would_wait_for_ever(text: str) -> None:
-    """Pulls are relayed between nodes and pushes are not: pulls alone do not connect what pushes use."""
+    """What enters and what leaves are between other pairs: pulls alone do not connect what pushes use."""
     plan, strategy = llama_plan(8), placed(text)
     new = pairs_of(pushes(plan, strategy)) - pairs_of(pulls(plan, strategy, node_size=8))
     assert new
@@ -151,7 +149,9 @@ def test_strategies_add_up() -> None:
     assert together.links == each[0].links | each[1].links | each[2].links
     assert together.edges == each[0].edges | each[2].edges
     assert each[1].edges == frozenset()
-    assert connections_of(plan, [], 8) == (frozenset(), frozenset())
+    assert connections_of(plan, [], 8) == (frozenset(), frozenset(), ())
+    assert each[0].teams == ((0, 4), (1, 5), (2, 6), (3, 7))  # of both pipelines, stage by stage and TP rank by TP rank
+    assert each[1].teams == ()
     assert edge_pairs(placed("2*tp2pp2/v")) == each[0].edges
     assert edge_pairs(placed("tp8/v")) == frozenset()
     # Each rank talks to its twin in the other stage, and the two ranks of a stage do not talk over an edge.

@@ -94,7 +94,7 @@ def test_pure_modules_import_no_torch() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["zero_hetero.relay_plan", "zero_hetero.bucket", "pipe.placement", "pipe.model_plan", "planner.producer",
+    ["zero_hetero.twin_plan", "zero_hetero.bucket", "pipe.placement", "pipe.model_plan", "planner.producer",
      "planner.proposal.propose", "costs.analytic", "config.hydra_block", "data.sampler", "report.log",
      "simulate.links", "simulate.step", "report.trace"],
 )  # fmt: skip

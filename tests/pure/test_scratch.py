@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,13 +12,13 @@ from hypothesis import strategies as st
 
 from ds_hydra.pipe.placement import Strategy
 from ds_hydra.pipe.transfers import plan_transfers
+from ds_hydra.step.strategy_runtime import pull_link, push_link
 from ds_hydra.zero_hetero import scratch_plan
-from ds_hydra.zero_hetero.link import Link
-from ds_hydra.zero_hetero.relay_link import RelayLink
-from ds_hydra.zero_hetero.relay_plan import RelayPlan
+from ds_hydra.zero_hetero.collectives import MessageCollectives
 from ds_hydra.zero_hetero.scratch import Cuts, Scratch
 from ds_hydra.zero_hetero.scratch_plan import Window, end_of, in_turn, side_by_side
 from ds_hydra.zero_hetero.transport import InProcessTransport, Post
+from ds_hydra.zero_hetero.twin_plan import TwinPull, TwinPush
 from tests.pure.test_connections import large_strategies
 from tests.support.fused_llama import llama_plan
 
@@ -48,16 +51,21 @@ def test_what_is_planned_is_what_links_take(strategy: Strategy, node_size: int, 
         ranks = range(0, strategy.num_ranks, 1 + strategy.num_ranks // 5)
         transfers = plan_transfers(llama_plan(8, hidden=32, vocab=64), strategy, node_size)
         for pull, push in {id(one): one for one in transfers}.values():
-            hops = pull if isinstance(pull, RelayPlan) else (pull,)
-            planned = sum(scratch_plan.pull_scratch(hop) for hop in hops)
+            assert push is not None
+            planned = scratch_plan.pull_scratch(pull.enter if isinstance(pull, TwinPull) else pull)
             for rank in ranks:
                 transport = InProcessTransport(Post(), rank)
-                link = RelayLink(hops, rank, transport) if len(hops) == 2 else Link(hops[0], rank, transport)
-                assert link.pull_scratch == planned[rank]
-                assert push is not None
-                for cast in (False, True):
-                    needed = Link(push, rank, transport).push_scratch(cast=cast)
-                    assert needed == scratch_plan.push_scratch(push, cast=cast)[rank]
+                world: Any = SimpleNamespace(
+                    links=transport, collectives=MessageCollectives(transport, rank), lane=None
+                )
+                assert pull_link(pull, rank, world).pull_scratch == planned[rank]
+                for grads, wire in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)):
+                    if isinstance(push, TwinPush):
+                        sizes = wire.itemsize, torch.float32.itemsize
+                        counted = scratch_plan.twin_push_bytes(push, sizes, grads.itemsize)
+                    else:
+                        counted = scratch_plan.push_scratch(push, cast=grads != wire) * wire.itemsize
+                    assert push_link(push, rank, world).push_bytes(grads, wire, torch.float32) == counted[rank]
 
 
 def test_cuts_are_aligned_and_share_the_memory() -> None:

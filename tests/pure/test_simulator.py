@@ -171,20 +171,20 @@ def test_the_last_weight_gradients_push_layer_by_layer() -> None:
     assert 1e3 * found.phases[0].stop == pytest.approx([25.0, 25.0])
 
 
-def test_between_nodes_pulls_take_two_hops() -> None:
-    """Nodes of 2 ranks, and all want all 8 bytes: 2 are their own, 2 their neighbour's, 4 come from the other node.
+def test_twins_gather_across_nodes_and_then_inside_them() -> None:
+    """Nodes of 2 ranks, all want all 8 bytes, and each owns 2. A byte takes 1 ms inside a node and 10 between.
 
-    A byte takes 1 ms inside a node and 10 between. Each rank brings in 2 bytes of the other node, in 20 ms, and gets
-    its neighbour's 2 in 2 ms. Odd ranks get those first and are through at 22. Even ranks' neighbours send to the other
-    node first, so they have those of the other node at 22 and are through at 24; then they pass on what they brought
-    in. Odd ranks have passed on theirs by then, but the even ranks' ports take it from 24 on.
+    Ranks 0, 2, 1 and 3 bring in the parts 0 to 3, so ranks 1 and 2 send each other what they own, until 20. Ranks 0
+    and 3 have theirs and send them at once, to ranks 2 and 1, where they are at 20 too; these answer from 20 to 40.
+    Then neighbours exchange their halves: the last byte comes 4 ms after the later one had its own.
     """
     links = LinkModel(2, Speed(0.0, 1e3), Speed(0.0, 1e2))
     found = Simulator(job(links, 4, count=1)).step(plan_of("4*tp1", [[1], [1], [1], [1]]))
-    ((enter, spread),) = found.phases[0].pulls
-    assert 1e3 * enter.came == pytest.approx([24.0, 22.0, 24.0, 22.0])
-    assert 1e3 * spread.came == pytest.approx([26.0] * 4)
-    assert 1e3 * found.phases[0].started == pytest.approx([24.0, 22.0, 24.0, 22.0])
+    ((enter, across, inside),) = found.phases[0].pulls
+    assert 1e3 * enter.came == pytest.approx([0.0, 20.0, 20.0, 0.0])
+    assert 1e3 * across.came == pytest.approx([40.0, 20.0, 20.0, 40.0])
+    assert 1e3 * inside.came == pytest.approx([44.0] * 4)
+    assert found.phases[0].started.tolist() == [0.0] * 4
 
 
 def test_phases_follow_each_other_on_every_rank() -> None:

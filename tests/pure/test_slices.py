@@ -123,7 +123,7 @@ def test_packs_of_slices_know_their_place() -> None:
     ]
     assert [pack.chunk is not None and pack.chunk.is_last for pack in packs] == [False] * 4 + [True] * 2
     assert packs[3].whole_lengths == (9, 3)
-    assert position_ids((3, 3), 1, 5, past=4) == [5, 6, 0, 1]
+    assert position_ids((3, 3), 1, 5, past=4).tolist() == [5, 6, 0, 1]
 
 
 # Attention.

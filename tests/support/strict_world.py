@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_hydra.zero_hetero.collectives import MessageCollectives
 from tests.support.strict import Rules, StrictError, StrictMemory, StrictTransport
 
 COLLECTIVES = (
@@ -43,6 +44,11 @@ def strict_world(rules: Rules | None = None) -> Iterator[list[StrictTransport]]:
         groups.append(group)
         return made[-1]
 
+    def by_messages(group_of: Any) -> MessageCollectives:
+        """Twins' collectives among pulls and pushes: what ends in one order ends on communicators of their own."""
+        links = next(strict for strict in reversed(made) if strict.name == "links")
+        return MessageCollectives(links, links.rank)
+
     def before(group: dist.ProcessGroup) -> None:
         """What a collective waits for that shares its communicator with messages."""
         for other, strict in zip(groups, made, strict=True):
@@ -51,6 +57,7 @@ def strict_world(rules: Rules | None = None) -> Iterator[list[StrictTransport]]:
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(world, "TorchTransport", transport))
+        stack.enter_context(mock.patch.object(world, "GroupCollectives", by_messages))
         stack.enter_context(mock.patch.object(world, "dist", _OnDevices()))
         stack.enter_context(strict_collectives(before))
         stack.enter_context(StrictMemory(made))

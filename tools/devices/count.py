@@ -39,7 +39,7 @@ def by_count(quick: bool) -> Table:
     rows: list[Sequence[object]] = []
     missed: list[str] = []
     for model in list(MODELS)[: 1 if quick else None]:
-        plan = _plan(model)
+        plan = plan_of(model)
         for job, aim in JOBS:
             found = {size: list(_needs(plan, job, size)) for size in GRADIENTS}
             for size, name in GRADIENTS.items():
@@ -56,7 +56,7 @@ def by_count(quick: bool) -> Table:
     return Table(title, headers, rows, missed)
 
 
-def _plan(model: str) -> ModelPlan:
+def plan_of(model: str) -> ModelPlan:
     config = {"model_type": "llama", "vocab_size": 32000, "tie_word_embeddings": False, **MODELS[model]}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"

@@ -1,0 +1,208 @@
+"""Two layouts and the ranks that hold the same in, a transfer in which these share the work out. Pure.
+
+[Note: twins] Ranks whose local buffers hold the same are twins: under 8*tp8 the eight ranks of one TP rank. If each of
+K twins took its buffer from the owners by itself, every owner would send the same to all of them, as many messages as
+there are pipelines. So a bucket is pulled in two steps:
+
+    enter    The twins cut their buffer into K equal parts, and the k-th of them receives the k-th part from its owners,
+             at its final place. What a rank receives is as little as what it owns, and comes from few owners.
+    gather   Each twin's part goes to all of them: one collective of a regular shape, which networks are built for.
+
+A push goes the same way back:
+
+    trade    Each twin gets everybody's contributions to its part, and adds them up by rank [Note: order of a sum].
+    leave    The sums go to the owners of the masters, unrounded. Where ranks that are no twins contribute to one
+             element (under tp2 + 2*tp1, say), the owner adds up the twins' sums, again by rank.
+
+Example: 2*tp1 on ranks 0 and 1, a bucket of 8 elements of which each owns half, as TP rank 0 of both holds all of it:
+rank 0 has elements 0 to 3 already, its part; a gather of parts of 4 gives all 8 to both. A push trades 4 elements each
+way, and nothing has to leave. With other owners than twins, such as under 2*tp2 on 4 ranks, a part has to enter first:
+
+    elements    0 1 | 2 3 | 4 5 | 6 7      owners 0 to 3
+    twins 0, 2  hold elements 0 to 3: rank 0 enters 0 and 1, its own, rank 2 enters 2 and 3 from rank 1
+    twins 1, 3  hold elements 4 to 7: rank 1 enters 4 and 5 from rank 2, rank 3 enters 6 and 7, its own
+
+Links inside a node are many times as fast as those between nodes. So where every node has equally many of the twins,
+they gather in two steps too, first across the nodes and then inside them: each element enters a node once.
+
+A buffer that does not divide by K is followed by up to K - 1 elements that nobody reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from ds_hydra.zero_hetero.layout import Layout, Piece
+from ds_hydra.zero_hetero.transfer_plan import SliceColumns, TransferPlan, plan_transfer
+
+
+class Team(NamedTuple):
+    """Ranks that gather: from part `first` of their buffer on, the i-th of them has the i-th run of `each` parts."""
+
+    ranks: tuple[int, ...]
+    first: int
+    each: int
+
+
+@dataclass(frozen=True, slots=True)
+class Twins:
+    """Ranks whose local buffers hold the same [Note: twins]; the k-th of them brings in the k-th part."""
+
+    ranks: tuple[int, ...]
+    nodes: int  # in which they gather: 1 if they do so in one step
+
+    @classmethod
+    def of(cls, ranks: Sequence[int], node_size: int) -> Twins:
+        """These ranks, in the order of their parts; `node_size` consecutive ranks are a node."""
+        by_node: dict[int, list[int]] = {}
+        for rank in sorted(ranks):
+            by_node.setdefault(rank // node_size, []).append(rank)
+        if len({len(members) for members in by_node.values()}) > 1:
+            return cls(tuple(sorted(ranks)), 1)
+        # Two nodes with the twins 0 1 2 and 8 9 10: in the order 0 8 1 9 2 10, those who gather across the nodes have
+        # parts that follow each other, (0 8), (1 9) and (2 10); so does what they then gather inside.
+        return cls(tuple(rank for column in zip(*by_node.values(), strict=True) for rank in column), len(by_node))
+
+    def part_of(self, numel: int) -> int:
+        """Elements of one part of a buffer of `numel`."""
+        return -(-numel // len(self.ranks))
+
+    def padded(self, numel: int) -> int:
+        """Elements of a buffer of `numel`, with those that follow it so that all parts are equal."""
+        return self.part_of(numel) * len(self.ranks)
+
+    @property
+    def gathers(self) -> tuple[tuple[Team, ...], ...]:
+        """The teams that gather, in one or two steps; none for a rank alone."""
+        nodes, columns = self.nodes, len(self.ranks) // self.nodes
+        across = tuple(Team(self.ranks[j * nodes : (j + 1) * nodes], j * nodes, 1) for j in range(columns))
+        inside = tuple(Team(self.ranks[a::nodes], 0, nodes) for a in range(nodes))
+        return tuple(step for step in (across, inside) if len(step[0].ranks) > 1)
+
+
+@dataclass(frozen=True, slots=True)
+class TwinPull:
+    """A bucket's pull: its parts enter, then the twins gather."""
+
+    enter: TransferPlan
+    twins: tuple[Twins, ...]
+    parts: tuple[int, ...]  # elements of a part, for each of the twins; 0: they hold nothing of the bucket
+
+    def team_steps(self, rank: int) -> Iterator[tuple[Team, int]]:
+        """The teams that a rank gathers in, one after the other, with the elements of a part."""
+        for twins, part in zip(self.twins, self.parts, strict=True):
+            if part and rank in twins.ranks:
+                yield from ((team, part) for step in twins.gathers for team in step if rank in team.ranks)
+
+    @property
+    def hops(self) -> tuple[TransferPlan, ...]:
+        """All that moves, step by step, each member's run sent to each other member of its team."""
+        steps: list[list[tuple[Team, int]]] = [[], []]
+        for twins, part in zip(self.twins, self.parts, strict=True):
+            for number, teams in enumerate(twins.gathers if part else ()):
+                steps[number] += [(team, part) for team in teams]
+        gathers = (
+            _all_pairs(self.enter.num_ranks, [(t.ranks, t.each * part, t.first * part) for t, part in step])
+            for step in steps
+            if step
+        )
+        return self.enter, *gathers
+
+
+@dataclass(frozen=True, slots=True)
+class TwinPush:
+    """A bucket's push: the twins trade and sum, then their sums leave."""
+
+    leave: TransferPlan
+    twins: tuple[Twins, ...]
+    parts: tuple[int, ...]  # as of the pull
+
+    def part_of(self, rank: int) -> tuple[Twins, int] | None:
+        """The twins of a rank and the elements of a part; None if it pushes by itself, or nothing."""
+        for twins, part in zip(self.twins, self.parts, strict=True):
+            if rank in twins.ranks:
+                return (twins, part) if part and len(twins.ranks) > 1 else None
+        return None
+
+    @property
+    def hops(self) -> tuple[TransferPlan, ...]:
+        """All that moves, step by step; in a trade the k-th twin receives into the places of all twins, in order."""
+        found = [(t.ranks, part) for t, part in zip(self.twins, self.parts, strict=True) if part and len(t.ranks) > 1]
+        trades = [(ranks, part, 0) for ranks, part in found]
+        return _all_pairs(self.leave.num_ranks, trades, traded=True), self.leave
+
+
+def plan_twin_pull(masters: Layout, held: Layout, twins: Sequence[Twins]) -> TwinPull:
+    """Deliver `held` from `masters`, of which every element has one owner; `twins` hold each rank once.
+
+    Raises PlanError as `plan_transfer` does.
+    """
+    held.validate()
+    parts = tuple(one.part_of(held.sizes[one.ranks[0]]) for one in twins)
+    entering = _of_parts(held, twins, parts, from_part=False)
+    return TwinPull(plan_transfer(masters, entering), tuple(twins), parts)
+
+
+def plan_twin_push(masters: Layout, contributed: Layout, twins: Sequence[Twins]) -> TwinPush:
+    """Sum `contributed` into `masters`; buffers have the sizes of the pull, and twins contribute the same elements.
+
+    The twins' parts are in the order of their ranks, since that is the order of a sum. Raises PlanError as
+    `plan_transfer` does.
+    """
+    contributed.validate()
+    twins = [Twins(tuple(sorted(one.ranks)), 1) for one in twins]
+    parts = tuple(one.part_of(contributed.sizes[one.ranks[0]]) for one in twins)
+    leaving = _of_parts(contributed, twins, parts, from_part=True)
+    return TwinPush(plan_transfer(masters, leaving).transposed(), tuple(twins), parts)
+
+
+def _of_parts(held: Layout, twins: Sequence[Twins], parts: Sequence[int], *, from_part: bool) -> Layout:
+    """What lies in each rank's own part of its buffer, with offsets in the buffer, or in the part: `from_part`."""
+    pieces: list[tuple[Piece, ...]] = [()] * held.num_ranks
+    sizes = [0] * held.num_ranks
+    for one, part in zip(twins, parts, strict=True):
+        if not part:
+            continue
+        mine = sorted(held.pieces[one.ranks[0]], key=lambda piece: piece.offset)
+        at = 0  # the first piece that reaches into the part
+        for index, rank in enumerate(one.ranks):
+            begin, end = index * part, (index + 1) * part
+            while at < len(mine) and _end(mine[at]) <= begin:
+                at += 1
+            own: list[Piece] = []
+            for piece in mine[at:]:
+                if piece.offset >= end:
+                    break
+                skip, cut = max(0, begin - piece.offset), max(0, _end(piece) - end)
+                place = piece.offset + skip - (begin if from_part else 0)
+                own.append(Piece(piece.start + skip, piece.stop - cut, place))
+            pieces[rank], sizes[rank] = tuple(own), part if from_part else one.padded(held.sizes[rank])
+    return Layout(held.numel, tuple(pieces), tuple(sizes))
+
+
+def _end(piece: Piece) -> int:
+    """Where a piece ends in its buffer."""
+    return piece.offset + piece.stop - piece.start
+
+
+def _all_pairs(
+    num_ranks: int, teams: Sequence[tuple[Sequence[int], int, int]], *, traded: bool = False
+) -> TransferPlan:
+    """Messages between all members of each team, given as (ranks, elements, offset of the first run).
+
+    The i-th member sends its i-th run to the j-th, into the i-th place; or, `traded`, its j-th.
+    """
+    columns: list[tuple[np.ndarray, ...]] = []
+    for ranks, numel, offset in teams:
+        members = np.array(ranks, dtype=np.int64)
+        i, j = np.nonzero(~np.eye(len(members), dtype=bool))
+        sent = j if traded else i
+        length = np.full(len(i), numel)
+        columns.append((members[i], members[j], offset + sent * numel, offset + i * numel, length))
+    if not columns:
+        columns = [(np.zeros(0, dtype=np.int64),) * 5]
+    return TransferPlan(num_ranks, SliceColumns(*map(np.concatenate, zip(*columns, strict=True))))
