@@ -7,64 +7,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_hydra.ranks.channel import Channel
-from ds_hydra.ranks.rank_stats import unequal_pairs
 from ds_hydra.zero_hetero import scratch_plan
-from ds_hydra.zero_hetero.checksum import checksums_of
-from ds_hydra.zero_hetero.collectives import GroupCollectives, MessageCollectives
 from ds_hydra.zero_hetero.errors import PlanError
-from ds_hydra.zero_hetero.lane import HostLane
 from ds_hydra.zero_hetero.layout import Layout, Piece, even_layout, layout_of_intervals
 from ds_hydra.zero_hetero.link import Handle, Link
 from ds_hydra.zero_hetero.transfer_plan import TransferPlan, plan_transfer
 from ds_hydra.zero_hetero.transport import InProcessTransport, Post, TorchTransport, Transport
-from ds_hydra.zero_hetero.twin_link import TwinPullLink, TwinPushLink
-from ds_hydra.zero_hetero.twin_plan import Twins, plan_twin_pull, plan_twin_push
+from tests.support.layouts import NUMELS, contribution, expected_sum, full_tensor, heterogeneous, local_values
 from tests.support.ranks import run_ranks
-
-NUMELS = (101, 64, 37)  # three parameters, none of which divides by what follows
-
-
-def heterogeneous(num_ranks: int) -> Layout:
-    """A replica of TP 3 (its last parameter not split), then replicas of TP 1; the very last rank holds nothing."""
-    pieces: list[tuple[Piece, ...]] = []
-    for rank in range(num_ranks):
-        own: list[Piece] = []
-        offset, base = 2, 0  # a gap at the start of the local buffer
-        for index, numel in enumerate(NUMELS):
-            low, high = (numel * rank // 3, numel * (rank + 1) // 3) if rank < 3 and index < 2 else (0, numel)
-            own.append(Piece(base + low, base + high, offset))
-            offset += high - low + 1  # and one after each parameter
-            base += numel
-        pieces.append(tuple(own) if rank < num_ranks - 1 else ())
-    return Layout(sum(NUMELS), tuple(pieces), tuple(own[-1].offset + 60 if own else 0 for own in pieces))
-
-
-def local_values(layout: Layout, rank: int, full: Tensor, gap: float) -> Tensor:
-    buffer = torch.full((layout.sizes[rank],), gap, dtype=full.dtype)
-    for start, stop, offset in layout.pieces[rank]:
-        buffer[offset : offset + stop - start] = full[start:stop]
-    return buffer
-
-
-def full_tensor(seed: int, dtype: torch.dtype) -> Tensor:
-    return torch.randn(sum(NUMELS), generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
-
-
-def contribution(layout: Layout, rank: int, dtype: torch.dtype) -> Tensor:
-    """What `rank` contributes, as a full tensor, zero where it holds nothing."""
-    held = torch.zeros(layout.numel, dtype=torch.bool)
-    for start, stop, _ in layout.pieces[rank]:
-        held[start:stop] = True
-    return full_tensor(100 + rank, dtype) * held
-
-
-def expected_sum(layout: Layout, dtype: torch.dtype, sum_dtype: torch.dtype) -> Tensor:
-    """The reference: one contribution after the other, in rank order, in the sum's own dtype."""
-    total = torch.zeros(layout.numel, dtype=sum_dtype)
-    for rank in range(layout.num_ranks):
-        total += contribution(layout, rank, dtype).to(sum_dtype)
-    return total
 
 
 def pull_and_push(
@@ -288,106 +238,6 @@ def test_waiting_before_sending_is_explained() -> None:
     handle = Link(plan, 0, InProcessTransport(Post(), 0)).pull(torch.zeros(2), torch.zeros(4), tag=8)
     with pytest.raises(RuntimeError, match=r"rank 0 waits .*tag 8.*rank 1"):
         handle.wait()
-
-
-def replicas(num_ranks: int) -> tuple[Layout, tuple[tuple[int, ...], ...]]:
-    """Two pipelines of TP 2 on ranks 0 to 3, whose shards overlap; the other ranks hold everything. And the twins."""
-    numel = sum(NUMELS)
-    # A TP rank has 60 of the first 101 elements and 60 of the other 101; both ranks have the 19 in the middle.
-    shards = [tuple(Piece(lo + skip, lo + skip + 60, 60 * (lo > 0)) for lo in (0, 101)) for skip in (0, 41)]
-    pieces = tuple(shards[rank % 2] if rank < 4 else (Piece(0, numel, 3),) for rank in range(num_ranks))
-    sizes = tuple(121 if rank < 4 else numel + 5 for rank in range(num_ranks))
-    return Layout(numel, pieces, sizes), ((0, 2), (1, 3), tuple(range(4, num_ranks)))
-
-
-@pytest.mark.parametrize("early", [False, True])
-@pytest.mark.parametrize(("num_ranks", "node_size"), [(5, 8), (8, 2), (8, 3)])
-def test_twins_pull_the_same_and_push_the_same_sum(num_ranks: int, node_size: int, early: bool) -> None:
-    layout, groups = replicas(num_ranks)
-    masters = even_layout(layout.numel, num_ranks)
-    twins = [Twins.of(ranks, node_size) for ranks in groups]
-    pull_plan, push_plan = plan_twin_pull(masters, layout, twins), plan_twin_push(masters, layout, twins)
-
-    def body(rank: int) -> tuple[Tensor, Tensor]:
-        transport, mine = TorchTransport(), next(one for one in twins if rank in one.ranks)
-        how = {"collectives": MessageCollectives(transport, rank), "lane": HostLane(early=early)}
-        size = mine.padded(layout.sizes[rank])
-        pulled = torch.full((size,), -7.0, dtype=torch.float64)
-        link = TwinPullLink(pull_plan, rank, transport, **how)
-        shard = local_values(masters, rank, full_tensor(1, torch.float64), 0)
-        pull = link.pull(shard, pulled, tag=1)
-        source = torch.full((size,), 3.0, dtype=torch.float64)  # gaps are traded, but never leave
-        source[: layout.sizes[rank]] = local_values(layout, rank, contribution(layout, rank, torch.float64), 3.0)
-        push_link = TwinPushLink(push_plan, rank, transport, **how)
-        summed = torch.full((masters.sizes[rank],), 99.0, dtype=torch.float64)
-        space = torch.empty(push_link.push_bytes(torch.float64, torch.float64, torch.float64), dtype=torch.uint8)
-        push = push_link.push(source, summed, tag=2, scratch=space)
-        for handle in (pull, push):
-            while early and handle.advance():
-                pass
-        for handle in (push, pull, push):
-            handle.wait()
-        held = local_values(layout, rank, torch.ones(layout.numel), 0) > 0
-        expected = local_values(layout, rank, full_tensor(1, torch.float64), -7.0)
-        assert torch.equal(pulled[: layout.sizes[rank]][held], expected[held])
-        start, stop = masters.pieces[rank][0][:2]
-        expected = expected_sum(layout, torch.float64, torch.float64)[start:stop]
-        torch.testing.assert_close(summed, expected, rtol=1e-14, atol=1e-14)
-        twice = summed.clone()
-        push_link.push(source, twice, accumulate=True, tag=3).wait()
-        torch.testing.assert_close(twice, 2 * expected, rtol=1e-14, atol=1e-14)
-        sums = checksums_of(link.hops(shard, pulled), num_ranks)
-        assert unequal_pairs(sums, Channel(dist.group.WORLD, rank, num_ranks)) == []
-        return pulled, summed
-
-    first, second = run_ranks(body, num_ranks), run_ranks(body, num_ranks)
-    assert all(torch.equal(a[1], b[1]) for a, b in zip(first, second, strict=True))
-
-
-def test_a_group_s_collectives_do_what_messages_do() -> None:
-    """Two teams of 4 ranks, parts of 3 elements."""
-
-    def body(rank: int) -> None:
-        teams = [(0, 2), (1, 3)]
-        made = {team: dist.new_group(list(team)) for team in teams}
-        mine = teams[rank % 2]
-        results = []
-        for collectives in (GroupCollectives(made.__getitem__), MessageCollectives(TorchTransport(), rank)):
-            gathered, own = torch.zeros(6), mine.index(rank)
-            gathered[3 * own : 3 * own + 3] = rank + 1
-            collectives.gather(gathered, mine).wait()
-            traded = torch.zeros(6)
-            collectives.trade(torch.arange(6.0) + 10 * rank, traded, mine).wait()
-            results.append((gathered.tolist(), traded.tolist()))
-        assert results[0] == results[1]
-        first, second = mine
-        assert results[0][0] == [first + 1.0] * 3 + [second + 1.0] * 3
-        assert results[0][1] == [10.0 * r + 3 * own + i for r in mine for i in range(3)]
-
-    run_ranks(body, 4)
-
-
-@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
-def test_twins_add_up_by_rank_what_has_travelled(wire: torch.dtype) -> None:
-    """One layout for all, on nodes of 2: one contribution after the other, a rank's own rounded too."""
-    numel, ranks = 1003, range(4)
-    held = layout_of_intervals(numel, [(0, numel)] * 4)
-    masters, twins = even_layout(numel, 4), [Twins.of(tuple(ranks), 2)]
-    plan = plan_twin_push(masters, held, twins)
-    values = [torch.randn(twins[0].padded(numel), generator=torch.Generator().manual_seed(rank)) for rank in ranks]
-
-    def body(rank: int) -> None:
-        transport = TorchTransport()
-        link = TwinPushLink(plan, rank, transport, collectives=MessageCollectives(transport, rank), lane=HostLane())
-        summed = torch.empty(masters.sizes[rank])
-        link.push(values[rank], summed, wire_dtype=wire).wait()
-        total = values[0].to(wire).float()
-        for other in values[1:]:
-            total = total + other.to(wire).float()
-        start, stop = masters.pieces[rank][0][:2]
-        assert torch.equal(summed, total[start:stop])
-
-    run_ranks(body, 4)
 
 
 @pytest.mark.parametrize("large", [1, 3, 1000])
