@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_AR
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch_extensions
 export PYTHONUNBUFFERED := 1
 
-.PHONY: venv train test lint clean
+.PHONY: venv train test test-ranks test-rest lint clean
 
 venv: $(STAMP)
 
@@ -39,8 +39,17 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Tests with ranks often wait for each other, so the rest runs beside them.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	$(MAKE) --jobs=2 --output-sync=target test-ranks test-rest
+
+test-ranks test-rest: export OMP_NUM_THREADS := 1
+
+test-ranks: $(STAMP)
+	$(BIN)/python -m pytest tests/gloo
+
+test-rest: $(STAMP)
+	$(BIN)/python -m pytest --ignore=tests/gloo
 
 clean:
 	rm -rf $(VENV) build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache

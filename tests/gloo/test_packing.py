@@ -135,7 +135,7 @@ def test_positions_restart_and_tile(lengths: list[int], sp: int) -> None:
     parts: list[int] = []
     for sp_rank in range(sp):
         start, stop = Pack(tuple(lengths), sp_rank, sp).local
-        parts += position_ids(lengths, start, stop)
+        parts += position_ids(lengths, start, stop).tolist()
     assert parts == whole
 
 

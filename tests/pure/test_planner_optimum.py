@@ -12,7 +12,7 @@ from ds_hydra.planner.kernels.problem import Batch, PipelineKinds
 from ds_hydra.planner.one_strategy import StrategySearch
 from tests.support.planner_cases import Instance, random_instance, strategy_optimum
 
-EXAMPLES, PER_EXAMPLE = 42, 240  # 10,080 instances
+EXAMPLES, PER_EXAMPLE = 21, 240  # 5,040 instances
 
 
 @settings(max_examples=EXAMPLES, deadline=None, derandomize=True)

@@ -50,6 +50,7 @@ class FirstStage:
 
     class place:
         is_last = turns = False
+        token_sharding, shards = False, 1
 
     def __init__(self, device: FakeDevice) -> None:
         self.device, self.weight = device, torch.ones(1, 2, 4, requires_grad=True)

@@ -120,7 +120,7 @@ def _listed() -> Iterator[Case]:
     yield replace(base, name="list on 8 ranks", strategies=LIST_8)
     yield replace(base, name="list on 8 ranks of 2 nodes", strategies=LIST_8, node_size=4)
     slices = replace(base, steps=3, slices=True, strategies=LIST[:3])
-    yield replace(slices, name="list, slices", family="gemma2", quick=True)
+    yield replace(slices, name="list, slices", family="gemma2", steps=2, quick=True)
     for family in ("llama_tied", "gemma3_text", "mixtral", "qwen3", "gpt_oss"):
         yield replace(slices, name=f"list, slices, {family}", family=family)
     yield replace(slices, name="list, slices, checkpointed", family="mistral", activation_checkpointing=True)
@@ -135,9 +135,11 @@ def _v() -> Iterator[Case]:
     """Two ranges of layers on each rank, mixed with one."""
     base = Case("", "llama", V)
     deep = "llama_8_layers"  # tied
-    yield replace(base, name="V", family="llama_tied", quick=True)
-    yield replace(base, name="V of four stages", family=deep, strategies=("pp4/v", "2*pp2/v", "pp3/v + tp1", "pp4"),
+    yield replace(base, name="V", family="llama_tied", steps=3, quick=True)
+    yield replace(base, name="V of four stages", family=deep, strategies=("pp4/v", "pp3/v + tp1"), steps=2,
                   quick=True)  # fmt: skip
+    yield replace(base, name="V of four stages, more", family=deep,
+                  strategies=("pp4/v", "2*pp2/v", "pp3/v + tp1", "pp4"))  # fmt: skip
     for family in ("qwen3", "gemma2", "gemma3_text", "mixtral", "phi3", "gpt2", "gpt_oss", "layer_list", "longrope",
                    "positions from the padding id", "hooks of parameters", "layers that share weights"):  # fmt: skip
         frozen = NO_GRADIENT if family in UNUSUAL else ()
@@ -162,7 +164,7 @@ def _v() -> Iterator[Case]:
     yield replace(base, name="V on 8 ranks", strategies=V_8)
     yield replace(base, name="V of four stages on 8 ranks", family=deep, strategies=("tp2pp4/v", "2*pp4/v", "sp2pp4/v"))
     slices = replace(base, steps=3, slices=True, strategies=V[:3])
-    yield replace(slices, name="V, slices", family="gemma2", quick=True)
+    yield replace(slices, name="V, slices", family="gemma2", steps=2, quick=True)
     for family in ("llama_tied", "gemma3_text", "mixtral", "qwen3_moe"):
         yield replace(slices, name=f"V, slices, {family}", family=family)
     yield replace(slices, name="V of four stages, slices", family=deep, strategies=("pp4/v", "2*pp2/v", "pp3/v + tp1"))
