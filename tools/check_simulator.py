@@ -15,6 +15,7 @@ import json
 import random
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -100,7 +101,9 @@ def wrong_in(step: SimulatedStep) -> str:
         return "a rank is busy for longer than the step"
     for phase in step.phases:
         for plan, times, _ in phase.stages():
-            if len(times.actions) != 2 * len(plan.microbatches):
+            ran = Counter(timed.action.kind for timed in times.actions)
+            expected = len(plan.microbatches) * plan.shape.parts
+            if ran["forward"] != expected or ran["backward"] + ran["input_gradient"] != expected:
                 return "a stage has not run all its micro-batches"
     return ""
 
