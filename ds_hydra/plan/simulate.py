@@ -38,7 +38,7 @@ def simulate_pipeline(pipeline: PipelinePlan, cost_table: CostTable) -> float:
 
 
 # A plan's check asks for each pipeline's time, and for the step's: the same simulations.
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def _simulated_us(schedule: str, batches: Batches, num_stages: int) -> int:
     return simulate_works(orders(schedule, batches, num_stages), batches)
 

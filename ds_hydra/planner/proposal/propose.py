@@ -65,7 +65,7 @@ _BATCHES_PER_STRATUM = 4  # drawn for each typical batch that is kept
 _CORRECTING = 6  # batches by which estimates are corrected
 _SHORTLIST = 2  # times as many strategies as are asked for are simulated
 _RARE_WEIGHT = 0.01  # of a batch with a longer sequence than any typical one, against all typical ones
-QUICK = ProposalEffort(batches=12, milp_batches=6, node_limit=20, rounds=2, moves=60, corrections=1, simulations=1)
+QUICK = ProposalEffort(batches=12, milp_batches=6, node_limit=20, rounds=2, moves=60, corrections=3, simulations=2)
 THOROUGH = ProposalEffort(
     batches=192, milp_batches=24, node_limit=100, rounds=10, moves=200, corrections=3, simulations=3
 )
