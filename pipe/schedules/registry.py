@@ -34,6 +34,10 @@ WEIGHED = frozenset({"list", "v"})
 """Those that are made from the micro-batches' works, and so keep within the room of a stage."""
 
 
+# Under schedules that weigh times no two steps have the same micro-batches: as many as one step of a large job needs.
+_REMEMBERED = 128
+
+
 def schedule_named(name: str) -> Schedule:
     """A schedule to train by. PlanError names the known ones."""
     if name not in SCHEDULES:
@@ -53,19 +57,19 @@ def splits_backward(name: str) -> bool:
     return any(action.kind == "weight_gradient" for order in orders(name, Batches.whole(2), 2) for action in order)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=_REMEMBERED)
 def placed(name: str, batches: Batches, num_stages: int) -> tuple[Placed, ...]:
     """All stages' actions in training, each after what it needs. PlanError if the name is not known."""
     return place(orders(name, batches, num_stages), batches)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=_REMEMBERED)
 def training_slots(name: str, batches: Batches, num_stages: int, stage: int) -> tuple[Slot, ...]:
     """One stage's slots of a step, messages included. PlanError if the name is not known."""
     return lower(orders(name, batches, num_stages), batches)[stage]
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=_REMEMBERED)
 def evaluation_slots(batches: Batches, num_stages: int, stage: int) -> tuple[Slot, ...]:
     """One stage's slots to evaluate micro-batches: forwards and their messages only."""
     return lower(forward_only(batches, num_stages), batches)[stage]
@@ -98,6 +102,6 @@ def most_alive(
     return few
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=_REMEMBERED)
 def _orders(schedule: Schedule, batches: Batches, num_stages: int) -> tuple[Order, ...]:
     return schedule(batches, num_stages)
