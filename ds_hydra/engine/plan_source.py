@@ -9,6 +9,7 @@ from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.data.sampler import TokenBudgetSampler
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.runnable import check_runnable
+from ds_hydra.plan.validate import check_safe
 from ds_hydra.planner import PlannedStep, Planner, PlannerOptions, PlannerService, StepPlan, validate_plan
 from ds_hydra.ranks.channel import Channel
 from ds_hydra.zero_hetero.errors import PlanError
@@ -98,11 +99,12 @@ class PlanSource:
         if self._service is not None:
             self._service.close()
 
-    @staticmethod
-    def _plan_here(planner: Planner, step: int, ids: tuple[int, ...], lengths: tuple[int, ...]) -> PlannedStep:
+    def _plan_here(self, planner: Planner, step: int, ids: tuple[int, ...], lengths: tuple[int, ...]) -> PlannedStep:
         began = time.perf_counter()
         plan = planner.plan(step, ids, lengths)
-        return PlannedStep(plan, (time.perf_counter() - began) * 1e3, hidden=False)
+        planning_ms = (time.perf_counter() - began) * 1e3
+        validate_plan(plan, self._table, self._num_ranks, self._options.objective)
+        return PlannedStep(plan, planning_ms, hidden=False)
 
     def _share(
         self, planned: PlannedStep | None, step: int, ids: tuple[int, ...], lengths: tuple[int, ...]
@@ -121,7 +123,8 @@ class PlanSource:
                 "data, seed or config differ; give all ranks the same"
             )
         check_runnable(plan, no_slices=self._options.no_slices)
-        validate_plan(plan, self._table, self._num_ranks, self._options.objective)
+        # Rank 0, or its producer, has validated the plan: each rank checks again what costs it no time to speak of.
+        check_safe(plan, self._table, self._num_ranks)
         return planned
 
 

@@ -33,9 +33,23 @@ def validate_plan(plan: StepPlan, limits: Limits, num_ranks: int, objective: str
     being possible. Raises PlanError with step, phase, pipeline, micro-batch, and the numbers that disagree.
     """
     where = f"plan of step {plan.step}"
-    check_complete(plan, num_ranks)
-    _check_memory(plan, limits, where)
+    check_safe(plan, limits, num_ranks)
+    for name, pipeline in plan.named_pipelines():
+        # MaxLen micro-batches of whole sequences fit as 1F1B keeps them. Other schedules keep other numbers of them,
+        # and of a sequence in slices they keep all.
+        if not has_formula(pipeline):
+            _check_room(pipeline, limits, f"{where}: {name} ({pipeline.shape})")
     _check_times(plan, limits if isinstance(limits, CostTable) else None, objective, where)
+
+
+def check_safe(plan: StepPlan, limits: Limits, num_ranks: int) -> None:
+    """The part of `validate_plan` that runs no schedule: for a plan that was validated where it was made.
+
+    On 1024 GPUs it takes a tenth of the time. Raises PlanError if ranks are not tiled, a token does not run exactly
+    once, or a micro-batch is longer than MaxLen.
+    """
+    check_complete(plan, num_ranks)
+    _check_lengths(plan, limits, f"plan of step {plan.step}")
 
 
 def check_complete(plan: StepPlan, num_ranks: int) -> None:
@@ -135,7 +149,7 @@ def _check_slices(plan: StepPlan, slices: Mapping[int, list[tuple[Span, str]]], 
             )
 
 
-def _check_memory(plan: StepPlan, limits: Limits, where: str) -> None:
+def _check_lengths(plan: StepPlan, limits: Limits, where: str) -> None:
     for name, pipeline in plan.named_pipelines():
         if pipeline.schedule not in SCHEDULES:
             known = ", ".join(sorted(SCHEDULES))
@@ -152,10 +166,6 @@ def _check_memory(plan: StepPlan, limits: Limits, where: str) -> None:
                     f"{where}: micro-batch {number} of {name} ({pipeline.shape}) holds {tokens} tokens but MaxLen is "
                     f"{most}"
                 )
-        # MaxLen micro-batches of whole sequences fit as 1F1B keeps them. Other schedules keep other numbers of them,
-        # and of a sequence in slices they keep all.
-        if not has_formula(pipeline):
-            _check_room(pipeline, limits, f"{where}: {name} ({pipeline.shape})")
 
 
 def _check_room(pipeline: PipelinePlan, limits: Limits, place: str) -> None:

@@ -1,8 +1,9 @@
 """The planner's own process: `python -m ds_hydra.planner.producer`. JSON lines in on stdin, JSON lines out on stdout.
 
 The first line that it reads is {"table", "strategies", "options"}. Each further line is a request {"generation",
-"step", "ids", "lengths"}, which it answers by {"generation", "step", "plan", "planning_ms"} or {"generation", "step",
-"error"}; or it is {"table"}, the costs for the requests that follow.
+"step", "ids", "lengths"}, which it answers by {"generation", "step", "plan", "planning_ms"}, all of the plan checked,
+by {"generation", "step", "error"}, or by {"generation", "step", "invalid"} when the plan fails that check; or it is
+{"table"}, the costs for the requests that follow.
 
 While numba's cache is cold it plans with plain Python, and a child of its own compiles the kernels. It ends at the end
 of its input, or when its parent is gone. With `--compile PID` it only fills the cache, for the process PID.
@@ -25,8 +26,10 @@ import ds_hydra.planner.selection as selection
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.costs.table_file import read_table
 from ds_hydra.pipe.shape import StrategyShape
+from ds_hydra.plan.validate import validate_plan
 from ds_hydra.planner.options import PlannerOptions
 from ds_hydra.planner.selection import Planner
+from ds_hydra.zero_hetero.errors import PlanError
 
 
 def serve(requests: IO[str], answers: IO[str]) -> None:
@@ -77,7 +80,12 @@ def answer(planner: Planner, request: dict) -> dict[str, object]:
         plan = planner.plan(request["step"], request["ids"], request["lengths"])
     except ValueError as error:  # PlanError is one; anything else is a fault of ours and ends this process
         return {**of, "error": str(error)}
-    return {**of, "plan": plan.to_json(), "planning_ms": (time.perf_counter() - started) * 1e3}
+    planning_ms = (time.perf_counter() - started) * 1e3
+    try:
+        validate_plan(plan, planner.cost_table, planner.num_ranks, planner.options.objective)
+    except PlanError as error:
+        return {**of, "invalid": str(error)}
+    return {**of, "plan": plan.to_json(), "planning_ms": planning_ms}
 
 
 def end_with_parent(parent: int) -> None:

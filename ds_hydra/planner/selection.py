@@ -22,7 +22,7 @@ from ds_hydra.plan.plan_file import load_plans
 from ds_hydra.plan.runnable import check_runnable
 from ds_hydra.plan.simulate import slowest_of_whole
 from ds_hydra.plan.step_plan import StepPlan
-from ds_hydra.plan.validate import check_complete
+from ds_hydra.plan.validate import check_complete, validate_plan
 from ds_hydra.planner.elastic import ElasticSearch
 from ds_hydra.planner.elastic_space import ElasticSpace, is_elastic
 from ds_hydra.planner.kernels.problem import Assignment, Batch, PipelineKinds, check_sequences, scheme_arrays
@@ -124,6 +124,7 @@ class Planner:
                 f"{plan.num_tokens} tokens but the step has {len(tokens)} of {sum(tokens)}, or other ids; replay "
                 "with the same data, seed and tokens_per_step"
             )
+        validate_plan(plan, self.cost_table, self.num_ranks, self.options.objective)
         return replace(plan, source="replay")
 
     @property

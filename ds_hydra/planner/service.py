@@ -33,7 +33,7 @@ from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.costs.table_file import table_record
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.step_plan import StepPlan
-from ds_hydra.plan.validate import validate_plan
+from ds_hydra.plan.validate import check_safe
 from ds_hydra.planner.options import PlannerOptions
 from ds_hydra.planner.producer_process import ProducerProcess
 from ds_hydra.planner.selection import Planner, warm_up
@@ -195,13 +195,15 @@ class PlannerService:
         if "error" in answer:
             return "refused"
         try:
+            if "invalid" in answer:
+                raise PlanError(answer["invalid"])
             plan = StepPlan.from_json(answer["plan"], "the producer's answer")
             planning_ms = float(answer["planning_ms"])
-            # Everything is checked that training relies on: a producer of another version, or one whose memory went
-            # bad, may answer in valid JSON and still lose a sequence.
+            # The producer has run the plan's schedules to check its times and its memory. What costs little is checked
+            # again: a producer whose memory went bad may answer in valid JSON and still lose a sequence.
             if (plan.step, plan.sequence_ids, plan.lengths) != (request.step, request.ids, request.lengths):
                 raise PlanError(f"the producer answered for other sequences than those of step {request.step}")
-            validate_plan(plan, self._pure.cost_table, self._pure.num_ranks, self._options.objective)
+            check_safe(plan, self._pure.cost_table, self._pure.num_ranks)
         except (ValueError, TypeError, KeyError) as error:
             logger.warning("planner: step %d: the producer's plan is not valid: %s", request.step, error)
             return "invalid"

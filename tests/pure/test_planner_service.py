@@ -14,6 +14,7 @@ import pytest
 
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.planner import Planner, PlannerOptions, PlannerService, validate_plan
+from ds_hydra.planner.producer import answer
 from ds_hydra.planner.service import PlannedStep
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from tests.support.planner_cases import a800_batch, a800_planner
@@ -107,8 +108,20 @@ def test_a_frozen_producer_is_counted_and_replaced() -> None:
         assert steps(planner, 30, 1)[0].fallback is None
 
 
+def test_the_producer_validates_what_it_hands_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    planner = a800_planner(kernels="pure")
+    request = {"generation": 0, "step": 0, "ids": range(40), "lengths": a800_batch(0, 40)}
+    assert "plan" in answer(planner, request)
+    plan = planner.plan(0, range(40), a800_batch(0, 40))
+    phase = plan.phases[0]
+    slower = replace(phase.pipelines[0], predicted_ms=2 * phase.pipelines[0].predicted_ms)
+    wrong = replace(plan, phases=(replace(phase, pipelines=(slower, *phase.pipelines[1:])),))
+    monkeypatch.setattr(planner, "plan", lambda *_: wrong)
+    assert "cost table gives" in str(answer(planner, request)["invalid"])
+
+
 @pytest.mark.parametrize(
-    ("answer", "reason"),
+    ("reply", "reason"),
     [
         ("not json at all", "garbage"),
         ('{"plan": 3}', "garbage"),
@@ -116,26 +129,27 @@ def test_a_frozen_producer_is_counted_and_replaced() -> None:
         ('{"generation": 0, "step": STEP, "planning_ms": 1}', "invalid"),
         ("STALE", "invalid"),
         ("TOO_FULL", "invalid"),
+        ('{"generation": 0, "step": STEP, "invalid": "a pipeline states 3 ms"}', "invalid"),
         ("", "garbage"),
     ],
 )
-def test_nonsense_is_counted_and_answered_here(answer: str, reason: str) -> None:
+def test_nonsense_is_counted_and_answered_here(reply: str, reason: str) -> None:
     here = a800_planner(kernels="pure")
     text = here.plan(0, range(40), a800_batch(0, 40)).to_json()
-    if answer == "STALE":  # a good plan, of another batch
-        answer = json.dumps(
+    if reply == "STALE":  # a good plan, of another batch
+        reply = json.dumps(
             {"generation": 0, "step": 0, "plan": here.plan(0, range(40), a800_batch(1, 40)).to_json(), "planning_ms": 1}
         )
-    if answer == "TOO_FULL":
+    if reply == "TOO_FULL":
         record = json.loads(text)
         (pipelines,) = record["phases"]
-        pipelines[0]["microbatches"] = [list(range(40))]
-        for pipeline in pipelines[1:]:
+        for pipeline in pipelines:
             pipeline["microbatches"], pipeline["predicted_ms"] = [], 0
-        answer = json.dumps({"generation": 0, "step": 0, "plan": json.dumps(record), "planning_ms": 1})
+        pipelines[-1] |= {"microbatches": [list(range(40))], "predicted_ms": 1}  # tp4 holds fewer tokens
+        reply = json.dumps({"generation": 0, "step": 0, "plan": json.dumps(record), "planning_ms": 1})
     planner = PlannerService(
         here.cost_table, here.strategies, PlannerOptions(kernels="pure"), patience=PATIENT,
-        command=(sys.executable, "-c", LIAR, answer),
+        command=(sys.executable, "-c", LIAR, reply),
     )  # fmt: skip
     with planner:
         planner.submit(0, range(40), a800_batch(0, 40))
