@@ -66,13 +66,18 @@ class EmulatedJob:
 class EmulatedStep(NamedTuple):
     """One step as it went: virtual seconds, and the two numbers of [Note: counted gradients]."""
 
-    plan: StepPlan
+    plan_json: str  # a tenth of the parsed plan's memory: a rank keeps all of its steps
     begin_s: float
     ended_s: tuple[float, ...]  # by rank
     loss: float
     grad_norm: float
     counted_norm: float  # what the norm must be
     seen: Any  # what `look` returned
+
+    @property
+    def plan(self) -> StepPlan:
+        """What the step was to do."""
+        return StepPlan.from_json(self.plan_json)
 
     @property
     def step_s(self) -> float:
@@ -166,9 +171,9 @@ def _rank(
         loss = float(engine.train_batch())
         record = engine.last_step
         assert record is not None, "a step has been made"
-        plan, norm = StepPlan.from_json(record.plan), record.grad_norm
+        norm = record.grad_norm
         assert norm is not None, "every step has a gradient"
         seen = look(engine) if look else None
-        done.append(EmulatedStep(plan, begin_s, tuple(engine.ended_s), loss, norm, counted, seen))
+        done.append(EmulatedStep(record.plan, begin_s, tuple(engine.ended_s), loss, norm, counted, seen))
     engine.destroy()
     return done

@@ -15,6 +15,7 @@ from ds_hydra.planner.elastic_times import AGAIN, PipelineTimes, Timed
 from ds_hydra.planner.kernels.arrays import Ints
 from ds_hydra.planner.kernels.problem import PipelineKinds
 
+_UNEVEN = 0.3  # of what the slowest pipeline takes more than the mean stays when a plan is refined
 _EXCHANGES = 6  # that are simulated for the slowest pipeline at a time
 
 
@@ -29,18 +30,25 @@ class Elastic(NamedTuple):
     def ms(self) -> float:
         return max(one.ms for one in self.timed)
 
+    @property
+    def promise(self) -> float:
+        """What it may come near to when sequences change places: between the mean and the slowest pipeline (ms)."""
+        mean = sum(one.ms for one in self.timed) / len(self.timed)
+        return _UNEVEN * self.ms + (1.0 - _UNEVEN) * mean
 
-def refined(found: Elastic, times: PipelineTimes) -> Elastic:
-    """Better micro-batches for the slowest pipeline, or an exchange of sequences, while there are tries left."""
+
+def refined(found: Elastic, times: PipelineTimes, spare: int = 0) -> Elastic:
+    """Better micro-batches for the slowest pipeline, or an exchange of sequences, while more than `spare` tries are
+    left."""
     owner, timed, rows = found.owner.copy(), list(found.timed), found.kinds.shape.pipeline_scheme
     turn, stuck = 0, False
-    while times.left > 0 and not stuck:
+    while times.left > spare and not stuck:
         turn += 1
         slow = max(range(len(timed)), key=lambda p: timed[p].ms)
         better = times.recut(int(rows[slow]), timed[slow], times.seed + turn)
         if better is not None:
             timed[slow] = better
-        elif not _exchange(times, rows, slow, owner, timed):
+        elif not _exchange(times, rows, slow, owner, timed, spare):
             # Where no other pipeline has room, better micro-batches of theirs make some.
             stuck = not _recut_others(times, rows, slow, timed)
     return Elastic(found.kinds, owner, tuple(timed))
@@ -56,7 +64,7 @@ def _recut_others(times: PipelineTimes, rows: Ints, slow: int, timed: list[Timed
     return found
 
 
-def _exchange(times: PipelineTimes, rows: Ints, slow: int, owner: Ints, timed: list[Timed]) -> bool:
+def _exchange(times: PipelineTimes, rows: Ints, slow: int, owner: Ints, timed: list[Timed], spare: int) -> bool:
     """Move or swap a sequence of the slowest pipeline, if that makes a plan sooner done; whether it did."""
     for i, q, j in _promising(times, rows, slow, owner, timed):
         after = owner.copy()
@@ -68,7 +76,7 @@ def _exchange(times: PipelineTimes, rows: Ints, slow: int, owner: Ints, timed: l
             owner[:] = after
             timed[slow], timed[q] = both
             return True
-        if times.left <= 0:
+        if times.left <= spare:
             break
     return False
 
