@@ -10,22 +10,24 @@ import contextlib
 import logging
 import math
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ds_hydra.engine.models import model_source
 from ds_hydra.pipe.dropout import sequence_key, step_key, token_keys
 from ds_hydra.pipe.stage import from_flat
 from ds_hydra.plan.phase import THEN
 from ds_hydra.planner import PhasedPlanner, parse_phases, save_plans
 from tests.support.case import BFLOAT16, FLOAT32, FLOAT64, SHARES, Case
 from tests.support.cut_plans import in_slices, num_slices, recomputing
-from tests.support.families import build_model, reference_model, vocab_size
+from tests.support.families import LAYER_LIST, build_model, reference_model, vocab_size
 from tests.support.ranks import run_ranks
 from tests.support.reference import (
     IGNORED,
@@ -246,13 +248,31 @@ def _train(rank: int, case: Case, data: Sequence[Sample]) -> RankRun | None:
     return RankRun(tuple(steps), parameters, moments, shares) if rank == 0 else None
 
 
+@contextlib.contextmanager
+def traced_once(case: Case) -> Iterator[None]:
+    """Ranks that are forked meanwhile share one source of stages: to trace the model takes each of them half its time,
+    and all find the same."""
+    from ds_hydra.engine.engine import HydraEngine
+
+    if case.family == LAYER_LIST:  # DeepSpeed makes one within a process group only
+        yield
+        return
+    model = build_model(case.family, model_dtype(case))
+    freeze(model, case.frozen)
+    source = model_source(
+        model, activation_checkpointing=case.activation_checkpointing, token_sharding=case.token_sharding
+    )
+    with mock.patch.object(HydraEngine, "source_of", lambda *_: source):
+        yield
+
+
 def compare(case: Case, timeout: float = 120, strict: Rules | None = None) -> Difference:
     """Train a case on ranks, as `train`, and in the reference, and compare all there is to compare."""
     data = samples_of(case)
     exact = contextlib.nullcontext()
     if case.dtype == FLOAT64:
         exact = float64_throughout(reference_model(case.family, torch.float64))  # type: ignore[assignment]
-    with exact:
+    with exact, traced_once(case):
         run: RankRun = run_ranks(train, num_ranks(case), case, data, strict, timeout=timeout)[0]
         return difference(case, data, run)
 
