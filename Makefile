@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_AR
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch_extensions
 export PYTHONUNBUFFERED := 1
 
-.PHONY: venv train test test-ranks test-rest lint clean
+.PHONY: venv train test test-training test-ranks test-models test-pure lint kernels clean
 
 venv: $(STAMP)
 
@@ -39,17 +39,28 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Tests with ranks often wait for each other, so the rest runs beside them.
-test: lint
-	$(MAKE) --jobs=2 --output-sync=target test-ranks test-rest
+# Two at a time: tests with ranks often wait for each other, and the rest runs meanwhile.
+test: $(STAMP)
+	$(MAKE) --jobs=2 --output-sync=target lint kernels
+	$(MAKE) --jobs=2 --output-sync=target test-training test-ranks test-models test-pure
 
-test-ranks test-rest: export OMP_NUM_THREADS := 1
+# Compiles the planner's kernels, which all tests and jobs then load from numba's cache.
+kernels: $(STAMP)
+	$(BIN)/python -c 'from ds_hydra.planner.selection import warm_up; warm_up()'
+
+test-training test-ranks test-models test-pure: export OMP_NUM_THREADS := 1
+
+test-training: $(STAMP)
+	$(BIN)/python -m pytest tests/gloo/test_training.py tests/gloo/test_strict_training.py
 
 test-ranks: $(STAMP)
-	$(BIN)/python -m pytest tests/gloo
+	$(BIN)/python -m pytest tests/gloo --ignore-glob='*training.py'
 
-test-rest: $(STAMP)
-	$(BIN)/python -m pytest --ignore=tests/gloo
+test-models: $(STAMP)
+	$(BIN)/python -m pytest --ignore=tests/gloo --ignore=tests/pure
+
+test-pure: $(STAMP)
+	$(BIN)/python -m pytest tests/pure
 
 clean:
 	rm -rf $(VENV) build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache
