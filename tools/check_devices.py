@@ -13,6 +13,8 @@ with --fast, what makes large models and many devices possible:
   max_len     the longest sequences of a 32B model on 64 GPUs, by the memory model, beside published ones
   operations  messages and collectives of a step's pulls and pushes, and how long their links take to build
   overlap     what is exposed of pulls and pushes between nodes, by the simulation of steps
+  groups      communicators, the meetings that make them, connections and sockets of a rank
+  heartbeats  what rank 0's watchdog takes of a core
 
 Exits non-zero if an aim is missed.
 """
@@ -25,6 +27,8 @@ from collections.abc import Callable
 
 from ds_hydra.commands.figures import figures_parser, finish, print_table
 from tools.devices.count import by_count
+from tools.devices.groups import groups
+from tools.devices.heartbeats import heartbeats
 from tools.devices.loading import memory_of_loading
 from tools.devices.max_len import longest_sequences
 from tools.devices.messages import handing_out
@@ -46,6 +50,8 @@ FAST: dict[str, Callable[[bool], Table]] = {
     "max_len": longest_sequences,
     "operations": operations,
     "overlap": overlap,
+    "groups": groups,
+    "heartbeats": heartbeats,
 }
 
 

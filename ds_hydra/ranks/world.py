@@ -9,7 +9,10 @@ and plans are always the world's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -26,8 +29,25 @@ from ds_hydra.zero_hetero.transport import TorchTransport, Transport
 
 _OPEN_RECEIVES = 2  # buckets whose receives are open at once on gloo, which becomes slower with more of them
 _CONNECT_TAG = 1 << 23
+_LAZY = "TORCH_GLOO_LAZY_INIT"
 
 Pair = tuple[int, int]  # (sender, receiver)
+
+
+@contextmanager
+def _pairs_connect_when_used() -> Iterator[None]:
+    """gloo groups made within this connect a pair of ranks by its first message, and not all pairs at start."""
+    # torch has no argument for it. 1024 ranks whose pairs all connect have 1023 sockets each for every group, as many
+    # as a process may have open on many systems.
+    before = os.environ.get(_LAZY)
+    os.environ[_LAZY] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_LAZY]
+        else:
+            os.environ[_LAZY] = before
 
 
 @dataclass(frozen=True)
@@ -75,10 +95,12 @@ class World:
             return own
 
         gloo = dist.get_backend(everyone) == "gloo"
-        control = everyone if gloo else make(range(num_ranks), "gloo")
+        # On devices only small messages go over gloo, between few pairs of many ranks (`channel.peers_of`).
+        with contextlib.nullcontext() if gloo else _pairs_connect_when_used():
+            control = everyone if gloo else make(range(num_ranks), "gloo")
+            background = make(range(num_ranks), "gloo")  # a save in the background must not meet training
         # NCCL runs one group's messages in the order they were started: pipelines get a communicator of their own.
         edges = everyone if gloo else make(range(num_ranks))
-        background = make(range(num_ranks), "gloo")  # a save in the background must not meet training
         links, groups = TorchTransport(everyone, max_open_receives=_OPEN_RECEIVES), GroupCache(rank, make_apart)
         return cls(
             rank=rank,

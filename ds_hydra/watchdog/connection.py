@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 _MAX_FRAME = 4096
+_READ = 65536
 _MAC_BYTES, NONCE_BYTES = 16, 16
 
 
@@ -64,7 +65,10 @@ class Connection:
         self.flush()
 
     def send(self, message: dict[str, Any]) -> None:
-        body = json.dumps(message).encode()
+        self.send_body(encoded(message))
+
+    def send_body(self, body: bytes) -> None:
+        """Send what `encoded` has made of a message, which is the same for all who get it."""
         assert len(body) + _MAC_BYTES <= _MAX_FRAME, "messages are short"
         self._out += (len(body) + _MAC_BYTES).to_bytes(4, "big") + body + self._mac(self._server, self._sent, body)
         self._sent += 1
@@ -84,12 +88,14 @@ class Connection:
         """Read what is there; False when the other end has closed."""
         try:
             while True:
-                data = self.socket.recv(65536)
+                data = self.socket.recv(_READ)
                 if not data:
                     return False
                 self._in += data
                 if len(self._in) > 64 * _MAX_FRAME:
                     return False
+                if len(data) < _READ:
+                    return True  # that was all; what comes later wakes the selector again
         except BlockingIOError:
             return True
         except OSError:
@@ -124,3 +130,8 @@ class Connection:
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self.socket.close()
+
+
+def encoded(message: dict[str, Any]) -> bytes:
+    """The body of a frame."""
+    return json.dumps(message).encode()

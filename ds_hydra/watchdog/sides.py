@@ -11,7 +11,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from ds_hydra.watchdog.connection import NONCE_BYTES, Connection
+from ds_hydra.watchdog.connection import NONCE_BYTES, Connection, encoded
 
 if TYPE_CHECKING:
     from ds_hydra.watchdog.watchdog import Watchdog
@@ -23,6 +23,7 @@ _BUSY_TURNS = 4  # that a rank inside a step still gets after another one died o
 _LEFT_TURNS = 8  # the same after a rank left in good order: its last messages may still be on their way
 _HANDSHAKE_S = 10.0
 _MAX_STRANGERS = 64
+_MANY = 32  # peers whose messages are read once in a turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ class Side:
         dog = self.dog
         last_turn, next_beat = time.monotonic(), 0.0
         while not dog.closing.is_set():
-            for key, _ in self.selector.select(timeout=min(TURN_S, dog.heartbeat_s)):
+            for key, _ in self.wait_for_messages():
                 self.ready(key)
             now = time.monotonic()
             # Suppose this process was suspended for 30 s, with frozen_s 9. By the clock every other rank was silent for
@@ -84,12 +85,21 @@ class Side:
             for message in dog.take_outbox():
                 self.failed(message)
             if now >= next_beat:
-                next_beat = now + dog.heartbeat_s
+                next_beat = now + dog.beat_s
                 self.broadcast(dog.beat())
         for message in dog.take_outbox():
             self.failed(message)
         self.broadcast({"bye": dog._where()[0]})
         self.close()
+
+    def wait_for_messages(self) -> list[tuple[selectors.SelectorKey, int]]:
+        """Whose messages are there; returns by the end of a turn."""
+        peers = self.dog.peers.values()
+        if len(peers) < _MANY or any(peer.connection is None for peer in peers):  # some have yet to connect, or left
+            return self.selector.select(timeout=min(TURN_S, self.dog.heartbeat_s))
+        # To wake up for each of hundreds of heartbeats a second would cost several times what reading them does.
+        self.dog.closing.wait(TURN_S)
+        return self.selector.select(timeout=0)
 
     def ready(self, key: selectors.SelectorKey) -> None:
         raise NotImplementedError
@@ -109,9 +119,10 @@ class Side:
         raise NotImplementedError
 
     def broadcast(self, message: dict[str, Any]) -> None:
+        body = encoded(message)
         for peer in self.dog.peers.values():
             if peer.connection is not None:
-                peer.connection.send(message)
+                peer.connection.send_body(body)
 
     def note(self, peer: Peer, message: dict[str, Any]) -> None:
         """Note what a heartbeat or a farewell says; both show that the rank lives."""

@@ -17,7 +17,7 @@ from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.ranks import channel as channels
 from ds_hydra.ranks.channel import Channel
 from ds_hydra.ranks.groups import GroupCache, apart, make_groups
-from ds_hydra.ranks.world import World
+from ds_hydra.ranks.world import World, _pairs_connect_when_used
 from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError
 from ds_hydra.zero_hetero.transport import Parcel, TorchTransport, Work
 from tests.support.ranks import run_ranks
@@ -147,3 +147,27 @@ def test_worlds_are_given_back_whole() -> None:
 
     for seen in run_ranks(many, 4):
         assert seen[9] <= seen[3], seen
+
+
+def test_groups_for_small_messages_connect_pairs_when_they_talk() -> None:
+    """As on devices: on gloo alone such a group is the default one."""
+
+    def sockets_of_groups(rank: int) -> tuple[int, int, float]:
+        before = _sockets()
+        with _pairs_connect_when_used():
+            lazy = dist.new_group(backend="gloo")
+        made = _sockets()
+        dist.new_group(backend="gloo")
+        all_pairs = _sockets() - made
+        told = torch.tensor(float(rank))
+        dist.broadcast(told, 3, group=lazy)
+        return made - before, all_pairs, float(told)
+
+    for lazy, all_pairs, told in run_ranks(sockets_of_groups, 6):
+        assert lazy < 3 <= all_pairs
+        assert told == 3.0
+
+
+def _sockets() -> int:
+    links = (os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd"))
+    return sum(os.path.islink(link) and "socket" in os.readlink(link) for link in links)

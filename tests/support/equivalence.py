@@ -262,7 +262,7 @@ def traced_once(case: Case) -> Iterator[None]:
     source = model_source(
         model, activation_checkpointing=case.activation_checkpointing, token_sharding=case.token_sharding
     )
-    with mock.patch.object(HydraEngine, "source_of", lambda *_: source):
+    with mock.patch.object(HydraEngine, "source_of", return_value=source):
         yield
 
 

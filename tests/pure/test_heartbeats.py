@@ -1,0 +1,26 @@
+"""How often ranks send a heartbeat, and with whom small messages connect them."""
+
+from __future__ import annotations
+
+import pytest
+
+from ds_hydra.ranks.channel import peers_of
+from ds_hydra.watchdog.watchdog import beat_seconds
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "heartbeat_s", "frozen_s", "expected"),
+    [(2, 1.0, 9.0, 1.0), (256, 1.0, 9.0, 1.0), (512, 1.0, 9.0, 2.0), (1024, 1.0, 9.0, 3.0), (1024, 5.0, 9.0, 5.0)],
+)
+def test_ranks_of_large_jobs_beat_less_often(
+    num_ranks: int, heartbeat_s: float, frozen_s: float, expected: float
+) -> None:
+    assert beat_seconds(num_ranks, heartbeat_s, frozen_s) == expected
+
+
+def test_small_messages_connect_few_ranks() -> None:
+    assert peers_of(0, 2) == {1}
+    assert peers_of(3, 8) == {1, 2, 4, 5, 7}  # 1, 2 and 4 away
+    for num_ranks in (33, 64, 1000, 1024):
+        assert max(len(peers_of(rank, num_ranks)) for rank in range(num_ranks)) <= 20
+        assert all(rank in peers_of(peer, num_ranks) for rank in (0, 5) for peer in peers_of(rank, num_ranks))
