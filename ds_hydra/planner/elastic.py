@@ -113,10 +113,10 @@ class ElasticSearch:
         return Elastic(kinds, owner, timed)
 
     def observe(self, kinds: PipelineKinds, overhead: Floats) -> tuple[float, Overheads]:
-        """What a strategy takes when it is dispatched by these overheads, (rows,), and simulated, in ms; and the
-        overheads that its pipelines really have."""
+        """What a strategy promises to take when it is dispatched by these overheads, (rows,), and simulated, in ms; and
+        the overheads that its pipelines really have."""
         ranked = self._ranked([kinds], overhead)
-        found = self._settled(self._simulated(kinds, ranked[0][2]), overhead) if ranked else None
+        found = self._simulated(kinds, ranked[0][2]) if ranked else None
         if found is None or math.isinf(found.ms):
             return math.inf, Overheads.none(len(overhead))
         return found.promise, self._seen(found)

@@ -172,9 +172,11 @@ class Pool:
         self.times = {counts: factor * self.times[counts] for counts, factor in factors.items()}
         self._best = np.minimum.reduce(list(self.times.values()))
 
-    def best_subset(self, count: int) -> list[Counts]:
-        """Greedy choice of the strategies with the least mean time, each batch run by its best."""
-        return greedy_subset(self.times, self._weights, count)
+    def best_subset(self, count: int, kinds: int | None = None) -> list[Counts]:
+        """Greedy choice of the strategies with the least mean time, each batch run by its best; of those with at most
+        so many `kinds` of pipelines."""
+        times = {c: ms for c, ms in self.times.items() if kinds is None or np.count_nonzero(c) <= kinds}
+        return greedy_subset(times, self._weights, count)
 
     def cover(self, chosen: list[Counts], context_length: int, count: int) -> list[Counts]:
         """Make sure that some strategy holds the context length, at the price of the least useful one."""
