@@ -11,6 +11,7 @@ only: Adam magnifies FP32 rounding where a gradient is near zero.
 such ranks they must.
 
   python -m tools.check_equivalence [--quick] [--json FILE] [--only WORDS]
+  python -m tools.check_equivalence --random 50 --seed 7 # families, strategies and options drawn together
   python -m tools.check_equivalence --strict blocking    # or connect, or lazy: under a transport with NCCL's rules
   python -m tools.check_equivalence --model CONFIG.json --ranks 4 --strategies "tp2pp2" "sp2 + 2*tp1"
 
@@ -34,6 +35,7 @@ from ds_hydra.pipe.shape import StrategyShape
 from tests.support.case import FLOAT32, FLOAT64, Case
 from tests.support.cases import CASES
 from tests.support.equivalence import Difference, compare, num_ranks
+from tests.support.random_cases import random_case
 from tests.support.strict import Rules
 
 QUICK = (
@@ -92,6 +94,8 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = figures_parser(__doc__)
     parser.add_argument("--only", metavar="WORDS", help="cases whose name holds WORDS")
     parser.add_argument("--model", metavar="CONFIG.json", help="a Hugging Face config of a model of one's own")
+    parser.add_argument("--random", type=int, metavar="N", help="N cases drawn at random, and not the table")
+    parser.add_argument("--seed", type=int, default=0, help="of the first of them (default 0)")
     parser.add_argument("--ranks", type=int, help="ranks for --model")
     parser.add_argument("--strategies", nargs="+", metavar="TEXT", help="strategies for --model, one per step in turn")
     parser.add_argument(
@@ -114,6 +118,8 @@ def _rules(options: argparse.Namespace) -> Rules | None:
 
 
 def _table(options: argparse.Namespace) -> list[Case]:
+    if options.random is not None:
+        return [random_case(options.seed + number) for number in range(options.random)]
     cases = [case for case in CASES if not options.quick or case.name in QUICK]
     return [case for case in cases if options.only is None or options.only in case.name]
 

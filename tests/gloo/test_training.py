@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import deepspeed  # noqa: F401  (before forking: the ranks share it)
 import pytest
 import torch
@@ -11,6 +13,7 @@ import ds_hydra.engine.engine  # noqa: F401
 from tests.support.case import FLOAT32, Case
 from tests.support.cases import CASES
 from tests.support.equivalence import RankRun, compare, difference, num_ranks, samples_of, train
+from tests.support.random_cases import random_case
 from tests.support.ranks import run_ranks
 
 QUICK = [case for case in CASES if case.quick]
@@ -19,6 +22,13 @@ QUICK = [case for case in CASES if case.quick]
 @pytest.mark.parametrize("case", QUICK, ids=lambda case: case.name)
 def test_same_as_one_process(case: Case) -> None:
     case = case.shortened()
+    missed = compare(case).missed(case)
+    assert not missed, missed
+
+
+@pytest.mark.parametrize("seed", [9, 14, 22])
+def test_cases_drawn_at_random(seed: int) -> None:
+    case = replace(random_case(seed), steps=2)
     missed = compare(case).missed(case)
     assert not missed, missed
 

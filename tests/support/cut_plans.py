@@ -25,12 +25,12 @@ def in_slices(plan: StepPlan, table: CostTable, seed: int = 0) -> StepPlan:
     """
     draw = random.Random(f"{seed} {plan.step}")
     for most in (3, 2, 1):
-        phases = tuple(
-            replace(phase, pipelines=tuple(_cut(pipeline, table, most, draw) for pipeline in phase.pipelines))
-            for phase in plan.phases
-        )
-        cut = replace(plan, phases=phases, predicted_ms=simulated_ms(phases, table), lower_bound_ms=0.0)
         with suppress(PlanError):
+            phases = tuple(
+                replace(phase, pipelines=tuple(_cut(pipeline, table, most, draw) for pipeline in phase.pipelines))
+                for phase in plan.phases
+            )
+            cut = replace(plan, phases=phases, predicted_ms=simulated_ms(phases, table), lower_bound_ms=0.0)
             validate_plan(cut, table, phases[0].shape.num_ranks)
             return cut
     return plan

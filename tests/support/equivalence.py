@@ -24,7 +24,7 @@ from ds_hydra.engine.models import model_source
 from ds_hydra.pipe.dropout import sequence_key, step_key, token_keys
 from ds_hydra.pipe.stage import from_flat
 from ds_hydra.plan.phase import THEN
-from ds_hydra.planner import PhasedPlanner, parse_phases, save_plans
+from ds_hydra.planner import PhasedPlanner, Span, parse_phases, save_plans
 from tests.support.case import BFLOAT16, FLOAT32, FLOAT64, SHARES, Case
 from tests.support.cut_plans import in_slices, num_slices, recomputing
 from tests.support.families import LAYER_LIST, build_model, reference_model, vocab_size
@@ -54,7 +54,7 @@ class RankStep:
 
     strategy: str
     ids: tuple[int, ...]
-    microbatches: tuple[tuple[int, ...], ...]
+    microbatches: tuple[tuple[Span, ...], ...]
     before: dict[str, Tensor]  # parameters
     result: Step
 
@@ -233,11 +233,7 @@ def _train(rank: int, case: Case, data: Sequence[Sample]) -> RankRun | None:
         engine.train_batch()
         record = engine.last_step
         plan = StepPlan.from_json(record.plan, "the step's plan")
-        microbatches = tuple(
-            tuple(span.sequence for span in batch.spans)
-            for pipeline in plan.pipelines
-            for batch in pipeline.microbatches
-        )
+        microbatches = tuple(batch.spans for pipeline in plan.pipelines for batch in pipeline.microbatches)
         result = Step(record.loss, record.grad_norm, whole_gradients(engine))
         steps.append(RankStep(plan.strategy, plan.sequence_ids, microbatches, before, result))
     masters, optimizer = engine.crew.masters.trained, engine.optimizer

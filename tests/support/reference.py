@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from ds_hydra.plan.phase import Span
 from tests.support.drawing import drawing
 from tests.support.families import reference_model
 
@@ -84,9 +85,9 @@ class Reference:
                 parameter.copy_(values[name])
 
     def gradients(
-        self, samples: Sequence[Sample], weights: Sequence[float], keys: Sequence[Tensor] | None = None
+        self, samples: Sequence[Sample], weights: Sequence[Tensor], keys: Sequence[Tensor] | None = None
     ) -> Step:
-        """Loss, norm and clipped gradients, left in the masters; `weights[i]` is what a token of sample i counts.
+        """Loss, norm and clipped gradients, left in the masters; `weights[i]` is what the tokens of sample i count.
 
         `keys[i]` are what its random numbers follow from; None: nothing is drawn.
         """
@@ -99,7 +100,8 @@ class Reference:
         total = 0.0
         for sample, weight, drawn in zip(samples, weights, keys or [None] * len(samples), strict=True):
             with drawing(self.model, drawn):
-                loss = token_loss_sum(self.model, sample) * weight
+                losses = token_losses(self.model, sample)
+                loss = losses @ weight.to(losses.dtype)
             loss.backward()
             total += float(loss.detach())
             for name, parameter in self.parameters.items():
@@ -113,7 +115,7 @@ class Reference:
             total, float(norm), {name: p.grad.clone() for name, p in self.masters.items() if p.grad is not None}
         )
 
-    def step(self, samples: Sequence[Sample], weights: Sequence[float], keys: Sequence[Tensor] | None = None) -> Step:
+    def step(self, samples: Sequence[Sample], weights: Sequence[Tensor], keys: Sequence[Tensor] | None = None) -> Step:
         """`gradients`, and an update by them."""
         result = self.gradients(samples, weights, keys)
         self.optimizer.step()
@@ -124,37 +126,33 @@ class Reference:
         return {name: self.optimizer.state[parameter][key] for name, parameter in self.masters.items()}
 
 
-def token_loss_sum(model: nn.Module, sample: Sample) -> Tensor:
-    """Sum of one sequence's token losses."""
+def token_losses(model: nn.Module, sample: Sample) -> Tensor:
+    """(tokens - 1,) losses of one sequence; 0 where nothing is to be learnt."""
     token_ids = sample["input_ids"][None]
     out = model(token_ids) if not hasattr(model, "config") else model(input_ids=token_ids, use_cache=False).logits
     logits = out[0, :-1]
     wide = logits if logits.dtype == torch.float64 else logits.float()
-    return F.cross_entropy(wide, sample["labels"][1:], ignore_index=IGNORED, reduction="sum")
+    return F.cross_entropy(wide, sample["labels"][1:], ignore_index=IGNORED, reduction="none")
 
 
-def num_targets(sample: Sample) -> int:
-    """Tokens of a sequence that are predicted."""
-    return int((sample["labels"][1:] != IGNORED).sum())
+def token_weights(samples: Sequence[Sample], microbatches: Sequence[Sequence[Span]], loss_norm: str) -> list[Tensor]:
+    """What each token of each sample, (tokens - 1,), counts in the step's loss: the last one has no target.
 
-
-def token_weights(samples: Sequence[Sample], microbatches: Sequence[Sequence[int]], loss_norm: str) -> list[float]:
-    """What a token of each sample counts in the step's loss.
-
-    `microbatches` lists the samples of every micro-batch of the step, by position in `samples`.
+    `microbatches` lists the spans of every micro-batch of the step, their sequences by position in `samples`.
     """
-    counts = [num_targets(sample) for sample in samples]
+    learnt = [sample["labels"][1:] != IGNORED for sample in samples]
+    weights = [torch.zeros(len(one), dtype=torch.float64) for one in learnt]
     if loss_norm == "token":
-        return [1.0 / max(1, sum(counts))] * len(samples)
+        total = max(1, sum(int(one.sum()) for one in learnt))
+        return [one + 1.0 / total for one in weights]
     if loss_norm == "sequence":
-        some = sum(count > 0 for count in counts)
-        return [1.0 / (max(1, count) * max(1, some)) for count in counts]
-    sums = [sum(counts[position] for position in batch) for batch in microbatches]
-    some = sum(total > 0 for total in sums)
-    weights = [0.0] * len(samples)
-    for batch, total in zip(microbatches, sums, strict=True):
-        for position in batch:
-            weights[position] = 1.0 / (max(1, total) * max(1, some))
+        some = max(1, sum(bool(one.any()) for one in learnt))
+        return [one + 1.0 / (max(1, int(known.sum())) * some) for one, known in zip(weights, learnt, strict=True)]
+    counts = [sum(int(learnt[i][start:stop].sum()) for i, start, stop in batch) for batch in microbatches]
+    some = max(1, sum(count > 0 for count in counts))
+    for batch, count in zip(microbatches, counts, strict=True):
+        for i, start, stop in batch:
+            weights[i][start:stop] = 1.0 / (max(1, count) * some)
     return weights
 
 

@@ -95,6 +95,7 @@ def _sliced() -> Iterator[Case]:
     yield replace(
         base, name="slices, mean of sequences", loss_norm="sequence", masked_labels=True,
     )  # fmt: skip
+    yield replace(base, name="slices, mean of micro-batches", loss_norm="micro_batch", masked_labels=True, quick=True)
     yield replace(base, name="slices, fewer tokens than sp", strategies=("sp4", "tp2sp2"), lengths=(31, 31, 60) * 7,
                   tokens_per_step=31)  # fmt: skip
     yield replace(base, name="slices, stages of different tp and sp", strategies=("(sp2[0:1] > tp2[1:4])",))
