@@ -1,13 +1,16 @@
 """Work in; the bytes that its tensors hold at moments of it, and at most, out.
 
 On a GPU the allocator tells. On a CPU torch's profiler does: it is told of all memory that is given and taken back,
-inside of operators too, which the process's size does not show.
+inside of operators too, which the process's size does not show. It is told by the threads that it follows. A thread of
+a process group is none of them, and may be the last that lets go of a tensor that was sent: nobody tells of that. So a
+block counts until it is taken back, or its address is given out again.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -51,11 +54,24 @@ class Allocations:
             self.peak = torch.cuda.max_memory_allocated(self._device) - self._before
             return
         self._profile.__exit__(*error)
-        now = 0
-        events = self._profile.kineto_results.events()
-        for event in sorted(events, key=lambda event: event.start_ns()):
-            if event.name() == _MEMORY:
-                now += event.nbytes()
+        now, given = 0, dict[int, int]()  # bytes by address
+        for event in sorted(_all(self._profile.kineto_results.experimental_event_tree()), key=_begin):
+            if event.name == _MEMORY:
+                size, address = event.extra_fields.alloc_size, event.extra_fields.ptr
+                now -= given.pop(address, 0 if size > 0 else -size)
+                if size > 0:
+                    now, given[address] = now + size, size
                 self.peak = max(self.peak, now)
-            elif event.name() == _MARK:
+            elif event.name == _MARK:
                 self.held.append(now)
+
+
+def _begin(event: Any) -> int:
+    return event.start_time_ns  # type: ignore[no-any-return]
+
+
+def _all(events: Iterable[Any]) -> Iterator[Any]:
+    """Events and those within them."""
+    for event in events:
+        yield event
+        yield from _all(event.children)

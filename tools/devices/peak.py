@@ -55,6 +55,7 @@ class Mix:
     grad_dtype: str = "fp32"
     sequences: int = 8  # of a step
     node_size: int | None = None
+    token_sharding: bool = False
 
     @property
     def shapes(self) -> list[StrategyShape]:
@@ -73,6 +74,8 @@ MIXES = (
     Mix(("tp4 + 2*pp2", "2*tp2pp2"), "fp32", sequences=16),
     Mix(("2*sp2", "pp4"), node_size=2),
     Mix(("pp4/zb-h1",), sequences=16),
+    Mix(("tp4", "2*tp2"), grad_dtype="bf16", token_sharding=True),
+    Mix(("2*tp2pp2", "tp4pp2"), sequences=16, token_sharding=True),
 )
 _QUICK = 2
 
@@ -83,16 +86,18 @@ def predicted_and_measured(quick: bool) -> Table:
     missed: list[str] = []
     for mix in MIXES[: _QUICK if quick else None]:
         peaks = run_ranks(_train, mix.num_ranks, mix, timeout=600)
-        needs, tokens = _predict(mix, peaks[0].tokens)
-        measured, predicted = max(one.peak for one in peaks), needs.total(tokens)
+        needs, length = _predict(mix, peaks[0].tokens)
+        measured, predicted = max(one.peak for one in peaks), needs.total(length)
         off = predicted / measured - 1
         if abs(off) > MOST_OFF:
             missed.append(f"{', '.join(mix.strategies)}: predicted {off:+.1%} (aim {MOST_OFF:.0%})")
         print(f"{mix.strategies}: {predicted} bytes predicted, {measured} measured", file=sys.stderr, flush=True)
         states = needs.states / predicted
-        rows.append([", ".join(mix.strategies), mix.num_ranks, mix.dtype, mix.grad_dtype, str(needs.scheme),
+        tokens = "shared" if mix.token_sharding else "all"
+        rows.append([", ".join(mix.strategies), mix.num_ranks, tokens, mix.dtype, mix.grad_dtype, str(needs.scheme),
                      round(predicted / MIB, 1), round(measured / MIB, 1), f"{off:+.1%}", f"{states:.0%}"])  # fmt: skip
-    headers = ["candidates", "ranks", "type", "gradients", "fullest", "predicted", "measured", "off", "states"]
+    headers = ["candidates", "ranks", "tokens", "type", "gradients", "fullest", "predicted", "measured", "off",
+               "states"]  # fmt: skip
     return Table("memory predicted and measured: MiB of the fullest rank, small model, CPU", headers, rows, missed)
 
 
@@ -154,7 +159,13 @@ def _settings(mix: Mix) -> dict[str, Any]:
     return {
         "bf16": {"enabled": mix.dtype == "bf16"},
         "data_types": {"grad_accum_dtype": mix.grad_dtype},
-        **quiet_settings(mix.sequences * LENGTH, mix.strategies, choose="cycle", node_size=mix.node_size),
+        **quiet_settings(
+            mix.sequences * LENGTH,
+            mix.strategies,
+            choose="cycle",
+            node_size=mix.node_size,
+            token_sharding="auto" if mix.token_sharding else "off",
+        ),
     }
 
 
@@ -177,7 +188,7 @@ def quiet_settings(tokens: int, strategies: Sequence[str], **hydra: Any) -> dict
 def _predict(mix: Mix, tokens: dict[Shape, int]) -> tuple[Needs, int]:
     """What the memory model says of the fullest stage, and the tokens of its micro-batches."""
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[mix.dtype]
-    source = source_of(CONFIG)
+    source = source_of(CONFIG, token_sharding=mix.token_sharding)
     figures = {
         (stage.tp, stage.sp): measure_activations(source, stage.tp, stage.sp, torch.device("cpu"), dtype, LENGTH)
         for stage in _stages(mix.shapes)
@@ -192,12 +203,14 @@ def _predict(mix: Mix, tokens: dict[Shape, int]) -> tuple[Needs, int]:
     return max(needs, key=lambda one: one[0].total(one[1]))
 
 
-def source_of(sizes: dict[str, Any], *, activation_checkpointing: bool = False) -> CausalLM:
+def source_of(
+    sizes: dict[str, Any], *, activation_checkpointing: bool = False, token_sharding: bool = False
+) -> CausalLM:
     """Stages of a model of these sizes, to be measured."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(sizes))
-        return hollow_source(path, activation_checkpointing=activation_checkpointing)
+        return hollow_source(path, activation_checkpointing=activation_checkpointing, token_sharding=token_sharding)
 
 
 def _stages(shapes: Sequence[StrategyShape]) -> set[Any]:
