@@ -1,17 +1,13 @@
 """A stage in, bytes of its activations out: what a forward keeps, and the most that a step of it needs.
 
-On a GPU the allocator tells both. On a CPU the process's peak tells the second; what is kept is counted from the
-tensors that autograd saves, since freed pages may stay with the process.
+What is kept is counted from the tensors that autograd saves; the most at any time is what `Allocations` has seen.
 """
 
 from __future__ import annotations
 
-import ctypes
-import gc
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,17 +23,6 @@ from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.profiling.allocations import Allocations
 from ds_hydra.profiling.stage_timer import StageTimer
-
-_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-_M_MMAP_THRESHOLD = -3
-
-
-@dataclass(frozen=True, slots=True)
-class Footprint:
-    """Bytes of one micro-batch on one rank's stage, parameters and gradients apart."""
-
-    kept: int  # from forward to backward
-    peak: int | None  # most at any time, by the allocator or the process; None where nobody counts
 
 
 def kept_bytes(timer: StageTimer, lengths: Sequence[int]) -> int:
@@ -63,25 +48,13 @@ def kept_bytes(timer: StageTimer, lengths: Sequence[int]) -> int:
     return sum(seen.values())
 
 
-def footprint(timer: StageTimer, lengths: Sequence[int]) -> Footprint:
-    """Kept bytes and the peak of a forward and backward."""
-    kept = kept_bytes(timer, lengths)
+def step_peak(timer: StageTimer, lengths: Sequence[int]) -> int:
+    """Most bytes that a micro-batch's forward and backward hold at any time, parameters and gradients apart."""
+    timer.run(timer.batch(lengths))  # has made the gradients afterwards
     batch = timer.batch(lengths)
-    gc.collect()
-    if timer.device.type == "cuda":
-        torch.cuda.synchronize(timer.device)
-        torch.cuda.reset_peak_memory_stats(timer.device)
-        allocated = torch.cuda.memory_allocated(timer.device)
+    with Allocations(timer.device) as found:
         timer.run(batch)
-        torch.cuda.synchronize(timer.device)
-        return Footprint(kept, torch.cuda.max_memory_allocated(timer.device) - allocated)
-    # On a CPU: the highest size that the process ever had, started anew just before the run.
-    with _exact_frees():
-        before = _reset_peak()
-        timer.run(batch)
-        after = _peak()
-    peak = None if before is None or after is None else after - before
-    return Footprint(kept, peak)
+    return found.peak
 
 
 def measure_activations(
@@ -182,9 +155,9 @@ def kept_when_recomputed(timer: StageTimer, num_tokens: int) -> float:
 
 
 def _transient(timer: StageTimer, num_tokens: int) -> float:
-    """Bytes per token that a stage without logits needs beyond what it keeps; 0 where nobody counts the peak."""
-    found = footprint(timer, (num_tokens,))
-    return 0.0 if found.peak is None else max(0.0, (found.peak - found.kept) / num_tokens)
+    """Bytes per token that a stage without logits needs beyond what it keeps."""
+    beyond = step_peak(timer, (num_tokens,)) - kept_bytes(timer, (num_tokens,))
+    return max(0.0, beyond / num_tokens)
 
 
 def _probabilities(timer: StageTimer, num_tokens: int) -> int:
@@ -196,49 +169,3 @@ def _probabilities(timer: StageTimer, num_tokens: int) -> int:
     if (stop - start) * rows > LOGITS_AT_ONCE:
         return 0  # blocks are recomputed
     return (stop - start) * rows * max(4, timer.dtype.itemsize)
-
-
-class _exact_frees:
-    """While active, glibc hands back what is freed, so that the process's peak is the tensors' peak."""
-
-    def __enter__(self) -> None:
-        self._libc = _libc()
-        if self._libc is not None:
-            # Blocks from 64 KiB on get pages of their own, which go back as soon as they are freed.
-            self._libc.mallopt(_M_MMAP_THRESHOLD, 64 * 1024)
-            self._libc.malloc_trim(0)
-
-    def __exit__(self, *_: object) -> None:
-        if self._libc is not None:
-            self._libc.mallopt(_M_MMAP_THRESHOLD, 32 * 1024 * 1024)
-
-
-def _libc() -> Any | None:
-    try:
-        libc = ctypes.CDLL("libc.so.6")
-        return libc if hasattr(libc, "mallopt") else None
-    except OSError:
-        return None
-
-
-def _reset_peak() -> int | None:
-    """Start the process's peak anew and return its present size in bytes; None where the system has no such thing."""
-    try:
-        _CLEAR.write_text("5")
-    except OSError:
-        return None
-    return _status("VmRSS")
-
-
-def _peak() -> int | None:
-    return _status("VmHWM")
-
-
-def _status(key: str) -> int | None:
-    try:
-        for line in _STATUS.read_text().splitlines():
-            if line.startswith(key + ":"):
-                return 1024 * int(line.split()[1])
-    except OSError:
-        pass
-    return None
