@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +11,8 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
 from ds_hydra.engine.prepare import _checked
@@ -67,6 +69,58 @@ def placed(model: Any) -> None:
     model.model.layers[2].__class__ = Placed
 
 
+class Placing(LlamaDecoderLayer):
+    """Adds a learnt vector for each place in the row."""
+
+    def forward(self, hidden_states: Tensor, **rest: Any) -> Tensor:
+        return super().forward(hidden_states + self.places[: hidden_states.shape[1]], **rest)
+
+
+class ByLength(LlamaDecoderLayer):
+    """Divides by the number of tokens, as some attentions do."""
+
+    def forward(self, hidden_states: Tensor, **rest: Any) -> Tensor:
+        return super().forward(hidden_states, **rest) / hidden_states.shape[1] ** 0.5
+
+
+class Leaving(LlamaDecoderLayer):
+    """Does nothing to tokens that are all small already."""
+
+    def forward(self, hidden_states: Tensor, **rest: Any) -> Tensor:
+        if hidden_states.abs().max() < 1e-3:
+            return hidden_states
+        return super().forward(hidden_states, **rest)
+
+
+class OverTokens(LlamaRMSNorm):
+    """Norms by what all tokens have in common."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return super().forward(hidden_states - hidden_states.mean(dim=1, keepdim=True))
+
+
+class Convolved(LlamaDecoderLayer):
+    """Mixes each token with the two before it, feature by feature."""
+
+    def forward(self, hidden_states: Tensor, **rest: Any) -> Tensor:
+        tokens = F.pad(hidden_states.transpose(1, 2), (2, 0))
+        mixed = F.conv1d(tokens, self.kernel, groups=hidden_states.shape[-1]).transpose(1, 2)
+        return super().forward(mixed, **rest)
+
+
+def of_kind(kind: type[nn.Module], **parameters: tuple[int, ...]) -> Callable[[Any], None]:
+    """Makes a layer another one's, with parameters of these shapes."""
+
+    def change(model: Any) -> None:
+        layer = model.model.layers[2]
+        layer.__class__ = kind
+        for name, shape in parameters.items():
+            value = torch.linspace(0.5, 1.5, math.prod(shape)).view(shape)
+            layer.register_parameter(name, nn.Parameter(value))
+
+    return change
+
+
 def peeks(model: Any) -> None:
     """A hook of a block that reads what its column-parallel layers read."""
     mlp = model.model.layers[0].mlp
@@ -83,7 +137,13 @@ def one_norm(model: Any) -> None:
     model.model.embed_tokens.register_forward_hook(lambda _, __, out: model.model.norm(out))
 
 
+HIDDEN = 64  # features of the models here
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "a vector learnt for each place in the row": (of_kind(Placing, places=(1024, HIDDEN)), "which tokens it meets"),
+    "a factor of the row's length": (of_kind(ByLength), "a token sees other tokens"),
+    "a layer that is left early": (of_kind(Leaving), "decides by the values of the tokens (__bool__)"),
+    "a norm over tokens": (lambda model: setattr(first_norm(model), "__class__", OverTokens), "sees other tokens"),
+    "a convolution": (of_kind(Convolved, kernel=(HIDDEN, 1, 3)), "a token sees other tokens"),
     "a norm that looks at other tokens": (shifted, "a token sees other tokens"),
     "positions outside of attention": (placed, "shared tokens fails"),
     "a block's input read beside its layers": (peeks, "reads what enters a block beside"),
@@ -175,6 +235,25 @@ def test_the_self_check_finds_what_is_wrong(name: str) -> None:
     assert 'hydra.token_sharding "off"' in objection
     with MUTANTS[name]():
         assert not check_strategies(model, strategies, keep=False).objections()
+
+
+class Nudged(LlamaDecoderLayer):
+    """Adds to the gradient of each token, as some auxiliary losses do: to that of padding too."""
+
+    def forward(self, hidden_states: Tensor, **rest: Any) -> Tensor:
+        out: Tensor = super().forward(hidden_states, **rest)
+        if out.requires_grad:
+            out.register_hook(lambda grad: grad + 1e-3)
+        return out
+
+
+def test_the_self_check_finds_padding_that_trains() -> None:
+    model, strategies = build_model("llama", torch.float32), [StrategyShape.parse("tp2")]
+    of_kind(Nudged)(model)
+    assert shared(model).plan.token_sharding
+    (objection,) = check_strategies(model, strategies, keep=False, token_sharding=True).objections()
+    assert "the gradient of" in objection
+    assert not check_strategies(model, strategies, keep=False).objections()
 
 
 def test_a_job_goes_on_without_what_the_self_check_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

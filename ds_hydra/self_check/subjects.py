@@ -17,8 +17,9 @@ from ds_hydra.self_check.schemes import BASE, uneven_pipeline
 from ds_hydra.self_check.small_copy import small_copy
 
 # Three sequences in one pack, of which one reaches beyond the positions at which rotary tables change and beyond the
-# windows of the small copy, and a pack of one; every sequence parallel rank holds parts of some.
-_LENGTHS = ((5, 33, 2), (12,))
+# windows of the small copy, and a pack of one; every sequence parallel rank holds parts of some. 41 and 13 are prime:
+# where tensor parallel ranks share tokens, rows get padding, which must train nothing.
+_LENGTHS = ((5, 33, 3), (13,))
 _LEAST_VOCABULARY = 16  # of a layer list, which does not say how many tokens it knows
 _COINS = (1e-6, 1 - 1e-6)  # what single random numbers give in one run and in the other
 

@@ -8,7 +8,8 @@ tried, in a second and without the model's values:
   parameter that meets fewer tokens here has a part of its gradient on each rank, one that meets fewer tokens in some of
   its uses only cannot be trained so.
 - One forward runs with blocks that treat each token alone, on 6 random tokens, on the first 3 and on the last 3. What
-  leaves the last norm must be the same for each token.
+  leaves the last norm must be the same for each token, and no branch may depend on their values: ranks would go
+  different ways, and wait for each other for ever.
 
   norm of layer    (1, 12, 64) alone, (1, 6, 64) as one rank of two   -> its gradient is a part of the sum
   q_norm           (1, 12, 4, 8)      (1, 12, 4, 8)                   -> as under plain tensor parallelism
@@ -18,11 +19,13 @@ tried, in a second and without the model's values:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ds_hydra.pipe.models.cut import hidden_in
 from ds_hydra.pipe.models.lone_rank import Seen, look
@@ -37,6 +40,9 @@ if TYPE_CHECKING:
 
 _TOKENS = 6  # of a rank, where shapes are compared
 _NEAR = 1e-4  # rounding of FP32 norms; other tokens are off by a tenth and more
+_MOST_NUMBERS = 1 << 22  # of a parameter that gets a random number for each of its own
+# Functions that hand numbers of a tensor over to Python, which may go another way by them.
+_ASK = frozenset({"__bool__", "__float__", "__int__", "__index__", "item", "tolist", "numpy", "equal", "allclose"})
 
 Returned = tuple[type, int] | None
 """What a block returns: None for a tensor; else the type and length of what holds it in front of nothing else."""
@@ -136,9 +142,9 @@ def _compare_tokens(source: CausalLM, returned: Mapping[str, Returned]) -> None:
     """Whether each token's hidden states below the head are the same among others and among fewer."""
     model, generator = source.copy_to_run(torch.device("cpu"), None).eval(), torch.Generator().manual_seed(0)
     place_on(model, torch.device("cpu"), torch.float32)
-    # One random row for all rows of a matrix takes no memory, and shows all that the blocks' absence leaves to show.
+    inside = tuple(f"{path}." for path in returned)
     values = {
-        name: torch.randn(parameter.shape[-1:], generator=generator).expand(parameter.shape)
+        name: _random_values(parameter.shape, generator, one_row=name.startswith(inside))
         for name, parameter in model.named_parameters(remove_duplicate=False)
     }
     give_values(model, values, torch.device("cpu"))
@@ -146,15 +152,40 @@ def _compare_tokens(source: CausalLM, returned: Mapping[str, Returned]) -> None:
         block = model.get_submodule(path)
         block.forward = _token_wise(kind)  # type: ignore[method-assign]
     hidden = torch.randn((1, 6, source.width(0)), generator=generator)
+    decisions = _Decisions()
     try:
-        together = _below_head(source, model, hidden)
-        apart = torch.cat([_below_head(source, model, part) for part in hidden.chunk(2, dim=1)], dim=1)
+        together = _below_head(source, model, hidden, decisions)
+        apart = torch.cat([_below_head(source, model, part, decisions) for part in hidden.chunk(2, dim=1)], dim=1)
     except Exception as error:
         raise _DoesNotAllowError(f"its layers do not run on a part of the tokens: {_first_line(error)}") from error
+    if decisions.found:
+        raise _DoesNotAllowError(f"between its blocks it decides by the values of the tokens ({decisions.found})")
     if together.shape != apart.shape:
         raise _DoesNotAllowError(f"its layers make {tuple(apart.shape)} of the parts of {tuple(together.shape)}")
     if not bool((together - apart).abs().max() <= _NEAR * together.abs().max()):
         raise _DoesNotAllowError("between its blocks a token sees other tokens")
+
+
+def _random_values(shape: torch.Size, generator: torch.Generator, *, one_row: bool) -> Tensor:
+    """Random numbers; with `one_row`, or of what is too large for a table of positions, one row stands for all."""
+    if one_row or shape.numel() > _MOST_NUMBERS:
+        return torch.randn(shape[-1:], generator=generator).expand(shape)  # takes no memory
+    return torch.randn(shape, generator=generator)
+
+
+class _Decisions(TorchFunctionMode):
+    """Notes that numbers are asked for, upon which a forward may go another way: each rank would ask its own tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = ""  # the function that was called first
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        # Whole numbers are positions and the like, of which all ranks have all.
+        if name in _ASK and (args[0].is_floating_point() or args[0].dtype == torch.bool):
+            self.found = self.found or name
+        return func(*args, **(kwargs or {}))
 
 
 def _token_wise(returned: Returned) -> Callable[..., Any]:
@@ -175,11 +206,15 @@ class _BelowHead(BaseException):
         self.hidden = hidden
 
 
-def _below_head(source: CausalLM, model: Any, hidden: Tensor) -> Tensor:
-    """What the layers and what follows them make of some of the tokens, when the model is called with 6 of them."""
+def _below_head(source: CausalLM, model: Any, hidden: Tensor, layers: TorchFunctionMode) -> Tensor:
+    """What the layers and what follows them make of some of the tokens, when the model is called with 6 of them; they
+    run within the mode `layers`."""
     key = source.flow.doors[0].key
 
+    within = ExitStack()
+
     def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        within.enter_context(layers)
         if isinstance(key, int):
             return (*args[:key], hidden, *args[key + 1 :]), kwargs
         return args, kwargs | {key: hidden}
@@ -199,6 +234,7 @@ def _below_head(source: CausalLM, model: Any, hidden: Tensor) -> Tensor:
     except _BelowHead as reached:
         return reached.hidden
     finally:
+        within.close()
         for handle in handles:
             handle.remove()
     raise AssertionError(f"{source.name} did not run {source.flow.body}, as it did when traced")
