@@ -1,9 +1,11 @@
 """Draw a run from its step records: figures as PNG and one HTML page.
 
-  ds-hydra report runs/steps.jsonl [--out FOLDER] [--lengths FILE] [--json FILE] [--quick]
+  ds-hydra report runs/steps.jsonl [--out FOLDER] [--step N] [--lengths FILE] [--json FILE] [--quick]
 
-Predicted against measured time, errors by strategy and scheme, balance, strategies over the steps, lengths, planning
-time. `--lengths` takes a text file with one sequence length a line. `--quick` draws the last 200 steps only.
+Loss, learning rate and tokens a second over the steps, the pipelines of one step, predicted against measured time,
+errors by strategy and scheme, balance, strategies, lengths, planning time. `--lengths` takes a text file with one
+sequence length a line. `--quick` draws the last 200 steps only. The run is judged by aims, which are printed: exit code
+1 when one is missed.
 """
 
 from __future__ import annotations
@@ -47,11 +49,42 @@ def read_lengths(path: Path | None) -> list[int]:
         raise ConfigError(f"--lengths {path}: one whole number a line is due: {error}") from error
 
 
+SETTLED = 10  # first steps that predictions are learnt from and not judged by
+
+
+def judged(records: Sequence[dict[str, Any]]) -> list[tuple[str, str, str, bool]]:
+    """(what, seen, aim, whether it is met) for all that the records have the data for."""
+    rows: list[tuple[str, str, str, bool]] = []
+    later = records[SETTLED:]
+    error, _ = summarise(relative_errors(later, "corrected_step_ms"))
+    if error == error:
+        rows.append((f"prediction error after {SETTLED} steps, median", f"{error:.1%}", "<= 10%", error <= 0.1))
+    waits = sorted(
+        r["slowest_wait_ms"] / r["step_ms"] for r in records if r.get("slowest_wait_ms") and r["step_ms"] > 0
+    )
+    if waits:
+        wait = waits[len(waits) // 2]
+        rows.append(("waiting for the slowest pipeline, median", f"{wait:.1%}", "<= 25%", wait <= 0.25))
+    hidden = sum(bool(r.get("planning_hidden")) for r in records) / len(records)
+    rows.append(("steps whose planning was hidden", f"{hidden:.0%}", ">= 90%", hidden >= 0.9))
+    losses = [float(r["loss"]) for r in records if r.get("loss") is not None]
+    part = len(losses) // 4
+    if part:
+        first, last = sum(losses[:part]) / part, sum(losses[-part:]) / part
+        rows.append(
+            ("mean loss of the last quarter, after the first", f"{last:.3f} after {first:.3f}", "lower", last < first)
+        )
+    skipped = sum(bool(r.get("skipped")) for r in records) / len(records)
+    rows.append(("steps skipped", f"{skipped:.1%}", "<= 1%", skipped <= 0.01))
+    return rows
+
+
 def main(arguments: Sequence[str] | None = None, *, name: str = "ds-hydra report") -> int:
     """Print a table of strategies and draw the figures; return 2 for a file that cannot be read."""
     parser = figures_parser(__doc__, name)
     parser.add_argument("steps", type=Path, help="the steps_file of a run")
     parser.add_argument("--out", type=Path, help="folder of the figures (default: beside the file, report/)")
+    parser.add_argument("--step", type=int, help="whose pipelines to draw (default: the last)")
     parser.add_argument("--lengths", type=Path, help="sequence lengths of the data, one a line")
     args = parser.parse_args(arguments)
     return guarded(name, lambda: run(args, name))
@@ -62,7 +95,7 @@ def run(args: argparse.Namespace, name: str) -> int:
     records, broken = read_steps(args.steps)
     records = records[-200:] if args.quick else records
     out = args.out or args.steps.parent / "report"
-    figures = draw_report(records, out, read_lengths(args.lengths))
+    figures = draw_report(records, out, read_lengths(args.lengths), args.step)
     headers = ("strategy", "steps", "ms", "plan's error med / p90", "step's error", "corrected")
     print_table(headers, strategy_rows(records))
     for figure in figures:
@@ -76,7 +109,11 @@ def run(args: argparse.Namespace, name: str) -> int:
         f"{len(records)} steps, {len(schemes)} schemes, step prediction error {_pair(overall['predicted_step_ms'])} "
         f"(median / p90), corrected {_pair(overall['corrected_step_ms'])}; {broken} broken lines; {out / 'index.html'}"
     )
-    return finish(name, summary, {"errors": overall, "steps": len(records)}, [], args.json)
+    aims = judged(records)
+    print()
+    print_table(("judged by", "seen", "aim", "met"), [(*row[:3], "yes" if row[3] else "NO") for row in aims])
+    missed = [f"{what}: {seen}, not {aim}" for what, seen, aim, met in aims if not met]
+    return finish(name, summary, {"errors": overall, "steps": len(records)}, missed, args.json)
 
 
 if __name__ == "__main__":

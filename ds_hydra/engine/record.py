@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from ds_hydra.planner import PlannedStep
 from ds_hydra.report.record import StepRecord
 
 if TYPE_CHECKING:
+    from ds_hydra.ranks.rank_stats import RankStats
     from ds_hydra.step.stepper import Outcome
 
 
@@ -81,7 +83,8 @@ def step_record(
         ids_digest=hashlib.sha256(repr(plan.sequence_ids).encode()).hexdigest()[:16],
         num_micro_batches=tuple(len(pipeline.microbatches) for pipeline in plan.pipelines),
         pull_ms=1e3 * sum(max(rank.exposed_pull_s for rank in phase.stats) for phase in outcome.phases),
-        push_ms=1e3 * sum(max(rank.exposed_push_s for rank in phase.stats) for phase in outcome.phases),
+        push_ms=1e3 * sum(max(pushing_s(phase.stats)) for phase in outcome.phases),
+        slowest_wait_ms=1e3 * sum(fmean(waiting_s(phase.stats)) for phase in outcome.phases),
         optimizer_ms=1e3 * max(rank.optimizer_s for rank in outcome.stats),
         pull_bytes=outcome.pull_bytes,
         push_bytes=outcome.push_bytes,
@@ -91,3 +94,17 @@ def step_record(
         plan=plan.to_json(),
         **watched,
     )
+
+
+def waiting_s(stats: Sequence[RankStats]) -> list[float]:
+    """For each rank of a phase the part of its wait in pushes for which some rank still computed.
+
+    A rank that is done 2 s before the slowest one and spends 2.5 s in its pushes waited 2 s for that rank.
+    """
+    slowest = max(rank.run_s for rank in stats)
+    return [min(rank.exposed_push_s, slowest - rank.run_s) for rank in stats]
+
+
+def pushing_s(stats: Sequence[RankStats]) -> list[float]:
+    """The rest of it: what the pushes themselves take."""
+    return [rank.exposed_push_s - waited for rank, waited in zip(stats, waiting_s(stats), strict=True)]

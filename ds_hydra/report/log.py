@@ -17,6 +17,8 @@ from ds_hydra.zero_hetero.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+_LATEST = 20  # steps that tell how long the rest will take
+
 
 class RunTotals:
     """Figures of all steps of a run, for its summary; it keeps a few numbers of each step and not its record."""
@@ -39,6 +41,12 @@ class RunTotals:
         self.step_ms.append(record.step_ms)
         self.balances.append(record.balance)
         self.errors.append(abs(record.prediction_error))
+
+    def seconds_left(self, record: StepRecord) -> float | None:
+        """Until the last step, by the median of the latest ones; None when the job has no last step."""
+        if record.total_steps is None or not self.step_ms:
+            return None
+        return max(0, record.total_steps - record.step) * median(self.step_ms[-_LATEST:]) / 1000.0
 
     def summary(self) -> str:
         """Strategies used and how often, times and prediction errors; "" when there was no step."""
@@ -112,7 +120,7 @@ class StepLog:
             return
         self.totals.add(record)
         if record.step % self._steps_per_print == 0 or record.skipped:
-            logger.info("%s", format_line(record))
+            logger.info("%s", format_line(record, self.totals.seconds_left(record)))
         if self._steps_file is not None:
             _append(self._steps_file, json.dumps({"run": self._run, **record.to_dict()}, allow_nan=False))
         if self._plans_file is not None and record.plan:

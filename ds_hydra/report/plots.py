@@ -17,6 +17,7 @@ from statistics import median
 from typing import Any
 
 from ds_hydra.plan.phase import parse_phases
+from ds_hydra.report.curves import draw_learning, draw_pipelines, draw_speed
 from ds_hydra.report.record import is_heterogeneous
 from ds_hydra.zero_hetero.errors import ConfigError
 
@@ -76,11 +77,17 @@ def summarise(errors: Sequence[float]) -> tuple[float, float]:
     return median(ordered), ordered[min(len(ordered) - 1, math.ceil(0.9 * len(ordered)) - 1)]
 
 
-def draw_report(records: Sequence[Record], folder: str | Path, lengths: Sequence[int] = ()) -> list[Figure]:
+def draw_report(
+    records: Sequence[Record], folder: str | Path, lengths: Sequence[int] = (), step: int | None = None
+) -> list[Figure]:
     """Draw every figure that the records have the data for into `folder`, and index.html. Returns what was drawn.
 
-    `lengths` (tokens, of all sequences) draws the histogram; without it the steps' means are drawn.
+    `lengths` (tokens, of all sequences) draws the histogram; without it the steps' means are drawn. `step` is the one
+    whose pipelines are drawn; ConfigError when it is not there, the last one when none is named.
     """
+    shown = next((r for r in records if r["step"] == step), None) if step is not None else records[-1]
+    if shown is None:
+        raise ConfigError(f"there is no record of step {step}: there are {records[0]['step']} to {records[-1]['step']}")
     plt = pyplot()
     out = Path(folder)
     try:
@@ -89,6 +96,9 @@ def draw_report(records: Sequence[Record], folder: str | Path, lengths: Sequence
         raise ConfigError(f"cannot make the folder {out}: {error.strerror}") from error
     figures: list[Figure] = []
     drawings: list[tuple[str, str, Callable[..., str], tuple[Any, ...]]] = [
+        ("learning", "Loss and learning rate", draw_learning, ()),
+        ("speed", "Tokens a second", draw_speed, ()),
+        ("pipelines", f"Step {shown['step']}: what each pipeline did", draw_pipelines, (shown,)),
         ("predicted_measured", "Predicted against measured step time", _scatter, ()),
         ("residuals", "Prediction error by strategy", _residuals, ()),
         ("schemes", "Measured over predicted pipeline time by scheme", _schemes, ()),

@@ -43,7 +43,8 @@ class StepRecord:
     ids_digest: str = ""  # hex, of the sequence ids
     num_micro_batches: tuple[int, ...] = ()  # of each pipeline
     pull_ms: float = 0.0  # waited for, while nothing else ran
-    push_ms: float = 0.0
+    push_ms: float = 0.0  # the same; waiting for the slowest pipeline is not in it
+    slowest_wait_ms: float = 0.0  # waited for the slowest pipeline, each phase's, in the mean of the ranks
     optimizer_ms: float = 0.0  # gradient norm; clipping and update of the step before, since this one's still run
     pull_bytes: int = 0
     push_bytes: int = 0
@@ -110,31 +111,70 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def format_line(record: StepRecord) -> str:
-    """The line that a step prints."""
+MOST_CHARACTERS = 140  # of a line, so that it fits a terminal beside the time and the rank
+
+
+def format_line(record: StepRecord, seconds_left: float | None = None) -> str:
+    """The line that a step prints, of at most MOST_CHARACTERS; what is usual is left out.
+
+    `wait` is the share of the step for which ranks waited for the slowest pipeline, in their mean. A strategy that is
+    too long for the line is cut, and where that is not enough, other figures give way: all stand in the record.
+    """
+    parts = _parts(record)
+    if seconds_left is not None:
+        parts["left"] = f"{_clock(seconds_left)} left"
+    strategy, give_way = parts["strategy"], list(_GIVE_WAY)
+    while True:
+        parts["strategy"] = ""
+        room = MOST_CHARACTERS - len(" | ".join(parts.values()))
+        if room >= min(_LEAST_STRATEGY, len(strategy)) or not give_way:
+            break
+        parts.pop(give_way.pop(0), None)
+    room = max(room, _LEAST_STRATEGY)
+    parts["strategy"] = strategy if len(strategy) <= room else strategy[: room - 3] + "..."
+    return " | ".join(parts.values())
+
+
+def _parts(record: StepRecord) -> dict[str, str]:
+    """What a line may say, in its order."""
     total = f"/{record.total_steps}" if record.total_steps else ""
-    norm = "-" if record.grad_norm is None else f"{record.grad_norm:.3f}"
-    hidden = "hidden" if record.planning_hidden else "waited for"
-    parts = [
-        f"step {record.step}{total}",
-        f"loss {record.loss:.4f}",
-        f"gnorm {norm}",
-        f"lr {record.learning_rate:.2e}",
-        f"tok {record.num_tokens:,} (pad {record.padding_share:.1%})",
-        f"{record.strategy}{' (changed)' if record.changed else ''}",
-        *([f"recomputed {record.recomputed:.1%}"] if record.recomputed else []),
-        f"{record.step_ms:,.0f} ms (pred {_predicted(record):,.0f}, {record.prediction_error:+.1%})",
-        *([f"phases {' + '.join(f'{ms:,.0f}' for ms in record.phase_ms)} ms"] if len(record.phase_ms) > 1 else []),
-        f"balance {record.balance:.2f}",
-        f"{_thousands(record.tokens_per_second)} tok/s",
-        f"plan {record.planning_ms:,.0f} ms {hidden}",
-        f"skip {record.skipped_steps}{' (gradient not finite: skipped)' if record.skipped else ''}",
-    ]
-    return " | ".join(parts)
+    ms, memory = max(record.step_ms, 1e-9), record.peak_memory_bytes / 2**30
+    parts = {
+        "step": f"step {record.step}{total}",
+        "loss": f"loss {record.loss:.4f}",
+        "norm": "norm -" if record.grad_norm is None else f"norm {record.grad_norm:.3g}",
+        "rate": f"lr {record.learning_rate:.1e}",
+        "strategy": record.strategy,
+        "again": f"again {record.recomputed:.0%}" if record.recomputed else "",
+        "time": f"{record.step_ms:,.0f} ms (pred {_predicted(record) / ms - 1.0:+.0%})",
+        "wait": f"wait {record.slowest_wait_ms / ms:.0%}",
+        "speed": f"{_thousands(record.tokens_per_second)} tok/s",
+        "padding": f"pad {record.padding_share:.0%}" if record.padding_share >= _MUCH_PADDING else "",
+        "memory": f"{memory:.1f} GiB" if memory else "",
+        "plan": "" if record.planning_hidden else f"plan late {record.planning_ms:,.0f} ms",
+        "skipped": "SKIPPED: not finite" if record.skipped else "",
+    }
+    return {name: text for name, text in parts.items() if text}
+
+
+_GIVE_WAY = ("rate", "norm", "padding", "memory", "again", "plan")  # first what is missed least
+_MUCH_PADDING = 0.01  # share of the computed tokens
+_LEAST_STRATEGY = 12  # characters of a strategy that are shown whatever else the line has to say
 
 
 def _predicted(record: StepRecord) -> float:
-    return record.predicted_ms if record.predicted_step_ms is None else record.predicted_step_ms
+    """The best prediction that there was before the step: with what earlier ones have shown, if that is known."""
+    for ms in (record.corrected_step_ms, record.predicted_step_ms):
+        if ms is not None:
+            return ms
+    return record.predicted_ms
+
+
+def _clock(seconds: float) -> str:
+    """Hours, minutes and seconds: 2:03:09, or 3:09 below an hour."""
+    hours, rest = divmod(round(seconds), 3600)
+    minutes, left = divmod(rest, 60)
+    return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"
 
 
 def _thousands(value: float) -> str:
@@ -159,6 +199,8 @@ def monitor_events(record: StepRecord, num_sequences_so_far: int) -> list[Event]
         "Train/Hydra/gap": record.gap,
         "Train/Hydra/pull_ms": record.pull_ms,
         "Train/Hydra/push_ms": record.push_ms,
+        "Train/Hydra/slowest_wait_ms": record.slowest_wait_ms,
+        "Train/Hydra/peak_memory_bytes": record.peak_memory_bytes or None,
         "Train/Hydra/optimizer_ms": record.optimizer_ms,
         "Train/Hydra/strategy_changed": record.changed,
         "Train/Hydra/num_pipelines": len(record.pipeline_ms),

@@ -22,7 +22,8 @@ def record(step: int, **changes: Any) -> dict[str, Any]:
     return {
         "step": step, "strategy": strategy, "step_ms": 100.0 + step, "predicted_ms": 90.0, "num_tokens": 4000 + step,
         "predicted_step_ms": 99.0, "corrected_step_ms": 100.5 + step, "num_sequences": 10, "planning_ms": 2.0,
-        "planning_hidden": step % 2 == 0, "balance": 1.1, "changed": True, "pipeline_ms": [95.0] * pipelines,
+        "planning_hidden": True, "loss": 9.0 - 0.1 * step, "learning_rate": 1e-3, "slowest_wait_ms": 5.0,
+        "balance": 1.1, "changed": True, "pipeline_ms": [95.0] * pipelines,
         "predicted_pipeline_ms": [93.0] * pipelines, **changes,
     }  # fmt: skip
 
@@ -49,7 +50,12 @@ def test_every_figure_is_drawn_and_told_in_words(tmp_path: Path) -> None:
     assert [image["src"] for image in parser.found] == [figure.path.name for figure in figures]
     assert all(image["alt"] for image in parser.found)
     assert all(figure.path.stat().st_size > 5000 for figure in figures)
-    assert len(figures) == 7
+    assert len(figures) == 10
+    assert "The loss went from 8.900 to 7.800 in 12 steps" in figures[0].words
+    assert "37,621 tokens a second in the median" in figures[1].words
+    assert figures[2].title.startswith("Step 12:")
+    with pytest.raises(ConfigError, match="no record of step 99: there are 1 to 1"):
+        draw_report([record(1)], tmp_path, step=99)
 
 
 def test_records_without_predictions_and_single_pipelines_still_draw(tmp_path: Path) -> None:
@@ -85,3 +91,24 @@ def test_the_tool_prints_a_summary_and_refuses_what_is_no_steps_file(
     assert (tmp_path / "report" / "index.html").is_file()
     assert json.loads((tmp_path / "figures.json").read_text())["steps"] == 8
     assert report.main([str(tmp_path / "missing.jsonl")]) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"corrected_step_ms": 150.0}, "prediction error after 10 steps"),
+        ({"slowest_wait_ms": 60.0}, "waiting for the slowest pipeline"),
+        ({"planning_hidden": False}, "steps whose planning was hidden: 0%"),
+        ({"loss": 5.0}, "mean loss of the last quarter, after the first: 5.000 after 5.000"),
+        ({"skipped": True}, "steps skipped: 100.0%"),
+    ],
+)
+def test_a_run_is_judged_by_aims_that_are_printed(
+    changes: dict[str, Any], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = write(tmp_path / "good.jsonl", [record(i) for i in range(1, 21)])
+    assert report.main([str(good)]) == 0
+    assert "judged by" in capsys.readouterr().out
+    bad = write(tmp_path / "bad.jsonl", [record(i, **changes) for i in range(1, 21)])
+    assert report.main([str(bad)]) == 1
+    assert f"missed: {words}" in capsys.readouterr().out

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from ds_hydra.engine.record import pushing_s, waiting_s
+from ds_hydra.ranks.rank_stats import RankStats
 from ds_hydra.report.log import StepLog
 from ds_hydra.report.record import Event, StepRecord, format_line, is_heterogeneous, monitor_events
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -38,13 +40,52 @@ RECORD = StepRecord(
 
 def test_line() -> None:
     assert format_line(RECORD) == (
-        "step 1 | loss 2.3456 | gnorm 1.250 | lr 1.00e-04 | tok 9,000 (pad 10.0%) | tp4 + 2*pp2 (changed) | "
-        "800 ms (pred 760, -5.0%) | balance 1.14 | 11.2k tok/s | plan 12 ms hidden | skip 0"
+        "step 1 | loss 2.3456 | norm 1.25 | lr 1.0e-04 | tp4 + 2*pp2 | 800 ms (pred -5%) | wait 0% | "
+        "11.2k tok/s | pad 10%"
     )
-    waited = replace(RECORD, planning_hidden=False, skipped=True, skipped_steps=1, grad_norm=None)
-    assert "plan 12 ms waited for" in format_line(waited)
-    assert "skip 1 (gradient not finite" in format_line(waited)
-    assert "(changed) | recomputed 12.5% | 800 ms" in format_line(replace(RECORD, recomputed=0.125))
+    known = replace(RECORD, total_steps=44, slowest_wait_ms=96.0, peak_memory_bytes=3 << 29, predicted_step_ms=500.0,
+                    corrected_step_ms=808.0, num_padding=0, changed=False)  # fmt: skip
+    assert format_line(known, 3909.4) == (
+        "step 1/44 | loss 2.3456 | norm 1.25 | lr 1.0e-04 | tp4 + 2*pp2 | 800 ms (pred +1%) | wait 12% | "
+        "11.2k tok/s | 1.5 GiB | 1:05:09 left"
+    )
+    assert "| norm - |" in format_line(replace(RECORD, grad_norm=None))
+    unusual = replace(RECORD, planning_hidden=False, skipped=True, recomputed=0.125)
+    for words in ("| again 12% |", "| plan late 12 ms |", "| SKIPPED: not finite"):
+        assert words in format_line(unusual)
+
+
+@pytest.mark.parametrize("steps", [44, 1_000_000])
+@pytest.mark.parametrize(
+    "strategy", ["8*tp1", " + ".join(["tp16", "2*tp8pp3/v", "4*tp4pp2/list", "8*tp2pp2", "16*tp1"])]
+)
+def test_lines_fit_a_terminal(steps: int, strategy: str) -> None:
+    record = replace(RECORD, step=steps, total_steps=steps, strategy=strategy, step_ms=123456.0, num_tokens=10**8,
+                     peak_memory_bytes=79 << 30, slowest_wait_ms=12345.0)  # fmt: skip
+    for one in (record, replace(record, skipped=True, planning_hidden=False, recomputed=0.5)):
+        line = format_line(one, 360000.0)
+        assert len(line) <= 140
+        assert strategy[:9] in line
+        assert line.endswith("| 100:00:00 left")
+
+
+def test_the_time_left_follows_from_the_latest_steps(caplog: pytest.LogCaptureFixture) -> None:
+    log = StepLog(0)
+    with caplog.at_level(logging.INFO, logger="ds_hydra"):
+        for step, ms in enumerate((90_000.0, 1000.0, 1000.0), start=1):
+            log.add(replace(RECORD, step=step, step_ms=ms, total_steps=63))
+    assert caplog.messages[-1].endswith("| 1:00 left")
+
+
+def test_waiting_for_the_slowest_pipeline_is_told_from_pushing() -> None:
+    def rank(run_s: float, exposed_push_s: float) -> RankStats:
+        return RankStats(0.0, run_s, run_s, 0.0, exposed_push_s, 0.0, 0.0, 0.0, 0.0)
+
+    # Rank 0 is done 2 s before the slowest one, and its pushes end half a second after that one; rank 2's pushes end
+    # before the slowest is done, as it owns nothing of that pipeline's.
+    phase = [rank(3.0, 2.5), rank(5.0, 0.5), rank(4.0, 0.25)]
+    assert waiting_s(phase) == [2.0, 0.0, 0.25]
+    assert pushing_s(phase) == [0.5, 0.5, 0.0]
 
 
 def test_derived_figures() -> None:
