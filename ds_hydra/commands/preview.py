@@ -32,6 +32,7 @@ from ds_hydra.planner.proposal.spaces import wider_shapes
 from ds_hydra.zero_hetero.errors import ConfigError
 
 BAR = 40  # characters of the longest bar
+OURS = "ds-hydra: layouts mixed and chosen anew in every step"
 
 
 def parse_arguments(arguments: Sequence[str] | None, name: str) -> argparse.Namespace:
@@ -89,29 +90,41 @@ def print_lengths(sample: LengthSample, table: CostTable, context: int) -> None:
 
 
 def print_preview(preview: Preview, strategies: Sequence[str]) -> None:
-    """Steps won by each strategy, step times, balance, the certified gap, and gains over one scheme for all."""
+    """Steps won by each strategy, how sure the plans are, and step times beside those of fixed layouts, as bars."""
     print_table(("strategy", "steps won"), [(text, preview.wins.get(text, 0)) for text in strategies])
     p10, p50, p90 = np.percentile(preview.step_ms, [10, 50, 90])
     mean = preview.step_ms.mean()
     print(f"\nstep time, simulated: p10 {p10:.0f}  p50 {p50:.0f}  p90 {p90:.0f}  mean {mean:.0f} ms")
     print(f"slowest over mean pipeline: p50 {np.median(preview.balance):.3f}")
     g50, g90 = np.percentile(preview.gaps, [50, 90])
-    print(f"certified gap to any plan under these strategies: p50 {g50:.2%}, p90 {g90:.2%}")
-    rivals = [(text, "each sequence in the first phase that holds it", times)
-              for text, times in preview.phased_ms.items()]  # fmt: skip
-    if preview.homogeneous is None:
-        print("no strategy of one scheme holds these batches")
-    else:
-        rivals += [
-            (preview.homogeneous, "packed to MaxLen, dealt out in turn", preview.packed_full_ms),
-            (preview.homogeneous, "two-stage assignment", preview.homogeneous_ms),
-        ]
-    for rival, name, times in rivals:
-        print(f"gain over {rival}, {name}: {times.mean() / mean:.2f}x ({times.mean():.0f} ms)")
+    print(f"certified gap to any plan under these strategies: p50 {g50:.2%}, p90 {g90:.2%}\n")
+    print_bars(comparison(preview))
+    if preview.fixed is None:
+        print("no layout of one scheme holds the context")
+
+
+def comparison(preview: Preview) -> list[tuple[str, float]]:
+    """(what, mean ms of a step), the fixed layout first and ours last."""
+    rows = []
+    if preview.fixed is not None:
+        rows.append((f"{preview.fixed} in every step, packed full and dealt out in turn", preview.packed_full_ms))
+        rows.append((f"{preview.fixed} in every step, sequences assigned by ds-hydra", preview.assigned_ms))
+    rows += [(f"{text}, each sequence in the first phase that holds it", ms) for text, ms in preview.phased_ms.items()]
+    rows.append((OURS, preview.step_ms))
+    return [(what, float(ms.mean())) for what, ms in rows]
+
+
+def print_bars(rows: Sequence[tuple[str, float]]) -> None:
+    """A line and a bar for each mean time in ms; the last row is what the others are compared with."""
+    longest, ours = max(ms for _, ms in rows), rows[-1][1]
+    for what, ms in rows:
+        times = "" if ms is ours else f"  {ms / ours:.2f} times as long"
+        print(f"{ms / 1e3:7.2f} s  {what}{times}")
+        print(f"           {'#' * max(1, round(BAR * ms / longest))}")
 
 
 def plot(path: Path, sample: LengthSample, table: CostTable, preview: Preview, context: int) -> None:
-    """Lengths by sequences and by tokens with every MaxLen; step times of the plans and of the homogeneous rivals."""
+    """Lengths by sequences and by tokens with every MaxLen; step times of the plans and of the fixed layout."""
     try:
         import matplotlib
     except ImportError:
@@ -130,9 +143,9 @@ def plot(path: Path, sample: LengthSample, table: CostTable, preview: Preview, c
     left.set(xscale="log", xlabel="tokens of a sequence", ylabel="share", title="Lengths, and MaxLen of every scheme")
     left.legend(loc="upper left")
     right.plot(preview.step_ms / 1e3, label="planned")
-    if preview.homogeneous is not None:
-        right.plot(preview.homogeneous_ms / 1e3, label=f"{preview.homogeneous}, two-stage")
-        right.plot(preview.packed_full_ms / 1e3, label=f"{preview.homogeneous}, packed to MaxLen")
+    if preview.fixed is not None:
+        right.plot(preview.assigned_ms / 1e3, label=f"{preview.fixed}, sequences assigned by ds-hydra")
+        right.plot(preview.packed_full_ms / 1e3, label=f"{preview.fixed}, packed full, dealt out in turn")
     right.set(xlabel="step", ylabel="seconds", ylim=(0, None), title="Predicted step time")
     right.legend()
     figure.savefig(path, dpi=120)
@@ -167,8 +180,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         record = {
             "strategies": [str(s) for s in strategies], "wins": preview.wins,
-            "step_ms": preview.step_ms.tolist(), "gaps": preview.gaps.tolist(), "homogeneous": preview.homogeneous,
-            "homogeneous_ms": preview.homogeneous_ms.tolist(), "packed_full_ms": preview.packed_full_ms.tolist(),
+            "step_ms": preview.step_ms.tolist(), "gaps": preview.gaps.tolist(), "fixed": preview.fixed,
+            "assigned_ms": preview.assigned_ms.tolist(), "packed_full_ms": preview.packed_full_ms.tolist(),
             "phased_ms": {text: times.tolist() for text, times in preview.phased_ms.items()},
         }  # fmt: skip
         args.json.write_text(json.dumps(record, indent=1))

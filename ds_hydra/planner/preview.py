@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ds_hydra.costs.cost_table import CostTable, SchemeCost
+from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.data.length_sources import sample_batches
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.phase import parse_phases
+from ds_hydra.planner.fixed_layout import packed_in_turn
 from ds_hydra.planner.kernels.arrays import Floats, Ints
 from ds_hydra.planner.options import PlannerOptions
 from ds_hydra.planner.phased import PhasedPlanner
@@ -30,9 +31,9 @@ class Preview:
     step_ms: Floats  # simulated
     gaps: Floats  # how far above its lower bound each step is: 0.02 is 2 %
     balance: Floats  # slowest over mean pipeline
-    homogeneous: str | None  # the best strategy of one scheme
-    homogeneous_ms: Floats  # its two-stage assignment
-    packed_full_ms: Floats  # the same strategy, batches packed to MaxLen and dealt out in turn
+    fixed: str | None  # the best layout of one scheme that holds the context
+    assigned_ms: Floats  # with our assignment of sequences to its pipelines
+    packed_full_ms: Floats  # as other systems run it: batches packed full and dealt out in turn
     phased_ms: dict[str, Floats]  # rivals of several phases, such as "4*tp1 then tp4"
 
 
@@ -46,8 +47,8 @@ def preview_steps(
     options: PlannerOptions,
     phased: Sequence[str] = (),
 ) -> Preview:
-    """Plan `steps` random batches of the data with these strategies, with the best homogeneous one, and with the phases
-    that `phased` names."""
+    """Plan `steps` random batches of the data with these strategies, on the best fixed layout, and with the phases that
+    `phased` names."""
     # Batches are drawn by another seed than the one that strategies were proposed with. Measured on the batches that
     # they were chosen for, they would look better than they are.
     planner = Planner(cost_table, strategies, options)
@@ -55,19 +56,20 @@ def preview_steps(
         batch.tolist() for batch in sample_batches(lengths, tokens_per_step, steps, options.seed + 1, context_length)
     ]
     plans = [planner.plan(step, range(len(batch)), batch) for step, batch in enumerate(batches)]
-    best, two_stage = _best_homogeneous(cost_table, planner.num_ranks, batches, options)
-    full: list[float] = []
-    if best is not None:
-        kind, number = cost_table[best.pipelines[0]], len(best.pipelines)
-        full = [pack_full_ms(kind, number, batch) for batch in batches]
+    fixed, full = _fixed_layout(cost_table, planner.num_ranks, batches, context_length)
+    assigned: list[float] = []
+    if fixed is not None:
+        # Dispatched and packed as well as the planner can, so that what mixing layouts gains stands by itself.
+        same = Planner(cost_table, [fixed], options)
+        assigned = [same.plan(step, range(len(batch)), batch).predicted_ms for step, batch in enumerate(batches)]
     return Preview(
         dict(Counter(plan.strategy for plan in plans).most_common()),
         np.array([plan.predicted_ms for plan in plans]),
         np.array([plan.gap for plan in plans]),
         np.array([plan.balance for plan in plans]),
-        None if best is None else str(best),
-        two_stage,
-        np.array(full),
+        None if fixed is None else str(fixed),
+        np.array(assigned),
+        full,
         {text: _phased(cost_table, text, planner.num_ranks, batches, options) for text in phased},
     )
 
@@ -84,44 +86,27 @@ def _phased(
     return np.array([planner.plan(0, range(len(batch)), batch).predicted_ms for batch in batches])
 
 
-def _best_homogeneous(
-    table: CostTable, num_ranks: int, batches: Sequence[list[int]], options: PlannerOptions
+def _fixed_layout(
+    table: CostTable, num_ranks: int, batches: Sequence[list[int]], context_length: int
 ) -> tuple[StrategyShape | None, Floats]:
-    """The strategy of one scheme with the least mean planned time, and its times; none if none holds every batch."""
+    """The fastest layout of one scheme for all that holds the context, as other systems run it, and its step times.
+
+    A job with a fixed layout is set up before its data is seen, so it must hold whatever may come: not only what these
+    few batches happen to have. None if no such layout does.
+    """
     best: StrategyShape | None = None
     times = np.empty(0)
     for scheme in table.schemes:
-        if num_ranks % scheme.num_ranks:
+        most = int(table[scheme].max_length)
+        if num_ranks % scheme.num_ranks or most < context_length:
             continue
         strategy = StrategyShape.of([scheme] * (num_ranks // scheme.num_ranks))
-        planner = Planner(table, [strategy], options)
-        try:
-            # The planner dispatches and packs for this strategy as well as it can, so the gain that is shown is that of
-            # mixing and changing schemes, and not of a poorly planned rival.
-            found = np.array([planner.plan(0, range(len(batch)), batch).predicted_ms for batch in batches])
-        except PlanError:
-            continue
-        if best is None or found.mean() < times.mean():
-            best, times = strategy, found
+        for capacity in sorted({context_length, most}):
+            plans = [packed_in_turn(step, batch, strategy, table, capacity) for step, batch in enumerate(batches)]
+            found = np.array([plan.predicted_ms for plan in plans])
+            if best is None or found.mean() < times.mean():
+                best, times = strategy, found
     return best, times
-
-
-def pack_full_ms(cost: SchemeCost, pipelines: int, lengths: Sequence[int]) -> float:
-    """Step time of equal pipelines when sequences are packed to MaxLen, first fit decreasing, and dealt out in turn.
-
-    This is what most trainers do: with MaxLen 100 the lengths 70, 60, 40, 30 become the rows (70 30) and (60 40), and
-    of two pipelines each gets one.
-    """
-    bins: list[list[int]] = []
-    for length in sorted(lengths, reverse=True):
-        for held in bins:
-            if sum(held) + length <= cost.max_length:
-                held.append(length)
-                break
-        else:
-            bins.append([length])
-    loads = [cost.load_ms(held) for held in bins]
-    return max(cost.pipeline_ms(loads[first::pipelines]) for first in range(pipelines))
 
 
 def length_histogram(lengths: Ints, context_length: int) -> list[tuple[int, int, int]]:

@@ -143,7 +143,7 @@ def test_preview_compares_with_rivals_of_several_phases(tmp_path: Path, capsys: 
                  "--tokens", "25000", "--context", "16384", "--steps", "3", "--json", str(tmp_path / "figures.json"),
                  "--strategies", "tp8", "tp4 + 2*tp2", "4*tp2 then tp8"]  # fmt: skip
     assert preview.main(arguments) == 0
-    assert "gain over 4*tp2 then tp8, each sequence in the first phase that holds it: " in capsys.readouterr().out
+    assert " s  4*tp2 then tp8, each sequence in the first phase that holds it" in capsys.readouterr().out
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert np.mean(figures["phased_ms"]["4*tp2 then tp8"]) > 0
     assert set(figures["wins"]) <= {"tp8", "tp4 + 2*tp2"}

@@ -17,8 +17,8 @@ from ds_hydra.pipe.schedules.simulate import simulate_loads
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
 from ds_hydra.plan.phase import MicroBatchPlan, Phase, PipelinePlan
 from ds_hydra.plan.simulate import simulated_ms
-from ds_hydra.planner import Planner, PlannerOptions
-from ds_hydra.planner.preview import pack_full_ms
+from ds_hydra.planner import Planner, PlannerOptions, validate_plan
+from ds_hydra.planner.fixed_layout import packed_in_turn
 from ds_hydra.planner.proposal.by_paper import propose_by_program
 from ds_hydra.planner.proposal.candidates import counts_to_strategy, usable_schemes
 from ds_hydra.planner.proposal.pool import greedy_subset
@@ -192,7 +192,11 @@ def test_a_file_of_ten_million_lengths_takes_seconds(tmp_path: Path) -> None:
 def test_full_packing_is_first_fit_decreasing_dealt_out_in_turn() -> None:
     cost = TABLE[ParallelScheme(4)]
     expected = max(cost.load_ms([7000, 800]), cost.load_ms([5000, 2000]))
-    assert pack_full_ms(cost, 2, [2000, 5000, 800, 7000]) == pytest.approx(expected)
+    plan = packed_in_turn(0, [2000, 5000, 800, 7000], StrategyShape.parse("2*tp4"), TABLE, cost.max_length)
+    assert plan.predicted_ms == pytest.approx(expected)
+    validate_plan(plan, TABLE, 8)
+    with pytest.raises(PlanError, match="has 7000 tokens but a micro-batch 6000"):
+        packed_in_turn(0, [7000], StrategyShape.parse("2*tp4"), TABLE, 6000)
 
 
 def test_preview_prints_what_it_found(tmp_path: Path) -> None:
@@ -203,7 +207,15 @@ def test_preview_prints_what_it_found(tmp_path: Path) -> None:
         "--steps", "6", "--strategies", "4*tp16", "tp16 + 2*tp8 + 8*tp4", "--json", str(out),
     ]  # fmt: skip
     text = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    for word in ("MaxLen", "steps won", "p50", "certified gap", "gain over", "two-stage assignment"):
+    for word in (
+        "MaxLen",
+        "steps won",
+        "p50",
+        "certified gap",
+        "4*tp16 in every step, packed full",
+        "times as long",
+        "####",
+    ):
         assert word in text
     assert len(json.loads(out.read_text())["step_ms"]) == 6
     command[command.index("lognormal:6.220,1.233")] = str(tmp_path / "none")

@@ -1,0 +1,80 @@
+"""One fixed layout as other systems run it: sequences packed and dealt out in, step plans out. Pure: no torch."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+from ds_hydra.costs.cost_table import CostTable, SchemeCost
+from ds_hydra.pipe.shape import StrategyShape
+from ds_hydra.plan.phase import Phase
+from ds_hydra.plan.simulate import slowest_of_whole
+from ds_hydra.plan.step_plan import StepPlan
+from ds_hydra.planner.pipelines import whole_pipeline
+from ds_hydra.zero_hetero.errors import PlanError
+
+Bins = list[list[int]]  # positions in the step's batch, by micro-batch
+
+
+def packed(positions: Sequence[int], lengths: Sequence[int], capacity: int) -> Bins:
+    """First fit decreasing: micro-batches of at most `capacity` tokens. PlanError for a sequence above it.
+
+    With 100 tokens the lengths 70, 60, 40, 30 become (70 30) and (60 40).
+    """
+    bins: Bins = []
+    room: list[int] = []
+    for position in sorted(positions, key=lambda at: (-lengths[at], at)):
+        length = lengths[position]
+        if length > capacity:
+            raise PlanError(f"the sequence at position {position} has {length} tokens but a micro-batch {capacity}")
+        at = next((number for number, left in enumerate(room) if left >= length), len(bins))
+        if at == len(bins):
+            bins.append([])
+            room.append(capacity)
+        bins[at].append(position)
+        room[at] -= length
+    return bins
+
+
+def in_turn(bins: Bins, pipelines: int) -> list[Bins]:
+    """Micro-batches dealt out evenly: of five, pipeline 0 of 2 gets the first, third and fifth."""
+    return [bins[first::pipelines] for first in range(pipelines)]
+
+
+def by_load(lengths: Sequence[int], cost: SchemeCost, pipelines: int) -> list[list[int]]:
+    """Each sequence, the dearest first, to the pipeline with the least work so far: positions by pipeline."""
+    work = cost.sequence_ms(lengths)
+    dealt: list[list[int]] = [[] for _ in range(pipelines)]
+    loads = [(0.0, index) for index in range(pipelines)]
+    for position in sorted(range(len(lengths)), key=lambda at: (-work[at], at)):
+        load, index = heapq.heappop(loads)
+        dealt[index].append(position)
+        heapq.heappush(loads, (load + float(work[position]), index))
+    return dealt
+
+
+def step_plan(
+    step: int, lengths: Sequence[int], strategy: StrategyShape, dealt: Sequence[Bins], table: CostTable
+) -> StepPlan:
+    """The plan of pipelines of whole sequences under 1F1B with these micro-batches each."""
+    tokens, work = tuple(lengths), {}
+    timed = []
+    for shape, bins in zip(strategy.pipelines, dealt, strict=True):
+        cost = table[shape]
+        if cost.scheme not in work:
+            work[cost.scheme] = cost.sequence_ms(tokens).tolist()
+        timed.append(whole_pipeline(shape, cost, bins, work=work[cost.scheme], tokens=tokens, paper=False))
+    phase = Phase(tuple(one.plan for one in timed))
+    predicted = slowest_of_whole((one.flow_shop, one.plan.shape, one.loads) for one in timed)
+    return StepPlan(step, tuple(range(len(tokens))), tokens, (phase,), predicted)
+
+
+def packed_in_turn(
+    step: int, lengths: Sequence[int], strategy: StrategyShape, table: CostTable, capacity: int
+) -> StepPlan:
+    """What most trainers do: sequences packed to `capacity` tokens, and the packs dealt out evenly.
+
+    PlanError as `packed`.
+    """
+    bins = packed(range(len(lengths)), lengths, capacity)
+    return step_plan(step, lengths, strategy, in_turn(bins, len(strategy.pipelines)), table)

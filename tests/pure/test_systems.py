@@ -1,0 +1,185 @@
+"""Other systems as plans: each is valid and within memory, and does what its authors say."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from ds_hydra.commands.shipped import shipped
+from ds_hydra.costs.cost_table import CostTable, SchemeCost
+from ds_hydra.pipe.shape import ParallelScheme
+from ds_hydra.plan.step_plan import StepPlan
+from ds_hydra.planner import PhasedPlanner, validate_plan
+from ds_hydra.planner.fixed_layout import by_load, in_turn, packed
+from ds_hydra.zero_hetero.errors import PlanError
+from tools.systems.cells import Cell, all_cells
+from tools.systems.chunking import chunks, mesh_of
+from tools.systems.costs import Way, measured, table_of
+from tools.systems.groups import mixes_of_groups
+from tools.systems.hindsight import Configuration, hindsight
+from tools.systems.measure import NAMES, OURS, RIVALS, SAME_LAYOUT, Measured, Simulators, measure
+from tools.systems.static import OPTIONS
+from tools.systems.switching import layouts
+from tools.systems.verdicts import FLAGSHIP, Result, missed_aims, notes, published_rows, system_rows
+
+CELL = Cell("7b", 8, 16384, 40_000, "CommonCrawl")
+BATCHES = CELL.batches(2)
+COST = SchemeCost(ParallelScheme(1, 4), a=1.0, b=0.0, c=0.0, max_length=1000)
+
+
+def test_measured_schemes_hold_what_was_published() -> None:
+    for model, gpus in (("7b", 16), ("32b", 64)):
+        assert measured(model, gpus).costs == CostTable.load(shipped(f"a800-{model}")).costs
+
+
+def test_derived_costs_favour_the_rival_by_no_more_than_what_is_said() -> None:
+    base, degree = measured("32b", 64)[ParallelScheme(8)], 2
+    ring = table_of(FLAGSHIP, Way((1, degree)))[ParallelScheme(8, 1, degree)]
+    assert (ring.a, ring.b, ring.c) == (base.a / 2, base.b / 2, base.c)
+    assert ring.max_length // degree == pytest.approx(base.max_length, abs=1)
+    # Keys, values and their gradients, 832 features of them in BF16, 60 layers, half of them sent, at 25 GB/s.
+    wait = 1e3 * 6 * 2 * 832 * 60 / 2 / 25e9
+    short, long = ring.sequence_ms([1000, 32768]) - ring.b * np.array([1000, 32768])
+    assert short == pytest.approx(1000 * wait)
+    assert long == pytest.approx(ring.a * 32768**2), "attention hides it"
+    dynamic = table_of(FLAGSHIP, Way((1, degree), by_length=True))[ParallelScheme(8, 1, degree)]
+    assert dynamic.sequence_ms([1000])[0] == pytest.approx(ring.a * 1e6 + ring.b * 1e3), "one unit holds it"
+    ulysses = table_of(FLAGSHIP, Way((1, degree), ulysses=True))[ParallelScheme(8, 1, degree)]
+    # Four tensors forward and four backward of 6656 features in BF16, 60 layers, shared by 16 GPUs at 20.01 GB/s.
+    assert ulysses.b - ring.b == pytest.approx(1e3 * 8 * 2 * 6656 * 60 / 16 / 20.01e9)
+    again = table_of(FLAGSHIP, Way((1,), checkpointing=True))[ParallelScheme(8)]
+    assert again.a == pytest.approx(base.a * 4 / 3)
+    assert 5 < again.max_length / base.max_length < 6
+
+
+@pytest.mark.parametrize("name", RIVALS)
+def test_every_rival_makes_valid_plans_within_memory(name: str) -> None:
+    found = measure(CELL, 2, [name])
+    assert name in found
+    assert all(ms > 0 for ms in found[name].step_ms)
+    assert sum(found[name].strategies.values()) == 2
+
+
+def test_a_plan_that_no_memory_holds_is_found() -> None:
+    configuration = next(RIVALS["Megatron-LM"](CELL, BATCHES))
+    plan = configuration.plan(0, BATCHES[0])
+    small = CostTable(tuple(SchemeCost(c.scheme, c.a, c.b, c.c, 100, 1) for c in configuration.table.costs))
+    with pytest.raises(PlanError, match="MaxLen is 100"):
+        validate_plan(plan, small, CELL.gpus)
+
+
+def test_packing_is_first_fit_decreasing_and_dealing_is_even() -> None:
+    lengths = [30, 70, 40, 60]
+    assert packed(range(4), lengths, 100) == [[1, 0], [3, 2]]
+    assert in_turn([[0], [1], [2], [3], [4]], 2) == [[[0], [2], [4]], [[1], [3]]]
+
+
+def test_dealing_by_load_is_within_a_third_of_the_best_there_is() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        lengths = rng.integers(1, 1000, size=7).tolist()
+        work = COST.sequence_ms(lengths)
+        dealt = by_load(lengths, COST, 2)
+        assert sorted(itertools.chain(*dealt)) == list(range(7))
+        longest = max(float(sum(work[i] for i in own)) for own in dealt)
+        sides = itertools.product((0, 1), repeat=7)
+        best = min(max(sum(w for w, s in zip(work, side, strict=True) if s == k) for k in (0, 1)) for side in sides)
+        assert best <= longest <= 4 / 3 * best
+
+
+def test_a_mesh_cuts_into_slices_of_equal_time() -> None:
+    assert mesh_of(100, 2, COST) == [71, 29]
+    mesh = mesh_of(1000, 8, COST)
+    ends = list(itertools.accumulate(mesh))
+    taken = COST.slices_ms(list(zip([0, *ends], ends, strict=False)))
+    assert ends[-1] == 1000
+    assert taken.max() / taken.min() < 1.02  # lengths are whole tokens
+
+
+def test_chunks_hold_every_token_once_and_keep_to_the_bound_on_tokens() -> None:
+    lengths = [100, 90, 40, 30, 30, 20, 20, 20, 10]
+    mesh = mesh_of(100, 4, COST)
+    made = chunks(range(len(lengths)), lengths, mesh, COST)
+    spans = sorted(span for batch in made for span in batch.spans)
+    for position, length in enumerate(lengths):
+        own = [(start, stop) for at, start, stop in spans if at == position]
+        assert [0, *(stop for _, stop in own)] == [*(start for start, _ in own), length]
+    assert all(batch.num_tokens <= mesh[0] for batch in made)
+    # Two tails never share a chunk, and short sequences do join tails.
+    assert all(sum(span.start > 0 for span in batch.spans) <= 1 for batch in made)
+    assert any(batch.spans[0].start > 0 and len(batch.spans) > 1 for batch in made)
+
+
+def test_mixes_of_groups_are_all_that_there_are_of_few_units() -> None:
+    unit = ParallelScheme(1, 2)
+    found = {str(one) for one in mixes_of_groups(4, unit, (1, 2, 4))}
+    assert found == {"4*pp2", "2*pp2sp2", "pp2sp4", "pp2sp2 + 2*pp2"}
+
+
+def test_hindsight_takes_the_fastest_and_refuses_what_cannot_hold_the_batches() -> None:
+    configurations = list(RIVALS["Megatron-LM"](CELL, BATCHES))
+    chosen = hindsight(configurations, BATCHES, lambda plan, _: plan.predicted_ms)
+    means = [sum(one.plan(step, batch).predicted_ms for step, batch in enumerate(BATCHES)) for one in configurations]
+    assert sum(plan.predicted_ms for plan in chosen.plans) == pytest.approx(min(means))
+
+    def refuse(step: int, lengths: object) -> StepPlan:
+        raise PlanError("too long")
+
+    with pytest.raises(PlanError, match="no configuration holds these batches: too long"):
+        hindsight([Configuration("none", measured("7b", 8), refuse)], BATCHES, lambda *_: 0.0)
+
+
+def test_hotspa_has_the_best_layouts_and_borders_of_two_phases() -> None:
+    table = measured(CELL.model, CELL.gpus)
+    found = next(one for one in RIVALS["HotSPa"](CELL, BATCHES) if one.text.count(" then ") == 1)
+    seen = sum(found.plan(step, batch).predicted_ms for step, batch in enumerate(BATCHES))
+    every = []
+    for border, short, long in itertools.product((4096, 8192), layouts(CELL, table), layouts(CELL, table)):
+        if table[short.pipelines[0]].max_length < border or table[long.pipelines[0]].max_length < CELL.context:
+            continue
+        planner = PhasedPlanner(table, (short, long), OPTIONS, longest=(border, CELL.context))
+        plans = [planner.plan(step, range(len(batch)), batch) for step, batch in enumerate(BATCHES)]
+        every.append(sum(plan.predicted_ms for plan in plans))
+    assert len(every) > 10
+    assert seen == pytest.approx(min(every))
+
+
+def measured_as(name: str, ms: float, *, gap: float = 0.05) -> Measured:
+    return Measured(name, "tp1", (ms, ms), (0.9 * ms, 0.9 * ms), (gap, gap), (0.1, 0.1), {"tp1": 2}, 1.0)
+
+
+def result(gap: float = 0.05, **rivals: float) -> Result:
+    systems = {OURS: measured_as(OURS, 1000.0, gap=gap)}
+    return Result(FLAGSHIP, systems | {name: measured_as(name, ms) for name, ms in rivals.items()}, 800.0, 90)
+
+
+def test_aims_that_are_missed_are_named() -> None:
+    good = result(**{"Megatron-LM": 1600.0, "Hydraulis": 1100.0, "InfiniPipe": 1300.0})
+    assert missed_aims([good]) == []
+    assert not notes([good])
+    (missed,) = missed_aims([result(FlexSP=980.0)])
+    assert "FlexSP takes 0.980 of our time" in missed
+    assert "FlexSP is faster" in notes([result(FlexSP=980.0)])[0]
+    assert "takes 1.40 of our time, not >= 1.5" in missed_aims([result(**{"Megatron-LM": 1400.0})])[0]
+    assert "gap is 0.090" in missed_aims([result(gap=0.09, FlexSP=1200.0)])[0]
+    assert "Hydraulis takes 1.020 of our time in the mean" in missed_aims([result(Hydraulis=1020.0)])[0]
+
+
+def test_published_figures_stand_beside_ours() -> None:
+    rows = published_rows([result(Hydraulis=4766.67)])
+    assert ("Hydraulis", "run", "4.29", "4.29", "+0%") in {row[1:6] for row in rows}
+    assert len(system_rows(result(Hydraulis=1100.0))) == 2
+
+
+def test_cells_are_those_that_were_asked_for() -> None:
+    assert len(set(all_cells())) == 48
+    assert FLAGSHIP in set(all_cells())
+    assert set(NAMES) == {OURS, SAME_LAYOUT, *RIVALS}
+
+
+def test_times_are_those_of_the_simulator_with_pulls_and_pushes() -> None:
+    configuration = next(RIVALS["Megatron-LM"](CELL, BATCHES))
+    plan = configuration.plan(0, BATCHES[0])
+    assert Simulators(CELL).ms(plan, configuration.table) > plan.predicted_ms

@@ -1,0 +1,137 @@
+"""Ours and every rival side by side: the same batches, costs, memory and simulator; rivals set up in hindsight.
+
+  python -m tools.bench_systems [--quick] [--steps N] [--cells WORD ...] [--systems NAME ...] [--json FILE]
+                                [--plots FOLDER] [--ablation] [--emulate STEPS]
+
+LLaMA 7B on 16 and 32 GPUs and 32B on 32 and 64 (A800 tables), contexts of 16K and 32K, steps of 100K and 200K tokens,
+three mixes of lengths. Each rival's configuration is the best for the very batches that are reported; ours is chosen on
+others. "gap": slowest minus fastest pipeline over slowest; "bound": share of the GPU-seconds bound in the step.
+`--ablation` adds one idea after the other in one cell; `--emulate` runs six cells on the emulated cluster.
+
+Exits non-zero if an aim is missed.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+from ds_hydra.commands.figures import figures_parser, finish, guarded, print_table
+from tools.systems.ablation import HEADERS as ABLATION_HEADERS
+from tools.systems.ablation import ablation
+from tools.systems.cells import Cell, all_cells
+from tools.systems.measure import NAMES, OURS, bound_ms, measure
+from tools.systems.verdicts import (
+    CELL_HEADERS,
+    FLAGSHIP,
+    PUBLISHED_HEADERS,
+    SYSTEM_HEADERS,
+    Result,
+    cell_row,
+    figures,
+    missed_aims,
+    notes,
+    published_rows,
+    system_rows,
+)
+
+STEPS, QUICK_STEPS = 20, 3
+_EMULATION_S = 1800.0  # real seconds for one cluster
+
+
+def run_cell(cell: Cell, steps: int, systems: Sequence[str]) -> Result:
+    """One cell by these systems."""
+    batches = cell.batches(steps)
+    found = measure(cell, steps, systems)
+    return Result(cell, found, bound_ms(cell, batches), min(map(len, batches)))
+
+
+def run_cells(cells: Sequence[Cell], steps: int, systems: Sequence[str], workers: int) -> Iterator[Result]:
+    """The cells in order, several at a time."""
+    one = partial(run_cell, steps=steps, systems=systems)
+    if workers == 1 or len(cells) == 1:
+        yield from map(one, cells)
+        return
+    with multiprocessing.get_context("spawn").Pool(workers, maxtasksperchild=4) as pool:
+        yield from pool.imap(one, cells)
+
+
+def chosen_cells(words: Sequence[str] | None, quick: bool) -> list[Cell]:
+    """Cells whose names hold all the words; the one that the aims are about for `--quick`."""
+    if quick and not words:
+        return [FLAGSHIP]
+    return [cell for cell in all_cells() if all(word.lower() in str(cell).lower() for word in words or ())]
+
+
+def show(results: Iterable[Result]) -> list[Result]:
+    """Print every cell as it is done."""
+    shown = []
+    for result in results:
+        print(f"\n{result.cell}: bound {result.bound_ms:,.0f} ms, at least {result.fewest_sequences} sequences a step")
+        print_table(SYSTEM_HEADERS, system_rows(result))
+        sys.stdout.flush()
+        shown.append(result)
+    return shown
+
+
+def show_emulated(steps: int) -> None:
+    """Print what the engine takes for a static layout and for ours."""
+    from tools.systems.emulated import CELLS, HEADERS, emulated  # imports torch
+
+    print("\nOn the emulated cluster")
+    print_table(HEADERS, [row for cell in CELLS for row in emulated(cell, steps, timeout_s=_EMULATION_S)])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit code: 0, or 1 if an aim was missed."""
+    parser = figures_parser(__doc__, "python -m tools.bench_systems")
+    parser.add_argument("--steps", type=int, help=f"of each cell (default {STEPS}, with --quick {QUICK_STEPS})")
+    parser.add_argument("--cells", nargs="+", metavar="WORD", help="only cells with all these words, such as 32b 64")
+    parser.add_argument("--systems", nargs="+", choices=NAMES, default=list(NAMES), help="ours is always among them")
+    parser.add_argument("--workers", type=int, default=min(2, os.cpu_count() or 1), help="cells at a time")
+    parser.add_argument("--ablation", action="store_true", help="ideas one by one, as Hydraulis' figure 16 has them")
+    parser.add_argument("--emulate", type=int, default=0, metavar="STEPS", help="of six cells on the emulated cluster")
+    parser.add_argument("--plots", type=Path, metavar="FOLDER", help="draw the figures there")
+    args = parser.parse_args(arguments)
+
+    def run() -> int:
+        began, steps = time.perf_counter(), args.steps or (QUICK_STEPS if args.quick else STEPS)
+        cells = chosen_cells(args.cells, args.quick)
+        if not cells:
+            parser.error(f"no cell has the words {' '.join(args.cells)}; a cell is written {FLAGSHIP}")
+        systems = [name for name in NAMES if name in {OURS, *args.systems}]
+        results = show(run_cells(cells, steps, systems, args.workers))
+        print("\nWhat the others take, over ours")
+        print_table(CELL_HEADERS, [cell_row(result) for result in results])
+        if rows := published_rows(results):
+            print("\nPublished figures beside ours")
+            print_table(PUBLISHED_HEADERS, rows)
+        for line in notes(results):
+            print(f"little gain: {line}")
+        if args.ablation:
+            print(f"\nIdea by idea, {FLAGSHIP}")
+            print_table(ABLATION_HEADERS, ablation(FLAGSHIP, steps))
+        if args.emulate:
+            show_emulated(args.emulate)
+        if args.plots:
+            from tools.systems.plots import draw_systems  # needs matplotlib
+
+            for path in draw_systems(results, args.plots):
+                print(path)
+        worst = min(result.best_rival for result in results)
+        summary = (
+            f"{len(results)} cells of {steps} steps in {time.perf_counter() - began:.0f} s; the least gain is "
+            f"{worst[0]:.2f} over {worst[1]}"
+        )
+        return finish("bench_systems", summary, {"steps": steps, **figures(results)}, missed_aims(results), args.json)
+
+    return guarded("bench_systems", run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""What is compared: a model on so many GPUs, a context, tokens of a step, a mix of lengths. Pure: no torch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ds_hydra.commands.shipped import FOLDER
+from ds_hydra.data.length_sources import read_lengths, sample_batches
+
+MIXES = {
+    "CommonCrawl": "lognormal:6.220,1.233",
+    "Wikipedia": str(FOLDER / "wikipedia_lengths.txt"),
+    "pretraining": str(FOLDER / "pretraining_length_histogram.csv"),
+}
+CLUSTERS = (("7b", 16), ("7b", 32), ("32b", 32), ("32b", 64))
+CONTEXTS, TOKENS = (16384, 32768), (100_000, 200_000)
+EVALUATED, SEEN_BEFORE = 77, 1  # seeds of batches that are reported, and of lengths that ours may prepare with
+_SAMPLE = 60_000
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One comparison; `model` is "7b" or "32b" of the A800 tables."""
+
+    model: str
+    gpus: int
+    context: int
+    tokens: int
+    mix: str
+
+    def __str__(self) -> str:
+        return f"{self.model} {self.gpus} GPUs {self.context // 1024}K {self.tokens // 1000}K {self.mix}"
+
+    def lengths(self, seed: int) -> list[int]:
+        """A sample of the data: tokens of sequences within the context."""
+        return [int(x) for x in read_lengths(MIXES[self.mix], self.context, _SAMPLE, seed).lengths]
+
+    @property
+    def reported_lengths(self) -> list[int]:
+        """The lengths that reported batches are drawn from, for systems that are set up in hindsight."""
+        return self.lengths(EVALUATED)
+
+    def batches(self, steps: int, seed: int = EVALUATED) -> list[list[int]]:
+        """The batches that are reported, or others."""
+        drawn = sample_batches(self.lengths(seed), self.tokens, steps, seed, self.context)
+        return [[int(x) for x in batch] for batch in drawn]
+
+
+def all_cells() -> Iterator[Cell]:
+    """Every cell, the largest cluster last."""
+    for (model, gpus), context, tokens, mix in itertools.product(CLUSTERS, CONTEXTS, TOKENS, MIXES):
+        yield Cell(model, gpus, context, tokens, mix)

@@ -1,0 +1,197 @@
+"""Costs of the schemes that each system may use, on a cell's GPUs. Pure: no torch.
+
+[Note: costs of other systems]
+Measured are T(l) of <TP, PP> (Hydraulis' tables for LLaMA on A800), and by FlexSP the bandwidth of all-to-alls by the
+number of GPUs and what a micro-batch takes under ZeRO-3 besides its tokens. All else follows from them, and what is
+left out is left out in the rival's favour:
+
+  MaxLen            the formula of Hydraulis, appendix C.1, with its constants and the cell's number of GPUs; for
+                    ZeRO-3 with all states sharded over all GPUs
+  TP 1, PP 1        not measured for either model: PP times a, b and c of the measured TP 1 scheme with the least PP
+  more stages       a, b and c of the deepest measured scheme of this TP, in proportion
+  context parallel  degree s: a/s and b/s, and c as it is. Keys and values go round a ring, forward once, backward twice
+                    with their gradients, at the link speeds that all systems are simulated with; of that a sequence
+                    waits for what its attention does not hide. Where the degree changes with the length, sequences that
+                    one unit can hold pay nothing for it
+  Ulysses           degree s: a/s and b/s, and the all-to-alls of four tensors forward and four backward, at the
+                    measured bandwidth of as many GPUs as TP * s
+  ZeRO-3            c is FlexSP's, 0.63 s (GPT 7B) and 2.79 s (30B) for each micro-batch, parameters' gathers included;
+                    with `hidden_gathers` it is that of <TP, PP>, as if they took no time at all
+  checkpointing     all layers are computed again: the forward's share of T(l) more; of the activations a token keeps
+                    what `Shares.recomputed` says, and a layer's own while it is computed counts as nothing
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ds_hydra.commands.shipped import FOLDER, shipped
+from ds_hydra.costs.cost_table import CostTable, SchemeCost
+from ds_hydra.costs.paper_memory import MemoryModel
+from ds_hydra.pipe.shape import ParallelScheme
+from ds_hydra.simulate.links import BETWEEN, INSIDE
+from tools.systems.cells import Cell
+
+NODE = 8  # GPUs
+# 10^9 bytes a second of each GPU in an all-to-all over so many, rows of 4096 tokens (FlexSP, branch flexsp of
+# PKU-DAIR/Hetu-Galvatron, galvatron/flexsp_solver/solver.py, Apache-2.0).
+ALL_TO_ALL = {2: 119.54, 4: 104.07, 8: 96.5, 16: 20.01, 32: 10.53, 64: 7.77}
+ZERO_3_MS = {"7b": 629.3563, "32b": 2789.3644}  # of a micro-batch; the same source, b1 of GPT 7B and 30B
+_RING = 6  # keys and values forward, again backward, and their gradients
+_TENSORS = 8  # queries, keys, values and outputs, forward and backward
+_BYTES = 2  # BF16
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a system's schemes differ from measured ones; `degrees`: of what shares a sequence among ranks."""
+
+    degrees: tuple[int, ...] = (1,)
+    ulysses: bool = False  # else a ring
+    by_length: bool = False  # only sequences that need it are shared
+    zero_3: bool = False
+    hidden_gathers: bool = False
+    checkpointing: bool = False
+    stages: tuple[int, ...] = ()  # further numbers of stages
+
+
+@dataclass(frozen=True, slots=True)
+class RingCost(SchemeCost):
+    """Costs of context parallelism: sequences above `alone` tokens also wait for a ring of `ring` ms a token, as far as
+    their attention does not hide it."""
+
+    ring: float = 0.0
+    alone: int = 0
+
+    def sequence_ms(self, lengths: NDArray[np.int64] | Sequence[int]) -> NDArray[np.float64]:
+        """What each sequence adds to its micro-batch, in ms."""
+        tokens = np.asarray(lengths, dtype=np.float64)
+        attention = self.a * tokens * tokens
+        shared = np.where(tokens > self.alone, np.maximum(attention, self.ring * tokens), attention)
+        return shared + self.b * tokens
+
+
+@lru_cache(maxsize=8)
+def _constants(model: str) -> dict[str, float]:
+    found: dict[str, float] = json.loads((FOLDER / "a800_memory.json").read_text(encoding="utf-8"))["models"][model]
+    return found
+
+
+@lru_cache(maxsize=64)
+def measured(model: str, gpus: int) -> CostTable:
+    """The measured schemes that fit so many GPUs, with MaxLen for that number."""
+    found = CostTable.load(shipped(f"a800-{model}"))
+    costs = [cost for cost in found.costs if cost.scheme.num_ranks <= gpus]
+    return CostTable(tuple(_limited(costs, model, gpus, Way(), found)), found.source)
+
+
+@lru_cache(maxsize=64)
+def table_of(cell: Cell, way: Way) -> CostTable:
+    """All schemes within the cell's GPUs that the measured ones become that way [Note: costs of other systems]."""
+    found = CostTable.load(shipped(f"a800-{cell.model}"))
+    wanted = [cost for base in _more_stages(found, way) for cost in _shared(cell, base, way)]
+    fitting = [cost for cost in wanted if cost.scheme.num_ranks <= cell.gpus]
+    return CostTable(tuple(_limited(fitting, cell.model, cell.gpus, way, found)), found.source)
+
+
+def _more_stages(found: CostTable, way: Way) -> Iterator[SchemeCost]:
+    """The measured schemes, TP 1 without pipelines, and deeper pipelines where they are asked for."""
+    yield from found.costs
+    known: dict[int, list[SchemeCost]] = {}
+    for cost in found.costs:
+        known.setdefault(cost.scheme.tp, []).append(cost)
+    for tp, costs in known.items():
+        by_depth = sorted(costs, key=lambda cost: cost.scheme.pp)
+        if by_depth[0].scheme.pp > 1 and tp == 1:
+            yield _with_stages(by_depth[0], 1)
+        for pp in way.stages:
+            if pp > by_depth[-1].scheme.pp:
+                yield _with_stages(by_depth[-1], pp)
+
+
+def _with_stages(cost: SchemeCost, pp: int) -> SchemeCost:
+    share, scheme = cost.scheme.pp / pp, ParallelScheme(_tp(cost), pp)
+    return replace(cost, scheme=scheme, a=share * cost.a, b=share * cost.b, c=share * cost.c)
+
+
+def _shared(cell: Cell, base: SchemeCost, way: Way) -> Iterator[SchemeCost]:
+    """A scheme with its sequences shared by 1, 2, ... times as many ranks."""
+    shares = base.shares
+    assert shares is not None, "the shipped tables have shares"
+    more = (1.0 + shares.forward.a, 1.0 + shares.forward.b, 1.0 + shares.forward.c) if way.checkpointing else (1, 1, 1)
+    alone = max_length(cell.model, cell.gpus, ParallelScheme(_tp(base), base.scheme.pp), kept=_kept(base, way))
+    for degree in way.degrees:
+        scheme = ParallelScheme(_tp(base), base.scheme.pp, degree)
+        messages = _all_to_all_ms(cell.model, base, degree) if way.ulysses else 0.0
+        a, b, c = more[0] * base.a / degree, more[1] * base.b / degree + messages, more[2] * base.c
+        if way.zero_3 and not way.hidden_gathers:
+            c = ZERO_3_MS[cell.model] / base.scheme.pp
+        known = base.max_length, base.util_length, base.shares
+        if way.ulysses or degree == 1:
+            yield SchemeCost(scheme, a, b, c, *known)
+        else:
+            ring = _ring_ms(cell.model, base, degree)
+            yield RingCost(scheme, a, b, c, *known, ring, max(0, alone) if way.by_length else 0)
+
+
+def _kept(cost: SchemeCost, way: Way) -> float:
+    """Share of the activations that stays until the backward."""
+    return cost.shares.recomputed if way.checkpointing and cost.shares is not None else 1.0
+
+
+def _ring_ms(model: str, base: SchemeCost, degree: int) -> float:
+    """What the ring takes for a token of a sequence on one stage, in ms: its slowest hop decides."""
+    k, tp = _constants(model), _tp(base)
+    of_layer = _RING * _BYTES * k["hidden"] / tp * (degree - 1) / degree
+    rate = (INSIDE if tp * degree <= NODE else BETWEEN).bytes_per_s
+    return 1e3 * of_layer * k["layers"] / base.scheme.pp / rate
+
+
+def _all_to_all_ms(model: str, base: SchemeCost, degree: int) -> float:
+    """What the all-to-alls of a token take one stage, in ms."""
+    if degree == 1:
+        return 0.0
+    k, tp = _constants(model), _tp(base)
+    # Where TP groups fill nodes, as large a part of the bytes leaves the node as with Ulysses over TP * degree GPUs.
+    across = degree if tp * degree <= NODE else tp * degree
+    of_layer = _TENSORS * _BYTES * k["hidden"] / (tp * degree)
+    rate = next(rate for gpus, rate in sorted(ALL_TO_ALL.items()) if gpus >= min(across, max(ALL_TO_ALL)))
+    return 1e3 * of_layer * k["layers"] / base.scheme.pp / (1e9 * rate)
+
+
+def _limited(costs: Iterable[SchemeCost], model: str, gpus: int, way: Way, found: CostTable) -> Iterator[SchemeCost]:
+    """The schemes that hold something, with the tokens that they hold."""
+    for cost in costs:
+        scheme = cost.scheme
+        assert isinstance(scheme, ParallelScheme), "the shipped tables are of uniform schemes"
+        most = max_length(model, gpus, scheme, kept=_kept(cost, way), zero_3=way.zero_3)
+        if most >= 1:
+            yield replace(cost, max_length=most, util_length=min(cost.util_length, most))
+
+
+def max_length(model: str, gpus: int, scheme: ParallelScheme, *, kept: float = 1.0, zero_3: bool = False) -> int:
+    """MaxLen in tokens by appendix C.1; `kept`: share of the activations. 0 or less where states do not fit."""
+    k = _constants(model)
+    activations: dict[str, float] = k["activation_bytes"]  # type: ignore[assignment]
+    device = k["device_bytes"] - k["safe_bytes"] - k["gap_bytes"]
+    memory = MemoryModel(
+        int(k["hidden"]), int(k["layers"]), int(k["vocab"]), device, gpus, kept * activations[str(scheme.tp)],
+        k["state_bytes"], 1.0 if zero_3 else k["sharded_share"],
+    )  # fmt: skip
+    return memory.max_length(scheme)
+
+
+def _tp(cost: SchemeCost) -> int:
+    assert isinstance(cost.scheme, ParallelScheme), "the shipped tables are of uniform schemes"
+    return cost.scheme.tp
+
+
+def powers_of_two(most: int) -> tuple[int, ...]:
+    """1, 2, 4, ... up to `most`."""
+    return tuple(1 << n for n in range(most.bit_length()) if 1 << n <= most)

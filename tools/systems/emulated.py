@@ -1,0 +1,49 @@
+"""Cells on the emulated cluster: the engine itself runs the plans of a static layout and of ours, on virtual time."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ds_hydra.commands.shipped import shipped
+from ds_hydra.costs.table_file import read_table_file
+from ds_hydra.data.sampler import TokenBudgetSampler
+from ds_hydra.simulate.links import LinkModel
+from ds_hydra.simulate.llama import shipped_job
+from ds_hydra.simulate.step import Simulator
+from tools.simulated.against_simulator import replayed
+from tools.systems.cells import CONTEXTS, EVALUATED, MIXES, Cell
+from tools.systems.costs import NODE, Way, measured
+from tools.systems.hindsight import hindsight
+from tools.systems.measure import OURS, STATIC
+from tools.systems.ours import proposed
+from tools.systems.static import megatron
+
+CELLS = tuple(Cell("7b", 16, context, 100_000, mix) for context in CONTEXTS for mix in MIXES)
+HEADERS = ("cell", "system", "emulated ms", "simulated ms", "emulated over ours")
+_SEQUENCES = 20_000
+
+
+def emulated(cell: Cell, steps: int, *, timeout_s: float) -> Iterator[tuple[object, ...]]:
+    """A row for the best static layout of measured schemes, and one for ours on the same schemes.
+
+    AssertionError for a gradient that is wrong.
+    """
+    lengths = cell.lengths(EVALUATED)[:_SEQUENCES]
+    sampler = TokenBudgetSampler(lengths, cell.tokens)
+    batches = [sampler.batch_lengths(step) for step in range(steps)]
+    static = hindsight(megatron(cell, (Way(),)), batches, lambda plan, _: plan.predicted_ms)
+    ours = proposed(cell, measured(cell.model, cell.gpus), elastic=False)
+    ms: dict[str, float] = {}
+    for name, configuration in ((OURS, ours), (STATIC, static.configuration)):
+        plans = [replace(configuration.plan(step, batches[step]), sequence_ids=tuple(sampler.batch(step)))
+                 for step in range(steps)]  # fmt: skip
+        used = list(dict.fromkeys(phase.shape for plan in plans for phase in plan.phases))
+        found = replace(read_table_file(shipped(f"a800-{cell.model}")), table=measured(cell.model, cell.gpus))
+        job = shipped_job(f"a800-{cell.model}", found, LinkModel(NODE), cell.gpus, used)
+        done = replayed(job, plans, lengths, cell.tokens, timeout_s=timeout_s)
+        simulator = Simulator(job)
+        ms[name] = 1e3 * statistics.fmean(step.step_s for step in done)
+        simulated = 1e3 * statistics.fmean(simulator.step(plan).step_s for plan in plans)
+        yield str(cell), name, f"{ms[name]:,.0f}", f"{simulated:,.0f}", f"{ms[name] / ms[OURS]:.2f}"

@@ -1,0 +1,165 @@
+"""A cell in, what every system takes for its batches out: the same simulator for all, pulls and pushes included."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ds_hydra.commands.shipped import shipped
+from ds_hydra.costs.cost_table import CostTable, SchemeCost
+from ds_hydra.costs.table_file import read_table_file
+from ds_hydra.plan.simulate import simulate_plan
+from ds_hydra.plan.step_plan import StepPlan
+from ds_hydra.plan.validate import validate_plan
+from ds_hydra.planner.kernels.problem import Batch, scheme_arrays
+from ds_hydra.planner.proposal.by_milp import continuous_ms
+from ds_hydra.simulate.job import SimulatedJob
+from ds_hydra.simulate.links import LinkModel
+from ds_hydra.simulate.llama import SHIPPED, llama_plan
+from ds_hydra.simulate.outcome import SimulatedStep
+from ds_hydra.simulate.step import Simulator
+from ds_hydra.zero_hetero.errors import PlanError
+from tools.systems.cells import Cell
+from tools.systems.costs import NODE, RingCost
+from tools.systems.groups import dynamic_context_parallel, flexsp, hybrid_data_parallel
+from tools.systems.hindsight import Chosen, Configuration, Lengths, hindsight
+from tools.systems.ours import all_schemes, ds_hydra
+from tools.systems.published import hydraulis, infinipipe
+from tools.systems.static import batch_rebalance, deepspeed, megatron, with_our_assignment
+from tools.systems.switching import hetu_b, hotspa
+
+OURS, STATIC, SAME_LAYOUT = "ds-hydra", "Megatron-LM", "its layout, our assignment"
+System = Callable[[Cell, Sequence[Lengths]], Iterator[Configuration]]
+RIVALS: dict[str, System] = {
+    STATIC: lambda cell, _: megatron(cell),
+    "DeepSpeed": lambda cell, _: deepspeed(cell),
+    "batch_rebalance": lambda cell, _: batch_rebalance(cell),
+    "dynamic CP": lambda cell, _: dynamic_context_parallel(cell),
+    "hybrid DP": lambda cell, _: hybrid_data_parallel(cell),
+    "HotSPa": hotspa,
+    "FlexSP": lambda cell, _: flexsp(cell),
+    "Hetu-B": hetu_b,
+    "Hydraulis": lambda cell, _: hydraulis(cell),
+    "InfiniPipe": lambda cell, _: infinipipe(cell),
+}
+NAMES = (OURS, STATIC, SAME_LAYOUT, *list(RIVALS)[1:])
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A system's steps in a cell: simulated times in ms, one of each step, and shares of them."""
+
+    system: str
+    configuration: str
+    step_ms: tuple[float, ...]
+    run_ms: tuple[float, ...]  # the same without pulls, pushes and the update: propagation
+    gaps: tuple[float, ...]  # slowest minus fastest pipeline over slowest
+    bubbles: tuple[float, ...]
+    strategies: dict[str, int]
+    seconds: float  # that planning took here
+
+    @property
+    def mean_ms(self) -> float:
+        return statistics.fmean(self.step_ms)
+
+    @property
+    def deviation_ms(self) -> float:
+        return statistics.pstdev(self.step_ms)
+
+
+class Simulators:
+    """Simulators of a cell's cluster, one for each cost table."""
+
+    def __init__(self, cell: Cell) -> None:
+        self._cell = cell
+        self._model = SHIPPED[f"a800-{cell.model}"].shape
+        self._plan = llama_plan(self._model)
+        self._file = read_table_file(shipped(f"a800-{cell.model}"))
+        self._known: dict[int, tuple[CostTable, Simulator]] = {}
+
+    def step(self, plan: StepPlan, table: CostTable) -> SimulatedStep:
+        """One step of a plan that these costs hold for."""
+        if id(table) not in self._known:
+            found, links = replace(self._file, table=table), LinkModel.of_table(None, NODE)
+            job = SimulatedJob(self._plan, self._model.hidden, found, links, self._cell.gpus)
+            self._known[id(table)] = table, Simulator(job)
+        return self._known[id(table)][1].step(plan)
+
+    def ms(self, plan: StepPlan, table: CostTable) -> float:
+        """The same, its time only; waits for rings, which the simulator does not know, come on top."""
+        ms = 1e3 * self.step(plan, table).step_s
+        if not any(isinstance(cost, RingCost) for cost in table.costs):
+            return ms
+        known = simulate_plan(plan, CostTable(tuple(map(_without_ring, table.costs))))
+        return ms + plan.predicted_ms - plan.total_ms(known)
+
+
+def measure(cell: Cell, steps: int, only: Sequence[str] = NAMES) -> dict[str, Measured]:
+    """What the systems take for the same batches; one that nothing can be set up of is left out."""
+    batches, simulators = cell.batches(steps), Simulators(cell)
+    found: dict[str, Measured] = {}
+    for name in only:
+        began = time.thread_time()
+        if name == OURS:
+            chosen = _all_planned(ds_hydra(cell, simulators.ms), batches)
+        elif name == SAME_LAYOUT:
+            continue
+        else:
+            try:
+                chosen = hindsight(RIVALS[name](cell, batches), batches, simulators.ms)
+            except PlanError as error:
+                print(f"  {cell}: {name} is left out: {error}", flush=True)
+                continue
+        found[name] = _measured(name, chosen, simulators, cell, time.thread_time() - began)
+        if name == STATIC:
+            (shape,) = {plan.phases[0].shape for plan in chosen.plans}
+            same = with_our_assignment(shape, chosen.configuration.table)
+            found[SAME_LAYOUT] = _measured(SAME_LAYOUT, _all_planned(same, batches), simulators, cell, 0.0)
+    return found
+
+
+def _without_ring(cost: SchemeCost) -> SchemeCost:
+    return SchemeCost(cost.scheme, cost.a, cost.b, cost.c, cost.max_length, cost.util_length, cost.shares)
+
+
+def pipeline_gap(plan: StepPlan, table: CostTable) -> float:
+    """Slowest minus fastest pipeline over the slowest, each summed over the phases."""
+    times = iter(simulate_plan(plan, table))
+    phases = [list(itertools.islice(times, len(phase.pipelines))) for phase in plan.phases]
+    return 1.0 - sum(map(min, phases)) / sum(map(max, phases))
+
+
+def _all_planned(configuration: Configuration, batches: Sequence[Lengths]) -> Chosen:
+    return Chosen(configuration, tuple(configuration.plan(step, batch) for step, batch in enumerate(batches)))
+
+
+def _measured(name: str, chosen: Chosen, simulators: Simulators, cell: Cell, seconds: float) -> Measured:
+    """Every plan is checked against the memory and the costs that it was made with, and simulated."""
+    table = chosen.configuration.table
+    for plan in chosen.plans:
+        validate_plan(plan, table, cell.gpus, objective="paper" if name == "Hydraulis" else "flow_shop")
+    steps = [simulators.step(plan, table) for plan in chosen.plans]
+    return Measured(
+        name, chosen.configuration.text,
+        tuple(simulators.ms(plan, table) for plan in chosen.plans),
+        tuple(plan.predicted_ms for plan in chosen.plans),
+        tuple(pipeline_gap(plan, table) for plan in chosen.plans),
+        tuple(step.bubble_share for step in steps),
+        dict(Counter(plan.strategy for plan in chosen.plans).most_common()),
+        seconds,
+    )  # fmt: skip
+
+
+def bound_ms(cell: Cell, batches: Sequence[Lengths]) -> float:
+    """Mean over the batches of the least time in which fractions of pipelines would do all work (GPU-seconds bound)."""
+    table = all_schemes(cell)
+    sizes = np.array([scheme.num_ranks for scheme in table.schemes])
+    # Without bubbles, of which pipelines that cut sequences or split their backwards have less than others.
+    schemes = scheme_arrays(table)._replace(pp=np.ones(len(sizes), dtype=np.int64))
+    return statistics.fmean(continuous_ms(Batch.of(batch, table), schemes, sizes, cell.gpus) for batch in batches)

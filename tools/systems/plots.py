@@ -1,0 +1,100 @@
+"""Results in, pictures out: gains by cell and rival, and one cell's steps by system. Needs matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from ds_hydra.report.plots import COLOURS, pyplot
+from tools.systems.cells import MIXES
+from tools.systems.measure import NAMES, OURS
+from tools.systems.verdicts import FLAGSHIP, Result
+
+_MOST = 2.5  # gains from here on have the same colour
+
+
+def draw_systems(results: Sequence[Result], folder: Path) -> list[Path]:
+    """All pictures that these cells have the data for."""
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = [_gains(results, folder / "systems_gains.png")]
+    flagship = next((result for result in results if result.cell == FLAGSHIP), None)
+    if flagship is not None:
+        drawn.append(_steps(flagship, folder / "systems_flagship.png"))
+    if len({result.cell.gpus for result in results}) > 1:
+        drawn.append(_scaling(results, folder / "systems_scaling.png"))
+    return drawn
+
+
+def _gains(results: Sequence[Result], path: Path) -> Path:
+    """What each rival takes over ours, a row for a cell: green where ours is faster."""
+    plt = pyplot()
+    names = [name for name in NAMES if name != OURS and any(name in result.systems for result in results)]
+    table = np.array([[result.gain(name) or np.nan for name in names] for result in results])
+    figure, axes = plt.subplots(figsize=(10, 1.6 + 0.26 * len(results)), layout="constrained")
+    image = axes.imshow(np.log(table), cmap="PuOr_r", vmin=-np.log(_MOST), vmax=np.log(_MOST), aspect="auto")
+    for row, column in np.ndindex(table.shape):
+        if np.isfinite(table[row, column]):
+            dark = abs(np.log(table[row, column])) > 0.7 * np.log(_MOST)
+            axes.text(column, row, f"{table[row, column]:.2f}", ha="center", va="center", fontsize=8,
+                      color="white" if dark else "black")  # fmt: skip
+    axes.set_xticks(range(len(names)), names, rotation=25, ha="right", fontsize=8)
+    axes.set_yticks(range(len(results)), [str(result.cell) for result in results], fontsize=8)
+    axes.set_title("Mean step over that of ds-hydra: above 1 ds-hydra is faster")
+    bar = figure.colorbar(image, ax=axes, fraction=0.03)
+    ticks = (0.5, 0.7, 1.0, 1.4, 2.0)
+    bar.set_ticks(np.log(ticks), labels=[f"{tick:g}" for tick in ticks])
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return path
+
+
+def _steps(result: Result, path: Path) -> Path:
+    """Mean steps of one cell with their deviation, the slowest first."""
+    plt = pyplot()
+    ordered = sorted(result.systems.values(), key=lambda one: -one.mean_ms)
+    figure, axes = plt.subplots(figsize=(9, 0.9 + 0.42 * len(ordered)), layout="constrained")
+    for row, one in enumerate(ordered):
+        axes.barh(row, one.mean_ms / 1e3, xerr=one.deviation_ms / 1e3, height=0.7, capsize=2,
+                  color=COLOURS[2] if one.system == OURS else COLOURS[0], alpha=0.85)  # fmt: skip
+        axes.text(0.05, row, f"{one.mean_ms / 1e3:.2f} s   {one.configuration[:70]}", va="center", fontsize=7,
+                  color="white")  # fmt: skip
+    axes.axvline(result.bound_ms / 1e3, color="0.3", linestyle="--", linewidth=1)
+    axes.text(result.bound_ms / 1e3, -0.8, "bound by GPU-seconds", fontsize=7, color="0.3")
+    axes.set_yticks(range(len(ordered)), [one.system for one in ordered], fontsize=8)
+    axes.set(xlabel="s a step, simulated (bars: mean and deviation)", title=str(result.cell), ylim=(len(ordered), -1.2))
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return path
+
+
+def _scaling(results: Sequence[Result], path: Path) -> Path:
+    """Gains by cluster, context and tokens, each the mean over the cells that have it, one panel for each mix."""
+    plt = pyplot()
+    mixes = [mix for mix in MIXES if any(result.cell.mix == mix for result in results)]
+    figure, panels = plt.subplots(1, len(mixes), figsize=(5 * len(mixes), 4), layout="constrained", sharey=True)
+    names = [name for name in NAMES if name != OURS]
+    for axes, mix in zip(np.atleast_1d(panels), mixes, strict=True):
+        own = [result for result in results if result.cell.mix == mix]
+        groups = list(dict.fromkeys(f"{result.cell.model}\n{result.cell.gpus} GPUs" for result in own))
+        for index, name in enumerate(names):
+            gains = [
+                np.mean([
+                    result.gain(name) or np.nan for result in own
+                    if f"{result.cell.model}\n{result.cell.gpus} GPUs" == group
+                ])
+                for group in groups
+            ]  # fmt: skip
+            axes.plot(range(len(groups)), gains, marker="osv^DPX*<>h"[index], color=COLOURS[index % len(COLOURS)],
+                      linestyle="-" if index < len(COLOURS) else "--", label=name, linewidth=1.2)  # fmt: skip
+        axes.axhline(1.0, color="0.4", linewidth=1)
+        axes.set_xticks(range(len(groups)), groups, fontsize=8)
+        axes.set_title(mix)
+    np.atleast_1d(panels)[0].set_ylabel("mean step over that of ds-hydra")
+    figure.legend(
+        *np.atleast_1d(panels)[0].get_legend_handles_labels(), loc="outside lower center", ncols=6, fontsize=8
+    )
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return path

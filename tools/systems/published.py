@@ -1,0 +1,120 @@
+"""The two systems that ours builds on, as they were published: Hydraulis and InfiniPipe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from ds_hydra.costs.cost_table import CostTable, SchemeCost
+from ds_hydra.pipe.schedules.registry import orders
+from ds_hydra.pipe.schedules.simulate import peak_units
+from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
+from ds_hydra.plan.phase import MicroBatchPlan, Phase, PipelinePlan
+from ds_hydra.plan.simulate import simulate_pipeline, simulated_ms
+from ds_hydra.plan.step_plan import StepPlan
+from ds_hydra.plan.works import has_formula, schedule_batches
+from ds_hydra.planner import Planner
+from ds_hydra.planner.fixed_layout import by_load
+from ds_hydra.planner.proposal.by_paper import propose_by_program
+from ds_hydra.zero_hetero.errors import PlanError
+from tools.systems.cells import Cell
+from tools.systems.chunking import chunks, mesh_of
+from tools.systems.costs import NODE, Way, measured, powers_of_two, table_of
+from tools.systems.hindsight import Configuration, Lengths, PlanStep, planned_by
+from tools.systems.static import OPTIONS
+
+# The strategies of its repository's README, for 32B on 64 GPUs (github.com/lhy101/Hydraulis).
+HYDRAULIS_POOL = (
+    "4*tp16", "tp16 + 2*tp8pp3", "tp16 + 6*tp8", "tp16 + 12*tp4", "tp8pp3 + 10*tp4", "tp8 + 14*tp4", "8*tp4pp2",
+)  # fmt: skip
+_STAGES = (8, 16)
+_SLICES = (1, 2, 4, 8)
+_RECOMPUTED = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+def hydraulis(cell: Cell) -> Iterator[Configuration]:
+    """Hydraulis: Eq. 4 proposes, Algorithm 1 deals out, Eq. 1 packs and chooses the strategy of each step.
+
+    Proposed for the lengths of the very batches that are reported, with c in T(l) and without; for 32B on 64 GPUs also
+    the strategies that its authors published. Schemes are the measured ones: it has no CP.
+    """
+    table = measured(cell.model, cell.gpus)
+    options = replace(OPTIONS, method="paper", objective="paper")
+    pools = [
+        (
+            text,
+            propose_by_program(table, cell.gpus, cell.reported_lengths, cell.context, table.schemes, with_overhead=c),
+        )
+        for text, c in (("proposed", True), ("proposed without c", False))
+    ]
+    if (cell.model, cell.gpus) == ("32b", 64):
+        pools.append(("its README's", tuple(map(StrategyShape.parse, HYDRAULIS_POOL))))
+    for text, strategies in pools:
+        yield planned_by(f"{len(strategies)} {text}", table, Planner(table, strategies, options))
+
+
+def infinipipe(cell: Cell) -> Iterator[Configuration]:
+    """InfiniPipe: chunks of equal time through equal pipelines, TP or Ulysses inside nodes and stages between.
+
+    Chunks by its Algorithm 1 with the number of slices that suits each step best, in 1F1B with the last slice's
+    backward first; data parallel pipelines get equal work. Where a stage has not room for its chunks, all of them
+    compute a share of their layers again, the least of a few that fits; its program chooses it for each chunk.
+    Parameters are gathered inside nodes only, which counts as hidden.
+    """
+    way = Way(powers_of_two(NODE), ulysses=True, zero_3=True, hidden_gathers=True, stages=_STAGES)
+    table = table_of(cell, way)
+    for cost in table.costs:
+        scheme = cost.scheme
+        assert isinstance(scheme, ParallelScheme), "tables of other systems are of uniform schemes"
+        if cell.gpus % scheme.num_ranks or scheme.tp * scheme.sp > NODE or cost.room < cell.context:
+            continue
+        strategy = StrategyShape.of([scheme] * (cell.gpus // scheme.num_ranks))
+        yield Configuration(str(strategy), table, _in_chunks(strategy, cost, table))
+
+
+def _in_chunks(strategy: StrategyShape, cost: SchemeCost, table: CostTable) -> PlanStep:
+    def plan(step: int, lengths: Lengths) -> StepPlan:
+        dealt = by_load(lengths, cost, len(strategy.pipelines))
+        found = []
+        for slices in _SLICES:
+            mesh = mesh_of(max(lengths), slices, cost)
+            if mesh[0] > cost.max_length:
+                continue
+            made = [_pipeline(strategy.pipelines[0], chunks(own, lengths, mesh, cost), table) for own in dealt]
+            pipelines = [one for one in made if one is not None]
+            if len(pipelines) == len(made):
+                phase = Phase(tuple(pipelines))
+                ms, ids = simulated_ms((phase,), table), tuple(range(len(lengths)))
+                found.append(StepPlan(step, ids, tuple(lengths), (phase,), ms))
+        if not found:
+            raise PlanError(f"{strategy} has no room for a sequence of {max(lengths)} tokens in chunks")
+        return min(found, key=lambda one: one.predicted_ms)
+
+    return plan
+
+
+def _pipeline(shape: PipelineShape, batches: Sequence[MicroBatchPlan], table: CostTable) -> PipelinePlan | None:
+    """A pipeline of these chunks with no more layers computed again than memory asks for; None where it has no room."""
+    for share in _RECOMPUTED:
+        tried = PipelinePlan(shape, tuple(replace(batch, recompute=share) for batch in batches), 0.0)
+        if has_room(tried, table):
+            return replace(tried, predicted_ms=_stated_ms(tried, table))
+    return None
+
+
+def _stated_ms(pipeline: PipelinePlan, table: CostTable) -> float:
+    """What a pipeline states: the formula's time where there is one, else the simulated one."""
+    if not has_formula(pipeline):
+        return simulate_pipeline(pipeline, table)
+    cost = table[pipeline.shape]
+    return cost.pipeline_ms([cost.load_ms(batch.lengths) for batch in pipeline.microbatches])
+
+
+def has_room(pipeline: PipelinePlan, table: CostTable) -> bool:
+    """Whether each stage holds all that its schedule keeps at once; whole sequences under 1F1B always fit."""
+    batches = schedule_batches(pipeline, table)
+    if not batches.works:
+        return True
+    return all(
+        peak_units(order, batches) <= batches.room for order in orders(pipeline.schedule, batches, pipeline.shape.pp)
+    )

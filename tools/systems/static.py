@@ -1,0 +1,96 @@
+"""Systems of one layout for all steps: Megatron-LM, DeepSpeed, Hugging Face; and the same layouts with our assignment.
+
+Every layout is one scheme on as many pipelines as the GPUs hold, and must hold a sequence of the whole context, as a
+job that is set up before its data is seen must.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from ds_hydra.costs.cost_table import CostTable, SchemeCost
+from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
+from ds_hydra.plan.step_plan import StepPlan
+from ds_hydra.planner import Planner, PlannerOptions
+from ds_hydra.planner.fixed_layout import by_load, packed, packed_in_turn, step_plan
+from tools.systems.cells import Cell
+from tools.systems.costs import Way, powers_of_two, table_of
+from tools.systems.hindsight import Configuration, PlanStep, planned_by
+
+OPTIONS = PlannerOptions(kernels="compiled", no_slices="other systems run whole sequences", layers=0)
+
+
+def megatron(cell: Cell, ways: Iterable[Way] | None = None) -> Iterator[Configuration]:
+    """Megatron-LM: TP, PP and CP, with and without checkpointing, or what `ways` say.
+
+    Sequences are packed first fit decreasing to the context, or to all that memory holds, and the packs dealt out in
+    turn (Hydraulis, section 8.4: "max-length packing and even dispatching").
+    """
+    for text, table, cost, strategy in _layouts(cell, _megatron_ways(cell) if ways is None else ways):
+        for capacity in sorted({cell.context, cost.max_length}):
+            name = f"{text}, packed to {capacity}"
+            yield Configuration(name, table, _packed_full(strategy, table, capacity))
+
+
+def deepspeed(cell: Cell) -> Iterator[Configuration]:
+    """DeepSpeed: Ulysses and ZeRO-3, with and without checkpointing; packed and dealt out as Megatron-LM's batches."""
+    for text, table, cost, strategy in _layouts(cell, _ulysses_ways(cell)):
+        for capacity in sorted({cell.context, cost.max_length}):
+            yield Configuration(f"{text}, packed to {capacity}", table, _packed_full(strategy, table, capacity))
+
+
+def batch_rebalance(cell: Cell) -> Iterator[Configuration]:
+    """Hugging Face's `batch_rebalance` (transformers, pull request 47340) over DeepSpeed's layouts.
+
+    A step's sequences are dealt so that all data parallel ranks get equal work, and packed to what memory holds; its
+    sampler pads and balances tokens, this one balances times and packs, which is better.
+    """
+    for text, table, cost, strategy in _layouts(cell, _ulysses_ways(cell)):
+        yield Configuration(text, table, _rebalanced(strategy, cost, table))
+
+
+def with_our_assignment(strategy: StrategyShape, table: CostTable) -> Configuration:
+    """A fixed layout whose sequences our planner deals out and packs."""
+    return planned_by(str(strategy), table, Planner(table, [strategy], OPTIONS))
+
+
+def _megatron_ways(cell: Cell) -> Iterator[Way]:
+    for checkpointing in (False, True):
+        yield Way(powers_of_two(cell.gpus), checkpointing=checkpointing)
+
+
+def _ulysses_ways(cell: Cell) -> Iterator[Way]:
+    for checkpointing in (False, True):
+        yield Way(powers_of_two(cell.gpus), ulysses=True, zero_3=True, checkpointing=checkpointing)
+
+
+def _layouts(cell: Cell, ways: Iterable[Way]) -> Iterator[tuple[str, CostTable, SchemeCost, StrategyShape]]:
+    """(text, table, costs, strategy) of every scheme that divides the GPUs and holds the context."""
+    for way in ways:
+        table = table_of(cell, way)
+        for cost in table.costs:
+            scheme = cost.scheme
+            assert isinstance(scheme, ParallelScheme), "tables of other systems are of uniform schemes"
+            # ZeRO-3 stands instead of TP and PP; TP reaches out of a node only where it fills several.
+            if way.zero_3 and (scheme.tp, scheme.pp) != (1, 1):
+                continue
+            if cell.gpus % scheme.num_ranks or cost.max_length < cell.context:
+                continue
+            strategy = StrategyShape.of([scheme] * (cell.gpus // scheme.num_ranks))
+            yield f"{strategy}{' AC' if way.checkpointing else ''}", table, cost, strategy
+
+
+def _packed_full(strategy: StrategyShape, table: CostTable, capacity: int) -> PlanStep:
+    def plan(step: int, lengths: Sequence[int]) -> StepPlan:
+        return packed_in_turn(step, lengths, strategy, table, capacity)
+
+    return plan
+
+
+def _rebalanced(strategy: StrategyShape, cost: SchemeCost, table: CostTable) -> PlanStep:
+    def plan(step: int, lengths: Sequence[int]) -> StepPlan:
+        dealt = by_load(lengths, cost, len(strategy.pipelines))
+        bins = [packed(own, lengths, cost.max_length) for own in dealt]
+        return step_plan(step, lengths, strategy, bins, table)
+
+    return plan

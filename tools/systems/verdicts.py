@@ -1,0 +1,171 @@
+"""What the systems took in, tables, aims and comparisons with published figures out. Pure: no torch."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from tools.systems.cells import Cell
+from tools.systems.measure import NAMES, OURS, SAME_LAYOUT, STATIC, Measured
+
+NOT_SLOWER = 0.99  # than any rival, in every cell
+FLAGSHIP, FLAGSHIP_GAIN = Cell("32b", 64, 32768, 200_000, "CommonCrawl"), 1.5  # over the static baseline
+MEAN_GAINS = {"Hydraulis": 1.05, "InfiniPipe": 1.15}
+MEDIAN_GAP, ENOUGH_SEQUENCES = 0.08, 20
+LITTLE = 1.05  # gains over the best rival below it are named
+
+
+@dataclass(frozen=True)
+class Result:
+    """One cell: what every system took, the bound by GPU-seconds, and how many sequences its batches had."""
+
+    cell: Cell
+    systems: Mapping[str, Measured]
+    bound_ms: float
+    fewest_sequences: int
+
+    @property
+    def ours(self) -> Measured:
+        return self.systems[OURS]
+
+    def gain(self, rival: str) -> float | None:
+        """The rival's mean step over ours; None for one that is not there."""
+        return self.systems[rival].mean_ms / self.ours.mean_ms if rival in self.systems else None
+
+    @property
+    def best_rival(self) -> tuple[float, str]:
+        """The least gain, and over whom; another system than ours on a rival's layout counts as none."""
+        gains = [(self.gain(name), name) for name in self.systems if name not in (OURS, SAME_LAYOUT)]
+        return min((gain, name) for gain, name in gains if gain is not None)
+
+
+class Published(NamedTuple):
+    """A figure of a paper for one of the cells: seconds of a system's step, or of what is named."""
+
+    cell: Cell
+    system: str
+    what: str  # "run" without pulls and pushes, "step" with them, "rest" for these alone
+    seconds: float
+    source: str
+
+
+_TABLE_4 = "Hydraulis, table 4 (its mix is not stated)"
+_SMALL, _MIDDLE = (Cell(model, 32, 32768, 100_000, "CommonCrawl") for model in ("7b", "32b"))
+PUBLISHED = (
+    Published(FLAGSHIP, SAME_LAYOUT, "run", 6.78, "Hydraulis, table 1, homogeneous"),
+    Published(FLAGSHIP, "Hydraulis", "run", 4.29, "Hydraulis, table 1, heterogeneous"),
+    Published(FLAGSHIP, "Hydraulis", "step", 5.49, "Hydraulis, table 1, end to end"),
+    Published(FLAGSHIP, "Hydraulis", "rest", 1.18, "Hydraulis, table 1, O-P with overlap"),
+    Published(_SMALL, "HotSPa", "rest", 1.54, f"{_TABLE_4}, switching"),
+    Published(_SMALL, "HotSPa", "step", 5.86, _TABLE_4),
+    Published(_SMALL, "Hydraulis", "step", 2.21, _TABLE_4),
+    Published(_MIDDLE, "HotSPa", "rest", 2.17, f"{_TABLE_4}, switching"),
+    Published(_MIDDLE, "HotSPa", "step", 12.21, _TABLE_4),
+    Published(_MIDDLE, "Hydraulis", "step", 7.21, _TABLE_4),
+    Published(FLAGSHIP, "HotSPa", "rest", 2.21, f"{_TABLE_4}, switching"),
+    Published(FLAGSHIP, "HotSPa", "step", 13.19, _TABLE_4),
+    Published(FLAGSHIP, "Hydraulis", "step", 7.22, _TABLE_4),
+)
+
+
+def system_rows(result: Result) -> list[tuple[object, ...]]:
+    """One row for each system of a cell."""
+    rows: list[tuple[object, ...]] = []
+    for name in NAMES:
+        if name not in result.systems:
+            continue
+        one = result.systems[name]
+        gain = result.gain(name)
+        gap = statistics.median(one.gaps)
+        rows.append((
+            name, f"{one.mean_ms:,.0f}", f"{one.deviation_ms:,.0f}", f"{gain:.2f}", f"{gap:.2f}",
+            f"{statistics.fmean(one.bubbles):.0%}", f"{result.bound_ms / one.mean_ms:.0%}", len(one.strategies),
+            one.configuration if len(one.configuration) <= 60 else one.configuration[:57] + "...",
+        ))  # fmt: skip
+    return rows
+
+
+SYSTEM_HEADERS = ("system", "ms", "±", "over ours", "gap", "bubbles", "bound", "strategies", "set up as")
+
+
+def cell_row(result: Result) -> tuple[object, ...]:
+    """One line for a cell: ours, and the gain over every rival."""
+    gains = ["-" if (gain := result.gain(name)) is None else f"{gain:.2f}" for name in NAMES[1:]]
+    ours = result.ours
+    return (str(result.cell), f"{ours.mean_ms:,.0f}", f"{statistics.median(ours.gaps):.2f}", *gains)
+
+
+CELL_HEADERS = ("cell", "ours ms", "gap", *NAMES[1:])
+
+
+def published_rows(results: Sequence[Result]) -> list[tuple[object, ...]]:
+    """Each published figure of a cell that was run beside ours."""
+    by_cell = {result.cell: result for result in results}
+    rows: list[tuple[object, ...]] = []
+    for cell, system, what, seconds, source in PUBLISHED:
+        if cell in by_cell and system in by_cell[cell].systems:
+            one = by_cell[cell].systems[system]
+            run_s, step_s = statistics.fmean(one.run_ms) / 1e3, one.mean_ms / 1e3
+            seen = {"run": run_s, "step": step_s, "rest": step_s - run_s}[what]
+            rows.append(
+                (str(cell), system, what, f"{seconds:.2f}", f"{seen:.2f}", f"{seen / seconds - 1:+.0%}", source)
+            )
+    return rows
+
+
+PUBLISHED_HEADERS = ("cell", "system", "of", "paper s", "here s", "", "where")
+
+
+def missed_aims(results: Sequence[Result]) -> list[str]:
+    """The aims that these cells miss."""
+    missed = [
+        f"{result.cell}: {name} takes {gain:.3f} of our time, not >= {NOT_SLOWER}"
+        for result in results
+        for name in NAMES[1:]
+        if (gain := result.gain(name)) is not None and gain < NOT_SLOWER
+    ]
+    for result in results:
+        gain = result.gain(STATIC)
+        if result.cell == FLAGSHIP and gain is not None and gain < FLAGSHIP_GAIN:
+            missed.append(f"{result.cell}: {STATIC} takes {gain:.2f} of our time, not >= {FLAGSHIP_GAIN}")
+        gap = statistics.median(result.ours.gaps)
+        if result.fewest_sequences >= ENOUGH_SEQUENCES and gap > MEDIAN_GAP:
+            missed.append(f"{result.cell}: our median gap is {gap:.3f}, not <= {MEDIAN_GAP}")
+    for name, least in MEAN_GAINS.items():
+        gains = [gain for result in results if (gain := result.gain(name)) is not None]
+        if gains and statistics.fmean(gains) < least:
+            missed.append(f"{name} takes {statistics.fmean(gains):.3f} of our time in the mean, not >= {least}")
+    return missed
+
+
+def notes(results: Sequence[Result]) -> list[str]:
+    """Cells in which a rival is as fast or nearly so, in words."""
+    found = []
+    for result in results:
+        gain, name = result.best_rival
+        if gain < LITTLE:
+            words = "is faster" if gain < 1.0 else "comes close"
+            found.append(f"{result.cell}: {name} {words}, at {gain:.3f} of our time")
+    return found
+
+
+def figures(results: Sequence[Result]) -> dict[str, Any]:
+    """All cells for `--json`, in ms."""
+    return {
+        "cells": [
+            {
+                "cell": str(result.cell),
+                "bound_ms": result.bound_ms,
+                "systems": {
+                    name: {
+                        "set_up_as": one.configuration, "step_ms": one.step_ms, "run_ms": one.run_ms, "gaps": one.gaps,
+                        "bubbles": one.bubbles, "strategies": one.strategies,
+                    }
+                    for name, one in result.systems.items()
+                },
+            }
+            for result in results
+        ]
+    }  # fmt: skip
