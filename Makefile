@@ -1,5 +1,5 @@
 # make venv: set up .venv       make train: train the example
-# make test: linters and tests   make bench: ours and every rival, half an hour
+# make test: linters and tests   make bench: ours and every rival
 # PIP_ARGS goes to every pip install, e.g. PIP_ARGS="--index-url ..." for another build of torch.
 
 PYTHON ?= python3
