@@ -14,6 +14,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean, median_high
 from typing import Any
 
 from ds_hydra.commands.figures import figures_parser, finish, guarded, print_table
@@ -59,18 +60,16 @@ def judged(records: Sequence[dict[str, Any]]) -> list[tuple[str, str, str, bool]
     error, _ = summarise(relative_errors(later, "corrected_step_ms"))
     if error == error:
         rows.append((f"prediction error after {SETTLED} steps, median", f"{error:.1%}", "<= 10%", error <= 0.1))
-    waits = sorted(
-        r["slowest_wait_ms"] / r["step_ms"] for r in records if r.get("slowest_wait_ms") and r["step_ms"] > 0
-    )
+    waits = [r["slowest_wait_ms"] / r["step_ms"] for r in records if r.get("slowest_wait_ms") and r["step_ms"] > 0]
     if waits:
-        wait = waits[len(waits) // 2]
+        wait = median_high(waits)
         rows.append(("waiting for the slowest pipeline, median", f"{wait:.1%}", "<= 25%", wait <= 0.25))
     hidden = sum(bool(r.get("planning_hidden")) for r in records) / len(records)
     rows.append(("steps whose planning was hidden", f"{hidden:.0%}", ">= 90%", hidden >= 0.9))
     losses = [float(r["loss"]) for r in records if r.get("loss") is not None]
     part = len(losses) // 4
     if part:
-        first, last = sum(losses[:part]) / part, sum(losses[-part:]) / part
+        first, last = fmean(losses[:part]), fmean(losses[-part:])
         rows.append(
             ("mean loss of the last quarter, after the first", f"{last:.3f} after {first:.3f}", "lower", last < first)
         )

@@ -38,7 +38,7 @@ def validate_plan(plan: StepPlan, limits: Limits, num_ranks: int, objective: str
         # MaxLen micro-batches of whole sequences fit as 1F1B keeps them. Other schedules keep other numbers of them,
         # and of a sequence in slices they keep all.
         if not has_formula(pipeline):
-            _check_room(pipeline, limits, f"{where}: {name} ({pipeline.shape})")
+            check_room(pipeline, limits, f"{where}: {name} ({pipeline.shape})")
     _check_times(plan, limits if isinstance(limits, CostTable) else None, objective, where)
 
 
@@ -168,8 +168,11 @@ def _check_lengths(plan: StepPlan, limits: Limits, where: str) -> None:
                 )
 
 
-def _check_room(pipeline: PipelinePlan, limits: Limits, place: str) -> None:
-    """What the schedule keeps at once fits a stage; with MaxLen alone the usual figures stand for measured ones."""
+def check_room(pipeline: PipelinePlan, limits: Limits, place: str) -> None:
+    """PlanError, which starts with `place`, unless what the schedule keeps at once fits a stage.
+
+    With MaxLen alone the usual figures stand for measured ones.
+    """
     key = pipeline.shape.cost_key
     if isinstance(limits, CostTable):
         cost, shares = limits[pipeline.shape], limits.shares(pipeline.shape)
@@ -193,7 +196,7 @@ def _check_times(plan: StepPlan, table: CostTable | None, objective: str, where:
         ms = pipeline.predicted_ms
         if not math.isfinite(ms) or ms < 0 or (ms > 0) != bool(pipeline.microbatches):
             raise PlanError(f"{where}: {name} runs {len(pipeline.microbatches)} micro-batches in a predicted {ms} ms")
-        expected = None if table is None else _modelled_ms(pipeline, table, objective)
+        expected = None if table is None else modelled_ms(pipeline, table, objective)
         if expected is not None and abs(ms - expected) > _RELATIVE * expected:
             raise PlanError(
                 f"{where}: {name} states {ms:.3f} ms but the cost table gives {expected:.3f} ms; plan and "
@@ -222,8 +225,8 @@ def _check_prediction(plan: StepPlan, table: CostTable | None, where: str) -> No
     )
 
 
-def _modelled_ms(pipeline: PipelinePlan, table: CostTable, objective: str) -> float:
-    """The cost model's time, simulated where no formula is near it."""
+def modelled_ms(pipeline: PipelinePlan, table: CostTable, objective: str = "flow_shop") -> float:
+    """What a pipeline states: the cost model's time in ms, simulated where no formula is near it."""
     if not has_formula(pipeline):
         return simulate_pipeline(pipeline, table)
     cost = table[pipeline.shape]

@@ -92,26 +92,6 @@ class ElasticSearch:
             found.append(refined(one, self._times, spare))
         return min(found, key=lambda one: one.ms, default=None)
 
-    def _looked_at(self, kinds: Sequence[PipelineKinds], known: Overheads) -> list[Elastic]:
-        """Strategies as they are dispatched at first, simulated; what is seen is added to `known`."""
-        found: list[Elastic] = []
-        ranked = self._ranked(kinds, known.ms)
-        while ranked and (not found or self._times.left > _LOOKS * self._tries):
-            ms, number, owner = ranked.pop(0)
-            if found and ms > _HOPELESS * min(one.promise for one in found):
-                break
-            before = known.ms
-            found.append(self._simulated(kinds[number], owner))
-            if math.isfinite(found[-1].ms):
-                known.add(self._seen(found[-1]))
-                ranked = self._ranked_again(ranked, kinds, known.ms - before)
-        return found
-
-    def _simulated(self, kinds: PipelineKinds, owner: Ints) -> Elastic:
-        rows = kinds.shape.pipeline_scheme
-        timed = tuple(self._times.timed(int(k), np.flatnonzero(owner == p)) for p, k in enumerate(rows))
-        return Elastic(kinds, owner, timed)
-
     def observe(self, kinds: PipelineKinds, overhead: Floats) -> tuple[float, Overheads]:
         """What a strategy promises to take when it is dispatched by these overheads, (rows,), and simulated, in ms; and
         the overheads that its pipelines really have."""
@@ -185,7 +165,29 @@ class ElasticSearch:
             found.append((ms + float(ranks @ more[one.shape.scheme]) / float(ranks.sum()), number, owner))
         return sorted(found, key=lambda row: row[:2])
 
-    # 3. simulation and dispatch in turn
+    # 3. a first simulation
+
+    def _looked_at(self, kinds: Sequence[PipelineKinds], known: Overheads) -> list[Elastic]:
+        """Strategies as they are dispatched at first, simulated; what is seen is added to `known`."""
+        found: list[Elastic] = []
+        ranked = self._ranked(kinds, known.ms)
+        while ranked and (not found or self._times.left > _LOOKS * self._tries):
+            ms, number, owner = ranked.pop(0)
+            if found and ms > _HOPELESS * min(one.promise for one in found):
+                break
+            before = known.ms
+            found.append(self._simulated(kinds[number], owner))
+            if math.isfinite(found[-1].ms):
+                known.add(self._seen(found[-1]))
+                ranked = self._ranked_again(ranked, kinds, known.ms - before)
+        return found
+
+    def _simulated(self, kinds: PipelineKinds, owner: Ints) -> Elastic:
+        rows = kinds.shape.pipeline_scheme
+        timed = tuple(self._times.timed(int(k), np.flatnonzero(owner == p)) for p, k in enumerate(rows))
+        return Elastic(kinds, owner, timed)
+
+    # 4. dispatch and simulation in turn
 
     def _settled(self, first: Elastic, overhead: Floats) -> Elastic:
         """The most promising of a few rounds of dispatch, by what was simulated before, and simulation."""

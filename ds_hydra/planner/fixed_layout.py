@@ -7,10 +7,8 @@ from collections.abc import Sequence
 
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.pipe.shape import StrategyShape
-from ds_hydra.plan.phase import Phase
-from ds_hydra.plan.simulate import slowest_of_whole
 from ds_hydra.plan.step_plan import StepPlan
-from ds_hydra.planner.pipelines import whole_pipeline
+from ds_hydra.planner.pipelines import whole_phase
 from ds_hydra.zero_hetero.errors import PlanError
 
 Bins = list[list[int]]  # positions in the step's batch, by micro-batch
@@ -57,15 +55,8 @@ def step_plan(
     step: int, lengths: Sequence[int], strategy: StrategyShape, dealt: Sequence[Bins], table: CostTable
 ) -> StepPlan:
     """The plan of pipelines of whole sequences under 1F1B with these micro-batches each."""
-    tokens, work = tuple(lengths), {}
-    timed = []
-    for shape, bins in zip(strategy.pipelines, dealt, strict=True):
-        cost = table[shape]
-        if cost.scheme not in work:
-            work[cost.scheme] = cost.sequence_ms(tokens).tolist()
-        timed.append(whole_pipeline(shape, cost, bins, work=work[cost.scheme], tokens=tokens, paper=False))
-    phase = Phase(tuple(one.plan for one in timed))
-    predicted = slowest_of_whole((one.flow_shop, one.plan.shape, one.loads) for one in timed)
+    tokens = tuple(lengths)
+    phase, predicted = whole_phase(strategy.pipelines, dealt, table, tokens, paper=False)
     return StepPlan(step, tuple(range(len(tokens))), tokens, (phase,), predicted)
 
 

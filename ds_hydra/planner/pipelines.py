@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ds_hydra.costs.cost_table import SchemeCost
-from ds_hydra.pipe.shape import PipelineShape
+from ds_hydra.costs.cost_table import CostTable, SchemeCost
+from ds_hydra.pipe.shape import ParallelScheme, PipelineShape
 from ds_hydra.plan.phase import MicroBatchPlan, Phase, PipelinePlan
 from ds_hydra.plan.simulate import slowest_of_whole
 from ds_hydra.planner.cutting import microbatches_of
@@ -46,6 +46,27 @@ def whole_pipeline(
     return TimedPipeline(PipelinePlan(shape, batches, cost.paper_ms(loads) if paper else flow_shop), flow_shop, loads)
 
 
+def whole_phase(
+    shapes: Sequence[PipelineShape],
+    held: Sequence[Sequence[Sequence[int]]],
+    table: CostTable,
+    tokens: Sequence[int],
+    *,
+    paper: bool,
+) -> tuple[Phase, float]:
+    """Pipelines of whole sequences with the micro-batches `held` by each, and their simulated time in ms."""
+    timed, work = (
+        [],
+        dict[ParallelScheme | PipelineShape, list[float]](),
+    )  # by what the costs are of: ms of every sequence
+    for shape, bins in zip(shapes, held, strict=True):
+        cost = table[shape]
+        if cost.scheme not in work:
+            work[cost.scheme] = cost.sequence_ms(tokens).tolist()
+        timed.append(whole_pipeline(shape, cost, bins, work=work[cost.scheme], tokens=tokens, paper=paper))
+    return Phase(tuple(one.plan for one in timed)), _slowest(timed)
+
+
 def elastic_pipelines(
     space: ElasticSpace, batch: Batch, found: Elastic, tokens: Sequence[int], paper: bool
 ) -> tuple[Phase, float]:
@@ -71,7 +92,11 @@ def elastic_pipelines(
         plans[at] = one.plan
         whole.append(one)
     phase = Phase(tuple(plan for plan in plans if plan is not None))
-    return phase, max(slowest, slowest_of_whole((one.flow_shop, one.plan.shape, one.loads) for one in whole))
+    return phase, max(slowest, _slowest(whole))
+
+
+def _slowest(timed: Sequence[TimedPipeline]) -> float:
+    return slowest_of_whole((one.flow_shop, one.plan.shape, one.loads) for one in timed)
 
 
 def order_microbatches(loaded: list[tuple[float, tuple[int, ...]]]) -> list[tuple[float, tuple[int, ...]]]:

@@ -20,14 +20,13 @@ from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.plan.phase import Phase
 from ds_hydra.plan.plan_file import load_plans
 from ds_hydra.plan.runnable import check_runnable
-from ds_hydra.plan.simulate import slowest_of_whole
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.plan.validate import check_complete, validate_plan
 from ds_hydra.planner.elastic import ElasticSearch
 from ds_hydra.planner.elastic_space import ElasticSpace, is_elastic
 from ds_hydra.planner.kernels.problem import Assignment, Batch, PipelineKinds, check_sequences, scheme_arrays
 from ds_hydra.planner.options import PlannerOptions
-from ds_hydra.planner.pipelines import elastic_pipelines, whole_pipeline
+from ds_hydra.planner.pipelines import elastic_pipelines, whole_phase
 from ds_hydra.planner.search import Search
 from ds_hydra.zero_hetero.errors import PlanError
 
@@ -150,16 +149,8 @@ class Planner:
         position, rank_order = batch.position.tolist(), best.kinds.rank_order
         for i, (p, b) in enumerate(zip(best.owner.tolist(), best.bin_of.tolist(), strict=True)):
             packed[rank_order[p]].setdefault(b, []).append(position[i])
-        timed, known = [], {}
-        for shape, bins in zip(shapes, packed, strict=True):
-            if shape.cost_key not in known:
-                cost = self.cost_table[shape]
-                known[shape.cost_key] = cost, cost.sequence_ms(tokens).tolist()
-            cost, work = known[shape.cost_key]
-            held, paper = [bins[b] for b in sorted(bins)], self.options.objective == "paper"
-            timed.append(whole_pipeline(shape, cost, held, work=work, tokens=tokens, paper=paper))
-        phase = Phase(tuple(one.plan for one in timed))
-        return phase, slowest_of_whole((one.flow_shop, one.plan.shape, one.loads) for one in timed)
+        held = [[bins[b] for b in sorted(bins)] for bins in packed]
+        return whole_phase(shapes, held, self.cost_table, tokens, paper=self.options.objective == "paper")
 
     def _plan_elastic(
         self,

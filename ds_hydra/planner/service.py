@@ -33,7 +33,7 @@ from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.costs.table_file import table_record
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.step_plan import StepPlan
-from ds_hydra.plan.validate import check_safe
+from ds_hydra.plan.validate import check_safe, validate_plan
 from ds_hydra.planner.options import PlannerOptions
 from ds_hydra.planner.producer_process import ProducerProcess
 from ds_hydra.planner.selection import Planner, warm_up
@@ -221,8 +221,10 @@ class PlannerService:
         started = time.perf_counter()
         planner = self._compiled if self._compiled_here.is_set() else self._pure
         plan = replace(planner.plan(request.step, request.ids, request.lengths), source="fast")
+        planning_ms = (time.perf_counter() - started) * 1e3
+        validate_plan(plan, planner.cost_table, planner.num_ranks, self._options.objective)
         self.fallbacks[reason] += 1
-        return PlannedStep(plan, (time.perf_counter() - started) * 1e3, False, reason)
+        return PlannedStep(plan, planning_ms, False, reason)
 
     def _restart(self, reason: str) -> None:
         if self._producer is not None:

@@ -6,10 +6,9 @@ import random
 from dataclasses import replace
 
 from tests.support.case import BFLOAT16, FLOAT32, FLOAT64, NO_GRADIENT, Case
-from tests.support.families import FAMILIES, LAYER_LIST, OTHER_DEPTHS
+from tests.support.families import FAMILIES, LAYER_LIST, LAYERS, OTHER_DEPTHS
 
 _ROUTED = ("mixtral", "qwen3_moe", "gpt_oss")
-LAYERS = 4  # of the families
 DROPOUT = "dropout (Phi)"
 _PLAIN = tuple(name for name in FAMILIES if name not in OTHER_DEPTHS)
 

@@ -45,7 +45,7 @@ def groups(quick: bool) -> Table:
         pairs = _most_pairs(found.links | found.edges, num_ranks)
         sockets = GLOO_GROUPS * max(len(peers_of(rank, num_ranks)) for rank in range(num_ranks)) + 1
         of_first = GLOO_GROUPS * len(peers_of(0, num_ranks)) + num_ranks - 1
-        name = texts[0] if len(texts) == 1 else f"{texts[0]} and {len(texts) - 1} more"
+        name = f"{texts[0]} and {len(texts) - 1} more"
         table.rows.append([name, num_ranks, most, MOST_GROUPS, len(every), meetings, MOST_MEETINGS, pairs, MOST_PAIRS,
                            sockets, of_first, MOST_SOCKETS])  # fmt: skip
         counted = zip((most, meetings, pairs, sockets), (MOST_GROUPS, MOST_MEETINGS, MOST_PAIRS, MOST_SOCKETS),

@@ -13,7 +13,7 @@ import selectors
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ds_hydra.watchdog.connection import Connection
 from ds_hydra.watchdog.watchdog import Watchdog
@@ -31,10 +31,8 @@ class _Alone:
 
     num_ranks: int
     rank: int = 0
-    told: list[str] = field(default_factory=list)
 
     def texts(self, text: str) -> list[str]:
-        self.told.append(text)
         return [text] * self.num_ranks
 
 

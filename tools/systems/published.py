@@ -6,13 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
-from ds_hydra.pipe.schedules.registry import orders
-from ds_hydra.pipe.schedules.simulate import peak_units
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
 from ds_hydra.plan.phase import MicroBatchPlan, Phase, PipelinePlan
-from ds_hydra.plan.simulate import simulate_pipeline, simulated_ms
+from ds_hydra.plan.simulate import simulated_ms
 from ds_hydra.plan.step_plan import StepPlan
-from ds_hydra.plan.works import has_formula, schedule_batches
+from ds_hydra.plan.validate import check_room, modelled_ms
+from ds_hydra.plan.works import has_formula
 from ds_hydra.planner import Planner
 from ds_hydra.planner.fixed_layout import by_load
 from ds_hydra.planner.proposal.by_paper import propose_by_program
@@ -98,23 +97,16 @@ def _pipeline(shape: PipelineShape, batches: Sequence[MicroBatchPlan], table: Co
     for share in _RECOMPUTED:
         tried = PipelinePlan(shape, tuple(replace(batch, recompute=share) for batch in batches), 0.0)
         if has_room(tried, table):
-            return replace(tried, predicted_ms=_stated_ms(tried, table))
+            return replace(tried, predicted_ms=modelled_ms(tried, table))
     return None
-
-
-def _stated_ms(pipeline: PipelinePlan, table: CostTable) -> float:
-    """What a pipeline states: the formula's time where there is one, else the simulated one."""
-    if not has_formula(pipeline):
-        return simulate_pipeline(pipeline, table)
-    cost = table[pipeline.shape]
-    return cost.pipeline_ms([cost.load_ms(batch.lengths) for batch in pipeline.microbatches])
 
 
 def has_room(pipeline: PipelinePlan, table: CostTable) -> bool:
     """Whether each stage holds all that its schedule keeps at once; whole sequences under 1F1B always fit."""
-    batches = schedule_batches(pipeline, table)
-    if not batches.works:
+    if has_formula(pipeline):
         return True
-    return all(
-        peak_units(order, batches) <= batches.room for order in orders(pipeline.schedule, batches, pipeline.shape.pp)
-    )
+    try:
+        check_room(pipeline, table, str(pipeline.shape))
+    except PlanError:
+        return False
+    return True

@@ -7,6 +7,8 @@ job that is set up before its data is seen must.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
@@ -26,17 +28,12 @@ def megatron(cell: Cell, ways: Iterable[Way] | None = None) -> Iterator[Configur
     Sequences are packed first fit decreasing to the context, or to all that memory holds, and the packs dealt out in
     turn (Hydraulis, section 8.4: "max-length packing and even dispatching").
     """
-    for text, table, cost, strategy in _layouts(cell, _megatron_ways(cell) if ways is None else ways):
-        for capacity in sorted({cell.context, cost.max_length}):
-            name = f"{text}, packed to {capacity}"
-            yield Configuration(name, table, _packed_full(strategy, table, capacity))
+    return _packed_full(cell, _with_checkpointing(Way(powers_of_two(cell.gpus))) if ways is None else ways)
 
 
 def deepspeed(cell: Cell) -> Iterator[Configuration]:
     """DeepSpeed: Ulysses and ZeRO-3, with and without checkpointing; packed and dealt out as Megatron-LM's batches."""
-    for text, table, cost, strategy in _layouts(cell, _ulysses_ways(cell)):
-        for capacity in sorted({cell.context, cost.max_length}):
-            yield Configuration(f"{text}, packed to {capacity}", table, _packed_full(strategy, table, capacity))
+    return _packed_full(cell, _ulysses_ways(cell))
 
 
 def batch_rebalance(cell: Cell) -> Iterator[Configuration]:
@@ -54,14 +51,14 @@ def with_our_assignment(strategy: StrategyShape, table: CostTable) -> Configurat
     return planned_by(str(strategy), table, Planner(table, [strategy], OPTIONS))
 
 
-def _megatron_ways(cell: Cell) -> Iterator[Way]:
-    for checkpointing in (False, True):
-        yield Way(powers_of_two(cell.gpus), checkpointing=checkpointing)
-
-
 def _ulysses_ways(cell: Cell) -> Iterator[Way]:
-    for checkpointing in (False, True):
-        yield Way(powers_of_two(cell.gpus), ulysses=True, zero_3=True, checkpointing=checkpointing)
+    return _with_checkpointing(Way(powers_of_two(cell.gpus), ulysses=True, zero_3=True))
+
+
+def _with_checkpointing(way: Way) -> Iterator[Way]:
+    """A way, and the same with checkpointing."""
+    yield way
+    yield replace(way, checkpointing=True)
 
 
 def _layouts(cell: Cell, ways: Iterable[Way]) -> Iterator[tuple[str, CostTable, SchemeCost, StrategyShape]]:
@@ -80,11 +77,12 @@ def _layouts(cell: Cell, ways: Iterable[Way]) -> Iterator[tuple[str, CostTable, 
             yield f"{strategy}{' AC' if way.checkpointing else ''}", table, cost, strategy
 
 
-def _packed_full(strategy: StrategyShape, table: CostTable, capacity: int) -> PlanStep:
-    def plan(step: int, lengths: Sequence[int]) -> StepPlan:
-        return packed_in_turn(step, lengths, strategy, table, capacity)
-
-    return plan
+def _packed_full(cell: Cell, ways: Iterable[Way]) -> Iterator[Configuration]:
+    """Every layout with sequences packed to the context, and to all that memory holds, and dealt out in turn."""
+    for text, table, cost, strategy in _layouts(cell, ways):
+        for capacity in sorted({cell.context, cost.max_length}):
+            plan = partial(packed_in_turn, strategy=strategy, table=table, capacity=capacity)
+            yield Configuration(f"{text}, packed to {capacity}", table, plan)
 
 
 def _rebalanced(strategy: StrategyShape, cost: SchemeCost, table: CostTable) -> PlanStep:
