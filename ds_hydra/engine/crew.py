@@ -33,14 +33,13 @@ from ds_hydra.engine.job import Job
 from ds_hydra.engine.plan_source import PlanSource
 from ds_hydra.engine.prepare import Prepared, prepare
 from ds_hydra.engine.signals import Signals
+from ds_hydra.engine.simulated import exposed_of, simulated_job
 from ds_hydra.engine.tracing import Tracing
 from ds_hydra.host.host_engine import HostEngine
 from ds_hydra.host.loss_scale import LossScale
 from ds_hydra.ranks.together import together
 from ds_hydra.ranks.world import World
 from ds_hydra.report.prediction import StepWatch
-from ds_hydra.simulate.job import SimulatedJob
-from ds_hydra.simulate.links import LinkModel
 from ds_hydra.step.model_masters import ModelMasters
 from ds_hydra.step.rehearsal import build_stages
 from ds_hydra.step.stepper import Stepper
@@ -95,22 +94,8 @@ class Crew:
                 activity=self.activity,
                 request=lambda: signals.request,
             )
-        links = LinkModel.of_table(self.prepared.found.links, world.node_size)
-        self.tracing = Tracing(
-            job.config.trace,
-            Path(job.config.steps_file or "").parent,
-            world,
-            self.stepper,
-            SimulatedJob(
-                plan,
-                job.source.width(1),
-                self.prepared.found,
-                links,
-                world.num_ranks,
-                element_bytes=job.types.compute.itemsize,
-                gradient_bytes=job.types.wire.itemsize,
-            ),
-        )
+        cluster = simulated_job(job, world, self.prepared.found)
+        self.tracing = Tracing(job.config.trace, Path(job.config.steps_file or "").parent, world, self.stepper, cluster)
         self.plans = PlanSource(
             self.prepared.table,
             tuple(self.prepared.strategies),
@@ -118,6 +103,7 @@ class Crew:
             job.sampler,
             job.config.planner.ahead,
             world.channel,
+            self._exposed_ms(),
         )
         self.checkpoints = Checkpointer(host, self.masters, job.source.aliases, world.background, self.loss_scale)
         # From here on all ranks notice one that fails. Before, a rank that fails leaves the others waiting in a
@@ -129,6 +115,12 @@ class Crew:
             frozen_s=job.config.faults.frozen_seconds,
             address=job.config.faults.address,
         )
+
+    def _exposed_ms(self) -> list[float]:
+        """What the messages of each candidate add to a step, on the rank that chooses among them."""
+        exposed = exposed_of(self.job, self.world, self.prepared.found)
+        chooses = self.world.rank == 0 and self.job.config.choose == "best"
+        return [exposed(shape) for shape in self.prepared.strategies] if exposed and chooses else []
 
     @contextmanager
     def together(self, activity: str) -> Iterator[None]:

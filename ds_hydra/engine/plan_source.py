@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ds_hydra.costs.cost_table import CostTable
@@ -19,7 +20,7 @@ class PlanSource:
     """Hands out the plan of each step, just before the step.
 
     Rank 0 decides the plans and tells them to the others: they depend on whether its producer answered in time. Every
-    rank validates a plan against the sequences that its own sampler drew.
+    rank validates a plan against the sequences that its own sampler drew. `exposed_ms` is as `Planner`'s, on rank 0.
     """
 
     def __init__(
@@ -30,7 +31,9 @@ class PlanSource:
         sampler: TokenBudgetSampler | None,
         ahead: int,
         channel: Channel,
+        exposed_ms: Sequence[float] = (),
     ):
+        self._exposed_ms = exposed_ms
         self._table, self._options, self._sampler, self._channel = cost_table, options, sampler, channel
         self._rank, self._num_ranks = channel.rank, channel.num_ranks
         self._ahead = ahead
@@ -39,10 +42,10 @@ class PlanSource:
         self._submitted: int | None = None
 
     def _set_planners(self, strategies: tuple[StrategyShape, ...]) -> None:
-        self._planner = Planner(self._table, strategies, self._options)
+        self._planner = Planner(self._table, strategies, self._options, exposed_ms=self._exposed_ms)
         # One plan is not worth compiling for.
         once = replace(self._options, kernels="pure", choose="best", replay_file=None)
-        self._pure = Planner(self._table, strategies, once)
+        self._pure = Planner(self._table, strategies, once, exposed_ms=self._exposed_ms)
 
     def use_table(self, cost_table: CostTable) -> None:
         """Plan by this cost table from the next step on. Every rank must call it, with the same table."""
@@ -59,7 +62,8 @@ class PlanSource:
     def _start_service(self) -> PlannerService | None:
         if self._rank != 0 or self._ahead == 0 or self._sampler is None:
             return None
-        return PlannerService(self._table, self._planner.strategies, self._options, self._ahead)
+        exposed = self._exposed_ms
+        return PlannerService(self._table, self._planner.strategies, self._options, self._ahead, exposed_ms=exposed)
 
     def restart(self) -> None:
         """Forget which steps were planned ahead: the sampler has moved to another place."""

@@ -17,6 +17,7 @@ from ds_hydra.costs.table_file import JobFingerprint, TableFile, check_job, read
 from ds_hydra.engine.fingerprint import describe_job
 from ds_hydra.engine.fits import check_memory, job_memory, rank_memory, within_memory
 from ds_hydra.engine.job import Job
+from ds_hydra.engine.simulated import exposed_of
 from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.placement import Strategy, place_strategy
@@ -62,7 +63,7 @@ def prepare(job: Job, world: World) -> Prepared:
     with together(world.channel, "estimating the job's costs and memory"):
         found, memory = _costs(job, world, shape, longest, device_bytes)
     # Strategies are proposed by the limited table: one that does not fit must not be proposed.
-    candidates, checked = _candidates(job, world, found.table, lengths)
+    candidates, checked = _candidates(job, world, found, lengths)
     if job.source.plan is not plan:  # ranks do not share tokens after all: costs and memory are others
         return prepare(job, world)
     strategies = {c: place_strategy(c, world.num_ranks, plan.num_layers) for c in candidates}
@@ -149,25 +150,25 @@ def _without_the_largest(memory: JobMemory, table: CostTable, longest: int) -> J
 
 
 def _candidates(
-    job: Job, world: World, table: CostTable, lengths: Sequence[int]
+    job: Job, world: World, found: TableFile, lengths: Sequence[int]
 ) -> tuple[tuple[StrategyShape, ...], CheckResult]:
     """The config's strategies, or proposed ones: they fit the model, and train it as one process does, as the
     self-check that comes with them says."""
     config, plan = job.config, job.source.plan
     while True:
-        candidates = config.shapes or _propose(job, table, lengths, world)
+        candidates = config.shapes or _propose(job, found, lengths, world)
         for candidate in candidates:
             plan.check(place_strategy(candidate, world.num_ranks, plan.num_layers))
         checked = _checked(job, world, candidates)
         if config.shapes:
             checked.require(candidates)
-        left = tuple(cost for cost in table.costs if checked.allows(cost.scheme))
-        if len(left) == len(table.costs):
+        left = tuple(cost for cost in found.table.costs if checked.allows(cost.scheme))
+        if len(left) == len(found.table.costs):
             return candidates, checked
         if not left:
             checked.require(candidates)
         logger.info("%s", "\n  ".join(["the self-check leaves out:", *checked.objections()]))
-        table = CostTable(left, table.source)
+        found = replace(found, table=CostTable(left, found.table.source))
 
 
 def _checked(job: Job, world: World, candidates: Sequence[StrategyShape]) -> CheckResult:
@@ -236,9 +237,9 @@ def job_cost_table(
     return found
 
 
-def _propose(job: Job, table: CostTable, lengths: Sequence[int], world: World) -> tuple[StrategyShape, ...]:
+def _propose(job: Job, found: TableFile, lengths: Sequence[int], world: World) -> tuple[StrategyShape, ...]:
     """Strategies for `strategies: "auto"`. Rank 0 proposes them, so that only one process compiles and searches."""
-    config, num_layers = job.config, job.source.plan.num_layers
+    config, num_layers, table = job.config, job.source.plan.num_layers, found.table
     if not lengths:
         raise ConfigError(
             'hydra.strategies "auto" needs training_data to propose strategies for; list strategies instead'
@@ -262,6 +263,7 @@ def _propose(job: Job, table: CostTable, lengths: Sequence[int], world: World) -
             node_size=world.node_size,
             seed=config.planner_options().seed,
             wider=Wider(shapes, slices, num_layers, plain="1f1b" in schedules),
+            exposed=exposed_of(job, world, found),
         )
         proposed = "\n".join(str(strategy) for strategy in strategies)
         logger.info("strategies proposed for these lengths:\n  %s", proposed.replace("\n", "\n  "))

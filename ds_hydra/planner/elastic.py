@@ -114,12 +114,13 @@ class ElasticSearch:
         return np.array([self._dealt.items.work[k][owner == p].sum() for p, k in enumerate(rows)])
 
     def bound(self, candidates: Sequence[int]) -> float:
-        """No plan under any of these strategies is sooner done (ms)."""
+        """No step under any of these strategies is sooner done (ms)."""
         least = math.inf
         for index in candidates:
             kinds = self._space.kinds[index]
             problem = Problem(self._space.bounding, self._batch.merged, kinds.shape)
-            least = min(least, self._kernel.strategy_bound(problem, 4, 8, kinds.num_ranks.copy()))
+            bound = self._kernel.strategy_bound(problem, 4, 8, kinds.num_ranks.copy())
+            least = min(least, bound + kinds.exposed_ms)
         return least
 
     # 1. what each row's pipelines cost besides their work
@@ -140,14 +141,14 @@ class ElasticSearch:
         for number, one in enumerate(kinds):
             price = one.num_ranks.copy()
             bound = self._kernel.strategy_bound(Problem(schemes, self._dealt.merged, one.shape), 2, 6, price)
-            if math.isinf(bound) or (found and bound > _HOPELESS * min(found)[0]):
+            if math.isinf(bound) or (found and bound + one.exposed_ms > _HOPELESS * min(found)[0]):
                 continue
             place = empty_placement(self._batch.size, len(one.rank_order))
             problem, prospect = Problem(schemes, self._dealt.items, one.shape), Prospect(bound, price, math.inf)
             effort = _RANKING if self._kernel.is_compiled else LEAN._replace(packs=False)
             ms = float(self._kernel.dispatch(problem, prospect, effort, self._seed, place))
             if math.isfinite(ms):
-                found.append((ms, number, place.owner))
+                found.append((ms + one.exposed_ms, number, place.owner))
         return sorted(found, key=lambda row: row[:2])
 
     @staticmethod
@@ -199,7 +200,7 @@ class ElasticSearch:
             work, ms = self._work(rows, found.owner), np.array([one.ms for one in found.timed])
             seen = (work > 0.0) & np.isfinite(ms)
             own_overhead = np.where(seen, (1 - _LEARNT) * own_overhead + _LEARNT * (ms - work), own_overhead)
-            owner = self._dispatched(kinds, own_overhead, found.ms)
+            owner = self._dispatched(kinds, own_overhead, found.ms - kinds.exposed_ms)
             if owner is None:
                 break
             found = self._simulated(kinds, owner)

@@ -28,12 +28,13 @@ class Elastic(NamedTuple):
 
     @property
     def ms(self) -> float:
-        return max(one.ms for one in self.timed)
+        """Of the step: its slowest pipeline, and what the strategy's messages add."""
+        return max(one.ms for one in self.timed) + self.kinds.exposed_ms
 
     @property
     def promise(self) -> float:
         """What it may come near to when sequences change places: between the mean and the slowest pipeline (ms)."""
-        mean = sum(one.ms for one in self.timed) / len(self.timed)
+        mean = sum(one.ms for one in self.timed) / len(self.timed) + self.kinds.exposed_ms
         return _UNEVEN * self.ms + (1.0 - _UNEVEN) * mean
 
 

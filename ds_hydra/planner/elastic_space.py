@@ -51,22 +51,33 @@ class ElasticSpace:
     """The distinct pipelines of strategies as rows, and what searches want to know of all of them.
 
     Sequences are cut only where `slices` allows it and the shares of costs were measured. `layers`: of the model, where
-    they may be computed again for sequences that do not fit else; 0: none are. PlanError as `CostTable`.
+    they may be computed again for sequences that do not fit else; 0: none are. `exposed_ms`: what the messages of each
+    strategy add to a step; none: nothing. PlanError as `CostTable`.
     """
 
-    def __init__(self, table: CostTable, strategies: Sequence[StrategyShape], *, slices: bool, layers: int = 0) -> None:
+    def __init__(
+        self,
+        table: CostTable,
+        strategies: Sequence[StrategyShape],
+        *,
+        slices: bool,
+        layers: int = 0,
+        exposed_ms: Sequence[float] = (),
+    ) -> None:
         self.strategies = tuple(strategies)
         shapes = dict.fromkeys(pipeline for strategy in strategies for pipeline in strategy.pipelines)
         self.rows = tuple(_row(shape, table, slices, layers) for shape in shapes)
         self.costs = tuple(row.cost for row in self.rows)
         self._number = {row.shape: k for k, row in enumerate(self.rows)}
-        self.kinds = tuple(self.kinds_of(one) for one in strategies)
+        exposed = exposed_ms or [0.0] * len(self.strategies)
+        self.kinds = tuple(self.kinds_of(one, ms) for one, ms in zip(self.strategies, exposed, strict=True))
         self._longest = np.array([row.longest for row in self.rows], dtype=np.int64)
         self.bounding = self._bounding()
 
-    def kinds_of(self, strategy: StrategyShape) -> PipelineKinds:
+    def kinds_of(self, strategy: StrategyShape, exposed_ms: float = 0.0) -> PipelineKinds:
         """A strategy of pipelines that are among the rows."""
-        return PipelineKinds.by_rows(strategy, [self._number[shape] for shape in strategy.pipelines], self.costs)
+        rows = [self._number[shape] for shape in strategy.pipelines]
+        return PipelineKinds.by_rows(strategy, rows, self.costs, exposed_ms)
 
     def longest(self, kinds: PipelineKinds) -> int:
         """The longest sequence that a strategy holds, in tokens."""

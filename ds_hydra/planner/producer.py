@@ -1,9 +1,9 @@
 """The planner's own process: `python -m ds_hydra.planner.producer`. JSON lines in on stdin, JSON lines out on stdout.
 
-The first line that it reads is {"table", "strategies", "options"}. Each further line is a request {"generation",
-"step", "ids", "lengths"}, which it answers by {"generation", "step", "plan", "planning_ms"}, all of the plan checked,
-by {"generation", "step", "error"}, or by {"generation", "step", "invalid"} when the plan fails that check; or it is
-{"table"}, the costs for the requests that follow.
+The first line that it reads is {"table", "strategies", "options", "exposed_ms"}. Each further line is a request
+{"generation", "step", "ids", "lengths"}, which it answers by {"generation", "step", "plan", "planning_ms"}, all of the
+plan checked, by {"generation", "step", "error"}, or by {"generation", "step", "invalid"} when the plan fails that
+check; or it is {"table"}, the costs for the requests that follow.
 
 While numba's cache is cold it plans with plain Python, and a child of its own compiles the kernels. It ends at the end
 of its input, or when its parent is gone. With `--compile PID` it only fills the cache, for the process PID.
@@ -37,7 +37,7 @@ def serve(requests: IO[str], answers: IO[str]) -> None:
     setup = json.loads(requests.readline())
     table = read_table(setup["table"], "the cost table given to the producer")
     strategies = [StrategyShape.parse(text) for text in setup["strategies"]]
-    options = PlannerOptions(**setup["options"])
+    options, exposed = PlannerOptions(**setup["options"]), setup["exposed_ms"]
     compiler: subprocess.Popen[bytes] | None = None
     if options.kernels != "pure" and not kernels.is_warm():
         compiler = subprocess.Popen(
@@ -46,30 +46,35 @@ def serve(requests: IO[str], answers: IO[str]) -> None:
             stdout=2,
         )
     compiled = compiler is None
-    planner = make_planner(table, strategies, options, compiled=compiled)
+    planner = make_planner(table, strategies, options, exposed, compiled=compiled)
     for line in requests:
         # The compiler is looked after between two requests only: a plan that is late stops training, and one that is
         # made by slower kernels does not.
         if compiler is not None and compiler.poll() is not None:
             compiled, compiler = compiler.returncode == 0, None
-            planner = make_planner(table, strategies, options, compiled=compiled)
+            planner = make_planner(table, strategies, options, exposed, compiled=compiled)
         request = json.loads(line)
         if "table" in request:
             table = read_table(request["table"], "the cost table given to the producer")
-            planner = make_planner(table, strategies, options, compiled=compiled)
+            planner = make_planner(table, strategies, options, exposed, compiled=compiled)
             continue
         answers.write(json.dumps(answer(planner, request)) + "\n")
         answers.flush()
 
 
 def make_planner(
-    table: CostTable, strategies: list[StrategyShape], options: PlannerOptions, *, compiled: bool
+    table: CostTable,
+    strategies: list[StrategyShape],
+    options: PlannerOptions,
+    exposed_ms: list[float],
+    *,
+    compiled: bool,
 ) -> Planner:
     """The planner that the options ask for; it runs plain Python kernels unless the cache has compiled ones."""
     if compiled and options.kernels != "pure":
         selection.warm_up()
-        return Planner(table, strategies, replace(options, kernels="compiled"))
-    return Planner(table, strategies, replace(options, kernels="pure"))
+        return Planner(table, strategies, replace(options, kernels="compiled"), exposed_ms=exposed_ms)
+    return Planner(table, strategies, replace(options, kernels="pure"), exposed_ms=exposed_ms)
 
 
 def answer(planner: Planner, request: dict) -> dict[str, object]:

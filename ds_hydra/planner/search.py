@@ -34,7 +34,7 @@ class _Candidates:
 
     tolerance: float  # share of the best plan's time that is not worth another search
     prices: dict[int, Floats]
-    bounds: dict[int, float]
+    bounds: dict[int, float]  # of a step, with what each strategy's messages add
     best: Assignment | None = None
 
     @property
@@ -56,7 +56,7 @@ class _Candidates:
         return sorted(self.bounds, key=lambda index: (self.bounds[index], index))
 
     def can_win(self, index: int) -> bool:
-        return self.best is None or self.bounds[index] * (1.0 + self.tolerance) < self.best.ms
+        return self.best is None or self.bounds[index] * (1.0 + self.tolerance) < self.best.step_ms
 
     def worth_trying(self) -> Iterator[int]:
         """Strategies in the order of their bounds, until one cannot win; then none of those after it can."""
@@ -66,11 +66,13 @@ class _Candidates:
             yield index
 
     def offer(self, found: Assignment | None) -> None:
-        if found is not None and (self.best is None or found.ms < self.best.ms):
+        if found is not None and (self.best is None or found.step_ms < self.best.step_ms):
             self.best = found
 
-    def prospect(self, index: int) -> Prospect:
-        return Prospect(self.bounds[index], self.prices[index], self.best.ms if self.best else math.inf)
+    def prospect(self, index: int, exposed_ms: float) -> Prospect:
+        """For the strategy's pipelines, to whose time messages add so much."""
+        ceiling = self.best.step_ms if self.best else math.inf
+        return Prospect(self.bounds[index] - exposed_ms, self.prices[index], ceiling - exposed_ms)
 
 
 class Search:
@@ -83,9 +85,9 @@ class Search:
         self._one = StrategySearch(schemes, options, batch)
 
     def best_of(self, candidates: Sequence[int]) -> tuple[Assignment, float]:
-        """The best assignment over these strategies, and a lower bound on any (ms)."""
+        """The best assignment over these strategies, and a lower bound on the step of any (ms)."""
         prices = {index: self._kinds[index].num_ranks.copy() for index in candidates}
-        bounds = {index: self._one.bound(self._kinds[index], prices[index], 4, 8) for index in candidates}
+        bounds = {index: self._bound(index, prices[index], 4, 8) for index in candidates}
         known = _Candidates(self._options.tolerance, prices, bounds)
         if self._options.method == "paper":
             self._as_paper(known)
@@ -97,6 +99,13 @@ class Search:
             self._leanly(known)
         return known.winner, known.least_bound
 
+    def _bound(self, index: int, price: Floats, outer: int, inner: int) -> float:
+        kinds = self._kinds[index]
+        return self._one.bound(kinds, price, outer, inner) + kinds.exposed_ms
+
+    def _prospect(self, index: int, known: _Candidates) -> Prospect:
+        return known.prospect(index, self._kinds[index].exposed_ms)
+
     def _fully(self, known: _Candidates) -> None:
         """The usual mode: compiled kernels search every strategy whose bound, made tighter first, can win."""
         for index in known.worth_trying():
@@ -104,26 +113,30 @@ class Search:
                 self._tighten(index, known)
                 if not known.can_win(index):
                     continue
-            known.offer(self._one.assign(self._kinds[index], known.prospect(index)))
+            known.offer(self._one.assign(self._kinds[index], self._prospect(index, known)))
         if self._options.method == "exact":
-            known.best = self._one.improve_exactly(known.winner, known.least_bound)
+            known.best = self._exactly(known)
         else:
             self._look_again(known)
         self._raise_bounds(known)
 
+    def _exactly(self, known: _Candidates) -> Assignment:
+        best = known.winner
+        return self._one.improve_exactly(best, known.least_bound - best.kinds.exposed_ms)
+
     def _leanly(self, known: _Candidates) -> None:
         """Plain Python kernels, while the compiled ones are not at hand: one placement for each of few strategies."""
         for index in islice(known.worth_trying(), _LEAN_TRIES):
-            known.offer(self._one.assign(self._kinds[index], known.prospect(index)))
+            known.offer(self._one.assign(self._kinds[index], self._prospect(index, known)))
         if self._options.method == "exact":
-            known.best = self._one.improve_exactly(known.winner, known.least_bound)
+            known.best = self._exactly(known)
 
     def _by_subsets(self, known: _Candidates) -> None:
         """Few sequences: the optimum of every strategy that can win, which is its bound too."""
         for index in known.worth_trying():
             found = self._one.solve_tiny(self._kinds[index])
             if found is not None:
-                known.bounds[index] = found.ms
+                known.bounds[index] = found.step_ms
             known.offer(found)
 
     def _as_paper(self, known: _Candidates) -> None:
@@ -135,7 +148,7 @@ class Search:
 
     def _tighten(self, index: int, known: _Candidates) -> None:
         """A second look at a strategy's bound, from the prices of the first: cheaper than searching it in vain."""
-        again = self._one.bound(self._kinds[index], known.prices[index], 10, 12)
+        again = self._bound(index, known.prices[index], 10, 12)
         known.bounds[index] = max(known.bounds[index], again)
 
     def _look_again(self, known: _Candidates) -> None:
@@ -145,7 +158,7 @@ class Search:
         effort = self._one.effort._replace(restarts=restarts)
         for index in known.by_bound() if restarts else ():
             if known.can_win(index):
-                known.offer(self._one.assign(self._kinds[index], known.prospect(index), effort))
+                known.offer(self._one.assign(self._kinds[index], self._prospect(index, known), effort))
 
     def _raise_bounds(self, known: _Candidates) -> None:
         """Prove better bounds for the strategies that could still beat the plan [Note: branching on the longest].
@@ -153,7 +166,7 @@ class Search:
         A target within 0.1 % of the plan is tried first, then 0.5 %, ...: the first one that is refuted for all
         strategies with a bound below it becomes their bound.
         """
-        best_ms, proven = known.winner.ms, known.least_bound
+        best_ms, proven = known.winner.step_ms, known.least_bound
         if not self._one.can_refute:
             return
         for share in _PROOF_TARGETS:
@@ -161,7 +174,11 @@ class Search:
             if target <= proven:
                 return
             open_ones = [index for index in known.bounds if known.bounds[index] < target]
-            if all(self._one.refute(self._kinds[index], target, known.prices[index]) for index in open_ones):
+            if all(self._refuted(index, target, known) for index in open_ones):
                 for index in known.bounds:
                     known.bounds[index] = max(known.bounds[index], target)
                 return
+
+    def _refuted(self, index: int, target: float, known: _Candidates) -> bool:
+        kinds = self._kinds[index]
+        return self._one.refute(kinds, target - kinds.exposed_ms, known.prices[index])

@@ -31,7 +31,8 @@ from ds_hydra.planner.search import Search
 from ds_hydra.zero_hetero.errors import PlanError
 
 _TRIES = 900  # of a step's elastic search for each unit of effort, and
-_TRIES_EACH = 150  # as many more for each pipeline
+_TRIES_EACH = 150  # as many more for each pipeline of
+_COUNTED = 96  # at most: more of them differ little
 _LEAN_TRIES = 1  # of plain Python and without effort: dispatches and cuts once
 
 
@@ -40,6 +41,9 @@ class Planner:
 
     All `strategies` must have the same number of ranks. Raises PlanError when that fails, a pipeline has no costs,
     or plans to replay ask for what no runtime can run.
+
+    `exposed_ms` says what each strategy's pulls, pushes and messages add to a step (`simulate.exposed`): the plan is
+    that of the shortest step, and its gap to the bound is that of the step. Without it they add nothing.
     """
 
     def __init__(
@@ -47,19 +51,25 @@ class Planner:
         cost_table: CostTable,
         strategies: Sequence[StrategyShape],
         options: PlannerOptions | None = None,
+        *,
+        exposed_ms: Sequence[float] = (),
     ) -> None:
         self.cost_table = cost_table
         self.options = options or PlannerOptions()
         self.strategies = tuple(strategies)
         if not self.strategies:
             raise PlanError("the planner needs at least one strategy but was given none")
+        exposed = list(exposed_ms) or [0.0] * len(self.strategies)
+        self._exposed = dict(zip(self.strategies, exposed, strict=True))
         self._whole = [index for index, one in enumerate(self.strategies) if not is_elastic(one)]
-        self._kinds = [PipelineKinds.of(self.strategies[index], cost_table) for index in self._whole]
+        self._kinds = [PipelineKinds.of(self.strategies[index], cost_table, exposed[index]) for index in self._whole]
         self._elastic = [index for index in range(len(self.strategies)) if index not in set(self._whole)]
         elastic = [self.strategies[index] for index in self._elastic]
-        slices = not self.options.no_slices
-        self._space = ElasticSpace(cost_table, elastic, slices=slices)
-        self._again = ElasticSpace(cost_table, elastic, slices=slices, layers=self.options.layers)
+        slices, of_elastic = not self.options.no_slices, [exposed[index] for index in self._elastic]
+        self._space = ElasticSpace(cost_table, elastic, slices=slices, exposed_ms=of_elastic)
+        self._again = ElasticSpace(
+            cost_table, elastic, slices=slices, layers=self.options.layers, exposed_ms=of_elastic
+        )
         ranks = {strategy.num_ranks for strategy in self.strategies}
         if len(ranks) > 1:
             listed = ", ".join(f"{strategy} ({strategy.num_ranks})" for strategy in self.strategies)
@@ -106,9 +116,17 @@ class Planner:
                 "no strategy was found that holds every sequence; add one with a larger tp or sp, or lower "
                 "context_length"
             )
-        # The bound is over all candidates, so that of the plan which lost counts too.
-        best, bound = min(found, key=lambda plan: plan.predicted_ms), min(plan.lower_bound_ms for plan in found)
-        return replace(best, lower_bound_ms=min(bound, best.searched_ms))
+        # The bound is over all candidates, so that of the plan which lost counts too. It is one of steps, and a plan
+        # states what it leaves to the plan's own pipelines.
+        best, bound = min(found, key=self._step_ms), min(plan.lower_bound_ms for plan in found)
+        bound -= self._exposed_ms(best)
+        return replace(best, lower_bound_ms=max(0.0, min(bound, best.searched_ms)))
+
+    def _step_ms(self, plan: StepPlan) -> float:
+        return plan.predicted_ms + self._exposed_ms(plan)
+
+    def _exposed_ms(self, plan: StepPlan) -> float:
+        return self._exposed[plan.phases[0].shape]
 
     def _replayed(self, step: int, ids: tuple[int, ...], tokens: tuple[int, ...]) -> StepPlan:
         plan = self._replay.get(step)
@@ -133,14 +151,14 @@ class Planner:
     def _plan_whole(
         self, step: int, ids: tuple[int, ...], tokens: tuple[int, ...], feasible: Sequence[int]
     ) -> StepPlan | None:
-        """The best plan of whole sequences; None without a strategy for it."""
+        """The best plan of whole sequences, with a bound on steps; None without a strategy for it."""
         numbers = [number for number, index in enumerate(self._whole) if index in feasible]
         if not numbers:
             return None
         batch = Batch.of(tokens, self.cost_table)
         best, bound = Search(self._kinds, self._schemes, self.options, batch).best_of(numbers)
         phase, predicted = self._whole_phase(tokens, batch, best)
-        return StepPlan(step, ids, tokens, (phase,), predicted, min(bound, phase.predicted_ms), self._source)
+        return StepPlan(step, ids, tokens, (phase,), predicted, bound, self._source)
 
     def _whole_phase(self, tokens: tuple[int, ...], batch: Batch, best: Assignment) -> tuple[Phase, float]:
         """The pipelines of an assignment, and their simulated time."""
@@ -161,7 +179,8 @@ class Planner:
         whole: StepPlan | None,
         space: ElasticSpace,
     ) -> StepPlan | None:
-        """The best plan over strategies with elastic pipelines; None without any, or where nothing must be gained."""
+        """The best plan over strategies with elastic pipelines, with a bound on steps; None without any, or where
+        nothing must be gained."""
         numbers = [number for number, index in enumerate(self._elastic) if index in feasible]
         kernel = kernels.select(self.options.kernels)
         # Plain Python is too slow to search in, and a plan is late already when it has to: then it only helps out.
@@ -169,15 +188,15 @@ class Planner:
             return None
         most = max(len(space.strategies[number].pipelines) for number in numbers)
         effort = self.options.effort if kernel.is_compiled else 0
-        tries = effort * (_TRIES + _TRIES_EACH * most) or _LEAN_TRIES
+        tries = effort * (_TRIES + _TRIES_EACH * min(most, _COUNTED)) or _LEAN_TRIES
         batch = space.batch(tokens)
         search = ElasticSearch(space, kernel, batch, num_ranks=self.num_ranks, tries=tries, seed=self.options.seed)
         bound, found = search.bound(numbers), None
-        if whole is None or bound < whole.predicted_ms:
+        if whole is None or bound < self._step_ms(whole):
             found = search.best_of(numbers)
         if found is not None:
             phase, predicted = elastic_pipelines(space, batch, found, tokens, self.options.objective == "paper")
-            return StepPlan(step, ids, tokens, (phase,), predicted, min(bound, phase.predicted_ms), self._source)
+            return StepPlan(step, ids, tokens, (phase,), predicted, bound, self._source)
         return None if whole is None else replace(whole, lower_bound_ms=min(bound, whole.lower_bound_ms))
 
 

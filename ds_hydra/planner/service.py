@@ -79,6 +79,7 @@ class PlannerService:
         options: PlannerOptions | None = None,
         ahead: int = 2,
         *,
+        exposed_ms: Sequence[float] = (),
         patience: float = 5.0,
         command: Sequence[str] = (sys.executable, "-m", "ds_hydra.planner.producer"),
     ) -> None:
@@ -86,6 +87,7 @@ class PlannerService:
             raise ConfigError(f"planner service: needs ahead >= 1 and patience > 0 but has {ahead} and {patience}")
         options = options or PlannerOptions()
         self._options, self._ahead, self._patience, self._command = options, ahead, patience, command
+        self._exposed_ms = tuple(exposed_ms)
         # Counts the cost tables. Requests and answers carry it, so an answer by an older table is never mistaken for
         # one by the present table: with steps 7 and 8 at the producer, `use_table` makes generation 1 of 0 and sends
         # both again; the answers (0, 7) and (0, 8) that are still on their way are kept under keys nobody asks for.
@@ -101,13 +103,14 @@ class PlannerService:
         self._producer: ProducerProcess | None = ProducerProcess(command, self._setup)
 
     def _set_table(self, cost_table: CostTable, strategies: Sequence[StrategyShape]) -> None:
-        self._pure = Planner(cost_table, strategies, replace(self._options, kernels="pure"))
-        # Without effort, as training waits for it.
-        self._compiled = Planner(cost_table, strategies, replace(self._options, kernels="compiled", effort=0))
+        exposed, compiled = self._exposed_ms, replace(self._options, kernels="compiled", effort=0)
+        self._pure = Planner(cost_table, strategies, replace(self._options, kernels="pure"), exposed_ms=exposed)
+        self._compiled = Planner(cost_table, strategies, compiled, exposed_ms=exposed)  # training waits: no effort
         setup = {
             "table": table_record(cost_table),
             "strategies": [str(strategy) for strategy in self._pure.strategies],
             "options": asdict(self._options),
+            "exposed_ms": self._exposed_ms,
         }
         self._setup = json.dumps(setup)
 

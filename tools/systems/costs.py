@@ -34,8 +34,11 @@ from numpy.typing import NDArray
 from ds_hydra.commands.shipped import FOLDER, shipped
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.paper_memory import MemoryModel
+from ds_hydra.costs.table_file import read_table_file
 from ds_hydra.pipe.shape import ParallelScheme
-from ds_hydra.simulate.links import BETWEEN, INSIDE
+from ds_hydra.simulate.job import SimulatedJob
+from ds_hydra.simulate.links import BETWEEN, INSIDE, LinkModel
+from ds_hydra.simulate.llama import SHIPPED, llama_plan
 from tools.systems.cells import Cell
 
 NODE = 8  # GPUs
@@ -195,3 +198,10 @@ def _tp(cost: SchemeCost) -> int:
 def powers_of_two(most: int) -> tuple[int, ...]:
     """1, 2, 4, ... up to `most`."""
     return tuple(1 << n for n in range(most.bit_length()) if 1 << n <= most)
+
+
+def cluster_of(cell: Cell, table: CostTable) -> SimulatedJob:
+    """The cell's model and GPUs, with these costs and the links that all systems are simulated with."""
+    name = f"a800-{cell.model}"
+    found, model = replace(read_table_file(shipped(name)), table=table), SHIPPED[name].shape
+    return SimulatedJob(llama_plan(model), model.hidden, found, LinkModel.of_table(None, NODE), cell.gpus)

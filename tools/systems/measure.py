@@ -7,26 +7,21 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from ds_hydra.commands.shipped import shipped
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
-from ds_hydra.costs.table_file import read_table_file
 from ds_hydra.plan.simulate import simulate_plan
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.plan.validate import validate_plan
 from ds_hydra.planner.kernels.problem import Batch, scheme_arrays
 from ds_hydra.planner.proposal.by_milp import continuous_ms
-from ds_hydra.simulate.job import SimulatedJob
-from ds_hydra.simulate.links import LinkModel
-from ds_hydra.simulate.llama import SHIPPED, llama_plan
 from ds_hydra.simulate.outcome import SimulatedStep
 from ds_hydra.simulate.step import Simulator
 from ds_hydra.zero_hetero.errors import PlanError
 from tools.systems.cells import Cell
-from tools.systems.costs import NODE, RingCost
+from tools.systems.costs import RingCost, cluster_of
 from tools.systems.groups import dynamic_context_parallel, flexsp, hybrid_data_parallel
 from tools.systems.hindsight import Chosen, Configuration, Lengths, hindsight
 from tools.systems.ours import all_schemes, ds_hydra
@@ -78,17 +73,12 @@ class Simulators:
 
     def __init__(self, cell: Cell) -> None:
         self._cell = cell
-        self._model = SHIPPED[f"a800-{cell.model}"].shape
-        self._plan = llama_plan(self._model)
-        self._file = read_table_file(shipped(f"a800-{cell.model}"))
         self._known: dict[int, tuple[CostTable, Simulator]] = {}
 
     def step(self, plan: StepPlan, table: CostTable) -> SimulatedStep:
         """One step of a plan that these costs hold for."""
         if id(table) not in self._known:
-            found, links = replace(self._file, table=table), LinkModel.of_table(None, NODE)
-            job = SimulatedJob(self._plan, self._model.hidden, found, links, self._cell.gpus)
-            self._known[id(table)] = table, Simulator(job)
+            self._known[id(table)] = table, Simulator(cluster_of(self._cell, table))
         return self._known[id(table)][1].step(plan)
 
     def ms(self, plan: StepPlan, table: CostTable) -> float:

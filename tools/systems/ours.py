@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ds_hydra.costs.cost_table import CostTable
+from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.planner import Planner, PlannerOptions
 from ds_hydra.planner.proposal.propose import QUICK, Wider, propose_strategies
 from ds_hydra.planner.proposal.spaces import wider_shapes
+from ds_hydra.simulate.exposed import exposed_ms
 from tools.systems.cells import SEEN_BEFORE, Cell
-from tools.systems.costs import Way, measured, table_of
+from tools.systems.costs import Way, cluster_of, measured, table_of
 from tools.systems.hindsight import Configuration, StepMs, hindsight, planned_by
 
 LAYERS = {"7b": 32, "32b": 60}
@@ -43,11 +45,18 @@ def all_schemes(cell: Cell) -> CostTable:
 def proposed(cell: Cell, table: CostTable, *, elastic: bool) -> Configuration:
     """Our planner over the strategies that it proposes for other lengths of the same data."""
     layers = LAYERS[cell.model] if elastic else 0
+    cluster = cluster_of(cell, table)
+
+    def exposed(strategy: StrategyShape) -> float:
+        return exposed_ms(cluster, strategy, cell.tokens)
+
     strategies = propose_strategies(
         table, cell.gpus, cell.lengths(SEEN_BEFORE), cell.tokens, cell.context, tp_across_nodes=True, effort=QUICK,
         wider=Wider(wider_shapes(table, num_layers=layers), layers=layers) if elastic else None,
+        exposed=exposed,
     )  # fmt: skip
     kinds = "slices and V's" if elastic else "whole sequences"
     degrees = "TP, PP and SP" if len(table.costs) > len(measured(cell.model, cell.gpus).costs) else "TP and PP"
-    planner = Planner(table, strategies, PlannerOptions(kernels="compiled", layers=layers))
+    options = PlannerOptions(kernels="compiled", layers=layers)
+    planner = Planner(table, strategies, options, exposed_ms=[exposed(one) for one in strategies])
     return planned_by(f"{len(strategies)} strategies of {degrees}, {kinds}", table, planner)

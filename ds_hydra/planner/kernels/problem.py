@@ -41,7 +41,8 @@ class PipelineKinds:
     """A strategy as kinds of equal pipelines, largest MaxLen first.
 
     `rank_order[x]` is where pipeline x (kind by kind) stands among the strategy's pipelines in rank order.
-    `num_ranks` (kinds,) is one pipeline's ranks: the prices to begin with.
+    `num_ranks` (kinds,) is one pipeline's ranks: the prices to begin with. `exposed_ms` is what the strategy's messages
+    add to a step, whatever its sequences: strategies are compared by the sum.
 
     Example: 2*tp1 + tp2 + tp1 in rank order, where tp2 holds more tokens, are the kinds tp2 (one pipeline) and tp1
     (three); rank_order is (2, 0, 1, 3).
@@ -51,19 +52,22 @@ class PipelineKinds:
     shape: Shape
     rank_order: tuple[int, ...]
     num_ranks: Floats
+    exposed_ms: float = 0.0
 
     @classmethod
-    def of(cls, strategy: StrategyShape, table: CostTable) -> PipelineKinds:
+    def of(cls, strategy: StrategyShape, table: CostTable, exposed_ms: float = 0.0) -> PipelineKinds:
         """PlanError when the table has no costs for a pipeline."""
         row = {cost.scheme: index for index, cost in enumerate(table.costs)}
         keys = [pipeline.cost_key for pipeline in strategy.pipelines]
         for key in dict.fromkeys(keys):
             if key not in row:
                 raise PlanError(f"strategy {str(strategy)!r}: {_unknown(table, key)}")
-        return cls.by_rows(strategy, [row[key] for key in keys], table.costs)
+        return cls.by_rows(strategy, [row[key] for key in keys], table.costs, exposed_ms)
 
     @classmethod
-    def by_rows(cls, strategy: StrategyShape, rows: Sequence[int], costs: Sequence[SchemeCost]) -> PipelineKinds:
+    def by_rows(
+        cls, strategy: StrategyShape, rows: Sequence[int], costs: Sequence[SchemeCost], exposed_ms: float = 0.0
+    ) -> PipelineKinds:
         """`rows` says for each pipeline which of the costs are its own: pipelines of one row are of one kind."""
         # Largest MaxLen first, as Algorithm 1 wants it; equal ones in the table's order, so that plans do not vary.
         counts = Counter(rows)
@@ -72,7 +76,7 @@ class PipelineKinds:
         count = np.array([counts[k] for k in order], dtype=np.int64)
         ranks = np.array([costs[k].scheme.num_ranks for k in order], dtype=np.float64)
         rank_order = tuple(p for k in order for p, at in enumerate(rows) if at == k)
-        return cls(strategy, Shape(scheme_of, count, np.repeat(scheme_of, count)), rank_order, ranks)
+        return cls(strategy, Shape(scheme_of, count, np.repeat(scheme_of, count)), rank_order, ranks, exposed_ms)
 
     def __str__(self) -> str:
         return str(self.strategy)
@@ -161,6 +165,11 @@ class Assignment:
     owner: Ints
     bin_of: Ints
     ms: float
+
+    @property
+    def step_ms(self) -> float:
+        """With what the strategy's messages add."""
+        return self.ms + self.kinds.exposed_ms
 
 
 def check_sequences(sequence_ids: Sequence[int], lengths: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -39,11 +39,13 @@ class Pool:
         num_ranks: int,
         batches: Sequence[Batch],
         weights: np.ndarray,
+        exposed_ms: Sequence[float] = (),
     ) -> None:
         self._shapes, self._costs, self._arrays = tuple(shapes), tuple(costs), arrays
         self._sizes = np.array([shape.num_ranks for shape in shapes], dtype=np.int64)
         self._row = {shape: k for k, shape in enumerate(self._shapes)}
         self._num_ranks = num_ranks
+        self._exposed = tuple(exposed_ms) or (0.0,) * len(self._shapes)
         self._weights = weights / weights.sum()
         self._batches = tuple(batches)
         options = PlannerOptions(effort=1, kernels="compiled")
@@ -54,7 +56,12 @@ class Pool:
 
     def kinds(self, counts: Counts) -> PipelineKinds:
         strategy = self.strategy(counts)
-        return PipelineKinds.by_rows(strategy, [self._row[shape] for shape in strategy.pipelines], self._costs)
+        rows = [self._row[shape] for shape in strategy.pipelines]
+        return PipelineKinds.by_rows(strategy, rows, self._costs, self.exposed_ms(counts))
+
+    def exposed_ms(self, counts: Counts) -> float:
+        """What a strategy's messages add to a step: as much as those of its worst shape alone, about."""
+        return max(ms for ms, count in zip(self._exposed, counts, strict=True) if count)
 
     def strategy(self, counts: Counts) -> StrategyShape:
         """So many pipelines of each shape, in rank order."""
@@ -66,12 +73,12 @@ class Pool:
         Most strategies are far off on most batches. There the bound says enough, for far less work.
         """
         kinds = self.kinds(counts)
-        price = kinds.num_ranks.copy()
+        price, worth = kinds.num_ranks.copy(), worth - kinds.exposed_ms
         bound = self._searches[batch].bound(kinds, price, 6, 8)
         if bound >= worth:
-            return bound
+            return bound + kinds.exposed_ms
         found = self._searches[batch].assign(kinds, Prospect(bound, price, worth))
-        return found.ms if found else math.inf
+        return found.step_ms if found else math.inf
 
     def add(self, strategies: Iterable[Counts]) -> int:
         """Time strategies that are new to the pool on every batch; how many were."""

@@ -21,7 +21,7 @@ wider space takes nothing away.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,6 +65,7 @@ _BATCHES_PER_STRATUM = 4  # drawn for each typical batch that is kept
 _CORRECTING = 6  # batches by which estimates are corrected
 _SHORTLIST = 2  # times as many strategies as are asked for are simulated, and half of that
 _FEW_KINDS = 2  # of pipelines
+_EXPOSED_RANKS = 64  # on which messages are simulated
 _RARE_WEIGHT = 0.01  # of a batch with a longer sequence than any typical one, against all typical ones
 QUICK = ProposalEffort(batches=12, milp_batches=6, node_limit=20, rounds=2, moves=60, corrections=3, simulations=2)
 THOROUGH = ProposalEffort(
@@ -110,16 +111,19 @@ def propose_strategies(
     effort: ProposalEffort = QUICK,
     seed: int = 0,
     wider: Wider | None = None,
+    exposed: Callable[[StrategyShape], float] | None = None,
 ) -> tuple[StrategyShape, ...]:
     """Up to `count` strategies for data with these lengths [Note: proposal], the most useful first.
 
     One of them holds a sequence of `context_length` tokens; PlanError when no usable scheme does. Pipelines
     stand in rank order; TP groups stay inside nodes of `node_size` ranks unless `tp_across_nodes`. Up to as many more
-    follow that have the elastic pipelines of `wider`.
+    follow that have the elastic pipelines of `wider`. `exposed` tells what the messages of a strategy of one shape add
+    to a step, in ms (`simulate.exposed`); None: nothing.
     """
     schemes = usable_schemes(cost_table, num_ranks, node_size, tp_across_nodes)
     holding = _holding(cost_table, schemes, wider or Wider(), context_length)
     common = _typical_batches(lengths, tokens_per_step, effort.batches, seed, context_length)
+    added = _by_shape(holding, num_ranks, exposed)
     found: dict[StrategyShape, None] = {}
     for space in holding:
         # 1. batches, and what each of them counts
@@ -130,9 +134,9 @@ def propose_strategies(
         if isinstance(space, ElasticShapes):
             few = [sampled[round(at)] for at in np.linspace(0, len(sampled) - 1, min(_CORRECTING, len(sampled)))]
             for _ in range(effort.corrections):
-                winners = _searched(space, num_ranks, effort, seed, few, np.ones(len(few)), arrays).winners()
+                winners = _searched(space, num_ranks, effort, seed, few, np.ones(len(few)), arrays, added).winners()
                 arrays = space.corrected(arrays, few, winners)
-        pool = _searched(space, num_ranks, effort, seed, sampled, weights, arrays)
+        pool = _searched(space, num_ranks, effort, seed, sampled, weights, arrays, added)
         if isinstance(space, ElasticShapes):
             _correct(space, pool, sampled, arrays, effort.simulations, context_length, _SHORTLIST * count)
         # 4. the subset, in which some strategy must hold the context
@@ -168,13 +172,27 @@ def _holding(table: CostTable, schemes: Sequence[ParallelScheme], wider: Wider, 
     return holding
 
 
+def _by_shape(
+    spaces: Sequence[Space], num_ranks: int, exposed: Callable[[StrategyShape], float] | None
+) -> dict[PipelineShape, float]:
+    """What messages add where all pipelines have one shape, on some of the ranks: that differs little from all."""
+    shapes = dict.fromkeys(shape for space in spaces for shape in space.shapes)
+    if exposed is None:
+        return dict.fromkeys(shapes, 0.0)
+    ranks = min(num_ranks, _EXPOSED_RANKS)
+    return {shape: exposed(StrategyShape((shape,) * max(1, ranks // shape.num_ranks))) for shape in shapes}
+
+
 def _searched(
     space: Space, num_ranks: int, effort: ProposalEffort, seed: int,
-    sampled: Sequence[np.ndarray], weights: np.ndarray, arrays: Schemes,
+    sampled: Sequence[np.ndarray], weights: np.ndarray, arrays: Schemes, added: Mapping[PipelineShape, float],
 ) -> Pool:  # fmt: skip
     """A pool of strategies for these batches: steps 2 and 3 of [Note: proposal]."""
     batches = space.batches(sampled, num_ranks)
-    pool = Pool(space.shapes, space.costs, arrays, num_ranks=num_ranks, batches=batches, weights=weights)
+    pool = Pool(
+        space.shapes, space.costs, arrays, num_ranks=num_ranks, batches=batches, weights=weights,
+        exposed_ms=[added[shape] for shape in space.shapes],
+    )  # fmt: skip
     # 2. the pool to begin with: HiGHS solves batches at even ranks of their longest sequence
     pool.add(pool.homogeneous())
     by_longest = sorted(range(len(sampled)), key=lambda b: int(sampled[b].max()))
@@ -200,7 +218,7 @@ def _correct(
         found = []
         for b in pool.best_batches(counts, simulations):
             ms = space.simulated(pool.strategy(counts), sampled[b], arrays)
-            found.append(ms / float(pool.times[counts][b]))
+            found.append((ms + pool.exposed_ms(counts)) / float(pool.times[counts][b]))
         if found:
             factors[counts] = sum(found) / len(found)
     pool.correct(factors)

@@ -1,0 +1,87 @@
+"""What messages add to a step: where it comes from, and that plans are chosen by it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_hydra.pipe.shape import StrategyShape
+from ds_hydra.plan.validate import validate_plan
+from ds_hydra.planner import Planner, PlannerOptions
+from ds_hydra.planner.proposal.propose import ProposalEffort, propose_strategies
+from ds_hydra.simulate.exposed import exposed_ms
+from ds_hydra.simulate.links import LinkModel, Speed
+from tests.pure.test_elastic import ELASTIC, TABLE, WHOLE
+from tests.pure.test_simulator import job
+
+EXPOSED = st.lists(st.floats(0.0, 300.0), min_size=len(WHOLE), max_size=len(WHOLE))
+
+
+def at(rate: float) -> LinkModel:
+    return LinkModel(8, Speed(0.0, rate), Speed(0.0, rate))
+
+
+def test_transfers_add_what_computing_does_not_hide() -> None:
+    """Two layers of 400 bytes each on two ranks, of which each owns a half. The links carry 1 byte in a ms.
+
+    A rank pulls 200 bytes of either layer, 400 ms, and computes three micro-batches of 100 ms: half of each for either
+    layer, a third of it forward. The last backward is done with layer 1 first. All else is waited for.
+    """
+    cluster = replace(job(at(1e3), 2, numel=400), element_bytes=1)
+    slow = exposed_ms(cluster, StrategyShape.parse("2*tp1"), 200)
+    assert 400.0 < slow <= 800.0
+    assert exposed_ms(replace(cluster, links=at(2e3)), StrategyShape.parse("2*tp1"), 200) < slow
+    assert exposed_ms(replace(cluster, links=at(1e15)), StrategyShape.parse("2*tp1"), 200) == pytest.approx(
+        0.0, abs=1e-6
+    )
+    # More to compute hides more.
+    assert exposed_ms(cluster, StrategyShape.parse("2*tp1"), 1200) < slow
+    # One rank alone owns all that it needs, and so it is with its share of a larger job.
+    assert exposed_ms(cluster, StrategyShape.parse("tp1"), 200) < 1e-6
+
+
+@settings(max_examples=30)
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=8), EXPOSED)
+def test_the_shortest_step_is_planned_and_bounded(lengths: list[int], exposed: list[float]) -> None:
+    """Few sequences, for which the plans of a strategy are optimal."""
+    strategies, options = [StrategyShape.parse(text) for text in WHOLE], PlannerOptions(kernels="compiled")
+    found = Planner(TABLE, strategies, options, exposed_ms=exposed).plan(0, range(len(lengths)), lengths)
+    validate_plan(found, TABLE, 8)
+    alone = [Planner(TABLE, [one], options).plan(0, range(len(lengths)), lengths) for one in strategies]
+    steps = [plan.searched_ms + ms for plan, ms in zip(alone, exposed, strict=True)]
+    own = exposed[strategies.index(found.phases[0].shape)]
+    assert found.searched_ms + own == pytest.approx(min(steps), rel=0.0011)
+    assert found.lower_bound_ms + own <= min(steps) * (1 + 1e-9) or found.lower_bound_ms == 0.0
+
+
+def test_elastic_strategies_are_compared_by_steps_too() -> None:
+    texts, lengths = (*WHOLE, *ELASTIC), [390, 200, 120, 80, 60, 50, 30, 30, 20, 20, 10]
+    strategies, options = [StrategyShape.parse(text) for text in texts], PlannerOptions(kernels="compiled")
+    free = Planner(TABLE, strategies, options).plan(0, range(len(lengths)), lengths)
+    best = strategies.index(free.phases[0].shape)
+    exposed = [1000.0 if index == best else 0.0 for index in range(len(texts))]
+    other = Planner(TABLE, strategies, options, exposed_ms=exposed).plan(0, range(len(lengths)), lengths)
+    assert other.phases[0].shape != free.phases[0].shape
+    assert free.predicted_ms <= other.predicted_ms < free.predicted_ms + 1000.0
+    # What adds to all alike changes nothing.
+    same = Planner(TABLE, strategies, options, exposed_ms=[70.0] * len(texts)).plan(0, range(len(lengths)), lengths)
+    assert same.phases == free.phases
+
+
+def test_strategies_are_proposed_by_steps() -> None:
+    lengths = [5, 10, 20, 30, 40, 60, 90, 200, 390] * 8
+    effort = ProposalEffort(4, 2, 5, 1, 20)
+
+    def proposed(added: dict[str, float]) -> str:
+        found = propose_strategies(
+            TABLE, 8, lengths, 1000, 100, count=1, effort=effort,
+            exposed=lambda strategy: added.get(str(strategy.pipelines[0]), 0.0),
+        )  # fmt: skip
+        return str(found[0])
+
+    free = proposed({})
+    dear = dict.fromkeys((str(shape) for shape in StrategyShape.parse(free).pipelines), 1e5)
+    assert not set(dear) & {str(shape) for shape in StrategyShape.parse(proposed(dear)).pipelines}
