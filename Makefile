@@ -1,5 +1,5 @@
-# make venv: set up .venv       make train: train the example
-# make test: linters and tests   make bench: ours and every rival
+# make venv: set up .venv       make demo: what this is for, in minutes   make train: train the example
+# make test: linters and tests  make bench: ours and every rival
 # PIP_ARGS goes to every pip install, e.g. PIP_ARGS="--index-url ..." for another build of torch.
 
 PYTHON ?= python3
@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_AR
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch_extensions
 export PYTHONUNBUFFERED := 1
 
-.PHONY: venv train bench test test-training test-ranks test-models test-pure lint kernels clean
+.PHONY: venv demo train bench test test-training test-ranks test-models test-pure lint kernels clean
 
 venv: $(STAMP)
 
@@ -34,6 +34,9 @@ train: $(STAMP)
 	PORT=$$($(BIN)/python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])'); \
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/deepspeed --num_gpus $(RANKS) --master_port $$PORT \
 		examples/train.py --deepspeed_config examples/ds_hydra.json $(TRAIN_ARGS)
+
+demo: $(STAMP)
+	DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(BIN)/python -m tools.demo
 
 bench: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tools.bench_systems --ablation --emulate 5 \

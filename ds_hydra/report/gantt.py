@@ -22,14 +22,16 @@ MOST_ROWS = 96
 _NAMED, _MOST_NAMES = ("forward", "backward"), 3000
 
 
-def draw_gantt(path: str | Path, sources: Mapping[str, Iterable[Span]], title: str) -> str:
+def draw_gantt(path: str | Path, sources: Mapping[str, Iterable[Span]], title: str, *, together: bool = False) -> str:
     """Draw one row for each rank and source, in ms, and return the picture in words.
+
+    Under each rank stand its sources; with `together` all ranks of a source, and then those of the next.
 
     Computing and waits stand in the wide bar, with micro-batches named where there is room; below it, what leaves and
     what comes over the links. ConfigError when matplotlib is missing or the file cannot be written.
     """
     plt = pyplot()
-    rows = _rows(sources)
+    rows = _rows(sources, together)
     if len(rows) > MOST_ROWS:
         raise ConfigError(f"a picture of {len(rows)} rows cannot be read; draw {MOST_ROWS} ranks at most")
     everything = [span for spans in rows.values() for span in spans]
@@ -54,17 +56,16 @@ def draw_gantt(path: str | Path, sources: Mapping[str, Iterable[Span]], title: s
     return f"{len(rows)} rows over {1e3 * last:.1f} ms"
 
 
-def _rows(sources: Mapping[str, Iterable[Span]]) -> dict[str, list[Span]]:
-    """Drawn spans by the row's label: ranks in order, and under each rank its sources."""
+def _rows(sources: Mapping[str, Iterable[Span]], together: bool) -> dict[str, list[Span]]:
+    """Drawn spans by the row's label: ranks in order, and under each rank its sources, or the other way round."""
     found: dict[tuple[int, int], list[Span]] = {}
     for index, spans in enumerate(sources.values()):
         for span in spans:
             if span.stream in _DRAWN and span.stop_s > span.start_s:
                 found.setdefault((span.rank, index), []).append(span)
     names = list(sources)
-    return {
-        f"{rank} {names[index]}" if len(names) > 1 else str(rank): found[rank, index] for rank, index in sorted(found)
-    }
+    order = sorted(found, key=lambda at: at[::-1] if together else at)
+    return {f"{rank} {names[index]}" if len(names) > 1 else str(rank): found[rank, index] for rank, index in order}
 
 
 def _draw_row(axes: Any, row: int, spans: Sequence[Span], last_ms: float, *, named: bool) -> None:

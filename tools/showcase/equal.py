@@ -1,0 +1,73 @@
+"""Part three: the same job on one rank and on eight ranks in four layouts; real training, equal losses."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sysconfig
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ds_hydra.ranks.forked import run_ranks
+
+RANKS, STEPS = 8, 8
+LAYOUTS = ["tp4 + 2*pp2", "sp4 + tp2 + 2*tp1", "2*tp2pp2", "tp2sp2 + 4*tp1"]
+_FILES, _CONTEXT, _TOKENS = 120, 512, 4000
+
+
+def equal() -> dict[str, Any]:
+    """Print the losses of both runs step by step; returns them."""
+    print(f"\n3. A tiny Llama trained on Python sources: one rank, and {RANKS} ranks that change layout in every step")
+    data = sequences()
+    alone = run_ranks(_train, 1, ["tp1"], data, timeout=900)[0]
+    together = run_ranks(_train, RANKS, LAYOUTS, data, timeout=900)[0]
+    print("   step  one rank  eight ranks")
+    for step, (one, other) in enumerate(zip(alone, together, strict=True)):
+        same = "=" if f"{one:.4f}" == f"{other:.4f}" else "DIFFERENT"
+        print(f"   {step + 1:>4}    {one:.4f}       {other:.4f}  {same}  {LAYOUTS[step % len(LAYOUTS)]}")
+    return {"one_rank": alone, "eight_ranks": together}
+
+
+def sequences() -> list[torch.Tensor]:
+    """Files of the standard library as sequences of bytes, cut at the context."""
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:_FILES]
+    return [torch.tensor(list(text[:_CONTEXT])) for text in (file.read_bytes() for file in files) if len(text) > 1]
+
+
+def _train(rank: int, strategies: list[str], data: list[torch.Tensor]) -> list[float]:
+    """Losses of the first steps on this rank."""
+    import ds_hydra
+
+    torch.set_num_threads(1)
+    logging.getLogger("ds_hydra").setLevel(logging.WARNING)
+    warnings.simplefilter("ignore")
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(dist.get_world_size()))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+    config = {
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        "gradient_clipping": 1.0,
+        "hydra": {
+            "tokens_per_step": _TOKENS, "strategies": strategies, "choose": "cycle", "steps_file": None,
+            "planner": {"ahead": 0}, "self_check": "off", "faults": {"heartbeat_seconds": 0},
+        },
+    }  # fmt: skip
+    engine = ds_hydra.initialize(model=_model(), training_data=data, config=config)[0]
+    losses = [float(engine.train_batch()) for _ in range(STEPS)]
+    engine.destroy()
+    return losses
+
+
+def _model() -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        "llama", vocab_size=256, hidden_size=64, intermediate_size=176, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=4, max_position_embeddings=_CONTEXT, bos_token_id=None, eos_token_id=None,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
