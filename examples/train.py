@@ -2,9 +2,9 @@
 
     deepspeed --num_gpus 8 examples/train.py --deepspeed_config examples/ds_hydra.json
 
-The only lines about ds-hydra are `ds_hydra.initialize` where `deepspeed.initialize` would stand, and, so that a wrong
-setting is told at once, `ds_hydra.check_config`. Without a "hydra" block in the config the same script runs on plain
-DeepSpeed.
+The only lines about ds-hydra are `ds_hydra.initialize` where `deepspeed.initialize` would stand, and before it
+`ds_hydra.check_config`, so that a wrong setting is told at once, and `tell_steps`, so that the log can say how long it
+will take. Without a "hydra" block in the config the same script runs on plain DeepSpeed.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from corpus import TokenFiles, load_corpus
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import ds_hydra
+from ds_hydra.config.read import read_config
 
 HERE = Path(__file__).resolve().parent
 logger = logging.getLogger("ds_hydra.examples")
@@ -32,10 +33,17 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--model", default=str(HERE / "llama_tiny.json"), help="config JSON, or checkpoint folder")
     parser.add_argument("--data", help="folder or glob of text files (default: Python sources)")
     parser.add_argument("--max_files", type=int, default=400, help="sample this many of the files; 0: all")
-    parser.add_argument("--steps", type=int, default=44, help="steps to train in all, those before a restart included")
+    parser.add_argument("--steps", type=int, default=40, help="steps to train in all, those before a restart included")
     parser.add_argument("--seed", type=int, default=0, help="of the fresh model's weights and the sample of files")
     parser.add_argument("--local_rank", type=int, default=int(os.environ.get("LOCAL_RANK", "0")))
     return ds_hydra.add_config_arguments(parser).parse_args()
+
+
+def tell_steps(args: argparse.Namespace) -> None:
+    """Put the number of steps into the config, so that the log can say how long they will take."""
+    config = read_config(args)
+    config["hydra"].setdefault("total_steps", args.steps)
+    args.deepspeed_config = config
 
 
 def load_model(path: str) -> PreTrainedModel:
@@ -83,6 +91,8 @@ def main() -> None:
     """Check the config, build model and data, train, take the process group down."""
     args = parse_args()
     with_hydra = ds_hydra.check_config(args)
+    if with_hydra:
+        tell_steps(args)
     logging.basicConfig(
         format=f"[%(asctime)s] [rank {os.environ.get('RANK', '0')}] %(message)s",
         datefmt="%H:%M:%S",
