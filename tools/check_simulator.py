@@ -97,7 +97,7 @@ def wrong_in(step: SimulatedStep) -> str:
     parts = [getattr(ranks, field.name) for field in dataclasses.fields(ranks)]
     if min(float(part.min()) for part in parts) < -1e-9:
         return "a negative time"
-    if float((ranks.compute + ranks.bubble + ranks.pull + ranks.push).max()) > step.step_s * (1 + 1e-9):
+    if float((ranks.compute + ranks.bubble + ranks.pull + ranks.wait + ranks.push).max()) > step.step_s * (1 + 1e-9):
         return "a rank is busy for longer than the step"
     for phase in step.phases:
         for plan, times, _ in phase.stages():

@@ -19,6 +19,7 @@ from typing import Any
 
 from ds_hydra.commands.figures import figures_parser, finish, guarded, print_table
 from ds_hydra.report.plots import draw_report, pipeline_schemes, read_steps, relative_errors, summarise
+from ds_hydra.report.record import SETTLED
 from ds_hydra.zero_hetero.errors import ConfigError
 
 
@@ -48,9 +49,6 @@ def read_lengths(path: Path | None) -> list[int]:
         return [int(line) for line in path.read_text(encoding="utf-8").split()]
     except (OSError, ValueError) as error:
         raise ConfigError(f"--lengths {path}: one whole number a line is due: {error}") from error
-
-
-SETTLED = 10  # first steps that predictions are learnt from and not judged by
 
 
 def judged(records: Sequence[dict[str, Any]]) -> list[tuple[str, str, str, bool]]:

@@ -12,9 +12,10 @@ from ds_hydra.zero_hetero.errors import ConfigError
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 COLOURS: dict[Kind, str] = {
-    "forward": "#56B4E9", "backward": "#0072B2", "pull": "#E69F00", "push": "#CC79A7", "norm": "#F0E442",
-    "optimizer": "#009E73", "control": "#999999", "receive": "#D55E00", "send": "#999999",
+    "forward": "#56B4E9", "backward": "#0072B2", "pull": "#E69F00", "wait": "#DDDDDD", "push": "#CC79A7",
+    "norm": "#F0E442", "optimizer": "#009E73", "control": "#999999", "receive": "#D55E00", "send": "#999999",
 }  # fmt: skip
+_LABELS: dict[Kind, str] = {"wait": "waits for the slowest pipeline"}
 _DRAWN: tuple[Stream, ...] = ("compute", "links out", "links in", "twins out", "twins in")
 _HEIGHT = {"compute": 0.62} | dict.fromkeys(_DRAWN[1:], 0.07)  # of a rank's row
 _BASE = {"compute": 0.33, "links out": 0.25, "links in": 0.17, "twins out": 0.1, "twins in": 0.02}
@@ -45,7 +46,7 @@ def draw_gantt(path: str | Path, sources: Mapping[str, Iterable[Span]], title: s
     axes.set_yticks([row + 0.5 for row in range(len(rows))], list(rows))
     axes.tick_params(axis="y", labelsize=8, length=0)
     handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for kind, colour in COLOURS.items() if kind in used]
-    labels = [kind for kind in COLOURS if kind in used]
+    labels = [_LABELS.get(kind, kind) for kind in COLOURS if kind in used]
     figure.legend(handles, labels, loc="outside upper right", ncols=len(labels), fontsize=8, frameon=False)
     try:
         figure.savefig(path, dpi=120)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 
-from ds_hydra.report.record import Event, StepRecord, format_line, is_heterogeneous, monitor_events
+from ds_hydra.report.record import SETTLED, Event, StepRecord, format_line, is_heterogeneous, monitor_events
 from ds_hydra.zero_hetero.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -40,13 +40,19 @@ class RunTotals:
         self.losses.append(record.loss)
         self.step_ms.append(record.step_ms)
         self.balances.append(record.balance)
-        self.errors.append(abs(record.prediction_error))
+        self.errors.append(abs(record.best_predicted_ms / record.step_ms - 1.0) if record.step_ms > 0 else 0.0)
 
     def seconds_left(self, record: StepRecord) -> float | None:
         """Until the last step, by the median of the latest ones; None when the job has no last step."""
         if record.total_steps is None or not self.step_ms:
             return None
         return max(0, record.total_steps - record.step) * median(self.step_ms[-_LATEST:]) / 1000.0
+
+    def _predicted(self) -> str:
+        """How far predictions were off in the steps after those that they were learnt from, if there were any."""
+        later = self.errors[SETTLED:]
+        of = f" after {SETTLED} steps" if later else ""
+        return f"prediction error{of}: median {median(later or self.errors):.1%}, worst {max(later or self.errors):.1%}"
 
     def summary(self) -> str:
         """Strategies used and how often, times and prediction errors; "" when there was no step."""
@@ -59,7 +65,7 @@ class RunTotals:
             f"{self.num_tokens / seconds if seconds else 0:,.0f} tok/s; loss {self.losses[0]:.4f} -> "
             f"{self.losses[-1]:.4f}; {self.num_skipped} skipped",
             f"step time: median {median(self.step_ms):,.0f} ms; balance: median {median(self.balances):.2f}; "
-            f"prediction error: median {median(self.errors):.1%}, worst {max(self.errors):.1%}; "
+            f"{self._predicted()}; "
             f"planning hidden in {self.num_hidden} steps"
             + "".join(f", {n} planned in process (producer {why})" for why, n in self.fallbacks.items()),
             f"{len(self.strategies)} strategies, {mixed} heterogeneous, {self.num_changes} changes:",

@@ -88,6 +88,14 @@ class StepRecord:
         return 1000.0 * self.num_tokens / self.step_ms if self.step_ms > 0 else 0.0
 
     @property
+    def best_predicted_ms(self) -> float:
+        """The best prediction that there was before the step: with what earlier ones have shown, if that is known."""
+        for ms in (self.corrected_step_ms, self.predicted_step_ms):
+            if ms is not None:
+                return ms
+        return self.predicted_ms
+
+    @property
     def prediction_error(self) -> float:
         """(predicted - measured) / measured, of the step's own prediction where there is one."""
         predicted = self.predicted_ms if self.predicted_step_ms is None else self.predicted_step_ms
@@ -111,6 +119,7 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+SETTLED = 10  # first steps of a run, which predictions are learnt from and not judged by
 MOST_CHARACTERS = 140  # of a line, so that it fits a terminal beside the time and the rank
 
 
@@ -146,7 +155,7 @@ def _parts(record: StepRecord) -> dict[str, str]:
         "rate": f"lr {record.learning_rate:.1e}",
         "strategy": record.strategy,
         "again": f"again {record.recomputed:.0%}" if record.recomputed else "",
-        "time": f"{record.step_ms:,.0f} ms (pred {_predicted(record) / ms - 1.0:+.0%})",
+        "time": f"{record.step_ms:,.0f} ms (pred {record.best_predicted_ms / ms - 1.0:+.0%})",
         "wait": f"wait {record.slowest_wait_ms / ms:.0%}",
         "speed": f"{_thousands(record.tokens_per_second)} tok/s",
         "padding": f"pad {record.padding_share:.0%}" if record.padding_share >= _MUCH_PADDING else "",
@@ -160,14 +169,6 @@ def _parts(record: StepRecord) -> dict[str, str]:
 _GIVE_WAY = ("rate", "norm", "padding", "memory", "again", "plan")  # first what is missed least
 _MUCH_PADDING = 0.01  # share of the computed tokens
 _LEAST_STRATEGY = 12  # characters of a strategy that are shown whatever else the line has to say
-
-
-def _predicted(record: StepRecord) -> float:
-    """The best prediction that there was before the step: with what earlier ones have shown, if that is known."""
-    for ms in (record.corrected_step_ms, record.predicted_step_ms):
-        if ms is not None:
-            return ms
-    return record.predicted_ms
 
 
 def _clock(seconds: float) -> str:

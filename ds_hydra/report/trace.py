@@ -19,7 +19,7 @@ from ds_hydra.zero_hetero.errors import ConfigError
 
 Stream = Literal["compute", "links out", "links in", "twins out", "twins in", "stages out", "stages in"]
 STREAMS: tuple[Stream, ...] = get_args(Stream)
-Kind = Literal["forward", "backward", "receive", "send", "pull", "push", "norm", "optimizer", "control"]
+Kind = Literal["forward", "backward", "receive", "send", "pull", "wait", "push", "norm", "optimizer", "control"]
 # Of an event that names something: the key in its "args", and the type of what stands there.
 _METADATA: Mapping[str, tuple[str, type]] = {
     "process_name": ("name", str), "thread_name": ("name", str),

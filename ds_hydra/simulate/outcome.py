@@ -28,6 +28,11 @@ class PhaseTimes:
     pulls: tuple[tuple[Exchanged, ...], ...]  # by bucket: its steps
     pushes: Mapping[int, tuple[Exchanged, ...]]
 
+    @cached_property
+    def slowest_s(self) -> float:
+        """When the slowest pipeline is done with its schedule."""
+        return max(times.stop for stages in self.pipelines for times in stages)
+
     def stages(self) -> Iterator[tuple[PipelinePlan, StageTimes, slice]]:
         """Each stage with the plan of its pipeline, and its ranks."""
         for plan, stages in zip(self.phase.pipelines, self.pipelines, strict=True):
@@ -39,13 +44,14 @@ class PhaseTimes:
 class RankTimes:
     """Seconds of each rank in a step; all are arrays by rank and add up over the phases.
 
-    `bubble`: within its schedule, neither computing nor waiting for a pull. `pull`, `push`: waiting for them with
-    nothing to compute; a rank whose pipeline is done early waits in its push for what the others send to its masters.
+    `bubble`: within its schedule, neither computing nor waiting for a pull. `wait`: its own schedule is done, but not
+    that of the slowest pipeline. `pull`, `push`: waiting for them with nothing to compute, and not for that pipeline.
     """
 
     compute: Floats
     bubble: Floats
     pull: Floats
+    wait: Floats
     push: Floats
     run: Floats  # from the begin of a phase to the end of its schedule
 
@@ -70,7 +76,7 @@ class SimulatedStep:
     @cached_property
     def ranks(self) -> RankTimes:
         """What each rank spends its time with."""
-        total = RankTimes(*(np.zeros(self.num_ranks) for _ in range(5)))
+        total = RankTimes(*(np.zeros(self.num_ranks) for _ in range(6)))
         for phase in self.phases:
             for _, times, ranks in phase.stages():
                 waits = sum(stop - start for start, stop in times.waits)
@@ -80,7 +86,10 @@ class SimulatedStep:
                 total.run[ranks] += times.stop - phase.begin[ranks]
                 late = np.maximum(phase.pulled[ranks] - times.stop, 0.0) if times.armed is None else 0.0
                 total.pull[ranks] += times.start - phase.begin[ranks] + waits + late
-                total.push[ranks] += phase.stop[ranks] - times.stop - late
+                done = times.stop + late
+                wait = np.maximum(np.minimum(phase.slowest_s, phase.stop[ranks]) - done, 0.0)
+                total.wait[ranks] += wait
+                total.push[ranks] += phase.stop[ranks] - done - wait
         return total
 
     @property

@@ -39,7 +39,10 @@ def _computing(rank: int, phase: PhaseTimes, plan: PipelinePlan, times: StageTim
         yield Span(rank, "compute", "pull", f"wait for parameters{of}", start, stop)
     pulled = times.stop if times.armed is not None else max(times.stop, float(phase.pulled[rank]))
     yield Span(rank, "compute", "pull", f"finish pulls{of}", times.stop, pulled)
-    yield Span(rank, "compute", "push", f"finish pushes{of}", pulled, float(phase.stop[rank]))
+    stop = float(phase.stop[rank])
+    waited = max(pulled, min(phase.slowest_s, stop))
+    yield Span(rank, "compute", "wait", f"wait for the slowest pipeline{of}", pulled, waited)
+    yield Span(rank, "compute", "push", f"finish pushes{of}", waited, stop)
 
 
 def _messages(rank: int, times: StageTimes, of: str) -> Iterator[Span]:

@@ -25,8 +25,10 @@ def preview() -> dict[str, Any]:
     table = CostTable.load(shipped("a800-32b"))
     sample = read_lengths("lognormal:6.22,1.233", CONTEXT)
     short = float(np.mean(sample.lengths <= 4096))
-    print(f"   {short:.0%} of the sequences have at most 4,096 tokens, but one of {CONTEXT:,} must fit.")
-    print("   Pulls and pushes of parameters are not counted here; they are in part 2.\n")
+    print(
+        f"   {short:.0%} of the sequences have at most 4,096 tokens, but one of {CONTEXT:,} must fit. Compared is the"
+    )
+    print("   fastest layout of TP and PP that holds it. Pulls and pushes are not counted here; they are in part 2.\n")
     strategies = [StrategyShape.parse(text) for text in STRATEGIES]
     options = PlannerOptions(kernels="compiled", layers=60)
     found = preview_steps(table, strategies, sample.lengths.tolist(), TOKENS, CONTEXT, STEPS, options)
