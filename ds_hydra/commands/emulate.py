@@ -18,8 +18,9 @@ import time
 from collections.abc import Sequence
 
 from ds_hydra.commands.figures import figures_parser, finish, guarded, print_table
+from ds_hydra.commands.links import add_link_options
 from ds_hydra.commands.shipped import shipped
-from ds_hydra.commands.simulate import read_speed, simulated_job
+from ds_hydra.commands.simulate import simulated_job
 from ds_hydra.costs.table_file import read_table_file
 from ds_hydra.data.length_sources import read_lengths
 from ds_hydra.emulate.cluster import EmulatedJob, EmulatedStep, emulate
@@ -38,11 +39,9 @@ def main(arguments: Sequence[str] | None = None, *, name: str = "ds-hydra emulat
     parser = figures_parser(__doc__, name)
     parser.add_argument("strategies", nargs="*", help="candidates (default: those of the plans to replay)")
     parser.add_argument("--ranks", dest="gpus", type=int, required=True, metavar="N", help="processes to fork")
-    parser.add_argument("--gpus-per-node", type=int, default=8)
+    add_link_options(parser)
     parser.add_argument("--cost-table", required=True, help="a file of ds-hydra profile, or a shipped one")
     parser.add_argument("--model", help="config JSON or checkpoint folder (default: the model of a shipped table)")
-    parser.add_argument("--inside", type=read_speed, metavar="US,GB/S", help="latency and bandwidth inside a node")
-    parser.add_argument("--between", type=read_speed, metavar="US,GB/S", help="the same between nodes")
     parser.add_argument("--lengths", required=True, help="of the data's sequences, as in ds-hydra preview")
     parser.add_argument("--tokens", type=int, required=True, help="of a step")
     parser.add_argument("--context", type=int, required=True, help="longest sequence, in tokens")

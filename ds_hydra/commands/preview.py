@@ -18,17 +18,21 @@ from pathlib import Path
 import numpy as np
 
 from ds_hydra.commands.figures import guarded, new_file, print_table
+from ds_hydra.commands.links import add_link_options, links_of
 from ds_hydra.commands.shipped import FILES, shipped
 from ds_hydra.costs.cost_table import CostTable
+from ds_hydra.costs.table_file import TableFile, read_table_file
 from ds_hydra.data.length_sources import LengthSample, read_lengths
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.phase import THEN
 from ds_hydra.plan.schemes import SCHEDULE_CHOICES
 from ds_hydra.planner import PlannerOptions
-from ds_hydra.planner.preview import Preview, length_histogram, preview_steps
 from ds_hydra.planner.proposal.candidates import usable_schemes
 from ds_hydra.planner.proposal.propose import QUICK, THOROUGH, Wider, propose_strategies
 from ds_hydra.planner.proposal.spaces import wider_shapes
+from ds_hydra.simulate.job import SimulatedJob
+from ds_hydra.simulate.llama import SHIPPED, shipped_cluster
+from ds_hydra.simulate.preview import Messages, Preview, length_histogram, preview_steps
 from ds_hydra.zero_hetero.errors import ConfigError
 
 BAR = 40  # characters of the longest bar
@@ -57,7 +61,7 @@ def parse_arguments(arguments: Sequence[str] | None, name: str) -> argparse.Name
     parser.add_argument("--count", type=int, default=20, help="strategies to propose")
     parser.add_argument("--steps", type=int, default=60, help="steps to plan")
     parser.add_argument("--thorough", action="store_true", help="propose with more samples")
-    parser.add_argument("--gpus-per-node", type=int, default=8)
+    add_link_options(parser)
     parser.add_argument("--tp-across-nodes", action="store_true")
     parser.add_argument("--chunks", default="auto", choices=("auto", "off"), help="whether sequences may be cut")
     parser.add_argument("--schedules", nargs="+", default=SCHEDULE_CHOICES, choices=SCHEDULE_CHOICES,
@@ -152,9 +156,24 @@ def plot(path: Path, sample: LengthSample, table: CostTable, preview: Preview, c
     pyplot.close(figure)
 
 
+def _cluster(args: argparse.Namespace, found: TableFile) -> SimulatedJob | None:
+    """The job whose messages count; None where its model is not known."""
+    if args.cost_table not in SHIPPED:
+        return None
+    return shipped_cluster(args.cost_table, found, links_of(args, found), args.gpus)
+
+
+def _counted(cluster: SimulatedJob | None) -> str:
+    if cluster is None:
+        return "not in these times: the table does not say which model it is for"
+    inside, between = (speed.bytes_per_s / 1e9 for speed in (cluster.links.inside, cluster.links.between))
+    return f"in these times: {inside:g} GB/s for each GPU inside a node, {between:g} GB/s between nodes"
+
+
 def run(args: argparse.Namespace) -> int:
     """Run the command with its parsed options. ConfigError or PlanError if the input is refused."""
-    table = CostTable.load(shipped(args.cost_table))
+    found = read_table_file(shipped(args.cost_table))
+    table, cluster = found.table, _cluster(args, found)
     sample = read_lengths(shipped(args.lengths), args.context, seed=args.seed)
     options = PlannerOptions(objective=args.objective, seed=args.seed, kernels="compiled", layers=args.layers,
                              no_slices='--chunks is "off"' if args.chunks == "off" else "")  # fmt: skip
@@ -170,11 +189,12 @@ def run(args: argparse.Namespace) -> int:
         strategies = propose_strategies(
             table, args.gpus, lengths, args.tokens, args.context, node_size=args.gpus_per_node,
             tp_across_nodes=args.tp_across_nodes, count=args.count, effort=THOROUGH if args.thorough else QUICK,
-            seed=args.seed, wider=wider,
+            seed=args.seed, wider=wider, exposed=Messages(cluster, args.tokens).exposed_ms,
         )  # fmt: skip
         print(f"{len(strategies)} strategies proposed in {time.perf_counter() - began:.1f} s")
-    preview = preview_steps(table, strategies, lengths, args.tokens, args.context, args.steps, options, phased)
+    preview = preview_steps(table, strategies, lengths, args.tokens, args.context, args.steps, options, phased, cluster)
     print_preview(preview, [str(strategy) for strategy in strategies])
+    print("\npulls, pushes and messages between stages are " + _counted(cluster))
     if args.plot:
         plot(args.plot, sample, table, preview, args.context)
     if args.json:

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from ds_hydra.commands.figures import figures_parser, finish, guarded, new_file, print_table
+from ds_hydra.commands.links import add_link_options, links_of
 from ds_hydra.commands.shipped import shipped
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.costs.memory import gibibytes
@@ -31,7 +32,6 @@ from ds_hydra.planner import PhasedPlanner, Planner, PlannerOptions, parse_phase
 from ds_hydra.report.gantt import MOST_ROWS, draw_gantt
 from ds_hydra.report.trace import write_trace
 from ds_hydra.simulate.job import SimulatedJob
-from ds_hydra.simulate.links import LinkModel, Speed
 from ds_hydra.simulate.llama import SHIPPED, shipped_job
 from ds_hydra.simulate.outcome import SimulatedStep
 from ds_hydra.simulate.spans import step_spans
@@ -49,11 +49,9 @@ def parse_arguments(arguments: Sequence[str] | None, name: str) -> argparse.Name
         "--cost-table", required=True, help=f"a file of ds-hydra profile, or one of {', '.join(SHIPPED)}"
     )
     parser.add_argument("--gpus", type=int, help="ranks of the job (default: those of the strategy)")
-    parser.add_argument("--gpus-per-node", type=int, default=8)
+    add_link_options(parser)
     parser.add_argument("--model", help="config JSON or checkpoint folder (default: the model of a shipped table)")
     parser.add_argument("--deepspeed_config", help="the job's config: types of gradients, in memory and on their way")
-    parser.add_argument("--inside", type=read_speed, metavar="US,GB/S", help="latency and bandwidth inside a node")
-    parser.add_argument("--between", type=read_speed, metavar="US,GB/S", help="the same between nodes")
     parser.add_argument("--lengths", help="of sequences to plan for, as in ds-hydra preview")
     parser.add_argument("--tokens", type=int, help="of a step to plan")
     parser.add_argument("--context", type=int, help="longest sequence to plan for, in tokens")
@@ -64,15 +62,6 @@ def parse_arguments(arguments: Sequence[str] | None, name: str) -> argparse.Name
     parser.add_argument("--gantt", type=new_file, metavar="FILE.png", help="draw the step")
     parser.add_argument("--all-ranks", action="store_true", help="draw every rank, not only the first of each stage")
     return parser.parse_args(arguments)
-
-
-def read_speed(text: str) -> Speed:
-    """ "10,150": microseconds and 10^9 bytes a second."""
-    try:
-        latency, rate = (float(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not MICROSECONDS,GB/S, such as 10,150") from None
-    return Speed(latency / 1e6, rate * 1e9)
 
 
 def plan_steps(args: argparse.Namespace, phases: Sequence[StrategyShape], table: CostTable) -> dict[int, StepPlan]:
@@ -97,8 +86,7 @@ def simulated_job(
     `config` is the file that says in which types its gradients add up and travel.
     """
     gpus = strategies[0].num_ranks if args.gpus is None else args.gpus
-    links = LinkModel.of_table(found.links, args.gpus_per_node, inside=args.inside, between=args.between,
-                               place=f"links of {args.cost_table}")  # fmt: skip
+    links = links_of(args, found)
     if args.model is not None:
         from ds_hydra.commands.simulated_model import job_of_config  # imports torch
 

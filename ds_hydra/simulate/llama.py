@@ -39,6 +39,14 @@ SHIPPED = {  # by the names of `commands.shipped`
 }
 
 
+def shipped_cluster(
+    name: str, found: TableFile, links: LinkModel, num_ranks: int, *, wire_bytes: int | None = None
+) -> SimulatedJob:
+    """Training the model of a shipped table in BF16 on so many ranks, without a memory model."""
+    shape = SHIPPED[name].shape
+    return SimulatedJob(llama_plan(shape), shape.hidden, found, links, num_ranks, gradient_bytes=wire_bytes)
+
+
 def shipped_job(
     name: str,
     found: TableFile,
@@ -54,12 +62,12 @@ def shipped_job(
     `grad_bytes` has an element of a gradient where it adds up (None: 4), `wire_bytes` on its way (None: 2).
     """
     shape, kept = SHIPPED[name]
-    plan = llama_plan(shape)
+    job = shipped_cluster(name, found, links, num_ranks, wire_bytes=wire_bytes)
+    plan = job.plan
     stages = {(s.tp, s.sp) for strategy in strategies for pipeline in strategy.pipelines for s in pipeline.stages}
     activations = {
         (tp, sp): Activations(_published(kept, tp) * shape.hidden / (tp * sp), 0.0, 0.0) for tp, sp in stages
     }
-    job = SimulatedJob(plan, shape.hidden, found, links, num_ranks, gradient_bytes=wire_bytes)
     memory = JobMemory(
         plan, job.num_ranks, activations, param_bytes=2, device_bytes=NO_LIMIT, vocab=shape.vocab,
         grad_bytes=grad_bytes, wire_bytes=wire_bytes, node_size=min(links.node_size, num_ranks),

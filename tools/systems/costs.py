@@ -38,7 +38,7 @@ from ds_hydra.costs.table_file import read_table_file
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.simulate.job import SimulatedJob
 from ds_hydra.simulate.links import BETWEEN, INSIDE, LinkModel
-from ds_hydra.simulate.llama import SHIPPED, llama_plan
+from ds_hydra.simulate.llama import shipped_cluster
 from tools.systems.cells import Cell
 
 NODE = 8  # GPUs
@@ -203,5 +203,5 @@ def powers_of_two(most: int) -> tuple[int, ...]:
 def cluster_of(cell: Cell, table: CostTable) -> SimulatedJob:
     """The cell's model and GPUs, with these costs and the links that all systems are simulated with."""
     name = f"a800-{cell.model}"
-    found, model = replace(read_table_file(shipped(name)), table=table), SHIPPED[name].shape
-    return SimulatedJob(llama_plan(model), model.hidden, found, LinkModel.of_table(None, NODE), cell.gpus)
+    found = replace(read_table_file(shipped(name)), table=table)
+    return shipped_cluster(name, found, LinkModel.of_table(None, NODE), cell.gpus)

@@ -1,13 +1,16 @@
 """Costs, strategies and lengths in; the plans that a training run would make, in figures, out. Pure.
 
-`ds-hydra preview` prints these figures; nothing here prints.
+`ds-hydra preview` prints these figures; nothing here prints. Where the model is known, all steps are simulated with
+their pulls, pushes and messages between stages, and strategies are chosen by that.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import numpy as np
 
@@ -15,11 +18,15 @@ from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.data.length_sources import sample_batches
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.phase import parse_phases
+from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.planner.fixed_layout import packed_in_turn
 from ds_hydra.planner.kernels.arrays import Floats, Ints
 from ds_hydra.planner.options import PlannerOptions
 from ds_hydra.planner.phased import PhasedPlanner
 from ds_hydra.planner.selection import Planner
+from ds_hydra.simulate.exposed import exposed_ms
+from ds_hydra.simulate.job import SimulatedJob
+from ds_hydra.simulate.step import Simulator
 from ds_hydra.zero_hetero.errors import PlanError
 
 
@@ -46,36 +53,59 @@ def preview_steps(
     steps: int,
     options: PlannerOptions,
     phased: Sequence[str] = (),
+    cluster: SimulatedJob | None = None,
 ) -> Preview:
     """Plan `steps` random batches of the data with these strategies, on the best fixed layout, and with the phases that
-    `phased` names."""
+    `phased` names. `cluster` is the job whose messages count; None: none do."""
     # Batches are drawn by another seed than the one that strategies were proposed with. Measured on the batches that
     # they were chosen for, they would look better than they are.
-    planner = Planner(cost_table, strategies, options)
+    messages = Messages(cluster, tokens_per_step)
+    planner = Planner(cost_table, strategies, options, exposed_ms=[messages.exposed_ms(one) for one in strategies])
     batches = [
         batch.tolist() for batch in sample_batches(lengths, tokens_per_step, steps, options.seed + 1, context_length)
     ]
     plans = [planner.plan(step, range(len(batch)), batch) for step, batch in enumerate(batches)]
-    fixed, full = _fixed_layout(cost_table, planner.num_ranks, batches, context_length)
+    fixed, full = _fixed_layout(cost_table, planner.num_ranks, batches, context_length, messages)
     assigned: list[float] = []
     if fixed is not None:
         # Dispatched and packed as well as the planner can, so that what mixing layouts gains stands by itself.
         same = Planner(cost_table, [fixed], options)
-        assigned = [same.plan(step, range(len(batch)), batch).predicted_ms for step, batch in enumerate(batches)]
+        assigned = [messages.step_ms(same.plan(step, range(len(batch)), batch)) for step, batch in enumerate(batches)]
     return Preview(
         dict(Counter(plan.strategy for plan in plans).most_common()),
-        np.array([plan.predicted_ms for plan in plans]),
+        np.array([messages.step_ms(plan) for plan in plans]),
         np.array([plan.gap for plan in plans]),
         np.array([plan.balance for plan in plans]),
         None if fixed is None else str(fixed),
         np.array(assigned),
         full,
-        {text: _phased(cost_table, text, planner.num_ranks, batches, options) for text in phased},
+        {text: _phased(cost_table, text, planner.num_ranks, batches, options, messages) for text in phased},
     )
 
 
+class Messages:
+    """What a job's messages add to its steps: simulated, where there is a job to simulate."""
+
+    def __init__(self, cluster: SimulatedJob | None, tokens_per_step: int) -> None:
+        self._cluster, self._tokens = cluster, tokens_per_step
+        self._simulator = None if cluster is None else Simulator(cluster)
+
+    def exposed_ms(self, strategy: StrategyShape) -> float:
+        """Of any step under a strategy, about."""
+        return 0.0 if self._cluster is None else exposed_ms(self._cluster, strategy, self._tokens)
+
+    def step_ms(self, plan: StepPlan) -> float:
+        """Of one step, with its computing."""
+        return plan.predicted_ms if self._simulator is None else 1e3 * self._simulator.step(plan).step_s
+
+
 def _phased(
-    table: CostTable, text: str, num_ranks: int, batches: Sequence[list[int]], options: PlannerOptions
+    table: CostTable,
+    text: str,
+    num_ranks: int,
+    batches: Sequence[list[int]],
+    options: PlannerOptions,
+    messages: Messages,
 ) -> Floats:
     """Step times of the batches in the phases that a text names."""
     phases = parse_phases(text)
@@ -83,11 +113,11 @@ def _phased(
     if used != {num_ranks}:
         raise PlanError(f"the phases of {text!r} use {used.pop()} ranks but the strategies {num_ranks}; use as many")
     planner = PhasedPlanner(table, phases, options)
-    return np.array([planner.plan(0, range(len(batch)), batch).predicted_ms for batch in batches])
+    return np.array([messages.step_ms(planner.plan(0, range(len(batch)), batch)) for batch in batches])
 
 
 def _fixed_layout(
-    table: CostTable, num_ranks: int, batches: Sequence[list[int]], context_length: int
+    table: CostTable, num_ranks: int, batches: Sequence[list[int]], context_length: int, messages: Messages
 ) -> tuple[StrategyShape | None, Floats]:
     """The fastest layout of one scheme for all that holds the context, as other systems run it, and its step times.
 
@@ -95,7 +125,7 @@ def _fixed_layout(
     few batches happen to have. None if no such layout does.
     """
     best: StrategyShape | None = None
-    times = np.empty(0)
+    least, chosen = math.inf, list[StepPlan]()
     for scheme in table.schemes:
         most = int(table[scheme].max_length)
         if num_ranks % scheme.num_ranks or most < context_length:
@@ -103,10 +133,10 @@ def _fixed_layout(
         strategy = StrategyShape.of([scheme] * (num_ranks // scheme.num_ranks))
         for capacity in sorted({context_length, most}):
             plans = [packed_in_turn(step, batch, strategy, table, capacity) for step, batch in enumerate(batches)]
-            found = np.array([plan.predicted_ms for plan in plans])
-            if best is None or found.mean() < times.mean():
-                best, times = strategy, found
-    return best, times
+            taken = fmean(plan.predicted_ms for plan in plans) + messages.exposed_ms(strategy)
+            if taken < least:
+                best, least, chosen = strategy, taken, plans
+    return best, np.array([messages.step_ms(plan) for plan in chosen])
 
 
 def length_histogram(lengths: Ints, context_length: int) -> list[tuple[int, int, int]]:
