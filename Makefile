@@ -36,7 +36,7 @@ train: $(STAMP)
 		examples/train.py --deepspeed_config examples/ds_hydra.json $(TRAIN_ARGS)
 
 demo: $(STAMP)
-	DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= $(BIN)/python -m tools.demo
+	$(BIN)/ds-hydra demo
 
 bench: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tools.bench_systems --ablation --emulate 5 \

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from importlib import import_module
 
 COMMANDS = {
+    "demo": "what ds-hydra is for, in minutes: a comparison, an emulated cluster, equal losses; without a GPU",
+    "train-tiny": "train a tiny model on CPU ranks of this machine; without a GPU",
     "preview": "what a job would do: strategies, step times, gains; without a device",
     "simulate": "what a step would do on every rank: times, waits, memory, a trace; without a device",
     "memory": "what each parallel scheme of a model needs on a rank",
@@ -35,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of the names below")
     parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="its options; COMMAND --help lists them")
     args = parser.parse_args(arguments)
-    return import_module(f"ds_hydra.commands.{args.command}").main(args.rest)
+    return import_module(f"ds_hydra.commands.{args.command.replace('-', '_')}").main(args.rest)
 
 
 if __name__ == "__main__":

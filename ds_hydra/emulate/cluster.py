@@ -23,6 +23,7 @@ from ds_hydra.host.launch import init_distributed
 from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.pipe.transfers import plan_transfers
+from ds_hydra.plan.plan_file import save_plans
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.ranks.forked import run_ranks
 from ds_hydra.simulate.job import SimulatedJob
@@ -122,6 +123,20 @@ def emulate(
             raise ConfigError(
                 f"an emulated cluster of {job.cluster.num_ranks} ranks cannot be forked here ({error}): emulate fewer"
             ) from error
+
+
+def emulate_plans(
+    cluster: SimulatedJob, plans: Sequence[StepPlan], lengths: Sequence[int], tokens: int, *, timeout_s: float
+) -> list[EmulatedStep]:
+    """Plans of the first steps on the emulated cluster, for data of these lengths. AssertionError for a fault."""
+    strategies = tuple(dict.fromkeys(str(phase.shape) for plan in plans for phase in plan.phases))
+    with tempfile.TemporaryDirectory(prefix="plans-") as folder:
+        save_plans(plans, path := Path(folder) / "plans.jsonl")
+        job = EmulatedJob(cluster, strategies, tuple(lengths), tokens, choose="replay", replay_file=str(path))
+        steps = emulate(job, len(plans), timeout_s=timeout_s)[0]
+    faults = [step.fault for step in steps if step.fault]
+    assert not faults, faults[0]
+    return steps
 
 
 def _config(job: EmulatedJob, table: str, timeout_s: float) -> dict[str, Any]:

@@ -13,8 +13,9 @@ made with. The median ignores the odd slow step: of the ratios 1.02, 1.03, 1.01,
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from statistics import median
 
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
@@ -131,14 +132,16 @@ class Calibration:
 
     def correct(self, plan: StepPlan, prediction: StepPrediction) -> float:
         """The step's time with the factors and overheads seen so far, in ms."""
-        factors = self.factors
+        # Until a scheme has a factor of its own, it has that of all together: a machine that is twice as slow as its
+        # table says is so with most of them. Overheads likewise.
+        factors, usual = self.factors, _median_of_all(self._ratios.values(), 1.0)
         pipelines = [
-            ms * factors.get(pipeline.shape.cost_key, 1.0)
+            ms * factors.get(pipeline.shape.cost_key, usual)
             for ms, pipeline in zip(prediction.pipeline_ms, plan.pipelines, strict=True)
         ]
         seen = self._overheads.get(plan.strategy, ())
-        overhead = median(seen) if len(seen) >= LEAST else prediction.overhead_ms
-        return plan.total_ms(pipelines) + overhead
+        usual = _median_of_all(self._overheads.values(), prediction.overhead_ms)
+        return plan.total_ms(pipelines) + (median(seen) if len(seen) >= LEAST else usual)
 
     def observe(self, plan: StepPlan, prediction: StepPrediction, pipeline_ms: Sequence[float], step_ms: float) -> None:
         """Learn from a step's measured times."""
@@ -162,6 +165,11 @@ class Calibration:
         self._applied.update(factors)
         costs = tuple(_scaled(cost, self._applied.get(cost.scheme, 1.0)) for cost in self._table.costs)
         return CostTable(costs, self._table.source)
+
+
+def _median_of_all(seen: Iterable[Iterable[float]], otherwise: float) -> float:
+    every = list(chain.from_iterable(seen))
+    return median(every) if len(every) >= LEAST else otherwise
 
 
 def _scaled(cost: SchemeCost, factor: float) -> SchemeCost:

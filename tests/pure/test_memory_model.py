@@ -302,10 +302,15 @@ def test_factors_follow_what_was_measured() -> None:
     for step in range(LEAST):
         prediction = calibration.predict(PLAN)
         assert calibration.factors == {}, step
+        assert calibration.correct(PLAN, prediction) == pytest.approx(prediction.step_ms), "nothing is known yet"
         calibration.observe(PLAN, prediction, [1.5 * prediction.pipeline_ms[0]], 1.5 * prediction.pipeline_ms[0] + 7.0)
     prediction = calibration.predict(PLAN)
     assert calibration.factors == {ParallelScheme(1, 2): pytest.approx(1.5)}
     assert calibration.correct(PLAN, prediction) == pytest.approx(1.5 * prediction.pipeline_ms[0] + 7.0)
+    # A scheme that was never seen has the factor of those that were, and a new strategy their overhead.
+    other = replace(PLAN, phases=(Phase((replace(PLAN.pipelines[0], shape=PipelineShape.parse("tp2")),)),))
+    unseen = calibration.predict(other)
+    assert calibration.correct(other, unseen) == pytest.approx(1.5 * unseen.pipeline_ms[0] + 7.0)
     assert calibration.corrected_table(5) is None
     corrected = calibration.corrected_table(16)
     assert corrected is not None

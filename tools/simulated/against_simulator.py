@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import random
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from ds_hydra.data.sampler import TokenBudgetSampler
-from ds_hydra.emulate.cluster import EmulatedJob, EmulatedStep, emulate
-from ds_hydra.plan.plan_file import save_plans
+from ds_hydra.emulate.cluster import emulate_plans
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.simulate.job import SimulatedJob
 from ds_hydra.simulate.step import Simulator
@@ -48,23 +45,9 @@ def compare(cluster: SimulatedJob, rng: random.Random, plans: int, *, timeout_s:
         batch = sampler.batch_lengths(step)
         plan = random_plan(rng, cluster.table, cluster.num_ranks, step=step, lengths=batch)
         made.append(replace(plan, sequence_ids=sampler.batch(step)))
-    steps = replayed(cluster, made, lengths, tokens, timeout_s=timeout_s)
+    steps = emulate_plans(cluster, made, lengths, tokens, timeout_s=timeout_s)
     simulator = Simulator(cluster)
     return [Compared(step.plan, step.step_s, simulator.step(step.plan).step_s) for step in steps]
-
-
-def replayed(
-    cluster: SimulatedJob, plans: Sequence[StepPlan], lengths: Sequence[int], tokens: int, *, timeout_s: float
-) -> list[EmulatedStep]:
-    """Plans of the first steps on the emulated cluster, whose data have these lengths; AssertionError for a fault."""
-    strategies = tuple(dict.fromkeys(str(phase.shape) for plan in plans for phase in plan.phases))
-    with tempfile.TemporaryDirectory(prefix="plans-") as folder:
-        save_plans(plans, path := Path(folder) / "plans.jsonl")
-        job = EmulatedJob(cluster, strategies, tuple(lengths), tokens, choose="replay", replay_file=str(path))
-        steps = emulate(job, len(plans), timeout_s=timeout_s)[0]
-    faults = [step.fault for step in steps if step.fault]
-    assert not faults, faults[0]
-    return steps
 
 
 def against_simulator(num_plans: int, *, timeout_s: float) -> Part:

@@ -15,6 +15,7 @@ from ds_hydra.commands.shipped import shipped
 from ds_hydra.costs.table_file import read_table_file
 from ds_hydra.data.length_sources import read_lengths
 from ds_hydra.data.sampler import TokenBudgetSampler
+from ds_hydra.emulate.cluster import emulate_plans
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.planner import Planner, PlannerOptions
@@ -22,7 +23,6 @@ from ds_hydra.simulate.job import SimulatedJob
 from ds_hydra.simulate.links import LinkModel
 from ds_hydra.simulate.llama import shipped_job
 from ds_hydra.simulate.step import Simulator
-from tools.simulated.against_simulator import replayed
 from tools.simulated.part import Part
 
 AIM = 0.03  # median difference of simulated and emulated steps
@@ -40,7 +40,7 @@ def chunked(num_steps: int, *, timeout_s: float) -> Part:
     job = shipped_job(MODEL, found, LinkModel(NODE), RANKS, strategies)
     lengths = read_lengths("lognormal:6.220,1.233", CONTEXT, 20_000, 0).lengths.tolist()
     plans = _planned(job, strategies, lengths, num_steps)
-    steps = replayed(job, plans, lengths, TOKENS, timeout_s=timeout_s)
+    steps = emulate_plans(job, plans, lengths, TOKENS, timeout_s=timeout_s)
     simulator = Simulator(job)
     emulated = np.array([1e3 * step.step_s for step in steps])
     predicted = np.array([plan.predicted_ms for plan in plans]) / emulated - 1.0

@@ -9,10 +9,10 @@ from dataclasses import replace
 from ds_hydra.commands.shipped import shipped
 from ds_hydra.costs.table_file import read_table_file
 from ds_hydra.data.sampler import TokenBudgetSampler
+from ds_hydra.emulate.cluster import emulate_plans
 from ds_hydra.simulate.links import LinkModel
 from ds_hydra.simulate.llama import shipped_job
 from ds_hydra.simulate.step import Simulator
-from tools.simulated.against_simulator import replayed
 from tools.systems.cells import CONTEXTS, EVALUATED, MIXES, Cell
 from tools.systems.costs import NODE, Way, measured
 from tools.systems.hindsight import hindsight
@@ -42,7 +42,7 @@ def emulated(cell: Cell, steps: int, *, timeout_s: float) -> Iterator[tuple[obje
         used = list(dict.fromkeys(phase.shape for plan in plans for phase in plan.phases))
         found = replace(read_table_file(shipped(f"a800-{cell.model}")), table=measured(cell.model, cell.gpus))
         job = shipped_job(f"a800-{cell.model}", found, LinkModel(NODE), cell.gpus, used)
-        done = replayed(job, plans, lengths, cell.tokens, timeout_s=timeout_s)
+        done = emulate_plans(job, plans, lengths, cell.tokens, timeout_s=timeout_s)
         simulator = Simulator(job)
         ms[name] = 1e3 * statistics.fmean(step.step_s for step in done)
         simulated = 1e3 * statistics.fmean(simulator.step(plan).step_s for plan in plans)

@@ -11,6 +11,7 @@ from ds_hydra.commands.shipped import shipped
 from ds_hydra.costs.table_file import read_table_file
 from ds_hydra.data.length_sources import read_lengths
 from ds_hydra.data.sampler import TokenBudgetSampler
+from ds_hydra.emulate.cluster import emulate_plans
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.planner import Planner, PlannerOptions
@@ -21,7 +22,6 @@ from ds_hydra.simulate.links import LinkModel
 from ds_hydra.simulate.llama import shipped_job
 from ds_hydra.simulate.spans import step_spans
 from ds_hydra.simulate.step import Simulator
-from tools.simulated.against_simulator import replayed
 
 RANKS, TOKENS, CONTEXT, STEPS = 16, 100_000, 32768, 20
 FIXED = StrategyShape.parse("4*tp4")
@@ -45,7 +45,7 @@ def cluster(picture: Path | None, steps: int = STEPS) -> dict[str, Any]:
     fixed = min(packings, key=lambda plans: sum(plan.predicted_ms for plan in plans))
     rates = {}
     for name, plans in ((f"{FIXED} in every step", fixed), ("ds-hydra", ours)):
-        done = replayed(job, plans, lengths, TOKENS, timeout_s=600.0)
+        done = emulate_plans(job, plans, lengths, TOKENS, timeout_s=600.0)
         seconds = sum(step.step_s for step in done)
         tokens = sum(plan.num_tokens for plan in plans)
         rates[name] = tokens / seconds

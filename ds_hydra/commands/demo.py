@@ -1,6 +1,6 @@
 """What ds-hydra is for, in two minutes on two CPU cores: a preview, an emulated cluster, and equal losses.
 
-  python -m tools.demo [--quick] [--picture FILE.png] [--json FILE]      (make demo)
+  ds-hydra demo [--quick] [--picture FILE.png] [--json FILE]      (in a checkout: make demo)
 
 1. A step of a 32B model on 64 GPUs by measured costs: a fixed layout, the same layout with our assignment, ds-hydra.
 2. The engine on 16 emulated GPUs: a fixed layout and ds-hydra on the same sequences, and a picture of both.
@@ -16,23 +16,23 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import deepspeed  # noqa: F401  (before forking: the ranks share it)
-
-import ds_hydra.engine.engine  # noqa: F401
 from ds_hydra.commands.figures import figures_parser, finish, guarded
+from ds_hydra.commands.on_cpus import on_cpus
 from ds_hydra.commands.preview import OURS
-from tools.showcase.cluster import STEPS, cluster
-from tools.showcase.equal import equal
-from tools.showcase.preview import preview
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, *, name: str = "ds-hydra demo") -> int:
     """Show the three parts; 1 when something does not hold."""
-    parser = figures_parser(__doc__, "python -m tools.demo")
+    parser = figures_parser(__doc__, name)
     parser.add_argument("--picture", type=Path, default=Path("runs/demo.png"), help="of one step")
     args = parser.parse_args(arguments)
 
     def run() -> int:
+        on_cpus()
+        from ds_hydra.commands.demo_cluster import STEPS, cluster  # imports torch, which has to know the device first
+        from ds_hydra.commands.demo_preview import preview
+        from ds_hydra.commands.tiny import equal
+
         began = time.perf_counter()
         args.picture.parent.mkdir(parents=True, exist_ok=True)
         times = preview()
@@ -51,9 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"equal losses: {'yes' if one == other else 'no'}; {time.perf_counter() - began:.0f} s"
         )
         print()
-        return finish("demo", summary, {"preview_ms": times, "tokens_per_second": rates, **losses}, missed, args.json)
+        return finish(name, summary, {"preview_ms": times, "tokens_per_second": rates, **losses}, missed, args.json)
 
-    return guarded("demo", run)
+    return guarded(name, run)
 
 
 if __name__ == "__main__":
