@@ -12,7 +12,7 @@ left out is left out in the rival's favour:
   context parallel  degree s: a/s and b/s, and c as it is. Keys and values go round a ring, forward once, backward twice
                     with their gradients, at the link speeds that all systems are simulated with; of that a sequence
                     waits for what its attention does not hide. Where the degree changes with the length, sequences that
-                    one unit can hold pay nothing for it
+                    one unit can hold, and is done with before the step ends, pay nothing for it
   Ulysses           degree s: a/s and b/s, and the all-to-alls of four tensors forward and four backward, at the
                     measured bandwidth of as many GPUs as TP * s
   ZeRO-3            c is FlexSP's, 0.63 s (GPT 7B) and 2.79 s (30B) for each micro-batch, parameters' gathers included;
@@ -24,6 +24,7 @@ left out is left out in the rival's favour:
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -57,7 +58,8 @@ class Way:
 
     degrees: tuple[int, ...] = (1,)
     ulysses: bool = False  # else a ring
-    by_length: bool = False  # only sequences that need it are shared
+    by_length: bool = False  # only sequences that need it are shared: those that no unit holds, or none within
+    alone_ms: float = math.inf  # so much time
     zero_3: bool = False
     hidden_gathers: bool = False
     checkpointing: bool = False
@@ -129,6 +131,9 @@ def _shared(cell: Cell, base: SchemeCost, way: Way) -> Iterator[SchemeCost]:
     assert shares is not None, "the shipped tables have shares"
     more = (1.0 + shares.forward.a, 1.0 + shares.forward.b, 1.0 + shares.forward.c) if way.checkpointing else (1, 1, 1)
     alone = max_length(cell.model, cell.gpus, ParallelScheme(_tp(base), base.scheme.pp), kept=_kept(base, way))
+    of_unit = replace(base, a=more[0] * base.a, b=more[1] * base.b)
+    if math.isfinite(way.alone_ms):
+        alone = min(alone, int(of_unit.tokens_in(way.alone_ms / base.scheme.pp)))
     for degree in way.degrees:
         scheme = ParallelScheme(_tp(base), base.scheme.pp, degree)
         messages = _all_to_all_ms(cell.model, base, degree) if way.ulysses else 0.0

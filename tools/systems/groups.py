@@ -5,13 +5,17 @@ The GPUs are units of TP * PP ranks. A sequence that a unit cannot hold, or that
 of units that share its tokens. Groups form anew in each step. In a plan a group of k units is a pipeline <TP, PP, k>,
 and the units that are in none are pipelines <TP, PP, 1>; short sequences that a group runs beside its long one are
 shared by its units too, without messages, as if each unit ran some of them alone. No group waits for another before the
-step's end. That favours these systems, whose groups form and part within a step, with a wait each time.
+step's end. That favours these systems, whose groups form and part within a step, with a wait each time. But a sequence
+that takes one unit longer than the whole step cannot run on one, so it pays for being shared. What the step takes is
+found in turns: planned as if no sequence took too long, and then again by the step that this gave.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from statistics import fmean
 
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
@@ -20,21 +24,22 @@ from ds_hydra.planner.proposal.propose import QUICK, propose_strategies
 from ds_hydra.zero_hetero.errors import PlanError
 from tools.systems.cells import Cell
 from tools.systems.costs import Way, powers_of_two, table_of
-from tools.systems.hindsight import Configuration, planned_by
+from tools.systems.hindsight import Configuration, Lengths, planned_by
 from tools.systems.static import OPTIONS
 
 _MOST_OF_A_SIZE = 2  # groups of one size in a step, beside those of another
+_TURNS, _LOOKED_AT = 2, 3  # by how many batches each
 _SIZES = 6  # of groups, where any number of units may make one
 
 
-def dynamic_context_parallel(cell: Cell) -> Iterator[Configuration]:
+def dynamic_context_parallel(cell: Cell, batches: Sequence[Lengths]) -> Iterator[Configuration]:
     """Megatron-Core's dynamic context parallelism (pull requests 2282 and 5679): groups of 1, 2, 4, ... units."""
-    return _grouped(cell, powers_of_two(cell.gpus))
+    return _grouped(cell, powers_of_two(cell.gpus), batches)
 
 
-def hybrid_data_parallel(cell: Cell) -> Iterator[Configuration]:
+def hybrid_data_parallel(cell: Cell, batches: Sequence[Lengths]) -> Iterator[Configuration]:
     """ByteScale's and Zeppelin's hybrid data parallelism: groups of any number of units, balanced."""
-    return _grouped(cell, tuple(range(1, cell.gpus + 1)))
+    return _grouped(cell, tuple(range(1, cell.gpus + 1)), batches)
 
 
 def flexsp(cell: Cell) -> Iterator[Configuration]:
@@ -56,18 +61,35 @@ def flexsp(cell: Cell) -> Iterator[Configuration]:
         yield planned(f"ulysses{' AC' if checkpointing else ''}", table, holding(shapes, table, cell.context))
 
 
-def _grouped(cell: Cell, degrees: tuple[int, ...]) -> Iterator[Configuration]:
+def _grouped(cell: Cell, degrees: tuple[int, ...], batches: Sequence[Lengths]) -> Iterator[Configuration]:
     for checkpointing in (False, True):
-        table = table_of(cell, Way(degrees, by_length=True, checkpointing=checkpointing))
-        units = dict.fromkeys((scheme.tp, scheme.pp) for scheme in table.schemes)
-        for tp, pp in units:
-            own, count = of_unit(table, tp, pp), cell.gpus // (tp * pp)
-            if own is None or own.max_length < cell.context or cell.gpus % (tp * pp):
-                continue
-            sizes = _spread([scheme.sp for scheme in own.schemes if scheme.sp <= count])
-            shapes = holding(mixes_of_groups(count, ParallelScheme(tp, pp), sizes), own, cell.context)
-            if shapes:
-                yield planned(f"{ParallelScheme(tp, pp)}{' AC' if checkpointing else ''}", own, shapes)
+        way = Way(degrees, by_length=True, checkpointing=checkpointing)
+        for tp, pp in dict.fromkeys((scheme.tp, scheme.pp) for scheme in table_of(cell, way).schemes):
+            found = _of_units(cell, way, tp, pp)
+            for _ in range(_TURNS):
+                if found is not None:
+                    ms = _mean_ms(found, batches)
+                    found = None if ms is None else _of_units(cell, replace(way, alone_ms=ms), tp, pp)
+            if found is not None:
+                yield found
+
+
+def _of_units(cell: Cell, way: Way, tp: int, pp: int) -> Configuration | None:
+    """Groups of units of this TP and PP; None where they do not hold the context."""
+    own, count = of_unit(table_of(cell, way), tp, pp), cell.gpus // (tp * pp)
+    if own is None or own.max_length < cell.context or cell.gpus % (tp * pp):
+        return None
+    sizes = _spread([scheme.sp for scheme in own.schemes if scheme.sp <= count])
+    shapes = holding(mixes_of_groups(count, ParallelScheme(tp, pp), sizes), own, cell.context)
+    return planned(f"{ParallelScheme(tp, pp)}{' AC' if way.checkpointing else ''}", own, shapes) if shapes else None
+
+
+def _mean_ms(configuration: Configuration, batches: Sequence[Lengths]) -> float | None:
+    """What some of the steps take in the mean; None where a sequence fits nowhere."""
+    try:
+        return fmean(configuration.plan(step, batch).predicted_ms for step, batch in enumerate(batches[:_LOOKED_AT]))
+    except PlanError:
+        return None
 
 
 def of_unit(table: CostTable, tp: int, pp: int) -> CostTable | None:

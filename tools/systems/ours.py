@@ -16,7 +16,7 @@ from tools.systems.hindsight import Configuration, StepMs, hindsight, planned_by
 
 LAYERS = {"7b": 32, "32b": 60}
 _TRIED = 3  # batches by which ours is set up
-_ULYSSES = (1, 2, 4)
+_ULYSSES = (1, 2, 4, 8, 16)
 
 
 def ds_hydra(cell: Cell, ms: StepMs) -> Configuration:
