@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ds_hydra.pipe.adapters import class_path, is_lora, linear_of, linear_path, trained_copy
 from ds_hydra.pipe.collectives import Group, copy_to_ranks, gather_last_dim, split_last_dim, sum_over_ranks
 from ds_hydra.pipe.model_plan import ParamSpec, ShardRule
 from ds_hydra.pipe.weight_gradients import Linear, linear
@@ -103,12 +104,12 @@ class TensorParallel:
         parents = {child: parent for parent in model.modules() for child in parent.children()}
         here = {prefix for path in needed for prefix in _prefixes(path)}
         for module, name in names.items():
-            if module is embedding or module is head or (name not in here and _holds_any(module)):
+            if trained_copy(module) in (embedding, head) or (name not in here and _holds_any(module)):
                 continue
             style = style_of(self.plan, name)
             if style is not None and style not in _NOT_WRAPPED:
                 self._wrap(style, name, module, parents[module])
-            elif style == "packed_colwise" and isinstance(module, nn.Linear):
+            elif style == "packed_colwise" and isinstance(linear_of(module), nn.Linear):
                 self._wrap("colwise", name, module, parents[module])
         if names[embedding] in here:
             self._vocab_parallel(embedding, names[embedding])
@@ -127,7 +128,7 @@ class TensorParallel:
 
     def _column(self, style: str, name: str, module: nn.Module, parent: nn.Module) -> None:
         forward: Callable[..., Any] = module.forward
-        shared, widths = _shared_copy(parent, self.group), self._widths(name + ".weight", 0)
+        shared, widths = _shared_copy(parent, self.group), self._widths(name, module, 0)
 
         def column(x: Tensor) -> Tensor:
             out = forward(shared(x))
@@ -136,13 +137,19 @@ class TensorParallel:
         module.forward = column  # type: ignore[method-assign]
 
     def _row(self, style: str, name: str, module: nn.Module) -> None:
-        widths = self._widths(name + ".weight", 1)
+        widths, inner = self._widths(name, module, 1), linear_of(module)
+
+        def part(x: Tensor) -> Tensor:
+            return self._linear(inner, x, None)
+
+        if inner is not module:  # what stands beside it adds its own part
+            inner.forward, part = part, module.forward  # type: ignore[method-assign]
 
         def row(x: Tensor) -> Tensor:
             if style != "rowwise":
                 x = split_last_dim(x, widths, self.tp_rank, self.group)
-            out = self._summed(self._linear(module, x, None))
-            bias = getattr(module, "bias", None)  # once, not once a rank
+            out = self._summed(part(x))
+            bias = getattr(inner, "bias", None)  # once, not once a rank
             return out if bias is None else out + bias
 
         module.forward = row  # type: ignore[method-assign]
@@ -195,15 +202,16 @@ class TensorParallel:
 
         embedding.forward = lookup  # type: ignore[method-assign]
 
-    def _widths(self, name: str, dim: int) -> tuple[int, ...]:
-        return tuple(self.specs[name].shard_shape(rank, self.tp)[dim] for rank in range(self.tp))
+    def _widths(self, name: str, module: nn.Module, dim: int) -> tuple[int, ...]:
+        spec = self.specs[linear_path(name, module) + ".weight"]
+        return tuple(spec.shard_shape(rank, self.tp)[dim] for rank in range(self.tp))
 
 
 def tensor_parallel_obstacle(model: nn.Module, plan: Mapping[str, str], ends: Sequence[nn.Module]) -> str:
     """Why a model cannot be cut by its plan, in a sentence for the user; empty where it can.
 
-    `ends` are the embedding and the head. A module that is cut must compute what `nn.Linear` computes: an adapter or a
-    parametrization around it has parameters of which the plan says nothing.
+    `ends` are the embedding and the head. A module that is cut must compute what `nn.Linear` computes, or be PEFT's
+    LoRA around one: any other adapter or parametrization has parameters of which the plan says nothing.
     """
     remedy = "use strategies with tp1 for this model"
     for name in (*(name for name, _ in model.named_modules()), *(name for name, _ in model.named_parameters())):
@@ -212,11 +220,13 @@ def tensor_parallel_obstacle(model: nn.Module, plan: Mapping[str, str], ends: Se
             return f"{name}: the tensor parallel style {style!r} of the model's plan is not implemented; {remedy}"
     for name, module in model.named_modules():
         style = style_of(plan, name)
-        if module in ends or style is None:
+        if trained_copy(module) in ends or style is None:
             continue
         cut = style in _LINEAR_RULES and _LINEAR_RULES[style] != _LINEAR_RULES["replicated_with_grad_allreduce"]
-        if cut and list(module.parameters()) and not _is_linear(module):
-            kind = f"{type(module).__module__}.{type(module).__qualname__}"
+        if cut and is_lora(module) and _summed_bias(style, module):
+            return f"{name} sums over ranks what its adapter makes, and with it the bias of its lora_B; {remedy}"
+        if cut and list(module.parameters()) and not _is_linear(linear_of(module)):
+            kind = class_path(linear_of(module))
             return f"the plan cuts {name} as a linear layer, but its weight is wrapped or computed ({kind}); {remedy}"
     embedding, head = ends
     paths = {id(module): name for name, module in model.named_modules()}
@@ -224,6 +234,10 @@ def tensor_parallel_obstacle(model: nn.Module, plan: Mapping[str, str], ends: Se
         if not plain or "weight" not in end._parameters:
             return f"{paths[id(end)]} is a {type(end).__name__}, whose rows cannot be told apart; {remedy}"
     return ""
+
+
+def _summed_bias(style: str, module: Any) -> bool:
+    return style.startswith("rowwise") and any(up.bias is not None for up in module.lora_B.values())
 
 
 def _is_linear(module: nn.Module) -> bool:

@@ -36,12 +36,14 @@ import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ds_hydra.pipe.adapters import linear_of, linear_path, run_on_own_rows
 from ds_hydra.pipe.collectives import Group, gather_last_dim
 from ds_hydra.pipe.row_collectives import (
     Pending,
@@ -70,6 +72,9 @@ class Whereabouts(Protocol):
     def inside(self) -> AbstractContextManager[None]:
         """Within it, on all tokens, until `leave` is called."""
 
+    def outside(self) -> AbstractContextManager[None]:
+        """Within it, on the own tokens."""
+
     def leave(self) -> None:
         """From here on, on the own tokens again."""
 
@@ -86,14 +91,18 @@ class TokenSharding(TensorParallel):
     def _column(self, style: str, name: str, module: nn.Module, parent: nn.Module) -> None:
         if parent not in self._blocks:
             self._blocks[parent] = _Block(parent, self.group, self._queue, self._whereabouts)
-        block, widths = self._blocks[parent], self._widths(name + ".weight", 0)
-        block.columns.append(module)
+        block, widths, inner = self._blocks[parent], self._widths(name, module, 0), linear_of(module)
+        block.columns.append(inner)
 
         def column(input: Tensor) -> Tensor:
-            out = block.output_of(module, input)
-            return out if style == "colwise" else gather_last_dim(out, widths, self.tp_rank, self.group)
+            return block.output_of(inner, input)
 
-        module.forward = column  # type: ignore[method-assign]
+        inner.forward = column  # type: ignore[method-assign]
+        if inner is not module:
+            run_on_own_rows(module, block.share_of, self._whereabouts.outside, partial(gather_rows, group=self.group))
+        forward: Callable[[Tensor], Tensor] = module.forward
+        if style != "colwise":
+            module.forward = lambda x: gather_last_dim(forward(x), widths, self.tp_rank, self.group)  # type: ignore[method-assign]
 
     def _summed(self, part: Tensor) -> Tensor:
         out = scatter_rows(part, self.group)
@@ -124,8 +133,8 @@ def blocks_of(plan: Mapping[str, str], model: nn.Module) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, module in model.named_modules():
         style = style_of(plan, name)
-        if style in COLUMN_STYLES or (style == "packed_colwise" and isinstance(module, nn.Linear)):
-            found[name] = name.rpartition(".")[0]
+        if style in COLUMN_STYLES or (style == "packed_colwise" and isinstance(linear_of(module), nn.Linear)):
+            found[linear_path(name, module)] = name.rpartition(".")[0]
         elif style == "moe_tp_experts":
             found[name] = name
     ends = (model.get_input_embeddings(), model.get_output_embeddings())  # type: ignore[operator]
@@ -210,17 +219,25 @@ class _Block:
 
     def output_of(self, module: nn.Module, x: Tensor) -> Tensor:
         """What a child makes of all rows; the first that is asked computes what all of them do."""
+        now = self._entered_by(x)
+        if not now.computed:
+            now.outputs, now.computed = self._compute(now.shard), True
+        if module not in now.outputs:
+            raise ConfigError(f'a layer of {self._kind} runs twice: set hydra.token_sharding to "off"')
+        return now.outputs.pop(module).view(*x.shape[:-1], -1)
+
+    def share_of(self, x: Tensor) -> Tensor:
+        """This rank's rows of what entered the block and stands for all rows."""
+        return self._entered_by(x).shard
+
+    def _entered_by(self, x: Tensor) -> _Entered:
         now = self._now
         if now is None or not isinstance(x, StandIn) or x.numel() != now.stand_in.numel():
             raise ConfigError(
                 f"a column-parallel layer of {self._kind} reads something else than what enters {self._kind}: "
                 'set hydra.token_sharding to "off"'
             )
-        if not now.computed:
-            now.outputs, now.computed = self._compute(now.shard), True
-        if module not in now.outputs:
-            raise ConfigError(f'a layer of {self._kind} runs twice: set hydra.token_sharding to "off"')
-        return now.outputs.pop(module).view(*x.shape[:-1], -1)
+        return now
 
     def _compute(self, shard: Tensor) -> dict[nn.Module, Tensor]:
         queue = self._queue

@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from ds_hydra.pipe.models.adapted import base_of
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.placement import place_pipeline
 from ds_hydra.pipe.shape import PipelineShape
 from ds_hydra.self_check.plain import Plain
 from ds_hydra.self_check.runs import Outcome, run_pipeline, uneven_data
+from tests.support.adapted_models import ADAPTED, ADAPTED_WITHOUT_TP
 from tests.support.case import UNUSUAL
 from tests.support.changed_models import CHANGED, CHANGED_LINEARS
 from tests.support.families import VOCAB, build_model, reference_model
@@ -37,10 +39,10 @@ def _apart(value: Tensor, reference: Tensor, least: float) -> float:
     return float((value - reference).abs().max()) / max(least, float(reference.abs().max()))
 
 
-@pytest.mark.parametrize("name", [*UNUSUAL, *CHANGED, *CHANGED_LINEARS])
+@pytest.mark.parametrize("name", [*UNUSUAL, *CHANGED, *CHANGED_LINEARS, *ADAPTED, *ADAPTED_WITHOUT_TP])
 def test_same_as_the_plain_model(name: str) -> None:
-    shape = PipelineShape.parse(WITHOUT_TP if name in CHANGED_LINEARS else MIXED)
+    shape = PipelineShape.parse(WITHOUT_TP if name in (*CHANGED_LINEARS, *ADAPTED_WITHOUT_TP) else MIXED)
     plain = Plain(reference_model(name, torch.float64)).outcome(DATA)
-    source = CausalLM(build_model(name, torch.float64))
+    source = CausalLM(base_of(build_model(name, torch.float64)))
     apart = difference(run_pipeline(source, place_pipeline(shape, 0, source.plan.num_layers), DATA), plain)
     assert max(apart.values()) < 1e-9, max(apart.items(), key=lambda item: item[1])

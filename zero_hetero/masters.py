@@ -12,7 +12,7 @@ parameters of bucket 0, of 2 and 3 elements; with one group for both it gets one
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -59,7 +59,10 @@ class MasterShards:
         num_ranks: int,
         device: torch.device | str,
         dtype: torch.dtype = torch.float32,
+        *,
+        trained: bool = True,
     ):
+        """Without `trained` the gradients are zeros that take no memory and must not be written to."""
         self.buckets = tuple(buckets)
         self.rank = rank
         self.num_ranks = num_ranks
@@ -67,7 +70,7 @@ class MasterShards:
         sizes = [layout.sizes[rank] for layout in self.layouts]
         # One tensor for all buckets, so that norm and clipping run over one long interval.
         self.flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
-        self.flat_grad = torch.zeros_like(self.flat)
+        self.flat_grad = torch.zeros_like(self.flat) if trained else self.flat.new_zeros(1).expand(self.flat.shape)
         self.shards: list[Tensor] = list(self.flat.split(sizes))
         self.grads: list[Tensor] = list(self.flat_grad.split(sizes))
         self.spans: list[OptimizerSpan] = []
@@ -134,15 +137,20 @@ class MasterShards:
         *,
         source: Sequence[Tensor] | None = None,
         ranks: Sequence[int] | None = None,
+        names: Collection[str] | None = None,
     ) -> dict[str, Tensor]:
         """Whole parameters by name, flat in master order, on CPU; called on all ranks together.
 
         `source`: what to gather, per bucket like `shards` (default: the shards). `ranks`: who gets them (default:
-        all); the others get an empty dictionary. Goes bucket by bucket, so a device holds one whole bucket.
+        all); the others get an empty dictionary. `names`: of which parameters (default: all). Goes bucket by bucket, so
+        a device holds one whole bucket.
         """
         receivers = range(self.num_ranks) if ranks is None else ranks
         gathered: dict[str, Tensor] = {}
         for bucket, spec in enumerate(self.buckets):
+            wanted_here = [names is None or name in names for name, _ in spec.params]
+            if not any(wanted_here):
+                continue
             local = (self.shards if source is None else source)[bucket].detach()
             # A whole bucket is a layout too: everything on the receivers, nothing elsewhere.
             wanted = [(0, spec.numel if rank in receivers else 0) for rank in range(self.num_ranks)]
@@ -152,7 +160,8 @@ class MasterShards:
             if self.rank in receivers:
                 values = whole.cpu().split([numel for _, numel in spec.params])
                 # Cloned, so that who keeps one parameter does not keep the whole bucket.
-                gathered |= {name: value.clone() for (name, _), value in zip(spec.params, values, strict=True)}
+                triples = zip(spec.params, values, wanted_here, strict=True)
+                gathered |= {name: value.clone() for (name, _), value, asked in triples if asked}
         return gathered
 
     def _cut_pieces(self) -> Iterator[OwnedPiece]:

@@ -11,7 +11,7 @@ A gather needs what has entered. So the next bucket's first step comes before it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -59,17 +59,24 @@ class Pulls:
         self.scratch_bytes = end_of(windows)
         self._scratch = scratch or Scratch(self.shards[0].device, self.scratch_bytes)
 
-    def start(self) -> None:
-        """Start all pulls; from now on no buffer may be read before `wait` of its bucket, and no shard may change."""
+    def start(self, kept: Collection[int] = ()) -> None:
+        """Start all pulls; from now on no buffer may be read before `wait` of its bucket, and no shard may change.
+
+        Buckets in `kept`, the same on all ranks, are not pulled: their buffers hold what the shards do.
+        """
         if self._handles:
             raise RuntimeError(f"pulls of buckets {sorted(self._handles)} are still under way; call finish() first")
+        before: Movement | None = None
         with torch.no_grad():
             for index, link in enumerate(self.links):
+                if index in kept:
+                    continue
                 buffer = self.buffers[index]
                 space = self._scratch.at(self._spaces[index], buffer.dtype)
-                self._handles[index] = link.pull(self._cast(index), buffer, tag=self.first_tag + index, scratch=space)
-                if self.early and index > 0:
-                    finish_steps([self._handles[index - 1]])
+                handle = link.pull(self._cast(index), buffer, tag=self.first_tag + index, scratch=space)
+                if self.early and before is not None:
+                    finish_steps([before])
+                self._handles[index] = before = handle
             finish_steps(list(self._handles.values()))
 
     def wait(self, bucket: int) -> None:

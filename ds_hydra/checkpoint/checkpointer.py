@@ -225,7 +225,7 @@ class Checkpointer:
     def _install(self, manifest: Manifest, loaded: state.LoadedTensors, parts: PartsToLoad) -> None:
         """Put what was read into the engine. What may fail was done before: other ranks are installing theirs."""
         engine = self._engine
-        state.install_masters(loaded)
+        state.install_masters(loaded, self._masters)
         if not parts.progress:
             return
         state.install_random(loaded, engine.device)

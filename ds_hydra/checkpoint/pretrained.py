@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +32,15 @@ _TOKENIZER = (
 )
 
 
-def gather_weights(masters: ModelMasters, transport: Transport, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Every parameter in its own shape and in `dtype`, on rank 0; an empty dictionary on the others."""
+def gather_weights(
+    masters: ModelMasters, transport: Transport, dtype: torch.dtype, names: Collection[str] | None = None
+) -> dict[str, Tensor]:
+    """Parameters by name (None: all of them), in their own shapes and in `dtype`, on rank 0; none on the others."""
     # Cast before they travel: half the bytes on the wire, and in rank 0's memory.
     flat: dict[str, Tensor] = {}
     for shards in (masters.trained, masters.frozen):
         source = [shard.detach().to(dtype) for shard in shards.shards]
-        flat |= shards.gather_full(transport, source=source, ranks=[0])
+        flat |= shards.gather_full(transport, source=source, ranks=[0], names=names)
     params = {p.name: p for bucket in masters.buckets for p in bucket.params}
     return {
         name: from_flat(value, params[name].shape, params[name].rule.dim, params[name].rule.parts).contiguous()
@@ -57,8 +59,9 @@ def write_pretrained(
 ) -> None:
     """Write safetensors shards, config and tokenizer; files appear in `folder` only when all are complete.
 
-    A model that is no `PreTrainedModel` gets its weights in one file. The tokenizer is the one given, or that of the
-    folder which the model was loaded from.
+    `aliases` maps the model's names to those of `weights`. Of PEFT's models their own `save_pretrained` writes the
+    adapters; a model that has none gets its weights in one file. The tokenizer is the one given, or that of the folder
+    which the model was loaded from.
     """
     temporary = folder.with_name(f".tmp-{folder.name}")
     remove(temporary)
@@ -99,15 +102,21 @@ def _move_into(temporary: Path, folder: Path) -> None:
     replaced by itself, and the index, without which no loader looks at pieces, comes when all of them are there.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    for inner in [path for path in temporary.iterdir() if path.is_dir()]:  # of an adapter with a name of its own
+        _move_into(inner, folder / inner.name)
+        inner.rmdir()
+    card = folder / "README.md"  # PEFT writes one that says little: not in place of a user's
     fresh = sorted(temporary.iterdir(), key=lambda path: path.name == _INDEX)
+    fresh = [path for path in fresh if path.name != card.name or not card.exists()]
     for path in fresh:
         fsync_path(path)
     for path in fresh:
         os.replace(path, folder / path.name)
     names = {path.name for path in fresh}
-    for old in [*folder.glob("model-*-of-*.safetensors"), folder / _INDEX, folder / _SINGLE]:
-        if old.name not in names:
-            remove(old)
+    if names & {_INDEX, _SINGLE}:  # and not adapters, which may lie beside the model that they are of
+        for old in [*folder.glob("model-*-of-*.safetensors"), folder / _INDEX, folder / _SINGLE]:
+            if old.name not in names:
+                remove(old)
     fsync_path(folder)
 
 
@@ -117,6 +126,7 @@ def load_pretrained(masters: ModelMasters, folder: Path, aliases: Mapping[str, s
     Where the folder's names are not the model's, rank 0 loads it by `from_pretrained` and shares it, one parameter at
     a time. Raises CheckpointError on all ranks.
     """
+    masters.revision += 1
     places: dict[str, tuple[Path, str]] = {}
     error: Exception | None = None
     try:

@@ -289,8 +289,9 @@ def _assemble(reader: RangeReader, mine: Sequence[tuple[SavedParam, int, int]], 
     return whole
 
 
-def install_masters(loaded: LoadedTensors) -> None:
-    """Copy the values that were read into the master shards."""
+def install_masters(loaded: LoadedTensors, masters: ModelMasters) -> None:
+    """Copy the values that were read into the shards of the masters."""
+    masters.revision += 1
     with torch.no_grad():
         for shard, values in loaded.shards:
             shard.copy_(values)

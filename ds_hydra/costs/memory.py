@@ -64,7 +64,7 @@ class Needs:
 
     scheme: Shape
     stage: int
-    masters: int  # parameters and gradients, 1/N
+    masters: int  # parameters and gradients, 1/N; of frozen ones the parameters, in the compute dtype
     optimizer: int  # its state, 1/N
     params: int
     grads: int
@@ -192,8 +192,10 @@ class JobMemory:
             (self._held(pipeline, index) for pipeline in alike if pipeline == shape or pipeline.parts == 2),
             key=lambda held: held.total,
         )
-        total = sum(bucket.numel for bucket in self.plan.buckets if bucket.trainable)
-        share = math.ceil(total / self.num_ranks)
+        share, frozen = (
+            math.ceil(sum(bucket.numel for bucket in self.plan.buckets if bucket.trainable is kind) / self.num_ranks)
+            for kind in (True, False)
+        )
         layers = max(stage.num_layers for stage in placed)
         last = any(stage.ranges[-1].last == self.plan.num_layers for stage in placed)
         per_batch = layers * kept.layer + (kept.first if index == 0 else 0.0) + (kept.last if last else 0.0)
@@ -206,7 +208,7 @@ class JobMemory:
         return Needs(
             scheme,
             index,
-            masters=2 * share * self.master_bytes,
+            masters=2 * share * self.master_bytes + frozen * self.param_bytes,
             optimizer=self.optimizer_states * share * self.master_bytes,
             params=held.params,
             grads=held.grads,

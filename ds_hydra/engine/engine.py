@@ -27,6 +27,7 @@ from ds_hydra.engine.saving import Saving
 from ds_hydra.engine.signals import Signals
 from ds_hydra.host.host_engine import HostEngine
 from ds_hydra.host.launch import launched_node_size
+from ds_hydra.pipe.models.adapted import NAMES_OF_PEFT, base_of, is_peft_model
 from ds_hydra.pipe.models.meta_copy import release_parameters
 from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.ranks.together import first_channel, together
@@ -45,18 +46,19 @@ class HydraEngine(HostEngine):
 
     def __init__(self, parsed: ParsedConfig, model: Any, **arguments: Any) -> None:
         with together(first_channel(), "reading the model and the data"):
-            super().__init__(parsed, model, **arguments)
-            config = self.hydra_config
-            give_buffers(model, config.initial_weights)
+            base = base_of(model)  # adapters lie within it; what PEFT has around it is not run
+            super().__init__(parsed, base, **arguments)
+            self.module, config = model, self.hydra_config
+            give_buffers(base, config.initial_weights)
             # The job is what stays the same when the ranks change; `assemble` adds what belongs to the present ranks.
-            source, clipping = self.source_of(model), self.gradient_clipping()
-            self.job = Job(config, source, model, self.recipe, self.data, self.sampler, self.types, clipping)
+            source, clipping = self.source_of(base), self.gradient_clipping()
+            self.job = Job(config, source, base, self.recipe, self.data, self.sampler, self.types, clipping)
         self._signals = Signals()
         self.assemble()
         # The masters have taken the values. Dropping both references frees the model's own parameters: otherwise each
         # rank would hold the whole model beside its share of it.
         self.job.source.values = {}
-        release_parameters(model)
+        release_parameters(base)
         if config.checkpoint is not None:
             self._signals.install()
         self.saving.resume()
@@ -159,7 +161,8 @@ class HydraEngine(HostEngine):
         Every rank must call it, and gets all of them.
         """
         full = self.crew.masters.gather(self.crew.world.links)
-        return {path: full[name] for path, name in self.job.source.aliases.items()}
+        before = NAMES_OF_PEFT if is_peft_model(self.module) else ""
+        return {before + path: full[name] for path, name in self.job.source.aliases.items()}
 
     def save_checkpoint(
         self,
@@ -216,7 +219,8 @@ class HydraEngine(HostEngine):
         """Write the model, in the type that it is computed in, as a folder that `from_pretrained` loads.
 
         Rank 0 gathers and writes safetensors shards, config and tokenizer (the one given, or the one beside the model
-        that was loaded). The folder's file names are Hugging Face's. Every rank must call it.
+        that was loaded). The folder's file names are Hugging Face's. Of a PEFT model the adapters are written, as
+        `PeftModel.from_pretrained` loads them. Every rank must call it.
         """
         if save_filename is not None or exclude_frozen_parameters:
             raise CheckpointError(

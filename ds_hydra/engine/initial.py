@@ -7,6 +7,7 @@ from typing import Any
 
 from ds_hydra.checkpoint.pretrained import load_pretrained, stored_buffers
 from ds_hydra.engine.job import Job
+from ds_hydra.pipe.models.adapted import has_adapters
 from ds_hydra.pipe.models.unset import drawn_parameter, set_buffers, unset_buffers
 from ds_hydra.ranks.together import together
 from ds_hydra.ranks.world import World
@@ -31,6 +32,11 @@ def give_masters(masters: ModelMasters, job: Job, world: World) -> None:
     Raises ConfigError or CheckpointError on all ranks.
     """
     where = job.config.initial_weights
+    if where is not None and has_adapters(job.model):
+        raise ConfigError(
+            f"hydra.initial_weights is {where!r} but the model has adapters, which begin as PEFT draws them: remove "
+            "the setting, and load the base's weights before get_peft_model()"
+        )
     if where is None:
         masters.load(job.source.values, world.group)
     elif where == RANDOM:

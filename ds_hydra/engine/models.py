@@ -7,6 +7,7 @@ from typing import Any
 from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
+from ds_hydra.pipe.models.adapted import base_of
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.models.layer_list import LayerList
 from ds_hydra.pipe.stage import ModelSource
@@ -17,6 +18,7 @@ def model_source(model: Any, *, activation_checkpointing: bool, token_sharding: 
     """The source of stages for the kind of model that was given. ConfigError if its layers cannot be found."""
     from transformers import PreTrainedModel
 
+    model = base_of(model)
     if isinstance(model, PipelineModule):
         if activation_checkpointing:
             raise ConfigError(

@@ -13,6 +13,7 @@ from ds_hydra.checkpoint.pretrained import gather_weights, load_pretrained, writ
 from ds_hydra.engine.crew import Crew
 from ds_hydra.engine.signals import LEAVE, NOTHING, Signals
 from ds_hydra.host.host_engine import HostEngine
+from ds_hydra.pipe.models.adapted import is_peft_model, names_with_adapters
 from ds_hydra.zero_hetero.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -87,10 +88,13 @@ class Saving:
         self._crew.checkpoints.writer.wait()
 
     def save_pretrained(self, folder: str | Path, *, max_shard_size: str, tokenizer: Any) -> None:
-        """Rank 0 gathers the model in its compute type and writes what `from_pretrained` loads."""
-        crew, world = self._crew, self._crew.world
+        """Rank 0 gathers the model, or PEFT's adapters, in its compute type and writes what `from_pretrained` loads."""
+        crew, world, aliases = self._crew, self._crew.world, self._crew.job.source.aliases
+        if is_peft_model(self._host.module):
+            aliases = names_with_adapters(crew.job.model, aliases)
         with crew.together("saving"):
-            weights = gather_weights(crew.masters, world.links, crew.job.types.compute)
+            names = frozenset(aliases.values())
+            weights = gather_weights(crew.masters, world.links, crew.job.types.compute, names)
             # Rank 0's error is told to all, so that every rank raises it. If only rank 0 raised, the others would go on
             # to the next step and wait for it there.
             error: Exception | None = None
@@ -100,7 +104,7 @@ class Saving:
                         Path(folder),
                         self._host.module,
                         weights,
-                        crew.job.source.aliases,
+                        aliases,
                         max_shard_size=max_shard_size,
                         tokenizer=tokenizer,
                     )

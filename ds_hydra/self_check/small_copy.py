@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_hydra.pipe.models.adapted import adapt_alike
 from ds_hydra.pipe.models.refusals import find_layers
 from ds_hydra.pipe.shape import PipelineShape
 from ds_hydra.self_check.changes import changes_since
@@ -53,8 +54,8 @@ def _small_widths(model: Any, schemes: Sequence[PipelineShape]) -> SmallCopy:
         heads = int(text.num_attention_heads)
         kv_heads = getattr(text, "num_key_value_heads", None) or heads
         config = shrunk_config(model.config, layers, head_divisor(heads, kv_heads, schemes))
-        small = _made_by(type(model), config, torch.device("cpu"))
-        changes = changes_since(model, _made_by(type(model), model.config, torch.device("meta")))
+        small = _made_by(model, config, torch.device("cpu"))
+        changes = changes_since(model, _made_by(model, model.config, torch.device("meta")))
         if changes is None:
             raise NoCopyError("it is not made in small: its parameters or methods are not those that its config makes")
         path = find_layers(model, text.num_hidden_layers)
@@ -67,12 +68,15 @@ def _small_widths(model: Any, schemes: Sequence[PipelineShape]) -> SmallCopy:
     return SmallCopy(small, layers)
 
 
-def _made_by(kind: type[Any], config: Any, device: torch.device) -> Any:
-    """A model of a class and a config, in FP64, with the attention that defines what the model computes."""
+def _made_by(model: Any, config: Any, device: torch.device) -> Any:
+    """A model of the class of `model` and a config, in FP64, with the attention that defines what it computes, and with
+    the same kind of adapters."""
     config = copy.deepcopy(config)
     extra = {"experts_implementation": "eager"} if hasattr(config, "_experts_implementation") else {}
     with device:
-        return kind._from_config(config, attn_implementation="eager", dtype=torch.float64, **extra).double()
+        made = type(model)._from_config(config, attn_implementation="eager", dtype=torch.float64, **extra)
+        adapt_alike(made, model)
+        return made.double()
 
 
 def _in_few_layers(name: str, layers_path: str, layers: int) -> str:

@@ -26,6 +26,7 @@ class Arena:
     params: Tensor  # compute dtype
     grads: Tensor  # where the gradients of micro-batches add up
     scratch: Scratch  # as large as the present strategy needs
+    filled: tuple[object, int] | None = None  # who has pulled all of `params`, from which revision of the masters
 
     @classmethod
     def for_strategies(

@@ -36,7 +36,8 @@ class ModelMasters:
                 "every parameter of the model is frozen: there is nothing to train; call requires_grad_() on some"
             )
         self.trained = MasterShards(trained, rank, num_ranks, device, master)
-        self.frozen = MasterShards(kept, rank, num_ranks, device, frozen)
+        self.frozen = MasterShards(kept, rank, num_ranks, device, frozen, trained=False)
+        self.revision = 0  # how often values came from elsewhere than the optimizer; equal on all ranks
         self.shards = tuple(self._pick(self.trained.shards, self.frozen.shards))
 
     def _pick(self, trained: Sequence[Tensor], frozen: Sequence[Tensor]) -> Iterator[Tensor]:
@@ -56,6 +57,7 @@ class ModelMasters:
         `group` holds all ranks of the masters; None is a rank alone. Raises ConfigError on every rank when no rank
         has a parameter.
         """
+        self.revision += 1
         rank, num_ranks = self.trained.rank, self.trained.num_ranks
         params = [(param, bucket.trainable) for bucket in self.buckets for param in bucket.params]
         device = self.trained.flat.device
@@ -82,6 +84,7 @@ class ModelMasters:
 
     def draw(self, drawn: Callable[[str], Tensor]) -> None:
         """Take initial values that any rank can make, by name: each makes what it owns a part of, one at a time."""
+        self.revision += 1
         rules = {param.name: param.rule for bucket in self.buckets for param in bucket.params}
         for masters in (self.trained, self.frozen):
             for piece in masters.pieces():

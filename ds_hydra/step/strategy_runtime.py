@@ -90,6 +90,9 @@ class StrategyRuntime:
             activity=activity, watch=self._watch,
         )  # fmt: skip
         self._awaited: set[int] = set()  # buckets whose pull this step has not yet waited for
+        self._masters = masters
+        self._frozen = frozenset(i for i, bucket in enumerate(source.plan.buckets) if not bucket.trainable)
+        self._kept: frozenset[int] = frozenset()  # buckets that the last start did not pull
 
     def _link(self, plan: ModelPlan, masters: ModelMasters, world: World, wire_dtype: torch.dtype) -> None:
         """Cut the arena into buckets, make parameters their views, and link them with the masters."""
@@ -156,14 +159,18 @@ class StrategyRuntime:
 
     def _start_pulls(self) -> None:
         self._watch.take()  # laps of a step that an error has ended, or of an evaluation
-        self._awaited = set(self._bucket_of.values())
+        # Frozen parameters stay what they are. If nobody else has used the memory since, they are still there.
+        here = self._arena.filled == (self, self._masters.revision)
+        self._arena.filled, self._kept = None, self._frozen if here else frozenset()
+        self._awaited = set(self._bucket_of.values()) - self._kept
         self._arena.scratch.fit(self.scratch_bytes)
         with self._watch.lap("pull", stage=self.stage_index):
-            self.pulls.start()
+            self.pulls.start(self._kept)
 
     def _finish_pulls(self) -> None:
         with self._watch.lap("pull", stage=self.stage_index):
             self.pulls.finish()
+        self._arena.filled = self, self._masters.revision
 
     def _before_use(self, name: str) -> None:
         # This is called for every use of every parameter, in every micro-batch; only the first waits.
@@ -199,16 +206,16 @@ class StrategyRuntime:
         self._start_pulls()
         slots = evaluation_slots(known, self.num_stages, self.stage_index)
         loss = self.stage_runtime.run(slots, batches)
-        self.pulls.finish()
+        self._finish_pulls()
         for part in self.parts:
             part.module.train()
         return loss
 
     @property
     def pull_bytes(self) -> int:
-        """Bytes that this rank receives in a pull."""
+        """Bytes that this rank received in the last pull."""
         size = self._arena.params.dtype.itemsize
-        return size * sum(link.received_numel for link in self.pulls.links)
+        return size * sum(link.received_numel for i, link in enumerate(self.pulls.links) if i not in self._kept)
 
     @property
     def push_bytes(self) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_hydra.pipe.adapters import adapter_rule, ends_of, linear_of, plain_name
 from ds_hydra.pipe.attention import interface as attention
 from ds_hydra.pipe.model_plan import ModelPlan, ParamSpec, ShardRule, make_buckets
 from ds_hydra.pipe.models.causal_stage import CausalStage
@@ -120,7 +121,7 @@ class CausalLM:
         heads = int(getattr(config, "num_attention_heads", 0) or 0)
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         units = dict.fromkeys(_QUERY_MODULES, heads) | dict.fromkeys(_KEY_VALUE_MODULES, kv_heads)
-        ends = (model.get_input_embeddings(), model.get_output_embeddings())
+        ends = ends_of(model)
         modules = {id(module): path for path, module in model.named_modules()}
         vocabulary = {modules[id(module)] for module in ends}
         in_vocabulary = {name for path, name in self.aliases.items() if path.rpartition(".")[0] in vocabulary}
@@ -133,8 +134,10 @@ class CausalLM:
             elif styled:
                 rule = ShardRule()
             else:
-                own = units | self._kv_heads_of(name)
-                rule = unnamed.rule(name) or shard_rule(self.style_plan, name, shape, own)
+                plain = plain_name(name)
+                own = units | self._kv_heads_of(plain)
+                found = adapter_rule(name, shard_rule(self.style_plan, plain, shape, own))
+                rule = unnamed.rule(name) or found
                 rule = ShardRule(gradient="partial") if name in tokens.partial else rule
             specs[name] = ParamSpec(name, shape, rule, parameter.requires_grad)
         flow = self.flow
@@ -145,8 +148,10 @@ class CausalLM:
             groups[index] = (bucket, names - placed)
             placed |= names
         everywhere = frozenset().union(flow.first, *flow.layers)
+        # What PEFT trains a copy of is left in the model, and nobody reads it.
+        beside = {name for name in frozenset(specs) - everywhere if specs[name].trainable}
         self.plan = ModelPlan(
-            make_buckets(groups, specs), flow.first, flow.layers, flow.last | (frozenset(specs) - everywhere),
+            make_buckets(groups, specs), flow.first, flow.layers, flow.last | beside,
             heads, kv_heads, self._heads_cut(specs),
             no_tp=styled or unnamed.obstacle, no_pp=self._pipeline_obstacle(), no_slices=flow.no_slices,
             no_token_sharding=tokens.obstacle,
@@ -163,7 +168,7 @@ class CausalLM:
         if module not in _KEY_VALUE_MODULES:
             return {}
         owner: Any = self.template.get_submodule(attention_path)
-        size, keys = getattr(owner, "head_dim", None), getattr(owner, "k_proj", None)
+        size, keys = getattr(owner, "head_dim", None), linear_of(getattr(owner, "k_proj", owner))
         rows = keys.weight.shape[0] if isinstance(keys, torch.nn.Linear) else 0
         if not isinstance(size, int) or not rows or rows % size:
             return {}
@@ -171,7 +176,7 @@ class CausalLM:
 
     def _heads_cut(self, names: Mapping[str, ParamSpec]) -> bool:
         sample = f"{self.layers_path}.0."
-        modules = {name.rpartition(".")[0] for name in names if name.startswith(sample)}
+        modules = {plain_name(name).rpartition(".")[0] for name in names if name.startswith(sample)}
         return any(
             style_of(self.style_plan, module) == "colwise"
             and module.rpartition(".")[2] in (*_QUERY_MODULES, *_KEY_VALUE_MODULES)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ds_hydra.pipe.adapters import ends_of
 from ds_hydra.pipe.loss import blockwise_loss
 from ds_hydra.pipe.models.cut import CutForward, Given, from_wire, hidden_in, to_wire, with_hidden
 from ds_hydra.pipe.models.draws import Draws, Keys
@@ -42,7 +43,7 @@ class CausalStage(StageModule):
         self._recomputes_all = source.activation_checkpointing
         needed = source.plan.needed(place.stage)
         names = {path: name for path, name in source.aliases.items() if name in needed}
-        head = model.get_output_embeddings()
+        embedding, head = ends_of(model)
         # What the head's weight gradient waits for has a number for each word of the vocabulary: too large to keep.
         of_head = {names[path] for path in names if model.get_submodule(path.rpartition(".")[0]) is head}
         readers: Mapping[str, Collection[str]] = source.flow.readers
@@ -57,7 +58,7 @@ class CausalStage(StageModule):
             if shards
             else TensorParallel(*rank, linear=self.linear)
         )
-        parallel.install(model, model.get_input_embeddings(), head, needed=frozenset(names))
+        parallel.install(model, embedding, head, needed=frozenset(names))
         self._doors, self._first_position = source.flow.doors, source.first_position
         split_rotary_by_length(model, lambda: self._pack)
         self._pack = Pack((0,))

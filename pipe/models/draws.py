@@ -106,6 +106,10 @@ class Draws:
         """See `Whereabouts`."""
         return self._running(replace(self._now, own=False))
 
+    def outside(self) -> AbstractContextManager[None]:
+        """See `Whereabouts`."""
+        return self._running(replace(self._now, own=self._shards))
+
     def leave(self) -> None:
         """See `Whereabouts`."""
         self._now = replace(self._now, own=self._shards)

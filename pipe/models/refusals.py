@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ds_hydra.pipe.model_plan import ParamSpec
+from ds_hydra.pipe.models.adapted import refuse_adapters
 from ds_hydra.zero_hetero.errors import ConfigError
 
 # Settings of an embedding that packs and stages would not keep -> why.
@@ -39,7 +40,10 @@ def refuse_unsupported(model: Any) -> None:
         raise ConfigError(f"{name}: the router's auxiliary loss is not supported; set output_router_logits to false")
     if model.get_output_embeddings() is None:
         raise ConfigError(f"{name} has no language modelling head; use its ...ForCausalLM class")
+    if getattr(model, "is_quantized", False):
+        raise ConfigError(f"{name} has quantized weights, which ranks cannot share: load it without quantization")
     _refuse_skipped_layers(model)
+    refuse_adapters(model)
     _refuse_embeddings(model)
 
 

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ds_hydra.pipe.adapters import plain_name
 from ds_hydra.pipe.models.cut import hidden_in
 from ds_hydra.pipe.models.lone_rank import Seen, look
 from ds_hydra.pipe.models.meta_copy import give_values, place_on
@@ -123,7 +124,7 @@ def _partial(source: CausalLM, whole: Seen, shared: Seen) -> list[str]:
     for name, spec in source.specs.items():
         if not spec.trainable or spec.rule.dim is not None:
             continue
-        module, _, leaf = name.rpartition(".")
+        module, _, leaf = plain_name(name).rpartition(".")
         if leaf == "bias" and (style_of(source.style_plan, module) or "").startswith("rowwise"):
             found.append(name)  # added to the own tokens of what leaves the layer, where its input has all
             continue

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import chain
 
+from tests.support.adapted_models import ADAPTED, ADAPTED_WITHOUT_TP
 from tests.support.case import AMPLIFYING, BFLOAT16, CHANGING, CHANGING_8, FLOAT32, NO_GRADIENT, UNUSUAL, Case
 from tests.support.changed_models import CHANGED, CHANGED_LINEARS
 from tests.support.families import FAMILIES, LAYER_LIST, OTHER_DEPTHS
@@ -82,6 +83,34 @@ def _drawing() -> Iterator[Case]:
         quick=True,
     )
     yield Case("dropout on 8 ranks", "dropout (Phi)", CHANGING_8, draws=True)
+
+
+def _adapted() -> Iterator[Case]:
+    """Models with PEFT's adapters, which are trained beside frozen weights."""
+    for family in ADAPTED:
+        base = Case(family, family, (*CHANGING, "tp2sp2"), draws="dropout" in family, steps=6)
+        yield base
+        yield replace(
+            base, name=f"{family}, slices", strategies=("tp2pp2/v", "pp4/list", "tp4"), steps=3,
+            slices=True, recompute=True,
+        )  # fmt: skip
+        yield replace(
+            base, name=f"{family}, split", strategies=("tp2pp2/zb-h1", "tp2pp2/v", "sp2 + pp2/zb-h1"), steps=3
+        )
+        quick = family == "lora and whole modules"
+        yield replace(base, name=f"{family}, all tokens", strategies=CHANGING, token_sharding=False, quick=quick)
+    base = Case("", "lora", CHANGING)
+    yield replace(base, name="lora, one strategy", strategies=("tp2pp2",), steps=3, quick=True)
+    dropout = replace(base, family="lora with dropout", draws=True)
+    yield replace(dropout, name="lora with dropout, V", strategies=("tp2pp2/v",), slices=True, steps=1, quick=True)
+    yield replace(base, name="lora bf16", dtype=BFLOAT16)
+    yield replace(base, name="lora fp32", dtype=FLOAT32, optimizer="SGD")
+    yield replace(dropout, name="lora, checkpointed", activation_checkpointing=True)
+    yield replace(base, name="lora, phases", strategies=("2*tp2 then tp4", "4*tp1 then 2*pp2"))
+    yield replace(base, name="lora on 8 ranks", strategies=CHANGING_8)
+    yield replace(base, name="lora, nodes of 2 ranks", node_size=2)
+    for family in ADAPTED_WITHOUT_TP:
+        yield Case(family, family, CHANGING_WITHOUT_TP)
 
 
 def _options() -> Iterator[Case]:
@@ -182,7 +211,8 @@ def _some_with_all_tokens(cases: Iterable[Case]) -> Iterator[Case]:
         yield replace(case, token_sharding=False) if case.has_tp and with_tp % 3 == 0 else case
 
 
-CASES: tuple[Case, ...] = tuple(
-    _some_with_all_tokens(chain(_fixed(), _families(), _unusual(), _drawing(), _options(), _phased(), scheduled()))
+CASES: tuple[Case, ...] = (
+    *_some_with_all_tokens(chain(_fixed(), _families(), _unusual(), _drawing(), _options(), _phased(), scheduled())),
+    *_adapted(),
 )
 assert len({case.name for case in CASES}) == len(CASES), "every row has a name of its own"

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ds_hydra.engine.models import model_source
 from ds_hydra.pipe.dropout import sequence_key, step_key, token_keys
+from ds_hydra.pipe.models.adapted import NAMES_OF_PEFT
 from ds_hydra.pipe.stage import from_flat
 from ds_hydra.plan.phase import THEN
 from ds_hydra.planner import PhasedPlanner, Span, parse_phases, save_plans
@@ -238,7 +239,7 @@ def _train(rank: int, case: Case, data: Sequence[Sample]) -> RankRun | None:
         steps.append(RankStep(plan.strategy, plan.sequence_ids, microbatches, before, result))
     masters, optimizer = engine.crew.masters.trained, engine.optimizer
     moments = {key: _whole(engine, masters.optimizer_state(optimizer, key)) for key in MOMENTS[case.optimizer]}
-    parameters = engine.fp32_state_dict()
+    parameters = {name.removeprefix(NAMES_OF_PEFT): value for name, value in engine.fp32_state_dict().items()}
     assert not any(torch.isnan(value).any() for value in parameters.values()), "parameters are finite"
     shares = case.has_tp and engine.job.source.plan.token_sharding
     return RankRun(tuple(steps), parameters, moments, shares) if rank == 0 else None

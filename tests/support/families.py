@@ -1,7 +1,8 @@
 """Tiny models of many families for tests: a name in, a freshly initialised model out, the same in every process.
 
-Names are keys of FAMILIES, of HARD_MODELS, of CHANGED and CHANGED_LINEARS (a Llama that was changed), "layer_list" for
-a DeepSpeed `PipelineModule` with a tied layer, or the path of a Hugging Face config file.
+Names are keys of FAMILIES, of HARD_MODELS, of CHANGED and CHANGED_LINEARS (a Llama that was changed), of ADAPTED and
+ADAPTED_WITHOUT_TP (a model with PEFT's adapters), "layer_list" for a DeepSpeed `PipelineModule` with a tied layer, or
+the path of a Hugging Face config file.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds_hydra.pipe.attention.backends import varlen_attention
+from ds_hydra.pipe.models.adapted import base_of
 from ds_hydra.pipe.rows import Pack
+from tests.support.adapted_models import adapted, base_family
 from tests.support.changed_models import CHANGED, CHANGED_LINEARS
 from tests.support.hard_models import HARD_MODELS
 
@@ -76,7 +79,7 @@ NEEDS_EAGER = frozenset({"gemma2", "gpt_oss"})
 
 def hf_config(family: str) -> Any:
     """The Hugging Face config of a family, or of a config file."""
-    family = "llama" if family in CHANGED or family in CHANGED_LINEARS else family
+    family = "llama" if family in CHANGED or family in CHANGED_LINEARS else base_family(family)
     if family in FAMILIES or family in HARD_MODELS:
         model_type, settings = FAMILIES.get(family) or HARD_MODELS[family]
         return AutoConfig.for_model(model_type, **settings)
@@ -106,7 +109,7 @@ def build_model(family: str, dtype: torch.dtype, attention: str | None = None) -
     change = CHANGED.get(family) or CHANGED_LINEARS.get(family)
     if change is not None:
         change(model)
-    return model
+    return model if family == base_family(family) else adapted(family, model)
 
 
 def reference_model(family: str, dtype: torch.dtype) -> nn.Module:
@@ -118,7 +121,7 @@ def reference_model(family: str, dtype: torch.dtype) -> nn.Module:
     config = hf_config(family)
     if config.model_type in NEEDS_EAGER or getattr(config, "attention_dropout", 0.0):
         attention = "eager" if dtype != torch.float64 else "dense"  # eager has an FP32 softmax in any dtype
-    return build_model(family, dtype, attention)
+    return base_of(build_model(family, dtype, attention))
 
 
 def _spread(model: Any) -> Any:

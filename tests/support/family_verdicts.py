@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ds_hydra.pipe.models.adapted import base_of
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.placement import Strategy, place_pipeline
 from ds_hydra.pipe.shape import PipelineShape
@@ -20,6 +21,7 @@ from ds_hydra.self_check.compare import compare, finite
 from ds_hydra.self_check.plain import Plain
 from ds_hydra.self_check.runs import Data, Outcome, run_pipeline, uneven_data
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
+from tests.support.adapted_models import ADAPTED, ADAPTED_WITHOUT_TP
 from tests.support.case import UNUSUAL
 from tests.support.changed_models import CHANGED, CHANGED_LINEARS
 from tests.support.families import build_model
@@ -35,10 +37,10 @@ SHAPES: Mapping[str, str] = {
 }
 _EIGHT_HEADS = {"tp2": "tp2", "mixed": "(sp2[0:1] > tp2[1:3] > tp1[3:4])"}
 _WITHOUT_TP = {"pp3": SHAPES["pp3"], "mixed": "(sp2[0:1] > tp1[1:3] > sp2[3:4])"}
-# Unusual models, and models that their users changed: all are to be equal.
+# Unusual models, models that their users changed or adapted: all are to be equal.
 ROWS: Mapping[str, Mapping[str, str]] = {
-    **dict.fromkeys((*UNUSUAL, *CHANGED), _EIGHT_HEADS),
-    **dict.fromkeys(CHANGED_LINEARS, _WITHOUT_TP),
+    **dict.fromkeys((*UNUSUAL, *CHANGED, *ADAPTED), _EIGHT_HEADS),
+    **dict.fromkeys((*CHANGED_LINEARS, *ADAPTED_WITHOUT_TP), _WITHOUT_TP),
 }
 EQUAL, DIFFERS, CRASHES = "equal", "differs", "crashes"
 # What a refusal's sentence must hold -> the reason that the list gives.
@@ -91,7 +93,7 @@ def entry(verdicts: Mapping[str, str]) -> str | dict[str, str]:
 
 def _verdicts(name: str, shapes: Mapping[str, str]) -> dict[str, str]:
     try:
-        model = build_model(name, torch.float64) if name in ROWS else tiny_model(name, class_names()[name])
+        model = base_of(build_model(name, torch.float64)) if name in ROWS else tiny_model(name, class_names()[name])
     except Exception as error:
         return dict.fromkeys(shapes, _reason(f"no tiny model ({type(error).__name__}: {error})"))
     try:

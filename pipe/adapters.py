@@ -1,0 +1,114 @@
+"""A module that PEFT has wrapped in; the layer inside, and how tensor parallel ranks share what is beside it, out.
+
+[Note: adapters]
+LoRA (Hu et al. 2021, arXiv 2106.09685) keeps the weight W of a linear layer and trains two narrow ones beside it, A and
+B, for y = W x + s B A x. With 64 features in, 96 out and the rank 8, tp = 2 ranks hold
+
+                      W          A         B          a rank makes
+  alone               (96, 64)   (8, 64)   (96, 8)    y
+  column-parallel     (48, 64)   (8, 64)   (48, 8)    its 48 features of y
+  row-parallel        (96, 32)   (8, 32)   (96, 8)    its part of the sum that is y: of W x, and of B A x
+
+So an adapter adds no collective to those of its layer: one copy of x on the way in, or one sum on the way out, is for
+both. What is cut has its own gradient on each rank. Of what is not cut each rank has a part of the gradient (the A of
+the first sees only what 48 rows of B ask for, the B of the second only a part of A x), and the push adds the parts up.
+
+Where ranks share tokens [Note: token sharding] a row-parallel layer is the same, but for the sum that is scattered. A
+column-parallel one gets a rank's own tokens: A makes 8 features of each of them, and these are gathered for B. That is
+less than to gather x for A, which a frozen W needs no more in the backward.
+
+PEFT's own forward runs in all cases. Nothing here imports PEFT: its classes are told by their names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor, nn
+
+from ds_hydra.pipe.model_plan import ShardRule
+
+Rows = Callable[[Tensor], Tensor]
+Within = Callable[[], AbstractContextManager[None]]
+
+LORA_LINEAR = "peft.tuners.lora.layer.Linear"
+LORA_EMBEDDING = "peft.tuners.lora.layer.Embedding"
+SAVED_WHOLE = "peft.utils.other.ModulesToSaveWrapper"
+
+# What a parameter's name has inside a wrapped linear layer: base_layer.weight, lora_A.default.weight.
+_PART = re.compile(r"\.(base_layer|lora_[AB]\.[^.]+)(?=\.(weight|bias)$)")
+_CUT_DIM = {"lora_A": 1, "lora_B": 0}  # by its inputs, as a row-parallel layer is; by its outputs, as a column-parallel
+
+
+def class_path(module: object) -> str:
+    """Where the class of an object is defined, and its name."""
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+def is_lora(module: nn.Module) -> bool:
+    """Whether PEFT has put a LoRA adapter beside a linear layer."""
+    return class_path(module) == LORA_LINEAR
+
+
+def linear_of(module: nn.Module) -> nn.Module:
+    """The linear layer beside which an adapter stands; a module without one is its own."""
+    return module.base_layer if is_lora(module) else module  # type: ignore[return-value]
+
+
+def plain_name(name: str) -> str:
+    """The name that a parameter's weight or bias had, or that of the layer it is beside, before PEFT wrapped it."""
+    return _PART.sub("", name)
+
+
+def linear_path(path: str, module: nn.Module) -> str:
+    """Path of `linear_of(module)`."""
+    return f"{path}.base_layer" if is_lora(module) else path
+
+
+def adapter_rule(name: str, rule: ShardRule) -> ShardRule:
+    """The rule of a parameter of a wrapped layer, from that of the layer's own weight or bias [Note: adapters]."""
+    part = _PART.search(name)
+    cut = _CUT_DIM.get(part[1].partition(".")[0]) if part else None
+    return rule if cut is None or rule.dim in (None, cut) else ShardRule(gradient="partial")
+
+
+def run_on_own_rows(lora: Any, share_of: Rows, outside: Within, gather: Rows) -> None:
+    """Let the A of a column-parallel layer's adapters run on a rank's own tokens, and B on all [Note: adapters].
+
+    `share_of` gives the own rows of what stands for all rows, `gather` all rows of own ones; within `outside` random
+    numbers are those of the own tokens.
+    """
+    for name in lora.active_adapters:
+        if name in lora.lora_A:
+            first, last = lora.lora_dropout[name], lora.lora_B[name]
+            first.forward = _own(first.forward, share_of, outside)
+            last.forward = _gathered(last.forward, gather)
+
+
+def _own(forward: Rows, share_of: Rows, outside: Within) -> Rows:
+    def own(x: Tensor) -> Tensor:
+        with outside():
+            return forward(share_of(x))
+
+    return own
+
+
+def _gathered(forward: Rows, gather: Rows) -> Rows:
+    return lambda x: forward(gather(x))
+
+
+def trained_copy(module: nn.Module) -> nn.Module:
+    """What runs in place of a module that PEFT keeps whole beside a trained copy; any other module is its own."""
+    if class_path(module) != SAVED_WHOLE:
+        return module
+    wrapper: Any = module
+    active = [name for name in wrapper.active_adapters if name in wrapper.modules_to_save]
+    return wrapper.modules_to_save[active[0]] if active else wrapper.original_module
+
+
+def ends_of(model: Any) -> tuple[nn.Module, nn.Module]:
+    """The embedding and the head of a language model, as they are run."""
+    return trained_copy(model.get_input_embeddings()), trained_copy(model.get_output_embeddings())

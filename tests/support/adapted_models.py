@@ -1,0 +1,40 @@
+"""Models that PEFT has adapted: a name in, the family of the base and PEFT's config of the adapters out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+_SAVED = ["embed_tokens", "lm_head", "input_layernorm"]
+# Random weights in A and in B: with PEFT's zeros in B, A has no gradient at first.
+_SETTINGS: Mapping[str, Any] = {"r": 4, "lora_alpha": 8, "init_lora_weights": False, "task_type": "CAUSAL_LM"}
+
+# Name -> family of the base and settings of its LoraConfig. Tensor parallel ranks take those of the first table.
+ADAPTED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "lora": ("llama", {"target_modules": "all-linear"}),
+    "lora with dropout": ("llama", {"target_modules": "all-linear", "lora_dropout": 0.2}),
+    "lora with biases": ("qwen2", {"target_modules": _ATTENTION, "bias": "lora_only", "use_rslora": True}),
+    "lora of fused layers": ("phi3", {"target_modules": "all-linear", "rank_pattern": {"qkv_proj": 3}}),
+    "lora beside experts": ("mixtral", {"target_modules": _ATTENTION}),
+    "lora and whole modules": ("llama", {"target_modules": "all-linear", "modules_to_save": _SAVED}),
+    "lora of some layers": ("llama_tied", {"target_modules": r"model\.layers\.[13]\..*\.(q_proj|down_proj)"}),
+}
+ADAPTED_WITHOUT_TP: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "lora of the ends": ("llama", {"target_modules": ["embed_tokens", "q_proj", "lm_head"]}),
+    "lora of Conv1D": ("gpt2", {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}),
+    "lora with biases of its own": ("qwen2", {"target_modules": _ATTENTION, "lora_bias": True}),
+}
+
+
+def base_family(name: str) -> str:
+    """The family of the model beneath the adapters; any other family is its own."""
+    return (ADAPTED | ADAPTED_WITHOUT_TP).get(name, (name, {}))[0]
+
+
+def adapted(name: str, base: Any) -> Any:
+    """What `peft.get_peft_model` makes of a model of the base's family; frozen but for the adapters."""
+    from peft import LoraConfig, get_peft_model  # what trains other models does without
+
+    _, settings = (ADAPTED | ADAPTED_WITHOUT_TP)[name]
+    return get_peft_model(base, LoraConfig(**(_SETTINGS | settings)))

@@ -1,0 +1,110 @@
+"""PEFT's adapters in one process: what is refused by name, and what the self-check makes of a mistake."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from peft import IA3Config, LoraConfig, PrefixTuningConfig, VeraConfig, get_peft_model
+
+from ds_hydra.engine.models import model_source
+from ds_hydra.pipe import adapters, token_sharding
+from ds_hydra.pipe.model_plan import ShardRule
+from ds_hydra.pipe.models import causal_lm
+from ds_hydra.pipe.models.adapted import base_of
+from ds_hydra.pipe.row_collectives import all_rows
+from ds_hydra.pipe.shape import PipelineShape, StrategyShape
+from ds_hydra.self_check.check import check_strategies
+from ds_hydra.self_check.small_copy import small_copy
+from ds_hydra.zero_hetero.errors import ConfigError
+from tests.support.families import build_model
+
+
+def lora(family: str = "llama", **settings: Any) -> Any:
+    config = LoraConfig(r=2, **({"target_modules": ["q_proj"]} | settings))
+    return get_peft_model(build_model(family, torch.float32), config)
+
+
+def peft(config: Any, **options: Any) -> Any:
+    return get_peft_model(build_model("llama", torch.float32), config, **options)
+
+
+def merged() -> Any:
+    model = lora()
+    model.merge_adapter()
+    return model
+
+
+def disabled() -> Any:
+    model = lora()
+    model.base_model.disable_adapter_layers()
+    return model
+
+
+def quantized() -> Any:
+    model = build_model("llama", torch.float32)
+    model.is_quantized = True
+    return model
+
+
+REFUSED: list[tuple[Callable[[], Any], str]] = [
+    (lambda: lora(use_dora=True), r"q_proj is a LoRA layer of a kind of its own \(DoraLinearVariant.*use_dora"),
+    (lambda: lora("mixtral", target_parameters=["mlp.experts.gate_up_proj"]), r"experts is a .*ParamWrapper, which is"),
+    (lambda: lora(trainable_token_indices={"embed_tokens": [1]}), r"embed_tokens is a .*TrainableTokensWrapper, which"),
+    (lambda: peft(IA3Config(target_modules=["k_proj"], feedforward_modules=[])), "'default' is of the kind IA3, which"),
+    (lambda: peft(VeraConfig(target_modules=["q_proj"])), "'default' is of the kind VERA, .*peft.LoraConfig"),
+    (lambda: peft(PrefixTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")), "is of the kind PREFIX_TUNING"),
+    (lambda: peft(LoraConfig(target_modules=["q_proj"]), mixed=True), "PeftMixedModel, with adapters of several"),
+    (merged, r"q_proj is merged into its layer .*unmerge_adapter"),
+    (disabled, r"q_proj is disabled .*enable_adapter_layers"),
+    (quantized, "quantized weights"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("build", "told"), REFUSED, ids=[told for _, told in REFUSED])
+def test_refused_by_name(build: Callable[[], Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        model_source(build(), activation_checkpointing=False, token_sharding=True)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return base_of(lora(target_modules="all-linear", lora_dropout=0.1))
+
+
+def test_a_small_copy_has_the_adapters(model: Any) -> None:
+    small = small_copy(model, [PipelineShape.parse("tp2")], memory_bytes=0.0).model  # none of its own widths
+    names = {name for name, parameter in small.named_parameters() if parameter.requires_grad}
+    assert names == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert "lora_dropout" in repr(small)
+
+
+def complete(name: str, rule: ShardRule) -> ShardRule:
+    """What is not cut is taken for equal on all ranks."""
+    found = adapters.adapter_rule(name, rule)
+    return ShardRule() if found.dim is None else found
+
+
+MISTAKES: list[tuple[Callable[[], Any], str]] = [
+    (lambda: mock.patch.object(causal_lm, "adapter_rule", complete), r"the gradient of .*lora_[AB]\.default.weight is"),
+    (lambda: mock.patch.object(token_sharding, "gather_rows", all_rows), r"the gradient of .*lora_A\.default\.weight"),
+]  # fmt: skip
+
+
+def test_the_self_check_finds_adapters_equal(model: Any) -> None:
+    candidates = [StrategyShape.parse(text) for text in ("tp2pp2", "sp2")]
+    result = check_strategies(model, candidates, token_sharding=True, keep=False)
+    assert result.objections() == []
+    assert {verdict.state for verdict in result.verdicts.values()} == {"equal"}
+
+
+@pytest.mark.parametrize(("mistake", "told"), MISTAKES, ids=["sums", "rows"])
+def test_the_self_check_finds_mistakes(model: Any, mistake: Callable[[], Any], told: str) -> None:
+    with mistake():
+        result = check_strategies(model, [StrategyShape.parse("tp2")], token_sharding=True, keep=False)
+    (objection,) = result.objections()
+    assert re.search(told, objection)
