@@ -47,10 +47,10 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Two at a time: tests with ranks often wait for each other, and the rest runs meanwhile.
+# Three at a time: tests with ranks often wait for each other, and the rest runs meanwhile.
 test: $(STAMP)
 	$(MAKE) --jobs=2 --output-sync=target lint kernels
-	$(MAKE) --jobs=2 --output-sync=target test-training test-ranks test-models test-pure
+	$(MAKE) --jobs=3 --output-sync=target test-ranks test-training test-models test-pure
 
 # Compiles the planner's kernels, which all tests and jobs then load from numba's cache.
 kernels: $(STAMP)
