@@ -60,7 +60,7 @@ class Planner:
         if not self.strategies:
             raise PlanError("the planner needs at least one strategy but was given none")
         exposed = list(exposed_ms) or [0.0] * len(self.strategies)
-        self._exposed = dict(zip(self.strategies, exposed, strict=True))
+        self._exposed = dict(zip(map(str, self.strategies), exposed, strict=True))
         self._whole = [index for index, one in enumerate(self.strategies) if not is_elastic(one)]
         self._kinds = [PipelineKinds.of(self.strategies[index], cost_table, exposed[index]) for index in self._whole]
         self._elastic = [index for index in range(len(self.strategies)) if index not in set(self._whole)]
@@ -126,7 +126,7 @@ class Planner:
         return plan.predicted_ms + self._exposed_ms(plan)
 
     def _exposed_ms(self, plan: StepPlan) -> float:
-        return self._exposed[plan.phases[0].shape]
+        return self._exposed[plan.strategy]
 
     def _replayed(self, step: int, ids: tuple[int, ...], tokens: tuple[int, ...]) -> StepPlan:
         plan = self._replay.get(step)
