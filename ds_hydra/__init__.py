@@ -8,7 +8,8 @@ from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError, PlanError
 
 __version__ = "0.1.0"
 __all__ = [
-    "CheckpointError", "ConfigError", "PlanError", "__version__", "add_config_arguments", "check_config", "initialize",
+    "CheckpointError", "ConfigError", "PlanError", "__version__", "add_config_arguments", "check_config",
+    "init_distributed", "initialize",
 ]  # fmt: skip
 
 
@@ -18,6 +19,10 @@ def __getattr__(name: str) -> Any:
         from ds_hydra import entry
 
         return getattr(entry, name)
+    if name == "init_distributed":
+        from ds_hydra.host.launch import init_as_deepspeed
+
+        return init_as_deepspeed
     if name == "add_config_arguments":
         from deepspeed import add_config_arguments
 

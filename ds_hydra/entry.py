@@ -47,24 +47,28 @@ def initialize(
     config: Any = None,
     mesh_param: Any = None,
     config_params: Any = None,
+    *,
+    loss_fn: Any = None,
 ) -> tuple[Any, Any, Any, Any]:
     """(engine, optimizer, training_dataloader, lr_scheduler) for a model and a DeepSpeed config.
 
     Without a block "hydra" in the config this is `deepspeed.initialize`. With it, `training_data` is a map-style
-    dataset of token sequences (see `ds_hydra.data.SequenceData`) and `engine.train_batch()` runs a step. The config
-    is checked before any process group exists; ConfigError says what is wrong and what to do, and is printed as
-    `check_config` says.
+    dataset of token sequences (see `ds_hydra.data.SequenceData`) or a stream of them [Note: streams], and
+    `engine.train_batch()` runs a step; without `training_data` the script hands each step in. `loss_fn` is a loss in
+    place of the cross entropy, from logits (T, V) and labels (T,) that of each token, (T,) (`pipe.loss.TokenLoss`).
+
+    The config is checked before any process group exists; ConfigError says what is wrong and what to do, and is printed
+    as `check_config` says.
     """
     show_refusals_plainly()
     raw = read_config(args, config, config_params)
     parsed = parse_config(raw)
     show_log(rank := int(os.environ.get("RANK", "0")))
     if parsed is None:
-        import deepspeed
-
         if rank == 0:
             logger.info('the config has no block "hydra": plain DeepSpeed trains')
-        return deepspeed.initialize(
+        return _plain_deepspeed(
+            loss_fn,
             args=args,
             model=model,
             optimizer=optimizer,
@@ -106,8 +110,19 @@ def initialize(
         training_data=training_data,
         lr_scheduler=lr_scheduler,
         args=args,
+        loss_fn=loss_fn,
     )
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _plain_deepspeed(loss_fn: Any, **arguments: Any) -> tuple[Any, Any, Any, Any]:
+    if loss_fn is not None:
+        raise ConfigError(
+            'initialize(loss_fn=...) needs a config with a block "hydra": plain DeepSpeed leaves the loss to the script'
+        )
+    import deepspeed
+
+    return deepspeed.initialize(**arguments)
 
 
 def _check(parsed: ParsedConfig) -> tuple[str, ...]:

@@ -1,5 +1,7 @@
 """Hidden states and labels in, the weighted loss out; vocabulary spread over ranks, logits never all in memory.
 
+A token's loss is the cross entropy, or a function of the user's own, which sees the logits of the whole vocabulary.
+
 [Note: logit blocks]
 A row of 32,768 tokens with a vocabulary of 131,072 has logits of 16 GiB in FP32. The head and the loss treat each token
 alone, so they are computed for a block of tokens at a time: 256 tokens here, 128 MiB. Autograd would keep every block
@@ -16,10 +18,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ds_hydra.pipe.collectives import Group
+from ds_hydra.pipe.collectives import Group, gather_last_dim
 from ds_hydra.pipe.model_plan import LOGITS_AT_ONCE
+from ds_hydra.pipe.rows import MicroBatch
 
 IGNORED = -100  # label of a token without a target, as in torch's cross_entropy
+
+TokenLoss = Callable[[Tensor, Tensor], Tensor]
+"""A loss of the user's own: logits (T, V) in FP32 or FP64 and labels (T,) in, the loss of each token (T,) out.
+
+logits[t] is to predict labels[t]. A label is always a word of the vocabulary: where nothing is to be learnt it is 0,
+and what comes out is not used. T is any number of tokens, of any sequences."""
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
@@ -71,33 +80,52 @@ def token_losses(logits: Tensor, labels: Tensor, vocab_start: int, group: Group)
     )
 
 
+def own_token_losses(
+    function: TokenLoss, logits: Tensor, labels: Tensor, widths: tuple[int, ...], tp_rank: int, group: Group
+) -> Tensor:
+    """A user's loss of each token, 0 where the label is IGNORED; shapes as `token_losses` has them.
+
+    The logits of all tensor parallel ranks, whose vocabulary rows are `widths`, are gathered in FP32 (FP64) first: what
+    such a function does with them is not known.
+    """
+    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    whole = gather_last_dim(logits.to(wide), widths, tp_rank, group)
+    ignored = labels == IGNORED
+    return function(whole, labels.masked_fill(ignored, 0)).to(wide).masked_fill(ignored, 0.0)
+
+
 def blockwise_loss(
     hidden: Tensor,
-    labels: Tensor,
-    weights: Tensor,
+    batch: MicroBatch,
     head: Callable[[Tensor, slice], Tensor],
-    vocab_start: int,
-    vocab_local: int,
-    group: Group,
+    losses_of: Callable[[Tensor, Tensor], Tensor],
+    *,
+    vocab: int,
 ) -> Tensor:
-    """Sum of weights * token losses; `head` maps hidden (1, t, H) of a slice of tokens to logits (1, t, V_local).
+    """Sum of the micro-batch's weights * token losses, (); `batch.token_losses`, if there, gets the losses themselves.
 
-    At most LOGITS_AT_ONCE logits are in memory at a time [Note: logit blocks].
+    `head` maps hidden (1, t, H) of a slice of tokens to logits (1, t, V_local), `losses_of` maps logits (t, V_local)
+    and labels (t,) to losses (t,). At most LOGITS_AT_ONCE logits of `vocab` words each are in memory at a time
+    [Note: logit blocks].
     """
+    labels, weights = batch.labels, batch.weights
+    assert labels is not None, "the last stage was given no labels"
+    assert weights is not None, "the last stage was given no weights"
 
-    def block_loss(part: Tensor, tokens: slice, part_labels: Tensor, part_weights: Tensor) -> Tensor:
-        losses = token_losses(head(part, tokens).squeeze(0), part_labels, vocab_start, group)
-        return (losses * part_weights).sum()
+    def block_loss(part: Tensor, tokens: slice) -> Tensor:
+        losses = losses_of(head(part, tokens).squeeze(0), labels[tokens])
+        if batch.token_losses is not None:
+            batch.token_losses[tokens] = losses.detach()
+        return (losses * weights[tokens]).sum()
 
     num_tokens = hidden.shape[1]
-    size = max(1, LOGITS_AT_ONCE // max(1, vocab_local))
+    size = max(1, LOGITS_AT_ONCE // max(1, vocab))
     if num_tokens <= size:
-        return block_loss(hidden, slice(0, num_tokens), labels, weights)
+        return block_loss(hidden, slice(0, num_tokens))
     total: Tensor | None = None
     for start in range(0, num_tokens, size):
         part = slice(start, start + size)
-        args = (hidden[:, part], part, labels[part], weights[part])
-        loss = checkpoint(block_loss, *args, use_reentrant=False)
+        loss = checkpoint(block_loss, hidden[:, part], part, use_reentrant=False)
         total = loss if total is None else total + loss
     assert total is not None, "a micro-batch has at least one token"
     return total

@@ -113,6 +113,7 @@ class MicroBatch:
     input_ids: Tensor | None = None  # (1, T_local)
     labels: Tensor | None = None  # (T_local,) next tokens, -100 where there is none; last stage only
     weights: Tensor | None = None  # (T_local,) what each token's loss counts in the step's loss; last stage only
+    token_losses: Tensor | None = None  # (T_local,) where the last stage writes each token's loss, if they are wanted
     recompute: float = 0.0  # share of each stage's layers that the backward computes again [Note: recomputed layers]
 
 

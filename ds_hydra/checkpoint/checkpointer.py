@@ -23,7 +23,7 @@ from ds_hydra.checkpoint import folder as folders
 from ds_hydra.checkpoint import state
 from ds_hydra.checkpoint.format import Manifest, check_client_state, check_tag
 from ds_hydra.checkpoint.write import Saving, Writer
-from ds_hydra.data.sampler import DataCursor, TokenBudgetSampler
+from ds_hydra.data.order import Order
 from ds_hydra.host.loss_scale import LossScale
 from ds_hydra.ranks.channel import Channel
 from ds_hydra.step.model_masters import ModelMasters
@@ -39,7 +39,7 @@ class TrainingState(Protocol):
     device: torch.device
     optimizer: Optimizer | None
     lr_scheduler: Any
-    sampler: TokenBudgetSampler | None
+    sampler: Order | None
     global_steps: int
     global_samples: int
     micro_steps: int
@@ -193,7 +193,7 @@ class Checkpointer:
         if with_optimizer:
             self._check_optimizer(manifest, place)
         if parts.progress and manifest.data is not None and engine.sampler is not None:
-            engine.sampler.check_cursor(DataCursor(**manifest.data))
+            engine.sampler.check_saved(manifest.data)
 
         reader = state.RangeReader(manifest, place)
         try:
@@ -245,7 +245,7 @@ class Checkpointer:
         engine.micro_steps = int(counters.get("micro_steps", 0))
         engine.skipped_steps = int(counters.get("skipped_steps", 0))
         if engine.sampler is not None and manifest.data is not None:
-            engine.sampler.restart(DataCursor(**manifest.data))
+            engine.sampler.restore(manifest.data)
         if self._channel.rank == 0:
             if manifest.config_sha256 != config_digest(engine.config):
                 logger.info("the config is not the one that was saved with")
@@ -268,7 +268,7 @@ class Checkpointer:
             optimizer=type(engine.optimizer).__name__,
             lr_scheduler=schedule,
             loss_scale=self._loss_scale.state_dict(),
-            data=None if engine.sampler is None else engine.sampler.cursor(engine.global_steps).to_dict(),
+            data=None if engine.sampler is None else engine.sampler.saved(engine.global_steps),
             counters={
                 "global_samples": engine.global_samples,
                 "micro_steps": engine.micro_steps,

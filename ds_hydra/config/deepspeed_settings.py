@@ -22,6 +22,7 @@ of a single micro-batch is not changed by "bf16" either; a sum of several is.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -65,7 +66,7 @@ IGNORED = {
     "flops_profiler": "use the measured and predicted times in steps.jsonl",
     "gradient_allreduce_op": "gradients are those of hydra.loss_norm",
     "gradient_predivide_factor": "gradients are summed in FP32",
-    "managed_gradient_accumulation": "train_batch() runs whole steps",
+    "managed_gradient_accumulation": "train_batch() runs whole steps; where it is false, so does every engine.step()",
     "memory_breakdown": "memory stands in steps.jsonl",
     "prescale_gradients": "gradients are summed in FP32",
     "seq_parallel_communication_data_type": "sequence parallel ranks exchange activations as they are",
@@ -79,6 +80,7 @@ IGNORED = {
 
 KNOWN_SETTINGS = HONOURED | REFUSED.keys() | IGNORED.keys()
 
+_NEVER = 2**48
 _ZERO_WITH_EFFECT = frozenset({"stage", "offload_optimizer", "offload_param"})
 _LIKE_A_TYPO = 0.8  # "gradient_cliping" is 0.97 like "gradient_clipping", "fp_16" 0.89 like "fp16"
 _REMARKS = frozenset({"comment", "comments"})
@@ -115,6 +117,8 @@ def screen_deepspeed_settings(
         number()(kept["gradient_clipping"], "gradient_clipping")
     if kept.get("communication_data_type") is not None:
         choice("fp32", "bf16", "fp16")(kept["communication_data_type"], "communication_data_type")
+    if kept.get("steps_per_print") == math.inf:  # as Accelerate writes it, for never
+        kept["steps_per_print"] = _NEVER
     if kept.get("steps_per_print") is not None:
         integer(1)(kept["steps_per_print"], "steps_per_print")
     return kept, tuple(notes)
@@ -188,8 +192,8 @@ def _map_batch_keys(settings: dict[str, Any]) -> list[str]:
     if not given:
         return []
     return [
-        f"{', '.join(given)}: a step is sized by hydra.tokens_per_step, and its micro-batches by the plan; "
-        "these keys have no effect"
+        f"{', '.join(given)}: a step is sized by hydra.tokens_per_step, and its micro-batches by the plan; these keys "
+        "have no effect, but that the loop of engine(), backward() and step() takes gradient_accumulation_steps batches"
     ]
 
 

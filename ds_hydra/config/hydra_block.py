@@ -183,8 +183,9 @@ class HydraConfig:
     initial_weights: str | None = setting(text(optional=True), None)
     """For a model built on the meta device: a folder of safetensors, of which a rank reads what it owns, or "random",
     as the model initialises itself, by `seed`, equal for any number of ranks. None takes the model's own values."""
-    loss_norm: str = setting(choice("token", "sequence", "micro_batch"), "token")
-    """The loss is the mean over all target tokens of the step, over its sequences' means, or its micro-batches'."""
+    loss_norm: str = setting(choice("token", "sequence", "micro_batch", "batch"), "token")
+    """The loss is the mean over all target tokens of the step, over its sequences' means, its micro-batches', or those
+    of the batches that a script hands in, as DeepSpeed's own loop computes it."""
     activation_checkpointing: bool = setting(flag, False)
     """Recompute each layer's activations in the backward pass, as after `model.gradient_checkpointing_enable()`."""
     token_sharding: str = setting(choice("auto", "off"), "off")

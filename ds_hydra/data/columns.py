@@ -9,6 +9,7 @@ A column that says something about training is used or refused, and never ignore
     completion_mask, assistant_masks   0: not learnt
     position_ids                       count from 0 and begin anew at each packed sequence
     seq_lengths                        tokens of each packed sequence
+    sequence_weight                    one number: the losses of the item's tokens count this many times
 
 An item with input_ids (5 6 7 8 9) and position_ids (0 1 2 0 1) is two sequences, (5 6 7) and (8 9): they are trained
 on apart, as if the dataset had held them so.
@@ -16,6 +17,7 @@ on apart, as if the dataset had held them so.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -31,6 +33,7 @@ Int64Array = npt.NDArray[np.int64]
 _LOSS_MASKS = ("completion_mask", "assistant_masks")
 _PACKING = ("position_ids", "seq_lengths")
 _READ = frozenset(("input_ids", "labels", "attention_mask", *_LOSS_MASKS, *_PACKING))
+_WEIGHT = "sequence_weight"
 _HARMLESS = frozenset(("special_tokens_mask", "token_type_ids", "length", "lengths", "num_tokens"))
 """Written by tokenizers and samplers for other uses; a causal language model is trained without them."""
 _MASK_LIKE = re.compile(r"mask|weight|label|position|segment|seq_?(len|idx|id)|seqlens?|document_ids|turn_ids")
@@ -42,6 +45,7 @@ class Item(NamedTuple):
     input_ids: Int64Array
     labels: Int64Array  # not shifted
     lengths: tuple[int, ...]  # tokens of each sequence in it; one, unless it is packed
+    weight: float = 1.0  # of each of them
 
     def sequence(self, part: int) -> tuple[Int64Array, Int64Array]:
         """Token ids and labels of one of its sequences."""
@@ -50,13 +54,18 @@ class Item(NamedTuple):
         return self.input_ids[start:stop], self.labels[start:stop]
 
 
+def as_array(values: Any) -> npt.NDArray[Any]:
+    """A list, array or tensor, of whatever device, as an array on the host."""
+    return np.asarray(values.cpu() if hasattr(values, "cpu") else values)
+
+
 def is_packed(item: Any) -> bool:
     """Whether an item has columns by which it may hold several sequences."""
     if not isinstance(item, Mapping):
         return False
     mask = item.get("attention_mask")
     return any(item.get(name) is not None for name in _PACKING) or (
-        mask is not None and np.asarray(mask).max(initial=0) > 1
+        mask is not None and as_array(mask).max(initial=0) > 1
     )
 
 
@@ -86,7 +95,19 @@ def read_item(item: Any, index: int) -> Item:
     packed = _packed_lengths(
         {name: values if name == "seq_lengths" else values[kept] for name, values in columns.items()}, index
     )
-    return Item(input_ids[kept], labels[kept], packed)
+    return Item(input_ids[kept], labels[kept], packed, _weight(item.get(_WEIGHT), index))
+
+
+def _weight(value: Any, index: int) -> float:
+    if value is None:
+        return 1.0
+    try:
+        weight = float(value)
+    except (TypeError, ValueError, RuntimeError):
+        weight = math.nan
+    if not math.isfinite(weight):
+        raise ConfigError(f"item {index} of the data: {_WEIGHT} must be one finite number, but is {value!r}")
+    return weight
 
 
 def _packed_lengths(columns: Mapping[str, Int64Array], index: int) -> tuple[int, ...]:
@@ -148,7 +169,7 @@ def check_other_columns(item: Any, index: int) -> tuple[str, ...]:
     """
     if not isinstance(item, Mapping):
         return ()
-    unread = sorted(str(name) for name in item if name not in _READ)
+    unread = sorted(str(name) for name in item if name not in _READ and name != _WEIGHT)
     for name in unread:
         if name not in _HARMLESS and _looks_like_a_mask(name, item[name], item["input_ids"]):
             raise ConfigError(
@@ -161,7 +182,7 @@ def check_other_columns(item: Any, index: int) -> tuple[str, ...]:
 
 def _looks_like_a_mask(name: str, value: Any, input_ids: Any) -> bool:
     try:
-        values = np.asarray(value)
+        values = as_array(value)
     except (TypeError, ValueError, RuntimeError):
         return False
     if values.ndim == 0 or values.dtype.kind not in "iubf":
@@ -172,7 +193,7 @@ def _looks_like_a_mask(name: str, value: Any, input_ids: Any) -> bool:
 
 def _whole_numbers(values: Any, index: int, what: str) -> Int64Array:
     try:
-        numbers = np.asarray(values)
+        numbers = as_array(values)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(
             f"item {index} of the data: {what} is no list of whole numbers ({error}): give one sequence an item, "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -57,6 +57,8 @@ class TokenBudgetSampler:
     The second step has d already, so it passes over the d of the new epoch; the third step draws it first.
     Raises ConfigError for a budget that is more than all tokens, which could only be reached by repeating.
     """
+
+    known_to_all = True
 
     def __init__(
         self,
@@ -134,6 +136,30 @@ class TokenBudgetSampler:
         """Where `step` begins, for saving."""
         epoch, position, deferred = self._begin(step)
         return DataCursor(step, epoch, position, self._seed, self._budget, self._digest, deferred)
+
+    def ready(self, step: int) -> bool:
+        """Whether `batch(step)` takes no time: any step can be drawn at any time."""
+        return step >= self._first_step
+
+    def saved(self, step: int) -> dict[str, Any]:
+        """`cursor(step)` as JSON."""
+        return self.cursor(step).to_dict()
+
+    def check_saved(self, record: Mapping[str, Any]) -> None:
+        """ConfigError unless this is a place in these data."""
+        if "data_digest" not in record:
+            raise ConfigError(
+                "the checkpoint was saved with a stream of data, this job has map-style data: give the data that it "
+                "was saved with, or load with load_module_only=True"
+            )
+        self.check_cursor(DataCursor(**record))
+
+    def restore(self, record: Mapping[str, Any]) -> None:
+        """`restart` from a saved place."""
+        self.restart(DataCursor(**record))
+
+    def close(self) -> None:
+        """Nothing is open."""
 
     def _begin(self, step: int) -> _Place:
         """Where `step` begins in the order."""

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from ds_hydra.data.columns import IGNORE_INDEX, Int64Array, Item, check_other_columns, is_packed, read_item
+from ds_hydra.data.columns import Int64Array, Item, check_other_columns, is_packed, read_item
+from ds_hydra.data.tokens import Limits, TokenSequence
 from ds_hydra.zero_hetero.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -52,8 +53,8 @@ class SequenceData:
 
     An item is a 1-D tensor, array or list of token ids, or a mapping with `input_ids` and, if need be, labels, masks
     and the boundaries of the sequences packed in it [Note: columns]. A packed item is cut into its sequences, which
-    are numbered through. Lengths come from `dataset.lengths`, or else from reading every item once; packed items are
-    always read.
+    are numbered through. Lengths come from `dataset.lengths` or a column `length`, or else from reading every item
+    once; packed items are always read.
 
     `lengths[i]` is the number of tokens that sequence i is trained with; it is 0 if the sequence is left out.
     `max_positions` is the number of positions of the model. Raises ConfigError for empty data, for items that are no
@@ -71,13 +72,8 @@ class SequenceData:
         max_positions: int | None = None,
     ) -> None:
         self._dataset = dataset
-        self._vocab_size = vocab_size
         self._columns: set[tuple[str, ...]] = set()  # sets of columns that were looked at
-        if context_length is not None and max_positions is not None and context_length > max_positions:
-            raise ConfigError(
-                f"hydra.context_length {context_length} is more than the model's {max_positions} positions "
-                f"(max_position_embeddings): set it to at most {max_positions}, or give a model with more"
-            )
+        self._limits = Limits(context_length, too_long, vocab_size, max_positions)
         _check_dataset(dataset)
         # The first sequence of each item and, at last, their number; None where an item is a sequence.
         self._first: Int64Array | None = None
@@ -85,19 +81,14 @@ class SequenceData:
         self.lengths, self.counts = _usable_lengths(self._full_lengths, context_length, too_long)
         if self._first is not None:
             self.counts = replace(self.counts, num_items=len(dataset))
-        if max_positions is not None and self.lengths.max() > max_positions:
-            longest = int(self.lengths.argmax())
-            raise ConfigError(
-                f"{self._place(longest)} has {self.lengths[longest]} tokens, more than the model's {max_positions} "
-                f"positions (max_position_embeddings): set hydra.context_length to at most {max_positions} and "
-                'hydra.too_long to "truncate" or "skip", or give a model with more'
-            )
+        longest = int(self.lengths.argmax())
+        self._limits.check_positions(int(self.lengths[longest]), self._place(longest))
 
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def load_sequence(self, sequence_id: int) -> tuple[Int64Array, Int64Array]:
-        """(input_ids, labels) of one sequence, both (lengths[sequence_id],).
+    def load_sequence(self, sequence_id: int) -> TokenSequence:
+        """One sequence of lengths[sequence_id] tokens.
 
         Labels are shifted within the sequence: labels[t] is the token to predict at position t, which is
         input_ids[t + 1] unless the dataset says otherwise; the last one is IGNORE_INDEX.
@@ -115,30 +106,20 @@ class SequenceData:
                 f"{self._place(sequence_id)} has {item.lengths[part]} tokens but the dataset gave its length as "
                 f"{expected}: correct dataset.lengths, or give data that stay the same"
             )
-        input_ids, labels = item.sequence(part)
-        length = int(self.lengths[sequence_id])
-        input_ids, labels = input_ids[:length], labels[:length]
-        self._check_tokens(input_ids, sequence_id)
-        shifted = np.full(length, IGNORE_INDEX, dtype=np.int64)
-        shifted[:-1] = labels[1:]
-        self._check_tokens(shifted[shifted != IGNORE_INDEX], sequence_id, "label")
-        return input_ids, shifted
+        length, place = int(self.lengths[sequence_id]), self._place(sequence_id)
+        return self._limits.sequence(*item.sequence(part), length, place, weight=item.weight)
 
     def _read_lengths(self) -> Int64Array:
         """Tokens of every sequence, (sequences,); finds out which item holds which."""
         num_items = len(self._dataset)
         given = _given_lengths(self._dataset)
         if given is not None and not is_packed(self._dataset[0]):
-            self._read(0)  # a fault that all items have in common is found now, and not hours later
+            # A fault that all items have in common is found now, and not hours later.
+            _check_length(0, self._read(0).lengths, int(given[0]))
             return given
         items = [self._read(index).lengths for index in range(num_items)]
-        if given is not None:
-            for index, (lengths, length) in enumerate(zip(items, given, strict=True)):
-                if sum(lengths) != length:
-                    raise ConfigError(
-                        f"item {index} of the data has {sum(lengths)} tokens but the dataset gave its length as "
-                        f"{length}: correct dataset.lengths"
-                    )
+        for index, (lengths, length) in enumerate(zip(items, [] if given is None else given.tolist(), strict=False)):
+            _check_length(index, lengths, length)
         if any(len(lengths) != 1 for lengths in items):
             self._first = np.cumsum([0, *map(len, items)])
         return np.array([length for lengths in items for length in lengths], dtype=np.int64)
@@ -176,18 +157,6 @@ class SequenceData:
             return f"sequence {sequence_id}"
         return f"sequence {sequence_id} (number {self._locate(sequence_id)[1]} in item {self._locate(sequence_id)[0]})"
 
-    def _check_tokens(self, tokens: Int64Array, sequence_id: int, what: str = "token") -> None:
-        limit = self._vocab_size
-        if not len(tokens):
-            return
-        worst = int(tokens.max()) if limit is not None and tokens.max() >= limit else int(tokens.min())
-        if worst < 0 or (limit is not None and worst >= limit):
-            size = f" (vocabulary of {limit}: ids 0..{limit - 1})" if limit is not None else ""
-            raise ConfigError(
-                f"{self._place(sequence_id)} holds the {what} id {worst}, which the model does not have{size}: "
-                "use the tokenizer that belongs to the model, or a model with a larger vocabulary"
-            )
-
 
 def _check_dataset(dataset: Any) -> None:
     if isinstance(dataset, Mapping):
@@ -204,9 +173,19 @@ def _check_dataset(dataset: Any) -> None:
         raise ConfigError("the training data are empty: give at least one sequence of two tokens to train on")
 
 
+def _check_length(index: int, lengths: tuple[int, ...], given: int) -> None:
+    if sum(lengths) != given:
+        raise ConfigError(
+            f"item {index} of the data has {sum(lengths)} tokens but the dataset gave its length as {given}: correct "
+            "dataset.lengths, or the column 'length', or take it out"
+        )
+
+
 def _given_lengths(dataset: Any) -> Int64Array | None:
-    """`dataset.lengths`, tokens of every item, (len(dataset),); None where there is none."""
+    """`dataset.lengths` or a column `length`: tokens of every item, (len(dataset),); None where there is neither."""
     given = getattr(dataset, "lengths", None)
+    if given is None and "length" in (getattr(dataset, "column_names", None) or ()):
+        given = dataset["length"]
     if given is None:
         return None
     lengths = np.asarray(given)

@@ -87,7 +87,8 @@ class Crew:
                 compute_dtype=job.types.compute,
                 grad_dtype=job.types.grads,
                 wire_dtype=job.types.wire,
-                loss_norm=job.config.loss_norm,
+                # What a batch counts that was handed in is in the weights of its sequences.
+                loss_norm="token" if job.config.loss_norm == "batch" else job.config.loss_norm,
                 seed=job.config.seed,
                 loss_scale=self.loss_scale,
                 update=self.update,

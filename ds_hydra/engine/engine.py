@@ -1,13 +1,12 @@
 """The engine: what users of a DeepSpeed engine call, each handed to the part that does it.
 
-Start reading at `train_batch`. A step is planned (`plan_source`), run and applied (`step.stepper`), recorded
-(`record`), and saved when that is due (`saving`); `crew` assembles these parts for one set of ranks.
+Start reading at `train_batch`. A step is planned (`plan_source`), run, applied and recorded (`steps`), and saved when
+that is due (`saving`); `crew` assembles these parts for one set of ranks.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +16,17 @@ from torch import Tensor
 
 from ds_hydra.checkpoint.checkpointer import PartsToLoad
 from ds_hydra.config.hydra_block import ParsedConfig
-from ds_hydra.data.sequences import SequenceData
 from ds_hydra.engine.crew import Crew
+from ds_hydra.engine.evaluation import Evaluation
 from ds_hydra.engine.initial import give_buffers
 from ds_hydra.engine.job import Job
 from ds_hydra.engine.models import model_source
-from ds_hydra.engine.record import Measured, step_record
 from ds_hydra.engine.saving import Saving
 from ds_hydra.engine.signals import Signals
-from ds_hydra.host.host_engine import HostEngine
+from ds_hydra.engine.steps import Handed, Steps
 from ds_hydra.host.launch import launched_node_size
+from ds_hydra.host.three_calls import ThreeCallEngine
+from ds_hydra.pipe.loss import TokenLoss
 from ds_hydra.pipe.models.adapted import NAMES_OF_PEFT, base_of, is_peft_model
 from ds_hydra.pipe.models.meta_copy import release_parameters
 from ds_hydra.pipe.stage import ModelSource
@@ -35,7 +35,7 @@ from ds_hydra.ranks.world import World
 from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError
 
 
-class HydraEngine(HostEngine):
+class HydraEngine(ThreeCallEngine):
     """Trains a model by heterogeneous strategies that change from step to step.
 
     Made by `ds_hydra.initialize`. The model's own parameters move to the meta device: from then on the master
@@ -44,10 +44,11 @@ class HydraEngine(HostEngine):
 
     crew: Crew
 
-    def __init__(self, parsed: ParsedConfig, model: Any, **arguments: Any) -> None:
+    def __init__(self, parsed: ParsedConfig, model: Any, *, loss_fn: TokenLoss | None = None, **arguments: Any) -> None:
         with together(first_channel(), "reading the model and the data"):
             base = base_of(model)  # adapters lie within it; what PEFT has around it is not run
             super().__init__(parsed, base, **arguments)
+            self.__dict__["_loss_fn"] = loss_fn  # by way of __dict__: it may be a module, but is no part of this one
             self.module, config = model, self.hydra_config
             give_buffers(base, config.initial_weights)
             # The job is what stays the same when the ranks change; `assemble` adds what belongs to the present ranks.
@@ -73,6 +74,7 @@ class HydraEngine(HostEngine):
         self.job = job or self.job
         self.crew = Crew(self.job, self.world_of_process(), self, self._signals, initial=initial)
         self.saving = Saving(self, self.crew, self._signals)
+        self.steps = Steps(self, self.crew)
 
     def source_of(self, model: Any) -> ModelSource:
         """The model as a source of stages. ConfigError if its layers cannot be found."""
@@ -81,6 +83,8 @@ class HydraEngine(HostEngine):
             model,
             activation_checkpointing=config.activation_checkpointing,
             token_sharding=config.token_sharding == "auto",
+            loss_fn=self._loss_fn,
+            device=self.device,
         )
 
     def world_of_process(self) -> World:
@@ -90,55 +94,28 @@ class HydraEngine(HostEngine):
         return World.of_process(self.device, node_size=node_size, timeout_s=config.timeout_seconds)
 
     def train_batch(self, data_iter: Any = None) -> Tensor:
-        """Run one step and return its loss, a scalar in FP32.
+        """Run one step and return its loss, a scalar in FP32. Every rank must call it.
 
-        The sequences come from `training_data`. `data_iter` is a parameter of DeepSpeed's method; it must be None.
-        Every rank must call it.
+        The sequences come from `training_data`, or are what the ranks hand in: `data_iter` is then this rank's share of
+        the step, a list of sequences or a collated batch [Note: what can be handed in], or an iterator or loader whose
+        next item is one. A rank that has none passes an empty list. What cannot be trained on raises ConfigError on
+        all ranks and names the rank and the item; StopIteration is raised when the iterators of all ranks have ended.
         """
-        crew, data = self.crew, self._training_data(data_iter)
-        step = self.global_steps + 1
-        with crew.together("planning"):
-            began = time.perf_counter()
-            planned = crew.plans.next(self.global_steps)
-            with crew.tracing.step(step):
-                outcome = crew.stepper.run(planned.plan, step, data, crew.plans.table)
-            measured = Measured.of(outcome, time.perf_counter() - began)
-            watched = crew.watch.fields(
-                planned.plan,
-                pipeline_ms=measured.pipeline_ms,
-                stage_ms=measured.stage_ms,
-                step_ms=measured.step_ms,
-                moved_bytes=outcome.pull_bytes + outcome.push_bytes,
-            )
-            record = step_record(
-                planned,
-                outcome,
-                measured,
-                step=step,
-                previous=self.last_step,
-                learning_rate=self.get_lr()[0],
-                skipped_steps=self.skipped_steps,
-                watched=watched,
-            )
-            self.finish_step(record)
-            crew.tracing.write(step, planned.plan, crew.plans.table)
-            crew.correct_costs(step)
-            # Counting raises an error when too many steps in a row were skipped. It comes after the record, so that the
-            # step which ended the job stands in the log and in `steps_file`.
-            crew.update.count(step, outcome.grad_norm)
-        self.saving.when_due(outcome.request)
-        return torch.tensor(outcome.loss, dtype=torch.float32)
+        handed = None if data_iter is None else lambda: self.steps.handed.next(self.global_steps, data_iter)
+        return torch.tensor(self._train(handed), dtype=torch.float32)
 
-    def _training_data(self, data_iter: Any) -> SequenceData:
-        if data_iter is not None:
-            raise ConfigError(
-                "train_batch(data_iter) is not supported: steps are planned ahead from all sequences; pass the "
-                "dataset as training_data to initialize() and call train_batch()"
-            )
-        if self.data is None:
-            raise ConfigError("train_batch() needs sequences: pass training_data to initialize()")
-        self.refuse_further_steps()
-        return self.data
+    def _train(self, handed: Handed | None) -> float:
+        outcome = self.steps.train(handed)
+        self.saving.when_due(outcome.request)
+        return outcome.loss
+
+    def train_collected(self, batches: Sequence[tuple[Any, float]]) -> float:
+        """See `ThreeCallEngine`."""
+        return self._train(lambda: self.steps.handed.collected(self.global_steps, batches))
+
+    def evaluate_collected(self, batch: Any) -> float:
+        """See `ThreeCallEngine`."""
+        return self.steps.evaluate_handed(batch)
 
     def eval_batch(self, data_iter: Any = None) -> Tensor:
         """Mean loss of a batch of sequences, without an update: a scalar in FP32, equal on all ranks.
@@ -149,11 +126,14 @@ class HydraEngine(HostEngine):
         batch = next(data_iter) if hasattr(data_iter, "__next__") else data_iter
         if batch is None:
             raise ConfigError("eval_batch() needs sequences: a dataset, a list of token lists, or an iterator of them")
-        data = self.sequences(batch)
-        ids = tuple(i for i, length in enumerate(data.lengths) if length)
-        with self.crew.together("evaluation"):
-            plan = self.crew.plans.plan_once(ids, tuple(int(data.lengths[i]) for i in ids))
-            return torch.tensor(self.crew.stepper.evaluate(plan, data, self.crew.plans.table), dtype=torch.float32)
+        return torch.tensor(self.steps.evaluate_batch(batch), dtype=torch.float32)
+
+    def evaluate(self, dataset: Any) -> Evaluation:
+        """Loss, perplexity and the loss of each sequence of a map-style dataset, without an update.
+
+        About hydra.tokens_per_step tokens run at a time. Every rank must call it with the same dataset.
+        """
+        return self.steps.evaluate(dataset)
 
     def fp32_state_dict(self) -> dict[str, Tensor]:
         """Full parameters on CPU by the model's own names, tied ones under each of theirs; FP64 for an FP64 model.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_hydra.config.hydra_block import HydraConfig
-from ds_hydra.data.sampler import TokenBudgetSampler
+from ds_hydra.data.order import Order
 from ds_hydra.data.sequences import SequenceData
 from ds_hydra.host.optimizers import OptimizerRecipe
 from ds_hydra.host.precision import DataTypes
@@ -21,7 +21,7 @@ class Job:
     source: ModelSource
     model: Any  # as the user made it, for what can be told from its structure: its values move to the masters
     recipe: OptimizerRecipe
-    data: SequenceData | None  # None: only `eval_batch` can be called
-    sampler: TokenBudgetSampler | None  # of the data; its cursor moves when a checkpoint is loaded
+    data: SequenceData | None  # map-style; None: they are streamed, or handed in
+    sampler: Order | None  # of the training data, if there are any; loading a checkpoint moves its place
     types: DataTypes
     clipping: float  # largest norm of a step's gradient; 0 does not clip

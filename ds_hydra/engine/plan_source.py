@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from ds_hydra.costs.cost_table import CostTable
-from ds_hydra.data.sampler import TokenBudgetSampler
+from ds_hydra.data.order import Order
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.runnable import check_runnable
 from ds_hydra.plan.validate import check_safe
 from ds_hydra.planner import PlannedStep, Planner, PlannerOptions, PlannerService, StepPlan, validate_plan
 from ds_hydra.ranks.channel import Channel
+from ds_hydra.ranks.together import as_text, error_from
 from ds_hydra.zero_hetero.errors import PlanError
+
+_FAILED = "failed\n"  # before rank 0's error, in place of a plan
+
+
+class _Batch(NamedTuple):
+    """What is to be planned."""
+
+    step: int
+    ids: tuple[int, ...]
+    lengths: tuple[int, ...]
 
 
 class PlanSource:
@@ -28,7 +40,7 @@ class PlanSource:
         cost_table: CostTable,
         strategies: tuple[StrategyShape, ...],
         options: PlannerOptions,
-        sampler: TokenBudgetSampler | None,
+        sampler: Order | None,
         ahead: int,
         channel: Channel,
         exposed_ms: Sequence[float] = (),
@@ -60,7 +72,7 @@ class PlanSource:
         return self._table
 
     def _start_service(self) -> PlannerService | None:
-        if self._rank != 0 or self._ahead == 0 or self._sampler is None:
+        if self._rank != 0 or self._ahead == 0:
             return None
         exposed = self._exposed_ms
         return PlannerService(self._table, self._planner.strategies, self._options, self._ahead, exposed_ms=exposed)
@@ -80,48 +92,84 @@ class PlanSource:
     def next(self, step: int) -> PlannedStep:
         """The plan of `step`, equal on all ranks. Every rank must call it."""
         assert self._sampler is not None, "plans of steps need a sampler"
-        ids, lengths = self._sampler.batch(step), self._sampler.batch_lengths(step)
-        planned: PlannedStep | None = None
+        return self._share(
+            step, self._drawn(step) if self._sampler.known_to_all else None, lambda: self._ahead_of(step)
+        )
+
+    def _ahead_of(self, step: int) -> PlannedStep:
+        """On rank 0: the plan of `step`, after the coming steps were submitted."""
+        assert self._sampler is not None, "plans of steps need a sampler"
+        batch = self._drawn(step)
         # With ahead = 2, next(0) submits the batches of steps 0, 1 and 2 and waits for plan 0; next(1) submits step 3
-        # and finds plan 1, which was made while step 0 was trained.
+        # and finds plan 1, which was made while step 0 was trained. A stream may not have come that far.
         if self._service is not None:
             first = step if self._submitted is None else self._submitted + 1
             for coming in range(first, step + self._ahead + 1):
-                self._service.submit(coming, self._sampler.batch(coming), self._sampler.batch_lengths(coming))
+                if coming > step and not self._sampler.ready(coming):
+                    break
+                self._service.submit(*self._drawn(coming))
                 self._submitted = coming
-        if self._rank == 0:
-            planned = self._service.get(step) if self._service else self._plan_here(self._planner, step, ids, lengths)
-        return self._share(planned, step, ids, lengths)
+        return self._planned(batch)
+
+    def _drawn(self, step: int) -> _Batch:
+        assert self._sampler is not None, "plans of steps need a sampler"
+        return _Batch(step, self._sampler.batch(step), self._sampler.batch_lengths(step))
+
+    def given(self, step: int, lengths: tuple[int, ...]) -> PlannedStep:
+        """A plan for sequences 0, 1, 2, ... of these lengths, which are known only now. Every rank must call it.
+
+        PlanError is raised on all ranks where no strategy holds the longest sequence.
+        """
+        batch = _Batch(step, tuple(range(len(lengths))), lengths)
+        return self._share(step, batch, lambda: self._at_once(batch))
+
+    def _at_once(self, batch: _Batch) -> PlannedStep:
+        """On rank 0: the plan of a batch that was not known before."""
+        if self._service is not None:
+            # It has compiled kernels, or gets them without stopping training: worth a message there and back.
+            self._service.submit(*batch)
+        return self._planned(batch)
 
     def plan_once(self, ids: tuple[int, ...], lengths: tuple[int, ...]) -> StepPlan:
         """A plan for a batch outside the training order. Every rank must call it."""
-        planned = self._plan_here(self._pure, 0, ids, lengths) if self._rank == 0 else None
-        return self._share(planned, 0, ids, lengths).plan
+        batch = _Batch(0, ids, lengths)
+        return self._share(0, batch, lambda: self._plan_here(self._pure, batch)).plan
 
     def close(self) -> None:
         """End the producer process."""
         if self._service is not None:
             self._service.close()
 
-    def _plan_here(self, planner: Planner, step: int, ids: tuple[int, ...], lengths: tuple[int, ...]) -> PlannedStep:
+    def _planned(self, batch: _Batch) -> PlannedStep:
+        return self._service.get(batch.step) if self._service else self._plan_here(self._planner, batch)
+
+    def _plan_here(self, planner: Planner, batch: _Batch) -> PlannedStep:
         began = time.perf_counter()
-        plan = planner.plan(step, ids, lengths)
+        plan = planner.plan(*batch)
         planning_ms = (time.perf_counter() - began) * 1e3
         validate_plan(plan, self._table, self._num_ranks, self._options.objective)
         return PlannedStep(plan, planning_ms, hidden=False)
 
-    def _share(
-        self, planned: PlannedStep | None, step: int, ids: tuple[int, ...], lengths: tuple[int, ...]
-    ) -> PlannedStep:
-        """Hand rank 0's plan to all ranks; each checks that it plans the sequences that this rank drew itself."""
-        if self._num_ranks > 1:
-            text = self._channel.tell(_encode(planned) if planned is not None else None)
-            planned = planned or _decode(text)
-        assert planned is not None, "rank 0 has planned"
+    def _share(self, step: int, batch: _Batch | None, make: Callable[[], PlannedStep]) -> PlannedStep:
+        """Hand the plan that rank 0 makes to all ranks; each checks that it plans the sequences that it knows of.
+
+        `batch` is None where only rank 0 knows them. An error of rank 0's is raised on all ranks.
+        """
+        planned, text, mine = None, "", None
+        if self._rank == 0:
+            try:
+                planned = make()
+                text = _encode(planned)
+            except Exception as error:
+                mine, text = error, _FAILED + as_text(error)
+        text = self._channel.tell(text)
+        if text.startswith(_FAILED):
+            raise mine or error_from(text.removeprefix(_FAILED), f"planning step {step + 1} failed on rank 0")
+        planned = planned or _decode(text)
         plan = planned.plan
         # The ranks' samplers must agree, but a rank may have been given other data by its script. Then a plan of rank
         # 0's ids would train on other sequences here, without any error further down.
-        if (plan.step, plan.sequence_ids, plan.lengths) != (step, ids, lengths):
+        if batch is not None and (plan.step, plan.sequence_ids, plan.lengths) != batch:
             raise PlanError(
                 f"rank {self._rank} drew other sequences for step {step} than rank 0 planned for: the ranks' "
                 "data, seed or config differ; give all ranks the same"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, NoReturn
 
 from deepspeed.accelerator import get_accelerator
@@ -23,8 +23,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ds_hydra.config.hydra_block import ParsedConfig
+from ds_hydra.data.order import Order
 from ds_hydra.data.sampler import StepLoader, TokenBudgetSampler
 from ds_hydra.data.sequences import SequenceData
+from ds_hydra.data.stream import StreamSampler, StreamSteps, is_stream
+from ds_hydra.data.tokens import Limits
 from ds_hydra.host import refusals
 from ds_hydra.host.model_limits import max_positions, vocab_size
 from ds_hydra.host.optimizers import OptimizerRecipe, optimizer_recipe
@@ -123,27 +126,36 @@ class HostEngine(DeepSpeedEngine):
     def _configure_data(self, training_data: Any) -> None:
         self.training_data = training_data
         self.data: SequenceData | None = None
-        self.sampler: TokenBudgetSampler | None = None
-        self.training_dataloader: StepLoader | None = None
+        self.sampler: Order | None = None
+        self.training_dataloader: StepLoader | StreamSteps | None = None
         if training_data is None:
             return
-        config = self.hydra_config
+        config, first = self.hydra_config, self.global_rank == 0
+        if config.loss_norm == "batch":
+            raise ConfigError(
+                'hydra.loss_norm "batch" is of the batches that a script hands in, but training_data are drawn by '
+                'tokens: use "token", "sequence" or "micro_batch", or leave training_data out of initialize()'
+            )
+        if is_stream(training_data):
+            self.sampler = StreamSampler(
+                training_data, config.tokens_per_step, self.limits(), config.planner.ahead, reads=first
+            )
+            self.training_dataloader = StreamSteps(config.total_steps, lambda: self.global_steps)
+            return
         self.data = self.sequences(training_data)
-        self.sampler = TokenBudgetSampler(self.data.lengths, config.tokens_per_step, config.seed)
-        self.training_dataloader = StepLoader(self.sampler, lambda: self.global_steps, config.total_steps)
-        if self.global_rank == 0:
-            logger.info("data: %s; %d steps an epoch", self.data.counts, self.sampler.steps_per_epoch)
+        sampler = self.sampler = TokenBudgetSampler(self.data.lengths, config.tokens_per_step, config.seed)
+        self.training_dataloader = StepLoader(sampler, lambda: self.global_steps, config.total_steps)
+        if first:
+            logger.info("data: %s; %d steps an epoch", self.data.counts, sampler.steps_per_epoch)
 
     def sequences(self, dataset: Any) -> SequenceData:
         """The sequences of a dataset, within this job's context length and this model's vocabulary."""
-        config = self.hydra_config
-        return SequenceData(
-            dataset,
-            context_length=config.context_length,
-            too_long=config.too_long,
-            vocab_size=vocab_size(self.module),
-            max_positions=max_positions(self.module),
-        )
+        return SequenceData(dataset, **asdict(self.limits()))
+
+    def limits(self) -> Limits:
+        """What this job can train on."""
+        config, model = self.hydra_config, self.module
+        return Limits(config.context_length, config.too_long, vocab_size(model), max_positions(model))
 
     def _configure_reports(self) -> None:
         self.monitor = MonitorMaster(self._config.monitor_config)
@@ -161,6 +173,7 @@ class HostEngine(DeepSpeedEngine):
     def install_optimizer(self, shards: Sequence[Sequence[Tensor]]) -> Optimizer:
         """Make optimizer and LR scheduler over this rank's master shards: `shards[i]` belong to `recipe.groups[i]`."""
         self.optimizer = self.basic_optimizer = self.recipe.build(shards)
+        vars(self.optimizer)["overflow"] = False  # where Accelerate looks whether a step was skipped
         level = deepspeed_logger.level
         deepspeed_logger.setLevel(logging.ERROR)  # its schedules warn of their own first call, on every rank
         try:
@@ -190,6 +203,8 @@ class HostEngine(DeepSpeedEngine):
         self.skipped_steps += record.skipped
         self._global_grad_norm = record.grad_norm
         self._step_applied = not record.skipped
+        if self.optimizer is not None:
+            vars(self.optimizer)["overflow"] = record.skipped
         if self.lr_scheduler is not None and not record.skipped:
             self.lr_scheduler.step()
         self.last_step = replace(record, total_steps=self.hydra_config.total_steps)
@@ -210,10 +225,10 @@ class HostEngine(DeepSpeedEngine):
         raise NotImplementedError
 
     def train_batch_size(self) -> int:
-        """Sequences of the last step, or of the first one before it has run."""
+        """Sequences of the last step, or of the first one before it has run, where that is known."""
         if self.last_step is not None:
             return self.last_step.num_sequences
-        return len(self.sampler.batch(0)) if self.sampler is not None else 0
+        return len(self.sampler.batch(0)) if self.sampler is not None and self.sampler.known_to_all else 0
 
     def set_train_batch_size(self, train_batch_size: int) -> NoReturn:
         """Not supported: steps are sized in tokens."""
@@ -223,17 +238,9 @@ class HostEngine(DeepSpeedEngine):
         """Not supported: the plan sizes micro-batches."""
         refusals.micro_batch_size(micro_batch_size)
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> NoReturn:
-        """Not supported: see the error."""
-        refusals.three_call_loop("engine(batch)")
-
-    def backward(self, *inputs: Any, **kwargs: Any) -> NoReturn:
-        """Not supported: see the error."""
-        refusals.three_call_loop("engine.backward(loss)")
-
-    def step(self, *inputs: Any, **kwargs: Any) -> NoReturn:
-        """Not supported: see the error."""
-        refusals.three_call_loop("engine.step()")
+    def generate(self, *_: Any, **__: Any) -> NoReturn:
+        """Not supported: no rank holds the whole model."""
+        refusals.generation()
 
     def destroy(self) -> None:
         """Print the summary, and release what DeepSpeed's engine would."""
@@ -241,4 +248,7 @@ class HostEngine(DeepSpeedEngine):
         if step_log is not None:
             step_log.close()
             atexit.unregister(step_log.close)
+        sampler = self.__dict__.get("sampler")
+        if sampler is not None:
+            sampler.close()
         super().destroy()

@@ -34,17 +34,22 @@ def init_distributed(config: HydraConfig, *, port: int, required: bool | None = 
         accelerator.set_device(int(os.environ["LOCAL_RANK"]))
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not torch.distributed.is_initialized():
         _meet_in_this_attempt(accelerator.communication_backend_name(), timedelta(seconds=config.timeout_seconds))
-    with _no_shared_memory_operator():
-        deepspeed.init_distributed(
-            dist_backend=accelerator.communication_backend_name(),
-            distributed_port=port,
-            dist_init_required=required,
-            timeout=timedelta(seconds=config.timeout_seconds),
-            verbose=False,
-        )
+    init_as_deepspeed(
+        dist_backend=accelerator.communication_backend_name(),
+        distributed_port=port,
+        dist_init_required=required,
+        timeout=timedelta(seconds=config.timeout_seconds),
+        verbose=False,
+    )
     check_num_ranks(config, dist.get_world_size())
     if "LOCAL_RANK" not in os.environ:  # the script itself started torch.distributed, without a launcher
         os.environ["LOCAL_RANK"] = str(dist.get_rank() % max(1, accelerator.device_count()))
+
+
+def init_as_deepspeed(*args: Any, **kwargs: Any) -> None:
+    """`deepspeed.init_distributed`, with nothing compiled on CPU."""
+    with _no_shared_memory_operator():
+        deepspeed.init_distributed(*args, **kwargs)
 
 
 def check_launched_ranks(config: HydraConfig) -> None:

@@ -14,14 +14,6 @@ from torch.optim import Optimizer
 from ds_hydra.zero_hetero.errors import ConfigError
 
 
-def three_call_loop(call: str) -> NoReturn:
-    """`call` is one of forward, backward and step, as a script writes it."""
-    raise RuntimeError(
-        f'{call} is not supported with a "hydra" block: a step is planned from all its sequences at once. Pass '
-        "training_data to initialize() and call engine.train_batch(), or engine.eval_batch(), instead"
-    )
-
-
 def train_batch_size(size: int) -> NoReturn:
     """A step has a number of tokens, not of sequences."""
     raise ConfigError(f"set_train_batch_size({size}): a step is sized by hydra.tokens_per_step: set that, and restart")
@@ -30,6 +22,14 @@ def train_batch_size(size: int) -> NoReturn:
 def micro_batch_size(size: int) -> NoReturn:
     """The plan decides how many sequences a micro-batch has, each time anew."""
     raise ConfigError(f"set_train_micro_batch_size({size}): micro-batches are sized by the plan: leave it out")
+
+
+def generation() -> NoReturn:
+    """The model's parameters are spread over all ranks, in another way in each step."""
+    raise ConfigError(
+        "generate(): no rank holds the whole model while it is trained: export it by save_16bit_model(folder), and "
+        "generate with from_pretrained(folder)"
+    )
 
 
 def foreign_scheduler(scheduler: Any, optimizer: Any) -> None:

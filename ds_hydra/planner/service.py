@@ -137,13 +137,13 @@ class PlannerService:
         request = self._requests.get(step)
         if request is None:
             raise PlanError(f"step {step} was never submitted to the planner; submit it before asking for its plan")
-        planned = self._from_producer(request)
-        if isinstance(planned, str):
-            planned = self._fall_back(request, planned)
-        del self._requests[step]
-        self._sent.discard(step)
-        self._send_waiting()
-        return planned
+        try:
+            planned = self._from_producer(request)
+            return self._fall_back(request, planned) if isinstance(planned, str) else planned
+        finally:
+            del self._requests[step]
+            self._sent.discard(step)
+            self._send_waiting()
 
     def close(self) -> None:
         """End the producer. `get` still works, in this process."""

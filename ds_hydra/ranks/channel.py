@@ -5,6 +5,7 @@ A channel moves nothing of the model and decides nothing. Every rank must make t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TypeVar
 
 import torch
@@ -21,6 +22,7 @@ _INLINE_GATHERED = 4088
 _LENGTH_BYTES = 8
 _RING = 32  # ranks up to which a ring is as fast as fewer steps with messages of their own
 _TAG = 1 << 24  # of those messages, which may share a group with pulls and pushes
+_PARCEL_TAG = _TAG + 1
 _Error = TypeVar("_Error", bound=Exception)
 
 
@@ -64,6 +66,28 @@ class Channel:
                 work.wait()
             count += more
         return held.roll(self.rank, 0)
+
+    def exchange(self, parcels: Mapping[int, Tensor], sizes: Mapping[int, int]) -> dict[int, Tensor]:
+        """Send each rank its parcel, a 1-D CPU tensor of int64, and return what came, by sender.
+
+        `sizes` are the elements that this rank gets from each sender: both ends know the sizes of all parcels. None
+        has a size of 0, and none is for the rank itself.
+        """
+        # The first message of two ranks may connect them, for which each waits for the other. All ranks come to their
+        # pairs in one order, 0-1, 0-2, 1-2, so none waits in a circle as with 0 for 1, 1 for 2 and 2 for 0.
+        peers = sorted({*parcels, *sizes}, key=lambda peer: (min(peer, self.rank), max(peer, self.rank)))
+        came: dict[int, Tensor] = {}
+        works: list[dist.Work | None] = []
+        for peer in peers:
+            if peer in sizes:
+                came[peer] = torch.empty(sizes[peer], dtype=torch.int64)
+                works.append(dist.irecv(came[peer], group=self._group, group_src=peer, tag=_PARCEL_TAG))
+            if peer in parcels:
+                works.append(dist.isend(parcels[peer], group=self._group, group_dst=peer, tag=_PARCEL_TAG))
+        for work in works:
+            assert work is not None, "this rank is in the group"
+            work.wait()
+        return came
 
     def texts(self, text: str) -> list[str]:
         """Everybody's text, by rank. Raises CheckpointError when all together pass 256 MiB."""

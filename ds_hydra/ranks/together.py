@@ -27,16 +27,25 @@ def together(channel: Channel, what: str) -> Iterator[None]:
         yield
     except Exception as error:
         mine = error
-    told = channel.texts("" if mine is None else f"{type(mine).__name__}\n{mine}")
+    told = channel.texts("" if mine is None else as_text(mine))
     if mine is not None:
         raise mine
-    failed = [(rank, *text.split("\n", 1)) for rank, text in enumerate(told) if text]
+    failed = [(rank, text) for rank, text in enumerate(told) if text]
     if failed:
-        rank, kind, text = failed[0]
         others = f" and {len(failed) - 1} more" if len(failed) > 1 else ""
-        known = next((ours for ours in _OURS if ours.__name__ == kind), None)
-        cause = f"{kind}: {text}" if known is None else text
-        raise (known or RuntimeError)(f"{what} failed on rank {rank}{others}: {cause}")
+        raise error_from(failed[0][1], f"{what} failed on rank {failed[0][0]}{others}")
+
+
+def as_text(error: Exception) -> str:
+    """An error as one rank tells it to the others."""
+    return f"{type(error).__name__}\n{error}"
+
+
+def error_from(text: str, what: str) -> Exception:
+    """What `as_text` told, as an error of another rank: one of ours by its type, a RuntimeError for any other."""
+    kind, cause = text.split("\n", 1)
+    known = next((ours for ours in _OURS if ours.__name__ == kind), None)
+    return (known or RuntimeError)(f"{what}: {cause if known else f'{kind}: {cause}'}")
 
 
 def first_channel() -> Channel:

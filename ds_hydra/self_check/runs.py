@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ds_hydra.costs.cost_table import SchemeCost
 from ds_hydra.costs.shares import Shares
+from ds_hydra.data.tokens import TokenSequence
 from ds_hydra.pipe.in_process import InProcessRanks
 from ds_hydra.pipe.loss import IGNORED
 from ds_hydra.pipe.placement import Pipeline, Strategy
@@ -79,10 +80,10 @@ class Data:
         )
         return replace(self, microbatches=tuple(rows))
 
-    def load(self, sequence: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def load(self, sequence: int) -> TokenSequence:
         """Tokens and the next tokens, IGNORED after the last."""
         tokens = self.sequences[sequence]
-        return tokens, np.append(tokens[1:], IGNORED)
+        return TokenSequence(tokens, np.append(tokens[1:], IGNORED))
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ds_hydra.data.tokens import TokenSequence
 from ds_hydra.pipe.contexts import Contexts
 from ds_hydra.pipe.dropout import sequence_key
 from ds_hydra.pipe.loss import IGNORED
@@ -20,7 +21,7 @@ from ds_hydra.pipe.stage import StagePlace
 from ds_hydra.plan.phase import MicroBatchPlan, Span
 
 Tokens = npt.NDArray[np.int64]
-Load = Callable[[int], tuple[Tokens, Tokens]]  # sequence id -> (input_ids, labels), both (length,)
+Load = Callable[[int], TokenSequence]  # of a sequence id
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,28 @@ class RankBatches:
     batches: tuple[MicroBatch, ...]
     weight: int  # this rank's share of the normaliser: targets, sequences or micro-batches
     num_padding: int  # tokens added so that every rank holds at least one, and those that share tokens equally many
+    rows: tuple[tuple[Span, ...], ...] = ()  # what stands in each micro-batch, in that order
+
+    def keeping_losses(self) -> RankBatches:
+        """The same batches with room for the loss of each token, where this rank has labels."""
+        return replace(self, batches=tuple(map(_with_room, self.batches)))
+
+    def add_losses(self, found: npt.NDArray[np.float64]) -> None:
+        """Add the kept losses to found[0] and their number to found[1], by the sequence's position in the plan.
+
+        found (2, sequences).
+        """
+        for batch, row in zip(self.batches, self.rows, strict=True):
+            if batch.labels is None or batch.token_losses is None:
+                continue
+            start, stop = batch.pack.local
+            positions = np.zeros(batch.pack.num_tokens, dtype=np.int64)  # padding, at the end, has no targets
+            lengths = [span.stop - span.start for span in row]
+            positions[: sum(lengths)] = np.repeat([span.sequence for span in row], lengths)
+            counted = (batch.labels != IGNORED).cpu().numpy()
+            at = positions[start:stop][counted]
+            np.add.at(found[0], at, batch.token_losses.cpu().numpy()[counted])
+            np.add.at(found[1], at, 1.0)
 
 
 class _Row(NamedTuple):
@@ -59,6 +82,7 @@ def build_batches(
     load = cache(load)  # once for all slices of a sequence
     contexts = _contexts(microbatches)
     built: list[tuple[MicroBatch, int, int]] = []
+    rows: list[tuple[Span, ...]] = []
     for batch in microbatches:
         spans = tuple(sorted(batch.spans, key=lambda span: span.sequence not in contexts))
         first = spans[0]
@@ -68,9 +92,19 @@ def build_batches(
         row = _Row(spans, ids, keys, None if own is None else Chunk(first.start, first.stop, own))
         made, counted, padding = _build(row, place, load, loss_norm, device)
         built.append((replace(made, recompute=batch.recompute), counted, padding))
+        rows.append(spans)
     return RankBatches(
-        tuple(batch for batch, _, _ in built), sum(w for _, w, _ in built), sum(pad for _, _, pad in built)
+        tuple(batch for batch, _, _ in built),
+        sum(w for _, w, _ in built),
+        sum(pad for _, _, pad in built),
+        tuple(rows),
     )
+
+
+def _with_room(batch: MicroBatch) -> MicroBatch:
+    if batch.labels is None:
+        return batch
+    return replace(batch, token_losses=torch.zeros(len(batch.labels), dtype=torch.float64, device=batch.labels.device))
 
 
 def _contexts(microbatches: Sequence[MicroBatchPlan]) -> dict[int, Contexts]:
@@ -129,10 +163,10 @@ def _fill(
         # rank 0 holds the tokens 0..3 and reads the first sequence only, rank 1 reads both.
         if whole or (begin < stop and end > start):
             # Labels are cut after they were made: the target of a slice's last token is the next slice's first.
-            all_tokens, all_targets = load(sequence_id)
+            all_tokens, all_targets, weight = load(sequence_id)
             tokens[begin:end] = all_tokens[span.start : span.stop]
             targets[begin:end] = all_targets[span.start : span.stop]
-            scale[begin:end] = 1.0
+            scale[begin:end] = weight
             if loss_norm == "sequence":
                 count = int((all_targets != IGNORED).sum())
                 scale[begin:end] /= max(1, count)

@@ -9,6 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from ds_hydra.pipe.dropout import step_key
@@ -28,7 +30,7 @@ from ds_hydra.zero_hetero.errors import PlanError
 
 if TYPE_CHECKING:
     from ds_hydra.costs.cost_table import CostTable
-    from ds_hydra.data.sequences import SequenceData
+    from ds_hydra.data.tokens import Sequences
     from ds_hydra.host.loss_scale import LossScale
     from ds_hydra.pipe.rows import MicroBatch
     from ds_hydra.pipe.runtime import Doing
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
     from ds_hydra.step.update import Applied, Update
 
 logger = logging.getLogger(__name__)
+
+Floats = npt.NDArray[np.float64]
 
 
 class PhaseOutcome(NamedTuple):
@@ -122,7 +126,7 @@ class Stepper:
         self.keep_laps: Callable[[int, Laps], None] | None = None
         self._connect(strategies.values())
 
-    def run(self, plan: StepPlan, step: int, data: SequenceData, costs: CostTable) -> Outcome:
+    def run(self, plan: StepPlan, step: int, data: Sequences, costs: CostTable) -> Outcome:
         """Train one step, by schedules that are made from `costs` where they weigh times.
 
         Raises PlanError on all ranks when their plans differ or one cannot load its sequences.
@@ -160,7 +164,7 @@ class Stepper:
             sum(runtime.push_bytes for runtime in runtimes),
         )
 
-    def evaluate(self, plan: StepPlan, data: SequenceData, costs: CostTable) -> float:
+    def evaluate(self, plan: StepPlan, data: Sequences, costs: CostTable) -> float:
         """Mean loss of a batch, without an update. `costs` as in `run`."""
         runtimes = [self._runtime(phase) for phase in plan.phases]
         batches, weight = self._batches(plan, runtimes, data, costs)
@@ -169,6 +173,19 @@ class Stepper:
             loss = runtime.evaluate(_normalised(mine.batches, weight), of_schedule)
             share += float(loss) if runtime.place.tp_rank == 0 else 0.0  # a tensor parallel group counts it once
         return sum(self._world.channel.rows(torch.tensor([share], dtype=torch.float64)).flatten().tolist())
+
+    def sequence_losses(self, plan: StepPlan, data: Sequences, costs: CostTable) -> tuple[Floats, Floats]:
+        """The sum of each sequence's token losses, and how many it has, both (sequences,) in the order of the plan."""
+        runtimes = [self._runtime(phase) for phase in plan.phases]
+        batches, _ = self._batches(plan, runtimes, data, costs)
+        found = np.zeros((2, len(plan.lengths)))
+        for runtime, mine, of_schedule in zip(runtimes, batches, _known(plan, runtimes, costs), strict=True):
+            keeping = mine.keeping_losses()
+            runtime.evaluate(keeping.batches, of_schedule)
+            if runtime.place.tp_rank == 0:  # a tensor parallel group counts them once
+                keeping.add_losses(found)
+        sums, counts = self._world.channel.rows(torch.from_numpy(found)).sum(dim=0).numpy()
+        return sums, counts
 
     def _train(
         self, runtime: StrategyRuntime, batches: RankBatches, known: Batches, weight: int, *, accumulate: bool
@@ -179,15 +196,19 @@ class Stepper:
         loss, laps = runtime.train(_normalised(batches.batches, weight, scale), known, accumulate=accumulate)
         return PhaseRun(runtime, loss / scale, runtime.stage_runtime.losses, laps, batches.num_padding)
 
+    def strategy_of(self, phase: Phase) -> Strategy:
+        """A phase's strategy, placed on the ranks."""
+        placed = self._strategies.get(str(phase.shape))
+        return placed or place_strategy(phase.shape, self._world.num_ranks, self._source.plan.num_layers)
+
     def _runtime(self, phase: Phase) -> StrategyRuntime:
         # A strategy that is no candidate, as a replayed plan may bring one, is connected at its first use; that takes
         # all ranks. They agree on the moment without a message: a plan is the same on all of them, so they meet a
         # strategy for the first time in the same step, before its first phase begins.
         name = str(phase.shape)
         if name not in self._runtimes:
-            strategy = self._strategies.get(name)
-            if strategy is None:
-                strategy = place_strategy(phase.shape, self._world.num_ranks, self._source.plan.num_layers)
+            strategy = self.strategy_of(phase)
+            if name not in self._strategies:
                 self._connect([strategy])
             self._runtimes[name] = StrategyRuntime(
                 strategy,
@@ -207,7 +228,7 @@ class Stepper:
         world.connect(strategies, links=pairs.links, edges=pairs.edges, teams=pairs.teams)
 
     def _batches(
-        self, plan: StepPlan, runtimes: Sequence[StrategyRuntime], data: SequenceData, costs: CostTable, step: int = 0
+        self, plan: StepPlan, runtimes: Sequence[StrategyRuntime], data: Sequences, costs: CostTable, step: int = 0
     ) -> tuple[list[RankBatches], int]:
         """This rank's micro-batches of each phase; then all ranks compare plans and agree on the step's loss weight.
 

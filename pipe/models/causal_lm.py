@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ds_hydra.pipe.adapters import adapter_rule, ends_of, linear_of, plain_name
 from ds_hydra.pipe.attention import interface as attention
+from ds_hydra.pipe.loss import TokenLoss
 from ds_hydra.pipe.model_plan import ModelPlan, ParamSpec, ShardRule, make_buckets
 from ds_hydra.pipe.models.causal_stage import CausalStage
 from ds_hydra.pipe.models.flow import Flow, trace
@@ -48,15 +49,23 @@ _ALL_TOKENS = TokenRules(obstacle='hydra.token_sharding is "off"')
 class CausalLM:
     """A Hugging Face `PreTrainedModel` for causal language modelling as a source of stages."""
 
-    def __init__(self, model: Any, *, activation_checkpointing: bool = False, token_sharding: bool = False):
+    def __init__(
+        self,
+        model: Any,
+        *,
+        activation_checkpointing: bool = False,
+        token_sharding: bool = False,
+        token_loss: TokenLoss | None = None,
+    ):
         """Copies what the model is but for its values, traces it, and refuses what cannot be packed or cut.
 
-        With `token_sharding` tensor parallel ranks share tokens if the model is found to allow it.
-        Raises ConfigError for models with recurrent state, with attention or positions that packing would change, and
-        for attributes or hooks that cannot be copied.
+        `token_loss` is trained on in place of the cross entropy. With `token_sharding` tensor parallel ranks share
+        tokens if the model is found to allow it. Raises ConfigError for models with recurrent state, with attention or
+        positions that packing would change, and for attributes or hooks that cannot be copied.
         """
         refuse_unsupported(model)
         attention.register()
+        self.token_loss = token_loss
         self.model_class, self.name = type(model), type(model).__name__
         asked = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
         self.activation_checkpointing = activation_checkpointing or asked

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ds_hydra.pipe.adapters import ends_of
-from ds_hydra.pipe.loss import blockwise_loss
+from ds_hydra.pipe.loss import blockwise_loss, own_token_losses, token_losses
 from ds_hydra.pipe.models.cut import CutForward, Given, from_wire, hidden_in, to_wire, with_hidden
 from ds_hydra.pipe.models.draws import Draws, Keys
 from ds_hydra.pipe.models.positions import split_rotary_by_length
@@ -72,8 +72,13 @@ class CausalStage(StageModule):
             self._given = Given(self._body)
             path = next(name for name, module in model.named_modules() if module is head)
             spec = specs.get(f"{path}.weight")  # none of its own where it is wrapped: then no ranks share it
+            tp = place.stage.tp
             whole = (0, source.flow.vocabulary)
-            self.vocab = whole if spec is None else spec.shard_rows(place.tp_rank, place.stage.tp)
+            cuts = [whole] * tp if spec is None else [spec.shard_rows(rank, tp) for rank in range(tp)]
+            self.vocab = cuts[place.tp_rank]
+            self._widths = tuple(stop - start for start, stop in cuts)
+            self._own_loss = source.token_loss
+            self._logits_at_once = self._widths[place.tp_rank] if self._own_loss is None else sum(self._widths)
 
     def forward(self, hidden: Tensor | None, batch: MicroBatch) -> Tensor:
         keys = self._keys(batch)
@@ -81,17 +86,20 @@ class CausalStage(StageModule):
         if not self.place.is_last:
             return to_wire(hidden_in(out), self._doors[self.place.stage.last_layer])
         rows = self._all_rows(hidden_in(out))
-        assert batch.labels is not None, "the last stage was given no labels"
-        assert batch.weights is not None, "the last stage was given no weights"
         input_ids = _tokens(batch)
 
         def head(part: Tensor, tokens: slice) -> Tensor:
             with self._draws.of(None if keys is None else keys.part(tokens)):
                 return self._head(with_hidden(out, part), input_ids[:, tokens])
 
-        start, stop = self.vocab
+        return blockwise_loss(rows, batch, head, self._token_losses, vocab=self._logits_at_once)
+
+    def _token_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Of the last stage: the loss of each token, equal on all tensor parallel ranks."""
         group = self.place.tp_group
-        return blockwise_loss(rows, batch.labels, batch.weights, head, start, stop - start, group)
+        if self._own_loss is None:
+            return token_losses(logits, labels, self.vocab[0], group)
+        return own_token_losses(self._own_loss, logits, labels, self._widths, self.place.tp_rank, group)
 
     def logits(self, hidden: Tensor | None, batch: MicroBatch) -> Tensor:
         """Of the last stage: logits (1, T_local, V_local) of this rank's vocabulary rows, all in memory at once."""

@@ -169,8 +169,14 @@ class _LayerListStage(StageModule):
         for begin, end in zip(batch.pack.offsets, batch.pack.offsets[1:], strict=False):
             part = slice(max(begin, start) - start, max(0, min(end, stop) - start))
             weight = (batch.weights[part] * (batch.labels[part] != IGNORED)).sum()
-            if part.stop > part.start and weight > 0:
-                loss = loss + self._loss_fn(out[:, part], batch.labels[None, part]) * weight
+            if part.stop <= part.start:
+                continue
+            targets = batch.labels[part] != IGNORED
+            if weight != 0 or (batch.token_losses is not None and bool(targets.any())):
+                mean = self._loss_fn(out[:, part], batch.labels[None, part])
+                loss = loss + mean * weight
+                if batch.token_losses is not None:
+                    batch.token_losses[part] = mean.detach().to(batch.token_losses) * targets
         return loss
 
 

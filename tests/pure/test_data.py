@@ -35,7 +35,7 @@ class Items(list[Any]):
 
 def test_labels_are_the_next_tokens_of_the_same_sequence() -> None:
     data = SequenceData([[5, 6, 7], [8, 9]], vocab_size=10)
-    ids, labels = data.load_sequence(0)
+    ids, labels, _ = data.load_sequence(0)
     assert ids.tolist() == [5, 6, 7]
     assert labels.tolist() == [6, 7, IGNORE_INDEX]
 
@@ -43,7 +43,7 @@ def test_labels_are_the_next_tokens_of_the_same_sequence() -> None:
 def test_users_labels_are_shifted_and_padding_is_taken_out() -> None:
     item = {"input_ids": [3, 4, 5, 0], "labels": [IGNORE_INDEX, 4, 5, IGNORE_INDEX], "attention_mask": [1, 1, 1, 0]}
     data = SequenceData([item])
-    ids, labels = data.load_sequence(0)
+    ids, labels, _ = data.load_sequence(0)
     assert ids.tolist() == [3, 4, 5]
     assert labels.tolist() == [4, 5, IGNORE_INDEX]
     prompt = {"input_ids": [3, 4, 5], "labels": [IGNORE_INDEX, IGNORE_INDEX, 5]}
@@ -95,6 +95,24 @@ def test_packed_items_are_read_though_lengths_are_given() -> None:
         late.load_sequence(1)
 
 
+class Columns(Items):
+    """As `datasets` has it: a name gives a column."""
+
+    column_names = ("input_ids", "length")
+
+    def __getitem__(self, index: Any) -> Any:
+        return [item["length"] for item in self] if index == "length" else super().__getitem__(index)
+
+
+def test_a_length_column_spares_reading_every_item() -> None:
+    data = Columns([{"input_ids": [1] * length, "length": length} for length in (5, 3, 9)])
+    assert SequenceData(data).lengths.tolist() == [5, 3, 9]
+    assert data.num_reads < 3
+    data[0]["length"] = 20  # characters, say
+    with pytest.raises(ConfigError, match=r"item 0 .* 5 tokens .* length as 20.* column 'length'"):
+        SequenceData(data)
+
+
 def test_columns_without_effect_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
     item = {"input_ids": [1, 2], "token_type_ids": [0, 0], "special_tokens_mask": [1, 0], "source": "web", "id": 3}
     data = SequenceData([item] * 3)
@@ -109,7 +127,7 @@ def test_truncate_and_skip_are_counted() -> None:
     cut = SequenceData(items, context_length=10, too_long="truncate")
     assert cut.lengths.tolist() == [5, 10, 0, 0, 10]
     assert (cut.counts.num_truncated, cut.counts.num_tokens_cut, cut.counts.num_without_target) == (2, 22, 2)
-    ids, labels = cut.load_sequence(1)
+    ids, labels, _ = cut.load_sequence(1)
     assert (len(ids), labels[-1], labels[-2]) == (10, IGNORE_INDEX, 9)
     skipped = SequenceData(items, context_length=10, too_long="skip")
     assert skipped.lengths.tolist() == [5, 0, 0, 0, 0]

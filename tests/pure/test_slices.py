@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from ds_hydra.data.tokens import TokenSequence
 from ds_hydra.pipe.attention.backends import varlen_attention
 from ds_hydra.pipe.contexts import Context, Contexts
 from ds_hydra.pipe.dropout import AttentionDropout, token_keys
@@ -41,13 +42,13 @@ def cuts(total: int, draw: random.Random, most: int = 4) -> list[tuple[int, int]
 # Rows: tokens, positions, labels, weights.
 
 
-def load(sequence: int) -> tuple[np.ndarray, np.ndarray]:
+def load(sequence: int) -> TokenSequence:
     """Tokens that tell where they are from, and the next ones; a third of the targets are not learnt."""
     length = LENGTHS[IDS.index(sequence)]
     tokens = 1000 * sequence + np.arange(length)
     labels = np.append(tokens[1:], IGNORED)
     labels[: length // 3] = IGNORED
-    return tokens, labels
+    return TokenSequence(tokens, labels)
 
 
 def batches_of(plans: Sequence[MicroBatchPlan], loss_norm: str, sp: int, rank: int) -> RankBatches:

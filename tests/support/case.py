@@ -46,6 +46,8 @@ class Case:
     amplifies: bool = False  # rounding grows so fast that each step is compared from the ranks' own parameters
     slices: bool = False  # long sequences run in slices, cut at random
     recompute: bool = False  # micro-batches compute shares of their layers again, drawn at random
+    own_loss: str = ""  # of `losses.OWN`; else the cross entropy
+    weighted: bool = False  # each sequence has a weight of its own
     wire: str | None = None  # communication_data_type, if not the type of computing
     node_size: int | None = None  # ranks of a node, as if there were several nodes
     grad_accum: str | None = None  # data_types.grad_accum_dtype

@@ -13,6 +13,7 @@ from tests.support.adapted_models import ADAPTED, ADAPTED_WITHOUT_TP
 from tests.support.case import AMPLIFYING, BFLOAT16, CHANGING, CHANGING_8, FLOAT32, NO_GRADIENT, UNUSUAL, Case
 from tests.support.changed_models import CHANGED, CHANGED_LINEARS
 from tests.support.families import FAMILIES, LAYER_LIST, OTHER_DEPTHS
+from tests.support.losses import OWN
 from tests.support.scheduled_cases import scheduled
 
 FIXED_STRATEGIES = (
@@ -164,6 +165,21 @@ def _options() -> Iterator[Case]:
     yield replace(base, name="8 ranks on 2 nodes", strategies=CHANGING_8, node_size=4, quick=True)
 
 
+def _losses() -> Iterator[Case]:
+    """Losses of the user's own, which see the logits of all tensor parallel ranks, and weights of sequences."""
+    base = Case("", "llama", CHANGING)
+    yield replace(base, name="weights of sequences", weighted=True, masked_labels=True, quick=True)
+    yield replace(base, name="weights of sequences, mean of each", weighted=True, loss_norm="sequence")
+    for own in OWN:
+        yield replace(base, name=f"{own} loss", own_loss=own, masked_labels=True, quick=own == "focal")
+        yield replace(base, name=f"{own} loss, tied", own_loss=own, family="gemma2", weighted=True)
+    yield replace(base, name="focal loss on 8 ranks", own_loss="focal", strategies=CHANGING_8)
+    yield replace(base, name="smoothed loss, experts", own_loss="smoothed", family="mixtral")
+    yield replace(
+        base, name="focal loss in slices", own_loss="focal", strategies=("pp2/list + 2*tp1/list",), slices=True
+    )
+
+
 HOT_SWITCHING = "4*tp1 then 2*tp2 then tp4"
 
 
@@ -212,7 +228,9 @@ def _some_with_all_tokens(cases: Iterable[Case]) -> Iterator[Case]:
 
 
 CASES: tuple[Case, ...] = (
-    *_some_with_all_tokens(chain(_fixed(), _families(), _unusual(), _drawing(), _options(), _phased(), scheduled())),
+    *_some_with_all_tokens(
+        chain(_fixed(), _families(), _unusual(), _drawing(), _options(), _losses(), _phased(), scheduled())
+    ),
     *_adapted(),
 )
 assert len({case.name for case in CASES}) == len(CASES), "every row has a name of its own"

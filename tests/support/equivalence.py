@@ -29,6 +29,7 @@ from ds_hydra.planner import PhasedPlanner, Span, parse_phases, save_plans
 from tests.support.case import BFLOAT16, FLOAT32, FLOAT64, SHARES, Case
 from tests.support.cut_plans import in_slices, num_slices, recomputing
 from tests.support.families import LAYER_LIST, build_model, reference_model, vocab_size
+from tests.support.losses import OWN
 from tests.support.ranks import run_ranks
 from tests.support.reference import (
     IGNORED,
@@ -115,7 +116,8 @@ def samples_of(case: Case) -> list[Sample]:
             labels[: length // 3] = IGNORED
             if index % 7 == 0:
                 labels[:] = IGNORED
-        samples.append({"input_ids": tokens, "labels": labels})
+        weight = {"sequence_weight": torch.tensor(0.5 + index % 3)} if case.weighted else {}
+        samples.append({"input_ids": tokens, "labels": labels, **weight})
     return samples
 
 
@@ -164,8 +166,9 @@ def make_engine(case: Case, data: Sequence[Sample]) -> Any:
     model = build_model(case.family, model_dtype(case))
     freeze(model, case.frozen)
     engine, *_ = ds_hydra.initialize(
-        model=model, model_parameters=decay_groups(model), training_data=data, config=config_of(case)
-    )
+        model=model, model_parameters=decay_groups(model), training_data=data, config=config_of(case),
+        loss_fn=OWN.get(case.own_loss),
+    )  # fmt: skip
     if case.slices or case.recompute or any(THEN in text for text in case.strategies):
         _replay(engine, case)
     return engine
@@ -257,8 +260,9 @@ def traced_once(case: Case) -> Iterator[None]:
     model = build_model(case.family, model_dtype(case))
     freeze(model, case.frozen)
     source = model_source(
-        model, activation_checkpointing=case.activation_checkpointing, token_sharding=case.token_sharding
-    )
+        model, activation_checkpointing=case.activation_checkpointing, token_sharding=case.token_sharding,
+        loss_fn=OWN.get(case.own_loss),
+    )  # fmt: skip
     with mock.patch.object(HydraEngine, "source_of", return_value=source):
         yield
 
@@ -286,6 +290,8 @@ def difference(case: Case, data: Sequence[Sample], run: RankRun) -> Difference:
     for number, step in enumerate(run.steps, start=1):
         samples = [data[i] for i in step.ids]
         weights = token_weights(samples, step.microbatches, case.loss_norm)
+        if case.weighted:
+            weights = [weight * float(s["sequence_weight"]) for weight, s in zip(weights, samples, strict=True)]
         keys = _token_keys(number, step.ids, samples) if case.draws else None
         expected = reference.step(samples, weights, keys)
         if follow is not None:
@@ -329,5 +335,6 @@ def _take_all(found: Difference, what: str, values: Mapping[str, Tensor], refere
 def _reference(case: Case) -> Reference:
     compute = {FLOAT64: torch.float64, FLOAT32: torch.float32, BFLOAT16: torch.bfloat16}[case.dtype]
     return Reference(
-        case.family, compute, optimizer_of(case), clip=case.clip, frozen=case.frozen, masters=model_dtype(case)
-    )
+        case.family, compute, optimizer_of(case), clip=case.clip, frozen=case.frozen, masters=model_dtype(case),
+        token_loss=OWN.get(case.own_loss),
+    )  # fmt: skip

@@ -23,6 +23,7 @@ from tests.support.drawing import drawing
 from tests.support.families import reference_model
 
 Sample = Mapping[str, Tensor]  # input_ids and labels, both (length,), labels not shifted
+TokenLoss = Callable[[Tensor, Tensor], Tensor]
 IGNORED = -100
 
 
@@ -63,8 +64,13 @@ class Reference:
         clip: float,
         frozen: Sequence[str] = (),
         masters: torch.dtype | None = None,
+        token_loss: TokenLoss | None = None,
     ):
-        """`masters`: dtype of the parameters that the optimizer moves, if not the model's own."""
+        """`masters`: dtype of the parameters that the optimizer moves, if not the model's own.
+
+        `token_loss`: logits (T, V) and labels (T,) to the loss of each token, if not the cross entropy.
+        """
+        self.token_loss = token_loss
         self.model = reference_model(family, dtype)
         freeze(self.model, frozen)
         self.clip = clip
@@ -100,7 +106,7 @@ class Reference:
         total = 0.0
         for sample, weight, drawn in zip(samples, weights, keys or [None] * len(samples), strict=True):
             with drawing(self.model, drawn):
-                losses = token_losses(self.model, sample)
+                losses = token_losses(self.model, sample, self.token_loss)
                 loss = losses @ weight.to(losses.dtype)
             loss.backward()
             total += float(loss.detach())
@@ -126,13 +132,17 @@ class Reference:
         return {name: self.optimizer.state[parameter][key] for name, parameter in self.masters.items()}
 
 
-def token_losses(model: nn.Module, sample: Sample) -> Tensor:
-    """(tokens - 1,) losses of one sequence; 0 where nothing is to be learnt."""
+def token_losses(model: nn.Module, sample: Sample, token_loss: TokenLoss | None = None) -> Tensor:
+    """(tokens - 1,) losses of one sequence, cross entropies unless it is said; 0 where nothing is to be learnt."""
     token_ids = sample["input_ids"][None]
     out = model(token_ids) if not hasattr(model, "config") else model(input_ids=token_ids, use_cache=False).logits
     logits = out[0, :-1]
     wide = logits if logits.dtype == torch.float64 else logits.float()
-    return F.cross_entropy(wide, sample["labels"][1:], ignore_index=IGNORED, reduction="none")
+    labels = sample["labels"][1:]
+    if token_loss is not None:
+        known = labels != IGNORED
+        return torch.zeros_like(wide[:, 0]).masked_scatter(known, token_loss(wide[known], labels[known]))
+    return F.cross_entropy(wide, labels, ignore_index=IGNORED, reduction="none")
 
 
 def token_weights(samples: Sequence[Sample], microbatches: Sequence[Sequence[Span]], loss_norm: str) -> list[Tensor]:

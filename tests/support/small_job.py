@@ -74,8 +74,10 @@ def rank_environment(rank: int) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
 
 
-def small_engine(rank: int, model: Any = None, config: dict[str, Any] | None = None, **hydra: Any) -> Any:
-    """An engine on this rank."""
+def small_engine(
+    rank: int, model: Any = None, config: dict[str, Any] | None = None, *, data: Any = ..., **hydra: Any
+) -> Any:
+    """An engine on this rank, with `sequences()` or other training data."""
     import ds_hydra
 
     rank_environment(rank)
@@ -87,7 +89,8 @@ def small_engine(rank: int, model: Any = None, config: dict[str, Any] | None = N
         {"params": [p for n, p in named if "norm" not in n]},
         {"params": [p for n, p in named if "norm" in n], "weight_decay": 0.0},
     ]
-    return ds_hydra.initialize(model=model, training_data=sequences(), config=config, model_parameters=groups)[0]
+    data = sequences() if data is ... else data
+    return ds_hydra.initialize(model=model, training_data=data, config=config, model_parameters=groups)[0]
 
 
 def whole_state(engine: Any) -> dict[str, Tensor]:

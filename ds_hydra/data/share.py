@@ -1,0 +1,162 @@
+"""What a script hands in for one step in; its sequences, ready to be trained on, out. Pure: no torch.
+
+[Note: what can be handed in]
+A share of a step is a list of items, and an item is a sequence: token ids as a list, array or tensor, or a mapping with
+`input_ids` [Note: columns]. So are the batches that collators make: a mapping or tensor with a row for each sequence,
+padded or ragged; the padding that `attention_mask` names is taken out. Lists may hold batches, as a script collects
+them. All of these are the sequences (5 6 7) and (8 9):
+
+    [[5, 6, 7], [8, 9]]
+    [{"input_ids": tensor([5, 6, 7])}, {"input_ids": tensor([8, 9])}]
+    {"input_ids": [[5, 6, 7], [8, 9, 0]], "attention_mask": [[1, 1, 1], [1, 1, 0]]}
+    [{"input_ids": [[5, 6, 7]]}, [8, 9]]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from numbers import Number
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ds_hydra.data.columns import IGNORE_INDEX, check_other_columns, read_item
+from ds_hydra.data.tokens import Limits, TokenSequence
+from ds_hydra.zero_hetero.errors import ConfigError
+
+
+class LeftOut(NamedTuple):
+    """What was not trained on, as the config allows it or because there is nothing to predict."""
+
+    truncated: int = 0  # sequences
+    skipped: int = 0  # sequences, as too long
+    short: int = 0  # sequences of fewer than two tokens
+    tokens: int = 0  # that truncating and skipping took away
+
+    def __add__(self, other: object) -> LeftOut:  # type: ignore[override]
+        assert isinstance(other, LeftOut)
+        return LeftOut(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+
+    def __str__(self) -> str:
+        return (
+            f"{self.truncated:,} sequences truncated, {self.skipped:,} skipped as too long, {self.short:,} of fewer "
+            f"than two tokens left out, {self.tokens:,} tokens left out"
+        )
+
+
+class Tally:
+    """Counts what is left out from step to step."""
+
+    def __init__(self) -> None:
+        self.total = LeftOut()
+        self._told = 0
+
+    def add(self, left_out: LeftOut) -> bool:
+        """Whether it is time for a line in the log: the first time, and when the sequences have doubled since."""
+        self.total += left_out
+        count = self.total.truncated + self.total.skipped + self.total.short
+        if count < max(1, 2 * self._told):
+            return False
+        self._told = count
+        return True
+
+
+class Share(NamedTuple):
+    """The sequences that one rank hands in for a step."""
+
+    sequences: tuple[TokenSequence, ...]
+    left_out: LeftOut
+    num_items: int
+
+    @property
+    def num_targets(self) -> int:
+        return sum(int((sequence.labels != IGNORE_INDEX).sum()) for sequence in self.sequences)
+
+
+def read_share(handed: Any, limits: Limits, *, first: int = 0) -> Share:
+    """Read all items of a share [Note: what can be handed in]; they are counted from `first` on in errors.
+
+    Raises ConfigError, naming the item, for what is no sequence, does not fit the model, or is too long where
+    `limits.too_long` is "error".
+    """
+    sequences: list[TokenSequence] = []
+    left_out = LeftOut()
+    seen: set[tuple[str, ...]] = set()  # sets of columns that were looked at: all rows of a batch have the same
+    items = list(items_of(handed))
+    for index, item in enumerate(items, start=first):
+        read = read_item(item, index)
+        names = tuple(map(str, item)) if isinstance(item, Mapping) else ()
+        if names not in seen:
+            check_other_columns(item, index)
+            seen.add(names)
+        for part, length in enumerate(read.lengths):
+            place = f"item {index} of the data" + (f" (sequence {part} in it)" if len(read.lengths) > 1 else "")
+            kept, lost = _usable_length(length, limits, place)
+            left_out += lost
+            if kept:
+                sequences.append(limits.sequence(*read.sequence(part), kept, place, weight=read.weight))
+    return Share(tuple(sequences), left_out, len(items))
+
+
+def items_of(handed: Any) -> Iterator[Any]:
+    """The items of a share, one by one; rows of batches are items."""
+    if isinstance(handed, Mapping):
+        if "input_ids" in handed and _has_rows(handed["input_ids"]):
+            yield from _rows(handed)
+        else:
+            yield handed
+    elif _has_rows(handed):
+        for part in handed:
+            yield from items_of(part)
+    elif not _is_empty_list(handed):
+        yield handed
+
+
+def _has_rows(values: Any) -> bool:
+    """Whether this holds several items, and not the numbers of one."""
+    dimensions = getattr(values, "ndim", None)
+    if dimensions is not None:
+        return int(dimensions) > 1
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+        return False
+    one = next(iter(values), None)
+    return one is not None and not isinstance(one, Number) and np.ndim(one) + isinstance(one, Mapping) > 0
+
+
+def _is_empty_list(handed: Any) -> bool:
+    """A rank without a sequence hands in [] or (); a sequence of no tokens stands in a list of its own."""
+    return isinstance(handed, (list, tuple)) and not handed
+
+
+def _rows(batch: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The rows of a collated batch as mappings."""
+    columns = {str(name): values for name, values in batch.items() if values is not None}
+    count = len(columns["input_ids"])
+    for name, values in columns.items():
+        scalar = not hasattr(values, "__len__") or getattr(values, "ndim", None) == 0
+        rows = None if scalar else len(values)
+        if rows != count:
+            raise ConfigError(
+                f"a batch of the data has {count} rows of input_ids but {'no' if rows is None else rows} rows of "
+                f"{name!r}: give one of each for every sequence, or take the column out"
+            )
+    for row in range(count):
+        yield {name: values[row] for name, values in columns.items()}
+
+
+def _usable_length(length: int, limits: Limits, place: str) -> tuple[int, LeftOut]:
+    """Tokens that a sequence is trained with, 0 for none, and what that leaves out."""
+    if length < 2:
+        return 0, LeftOut(short=1)
+    limit = limits.context_length
+    if limit is not None and length > limit:
+        if limits.too_long == "error":
+            raise ConfigError(
+                f"{place} has {length} tokens, more than hydra.context_length {limit}: set hydra.too_long to "
+                '"truncate" or "skip", or raise hydra.context_length'
+            )
+        if limits.too_long == "skip":
+            return 0, LeftOut(skipped=1, tokens=length)
+        return limit, LeftOut(truncated=1, tokens=length - limit)
+    limits.check_positions(length, place)
+    return length, LeftOut()

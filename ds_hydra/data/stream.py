@@ -1,0 +1,290 @@
+"""A stream of items in, the sequences of each step out, read some steps ahead; and places in it, to go on from.
+
+[Note: streams]
+A stream is whatever can be iterated but not indexed: `datasets` with streaming=True, torch's IterableDataset, a loader
+such as torchdata's StatefulDataLoader, a generator. Rank 0 alone reads it, in a thread that stays some steps ahead, so
+reading and planning hide behind training; the sequences then travel to the ranks that run them. So there is one order,
+which no number of ranks changes, and a script need not deal the stream out to its ranks.
+
+A step takes whole items until it has its tokens; where the stream ends it is iterated again, the pass number given to
+its `set_epoch`, if it has one. With 10 tokens a step, the items of 4, 5, 7 and 3 tokens make
+
+    step 0   4 5 7       step 1   3 4 5       step 2   7 3       ...
+
+A place is kept where a step begins, not where the thread has come to: that is what a checkpoint saves. It holds the
+stream's own `state_dict()`. A stream without one is read again from its beginning up to the place, which is exact if it
+gives the same items again.
+"""
+
+from __future__ import annotations
+
+import base64
+import copy
+import io
+import json
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
+
+from ds_hydra.data.share import LeftOut, Tally, read_share
+from ds_hydra.data.tokens import Limits, TokenSequence
+from ds_hydra.zero_hetero.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+def is_stream(data: Any) -> bool:
+    """Whether data can be iterated, but not indexed."""
+    if isinstance(data, (Mapping, str, bytes)) or not isinstance(data, Iterable):
+        return False
+    # torch's IterableDataset inherits a __getitem__ that only raises.
+    iterable = any(base.__name__ == "IterableDataset" for base in type(data).__mro__)
+    return iterable or not (hasattr(data, "__len__") and hasattr(data, "__getitem__"))
+
+
+@dataclass(frozen=True, slots=True)
+class StreamCursor:
+    """A place in a stream, between two items."""
+
+    step: int  # the step that draws its first item here
+    passes: int = 0  # times that the stream has ended before
+    items: int = 0  # of this pass that were drawn before
+    sequences: int = 0  # of all passes that were drawn before: their ids go on from here
+    state: Any = None  # the stream's own, as JSON; None where items are counted
+
+
+class Drawn(NamedTuple):
+    """The sequences of a step, and the place after them."""
+
+    first_id: int
+    sequences: tuple[TokenSequence, ...]
+    left_out: LeftOut
+    end: StreamCursor
+
+
+class StreamReader:
+    """Reads a stream step by step, from a place on."""
+
+    def __init__(self, stream: Any, tokens_per_step: int, limits: Limits):
+        self._stream, self._budget, self._limits = stream, tokens_per_step, limits
+        self._has_state = hasattr(stream, "state_dict") and hasattr(stream, "load_state_dict")
+        self._iterator: Iterator[Any] | None = None
+        self._place = StreamCursor(0)
+        self._target: StreamCursor | None = None
+        self._fruitful = False  # whether this pass gave a sequence
+
+    def restart(self, place: StreamCursor) -> None:
+        """Go on from a saved place, which the next `draw` seeks."""
+        self._target = place
+
+    def _seek(self, place: StreamCursor) -> None:
+        """Go to a saved place. ConfigError if the stream cannot get there."""
+        used = self._iterator is not None
+        if used and iter(self._stream) is self._stream:
+            raise ConfigError(
+                "the training data are an iterator, which cannot go back to the place of a checkpoint after it was "
+                "read from: load the checkpoint before the first step, or give an iterable"
+            )
+        self._place, self._fruitful = place, True
+        if place.state is not None:
+            self._set_epoch()
+            self._stream.load_state_dict(_from_json(place.state))
+            self._iterator = iter(self._stream)
+            return
+        self._open()
+        if place.items:
+            logger.warning(
+                "the training data have no state_dict(): their first %d items are read again and passed over, which is "
+                "exact if they are the same ones", place.items,
+            )  # fmt: skip
+        for number in range(place.items):
+            if next(self._iterator or iter(()), None) is None:
+                raise ConfigError(
+                    f"the training data ended after {number} items, but the checkpoint was saved after {place.items}: "
+                    "give the same data, or start anew"
+                )
+
+    def draw(self, step: int) -> Drawn:
+        """The sequences of the next step, which is `step`. ConfigError for items that cannot be trained on, and where
+        the stream gives no sequence any more."""
+        if self._target is not None:
+            self._seek(self._target)
+            self._target = None
+        if self._iterator is None:
+            self._open()
+        sequences: list[TokenSequence] = []
+        first_id, left_out, tokens = self._place.sequences, LeftOut(), 0
+        while tokens < self._budget:
+            share = read_share(self._next(), self._limits, first=self._place.items)
+            self._place = replace(self._place, items=self._place.items + 1)
+            left_out += share.left_out
+            sequences += share.sequences
+            tokens += sum(len(sequence.input_ids) for sequence in share.sequences)
+            self._fruitful = self._fruitful or bool(share.sequences)
+        self._place = replace(self._place, step=step + 1, sequences=first_id + len(sequences))
+        return Drawn(first_id, tuple(sequences), left_out, self._here())
+
+    def _here(self) -> StreamCursor:
+        """The present place with the stream's state."""
+        # Where a pass begins, a stream with set_epoch is found again by the pass's number; its state may still be that
+        # of the end before.
+        begins = self._place.items == 0 and hasattr(self._stream, "set_epoch")
+        state = self._stream.state_dict() if self._has_state and not begins else None
+        return replace(self._place, state=None if state is None else _as_json(state))
+
+    def _open(self) -> None:
+        self._set_epoch()
+        self._iterator = iter(self._stream)
+
+    def _set_epoch(self) -> None:
+        if hasattr(self._stream, "set_epoch"):
+            self._stream.set_epoch(self._place.passes)
+
+    def _next(self) -> Any:
+        """The next item, of the next pass where this one ends."""
+        assert self._iterator is not None, "the stream is open"
+        for item in self._iterator:
+            return item
+        if not self._fruitful:
+            raise ConfigError(
+                f"the training data end: pass {self._place.passes + 1} over them gave no sequence of at least two "
+                f"tokens in {self._place.items} items. Give more data, or end training with hydra.total_steps"
+            )
+        self._place, self._fruitful = replace(self._place, passes=self._place.passes + 1, items=0), False
+        self._open()
+        return self._next()
+
+
+class StreamSampler:
+    """The steps of a stream [Note: streams]. Rank 0, which `reads`, knows them; the others know their number only.
+
+    `ahead` steps are read before they are asked for.
+    """
+
+    known_to_all = False
+
+    def __init__(self, stream: Any, tokens_per_step: int, limits: Limits, ahead: int, *, reads: bool):
+        if limits.context_length is None:
+            raise ConfigError(
+                "training data that are streamed need hydra.context_length: their longest sequence is not known "
+                "before it comes, and one that no strategy holds would end the job"
+            )
+        split = getattr(stream, "_distributed", None)  # of datasets.distributed.split_dataset_by_node
+        if getattr(split, "world_size", 1) > 1:
+            raise ConfigError(
+                "the training data were split by node, but rank 0 reads a stream for all ranks, so the other parts "
+                "would never be read: pass the whole stream, or hand each rank's part in by train_batch(iterator)"
+            )
+        self._reader = StreamReader(stream, tokens_per_step, limits)
+        self._has_state = hasattr(stream, "state_dict")
+        self._ahead, self._reads = ahead, reads
+        self._thread: ThreadPoolExecutor | None = None
+        self._steps: dict[int, Future[Drawn]] = {}
+        self._begin = StreamCursor(0)  # of the step that was asked for first
+        self._tally = Tally()
+
+    def drawn(self, step: int) -> Drawn:
+        """The sequences of `step`, which is the one that was last asked for, or a coming one."""
+        first = max(self._steps, default=self._begin.step - 1) + 1
+        for coming in range(first, step + self._ahead + 1):
+            self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="stream")
+            self._steps[coming] = self._thread.submit(self._reader.draw, coming)
+        return self._steps[step].result()
+
+    def ready(self, step: int) -> bool:
+        """Whether a coming step has been read."""
+        return step in self._steps and self._steps[step].done() and self._steps[step].exception() is None
+
+    def batch(self, step: int) -> tuple[int, ...]:
+        """Ids of the sequences of `step`: those of the whole stream are counted through."""
+        drawn = self.drawn(step)
+        return tuple(range(drawn.first_id, drawn.first_id + len(drawn.sequences)))
+
+    def batch_lengths(self, step: int) -> tuple[int, ...]:
+        """Tokens of each sequence of `batch(step)`."""
+        return tuple(len(sequence.input_ids) for sequence in self.drawn(step).sequences)
+
+    def taken(self, step: int) -> dict[int, TokenSequence]:
+        """The sequences of `step` by position, on the rank that reads; the steps before are forgotten."""
+        if not self._reads:
+            return {}
+        drawn = self.drawn(step)
+        for old in [number for number in self._steps if number < step]:
+            del self._steps[old]
+        if self._tally.add(drawn.left_out):
+            logger.warning("of the sequences streamed so far: %s", self._tally.total)
+        return dict(enumerate(drawn.sequences))
+
+    def saved(self, step: int) -> dict[str, Any]:
+        """Where `step` begins, as JSON; of use from the rank that reads."""
+        place = self._begin if step <= self._begin.step or not self._reads else self.drawn(step - 1).end
+        return asdict(replace(place, step=step))
+
+    def check_saved(self, record: Mapping[str, Any]) -> None:
+        """ConfigError unless this is a place in a stream that this stream can get to."""
+        if record.keys() != asdict(StreamCursor(0)).keys():
+            raise ConfigError(
+                "the checkpoint was saved with map-style data, this job streams its data: give the data that it was "
+                "saved with, or load with load_module_only=True"
+            )
+        if record["state"] is not None and not self._has_state:
+            raise ConfigError(
+                "the checkpoint holds the state_dict() of the stream that it was saved with, but these training data "
+                "have none: give the same stream, or load with load_module_only=True"
+            )
+
+    def restore(self, record: Mapping[str, Any]) -> None:
+        """Go on from a saved place; what was read ahead is forgotten."""
+        self.close()
+        self._begin = StreamCursor(**record)
+        self._reader.restart(self._begin)
+
+    def close(self) -> None:
+        """Stop reading."""
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+        self._thread, self._steps = None, {}
+
+
+class StreamSteps:
+    """The steps that a job still has to make, by number: `for _ in loader: engine.train_batch()`."""
+
+    def __init__(self, total_steps: int | None, next_step: Callable[[], int]):
+        self._total, self._next_step = total_steps, next_step
+
+    def __len__(self) -> int:
+        """Steps of the whole job, those before a restart included."""
+        if self._total is None:
+            raise ConfigError(
+                "the number of steps of a stream is not known: set hydra.total_steps, or loop `while "
+                "engine.global_steps < N`"
+            )
+        return self._total
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(self._next_step(), len(self))
+
+
+def _as_json(state: Any) -> Any:
+    """A stream's state as JSON holds it: itself where nothing of it is lost, else a text made by torch.save."""
+    state = copy.deepcopy(state)
+    try:
+        if json.loads(json.dumps(state, allow_nan=False)) == state:
+            return {"json": state}
+    except (TypeError, ValueError):
+        pass
+    import torch
+
+    file = io.BytesIO()
+    torch.save(state, file)
+    return {"torch": base64.b64encode(file.getvalue()).decode()}
+
+
+def _from_json(record: Mapping[str, Any]) -> Any:
+    if "json" in record:
+        return record["json"]
+    import torch
+
+    return torch.load(io.BytesIO(base64.b64decode(record["torch"])), weights_only=True)

@@ -1,0 +1,78 @@
+"""One sequence's token ids and labels in; what it is trained with, cut and shifted, out. Pure: no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from ds_hydra.data.columns import IGNORE_INDEX, Int64Array
+from ds_hydra.zero_hetero.errors import ConfigError
+
+
+class TokenSequence(NamedTuple):
+    """A sequence as it is trained on; both arrays are (tokens,)."""
+
+    input_ids: Int64Array
+    labels: Int64Array  # at each position the token to predict; IGNORE_INDEX where nothing is learnt
+    weight: float = 1.0  # its tokens' losses count this many times; the number of targets that divides them stays
+
+
+class Sequences(Protocol):
+    """Where a rank finds the sequences that it runs."""
+
+    def load_sequence(self, sequence_id: int) -> TokenSequence:
+        """The sequence of that id."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a job can train on. ConfigError for a context that is longer than the model's positions."""
+
+    context_length: int | None = None  # in tokens
+    too_long: str = "error"  # what becomes of a longer sequence: "error", "truncate" or "skip"
+    vocab_size: int | None = None
+    max_positions: int | None = None  # of the model
+
+    def __post_init__(self) -> None:
+        if self.context_length is None or self.max_positions is None or self.context_length <= self.max_positions:
+            return
+        raise ConfigError(
+            f"hydra.context_length {self.context_length} is more than the model's {self.max_positions} "
+            f"positions (max_position_embeddings): set it to at most {self.max_positions}, or give a model with more"
+        )
+
+    def check_positions(self, length: int, place: str) -> None:
+        """ConfigError if a sequence of that many tokens is longer than the model has positions."""
+        if self.max_positions is not None and length > self.max_positions:
+            raise ConfigError(
+                f"{place} has {length} tokens, more than the model's {self.max_positions} "
+                f"positions (max_position_embeddings): set hydra.context_length to at most {self.max_positions} and "
+                'hydra.too_long to "truncate" or "skip", or give a model with more'
+            )
+
+    def sequence(
+        self, input_ids: Int64Array, labels: Int64Array, length: int, place: str, *, weight: float = 1.0
+    ) -> TokenSequence:
+        """The first `length` tokens of a sequence, labels shifted: labels[t] is what to predict at position t, the last
+        one IGNORE_INDEX. ConfigError, which begins with `place`, for ids outside of the vocabulary."""
+        input_ids, labels = input_ids[:length], labels[:length]
+        self._check_tokens(input_ids, place, "token")
+        shifted = np.full(length, IGNORE_INDEX, dtype=np.int64)
+        shifted[:-1] = labels[1:]
+        self._check_tokens(shifted[shifted != IGNORE_INDEX], place, "label")
+        return TokenSequence(input_ids, shifted, weight)
+
+    def _check_tokens(self, tokens: Int64Array, place: str, what: str) -> None:
+        limit = self.vocab_size
+        if not len(tokens):
+            return
+        worst = int(tokens.max()) if limit is not None and tokens.max() >= limit else int(tokens.min())
+        if worst < 0 or (limit is not None and worst >= limit):
+            size = f" (vocabulary of {limit}: ids 0..{limit - 1})" if limit is not None else ""
+            raise ConfigError(
+                f"{place} holds the {what} id {worst}, which the model does not have{size}: "
+                "use the tokenizer that belongs to the model, or a model with a larger vocabulary"
+            )

@@ -1,0 +1,189 @@
+"""What each rank's script hands in for a step in; the step's plan, and its sequences where they run, out.
+
+[Note: a step that is handed in]
+Nothing is known of such a step before the call, so nothing of it can be planned ahead. In order:
+
+  read      each rank reads its own share; an error of one is raised on all, with the rank and the item
+  gather    one small message: every rank learns all lengths, and with them whose the sequences are
+  plan      rank 0 plans, by compiled kernels in milliseconds, and tells the others
+  deliver   token ids go from the rank that has them to those that run them (`step.delivery`)
+
+Until the last of these nothing of the engine has changed: a script may catch the error and hand in something else.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from ds_hydra.data.share import LeftOut, Share, Tally, read_share
+from ds_hydra.data.stream import StreamSampler, is_stream
+from ds_hydra.data.tokens import Limits, TokenSequence
+from ds_hydra.engine.crew import Crew
+from ds_hydra.plan.step_plan import StepPlan
+from ds_hydra.planner import PlannedStep
+from ds_hydra.step.delivery import Delivered, deliver
+from ds_hydra.zero_hetero.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+class Intake:
+    """Takes the share of each step from what a script passes: the share itself, or an iterator or loader of shares."""
+
+    def __init__(self) -> None:
+        self._loader: Any = None
+        self._iterator: Iterator[Any] = iter(())
+
+    def take(self, handed: Any) -> Any:
+        """The share of the next step. Raises StopIteration when an iterator has none left.
+
+        A loader, which can be iterated but not indexed, is iterated again when it ends, as long as the script passes
+        the same one.
+        """
+        if hasattr(handed, "__next__"):
+            return next(handed)
+        if not is_stream(handed):
+            return handed
+        if handed is not self._loader:
+            self._loader, self._iterator = handed, iter(handed)
+        try:
+            return next(self._iterator)
+        except StopIteration:
+            self._iterator = iter(handed)
+            return next(self._iterator)
+
+
+class Mine(NamedTuple):
+    """What this rank's script handed in for a step."""
+
+    batches: tuple[tuple[Share, float], ...] = ()  # with the factors of their losses
+    ended: bool = False  # there is nothing, because its iterator has ended
+    error: Exception | None = None  # there is nothing, because this happened
+
+    @property
+    def sequences(self) -> list[TokenSequence]:
+        return [sequence for share, _ in self.batches for sequence in share.sequences]
+
+
+class Gathered(NamedTuple):
+    """What every rank knows of the sequences of a step: those of rank 0 come first, in the order handed in."""
+
+    lengths: tuple[int, ...]  # in tokens
+    owners: tuple[int, ...]  # the rank that has each
+    begins: tuple[int, ...]  # of each rank's sequences
+    num_targets: int  # of all ranks
+    num_batches: int  # of all ranks, that have a target
+
+
+class HandedSteps:
+    """Makes steps of what scripts hand in [Note: a step that is handed in]. Every rank must call the same methods.
+
+    They raise on all ranks ConfigError for items that cannot be trained on, and PlanError where no strategy holds the
+    longest sequence.
+    """
+
+    def __init__(self, crew: Crew, limits: Limits):
+        self._crew, self._limits, self._intake = crew, limits, Intake()
+        self._by_batch = crew.job.config.loss_norm == "batch"
+        self._tally = Tally()
+
+    def next(self, step: int, handed: Any) -> tuple[PlannedStep, Delivered]:
+        """Plan and deliver `step`, counted from 0, from what this rank's script passed to `train_batch`.
+
+        Raises StopIteration when the iterators of all ranks have ended.
+        """
+        try:
+            mine = self._read([(self._intake.take(handed), 1.0)])
+        except StopIteration:
+            mine = Mine(ended=True)
+        except Exception as raised:  # of the script's own iterator: the other ranks wait for this one
+            mine = Mine(error=raised)
+        return self._planned(step, mine)
+
+    def collected(self, step: int, batches: Iterable[tuple[Any, float]]) -> tuple[PlannedStep, Delivered]:
+        """Plan and deliver `step` from this rank's batches and the factors of their losses."""
+        return self._planned(step, self._read(batches))
+
+    def evaluated(self, batch: Any) -> tuple[StepPlan, Delivered]:
+        """Plan and deliver a batch of this rank for an evaluation."""
+        mine = self._read([(batch, 1.0)])
+        gathered = self._gather(mine, "evaluation")
+        plan = self._crew.plans.plan_once(tuple(range(len(gathered.lengths))), gathered.lengths)
+        return plan, self._deliver(plan, mine.sequences, gathered)
+
+    def _planned(self, step: int, mine: Mine) -> tuple[PlannedStep, Delivered]:
+        gathered = self._gather(mine, f"step {step + 1}")
+        planned = self._crew.plans.given(step, gathered.lengths)
+        return planned, self._deliver(planned.plan, self._weighed(mine, gathered), gathered)
+
+    def _read(self, batches: Iterable[tuple[Any, float]]) -> Mine:
+        read: list[tuple[Share, float]] = []
+        try:
+            for batch, factor in batches:
+                first = sum(share.num_items for share, _ in read)
+                read.append((read_share(batch, self._limits, first=first), factor))
+        except Exception as raised:  # whatever a batch does when it is looked at
+            return Mine(error=raised)
+        return Mine(tuple(read))
+
+    def _gather(self, mine: Mine, what: str) -> Gathered:
+        """Tell all ranks the lengths of this rank's sequences, or its error, in one small message."""
+        lengths = [len(sequence.input_ids) for sequence in mine.sequences]
+        targets = [share.num_targets for share, _ in mine.batches if share.num_targets]
+        left_out = sum((share.left_out for share, _ in mine.batches), LeftOut())
+        told = json.dumps([mine.ended, left_out, sum(targets), len(targets), lengths], separators=(",", ":"))
+        error = mine.error if mine.error is None or isinstance(mine.error, ConfigError) else _named(mine.error)
+        texts = self._crew.world.channel.settle(error, f"reading the sequences of {what}", told, ConfigError)
+        ended, lost, num_targets, num_batches, by_rank = zip(*map(json.loads, texts), strict=True)
+        left_out = sum((LeftOut(*of_rank) for of_rank in lost), LeftOut())
+        if self._tally.add(left_out) and self._crew.world.rank == 0:
+            logger.warning("of the sequences handed in so far: %s", self._tally.total)
+        if not any(by_rank):
+            if all(ended):
+                raise StopIteration("the iterators of all ranks have ended")
+            raise ConfigError(
+                f"{what}: no rank handed in a sequence of at least two tokens ({left_out}): give sequences on one rank "
+                "at least"
+            )
+        return Gathered(
+            tuple(length for of_rank in by_rank for length in of_rank),
+            tuple(rank for rank, of_rank in enumerate(by_rank) for _ in of_rank),
+            tuple(accumulate(map(len, by_rank), initial=0)),
+            sum(num_targets),
+            sum(num_batches),
+        )
+
+    def _weighed(self, mine: Mine, gathered: Gathered) -> list[TokenSequence]:
+        """This rank's sequences, with what their losses count [Note: three calls]."""
+        weighed: list[TokenSequence] = []
+        for share, factor in mine.batches:
+            # The step divides by all targets, 50. To count 1/4 in all, the 10 targets of one of 4 batches weigh
+            # 50 / (4 * 10) each: 10 * 1.25 / 50 is 1/4.
+            if self._by_batch:
+                factor *= gathered.num_targets / max(1, gathered.num_batches * share.num_targets)
+            weighed += [sequence._replace(weight=sequence.weight * factor) for sequence in share.sequences]
+        return weighed
+
+    def _deliver(self, plan: StepPlan, mine: Sequence[TokenSequence], gathered: Gathered) -> Delivered:
+        begin = gathered.begins[self._crew.world.rank]
+        return _deliver(self._crew, plan, gathered.owners, dict(enumerate(mine, start=begin)))
+
+
+def deliver_streamed(crew: Crew, plan: StepPlan, stream: StreamSampler) -> Delivered:
+    """The sequences of a planned step of a stream, from the rank that reads to those that run them."""
+    return _deliver(crew, plan, (0,) * len(plan.lengths), stream.taken(plan.step))
+
+
+def _deliver(crew: Crew, plan: StepPlan, owners: Sequence[int], mine: Mapping[int, TokenSequence]) -> Delivered:
+    strategies = [crew.stepper.strategy_of(phase) for phase in plan.phases]
+    return deliver(plan, strategies, owners, mine, crew.world.channel)
+
+
+def _named(error: Exception) -> ConfigError:
+    named = ConfigError(f"{type(error).__name__}: {error}")
+    named.__cause__ = error
+    return named

@@ -1,0 +1,121 @@
+"""The next step of a job in, from its training data or handed in; the step planned, run, applied and recorded out.
+
+Start reading at `Steps.train`, whose lines stand in the order in which a step happens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ds_hydra.data.stream import StreamSampler
+from ds_hydra.data.tokens import Sequences
+from ds_hydra.engine.crew import Crew
+from ds_hydra.engine.evaluation import Evaluation, evaluate
+from ds_hydra.engine.handed import HandedSteps, deliver_streamed
+from ds_hydra.engine.record import Measured, step_record
+from ds_hydra.host.host_engine import HostEngine
+from ds_hydra.planner import PlannedStep
+from ds_hydra.step.stepper import Outcome
+from ds_hydra.zero_hetero.errors import ConfigError
+
+Handed = Callable[[], tuple[PlannedStep, Sequences]]
+
+
+class Steps:
+    """Runs the steps and evaluations of a host on its crew. Every rank must call the same methods."""
+
+    def __init__(self, host: HostEngine, crew: Crew):
+        self._host, self._crew = host, crew
+        self.handed = HandedSteps(crew, host.limits())
+
+    def train(self, handed: Handed | None = None) -> Outcome:
+        """Run the next step: what `handed` gives, or of the training data where it is None.
+
+        Raises NumericsError when too many steps in a row were skipped.
+        """
+        host, crew = self._host, self._crew
+        self._refuse(handed)
+        began = time.perf_counter()
+        found = None
+        # Errors of what is handed in are raised on all ranks alike, and nothing has changed: a script may go on.
+        if handed is not None:
+            with crew.activity("reading sequences"):
+                found = handed()
+        with crew.together("planning"):
+            planned, data = found or self._drawn()
+            step = host.global_steps + 1
+            with crew.tracing.step(step):
+                outcome = crew.stepper.run(planned.plan, step, data, crew.plans.table)
+            self._record(planned, outcome, time.perf_counter() - began)
+            # Counting raises an error when too many steps in a row were skipped. It comes after the record, so that the
+            # step which ended the job stands in the log and in `steps_file`.
+            crew.update.count(step, outcome.grad_norm)
+        return outcome
+
+    def evaluate_handed(self, batch: Any) -> float:
+        """Mean loss of the batches that the ranks hand in, without an update."""
+        with self._crew.activity("evaluation"):
+            plan, data = self.handed.evaluated(batch)
+        with self._crew.together("evaluation"):
+            return self._crew.stepper.evaluate(plan, data, self._crew.plans.table)
+
+    def evaluate_batch(self, batch: Any) -> float:
+        """Mean loss of a dataset that all ranks have, run at once."""
+        data = self._host.sequences(batch)
+        ids = tuple(i for i, length in enumerate(data.lengths) if length)
+        with self._crew.together("evaluation"):
+            plan = self._crew.plans.plan_once(ids, tuple(int(data.lengths[i]) for i in ids))
+            return self._crew.stepper.evaluate(plan, data, self._crew.plans.table)
+
+    def evaluate(self, dataset: Any) -> Evaluation:
+        """The loss of each sequence of a dataset that all ranks have, some at a time."""
+        data = self._host.sequences(dataset)
+        with self._crew.together("evaluation"):
+            return evaluate(self._crew, data, self._host.hydra_config.tokens_per_step)
+
+    def _refuse(self, handed: Handed | None) -> None:
+        host = self._host
+        host.refuse_further_steps()
+        if handed is not None and host.sampler is not None:
+            raise ConfigError(
+                "sequences cannot be handed in beside training_data: call train_batch(), or leave training_data out of "
+                "initialize()"
+            )
+        if handed is None and host.sampler is None:
+            raise ConfigError("train_batch() needs sequences: pass them, or training_data to initialize()")
+
+    def _drawn(self) -> tuple[PlannedStep, Sequences]:
+        """The next step of the training data."""
+        host = self._host
+        planned = self._crew.plans.next(host.global_steps)
+        if isinstance(host.sampler, StreamSampler):
+            return planned, deliver_streamed(self._crew, planned.plan, host.sampler)
+        assert host.data is not None, "data that are not streamed are map-style"
+        return planned, host.data
+
+    def _record(self, planned: PlannedStep, outcome: Outcome, seconds: float) -> None:
+        """Record a step that took `seconds` since it was asked for."""
+        host, crew = self._host, self._crew
+        step, measured = host.global_steps + 1, Measured.of(outcome, seconds)
+        watched = crew.watch.fields(
+            planned.plan,
+            pipeline_ms=measured.pipeline_ms,
+            stage_ms=measured.stage_ms,
+            step_ms=measured.step_ms,
+            moved_bytes=outcome.pull_bytes + outcome.push_bytes,
+        )
+        record = step_record(
+            planned,
+            outcome,
+            measured,
+            step=step,
+            previous=host.last_step,
+            learning_rate=host.get_lr()[0],
+            skipped_steps=host.skipped_steps,
+            watched=watched,
+        )
+        host.finish_step(record)
+        crew.tracing.write(step, planned.plan, crew.plans.table)
+        crew.correct_costs(step)

@@ -1,0 +1,180 @@
+"""DeepSpeed's loop of three calls, engine(batch), engine.backward(loss), engine.step(), over whole planned steps.
+
+[Note: three calls]
+A step can only be planned when all its batches are there. So `engine(batch)` collects, `backward` says what the batch's
+loss counts, and the `step` at the gradient accumulation boundary plans and runs all that was collected since the last
+one, on all ranks, as one `train_batch`. With 2 ranks and gradient_accumulation_steps 2, four batches make an update.
+
+What their losses count follows hydra.loss_norm. Let the four batches have 10, 30, 5 and 5 targets:
+
+  "token"   each target counts 1/50, as with train_batch: the mean over all targets
+  "batch"   each batch counts 1/4, each target of the first 1/40 and each of the third 1/20: the mean of the batches'
+            means, as DeepSpeed's own loop computes it (backward() divides by gradient_accumulation_steps, and the
+            gradients are averaged over the ranks)
+
+The two agree where all batches have equally many targets. A factor that the script puts on a loss multiplies that: with
+`loss / 2` the first batch's targets count half of this. `backward(loss, scale_wrt_gas=False)` says that the script has
+divided by gradient_accumulation_steps itself, as Accelerate does.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import Tensor
+
+from ds_hydra.config.checks import AUTO
+from ds_hydra.host.host_engine import HostEngine
+from ds_hydra.host.pending import Collected, PendingLoss
+from ds_hydra.zero_hetero.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_NOT_DATA = frozenset(("use_cache", "return_dict", "return_loss", "num_items_in_batch"))
+"""Arguments of a Hugging Face model's forward that say nothing about what is trained on, or that "token" makes so."""
+
+
+class ThreeCallEngine(HostEngine):
+    """A host engine that scripts written for DeepSpeed can drive batch by batch [Note: three calls].
+
+    Every rank must make the same calls; a rank may have no batch left for a step, as long as it calls `step`.
+    """
+
+    _collected: list[Collected]
+    _calls: int  # of step()
+    _boundary: bool | None  # as set by hand
+    _evaluating: bool  # since eval(); a model that from_pretrained made is in eval mode from the start, and trains
+
+    @abstractmethod
+    def train_collected(self, batches: Sequence[tuple[Any, float]]) -> float:
+        """Run one step of these batches of this rank and the factors of their losses; returns its loss."""
+
+    @abstractmethod
+    def evaluate_collected(self, batch: Any) -> float:
+        """Mean loss of the batches of all ranks, without an update."""
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> PendingLoss:
+        """Collect a batch for the coming step and return its loss, which is pending until then.
+
+        The batch is one argument, a mapping or anything else that `train_batch` takes, or the keyword arguments of a
+        Hugging Face model. After `eval()` the batches of all ranks run at once, and the loss is their mean over all
+        targets; then every rank must call it, with an empty list where it has no batch.
+        """
+        batch = _batch_of(inputs, kwargs)
+        if self._evaluating:
+            value = self.evaluate_collected(batch)
+            return PendingLoss([(Collected(None, self.backward, value=value), 1.0)])
+        entry = Collected(batch, self.backward)
+        self._collected.append(entry)
+        return PendingLoss([(entry, 1.0)])
+
+    def backward(self, loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True, **unused: Any) -> PendingLoss:
+        """Let a loss of `engine(batch)` count in the coming step, with the factors that were put on it."""
+        if not isinstance(loss, PendingLoss):
+            raise ConfigError(
+                f"engine.backward() was given a {type(loss).__name__} that is not a loss of engine(batch): nothing of "
+                "the model runs in the script. Pass loss_fn(logits, labels) to ds_hydra.initialize() for a loss of "
+                "your own"
+            )
+        if not loss.terms or any(all(entry is not own for own in self._collected) for entry, _ in loss.terms):
+            raise RuntimeError(
+                "engine.backward(): the step of this loss has run already: call engine(batch) again for another one"
+            )
+        for entry, factor in loss.terms:
+            whole = factor if scale_wrt_gas else factor * self.gradient_accumulation_steps()
+            entry.factor = whole + (entry.factor or 0.0)
+        return loss
+
+    def step(self, lr_kwargs: Any = None) -> None:
+        """At the gradient accumulation boundary plan and run all that was collected; elsewhere only count."""
+        boundary = self.is_gradient_accumulation_boundary()
+        self._calls += 1
+        self._step_applied = False
+        if not boundary:
+            return
+        entries, self._collected = self._collected, []
+        counted = [(entry.batch, entry.factor) for entry in entries if entry.factor is not None]
+        if len(counted) < len(entries):
+            logger.warning(
+                "%d of %d batches were given to engine() but their losses not to engine.backward(): they are not "
+                "trained on", len(entries) - len(counted), len(entries),
+            )  # fmt: skip
+        loss = self.train_collected(counted)
+        for entry in entries:
+            entry.value, entry.batch = loss, None
+
+    def train(self, mode: bool = True) -> ThreeCallEngine:
+        """From now on `engine(batch)` collects; with mode False it evaluates at once."""
+        self._evaluating = not mode
+        super().train(mode)
+        return self
+
+    def eval(self) -> ThreeCallEngine:
+        """From now on `engine(batch)` evaluates at once."""
+        return self.train(False)
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the coming `step` makes an update."""
+        if self._boundary is not None:
+            return self._boundary
+        if self.config.get("managed_gradient_accumulation") is False:
+            return True
+        return (self._calls + 1) % self.gradient_accumulation_steps() == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """From now on `step` makes an update if this is true, and none if it is false."""
+        self._boundary = is_boundary
+
+    def gradient_accumulation_steps(self) -> int:
+        """Batches of each rank in a step of the three calls: the config's, or what its batch sizes make it."""
+        return accumulation_steps(self.config, self.world_size)
+
+    def zero_grad(self, *_: Any, **__: Any) -> None:
+        """Nothing to do: a step begins with gradients of its own."""
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Nothing to do: batches are collected, and no gradient is computed before the boundary."""
+        return nullcontext()
+
+    def _set_deepspeed_defaults(self) -> None:
+        super()._set_deepspeed_defaults()
+        self._collected, self._calls, self._boundary, self._evaluating = [], 0, None, False
+
+
+def accumulation_steps(config: Mapping[str, Any], num_ranks: int) -> int:
+    """gradient_accumulation_steps of a DeepSpeed config, or train_batch_size over micro-batch size and ranks, or 1."""
+    keys = ("gradient_accumulation_steps", "train_batch_size", "train_micro_batch_size_per_gpu")
+    steps, whole, micro = (config.get(key) for key in keys)
+    if AUTO in (steps, whole, micro):
+        raise ConfigError(
+            f'config: {", ".join(keys)} say "{AUTO}", which transformers\' Trainer fills in: give '
+            "gradient_accumulation_steps as a number for a loop of engine(), backward() and step()"
+        )
+    if steps is None and whole is not None and micro is not None:
+        steps, left = divmod(whole, micro * num_ranks)
+        if left:
+            raise ConfigError(
+                f"config: train_batch_size {whole} is not a multiple of train_micro_batch_size_per_gpu {micro} times "
+                f"{num_ranks} ranks: give gradient_accumulation_steps"
+            )
+    if steps is not None and (not isinstance(steps, int) or steps < 1):
+        raise ConfigError(f"config: gradient_accumulation_steps must be a whole number of at least 1, but is {steps!r}")
+    return steps or 1
+
+
+def _batch_of(inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The one batch that `engine(...)` was called with."""
+    data = {name: value for name, value in kwargs.items() if name not in _NOT_DATA}
+    if len(inputs) + bool(data) != 1:
+        raise ConfigError(
+            f"engine() was given {len(inputs)} positional arguments and the keywords {sorted(data)}: give one batch, a "
+            "mapping with input_ids, or its columns by keyword"
+        )
+    if inputs:
+        return inputs[0]
+    columns: dict[str, Tensor] = {name: value for name, value in data.items() if value is not None}
+    return columns

@@ -1,0 +1,102 @@
+"""Losses of the user's own are refused or right; an evaluation knows the loss of each sequence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import deepspeed  # noqa: F401  (before forking: the ranks share it)
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import ds_hydra
+import ds_hydra.engine.engine
+from ds_hydra.engine.models import check_token_loss
+from ds_hydra.zero_hetero.errors import ConfigError
+from tests.support.families import build_model, reference_model
+from tests.support.losses import OWN, by_word
+from tests.support.ranks import run_ranks
+from tests.support.reference import IGNORED, float64_throughout, token_losses
+from tests.support.small_job import rank_environment, small_model
+
+LENGTHS = (9, 70, 5, 33, 1, 12, 40)
+
+
+def samples() -> list[dict[str, Tensor]]:
+    """One without targets, and one that is left out."""
+    generator = torch.Generator().manual_seed(5)
+    made = []
+    for index, length in enumerate(LENGTHS):
+        tokens = torch.randint(3, 90, (length,), generator=generator)
+        labels = tokens.clone()
+        labels[: length if index == 2 else length // 4] = IGNORED
+        made.append({"input_ids": tokens, "labels": labels})
+    return made
+
+
+def num_targets(sample: dict[str, Tensor]) -> int:
+    return int((sample["labels"][1:] != IGNORED).sum())
+
+
+def evaluated(rank: int, own: Any) -> list[Any]:
+    rank_environment(rank)
+    hydra = {
+        "tokens_per_step": 60,
+        "context_length": 128,
+        "strategies": ["tp2 + 2*tp1", "2*pp2", "sp2 + tp2", "2*pp2/v"],
+        "self_check": "off",
+        "steps_file": None,
+        "planner": {"ahead": 0},
+        "faults": {"heartbeat_seconds": 0},
+    }
+    config = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "hydra": hydra}
+    engine = ds_hydra.initialize(model=build_model("llama", torch.float64), config=config, loss_fn=own)[0]
+    found = engine.evaluate(samples())
+    batch = float(engine.eval_batch(samples()))
+    return [found.sums, found.num_targets, found.loss, found.perplexity, found.sequence_losses, batch]
+
+
+@pytest.mark.parametrize("own", [None, by_word])
+def test_an_evaluation_has_the_loss_of_each_sequence(own: Any) -> None:
+    model = reference_model("llama", torch.float64)
+    with float64_throughout(model):
+        data = samples()
+        with torch.no_grad():
+            sums = [float(token_losses(model, sample, own).sum()) if num_targets(sample) else 0.0 for sample in data]
+        counts = [num_targets(sample) for sample in data]
+        for found in run_ranks(evaluated, 4, own):
+            assert np.allclose(found[0], sums, rtol=1e-9)
+            assert found[1].tolist() == counts
+            assert found[2] == pytest.approx(sum(sums) / sum(counts), rel=1e-9)
+            assert found[3] == pytest.approx(np.exp(sum(sums) / sum(counts)), rel=1e-9)
+            assert np.flatnonzero(np.isnan(found[4])).tolist() == [2, 4]
+            assert found[4][1] == pytest.approx(sums[1] / counts[1], rel=1e-9)
+            assert found[5] == pytest.approx(found[2], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (F.cross_entropy, r"returned \(\): take its mean"),
+        (lambda logits, labels: logits.detach()[:, 0], "no gradient"),
+        (lambda logits, labels: F.cross_entropy(logits, labels, reduction="none") / len(labels), "depends on other"),
+        (lambda logits: logits[:, 0], "it raised TypeError"),
+        (lambda logits, labels: [0.0] * 3, "returned list"),
+    ],
+)
+def test_losses_that_are_none_of_single_tokens_are_refused(loss: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check_token_loss(loss, 50)
+
+
+def test_the_losses_of_the_table_pass() -> None:
+    for loss in OWN.values():
+        check_token_loss(loss, 50)
+    check_token_loss(torch.nn.CrossEntropyLoss(reduction="none"), 50)
+
+
+def test_where_there_is_no_place_for_a_loss() -> None:
+    with pytest.raises(ConfigError, match="needs a config with a block"):
+        ds_hydra.initialize(model=small_model(), config={"train_batch_size": 1}, loss_fn=by_word)

@@ -1,0 +1,186 @@
+"""engine(batch), backward, step: the update of DeepSpeed's own loop, or of train_batch, as hydra.loss_norm says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import deepspeed  # noqa: F401  (before forking: the ranks share it)
+import pytest
+import torch
+from torch import Tensor
+
+import ds_hydra
+import ds_hydra.engine.engine
+from ds_hydra.zero_hetero.errors import ConfigError
+from tests.support.families import build_model, reference_model, vocab_size
+from tests.support.ranks import run_ranks
+from tests.support.reference import IGNORED, Reference, Sample, decay_groups, float64_throughout
+from tests.support.small_job import rank_environment
+
+FAMILY, RANKS, ACCUMULATION, STEPS = "llama", 2, 2, 3
+ADAMW = {"lr": 2e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
+LENGTHS = (((9, 30), (12,)), ((5, 7, 3), (20, 4)))  # of each rank's batches in a step
+FACTORS = (1.0, 0.5)  # that the script puts on the losses of its batches
+
+
+def batch_of(step: int, rank: int, number: int) -> list[Sample]:
+    """A batch; the first third of each sequence is a prompt."""
+    generator = torch.Generator().manual_seed(100 * step + 10 * rank + number)
+    samples: list[Sample] = []
+    for length in LENGTHS[rank][number]:
+        tokens = torch.randint(3, vocab_size(FAMILY), (length,), generator=generator)
+        labels = tokens.clone()
+        labels[: length // 3] = IGNORED
+        samples.append({"input_ids": tokens, "labels": labels})
+    return samples
+
+
+def num_targets(sample: Sample) -> int:
+    return int((sample["labels"][1:] != IGNORED).sum())
+
+
+def collated(samples: Sequence[Sample]) -> dict[str, Tensor]:
+    """As a collator pads it."""
+    size = max(len(sample["input_ids"]) for sample in samples)
+
+    def padded(name: str, value: int) -> Tensor:
+        return torch.stack([torch.nn.functional.pad(s[name], (0, size - len(s[name])), value=value) for s in samples])
+
+    mask = torch.stack([(torch.arange(size) < len(sample["input_ids"])).long() for sample in samples])
+    return {"input_ids": padded("input_ids", 0), "labels": padded("labels", IGNORED), "attention_mask": mask}
+
+
+def engine_of(rank: int, **hydra: Any) -> Any:
+    rank_environment(rank)
+    model = build_model(FAMILY, torch.float64)
+    settings = {"tokens_per_step": 100, "choose": "cycle", "self_check": "off", "steps_file": None}
+    config = {
+        "optimizer": {"type": "AdamW", "params": ADAMW | {"torch_adam": True}},
+        "gradient_clipping": 1.0,
+        "gradient_accumulation_steps": ACCUMULATION,
+        "hydra": settings | {"planner": {"ahead": 0}, "faults": {"heartbeat_seconds": 0}} | hydra,
+    }
+    return ds_hydra.initialize(model=model, model_parameters=decay_groups(model), config=config)[0]
+
+
+def trained(rank: int, loss_norm: str, by_hand: bool) -> tuple[list[float], dict[str, Tensor]]:
+    """As a script written for DeepSpeed; `by_hand`: as Accelerate drives it."""
+    engine = engine_of(rank, strategies=["tp2", "pp2", "sp2"], loss_norm=loss_norm)
+    losses = []
+    for step in range(STEPS):
+        pending = []
+        for number, factor in enumerate(FACTORS):
+            loss = engine(**collated(batch_of(step, rank, number))).loss * factor
+            pending.append(loss)
+            if by_hand:
+                engine.set_gradient_accumulation_boundary(number == ACCUMULATION - 1)
+                engine.backward(loss / ACCUMULATION, scale_wrt_gas=False)
+            else:
+                assert engine.is_gradient_accumulation_boundary() == (number == ACCUMULATION - 1)
+                engine.backward(loss)
+            engine.step()
+            assert engine.was_step_applied() == (number == ACCUMULATION - 1)
+        assert engine.global_steps == step + 1
+        assert [float(loss) for loss in pending] == [engine.last_step.loss * factor for factor in FACTORS]
+        losses.append(engine.last_step.loss)
+    return losses, engine.fp32_state_dict()
+
+
+def expected(loss_norm: str) -> tuple[list[float], dict[str, Tensor]]:
+    """One process, one sequence at a time; what each counts is written out here."""
+    reference = Reference(FAMILY, torch.float64, lambda groups: torch.optim.AdamW(groups, **ADAMW), clip=1.0)
+    losses = []
+    for step in range(STEPS):
+        batches = [
+            (batch_of(step, rank, number), factor) for rank in range(RANKS) for number, factor in enumerate(FACTORS)
+        ]
+        whole = sum(num_targets(sample) for batch, _ in batches for sample in batch)
+        samples, weights = [], []  # of each token
+        for batch, factor in batches:
+            of_batch = sum(map(num_targets, batch))
+            one = 1 / whole if loss_norm == "token" else 1 / (RANKS * ACCUMULATION * of_batch)
+            samples += batch
+            weights += [torch.full((len(sample["labels"]) - 1,), one * factor, dtype=torch.float64) for sample in batch]
+        losses.append(reference.step(samples, weights).loss)
+    return losses, {name: parameter.detach() for name, parameter in reference.parameters.items()}
+
+
+@pytest.mark.parametrize(("loss_norm", "by_hand"), [("token", False), ("batch", False), ("batch", True)])
+def test_the_update_is_that_of_one_process(loss_norm: str, by_hand: bool) -> None:
+    with float64_throughout(reference_model(FAMILY, torch.float64)):
+        losses, parameters = expected(loss_norm)
+        for own_losses, own in run_ranks(trained, RANKS, loss_norm, by_hand):
+            assert own_losses == pytest.approx(losses, rel=1e-9)
+            for name, value in parameters.items():
+                assert torch.allclose(own[name], value, rtol=1e-9, atol=1e-9 * float(value.abs().max())), name
+
+
+def evaluated(rank: int) -> list[float]:
+    engine = engine_of(rank, strategies=["tp2"])
+    engine.eval()
+    with torch.no_grad():
+        together = engine(collated(batch_of(0, rank, 0)))
+        alone = engine(collated(batch_of(0, 0, 0)) if rank == 0 else [])
+    engine.train()
+    one = float(engine.eval_batch([sample for of in range(RANKS) for sample in batch_of(0, of, 0)]))
+    other = float(engine.eval_batch(batch_of(0, 0, 0)))
+    assert engine.global_steps == 0
+    return [together.item(), one, float(alone.loss), other]
+
+
+def test_in_eval_mode_batches_run_at_once() -> None:
+    first, second = run_ranks(evaluated, RANKS)
+    assert first == second
+    assert first[0] == pytest.approx(first[1], rel=1e-6)
+    assert first[2] == pytest.approx(first[3], rel=1e-6)
+
+
+def misused(rank: int) -> list[str]:
+    engine = engine_of(rank, strategies=["2*tp1"])
+    batch = collated(batch_of(0, rank, 0))
+    found = []
+
+    def note(call: Any) -> None:
+        try:
+            call()
+            found.append("no error")
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+
+    note(lambda: engine(batch, batch))
+    note(lambda: engine.backward(torch.tensor(1.0)))
+    engine(batch)  # without backward: left out
+    engine.step()
+    loss = engine(batch)
+    engine.backward(loss)
+    engine.step()
+    note(lambda: engine.backward(loss))
+    engine.backward(engine(batch if rank == 0 else {"input_ids": [[1, 2, 99999]]}))
+    engine.step()
+    note(engine.step)
+    for _ in range(ACCUMULATION):  # nothing of the bad step is left
+        engine.backward(engine(batch))
+        engine.step()
+    return [*found, f"{engine.global_steps} {engine.last_step.num_sequences}"]
+
+
+def test_misuse_is_refused_on_all_ranks() -> None:
+    first, second = run_ranks(misused, RANKS)
+    assert first == second
+    assert "give one batch" in first[0]
+    assert "given a Tensor that is not a loss of engine(batch)" in first[1]
+    assert "has run already" in first[2]
+    assert "failed on rank 1: item 0 of the data holds the token id 99999" in first[3]
+    assert first[4] == f"2 {ACCUMULATION * sum(len(LENGTHS[rank][0]) for rank in range(RANKS))}"
+
+
+def test_batches_means_need_batches() -> None:
+    def job(rank: int) -> None:
+        model = build_model(FAMILY, torch.float32)
+        hydra = {"tokens_per_step": 20, "strategies": ["tp1"], "loss_norm": "batch", "steps_file": None}
+        config = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "hydra": hydra}
+        ds_hydra.initialize(model=model, training_data=[[5] * 30], config=config)
+
+    with pytest.raises(ConfigError, match="of the batches that a script hands in"):
+        run_ranks(job, 1)

@@ -1,0 +1,108 @@
+"""A loss before its step: what scripts do with it, and when it may be read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ds_hydra.config.deepspeed_settings import screen_deepspeed_settings
+from ds_hydra.host.pending import Collected, PendingLoss
+from ds_hydra.host.three_calls import accumulation_steps
+from ds_hydra.zero_hetero.errors import ConfigError
+
+
+def handed_out() -> tuple[Collected, PendingLoss]:
+    entry = Collected(None, lambda loss: None)
+    return entry, PendingLoss([(entry, 1.0)])
+
+
+def test_arithmetic_now_and_the_value_after_the_step() -> None:
+    entry, loss = handed_out()
+    other_entry, other = handed_out()
+    made = {
+        "half": loss / 2,
+        "both": (loss + other) / 2,
+        "sum": sum([loss, other]),
+        "minus": 1 - loss * 3 + 0.5,
+        "difference": other - loss,
+        "negative": -loss,
+        "tensor": torch.tensor(2.0) * loss.detach().float().mean(),
+    }
+    assert not any(one.is_known for one in made.values())
+    assert (f"{loss:.4f}", str(loss)) == ("pending", "PendingLoss(pending)")
+    entry.value, other_entry.value = 3.0, 5.0
+    assert {name: one.item() for name, one in made.items()} == {
+        "half": 1.5, "both": 4.0, "sum": 8.0, "minus": -7.5, "difference": 2.0, "negative": -3.0, "tensor": 6.0,
+    }  # fmt: skip
+    assert (f"{loss:.2f}", float(loss / 4), str(loss)) == ("3.00", 0.75, "PendingLoss(3.000000)")
+
+
+def test_a_known_loss_is_a_scalar_tensor() -> None:
+    entry, loss = handed_out()
+    entry.value = 3.0
+    assert torch.stack([loss, loss / 3]).tolist() == [3.0, 1.0]
+    assert loss.repeat(2).tolist() == [3.0, 3.0]
+    assert (loss * 2).terms == ()
+    total = 0.0
+    for _ in range(3):
+        total = total + loss
+    assert total.item() == 9.0
+
+
+@pytest.mark.parametrize("read", [float, lambda loss: loss.item(), lambda loss: torch.stack([loss])])
+def test_reading_it_before_the_step_says_what_to_do(read: Any) -> None:
+    with pytest.raises(RuntimeError, match=r"not computed yet.*engine\.step\(\).*engine\.last_step\.loss"):
+        read(handed_out()[1])
+    assert not hasattr(handed_out()[1], "numpy")
+
+
+def test_it_stands_for_the_whole_output() -> None:
+    _, loss = handed_out()
+    assert loss.loss is loss[0] is loss["loss"] is loss
+    for read in (lambda: loss.logits, lambda: loss[1], lambda: loss["logits"]):
+        with pytest.raises(ConfigError, match=r"loss_fn\(logits, labels\)"):
+            read()
+    with pytest.raises(ConfigError, match="loss_fn"):
+        loss + torch.zeros((), requires_grad=True)
+
+
+def test_backward_of_the_loss_is_the_engines() -> None:
+    called: list[PendingLoss] = []
+    loss = PendingLoss([(Collected(None, called.append), 1.0)]) / 2
+    loss.backward()
+    assert called == [loss]
+    with pytest.raises(RuntimeError, match="has run already"):
+        PendingLoss((), 1.0).backward()
+
+
+@pytest.mark.parametrize(
+    ("config", "steps"),
+    [
+        ({}, 1),
+        ({"gradient_accumulation_steps": 3}, 3),
+        ({"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2}, 4),
+        ({"train_batch_size": 16, "gradient_accumulation_steps": 8}, 8),
+    ],
+)
+def test_accumulation_steps(config: dict[str, int], steps: int) -> None:
+    assert accumulation_steps(config, 2) == steps
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"gradient_accumulation_steps": "auto"}, "transformers' Trainer fills in"),
+        ({"gradient_accumulation_steps": 0}, "at least 1, but is 0"),
+        ({"train_batch_size": 9, "train_micro_batch_size_per_gpu": 2}, "9 is not a multiple"),
+    ],
+)
+def test_bad_accumulation_steps(config: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        accumulation_steps(config, 2)
+
+
+def test_accelerates_steps_per_print_means_never() -> None:
+    kept, _ = screen_deepspeed_settings({"steps_per_print": float("inf")})
+    assert kept["steps_per_print"] > 10**14

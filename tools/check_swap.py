@@ -1,0 +1,228 @@
+"""The engine in jobs that were written for another one: scripts, streams, own data, own losses, against one process.
+
+python -m tools.check_swap [--quick] [--json FILE] [--only PART ...]
+
+scripts  those of examples/swap with the one line of their diffs changed: losses of 10 updates
+stream   streams stopped in the middle and resumed, against the undisturbed run, to the bit
+handed   train_batch(sequences) dealt out to ranks in several ways against map-style data, to the bit
+losses   losses of the user's own and weights of sequences under changing strategies, FP64
+plan     milliseconds that planning stands in the way of a step on 64 ranks whose lengths are known only at the call
+
+Exits non-zero if an aim is missed.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from ds_hydra.commands.figures import figures_parser, finish, guarded, print_table
+from ds_hydra.commands.shipped import shipped
+from ds_hydra.costs.cost_table import CostTable
+from ds_hydra.data.length_sources import read_lengths, sample_batches
+from ds_hydra.engine.plan_source import PlanSource
+from ds_hydra.pipe.shape import StrategyShape
+from ds_hydra.planner import PlannerOptions
+from ds_hydra.ranks.channel import Channel
+from tests.support.cases import CASES
+from tests.support.equivalence import compare
+from tests.support.ranks import run_ranks
+from tests.support.small_job import same, sequences, small_engine, whole_state
+from tests.support.streams import STREAMS, Stateful
+from tools.swap.scripts import three_calls
+
+LOSS_AIM = 1e-6  # of FP32 losses, relative
+PLAN_AIM_MS = 10.0
+STRATEGIES_64 = ("4*tp16", "8*tp8", "2*tp16 + 8*tp4", "tp16 + 4*tp8 + 4*tp4", "16*tp4")
+
+Rows = list[dict[str, Any]]
+
+
+def check_scripts(quick: bool, missed: list[str]) -> Rows:
+    """The scripts of examples/swap, each with the one line of its diff changed, on 2 ranks."""
+    rows: Rows = []
+    for run in (three_calls,):
+        found, expected = run(10)
+        apart = [abs(one - other) / abs(other) for one, other in zip(found, expected, strict=True)]
+        rows.append(
+            {
+                "script": run.__name__,
+                "losses": len(found),
+                "last, swapped": f"{found[-1]:.7f}",
+                "last, one process": f"{expected[-1]:.7f}",
+                "most apart": f"{max(apart):.1e}",
+            }
+        )
+        if not max(apart) <= LOSS_AIM:
+            missed.append(f"{run.__name__}.py: losses {found} after the swap, {expected} in one process")
+    return rows
+
+
+def stream_engine(rank: int, kind: Any) -> Any:
+    return small_engine(
+        rank, data=kind(sequences()), context_length=128, planner={"ahead": 2 if kind is Stateful else 0}
+    )
+
+
+def check_stream(quick: bool, missed: list[str]) -> Rows:
+    """Each kind of stream, stopped after 3 of 6 steps."""
+    rows: Rows = []
+    for kind in STREAMS[1:2] if quick else STREAMS:
+        for num_ranks in (2,) if quick else (2, 4):
+            with tempfile.TemporaryDirectory() as folder:
+
+                def job(rank: int, kind: Any = kind, folder: str = folder) -> tuple[bool, list[float]]:
+                    whole = stream_engine(rank, kind)
+                    losses = [float(whole.train_batch()) for _ in range(6)]
+                    state = whole_state(whole)
+                    whole.destroy()
+                    again: list[float] = []
+                    for part in range(2):
+                        engine = stream_engine(rank, kind)
+                        if part:
+                            engine.load_checkpoint(folder)
+                        again += [float(engine.train_batch()) for _ in range(3)]
+                        if not part:
+                            engine.save_checkpoint(folder)
+                        else:
+                            return same(whole_state(engine), state) and again == losses, losses
+                        engine.destroy()
+                    raise AssertionError("returns in the second part")
+
+                equal, losses = run_ranks(job, num_ranks, timeout=300)[0]
+            rows.append({"stream": kind.__name__, "ranks": num_ranks, "last loss": losses[-1], "equal": equal})
+            if not equal:
+                missed.append(f"{kind.__name__} on {num_ranks} ranks: resumed in the middle it trains otherwise")
+    return rows
+
+
+def dealt_out(batch: Sequence[Tensor], rank: int, num_ranks: int, how: str) -> list[Tensor]:
+    """A rank's share of a step, in the order of the whole."""
+    if how == "all on the first":
+        return list(batch) if rank == 0 else []
+    if how == "all on the last":
+        return list(batch) if rank == num_ranks - 1 else []
+    if how == "none on the first":
+        rank, num_ranks = rank - 1, num_ranks - 1
+    cut = len(batch) * max(rank, 0) // num_ranks
+    return [] if rank < 0 else list(batch[cut : len(batch) * (rank + 1) // num_ranks])
+
+
+def check_handed(quick: bool, missed: list[str]) -> Rows:
+    """Four ranks, strategies in turn; every way of dealing out is the update of map-style data."""
+    num_ranks, steps = 4, 3
+
+    def job(rank: int, how: str | None) -> dict[str, Tensor]:
+        source = small_engine(rank)
+        drawn = [source.sampler.batch(step) for step in range(steps)]
+        data = sequences()
+        engine = source if how is None else small_engine(rank, data=None)
+        for ids in drawn:
+            share = None if how is None else dealt_out([data[i] for i in ids], rank, num_ranks, how)
+            engine.train_batch(share)
+        return whole_state(engine)
+
+    expected = run_ranks(job, num_ranks, None, timeout=300)[0]
+    rows: Rows = []
+    for how in ("evenly", "all on the first", "all on the last", "none on the first")[: 2 if quick else 4]:
+        equal = all(same(found, expected) for found in run_ranks(job, num_ranks, how, timeout=300))
+        rows.append({"sequences": how, "ranks": num_ranks, "steps": steps, "equal": equal})
+        if not equal:
+            missed.append(f"sequences handed in {how} train otherwise than map-style data")
+    return rows
+
+
+def check_losses(quick: bool, missed: list[str]) -> Rows:
+    """Rows of the training table whose loss is the user's own."""
+    rows: Rows = []
+    cases = [case for case in CASES if case.own_loss or case.weighted]
+    for case in [case for case in cases if case.quick or not quick]:
+        found = compare(case.shortened() if quick else case, timeout=300)
+        missed += found.missed(case)
+        what = ("loss", "gradient", "parameter")
+        rows.append({"case": case.name} | {name: f"{getattr(found, name):.1e}" for name in what})
+    return rows
+
+
+class Overheard(Channel):
+    """The channel of one of 64 ranks that are not there: `texts` takes what rank 0 tells, for the other to read."""
+
+    def __init__(self, rank: int, texts: list[str]):
+        super().__init__(None, rank, 64)
+        self._texts = texts
+
+    def tell(self, text: str | None) -> str:
+        """Rank 0's text."""
+        if text:
+            self._texts.append(text)
+        return self._texts[-1]
+
+
+def check_plan(quick: bool, missed: list[str]) -> Rows:
+    """What `train_batch(sequences)` waits for between lengths and plan: on rank 0 to have it, then on another to read
+    and check it."""
+    steps, unmeasured = 10 if quick else 40, 5  # the first ones wait for the producer's start
+    table, strategies = CostTable.load(shipped("a800-32b")), tuple(map(StrategyShape.parse, STRATEGIES_64))
+    lengths = read_lengths("lognormal:6.22,1.233", 32768).lengths
+    batches = sample_batches(lengths.tolist(), 200_000, steps + unmeasured, 0, 32768)
+    told: list[str] = []
+    first, other = (
+        PlanSource(table, strategies, PlannerOptions(), None, ahead, Overheard(rank, told))
+        for rank, ahead in ((0, 2), (1, 0))
+    )
+    waited, planned = [], []
+    for step, batch in enumerate(batches):
+        began = time.perf_counter()
+        found = first.given(step, tuple(batch.tolist()))
+        other.given(step, tuple(batch.tolist()))
+        waited.append(1e3 * (time.perf_counter() - began))
+        planned.append(found.planning_ms)
+    first.close()
+    exposed = float(np.median(waited[unmeasured:]))
+    if exposed > PLAN_AIM_MS:
+        missed.append(f"a step of 64 ranks waits {exposed:.1f} ms for its plan (aim {PLAN_AIM_MS:g})")
+    row = {
+        "ranks": 64,
+        "strategies": len(strategies),
+        "sequences": int(np.mean([len(batch) for batch in batches])),
+        "waited, median ms": exposed,
+        "worst": max(waited[unmeasured:]),
+        "of it planning": float(np.median(planned[unmeasured:])),
+    }
+    return [row]
+
+
+PARTS: dict[str, Callable[[bool, list[str]], Rows]] = {
+    "scripts": check_scripts,
+    "stream": check_stream,
+    "handed": check_handed,
+    "losses": check_losses,
+    "plan": check_plan,
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The exit code: 0, or 1 if an aim was missed."""
+    parser = figures_parser(__doc__, "python -m tools.check_swap")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="run these parts only")
+    options = parser.parse_args(arguments)
+    began = time.perf_counter()
+    missed: list[str] = []
+    figures: dict[str, Rows] = {}
+    for name in options.only:
+        rows = figures[name] = PARTS[name](options.quick, missed)
+        print(f"\n{name}")
+        print_table(list(rows[0]), [list(row.values()) for row in rows])
+    seconds = time.perf_counter() - began
+    checked = ", ".join(f"{len(rows)} of {name}" for name, rows in figures.items())
+    return finish("check_swap", f"{checked}, {seconds:.0f} s", {"parts": figures}, missed, options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(guarded("check_swap", main))
