@@ -2,10 +2,11 @@
 
 python -m tools.check_swap [--quick] [--json FILE] [--only PART ...]
 
-scripts  those of examples/swap with the one line of their diffs changed: losses of 10 updates
+scripts  those of examples/swap with the one line of their diffs changed: losses of 10 updates, evaluations among them
 stream   streams stopped in the middle and resumed, against the undisturbed run, to the bit
 handed   train_batch(sequences) dealt out to ranks in several ways against map-style data, to the bit
 losses   losses of the user's own and weights of sequences under changing strategies, FP64
+lora     PEFT's adapters under changing strategies
 plan     milliseconds that planning stands in the way of a step on 64 ranks whose lengths are known only at the call
 
 Exits non-zero if an aim is missed.
@@ -13,6 +14,8 @@ Exits non-zero if an aim is missed.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import sys
 import tempfile
 import time
@@ -30,12 +33,14 @@ from ds_hydra.engine.plan_source import PlanSource
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.planner import PlannerOptions
 from ds_hydra.ranks.channel import Channel
+from tests.support.adapted_models import ADAPTED, ADAPTED_WITHOUT_TP
+from tests.support.case import Case
 from tests.support.cases import CASES
 from tests.support.equivalence import compare
 from tests.support.ranks import run_ranks
 from tests.support.small_job import same, sequences, small_engine, whole_state
 from tests.support.streams import STREAMS, Stateful
-from tools.swap.scripts import three_calls
+from tools.swap.scripts import accelerated, sft, three_calls, trainer
 
 LOSS_AIM = 1e-6  # of FP32 losses, relative
 PLAN_AIM_MS = 10.0
@@ -47,18 +52,13 @@ Rows = list[dict[str, Any]]
 def check_scripts(quick: bool, missed: list[str]) -> Rows:
     """The scripts of examples/swap, each with the one line of its diff changed, on 2 ranks."""
     rows: Rows = []
-    for run in (three_calls,):
-        found, expected = run(10)
+    for run in (three_calls, trainer) if quick else (three_calls, trainer, sft, accelerated):
+        with contextlib.redirect_stdout(io.StringIO()):
+            found, expected = run(4 if quick else 10)
         apart = [abs(one - other) / abs(other) for one, other in zip(found, expected, strict=True)]
-        rows.append(
-            {
-                "script": run.__name__,
-                "losses": len(found),
-                "last, swapped": f"{found[-1]:.7f}",
-                "last, one process": f"{expected[-1]:.7f}",
-                "most apart": f"{max(apart):.1e}",
-            }
-        )
+        row = {"script": run.__name__, "losses": len(found)}
+        row |= {"last, swapped": f"{found[-1]:.7f}", "last, one process": f"{expected[-1]:.7f}"}
+        rows.append(row | {"most apart": f"{max(apart):.1e}"})
         if not max(apart) <= LOSS_AIM:
             missed.append(f"{run.__name__}.py: losses {found} after the swap, {expected} in one process")
     return rows
@@ -138,16 +138,26 @@ def check_handed(quick: bool, missed: list[str]) -> Rows:
     return rows
 
 
-def check_losses(quick: bool, missed: list[str]) -> Rows:
-    """Rows of the training table whose loss is the user's own."""
+def compared(cases: Sequence[Case], quick: bool, missed: list[str]) -> Rows:
+    """Rows of the training table, each against one process."""
     rows: Rows = []
-    cases = [case for case in CASES if case.own_loss or case.weighted]
     for case in [case for case in cases if case.quick or not quick]:
         found = compare(case.shortened() if quick else case, timeout=300)
         missed += found.missed(case)
         what = ("loss", "gradient", "parameter")
         rows.append({"case": case.name} | {name: f"{getattr(found, name):.1e}" for name in what})
     return rows
+
+
+def check_losses(quick: bool, missed: list[str]) -> Rows:
+    """Rows whose loss is the user's own, or whose sequences have weights."""
+    return compared([case for case in CASES if case.own_loss or case.weighted], quick, missed)
+
+
+def check_lora(quick: bool, missed: list[str]) -> Rows:
+    """Rows of models with PEFT's adapters."""
+    adapted = {*ADAPTED, *ADAPTED_WITHOUT_TP}
+    return compared([case for case in CASES if case.family in adapted], quick, missed)
 
 
 class Overheard(Channel):
@@ -166,34 +176,38 @@ class Overheard(Channel):
 
 def check_plan(quick: bool, missed: list[str]) -> Rows:
     """What `train_batch(sequences)` waits for between lengths and plan: on rank 0 to have it, then on another to read
-    and check it."""
-    steps, unmeasured = 10 if quick else 40, 5  # the first ones wait for the producer's start
+    and check it. Of five tries of a batch the shortest counts: others may use the processor."""
+    count, unmeasured, tries = 8 if quick else 40, 2, 5  # the first ones wait for the producer's start
     table, strategies = CostTable.load(shipped("a800-32b")), tuple(map(StrategyShape.parse, STRATEGIES_64))
     lengths = read_lengths("lognormal:6.22,1.233", 32768).lengths
-    batches = sample_batches(lengths.tolist(), 200_000, steps + unmeasured, 0, 32768)
+    batches = sample_batches(lengths.tolist(), 200_000, count + unmeasured, 0, 32768)
     told: list[str] = []
     first, other = (
         PlanSource(table, strategies, PlannerOptions(), None, ahead, Overheard(rank, told))
         for rank, ahead in ((0, 2), (1, 0))
     )
-    waited, planned = [], []
-    for step, batch in enumerate(batches):
+
+    def once(step: int, batch: tuple[int, ...]) -> tuple[float, float]:
         began = time.perf_counter()
-        found = first.given(step, tuple(batch.tolist()))
-        other.given(step, tuple(batch.tolist()))
-        waited.append(1e3 * (time.perf_counter() - began))
-        planned.append(found.planning_ms)
+        planned = first.given(step, batch)
+        other.given(step, batch)
+        return 1e3 * (time.perf_counter() - began), planned.planning_ms
+
+    shortest = [
+        min(once(tries * number + again, tuple(batch.tolist())) for again in range(tries))
+        for number, batch in enumerate(batches)
+    ][unmeasured:]
     first.close()
-    exposed = float(np.median(waited[unmeasured:]))
-    if exposed > PLAN_AIM_MS:
-        missed.append(f"a step of 64 ranks waits {exposed:.1f} ms for its plan (aim {PLAN_AIM_MS:g})")
+    waited, planning = np.array(shortest).T
+    if not np.median(waited) <= PLAN_AIM_MS:
+        missed.append(f"a step of 64 ranks waits {np.median(waited):.1f} ms for its plan (aim {PLAN_AIM_MS:g})")
     row = {
         "ranks": 64,
         "strategies": len(strategies),
         "sequences": int(np.mean([len(batch) for batch in batches])),
-        "waited, median ms": exposed,
-        "worst": max(waited[unmeasured:]),
-        "of it planning": float(np.median(planned[unmeasured:])),
+        "waited, median ms": float(np.median(waited)),
+        "longest": float(waited.max()),
+        "of it planning": float(np.median(planning)),
     }
     return [row]
 
@@ -203,6 +217,7 @@ PARTS: dict[str, Callable[[bool, list[str]], Rows]] = {
     "stream": check_stream,
     "handed": check_handed,
     "losses": check_losses,
+    "lora": check_lora,
     "plan": check_plan,
 }
 

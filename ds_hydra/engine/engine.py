@@ -179,7 +179,8 @@ class HydraEngine(ThreeCallEngine):
         CheckpointError on all ranks if the checkpoint is damaged or ambiguous; then nothing has changed. Every rank
         must call it.
         """
-        if custom_load_fn is not None or not load_module_strict:
+        # Trainer asks for a load that is not strict where it has adapters.
+        if custom_load_fn is not None or not (load_module_strict or is_peft_model(self.module)):
             raise CheckpointError(
                 "load_checkpoint(custom_load_fn=..., load_module_strict=False) is not supported: a checkpoint holds "
                 "exactly the model's parameters; load others with load_16bit_model()"

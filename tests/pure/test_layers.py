@@ -33,7 +33,7 @@ LAYERS = (
     ("ds_hydra/engine",),
     ("ds_hydra/emulate",),
     ("ds_hydra",),
-    ("ds_hydra/commands",),
+    ("ds_hydra/commands", "ds_hydra/hugging_face"),
 )
 LEVEL = {folder: level for level, row in enumerate(LAYERS) for folder in row}
 HEAVY = ("torch", "deepspeed", "transformers")

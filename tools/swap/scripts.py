@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import tempfile
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -10,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from accelerate import PartialState
 
 from tests.support.ranks import run_ranks
 from tests.support.small_job import rank_environment
@@ -32,11 +35,16 @@ def script(name: str, *, swapped: bool = True) -> ModuleType:
     return module
 
 
-def one_process(updates: Iterable[Sequence[Any]]) -> list[float]:
-    """The losses of DeepSpeed's own loop in one process: the mean of the means of an update's batches."""
+def one_process(updates: Iterable[Sequence[Any]], schedule_steps: int = 0) -> list[float]:
+    """The losses of DeepSpeed's own loop in one process: the mean of the means of an update's batches.
+
+    `schedule_steps` is how often a linear warm-up over the whole run steps in each update.
+    """
     task = script("three_calls", swapped=False)
-    model = task.make_model()
+    model, updates = task.make_model(), list(updates)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.1)
+    total = len(updates) * schedule_steps
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=total) if total else None
     losses = []
     for batches in updates:
         optimizer.zero_grad()
@@ -44,6 +52,9 @@ def one_process(updates: Iterable[Sequence[Any]]) -> list[float]:
         torch.autograd.backward(found)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        for _ in range(schedule_steps):
+            assert schedule is not None, "there is one where it steps"
+            schedule.step()
         losses.append(sum(float(loss.detach()) for loss in found))
     return losses
 
@@ -60,3 +71,49 @@ def three_calls(steps: int) -> tuple[list[float], list[float]]:
     loaders = [iter(swapped.make_loader(rank, 2)) for rank in range(2)]
     updates = [[next(loader) for _ in range(2) for loader in loaders] for _ in range(steps)]
     return run_ranks(job, 2, timeout=300)[0], one_process(updates)
+
+
+def accelerated(steps: int) -> tuple[list[float], list[float]]:
+    """Losses of the swapped script on 2 ranks, and of one process."""
+    swapped = script("accelerated")
+
+    def job(rank: int) -> list[float]:
+        rank_environment(rank)
+        PartialState(cpu=not torch.cuda.is_available())  # else Accelerate takes ranks without a GPU for single ones
+        return swapped.main(["--steps", str(steps), "--config", str(SWAP / "ds_accelerated.json")])  # type: ignore[no-any-return]
+
+    data = swapped.make_data()
+    batches = [swapped.collate(data[at : at + 4]) for at in range(0, len(data), 4)]
+    updates = [batches[4 * number : 4 * number + 4] for number in range(steps)]
+    return run_ranks(job, 2, timeout=300)[0], one_process(updates, schedule_steps=2)
+
+
+def trainer(steps: int) -> tuple[list[float], list[float]]:
+    """Losses of the swapped script on 2 ranks, evaluations among them, and of a plain Trainer in one process."""
+    return _by_trainer("trainer", f"--max_steps {steps} --eval_strategy steps --eval_steps 2 --eval_on_start true")
+
+
+def sft(steps: int) -> tuple[list[float], list[float]]:
+    """Losses of the swapped script on 2 ranks, and of TRL's own trainer in one process."""
+    return _by_trainer("sft", f"--max_steps {steps} --bf16 false --gradient_checkpointing false --packing false")
+
+
+def _by_trainer(name: str, own: str) -> tuple[list[float], list[float]]:
+    def job(rank: int, folder: str, num_ranks: int) -> list[float]:
+        rank_environment(rank)
+        arguments = (
+            f"{own} --gradient_accumulation_steps 2 --per_device_train_batch_size {8 // num_ranks} "
+            f"--per_device_eval_batch_size {8 // num_ranks} --learning_rate 2e-3 --weight_decay 0.1 --warmup_steps 2 "
+            "--logging_steps 1 --save_strategy no --report_to none --disable_tqdm true "
+            f"--use_cpu {not torch.cuda.is_available()} --output_dir {folder}/{num_ranks}"
+        ).split()
+        if num_ranks > 1:
+            arguments += ["--deepspeed", str(SWAP / "ds_trainer.json")]
+        else:
+            del os.environ["LOCAL_RANK"]  # by which Accelerate tells a job of several processes
+        logged = script(name, swapped=num_ranks > 1).main(arguments)
+        return [entry[key] for entry in logged for key in ("loss", "eval_loss") if key in entry]
+
+    with tempfile.TemporaryDirectory() as folder:
+        found, expected = (run_ranks(job, num_ranks, folder, num_ranks, timeout=300)[0] for num_ranks in (2, 1))
+    return found, expected

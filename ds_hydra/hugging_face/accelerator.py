@@ -1,0 +1,58 @@
+"""Accelerate's loop in, as a script has it; the engine's planned steps out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import deepspeed
+from accelerate import Accelerator
+from torch import Tensor
+
+from ds_hydra.engine.engine import HydraEngine
+from ds_hydra.entry import initialize
+from ds_hydra.pipe.loss import TokenLoss
+
+
+@contextmanager
+def in_place_of_deepspeed(loss_fn: TokenLoss | None = None) -> Iterator[None]:
+    """Within it `deepspeed.initialize`, by which Accelerate makes its engine, is `ds_hydra.initialize`."""
+    # Accelerate names the function in the midst of 300 lines that read its own settings, and has no hook there. So the
+    # name is lent for the length of one call, which makes one engine. ds_hydra.initialize calls DeepSpeed's own for a
+    # config without a block: it gets the name back first.
+    plain = deepspeed.initialize
+
+    def lent(**arguments: Any) -> Any:
+        deepspeed.initialize = plain
+        return initialize(**arguments, loss_fn=loss_fn)
+
+    deepspeed.initialize = lent
+    try:
+        yield
+    finally:
+        deepspeed.initialize = plain
+
+
+class HydraAccelerator(Accelerator):
+    """An `Accelerator` whose DeepSpeed engine is the one of the config's block "hydra".
+
+    A loop of `accelerator.accumulate(model)`, `model(**batch).loss`, `accelerator.backward(loss)` and
+    `optimizer.step()` runs as it is [Note: three calls]: batches are collected until gradients would be synchronised,
+    and run in that `backward` as one planned step; a loss can be read after it. Takes the arguments of `Accelerator`,
+    and the `loss_fn` of `ds_hydra.initialize`.
+    """
+
+    def __init__(self, *args: Any, loss_fn: TokenLoss | None = None, **kwargs: Any):
+        self._loss_fn = loss_fn
+        super().__init__(*args, **kwargs)
+
+    def _prepare_deepspeed(self, *args: Any) -> Any:
+        with in_place_of_deepspeed(self._loss_fn):
+            return super()._prepare_deepspeed(*args)
+
+    def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Tensor]:
+        """The model's parameters on CPU in the type that it is computed in. Every rank must call it."""
+        if not isinstance(model, HydraEngine):
+            return super().get_state_dict(model, unwrap)  # type: ignore[no-any-return]
+        return {name: value.to(model.types.compute) for name, value in model.fp32_state_dict().items()}

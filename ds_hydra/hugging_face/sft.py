@@ -1,0 +1,28 @@
+"""TRL's `SFTTrainer` on the engine; importing this needs TRL (the extra `trl`)."""
+
+from __future__ import annotations
+
+from trl import SFTTrainer
+
+from ds_hydra.hugging_face.trainer import HydraTrainer
+from ds_hydra.zero_hetero.errors import ConfigError
+
+
+class HydraSFTTrainer(HydraTrainer, SFTTrainer):
+    """An `SFTTrainer` on the engine of the block "hydra" [Note: Trainer].
+
+    TRL prepares the data, packed ones included. What it takes from the logits of a batch (entropy, token accuracy) is
+    not logged. Raises ConfigError for a loss of TRL's other than "nll", and for offloaded activations.
+    """
+
+    def _refuse_unfit(self) -> None:
+        super()._refuse_unfit()
+        if self.args.loss_type != "nll":
+            raise ConfigError(
+                f"SFTConfig(loss_type={self.args.loss_type!r}) needs the logits of whole batches, which no rank has: "
+                'leave it at "nll", and pass loss_fn(logits, labels), which gives the loss of each token'
+            )
+        if self.args.activation_offloading:
+            raise ConfigError(
+                "SFTConfig(activation_offloading=True): nothing is offloaded here; use gradient_checkpointing=True"
+            )

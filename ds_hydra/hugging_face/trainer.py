@@ -1,0 +1,151 @@
+"""`transformers.Trainer`'s loop in; the engine's planned steps out.
+
+[Note: Trainer]
+`Trainer` goes through its batches, and after every `gradient_accumulation_steps` of them makes an update. Here a batch
+is collected and the last one of an update runs them all, of all ranks, as one planned step [Note: three calls]. What
+surrounds that is Trainer's own and knows nothing of it: order of the data, callbacks, logging, schedules, saving,
+resuming. With 2 ranks, batches of 4 and two batches an update:
+
+    training_step(batch 1)   collects 4 sequences on each rank          returns 0
+    training_step(batch 2)   collects 4 more; plans and runs all 16     returns the mean over all their targets
+
+Trainer adds up what comes back, which is then the loss of the update. A plain Trainer logs the same figure: it divides
+each token's loss by the number of targets of the whole update (`average_tokens_across_devices`, its default).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import Trainer
+from transformers.trainer_utils import EvalLoopOutput
+
+from ds_hydra.hugging_face.accelerator import in_place_of_deepspeed
+from ds_hydra.pipe.loss import TokenLoss
+from ds_hydra.zero_hetero.errors import ConfigError
+
+_TRAINING_ARGS = "training_args.bin"  # as Trainer names it
+
+
+class HydraTrainer(Trainer):
+    """A `Trainer` on the engine of the block "hydra" in `TrainingArguments(deepspeed=...)` [Note: Trainer].
+
+    Takes the arguments of `Trainer`, and the `loss_fn` of `ds_hydra.initialize`. Put before another subclass of
+    Trainer's among the bases of a class, it gives that one the engine. Raises ConfigError for what needs the logits of
+    whole batches on one rank: `compute_loss_func`, `compute_metrics`, `predict`.
+    """
+
+    def __init__(self, *args: Any, loss_fn: TokenLoss | None = None, **kwargs: Any):
+        self._loss_fn = loss_fn
+        super().__init__(*args, **kwargs)
+        if self.plans_steps:
+            self._refuse_unfit()
+
+    @property
+    def plans_steps(self) -> bool:
+        """Whether the config has a block "hydra"; else this is a plain Trainer."""
+        return self.is_deepspeed_enabled and "hydra" in self._deepspeed_config
+
+    @property
+    def _deepspeed_config(self) -> dict[str, Any]:
+        config: dict[str, Any] = self.accelerator.state.deepspeed_plugin.deepspeed_config
+        return config
+
+    def _refuse_unfit(self) -> None:
+        for name in ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics"):
+            if getattr(self, name, None) is not None:
+                raise ConfigError(
+                    f"HydraTrainer({name}=...) needs the logits of whole batches, which no rank has: for a loss of "
+                    "your own pass loss_fn(logits, labels), which gives the loss of each token; for metrics export "
+                    "by save_model() and evaluate the folder"
+                )
+        if self._loss_fn is not None and self.args.label_smoothing_factor:
+            raise ConfigError(
+                f"HydraTrainer has a loss_fn and label_smoothing_factor {self.args.label_smoothing_factor}: smooth in "
+                "the loss_fn, and set the factor to 0"
+            )
+        if not self.args.average_tokens_across_devices:
+            raise ConfigError(
+                "TrainingArguments(average_tokens_across_devices=False): the loss of a planned step is the mean over "
+                "the targets of all ranks; leave it at True"
+            )
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        if not self.plans_steps:
+            return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        if self.deepspeed is not None:
+            raise ConfigError(
+                "this trainer has trained or evaluated already, and its engine counts on from there: make another "
+                "HydraTrainer; TrainingArguments(eval_on_start=True) evaluates before the first step"
+            )
+        self._deepspeed_config.setdefault("gradient_clipping", self.args.max_grad_norm)
+        own, smoothing = self._loss_fn, self.args.label_smoothing_factor
+        if smoothing:
+            own = functools.partial(_smoothed, smoothing)
+        with in_place_of_deepspeed(own):
+            return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+
+    def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        """Collect a batch; the last one of an update runs it. Returns the update's loss there and 0 before, ()."""
+        if not self.plans_steps:
+            return super().training_step(model, inputs, num_items_in_batch)
+        model.train()
+        loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        updates = self.accelerator.sync_gradients
+        model.set_gradient_accumulation_boundary(updates)
+        model.backward(loss)
+        model.step()
+        return (loss.tensor() if updates else torch.zeros(())).to(self.args.device)
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The loss of a batch, pending until the update has run; there are no outputs beside it."""
+        if not self.plans_steps:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        pending = model(**inputs)
+        return (pending, pending) if return_outputs else pending
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        """As Trainer's; the engine is made first where nothing has been trained."""
+        if self.plans_steps and self.deepspeed is None:
+            self._prepare_for_training(max(1, self.args.max_steps), None, None)
+        return super().evaluation_loop(*args, **kwargs)
+
+    def prediction_step(
+        self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Tensor | None, Any, Any]:
+        """The mean loss of the batches of all ranks, (), and no logits."""
+        if not self.plans_steps:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        if not prediction_loss_only:
+            raise ConfigError(
+                "predictions need the logits of whole batches, which no rank has: export by save_model() and predict "
+                "with the folder; evaluate() gives the loss"
+            )
+        engine: Any = self.deepspeed
+        engine.eval()
+        return engine(**inputs).tensor().to(self.args.device), None, None
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write a folder that `from_pretrained` loads. Every rank must call it."""
+        if not self.plans_steps:
+            return super().save_model(output_dir, _internal_call)
+        folder = output_dir or self.args.output_dir
+        if self.deepspeed is None:
+            return self._save(folder)
+        self.deepspeed.save_16bit_model(folder, tokenizer=self.processing_class)
+        if self.args.should_save:
+            torch.save(self.args, os.path.join(folder, _TRAINING_ARGS))
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+
+def _smoothed(factor: float, logits: Tensor, labels: Tensor) -> Tensor:
+    """The loss of each token, (T,), as `TrainingArguments(label_smoothing_factor=...)` means it."""
+    return F.cross_entropy(logits, labels, reduction="none", label_smoothing=factor)

@@ -1,0 +1,195 @@
+"""transformers' Trainer on the engine: a plain one's losses, stopping and resuming, folders, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import deepspeed  # noqa: F401  (before forking: the ranks share it)
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import EvalPrediction
+
+import ds_hydra.engine.engine  # noqa: F401
+from ds_hydra.hugging_face import HydraTrainer
+from ds_hydra.zero_hetero.errors import ConfigError
+from tests.support.losses import focal
+from tests.support.ranks import run_ranks
+from tests.support.small_job import rank_environment, same, sequences, small_model
+
+STEPS = 4
+
+
+def collate(items: list[Tensor]) -> dict[str, Tensor]:
+    ids = pad_sequence(items, batch_first=True)
+    mask = torch.arange(ids.shape[1]) < torch.tensor([len(item) for item in items])[:, None]
+    return {"input_ids": ids, "attention_mask": mask.long(), "labels": ids.masked_fill(~mask, -100)}
+
+
+def config(**hydra: Any) -> dict[str, Any]:
+    block = {"tokens_per_step": 250, "strategies": ["tp2", "pp2"], "choose": "cycle", "self_check": "off"}
+    quiet = {"steps_file": None, "planner": {"ahead": 0}, "faults": {"heartbeat_seconds": 0}}
+    return {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "zero_optimization": {"stage": 1},
+        "hydra": block | quiet | hydra,
+    }
+
+
+def settings(folder: Path, num_ranks: int, engine: Any, **more: Any) -> TrainingArguments:
+    """Of an update of 8 sequences, on however many ranks."""
+    batches = {"per_device_train_batch_size": 4 // num_ranks, "per_device_eval_batch_size": 4 // num_ranks}
+    often = {"logging_steps": 1, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    fixed = {"max_steps": STEPS, "gradient_accumulation_steps": 2, "learning_rate": 1e-2, "weight_decay": 0.1}
+    still = {"report_to": "none", "disable_tqdm": True, "use_cpu": True, "deepspeed": engine}
+    return TrainingArguments(str(folder), **batches | often | fixed | still | more)
+
+
+def adapted() -> Any:
+    model = small_model(tied=False)
+    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "o_proj", "down_proj"]))
+
+
+def trainer_of(kind: Any, arguments: TrainingArguments, model: Any = None, **more: Any) -> Any:
+    return kind(
+        model or small_model(),
+        arguments,
+        data_collator=collate,
+        train_dataset=sequences(),
+        eval_dataset=sequences()[:8],
+        **more,
+    )
+
+
+def logged(trainer: Any) -> list[list[float]]:
+    """Loss, gradient norm and rate of each update; loss of each evaluation."""
+    names = ("loss", "grad_norm", "learning_rate", "eval_loss")
+    found = [[entry[name] for name in names if name in entry] for entry in trainer.state.log_history]
+    return [entry for entry in found if entry]
+
+
+class StopAfter(TrainerCallback):
+    """Ends training as a user would, after the second update."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+        control.should_training_stop = state.global_step == STEPS // 2
+        return control
+
+
+def planned(
+    rank: int, folder: Path, more: dict[str, Any], make: Callable[[], Any] = small_model
+) -> tuple[list[Any], list[Any], bool]:
+    """The whole run; the same stopped in the middle and resumed; whether both end with the same parameters."""
+    rank_environment(rank)
+    whole = trainer_of(HydraTrainer, settings(folder / "whole", 2, config(), **more), make())
+    whole.train()
+    stopping = {"callbacks": [StopAfter()]}
+    halted = trainer_of(HydraTrainer, settings(folder / "parts", 2, config(), **more), make(), **stopping)
+    halted.train()
+    resumed = trainer_of(HydraTrainer, settings(folder / "parts", 2, config(), **more), make())
+    resumed.train(resume_from_checkpoint=True)
+    resumed.save_model()
+    equal = same(whole.deepspeed.fp32_state_dict(), resumed.deepspeed.fp32_state_dict())
+    return logged(whole), logged(resumed), equal
+
+
+def plain(rank: int, folder: Path, more: dict[str, Any], make: Callable[[], Any] = small_model) -> list[Any]:
+    rank_environment(rank)
+    del os.environ["LOCAL_RANK"]  # by which Accelerate tells a job of several processes
+    trainer = trainer_of(Trainer, settings(folder / "plain", 1, None, **more), make())
+    trainer.train()
+    return logged(trainer)
+
+
+def compare(folder: Path, more: dict[str, Any], make: Callable[[], Any] = small_model) -> None:
+    """A planned Trainer on 2 ranks with a plain one in one process, and with itself after a stop."""
+    expected = run_ranks(plain, 1, folder, more, make)[0]
+    assert len(expected) == STEPS + STEPS // 2
+    for whole, resumed, equal in run_ranks(planned, 2, folder, more, make, timeout=200):
+        for found, aim in zip(whole, expected, strict=True):
+            assert found[0] == pytest.approx(aim[0], rel=1e-6)
+            assert found[1:] == pytest.approx(aim[1:], rel=1e-4), "norms of gradients in FP32"
+        assert resumed == whole
+        assert equal
+
+
+def test_a_planned_trainer_is_a_plain_one_and_goes_on_after_a_stop(tmp_path: Path) -> None:
+    compare(tmp_path, {"label_smoothing_factor": 0.1, "lr_scheduler_type": "cosine"})
+    saved = tmp_path / "parts" / f"checkpoint-{STEPS}"
+    state = json.loads((saved / "trainer_state.json").read_text())
+    assert state["global_step"] == state["max_steps"] == STEPS
+    one, other = (AutoModelForCausalLM.from_pretrained(folder) for folder in (tmp_path / "parts", saved))
+    assert same(dict(one.named_parameters()), dict(other.named_parameters()))
+
+
+def test_so_is_one_of_adapters(tmp_path: Path) -> None:
+    compare(tmp_path, {}, adapted)
+    loaded = PeftModel.from_pretrained(small_model(tied=False), tmp_path / "parts")
+    weights = [value for name, value in loaded.named_parameters() if "lora_B" in name]
+    assert weights
+    assert all(weight.abs().max() > 0 for weight in weights)
+
+
+def refusals(rank: int, folder: Path) -> list[str]:
+    rank_environment(rank)
+    found = []
+
+    def note(call: Any) -> None:
+        with pytest.raises(ConfigError) as caught:
+            call()
+        found.append(str(caught.value))
+
+    def made(**more: Any) -> Any:
+        once = {"max_steps": 1, "eval_strategy": "no", "save_strategy": "no"}
+        return trainer_of(HydraTrainer, settings(folder, 1, config(strategies=["tp1"]), **once), **more)
+
+    for unfit in ({"compute_metrics": lambda given: {}}, {"compute_loss_func": lambda *given: 0.0}):
+        note(lambda unfit=unfit: made(**unfit))
+    trainer = made(loss_fn=focal)
+    before = trainer.evaluate()["eval_loss"]
+    note(lambda: trainer.predict(sequences()[:4]))
+    note(trainer.train)
+    note(lambda: trainer.compute_loss(trainer.deepspeed.train(), collate(sequences()[:2]), True)[1].logits)
+    return [*found, f"{before:.4f}"]
+
+
+def test_what_needs_logits_is_refused_and_a_loss_of_ones_own_is_not(tmp_path: Path) -> None:
+    found = run_ranks(refusals, 1, tmp_path)[0]
+    for text, words in zip(
+        found,
+        ("compute_metrics=...", "loss_fn(logits, labels)", "save_model()", "make another", "loss_fn"),
+        strict=False,
+    ):
+        assert words in text
+    data = sequences()[:8]
+    model = small_model()
+    with torch.no_grad():
+        losses = [focal(model(one[None]).logits[0, :-1], one[1:]) for one in data]
+    means = [float(torch.cat(losses[at : at + 4]).mean()) for at in (0, 4)]
+    assert float(found[-1]) == pytest.approx(sum(means) / 2, abs=1e-4)
+
+
+def test_without_the_block_it_is_a_plain_trainer(tmp_path: Path) -> None:
+    def job(rank: int) -> list[Any]:
+        rank_environment(rank)
+        del os.environ["LOCAL_RANK"]
+
+        def metrics(given: EvalPrediction) -> dict[str, float]:
+            return {"words": float(given.predictions.shape[-1])}
+
+        arguments = settings(tmp_path, 1, None, max_steps=1, save_strategy="no")
+        trainer = trainer_of(HydraTrainer, arguments, compute_metrics=metrics)
+        trainer.train()
+        return [trainer.evaluate()["eval_words"], *logged(trainer)[0][:1]]
+
+    words, loss = run_ranks(job, 1)[0]
+    assert words == 97
+    assert loss == pytest.approx(run_ranks(plain, 1, tmp_path, {"max_steps": 1, "eval_strategy": "no"})[0][0][0])
