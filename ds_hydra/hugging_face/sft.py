@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from trl import SFTTrainer
 
 from ds_hydra.hugging_face.trainer import HydraTrainer
@@ -14,6 +16,8 @@ class HydraSFTTrainer(HydraTrainer, SFTTrainer):
     TRL prepares the data, packed ones included. What it takes from the logits of a batch (entropy, token accuracy) is
     not logged. Raises ConfigError for a loss of TRL's other than "nll", and for offloaded activations.
     """
+
+    args: Any  # an SFTConfig
 
     def _refuse_unfit(self) -> None:
         super()._refuse_unfit()
