@@ -102,9 +102,29 @@ def test_the_self_check_finds_adapters_equal(model: Any) -> None:
     assert {verdict.state for verdict in result.verdicts.values()} == {"equal"}
 
 
+def test_adapters_of_a_model_that_recomputes_its_layers() -> None:
+    """Then PEFT puts a hook on the embeddings, by which what they make has a gradient though they are frozen."""
+    base = build_model("llama", torch.float32)
+    base.gradient_checkpointing_enable()
+    model = base_of(get_peft_model(base, LoraConfig(r=2, target_modules="all-linear")))
+    assert model.model.embed_tokens._forward_hooks
+    small = small_copy(model, [PipelineShape.parse("tp2")], memory_bytes=0.0).model
+    assert small.model.embed_tokens._forward_hooks
+    result = check_strategies(model, [StrategyShape.parse("tp2pp2/v")], token_sharding=True, keep=False)
+    assert result.objections() == []
+
+
 @pytest.mark.parametrize(("mistake", "told"), MISTAKES, ids=["sums", "rows"])
 def test_the_self_check_finds_mistakes(model: Any, mistake: Callable[[], Any], told: str) -> None:
     with mistake():
         result = check_strategies(model, [StrategyShape.parse("tp2")], token_sharding=True, keep=False)
     (objection,) = result.objections()
     assert re.search(told, objection)
+
+
+def test_adapters_may_be_wider_than_their_base() -> None:
+    """PEFT keeps them in FP32 beside a base in 16 bit; here all is computed in one type."""
+    wide = get_peft_model(build_model("llama", torch.bfloat16), LoraConfig(target_modules="all-linear"))
+    assert {p.dtype for p in wide.parameters()} == {torch.float32, torch.bfloat16}
+    plan = model_source(wide, activation_checkpointing=False, token_sharding=True).plan
+    assert (plan.no_tp, plan.no_pp, plan.no_slices, plan.no_token_sharding) == ("", "", "", "")

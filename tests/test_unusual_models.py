@@ -42,7 +42,7 @@ def _apart(value: Tensor, reference: Tensor, least: float) -> float:
 @pytest.mark.parametrize("name", [*UNUSUAL, *CHANGED, *CHANGED_LINEARS, *ADAPTED, *ADAPTED_WITHOUT_TP])
 def test_same_as_the_plain_model(name: str) -> None:
     shape = PipelineShape.parse(WITHOUT_TP if name in (*CHANGED_LINEARS, *ADAPTED_WITHOUT_TP) else MIXED)
-    plain = Plain(reference_model(name, torch.float64)).outcome(DATA)
     source = CausalLM(base_of(build_model(name, torch.float64)))
+    plain = Plain(reference_model(name, torch.float64), source.flow.draws, source.layers_path).outcome(DATA)
     apart = difference(run_pipeline(source, place_pipeline(shape, 0, source.plan.num_layers), DATA), plain)
     assert max(apart.values()) < 1e-9, max(apart.items(), key=lambda item: item[1])

@@ -16,6 +16,8 @@ _OWN_KEYS = frozenset(vars(nn.Module())) | {
     "_is_hf_initialized",
     "gradient_checkpointing",
     "_gradient_checkpointing_func",
+    "_require_grads_hook",
+    "_require_grads_hooks",
 }
 _HOOKS = tuple(key for key in vars(nn.Module()) if key.startswith(("_forward_", "_backward_")))  # dicts by handle
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)

@@ -50,14 +50,22 @@ def base_of(model: Any) -> Any:
 
 
 def names_with_adapters(base: Any, aliases: Mapping[str, str]) -> dict[str, str]:
-    """Names in the PEFT model of what it may save, from those in its base: what is trained, and the ends of the model.
+    """Names in the PEFT model of what it may save, from those in its base: what is trained, adapters that are not, and
+    the ends of the model.
 
     PEFT saves the embeddings too if an adapter is on them or if they have got more rows than their config says. Every
     path is mapped to the parameter's first name in `base`, as in `aliases`.
     """
+    adapters = {id(p) for module in base.modules() for part in _saved_parts(module) for p in part.parameters()}
     ends = {id(p) for end in (base.get_input_embeddings(), base.get_output_embeddings()) for p in end.parameters()}
-    kept = {name for name, p in base.named_parameters() if p.requires_grad or id(p) in ends}
+    kept = {name for name, p in base.named_parameters() if p.requires_grad or id(p) in ends | adapters}
     return {NAMES_OF_PEFT + path: name for path, name in aliases.items() if name in kept}
+
+
+def _saved_parts(module: Any) -> list[nn.Module]:
+    """What PEFT has put into a module of its own and saves."""
+    names = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "modules_to_save")
+    return [module._modules[name] for name in names if name in module._modules] if class_path(module) in _KNOWN else []
 
 
 def adapt_alike(model: Any, other: Any) -> None:

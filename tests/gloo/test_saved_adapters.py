@@ -83,7 +83,7 @@ def _logits(model: Any) -> Tensor:
     return logits
 
 
-@pytest.mark.parametrize("family", ["lora with biases", "lora and whole modules"])
+@pytest.mark.parametrize("family", ["lora with biases", "lora and whole modules", "lora beside another"])
 def test_peft_loads_what_was_saved(family: str, tmp_path: Path) -> None:
     """The base that it started from and the saved adapters make the model that was trained."""
     case = Case("", family, ("tp2", "pp2"), FLOAT32, steps=2).shortened()
@@ -100,5 +100,9 @@ def test_peft_loads_what_was_saved(family: str, tmp_path: Path) -> None:
     with safe_open(tmp_path / "adapter_model.safetensors", "pt") as file:
         keys = set(file.keys())
     assert not [key for key in keys if "base_layer.weight" in key or "original_module" in key], "the base is not saved"
+    if family == "lora beside another":
+        loaded.load_adapter(str(tmp_path / "other"), "other")
+        state, expected = loaded.state_dict(), trained.state_dict()
+        assert all(torch.equal(state[name], value) for name, value in expected.items() if ".other." in name)
     assert (tmp_path / "README.md").read_text() == "mine"
     assert (tmp_path / "model.safetensors").read_text() == "a base model"

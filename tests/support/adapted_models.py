@@ -10,7 +10,8 @@ _SAVED = ["embed_tokens", "lm_head", "input_layernorm"]
 # Random weights in A and in B: with PEFT's zeros in B, A has no gradient at first.
 _SETTINGS: Mapping[str, Any] = {"r": 4, "lora_alpha": 8, "init_lora_weights": False, "task_type": "CAUSAL_LM"}
 
-# Name -> family of the base and settings of its LoraConfig. Tensor parallel ranks take those of the first table.
+# Name -> family of the base and settings of its LoraConfig ("another": there is a second adapter). Tensor parallel
+# ranks take those of the first table.
 ADAPTED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "lora": ("llama", {"target_modules": "all-linear"}),
     "lora with dropout": ("llama", {"target_modules": "all-linear", "lora_dropout": 0.2}),
@@ -18,6 +19,7 @@ ADAPTED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "lora of fused layers": ("phi3", {"target_modules": "all-linear", "rank_pattern": {"qkv_proj": 3}}),
     "lora beside experts": ("mixtral", {"target_modules": _ATTENTION}),
     "lora and whole modules": ("llama", {"target_modules": "all-linear", "modules_to_save": _SAVED}),
+    "lora beside another": ("llama", {"target_modules": ["q_proj", "down_proj"], "another": True}),
     "lora of some layers": ("llama_tied", {"target_modules": r"model\.layers\.[13]\..*\.(q_proj|down_proj)"}),
 }
 ADAPTED_WITHOUT_TP: Mapping[str, tuple[str, Mapping[str, Any]]] = {
@@ -37,4 +39,9 @@ def adapted(name: str, base: Any) -> Any:
     from peft import LoraConfig, get_peft_model  # what trains other models does without
 
     _, settings = (ADAPTED | ADAPTED_WITHOUT_TP)[name]
-    return get_peft_model(base, LoraConfig(**(_SETTINGS | settings)))
+    own = {key: value for key, value in (_SETTINGS | settings).items() if key != "another"}
+    # Adapters of a 16 bit base in 16 bit: the reference computes all of it in one type, as the ranks do.
+    model = get_peft_model(base, LoraConfig(**own), autocast_adapter_dtype=False)
+    if "another" in settings:  # which is not in use
+        model.add_adapter("other", LoraConfig(**(_SETTINGS | {"r": 2, "target_modules": ["q_proj", "v_proj"]})))
+    return model

@@ -102,7 +102,7 @@ def _verdicts(name: str, shapes: Mapping[str, str]) -> dict[str, str]:
         return dict.fromkeys(shapes, _told(error))
     data = uneven_data(96, [(5, 33, 2), (12,)])
     try:
-        right = Plain(model).outcome(data)
+        right = Plain(model, source.flow.draws, source.layers_path).outcome(data)
         if not finite(right):
             raise ValueError("its loss is not finite")
     except Exception as error:
