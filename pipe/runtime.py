@@ -129,8 +129,7 @@ class StageRuntime:
         """The parameters whose gradients lack what these actions add, after which nothing is added any more."""
         waiting = {parameter for queue in self._queues if queue is not None for parameter in queue.unfinished}
         if actions[0].kind == "backward":
-            of_part = self.parts[actions[0].part].parameters.values()
-            waiting.update(parameter for parameter in of_part if parameter.requires_grad)
+            waiting |= self.parts[actions[0].part].leaves
         return waiting
 
     def _compute(self, run: _Run, actions: Sequence[Action]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from ds_hydra.pipe.collectives import Group
 from ds_hydra.pipe.model_plan import ModelPlan, Slot
+from ds_hydra.pipe.packed_weights import Leaf, PackedLinears
 from ds_hydra.pipe.placement import Pipeline, Stage
 from ds_hydra.pipe.rows import MicroBatch
 from ds_hydra.pipe.schedules.registry import splits_backward
@@ -135,6 +137,7 @@ class StageModule:
         self.weight_gradients: SplitBackward | None = None  # where the schedule splits backwards
         self.linear_queue: WeightGradients | None = None  # the same, of linear layers
         self.linear: Linear = linear  # what computes the linear layers of `model`
+        self.packed: list[PackedLinears] = []
         if splits_backward(place.schedule):
             self.weight_gradients = self.linear_queue = self._queue(model, names, at_once)
             self.linear = self.linear_queue.linear
@@ -172,6 +175,19 @@ class StageModule:
         for owner, leaf in self._owners[name]:
             owner._parameters[leaf] = parameter
 
+    def install_packed(self, slots: Sequence[Slot], buffer: Tensor) -> list[Leaf]:
+        """The packed weights of a bucket whose parameters are installed, as views of its local buffer."""
+        by_name = {slot.param.name: slot for slot in slots}
+        found = [packed.install(by_name, buffer) for packed in self.packed]
+        return [leaf for leaf in found if leaf is not None]
+
+    @property
+    def leaves(self) -> set[nn.Parameter]:
+        """What autograd accumulates the gradients of its parameters in."""
+        packed = {name: each.weight for each in self.packed if each.weight is not None for name in each.layers}
+        found = (packed.get(name, parameter) for name, parameter in self.parameters.items())
+        return {parameter for parameter in found if parameter.requires_grad}
+
     def _use(self, name: str) -> None:
         if self.before_use is not None:
             self.before_use(name)
@@ -188,6 +204,18 @@ def install(parts: Sequence[StageModule], slot: Slot, buffer: Tensor) -> nn.Para
     for part in others:
         part.share(slot.param.name, parameter)
     return parameter
+
+
+def install_bucket(parts: Sequence[StageModule], slots: Sequence[Slot], buffer: Tensor) -> list[Leaf]:
+    """Make the parameters of a bucket views of its local buffer; returns what their gradients accumulate in."""
+    packed = []
+    alone = {slot.param.name: Leaf(install(parts, slot, buffer), (slot,), partial(shard_view, slot)) for slot in slots}
+    for part in parts:
+        packed += part.install_packed(slots, buffer)
+    for leaf in packed:
+        for slot in leaf.slots:
+            del alone[slot.param.name]
+    return [*alone.values(), *packed]
 
 
 class ModelSource(Protocol):

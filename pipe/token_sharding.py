@@ -45,6 +45,7 @@ from torch import Tensor, nn
 
 from ds_hydra.pipe.adapters import linear_of, linear_path, run_on_own_rows
 from ds_hydra.pipe.collectives import Group, gather_last_dim
+from ds_hydra.pipe.packed_weights import PackedLinears
 from ds_hydra.pipe.row_collectives import (
     Pending,
     all_rows,
@@ -82,17 +83,25 @@ class Whereabouts(Protocol):
 class TokenSharding(TensorParallel):
     """Wraps the forwards of one stage's modules; see [Note: token sharding]."""
 
-    def __init__(self, *args: Any, whereabouts: Whereabouts, queue: WeightGradients | None, **kwargs: Any):
+    def __init__(
+        self,
+        *args: Any,
+        whereabouts: Whereabouts,
+        queue: WeightGradients | None,
+        packed: Collection[PackedLinears] = (),
+        **kwargs: Any,
+    ):
         """As `TensorParallel`; weights' gradients wait in `queue` where the backward is split."""
         super().__init__(*args, **kwargs)
         self._whereabouts, self._queue = whereabouts, queue
+        self._packed = {layer: each for each in packed for layer in each.layers.values()}
         self._blocks: dict[nn.Module, _Block] = {}
 
     def _column(self, style: str, name: str, module: nn.Module, parent: nn.Module) -> None:
         if parent not in self._blocks:
             self._blocks[parent] = _Block(parent, self.group, self._queue, self._whereabouts)
         block, widths, inner = self._blocks[parent], self._widths(name, module, 0), linear_of(module)
-        block.columns.append(inner)
+        block.columns[inner] = self._packed.get(inner)
 
         def column(input: Tensor) -> Tensor:
             return block.output_of(inner, input)
@@ -170,7 +179,7 @@ def enter_with_own_rows(layer: nn.Module, key: int | str, group: Group) -> None:
 class _Columns(NamedTuple):
     """What the column-parallel children of a block compute in one run of it."""
 
-    modules: Sequence[nn.Module]
+    modules: Sequence[nn.Module]  # those that are packed as one
     put_off: Sequence[bool]  # whose weights' gradients wait for later
     group: Group
     queue: WeightGradients | None
@@ -194,7 +203,7 @@ class _Block:
     """A module with column-parallel children: handed a share of the rows, it runs on all of them."""
 
     def __init__(self, module: nn.Module, group: Group, queue: WeightGradients | None, whereabouts: Whereabouts):
-        self.columns: list[nn.Module] = []
+        self.columns: dict[nn.Module, PackedLinears | None] = {}  # column-parallel ones, and with which they are packed
         self._kind, self._group, self._queue, self._whereabouts = type(module).__name__, group, queue, whereabouts
         self._now: _Entered | None = None
         forward: Callable[..., Any] = module.forward
@@ -241,14 +250,22 @@ class _Block:
 
     def _compute(self, shard: Tensor) -> dict[nn.Module, Tensor]:
         queue = self._queue
-        put_off = [queue is not None and queue.takes(module, shard) for module in self.columns]
-        weights: list[Any] = [module.weight for module in self.columns]
-        biases: list[Any] = [module.bias for module in self.columns]
+        products = [packed if packed is not None and packed.weight is not None else module
+                    for module, packed in self.columns.items()]  # fmt: skip
+        modules = tuple(dict.fromkeys(products))
+        put_off = [queue is not None and queue.takes(module, shard) for module in modules]
+        weights: list[Any] = [module.weight for module in modules]
+        biases: list[Any] = [module.bias for module in modules]
         # Autograd is not to know the weights whose gradients wait [Note: split backward].
         known = [weight.detach() if off else weight for weight, off in zip(weights, put_off, strict=True)]
-        columns = _Columns(tuple(self.columns), put_off, self._group, queue)
-        outputs = _GatherColumns.apply(shard, columns, *known, *biases)
-        return dict(zip(self.columns, outputs, strict=True))
+        columns = _Columns(modules, put_off, self._group, queue)
+        found: dict[nn.Module, Tensor] = {}
+        for module, out in zip(modules, _GatherColumns.apply(shard, columns, *known, *biases), strict=True):
+            if isinstance(module, PackedLinears):
+                found |= zip(module.layers.values(), module.parts(out), strict=True)
+            else:
+                found[module] = out
+        return found
 
 
 class Rows:

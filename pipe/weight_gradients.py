@@ -112,6 +112,11 @@ class WeightGradients:
                 self._places[module] = place
                 module.forward = self._forward_of(module)  # type: ignore[method-assign]
 
+    def put_off_as(self, first: nn.Module, module: nn.Module) -> None:
+        """Put the gradients of `module`, a linear layer beside the model's own, off where those of `first` are."""
+        if first in self._places:
+            self._places[module] = self._places[first]
+
     def _forward_of(self, module: nn.Module) -> Callable[[Tensor], Tensor]:
         def forward(input: Tensor) -> Tensor:  # the name that callers of nn.Linear may use
             return self.linear(module, input, module.bias)  # type: ignore[arg-type]

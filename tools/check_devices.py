@@ -10,6 +10,7 @@
 with --fast, what makes large models and many devices possible:
 
   loading     resident memory of each rank while a model on the meta device gets its first values
+  launches    operators that a layer launches, with functions in place of the model's chains and without
   max_len     the longest sequences of a 32B model on 64 GPUs, by the memory model, beside published ones
   operations  messages and collectives of a step's pulls and pushes, and how long their links take to build
   overlap     what is exposed of pulls and pushes between nodes, by the simulation of steps
@@ -29,6 +30,7 @@ from ds_hydra.commands.figures import figures_parser, finish, print_table
 from tools.devices.count import by_count
 from tools.devices.groups import groups
 from tools.devices.heartbeats import heartbeats
+from tools.devices.launches import launches
 from tools.devices.loading import memory_of_loading
 from tools.devices.max_len import longest_sequences
 from tools.devices.messages import handing_out
@@ -47,6 +49,7 @@ TABLES: dict[str, Callable[[bool], Table]] = {
 }
 FAST: dict[str, Callable[[bool], Table]] = {
     "loading": memory_of_loading,
+    "launches": launches,
     "max_len": longest_sequences,
     "operations": operations,
     "overlap": overlap,

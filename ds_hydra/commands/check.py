@@ -1,7 +1,7 @@
 """Does training a model under these strategies equal one process's training? What the self-check finds, without a job.
 
   ds-hydra check my_model/ --strategies "tp4 + 2*pp2" "sp4 + 4*tp1" [--activation_checkpointing]
-      [--token_sharding] [--full] [--no_cache]
+      [--token_sharding] [--functions auto|recompute] [--full] [--no_cache]
 
 The model is a config JSON or a checkpoint folder; no value of a checkpoint is read. What `hydra.self_check` does before
 step 0 of a job is done here and printed: a small copy of the model is trained for a step and evaluated under each
@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from ds_hydra.commands.figures import figures_parser, finish, guarded, print_table
 from ds_hydra.pipe.models.causal_lm import CausalLM
+from ds_hydra.pipe.models.options import FUNCTIONS
 from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.profiling.hollow import hollow_model
@@ -29,6 +30,7 @@ def main(arguments: Sequence[str] | None = None, *, name: str = "ds-hydra check"
     parser.add_argument("--strategies", nargs="+", required=True, help='such as "tp4 + 2*pp2"')
     parser.add_argument("--activation_checkpointing", action="store_true", help="as hydra.activation_checkpointing")
     parser.add_argument("--token_sharding", action="store_true", help='as hydra.token_sharding "auto"')
+    parser.add_argument("--functions", choices=FUNCTIONS, default="off", help="as hydra.functions")
     parser.add_argument("--full", action="store_true", help="every scheme with all its stages and ranks")
     parser.add_argument("--no_cache", action="store_true", help="check anew what is known from earlier checks")
     args = parser.parse_args(arguments)
@@ -48,6 +50,7 @@ def run(args: argparse.Namespace, name: str) -> int:
         mode="full" if args.full else "on",
         activation_checkpointing=args.activation_checkpointing,
         token_sharding=args.token_sharding,
+        functions=args.functions,
         keep=not args.no_cache,
     )
     rows = [

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from ds_hydra.config.hydra_block import HydraConfig, parse_config
 from ds_hydra.config.read import read_config
 from ds_hydra.host.optimizers import optimizer_of_block
+from ds_hydra.pipe.models.options import StageOptions
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -28,9 +29,9 @@ class JobConfig:
     wire_dtype: torch.dtype | None = None  # as communication_data_type says
 
     @property
-    def token_sharding(self) -> bool:
-        """Whether ranks may share tokens."""
-        return self.hydra is not None and self.hydra.token_sharding == "auto"
+    def stage_options(self) -> StageOptions:
+        """How stages are to compute; without a "hydra" block as its defaults say."""
+        return (self.hydra or HydraConfig(tokens_per_step=1)).stage_options
 
 
 def read_job(path: str | None, default: torch.dtype) -> JobConfig:

@@ -51,9 +51,7 @@ def run(args: argparse.Namespace, name: str) -> int:
         raise ConfigError(f"--gpus and --tokens must be at least 1 but are {args.gpus} and {args.tokens}")
     job = read_job(args.deepspeed_config, torch.bfloat16)
     dtype = DTYPES[args.dtype] if args.dtype else job.dtype
-    source = hollow_source(
-        args.model, activation_checkpointing=job.activation_checkpointing, token_sharding=job.token_sharding
-    )
+    source = hollow_source(args.model, **job.stage_options._asdict())
     node = args.node_size or min(args.gpus, 8)
     schemes = feasible_schemes(source.plan, args.gpus, node)
     device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")

@@ -51,7 +51,8 @@ class Session:
         job = self.request.job
         rungs = [[list(rung.lengths), rung.held_out] for rung in self.request.rungs]
         return {"model": job.model, "device": job.device, "dtype": job.dtype, "checkpointing":
-                job.activation_checkpointing, "token_sharding": job.token_sharding, "rungs": rungs,
+                job.activation_checkpointing, "token_sharding": job.token_sharding,
+                "functions": job.functions, "rungs": rungs,
                 "most_tokens": self.request.most_tokens, "clock": self.request.clock, "links": self.given_links,
                 "shard_elements": self.request.shard_elements,
                 "largest_message": self.request.largest_message}  # fmt: skip

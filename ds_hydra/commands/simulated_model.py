@@ -9,6 +9,7 @@ import torch
 from ds_hydra.commands.job_config import read_job
 from ds_hydra.costs.table_file import TableFile
 from ds_hydra.engine.fits import job_memory
+from ds_hydra.pipe.models.options import StageOptions
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.profiling.hollow import hollow_source
 from ds_hydra.simulate.job import NO_LIMIT, SimulatedJob
@@ -29,17 +30,18 @@ def job_of_config(
     `config` is the file that says in which types gradients add up and travel.
     ConfigError for what is no such model, PlanError for strategies that the table has no costs for.
     """
-    checkpointing = found.job is not None and found.job.activation_checkpointing
-    source = hollow_source(
-        path, activation_checkpointing=checkpointing, token_sharding=found.job is not None and found.job.token_sharding
-    )
+    measured = found.job
+    options = StageOptions()
+    if measured is not None:
+        options = StageOptions(measured.activation_checkpointing, measured.token_sharding, measured.functions)
+    source = hollow_source(path, **options._asdict())
     dtype = torch.float32 if found.job is not None and found.job.dtype.endswith("float32") else torch.bfloat16
     stages = (stage for strategy in strategies for pipeline in strategy.pipelines for stage in pipeline.stages)
     types = read_job(config, dtype)
     memory = job_memory(
         source, [ParallelScheme(stage.tp, 1, stage.sp) for stage in stages], num_ranks, NO_LIMIT, dtype,
-        activation_checkpointing=checkpointing, grad_dtype=types.grad_dtype, wire_dtype=types.wire_dtype,
-        node_size=min(links.node_size, num_ranks), measured=found.activations,
+        activation_checkpointing=options.activation_checkpointing, grad_dtype=types.grad_dtype,
+        wire_dtype=types.wire_dtype, node_size=min(links.node_size, num_ranks), measured=found.activations,
     )  # fmt: skip
     job = SimulatedJob(
         source.plan, source.width(1), found, links, num_ranks, dtype.itemsize, memory, memory.wire_bytes

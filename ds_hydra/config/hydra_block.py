@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ds_hydra.config.checks import choice, flag, integer, number, parse_block, setting, text, whole_numbers
 from ds_hydra.config.deepspeed_settings import KNOWN_SETTINGS, screen_deepspeed_settings
+from ds_hydra.pipe.models.options import FUNCTIONS, StageOptions
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.phase import THEN
 from ds_hydra.plan.runnable import check_shape
@@ -191,6 +192,10 @@ class HydraConfig:
     token_sharding: str = setting(choice("auto", "off"), "off")
     """"auto": tensor parallel ranks share the tokens between the blocks, where the model is found to allow it; then all
     that a layer keeps for the backward is divided by tp. "off": each of them holds all tokens there."""
+    functions: str = setting(choice(*FUNCTIONS), "off")
+    """"auto": norms, rotary embeddings and linear layers that read the same rows are computed in fewer operators, which
+    keep less for the backward, where the model is found to have them. "recompute": MLPs with a gate compute their
+    product again in the backward, too, and keep gate and up alone. "off": all is computed as the model's code says."""
     self_check: str = setting(choice("on", "off", "full"), "on")
     """Before step 0 a small copy of the model is trained under the strategies' schemes and compared with one process:
     "on" with few layers and ranks, in at most a minute; "full" with all stages and ranks of each scheme."""
@@ -246,6 +251,11 @@ class HydraConfig:
     def shapes(self) -> tuple[StrategyShape, ...]:
         """The candidate strategies, read."""
         return tuple(StrategyShape.parse(strategy) for strategy in self.strategies)
+
+    @property
+    def stage_options(self) -> StageOptions:
+        """How the stages of a Hugging Face model are to compute."""
+        return StageOptions(self.activation_checkpointing, self.token_sharding == "auto", self.functions)
 
     def planner_options(self) -> PlannerOptions:
         """The settings that the planner works by, from this block and the block "planner"."""

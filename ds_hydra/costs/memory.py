@@ -252,13 +252,14 @@ class JobMemory:
 
 def estimate_activations(
     hidden: int, intermediate: int, heads: int, kv_heads: int, param_bytes: int, tp: int, sp: int,
-    *, checkpointing: bool = False, token_sharding: bool = False,
+    *, checkpointing: bool = False, token_sharding: bool = False, short_norms: bool = False, short_gates: bool = False,
 ) -> Activations:  # fmt: skip
     """Activations of a Llama-like layer with fused attention, for when none were measured.
 
     Per token a layer keeps: its two normalised inputs with their FP32 copies and statistics, q, k, v and the attention
     output, gate, up and their product, residuals; TP divides what lies between its two collectives, and with token
-    sharding all of it, SP all of it. What enters a block has all tokens while it is used, sharded or not.
+    sharding all of it, SP all of it. What enters a block has all tokens while it is used, sharded or not. With
+    `short_norms` a norm keeps its input and its output alone, with `short_gates` an MLP gate and up.
     With checkpointing a layer keeps its input only, and what one layer keeps becomes the transient. A weight's gradient
     needs the input and the gradient of the output of its layer. Slices keep FP32 gradients of their keys and values,
     and with checkpointing the keys and values themselves, which no other backward needs. Without it a layer may still
@@ -266,9 +267,10 @@ def estimate_activations(
     """
     key_value = 2.0 * max(kv_heads, tp) / heads * hidden
     shards = tp if token_sharding else 1
-    whole = 2 * hidden * param_bytes + 2 * hidden * 4 + 2 * hidden * param_bytes
+    whole = 4 * hidden * param_bytes + (0 if short_norms else 2 * hidden * 4)
     cut = (2 * hidden + key_value + 4 * intermediate) * param_bytes
-    layer = (whole / shards + cut / tp) / sp
+    kept = cut - (2 * intermediate * param_bytes if short_gates else 0)
+    layer = (whole / shards + kept / tp) / sp
     stream = hidden * param_bytes / (sp * shards)
     transient = (cut / tp + whole) / sp
     key_value /= tp * sp

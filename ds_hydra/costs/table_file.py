@@ -44,6 +44,7 @@ _MUST_MATCH = {
     "dtype": "profile with this job's dtype, or change bf16/fp16 in the config",
     "activation_checkpointing": "profile with the same hydra.activation_checkpointing",
     "token_sharding": "profile with the same hydra.token_sharding",
+    "functions": "profile with the same hydra.functions",
     "attention": "profile with the same attention backend",
 }
 
@@ -61,6 +62,7 @@ class JobFingerprint:
     threads: int = 0  # of a rank, on a CPU
     versions: tuple[tuple[str, str], ...] = ()  # library, version
     token_sharding: bool = False  # whether tensor parallel ranks shared tokens
+    functions: str = "off"  # in place of the model's own operators
 
     def differences(self, job: JobFingerprint) -> list[str]:
         """What forbids a table that was measured for this job to be used for another, one line each."""

@@ -78,14 +78,8 @@ class HydraEngine(ThreeCallEngine):
 
     def source_of(self, model: Any) -> ModelSource:
         """The model as a source of stages. ConfigError if its layers cannot be found."""
-        config = self.hydra_config
-        return model_source(
-            model,
-            activation_checkpointing=config.activation_checkpointing,
-            token_sharding=config.token_sharding == "auto",
-            loss_fn=self._loss_fn,
-            device=self.device,
-        )
+        options = self.hydra_config.stage_options
+        return model_source(model, options, loss_fn=self._loss_fn, device=self.device)
 
     def world_of_process(self) -> World:
         """The world of torch's default process group; each of its ranks must call it."""

@@ -24,6 +24,7 @@ def describe_job(source: ModelSource, device: torch.device, dtype: torch.dtype, 
         threads=torch.get_num_threads() if device.type == "cpu" else 0,
         versions=_versions(),
         token_sharding=source.plan.token_sharding,
+        functions=getattr(getattr(source, "functions", None), "asked", "off"),
     )
 
 

@@ -6,7 +6,6 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -39,7 +38,7 @@ def job_memory(
     `dtype` is computed in, gradients add up in `grad_dtype` (None: FP32 or wider) and travel in `wire_dtype` (None: as
     computed in). The layers of a pipeline module do not say what is inside them, so their activations count as 0 bytes.
     """
-    config: Any = getattr(source, "text_config", None)
+    config, functions = (getattr(source, name, None) for name in ("text_config", "functions"))
     figures: dict[tuple[int, int], Activations] = {}
     for tp, sp in {(scheme.tp, scheme.sp) for scheme in schemes}:
         if measured and (tp, sp) in measured:
@@ -55,6 +54,7 @@ def job_memory(
         figures[tp, sp] = estimate_activations(
             hidden, inner, heads, source.plan.num_kv_heads or heads, dtype.itemsize, tp, sp,
             checkpointing=activation_checkpointing, token_sharding=source.plan.token_sharding,
+            short_norms=bool(getattr(functions, "norms", None)), short_gates=bool(getattr(functions, "gates", None)),
         )  # fmt: skip
     return JobMemory(
         source.plan, num_ranks, figures, dtype.itemsize, max(4, dtype.itemsize), optimizer_states,

@@ -13,18 +13,14 @@ from ds_hydra.pipe.loss import TokenLoss
 from ds_hydra.pipe.models.adapted import base_of
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.models.layer_list import LayerList
+from ds_hydra.pipe.models.options import StageOptions
 from ds_hydra.pipe.models.refusals import known_tokens
 from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.zero_hetero.errors import ConfigError
 
 
 def model_source(
-    model: Any,
-    *,
-    activation_checkpointing: bool,
-    token_sharding: bool,
-    loss_fn: TokenLoss | None = None,
-    device: torch.device | None = None,
+    model: Any, options: StageOptions, *, loss_fn: TokenLoss | None = None, device: torch.device | None = None
 ) -> ModelSource:
     """The source of stages for the kind of model that was given, trained on `loss_fn` in place of the cross entropy.
 
@@ -37,7 +33,7 @@ def model_source(
     if isinstance(model, PipelineModule):
         if loss_fn is not None:
             raise ConfigError("a PipelineModule has a loss_fn of its own: give it there, and not to initialize()")
-        if activation_checkpointing:
+        if options.activation_checkpointing:
             raise ConfigError(
                 "hydra.activation_checkpointing works with Hugging Face models only; wrap the layers' own"
             )
@@ -45,12 +41,7 @@ def model_source(
     if isinstance(model, PreTrainedModel):
         if loss_fn is not None:
             check_token_loss(loss_fn, known_tokens(model) or 2, device)
-        return CausalLM(
-            model,
-            activation_checkpointing=activation_checkpointing,
-            token_sharding=token_sharding,
-            token_loss=loss_fn,
-        )
+        return CausalLM(model, **options._asdict(), token_loss=loss_fn)
     kind = type(model).__name__
     what = "a module whose layers ds_hydra cannot find" if isinstance(model, nn.Module) else "not a module"
     raise ConfigError(

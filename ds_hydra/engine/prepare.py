@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,6 +20,7 @@ from ds_hydra.engine.job import Job
 from ds_hydra.engine.simulated import exposed_of
 from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.pipe.models.causal_lm import CausalLM
+from ds_hydra.pipe.models.options import StageOptions
 from ds_hydra.pipe.placement import Strategy, place_strategy
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.plan.schemes import SCHEDULE_CHOICES, feasible_schemes
@@ -64,7 +65,7 @@ def prepare(job: Job, world: World) -> Prepared:
         found, memory = _costs(job, world, shape, longest, device_bytes)
     # Strategies are proposed by the limited table: one that does not fit must not be proposed.
     candidates, checked = _candidates(job, world, found, lengths)
-    if job.source.plan is not plan:  # ranks do not share tokens after all: costs and memory are others
+    if job.source.plan is not plan:  # its stages keep more than was thought: costs and memory are others
         return prepare(job, world)
     strategies = {c: place_strategy(c, world.num_ranks, plan.num_layers) for c in candidates}
     if world.rank == 0:
@@ -172,30 +173,45 @@ def _candidates(
 
 
 def _checked(job: Job, world: World, candidates: Sequence[StrategyShape]) -> CheckResult:
-    """What the self-check says of the candidates. Where it finds wrong what is right without shared tokens, the source
-    of the job shares none from then on."""
+    """What the self-check says of the candidates. Where it finds wrong what is right without shared tokens, or computed
+    as the model's code says, the source of the job does so from then on."""
     source = job.source
 
-    def check(*, token_sharding: bool) -> CheckResult:
+    def check(options: StageOptions) -> CheckResult:
         return check_strategies(
             job.model,
             candidates,
             mode=job.config.self_check,
-            activation_checkpointing=bool(getattr(source, "activation_checkpointing", False)),
-            token_sharding=token_sharding,
+            **options._asdict(),
             channel=world.channel,
             node_size=world.node_size,
         )
 
-    checked = check(token_sharding=source.plan.token_sharding)
+    if not isinstance(source, CausalLM):
+        return check(StageOptions())
+    asked = StageOptions(source.activation_checkpointing, source.plan.token_sharding, source.functions.asked)
+    checked = check(asked)
     objections = checked.objections()
-    if not objections or not source.plan.token_sharding or not isinstance(source, CausalLM):
-        return checked
-    without = check(token_sharding=False)
-    if len(without.objections()) == len(objections):
-        return checked
-    source.hold_all_tokens(f"the self-check refuses it ({objections[0]})")
-    return without
+    for fewer in _with_less(asked) if objections else ():
+        without = check(fewer)
+        if len(without.objections()) < len(objections):
+            why = f"the self-check refuses it ({objections[0]})"
+            if not fewer.token_sharding and asked.token_sharding:
+                source.hold_all_tokens(why)
+            if fewer.functions != asked.functions:
+                source.compute_as_written()
+                if world.rank == 0:
+                    logger.info("all is computed as the model's code says: %s", why)
+            return without
+    return checked
+
+
+def _with_less(asked: StageOptions) -> Iterator[StageOptions]:
+    """The options without what a model may turn out not to allow: one thing less, then two."""
+    tokens, functions = asked._replace(token_sharding=False), asked._replace(functions="off")
+    for fewer in dict.fromkeys((functions, tokens, tokens._replace(functions="off"))):
+        if fewer != asked:
+            yield fewer
 
 
 def _memory(job: Job, world: World, found: TableFile, device_bytes: float) -> JobMemory:

@@ -13,14 +13,17 @@ from ds_hydra.zero_hetero.errors import ConfigError
 
 
 def hollow_source(
-    path: str | Path, *, activation_checkpointing: bool = False, token_sharding: bool = False
+    path: str | Path, *, activation_checkpointing: bool = False, token_sharding: bool = False, functions: str = "off"
 ) -> CausalLM:
     """Stages of the Hugging Face causal language model of a config file or checkpoint folder.
 
     Fit for timing and counting, not for training. ConfigError for what is no such model or cannot be cut into stages.
     """
     return CausalLM(
-        hollow_model(path), activation_checkpointing=activation_checkpointing, token_sharding=token_sharding
+        hollow_model(path),
+        activation_checkpointing=activation_checkpointing,
+        token_sharding=token_sharding,
+        functions=functions,
     )
 
 

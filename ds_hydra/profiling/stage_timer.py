@@ -16,7 +16,7 @@ from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.placement import Stage, place_pipeline
 from ds_hydra.pipe.rows import Chunk, MicroBatch, Pack, position_ids
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape
-from ds_hydra.pipe.stage import ModelSource, StageModule, StagePlace, shard_view
+from ds_hydra.pipe.stage import ModelSource, StageModule, StagePlace, install_bucket
 from ds_hydra.pipe.weight_gradients import SplitBackward
 from ds_hydra.profiling.links import Collective, Links
 from ds_hydra.profiling.local_group import LocalGroup
@@ -210,10 +210,9 @@ def _install(
         buffer = torch.randn(size, device=device, dtype=dtype).mul_(0.02)
         grads = torch.zeros(size, device=device, dtype=torch.promote_types(dtype, torch.float32))
         total += size
-        for slot in slots:
-            parameter = module.install(slot, buffer)
-            if parameter.requires_grad:
-                _collect(module, parameter, shard_view(slot, grads))
+        for leaf in install_bucket([module], slots, buffer):
+            if leaf.parameter.requires_grad:
+                _collect(module, leaf.parameter, leaf.view(grads))
     return total
 
 

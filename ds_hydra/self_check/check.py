@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ds_hydra.pipe.models.options import StageOptions
 from ds_hydra.pipe.shape import PipelineShape, StrategyShape
 from ds_hydra.ranks.channel import Channel
 from ds_hydra.self_check.cache import fingerprint, read_verdicts, write_verdicts
@@ -37,6 +38,7 @@ def check_strategies(
     mode: str = "on",
     activation_checkpointing: bool = False,
     token_sharding: bool = False,
+    functions: str = "off",
     channel: Channel | None = None,
     node_size: int | None = None,
     keep: bool = True,
@@ -44,16 +46,18 @@ def check_strategies(
     """Verdicts on all schemes of `strategies`, from running them on a small copy of the model.
 
     `mode` is hydra.self_check: "off" says nothing, "full" runs schemes with all their stages and ranks. With
-    `token_sharding` tensor parallel ranks share tokens where the copy is found to allow it, as the model was. `channel`
-    shares the runs out over its ranks, all of which must call this and get the same result; `node_size` of them are on
-    one node (None: all). `keep` uses the cache. Nothing of `model` is changed or kept, nor are torch's random numbers.
+    `token_sharding` tensor parallel ranks share tokens where the copy is found to allow it, as the model was;
+    `functions` is hydra.functions. `channel` shares the runs out over its ranks, all of which must call this and get
+    the same result; `node_size` of them are on one node (None: all). `keep` uses the cache. Nothing of `model` is
+    changed or kept, nor are torch's random numbers.
     """
     began = time.perf_counter()
     if mode == "off":
         return CheckResult({})
     channel = channel or Channel(None, 0, 1)
     run = shapes_to_run(strategies, whole=mode == "full")
-    name = fingerprint(model, mode, activation_checkpointing, token_sharding, sorted(map(str, run))) if keep else None
+    options = StageOptions(activation_checkpointing, token_sharding, functions)
+    name = fingerprint(model, mode, *options, sorted(map(str, run))) if keep else None
     known = _shared(read_verdicts(name) if channel.rank == 0 else {}, channel)
     found: dict[PipelineShape, Verdict] = {}
     missing = [scheme for scheme in run if scheme not in known]
@@ -66,8 +70,7 @@ def check_strategies(
             run,
             mine=team.share(channel.rank, left),
             mode=mode,
-            activation_checkpointing=activation_checkpointing,
-            token_sharding=token_sharding,
+            options=options,
             began=began,
             memory_bytes=_BYTES / team.of_node,
         )
@@ -94,8 +97,7 @@ def _try(
     *,
     mine: Sequence[PipelineShape],
     mode: str,
-    activation_checkpointing: bool,
-    token_sharding: bool,
+    options: StageOptions,
     began: float,
     memory_bytes: float,
 ) -> dict[PipelineShape, Verdict]:
@@ -116,8 +118,7 @@ def _try(
         make_subject,
         model,
         run,
-        activation_checkpointing=activation_checkpointing,
-        token_sharding=token_sharding,
+        options=options,
         memory_bytes=memory_bytes if mode == "on" else float("inf"),
     )
     with torch.random.fork_rng(devices=[]), torch.enable_grad():

@@ -29,8 +29,7 @@ from ds_hydra.pipe.stage import (
     StageModule,
     StagePlace,
     from_flat,
-    install,
-    shard_view,
+    install_bucket,
     to_flat,
     widths,
 )
@@ -190,10 +189,10 @@ class RankOfPipeline:
                 shards[bucket.name, pieces] = buffer
             buffer = shards[bucket.name, pieces]
             grads = self._grads[bucket.name] = torch.zeros_like(buffer)
-            for slot in self._plan.slots(bucket, self._strategy.stage_of(self.rank), self.place.tp_rank):
-                parameter = install(self.parts, slot, buffer)
+            slots = self._plan.slots(bucket, self._strategy.stage_of(self.rank), self.place.tp_rank)
+            for leaf in install_bucket(self.parts, slots, buffer):
                 if bucket.trainable:
-                    parameter.grad = shard_view(slot, grads)
+                    leaf.parameter.grad = leaf.view(grads)
 
     def contribute(self, totals: dict[str, Tensor]) -> None:
         """Add this rank's share of the gradients to each bucket's, as a push would."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_hydra.pipe.models.causal_lm import CausalLM
+from ds_hydra.pipe.models.options import StageOptions
 from ds_hydra.pipe.models.refusals import known_tokens
 from ds_hydra.pipe.shape import PipelineShape
 from ds_hydra.pipe.stage import ModelSource
@@ -43,11 +44,10 @@ def make_subject(
     model: Any,
     schemes: Sequence[PipelineShape],
     *,
-    activation_checkpointing: bool,
-    token_sharding: bool,
+    options: StageOptions,
     memory_bytes: float,
 ) -> Subject:
-    """A subject on which all `schemes` can be tried, whose ranks share tokens if it is found to allow that.
+    """A subject on which all `schemes` can be tried, with what `options` ask for where it is found to allow that.
 
     Raises RefusedError where no stages can be made of the small model, and other errors where there is none.
     """
@@ -56,7 +56,7 @@ def make_subject(
     small = small_copy(model, schemes, memory_bytes)
     data = uneven_data(known_tokens(small.model), _LENGTHS)
     try:
-        source = CausalLM(small.model, activation_checkpointing=activation_checkpointing, token_sharding=token_sharding)
+        source = CausalLM(small.model, **options._asdict())
     except Exception as error:
         raise RefusedError(told(error)) from error
     plain = Plain(small.model, source.flow.draws, source.layers_path)

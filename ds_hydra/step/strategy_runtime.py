@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ds_hydra.pipe.runtime import Doing, StageRuntime
 from ds_hydra.pipe.schedules.registry import evaluation_slots, training_slots
-from ds_hydra.pipe.stage import ModelSource, StagePlace, install, shard_view, widths
+from ds_hydra.pipe.stage import ModelSource, StagePlace, install_bucket, widths
 from ds_hydra.pipe.transfers import plan_transfers, room_for_pushes, twins_with
 from ds_hydra.step.arena import Arena
 from ds_hydra.zero_hetero.clock import Laps, Stopwatch
@@ -129,12 +129,13 @@ class StrategyRuntime:
         self.scratch_bytes = max(self.pulls.scratch_bytes, self.pushes.scratch_bytes)
 
     def _install(self, slots: Sequence[Slot], buffer: Tensor, grads: Tensor | None) -> list[nn.Parameter]:
-        """Make the parameters of a bucket views of its buffer, and their gradients views of the gradient buffer."""
+        """Make the parameters of a bucket views of its buffer, and their gradients views of the gradient buffer;
+        returns what autograd accumulates in."""
         installed: list[nn.Parameter] = []
-        for slot in slots:
-            parameter = install(self.parts, slot, buffer)
+        for leaf in install_bucket(self.parts, slots, buffer):
+            parameter = leaf.parameter
             if grads is not None:
-                total = shard_view(slot, grads)
+                total = leaf.view(grads)
                 # Autograd accepts a gradient only in the parameter's own dtype. Where the sum is wider than that (BF16
                 # parameters, FP32 sums), a hook adds each micro-batch's gradient to it instead.
                 if total.dtype == parameter.dtype:

@@ -179,7 +179,9 @@ def per_sequence_sdpa(
     outs: list[Tensor] = []
     shown = softcap is not None or sinks is not None or dropout is not None
     start = 0
-    parts = (x.split(sizes) for x, sizes in ((q, segments.queries), (k, segments.keys), (v, segments.keys)))
+    # A sequence alone is not cut out of its row: the backward would copy it.
+    parts = (x.split(sizes) if len(sizes) > 1 else (x,)
+             for x, sizes in ((q, segments.queries), (k, segments.keys), (v, segments.keys)))  # fmt: skip
     for queries, keys, *rows in zip(*segments, *parts, strict=True):
         qs, ks, vs = (x.transpose(0, 1).unsqueeze(0) for x in rows)
         if shown or queries < keys or (window is not None and window < keys):
@@ -191,7 +193,7 @@ def per_sequence_sdpa(
             )
         outs.append(out.squeeze(0).transpose(0, 1))
         start += queries
-    return torch.cat(outs)
+    return torch.cat(outs) if len(outs) > 1 else outs[0]
 
 
 def _blocked(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ds_hydra.pipe.attention.backends import varlen_attention
@@ -75,6 +76,8 @@ def hydra_attention(
         raise ConfigError(f"{type(module).__name__} did not pass the keyword argument 'hydra' on to its attention")
     drop = _dropout_of(module, dropout, query.shape[1])
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # (T_local, heads, d)
+    if hydra.sp == 1 and torch.is_grad_enabled():
+        v = _without_the_rest(v, q, k)
     context = None if hydra.chunk is None else hydra.chunk.contexts.of(module)
     out = varlen_attention(
         q,
@@ -89,6 +92,19 @@ def hydra_attention(
         context=context,
     )
     return out.unsqueeze(0), None
+
+
+def _without_the_rest(v: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """The values, which the backward keeps, apart from a tensor of which nothing else is kept.
+
+    Of one product that makes queries, keys and values, what is kept may be the values and turned copies of the others:
+    as a view the values would keep the queries and keys that were turned, too.
+    """
+    storage = v.untyped_storage()
+    shared = {x.untyped_storage().data_ptr() for x in (q, k)}
+    if v.is_meta or storage.nbytes() <= v.nbytes or storage.data_ptr() in shared:
+        return v
+    return v.clone(memory_format=torch.contiguous_format)
 
 
 def let_attention_drop(module: nn.Module, make: MakeDropout) -> None:

@@ -21,6 +21,7 @@ from ds_hydra.pipe.loss import TokenLoss
 from ds_hydra.pipe.model_plan import ModelPlan, ParamSpec, ShardRule, make_buckets
 from ds_hydra.pipe.models.causal_stage import CausalStage
 from ds_hydra.pipe.models.flow import Flow, trace
+from ds_hydra.pipe.models.functions import Functions, find_functions
 from ds_hydra.pipe.models.meta_copy import (
     copy_to_meta,
     give_values,
@@ -55,13 +56,15 @@ class CausalLM:
         *,
         activation_checkpointing: bool = False,
         token_sharding: bool = False,
+        functions: str = "off",
         token_loss: TokenLoss | None = None,
     ):
         """Copies what the model is but for its values, traces it, and refuses what cannot be packed or cut.
 
         `token_loss` is trained on in place of the cross entropy. With `token_sharding` tensor parallel ranks share
-        tokens if the model is found to allow it. Raises ConfigError for models with recurrent state, with attention or
-        positions that packing would change, and for attributes or hooks that cannot be copied.
+        tokens if the model is found to allow it. `functions` is the setting of that name: "off", "auto" or
+        "recompute" [Note: functions]. Raises ConfigError for models with recurrent state, with attention or positions
+        that packing would change, and for attributes or hooks that cannot be copied.
         """
         refuse_unsupported(model)
         attention.register()
@@ -86,11 +89,14 @@ class CausalLM:
         self.first_position = first_position(self.copy_to_run(device, values), self.layers_path)
         self.flow = self._trace()
         self.notes = _notes(self.flow)
+        self.functions = Functions()
         self.plan_with(UnnamedRules())
         self._unnamed = derive(self)
         self.plan_with(self._unnamed)
         if token_sharding:
             self.plan_with(self._unnamed, share_tokens(self))
+        if functions != "off":
+            self.functions = find_functions(self, functions)
 
     def copy_to_run(self, device: torch.device, values: Mapping[str, Tensor] | None) -> Any:
         """A copy to run once: with the values given, or with none (a repeated number; on meta no number either)."""
@@ -126,7 +132,7 @@ class CausalLM:
 
     def plan_with(self, unnamed: UnnamedRules, tokens: TokenRules = _ALL_TOKENS) -> None:
         """Buckets and shard rules, those of parameters that the published plan does not name among them."""
-        config, model = self.text_config, self.template
+        config, model, self._tokens = self.text_config, self.template, tokens
         heads = int(getattr(config, "num_attention_heads", 0) or 0)
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         units = dict.fromkeys(_QUERY_MODULES, heads) | dict.fromkeys(_KEY_VALUE_MODULES, kv_heads)
@@ -170,6 +176,11 @@ class CausalLM:
     def hold_all_tokens(self, why: str) -> None:
         """Plan without shared tokens from now on."""
         self.plan_with(self._unnamed, TokenRules(obstacle=why))
+
+    def compute_as_written(self) -> None:
+        """Plan and build stages that compute all as the model's code does, from now on."""
+        self.functions = Functions()
+        self.plan_with(self._unnamed, self._tokens)
 
     def _kv_heads_of(self, name: str) -> dict[str, int]:
         """Key/value heads of the attention that a parameter is part of, where layers differ in them."""

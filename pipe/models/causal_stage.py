@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +14,7 @@ from ds_hydra.pipe.models.cut import CutForward, Given, from_wire, hidden_in, to
 from ds_hydra.pipe.models.draws import Draws, Keys
 from ds_hydra.pipe.models.positions import split_rotary_by_length
 from ds_hydra.pipe.models.recompute import Recomputing
+from ds_hydra.pipe.packed_weights import PackedLinears
 from ds_hydra.pipe.row_collectives import all_rows
 from ds_hydra.pipe.rows import MicroBatch, Pack
 from ds_hydra.pipe.stage import StageModule, StagePlace
@@ -32,6 +33,7 @@ class CausalStage(StageModule):
 
     def __init__(self, source: CausalLM, place: StagePlace, device: torch.device, dtype: torch.dtype):
         model = source.skeleton(device, dtype)
+        source.functions.install(model)
         shards = place.shards > 1
         self._draws = Draws(source.flow.draws, place.tp_rank, place.stage.tp, token_sharding=shards)
         if source.flow.draws:
@@ -51,10 +53,13 @@ class CausalStage(StageModule):
         if shards:
             readers = with_blocks(readers, source.style_plan, model, names)
         super().__init__(model, place, names, readers=readers, hooks=source.hooks, at_once=at_once)
+        self._pack_weights(source.functions.packed, names)
         specs = {path: source.specs[name] for path, name in source.aliases.items()}
         rank = (source.style_plan, specs, place.tp_rank, place.stage.tp, place.tp_group)
         parallel = (
-            TokenSharding(*rank, linear=self.linear, queue=self.linear_queue, whereabouts=self._draws)
+            TokenSharding(
+                *rank, linear=self.linear, queue=self.linear_queue, whereabouts=self._draws, packed=self.packed
+            )
             if shards
             else TensorParallel(*rank, linear=self.linear)
         )
@@ -79,6 +84,17 @@ class CausalStage(StageModule):
             self._widths = tuple(stop - start for start, stop in cuts)
             self._own_loss = source.token_loss
             self._logits_at_once = self._widths[place.tp_rank] if self._own_loss is None else sum(self._widths)
+
+    def _pack_weights(self, groups: Iterable[Sequence[str]], names: Mapping[str, str]) -> None:
+        """Let linear layers at these paths be computed together, if all of a group are this stage's."""
+        for paths in groups:
+            if not all(f"{path}.weight" in names for path in paths):
+                continue
+            layers = {names[f"{path}.weight"]: self.module.get_submodule(path) for path in paths}
+            packed = PackedLinears(self.module.get_submodule(paths[0].rpartition(".")[0]), layers, self.linear)
+            if self.linear_queue is not None:
+                self.linear_queue.put_off_as(next(iter(layers.values())), packed)
+            self.packed.append(packed)
 
     def forward(self, hidden: Tensor | None, batch: MicroBatch) -> Tensor:
         keys = self._keys(batch)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from ds_hydra.config.hydra_block import HydraConfig, check_num_ranks, parse_config
 from ds_hydra.config.read import read_config
+from ds_hydra.pipe.models.options import StageOptions
 from ds_hydra.zero_hetero.errors import ConfigError
 
 HYDRA: dict[str, Any] = {"tokens_per_step": 4096, "strategies": ["tp4 + 2*tp1pp2", "8*tp1"]}
@@ -39,6 +40,12 @@ def test_defaults_and_canonical_strategies() -> None:
     assert (config.too_long, config.choose, config.loss_norm, config.context_length) == ("error", "best", "token", None)
     assert parse(strategies="auto").strategies == ()
     assert [len(shape.pipelines) for shape in config.shapes] == [3, 8]
+
+
+def test_stages_compute_as_the_settings_say() -> None:
+    assert parse(token_sharding="auto").stage_options == StageOptions(token_sharding=True)
+    asked = parse(activation_checkpointing=True, token_sharding="off", functions="recompute").stage_options
+    assert asked == StageOptions(activation_checkpointing=True, functions="recompute")
 
 
 def test_steps_to_trace() -> None:
@@ -74,6 +81,7 @@ def test_no_block_means_plain_deepspeed() -> None:
         ({"total_steps": 0}, ["hydra.total_steps", "from 1"]),
         ({"context_length": 1}, ["hydra.context_length", "1"]),
         ({"activation_checkpointing": 1}, ["hydra.activation_checkpointing", "true or false"]),
+        ({"functions": "on"}, ["hydra.functions", "'recompute'"]),
         ({"self_check": "of"}, ["hydra.self_check", "Did you mean 'off'"]),
         ({"self_check": False}, ["hydra.self_check", "'full'"]),
         ({"chunks": "on"}, ["hydra.chunks", "'auto'", "'off'"]),

@@ -21,7 +21,7 @@ LAYERS = (
     ("zero_hetero",),
     ("pipe/schedules",),
     ("pipe",),
-    ("pipe/attention",),
+    ("pipe/attention", "pipe/functions"),
     ("pipe/models",),
     ("ds_hydra/ranks", "ds_hydra/data", "ds_hydra/costs"),
     ("ds_hydra/watchdog", "ds_hydra/plan", "ds_hydra/planner/kernels"),

@@ -180,6 +180,28 @@ def _losses() -> Iterator[Case]:
     )
 
 
+_WITH_FUNCTIONS = ("llama", "llama_tied", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "olmo2", "mixtral",
+                   "phi3", "cohere", "glm4")  # fmt: skip
+
+
+def _functions() -> Iterator[Case]:
+    """Functions of few operators in place of the model's own chains."""
+    for number, family in enumerate(_WITH_FUNCTIONS):
+        asked = ("auto", "recompute")[number % 2]
+        yield Case(f"functions, {family}", family, CHANGING, functions=asked, quick=family in ("llama_tied", "mistral"))
+    base = Case("", "llama", CHANGING, functions="recompute")
+    yield replace(base, name="functions on 8 ranks", strategies=CHANGING_8)
+    yield replace(base, name="functions, checkpointed", activation_checkpointing=True)
+    yield replace(base, name="functions, masked labels", masked_labels=True)
+    yield replace(base, name="functions, sgd fp32", dtype=FLOAT32, optimizer="SGD", quick=True)
+    yield replace(base, name="functions, frozen queries", frozen=("embed_tokens", "layers.0.", "q_proj"))
+    yield replace(base, name="functions, bf16", dtype=BFLOAT16, steps=50, tokens_per_step=450)
+    yield replace(base, name="functions, bf16, gradients too", dtype=BFLOAT16, grad_accum="bf16")
+    yield replace(base, name="functions, split", strategies=("tp2pp2/zb-h1", "sp2 + pp2/zb-h1", "pp4/zb-h1", "2*pp2"))
+    yield replace(base, name="functions, slices", strategies=("tp2pp2", "sp2 + 2*tp1"), steps=3, slices=True)
+    yield replace(base, name="functions, phases", strategies=("4*tp1 then 2*tp2 then tp4",))
+
+
 HOT_SWITCHING = "4*tp1 then 2*tp2 then tp4"
 
 
@@ -227,10 +249,6 @@ def _some_with_all_tokens(cases: Iterable[Case]) -> Iterator[Case]:
         yield replace(case, token_sharding=False) if case.has_tp and with_tp % 3 == 0 else case
 
 
-CASES: tuple[Case, ...] = (
-    *_some_with_all_tokens(
-        chain(_fixed(), _families(), _unusual(), _drawing(), _options(), _losses(), _phased(), scheduled())
-    ),
-    *_adapted(),
-)
+_TABLE = chain(_fixed(), _families(), _unusual(), _drawing(), _options(), _losses(), _functions(), _phased(), scheduled())
+CASES: tuple[Case, ...] = (*_some_with_all_tokens(_TABLE), *_adapted())
 assert len({case.name for case in CASES}) == len(CASES), "every row has a name of its own"

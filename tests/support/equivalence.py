@@ -23,6 +23,7 @@ from torch import Tensor
 from ds_hydra.engine.models import model_source
 from ds_hydra.pipe.dropout import sequence_key, step_key, token_keys
 from ds_hydra.pipe.models.adapted import NAMES_OF_PEFT
+from ds_hydra.pipe.models.options import StageOptions
 from ds_hydra.pipe.stage import from_flat
 from ds_hydra.plan.phase import THEN
 from ds_hydra.planner import PhasedPlanner, Span, parse_phases, save_plans
@@ -144,6 +145,7 @@ def config_of(case: Case) -> dict[str, Any]:
             "loss_norm": case.loss_norm,
             "activation_checkpointing": case.activation_checkpointing,
             "token_sharding": "auto" if case.token_sharding else "off",
+            "functions": case.functions,
             "node_size": case.node_size,
             "timeout_seconds": 60,
             "self_check": "off",  # these cases are the check
@@ -259,10 +261,8 @@ def traced_once(case: Case) -> Iterator[None]:
         return
     model = build_model(case.family, model_dtype(case))
     freeze(model, case.frozen)
-    source = model_source(
-        model, activation_checkpointing=case.activation_checkpointing, token_sharding=case.token_sharding,
-        loss_fn=OWN.get(case.own_loss),
-    )  # fmt: skip
+    options = StageOptions(case.activation_checkpointing, case.token_sharding, case.functions)
+    source = model_source(model, options, loss_fn=OWN.get(case.own_loss))
     with mock.patch.object(HydraEngine, "source_of", return_value=source):
         yield
 

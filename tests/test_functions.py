@@ -1,0 +1,160 @@
+"""Functions of few operators in place of a model's chains: what is recognised, what is computed, what is kept."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
+
+from ds_hydra.pipe.functions import norms
+from ds_hydra.pipe.functions.gates import Gated
+from ds_hydra.pipe.functions.norms import rms_norm
+from ds_hydra.pipe.functions.rotary import rotate
+from ds_hydra.pipe.models.causal_lm import CausalLM
+from ds_hydra.pipe.models.functions import Gate, Norm
+from ds_hydra.pipe.placement import place_pipeline
+from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
+from ds_hydra.profiling.stage_memory import kept_bytes
+from ds_hydra.profiling.stage_timer import StageTimer
+from ds_hydra.self_check.check import check_strategies
+from ds_hydra.self_check.compare import compare
+from ds_hydra.self_check.plain import Plain
+from ds_hydra.self_check.runs import run_pipeline, uneven_data
+from tests.support.families import VOCAB, build_model, reference_model
+
+DATA = uneven_data(VOCAB, [(7, 61, 3), (23, 5)])
+CPU = torch.device("cpu")
+
+
+def source_of(family: str, functions: str = "auto", dtype: torch.dtype = torch.float64, **options: Any) -> CausalLM:
+    return CausalLM(build_model(family, dtype), functions=functions, **options)
+
+
+def test_a_llama_is_recognised() -> None:
+    found = source_of("llama", "recompute").functions
+    assert set(found.norms.values()) == {Norm(1e-6)}
+    assert len(found.norms) == 9
+    assert set(found.rotary.values()) == {"apply_rotary_pos_emb"}
+    assert set(found.gates.values()) == {Gate("gate_proj", "up_proj", "down_proj", "act_fn")}
+    attention = tuple(f"model.layers.0.self_attn.{name}_proj" for name in "qkv")
+    assert found.packed[:2] == (attention, ("model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj"))
+
+
+@pytest.mark.parametrize(
+    ("family", "norm"),
+    [("gemma2", Norm(1e-6, offset=1.0)), ("cohere", Norm(1e-5, centred=True)), ("olmo2", Norm(1e-5)), ("gpt2", None)],
+)
+def test_norms_are_told_apart(family: str, norm: Norm | None) -> None:
+    found = set(source_of(family).functions.norms.values())
+    assert (norm in found) if norm else not found
+
+
+class Doubled(LlamaRMSNorm):
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return 2 * super().forward(hidden_states)
+
+
+class Squared(LlamaMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x) ** 2)
+
+
+def test_what_computes_something_else_stays() -> None:
+    model = build_model("llama", torch.float32)
+    model.model.layers[1].input_layernorm.__class__ = Doubled
+    model.model.layers[2].mlp.__class__ = Squared
+    found = CausalLM(model, functions="recompute").functions
+    assert "model.layers.1.input_layernorm" not in found.norms
+    assert "model.layers.2.mlp" not in found.gates
+    assert len(found.norms) == 8
+    assert len(found.gates) == 3
+
+
+def written_out(x: Tensor, weight: Tensor, offset: float) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * (weight + offset)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_norm_and_its_gradients(offset: float) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(1, 5, 8, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(8, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, 1e-5, offset=offset), (x, weight))
+    assert torch.allclose(rms_norm(x, weight, 1e-5, offset=offset), written_out(x, weight, offset))
+
+
+def test_rotation_and_its_gradients() -> None:
+    torch.manual_seed(0)
+    q, k = (torch.randn(1, heads, 5, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2))
+    cos, sin = (torch.randn(1, 5, 8, dtype=torch.float64) for _ in range(2))
+    assert torch.autograd.gradcheck(lambda x: rotate(x, cos[:, None], sin[:, None]), (q,))
+    assert torch.allclose(rotate(k, cos[:, None], sin[:, None]), apply_rotary_pos_emb(q, k, cos, sin)[1])
+
+
+@pytest.mark.parametrize("act", [F.silu, nn.GELU(approximate="tanh")])
+def test_gated_product_and_its_gradients(act: Any) -> None:
+    torch.manual_seed(0)
+    shapes = ((1, 3, 6), (1, 3, 6), (4, 6), (4,))
+    gate, up, weight, bias = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
+    assert torch.autograd.gradcheck(lambda g, u, w, b: F.linear(Gated(g, u, act), w, b), (gate, up, weight, bias))
+
+
+@pytest.mark.parametrize(
+    ("family", "shape", "options"),
+    [
+        ("llama_tied", "tp2", {"token_sharding": True}),
+        ("qwen3", "(tp1[0:1] > tp2sp2[1:4])", {"activation_checkpointing": True}),
+        ("olmo2", "tp2pp2/zb-h1", {"token_sharding": True}),
+        ("mixtral", "tp2pp2/v", {}),
+        ("cohere", "sp2", {}),
+    ],
+)
+def test_same_as_the_plain_model(family: str, shape: str, options: dict[str, bool]) -> None:
+    source = source_of(family, "recompute", **options)
+    right = Plain(reference_model(family, torch.float64)).outcome(DATA)
+    found = compare(right, run_pipeline(source, place_pipeline(PipelineShape.parse(shape), 0, 4), DATA))
+    assert found.what is None, found
+
+
+def test_weights_that_lie_side_by_side_are_one() -> None:
+    timer = StageTimer(source_of("llama", dtype=torch.float32), ParallelScheme(), 0, CPU, torch.float32)
+    packed = timer.module.packed
+    assert all(each.weight is not None for each in packed)
+    names = [name for each in packed for name in each.layers]
+    views = {name: timer.module.parameters[name] for name in names}
+    assert packed[0].weight is not None
+    assert packed[0].weight.data_ptr() == views["model.layers.0.self_attn.q_proj.weight"].data_ptr()
+    assert timer.module.leaves.isdisjoint(views.values())
+    # Biases stand between the weights of a Qwen2.
+    apart = StageTimer(source_of("qwen2", dtype=torch.float32), ParallelScheme(), 0, CPU, torch.float32)
+    assert not any("q_proj" in name for each in apart.module.packed for name in each.layers)
+
+
+def test_layers_keep_less() -> None:
+    kept = {}
+    for functions in ("off", "auto", "recompute"):
+        source = source_of("llama", functions, torch.bfloat16)
+        timer = StageTimer(source, ParallelScheme(pp=4), 1, CPU, torch.bfloat16)
+        kept[functions] = kept_bytes(timer, (64,)) / 64
+    config = source.text_config
+    # Of each norm an FP32 copy and the normalised rows; of the MLP the activation and the product.
+    assert kept["off"] - kept["auto"] == pytest.approx(2 * (4 + 2 - 2) * config.hidden_size, rel=0.1)
+    assert kept["auto"] - kept["recompute"] == pytest.approx(2 * 2 * config.intermediate_size, rel=0.02)
+
+
+def wrong(x: Tensor, weight: Tensor, eps: float, **rest: Any) -> Tensor:
+    out = norms._RmsNorm.apply(x, weight, eps, rest.get("offset", 0.0))
+    return out + 0.1 * (x - x.detach())
+
+
+def test_the_self_check_finds_what_is_wrong() -> None:
+    model, strategies = build_model("llama", torch.float32), [StrategyShape.parse("tp1")]
+    with mock.patch("ds_hydra.pipe.models.functions.rms_norm", wrong):
+        (objection,) = check_strategies(model, strategies, keep=False, functions="auto").objections()
+        assert not check_strategies(model, strategies, keep=False).objections()
+    assert "the gradient of" in objection
