@@ -189,7 +189,7 @@ class HydraConfig:
     of the batches that a script hands in, as DeepSpeed's own loop computes it."""
     activation_checkpointing: bool = setting(flag, False)
     """Recompute each layer's activations in the backward pass, as after `model.gradient_checkpointing_enable()`."""
-    token_sharding: str = setting(choice("auto", "off"), "off")
+    token_sharding: str = setting(choice("auto", "off"), "auto")
     """"auto": tensor parallel ranks share the tokens between the blocks, where the model is found to allow it; then all
     that a layer keeps for the backward is divided by tp. "off": each of them holds all tokens there."""
     functions: str = setting(choice(*FUNCTIONS), "off")

@@ -97,7 +97,7 @@ def _verdicts(name: str, shapes: Mapping[str, str]) -> dict[str, str]:
     except Exception as error:
         return dict.fromkeys(shapes, _reason(f"no tiny model ({type(error).__name__}: {error})"))
     try:
-        source = CausalLM(model)
+        source = CausalLM(model, token_sharding=True)
     except Exception as error:
         return dict.fromkeys(shapes, _told(error))
     data = uneven_data(96, [(5, 33, 2), (12,)])
