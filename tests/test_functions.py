@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -11,12 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
 
-from ds_hydra.pipe.functions import norms
+from ds_hydra.engine.prepare import _checked
 from ds_hydra.pipe.functions.gates import Gated
 from ds_hydra.pipe.functions.norms import rms_norm
 from ds_hydra.pipe.functions.rotary import rotate
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.models.functions import Gate, Norm
+from ds_hydra.pipe.models.recognise import _turns
 from ds_hydra.pipe.placement import place_pipeline
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
 from ds_hydra.profiling.stage_memory import kept_bytes
@@ -59,20 +62,128 @@ class Doubled(LlamaRMSNorm):
         return 2 * super().forward(hidden_states)
 
 
+class OtherEps(LlamaRMSNorm):
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return F.rms_norm(hidden_states, self.weight.shape, self.weight, 10 * self.variance_epsilon)
+
+
+class Limited(LlamaRMSNorm):
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return super().forward(hidden_states.clamp(-1e3, 1e3))
+
+
+class Held(LlamaRMSNorm):
+    """Lets no gradient through the root."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        root = (hidden_states.square().mean(-1, keepdim=True) + self.variance_epsilon).sqrt().detach()
+        return self.weight * (hidden_states / root)
+
+
+class Dropping(LlamaRMSNorm):
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return F.dropout(super().forward(hidden_states), 0.1, self.training)
+
+
+class Widening(LlamaRMSNorm):
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return super().forward(hidden_states).float()
+
+
+class ByDimensions(LlamaRMSNorm):
+    """Norms all heads of a token together where it is handed heads."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        if hidden_states.dim() == 3:
+            return super().forward(hidden_states)
+        return self.weight * F.rms_norm(hidden_states, hidden_states.shape[-2:], None, self.variance_epsilon)
+
+
+@pytest.mark.parametrize("kind", [Doubled, OtherEps, Limited, Held, Dropping, Widening, ByDimensions])
+def test_what_is_another_norm_stays(kind: type[nn.Module]) -> None:
+    model = build_model("llama", torch.float32).eval()
+    model.model.layers[1].input_layernorm.__class__ = kind
+    found = CausalLM(model, functions="auto").functions
+    assert "model.layers.1.input_layernorm" not in found.norms
+    assert len(found.norms) == 8
+
+
 class Squared(LlamaMLP):
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x) ** 2)
 
 
-def test_what_computes_something_else_stays() -> None:
-    model = build_model("llama", torch.float32)
-    model.model.layers[1].input_layernorm.__class__ = Doubled
-    model.model.layers[2].mlp.__class__ = Squared
+class LimitedMLP(LlamaMLP):
+    """As gpt-oss has it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x).clamp(max=7.0)) * self.up_proj(x))
+
+
+class WideMLP(LlamaMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        product = self.act_fn(self.gate_proj(x).float()) * self.up_proj(x).float()
+        return self.down_proj(product.to(x.dtype))
+
+
+class DroppingMLP(LlamaMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.dropout(self.act_fn(self.gate_proj(x)), 0.1, self.training) * self.up_proj(x))
+
+
+@pytest.mark.parametrize("kind", [Squared, LimitedMLP, WideMLP, DroppingMLP])
+def test_what_is_another_mlp_stays(kind: type[nn.Module]) -> None:
+    model = build_model("llama", torch.float32).eval()
+    model.model.layers[2].mlp.__class__ = kind
     found = CausalLM(model, functions="recompute").functions
-    assert "model.layers.1.input_layernorm" not in found.norms
     assert "model.layers.2.mlp" not in found.gates
-    assert len(found.norms) == 8
     assert len(found.gates) == 3
+
+
+def test_what_somebody_else_reads_is_computed() -> None:
+    model = build_model("llama", torch.float32)
+    model.model.layers[2].mlp.down_proj.register_forward_hook(lambda _, args, out: None)
+    assert "model.layers.2.mlp" not in CausalLM(model, functions="recompute").functions.gates
+
+
+def interleaved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def turned(x: Tensor) -> Tensor:
+        return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+
+    return tuple(x * cos[:, None] + turned(x) * sin[:, None] for x in (q, k))  # type: ignore[return-value]
+
+
+def scaled(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    q, k = apply_rotary_pos_emb(q, k, cos, sin)
+    return 0.5 * q, k
+
+
+def narrow(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    q, k = apply_rotary_pos_emb(q.float(), k.float(), cos, sin)
+    return q.to(cos.dtype), k.to(cos.dtype)
+
+
+def held(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    q, k = apply_rotary_pos_emb(q, k, cos, sin)
+    return q, k.detach() + 0.0 * k
+
+
+def test_rotary_embeddings_are_told_apart() -> None:
+    assert _turns(apply_rotary_pos_emb)
+    assert not any(_turns(function) for function in (interleaved, scaled, narrow, held))  # type: ignore[arg-type]
+
+
+def test_what_is_packed_is_a_plain_linear_layer() -> None:
+    model = build_model("llama", torch.float32)
+    first, second, third, _ = model.model.layers
+    forward = first.self_attn.k_proj.forward
+    first.self_attn.k_proj.forward = lambda input: 2 * forward(input)
+    second.mlp.up_proj.weight.register_hook(lambda gradient: gradient)
+    second.self_attn.v_proj.weight = third.self_attn.v_proj.weight
+    packed = CausalLM(model, functions="auto").functions.packed
+    names = {path.removeprefix("model.layers.") for group in packed for path in group}
+    assert names.isdisjoint({"0.self_attn.k_proj", "1.mlp.up_proj", "1.self_attn.v_proj", "2.self_attn.v_proj"})
+    assert {"0.self_attn.q_proj", "0.self_attn.v_proj", "3.mlp.gate_proj"} <= names
 
 
 def written_out(x: Tensor, weight: Tensor, offset: float) -> Tensor:
@@ -112,6 +223,7 @@ def test_gated_product_and_its_gradients(act: Any) -> None:
         ("olmo2", "tp2pp2/zb-h1", {"token_sharding": True}),
         ("mixtral", "tp2pp2/v", {}),
         ("cohere", "sp2", {}),
+        ("phi", "tp2", {"token_sharding": True}),  # a part of each head is turned
     ],
 )
 def test_same_as_the_plain_model(family: str, shape: str, options: dict[str, bool]) -> None:
@@ -130,6 +242,7 @@ def test_weights_that_lie_side_by_side_are_one() -> None:
     assert packed[0].weight is not None
     assert packed[0].weight.data_ptr() == views["model.layers.0.self_attn.q_proj.weight"].data_ptr()
     assert timer.module.leaves.isdisjoint(views.values())
+    assert len(source_of("mixtral").functions.packed) == 4  # whose first look, without numbers, ends early
     # Biases stand between the weights of a Qwen2.
     apart = StageTimer(source_of("qwen2", dtype=torch.float32), ParallelScheme(), 0, CPU, torch.float32)
     assert not any("q_proj" in name for each in apart.module.packed for name in each.layers)
@@ -147,14 +260,27 @@ def test_layers_keep_less() -> None:
     assert kept["auto"] - kept["recompute"] == pytest.approx(2 * 2 * config.intermediate_size, rel=0.02)
 
 
-def wrong(x: Tensor, weight: Tensor, eps: float, **rest: Any) -> Tensor:
-    out = norms._RmsNorm.apply(x, weight, eps, rest.get("offset", 0.0))
-    return out + 0.1 * (x - x.detach())
+def with_wrong_gradient(module: Any, norm: Norm) -> Any:
+    """As `_normed`, of a function that is right in trials alone."""
+    return lambda x: norm.of(x, module.weight, None) + 0.1 * (x - x.detach())
 
 
 def test_the_self_check_finds_what_is_wrong() -> None:
     model, strategies = build_model("llama", torch.float32), [StrategyShape.parse("tp1")]
-    with mock.patch("ds_hydra.pipe.models.functions.rms_norm", wrong):
+    with mock.patch("ds_hydra.pipe.models.functions._normed", with_wrong_gradient):
         (objection,) = check_strategies(model, strategies, keep=False, functions="auto").objections()
         assert not check_strategies(model, strategies, keep=False).objections()
     assert "the gradient of" in objection
+
+
+def test_a_job_computes_as_written_what_the_self_check_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    source, strategies = source_of("llama", dtype=torch.float32, token_sharding=True), [StrategyShape.parse("tp2")]
+    model = build_model("llama", torch.float32)
+    job: Any = SimpleNamespace(source=source, model=model, config=SimpleNamespace(self_check="on"))
+    world: Any = SimpleNamespace(channel=None, node_size=None)
+    with mock.patch("ds_hydra.pipe.models.functions._normed", with_wrong_gradient):
+        assert not _checked(job, world, strategies).objections()
+    assert "the self-check refuses it (tp2 trains otherwise" in str(source.functions)
+    assert not source.functions.norms
+    assert source.plan.token_sharding

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -70,6 +70,8 @@ def prepare(job: Job, world: World) -> Prepared:
     strategies = {c: place_strategy(c, world.num_ranks, plan.num_layers) for c in candidates}
     if world.rank == 0:
         _tell_token_sharding(plan, candidates)
+        if isinstance(job.source, CausalLM) and config.functions != "off":
+            logger.info("%s", job.source.functions)
     no_slices = 'hydra.chunks is "off"' if config.chunks == "off" else plan.no_slices or checked.no_slices
     planned_whole = no_slices or _planned_whole(found.table)
     with together(world.channel, "counting the memory of all strategies together"):
@@ -192,26 +194,23 @@ def _checked(job: Job, world: World, candidates: Sequence[StrategyShape]) -> Che
     asked = StageOptions(source.activation_checkpointing, source.plan.token_sharding, source.functions.asked)
     checked = check(asked)
     objections = checked.objections()
-    for fewer in _with_less(asked) if objections else ():
-        without = check(fewer)
-        if len(without.objections()) < len(objections):
-            why = f"the self-check refuses it ({objections[0]})"
-            if not fewer.token_sharding and asked.token_sharding:
-                source.hold_all_tokens(why)
-            if fewer.functions != asked.functions:
-                source.compute_as_written()
-                if world.rank == 0:
-                    logger.info("all is computed as the model's code says: %s", why)
-            return without
-    return checked
-
-
-def _with_less(asked: StageOptions) -> Iterator[StageOptions]:
-    """The options without what a model may turn out not to allow: one thing less, then two."""
-    tokens, functions = asked._replace(token_sharding=False), asked._replace(functions="off")
-    for fewer in dict.fromkeys((functions, tokens, tokens._replace(functions="off"))):
-        if fewer != asked:
-            yield fewer
+    bare = asked._replace(token_sharding=False, functions="off")
+    if not objections or bare == asked:
+        return checked
+    # Most models to which it objects are none that can be trained: that takes one more check, not three.
+    best, found = bare, check(bare)
+    if len(found.objections()) == len(objections):
+        return checked
+    for more in (asked._replace(functions="off"), asked._replace(token_sharding=False)):
+        if more not in (asked, bare) and len((other := check(more)).objections()) == len(found.objections()):
+            best, found = more, other
+            break
+    why = f"the self-check refuses it ({objections[0]})"
+    if best.functions != asked.functions:
+        source.compute_as_written(why)
+    if best.token_sharding != asked.token_sharding:
+        source.hold_all_tokens(why)
+    return found
 
 
 def _memory(job: Job, world: World, found: TableFile, device_bytes: float) -> JobMemory:

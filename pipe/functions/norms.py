@@ -25,21 +25,21 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, offset: float = 0.
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, offset: float) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.eps, ctx.offset = eps, offset
-        if weight is None or not offset:
-            return F.rms_norm(x, x.shape[-1:], weight, eps)
-        wide = _wide(x)  # 1 + 0.001 is 1 in 16 bit
-        return F.rms_norm(x.to(wide), x.shape[-1:], weight.to(wide) + offset, eps).to(x.dtype)
+        rows, wide = x, weight
+        if weight is not None and offset:  # 1 + 0.001 is 1 in 16 bit
+            rows, wide = x.to(_wide(x)), weight.to(_wide(x)) + offset
+        # What `F.rms_norm` calls; it returns the inverse root (..., 1) of each row, too, in FP32 or wider.
+        out, root = torch._fused_rms_norm(rows, x.shape[-1:], wide, eps)
+        ctx.save_for_backward(x, root, weight)
+        ctx.offset = offset
+        return out.to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None, None]:  # type: ignore[override]
         # With y = w u, u = x r and r = (mean of x² + eps)^-1/2, and g = dy w:
         #   dw = sum over rows of dy u          dx = r (g - u mean(g u))
-        x, weight = ctx.saved_tensors
-        size, wide = x.shape[-1], _wide(x)
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
-        r = torch.addcmul(length.new_full((1,), ctx.eps), length, length, value=1 / size).rsqrt_()
+        x, root, weight = ctx.saved_tensors
+        r, size, wide = root.view(*x.shape[:-1], 1), x.shape[-1], _wide(x)
         u = x * r
         dyu, dw = dy * u, None
         if weight is None:

@@ -21,7 +21,7 @@ from ds_hydra.pipe.loss import TokenLoss
 from ds_hydra.pipe.model_plan import ModelPlan, ParamSpec, ShardRule, make_buckets
 from ds_hydra.pipe.models.causal_stage import CausalStage
 from ds_hydra.pipe.models.flow import Flow, trace
-from ds_hydra.pipe.models.functions import Functions, find_functions
+from ds_hydra.pipe.models.functions import Functions
 from ds_hydra.pipe.models.meta_copy import (
     copy_to_meta,
     give_values,
@@ -30,6 +30,7 @@ from ds_hydra.pipe.models.meta_copy import (
     run_experts_one_by_one,
 )
 from ds_hydra.pipe.models.positions import first_position, refuse_dynamic_rotary
+from ds_hydra.pipe.models.recognise import find_functions
 from ds_hydra.pipe.models.refusals import find_layers, known_tokens, refuse_unsupported
 from ds_hydra.pipe.models.state import refuse_state
 from ds_hydra.pipe.models.token_rules import TokenRules, share_tokens
@@ -177,9 +178,9 @@ class CausalLM:
         """Plan without shared tokens from now on."""
         self.plan_with(self._unnamed, TokenRules(obstacle=why))
 
-    def compute_as_written(self) -> None:
+    def compute_as_written(self, why: str) -> None:
         """Plan and build stages that compute all as the model's code does, from now on."""
-        self.functions = Functions()
+        self.functions = Functions(obstacle=why)
         self.plan_with(self._unnamed, self._tokens)
 
     def _kv_heads_of(self, name: str) -> dict[str, int]:

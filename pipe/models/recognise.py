@@ -1,0 +1,234 @@
+"""A model's modules in; which of them compute what a function of few operators computes too, out [Note: functions].
+
+A module, or a function that its forward calls, is run as in training on a few random numbers, and so is the function
+that might take its place: what they make of them must be equal, and so must all gradients. Large and small numbers are
+among them, so what differs in some range alone (another eps, a limit to what is let through) is told apart too.
+
+  LlamaRMSNorm(1e-6), rows of 1e-5 .. 1e4 and of 16 bit   rms_norm(x, weight, 1e-6): equal; eps 1e-5: off by half
+  apply_rotary_pos_emb(q, k, cos, sin), random tables     rotate(q, cos, sin), rotate(k, cos, sin): equal
+  LlamaMLP with linear layers of 6 and 10 features        down(silu(gate) * up) of (gate, up, down): equal
+  GptOssMLP, which lets at most 7 of gate through         the same: off where x is large
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from itertools import permutations
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ds_hydra.pipe.functions.gates import Gated
+from ds_hydra.pipe.functions.rotary import rotate
+from ds_hydra.pipe.models.functions import Functions, Gate, Norm
+from ds_hydra.pipe.models.lone_rank import look
+from ds_hydra.pipe.tensor_parallel import style_of
+
+if TYPE_CHECKING:
+    from ds_hydra.pipe.models.causal_lm import CausalLM
+
+_SCALES = torch.tensor((1e-5, 1e-3, 1e-1, 1.0, 30.0, 1e4))  # of the rows that are tried
+# Rounding, of a row over its largest number: norms of any model compute in FP32, the others in the FP64 of the trial.
+_NEAR = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 3e-2}
+_CPU = torch.device("cpu")
+
+
+def find_functions(source: CausalLM, asked: str) -> Functions:
+    """What can be replaced in a model; gated MLPs, which then compute their products twice, if "recompute" is asked."""
+    layers = f"{source.layers_path}."
+    norms: dict[str, Norm] = {}
+    rotary: dict[str, str] = {}
+    mlps: dict[str, Gate] = {}
+    model = source.skeleton(_CPU, torch.float32)  # as it is trained: what drops or draws then is something else
+    for path, module in model.named_modules():
+        if "forward" in vars(module):
+            continue  # a forward of the user's own
+        if (norm := _norm_of(module)) is not None:
+            norms[path] = norm
+        if not path.startswith(layers):
+            continue
+        if (name := _rotary_of(module)) is not None:
+            rotary[path] = name
+        if asked == "recompute" and (gate := _gate_of(module)) is not None and _is_alone(source, f"{path}.{gate.down}"):
+            mlps[path] = gate
+    return Functions(norms, rotary, mlps, tuple(_reading_alike(source)), asked)
+
+
+def _is_alone(source: CausalLM, down: str) -> bool:
+    """Whether nobody but a linear layer meets what enters the last layer of an MLP."""
+    module: Any = source.template.get_submodule(down)
+    hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return _is_linear(module) and style_of(source.style_plan, down) in (None, "rowwise") and not any(hooks)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return type(module) is nn.Linear and "forward" not in vars(module) and "weight" in module._parameters
+
+
+def _norm_of(module: nn.Module) -> Norm | None:
+    """The norm that a module computes by a chain of operators, if it does."""
+    names = [name for name, parameter in module._parameters.items() if parameter is not None]
+    short = isinstance(module, nn.LayerNorm | nn.RMSNorm) and type(module).forward in (
+        nn.LayerNorm.forward, nn.RMSNorm.forward,
+    )  # fmt: skip
+    if short or sorted(names) not in (["weight"], ["bias", "weight"]) or next(module.children(), None) is not None:
+        return None
+    weight = module._parameters["weight"]
+    if weight is None or weight.dim() != 1 or weight.shape[0] < 2:
+        return None
+    size = weight.shape[0]
+    values = _random((size,), *[(size,)] * (len(names) - 1), dtype=torch.float32)
+    rows = _random((1, len(_SCALES), size), dtype=torch.float32)[0] * _SCALES[:, None]
+    sizes = sorted({value for value in vars(module).values() if isinstance(value, float) and 0 < value < 0.1})
+    forms = [Norm(eps, offset) for eps in sizes for offset in (0.0, 1.0) if "bias" not in names]
+    forms += [Norm(eps, centred=True) for eps in sizes]
+
+    def own(x: Tensor, *given: Tensor) -> Any:
+        return _copy_with(module, _parameters=dict(zip(names, given, strict=True))).forward(x)
+
+    def fits(norm: Norm, x: Tensor, dtype: torch.dtype) -> bool:
+        def other(x: Tensor, *given: Tensor) -> Tensor:
+            by_name = dict(zip(names, given, strict=True))
+            return norm.of(x, by_name["weight"], by_name.get("bias"))
+
+        return _same(own, other, [each.to(dtype) for each in (x, *values)])
+
+    trials = ((rows, torch.float32), (rows[None], torch.float32), (rows, torch.bfloat16))  # heads have a dimension more
+    return next((norm for norm in forms if all(fits(norm, *trial) for trial in trials)), None)
+
+
+def _rotary_of(module: nn.Module) -> str | None:
+    """The name of a function that turns queries and keys and that a module's forward calls."""
+    forward = type(module).forward
+    if not isinstance(forward, types.FunctionType):
+        return None
+    for name in forward.__code__.co_names:
+        function = forward.__globals__.get(name)
+        if isinstance(function, types.FunctionType) and _turns(function):
+            return name
+    return None
+
+
+def _turns(function: types.FunctionType) -> bool:
+    """Whether it turns q (1, heads, T, d) and k by cos and sin (1, T, d), a half of the features against the other."""
+    if function.__code__.co_argcount < 4 or function.__code__.co_varnames[:2] != ("q", "k"):
+        return False
+    q, k, cos, sin = _random((1, 2, 6, 8), (1, 1, 6, 8), (1, 6, 8), (1, 6, 8))
+
+    def other(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return rotate(q, cos[:, None], sin[:, None]), rotate(k, cos[:, None], sin[:, None])
+
+    return _same(lambda q, k: function(q, k, cos, sin), other, [x * _SCALES[:, None] for x in (q, k)])
+
+
+def _gate_of(module: nn.Module) -> Gate | None:
+    """The names of the parts of a gated MLP, if a module is one."""
+    linear = [name for name, child in module.named_children() if type(child) is nn.Linear]
+    others = [name for name, child in module.named_children() if name not in linear]
+    if len(linear) != 3 or len(others) > 1:
+        return None
+    calls = others or [name for name, value in vars(module).items() if isinstance(value, types.FunctionType)]
+    if len(calls) != 1 or (others and next(module.get_submodule(others[0]).parameters(), None) is not None):
+        return None
+    act = getattr(module, calls[0])
+    x, *weights = _random((1, len(_SCALES), 6), (10, 6), (10, 6), (6, 10))
+    x = x * _SCALES[:, None]
+
+    def other(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        product: Any = Gated(F.linear(x, gate), F.linear(x, up), act)
+        return F.linear(product, down)
+
+    for names in permutations(linear):
+
+        def own(x: Tensor, *given: Tensor, names: Sequence[str] = names) -> Any:
+            small = {name: _linear_with(weight) for name, weight in zip(names, given, strict=True)}
+            return _copy_with(module, _modules={**module._modules, **small}).forward(x)
+
+        if _same(own, other, [x, *weights]):
+            gate, up, down = names
+            return Gate(gate, up, down, calls[0])
+    return None
+
+
+def _linear_with(weight: Tensor) -> nn.Linear:
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    layer._parameters["weight"] = weight  # type: ignore[assignment]
+    return layer
+
+
+def _reading_alike(source: CausalLM) -> Iterator[tuple[str, ...]]:
+    """Linear layers without biases, children of one module, that one tensor enters when the model runs."""
+    template = source.template
+    entered: dict[str, list[int]] = {}
+    kept: list[Tensor] = []  # a number of an object that is gone is given to another
+
+    def watch(model: nn.Module) -> None:
+        entered.clear()  # of a look that has failed
+        for path, module in model.named_modules():
+            own: Any = template.get_submodule(path)
+            if _is_linear(own) and own.bias is None:
+                module.register_forward_pre_hook(lambda _, args, path=path: note(path, args))
+
+    def note(path: str, args: tuple[Any, ...]) -> None:
+        kept.extend(args[:1])
+        entered.setdefault(path, []).append(id(args[0]) if args else 0)
+
+    if look(source, 1, prepare=watch).error is not None:
+        return
+    paths = Counter(source.aliases.values())
+    alone = {path for path, name in source.aliases.items()
+             if name in source.flow.readers or name in source.hooks or paths[name] > 1}  # fmt: skip
+    groups: dict[tuple[str, str | None, int], list[str]] = {}
+    for path, inputs in entered.items():
+        if len(inputs) == 1 and inputs[0] and f"{path}.weight" not in alone:
+            parent = path.rpartition(".")[0]
+            groups.setdefault((parent, style_of(source.style_plan, path), inputs[0]), []).append(path)
+    for found in groups.values():
+        if len(found) > 1:
+            yield tuple(found)
+
+
+def _random(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes]
+
+
+def _copy_with(module: nn.Module, **attributes: Any) -> Any:
+    """A shallow copy of a module with other attributes; the module keeps its own."""
+    copied = copy.copy(module)
+    copied.__dict__.update(attributes)
+    return copied
+
+
+def _same(own: Callable[..., Any], other: Callable[..., Any], inputs: Sequence[Tensor]) -> bool:
+    """Whether two functions make the same of their inputs, and the same gradients of them all."""
+    try:
+        found = _outcome(own, inputs)
+    except Exception:  # of something that wants something else: whatever it is, it is not what is sought
+        return False
+    expected, near = _outcome(other, inputs), _NEAR[inputs[0].dtype]
+    return len(found) == len(expected) and all(
+        one.shape == another.shape and one.dtype == another.dtype and _equal(one, another, near)
+        for one, another in zip(found, expected, strict=True)
+    )
+
+
+def _outcome(function: Callable[..., Any], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """What a function makes of inputs, and their gradients by random gradients of that."""
+    leaves = [each.clone().requires_grad_() for each in inputs]
+    with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+        out = function(*leaves)
+        outs = out if isinstance(out, tuple) else (out,)
+        dys = _random(*(each.shape for each in outs), dtype=inputs[0].dtype)
+        return [*(each.detach() for each in outs), *torch.autograd.grad(outs, leaves, dys)]
+
+
+def _equal(one: Tensor, another: Tensor, near: float) -> bool:
+    """Whether rows are equal up to rounding, small ones too."""
+    off = (one.double() - another.double()).abs().amax(-1) / another.double().abs().amax(-1)
+    return bool((off <= near).all())
