@@ -192,7 +192,7 @@ class HydraConfig:
     token_sharding: str = setting(choice("auto", "off"), "auto")
     """"auto": tensor parallel ranks share the tokens between the blocks, where the model is found to allow it; then all
     that a layer keeps for the backward is divided by tp. "off": each of them holds all tokens there."""
-    functions: str = setting(choice(*FUNCTIONS), "off")
+    functions: str = setting(choice(*FUNCTIONS), "auto")
     """"auto": norms, rotary embeddings and linear layers that read the same rows are computed in fewer operators, which
     keep less for the backward, where the model is found to have them. "recompute": MLPs with a gate compute their
     product again in the backward, too, and keep gate and up alone. "off": all is computed as the model's code says."""

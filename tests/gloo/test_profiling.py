@@ -119,6 +119,7 @@ def test_what_is_kept_for_weights_and_slices_is_what_a_layer_counts(model: Path,
     kept = kept_bytes(timer, (16,)) / 16
     keys_and_values = 2 * 16 * 4  # features of 2 heads, in FP32
     masks = (8 * 8 + 8 * 16) * (4 + 1) / 16  # a CPU's attention keeps those of slices, a device's has none
+    masks += 8 * 4 * 32 / 16  # and makes its output in another order, of which the next layer keeps a copy
     assert keys_and_values <= kept * kept_for_slices(timer, 16) <= keys_and_values + masks
     inputs, gradients = 32 + 32 + 32 + 64, 32 + 16 + 16 + 32 + 64 + 64 + 32
     assert kept * kept_until_weight(timer, 16) == pytest.approx(4 * (inputs + gradients), rel=0.05)
@@ -176,7 +177,8 @@ def test_activations_shrink_with_tp_and_sp(source: CausalLM) -> None:
     whole, tp, sp = (
         measure_activations(source, *degrees, CPU, torch.float32, 64) for degrees in ((1, 1), (2, 1), (1, 2))
     )
-    assert sp.layer == pytest.approx(whole.layer / 2, rel=0.05)
+    exchanged = 4 * 32 / 2  # what attention makes is kept before and after the heads are exchanged
+    assert sp.layer == pytest.approx(whole.layer / 2 + exchanged, rel=0.02)
     assert whole.layer / 2 < tp.layer < whole.layer
 
 
@@ -207,9 +209,9 @@ def test_the_tool_writes_a_table_that_a_job_takes(
         assert cost.shares.context == found.activations[cost.scheme.tp, cost.scheme.sp].context
     assert not list(tmp_path.glob("*.partial"))
 
-    source = hollow_source(model)
     parsed = parse_config({"hydra": {"tokens_per_step": 64, "strategies": ["2*tp1", "sp2"], "cost_table": str(out)}})
     assert parsed is not None
+    source = hollow_source(model, **parsed.hydra.stage_options._asdict())
     shape = model_shape(source.plan, 32, 96)
     job = describe_job(source, CPU, torch.float32, 2)
     assert job_cost_table(parsed.hydra, shape, (), 64, job).table == found.table

@@ -43,7 +43,7 @@ def test_defaults_and_canonical_strategies() -> None:
 
 
 def test_stages_compute_as_the_settings_say() -> None:
-    assert parse(token_sharding="auto").stage_options == StageOptions(token_sharding=True)
+    assert parse().stage_options == StageOptions(token_sharding=True, functions="auto")
     asked = parse(activation_checkpointing=True, token_sharding="off", functions="recompute").stage_options
     assert asked == StageOptions(activation_checkpointing=True, functions="recompute")
 

@@ -35,6 +35,7 @@ def random_case(seed: int) -> Case:
         token_sharding=rng.random() < 0.6,
         node_size=rng.choice((None, None, 2, 3)),
     )  # fmt: skip
+    case = replace(case, functions=rng.choice(("auto", "recompute", "off")))
     if family == DROPOUT:
         case = replace(case, draws=True, frozen=NO_GRADIENT)
     elif family != LAYER_LIST and rng.random() < 0.2:

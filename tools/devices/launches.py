@@ -9,6 +9,7 @@ the second micro-batch on.
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -91,6 +92,7 @@ def _plain(layers: int) -> Callable[[], object]:
 
 
 def _count(run: Callable[[], object]) -> int:
+    os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # the profiler would print that it starts
     for _ in range(2):
         run()
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
