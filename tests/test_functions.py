@@ -173,6 +173,21 @@ def test_rotary_embeddings_are_told_apart() -> None:
     assert not any(_turns(function) for function in (interleaved, scaled, narrow, held))  # type: ignore[arg-type]
 
 
+class Listed(LlamaMLP):
+    """Has its layers in a list."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up, down = self.layers
+        return down(self.act_fn(gate(x)) * up(x))
+
+
+def listed(model: Any) -> None:
+    mlp = model.model.layers[3].mlp
+    mlp.layers = nn.ModuleList([mlp.gate_proj, mlp.up_proj, mlp.down_proj])
+    del mlp.gate_proj, mlp.up_proj, mlp.down_proj
+    mlp.__class__ = Listed
+
+
 def test_what_is_packed_is_a_plain_linear_layer() -> None:
     model = build_model("llama", torch.float32)
     first, second, third, _ = model.model.layers
@@ -180,10 +195,12 @@ def test_what_is_packed_is_a_plain_linear_layer() -> None:
     first.self_attn.k_proj.forward = lambda input: 2 * forward(input)
     second.mlp.up_proj.weight.register_hook(lambda gradient: gradient)
     second.self_attn.v_proj.weight = third.self_attn.v_proj.weight
+    listed(model)
     packed = CausalLM(model, functions="auto").functions.packed
     names = {path.removeprefix("model.layers.") for group in packed for path in group}
     assert names.isdisjoint({"0.self_attn.k_proj", "1.mlp.up_proj", "1.self_attn.v_proj", "2.self_attn.v_proj"})
-    assert {"0.self_attn.q_proj", "0.self_attn.v_proj", "3.mlp.gate_proj"} <= names
+    assert not any("layers" in name for name in names)
+    assert {"0.self_attn.q_proj", "0.self_attn.v_proj", "0.mlp.gate_proj"} <= names
 
 
 def written_out(x: Tensor, weight: Tensor, offset: float) -> Tensor:

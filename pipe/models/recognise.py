@@ -188,8 +188,9 @@ def _reading_alike(source: CausalLM) -> Iterator[tuple[str, ...]]:
         if len(inputs) == 1 and inputs[0] and f"{path}.weight" not in alone:
             parent = path.rpartition(".")[0]
             groups.setdefault((parent, style_of(source.style_plan, path), inputs[0]), []).append(path)
-    for found in groups.values():
-        if len(found) > 1:
+    for (parent, _, _), found in groups.items():
+        # A container does not run: nothing would tell its layers' outputs of one row from those of the next.
+        if len(found) > 1 and not isinstance(template.get_submodule(parent), nn.ModuleDict | nn.ModuleList):
             yield tuple(found)
 
 

@@ -56,6 +56,7 @@ class Mix:
     sequences: int = 8  # of a step
     node_size: int | None = None
     token_sharding: bool = False
+    functions: str = "off"
 
     @property
     def shapes(self) -> list[StrategyShape]:
@@ -74,8 +75,8 @@ MIXES = (
     Mix(("tp4 + 2*pp2", "2*tp2pp2"), "fp32", sequences=16),
     Mix(("2*sp2", "pp4"), node_size=2),
     Mix(("pp4/zb-h1",), sequences=16),
-    Mix(("tp4", "2*tp2"), grad_dtype="bf16", token_sharding=True),
-    Mix(("2*tp2pp2", "tp4pp2"), sequences=16, token_sharding=True),
+    Mix(("tp4", "2*tp2"), grad_dtype="bf16", token_sharding=True, functions="auto"),
+    Mix(("2*tp2pp2", "tp4pp2"), sequences=16, token_sharding=True, functions="auto"),
 )
 _QUICK = 1  # mixes within a minute
 
@@ -94,10 +95,11 @@ def predicted_and_measured(quick: bool) -> Table:
         print(f"{mix.strategies}: {predicted} bytes predicted, {measured} measured", file=sys.stderr, flush=True)
         states = needs.states / predicted
         tokens = "shared" if mix.token_sharding else "all"
-        rows.append([", ".join(mix.strategies), mix.num_ranks, tokens, mix.dtype, mix.grad_dtype, str(needs.scheme),
-                     round(predicted / MIB, 1), round(measured / MIB, 1), f"{off:+.1%}", f"{states:.0%}"])  # fmt: skip
-    headers = ["candidates", "ranks", "tokens", "type", "gradients", "fullest", "predicted", "measured", "off",
-               "states"]  # fmt: skip
+        rows.append([", ".join(mix.strategies), mix.num_ranks, tokens, mix.dtype, mix.grad_dtype, mix.functions,
+                     str(needs.scheme), round(predicted / MIB, 1), round(measured / MIB, 1), f"{off:+.1%}",
+                     f"{states:.0%}"])  # fmt: skip
+    headers = ["candidates", "ranks", "tokens", "type", "gradients", "functions", "fullest", "predicted", "measured",
+               "off", "states"]  # fmt: skip
     return Table("memory predicted and measured: MiB of the fullest rank, small model, CPU", headers, rows, missed)
 
 
@@ -165,12 +167,13 @@ def _settings(mix: Mix) -> dict[str, Any]:
             choose="cycle",
             node_size=mix.node_size,
             token_sharding="auto" if mix.token_sharding else "off",
+            functions=mix.functions,
         ),
     }
 
 
 def quiet_settings(tokens: int, strategies: Sequence[str], **hydra: Any) -> dict[str, Any]:
-    """Settings of a job that does nothing but train; `hydra` adds to its block."""
+    """Settings of a job that does nothing but train, as `source_of` measures it; `hydra` adds to its block."""
     return {
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
         "hydra": {
@@ -180,6 +183,8 @@ def quiet_settings(tokens: int, strategies: Sequence[str], **hydra: Any) -> dict
             "steps_file": None,
             "planner": {"ahead": 0},
             "faults": {"heartbeat_seconds": 0},
+            "token_sharding": "off",
+            "functions": "off",
             **hydra,
         },
     }
@@ -188,7 +193,7 @@ def quiet_settings(tokens: int, strategies: Sequence[str], **hydra: Any) -> dict
 def _predict(mix: Mix, tokens: dict[Shape, int]) -> tuple[Needs, int]:
     """What the memory model says of the fullest stage, and the tokens of its micro-batches."""
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[mix.dtype]
-    source = source_of(CONFIG, token_sharding=mix.token_sharding)
+    source = source_of(CONFIG, token_sharding=mix.token_sharding, functions=mix.functions)
     figures = {
         (stage.tp, stage.sp): measure_activations(source, stage.tp, stage.sp, torch.device("cpu"), dtype, LENGTH)
         for stage in _stages(mix.shapes)
@@ -204,13 +209,19 @@ def _predict(mix: Mix, tokens: dict[Shape, int]) -> tuple[Needs, int]:
 
 
 def source_of(
-    sizes: dict[str, Any], *, activation_checkpointing: bool = False, token_sharding: bool = False
-) -> CausalLM:
+    sizes: dict[str, Any], *, activation_checkpointing: bool = False, token_sharding: bool = False,
+    functions: str = "off",
+) -> CausalLM:  # fmt: skip
     """Stages of a model of these sizes, to be measured."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(sizes))
-        return hollow_source(path, activation_checkpointing=activation_checkpointing, token_sharding=token_sharding)
+        return hollow_source(
+            path,
+            activation_checkpointing=activation_checkpointing,
+            token_sharding=token_sharding,
+            functions=functions,
+        )
 
 
 def _stages(shapes: Sequence[StrategyShape]) -> set[Any]:
