@@ -16,6 +16,7 @@ from ds_hydra.pipe import adapters, token_sharding
 from ds_hydra.pipe.model_plan import ShardRule
 from ds_hydra.pipe.models import causal_lm
 from ds_hydra.pipe.models.adapted import base_of
+from ds_hydra.pipe.models.options import StageOptions
 from ds_hydra.pipe.row_collectives import all_rows
 from ds_hydra.pipe.shape import PipelineShape, StrategyShape
 from ds_hydra.self_check.check import check_strategies
@@ -68,7 +69,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
 @pytest.mark.parametrize(("build", "told"), REFUSED, ids=[told for _, told in REFUSED])
 def test_refused_by_name(build: Callable[[], Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        model_source(build(), activation_checkpointing=False, token_sharding=True)
+        model_source(build(), StageOptions(token_sharding=True))
 
 
 @pytest.fixture(scope="module")
@@ -126,5 +127,5 @@ def test_adapters_may_be_wider_than_their_base() -> None:
     """PEFT keeps them in FP32 beside a base in 16 bit; here all is computed in one type."""
     wide = get_peft_model(build_model("llama", torch.bfloat16), LoraConfig(target_modules="all-linear"))
     assert {p.dtype for p in wide.parameters()} == {torch.float32, torch.bfloat16}
-    plan = model_source(wide, activation_checkpointing=False, token_sharding=True).plan
+    plan = model_source(wide, StageOptions(token_sharding=True)).plan
     assert (plan.no_tp, plan.no_pp, plan.no_slices, plan.no_token_sharding) == ("", "", "", "")
