@@ -64,17 +64,16 @@ def initialize(
     raw = read_config(args, config, config_params)
     parsed = parse_config(raw)
     show_log(rank := int(os.environ.get("RANK", "0")))
+    shared = {
+        "args": args, "optimizer": optimizer, "model_parameters": model_parameters, "training_data": training_data,
+        "lr_scheduler": lr_scheduler,
+    }  # fmt: skip
     if parsed is None:
         if rank == 0:
             logger.info('the config has no block "hydra": plain DeepSpeed trains')
         return _plain_deepspeed(
             loss_fn,
-            args=args,
             model=model,
-            optimizer=optimizer,
-            model_parameters=model_parameters,
-            training_data=training_data,
-            lr_scheduler=lr_scheduler,
             distributed_port=distributed_port,
             mpu=mpu,
             dist_init_required=dist_init_required,
@@ -82,6 +81,7 @@ def initialize(
             config=config,
             mesh_param=mesh_param,
             config_params=config_params,
+            **shared,
         )
     _refuse_arguments(mpu=mpu, mesh_param=mesh_param)
     if not hasattr(model, "named_parameters"):
@@ -102,16 +102,7 @@ def initialize(
 
     from ds_hydra.engine.engine import HydraEngine
 
-    engine = HydraEngine(
-        parsed,
-        model,
-        optimizer=optimizer,
-        model_parameters=model_parameters,
-        training_data=training_data,
-        lr_scheduler=lr_scheduler,
-        args=args,
-        loss_fn=loss_fn,
-    )
+    engine = HydraEngine(parsed, model, loss_fn=loss_fn, **shared)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 

@@ -17,16 +17,15 @@ class HydraSFTTrainer(HydraTrainer, SFTTrainer):
     not logged. Raises ConfigError for a loss of TRL's other than "nll", and for offloaded activations.
     """
 
-    args: Any  # an SFTConfig
-
     def _refuse_unfit(self) -> None:
         super()._refuse_unfit()
-        if self.args.loss_type != "nll":
+        settings: Any = self.args
+        if settings.loss_type != "nll":
             raise ConfigError(
-                f"SFTConfig(loss_type={self.args.loss_type!r}) needs the logits of whole batches, which no rank has: "
+                f"SFTConfig(loss_type={settings.loss_type!r}) needs the logits of whole batches, which no rank has: "
                 'leave it at "nll", and pass loss_fn(logits, labels), which gives the loss of each token'
             )
-        if self.args.activation_offloading:
+        if settings.activation_offloading:
             raise ConfigError(
                 "SFTConfig(activation_offloading=True): nothing is offloaded here; use gradient_checkpointing=True"
             )
