@@ -2,7 +2,7 @@
 
 python -m tools.check_swap [--quick] [--json FILE] [--only PART ...]
 
-scripts  those of examples/swap with the one line of their diffs changed: losses of 10 updates, evaluations among them
+scripts  those of examples/swap with the lines of their diffs changed: losses of 10 updates, evaluations among them
 stream   streams stopped in the middle and resumed, against the undisturbed run, to the bit
 handed   train_batch(sequences) dealt out to ranks in several ways against map-style data, to the bit
 losses   losses of the user's own and weights of sequences under changing strategies, FP64
@@ -40,7 +40,7 @@ from tests.support.equivalence import compare
 from tests.support.ranks import run_ranks
 from tests.support.small_job import same, sequences, small_engine, whole_state
 from tests.support.streams import STREAMS, Stateful
-from tools.swap.scripts import accelerated, sft, three_calls, trainer
+from tools.swap.scripts import accelerated, lora, sft, three_calls, trainer
 
 LOSS_AIM = 1e-6  # of FP32 losses, relative
 PLAN_AIM_MS = 10.0
@@ -52,7 +52,7 @@ Rows = list[dict[str, Any]]
 def check_scripts(quick: bool, missed: list[str]) -> Rows:
     """The scripts of examples/swap, each with the one line of its diff changed, on 2 ranks."""
     rows: Rows = []
-    for run in (three_calls, trainer) if quick else (three_calls, trainer, sft, accelerated):
+    for run in (three_calls, trainer) if quick else (three_calls, lora, trainer, sft, accelerated):
         with contextlib.redirect_stdout(io.StringIO()):
             found, expected = run(4 if quick else 10)
         apart = [abs(one - other) / abs(other) for one, other in zip(found, expected, strict=True)]

@@ -35,13 +35,12 @@ def script(name: str, *, swapped: bool = True) -> ModuleType:
     return module
 
 
-def one_process(updates: Iterable[Sequence[Any]], schedule_steps: int = 0) -> list[float]:
-    """The losses of DeepSpeed's own loop in one process: the mean of the means of an update's batches.
+def one_process(model: Any, updates: Iterable[Sequence[Any]], schedule_steps: int = 0) -> list[float]:
+    """The losses of DeepSpeed's own loop over a model in one process: the mean of the means of an update's batches.
 
     `schedule_steps` is how often a linear warm-up over the whole run steps in each update.
     """
-    task = script("three_calls", swapped=False)
-    model, updates = task.make_model(), list(updates)
+    updates = list(updates)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.1)
     total = len(updates) * schedule_steps
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=total) if total else None
@@ -61,7 +60,16 @@ def one_process(updates: Iterable[Sequence[Any]], schedule_steps: int = 0) -> li
 
 def three_calls(steps: int) -> tuple[list[float], list[float]]:
     """Losses of the swapped script on 2 ranks, and of one process."""
-    swapped = script("three_calls")
+    return _by_three_calls("three_calls", steps)
+
+
+def lora(steps: int) -> tuple[list[float], list[float]]:
+    """Losses of the swapped script on 2 ranks, and of PEFT in one process."""
+    return _by_three_calls("lora", steps)
+
+
+def _by_three_calls(name: str, steps: int) -> tuple[list[float], list[float]]:
+    swapped = script(name)
 
     def job(rank: int) -> list[float]:
         rank_environment(rank)
@@ -70,7 +78,7 @@ def three_calls(steps: int) -> tuple[list[float], list[float]]:
 
     loaders = [iter(swapped.make_loader(rank, 2)) for rank in range(2)]
     updates = [[next(loader) for _ in range(2) for loader in loaders] for _ in range(steps)]
-    return run_ranks(job, 2, timeout=300)[0], one_process(updates)
+    return run_ranks(job, 2, timeout=300)[0], one_process(swapped.make_model(), updates)
 
 
 def accelerated(steps: int) -> tuple[list[float], list[float]]:
@@ -85,7 +93,7 @@ def accelerated(steps: int) -> tuple[list[float], list[float]]:
     data = swapped.make_data()
     batches = [swapped.collate(data[at : at + 4]) for at in range(0, len(data), 4)]
     updates = [batches[4 * number : 4 * number + 4] for number in range(steps)]
-    return run_ranks(job, 2, timeout=300)[0], one_process(updates, schedule_steps=2)
+    return run_ranks(job, 2, timeout=300)[0], one_process(swapped.make_model(), updates, schedule_steps=2)
 
 
 def trainer(steps: int) -> tuple[list[float], list[float]]:
