@@ -38,7 +38,6 @@ def config(**hydra: Any) -> dict[str, Any]:
     quiet = {"steps_file": None, "planner": {"ahead": 0}, "faults": {"heartbeat_seconds": 0}}
     return {
         "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
         "zero_optimization": {"stage": 1},
         "hydra": block | quiet | hydra,
     }
