@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_AR
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch_extensions
 export PYTHONUNBUFFERED := 1
 
-.PHONY: venv demo train bench test test-training test-ranks test-models test-pure lint kernels clean
+.PHONY: venv demo train bench test test-training test-jobs test-ranks test-models test-pure lint kernels clean
 
 venv: $(STAMP)
 
@@ -47,22 +47,26 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Three at a time: tests with ranks often wait for each other, and the rest runs meanwhile.
+# Two at a time: tests with ranks often wait for each other, and the rest runs meanwhile. The longest begin.
 test: $(STAMP)
 	$(MAKE) --jobs=2 --output-sync=target lint kernels
-	$(MAKE) --jobs=3 --output-sync=target test-ranks test-training test-models test-pure
+	$(MAKE) --jobs=2 --output-sync=target test-training test-jobs test-ranks test-models test-pure
 
 # Compiles the planner's kernels, which all tests and jobs then load from numba's cache.
 kernels: $(STAMP)
 	$(BIN)/python -c 'from ds_hydra.planner.selection import warm_up; warm_up()'
 
-test-training test-ranks test-models test-pure: export OMP_NUM_THREADS := 1
+test-training test-jobs test-ranks test-models test-pure: export OMP_NUM_THREADS := 1
 
 test-training: $(STAMP)
 	$(BIN)/python -m pytest tests/gloo/test_training.py tests/gloo/test_strict_training.py
 
+# Tests with ranks in two halves of about the same length.
+test-jobs: $(STAMP)
+	$(BIN)/python -m pytest $(wildcard tests/gloo/test_[a-l]*.py)
+
 test-ranks: $(STAMP)
-	$(BIN)/python -m pytest tests/gloo --ignore-glob='*training.py'
+	$(BIN)/python -m pytest $(filter-out %training.py,$(wildcard tests/gloo/test_[m-z]*.py))
 
 test-models: $(STAMP)
 	$(BIN)/python -m pytest --ignore=tests/gloo --ignore=tests/pure

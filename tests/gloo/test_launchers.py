@@ -42,7 +42,7 @@ def launch(*job: object, ranks: int, num_nodes: int = 1, node: int = 0, port: in
 
 def finish(jobs: list[Process]) -> None:
     try:
-        outputs = [job.communicate(timeout=150)[0] for job in jobs]
+        outputs = [job.communicate(timeout=600)[0] for job in jobs]
     finally:
         for job in jobs:
             job.kill()
