@@ -119,9 +119,11 @@ class Crew:
 
     def _exposed_ms(self) -> list[float]:
         """What the messages of each candidate add to a step, on the rank that chooses among them."""
+        strategies = self.prepared.strategies
+        if self.world.rank or self.job.config.choose != "best" or len(strategies) == 1:
+            return []
         exposed = exposed_of(self.job, self.world, self.prepared.found)
-        chooses = self.world.rank == 0 and self.job.config.choose == "best"
-        return [exposed(shape) for shape in self.prepared.strategies] if exposed and chooses else []
+        return [exposed(shape) for shape in strategies] if exposed else []
 
     @contextmanager
     def together(self, activity: str) -> Iterator[None]:

@@ -55,10 +55,8 @@ def whole_phase(
     paper: bool,
 ) -> tuple[Phase, float]:
     """Pipelines of whole sequences with the micro-batches `held` by each, and their simulated time in ms."""
-    timed, work = (
-        [],
-        dict[ParallelScheme | PipelineShape, list[float]](),
-    )  # by what the costs are of: ms of every sequence
+    timed: list[TimedPipeline] = []
+    work: dict[ParallelScheme | PipelineShape, list[float]] = {}  # by what the costs are of: ms of every sequence
     for shape, bins in zip(shapes, held, strict=True):
         cost = table[shape]
         if cost.scheme not in work:

@@ -69,11 +69,6 @@ class _Candidates:
         if found is not None and (self.best is None or found.step_ms < self.best.step_ms):
             self.best = found
 
-    def prospect(self, index: int, exposed_ms: float) -> Prospect:
-        """For the strategy's pipelines, to whose time messages add so much."""
-        ceiling = self.best.step_ms if self.best else math.inf
-        return Prospect(self.bounds[index] - exposed_ms, self.prices[index], ceiling - exposed_ms)
-
 
 class Search:
     """One step's search over candidate strategies [Note: search]."""
@@ -104,7 +99,9 @@ class Search:
         return self._one.bound(kinds, price, outer, inner) + kinds.exposed_ms
 
     def _prospect(self, index: int, known: _Candidates) -> Prospect:
-        return known.prospect(index, self._kinds[index].exposed_ms)
+        """Of the strategy's pipelines, whose times do not count what messages add."""
+        exposed_ms, ceiling = self._kinds[index].exposed_ms, known.best.step_ms if known.best else math.inf
+        return Prospect(known.bounds[index] - exposed_ms, known.prices[index], ceiling - exposed_ms)
 
     def _fully(self, known: _Candidates) -> None:
         """The usual mode: compiled kernels search every strategy whose bound, made tighter first, can win."""

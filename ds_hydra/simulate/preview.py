@@ -131,9 +131,10 @@ def _fixed_layout(
         if num_ranks % scheme.num_ranks or most < context_length:
             continue
         strategy = StrategyShape.of([scheme] * (num_ranks // scheme.num_ranks))
+        added = messages.exposed_ms(strategy)
         for capacity in sorted({context_length, most}):
             plans = [packed_in_turn(step, batch, strategy, table, capacity) for step, batch in enumerate(batches)]
-            taken = fmean(plan.predicted_ms for plan in plans) + messages.exposed_ms(strategy)
+            taken = fmean(plan.predicted_ms for plan in plans) + added
             if taken < least:
                 best, least, chosen = strategy, taken, plans
     return best, np.array([messages.step_ms(plan) for plan in chosen])

@@ -134,9 +134,9 @@ def propose_strategies(
         if isinstance(space, ElasticShapes):
             few = [sampled[round(at)] for at in np.linspace(0, len(sampled) - 1, min(_CORRECTING, len(sampled)))]
             for _ in range(effort.corrections):
-                winners = _searched(space, num_ranks, effort, seed, few, np.ones(len(few)), arrays, added).winners()
-                arrays = space.corrected(arrays, few, winners)
-        pool = _searched(space, num_ranks, effort, seed, sampled, weights, arrays, added)
+                tried = _searched(space, num_ranks, effort, seed, few, np.ones(len(few)), arrays, added=added)
+                arrays = space.corrected(arrays, few, tried.winners())
+        pool = _searched(space, num_ranks, effort, seed, sampled, weights, arrays, added=added)
         if isinstance(space, ElasticShapes):
             _correct(space, pool, sampled, arrays, effort.simulations, context_length, _SHORTLIST * count)
         # 4. the subset, in which some strategy must hold the context
@@ -185,7 +185,7 @@ def _by_shape(
 
 def _searched(
     space: Space, num_ranks: int, effort: ProposalEffort, seed: int,
-    sampled: Sequence[np.ndarray], weights: np.ndarray, arrays: Schemes, added: Mapping[PipelineShape, float],
+    sampled: Sequence[np.ndarray], weights: np.ndarray, arrays: Schemes, *, added: Mapping[PipelineShape, float],
 ) -> Pool:  # fmt: skip
     """A pool of strategies for these batches: steps 2 and 3 of [Note: proposal]."""
     batches = space.batches(sampled, num_ranks)
