@@ -114,6 +114,7 @@ class Contexts:
         """`total` tokens has the sequence."""
         self.total = total
         self._of: dict[Hashable, Context] = {}
+        self._beside: dict[Hashable, dict[int, Tensor]] = {}
 
     def of(self, module: Hashable) -> Context:
         """The context of a module, which must attend once in each forward of a slice."""
@@ -121,6 +122,11 @@ class Contexts:
             self._of[module] = Context(self.total)
         return self._of[module]
 
+    def beside(self, key: Hashable) -> dict[int, Tensor]:
+        """What slices keep for each other beside keys and values, by the position of a slice's first token."""
+        return self._beside.setdefault(key, {})
+
     def free(self) -> None:
         """Give all memory back: no slice of the sequence will run any more."""
         self._of.clear()
+        self._beside.clear()

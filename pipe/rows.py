@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -104,6 +104,13 @@ class Pack:
         return start, start + self.tokens[self.sp_rank]
 
 
+class Balance(NamedTuple):
+    """What the routers of a stage must know of the tokens that they route [Note: the routers' loss]."""
+
+    sequence: Tensor  # (T_local,) which of the pack's sequences each token is of
+    weights: Tensor  # (sequences,) what all tokens of each count in the step's loss, over the square of its length
+
+
 @dataclass(frozen=True)
 class MicroBatch:
     """One packed micro-batch as a stage's rank sees it. Tensors cover its own T_local tokens only."""
@@ -114,6 +121,7 @@ class MicroBatch:
     labels: Tensor | None = None  # (T_local,) next tokens, -100 where there is none; last stage only
     weights: Tensor | None = None  # (T_local,) what each token's loss counts in the step's loss; last stage only
     token_losses: Tensor | None = None  # (T_local,) where the last stage writes each token's loss, if they are wanted
+    balance: Balance | None = None  # of a model whose routers are to use all experts alike, in training
     recompute: float = 0.0  # share of each stage's layers that the backward computes again [Note: recomputed layers]
 
 

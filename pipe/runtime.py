@@ -89,6 +89,7 @@ class StageRuntime:
         self.widths, self.device, self.dtype = widths, device, dtype
         self._activity, self._watch = activity, watch
         self.losses: dict[int, Tensor] = {}  # of this stage's micro-batches in the last run, on the last stage
+        self.router_loss = torch.zeros((), dtype=torch.float64, device=device)  # of all of them, in the last run
 
     def run(
         self,
@@ -98,7 +99,8 @@ class StageRuntime:
     ) -> Tensor:
         """Run a schedule over this pipeline's micro-batches and return this rank's share of the loss.
 
-        The share is 0 on every stage except the last. Gradients accumulate in the parameters. A schedule without
+        The share is 0 on every stage except the last, but for the losses of its routers, which `router_loss` has apart.
+        Gradients accumulate in the parameters. A schedule without
         backward actions keeps nothing for one. `arm_pushes` is called before the backward that makes this stage's
         gradients final, or the first of the weight gradients that do, unless messages follow it
         [Note: the first push].
@@ -108,7 +110,9 @@ class StageRuntime:
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         split = {(microbatch, part) for slot in slots for kind, microbatch, part in slot if kind == "input_gradient"}
         run = _Run(batches, loss, last is not None, frozenset(split))
-        self.losses = {}
+        self.losses, self.router_loss = {}, torch.zeros_like(loss)
+        for part in self.parts:
+            part.take_router_loss()  # of a run that an error has ended
         for queue in self._queues:
             if queue is not None:
                 queue.forget()
@@ -123,7 +127,10 @@ class StageRuntime:
             for work, _ in run.sending:
                 work.wait()
         self._activity.now = "push"
-        return run.loss
+        for taken in [part.take_router_loss() for part in self.parts]:
+            if taken is not None:
+                self.router_loss = self.router_loss + taken
+        return run.loss + self.router_loss
 
     def _waiting(self, actions: Sequence[Action]) -> set[nn.Parameter]:
         """The parameters whose gradients lack what these actions add, after which nothing is added any more."""

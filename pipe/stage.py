@@ -192,6 +192,13 @@ class StageModule:
         if self.before_use is not None:
             self.before_use(name)
 
+    def take_router_loss(self) -> Tensor | None:
+        """The losses of its routers since they were taken last, (), as they count in the step's loss; None: none ran.
+
+        Sequence parallel ranks have parts of them, tensor parallel ranks the same [Note: the routers' loss].
+        """
+        return None
+
     def forward(self, hidden: Tensor | None, batch: MicroBatch) -> Tensor:
         """Received hidden states (1, T_local, H) or None -> hidden states, or the loss on the last stage."""
         raise NotImplementedError("stages are built by their model's source")
@@ -226,6 +233,7 @@ class ModelSource(Protocol):
     aliases: Mapping[str, str]  # every path of a parameter in the user's model -> its master name
     vocab_size: int | None
     notes: tuple[str, ...]  # what a user should know of how it is trained
+    balances: bool  # whether its routers have a loss: then every micro-batch needs a `Balance`
 
     def width(self, layer: int) -> int:
         """Features of the hidden states (1, T, width) that enter a layer."""

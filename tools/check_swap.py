@@ -5,7 +5,7 @@ python -m tools.check_swap [--quick] [--json FILE] [--only PART ...]
 scripts  those of examples/swap with the lines of their diffs changed: losses of 10 updates, evaluations among them
 stream   streams stopped in the middle and resumed, against the undisturbed run, to the bit
 handed   train_batch(sequences) dealt out to ranks in several ways against map-style data, to the bit
-losses   losses of the user's own and weights of sequences under changing strategies, FP64
+losses   losses of the user's own, those of routers, and weights of sequences under changing strategies, FP64
 lora     PEFT's adapters under changing strategies
 plan     milliseconds that planning stands in the way of a step on 64 ranks whose lengths are known only at the call
 
@@ -37,6 +37,7 @@ from tests.support.adapted_models import ADAPTED, ADAPTED_WITHOUT_TP
 from tests.support.case import Case
 from tests.support.cases import CASES
 from tests.support.equivalence import compare
+from tests.support.families import BALANCED
 from tests.support.ranks import run_ranks
 from tests.support.small_job import same, sequences, small_engine, whole_state
 from tests.support.streams import STREAMS, Stateful
@@ -150,8 +151,9 @@ def compared(cases: Sequence[Case], quick: bool, missed: list[str]) -> Rows:
 
 
 def check_losses(quick: bool, missed: list[str]) -> Rows:
-    """Rows whose loss is the user's own, or whose sequences have weights."""
-    return compared([case for case in CASES if case.own_loss or case.weighted], quick, missed)
+    """Rows whose loss is the user's own or has a part of routers, or whose sequences have weights."""
+    own = [case for case in CASES if case.own_loss or case.weighted or case.family in BALANCED]
+    return compared(own, quick, missed)
 
 
 def check_lora(quick: bool, missed: list[str]) -> Rows:

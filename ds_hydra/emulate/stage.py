@@ -52,6 +52,7 @@ class EmulatedSource:
 
     vocab_size: int | None = None
     notes: tuple[str, ...] = ()
+    balances = False
 
     def __init__(self, small: SmallModel, values: Mapping[str, Tensor], clock: VirtualClock):
         self.small, self.plan, self.clock = small, small.plan, clock

@@ -77,9 +77,16 @@ class HydraEngine(ThreeCallEngine):
         self.steps = Steps(self, self.crew)
 
     def source_of(self, model: Any) -> ModelSource:
-        """The model as a source of stages. ConfigError if its layers cannot be found."""
-        options = self.hydra_config.stage_options
-        return model_source(model, options, loss_fn=self._loss_fn, device=self.device)
+        """The model as a source of stages. ConfigError if its layers cannot be found, or for a loss of its routers that
+        hydra.loss_norm does not define."""
+        config = self.hydra_config
+        source = model_source(model, config.stage_options, loss_fn=self._loss_fn, device=self.device)
+        if source.balances and config.loss_norm == "micro_batch":
+            raise ConfigError(
+                'hydra.loss_norm "micro_batch" gives a sequence in slices no share of the loss, by which its routers '
+                'could count: use "token" or "sequence", or set output_router_logits to false'
+            )
+        return source
 
     def world_of_process(self) -> World:
         """The world of torch's default process group; each of its ranks must call it."""

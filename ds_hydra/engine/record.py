@@ -60,6 +60,7 @@ def step_record(
     return StepRecord(
         step=step,
         loss=outcome.loss,
+        router_loss=outcome.router_loss,
         grad_norm=outcome.grad_norm,
         learning_rate=learning_rate,
         num_tokens=plan.num_tokens,

@@ -28,6 +28,7 @@ class StepRecord:
     changed: bool  # the strategy differs from the step before
     step_ms: float  # measured, from the plan to the start of the masters' update
     predicted_ms: float
+    router_loss: float = 0.0  # the part of the loss that a mixture of experts' routers have
     recomputed: float = 0.0  # share of all layers of all tokens that backwards computed again
     num_padding: int = 0  # padding tokens, computed in addition to num_tokens
     total_steps: int | None = None  # hydra.total_steps
@@ -186,6 +187,7 @@ def monitor_events(record: StepRecord, num_sequences_so_far: int) -> list[Event]
     """The record as scalars under the names DeepSpeed uses where it has one."""
     values: dict[str, float | None] = {
         "Train/Samples/train_loss": record.loss,
+        "Train/Samples/router_loss": record.router_loss or None,
         "Train/Samples/lr": record.learning_rate,
         "Train/Samples/grad_norm": record.grad_norm,
         "Train/Samples/elapsed_time_ms_step": record.step_ms,

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from ds_hydra.pipe.dropout import AttentionDropout, sequence_key
 from ds_hydra.pipe.loss import IGNORED
+from ds_hydra.pipe.models.balancing import Balancing
 from ds_hydra.pipe.models.draws import Draws, Keys, Place
 from ds_hydra.pipe.models.random_calls import DROPOUTS, FROM_UNIFORM, dropout_of
 from ds_hydra.pipe.rows import Pack
@@ -22,9 +23,18 @@ from ds_hydra.self_check.runs import CPU, Data, Outcome
 class Plain:
     """A model that runs one sequence at a time and draws its random numbers by place, as its stages do."""
 
-    def __init__(self, model: Any, draws: Mapping[Place, int] | None = None, layers_path: str = ""):
-        """`draws` are what a trace saw the model draw: it is changed to draw them by place, so copy it before."""
-        self.model, self.layers_path = model, layers_path
+    def __init__(
+        self,
+        model: Any,
+        draws: Mapping[Place, int] | None = None,
+        layers_path: str = "",
+        balancing: Balancing | None = None,
+    ):
+        """`draws` are what a trace saw the model draw: it is changed to draw them by place, so copy it before.
+
+        `balancing`: its routers have a loss in training, and its own forward returns their logits.
+        """
+        self.model, self.layers_path, self._balancing = model, layers_path, balancing
         self._draws = _PlainDraws(draws or {})
         for module in model.modules():  # layers that are recomputed would not know for which tokens they draw
             if getattr(module, "gradient_checkpointing", False):
@@ -42,6 +52,11 @@ class Plain:
             loss, gradients = self._train(data, order or range(len(data.sequences)))
             return Outcome(loss, self._evaluate(data), gradients, mode.exact)
 
+    @property
+    def balances(self) -> bool:
+        """Whether its routers have a loss."""
+        return self._balancing is not None
+
     def evaluate(self, data: Data) -> float:
         """The summed loss of each sequence, in evaluation."""
         with doubled():
@@ -54,7 +69,8 @@ class Plain:
             return self.model(input_ids=tokens[None], use_cache=False)
 
     def own_loss(self, data: Data) -> str:
-        """How the loss that the model itself makes of labels differs from their cross entropy; empty if it does not.
+        """How the loss that the model itself makes of labels differs from their cross entropy and, where it has one,
+        the loss of its routers; empty if it does not.
 
         Labels may be shifted within the model, as almost all do, or be taken as they are.
         """
@@ -70,6 +86,8 @@ class Plain:
             return ""
         logits = logits[0].double()
         shifted, plain = F.cross_entropy(logits[:-1], tokens[0, 1:]), F.cross_entropy(logits, tokens[0])
+        if self._balancing is not None:
+            loss = loss - self._balancing.loss_of_all_together(out.router_logits)
         if min(abs(loss - shifted), abs(loss - plain)) <= 1e-4 * abs(shifted):
             return ""
         return f"{float(loss):.6g} for labels whose cross entropy is {float(shifted):.6g}"
@@ -95,9 +113,11 @@ class Plain:
 
     def _loss(self, data: Data, sequence: int, *, backward: bool) -> float:
         targets = torch.from_numpy(data.load(sequence)[1])
-        logits = self.run(data, sequence).logits[0]
-        loss = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+        out = self.run(data, sequence)
+        loss = F.cross_entropy(out.logits[0], targets, ignore_index=IGNORED, reduction="sum")
         if backward:
+            if self._balancing is not None:  # a token's loss counts 1 here
+                loss = loss + int((targets != IGNORED).sum()) * self._balancing.loss(out.router_logits)
             loss.backward()
         return float(loss.detach())
 

@@ -164,6 +164,7 @@ class RankOfPipeline:
 
     def __init__(self, source: ModelSource, pipeline: Pipeline, rank: int, ranks: InProcessRanks):
         self.rank, self._plan, self._strategy = rank, source.plan, Strategy((pipeline,))
+        self._balances = source.balances
         self.index, self._num_stages = pipeline.stage_index(rank), len(pipeline.stages)
         places = StagePlace.all_of(
             pipeline, rank, lambda members: ranks.group(members, rank) if len(members) > 1 else None,
@@ -224,7 +225,9 @@ class RankOfPipeline:
 
     def _batches(self, data: Data) -> Sequence[MicroBatch]:
         ids = range(len(data.sequences))
-        return build_batches(data.microbatches, ids, self.place, data.load, "token", CPU).batches
+        return build_batches(
+            data.microbatches, ids, self.place, data.load, "token", CPU, balances=self._balances
+        ).batches
 
     def _run(self, slots: Sequence[Slot], batches: Sequence[MicroBatch]) -> float:
         loss = self._runtime.run(slots, batches)

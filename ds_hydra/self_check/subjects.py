@@ -59,7 +59,7 @@ def make_subject(
         source = CausalLM(small.model, **options._asdict())
     except Exception as error:
         raise RefusedError(told(error)) from error
-    plain = Plain(small.model, source.flow.draws, source.layers_path)
+    plain = Plain(small.model, source.flow.draws, source.layers_path, source.balancing)
 
     def alone(run: int) -> Outcome:
         return plain.outcome(data, range(len(data.sequences))[:: 1 - 2 * run], coin=_COINS[run])

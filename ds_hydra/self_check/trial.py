@@ -59,6 +59,12 @@ class Trial:
                 f"the plain model differs from itself when it runs twice ({itself}): it draws random numbers or keeps "
                 "a state between sequences; switch that off in its config"
             )
+        plain = self._subject.plain
+        if plain is not None and plain.balances and (differs := plain.own_loss(self._subject.data)):
+            return (
+                f"the model's forward makes a loss of its own ({differs}), which is not theirs and the load balancing "
+                "loss of its routers: set output_router_logits to false in its config to train without that"
+            )
         after = self._state()
         changed = next((name for name, value in before.items() if not torch.equal(value, after[name])), None)
         if changed is not None:

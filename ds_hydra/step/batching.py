@@ -16,7 +16,7 @@ from ds_hydra.data.tokens import TokenSequence
 from ds_hydra.pipe.contexts import Contexts
 from ds_hydra.pipe.dropout import sequence_key
 from ds_hydra.pipe.loss import IGNORED
-from ds_hydra.pipe.rows import Chunk, MicroBatch, Pack, position_ids
+from ds_hydra.pipe.rows import Balance, Chunk, MicroBatch, Pack, position_ids
 from ds_hydra.pipe.stage import StagePlace
 from ds_hydra.plan.phase import MicroBatchPlan, Span
 
@@ -73,11 +73,13 @@ def build_batches(
     device: torch.device,
     *,
     step_key: int = 0,
+    balances: bool = False,
 ) -> RankBatches:
     """Pack the micro-batches of one pipeline for one rank of it: all slices of a sequence, or the whole of it.
 
     Each rank reads the sequences that it has tokens of: later stages may look tokens up too (an embedding of every
     layer's own), only the last reads labels. What is drawn at random for a sequence follows from `step_key` and its id.
+    Where the model `balances` its routers, each rank learns what its sequences count.
     """
     load = cache(load)  # once for all slices of a sequence
     contexts = _contexts(microbatches)
@@ -91,7 +93,8 @@ def build_batches(
         keys = tuple(sequence_key(step_key, sequence) for sequence in ids)
         row = _Row(spans, ids, keys, None if own is None else Chunk(first.start, first.stop, own))
         made, counted, padding = _build(row, place, load, loss_norm, device)
-        built.append((replace(made, recompute=batch.recompute), counted, padding))
+        balance = _balance(row, made.pack, load, loss_norm, device) if balances else None
+        built.append((replace(made, recompute=batch.recompute, balance=balance), counted, padding))
         rows.append(spans)
     return RankBatches(
         tuple(batch for batch, _, _ in built),
@@ -138,6 +141,20 @@ def _build(
         labels = _on_device(targets[start:stop], device)
         weights = _on_device(scale[start:stop], device)
     return MicroBatch(pack, positions, input_ids, labels, weights), counted, padding
+
+
+def _balance(row: _Row, pack: Pack, load: Load, loss_norm: str, device: torch.device) -> Balance:
+    """What the routers must know of the tokens that this rank holds; padding counts nothing."""
+    (start, stop), offsets = pack.local, pack.offsets
+    weights = np.zeros(len(pack.lengths))
+    for index, sequence_id in enumerate(row.ids):
+        if offsets[index] < stop and offsets[index + 1] > start:
+            _, targets, weight = load(sequence_id)
+            count = int((targets != IGNORED).sum())
+            counts = count if loss_norm == "token" else min(1, count)
+            weights[index] = weight * counts / pack.whole_lengths[index] ** 2
+    sequence = np.repeat(np.arange(len(pack.lengths)), pack.lengths)[start:stop]
+    return Balance(_on_device(sequence, device), _on_device(weights, device))
 
 
 def _on_device(values: npt.NDArray[np.generic], device: torch.device) -> Tensor:

@@ -41,17 +41,21 @@ class PhaseRun:
 
     runtime: StrategyRuntime
     loss: Tensor  # (), this rank's share of the step's loss
+    router_loss: Tensor  # (), the part of it that the routers of its stage have
     losses: Mapping[int, Tensor]  # of its micro-batches, where its stage is the last
     laps: Laps
     num_padding: int
 
-    def stats(self, loss: float, spent: Mapping[Kind, Spent], *, peak_memory_bytes: int, request: int) -> RankStats:
-        """The figures of the phase, once the device has passed it; `loss` is the number that `loss` holds."""
+    def stats(
+        self, loss: float, router_loss: float, spent: Mapping[Kind, Spent], *, peak_memory_bytes: int, request: int
+    ) -> RankStats:
+        """The figures of the phase, once the device has passed it; the losses are the numbers that the tensors hold."""
         place = self.runtime.place
         counts = place.tp_rank == 0  # a tensor parallel group computes one loss: its first rank counts it
         whole_s = {kind: seconds.whole_s for kind, seconds in spent.items()}
         return RankStats(
             loss=loss if counts else 0.0,
+            router_loss=router_loss if counts else 0.0,
             run_s=whole_s.get("run", 0.0),
             compute_s=sum(seconds.own_s for kind, seconds in spent.items() if kind in COMPUTING),
             exposed_pull_s=whole_s.get("pull", 0.0),

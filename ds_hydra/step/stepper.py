@@ -75,6 +75,11 @@ class Outcome:
         return sum(rank.loss for rank in self.stats)
 
     @property
+    def router_loss(self) -> float:
+        """The part of it that the model's routers have."""
+        return sum(rank.router_loss for rank in self.stats)
+
+    @property
     def skipped(self) -> bool:
         return not math.isfinite(self.grad_norm)
 
@@ -149,7 +154,7 @@ class Stepper:
             # pull has sent, and the buffers what it has brought; and a gradient that was computed from flipped bits
             # must never reach the masters.
             self._update.compare(step, runtime)
-        applied = self._update.apply([run.loss for run in runs])
+        applied = self._update.apply([run.loss for run in runs], [run.router_loss for run in runs])
         self._activity.now = "report"
         stats = self._stats(step, runs, applied)
         # Explaining takes messages between all ranks. They all come here together, since the norm is equal on them to
@@ -194,7 +199,8 @@ class Stepper:
         scale = self._loss_scale.value
         self._activity.now = "pull"
         loss, laps = runtime.train(_normalised(batches.batches, weight, scale), known, accumulate=accumulate)
-        return PhaseRun(runtime, loss / scale, runtime.stage_runtime.losses, laps, batches.num_padding)
+        ran = runtime.stage_runtime
+        return PhaseRun(runtime, loss / scale, ran.router_loss / scale, ran.losses, laps, batches.num_padding)
 
     def strategy_of(self, phase: Phase) -> Strategy:
         """A phase's strategy, placed on the ranks."""
@@ -244,6 +250,7 @@ class Stepper:
                     self._loss_norm,
                     self._world.device,
                     step_key=step_key(self._seed, step),
+                    balances=self._source.balances,
                 )
                 for phase, runtime in zip(plan.phases, runtimes, strict=True)
             ]
@@ -263,8 +270,8 @@ class Stepper:
         spent[-1] |= applied.laps.spent()
         peak, request = self._peak.read(), self._request()
         mine = [
-            run.stats(loss, seconds, peak_memory_bytes=peak, request=request)
-            for run, loss, seconds in zip(runs, applied.losses, spent, strict=True)
+            run.stats(loss, of_routers, seconds, peak_memory_bytes=peak, request=request)
+            for run, loss, of_routers, seconds in zip(runs, applied.losses, applied.router_losses, spent, strict=True)
         ]
         return gather_stats(mine, self._world.channel)
 
@@ -285,6 +292,7 @@ def _normalised(batches: Sequence[MicroBatch], total: int, scale: float = 1.0) -
     # Two pipelines with 3 and 5 targets: each weight becomes 1/8, and the sum over both is the mean over the step's 8
     # targets. The mean of the pipelines' own means would give the 3 targets as much to say as the 5.
     for batch in batches:
-        if batch.weights is not None:
-            batch.weights.div_(max(1, total) / scale)
+        for weights in (batch.weights, batch.balance and batch.balance.weights):
+            if weights is not None:
+                weights.div_(max(1, total) / scale)
     return batches

@@ -37,6 +37,7 @@ class Applied(NamedTuple):
 
     norm: float  # of the gradient; not finite: the step was skipped
     losses: tuple[float, ...]  # this rank's share, phase by phase
+    router_losses: tuple[float, ...]  # the parts of them that routers have
     laps: Laps
 
 
@@ -58,8 +59,9 @@ class Update:
         self._skipped_in_a_row = 0
         self._watch = Stopwatch(world.clock)
 
-    def apply(self, losses: Sequence[Tensor]) -> Applied:
-        """Clip the gradient and make an optimizer step; `losses` are this rank's shares, a scalar of each phase.
+    def apply(self, losses: Sequence[Tensor], router_losses: Sequence[Tensor]) -> Applied:
+        """Clip the gradient and make an optimizer step; `losses` are this rank's shares, a scalar of each phase, and
+        `router_losses` the parts of them that routers have.
 
         If the loss or the gradient of any rank is not finite, nothing changes on any rank, and the norm is not finite.
         """
@@ -69,7 +71,7 @@ class Update:
         # The norm is gathered from all ranks anyway, so the loss joins it as one more element: 0 * 2.3 is 0 and changes
         # nothing, 0 * inf and 0 * NaN are NaN and make the norm NaN on every rank.
         with self._watch.lap("optimizer"):
-            shares = torch.stack([loss.detach() for loss in losses])
+            shares = torch.stack([loss.detach() for loss in (*losses, *router_losses)])
             poison = shares * 0.0
             norm = global_grad_norm([*grads, poison], self._world.group) / self._loss_scale.value
             figures = torch.cat((norm.reshape(1), shares.to(norm)))
@@ -83,7 +85,7 @@ class Update:
                 if self._clipping > 0:
                     clip_(grads, norm, self._clipping)
                 self._optimizer.step()
-        return Applied(value, tuple(found), laps)
+        return Applied(value, tuple(found[: len(losses)]), tuple(found[len(losses) :]), laps)
 
     def compare(self, step: int, runtime: StrategyRuntime) -> None:
         """Every `compare_every` steps, compare the parameters that each rank used in a phase with the masters.

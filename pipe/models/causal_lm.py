@@ -19,6 +19,7 @@ from ds_hydra.pipe.adapters import adapter_rule, ends_of, linear_of, plain_name
 from ds_hydra.pipe.attention import interface as attention
 from ds_hydra.pipe.loss import TokenLoss
 from ds_hydra.pipe.model_plan import ModelPlan, ParamSpec, ShardRule, make_buckets
+from ds_hydra.pipe.models.balancing import Balancing, asks_for_balance, find_balancing
 from ds_hydra.pipe.models.causal_stage import CausalStage
 from ds_hydra.pipe.models.flow import Flow, trace
 from ds_hydra.pipe.models.functions import Functions
@@ -78,6 +79,7 @@ class CausalLM:
         self.hooks = parameter_hooks(model)
         self.aliases: Mapping[str, str] = _aliases(model)
         self.template = copy_to_meta(model)
+        balances = asks_for_balance(self.template)
         attention.use_in(self.template)
         self.config = self.template.config
         self.text_config = self.config.get_text_config()
@@ -89,6 +91,8 @@ class CausalLM:
         device = next(iter(values.values())).device
         self.first_position = first_position(self.copy_to_run(device, values), self.layers_path)
         self.flow = self._trace()
+        self.balancing: Balancing | None = find_balancing(self) if balances else None
+        self.balances = self.balancing is not None
         self.notes = _notes(self.flow)
         self.functions = Functions()
         self.plan_with(UnnamedRules())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from ds_hydra.pipe.adapters import ends_of
 from ds_hydra.pipe.loss import blockwise_loss, own_token_losses, token_losses
+from ds_hydra.pipe.models.balancing import Routers
 from ds_hydra.pipe.models.cut import CutForward, Given, from_wire, hidden_in, to_wire, with_hidden
 from ds_hydra.pipe.models.draws import Draws, Keys
 from ds_hydra.pipe.models.positions import split_rotary_by_length
@@ -40,7 +42,10 @@ class CausalStage(StageModule):
             self._draws.install(model, source.layers_path)
         layers: Any = model.get_submodule(source.layers_path)
         own = layers[place.stage.first_layer : place.stage.last_layer]
-        self._recomputing = Recomputing(len(own), self._draws.checkpointed)
+        self._routers = None if source.balancing is None else Routers(source.balancing, place)
+        if self._routers is not None:
+            self._routers.install(model)
+        self._recomputing = Recomputing(len(own), self._checkpointed)
         self._recomputing.install(own)
         self._recomputes_all = source.activation_checkpointing
         needed = source.plan.needed(place.stage)
@@ -110,6 +115,9 @@ class CausalStage(StageModule):
 
         return blockwise_loss(rows, batch, head, self._token_losses, vocab=self._logits_at_once)
 
+    def take_router_loss(self) -> Tensor | None:
+        return None if self._routers is None else self._routers.take()
+
     def _token_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Of the last stage: the loss of each token, equal on all tensor parallel ranks."""
         group = self.place.tp_group
@@ -133,10 +141,16 @@ class CausalStage(StageModule):
         draws = self.module.training and self._draws.widths
         return Keys.of(batch.pack, batch.position_ids.device) if draws else None
 
+    def _checkpointed(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """What a layer that is computed again runs in, the first time and the second."""
+        first, again = self._draws.checkpointed()
+        return first, again if self._routers is None else self._routers.recomputing(again)
+
     def _run_layers(self, hidden: Tensor | None, batch: MicroBatch, keys: Keys | None) -> Any:
         self._pack = batch.pack
         self._recomputing.take(1.0 if self._recomputes_all else batch.recompute)
-        with self._draws.of(keys):
+        routing = nullcontext() if self._routers is None else self._routers.of(batch)
+        with self._draws.of(keys), routing:
             return self._cut(
                 None if hidden is None else from_wire(hidden, self._doors[self.place.stage.first_layer]),
                 input_ids=_tokens(batch),

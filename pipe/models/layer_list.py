@@ -31,6 +31,7 @@ class LayerList:
 
     vocab_size: int | None = None  # a layer list does not say
     notes: tuple[str, ...] = ()
+    balances = False  # its loss is its own
 
     def __init__(self, model: Any):
         """Reads specs, buffers and values of the layers that this rank has built.

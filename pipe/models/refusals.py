@@ -36,8 +36,6 @@ def refuse_unsupported(model: Any) -> None:
         )
     if not getattr(model, "_supports_attention_backend", False):
         raise ConfigError(f"{name} does not use Hugging Face's attention interface, so sequences cannot be packed")
-    if getattr(config, "output_router_logits", False):
-        raise ConfigError(f"{name}: the router's auxiliary loss is not supported; set output_router_logits to false")
     if model.get_output_embeddings() is None:
         raise ConfigError(f"{name} has no language modelling head; use its ...ForCausalLM class")
     if getattr(model, "is_quantized", False):

@@ -79,7 +79,7 @@ def test_the_time_left_follows_from_the_latest_steps(caplog: pytest.LogCaptureFi
 
 def test_waiting_for_the_slowest_pipeline_is_told_from_pushing() -> None:
     def rank(run_s: float, exposed_push_s: float) -> RankStats:
-        return RankStats(0.0, run_s, run_s, 0.0, exposed_push_s, 0.0, 0.0, 0.0, 0.0)
+        return RankStats(0.0, 0.0, run_s, run_s, 0.0, exposed_push_s, 0.0, 0.0, 0.0, 0.0)
 
     # Rank 0 is done 2 s before the slowest one, and its pushes end half a second after that one; rank 2's pushes end
     # before the slowest is done, as it owns nothing of that pipeline's.

@@ -12,7 +12,7 @@ from itertools import chain
 from tests.support.adapted_models import ADAPTED, ADAPTED_WITHOUT_TP
 from tests.support.case import AMPLIFYING, BFLOAT16, CHANGING, CHANGING_8, FLOAT32, NO_GRADIENT, UNUSUAL, Case
 from tests.support.changed_models import CHANGED, CHANGED_LINEARS
-from tests.support.families import FAMILIES, LAYER_LIST, OTHER_DEPTHS
+from tests.support.families import BALANCED, FAMILIES, LAYER_LIST, OTHER_DEPTHS
 from tests.support.losses import OWN
 from tests.support.scheduled_cases import scheduled
 
@@ -180,6 +180,28 @@ def _losses() -> Iterator[Case]:
     )
 
 
+def _balanced() -> Iterator[Case]:
+    """Routers with a loss of their own, in stages, on shared tokens and over slices of sequences."""
+    for family in BALANCED:
+        yield Case(family, family, CHANGING)
+    base = Case("", "mixtral, balanced", CHANGING)
+    yield replace(
+        base, name="balanced, slices", strategies=("tp2pp2/v", "sp2 + pp2/list"), steps=2, slices=True, recompute=True,
+        masked_labels=True, weighted=True, quick=True,
+    )  # fmt: skip
+    yield replace(base, name="balanced, all tokens", strategies=("tp2sp2", "tp4"), token_sharding=False)
+    yield replace(base, name="balanced, more slices", strategies=("tp2sp2/list", "pp2/v + 2*tp1/v"), slices=True)
+    yield replace(base, name="balanced, mean of sequences", loss_norm="sequence", masked_labels=True)
+    yield replace(base, name="balanced, checkpointed", activation_checkpointing=True)
+    yield replace(base, name="balanced, split", strategies=("tp2pp2/zb-h1", "sp2 + pp2/zb-h1", "pp4/zb-h1"))
+    yield replace(base, name="balanced, phases", strategies=("4*tp1 then 2*tp2 then tp4",))
+    yield replace(base, name="balanced, own loss", own_loss="focal")
+    yield replace(base, name="balanced, frozen lower layers", frozen=("embed_tokens", "layers.0.", "layers.1.", "gate"))
+    yield replace(base, name="balanced on 8 ranks", strategies=CHANGING_8)
+    yield replace(base, name="balanced fp32", dtype=FLOAT32)
+    yield replace(base, name="balanced bf16", dtype=BFLOAT16)
+
+
 _WITH_FUNCTIONS = ("llama", "llama_tied", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "olmo2", "mixtral",
                    "phi3", "cohere", "glm4")  # fmt: skip
 
@@ -256,5 +278,5 @@ def _some_otherwise(cases: Iterable[Case]) -> Iterator[Case]:
 _TABLE = chain(
     _fixed(), _families(), _unusual(), _drawing(), _options(), _losses(), _functions(), _phased(), scheduled()
 )
-CASES: tuple[Case, ...] = (*_some_otherwise(_TABLE), *_adapted())
+CASES: tuple[Case, ...] = (*_some_otherwise(_TABLE), *_adapted(), *_balanced())
 assert len({case.name for case in CASES}) == len(CASES), "every row has a name of its own"

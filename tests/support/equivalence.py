@@ -240,7 +240,7 @@ def _train(rank: int, case: Case, data: Sequence[Sample]) -> RankRun | None:
         record = engine.last_step
         plan = StepPlan.from_json(record.plan, "the step's plan")
         microbatches = tuple(batch.spans for pipeline in plan.pipelines for batch in pipeline.microbatches)
-        result = Step(record.loss, record.grad_norm, whole_gradients(engine))
+        result = Step(record.loss, record.grad_norm, whole_gradients(engine), record.router_loss)
         steps.append(RankStep(plan.strategy, plan.sequence_ids, microbatches, before, result))
     masters, optimizer = engine.crew.masters.trained, engine.optimizer
     moments = {key: _whole(engine, masters.optimizer_state(optimizer, key)) for key in MOMENTS[case.optimizer]}
@@ -319,6 +319,7 @@ def _take_step(found: Difference, step: RankStep, expected: Step) -> None:
     wide = torch.float64
     for what, value, reference in (
         ("loss", step.result.loss, expected.loss),
+        ("loss", step.result.router_loss, expected.router_loss),
         ("norm", step.result.norm, expected.norm),
     ):
         found.take(what, step.strategy, torch.tensor(value, dtype=wide), torch.tensor(reference, dtype=wide))

@@ -1,8 +1,8 @@
 """Tiny models of many families for tests: a name in, a freshly initialised model out, the same in every process.
 
-Names are keys of FAMILIES, of HARD_MODELS, of CHANGED and CHANGED_LINEARS (a Llama that was changed), of ADAPTED and
-ADAPTED_WITHOUT_TP (a model with PEFT's adapters), "layer_list" for a DeepSpeed `PipelineModule` with a tied layer, or
-the path of a Hugging Face config file.
+Names are keys of FAMILIES, of BALANCED, of HARD_MODELS, of CHANGED and CHANGED_LINEARS (a Llama that was changed), of
+ADAPTED and ADAPTED_WITHOUT_TP (a model with PEFT's adapters), "layer_list" for a DeepSpeed `PipelineModule` with a tied
+layer, or the path of a Hugging Face config file.
 """
 
 from __future__ import annotations
@@ -73,6 +73,16 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "gpt_oss": ("gpt_oss", _COMMON | {"num_local_experts": 4, "head_dim": 16, "sliding_window": 8}),  # attention sinks
     "gpt2": ("gpt2", _GPT2 | {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),
 }
+# Models whose routers have a loss, which counts enough to be felt in every gradient.
+_ROUTER_LOSS = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+BALANCED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "mixtral, balanced": ("mixtral", _COMMON | {"num_local_experts": 4} | _ROUTER_LOSS),
+    "qwen3_moe, balanced": (
+        "qwen3_moe",
+        _COMMON | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48} | _ROUTER_LOSS,
+    ),
+    "olmoe, balanced": ("olmoe", _COMMON | {"num_experts": 4, "num_experts_per_tok": 2} | _ROUTER_LOSS),
+}
 # Model types whose attention feature (softcap, sinks) Hugging Face's SDPA drops or refuses.
 NEEDS_EAGER = frozenset({"gemma2", "gpt_oss"})
 
@@ -80,8 +90,9 @@ NEEDS_EAGER = frozenset({"gemma2", "gpt_oss"})
 def hf_config(family: str) -> Any:
     """The Hugging Face config of a family, or of a config file."""
     family = "llama" if family in CHANGED or family in CHANGED_LINEARS else base_family(family)
-    if family in FAMILIES or family in HARD_MODELS:
-        model_type, settings = FAMILIES.get(family) or HARD_MODELS[family]
+    listed = FAMILIES.get(family) or HARD_MODELS.get(family) or BALANCED.get(family)
+    if listed:
+        model_type, settings = listed
         return AutoConfig.for_model(model_type, **settings)
     settings = json.loads(Path(family).read_text())
     return AutoConfig.for_model(settings.pop("model_type"), **settings)

@@ -53,7 +53,7 @@ REASONS = (
     ("with tp1 for this model", "tensor parallel ranks cannot share it"),
     ("with pp1 for this model", "its layers cannot be cut apart"),
     (
-        "encoder-decoder|no language modelling head|cannot run one packed|module list|numbers the tokens|router's aux"
+        "encoder-decoder|no language modelling head|cannot run one packed|module list|numbers the tokens"
         "|computes its logits in",
         "it is no language model of one stack of layers over tokens",
     ),

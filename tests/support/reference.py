@@ -34,6 +34,7 @@ class Step:
     loss: float
     norm: float
     gradients: dict[str, Tensor]
+    router_loss: float = 0.0  # the part of the loss that routers have
 
 
 def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -73,6 +74,7 @@ class Reference:
         self.token_loss = token_loss
         self.model = reference_model(family, dtype)
         freeze(self.model, frozen)
+        self.router_loss = RouterLoss.of(self.model)
         self.clip = clip
         self.parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self.masters = self.parameters
@@ -103,11 +105,15 @@ class Reference:
                     parameter.copy_(self.masters[name])
         sums = {name: torch.zeros_like(parameter) for name, parameter in self.masters.items()}
         self.model.zero_grad()
-        total = 0.0
+        total = of_routers = 0.0
         for sample, weight, drawn in zip(samples, weights, keys or [None] * len(samples), strict=True):
             with drawing(self.model, drawn):
                 losses = token_losses(self.model, sample, self.token_loss)
                 loss = losses @ weight.to(losses.dtype)
+                if self.router_loss is not None:
+                    counts = weight[sample["labels"][1:] != IGNORED].sum()
+                    routers = float(counts) * self.router_loss.taken()
+                    loss, of_routers = loss + routers, of_routers + float(routers.detach())
             loss.backward()
             total += float(loss.detach())
             for name, parameter in self.parameters.items():
@@ -117,9 +123,8 @@ class Reference:
         for name, parameter in self.masters.items():
             parameter.grad = sums[name]
         norm = torch.nn.utils.clip_grad_norm_(self.masters.values(), self.clip if self.clip > 0 else float("inf"))
-        return Step(
-            total, float(norm), {name: p.grad.clone() for name, p in self.masters.items() if p.grad is not None}
-        )
+        gradients = {name: p.grad.clone() for name, p in self.masters.items() if p.grad is not None}
+        return Step(total, float(norm), gradients, of_routers)
 
     def step(self, samples: Sequence[Sample], weights: Sequence[Tensor], keys: Sequence[Tensor] | None = None) -> Step:
         """`gradients`, and an update by them."""
@@ -130,6 +135,36 @@ class Reference:
     def moments(self, key: str) -> dict[str, Tensor]:
         """A state of the optimizer by parameter name."""
         return {name: self.optimizer.state[parameter][key] for name, parameter in self.masters.items()}
+
+
+class RouterLoss:
+    """The load balancing loss of one sequence that a model runs, by plain torch: the mean of its routers'."""
+
+    def __init__(self, model: Any):
+        self._coefficient, self._top_k = model.config.router_aux_loss_coef, model.config.num_experts_per_tok
+        self._losses: list[Tensor] = []
+        for name, module in model.named_modules():
+            if name.endswith(("mlp.gate", "moe.gate")):
+                module.register_forward_hook(lambda _module, _args, out: self._losses.append(self._of(out[0])))
+
+    @classmethod
+    def of(cls, model: Any) -> RouterLoss | None:
+        """None for a model whose routers have none."""
+        asked = getattr(getattr(model, "config", None), "output_router_logits", False)
+        return cls(model) if asked else None
+
+    def _of(self, logits: Tensor) -> Tensor:
+        """E * sum of (share of the tokens that chose an expert) * (mean probability of it); logits (tokens, E)."""
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        probabilities = F.softmax(wide, dim=-1)
+        chosen = F.one_hot(probabilities.topk(self._top_k, dim=-1).indices, logits.shape[-1]).sum(dim=1).to(wide)
+        return logits.shape[-1] * (chosen.mean(dim=0) * probabilities.mean(dim=0)).sum()
+
+    def taken(self) -> Tensor:
+        """That of the sequence that ran last, times the model's coefficient."""
+        losses, self._losses = self._losses, []
+        assert losses, "the model has routers"
+        return self._coefficient * torch.stack(losses).mean()
 
 
 def token_losses(model: nn.Module, sample: Sample, token_loss: TokenLoss | None = None) -> Tensor:

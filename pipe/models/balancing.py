@@ -1,0 +1,244 @@
+"""A model whose config asks for its routers' loss in; which modules route, and a stage whose routers balance, out."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ds_hydra.pipe.models.state import refuse_state
+from ds_hydra.pipe.router_loss import Routed, balanced, totals_of
+from ds_hydra.pipe.rows import MicroBatch, Pack
+from ds_hydra.pipe.stage import StagePlace
+from ds_hydra.zero_hetero.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ds_hydra.pipe.models.causal_lm import CausalLM
+
+_FLAG = "output_router_logits"
+_REMEDY = f"set {_FLAG} to false in the model's config to train without it"
+
+
+@dataclass(frozen=True)
+class Balancing:
+    """How a model's routers are to use their experts alike [Note: the routers' loss]."""
+
+    coefficient: float
+    top_k: int
+    num_experts: int
+    routers: Mapping[str, int]  # path of each module that routes -> place of its logits in what it returns
+    own: Callable[..., Tensor]  # the model's: tuple of logits (tokens, E), E and k to the loss of these tokens
+
+    def loss(self, logits: tuple[Tensor, ...]) -> Tensor:
+        """The loss of one sequence by the model's own function, from the logits (tokens, E) of all its routers."""
+        each = [self.own((of_one,), self.num_experts, self.top_k) for of_one in logits]
+        return self.coefficient * torch.stack(each).mean()
+
+    def loss_of_all_together(self, logits: tuple[Tensor, ...]) -> Tensor:
+        """What the model's own forward adds to its loss of one sequence."""
+        return self.coefficient * self.own(logits, self.num_experts, self.top_k)
+
+
+def asks_for_balance(model: Any) -> bool:
+    """Whether the config asks for a routers' loss. In `model`, which is a copy, it does no more from here on: its
+    forward would collect logits that no stage has all of."""
+    configs = (model.config, model.config.get_text_config())
+    asked = any(bool(getattr(config, _FLAG, False)) for config in configs)
+    for config in configs if asked else ():
+        setattr(config, _FLAG, False)
+    return asked
+
+
+def find_balancing(source: CausalLM) -> Balancing | None:
+    """The routers of a model that is asked to balance them, and its own loss; None where that counts nothing.
+
+    Which modules route is seen by running it: those that made what it returns as `router_logits`. Raises ConfigError
+    for a model without routers, or with a loss of another kind.
+    """
+    model, text, name = source.template, source.text_config, source.name
+    coefficient = getattr(model, "router_aux_loss_coef", getattr(text, "router_aux_loss_coef", None))
+    top_k = getattr(model, "num_experts_per_tok", getattr(text, "num_experts_per_tok", None))
+    own = next(filter(None, (_function_beside(kind) for kind in source.model_class.__mro__)), None)
+    if own is None or not isinstance(coefficient, int | float) or not isinstance(top_k, int):
+        raise ConfigError(f"{name} has {_FLAG}, but no load balancing loss that ds_hydra knows: {_REMEDY}")
+    if not coefficient:
+        return None
+    routers, num_experts = _routers(source)
+    found = Balancing(float(coefficient), top_k, num_experts, routers, own)
+    _check_formula(found, name)
+    return found
+
+
+def _function_beside(kind: type) -> Callable[..., Tensor] | None:
+    """The loss that Hugging Face's module of a model class defines."""
+    return getattr(sys.modules[kind.__module__], "load_balancing_loss_func", None)
+
+
+def _routers(source: CausalLM) -> tuple[dict[str, int], int]:
+    """Which modules route, with the place of their logits in what they return; and their number of experts."""
+    try:
+        try:
+            made, logits = _run(source, torch.device("meta"))
+        except (NotImplementedError, RuntimeError, ValueError):  # where the forward depends on data
+            made, logits = _run(source, torch.device("cpu"))
+    except Exception as error:
+        raise ConfigError(f"{source.name} does not return its routers' logits ({error}): {_REMEDY}") from error
+    places = [made.get(id(of_one)) for of_one in logits]
+    routers = {place[0]: place[1] for place in places if place is not None}
+    experts = {of_one.shape[-1] for of_one in logits}
+    if not routers or len(routers) < len(logits) or len(experts) > 1:
+        raise ConfigError(f"{source.name}: {len(logits)} routers' logits cannot be told apart by module: {_REMEDY}")
+    return routers, experts.pop()
+
+
+def _run(source: CausalLM, device: torch.device) -> tuple[dict[int, tuple[str, int]], tuple[Tensor, ...]]:
+    """One forward of a few tokens: module and place that first returned each tensor, and the routers' logits."""
+    copied, tokens = source.copy_to_run(device, None), 5
+    made: dict[int, tuple[str, int]] = {}
+    kept: list[Tensor] = []  # so that no other tensor gets the identity of one
+
+    def note(path: str, out: Any) -> None:
+        for place, value in enumerate(out if isinstance(out, tuple) else (out,)):
+            if isinstance(value, Tensor):
+                made.setdefault(id(value), (path, place))
+                kept.append(value)
+
+    for path, module in copied.named_modules():
+        module.register_forward_hook(lambda _module, _args, out, path=path: note(path, out))
+    ids = torch.arange(3, 3 + tokens, device=device)[None]
+    positions = torch.arange(tokens, device=device)[None] + source.first_position
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), refuse_state(copied):
+        out = copied(input_ids=ids, position_ids=positions, use_cache=False, hydra=Pack((tokens,)), **{_FLAG: True})
+    return made, tuple(out.router_logits)
+
+
+def _check_formula(found: Balancing, name: str) -> None:
+    """ConfigError unless the model's own function is the loss of [Note: the routers' loss] for one router."""
+    tokens = 7
+    logits = torch.randn((tokens, found.num_experts), generator=torch.Generator().manual_seed(0))
+    totals = totals_of(logits, torch.zeros(tokens, dtype=torch.long), 1, found.top_k)[0]
+    counts, probabilities = totals.chunk(2)
+    expected = found.num_experts * (counts @ probabilities) / tokens**2
+    try:
+        value = found.own((logits,), found.num_experts, found.top_k)
+    except Exception as error:
+        raise ConfigError(f"{name} has a load balancing loss of another kind ({error}): {_REMEDY}") from error
+    if not torch.allclose(value.to(expected), expected, rtol=1e-4):
+        raise ConfigError(
+            f"{name} has a load balancing loss of another kind: {float(value):.6g} for logits whose loss is "
+            f"{float(expected):.6g} as the Switch Transformer has it: {_REMEDY}"
+        )
+
+
+class Routers:
+    """The routers of one stage, on one rank: they add up their losses, and give their logits the gradients of these."""
+
+    def __init__(self, balancing: Balancing, place: StagePlace):
+        self._rules, self._place = balancing, place
+        self._batch: MicroBatch | None = None
+        self._again = False  # whether a layer is computed once more, in the backward
+        self._total: Tensor | None = None
+
+    def install(self, model: nn.Module) -> None:
+        """Let the routers of the model, of which only the stage's own run, balance in training."""
+        for path, index in self._rules.routers.items():
+            model.get_submodule(path).register_forward_hook(
+                lambda module, _args, out, path=path, index=index: self._returned(path, index, module, out)
+            )
+
+    def take(self) -> Tensor | None:
+        """The routers' losses since they were taken last, (): of the tokens of this rank, or of its tensor parallel
+        group; None where nothing ran."""
+        total, self._total = self._total, None
+        return total
+
+    @contextmanager
+    def of(self, batch: MicroBatch) -> Iterator[None]:
+        """Within it the routers run on a micro-batch."""
+        self._batch = batch
+        try:
+            yield
+        finally:
+            self._batch = None
+
+    @contextmanager
+    def recomputing(self, others: AbstractContextManager[Any]) -> Iterator[None]:
+        """Within it, which is within `others` too, layers are computed again: nothing counts once more."""
+        self._again = True
+        try:
+            with others:
+                yield
+        finally:
+            self._again = False
+
+    def _returned(self, path: str, index: int, module: nn.Module, out: Any) -> Any:
+        """What a router returns, changed in nothing but its backward."""
+        routed = self._again or (self._batch is not None and self._batch.balance is not None)
+        if not module.training or not routed:
+            return None
+        outs = list(out) if isinstance(out, tuple) else [out]
+        logits: Tensor = outs[index].flatten(0, -2)
+        # Of what is computed again only the tensors are of use: the first run's counts are in its own backward.
+        known = None if self._again else self._count(path, logits.detach())
+        places = [i for i, value in enumerate(outs) if isinstance(value, Tensor) and value.requires_grad]
+        if logits.requires_grad:
+            for place, value in zip(places, balanced(known, logits, [outs[i] for i in places]), strict=True):
+                outs[place] = value
+        return type(out)(outs) if isinstance(out, tuple) else outs[0]
+
+    def _count(self, path: str, logits: Tensor) -> Routed:
+        """Count where the tokens at hand go, add what that means to the loss, and tell how to differentiate it."""
+        batch = self._batch
+        assert batch is not None, "asked before"
+        assert batch.balance is not None, "asked before"
+        pack, place, (sequence, weights) = batch.pack, self._place, batch.balance
+        own = len(logits) < len(sequence)  # of the tokens that the ranks of a tensor parallel group share
+        if own:
+            sequence = sequence[place.tp_rank * len(logits) :][: len(logits)]
+        if len(sequence) != len(logits):
+            raise ConfigError(f"{path} routes {len(logits)} rows of {len(sequence)} tokens: {_REMEDY}")
+        experts = self._rules.num_experts
+        weights = weights * (self._rules.coefficient * experts / len(self._rules.routers))
+        totals = totals_of(logits, sequence, len(weights), self._rules.top_k)
+        if own:
+            dist.all_reduce(totals, group=place.tp_group)
+        counts, probabilities = (part.contiguous() for part in totals.chunk(2, dim=-1))
+        if pack.sp > 1:  # of the probabilities each rank adds its own to the loss
+            dist.all_reduce(counts, group=pack.sp_group)
+        whole = _Counted(path, pack, counts, probabilities)
+        loss = whole.products().to(torch.float64) @ weights.to(torch.float64)
+        self._total = loss if self._total is None else self._total + loss
+        return Routed(sequence, weights, whole.counts)
+
+
+class _Counted:
+    """What one run of a router has counted, and what others of the same sequence have, where it runs in slices."""
+
+    def __init__(self, path: str, pack: Pack, counts: Tensor, probabilities: Tensor):
+        """Both (sequences, E), of the rows of a pack."""
+        self._counts, self._probabilities, self._chunk = counts, probabilities, pack.chunk
+        self._slices: dict[int, Tensor] = {}
+        if pack.chunk is not None:
+            self._slices = pack.chunk.contexts.beside(("router", path))
+            self._slices[pack.chunk.start] = torch.stack((counts[0], probabilities[0]))
+
+    def counts(self) -> Tensor:
+        """Of whole sequences: (sequences, E). Of one in slices, all of them must have run."""
+        if self._chunk is None:
+            return self._counts
+        return torch.cat((sum(self._slices.values())[:1], self._counts[1:]))  # type: ignore[index]
+
+    def products(self) -> Tensor:
+        """The sum over e of c_e * (sum over t of p_te) of each sequence, (sequences,): 0 but of a whole one, or the
+        last slice of one."""
+        products = (self._counts * self._probabilities).sum(dim=-1)
+        if self._chunk is None:
+            return products
+        counts, probabilities = sum(self._slices.values())  # type: ignore[misc]
+        return torch.cat(((counts @ probabilities)[None] * self._chunk.is_last, products[1:]))
