@@ -87,10 +87,10 @@ class EmulatedEngine(HydraEngine):
         self.optimizer.register_step_pre_hook(lambda *_: self.clock.compute(update_s))
         self._wait_for_all()
 
-    def train_batch(self, data_iter: Any = None) -> Tensor:
+    def train_batch(self, data_iter: Any = None, **arguments: Any) -> Tensor:
         """See `HydraEngine`."""
         self.clock.compute(self._step_costs.fixed_ms / 1e3)
-        loss = super().train_batch(data_iter)
+        loss = super().train_batch(data_iter, **arguments)
         self._wait_for_all()
         return loss
 

@@ -7,6 +7,7 @@ that is due (`saving`); `crew` assembles these parts for one set of ranks.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from ds_hydra.engine.initial import give_buffers
 from ds_hydra.engine.job import Job
 from ds_hydra.engine.models import model_source
 from ds_hydra.engine.saving import Saving
+from ds_hydra.engine.sequence_loss import SequenceLoss
 from ds_hydra.engine.signals import Signals
 from ds_hydra.engine.steps import Handed, Steps
 from ds_hydra.host.launch import launched_node_size
@@ -94,15 +96,21 @@ class HydraEngine(ThreeCallEngine):
         node_size = config.node_size or launched_node_size() or dist.get_world_size()
         return World.of_process(self.device, node_size=node_size, timeout_s=config.timeout_seconds)
 
-    def train_batch(self, data_iter: Any = None) -> Tensor:
+    def train_batch(self, data_iter: Any = None, *, sequence_loss: SequenceLoss | None = None) -> Tensor:
         """Run one step and return its loss, a scalar in FP32. Every rank must call it.
 
         The sequences come from `training_data`, or are what the ranks hand in: `data_iter` is then this rank's share of
         the step, a list of sequences or a collated batch [Note: what can be handed in], or an iterator or loader whose
         next item is one. A rank that has none passes an empty list. What cannot be trained on raises ConfigError on
         all ranks and names the rank and the item; StopIteration is raised when the iterators of all ranks have ended.
+
+        `sequence_loss` maps the summed losses (n,) of the sequences that this rank hands in to the losses (groups,) of
+        pairs or groups of them, whose mean over all ranks is then trained on [Note: losses of whole sequences].
         """
-        handed = None if data_iter is None else lambda: self.steps.handed.next(self.global_steps, data_iter)
+        if sequence_loss is not None and data_iter is None:
+            raise ConfigError("a sequence_loss is of sequences that are handed in: pass them to train_batch() too")
+        step = partial(self.steps.handed.next, self.global_steps, data_iter, sequence_loss)
+        handed = None if data_iter is None else step
         return torch.tensor(self._train(handed), dtype=torch.float32)
 
     def _train(self, handed: Handed | None) -> float:

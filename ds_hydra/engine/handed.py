@@ -19,10 +19,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+import torch
+
 from ds_hydra.data.share import LeftOut, Share, Tally, read_share
 from ds_hydra.data.stream import StreamSampler, is_stream
-from ds_hydra.data.tokens import Limits, TokenSequence
+from ds_hydra.data.tokens import Limits, Sequences, TokenSequence
 from ds_hydra.engine.crew import Crew
+from ds_hydra.engine.sequence_loss import SequenceLoss, Weighed, weigh
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.planner import PlannedStep
 from ds_hydra.step.delivery import Delivered, deliver
@@ -69,6 +72,14 @@ class Mine(NamedTuple):
         return [sequence for share, _ in self.batches for sequence in share.sequences]
 
 
+class ReadyStep(NamedTuple):
+    """A step that is ready to run."""
+
+    planned: PlannedStep
+    sequences: Sequences
+    loss: float | None = None  # the step's, where it is not that of its tokens
+
+
 class Gathered(NamedTuple):
     """What every rank knows of the sequences of a step: those of rank 0 come first, in the order handed in."""
 
@@ -91,20 +102,20 @@ class HandedSteps:
         self._by_batch = crew.job.config.loss_norm == "batch"
         self._tally = Tally()
 
-    def next(self, step: int, handed: Any) -> tuple[PlannedStep, Delivered]:
+    def next(self, step: int, handed: Any, sequence_loss: SequenceLoss | None = None) -> ReadyStep:
         """Plan and deliver `step`, counted from 0, from what this rank's script passed to `train_batch`.
 
-        Raises StopIteration when the iterators of all ranks have ended.
+        With a `sequence_loss` the sequences run forward first [Note: losses of whole sequences]. Raises StopIteration
+        when the iterators of all ranks have ended.
         """
-        try:
-            mine = self._read([(self._intake.take(handed), 1.0)])
-        except StopIteration:
-            mine = Mine(ended=True)
-        except Exception as raised:  # of the script's own iterator: the other ranks wait for this one
-            mine = Mine(error=raised)
-        return self._planned(step, mine)
+        mine = self._taken(handed)
+        if sequence_loss is None:
+            return self._planned(step, mine)
+        gathered = self._gather(self._all_of(mine), f"step {step + 1}")
+        planned = self._crew.plans.given(step, gathered.lengths)
+        return self._weighed_by(sequence_loss, step, planned, mine, gathered)
 
-    def collected(self, step: int, batches: Iterable[tuple[Any, float]]) -> tuple[PlannedStep, Delivered]:
+    def collected(self, step: int, batches: Iterable[tuple[Any, float]]) -> ReadyStep:
         """Plan and deliver `step` from this rank's batches and the factors of their losses."""
         return self._planned(step, self._read(batches))
 
@@ -115,10 +126,61 @@ class HandedSteps:
         plan = self._crew.plans.plan_once(tuple(range(len(gathered.lengths))), gathered.lengths)
         return plan, self._deliver(plan, mine.sequences, gathered)
 
-    def _planned(self, step: int, mine: Mine) -> tuple[PlannedStep, Delivered]:
+    def _taken(self, handed: Any) -> Mine:
+        try:
+            return self._read([(self._intake.take(handed), 1.0)])
+        except StopIteration:
+            return Mine(ended=True)
+        except Exception as raised:  # of the script's own iterator: the other ranks wait for this one
+            return Mine(error=raised)
+
+    def _planned(self, step: int, mine: Mine) -> ReadyStep:
         gathered = self._gather(mine, f"step {step + 1}")
         planned = self._crew.plans.given(step, gathered.lengths)
-        return planned, self._deliver(planned.plan, self._weighed(mine, gathered), gathered)
+        return ReadyStep(planned, self._deliver(planned.plan, self._weighed(mine, gathered), gathered))
+
+    def _all_of(self, mine: Mine) -> Mine:
+        """An error in place of a share that a loss of whole sequences cannot be computed on."""
+        config, left_out = self._crew.job.config, sum((share.left_out for share, _ in mine.batches), LeftOut())
+        if left_out != LeftOut() and mine.error is None:
+            return Mine(error=ConfigError(f"a sequence_loss is of all sequences that are handed in, but {left_out}"))
+        if config.loss_norm in ("sequence", "micro_batch"):
+            return Mine(error=ConfigError(
+                f'a sequence_loss says itself what sequences count, but hydra.loss_norm is "{config.loss_norm}": leave '
+                'it at "token"'
+            ))  # fmt: skip
+        if self._crew.job.source.balances:
+            return Mine(error=ConfigError(
+                "a sequence_loss may count a sequence negatively, and its routers' loss with it: set "
+                "output_router_logits to false in the model's config"
+            ))  # fmt: skip
+        return mine
+
+    def _weighed_by(
+        self, function: SequenceLoss, step: int, planned: PlannedStep, mine: Mine, gathered: Gathered
+    ) -> ReadyStep:
+        """Run a step's sequences forward, and let their tokens count what the function makes of the sums."""
+        crew, plan, channel = self._crew, planned.plan, self._crew.world.channel
+        delivered = self._deliver(plan, mine.sequences, gathered)
+        with crew.together("evaluation"):
+            sums, _ = crew.stepper.sequence_losses(plan, delivered, crew.plans.table, step=step + 1)
+        own = slice(*gathered.begins[channel.rank : channel.rank + 2])
+        factors = torch.tensor([sequence.weight for sequence in mine.sequences], dtype=torch.float64)
+        weighed, error = Weighed(0.0, 0, factors), None
+        try:
+            if len(factors):
+                weighed = weigh(function, torch.from_numpy(sums[own]) * factors)
+        except Exception as raised:  # of the script's own function: the other ranks wait for this one
+            error = raised if isinstance(raised, ConfigError) else _named(raised)
+        channel.settle(error, f"the sequence_loss of step {step + 1}", kind=ConfigError)
+        row = torch.zeros(2 + len(plan.lengths), dtype=torch.float64)
+        row[0], row[1] = weighed.total, weighed.num_groups
+        row[2:][own] = factors * weighed.gradients
+        total, num_groups, *counts = channel.rows(row).sum(dim=0).tolist()
+        # The step divides by all targets; this loss by all groups.
+        scale = gathered.num_targets / num_groups
+        weights = {number: count * scale for number, count in zip(plan.sequence_ids, counts, strict=True)}
+        return ReadyStep(planned, delivered.weighed(weights), total / num_groups)
 
     def _read(self, batches: Iterable[tuple[Any, float]]) -> Mine:
         read: list[tuple[Share, float]] = []

@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from ds_hydra.data.stream import StreamSampler
-from ds_hydra.data.tokens import Sequences
 from ds_hydra.engine.crew import Crew
 from ds_hydra.engine.evaluation import Evaluation, evaluate
-from ds_hydra.engine.handed import HandedSteps, deliver_streamed
+from ds_hydra.engine.handed import HandedSteps, ReadyStep, deliver_streamed
 from ds_hydra.engine.record import Measured, step_record
 from ds_hydra.host.host_engine import HostEngine
 from ds_hydra.planner import PlannedStep
 from ds_hydra.step.stepper import Outcome
 from ds_hydra.zero_hetero.errors import ConfigError
 
-Handed = Callable[[], tuple[PlannedStep, Sequences]]
+Handed = Callable[[], ReadyStep]
 
 
 class Steps:
@@ -38,16 +38,17 @@ class Steps:
         host, crew = self._host, self._crew
         self._refuse(handed)
         began = time.perf_counter()
-        found = None
+        ready = None
         # Errors of what is handed in are raised on all ranks alike, and nothing has changed: a script may go on.
         if handed is not None:
             with crew.activity("reading sequences"):
-                found = handed()
+                ready = handed()
         with crew.together("planning"):
-            planned, data = found or self._drawn()
+            planned, data, other_loss = ready or self._drawn()
             step = host.global_steps + 1
             with crew.tracing.step(step):
                 outcome = crew.stepper.run(planned.plan, step, data, crew.plans.table)
+            outcome = replace(outcome, other_loss=other_loss)
             self._record(planned, outcome, time.perf_counter() - began)
             # Counting raises an error when too many steps in a row were skipped. It comes after the record, so that the
             # step which ended the job stands in the log and in `steps_file`.
@@ -86,14 +87,14 @@ class Steps:
         if handed is None and host.sampler is None:
             raise ConfigError("train_batch() needs sequences: pass them, or training_data to initialize()")
 
-    def _drawn(self) -> tuple[PlannedStep, Sequences]:
+    def _drawn(self) -> ReadyStep:
         """The next step of the training data."""
         host = self._host
         planned = self._crew.plans.next(host.global_steps)
         if isinstance(host.sampler, StreamSampler):
-            return planned, deliver_streamed(self._crew, planned.plan, host.sampler)
+            return ReadyStep(planned, deliver_streamed(self._crew, planned.plan, host.sampler))
         assert host.data is not None, "data that are not streamed are map-style"
-        return planned, host.data
+        return ReadyStep(planned, host.data)
 
     def _record(self, planned: PlannedStep, outcome: Outcome, seconds: float) -> None:
         """Record a step that took `seconds` since it was asked for."""

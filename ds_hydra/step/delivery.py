@@ -31,6 +31,10 @@ class Delivered:
         """The sequence of that id."""
         return self.sequences[sequence_id]
 
+    def weighed(self, weights: Mapping[int, float]) -> Delivered:
+        """The same sequences with other weights, by their ids."""
+        return Delivered({number: one._replace(weight=weights[number]) for number, one in self.sequences.items()})
+
 
 def runners(plan: StepPlan, strategies: Sequence[Strategy]) -> list[set[int]]:
     """For each sequence of the plan, the ranks of the pipelines that run it; `strategies` are those of its phases."""

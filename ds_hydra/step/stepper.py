@@ -63,6 +63,7 @@ class Outcome:
     grad_norm: float  # not finite: the step was skipped
     pull_bytes: int  # received by this rank, in all phases
     push_bytes: int  # sent by this rank, in all phases
+    other_loss: float | None = None  # the step's, where its tokens' losses add up to another number
 
     @property
     def stats(self) -> Iterator[RankStats]:
@@ -72,7 +73,7 @@ class Outcome:
     @property
     def loss(self) -> float:
         """Mean loss of the step."""
-        return sum(rank.loss for rank in self.stats)
+        return sum(rank.loss for rank in self.stats) if self.other_loss is None else self.other_loss
 
     @property
     def router_loss(self) -> float:
@@ -179,14 +180,19 @@ class Stepper:
             share += float(loss) if runtime.place.tp_rank == 0 else 0.0  # a tensor parallel group counts it once
         return sum(self._world.channel.rows(torch.tensor([share], dtype=torch.float64)).flatten().tolist())
 
-    def sequence_losses(self, plan: StepPlan, data: Sequences, costs: CostTable) -> tuple[Floats, Floats]:
-        """The sum of each sequence's token losses, and how many it has, both (sequences,) in the order of the plan."""
+    def sequence_losses(
+        self, plan: StepPlan, data: Sequences, costs: CostTable, *, step: int | None = None
+    ) -> tuple[Floats, Floats]:
+        """The sum of each sequence's token losses, and how many it has, both (sequences,) in the order of the plan.
+
+        With a `step` they are those of its training, dropout included.
+        """
         runtimes = [self._runtime(phase) for phase in plan.phases]
-        batches, _ = self._batches(plan, runtimes, data, costs)
+        batches, _ = self._batches(plan, runtimes, data, costs, step or 0)
         found = np.zeros((2, len(plan.lengths)))
         for runtime, mine, of_schedule in zip(runtimes, batches, _known(plan, runtimes, costs), strict=True):
             keeping = mine.keeping_losses()
-            runtime.evaluate(keeping.batches, of_schedule)
+            runtime.evaluate(keeping.batches, of_schedule, training=step is not None)
             if runtime.place.tp_rank == 0:  # a tensor parallel group counts them once
                 keeping.add_losses(found)
         sums, counts = self._world.channel.rows(torch.from_numpy(found)).sum(dim=0).numpy()

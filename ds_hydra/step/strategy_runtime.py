@@ -200,10 +200,11 @@ class StrategyRuntime:
             self.pushes.finish(accumulate=accumulate)
         return loss, self._watch.take()
 
-    def evaluate(self, batches: Sequence[MicroBatch], known: Batches) -> Tensor:
-        """Pull and run every micro-batch forward. Returns this rank's share of the loss."""
+    def evaluate(self, batches: Sequence[MicroBatch], known: Batches, *, training: bool = False) -> Tensor:
+        """Pull and run every micro-batch forward, in the mode of `training` or of an evaluation. Returns this rank's
+        share of the loss."""
         for part in self.parts:
-            part.module.eval()
+            part.module.train(training)
         self._start_pulls()
         slots = evaluation_slots(known, self.num_stages, self.stage_index)
         loss = self.stage_runtime.run(slots, batches)

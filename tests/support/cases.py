@@ -199,7 +199,6 @@ def _balanced() -> Iterator[Case]:
     yield replace(base, name="balanced, frozen lower layers", frozen=("embed_tokens", "layers.0.", "layers.1.", "gate"))
     yield replace(base, name="balanced on 8 ranks", strategies=CHANGING_8)
     yield replace(base, name="balanced fp32", dtype=FLOAT32)
-    yield replace(base, name="balanced bf16", dtype=BFLOAT16)
 
 
 _WITH_FUNCTIONS = ("llama", "llama_tied", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "olmo2", "mixtral",
