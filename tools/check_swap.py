@@ -3,7 +3,8 @@
 python -m tools.check_swap [--quick] [--json FILE] [--only PART ...]
 
 scripts  those of examples/swap with the lines of their diffs changed: losses of 10 updates, evaluations among them
-stream   streams stopped in the middle and resumed, against the undisturbed run, to the bit
+stream   streams, those of datasets and torchdata among them, stopped in the middle and resumed, against the undisturbed
+         run, to the bit
 handed   train_batch(sequences) dealt out to ranks in several ways against map-style data, to the bit
 losses   losses of the user's own, those of routers, and weights of sequences under changing strategies, FP64
 lora     PEFT's adapters under changing strategies
@@ -40,12 +41,14 @@ from tests.support.equivalence import compare
 from tests.support.families import BALANCED
 from tests.support.ranks import run_ranks
 from tests.support.small_job import same, sequences, small_engine, whole_state
-from tests.support.streams import STREAMS, Stateful
+from tests.support.streams import REAL_STREAMS, STREAMS, Stateful, of_datasets
 from tools.swap.scripts import accelerated, lora, sft, three_calls, trainer
 
 LOSS_AIM = 1e-6  # of FP32 losses, relative
 PLAN_AIM_MS = 10.0
 STRATEGIES_64 = ("4*tp16", "8*tp8", "2*tp16 + 8*tp4", "tp16 + 4*tp8 + 4*tp4", "16*tp4")
+
+AHEAD = (Stateful, of_datasets)  # kinds of streams that are read some steps ahead
 
 Rows = list[dict[str, Any]]
 
@@ -66,15 +69,13 @@ def check_scripts(quick: bool, missed: list[str]) -> Rows:
 
 
 def stream_engine(rank: int, kind: Any) -> Any:
-    return small_engine(
-        rank, data=kind(sequences()), context_length=128, planner={"ahead": 2 if kind is Stateful else 0}
-    )
+    return small_engine(rank, data=kind(sequences()), context_length=128, planner={"ahead": 2 if kind in AHEAD else 0})
 
 
 def check_stream(quick: bool, missed: list[str]) -> Rows:
     """Each kind of stream, stopped after 3 of 6 steps."""
     rows: Rows = []
-    for kind in STREAMS[1:2] if quick else STREAMS:
+    for kind in REAL_STREAMS[:1] if quick else (*STREAMS, *REAL_STREAMS):
         for num_ranks in (2,) if quick else (2, 4):
             with tempfile.TemporaryDirectory() as folder:
 

@@ -132,7 +132,7 @@ def plot(path: Path, sample: LengthSample, table: CostTable, preview: Preview, c
     try:
         import matplotlib
     except ImportError:
-        raise ConfigError("--plot needs matplotlib: pip install 'ds-hydra[plots]'") from None
+        raise ConfigError("--plot needs matplotlib: pip install matplotlib") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

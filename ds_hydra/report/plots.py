@@ -290,7 +290,7 @@ def pyplot() -> Any:
     try:
         import matplotlib
     except ImportError as error:
-        raise ConfigError('figures need matplotlib: pip install "ds-hydra[plots]"') from error
+        raise ConfigError("figures need matplotlib: pip install matplotlib") from error
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -13,7 +13,7 @@ from ds_hydra.data.sampler import TokenBudgetSampler
 from ds_hydra.data.stream import StreamSampler, StreamSteps, is_stream
 from ds_hydra.data.tokens import Limits
 from ds_hydra.zero_hetero.errors import ConfigError
-from tests.support.streams import STREAMS, Plain, Stateful, WithEpoch
+from tests.support.streams import REAL_STREAMS, STREAMS, Plain, Stateful, WithEpoch
 
 LIMITS = Limits(context_length=20, too_long="skip")
 ITEMS = [[number] * length for number, length in enumerate((4, 5, 7, 3, 1, 8, 30, 2, 6, 4, 9))]
@@ -42,7 +42,7 @@ def test_what_is_left_out_is_told_and_costs_no_step(caplog: pytest.LogCaptureFix
     sampler.close()
 
 
-@pytest.mark.parametrize("kind", STREAMS)
+@pytest.mark.parametrize("kind", [*STREAMS, *REAL_STREAMS])
 @pytest.mark.parametrize("ahead", [0, 2])
 def test_a_place_is_where_the_step_begins_however_far_was_read(kind: Any, ahead: int) -> None:
     whole = sampler_of(kind(ITEMS), ahead=ahead)

@@ -69,4 +69,30 @@ class WithEpoch:
         self._from = state
 
 
+def of_datasets(items: Sequence[Any]) -> Any:
+    """A stream of `datasets` in two shards, another order of them in each epoch."""
+    import datasets
+
+    rows = datasets.Dataset.from_dict({"input_ids": [torch.as_tensor(item).tolist() for item in items]})
+    return rows.to_iterable_dataset(num_shards=2).shuffle(seed=1, buffer_size=1)
+
+
+def of_torchdata(items: Sequence[Any]) -> Any:
+    """torchdata's loader of padded batches of three, in another order each pass, read by a worker process."""
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    generator = torch.Generator().manual_seed(2)
+    return StatefulDataLoader(
+        list(items), batch_size=3, shuffle=True, generator=generator, num_workers=1, collate_fn=padded
+    )
+
+
+def padded(items: Sequence[Any]) -> dict[str, torch.Tensor]:
+    """A batch as collators make it."""
+    ids = torch.nn.utils.rnn.pad_sequence([torch.as_tensor(item) for item in items], batch_first=True)
+    lengths = torch.tensor([len(item) for item in items])
+    return {"input_ids": ids, "attention_mask": (torch.arange(ids.shape[1]) < lengths[:, None]).long()}
+
+
 STREAMS = (Plain, Stateful, WithEpoch)
+REAL_STREAMS = (of_datasets, of_torchdata)
