@@ -16,6 +16,7 @@ with --fast, what makes large models and many devices possible:
   overlap     what is exposed of pulls and pushes between nodes, by the simulation of steps
   groups      communicators, the meetings that make them, connections and sockets of a rank
   heartbeats  what rank 0's watchdog takes of a core
+  between     what passes between two steps, and small messages of a step
 
 Exits non-zero if an aim is missed.
 """
@@ -27,6 +28,7 @@ import time
 from collections.abc import Callable
 
 from ds_hydra.commands.figures import figures_parser, finish, print_table
+from tools.devices.between import between_steps
 from tools.devices.count import by_count
 from tools.devices.groups import groups
 from tools.devices.heartbeats import heartbeats
@@ -55,6 +57,7 @@ FAST: dict[str, Callable[[bool], Table]] = {
     "overlap": overlap,
     "groups": groups,
     "heartbeats": heartbeats,
+    "between": between_steps,
 }
 
 
