@@ -48,6 +48,30 @@ def test_every_folder_of_modules_is_a_package_once(arguments: dict[str, Any]) ->
         assert (ROOT / package.replace(".", "/")).resolve() == ROOT / folder
 
 
+def test_an_archive_without_links_gets_them_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copied = {*TOPS, "ds_hydra/commands", "examples/cost_tables"}
+    for folder in copied:
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        (tmp_path / folder / "__init__.py").touch()
+    monkeypatch.setattr(setuptools, "setup", lambda **_: None)
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        runpy.run_path(str(ROOT / "setup.py"), run_name="__main__")
+        made = {str(path.relative_to(tmp_path)): path.resolve() for path in tmp_path.rglob("*") if path.is_symlink()}
+        assert made == {
+            "ds_hydra/pipe": tmp_path / "pipe",
+            "ds_hydra/zero_hetero": tmp_path / "zero_hetero",
+            "ds_hydra/commands/tables": tmp_path / "examples" / "cost_tables",
+        }
+        assert all((ROOT / link).is_symlink() for link in made), "those of a checkout"
+
+
+def test_an_archive_holds_what_tests_read() -> None:
+    read = {path.suffix for path in (ROOT / "tests").rglob("*.*") if path.suffix not in (".py", ".pyc")}
+    (patterns,) = re.findall(r"^recursive-include tests (.*)$", (ROOT / "MANIFEST.in").read_text(), re.MULTILINE)
+    assert read <= {pattern.removeprefix("*") for pattern in patterns.split()}
+
+
 def test_shipped_tables_are_package_data(arguments: dict[str, Any]) -> None:
     patterns = arguments["package_data"]["ds_hydra.commands"]
     packed = {path.name for pattern in patterns for path in FOLDER.parent.glob(pattern)}
