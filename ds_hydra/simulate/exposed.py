@@ -20,7 +20,7 @@ from ds_hydra.simulate.links import LinkModel, Speed
 from ds_hydra.simulate.step import Simulator
 
 _NO_TIME = Speed(0.0, 1e18)
-_EACH_STAGE = 3  # micro-batches of a made-up pipeline, at least
+_EACH_STAGE = 3  # micro-batches of a made-up pipeline of several stages, at least
 
 
 def exposed_ms(job: SimulatedJob, strategy: StrategyShape, tokens_per_step: int) -> float:
@@ -45,7 +45,8 @@ def _made_up(strategy: StrategyShape, table: CostTable, tokens: float) -> StepPl
     pipelines = []
     for shape, rate in zip(strategy.pipelines, rates, strict=True):
         own = max(1, round(tokens * rate / sum(rates)))
-        count = max(_EACH_STAGE * shape.pp, math.ceil(own / table[shape].max_length))
+        # One stage runs as few micro-batches as hold the tokens: more would leave less computing to hide pulls behind.
+        count = max(_EACH_STAGE * shape.pp if shape.pp > 1 else 1, math.ceil(own / table[shape].max_length))
         positions = range(len(lengths), len(lengths) + count)
         lengths += [max(1, own // count)] * count
         pipelines.append((shape, [MicroBatchPlan.of_whole([position], lengths) for position in positions]))

@@ -14,6 +14,7 @@ from ds_hydra.planner import Planner, PlannerOptions
 from ds_hydra.planner.proposal.propose import ProposalEffort, propose_strategies
 from ds_hydra.simulate.exposed import exposed_ms
 from ds_hydra.simulate.links import LinkModel, Speed
+from ds_hydra.simulate.step import Simulator
 from tests.pure.test_elastic import ELASTIC, TABLE, WHOLE
 from tests.pure.test_simulator import job
 
@@ -27,8 +28,8 @@ def at(rate: float) -> LinkModel:
 def test_transfers_add_what_computing_does_not_hide() -> None:
     """Two layers of 400 bytes each on two ranks, of which each owns a half. The links carry 1 byte in a ms.
 
-    A rank pulls 200 bytes of either layer, 400 ms, and computes three micro-batches of 100 ms: half of each for either
-    layer, a third of it forward. The last backward is done with layer 1 first. All else is waited for.
+    A rank pulls 200 bytes of either layer, 400 ms, and computes one micro-batch of 300 ms: half of it for either layer,
+    a third of it forward. The backward is done with layer 1 first. All else is waited for.
     """
     cluster = replace(job(at(1e3), 2, numel=400), element_bytes=1)
     slow = exposed_ms(cluster, StrategyShape.parse("2*tp1"), 200)
@@ -41,6 +42,14 @@ def test_transfers_add_what_computing_does_not_hide() -> None:
     assert exposed_ms(cluster, StrategyShape.parse("2*tp1"), 1200) < slow
     # One rank alone owns all that it needs, and so it is with its share of a larger job.
     assert exposed_ms(cluster, StrategyShape.parse("tp1"), 200) < 1e-6
+
+
+@pytest.mark.parametrize("lengths", [[300, 300], [100] * 6, [600] * 4])
+def test_one_stage_hides_transfers_behind_as_few_micro_batches_as_a_plan_has(lengths: list[int]) -> None:
+    cluster, strategy = replace(job(at(1e3), 2, numel=400), element_bytes=1), StrategyShape.parse("2*tp1")
+    plan = Planner(cluster.table, [strategy], PlannerOptions(kernels="compiled")).plan(0, range(len(lengths)), lengths)
+    with_links = 1e3 * Simulator(cluster).step(plan).norm_s
+    assert exposed_ms(cluster, strategy, sum(lengths)) == pytest.approx(with_links - plan.predicted_ms, rel=0.02)
 
 
 @settings(max_examples=30)

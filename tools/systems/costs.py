@@ -14,7 +14,9 @@ left out is left out in the rival's favour:
                     waits for what its attention does not hide. Where the degree changes with the length, sequences that
                     one unit can hold, and is done with before the step ends, pay nothing for it
   Ulysses           degree s: a/s and b/s, and the all-to-alls of four tensors forward and four backward, at the
-                    measured bandwidth of as many GPUs as TP * s
+                    measured bandwidth of as many GPUs as TP * s. Ours exchanges the heads of a rank in up to four
+                    groups, and attention of one group goes on during messages of the others: of four, a quarter of all
+                    messages is exposed, and of the rest what the sequence's attention does not hide
   ZeRO-3            c is FlexSP's, 0.63 s (GPT 7B) and 2.79 s (30B) for each micro-batch, parameters' gathers included;
                     with `hidden_gathers` it is that of <TP, PP>, as if they took no time at all
   checkpointing     all layers are computed again: the forward's share of T(l) more; of the activations a token keeps
@@ -39,7 +41,7 @@ from ds_hydra.costs.table_file import read_table_file
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.simulate.job import SimulatedJob
 from ds_hydra.simulate.links import BETWEEN, INSIDE, LinkModel
-from ds_hydra.simulate.llama import shipped_cluster
+from ds_hydra.simulate.llama import SHIPPED, shipped_cluster
 from tools.systems.cells import Cell
 
 NODE = 8  # GPUs
@@ -50,6 +52,7 @@ ZERO_3_MS = {"7b": 629.3563, "32b": 2789.3644}  # of a micro-batch; the same sou
 _RING = 6  # keys and values forward, again backward, and their gradients
 _TENSORS = 8  # queries, keys, values and outputs, forward and backward
 _BYTES = 2  # BF16
+_GROUPS = 4  # of heads, at most, whose messages overlap with attention
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,7 @@ class Way:
 
     degrees: tuple[int, ...] = (1,)
     ulysses: bool = False  # else a ring
+    overlapped: bool = False  # its messages, by attention
     by_length: bool = False  # only sequences that need it are shared: those that no unit holds, or none within
     alone_ms: float = math.inf  # so much time
     zero_3: bool = False
@@ -67,19 +71,25 @@ class Way:
 
 
 @dataclass(frozen=True, slots=True)
-class RingCost(SchemeCost):
-    """Costs of context parallelism: sequences above `alone` tokens also wait for a ring of `ring` ms a token, as far as
-    their attention does not hide it."""
+class WaitingCost(SchemeCost):
+    """Costs of sequences that ranks share: those above `alone` tokens wait for messages of `message` ms a token. The
+    share `hideable` of them goes on during the sequence's attention."""
 
-    ring: float = 0.0
+    message: float = 0.0
+    hideable: float = 1.0
     alone: int = 0
 
     def sequence_ms(self, lengths: NDArray[np.int64] | Sequence[int]) -> NDArray[np.float64]:
         """What each sequence adds to its micro-batch, in ms."""
         tokens = np.asarray(lengths, dtype=np.float64)
-        attention = self.a * tokens * tokens
-        shared = np.where(tokens > self.alone, np.maximum(attention, self.ring * tokens), attention)
-        return shared + self.b * tokens
+        attention, messages = self.a * tokens * tokens, np.where(tokens > self.alone, self.message * tokens, 0.0)
+        exposed = (1.0 - self.hideable) * messages
+        return self.b * tokens + np.maximum(attention, self.hideable * messages) + exposed
+
+    @property
+    def without_waits(self) -> SchemeCost:
+        """The same as if messages took no time."""
+        return SchemeCost(self.scheme, self.a, self.b, self.c, self.max_length, self.util_length, self.shares)
 
 
 @lru_cache(maxsize=8)
@@ -134,18 +144,22 @@ def _shared(cell: Cell, base: SchemeCost, way: Way) -> Iterator[SchemeCost]:
     of_unit = replace(base, a=more[0] * base.a, b=more[1] * base.b)
     if math.isfinite(way.alone_ms):
         alone = min(alone, int(of_unit.tokens_in(way.alone_ms / base.scheme.pp)))
+    heads = SHIPPED[f"a800-{cell.model}"].shape.heads // _tp(base)
     for degree in way.degrees:
         scheme = ParallelScheme(_tp(base), base.scheme.pp, degree)
-        messages = _all_to_all_ms(cell.model, base, degree) if way.ulysses else 0.0
-        a, b, c = more[0] * base.a / degree, more[1] * base.b / degree + messages, more[2] * base.c
+        a, b, c = more[0] * base.a / degree, more[1] * base.b / degree, more[2] * base.c
         if way.zero_3 and not way.hidden_gathers:
             c = ZERO_3_MS[cell.model] / base.scheme.pp
         known = base.max_length, base.util_length, base.shares
-        if way.ulysses or degree == 1:
-            yield SchemeCost(scheme, a, b, c, *known)
-        else:
+        if not way.ulysses and degree > 1:
             ring = _ring_ms(cell.model, base, degree)
-            yield RingCost(scheme, a, b, c, *known, ring, max(0, alone) if way.by_length else 0)
+            yield WaitingCost(scheme, a, b, c, *known, ring, alone=max(0, alone) if way.by_length else 0)
+            continue
+        messages, groups = _all_to_all_ms(cell.model, base, degree), min(_GROUPS, heads // degree)
+        if way.overlapped and groups > 1 and degree > 1:
+            yield WaitingCost(scheme, a, b, c, *known, messages, 1.0 - 1.0 / groups)
+        elif groups:
+            yield SchemeCost(scheme, a, b + messages, c, *known)
 
 
 def _kept(cost: SchemeCost, way: Way) -> float:

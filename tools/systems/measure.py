@@ -21,7 +21,7 @@ from ds_hydra.simulate.outcome import SimulatedStep
 from ds_hydra.simulate.step import Simulator
 from ds_hydra.zero_hetero.errors import PlanError
 from tools.systems.cells import Cell
-from tools.systems.costs import RingCost, cluster_of
+from tools.systems.costs import WaitingCost, cluster_of
 from tools.systems.groups import dynamic_context_parallel, flexsp, hybrid_data_parallel
 from tools.systems.hindsight import Chosen, Configuration, Lengths, hindsight
 from tools.systems.ours import all_schemes, ds_hydra
@@ -82,11 +82,11 @@ class Simulators:
         return self._known[id(table)][1].step(plan)
 
     def ms(self, plan: StepPlan, table: CostTable) -> float:
-        """The same, its time only; waits for rings, which the simulator does not know, come on top."""
+        """The same, its time only; waits for shared sequences, which the simulator does not know, come on top."""
         ms = 1e3 * self.step(plan, table).step_s
-        if not any(isinstance(cost, RingCost) for cost in table.costs):
+        if not any(isinstance(cost, WaitingCost) for cost in table.costs):
             return ms
-        known = simulate_plan(plan, CostTable(tuple(map(_without_ring, table.costs))))
+        known = simulate_plan(plan, CostTable(tuple(map(_without_waits, table.costs))))
         return ms + plan.predicted_ms - plan.total_ms(known)
 
 
@@ -114,8 +114,8 @@ def measure(cell: Cell, steps: int, only: Sequence[str] = NAMES) -> dict[str, Me
     return found
 
 
-def _without_ring(cost: SchemeCost) -> SchemeCost:
-    return SchemeCost(cost.scheme, cost.a, cost.b, cost.c, cost.max_length, cost.util_length, cost.shares)
+def _without_waits(cost: SchemeCost) -> SchemeCost:
+    return cost.without_waits if isinstance(cost, WaitingCost) else cost
 
 
 def pipeline_gap(plan: StepPlan, table: CostTable) -> float:

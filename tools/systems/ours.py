@@ -38,7 +38,7 @@ def settings(cell: Cell) -> Iterator[Configuration]:
 
 def all_schemes(cell: Cell) -> CostTable:
     """The measured schemes, and Ulysses on those of one stage."""
-    plain, more = measured(cell.model, cell.gpus), table_of(cell, Way(_ULYSSES, ulysses=True))
+    plain, more = measured(cell.model, cell.gpus), table_of(cell, Way(_ULYSSES, ulysses=True, overlapped=True))
     return CostTable((*plain.costs, *(cost for cost in more.costs if cost.scheme.pp == 1 and cost not in plain.costs)))
 
 
