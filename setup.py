@@ -1,8 +1,8 @@
 """Package map: the top-level folders pipe/ and zero_hetero/ become sub-packages of `ds_hydra`.
 
 In a checkout ds_hydra/pipe and ds_hydra/zero_hetero are links to these folders. The map names the folders themselves
-instead, each with all of its sub-folders, so that wheels and source archives hold every module once. An archive holds no
-links: they are made anew here, so that an unpacked one is built, and tested, as a checkout is.
+instead, each with all of its sub-folders, so that wheels and source archives hold every module once. An archive holds
+no links: they are made anew here, so that an unpacked one is built, and tested, as a checkout is.
 """
 
 import os
