@@ -109,3 +109,19 @@ def model_shape(plan: ModelPlan, hidden: int, vocab: int | None) -> ModelShape:
         vocab=vocab or 1,
         params=sum(param.numel for param in params),
     )
+
+
+def flops_of(plan: ModelPlan, hidden: int, lengths: Iterable[int]) -> float | None:
+    """Floating point operations that a model needs to train on sequences of these lengths; None where it is not known.
+
+    6 for each token and weight of a matrix, and 6 * hidden * length^2 in each layer for causal attention, as model
+    FLOPs are usually counted: what is computed again is not in it. Nothing is said of models with experts, of which a
+    token uses some, nor of those with frozen parameters.
+    """
+    params = [param for bucket in plan.buckets for param in bucket.params]
+    if any(len(p.shape) > 2 or ".experts." in p.name or not p.trainable for p in params) or not plan.num_heads:
+        return None
+    # A row of the embeddings is looked up, which computes nothing; as weights of the head they are a matrix again.
+    multiplied = plan.last.union(*plan.layers)
+    weights = sum(param.numel for param in params if len(param.shape) == 2 and param.name in multiplied)
+    return sum(6.0 * length * (weights + hidden * plan.num_layers * length) for length in lengths)

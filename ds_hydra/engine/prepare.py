@@ -46,6 +46,7 @@ class Prepared:
     strategies: Mapping[StrategyShape, Strategy]  # candidates placed on the ranks, in the order of the config
     num_elements: int  # parameters that each rank owns
     no_slices: str  # why plans must hold whole sequences only; empty: slices of them too are run
+    hidden: int  # features of a token between layers
 
     @property
     def table(self) -> CostTable:
@@ -82,7 +83,7 @@ def prepare(job: Job, world: World) -> Prepared:
     where = "sequences may have" if job.data is None else f"sequence {int(job.data.lengths.argmax())} has"
     whole = no_slices if config.choose == "replay" else planned_whole  # recorded plans may hold slices all the same
     check_memory(found.table, memory, tuple(memory.strategies), longest, where, no_slices=whole)
-    return Prepared(found, memory.strategies, shape.params // world.num_ranks, no_slices)
+    return Prepared(found, memory.strategies, shape.params // world.num_ranks, no_slices, shape.hidden)
 
 
 def _tell_token_sharding(plan: ModelPlan, candidates: Sequence[StrategyShape]) -> None:

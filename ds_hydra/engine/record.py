@@ -50,13 +50,14 @@ def step_record(
     previous: StepRecord | None,
     learning_rate: float,
     skipped_steps: int,
+    flops: float | None = None,
     watched: Mapping[str, Any],
 ) -> StepRecord:
     """The record of a step.
 
-    `skipped_steps` counts the steps that were skipped before this one; `watched` holds the fields of the `StepWatch`.
+    `flops` are the model's for all sequences, on all ranks; `skipped_steps` counts the steps that were skipped before this one; `watched` holds the fields of the `StepWatch`.
     """
-    plan = planned.plan
+    plan, num_ranks = planned.plan, len(outcome.phases[0].stats)
     return StepRecord(
         step=step,
         loss=outcome.loss,
@@ -90,6 +91,7 @@ def step_record(
         pull_bytes=outcome.pull_bytes,
         push_bytes=outcome.push_bytes,
         peak_memory_bytes=int(max(rank.peak_memory_bytes for rank in outcome.stats)),
+        tflops=0.0 if flops is None else flops / num_ranks / (1e9 * measured.step_ms),
         skipped=outcome.skipped,
         skipped_steps=skipped_steps + outcome.skipped,
         plan=plan.to_json(),

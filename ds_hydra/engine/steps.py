@@ -6,10 +6,11 @@ Start reading at `Steps.train`, whose lines stand in the order in which a step h
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ds_hydra.costs.analytic import flops_of
 from ds_hydra.data.stream import StreamSampler
 from ds_hydra.engine.crew import Crew
 from ds_hydra.engine.evaluation import Evaluation, evaluate
@@ -115,8 +116,15 @@ class Steps:
             previous=host.last_step,
             learning_rate=host.get_lr()[0],
             skipped_steps=host.skipped_steps,
+            flops=self._flops(planned.plan.lengths),
             watched=watched,
         )
         host.finish_step(record)
         crew.tracing.write(step, planned.plan, crew.plans.table)
         crew.correct_costs(step)
+
+    def _flops(self, lengths: Sequence[int]) -> float | None:
+        """Of the model, for these sequences; None on CPUs, whose speed nobody asks for, or where it is not known."""
+        crew = self._crew
+        on_gpu = crew.world.device.type == "cuda"
+        return flops_of(crew.job.source.plan, crew.prepared.hidden, lengths) if on_gpu else None

@@ -50,6 +50,7 @@ class StepRecord:
     pull_bytes: int = 0
     push_bytes: int = 0
     peak_memory_bytes: int = 0  # largest of the ranks, in this step; 0 when not known
+    tflops: float = 0.0  # 10^12 of the model's operations in a second, on each rank; 0 where not known or not on a GPU
     skipped: bool = False  # the gradient was not finite, so parameters stayed as they were
     skipped_steps: int = 0  # so far
     plan: str = ""  # StepPlan.to_json(), for `plans_file`
@@ -159,6 +160,7 @@ def _parts(record: StepRecord) -> dict[str, str]:
         "time": f"{record.step_ms:,.0f} ms (pred {record.best_predicted_ms / ms - 1.0:+.0%})",
         "wait": f"wait {record.slowest_wait_ms / ms:.0%}",
         "speed": f"{_thousands(record.tokens_per_second)} tok/s",
+        "flops": f"{record.tflops:.0f} TFLOP/s" if record.tflops else "",
         "padding": f"pad {record.padding_share:.0%}" if record.padding_share >= _MUCH_PADDING else "",
         "memory": f"{memory:.1f} GiB" if memory else "",
         "plan": "" if record.planning_hidden else f"plan late {record.planning_ms:,.0f} ms",
@@ -167,7 +169,7 @@ def _parts(record: StepRecord) -> dict[str, str]:
     return {name: text for name, text in parts.items() if text}
 
 
-_GIVE_WAY = ("rate", "norm", "padding", "memory", "again", "plan")  # first what is missed least
+_GIVE_WAY = ("rate", "norm", "padding", "memory", "flops", "again", "plan")  # first what is missed least
 _MUCH_PADDING = 0.01  # share of the computed tokens
 _LEAST_STRATEGY = 12  # characters of a strategy that are shown whatever else the line has to say
 
@@ -204,6 +206,7 @@ def monitor_events(record: StepRecord, num_sequences_so_far: int) -> list[Event]
         "Train/Hydra/push_ms": record.push_ms,
         "Train/Hydra/slowest_wait_ms": record.slowest_wait_ms,
         "Train/Hydra/peak_memory_bytes": record.peak_memory_bytes or None,
+        "Train/Hydra/tflops": record.tflops or None,
         "Train/Hydra/optimizer_ms": record.optimizer_ms,
         "Train/Hydra/strategy_changed": record.changed,
         "Train/Hydra/num_pipelines": len(record.pipeline_ms),

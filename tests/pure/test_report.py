@@ -50,6 +50,7 @@ def test_line() -> None:
         "11.2k tok/s | 1.5 GiB | 1:05:09 left"
     )
     assert "| norm - |" in format_line(replace(RECORD, grad_norm=None))
+    assert "| 11.2k tok/s | 312 TFLOP/s |" in format_line(replace(RECORD, tflops=312.4))
     unusual = replace(RECORD, planning_hidden=False, skipped=True, recomputed=0.125)
     for words in ("| again 12% |", "| plan late 12 ms |", "| SKIPPED: not finite"):
         assert words in format_line(unusual)
@@ -62,7 +63,11 @@ def test_line() -> None:
 def test_lines_fit_a_terminal(steps: int, strategy: str) -> None:
     record = replace(RECORD, step=steps, total_steps=steps, strategy=strategy, step_ms=123456.0, num_tokens=10**8,
                      peak_memory_bytes=79 << 30, slowest_wait_ms=12345.0)  # fmt: skip
-    for one in (record, replace(record, skipped=True, planning_hidden=False, recomputed=0.5)):
+    for one in (
+        record,
+        replace(record, tflops=612.3),
+        replace(record, skipped=True, planning_hidden=False, recomputed=0.5),
+    ):
         line = format_line(one, 360000.0)
         assert len(line) <= 140
         assert strategy[:9] in line
