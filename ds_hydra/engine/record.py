@@ -55,7 +55,8 @@ def step_record(
 ) -> StepRecord:
     """The record of a step.
 
-    `flops` are the model's for all sequences, on all ranks; `skipped_steps` counts the steps that were skipped before this one; `watched` holds the fields of the `StepWatch`.
+    `flops` are the model's for all sequences, on all ranks; `skipped_steps` counts the steps that were skipped before
+    this one; `watched` holds the fields of the `StepWatch`.
     """
     plan, num_ranks = planned.plan, len(outcome.phases[0].stats)
     return StepRecord(
