@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache, partial
 
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.pipe.shape import StrategyShape
@@ -10,6 +11,7 @@ from ds_hydra.planner import Planner, PlannerOptions
 from ds_hydra.planner.proposal.propose import QUICK, Wider, propose_strategies
 from ds_hydra.planner.proposal.spaces import wider_shapes
 from ds_hydra.simulate.exposed import exposed_ms
+from ds_hydra.simulate.job import SimulatedJob
 from tools.systems.cells import SEEN_BEFORE, Cell
 from tools.systems.costs import Way, cluster_of, measured, table_of
 from tools.systems.hindsight import Configuration, StepMs, hindsight, planned_by
@@ -44,12 +46,7 @@ def all_schemes(cell: Cell) -> CostTable:
 
 def proposed(cell: Cell, table: CostTable, *, elastic: bool) -> Configuration:
     """Our planner over the strategies that it proposes for other lengths of the same data."""
-    layers = LAYERS[cell.model] if elastic else 0
-    cluster = cluster_of(cell, table)
-
-    def exposed(strategy: StrategyShape) -> float:
-        return exposed_ms(cluster, strategy, cell.tokens)
-
+    layers, exposed = LAYERS[cell.model] if elastic else 0, partial(_exposed_ms, cell)
     strategies = propose_strategies(
         table, cell.gpus, cell.lengths(SEEN_BEFORE), cell.tokens, cell.context, tp_across_nodes=True, effort=QUICK,
         wider=Wider(wider_shapes(table, num_layers=layers), layers=layers) if elastic else None,
@@ -60,3 +57,13 @@ def proposed(cell: Cell, table: CostTable, *, elastic: bool) -> Configuration:
     options = PlannerOptions(kernels="compiled", layers=layers)
     planner = Planner(table, strategies, options, exposed_ms=[exposed(one) for one in strategies])
     return planned_by(f"{len(strategies)} strategies of {degrees}, {kinds}", table, planner)
+
+
+@lru_cache(maxsize=1024)  # the ways to set ours up ask for many of the same strategies
+def _exposed_ms(cell: Cell, strategy: StrategyShape) -> float:
+    return exposed_ms(_cluster(cell), strategy, cell.tokens)
+
+
+@lru_cache(maxsize=1)
+def _cluster(cell: Cell) -> SimulatedJob:
+    return cluster_of(cell, all_schemes(cell))
