@@ -20,7 +20,9 @@ from ds_hydra.simulate.links import LinkModel, Speed
 from ds_hydra.simulate.step import Simulator
 
 _NO_TIME = Speed(0.0, 1e18)
-_EACH_STAGE = 3  # micro-batches of a made-up pipeline of several stages, at least
+_EACH_STAGE = 2  # micro-batches of a made-up pipeline of several stages, at least
+_FIRST = 0.4  # of the largest micro-batch: the first; half of them are smaller than it
+_SHORT = 1024  # tokens of a sequence, about
 
 
 def exposed_ms(job: SimulatedJob, strategy: StrategyShape, tokens_per_step: int) -> float:
@@ -39,16 +41,27 @@ def exposed_ms(job: SimulatedJob, strategy: StrategyShape, tokens_per_step: int)
 
 
 def _made_up(strategy: StrategyShape, table: CostTable, tokens: float) -> StepPlan:
-    """A step of equal micro-batches, one sequence each, with as many tokens for a pipeline as it is fast."""
+    """A step of short sequences, with as many tokens for a pipeline as it is fast."""
     rates = [1.0 / (cost.b or cost.a) for cost in (table[shape] for shape in strategy.pipelines)]
     lengths: list[int] = []
     pipelines = []
     for shape, rate in zip(strategy.pipelines, rates, strict=True):
-        own = max(1, round(tokens * rate / sum(rates)))
-        # One stage runs as few micro-batches as hold the tokens: more would leave less computing to hide pulls behind.
-        count = max(_EACH_STAGE * shape.pp if shape.pp > 1 else 1, math.ceil(own / table[shape].max_length))
-        positions = range(len(lengths), len(lengths) + count)
-        lengths += [max(1, own // count)] * count
-        pipelines.append((shape, [MicroBatchPlan.of_whole([position], lengths) for position in positions]))
-    phase = Phase(tuple(PipelinePlan(shape, tuple(batches), 0.0) for shape, batches in pipelines))
-    return StepPlan(0, tuple(range(len(lengths))), tuple(lengths), (phase,), 0.0)
+        batches = []
+        for size in _sizes(shape.pp, tokens * rate / sum(rates), table[shape].max_length):
+            spread = max(1, round(size / _SHORT))
+            positions = range(len(lengths), len(lengths) + spread)
+            lengths += [max(1, round(size / spread))] * spread
+            batches.append(MicroBatchPlan.of_whole(positions, lengths))
+        pipelines.append(PipelinePlan(shape, tuple(batches), 0.0))
+    return StepPlan(0, tuple(range(len(lengths))), tuple(lengths), (Phase(tuple(pipelines)),), 0.0)
+
+
+def _sizes(num_stages: int, tokens: float, max_length: int) -> list[float]:
+    """Tokens of the micro-batches of a pipeline. One stage has as few as hold them. More stages begin with small ones,
+    as the planner's orders do, so that the last stage begins soon; there is little to hide its pulls behind."""
+    fewest = max(1, math.ceil(tokens / max_length))
+    if num_stages == 1:
+        return [tokens / fewest] * fewest
+    count = max(_EACH_STAGE * num_stages, fewest)
+    shares = [min(1.0, _FIRST + (1.0 - _FIRST) * index / (count / 2)) for index in range(count)]
+    return [tokens * share / sum(shares) for share in shares]
