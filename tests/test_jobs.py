@@ -10,7 +10,7 @@ import pytest
 import ds_hydra
 from ds_hydra.host.settings import deepspeed_config, deepspeed_defaults, with_model_settings
 from ds_hydra.zero_hetero.errors import ConfigError
-from tests.support.small_job import rank_environment
+from tests.support.ranks import rank_environment
 from tests.support.still_engine import ADAMW, HYDRA, make_engine, on_one_rank, parsed_config
 
 

@@ -53,7 +53,7 @@ def ours(rank: int, hidden: int, **hydra: Any) -> Any:
     import torch
 
     import ds_hydra
-    from tests.support.small_job import rank_environment
+    from tests.support.ranks import rank_environment
 
     rank_environment(rank)
     logging.getLogger("ds_hydra").setLevel(logging.WARNING)
@@ -72,7 +72,7 @@ def theirs(rank: int, hidden: int) -> Any:
     import deepspeed
     import torch
 
-    from tests.support.small_job import rank_environment
+    from tests.support.ranks import rank_environment
 
     rank_environment(rank)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -35,7 +35,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ds_hydra.commands.figures import figures_parser, finish, print_table
-from tests.support.ranks import run_ranks
+from tests.support.ranks import rank_environment, run_ranks
 from tools.deepspeed_baselines import (
     GRADIENT_CLIPPING,
     OPTIMIZER,
@@ -173,9 +173,7 @@ def timed(run: Callable[[], Tensor]) -> Timing:
 def measure(rank: int, job: Job, rival: Rival) -> Row:
     """Both engines on this rank, steps in turns."""
     warnings.simplefilter("ignore")
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(NUM_RANKS), MASTER_ADDR="127.0.0.1", MASTER_PORT="1"
-    )
+    rank_environment(rank)
     prepare()
     model, sequences = job.model(), job.sequences()
     theirs = rival.make(model, job)

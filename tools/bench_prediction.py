@@ -31,7 +31,7 @@ import torch
 from ds_hydra.commands import profile
 from ds_hydra.commands.figures import figures_parser, finish, print_table
 from ds_hydra.report.plots import draw_report, read_steps, relative_errors, summarise
-from tests.support.ranks import run_ranks
+from tests.support.ranks import rank_environment, run_ranks
 
 MODEL = Path(__file__).resolve().parents[1] / "examples" / "llama_tiny.json"
 STRATEGIES = ["2*tp1", "tp2", "pp2", "sp2"]
@@ -99,7 +99,7 @@ def train(rank: int, steps: int, hydra: dict[str, Any], lengths: Sequence[int], 
     import ds_hydra
 
     _time_computing_by_cpu()
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    rank_environment(rank)
     logging.getLogger("ds_hydra").setLevel(logging.WARNING)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(str(MODEL)), dtype=torch.float32)

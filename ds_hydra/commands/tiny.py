@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import sysconfig
 import warnings
 from dataclasses import dataclass
@@ -12,10 +11,9 @@ from typing import Any
 
 import deepspeed  # noqa: F401  (before forking: the ranks share it)
 import torch
-import torch.distributed as dist
 
 import ds_hydra.engine.engine  # noqa: F401  (the same)
-from ds_hydra.ranks.forked import run_ranks
+from ds_hydra.ranks.forked import rank_environment, run_ranks
 
 RANKS, STEPS = 8, 8
 LAYOUTS = ("tp4 + 2*pp2", "sp4 + tp2 + 2*tp1", "2*tp2pp2", "tp2sp2 + 4*tp1")
@@ -65,8 +63,7 @@ def _train(rank: int, job: TinyJob, data: list[torch.Tensor]) -> list[float]:
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("ds_hydra").setLevel(logging.INFO if job.told and rank == 0 else logging.WARNING)
     warnings.simplefilter("ignore")
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(dist.get_world_size()))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+    rank_environment(rank)
     config = {
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
         "gradient_clipping": 1.0,

@@ -25,12 +25,11 @@ from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.pipe.transfers import plan_transfers
 from ds_hydra.plan.plan_file import save_plans
 from ds_hydra.plan.step_plan import StepPlan
-from ds_hydra.ranks.forked import run_ranks
+from ds_hydra.ranks.forked import rank_environment, run_ranks
 from ds_hydra.simulate.job import SimulatedJob
 from ds_hydra.zero_hetero.errors import ConfigError
 
 _ROUNDING = 1e-4  # of FP32 sums
-_PORT = 29500  # DeepSpeed asks for one, but the ranks have met already
 
 Look = Callable[[EmulatedEngine], Any]
 
@@ -176,9 +175,8 @@ class _Sequences:
 def _rank(
     rank: int, parsed: ParsedConfig, model: EmulatedModel, job: EmulatedJob, steps: int, look: Look | None
 ) -> list[EmulatedStep]:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job.cluster.num_ranks))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_PORT))
-    init_distributed(parsed.hydra, port=_PORT)
+    rank_environment(rank)
+    init_distributed(parsed.hydra, port=int(os.environ["MASTER_PORT"]))
     engine = EmulatedEngine(parsed, model, training_data=_Sequences(job.lengths))
     counted, done = counted_norm(model.small.plan), []
     for _ in range(steps):

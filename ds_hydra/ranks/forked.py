@@ -85,6 +85,12 @@ def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout: float
         del store  # now: an error holds this frame, and a thread must not be there when the next ranks fork
 
 
+def rank_environment(rank: int) -> None:
+    """Set what a launcher would set on this forked rank; the ranks have met already, so the port is only a number."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(dist.get_world_size()))
+    os.environ.update(MASTER_ADDR=_HOST, MASTER_PORT="29500")
+
+
 def _collect(receivers: list[Connection], children: list[Any], timeout: float) -> list[Any]:
     """The ranks' results; raises for the first rank that failed."""
     deadline = time.monotonic() + timeout

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hydra.config.hydra_block import HydraConfig, parse_config
-from tests.support.ranks import run_ranks
-from tests.support.small_job import rank_environment, same, small_config, small_engine, small_model, whole_state
+from tests.support.ranks import rank_environment, run_ranks
+from tests.support.small_job import same, small_config, small_engine, small_model, whole_state
 
 STRATEGIES_OF_3 = ["tp2 + tp1", "pp2 + tp1", "3*tp1"]
 

@@ -20,9 +20,9 @@ from torch import Tensor
 from ds_hydra.checkpoint.folder import complete_tags
 from ds_hydra.checkpoint.universal import from_universal, to_universal
 from ds_hydra.zero_hetero.errors import CheckpointError
-from tests.support.ranks import run_ranks
+from tests.support.ranks import rank_environment, run_ranks
 from tests.support.saver import Saver
-from tests.support.small_job import rank_environment, same, sequences, small_engine, small_model, whole_state
+from tests.support.small_job import same, sequences, small_engine, small_model, whole_state
 
 
 def saved(folder: Path, num_ranks: int = 2, steps: int = 1) -> dict[str, Tensor]:

@@ -21,8 +21,8 @@ import ds_hydra.engine.engine  # noqa: F401
 from ds_hydra.hugging_face import HydraTrainer
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.losses import focal
-from tests.support.ranks import run_ranks
-from tests.support.small_job import rank_environment, same, sequences, small_model
+from tests.support.ranks import rank_environment, run_ranks
+from tests.support.small_job import same, sequences, small_model
 
 STEPS = 4
 

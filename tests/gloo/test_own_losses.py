@@ -17,9 +17,9 @@ from ds_hydra.engine.models import check_token_loss
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.families import build_model, reference_model
 from tests.support.losses import OWN, by_word
-from tests.support.ranks import run_ranks
+from tests.support.ranks import rank_environment, run_ranks
 from tests.support.reference import IGNORED, float64_throughout, token_losses
-from tests.support.small_job import rank_environment, small_model
+from tests.support.small_job import small_model
 
 LENGTHS = (9, 70, 5, 33, 1, 12, 40)
 

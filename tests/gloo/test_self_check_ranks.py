@@ -24,8 +24,7 @@ from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support import mutants
 from tests.support.families import LAYER_LIST, Block, build_model, mean_loss
 from tests.support.hard_models import hard_model
-from tests.support.ranks import run_ranks
-from tests.support.small_job import rank_environment
+from tests.support.ranks import rank_environment, run_ranks
 
 
 @pytest.fixture(autouse=True)

@@ -14,9 +14,8 @@ import ds_hydra
 import ds_hydra.engine.engine
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.families import build_model, reference_model, vocab_size
-from tests.support.ranks import run_ranks
+from tests.support.ranks import rank_environment, run_ranks
 from tests.support.reference import IGNORED, Reference, Sample, decay_groups, float64_throughout
-from tests.support.small_job import rank_environment
 
 FAMILY, RANKS, ACCUMULATION, STEPS = "llama", 2, 2, 3
 ADAMW = {"lr": 2e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}

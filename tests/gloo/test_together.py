@@ -19,8 +19,8 @@ from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.ranks.together import first_channel, together
 from ds_hydra.step.agreement import agree
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
-from tests.support.ranks import run_ranks
-from tests.support.small_job import rank_environment, small_config, small_model
+from tests.support.ranks import rank_environment, run_ranks
+from tests.support.small_job import small_config, small_model
 
 
 def outcomes(failing: Mapping[int, Exception], num_ranks: int = 3) -> list[str]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from tests.support.ranks import rank_environment
 
 STRATEGIES = {
     1: ["tp1"],
@@ -66,12 +67,6 @@ def small_config(num_ranks: int, **hydra: Any) -> dict[str, Any]:
             **hydra,
         },
     }
-
-
-def rank_environment(rank: int) -> None:
-    """What a launcher would set; the process group exists already."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(dist.get_world_size()))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
 
 
 def small_engine(

@@ -19,8 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import ds_hydra.engine.engine  # noqa: F401
-from tests.support.ranks import run_ranks
-from tests.support.small_job import rank_environment
+from tests.support.ranks import rank_environment, run_ranks
 from tools.devices.table import Table
 
 MOST = 1.1

@@ -32,8 +32,7 @@ from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.profiling.allocations import Allocations
 from ds_hydra.profiling.hollow import hollow_source
 from ds_hydra.profiling.stage_memory import measure_activations
-from tests.support.ranks import run_ranks
-from tests.support.small_job import rank_environment
+from tests.support.ranks import rank_environment, run_ranks
 from tools.devices.table import Table
 
 MOST_OFF = 0.08

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 
-from tests.support.ranks import run_ranks
-from tests.support.small_job import rank_environment
+from tests.support.ranks import rank_environment, run_ranks
 
 SWAP = Path(__file__).resolve().parents[2] / "examples" / "swap"
 
