@@ -31,7 +31,7 @@ class PlannerConfig:
     method: str = setting(choice("fast", "paper", "exact"), "fast")
     """"fast": bounds, priced placement, local search; "paper": Alg. 1; "exact": Eq. 3 by HiGHS, then packing."""
     ahead: int = setting(integer(0, 1024), 2)
-    """Steps planned ahead in a process of its own; 0 plans in the training process."""
+    """Steps planned ahead in a process of its own, the next one read and packed in a thread; 0 does all in the step."""
     seconds: float | None = setting(number(exclusive=True, maximum=86400.0, optional=True), None)
     """Wall-clock limit of a solution, which then depends on the machine's load; None limits by `node_limit`."""
     node_limit: int = setting(integer(1), 2000)

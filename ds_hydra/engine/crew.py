@@ -12,6 +12,7 @@ Every part needs some of those before it, and what can be refused is refused bef
   stepper       update and the placed strategies; allocates the arena, once the masters have shown that they fit
   tracing       keeps the stepper's laps in the steps that the config names
   plans         starts the producer on rank 0, which compiles its kernels while the rest is made
+  coming        plans and stepper; makes the next step ready while one runs
   checkpoints   saves and loads masters and loss scale
   watchdog      last, because its thread may end the process
 
@@ -28,6 +29,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ds_hydra.checkpoint.checkpointer import Checkpointer
+from ds_hydra.engine.coming import Coming
 from ds_hydra.engine.initial import give_masters
 from ds_hydra.engine.job import Job
 from ds_hydra.engine.plan_source import PlanSource
@@ -106,6 +108,7 @@ class Crew:
             world.channel,
             self._exposed_ms(),
         )
+        self.coming = Coming(self.plans, self.stepper, world)
         self.checkpoints = Checkpointer(host, self.masters, job.source.aliases, world.background, self.loss_scale)
         # From here on all ranks notice one that fails. Before, a rank that fails leaves the others waiting in a
         # collective, and the launcher ends them. The step in reports is the coming one: the first has the number 1.
@@ -151,5 +154,6 @@ class Crew:
         """Wait for a save that is under way; end threads and the planning process. The world stays open."""
         # The save is waited for while heartbeats still go: a rank that dies during the wait must end it on the others.
         self.checkpoints.writer.wait()
+        self.coming.forget()
         self.watchdog.close()
         self.plans.close()

@@ -14,6 +14,7 @@ from ds_hydra.plan.runnable import check_runnable
 from ds_hydra.plan.validate import check_safe
 from ds_hydra.planner import PlannedStep, Planner, PlannerOptions, PlannerService, StepPlan, validate_plan
 from ds_hydra.ranks.channel import Channel
+from ds_hydra.ranks.telling import Telling
 from ds_hydra.ranks.together import as_text, error_from
 from ds_hydra.zero_hetero.errors import PlanError
 
@@ -89,12 +90,16 @@ class PlanSource:
         """Candidates, in the order of the config."""
         return self._planner.strategies
 
-    def next(self, step: int) -> PlannedStep:
-        """The plan of `step`, equal on all ranks. Every rank must call it."""
+    @property
+    def makes_ready(self) -> bool:
+        """Whether a step may be planned while the one before it runs [Note: between two steps]."""
+        return self._ahead > 0 and self._sampler is not None and self._sampler.known_to_all
+
+    def next(self, step: int, telling: Telling | None = None) -> PlannedStep:
+        """The plan of `step`, equal on all ranks, told by `telling` or the channel. Every rank must call it."""
         assert self._sampler is not None, "plans of steps need a sampler"
-        return self._share(
-            step, self._drawn(step) if self._sampler.known_to_all else None, lambda: self._ahead_of(step)
-        )
+        batch = self._drawn(step) if self._sampler.known_to_all else None
+        return self._share(step, batch, lambda: self._ahead_of(step), telling)
 
     def _ahead_of(self, step: int) -> PlannedStep:
         """On rank 0: the plan of `step`, after the coming steps were submitted."""
@@ -109,6 +114,8 @@ class PlanSource:
                     break
                 self._service.submit(*self._drawn(coming))
                 self._submitted = coming
+            if not self._service.waits(step):  # its plan was taken, but the step not trained
+                self._service.submit(*batch)
         return self._planned(batch)
 
     def _drawn(self, step: int) -> _Batch:
@@ -150,7 +157,9 @@ class PlanSource:
         validate_plan(plan, self._table, self._num_ranks, self._options.objective)
         return PlannedStep(plan, planning_ms, hidden=False)
 
-    def _share(self, step: int, batch: _Batch | None, make: Callable[[], PlannedStep]) -> PlannedStep:
+    def _share(
+        self, step: int, batch: _Batch | None, make: Callable[[], PlannedStep], telling: Telling | None = None
+    ) -> PlannedStep:
         """Hand the plan that rank 0 makes to all ranks; each checks that it plans the sequences that it knows of.
 
         `batch` is None where only rank 0 knows them. An error of rank 0's is raised on all ranks.
@@ -162,7 +171,7 @@ class PlanSource:
                 text = _encode(planned)
             except Exception as error:
                 mine, text = error, _FAILED + as_text(error)
-        text = self._channel.tell(text)
+        text = (telling or self._channel).tell(text)
         if text.startswith(_FAILED):
             raise mine or error_from(text.removeprefix(_FAILED), f"planning step {step + 1} failed on rank 0")
         planned = planned or _decode(text)

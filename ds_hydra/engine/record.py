@@ -13,7 +13,7 @@ from ds_hydra.report.record import StepRecord
 
 if TYPE_CHECKING:
     from ds_hydra.ranks.rank_stats import RankStats
-    from ds_hydra.step.stepper import Outcome
+    from ds_hydra.step.outcome import Outcome
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,7 @@ class Saving:
     def load(self, folder: str | Path, tag: object, parts: PartsToLoad) -> tuple[str | None, dict[str, Any]]:
         """Load a checkpoint; return (path, client_state), or (None, {}) if nothing was ever saved."""
         with self._crew.together("loading"):
+            self._crew.coming.forget()
             loaded = self._crew.checkpoints.load(Path(folder), tag, parts)
         if loaded[0] is not None and parts.progress:
             self._moved()

@@ -18,7 +18,8 @@ from ds_hydra.engine.handed import HandedSteps, ReadyStep, deliver_streamed
 from ds_hydra.engine.record import Measured, step_record
 from ds_hydra.host.host_engine import HostEngine
 from ds_hydra.planner import PlannedStep
-from ds_hydra.step.stepper import Outcome
+from ds_hydra.step.built import Built
+from ds_hydra.step.outcome import Outcome
 from ds_hydra.zero_hetero.errors import ConfigError
 
 Handed = Callable[[], ReadyStep]
@@ -45,10 +46,12 @@ class Steps:
             with crew.activity("reading sequences"):
                 ready = handed()
         with crew.together("planning"):
-            planned, data, other_loss = ready or self._drawn()
+            planned, (built, weight), other_loss = self._ready(ready)
             step = host.global_steps + 1
+            self._begin_next()
             with crew.tracing.step(step):
-                outcome = crew.stepper.run(planned.plan, step, data, crew.plans.table)
+                outcome = crew.stepper.run(built, weight, step, crew.coming.row)
+            crew.coming.heard(outcome.coming)
             outcome = replace(outcome, other_loss=other_loss)
             self._record(planned, outcome, time.perf_counter() - began)
             # Counting raises an error when too many steps in a row were skipped. It comes after the record, so that the
@@ -88,10 +91,27 @@ class Steps:
         if handed is None and host.sampler is None:
             raise ConfigError("train_batch() needs sequences: pass them, or training_data to initialize()")
 
-    def _drawn(self) -> ReadyStep:
-        """The next step of the training data."""
+    def _ready(self, handed: ReadyStep | None) -> tuple[PlannedStep, tuple[Built, int], float | None]:
+        """The next step with its batches and its loss weight, and its loss where that is not of its tokens."""
+        host, crew = self._host, self._crew
+        made = crew.coming.take(host.global_steps) if handed is None else None
+        if made is not None and made.built is not None:
+            return made.planned, made.built, None
+        planned, data, other_loss = handed or self._drawn(made.planned if made else None)
+        built = crew.stepper.build_together(planned.plan, data, crew.plans.table, host.global_steps + 1)
+        return planned, built, other_loss
+
+    def _begin_next(self) -> None:
+        """Make the step after the present one ready, if it can be and there is one."""
+        host, total = self._host, self._host.hydra_config.total_steps
+        step = host.global_steps + 1
+        if self._crew.plans.makes_ready and host.data is not None and (total is None or step < total):
+            self._crew.coming.begin(step, host.data)
+
+    def _drawn(self, planned: PlannedStep | None) -> ReadyStep:
+        """The next step of the training data, `planned` if it is already."""
         host = self._host
-        planned = self._crew.plans.next(host.global_steps)
+        planned = planned or self._crew.plans.next(host.global_steps)
         if isinstance(host.sampler, StreamSampler):
             return ReadyStep(planned, deliver_streamed(self._crew, planned.plan, host.sampler))
         assert host.data is not None, "data that are not streamed are map-style"

@@ -132,6 +132,10 @@ class PlannerService:
         self._requests[step] = _Request(step, tuple(map(int, sequence_ids)), tuple(lengths))
         self._send_waiting()
 
+    def waits(self, step: int) -> bool:
+        """Whether a step was submitted and its plan not yet taken."""
+        return step in self._requests
+
     def get(self, step: int) -> PlannedStep:
         """The plan of a submitted step. PlanError only if no planner could plan it."""
         request = self._requests.get(step)

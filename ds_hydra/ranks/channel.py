@@ -12,21 +12,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_hydra.ranks.telling import LENGTH_BYTES, Telling, framed
 from ds_hydra.zero_hetero.errors import CheckpointError
 
 _MAX_BYTES = 256 * 2**20
-# A text travels with its length in one message of this size; only a longer one takes a second message. A plan of a
-# few hundred sequences fits the first size, the short reports of all ranks fit the second.
-_INLINE_TOLD = 1 << 15
+# A text travels with its length in one message of this size, which the short reports of all ranks fit; only a longer
+# one takes a second message.
 _INLINE_GATHERED = 4088
-_LENGTH_BYTES = 8
 _RING = 32  # ranks up to which a ring is as fast as fewer steps with messages of their own
 _TAG = 1 << 24  # of those messages, which may share a group with pulls and pushes
-_PARCEL_TAG = _TAG + 1
+_PARCEL_TAG, _TOLD_TAG = _TAG + 1, _TAG + 2
+AHEAD_TAG = _TAG + 3  # of what is told ahead of its step, by a thread (`engine.coming`)
 _Error = TypeVar("_Error", bound=Exception)
 
 
-class Channel:
+class Channel(Telling):
     """Small messages over the process group `group`, which has the ranks 0..num_ranks-1 and carries CPU tensors.
 
     `group` is None for a process alone.
@@ -37,7 +37,7 @@ class Channel:
     # other's message as its own. So whatever talks beside training has a channel over a group of its own.
 
     def __init__(self, group: dist.ProcessGroup | None, rank: int, num_ranks: int):
-        self.rank, self.num_ranks, self._group = rank, num_ranks, group
+        super().__init__(group, rank, num_ranks, tag=_TOLD_TAG)
 
     def rows(self, row: Tensor) -> Tensor:
         """Everybody's `row`, a CPU tensor of one shape and type on all ranks: (num_ranks, *row.shape)."""
@@ -94,8 +94,8 @@ class Channel:
         # All rows of a gather have one size, so texts of 10 and of 5,000 bytes first travel as 4,088 bytes and a length
         # each. Then every rank knows the longest, and all agree without a word whether the rest needs a second message.
         data = text.encode()
-        heads = self._bytes(_framed(data, _INLINE_GATHERED))
-        sizes = [int.from_bytes(head[:_LENGTH_BYTES], "little") for head in heads]
+        heads = self._bytes(framed(data, _INLINE_GATHERED))
+        sizes = [int.from_bytes(head[:LENGTH_BYTES], "little") for head in heads]
         longest = max(sizes)
         if longest * self.num_ranks > _MAX_BYTES:
             raise CheckpointError(
@@ -106,28 +106,11 @@ class Channel:
         if rest > 0:
             tails = self._bytes(data[_INLINE_GATHERED:].ljust(rest, b"\0"))
         whole = zip(heads, tails, sizes, strict=True)
-        return [(head[_LENGTH_BYTES:] + tail)[:size].decode() for head, tail, size in whole]
+        return [(head[LENGTH_BYTES:] + tail)[:size].decode() for head, tail, size in whole]
 
     def _bytes(self, data: bytes) -> list[bytes]:
         table = self.rows(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         return [bytes(row.numpy()) for row in table]
-
-    def tell(self, text: str | None) -> str:
-        """Rank 0's text, on every rank. The argument of the other ranks is ignored."""
-        if self.num_ranks == 1:
-            assert text is not None, "the only rank is rank 0"
-            return text
-        data = text.encode() if self.rank == 0 and text else b""
-        head = torch.frombuffer(bytearray(_framed(data, _INLINE_TOLD)), dtype=torch.uint8)
-        dist.broadcast(head, group_src=0, group=self._group)
-        told = bytes(head.numpy())
-        size = int.from_bytes(told[:_LENGTH_BYTES], "little")
-        inline, beyond = told[_LENGTH_BYTES:][:size], size - _INLINE_TOLD
-        if beyond <= 0:
-            return inline.decode()
-        rest = torch.frombuffer(bytearray(data[_INLINE_TOLD:] or bytes(beyond)), dtype=torch.uint8)
-        dist.broadcast(rest, group_src=0, group=self._group)
-        return (inline + bytes(rest.numpy())).decode()
 
     def settle(
         self, error: BaseException | None, what: str, told: str = "", kind: type[_Error] | None = None
@@ -149,13 +132,8 @@ class Channel:
 def peers_of(rank: int, num_ranks: int) -> frozenset[int]:
     """The ranks with which `rows` and `tell` connect a rank: its neighbours in a ring, or those of each doubling.
 
-    A broadcast of gloo's goes along a tree whose ranks are powers of two apart, too.
+    A text is told along a tree whose ranks are powers of two apart, too.
     """
     steps = [1] if num_ranks <= _RING else []
     steps += [1 << step for step in range((num_ranks - 1).bit_length())]
     return frozenset((rank + sign * step) % num_ranks for step in steps for sign in (1, -1)) - {rank}
-
-
-def _framed(data: bytes, inline: int) -> bytes:
-    """The first `inline` bytes, filled up with zeros, behind the length of the whole."""
-    return len(data).to_bytes(_LENGTH_BYTES, "little") + data[:inline].ljust(inline, b"\0")

@@ -28,11 +28,20 @@ class RankStats(NamedTuple):
     request: float  # what a signal has asked this rank for
 
 
-def gather_stats(mine: Sequence[RankStats], channel: Channel) -> tuple[tuple[RankStats, ...], ...]:
-    """All ranks' figures, in rank order, for each phase of a step; every rank must call it with its own."""
-    table = channel.rows(torch.tensor(mine, dtype=torch.float64).flatten())  # one message, however many phases
-    phases = table.view(len(table), len(mine), len(RankStats._fields)).transpose(0, 1)
-    return tuple(tuple(RankStats(*row) for row in rows) for rows in phases.tolist())
+def gather_stats(
+    mine: Sequence[RankStats], channel: Channel, *, beside: Tensor | None = None
+) -> tuple[tuple[tuple[RankStats, ...], ...], Tensor | None]:
+    """All ranks' figures, in rank order, for each phase of a step; every rank must call it with its own.
+
+    `beside`, int64 of one shape on all ranks or None on all, goes along; all ranks' rows of it are returned.
+    """
+    figures = torch.tensor(mine, dtype=torch.float64).flatten()  # one message, however many phases
+    bits = figures.view(torch.int64)
+    table = channel.rows(bits if beside is None else torch.cat((bits, beside)))
+    stats, rows = table[:, : len(bits)].view(torch.float64), table[:, len(bits) :]
+    phases = stats.reshape(len(table), len(mine), len(RankStats._fields)).transpose(0, 1)
+    found = tuple(tuple(RankStats(*row) for row in rows) for rows in phases.tolist())
+    return found, None if beside is None else rows
 
 
 def unequal_pairs(checksums: Tensor, channel: Channel) -> list[tuple[int, int]]:

@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 
 from ds_hydra.pipe.placement import Strategy
-from ds_hydra.ranks.channel import Channel
+from ds_hydra.ranks.channel import AHEAD_TAG, Channel
 from ds_hydra.ranks.groups import GroupCache, Ranks, make_groups, needed_groups
+from ds_hydra.ranks.telling import Telling
 from ds_hydra.zero_hetero.clock import Clock, clock_of
 from ds_hydra.zero_hetero.collectives import Collectives, GroupCollectives, MessageCollectives
 from ds_hydra.zero_hetero.lane import DeviceLane, HostLane, Lane
@@ -60,6 +61,7 @@ class World:
     device: torch.device
     group: dist.ProcessGroup | None  # all ranks, tensors on `device`; None for a rank alone
     channel: Channel  # small messages of training
+    ahead: Telling  # plans of coming steps, told while training goes on
     background: Channel  # small messages of threads beside training: saves, heartbeats
     groups: GroupCache  # tensor and sequence parallel groups
     links: Transport  # between masters and pipelines: pulls and pushes
@@ -109,6 +111,7 @@ class World:
             device=device,
             group=everyone if num_ranks > 1 else None,
             channel=Channel(control, rank, num_ranks),
+            ahead=Telling(control, rank, num_ranks, tag=AHEAD_TAG),
             background=Channel(background, rank, num_ranks),
             groups=groups,
             links=links,

@@ -33,6 +33,10 @@ class RankBatches:
     num_padding: int  # tokens added so that every rank holds at least one, and those that share tokens equally many
     rows: tuple[tuple[Span, ...], ...] = ()  # what stands in each micro-batch, in that order
 
+    def on(self, device: torch.device) -> RankBatches:
+        """The same batches on the device, by copies that it makes while the host goes on."""
+        return self if device.type == "cpu" else replace(self, batches=tuple(_copy(b, device) for b in self.batches))
+
     def keeping_losses(self) -> RankBatches:
         """The same batches with room for the loss of each token, where this rank has labels."""
         return replace(self, batches=tuple(map(_with_room, self.batches)))
@@ -80,6 +84,7 @@ def build_batches(
     Each rank reads the sequences that it has tokens of: later stages may look tokens up too (an embedding of every
     layer's own), only the last reads labels. What is drawn at random for a sequence follows from `step_key` and its id.
     Where the model `balances` its routers, each rank learns what its sequences count.
+    The tensors are in the host's memory, where `device` can read them by itself. A thread may call this.
     """
     load = cache(load)  # once for all slices of a sequence
     contexts = _contexts(microbatches)
@@ -133,13 +138,13 @@ def _build(
         lengths, keys = (*lengths, padding), (*keys, 0)
     pack = Pack(lengths, place.sp_rank, place.stage.sp, place.sp_group, keys, row.chunk)
     start, stop = pack.local
-    positions = _on_device(position_ids(lengths, start, stop, past=pack.past), device).unsqueeze(0)
+    positions = _readable(position_ids(lengths, start, stop, past=pack.past), device).unsqueeze(0)
     labels = weights = None
     tokens, targets, scale, counted = _fill(row, pack, place, load, loss_norm)
-    input_ids = _on_device(tokens[start:stop], device).unsqueeze(0)
+    input_ids = _readable(tokens[start:stop], device).unsqueeze(0)
     if place.is_last:
-        labels = _on_device(targets[start:stop], device)
-        weights = _on_device(scale[start:stop], device)
+        labels = _readable(targets[start:stop], device)
+        weights = _readable(scale[start:stop], device)
     return MicroBatch(pack, positions, input_ids, labels, weights), counted, padding
 
 
@@ -154,13 +159,27 @@ def _balance(row: _Row, pack: Pack, load: Load, loss_norm: str, device: torch.de
             counts = count if loss_norm == "token" else min(1, count)
             weights[index] = weight * counts / pack.whole_lengths[index] ** 2
     sequence = np.repeat(np.arange(len(pack.lengths)), pack.lengths)[start:stop]
-    return Balance(_on_device(sequence, device), _on_device(weights, device))
+    return Balance(_readable(sequence, device), _readable(weights, device))
 
 
-def _on_device(values: npt.NDArray[np.generic], device: torch.device) -> Tensor:
-    """A copy on the device, for which the host does not wait: from memory that pages could leave it would have to."""
+def _readable(values: npt.NDArray[np.generic], device: torch.device) -> Tensor:
+    """In memory that cannot be paged out, from which a device copies by itself: for a copy from other memory the host
+    would have to wait."""
     host = torch.from_numpy(values)
-    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+    return host if device.type == "cpu" else host.pin_memory()
+
+
+def _copy(batch: MicroBatch, device: torch.device) -> MicroBatch:
+    def moved(host: Tensor | None) -> Tensor | None:
+        return None if host is None else host.to(device, non_blocking=True)
+
+    return replace(
+        batch,
+        position_ids=batch.position_ids.to(device, non_blocking=True),
+        input_ids=moved(batch.input_ids),
+        labels=moved(batch.labels),
+        weights=moved(batch.weights),
+    )
 
 
 def _fill(

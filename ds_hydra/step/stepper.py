@@ -4,29 +4,28 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from ds_hydra.pipe.dropout import step_key
 from ds_hydra.pipe.loss import IGNORED
 from ds_hydra.pipe.placement import Strategy, place_strategy
 from ds_hydra.plan.works import schedule_batches
 from ds_hydra.ranks.rank_stats import RankStats, gather_stats
-from ds_hydra.step.agreement import FAILED, agree
 from ds_hydra.step.arena import Arena
 from ds_hydra.step.batching import RankBatches, build_batches
+from ds_hydra.step.built import Built, build_together
 from ds_hydra.step.connections import connections_of
+from ds_hydra.step.outcome import Outcome, PhaseOutcome
 from ds_hydra.step.peak_memory import PeakMemory
 from ds_hydra.step.phase_run import PhaseRun
 from ds_hydra.step.strategy_runtime import StrategyRuntime
 from ds_hydra.zero_hetero.clock import Laps
-from ds_hydra.zero_hetero.errors import PlanError
 
 if TYPE_CHECKING:
     from ds_hydra.costs.cost_table import CostTable
@@ -45,49 +44,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Floats = npt.NDArray[np.float64]
-
-
-class PhaseOutcome(NamedTuple):
-    """The figures of one phase, equal on all ranks."""
-
-    strategy: Strategy
-    stats: tuple[RankStats, ...]  # of every rank
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The results of a step; equal on all ranks, except for the two counts of bytes."""
-
-    phases: tuple[PhaseOutcome, ...]
-    weight: int  # the loss's normaliser: targets, sequences or micro-batches of the whole step
-    grad_norm: float  # not finite: the step was skipped
-    pull_bytes: int  # received by this rank, in all phases
-    push_bytes: int  # sent by this rank, in all phases
-    other_loss: float | None = None  # the step's, where its tokens' losses add up to another number
-
-    @property
-    def stats(self) -> Iterator[RankStats]:
-        """Of every rank in every phase."""
-        return (stats for phase in self.phases for stats in phase.stats)
-
-    @property
-    def loss(self) -> float:
-        """Mean loss of the step."""
-        return sum(rank.loss for rank in self.stats) if self.other_loss is None else self.other_loss
-
-    @property
-    def router_loss(self) -> float:
-        """The part of it that the model's routers have."""
-        return sum(rank.router_loss for rank in self.stats)
-
-    @property
-    def skipped(self) -> bool:
-        return not math.isfinite(self.grad_norm)
-
-    @property
-    def request(self) -> int:
-        """The largest request that a signal has made on any rank (`engine.signals`)."""
-        return int(max(rank.request for rank in self.stats))
 
 
 class Stepper:
@@ -132,15 +88,46 @@ class Stepper:
         self.keep_laps: Callable[[int, Laps], None] | None = None
         self._connect(strategies.values())
 
-    def run(self, plan: StepPlan, step: int, data: Sequences, costs: CostTable) -> Outcome:
-        """Train one step, by schedules that are made from `costs` where they weigh times.
+    def can_build(self, plan: StepPlan) -> bool:
+        """Whether all strategies of a plan were used before, so that `build` sends no message; equal on all ranks."""
+        return all(str(phase.shape) in self._runtimes for phase in plan.phases)
+
+    def build(self, plan: StepPlan, data: Sequences, costs: CostTable, step: int = 0) -> Built:
+        """This rank's micro-batches of a step, whose schedules are made from `costs` where they weigh times."""
+        key = step_key(self._seed, step)
+        return Built(
+            plan,
+            costs,
+            tuple(
+                build_batches(
+                    phase.pipelines[runtime.pipeline_index].microbatches,
+                    plan.sequence_ids,
+                    runtime.place,
+                    data.load_sequence,
+                    self._loss_norm,
+                    self._world.device,
+                    step_key=key,
+                    balances=self._source.balances,
+                )
+                for phase, runtime in ((phase, self._runtime(phase)) for phase in plan.phases)
+            ),
+        )
+
+    def build_together(self, plan: StepPlan, data: Sequences, costs: CostTable, step: int = 0) -> tuple[Built, int]:
+        """`build`, and the step's loss weight, on which all ranks agree.
 
         Raises PlanError on all ranks when their plans differ or one cannot load its sequences.
         """
+        return build_together(plan, costs, lambda: self.build(plan, data, costs, step), self._world.channel)
+
+    def run(self, built: Built, weight: int, step: int, coming: Callable[[], Tensor | None] = lambda: None) -> Outcome:
+        """Train one step, whose loss weight is `weight`.
+
+        `coming` returns this rank's row of agreement on the next step, which goes along with the step's figures; None
+        on all ranks if there is none.
+        """
         self._peak.restart()
-        runtimes = [self._runtime(phase) for phase in plan.phases]
-        batches, weight = self._batches(plan, runtimes, data, costs, step)
-        known = _known(plan, runtimes, costs)
+        plan, phases = built.plan, self._phases(built)
         if weight == 0 and self._world.rank == 0:
             logger.warning(
                 "step %d: none of its %d sequences (%d tokens) has a target, all labels are %d: the loss is 0, and the "
@@ -148,7 +135,7 @@ class Stepper:
                 step, len(plan.lengths), sum(plan.lengths), IGNORED,
             )  # fmt: skip
         runs: list[PhaseRun] = []
-        for runtime, mine, of_schedule in zip(runtimes, batches, known, strict=True):  # see [Note: phases of a step]
+        for runtime, mine, of_schedule in phases:  # see [Note: phases of a step]
             runs.append(self._train(runtime, mine, of_schedule, weight, accumulate=bool(runs)))
             self._activity.now = "optimizer"
             # The comparison comes before the update and before another pull. Until then the masters are still what the
@@ -156,27 +143,29 @@ class Stepper:
             # must never reach the masters.
             self._update.compare(step, runtime)
         applied = self._update.apply([run.loss for run in runs], [run.router_loss for run in runs])
+        self._activity.now = "planning"
+        row = coming()
         self._activity.now = "report"
-        stats = self._stats(step, runs, applied)
+        stats, rows = self._stats(step, runs, applied, row)
         # Explaining takes messages between all ranks. They all come here together, since the norm is equal on them to
         # the bit, and the gradients are still there: a skipped step leaves them as they were.
         if not math.isfinite(applied.norm):
             self._update.explain(step, plan, runs)
         return Outcome(
-            tuple(PhaseOutcome(runtime.strategy, of_ranks) for runtime, of_ranks in zip(runtimes, stats, strict=True)),
+            tuple(PhaseOutcome(run.runtime.strategy, of_ranks) for run, of_ranks in zip(runs, stats, strict=True)),
             weight,
             applied.norm,
-            sum(runtime.pull_bytes for runtime in runtimes),
-            sum(runtime.push_bytes for runtime in runtimes),
+            sum(run.runtime.pull_bytes for run in runs),
+            sum(run.runtime.push_bytes for run in runs),
+            rows,
         )
 
     def evaluate(self, plan: StepPlan, data: Sequences, costs: CostTable) -> float:
         """Mean loss of a batch, without an update. `costs` as in `run`."""
-        runtimes = [self._runtime(phase) for phase in plan.phases]
-        batches, weight = self._batches(plan, runtimes, data, costs)
+        built, weight = self.build_together(plan, data, costs)
         share = 0.0
-        for runtime, mine, of_schedule in zip(runtimes, batches, _known(plan, runtimes, costs), strict=True):
-            loss = runtime.evaluate(_normalised(mine.batches, weight), of_schedule)
+        for runtime, mine, of_schedule in self._phases(built):
+            loss = runtime.evaluate(self._normalised(mine, weight), of_schedule)
             share += float(loss) if runtime.place.tp_rank == 0 else 0.0  # a tensor parallel group counts it once
         return sum(self._world.channel.rows(torch.tensor([share], dtype=torch.float64)).flatten().tolist())
 
@@ -187,11 +176,10 @@ class Stepper:
 
         With a `step` they are those of its training, dropout included.
         """
-        runtimes = [self._runtime(phase) for phase in plan.phases]
-        batches, _ = self._batches(plan, runtimes, data, costs, step or 0)
+        built, _ = self.build_together(plan, data, costs, step or 0)
         found = np.zeros((2, len(plan.lengths)))
-        for runtime, mine, of_schedule in zip(runtimes, batches, _known(plan, runtimes, costs), strict=True):
-            keeping = mine.keeping_losses()
+        for runtime, mine, of_schedule in self._phases(built):
+            keeping = mine.on(self._world.device).keeping_losses()
             runtime.evaluate(keeping.batches, of_schedule, training=step is not None)
             if runtime.place.tp_rank == 0:  # a tensor parallel group counts them once
                 keeping.add_losses(found)
@@ -204,9 +192,32 @@ class Stepper:
         """Run a phase; `weight` is the whole step's."""
         scale = self._loss_scale.value
         self._activity.now = "pull"
-        loss, laps = runtime.train(_normalised(batches.batches, weight, scale), known, accumulate=accumulate)
+        loss, laps = runtime.train(self._normalised(batches, weight, scale), known, accumulate=accumulate)
         ran = runtime.stage_runtime
         return PhaseRun(runtime, loss / scale, ran.router_loss / scale, ran.losses, laps, batches.num_padding)
+
+    def _phases(self, built: Built) -> list[tuple[StrategyRuntime, RankBatches, Batches]]:
+        """What runs each phase, its micro-batches, and what the schedule of this rank's pipeline has to know."""
+        runtimes = [self._runtime(phase) for phase in built.plan.phases]
+        known = [
+            schedule_batches(phase.pipelines[runtime.pipeline_index], built.costs)
+            for phase, runtime in zip(built.plan.phases, runtimes, strict=True)
+        ]
+        return list(zip(runtimes, built.batches, known, strict=True))
+
+    def _normalised(self, batches: RankBatches, total: int, scale: float = 1.0) -> tuple[MicroBatch, ...]:
+        """The micro-batches on the device, their loss weights divided by the step's normaliser and multiplied by a loss
+        scale, in place.
+
+        Call it once for each batch: the batches are made for one step and not used again.
+        """
+        # Two pipelines with 3 and 5 targets: each weight becomes 1/8, and the sum over both is the mean over the step's
+        # 8 targets. The mean of the pipelines' own means would give the 3 targets as much to say as the 5.
+        for batch in batches.batches:
+            for weights in (batch.weights, batch.balance and batch.balance.weights):
+                if weights is not None:
+                    weights.div_(max(1, total) / scale)
+        return batches.on(self._world.device).batches
 
     def strategy_of(self, phase: Phase) -> Strategy:
         """A phase's strategy, placed on the ranks."""
@@ -239,36 +250,10 @@ class Stepper:
         pairs = connections_of(self._source.plan, strategies, world.node_size)
         world.connect(strategies, links=pairs.links, edges=pairs.edges, teams=pairs.teams)
 
-    def _batches(
-        self, plan: StepPlan, runtimes: Sequence[StrategyRuntime], data: Sequences, costs: CostTable, step: int = 0
-    ) -> tuple[list[RankBatches], int]:
-        """This rank's micro-batches of each phase; then all ranks compare plans and agree on the step's loss weight.
-
-        A sequence that one rank cannot load is an error on all of them.
-        """
-        try:
-            batches = [
-                build_batches(
-                    phase.pipelines[runtime.pipeline_index].microbatches,
-                    plan.sequence_ids,
-                    runtime.place,
-                    data.load_sequence,
-                    self._loss_norm,
-                    self._world.device,
-                    step_key=step_key(self._seed, step),
-                    balances=self._source.balances,
-                )
-                for phase, runtime in zip(plan.phases, runtimes, strict=True)
-            ]
-        except Exception:
-            # This rank fails, but first it takes part in the message that the others wait for; its weight says why.
-            with suppress(PlanError):
-                agree(plan, costs, FAILED, self._world.channel)
-            raise
-        return batches, agree(plan, costs, sum(mine.weight for mine in batches), self._world.channel)
-
-    def _stats(self, step: int, runs: Sequence[PhaseRun], applied: Applied) -> tuple[tuple[RankStats, ...], ...]:
-        """Every rank's figures of each phase; those of the update stand with the last."""
+    def _stats(
+        self, step: int, runs: Sequence[PhaseRun], applied: Applied, row: Tensor | None
+    ) -> tuple[tuple[tuple[RankStats, ...], ...], Tensor | None]:
+        """Every rank's figures of each phase, those of the update with the last; and every rank's `row`, if any."""
         if self.keep_laps is not None:
             laps = [*(lap for run in runs for lap in run.laps.laps), *applied.laps.laps]
             self.keep_laps(step, Laps(applied.laps.clock, laps))
@@ -279,26 +264,4 @@ class Stepper:
             run.stats(loss, of_routers, seconds, peak_memory_bytes=peak, request=request)
             for run, loss, of_routers, seconds in zip(runs, applied.losses, applied.router_losses, spent, strict=True)
         ]
-        return gather_stats(mine, self._world.channel)
-
-
-def _known(plan: StepPlan, runtimes: Sequence[StrategyRuntime], costs: CostTable) -> list[Batches]:
-    """What the schedule of this rank's pipeline has to know, phase by phase."""
-    return [
-        schedule_batches(phase.pipelines[runtime.pipeline_index], costs)
-        for phase, runtime in zip(plan.phases, runtimes, strict=True)
-    ]
-
-
-def _normalised(batches: Sequence[MicroBatch], total: int, scale: float = 1.0) -> Sequence[MicroBatch]:
-    """Divide the batches' loss weights by the step's normaliser and multiply them by a loss scale, in place.
-
-    Call it once for each batch: the batches are made for one step and not used again.
-    """
-    # Two pipelines with 3 and 5 targets: each weight becomes 1/8, and the sum over both is the mean over the step's 8
-    # targets. The mean of the pipelines' own means would give the 3 targets as much to say as the 5.
-    for batch in batches:
-        for weights in (batch.weights, batch.balance and batch.balance.weights):
-            if weights is not None:
-                weights.div_(max(1, total) / scale)
-    return batches
+        return gather_stats(mine, self._world.channel, beside=row)

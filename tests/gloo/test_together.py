@@ -17,7 +17,7 @@ from ds_hydra.pipe.shape import ParallelScheme, PipelineShape
 from ds_hydra.plan.phase import Phase, PipelinePlan
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.ranks.together import first_channel, together
-from ds_hydra.step.agreement import agree
+from ds_hydra.step.agreement import agreed, row_of
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from tests.support.ranks import rank_environment, run_ranks
 from tests.support.small_job import small_config, small_model
@@ -115,7 +115,7 @@ def test_costs_must_be_equal_where_orders_are_made_from_them(schedule: str, told
     def program(rank: int) -> str:
         costs = CostTable((SchemeCost(ParallelScheme(pp=2), 0.0, 1.0, 0.0, 100 + rank),))
         try:
-            return str(agree(plan, costs, 3, first_channel()))
+            return str(agreed(plan.step, first_channel().rows(row_of(plan, costs, 3))))
         except PlanError as error:
             return str(error)
 

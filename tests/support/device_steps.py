@@ -17,7 +17,7 @@ from ds_hydra.pipe.shape import ParallelScheme, PipelineShape
 from ds_hydra.ranks import world
 from ds_hydra.ranks.rank_stats import RankStats
 from ds_hydra.report.record import StepRecord
-from ds_hydra.step.stepper import Outcome
+from ds_hydra.step.outcome import Outcome
 from ds_hydra.watchdog import Activity
 from ds_hydra.zero_hetero.clock import Clock, HostClock, Laps, Stopwatch
 from tests.support.fake_device import FakeDevice, FakeDeviceClock, Queued

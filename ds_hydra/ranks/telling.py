@@ -1,0 +1,69 @@
+"""A text of rank 0's in, the same text on every rank out, in messages that meet no others."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# A text travels with its length in one message of this size; only a longer one takes a second message. A plan of a few
+# hundred sequences fits.
+_INLINE = 1 << 15
+LENGTH_BYTES = 8
+
+
+class Telling:
+    """Texts from rank 0 to the ranks 0..num_ranks-1 of the process group `group`, which carries CPU tensors.
+
+    `group` is None for a process alone. What is told under another `tag` does not meet it: a thread may wait for a text
+    while training uses the same group.
+    """
+
+    # Collectives of one process group are matched by their order alone, messages between two ranks by their tag. So a
+    # text goes from rank to rank, along a tree: of 8 ranks, 0 sends to 1, 2 and 4, then 1 to 3 and 5, 2 to 6, 3 to 7.
+
+    def __init__(self, group: dist.ProcessGroup | None, rank: int, num_ranks: int, *, tag: int):
+        self.rank, self.num_ranks, self._group, self._tag = rank, num_ranks, group, tag
+
+    def tell(self, text: str | None) -> str:
+        """Rank 0's text, on every rank. The argument of the other ranks is ignored."""
+        if self.num_ranks == 1:
+            assert text is not None, "the only rank is rank 0"
+            return text
+        data = text.encode() if self.rank == 0 and text else b""
+        told = self._passed_on(framed(data, _INLINE))
+        size = int.from_bytes(told[:LENGTH_BYTES], "little")
+        inline, beyond = told[LENGTH_BYTES:][:size], size - _INLINE
+        if beyond > 0:
+            inline += self._passed_on(data[_INLINE:] or bytes(beyond))
+        return inline.decode()
+
+    def _passed_on(self, data: bytes) -> bytes:
+        """Rank 0's bytes; those of the others only say how many they are."""
+        message = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        # Rank 5, in bits 101, gets it from rank 1, without the highest bit, and sends to those that have a higher one.
+        first = 1 << self.rank.bit_length()
+        if self.rank != 0:
+            _wait(dist.irecv(message, group=self._group, group_src=self.rank - first // 2, tag=self._tag))
+        sent = [self._send(message, self.rank + step) for step in _doublings(first, self.num_ranks - self.rank)]
+        for work in sent:
+            _wait(work)
+        return bytes(message.numpy())
+
+    def _send(self, message: Tensor, receiver: int) -> dist.Work | None:
+        return dist.isend(message, group=self._group, group_dst=receiver, tag=self._tag)
+
+
+def _doublings(first: int, stop: int) -> list[int]:
+    """first, 2 first, 4 first, ... below stop."""
+    return [first << bits for bits in range(stop.bit_length()) if first << bits < stop]
+
+
+def _wait(work: dist.Work | None) -> None:
+    assert work is not None, "this rank is in the group"
+    work.wait()
+
+
+def framed(data: bytes, inline: int) -> bytes:
+    """The first `inline` bytes, filled up with zeros, behind the length of the whole."""
+    return len(data).to_bytes(LENGTH_BYTES, "little") + data[:inline].ljust(inline, b"\0")
