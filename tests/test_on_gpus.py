@@ -43,6 +43,22 @@ def test_attention_is_chosen_by_what_the_kernels_can(
     backends._has_flash_kernels.cache_clear()
 
 
+def test_layers_of_a_micro_batch_share_the_bounds_of_its_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are copied to the device once for a pack, not once for each layer or for each time that it is computed."""
+    given: list[tuple[torch.Tensor, ...]] = []
+
+    def kernel(q: Any, k: Any, v: Any, *bounds: Any, scale: float, window_size: Any, enable_gqa: bool = False) -> Any:
+        given.append(bounds)
+        return q
+
+    monkeypatch.setattr(backends, "_torch_varlen", lambda: kernel)
+    q = torch.zeros(10, 4, 8)
+    for lengths in ((3, 5, 2), (3, 5, 2), (4, 6)):
+        torch_varlen(q, q, q, backends.Segments.whole(lengths), 1.0, None, None)
+    assert [bounds[0].tolist() for bounds in given] == [[0, 3, 8, 10], [0, 3, 8, 10], [0, 4, 10]]
+    assert given[0][0] is given[0][1] is given[1][0]
+
+
 class _StartedError(Exception):
     """Ends a profile when it has started its process group."""
 

@@ -11,7 +11,7 @@ import importlib.util
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -251,15 +251,18 @@ def _match_heads(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> tuple[Tensor
     return k.repeat_interleave(queries_per_key, dim=1), v.repeat_interleave(queries_per_key, dim=1), {}
 
 
+@lru_cache(maxsize=32)
 def _bounds(segments: Segments, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
     """What varlen kernels want to know: where sequences begin and end among queries and keys, and the longest of each.
 
     The first two are (sequences + 1,). Both kernels let the last query of a sequence see its last key.
     """
     # Lengths 3, 5 and 2 give 0 3 8 10: sequence i has the tokens bounds[i] .. bounds[i + 1] - 1, and a token attends
-    # only within its own, so no mask of 10 x 10 is made. The numbers come from the host: nothing waits for the device.
+    # only within its own, so no mask of 10 x 10 is made. The numbers come from the host, from memory that a device
+    # reads by itself, once for all layers of a micro-batch and those that are computed again: nothing waits.
+    pinned = device.type == "cuda"
     found = [
-        torch.tensor((0, *accumulate(sizes)), dtype=torch.int32).to(device, non_blocking=True)
+        torch.tensor((0, *accumulate(sizes)), dtype=torch.int32, pin_memory=pinned).to(device, non_blocking=True)
         for sizes in dict.fromkeys(segments)  # queries and keys of whole sequences are the same
     ]
     return found[0], found[-1], max(segments.queries), max(segments.keys)
