@@ -1,55 +1,26 @@
-"""The watchdog's thread: one loop, run by rank 0, which hears all ranks, and by the others, which hear only rank 0."""
+"""The watchdog's thread: one loop, which hears the ranks above and below, finds faults, and passes verdicts on."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
-import secrets
 import selectors
 import socket
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from ds_hydra.watchdog.connection import NONCE_BYTES, Connection, encoded
+from ds_hydra.watchdog.connection import encoded
+from ds_hydra.watchdog.door import Door
+from ds_hydra.watchdog.tree import Peer, Verdict
 
 if TYPE_CHECKING:
     from ds_hydra.watchdog.watchdog import Watchdog
 
-logger = logging.getLogger(__name__)
-
 TURN_S = 0.25
 _BUSY_TURNS = 4  # that a rank inside a step still gets after another one died or failed
 _LEFT_TURNS = 8  # the same after a rank left in good order: its last messages may still be on their way
-_HANDSHAKE_S = 10.0
-_MAX_STRANGERS = 64
 _MANY = 32  # peers whose messages are read once in a turn
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """Why the job cannot go on, and how long a rank may still live [Note: who ends when].
-
-    A rank inside a step has `turns` left, one outside a step `idle_s` seconds (None: until it begins a step).
-    """
-
-    text: str
-    turns: int
-    idle_s: float | None
-    frozen: int | None = None  # a rank that cannot end itself
-
-
-@dataclass
-class Peer:
-    """What a rank knows of another one."""
-
-    rank: int
-    heard: float
-    step: int = 0
-    activity: str = "start"
-    connection: Connection | None = None
-    left: bool = False
-    judged: bool = False
 
 
 class Side:
@@ -62,6 +33,10 @@ class Side:
     def __init__(self, dog: Watchdog):
         self.dog = dog
         self.selector = selectors.DefaultSelector()
+        self.door = Door(dog, self.selector, self._hear) if dog.below else None
+        if dog.above is not None:
+            assert dog.above.connection is not None, "connected by the watchdog's constructor"
+            self.selector.register(dog.above.connection.socket, selectors.EVENT_READ, dog.above)
 
     def run(self) -> None:
         dog = self.dog
@@ -82,15 +57,17 @@ class Side:
             else:
                 continue  # a message woke the selector early: no turn, or many messages would use a verdict's turns up
             last_turn = now
-            for message in dog.take_outbox():
-                self.failed(message)
+            self._tell_failures()
             if now >= next_beat:
                 next_beat = now + dog.beat_s
-                self.broadcast(dog.beat())
-        for message in dog.take_outbox():
-            self.failed(message)
-        self.broadcast({"bye": dog._where()[0]})
+                self.send(dog.beat(), dog.peers.values())
+        self._tell_failures()
+        self.send({"bye": dog._where()[0]}, dog.peers.values())
         self.close()
+
+    def _tell_failures(self) -> None:
+        for text in self.dog.take_outbox():
+            self.found(Verdict(text, _BUSY_TURNS, None))
 
     def wait_for_messages(self) -> list[tuple[selectors.SelectorKey, int]]:
         """Whose messages are there; returns by the end of a turn."""
@@ -102,25 +79,56 @@ class Side:
         return self.selector.select(timeout=0)
 
     def ready(self, key: selectors.SelectorKey) -> None:
-        raise NotImplementedError
+        """Read what has come."""
+        if isinstance(key.data, Peer):
+            self._hear(key.data)
+        elif self.door is not None:
+            self.door.ready(key.data)
+
+    def _hear(self, peer: Peer) -> None:
+        connection = peer.connection
+        if connection is None:
+            return
+        open_still = connection.receive()
+        try:
+            for message in connection.messages():
+                self.note(peer, message)
+                if "verdict" in message and peer is self.dog.above:
+                    self.decide(Verdict(**message["verdict"]))
+                elif "found" in message and peer is not self.dog.above:
+                    self.found(Verdict(**message["found"]))
+        except (ValueError, TypeError, KeyError, IndexError):
+            open_still = False
+        if not open_still:
+            self.lost(peer)
 
     def check(self, now: float) -> None:
         """Judge ranks that are still connected but have been silent for longer than `frozen_s`."""
+        if self.door is not None:
+            self.door.check(now)
         for peer in self.dog.peers.values():
             silent = now - peer.heard
             if not peer.left and not peer.judged and silent > self.dog.frozen_s:
                 peer.judged = True
-                self.verdict(self._frozen(peer, silent))
+                self.found(self._frozen(peer, silent), peer)
 
-    def verdict(self, verdict: Verdict) -> None:
-        self.dog.judge(verdict)
+    def found(self, verdict: Verdict, about: Peer | None = None) -> None:
+        """Tell rank 0 what was found, or decide here: on rank 0, and of the rank above [Note: a tree of hosts]."""
+        above = self.dog.above
+        if above is None or above is about or above.connection is None:
+            self.decide(verdict)
+        else:
+            above.connection.send({"found": asdict(verdict)})
 
-    def failed(self, message: dict[str, Any]) -> None:
-        raise NotImplementedError
+    def decide(self, verdict: Verdict) -> None:
+        """Accept a verdict if it is the first, and pass it on to the ranks below."""
+        if self.dog.judge(verdict):
+            self.send({"verdict": asdict(verdict)}, self.dog.below.values())
 
-    def broadcast(self, message: dict[str, Any]) -> None:
+    def send(self, message: dict[str, Any], peers: Iterable[Peer]) -> None:
+        """Send a message to each of these ranks that is there."""
         body = encoded(message)
-        for peer in self.dog.peers.values():
+        for peer in peers:
             if peer.connection is not None:
                 peer.connection.send_body(body)
 
@@ -131,7 +139,7 @@ class Side:
             peer.step, peer.activity = int(message["beat"][0]), str(message["beat"][1])
         if "bye" in message:
             peer.left, peer.step = True, int(message["bye"])
-            self.verdict(self._left(peer))
+            self.found(self._left(peer), peer)
 
     def lost(self, peer: Peer) -> None:
         """The connection has closed; if the rank has not said farewell before, it died."""
@@ -142,7 +150,7 @@ class Side:
             peer.connection = None
         if not peer.left and not peer.judged:
             peer.judged = peer.left = True
-            self.verdict(self._died(peer))
+            self.found(self._died(peer), peer)
 
     def _died(self, peer: Peer) -> Verdict:
         text = f"rank {peer.rank} died, last heard of in step {peer.step} ({peer.activity})"
@@ -162,6 +170,8 @@ class Side:
         return Verdict(f"rank {peer.rank} has left the job after step {peer.step}", _LEFT_TURNS, None)
 
     def close(self) -> None:
+        if self.door is not None:
+            self.door.close()
         for peer in self.dog.peers.values():
             if peer.connection is not None:
                 # A close with bytes still unread resets the connection, and the reset may overtake the farewell that
@@ -170,136 +180,3 @@ class Side:
                     peer.connection.socket.shutdown(socket.SHUT_WR)
                 peer.connection.close()
         self.selector.close()
-
-
-class Client(Side):
-    """A rank other than 0: it hears rank 0 only, and learns of the other ranks by rank 0's verdicts."""
-
-    def __init__(self, dog: Watchdog):
-        super().__init__(dog)
-        self.peer = dog.peers[0]
-        assert self.peer.connection is not None, "connected by the constructor"
-        self.selector.register(self.peer.connection.socket, selectors.EVENT_READ)
-
-    def ready(self, key: selectors.SelectorKey) -> None:
-        connection = self.peer.connection
-        if connection is None:
-            return
-        open_still = connection.receive()
-        try:
-            for message in connection.messages():
-                self.note(self.peer, message)
-                if "verdict" in message:
-                    self.dog.judge(Verdict(**message["verdict"]))
-        except (ValueError, TypeError, KeyError, IndexError):
-            open_still = False
-        if not open_still:
-            self.lost(self.peer)
-
-    def failed(self, message: dict[str, Any]) -> None:
-        self.broadcast(message)
-
-
-class Server(Side):
-    """Rank 0: accepts connections, hears all ranks and tells them its verdicts."""
-
-    # [Note: handshake] Whoever connects is a stranger until it has shown that it knows the job's secret:
-    #
-    #   rank 0 -> rank 3   a nonce A of 16 random bytes, made for this connection
-    #   rank 3 -> rank 0   a nonce B, then the frame {"rank": 3}; its code is keyed by HMAC(secret, A + B)
-    #
-    # The secret itself never goes over this socket. A frame that was recorded on another connection fails here, for A
-    # and B differ; one recorded on this connection fails by its number (`Connection._mac`). A port scanner, or another
-    # job that was given the same port, sends no such frame and is dropped after 10 s at the latest.
-
-    def __init__(self, dog: Watchdog):
-        super().__init__(dog)
-        dog.listener.setblocking(False)
-        self.selector.register(dog.listener, selectors.EVENT_READ, None)
-        self.strangers: dict[Connection, tuple[float, bytes]] = {}
-
-    def ready(self, key: selectors.SelectorKey) -> None:
-        if key.data is None:
-            self._accept()
-        elif isinstance(key.data, Peer):
-            self._hear(key.data)
-        else:
-            self._meet(key.data)
-
-    def check(self, now: float) -> None:
-        for connection in [c for c, (since, _) in self.strangers.items() if now - since > _HANDSHAKE_S]:
-            self._refuse(connection)
-        super().check(now)
-
-    def verdict(self, verdict: Verdict) -> None:
-        if self.dog.judge(verdict):
-            self.broadcast({"verdict": asdict(verdict)})
-
-    def failed(self, message: dict[str, Any]) -> None:
-        self.verdict(Verdict(str(message["failed"]), _BUSY_TURNS, None))
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                sock, _ = self.dog.listener.accept()
-                # Each open socket takes one of this process's descriptors, which training needs too.
-                if len(self.strangers) >= _MAX_STRANGERS + self.dog.num_ranks:
-                    sock.close()
-                    continue
-                connection = Connection(sock, server=True)
-                nonce = secrets.token_bytes(NONCE_BYTES)
-                self.strangers[connection] = (time.monotonic(), nonce)
-                self.selector.register(sock, selectors.EVENT_READ, connection)
-                connection.send_raw(nonce)
-
-    def _meet(self, connection: Connection) -> None:
-        """A stranger has sent something; it becomes a rank by a first frame that is valid [Note: handshake]."""
-        open_still = connection.receive()
-        _, nonce = self.strangers[connection]
-        try:
-            if not connection.keyed:
-                theirs = connection.take_raw(NONCE_BYTES)
-                if theirs is not None:
-                    connection.set_key(self.dog.secret, nonce + theirs)
-            if connection.keyed:
-                for message in connection.messages():
-                    peer = self.dog.peers[int(message["rank"])]
-                    if peer.connection is not None or peer.left:
-                        raise ValueError("that rank is here already")
-                    peer.connection, peer.heard = connection, time.monotonic()
-                    del self.strangers[connection]
-                    self.selector.modify(connection.socket, selectors.EVENT_READ, peer)
-                    self._hear(peer)
-                    return
-        except (ValueError, TypeError, KeyError):
-            open_still = False
-        if not open_still:
-            logger.warning("refused a connection to the heartbeat port that does not know the job's secret")
-            self._refuse(connection)
-
-    def _refuse(self, connection: Connection) -> None:
-        self.strangers.pop(connection, None)
-        with contextlib.suppress(KeyError, ValueError):
-            self.selector.unregister(connection.socket)
-        connection.close()
-
-    def _hear(self, peer: Peer) -> None:
-        connection = peer.connection
-        if connection is None:
-            return
-        open_still = connection.receive()
-        try:
-            for message in connection.messages():
-                self.note(peer, message)
-                if "failed" in message:
-                    self.failed(message)
-        except (ValueError, TypeError, KeyError, IndexError):
-            open_still = False
-        if not open_still:
-            self.lost(peer)
-
-    def close(self) -> None:
-        for connection in list(self.strangers):
-            self._refuse(connection)
-        self.dog.listener.close()
-        super().close()

@@ -1,9 +1,9 @@
 """Heartbeats between ranks, outside the collectives: a dead or frozen rank in, an end of the job on all ranks out.
 
 [Note: who ends when]
-Every rank has a connection to rank 0, and a thread that sends a heartbeat over it. A closed connection means that the
-rank has died; silence means that it is frozen. Rank 0 tells all ranks what happened, as a verdict, and each rank ends
-itself by it:
+Every rank has connections to few others [Note: a tree of hosts], and a thread that sends heartbeats over them. A closed
+connection means that the rank has died; silence means that it is frozen. Rank 0 tells all ranks what happened, as a
+verdict, and each rank ends itself by it:
 
   what happened       a rank inside a step ends     a rank outside a step ends
   a rank is frozen    at once                       at once
@@ -38,11 +38,12 @@ from typing import Any, Protocol
 from ds_hydra.watchdog.activity import IDLE
 from ds_hydra.watchdog.connection import NONCE_BYTES, Connection
 from ds_hydra.watchdog.host import Identity, end_process, kill, listen, own_address
-from ds_hydra.watchdog.sides import TURN_S, Client, Peer, Server, Verdict
+from ds_hydra.watchdog.sides import TURN_S, Side
+from ds_hydra.watchdog.tree import Peer, Verdict, places
 
 logger = logging.getLogger(__name__)
 
-_RANKS_A_BEAT = 256  # ranks that rank 0 hears in the time between two heartbeats of a small job
+_RANKS_A_BEAT = 256  # ranks that one rank hears in the time between two heartbeats of a small job
 _START_S = 60.0  # until every rank has connected
 
 
@@ -55,13 +56,13 @@ class Texts(Protocol):
     def texts(self, text: str) -> list[str]: ...
 
 
-def beat_seconds(num_ranks: int, heartbeat_s: float, frozen_s: float) -> float:
-    """Seconds between two heartbeats of a rank: `heartbeat_s`, or more where many would keep rank 0 busy.
+def beat_seconds(num_heard: int, heartbeat_s: float, frozen_s: float) -> float:
+    """Seconds between two heartbeats of a rank: `heartbeat_s`, or more where many would keep one rank busy.
 
-    Rank 0 hears and answers all of them, in a thread of the process that trains. With 1024 ranks, one beat in 3 s of
-    each, it still hears three of a rank within 9 s, before that would count as frozen.
+    The rank that hears most, `num_heard`, hears and answers them in a thread of the process that trains. Where it hears
+    1024, each beats once in 3 s: still three beats within 9 s, after which a silent rank counts as frozen.
     """
-    return max(heartbeat_s, min(frozen_s / 3, heartbeat_s * num_ranks / _RANKS_A_BEAT))
+    return max(heartbeat_s, min(frozen_s / 3, heartbeat_s * num_heard / _RANKS_A_BEAT))
 
 
 class Watchdog:
@@ -83,17 +84,17 @@ class Watchdog:
         """
         self.rank, self.num_ranks, self._where = channel.rank, channel.num_ranks, where
         self.heartbeat_s, self.frozen_s, self._end = heartbeat_s, frozen_s, end or end_process
-        self.beat_s = beat_seconds(channel.num_ranks, heartbeat_s, frozen_s)
         self._verdict: Verdict | None = None
         self._turns = 0
         self._judged_at = 0.0
         self._reported = False
-        self._outbox: list[dict[str, Any]] = []
+        self._outbox: list[str] = []
         self._lock = threading.Lock()
         self.closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._hook_before, self._hook = sys.excepthook, self._excepthook  # a bound method: kept, to compare later
         self.address: tuple[str, int] | None = None
+        self.above: Peer | None = None
         if channel.num_ranks == 1 or heartbeat_s == 0:
             return
         self._connect(channel, address)
@@ -115,7 +116,7 @@ class Watchdog:
             step, activity = self._where()
             text = f"rank {self.rank} failed in step {step} ({activity}): {type(error).__name__}: {error}"
             with self._lock:
-                self._outbox.append({"failed": text[:1500]})
+                self._outbox.append(text[:1500])
             # Wait until rank 0 has heard this and answered. Its verdict may name another rank: a collective that fails
             # here because rank 2 died is rank 2's fault, and the user should read that beside this rank's traceback.
             deadline = time.monotonic() + 4 * TURN_S
@@ -145,30 +146,36 @@ class Watchdog:
 
     def _connect(self, channel: Texts, address: str | None) -> None:
         mine = asdict(Identity.of_self())
-        offer: dict[str, Any] = {}
-        if self.rank == 0:
-            self.secret = secrets.token_bytes(32)
         hosts = [json.loads(text)["host"] for text in channel.texts(json.dumps(mine))]
+        tree = places(hosts)
+        place = tree[self.rank]
+        self.beat_s = beat_seconds(max(len(one.below) for one in tree), self.heartbeat_s, self.frozen_s)
+        offer: dict[str, Any] = {}
+        if place.below:
+            # On one host the loopback address is enough, and no other host can reach the port. Only rank 0 may hear
+            # other hosts.
+            alone = all(hosts[rank] == hosts[self.rank] for rank in place.below)
+            given = address if self.rank == 0 else None
+            self.listener = listen(given or ("127.0.0.1" if alone else own_address()))
+            offer["address"] = self.listener.getsockname()[:2]
         if self.rank == 0:
-            # On one host the loopback address is enough, and no other host can reach the port.
-            host = address or ("127.0.0.1" if len(set(hosts)) == 1 else own_address())
-            self.listener = listen(host)
-            offer = {"address": host, "port": self.listener.getsockname()[1], "secret": self.secret.hex()}
+            offer["secret"] = secrets.token_bytes(32).hex()
         told = [json.loads(text) for text in channel.texts(json.dumps({"identity": mine, "offer": offer}))]
         self.identities = [Identity(**one["identity"]) for one in told]
-        offer = told[0]["offer"]
-        self.secret = bytes.fromhex(offer["secret"])
-        self.address = (offer["address"], offer["port"])
+        self.secret = bytes.fromhex(told[0]["offer"]["secret"])
+        host, port = told[self.rank if place.above is None else place.above]["offer"]["address"]
+        self.address = (host, port)
         now = time.monotonic()
-        # Rank 0 counts all ranks as heard until _START_S from now, since none can beat before it has connected.
-        self.peers = {rank: Peer(rank, now + _START_S) for rank in range(self.num_ranks) if rank != self.rank}
-        if self.rank != 0:
-            self.peers = {0: Peer(0, now)}
-            self.peers[0].connection = self._greet()
+        # Those below count as heard until _START_S from now, since none can beat before it has connected.
+        self.below = {rank: Peer(rank, now + _START_S) for rank in place.below}
+        self.peers = dict(self.below)
+        if place.above is not None:
+            self.above = self.peers[place.above] = Peer(place.above, now)
+            self.above.connection = self._greet()
 
     def _greet(self) -> Connection:
-        """Connect to rank 0 and show that this rank knows the secret."""
-        assert self.address is not None, "rank 0 has said where it listens"
+        """Connect to the rank above and show that this rank knows the secret."""
+        assert self.address is not None, "that rank has said where it listens"
         sock = socket.create_connection(self.address, timeout=_START_S)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.settimeout(_START_S)
@@ -176,7 +183,7 @@ class Watchdog:
         while len(theirs) < NONCE_BYTES:
             data = sock.recv(NONCE_BYTES - len(theirs))
             if not data:
-                raise ConnectionError(f"rank 0 closed the heartbeat connection to {self.address}")
+                raise ConnectionError(f"the heartbeat connection was closed by {self.address}")
             theirs += data
         mine = secrets.token_bytes(NONCE_BYTES)
         connection = Connection(sock, server=False)
@@ -185,11 +192,11 @@ class Watchdog:
         connection.send({"rank": self.rank})
         return connection
 
-    # Living: one thread, on either side of the connection.
+    # Living: one thread.
 
     def _live(self) -> None:
         try:
-            (Server(self) if self.rank == 0 else Client(self)).run()
+            Side(self).run()
         except Exception:
             logger.exception("the watchdog of rank %d has ended; faults of other ranks go unnoticed", self.rank)
 
@@ -225,7 +232,8 @@ class Watchdog:
                 "from the newest checkpoint"
             )
 
-    def take_outbox(self) -> list[dict[str, Any]]:
+    def take_outbox(self) -> list[str]:
+        """Texts of errors on this rank, which the others are to hear."""
         with self._lock:
             taken, self._outbox = self._outbox, []
         return taken

@@ -5,17 +5,37 @@ from __future__ import annotations
 import pytest
 
 from ds_hydra.ranks.channel import peers_of
+from ds_hydra.watchdog.tree import places
 from ds_hydra.watchdog.watchdog import beat_seconds
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "heartbeat_s", "frozen_s", "expected"),
+    ("num_heard", "heartbeat_s", "frozen_s", "expected"),
     [(2, 1.0, 9.0, 1.0), (256, 1.0, 9.0, 1.0), (512, 1.0, 9.0, 2.0), (1024, 1.0, 9.0, 3.0), (1024, 5.0, 9.0, 5.0)],
 )
-def test_ranks_of_large_jobs_beat_less_often(
-    num_ranks: int, heartbeat_s: float, frozen_s: float, expected: float
+def test_ranks_beat_less_often_where_one_hears_many(
+    num_heard: int, heartbeat_s: float, frozen_s: float, expected: float
 ) -> None:
-    assert beat_seconds(num_ranks, heartbeat_s, frozen_s) == expected
+    assert beat_seconds(num_heard, heartbeat_s, frozen_s) == expected
+
+
+def test_the_first_rank_of_a_host_hears_the_others_and_rank_0_hears_those() -> None:
+    assert places(["a"]) == [(None, ())]
+    assert places(["a"] * 3) == [(None, (1, 2)), (0, ()), (0, ())]
+    # Ranks of a host need not be consecutive.
+    assert places(["a", "b", "a", "b", "c", "b"]) == [
+        (None, (1, 2, 4)),
+        (0, (3, 5)),
+        (0, ()),
+        (1, ()),
+        (0, ()),
+        (1, ()),
+    ]
+    many = places([f"node{rank // 8}" for rank in range(1024)])
+    assert len(many[0].below) == 7 + 127
+    assert {len(place.below) for place in many[1:]} == {0, 7}
+    heard = [below for place in many for below in place.below]
+    assert sorted(heard) == list(range(1, 1024))
 
 
 def test_small_messages_connect_few_ranks() -> None:

@@ -229,7 +229,7 @@ def _set_off(kind: str, engine: Any) -> None:
 
 def _cut_connections(engine: Any) -> None:
     """Shut down every TCP connection of this process but the heartbeat's: collectives fail here and at the peers."""
-    kept = {peer.channel.socket.fileno() for peer in engine.crew.watchdog.peers.values() if peer.channel is not None}
+    kept = {p.connection.socket.fileno() for p in engine.crew.watchdog.peers.values() if p.connection is not None}
     for name in os.listdir("/proc/self/fd"):
         handle = int(name)
         with contextlib.suppress(OSError):

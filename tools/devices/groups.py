@@ -13,6 +13,7 @@ from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.ranks.channel import peers_of
 from ds_hydra.ranks.groups import apart, needed_groups
 from ds_hydra.step.connections import connections_of
+from ds_hydra.watchdog.tree import places
 from tools.devices.count import NODE_SIZE, plan_of
 from tools.devices.table import Table
 
@@ -44,7 +45,9 @@ def groups(quick: bool) -> Table:
         most = 3 + max(sum(rank in ranks for ranks in every) for rank in range(0, num_ranks, NODE_SIZE))
         pairs = _most_pairs(found.links | found.edges, num_ranks)
         sockets = GLOO_GROUPS * max(len(peers_of(rank, num_ranks)) for rank in range(num_ranks)) + 1
-        of_first = GLOO_GROUPS * len(peers_of(0, num_ranks)) + num_ranks - 1
+        of_first = GLOO_GROUPS * len(peers_of(0, num_ranks)) + len(
+            places([str(rank // NODE_SIZE) for rank in range(num_ranks)])[0].below
+        )
         name = f"{texts[0]} and {len(texts) - 1} more"
         table.rows.append([name, num_ranks, most, MOST_GROUPS, len(every), meetings, MOST_MEETINGS, pairs, MOST_PAIRS,
                            sockets, of_first, MOST_SOCKETS])  # fmt: skip

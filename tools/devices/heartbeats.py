@@ -1,12 +1,13 @@
-"""What rank 0's watchdog takes of a core: its own thread, with the connections of all other ranks to this process.
+"""What rank 0's watchdog takes of a core: its own thread, with the connections of all ranks that it hears.
 
-The other ranks are one forked process, which connects once for each of them, sends their heartbeats at the times at
-which they would, and reads the answers. The figure is the watchdog's thread's own time; what the kernel does for the
-sockets is in it.
+Those ranks, the others of its host and the first one of each other host, are one forked process, which connects once
+for each of them, sends their heartbeats at the times at which they would, and reads the answers. The figure is the
+watchdog's thread's own time; what the kernel does for the sockets is in it.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import selectors
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 
 from ds_hydra.watchdog.connection import Connection
 from ds_hydra.watchdog.watchdog import Watchdog
+from tools.devices.count import NODE_SIZE
 from tools.devices.table import Table
 
 MOST = 0.01  # of a core
@@ -27,24 +29,27 @@ _CONNECTING_S = 60.0
 
 @dataclass
 class _Alone:
-    """The texts of many ranks, all of which say what rank 0 says."""
+    """The texts of many ranks, all of which say what rank 0 says, but for the host that they are on."""
 
     num_ranks: int
     rank: int = 0
 
     def texts(self, text: str) -> list[str]:
-        return [text] * self.num_ranks
+        said = json.loads(text) if text else None
+        if not said or "host" not in said:
+            return [text] * self.num_ranks
+        return [json.dumps(said | {"host": f"node{rank // NODE_SIZE}"}) for rank in range(self.num_ranks)]
 
 
 def heartbeats(quick: bool) -> Table:
     """The share of a core, for jobs of several sizes; quick: measured for a shorter time."""
-    table = Table("rank 0's watchdog", ["ranks", "connections", "beats a rank and s", "of a core", "aim"])
+    table = Table("rank 0's watchdog", ["ranks", "hears", "beats a rank and s", "of a core", "aim"])
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(8192, _most_files()), _most_files()))
     for num_ranks in JOBS:
         dog, share, connected = _measured(num_ranks, 6.0 if quick else 15.0)
         table.rows.append([num_ranks, connected, round(1 / dog.beat_s, 2), f"{share:.2%}", f"{MOST:.0%}"])
-        if connected != num_ranks - 1:
-            table.missed.append(f"only {connected} of {num_ranks - 1} ranks have connected")
+        if connected != len(dog.below):
+            table.missed.append(f"only {connected} of {len(dog.below)} ranks have connected")
         if share > MOST:
             table.missed.append(f"{num_ranks} ranks: {share:.2%} of a core (aim {MOST:.0%})")
     return table
@@ -61,12 +66,12 @@ def _measured(num_ranks: int, seconds: float) -> tuple[Watchdog, float, int]:
     child = os.fork()
     if child == 0:
         try:
-            _others(dog, num_ranks)
+            _others(dog)
         finally:
             os._exit(0)
     try:
         deadline = time.monotonic() + _CONNECTING_S
-        while _connected(dog) < num_ranks - 1 and time.monotonic() < deadline:
+        while _connected(dog) < len(dog.below) and time.monotonic() < deadline:
             time.sleep(0.1)
         assert dog._thread is not None, "several ranks are watched"
         assert dog._thread.ident is not None, "it runs"
@@ -88,11 +93,11 @@ def _connected(dog: Watchdog) -> int:
     return sum(peer.connection is not None for peer in dog.peers.values())
 
 
-def _others(dog: Watchdog, num_ranks: int) -> None:
-    """The life of all ranks but 0: each sends a beat in its turn, and hears what rank 0 says."""
+def _others(dog: Watchdog) -> None:
+    """The life of the ranks that rank 0 hears: each sends a beat in its turn, and hears what rank 0 says."""
     selector = selectors.DefaultSelector()
     connections: list[Connection] = []
-    for rank in range(1, num_ranks):
+    for rank in dog.below:
         dog.rank = rank
         connections.append(dog._greet())
         connections[-1].socket.setblocking(False)

@@ -1,0 +1,104 @@
+"""Where ranks below connect: strangers in, peers that know the job's secret out."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import selectors
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ds_hydra.watchdog.connection import NONCE_BYTES, Connection
+from ds_hydra.watchdog.tree import Peer
+
+if TYPE_CHECKING:
+    from ds_hydra.watchdog.watchdog import Watchdog
+
+logger = logging.getLogger(__name__)
+
+_HANDSHAKE_S = 10.0
+_MAX_STRANGERS = 64
+
+
+class Door:
+    """Accepts connections; `enter` is called for each rank that has come in and may have said more."""
+
+    # [Note: handshake] Whoever connects is a stranger until it has shown that it knows the job's secret:
+    #
+    #   rank 0 -> rank 3   a nonce A of 16 random bytes, made for this connection
+    #   rank 3 -> rank 0   a nonce B, then the frame {"rank": 3}; its code is keyed by HMAC(secret, A + B)
+    #
+    # The secret itself never goes over this socket. A frame that was recorded on another connection fails here, for A
+    # and B differ; one recorded on this connection fails by its number (`Connection._mac`). A port scanner, or another
+    # job that was given the same port, sends no such frame and is dropped after 10 s at the latest.
+
+    def __init__(self, dog: Watchdog, selector: selectors.BaseSelector, enter: Callable[[Peer], None]):
+        self.dog, self.selector, self._enter = dog, selector, enter
+        dog.listener.setblocking(False)
+        selector.register(dog.listener, selectors.EVENT_READ, None)
+        self.strangers: dict[Connection, tuple[float, bytes]] = {}
+
+    def ready(self, stranger: Connection | None) -> None:
+        """Somebody connects, or a stranger has sent something."""
+        if stranger is None:
+            self._accept()
+        else:
+            self._meet(stranger)
+
+    def check(self, now: float) -> None:
+        """Drop strangers that take too long."""
+        for connection in [c for c, (since, _) in self.strangers.items() if now - since > _HANDSHAKE_S]:
+            self._refuse(connection)
+
+    def close(self) -> None:
+        """Nobody can connect any more."""
+        for connection in list(self.strangers):
+            self._refuse(connection)
+        self.dog.listener.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                sock, _ = self.dog.listener.accept()
+                # Each open socket takes one of this process's descriptors, which training needs too.
+                if len(self.strangers) >= _MAX_STRANGERS + len(self.dog.below):
+                    sock.close()
+                    continue
+                connection = Connection(sock, server=True)
+                nonce = secrets.token_bytes(NONCE_BYTES)
+                self.strangers[connection] = (time.monotonic(), nonce)
+                self.selector.register(sock, selectors.EVENT_READ, connection)
+                connection.send_raw(nonce)
+
+    def _meet(self, connection: Connection) -> None:
+        """A stranger becomes a rank by a first frame that is valid [Note: handshake]."""
+        open_still = connection.receive()
+        _, nonce = self.strangers[connection]
+        try:
+            if not connection.keyed:
+                theirs = connection.take_raw(NONCE_BYTES)
+                if theirs is not None:
+                    connection.set_key(self.dog.secret, nonce + theirs)
+            if connection.keyed:
+                for message in connection.messages():
+                    peer = self.dog.below[int(message["rank"])]
+                    if peer.connection is not None or peer.left:
+                        raise ValueError("that rank is here already")
+                    peer.connection, peer.heard = connection, time.monotonic()
+                    del self.strangers[connection]
+                    self.selector.modify(connection.socket, selectors.EVENT_READ, peer)
+                    self._enter(peer)
+                    return
+        except (ValueError, TypeError, KeyError):
+            open_still = False
+        if not open_still:
+            logger.warning("refused a connection to the heartbeat port that does not know the job's secret")
+            self._refuse(connection)
+
+    def _refuse(self, connection: Connection) -> None:
+        self.strangers.pop(connection, None)
+        with contextlib.suppress(KeyError, ValueError):
+            self.selector.unregister(connection.socket)
+        connection.close()

@@ -1,0 +1,74 @@
+"""Ranks of several hosts hear each other by way of the first rank of each: whoever goes is named on all of them."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from unittest import mock
+
+import pytest
+
+from ds_hydra.ranks.channel import Channel
+from ds_hydra.watchdog import Watchdog, host
+from tests.support.ranks import run_ranks
+
+HOSTS = ("a", "a", "b", "b", "b")  # rank 0 hears 1 and 2, rank 2 hears 3 and 4
+FROZEN_S = 2.0
+
+
+def watched(rank: int, lost: int, how: str) -> tuple[str, float]:
+    """Why this rank of a step ended when rank `lost` went, and seconds from then."""
+    ended: list[str] = []
+    stuck, asleep = threading.Event(), threading.Event()
+
+    def where() -> tuple[int, str]:
+        if stuck.is_set() and threading.current_thread().name == "watchdog":
+            asleep.set()
+            time.sleep(FROZEN_S + 1.5 if how == "frozen" else 1.5)  # it neither speaks nor hears
+        return 7, "forward"
+
+    meeting = Channel(None, rank, len(HOSTS))
+    with mock.patch.object(host, "host", return_value=HOSTS[rank]):
+        dog = Watchdog(meeting, where, heartbeat_s=0.2, frozen_s=FROZEN_S, end=ended.append)
+    assert len(dog.peers) == (2, 1, 3, 1, 1)[rank]
+    time.sleep(0.5)
+    meeting.texts("")
+    began = time.monotonic()
+    if rank == lost:
+        if how == "failed":
+            dog.report(ValueError("no good"))
+        elif how == "left":
+            dog.close()
+        else:
+            stuck.set()
+            asleep.wait()
+            for peer in dog.peers.values() if how == "died" else ():
+                assert peer.connection is not None
+                peer.connection.socket.shutdown(socket.SHUT_RDWR)
+    while rank != lost and not ended and time.monotonic() < began + 8.0:
+        time.sleep(0.02)
+    took = time.monotonic() - began
+    meeting.texts("")
+    dog.close()
+    return (ended or [""])[0], took
+
+
+@pytest.mark.parametrize(
+    ("lost", "how", "told", "most_s"),
+    [
+        (4, "died", "rank 4 died, last heard of in step 7 (forward)", 3.0),
+        (2, "died", "rank 2 died", 3.0),
+        (0, "died", "rank 0 died", 3.0),
+        (4, "frozen", "rank 4 is frozen", FROZEN_S + 2.0),
+        (2, "frozen", "rank 2 is frozen", FROZEN_S + 2.0),
+        (0, "frozen", "rank 0 is frozen", FROZEN_S + 2.0),
+        (3, "failed", "rank 3 failed in step 7 (forward): ValueError: no good", 3.0),
+        (3, "left", "rank 3 has left the job after step 7", 4.0),
+    ],
+)
+def test_who_goes_is_named_on_the_ranks_of_all_hosts(lost: int, how: str, told: str, most_s: float) -> None:
+    for rank, (ended, took) in enumerate(run_ranks(watched, len(HOSTS), lost, how)):
+        if rank != lost:
+            assert told in ended, rank
+            assert took < most_s, rank
