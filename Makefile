@@ -39,7 +39,7 @@ demo: $(STAMP)
 	$(BIN)/ds-hydra demo
 
 bench: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tools.bench_systems --ablation --emulate 5 \
+	OMP_NUM_THREADS=1 $(BIN)/python -m tools.bench_systems --ablation --curves 10 --emulate 5 \
 		--json benchmarks/systems.json --plots benchmarks
 
 lint: $(STAMP)

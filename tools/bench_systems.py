@@ -1,12 +1,13 @@
 """Ours and every rival side by side: the same batches, costs, memory and simulator; rivals set up in hindsight.
 
   python -m tools.bench_systems [--quick] [--steps N] [--cells WORD ...] [--systems NAME ...] [--json FILE]
-                                [--plots FOLDER] [--ablation] [--emulate STEPS]
+                                [--plots FOLDER] [--ablation] [--curves STEPS] [--emulate STEPS]
 
 LLaMA 7B on 16 and 32 GPUs and 32B on 32 and 64 (A800 tables), contexts of 16K and 32K, steps of 100K and 200K tokens,
 three mixes of lengths. Each rival's configuration is the best for the very batches that are reported; ours is chosen on
 others. "gap": slowest minus fastest pipeline over slowest; "bound": share of the GPU-seconds bound in the step.
-`--ablation` adds one idea after the other in one cell; `--emulate` runs six cells on the emulated cluster.
+`--ablation` adds one idea after the other in one cell, `--curves` changes GPUs, context and tokens one by one, and
+`--emulate` runs six cells on the emulated cluster.
 
 Exits non-zero if an aim is missed.
 """
@@ -25,6 +26,8 @@ from ds_hydra.commands.figures import figures_parser, finish, guarded, print_tab
 from tools.systems.ablation import HEADERS as ABLATION_HEADERS
 from tools.systems.ablation import ablation
 from tools.systems.cells import Cell, all_cells
+from tools.systems.curves import HEADERS as CURVE_HEADERS
+from tools.systems.curves import curve_figures, curve_row, curves
 from tools.systems.measure import NAMES, OURS, bound_ms, measure
 from tools.systems.verdicts import (
     CELL_HEADERS,
@@ -95,6 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--systems", nargs="+", choices=NAMES, default=list(NAMES), help="ours is always among them")
     parser.add_argument("--workers", type=int, default=min(2, os.cpu_count() or 1), help="cells at a time")
     parser.add_argument("--ablation", action="store_true", help="ideas one by one, as Hydraulis' figure 16 has them")
+    parser.add_argument("--curves", type=int, default=0, metavar="STEPS", help="by GPUs, context and tokens a step")
     parser.add_argument("--emulate", type=int, default=0, metavar="STEPS", help="of six cells on the emulated cluster")
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="draw the figures there")
     args = parser.parse_args(arguments)
@@ -116,19 +120,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.ablation:
             print(f"\nIdea by idea, {FLAGSHIP}")
             print_table(ABLATION_HEADERS, ablation(FLAGSHIP, steps))
+        points = list(curves(args.curves)) if args.curves else []
+        if points:
+            print("\nBy GPUs, context and tokens of a step, 7B")
+            print_table(CURVE_HEADERS, [curve_row(point) for point in points])
         if args.emulate:
             show_emulated(args.emulate)
         if args.plots:
-            from tools.systems.plots import draw_systems  # needs matplotlib
+            from tools.systems.plots import draw_curves, draw_systems  # needs matplotlib
 
-            for path in draw_systems(results, args.plots):
+            drawn = draw_systems(results, args.plots)
+            for path in [*drawn, draw_curves(points, args.plots)] if points else drawn:
                 print(path)
         worst = min(result.best_rival for result in results)
         summary = (
             f"{len(results)} cells of {steps} steps in {time.perf_counter() - began:.0f} s; the least gain is "
             f"{worst[0]:.2f} over {worst[1]}"
         )
-        return finish("bench_systems", summary, {"steps": steps, **figures(results)}, missed_aims(results), args.json)
+        found = {"steps": steps, **figures(results), "curves": curve_figures(points)}
+        return finish("bench_systems", summary, found, missed_aims(results), args.json)
 
     return guarded("bench_systems", run)
 

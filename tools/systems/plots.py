@@ -9,6 +9,7 @@ import numpy as np
 
 from ds_hydra.report.plots import COLOURS, pyplot
 from tools.systems.cells import MIXES
+from tools.systems.curves import SYSTEMS, Point
 from tools.systems.measure import NAMES, OURS
 from tools.systems.verdicts import FLAGSHIP, Result
 
@@ -25,6 +26,41 @@ def draw_systems(results: Sequence[Result], folder: Path) -> list[Path]:
     if len({result.cell.gpus for result in results}) > 1:
         drawn.append(_scaling(results, folder / "systems_scaling.png"))
     return drawn
+
+
+def draw_curves(points: Sequence[Point], folder: Path) -> Path:
+    """Mean steps over the factor that changes, each system's deviation shaded, a panel for each factor."""
+    plt = pyplot()
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    factors = list(dict.fromkeys(point.factor for point in points))
+    figure, panels = plt.subplots(1, len(factors), figsize=(4.5 * len(factors), 3.8), layout="constrained")
+    for axes, factor in zip(np.atleast_1d(panels), factors, strict=True):
+        own = [point for point in points if point.factor == factor]
+        for index, name in enumerate(SYSTEMS):
+            there = [(point.value, point.systems[name]) for point in own if name in point.systems]
+            values = [value for value, _ in there]
+            mean, deviation = (
+                np.array([getattr(one, figure_of) / 1e3 for _, one in there])
+                for figure_of in ("mean_ms", "deviation_ms")
+            )
+            axes.plot(values, mean, marker="osv^D"[index], color=COLOURS[index], label=name, linewidth=1.4)
+            axes.fill_between(values, mean - deviation, mean + deviation, color=COLOURS[index], alpha=0.15)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks([point.value for point in own], [f"{point.value:,}" for point in own], fontsize=8)
+        axes.minorticks_off()
+        if factor != "context":
+            axes.set_yscale("log")
+            axes.yaxis.set_major_locator(LogLocator(10, subs=(1, 2, 5)))
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_locator(NullLocator())
+        axes.set_xlabel({"gpus": "GPUs", "context": "context", "tokens": "tokens a step"}[factor])
+    np.atleast_1d(panels)[0].set_ylabel("s a step, simulated")
+    np.atleast_1d(panels)[0].legend(fontsize=8)
+    path = folder / "systems_curves.png"
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return path
 
 
 def _gains(results: Sequence[Result], path: Path) -> Path:
