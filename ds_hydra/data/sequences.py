@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ds_hydra.data.columns import Int64Array, Item, check_other_columns, is_packed, read_item
-from ds_hydra.data.tokens import Limits, TokenSequence
+from ds_hydra.data.item_lengths import ItemLengths, given_lengths, kept, read_part
+from ds_hydra.data.tokens import LeftOut, Limits, TokenSequence
 from ds_hydra.zero_hetero.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -26,26 +27,15 @@ class DataCounts:
 
     num_sequences: int
     num_used: int
-    num_truncated: int  # longer than the context length and cut
-    num_skipped: int  # longer than the context length and left out
-    num_without_target: int  # of zero or one token: there is nothing to predict
     num_tokens: int  # tokens of the used sequences
-    num_tokens_cut: int  # tokens that truncating and skipping took away
+    left_out: LeftOut
     num_items: int = 0  # of the dataset, where they hold several sequences each; else 0
 
     def __str__(self) -> str:
         parts = [f"{self.num_used:,} of {self.num_sequences:,} sequences used, {self.num_tokens:,} tokens"]
         if self.num_items:
             parts.append(f"packed in {self.num_items:,} items of the data")
-        if self.num_truncated:
-            parts.append(f"{self.num_truncated:,} truncated")
-        if self.num_skipped:
-            parts.append(f"{self.num_skipped:,} skipped as too long")
-        if self.num_tokens_cut:
-            parts.append(f"{self.num_tokens_cut:,} tokens left out")
-        if self.num_without_target:
-            parts.append(f"{self.num_without_target:,} of fewer than two tokens left out")
-        return ", ".join(parts)
+        return ", ".join([*parts, *([str(self.left_out)] if any(self.left_out) else [])])
 
 
 class SequenceData:
@@ -53,8 +43,8 @@ class SequenceData:
 
     An item is a 1-D tensor, array or list of token ids, or a mapping with `input_ids` and, if need be, labels, masks
     and the boundaries of the sequences packed in it [Note: columns]. A packed item is cut into its sequences, which
-    are numbered through. Lengths come from `dataset.lengths` or a column `length`, or else from reading every item
-    once; packed items are always read.
+    are numbered through. Lengths come from `dataset.lengths` or a column `length`, or else from what was `scanned`, or
+    from reading every item once; those of packed items are always read [Note: lengths of items].
 
     `lengths[i]` is the number of tokens that sequence i is trained with; it is 0 if the sequence is left out.
     `max_positions` is the number of positions of the model. Raises ConfigError for empty data, for items that are no
@@ -70,6 +60,7 @@ class SequenceData:
         too_long: str = "error",
         vocab_size: int | None = None,
         max_positions: int | None = None,
+        scanned: ItemLengths | None = None,
     ) -> None:
         self._dataset = dataset
         self._columns: set[tuple[str, ...]] = set()  # sets of columns that were looked at
@@ -77,12 +68,20 @@ class SequenceData:
         _check_dataset(dataset)
         # The first sequence of each item and, at last, their number; None where an item is a sequence.
         self._first: Int64Array | None = None
-        self._full_lengths = self._read_lengths()
-        self.lengths, self.counts = _usable_lengths(self._full_lengths, context_length, too_long)
-        if self._first is not None:
-            self.counts = replace(self.counts, num_items=len(dataset))
-        longest = int(self.lengths.argmax())
-        self._limits.check_positions(int(self.lengths[longest]), self._place(longest))
+        self._full_lengths = self._read_lengths(scanned)
+        self.lengths, left_out = self._limits.usable(self._full_lengths, self._place)
+        self.counts = DataCounts(
+            num_sequences=len(self.lengths),
+            num_used=int(np.count_nonzero(self.lengths)),
+            num_tokens=int(self.lengths.sum()),
+            left_out=left_out,
+            num_items=0 if self._first is None else len(dataset),
+        )
+        if not self.counts.num_used:
+            raise ConfigError(
+                f"no sequence is left to train on: {self.counts}. Give sequences of at least two tokens, or raise "
+                "hydra.context_length"
+            )
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -109,20 +108,22 @@ class SequenceData:
         length, place = int(self.lengths[sequence_id]), self._place(sequence_id)
         return self._limits.sequence(*item.sequence(part), length, place, weight=item.weight)
 
-    def _read_lengths(self) -> Int64Array:
+    def _read_lengths(self, scanned: ItemLengths | None) -> Int64Array:
         """Tokens of every sequence, (sequences,); finds out which item holds which."""
-        num_items = len(self._dataset)
-        given = _given_lengths(self._dataset)
+        given = given_lengths(self._dataset)
         if given is not None and not is_packed(self._dataset[0]):
             # A fault that all items have in common is found now, and not hours later.
             _check_length(0, self._read(0).lengths, int(given[0]))
             return given
-        items = [self._read(index).lengths for index in range(num_items)]
-        for index, (lengths, length) in enumerate(zip(items, [] if given is None else given.tolist(), strict=False)):
-            _check_length(index, lengths, length)
-        if any(len(lengths) != 1 for lengths in items):
-            self._first = np.cumsum([0, *map(len, items)])
-        return np.array([length for lengths in items for length in lengths], dtype=np.int64)
+        found = scanned or kept(self._dataset) or read_part(self._dataset)
+        first = np.concatenate(([0], np.cumsum(found.counts)))
+        if given is not None:
+            for index, length in enumerate(given.tolist()):
+                _check_length(index, tuple(found.lengths[first[index] : first[index + 1]].tolist()), length)
+        if (found.counts != 1).any():
+            self._first = first
+        self._read(0)  # names its columns, and finds a fault of all items where the lengths were known
+        return found.lengths
 
     def _read(self, index: int) -> Item:
         item = self._dataset[index]
@@ -179,54 +180,3 @@ def _check_length(index: int, lengths: tuple[int, ...], given: int) -> None:
             f"item {index} of the data has {sum(lengths)} tokens but the dataset gave its length as {given}: correct "
             "dataset.lengths, or the column 'length', or take it out"
         )
-
-
-def _given_lengths(dataset: Any) -> Int64Array | None:
-    """`dataset.lengths` or a column `length`: tokens of every item, (len(dataset),); None where there is neither."""
-    given = getattr(dataset, "lengths", None)
-    if given is None and "length" in (getattr(dataset, "column_names", None) or ()):
-        given = dataset["length"]
-    if given is None:
-        return None
-    lengths = np.asarray(given)
-    if lengths.shape != (len(dataset),) or lengths.dtype.kind not in "iu" or lengths.min() < 0:
-        raise ConfigError(
-            f"dataset.lengths must hold {len(dataset)} token counts, one for each item, but has shape "
-            f"{lengths.shape}, type {lengths.dtype}"
-            + (f", minimum {lengths.min()}" if lengths.size and lengths.dtype.kind == "i" else "")
-            + ": correct it, or leave it out, and every item is read once"
-        )
-    return lengths.astype(np.int64)
-
-
-def _usable_lengths(full: Int64Array, context_length: int | None, too_long: str) -> tuple[Int64Array, DataCounts]:
-    limit = int(full.max()) if context_length is None else context_length
-    over = full > limit
-    if too_long == "error" and over.any():
-        worst = np.argsort(full, kind="stable")[::-1][:3]
-        shown = ", ".join(f"sequence {i} has {full[i]} tokens" for i in worst if over[i])
-        raise ConfigError(
-            f"{int(over.sum())} of {len(full)} sequences are longer than context_length {limit} ({shown}): "
-            'set hydra.too_long to "truncate" or "skip", or raise hydra.context_length'
-        )
-    lengths = np.minimum(full, limit)
-    if too_long == "skip":
-        lengths[over] = 0
-    without_target = full < 2
-    lengths[without_target] = 0
-    used = lengths > 0
-    counts = DataCounts(
-        num_sequences=len(full),
-        num_used=int(used.sum()),
-        num_truncated=int((over & used).sum()),
-        num_skipped=int((over & ~used).sum()),
-        num_without_target=int(without_target.sum()),
-        num_tokens=int(lengths.sum()),
-        num_tokens_cut=int((full - lengths)[over].sum()),
-    )
-    if not counts.num_used:
-        raise ConfigError(
-            f"no sequence is left to train on: {counts}. Give sequences of at least two tokens, or raise "
-            "hydra.context_length"
-        )
-    return lengths, counts

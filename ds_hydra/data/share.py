@@ -20,28 +20,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ds_hydra.data.columns import IGNORE_INDEX, check_other_columns, read_item
-from ds_hydra.data.tokens import Limits, TokenSequence
+from ds_hydra.data.columns import IGNORE_INDEX, Item, check_other_columns, read_item
+from ds_hydra.data.tokens import LeftOut, Limits, TokenSequence
 from ds_hydra.zero_hetero.errors import ConfigError
-
-
-class LeftOut(NamedTuple):
-    """What was not trained on, as the config allows it or because there is nothing to predict."""
-
-    truncated: int = 0  # sequences
-    skipped: int = 0  # sequences, as too long
-    short: int = 0  # sequences of fewer than two tokens
-    tokens: int = 0  # that truncating and skipping took away
-
-    def __add__(self, other: object) -> LeftOut:  # type: ignore[override]
-        assert isinstance(other, LeftOut)
-        return LeftOut(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
-
-    def __str__(self) -> str:
-        return (
-            f"{self.truncated:,} sequences truncated, {self.skipped:,} skipped as too long, {self.short:,} of fewer "
-            f"than two tokens left out, {self.tokens:,} tokens left out"
-        )
 
 
 class Tally:
@@ -79,8 +60,7 @@ def read_share(handed: Any, limits: Limits, *, first: int = 0) -> Share:
     Raises ConfigError, naming the item, for what is no sequence, does not fit the model, or is too long where
     `limits.too_long` is "error".
     """
-    sequences: list[TokenSequence] = []
-    left_out = LeftOut()
+    found: list[tuple[Item, int, str]] = []  # each sequence: its item, its part of it, its name
     seen: set[tuple[str, ...]] = set()  # sets of columns that were looked at: all rows of a batch have the same
     items = list(items_of(handed))
     for index, item in enumerate(items, start=first):
@@ -89,13 +69,17 @@ def read_share(handed: Any, limits: Limits, *, first: int = 0) -> Share:
         if names not in seen:
             check_other_columns(item, index)
             seen.add(names)
-        for part, length in enumerate(read.lengths):
-            place = f"item {index} of the data" + (f" (sequence {part} in it)" if len(read.lengths) > 1 else "")
-            kept, lost = _usable_length(length, limits, place)
-            left_out += lost
-            if kept:
-                sequences.append(limits.sequence(*read.sequence(part), kept, place, weight=read.weight))
-    return Share(tuple(sequences), left_out, len(items))
+        for part in range(len(read.lengths)):
+            among = f" (sequence {part} in it)" if len(read.lengths) > 1 else ""
+            found.append((read, part, f"item {index} of the data{among}"))
+    full = np.array([item.lengths[part] for item, part, _ in found], dtype=np.int64)
+    kept, left_out = limits.usable(full, lambda number: found[number][2])
+    sequences = tuple(
+        limits.sequence(*item.sequence(part), length, place, weight=item.weight)
+        for (item, part, place), length in zip(found, kept.tolist(), strict=True)
+        if length
+    )
+    return Share(sequences, left_out, len(items))
 
 
 def items_of(handed: Any) -> Iterator[Any]:
@@ -142,21 +126,3 @@ def _rows(batch: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             )
     for row in range(count):
         yield {name: values[row] for name, values in columns.items()}
-
-
-def _usable_length(length: int, limits: Limits, place: str) -> tuple[int, LeftOut]:
-    """Tokens that a sequence is trained with, 0 for none, and what that leaves out."""
-    if length < 2:
-        return 0, LeftOut(short=1)
-    limit = limits.context_length
-    if limit is not None and length > limit:
-        if limits.too_long == "error":
-            raise ConfigError(
-                f"{place} has {length} tokens, more than hydra.context_length {limit}: set hydra.too_long to "
-                '"truncate" or "skip", or raise hydra.context_length'
-            )
-        if limits.too_long == "skip":
-            return 0, LeftOut(skipped=1, tokens=length)
-        return limit, LeftOut(truncated=1, tokens=length - limit)
-    limits.check_positions(length, place)
-    return length, LeftOut()

@@ -28,8 +28,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
-from ds_hydra.data.share import LeftOut, Tally, read_share
-from ds_hydra.data.tokens import Limits, TokenSequence
+from ds_hydra.data.share import Tally, read_share
+from ds_hydra.data.tokens import LeftOut, Limits, TokenSequence
 from ds_hydra.zero_hetero.errors import ConfigError
 
 logger = logging.getLogger(__name__)

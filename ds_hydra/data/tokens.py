@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from ds_hydra.data.columns import IGNORE_INDEX, Int64Array
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -17,6 +19,28 @@ class TokenSequence(NamedTuple):
     input_ids: Int64Array
     labels: Int64Array  # at each position the token to predict; IGNORE_INDEX where nothing is learnt
     weight: float = 1.0  # its tokens' losses count this many times; the number of targets that divides them stays
+
+
+class LeftOut(NamedTuple):
+    """What was not trained on, as the config allows it or because there is nothing to predict."""
+
+    truncated: int = 0  # sequences
+    skipped: int = 0  # sequences, as too long
+    short: int = 0  # sequences of fewer than two tokens
+    tokens: int = 0  # that truncating and skipping took away
+
+    def __add__(self, other: object) -> LeftOut:  # type: ignore[override]
+        assert isinstance(other, LeftOut)
+        return LeftOut(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+
+    def __str__(self) -> str:
+        said = {
+            "truncated": self.truncated,
+            "skipped as too long": self.skipped,
+            "of fewer than two tokens left out": self.short,
+            "tokens left out": self.tokens,
+        }
+        return ", ".join(f"{count:,} {what}" for what, count in said.items() if count) or "none left out"
 
 
 class Sequences(Protocol):
@@ -42,6 +66,40 @@ class Limits:
         raise ConfigError(
             f"hydra.context_length {self.context_length} is more than the model's {self.max_positions} "
             f"positions (max_position_embeddings): set it to at most {self.max_positions}, or give a model with more"
+        )
+
+    def usable(self, full: Int64Array, place: Callable[[int], str]) -> tuple[Int64Array, LeftOut]:
+        """Tokens that sequences of these lengths (n,) are trained with, (n,), 0 for none; and what that leaves out.
+
+        ConfigError, by which `place` names a sequence, for those that are longer than the context where `too_long` is
+        "error", or than the model has positions.
+        """
+        limit = int(full.max(initial=0)) if self.context_length is None else self.context_length
+        over = full > limit
+        if self.too_long == "error" and over.any():
+            raise ConfigError(self._told_of(full, over, place))
+        lengths = full.copy()
+        lengths[over] = 0 if self.too_long == "skip" else limit
+        short = full < 2
+        lengths[short] = 0
+        if len(lengths):
+            longest = int(lengths.argmax())
+            self.check_positions(int(lengths[longest]), place(longest))
+        cut = over & ~short
+        used = lengths > 0
+        return lengths, LeftOut(
+            truncated=int((cut & used).sum()),
+            skipped=int((cut & ~used).sum()),
+            short=int(short.sum()),
+            tokens=int((full - lengths)[cut].sum()),
+        )
+
+    def _told_of(self, full: Int64Array, over: npt.NDArray[np.bool_], place: Callable[[int], str]) -> str:
+        worst = [int(i) for i in np.argsort(full, kind="stable")[::-1][:3] if over[i]]
+        shown = ", ".join(f"{place(i)} has {full[i]} tokens" for i in worst)
+        return (
+            f"{shown}: {int(over.sum())} of {len(full)} sequences are longer than hydra.context_length "
+            f'{self.context_length}. Set hydra.too_long to "truncate" or "skip", or raise hydra.context_length'
         )
 
     def check_positions(self, length: int, place: str) -> None:

@@ -23,6 +23,7 @@ from ds_hydra.engine.initial import give_buffers
 from ds_hydra.engine.job import Job
 from ds_hydra.engine.models import model_source
 from ds_hydra.engine.saving import Saving
+from ds_hydra.engine.scanning import scan_together
 from ds_hydra.engine.sequence_loss import SequenceLoss
 from ds_hydra.engine.signals import Signals
 from ds_hydra.engine.steps import Handed, Steps
@@ -47,9 +48,11 @@ class HydraEngine(ThreeCallEngine):
     crew: Crew
 
     def __init__(self, parsed: ParsedConfig, model: Any, *, loss_fn: TokenLoss | None = None, **arguments: Any) -> None:
-        with together(first_channel(), "reading the model and the data"):
+        channel = first_channel()
+        scanned = scan_together(arguments.get("training_data"), channel)
+        with together(channel, "reading the model and the data"):
             base = base_of(model)  # adapters lie within it; what PEFT has around it is not run
-            super().__init__(parsed, base, **arguments)
+            super().__init__(parsed, base, **arguments, scanned=scanned)
             self.__dict__["_loss_fn"] = loss_fn  # by way of __dict__: it may be a module, but is no part of this one
             self.module, config = model, self.hydra_config
             give_buffers(base, config.initial_weights)

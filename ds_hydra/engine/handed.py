@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ds_hydra.data.share import LeftOut, Share, Tally, read_share
+from ds_hydra.data.share import Share, Tally, read_share
 from ds_hydra.data.stream import StreamSampler, is_stream
-from ds_hydra.data.tokens import Limits, Sequences, TokenSequence
+from ds_hydra.data.tokens import LeftOut, Limits, Sequences, TokenSequence
 from ds_hydra.engine.crew import Crew
 from ds_hydra.engine.sequence_loss import SequenceLoss, Weighed, weigh
 from ds_hydra.plan.step_plan import StepPlan

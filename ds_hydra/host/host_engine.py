@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ds_hydra.config.hydra_block import ParsedConfig
+from ds_hydra.data.item_lengths import ItemLengths
 from ds_hydra.data.order import Order
 from ds_hydra.data.sampler import StepLoader, TokenBudgetSampler
 from ds_hydra.data.sequences import SequenceData
@@ -45,7 +46,8 @@ class HostEngine(DeepSpeedEngine):
 
     A subclass implements `train_batch`, `eval_batch` and `fp32_state_dict`. In its constructor it makes the
     master shards of `recipe.groups` and hands them to `install_optimizer`; after each step it calls
-    `finish_step`. Needs an initialized process group (`init_distributed`).
+    `finish_step`. `scanned` are the lengths of training data that do not tell theirs, where they are known. Needs an
+    initialized process group (`init_distributed`).
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class HostEngine(DeepSpeedEngine):
         training_data: Any = None,
         lr_scheduler: LRScheduler | Callable[[Optimizer], Any] | None = None,
         args: Any = None,
+        scanned: ItemLengths | None = None,
     ) -> None:
         # nn.Module's constructor, and not DeepSpeedEngine's, which takes the model as it will stay: it casts it, moves
         # all of it to the device, broadcasts it over one data parallel group in which every rank holds the same, and
@@ -94,7 +97,7 @@ class HostEngine(DeepSpeedEngine):
             allow_untested=bool(self.zero_allow_untested_optimizer()),
         )
         refusals.foreign_scheduler(lr_scheduler, optimizer)
-        self._configure_data(training_data)
+        self._configure_data(training_data, scanned)
         self._configure_reports()
 
     def _set_deepspeed_defaults(self) -> None:
@@ -123,7 +126,7 @@ class HostEngine(DeepSpeedEngine):
         self._is_gradient_accumulation_boundary = True
         self._python_gc_generation: int | None = None
 
-    def _configure_data(self, training_data: Any) -> None:
+    def _configure_data(self, training_data: Any, scanned: ItemLengths | None) -> None:
         self.training_data = training_data
         self.data: SequenceData | None = None
         self.sampler: Order | None = None
@@ -142,15 +145,15 @@ class HostEngine(DeepSpeedEngine):
             )
             self.training_dataloader = StreamSteps(config.total_steps, lambda: self.global_steps)
             return
-        self.data = self.sequences(training_data)
+        self.data = self.sequences(training_data, scanned)
         sampler = self.sampler = TokenBudgetSampler(self.data.lengths, config.tokens_per_step, config.seed)
         self.training_dataloader = StepLoader(sampler, lambda: self.global_steps, config.total_steps)
         if first:
             logger.info("data: %s; %d steps an epoch", self.data.counts, sampler.steps_per_epoch)
 
-    def sequences(self, dataset: Any) -> SequenceData:
+    def sequences(self, dataset: Any, scanned: ItemLengths | None = None) -> SequenceData:
         """The sequences of a dataset, within this job's context length and this model's vocabulary."""
-        return SequenceData(dataset, **asdict(self.limits()))
+        return SequenceData(dataset, **asdict(self.limits()), scanned=scanned)
 
     def limits(self) -> Limits:
         """What this job can train on."""

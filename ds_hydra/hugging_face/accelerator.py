@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import deepspeed
-from accelerate import Accelerator
+import torch
+from accelerate import Accelerator, PartialState
 from torch import Tensor
 
 from ds_hydra.engine.engine import HydraEngine
@@ -45,6 +47,10 @@ class HydraAccelerator(Accelerator):
 
     def __init__(self, *args: Any, loss_fn: TokenLoss | None = None, **kwargs: Any):
         self._loss_fn = loss_fn
+        plugin = kwargs.get("deepspeed_plugin")
+        launched = "LOCAL_RANK" in os.environ and not torch.accelerator.is_available()
+        if launched and plugin is not None and "hydra" in plugin.deepspeed_config:
+            PartialState(cpu=True)  # else Accelerate takes launched ranks without a GPU for processes alone
         super().__init__(*args, **kwargs)
 
     def _prepare_deepspeed(self, *args: Any) -> Any:

@@ -95,7 +95,7 @@ def test_strategies_that_do_not_add_up_to_the_ranks() -> None:
     [
         ([], {}, ["the training data are empty"]),
         ([[5], []], {}, ["no sequence is left"]),
-        (DATA, {"context_length": 32}, ["longer than context_length 32", "sequence", "33 tokens", "truncate"]),
+        (DATA, {"context_length": 32}, ["longer than hydra.context_length 32", "sequence", "33 tokens", "truncate"]),
         (DATA, {"tokens_per_step": 10**9}, ["hydra.tokens_per_step 1000000000", "268 tokens", "at most 268"]),
         (DATA, {"context_length": 100_000}, ["hydra.context_length 100000", "positions", "at most"]),
         ([{"input_ids": d, "loss_mask": [1] * len(d)} for d in DATA], {}, ["'loss_mask'", "rename it"]),
@@ -224,7 +224,8 @@ def test_ranks_that_do_not_get_the_same_data_are_told() -> None:
         engine.train_batch()
 
     texts = errors(2, job)
-    assert "drew other sequences" in texts[1], texts
+    assert "give every rank the same data" in texts[0], texts
+    assert "give every rank the same data" in texts[1], texts
     assert texts[0] != "no error", texts
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from ds_hydra.data.columns import IGNORE_INDEX
 from ds_hydra.data.sampler import DataCursor, StepLoader, TokenBudgetSampler
 from ds_hydra.data.sequences import SequenceData
+from ds_hydra.data.tokens import LeftOut
 from ds_hydra.zero_hetero.errors import ConfigError
 
 LENGTHS = st.lists(st.integers(0, 50), min_size=1, max_size=30).filter(any)
@@ -126,12 +127,12 @@ def test_truncate_and_skip_are_counted() -> None:
     items = [list(range(n)) for n in (5, 30, 1, 0, 12)]
     cut = SequenceData(items, context_length=10, too_long="truncate")
     assert cut.lengths.tolist() == [5, 10, 0, 0, 10]
-    assert (cut.counts.num_truncated, cut.counts.num_tokens_cut, cut.counts.num_without_target) == (2, 22, 2)
+    assert cut.counts.left_out == LeftOut(truncated=2, short=2, tokens=22)
     ids, labels, _ = cut.load_sequence(1)
     assert (len(ids), labels[-1], labels[-2]) == (10, IGNORE_INDEX, 9)
     skipped = SequenceData(items, context_length=10, too_long="skip")
     assert skipped.lengths.tolist() == [5, 0, 0, 0, 0]
-    assert (skipped.counts.num_skipped, skipped.counts.num_used, skipped.counts.num_tokens_cut) == (2, 1, 42)
+    assert (skipped.counts.num_used, skipped.counts.left_out) == (1, LeftOut(skipped=2, short=2, tokens=42))
     assert "2 skipped as too long" in str(skipped.counts)
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ds_hydra.data.columns import IGNORE_INDEX
-from ds_hydra.data.share import LeftOut, read_share
-from ds_hydra.data.tokens import Limits
+from ds_hydra.data.share import read_share
+from ds_hydra.data.tokens import LeftOut, Limits
 from ds_hydra.engine.handed import Intake
 from ds_hydra.zero_hetero.errors import ConfigError
 
