@@ -170,7 +170,9 @@ def test_aims_that_are_missed_are_named() -> None:
     assert "FlexSP is faster" in notes([result(FlexSP=980.0)])[0]
     assert "takes 1.40 of our time, not >= 1.5" in missed_aims([result(**{"Megatron-LM": 1400.0})])[0]
     assert "gap is 0.090" in missed_aims([result(gap=0.09, FlexSP=1200.0)])[0]
-    assert "Hydraulis takes 1.020 of our time in the mean" in missed_aims([result(Hydraulis=1020.0)])[0]
+    slow = result(Hydraulis=1020.0)
+    assert missed_aims([slow]) == [], "the mean is that of all cells"
+    assert "Hydraulis takes 1.020 of our time in the mean" in missed_aims([slow] * 48)[-1]
 
 
 def test_published_figures_stand_beside_ours() -> None:

@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from tools.systems.cells import Cell
+from tools.systems.cells import Cell, all_cells
 from tools.systems.measure import NAMES, OURS, SAME_LAYOUT, STATIC, Measured
 
 NOT_SLOWER = 0.99  # than any rival, in every cell
 FLAGSHIP, FLAGSHIP_GAIN = Cell("32b", 64, 32768, 200_000, "CommonCrawl"), 1.5  # over the static baseline
-MEAN_GAINS = {"Hydraulis": 1.05, "InfiniPipe": 1.15}
+MEAN_GAINS = {"Hydraulis": 1.05, "InfiniPipe": 1.15}  # where all cells were run
+NUM_CELLS = len(list(all_cells()))
 MEDIAN_GAP, ENOUGH_SEQUENCES = 0.08, 20
 LITTLE = 1.05  # gains over the best rival below it are named
 
@@ -78,10 +79,10 @@ def system_rows(result: Result) -> list[tuple[object, ...]]:
             continue
         one = result.systems[name]
         gain = result.gain(name)
-        gap = statistics.median(one.gaps)
+        gap, bubbles = statistics.median(one.gaps), max(0.0, statistics.fmean(one.bubbles))
         rows.append((
             name, f"{one.mean_ms:,.0f}", f"{one.deviation_ms:,.0f}", f"{gain:.2f}", f"{gap:.2f}",
-            f"{statistics.fmean(one.bubbles):.0%}", f"{result.bound_ms / one.mean_ms:.0%}", len(one.strategies),
+            f"{bubbles:.0%}", f"{result.bound_ms / one.mean_ms:.0%}", len(one.strategies),
             one.configuration if len(one.configuration) <= 60 else one.configuration[:57] + "...",
         ))  # fmt: skip
     return rows
@@ -135,7 +136,7 @@ def missed_aims(results: Sequence[Result]) -> list[str]:
             missed.append(f"{result.cell}: our median gap is {gap:.3f}, not <= {MEDIAN_GAP}")
     for name, least in MEAN_GAINS.items():
         gains = [gain for result in results if (gain := result.gain(name)) is not None]
-        if gains and statistics.fmean(gains) < least:
+        if len(results) == NUM_CELLS and gains and statistics.fmean(gains) < least:
             missed.append(f"{name} takes {statistics.fmean(gains):.3f} of our time in the mean, not >= {least}")
     return missed
 
