@@ -58,6 +58,9 @@ class FirstStage:
     def forward(self, hidden: Tensor | None, batch: MicroBatch) -> Tensor:
         return _Layer.apply(self.weight, self.device)
 
+    def take_router_loss(self) -> None:
+        """It has no routers."""
+
 
 class SlowNeighbour:
     """Gradients come at 30 and 60 s; sends are gone at once."""
