@@ -174,7 +174,7 @@ def each_phase_makes_an_update() -> Any:
 
     def and_update(self: Any, *args: Any, accumulate: bool) -> Any:
         run = train(self, *args, accumulate=accumulate)
-        self._update.apply([run.loss])
+        self._update.apply([run.loss], [run.router_loss])
         return run
 
     return mock.patch.object(Stepper, "_train", and_update)
