@@ -179,6 +179,7 @@ def _copy(batch: MicroBatch, device: torch.device) -> MicroBatch:
         input_ids=moved(batch.input_ids),
         labels=moved(batch.labels),
         weights=moved(batch.weights),
+        balance=batch.balance and Balance(*(part.to(device, non_blocking=True) for part in batch.balance)),
     )
 
 

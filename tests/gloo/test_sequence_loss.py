@@ -138,6 +138,8 @@ def test_errors_reach_all_ranks_and_training_goes_on() -> None:
     first, second = run_ranks(refused, 2)
     assert first == second
     assert "the sequence_loss of step 1 failed on rank 1: KeyError: 'margin'" in first[0]
-    assert "failed on rank 1: a sequence_loss is of all sequences that are handed in, but 0 sequences" in first[1]
+    assert (
+        "failed on rank 1: a sequence_loss is of all sequences that are handed in, but 1 of fewer than two" in first[1]
+    )
     assert "pass them to train_batch() too" in first[2]
     assert first[3] == "1"
