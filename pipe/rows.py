@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ds_hydra.pipe.contexts import Contexts
+    from ds_hydra.pipe.predictions import Predictions
 
 Positions = NDArray[np.int64]
 
@@ -122,6 +123,7 @@ class MicroBatch:
     weights: Tensor | None = None  # (T_local,) what each token's loss counts in the step's loss; last stage only
     token_losses: Tensor | None = None  # (T_local,) where the last stage writes each token's loss, if they are wanted
     balance: Balance | None = None  # of a model whose routers are to use all experts alike, in training
+    predictions: Predictions | None = None  # takes the logits on the last stage, if something of them is wanted
     recompute: float = 0.0  # share of each stage's layers that the backward computes again [Note: recomputed layers]
 
 

@@ -31,7 +31,9 @@ from ds_hydra.host.launch import launched_node_size
 from ds_hydra.host.three_calls import ThreeCallEngine
 from ds_hydra.pipe.loss import TokenLoss
 from ds_hydra.pipe.models.adapted import NAMES_OF_PEFT, base_of, is_peft_model
+from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.models.meta_copy import release_parameters
+from ds_hydra.pipe.predictions import TokenFunction
 from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.ranks.together import first_channel, together
 from ds_hydra.ranks.world import World
@@ -146,6 +148,19 @@ class HydraEngine(ThreeCallEngine):
         About hydra.tokens_per_step tokens run at a time. Every rank must call it with the same dataset.
         """
         return self.steps.evaluate(dataset)
+
+    def predict(self, batch: Any, function: TokenFunction) -> tuple[Tensor, Tensor]:
+        """Mean loss of the batches of all ranks, (), and what `function` gives for each token of this rank's, (tokens,
+        k) in FP64, sequence after sequence; without an update.
+
+        `function` maps logits (1, T, V) and labels (1, T) of any T tokens to (1, T) or (1, T, k), each token alone,
+        such as an argmax: it runs where the logits are. ConfigError for one that looks at several tokens, and for a
+        PipelineModule. Every rank must call it, with an empty list where it has no batch.
+        """
+        if not isinstance(self.job.source, CausalLM):
+            raise ConfigError("predict() needs a Hugging Face model: the layers of a PipelineModule end in its loss")
+        loss, found = self.steps.predict_handed(batch, function)
+        return torch.tensor(loss, dtype=torch.float32), torch.from_numpy(found)
 
     def fp32_state_dict(self) -> dict[str, Tensor]:
         """Full parameters on CPU by the model's own names, tied ones under each of theirs; FP64 for an FP64 model.

@@ -119,12 +119,14 @@ class HandedSteps:
         """Plan and deliver `step` from this rank's batches and the factors of their losses."""
         return self._planned(step, self._read(batches))
 
-    def evaluated(self, batch: Any) -> tuple[StepPlan, Delivered]:
-        """Plan and deliver a batch of this rank for an evaluation."""
+    def evaluated(self, batch: Any) -> tuple[StepPlan, Delivered, slice]:
+        """Plan and deliver a batch of this rank for an evaluation; the slice says which of the plan's sequences it
+        holds."""
         mine = self._read([(batch, 1.0)])
         gathered = self._gather(mine, "evaluation")
         plan = self._crew.plans.plan_once(tuple(range(len(gathered.lengths))), gathered.lengths)
-        return plan, self._deliver(plan, mine.sequences, gathered)
+        begin = gathered.begins[self._crew.world.rank]
+        return plan, self._deliver(plan, mine.sequences, gathered), slice(begin, begin + len(mine.sequences))
 
     def _taken(self, handed: Any) -> Mine:
         try:

@@ -17,9 +17,11 @@ from ds_hydra.engine.evaluation import Evaluation, evaluate
 from ds_hydra.engine.handed import HandedSteps, ReadyStep, deliver_streamed
 from ds_hydra.engine.record import Measured, step_record
 from ds_hydra.host.host_engine import HostEngine
+from ds_hydra.pipe.predictions import TokenFunction, width_of
 from ds_hydra.planner import PlannedStep
 from ds_hydra.step.built import Built
 from ds_hydra.step.outcome import Outcome
+from ds_hydra.step.stepper import Floats
 from ds_hydra.zero_hetero.errors import ConfigError
 
 Handed = Callable[[], ReadyStep]
@@ -62,9 +64,20 @@ class Steps:
     def evaluate_handed(self, batch: Any) -> float:
         """Mean loss of the batches that the ranks hand in, without an update."""
         with self._crew.activity("evaluation"):
-            plan, data = self.handed.evaluated(batch)
+            plan, data, _ = self.handed.evaluated(batch)
         with self._crew.together("evaluation"):
             return self._crew.stepper.evaluate(plan, data, self._crew.plans.table)
+
+    def predict_handed(self, batch: Any, function: TokenFunction) -> tuple[float, Floats]:
+        """Mean loss of the batches that the ranks hand in, and what a function of logits gives for each token of this
+        rank's: (tokens, k), sequence after sequence."""
+        width = width_of(function, self._crew.job.source.vocab_size or 2)
+        with self._crew.activity("evaluation"):
+            plan, data, own = self.handed.evaluated(batch)
+        with self._crew.together("evaluation"):
+            loss, found = self._crew.stepper.predictions(plan, data, self._crew.plans.table, function, width)
+        begin = sum(plan.lengths[: own.start])
+        return loss, found[begin : begin + sum(plan.lengths[own])]
 
     def evaluate_batch(self, batch: Any) -> float:
         """Mean loss of a dataset that all ranks have, run at once."""

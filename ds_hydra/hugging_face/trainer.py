@@ -27,23 +27,34 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from ds_hydra.hugging_face.accelerator import in_place_of_deepspeed
 from ds_hydra.pipe.loss import TokenLoss
+from ds_hydra.pipe.predictions import TokenFunction
 from ds_hydra.zero_hetero.errors import ConfigError
 
 _TRAINING_ARGS = "training_args.bin"  # as Trainer names it
+_NO_LOGITS = (
+    "needs the logits of whole batches, which no rank has: pass preprocess_logits_for_metrics, which treats each token "
+    "alone, such as `lambda logits, labels: logits.argmax(-1)`"
+)
 
 
 class HydraTrainer(Trainer):
     """A `Trainer` on the engine of the block "hydra" in `TrainingArguments(deepspeed=...)` [Note: Trainer].
 
     Takes the arguments of `Trainer`, and the `loss_fn` of `ds_hydra.initialize`. Put before another subclass of
-    Trainer's among the bases of a class, it gives that one the engine. Raises ConfigError for what needs the logits of
-    whole batches on one rank: `compute_loss_func`, `compute_metrics`, `predict`.
+    Trainer's among the bases of a class, it gives that one the engine. `preprocess_logits_for_metrics` runs where the
+    logits are, on any number of tokens: it must treat each token alone, as an argmax does, and its second argument are
+    the labels that these logits are to predict. `compute_metrics` and `predict` have what it returns. Raises
+    ConfigError for what needs the logits of whole batches on one rank: `compute_loss_func`, and metrics or predictions
+    without it.
     """
 
     def __init__(self, *args: Any, loss_fn: TokenLoss | None = None, **kwargs: Any):
         self._loss_fn = loss_fn
+        self._token_function: TokenFunction | None = None
         super().__init__(*args, **kwargs)
         if self.plans_steps:
+            # Trainer would call it once more, on what it has returned.
+            self._token_function, self.preprocess_logits_for_metrics = self.preprocess_logits_for_metrics, None
             self._refuse_unfit()
 
     @property
@@ -57,13 +68,13 @@ class HydraTrainer(Trainer):
         return config
 
     def _refuse_unfit(self) -> None:
-        for name in ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics"):
-            if getattr(self, name, None) is not None:
-                raise ConfigError(
-                    f"HydraTrainer({name}=...) needs the logits of whole batches, which no rank has: for a loss of "
-                    "your own pass loss_fn(logits, labels), which gives the loss of each token; for metrics export "
-                    "by save_model() and evaluate the folder"
-                )
+        if self.compute_loss_func is not None:
+            raise ConfigError(
+                "HydraTrainer(compute_loss_func=...) needs the logits of whole batches, which no rank has: pass "
+                "loss_fn(logits, labels), which gives the loss of each token"
+            )
+        if self.compute_metrics is not None and self._token_function is None:
+            raise ConfigError(f"HydraTrainer(compute_metrics=...) {_NO_LOGITS}")
         if self._loss_fn is not None and self.args.label_smoothing_factor:
             raise ConfigError(
                 f"HydraTrainer has a loss_fn and label_smoothing_factor {self.args.label_smoothing_factor}: smooth in "
@@ -120,17 +131,19 @@ class HydraTrainer(Trainer):
     def prediction_step(
         self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Any, Any]:
-        """The mean loss of the batches of all ranks, (), and no logits."""
+        """The mean loss of the batches of all ranks, (); and, unless that is all, what `preprocess_logits_for_metrics`
+        gives for each token of this rank's rows, (rows, tokens) or (rows, tokens, k), and the labels."""
         if not self.plans_steps:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        if not prediction_loss_only:
-            raise ConfigError(
-                "predictions need the logits of whole batches, which no rank has: export by save_model() and predict "
-                "with the folder; evaluate() gives the loss"
-            )
         engine: Any = self.deepspeed
         engine.eval()
-        return engine(**inputs).tensor().to(self.args.device), None, None
+        if prediction_loss_only:
+            return engine(**inputs).tensor().to(self.args.device), None, None
+        if self._token_function is None:
+            raise ConfigError(f"HydraTrainer.predict() {_NO_LOGITS}")
+        loss, found = engine.predict(inputs, self._token_function)
+        rows = _in_rows(found, inputs["input_ids"], inputs.get("attention_mask"))
+        return loss.to(self.args.device), rows.to(self.args.device), inputs.get("labels")
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write a folder that `from_pretrained` loads. Every rank must call it."""
@@ -144,6 +157,21 @@ class HydraTrainer(Trainer):
             torch.save(self.args, os.path.join(folder, _TRAINING_ARGS))
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+
+def _in_rows(found: Tensor, input_ids: Tensor, mask: Tensor | None) -> Tensor:
+    """The numbers (tokens, k) of a batch's tokens where the tokens stand in it: (rows, length) or (rows, length, k),
+    -100 in padding; whole numbers where all are."""
+    kept = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask != 0
+    if int(kept.sum()) != len(found):
+        raise ConfigError(
+            f"predictions are of all tokens, but {int(kept.sum()) - len(found)} of {int(kept.sum())} in a batch belong "
+            "to sequences that are left out or cut: give such of two tokens or more, within hydra.context_length"
+        )
+    rows = torch.full((*input_ids.shape, found.shape[1]), -100.0, dtype=torch.float64)
+    rows[kept.cpu()] = found
+    values = rows.squeeze(-1)
+    return values.long() if bool((values == values.round()).all()) else values.float()
 
 
 def _smoothed(factor: float, logits: Tensor, labels: Tensor) -> Tensor:

@@ -41,6 +41,19 @@ class RankBatches:
         """The same batches with room for the loss of each token, where this rank has labels."""
         return replace(self, batches=tuple(map(_with_room, self.batches)))
 
+    def places(self, offsets: Sequence[int]) -> list[npt.NDArray[np.int64]]:
+        """For each micro-batch, where its tokens on this rank stand among all of the plan's, (T_local,); -1: padding.
+
+        `offsets` are the places of the sequences' first tokens, by position in the plan.
+        """
+        found = []
+        for batch, row in zip(self.batches, self.rows, strict=True):
+            places = np.full(batch.pack.num_tokens, -1, dtype=np.int64)
+            of_spans = [np.arange(start, stop) + offsets[sequence] for sequence, start, stop in row]
+            places[: sum(map(len, of_spans))] = np.concatenate(of_spans)
+            found.append(places[slice(*batch.pack.local)])
+        return found
+
     def add_losses(self, found: npt.NDArray[np.float64]) -> None:
         """Add the kept losses to found[0] and their number to found[1], by the sequence's position in the plan.
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +17,7 @@ from torch import Tensor
 from ds_hydra.pipe.dropout import step_key
 from ds_hydra.pipe.loss import IGNORED
 from ds_hydra.pipe.placement import Strategy, place_strategy
+from ds_hydra.pipe.predictions import Predictions, TokenFunction
 from ds_hydra.plan.works import schedule_batches
 from ds_hydra.ranks.rank_stats import RankStats, gather_stats
 from ds_hydra.step.arena import Arena
@@ -44,6 +47,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Floats = npt.NDArray[np.float64]
+_NUMBERS_AT_ONCE = 1 << 24
 
 
 class Stepper:
@@ -168,6 +172,32 @@ class Stepper:
             loss = runtime.evaluate(self._normalised(mine, weight), of_schedule)
             share += float(loss) if runtime.place.tp_rank == 0 else 0.0  # a tensor parallel group counts it once
         return sum(self._world.channel.rows(torch.tensor([share], dtype=torch.float64)).flatten().tolist())
+
+    def predictions(
+        self, plan: StepPlan, data: Sequences, costs: CostTable, function: TokenFunction, width: int
+    ) -> tuple[float, Floats]:
+        """Mean loss of a batch, and the numbers that a function gives for each token, (tokens, width), in the order of
+        the plan's sequences."""
+        built, weight = self.build_together(plan, data, costs)
+        offsets = [0, *accumulate(plan.lengths)]
+        found, share = np.zeros((offsets[-1], width)), 0.0
+        for runtime, mine, of_schedule in self._phases(built):
+            taking = [replace(batch, predictions=Predictions(function)) for batch in self._normalised(mine, weight)]
+            loss = runtime.evaluate(taking, of_schedule)
+            if runtime.place.tp_rank > 0:  # equal to those of the first
+                continue
+            share += float(loss)
+            for batch, places in zip(taking, mine.places(offsets), strict=True):
+                if batch.labels is not None and batch.predictions is not None:
+                    values = batch.predictions.found().double().cpu().numpy()
+                    found[places[places >= 0]] = values[places >= 0]
+        return self._sum([share]).item(), self._sum(found)
+
+    def _sum(self, mine: Any) -> Floats:
+        """The sum of all ranks' arrays, some rows at a time: every rank holds those of all while they are added."""
+        rows = torch.from_numpy(np.asarray(mine, dtype=np.float64))
+        at_once = max(1, _NUMBERS_AT_ONCE // (self._world.num_ranks * max(1, rows[:1].numel())))
+        return torch.cat([self._world.channel.rows(part).sum(dim=0) for part in rows.split(at_once)]).numpy()
 
     def sequence_losses(
         self, plan: StepPlan, data: Sequences, costs: CostTable, *, step: int | None = None

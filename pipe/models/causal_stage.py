@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ds_hydra.pipe.adapters import ends_of
+from ds_hydra.pipe.collectives import gather_last_dim
 from ds_hydra.pipe.loss import blockwise_loss, own_token_losses, token_losses
 from ds_hydra.pipe.models.balancing import Routers
 from ds_hydra.pipe.models.cut import CutForward, Given, from_wire, hidden_in, to_wire, with_hidden
@@ -111,7 +112,11 @@ class CausalStage(StageModule):
 
         def head(part: Tensor, tokens: slice) -> Tensor:
             with self._draws.of(None if keys is None else keys.part(tokens)):
-                return self._head(with_hidden(out, part), input_ids[:, tokens])
+                logits = self._head(with_hidden(out, part), input_ids[:, tokens])
+            if batch.predictions is not None and batch.labels is not None:
+                of_all = gather_last_dim(logits.squeeze(0), self._widths, self.place.tp_rank, self.place.tp_group)
+                batch.predictions.take(of_all, batch.labels[tokens])
+            return logits
 
         return blockwise_loss(rows, batch, head, self._token_losses, vocab=self._logits_at_once)
 

@@ -100,3 +100,36 @@ def test_the_losses_of_the_table_pass() -> None:
 def test_where_there_is_no_place_for_a_loss() -> None:
     with pytest.raises(ConfigError, match="needs a config with a block"):
         ds_hydra.initialize(model=small_model(), config={"train_batch_size": 1}, loss_fn=by_word)
+
+
+def predicted(rank: int) -> list[Any]:
+    """What this rank has of its own sequences: their most likely next tokens, and how likely these are."""
+    rank_environment(rank)
+    hydra = {"tokens_per_step": 300, "context_length": 128, "self_check": "off", "steps_file": None}
+    hydra |= {"strategies": ["tp2pp2", "sp2 + 2*tp1", "2*pp2/v"], "planner": {"ahead": 0}}
+    config = {"optimizer": {"type": "AdamW"}, "hydra": hydra | {"faults": {"heartbeat_seconds": 0}}}
+    engine = ds_hydra.initialize(model=build_model("llama", torch.float64), config=config)[0]
+    mine = [sample for number, sample in enumerate(samples()) if len(sample["input_ids"]) > 1 and number % 4 == rank]
+    loss, found = engine.predict(mine, likely)
+    return [float(loss), found, [len(sample["input_ids"]) for sample in mine]]
+
+
+def likely(logits: Tensor, labels: Tensor) -> Tensor:
+    chosen = logits.log_softmax(dim=-1).max(dim=-1)
+    return torch.stack((chosen.indices, chosen.values, labels), dim=-1)
+
+
+def test_predictions_come_back_to_the_rank_that_asked() -> None:
+    model = reference_model("llama", torch.float64)
+    with float64_throughout(model), torch.no_grad():
+        found = run_ranks(predicted, 4)
+        data = [sample for sample in samples() if len(sample["input_ids"]) > 1]
+        losses = sum(float(token_losses(model, sample).sum()) for sample in data if num_targets(sample))
+        for rank, (loss, values, lengths) in enumerate(found):
+            assert loss == pytest.approx(losses / sum(map(num_targets, data)), rel=1e-6)
+            own = [s for number, s in enumerate(samples()) if len(s["input_ids"]) > 1 and number % 4 == rank]
+            assert [len(sample["input_ids"]) for sample in own] == lengths
+            for sample, part in zip(own, values.split(lengths), strict=True):
+                logits = model(input_ids=sample["input_ids"][None], use_cache=False).logits
+                following = torch.cat((sample["labels"][1:], torch.tensor([IGNORED])))
+                torch.testing.assert_close(part, likely(logits, following[None])[0], rtol=1e-9, atol=1e-9)
