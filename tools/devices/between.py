@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import sysconfig
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -133,6 +134,7 @@ def _train(rank: int, turns: int, steps: int, tokens: int | None) -> list[Gap]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     rank_environment(rank)
+    warnings.simplefilter("ignore")
     logging.getLogger("ds_hydra").setLevel(logging.ERROR)
     config = read_config(config=EXAMPLES / "ds_hydra.json")
     config["hydra"] |= {"cost_table": str(EXAMPLES / "cost_tables" / "example_cpu.json"), "steps_file": None,
