@@ -5,7 +5,6 @@ Every function takes the group it talks to; None stands for a group of one, wher
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -86,20 +85,6 @@ class _SplitLastDim(torch.autograd.Function):
         return _GatherLastDim.apply(grad, ctx.widths, ctx.rank, ctx.group), None, None, None
 
 
-class _ExchangeRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.send, ctx.receive, ctx.group = send, receive, group
-        out = x.new_empty(sum(receive))
-        dist.all_to_all_single(out, x.contiguous(), list(receive), list(send), group=group)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        # Every element went to exactly one place, so its gradient goes back the same way: the sizes change roles.
-        return _ExchangeRows.apply(grad, ctx.receive, ctx.send, ctx.group), None, None, None
-
-
 def copy_to_ranks(x: Tensor, group: Group) -> Tensor:
     """Identity whose backward sums the gradients over the group (Megatron's f)."""
     return x if group is None else _CopyToRanks.apply(x, group)
@@ -118,8 +103,3 @@ def gather_last_dim(x: Tensor, widths: tuple[int, ...], rank: int, group: Group)
 def split_last_dim(x: Tensor, widths: tuple[int, ...], rank: int, group: Group) -> Tensor:
     """This rank's slice of the last dimension; backward gathers the slices' gradients."""
     return x if group is None else _SplitLastDim.apply(x, widths, rank, group)
-
-
-def exchange_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
-    """All-to-all of a flat tensor: `send[i]` elements go to rank i, `receive[i]` come from it."""
-    return x if group is None else _ExchangeRows.apply(x, tuple(send), tuple(receive), group)

@@ -37,7 +37,8 @@ from ds_hydra.zero_hetero.errors import PlanError
 class Context:
     """Keys and values of a sequence in one layer, and the sums of their gradients [Note: contexts].
 
-    Under Ulysses a rank keeps all tokens of its own heads, under tensor parallelism its own heads too.
+    Under Ulysses a rank keeps all tokens of its own heads, each group of them in a context of its own; under tensor
+    parallelism its own heads too.
     """
 
     def __init__(self, total: int):
@@ -46,6 +47,11 @@ class Context:
         self._sums: tuple[Tensor, ...] = ()  # of their gradients, of those tokens that may still get more
         self._written = 0  # tokens whose keys and values have been there
         self._open = total  # the next backward is that of the slice that stops here
+        self._groups: dict[int, Context] = {}
+
+    def of_group(self, number: int) -> Context:
+        """That of one group of key/value heads, where they are computed group by group [Note: exchange in groups]."""
+        return self._groups.setdefault(number, Context(self.total)) if number else self
 
     def join(self, k: Tensor, v: Tensor, start: int, window: int | None = None) -> tuple[Tensor, Tensor]:
         """Keep the keys and values of a slice, and return those that its tokens may attend to.

@@ -59,6 +59,16 @@ class Chunk:
         return self.stop == self.contexts.total
 
 
+class Overlap(NamedTuple):
+    """How sequence parallel ranks hide the messages of attention [Note: exchange in groups]."""
+
+    groups: int = 4  # of heads, at most
+    least_tokens: int = 1024  # of a rank; with fewer, more messages cost more than they hide, and heads stay together
+
+
+AT_ONCE = Overlap(groups=1)
+
+
 @dataclass(frozen=True)
 class Pack:
     """Boundaries of the packed sequences and the sequence parallel group that shares the row."""
@@ -70,6 +80,7 @@ class Pack:
     # what the random numbers of each sequence follow from [Note: draws by place]; none: they are 0, 1, ...
     keys: tuple[int, ...] = ()
     chunk: Chunk | None = None  # the first of `lengths`, if it is not a whole sequence
+    overlap: Overlap = AT_ONCE
     tokens: tuple[int, ...] = field(init=False)  # tokens per sequence parallel rank
 
     def __post_init__(self) -> None:
@@ -92,6 +103,13 @@ class Pack:
     def num_tokens(self) -> int:
         """Tokens of the whole row."""
         return sum(self.lengths)
+
+    @property
+    def head_groups(self) -> int:
+        """Into how many groups attention may cut a rank's heads."""
+        # Slices of a sequence keep keys and values by group, so all of them have as many, whatever stands beside them.
+        tokens = self.num_tokens if self.chunk is None else self.chunk.contexts.total
+        return self.overlap.groups if tokens >= self.overlap.least_tokens * self.sp else 1
 
     @property
     def offsets(self) -> list[int]:

@@ -16,7 +16,7 @@ from ds_hydra.pipe.collectives import Group
 from ds_hydra.pipe.model_plan import ModelPlan, Slot
 from ds_hydra.pipe.packed_weights import Leaf, PackedLinears
 from ds_hydra.pipe.placement import Pipeline, Stage
-from ds_hydra.pipe.rows import MicroBatch
+from ds_hydra.pipe.rows import AT_ONCE, MicroBatch, Overlap
 from ds_hydra.pipe.schedules.registry import splits_backward
 from ds_hydra.pipe.schedules.virtual import virtual_stage
 from ds_hydra.pipe.weight_gradients import Linear, SplitBackward, WeightGradients, linear
@@ -39,6 +39,7 @@ class StagePlace:
     sp_group: dist.ProcessGroup | None
     part: int = 0  # which range of layers
     token_sharding: bool = False  # of the model: tensor parallel ranks share tokens [Note: token sharding]
+    overlap: Overlap = AT_ONCE
 
     @classmethod
     def all_of(
@@ -48,6 +49,7 @@ class StagePlace:
         group: Callable[[tuple[int, ...]], dist.ProcessGroup | None],
         *,
         token_sharding: bool = False,
+        overlap: Overlap = AT_ONCE,
     ) -> tuple[StagePlace, ...]:
         """The places of `rank` in a pipeline, by part; `group` gives the group of some ranks, None for one alone."""
         index = pipeline.stage_index(rank)
@@ -55,7 +57,7 @@ class StagePlace:
         tp_rank, sp_rank = stage.coordinates(rank)
         tp_group, sp_group = group(stage.tp_ranks(rank)), group(stage.sp_ranks(rank))
         return tuple(
-            cls(pipeline, index, tp_rank, sp_rank, tp_group, sp_group, part, token_sharding)
+            cls(pipeline, index, tp_rank, sp_rank, tp_group, sp_group, part, token_sharding, overlap)
             for part in range(pipeline.parts)
         )
 
@@ -234,6 +236,7 @@ class ModelSource(Protocol):
     vocab_size: int | None
     notes: tuple[str, ...]  # what a user should know of how it is trained
     balances: bool  # whether its routers have a loss: then every micro-batch needs a `Balance`
+    overlap: Overlap  # of the messages of its attention
 
     def width(self, layer: int) -> int:
         """Features of the hidden states (1, T, width) that enter a layer."""

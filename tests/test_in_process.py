@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ds_hydra.pipe import collectives
 from ds_hydra.pipe.in_process import InProcessRanks
+from ds_hydra.pipe.overlapped import AllToAll, start, wait
 from ds_hydra.zero_hetero.transport import TorchTransport
 from tests.support.ranks import run_ranks
 
@@ -32,6 +33,11 @@ def values(rank: int, *shape: int) -> Tensor:
     return torch.randint(-9, 9, shape, generator=torch.Generator().manual_seed(rank)).double()
 
 
+def exchanged(x: Tensor, message: AllToAll) -> Tensor:
+    started, token = start([message], [x])
+    return wait([message], started, token)[0]
+
+
 def collective_calls(rank: int, group: Any) -> list[Tensor]:
     """Every collective that stages use, forward and backward, on small whole numbers."""
     widths = (3, 1, 2)
@@ -41,7 +47,7 @@ def collective_calls(rank: int, group: Any) -> list[Tensor]:
         lambda x: collectives.sum_over_ranks(x * (rank + 1), group),
         lambda x: collectives.gather_last_dim(x[..., : widths[rank]], widths, rank, group),
         lambda x: collectives.split_last_dim(x, widths, rank, group) * (rank + 1),
-        lambda x: collectives.exchange_rows(x.reshape(-1), (4, 6, 2), ((4, 4, 4), (6, 6, 6), (2, 2, 2))[rank], group),
+        lambda x: exchanged(x.reshape(-1), AllToAll((4, 6, 2), ((4, 4, 4), (6, 6, 6), (2, 2, 2))[rank], group)),
     ):
         x = values(rank, 2, 6).requires_grad_()
         out = call(x)

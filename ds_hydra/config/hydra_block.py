@@ -192,6 +192,9 @@ class HydraConfig:
     token_sharding: str = setting(choice("auto", "off"), "auto")
     """"auto": tensor parallel ranks share the tokens between the blocks, where the model is found to allow it; then all
     that a layer keeps for the backward is divided by tp. "off": each of them holds all tokens there."""
+    sp_overlap: str = setting(choice("auto", "off"), "auto")
+    """"auto": of long rows, sequence parallel ranks exchange the heads of attention in up to four groups, and compute
+    one while the next ones travel. "off": all heads travel together, and nothing is computed meanwhile."""
     functions: str = setting(choice(*FUNCTIONS), "auto")
     """"auto": norms, rotary embeddings and linear layers that read the same rows are computed in fewer operators, which
     keep less for the backward, where the model is found to have them. "recompute": MLPs with a gate compute their
@@ -255,7 +258,8 @@ class HydraConfig:
     @property
     def stage_options(self) -> StageOptions:
         """How the stages of a Hugging Face model are to compute."""
-        return StageOptions(self.activation_checkpointing, self.token_sharding == "auto", self.functions)
+        sharding, overlap = self.token_sharding == "auto", self.sp_overlap == "auto"
+        return StageOptions(self.activation_checkpointing, sharding, self.functions, overlap)
 
     def planner_options(self) -> PlannerOptions:
         """The settings that the planner works by, from this block and the block "planner"."""

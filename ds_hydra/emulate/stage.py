@@ -28,7 +28,7 @@ from ds_hydra.emulate.transport import ClockedTransport
 from ds_hydra.pipe.loss import IGNORED
 from ds_hydra.pipe.model_plan import ModelPlan, ShardRule
 from ds_hydra.pipe.placement import Pipeline
-from ds_hydra.pipe.rows import MicroBatch
+from ds_hydra.pipe.rows import AT_ONCE, MicroBatch
 from ds_hydra.pipe.schedules.registry import WEIGHED, splits_backward
 from ds_hydra.pipe.schedules.simulate import SHARES
 from ds_hydra.pipe.stage import StageModule, StagePlace
@@ -53,6 +53,7 @@ class EmulatedSource:
     vocab_size: int | None = None
     notes: tuple[str, ...] = ()
     balances = False
+    overlap = AT_ONCE
 
     def __init__(self, small: SmallModel, values: Mapping[str, Tensor], clock: VirtualClock):
         self.small, self.plan, self.clock = small, small.plan, clock

@@ -37,7 +37,7 @@ def model_source(
             raise ConfigError(
                 "hydra.activation_checkpointing works with Hugging Face models only; wrap the layers' own"
             )
-        return LayerList(model)
+        return LayerList(model, sp_overlap=options.sp_overlap)
     if isinstance(model, PreTrainedModel):
         if loss_fn is not None:
             check_token_loss(loss_fn, known_tokens(model) or 2, device)

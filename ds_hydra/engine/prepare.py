@@ -22,6 +22,7 @@ from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.models.options import StageOptions
 from ds_hydra.pipe.placement import Strategy, place_strategy
+from ds_hydra.pipe.rows import AT_ONCE
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.plan.schemes import SCHEDULE_CHOICES, feasible_schemes
 from ds_hydra.planner.proposal.propose import Wider, propose_strategies
@@ -176,8 +177,8 @@ def _candidates(
 
 
 def _checked(job: Job, world: World, candidates: Sequence[StrategyShape]) -> CheckResult:
-    """What the self-check says of the candidates. Where it finds wrong what is right without shared tokens, or computed
-    as the model's code says, the source of the job does so from then on."""
+    """What the self-check says of the candidates. Where it finds wrong what is right without shared tokens, computed as
+    the model's code says, or with all heads exchanged at once, the source of the job does so from then on."""
     source = job.source
 
     def check(options: StageOptions) -> CheckResult:
@@ -190,27 +191,37 @@ def _checked(job: Job, world: World, candidates: Sequence[StrategyShape]) -> Che
             node_size=world.node_size,
         )
 
-    if not isinstance(source, CausalLM):
-        return check(StageOptions())
-    asked = StageOptions(source.activation_checkpointing, source.plan.token_sharding, source.functions.asked)
+    stages = {stage for shape in candidates for pipeline in shape.pipelines for stage in pipeline.stages}
+    asked = StageOptions(sp_overlap=source.overlap.groups > 1 and any(stage.sp > 1 for stage in stages))
+    if isinstance(source, CausalLM):
+        asked = asked._replace(
+            activation_checkpointing=source.activation_checkpointing,
+            token_sharding=source.plan.token_sharding,
+            functions=source.functions.asked,
+        )
     checked = check(asked)
     objections = checked.objections()
-    bare = asked._replace(token_sharding=False, functions="off")
+    bare = asked._replace(token_sharding=False, functions="off", sp_overlap=False)
     if not objections or bare == asked:
         return checked
-    # Most models to which it objects are none that can be trained: that takes one more check, not three.
+    # Most models to which it objects are none that can be trained: that takes one more check, not four.
     best, found = bare, check(bare)
     if len(found.objections()) == len(objections):
         return checked
-    for more in (asked._replace(functions="off"), asked._replace(token_sharding=False)):
+    single = ({"functions": "off"}, {"token_sharding": False}, {"sp_overlap": False})
+    for more in (asked._replace(**change) for change in single):
         if more not in (asked, bare) and len((other := check(more)).objections()) == len(found.objections()):
             best, found = more, other
             break
     why = f"the self-check refuses it ({objections[0]})"
-    if best.functions != asked.functions:
+    if isinstance(source, CausalLM) and best.functions != asked.functions:
         source.compute_as_written(why)
-    if best.token_sharding != asked.token_sharding:
+    if isinstance(source, CausalLM) and best.token_sharding != asked.token_sharding:
         source.hold_all_tokens(why)
+    if best.sp_overlap != asked.sp_overlap:
+        source.overlap = AT_ONCE
+        if world.rank == 0:
+            logger.info("sequence parallel ranks exchange all heads of a layer at once: %s", why)
     return found
 
 

@@ -13,7 +13,12 @@ from ds_hydra.zero_hetero.errors import ConfigError
 
 
 def hollow_source(
-    path: str | Path, *, activation_checkpointing: bool = False, token_sharding: bool = False, functions: str = "off"
+    path: str | Path,
+    *,
+    activation_checkpointing: bool = False,
+    token_sharding: bool = False,
+    functions: str = "off",
+    sp_overlap: bool = False,
 ) -> CausalLM:
     """Stages of the Hugging Face causal language model of a config file or checkpoint folder.
 
@@ -24,6 +29,7 @@ def hollow_source(
         activation_checkpointing=activation_checkpointing,
         token_sharding=token_sharding,
         functions=functions,
+        sp_overlap=sp_overlap,
     )
 
 

@@ -64,7 +64,14 @@ class StageTimer:
         if tp_group is None and sp_group is None:
             tp_group, sp_group = (self._stand_in(degree) for degree in (scheme.tp, scheme.sp))
         self.place = StagePlace(
-            pipeline, stage_index, tp_rank, sp_rank, tp_group, sp_group, token_sharding=source.plan.token_sharding
+            pipeline,
+            stage_index,
+            tp_rank,
+            sp_rank,
+            tp_group,
+            sp_group,
+            token_sharding=source.plan.token_sharding,
+            overlap=source.overlap,
         )
         self.module = source.build(self.place, device, dtype)
         self.num_params = _install(self.module, source, stage, tp_rank, device, dtype)
@@ -90,6 +97,7 @@ class StageTimer:
             self.place.stage.sp,
             self.place.sp_group,
             chunk=chunk,
+            overlap=self.place.overlap,
         )
         start, stop = pack.local
         positions = torch.from_numpy(position_ids(pack.lengths, start, stop, past=pack.past)).to(self.device)[None]

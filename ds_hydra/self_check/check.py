@@ -39,6 +39,7 @@ def check_strategies(
     activation_checkpointing: bool = False,
     token_sharding: bool = False,
     functions: str = "off",
+    sp_overlap: bool = False,
     channel: Channel | None = None,
     node_size: int | None = None,
     keep: bool = True,
@@ -47,7 +48,8 @@ def check_strategies(
 
     `mode` is hydra.self_check: "off" says nothing, "full" runs schemes with all their stages and ranks. With
     `token_sharding` tensor parallel ranks share tokens where the copy is found to allow it, as the model was;
-    `functions` is hydra.functions. `channel` shares the runs out over its ranks, all of which must call this and get
+    `functions` is hydra.functions; with `sp_overlap` sequence parallel ranks exchange heads in groups, however few the
+    tokens. `channel` shares the runs out over its ranks, all of which must call this and get
     the same result; `node_size` of them are on one node (None: all). `keep` uses the cache. Nothing of `model` is
     changed or kept, nor are torch's random numbers.
     """
@@ -56,7 +58,7 @@ def check_strategies(
         return CheckResult({})
     channel = channel or Channel(None, 0, 1)
     run = shapes_to_run(strategies, whole=mode == "full")
-    options = StageOptions(activation_checkpointing, token_sharding, functions)
+    options = StageOptions(activation_checkpointing, token_sharding, functions, sp_overlap)
     name = fingerprint(model, mode, *options, sorted(map(str, run))) if keep else None
     known = _shared(read_verdicts(name) if channel.rank == 0 else {}, channel)
     found: dict[PipelineShape, Verdict] = {}

@@ -54,9 +54,12 @@ def _made(spec: Any) -> str:
     return repr((*parts, id(getattr(spec, "forward_fn", None))))
 
 
-def short_layer_list(model: Any, schemes: Sequence[PipelineShape], memory_bytes: float) -> LayerList:
+def short_layer_list(
+    model: Any, schemes: Sequence[PipelineShape], memory_bytes: float, *, sp_overlap: bool = False
+) -> LayerList:
     """The source, with values drawn anew. Raises MemoryError where it is too large, ConfigError as `LayerList` does."""
-    source = LayerList(_Shorter(model, max([_REPEATED, *(scheme.parts * scheme.pp for scheme in schemes)])))
+    repeated = max([_REPEATED, *(scheme.parts * scheme.pp for scheme in schemes)])
+    source = LayerList(_Shorter(model, repeated), sp_overlap=sp_overlap)
     params = [param for bucket in source.plan.buckets for param in bucket.params]
     bytes_needed = 8 * copies_at_once(schemes) * sum(param.numel for param in params)
     if bytes_needed > memory_bytes:

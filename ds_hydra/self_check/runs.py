@@ -168,7 +168,7 @@ class RankOfPipeline:
         self.index, self._num_stages = pipeline.stage_index(rank), len(pipeline.stages)
         places = StagePlace.all_of(
             pipeline, rank, lambda members: ranks.group(members, rank) if len(members) > 1 else None,
-            token_sharding=source.plan.token_sharding,
+            token_sharding=source.plan.token_sharding, overlap=source.overlap._replace(least_tokens=0),
         )  # fmt: skip
         self.place = places[-1]  # that of the loss, if the rank has it
         self.parts: tuple[StageModule, ...] = tuple(source.build(place, CPU, torch.float64) for place in places)

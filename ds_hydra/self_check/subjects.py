@@ -52,7 +52,7 @@ def make_subject(
     Raises RefusedError where no stages can be made of the small model, and other errors where there is none.
     """
     if hasattr(model, "_layer_specs"):
-        return _of_layer_list(short_layer_list(model, schemes, memory_bytes))
+        return _of_layer_list(short_layer_list(model, schemes, memory_bytes, sp_overlap=options.sp_overlap))
     small = small_copy(model, schemes, memory_bytes)
     data = uneven_data(known_tokens(small.model), _LENGTHS)
     try:

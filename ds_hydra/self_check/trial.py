@@ -149,5 +149,9 @@ class Trial:
         failing = [name for name, part in alone.items() if part == scheme or self.verdict(part).state != "equal"]
         if not failing:
             return f"its degrees can each be used alone, but not together as in {scheme}"
-        other = ', or hydra.token_sharding "off"' if self._subject.source.plan.token_sharding else ""
-        return "; ".join(f"{name}: {_REMEDIES[name]}{other if name == 'tp' else ''}" for name in failing)
+        source, others = self._subject.source, {}
+        if source.plan.token_sharding:
+            others["tp"] = ', or hydra.token_sharding "off"'
+        if source.overlap.groups > 1:
+            others["sp"] = ', or hydra.sp_overlap "off"'
+        return "; ".join(f"{name}: {_REMEDIES[name]}{others.get(name, '')}" for name in failing)

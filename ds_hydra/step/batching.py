@@ -149,7 +149,7 @@ def _build(
     padding = place.padding(sum(lengths))
     if padding:
         lengths, keys = (*lengths, padding), (*keys, 0)
-    pack = Pack(lengths, place.sp_rank, place.stage.sp, place.sp_group, keys, row.chunk)
+    pack = Pack(lengths, place.sp_rank, place.stage.sp, place.sp_group, keys, row.chunk, place.overlap)
     start, stop = pack.local
     positions = _readable(position_ids(lengths, start, stop, past=pack.past), device).unsqueeze(0)
     labels = weights = None

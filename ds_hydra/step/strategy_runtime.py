@@ -71,7 +71,9 @@ class StrategyRuntime:
         self.pipeline_index, index = strategy.locate(rank)
         pipeline = strategy.pipelines[self.pipeline_index]
         self.stage_index, self.num_stages = index, len(pipeline.stages)
-        places = StagePlace.all_of(pipeline, rank, groups.get, token_sharding=source.plan.token_sharding)
+        places = StagePlace.all_of(
+            pipeline, rank, groups.get, token_sharding=source.plan.token_sharding, overlap=source.overlap
+        )
         # The place of the loss, if the rank has it: of two parts the second one's. Else one is as good as the other.
         self.place = places[-1]
         self._arena, dtype = arena, arena.params.dtype

@@ -22,7 +22,7 @@ from torch import Tensor
 from ds_hydra.pipe.contexts import Context
 from ds_hydra.pipe.dropout import AttentionDropout
 from ds_hydra.pipe.rows import Pack
-from ds_hydra.pipe.ulysses import gather_heads, scatter_heads
+from ds_hydra.pipe.ulysses import HeadGroup, over_heads
 from ds_hydra.zero_hetero.errors import ConfigError
 
 QUERY_BLOCK = 1024  # rows of scores held at once where a mask or a softcap needs them in memory
@@ -67,27 +67,52 @@ def varlen_attention(
     Raises ConfigError for a backend that lacks what is asked for, and for a slice without a context.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if pack.sp > 1:
-        q, k, v = scatter_heads(q, k, v, pack)
-        sinks = None if sinks is None else sinks.tensor_split(pack.sp)[pack.sp_rank]
-        if dropout is not None:
-            dropout = replace(dropout, first_head=dropout.first_head + pack.sp_rank * q.shape[1])
-    attend = partial(_attend, scale=scale, window=window, softcap=softcap, sinks=sinks, backend=backend)
+    known: list[_Keys] = []  # by group of key/value heads, which several groups may share
+
+    def of_heads(group: HeadGroup) -> Tensor:
+        heads = slice(group.first_head, group.first_head + group.q.shape[1])
+        if group.keys == len(known):
+            known.append(_keys(group, pack, window, context))
+        attend = partial(
+            _attend, scale=scale, window=window, softcap=softcap, backend=backend,
+            sinks=None if sinks is None else sinks[heads],
+        )  # fmt: skip
+        drop = None if dropout is None else replace(dropout, first_head=dropout.first_head + heads.start)
+        return _row(group.q, known[group.keys], pack, drop, attend)
+
+    return of_heads(HeadGroup(q, k, v)) if pack.sp == 1 else over_heads(q, k, v, pack, of_heads)
+
+
+class _Keys(NamedTuple):
+    """What queries of a row attend to: keys and values of its tokens, and of the sequence of which it has a slice."""
+
+    own: tuple[Tensor, Tensor]
+    joined: tuple[Tensor, Tensor] | None = None
+
+
+def _keys(group: HeadGroup, pack: Pack, window: int | None, context: Context | None) -> _Keys:
+    own = group.k, group.v
     if pack.chunk is None:
-        out = attend(q, k, v, Segments.whole(pack.lengths), dropout=dropout)
-    elif context is None:
+        return _Keys(own)
+    if context is None:
         raise ConfigError("a slice of a sequence was handed to an attention that keeps no keys and values of its own")
-    else:
-        # Two calls: one call would have to copy the context next to the keys of the sequences beside the slice.
-        size = pack.lengths[0]
-        ks, vs = context.join(k[:size], v[:size], pack.past, window)
-        own = None if dropout is None else replace(dropout, keys=dropout.keys[:size], past=pack.past + size - len(ks))
-        out = attend(q[:size], ks, vs, Segments((size,), (len(ks),)), dropout=own)
-        if len(pack.lengths) > 1:
-            rest = None if dropout is None else replace(dropout, keys=dropout.keys[size:])
-            beside = Segments.whole(pack.lengths[1:])
-            out = torch.cat((out, attend(q[size:], k[size:], v[size:], beside, dropout=rest)))
-    return gather_heads(out, pack) if pack.sp > 1 else out
+    size = pack.lengths[0]
+    return _Keys(own, context.of_group(group.keys).join(group.k[:size], group.v[:size], pack.past, window))
+
+
+def _row(q: Tensor, keys: _Keys, pack: Pack, dropout: AttentionDropout | None, attend: Callable[..., Tensor]) -> Tensor:
+    """Attention of a whole row's queries, (T, heads, d), to keys that `attend` is given with theirs."""
+    if keys.joined is None:
+        return attend(q, *keys.own, Segments.whole(pack.lengths), dropout=dropout)
+    # Two calls: one call would have to copy the context next to the keys of the sequences beside the slice.
+    size, seen = pack.lengths[0], len(keys.joined[0])
+    own = None if dropout is None else replace(dropout, keys=dropout.keys[:size], past=pack.past + size - seen)
+    out = attend(q[:size], *keys.joined, Segments((size,), (seen,)), dropout=own)
+    if len(pack.lengths) == 1:
+        return out
+    rest = None if dropout is None else replace(dropout, keys=dropout.keys[size:])
+    k, v = (x[size:] for x in keys.own)
+    return torch.cat((out, attend(q[size:], k, v, Segments.whole(pack.lengths[1:]), dropout=rest)))
 
 
 def _attend(

@@ -37,6 +37,7 @@ from ds_hydra.pipe.models.state import refuse_state
 from ds_hydra.pipe.models.token_rules import TokenRules, share_tokens
 from ds_hydra.pipe.models.unnamed_rules import UnnamedRules, derive
 from ds_hydra.pipe.models.unset import stand_in_values
+from ds_hydra.pipe.rows import AT_ONCE, Overlap
 from ds_hydra.pipe.stage import StageModule, StagePlace
 from ds_hydra.pipe.tensor_parallel import shard_rule, style_of, tensor_parallel_obstacle
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -59,18 +60,21 @@ class CausalLM:
         activation_checkpointing: bool = False,
         token_sharding: bool = False,
         functions: str = "off",
+        sp_overlap: bool = False,
         token_loss: TokenLoss | None = None,
     ):
         """Copies what the model is but for its values, traces it, and refuses what cannot be packed or cut.
 
         `token_loss` is trained on in place of the cross entropy. With `token_sharding` tensor parallel ranks share
         tokens if the model is found to allow it. `functions` is the setting of that name: "off", "auto" or
-        "recompute" [Note: functions]. Raises ConfigError for models with recurrent state, with attention or positions
-        that packing would change, and for attributes or hooks that cannot be copied.
+        "recompute" [Note: functions]. With `sp_overlap` attention hides the messages of long rows
+        [Note: exchange in groups]. Raises ConfigError for models with recurrent state, with attention or positions that
+        packing would change, and for attributes or hooks that cannot be copied.
         """
         refuse_unsupported(model)
         attention.register()
         self.token_loss = token_loss
+        self.overlap = Overlap() if sp_overlap else AT_ONCE
         self.model_class, self.name = type(model), type(model).__name__
         asked = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
         self.activation_checkpointing = activation_checkpointing or asked

@@ -19,7 +19,7 @@ from ds_hydra.pipe.loss import IGNORED
 from ds_hydra.pipe.model_plan import ModelPlan, ParamSpec, make_buckets
 from ds_hydra.pipe.models.draws import Draws, Keys, Notes, Recorder
 from ds_hydra.pipe.models.recompute import Recomputing
-from ds_hydra.pipe.rows import MicroBatch, Pack
+from ds_hydra.pipe.rows import AT_ONCE, MicroBatch, Overlap, Pack
 from ds_hydra.pipe.stage import StageModule, StagePlace
 from ds_hydra.zero_hetero.errors import ConfigError
 
@@ -33,8 +33,8 @@ class LayerList:
     notes: tuple[str, ...] = ()
     balances = False  # its loss is its own
 
-    def __init__(self, model: Any):
-        """Reads specs, buffers and values of the layers that this rank has built.
+    def __init__(self, model: Any, *, sp_overlap: bool = False):
+        """Reads specs, buffers and values of the layers that this rank has built; `sp_overlap` as of a `CausalLM`.
 
         Raises ConfigError without a loss function, and for layers that hand on anything but (1, T, width).
         """
@@ -42,6 +42,7 @@ class LayerList:
             raise ConfigError(
                 "the PipelineModule has no loss_fn; give it one that means over the targets of its labels"
             )
+        self.overlap = Overlap() if sp_overlap else AT_ONCE
         self.specs, self.loss_fn = list(model._layer_specs), model.loss_fn
         self._buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
         self.values: Mapping[str, Tensor] = {n: p.detach() for n, p in model.named_parameters() if not p.is_meta}

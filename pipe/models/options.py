@@ -13,3 +13,4 @@ class StageOptions(NamedTuple):
     activation_checkpointing: bool = False
     token_sharding: bool = False  # among tensor parallel ranks, where the model allows it [Note: token sharding]
     functions: str = "off"  # one of FUNCTIONS [Note: functions]
+    sp_overlap: bool = False  # of messages and attention [Note: exchange in groups]

@@ -17,7 +17,7 @@ from torch import Tensor
 from ds_hydra.pipe.attention.backends import varlen_attention
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.placement import Pipeline, Stage
-from ds_hydra.pipe.rows import MicroBatch, Pack, position_ids, split_tokens
+from ds_hydra.pipe.rows import MicroBatch, Overlap, Pack, position_ids, split_tokens
 from ds_hydra.pipe.stage import StageModule, StagePlace, to_flat
 from tests.support.families import VOCAB, build_model, reference_model
 from tests.support.ranks import run_ranks
@@ -35,6 +35,7 @@ class Example:
     kv_heads: int
     window: int | None
     softcap: float | None
+    groups: int = 1  # of heads, at most
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """q, k, v and the gradient of the output; v is wider than q and k."""
@@ -66,7 +67,7 @@ class Example:
 
 def packed(case: Example, sp_rank: int = 0, sp: int = 1, group: dist.ProcessGroup | None = None) -> tuple[Tensor, ...]:
     """What one rank gets for its own tokens."""
-    pack = Pack(case.lengths, sp_rank, sp, group)
+    pack = Pack(case.lengths, sp_rank, sp, group, overlap=Overlap(case.groups, least_tokens=0))
     start, stop = pack.local
     q, k, v, grad = (x[start:stop].clone() for x in case.tensors())
     q, k, v = (x.requires_grad_() for x in (q, k, v))
@@ -107,6 +108,7 @@ def test_attention_over_sequence_parallel_ranks(sp: int) -> None:
             *rng.choice([(8, 8), (8, 4), (8, 2), (8, 1), (4, 1)]),
             rng.choice([None, 1, 5, 12]),
             rng.choice([None, 2.0]),
+            groups=rng.choice([1, 2, 4]),
         )
         for _ in range(25)
     ]

@@ -118,12 +118,14 @@ def test_no_step_connects_a_pair(tmp_path: Path) -> None:
 
 def rows() -> list[tuple[Case, str]]:
     """Rows of the table, each with a rule of the transport: a drawn share, the same in every run, one where a layer
-    reads a weight of a module that it does not call, one of several phases, and one of slices."""
+    reads a weight of a module that it does not call, and one each of several phases, slices and heads in groups."""
     drawn = random.Random(7).sample([case for case in CASES if case.quick], 1)
     tied = next(case for case in CASES if case.name == "layer_list")
     phases = next(case for case in CASES if case.name == "phases that change")
     slices = next(case for case in CASES if case.name == "V, slices")
-    return list(zip([*drawn, tied, phases, slices], ("blocking", "connect", "blocking", "blocking"), strict=True))
+    heads = next(case for case in CASES if case.name == "groups of heads, one key head")
+    rules = ("blocking", "connect", "blocking", "blocking", "lazy")
+    return list(zip([*drawn, tied, phases, slices, heads], rules, strict=True))
 
 
 @pytest.mark.parametrize(("case", "rule"), rows(), ids=lambda value: getattr(value, "name", value))

@@ -43,8 +43,9 @@ def test_defaults_and_canonical_strategies() -> None:
 
 
 def test_stages_compute_as_the_settings_say() -> None:
-    assert parse().stage_options == StageOptions(token_sharding=True, functions="auto")
-    asked = parse(activation_checkpointing=True, token_sharding="off", functions="recompute").stage_options
+    assert parse().stage_options == StageOptions(token_sharding=True, functions="auto", sp_overlap=True)
+    off = {"token_sharding": "off", "sp_overlap": "off"}
+    asked = parse(activation_checkpointing=True, functions="recompute", **off).stage_options
     assert asked == StageOptions(activation_checkpointing=True, functions="recompute")
 
 

@@ -52,6 +52,7 @@ class Case:
     node_size: int | None = None  # ranks of a node, as if there were several nodes
     grad_accum: str | None = None  # data_types.grad_accum_dtype
     token_sharding: bool = True  # tensor parallel ranks share tokens, if the model allows it
+    sp_overlap: bool = True  # heads travel in groups, however few the tokens
     functions: str = "auto"  # in place of the model's own operators
     quick: bool = False  # runs in every test run, and under --quick
 

@@ -12,9 +12,9 @@ from itertools import chain
 from tests.support.adapted_models import ADAPTED, ADAPTED_WITHOUT_TP
 from tests.support.case import AMPLIFYING, BFLOAT16, CHANGING, CHANGING_8, FLOAT32, NO_GRADIENT, UNUSUAL, Case
 from tests.support.changed_models import CHANGED, CHANGED_LINEARS
-from tests.support.families import BALANCED, FAMILIES, LAYER_LIST, OTHER_DEPTHS
+from tests.support.families import BALANCED, FAMILIES, LAYER_LIST, OTHER_SIZES
 from tests.support.losses import OWN
-from tests.support.scheduled_cases import scheduled
+from tests.support.scheduled_cases import in_groups, scheduled
 
 FIXED_STRATEGIES = (
     "tp1",
@@ -54,7 +54,7 @@ def _fixed() -> Iterator[Case]:
 
 
 def _families() -> Iterator[Case]:
-    for family in (*(name for name in FAMILIES if name not in OTHER_DEPTHS), LAYER_LIST):
+    for family in (*(name for name in FAMILIES if name not in OTHER_SIZES), LAYER_LIST):
         yield Case(f"{family}", family, CHANGING, quick=family in _QUICK_FAMILIES_FP64)
         yield Case(f"{family} fp32", family, CHANGING, FLOAT32, quick=family in _QUICK_FAMILIES_FP32)
     yield Case("llama on 8 ranks", "llama", CHANGING_8, quick=True)
@@ -277,5 +277,5 @@ def _some_otherwise(cases: Iterable[Case]) -> Iterator[Case]:
 _TABLE = chain(
     _fixed(), _families(), _unusual(), _drawing(), _options(), _losses(), _functions(), _phased(), scheduled()
 )
-CASES: tuple[Case, ...] = (*_some_otherwise(_TABLE), *_adapted(), *_balanced())
+CASES: tuple[Case, ...] = (*_some_otherwise(_TABLE), *_adapted(), *_balanced(), *in_groups())
 assert len({case.name for case in CASES}) == len(CASES), "every row has a name of its own"

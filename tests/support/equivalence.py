@@ -145,6 +145,7 @@ def config_of(case: Case) -> dict[str, Any]:
             "loss_norm": case.loss_norm,
             "activation_checkpointing": case.activation_checkpointing,
             "token_sharding": "auto" if case.token_sharding else "off",
+            "sp_overlap": "auto" if case.sp_overlap else "off",
             "functions": case.functions,
             "node_size": case.node_size,
             "timeout_seconds": 60,
@@ -261,8 +262,9 @@ def traced_once(case: Case) -> Iterator[None]:
         return
     model = build_model(case.family, model_dtype(case))
     freeze(model, case.frozen)
-    options = StageOptions(case.activation_checkpointing, case.token_sharding, case.functions)
+    options = StageOptions(case.activation_checkpointing, case.token_sharding, case.functions, case.sp_overlap)
     source = model_source(model, options, loss_fn=OWN.get(case.own_loss))
+    source.overlap = source.overlap._replace(least_tokens=0)
     with mock.patch.object(HydraEngine, "source_of", return_value=source):
         yield
 

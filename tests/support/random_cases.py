@@ -6,11 +6,11 @@ import random
 from dataclasses import replace
 
 from tests.support.case import BFLOAT16, FLOAT32, FLOAT64, NO_GRADIENT, Case
-from tests.support.families import FAMILIES, LAYER_LIST, LAYERS, OTHER_DEPTHS
+from tests.support.families import FAMILIES, LAYER_LIST, LAYERS, OTHER_SIZES
 
 _ROUTED = ("mixtral", "qwen3_moe", "gpt_oss")
 DROPOUT = "dropout (Phi)"
-_PLAIN = tuple(name for name in FAMILIES if name not in OTHER_DEPTHS)
+_PLAIN = tuple(name for name in FAMILIES if name not in OTHER_SIZES)
 
 
 def random_case(seed: int) -> Case:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from tests.support.case import AMPLIFYING, BFLOAT16, CHANGING, CHANGING_8, FLOAT32, NO_GRADIENT, UNUSUAL, Case
 from tests.support.changed_models import CHANGED_LINEARS
-from tests.support.families import FAMILIES, LAYER_LIST, OTHER_DEPTHS
+from tests.support.families import FAMILIES, LAYER_LIST, OTHER_SIZES
 
 SPLIT = ("tp2pp2/zb-h1", "sp2 + pp2/zb-h1", "pp4/zb-h1", "pp3/zb-h1 + tp1", "2*pp2")
 SPLIT_8 = ("2*tp2pp2/zb-h1", "pp4/zb-h1 + sp2pp2/zb-h1", "tp2pp2sp2/zb-h1", "tp4pp2/zb-h1")
@@ -29,7 +29,7 @@ def scheduled() -> Iterator[Case]:
 def _split() -> Iterator[Case]:
     """Backwards split into gradients of inputs and of weights, mixed with others that are not."""
     for family in (*FAMILIES, LAYER_LIST):
-        if family not in OTHER_DEPTHS:
+        if family not in OTHER_SIZES:
             yield Case(f"split {family}", family, SPLIT, quick=family == "mixtral")
     base = Case("", "llama", SPLIT)
     for family in ("hooks of parameters", "layers that share weights", "parameters beside linear layers"):
@@ -176,6 +176,27 @@ def _v() -> Iterator[Case]:
                   activation_checkpointing=True)  # fmt: skip
     yield replace(slices, name="V, slices, long ones only", lengths=(300, 200, 450) * 8)
     yield replace(slices, name="V, slices on 8 ranks", strategies=V_8)
+
+
+def in_groups() -> Iterator[Case]:
+    """Sequence parallel ranks exchange heads in groups; every other row with such ranks does so too, where it can."""
+    base = Case("", "llama", ("sp2pp2", "tp2sp2", "sp4", "sp2 + 2*tp1"), steps=4)
+    yield replace(base, name="groups of heads")
+    yield replace(base, name="groups of heads, few steps", strategies=("sp2pp2", "sp4"), steps=2, quick=True)
+    yield replace(base, name="all heads at once", sp_overlap=False)
+    yield replace(base, name="groups of heads, one key head", family="llama_1_key_head", strategies=("sp4", "sp2pp2"),
+                  steps=2, quick=True)  # fmt: skip
+    yield replace(base, name="groups of heads, split", family="mistral", strategies=("sp2pp2/zb-h1", "tp2sp2/list"))
+    yield replace(base, name="groups of heads, sinks", family="gpt_oss", activation_checkpointing=True)
+    yield replace(base, name="groups of heads, dropout", family="dropout (Phi)", draws=True, frozen=NO_GRADIENT)
+    sliced = replace(base, strategies=("sp2pp2/v", "sp4/list"), steps=2, slices=True, recompute=True)
+    yield replace(sliced, name="groups of heads, slices", family="mistral")
+    yield replace(sliced, name="groups of heads, slices, one key head", family="llama_1_key_head")
+    yield replace(sliced, name="groups of heads, slices, dropout", family="dropout (Phi)", draws=True,
+                  frozen=NO_GRADIENT, quick=True)  # fmt: skip
+    yield replace(base, name="groups of heads fp32", dtype=FLOAT32, optimizer="SGD")
+    yield replace(base, name="groups of heads bf16", dtype=BFLOAT16)
+    yield replace(base, name="groups of heads on 8 ranks", strategies=("sp8", "tp2sp4", "sp4pp2/v"))
 
 
 def _recomputed() -> Iterator[Case]:

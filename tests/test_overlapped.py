@@ -1,0 +1,272 @@
+"""Attention in groups of heads: the same numbers as with all heads at once, by messages in one order on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import combinations, pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ds_hydra.engine.prepare import _checked
+from ds_hydra.pipe import overlapped, ulysses
+from ds_hydra.pipe.attention import backends
+from ds_hydra.pipe.attention.backends import varlen_attention
+from ds_hydra.pipe.contexts import Contexts
+from ds_hydra.pipe.dropout import AttentionDropout, token_keys
+from ds_hydra.pipe.in_process import InProcessRanks
+from ds_hydra.pipe.models.causal_lm import CausalLM
+from ds_hydra.pipe.rows import AT_ONCE, Chunk, Overlap, Pack
+from ds_hydra.pipe.shape import StrategyShape
+from ds_hydra.pipe.ulysses import num_groups
+from ds_hydra.self_check.check import check_strategies
+from tests.support.families import build_model
+
+Result = tuple[Tensor, ...]
+FLOAT64 = torch.float64
+LENGTHS = (9, 4, 6)
+CUTS = (0, 3, 4, 9)  # of the first sequence, where it runs in slices
+
+
+def inputs(tokens: int, heads: int, kv_heads: int) -> tuple[Tensor, ...]:
+    """q, k, v, the gradient of the output, and sinks."""
+    generator = torch.Generator().manual_seed(heads + kv_heads)
+    shapes = ((tokens, heads, 4), (tokens, kv_heads, 4), (tokens, kv_heads, 6), (tokens, heads, 6), (heads,))
+    q, k, v, grad, sinks = (torch.randn(shape, generator=generator, dtype=FLOAT64) for shape in shapes)
+    return q, k, v, grad, sinks
+
+
+def packs(rank: int, sp: int, group: Any, groups: int, sliced: bool) -> Iterator[tuple[Pack, int, list[int]]]:
+    """The row, or one for each slice of the first sequence with another sequence beside it; and the tokens of each."""
+    overlap, first = Overlap(groups, least_tokens=0), LENGTHS[0]
+    if not sliced:
+        yield Pack(LENGTHS, rank, sp, group, overlap=overlap), 0, list(range(sum(LENGTHS)))
+        return
+    contexts = Contexts(first)
+    beside = [list(range(first, first + 4)), [], list(range(first + 4, sum(LENGTHS)))]
+    for (start, stop), others in zip(pairwise(CUTS), beside, strict=True):
+        lengths = (stop - start, len(others)) if others else (stop - start,)
+        pack = Pack(lengths, rank, sp, group, chunk=Chunk(start, stop, contexts), overlap=overlap)
+        yield pack, start, [*range(start, stop), *others]
+
+
+def attended(
+    rank: int, sp: int, group: Any, *, groups: int, heads: tuple[int, int] = (8, 8), sliced: bool = False,
+    recompute: bool = False, sinks: bool = False, rate: float = 0.0, window: int | None = None,
+) -> Result:  # fmt: skip
+    """Outputs of this rank's tokens, and the gradients of all that it computes with."""
+    q, k, v, grad, bias = inputs(sum(LENGTHS), *heads)
+    leaves = [x.requires_grad_() for x in (q, k, v, bias)]
+    outs: list[Tensor] = []
+    grads: list[Tensor] = []
+    for pack, past, tokens in packs(rank, sp, group, groups, sliced):
+        own = tokens[slice(*pack.local)]
+        drop = AttentionDropout(rate, token_keys(pack.lengths, [7] * len(pack.lengths), past=past), 3) if rate else None
+        context = None if pack.chunk is None else pack.chunk.contexts.of("layer")
+
+        def run(q: Tensor, k: Tensor, v: Tensor, pack: Pack = pack, drop: Any = drop, context: Any = context) -> Tensor:
+            given = {"window": window, "sinks": bias if sinks else None, "dropout": drop, "context": context}
+            return varlen_attention(q * 2, k, v, pack, **given).sin()
+
+        rows = [x[own] for x in (q, k, v)]
+        outs.append(checkpoint(run, *rows, use_reentrant=False) if recompute else run(*rows))
+        grads.append(grad[own])
+    for out, given in zip(reversed(outs), reversed(grads), strict=True):
+        out.backward(given)
+    return *(out.detach() for out in outs), *(torch.zeros(0) if x.grad is None else x.grad for x in leaves)
+
+
+def on_ranks(sp: int, program: Callable[[int, Any], Any]) -> list[Any]:
+    ranks = InProcessRanks(sp)
+    return ranks.run(lambda rank: program(rank, ranks.group(tuple(range(sp)), rank)))
+
+
+@pytest.mark.parametrize("sp", [2, 4])
+@pytest.mark.parametrize("heads", [(16, 8), (8, 2), (16, 1)])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"recompute": True, "window": 3},
+        {"sinks": True},
+        {"rate": 0.4},
+        {"sliced": True},
+        {"sliced": True, "window": 5, "rate": 0.4},
+        {"sliced": True, "recompute": True, "sinks": True},
+    ],
+    ids=lambda settings: " ".join(settings) or "plain",
+)
+def test_groups_of_heads_compute_what_all_at_once_do(sp: int, heads: tuple[int, int], settings: dict[str, Any]) -> None:
+    at_once, *others = (
+        on_ranks(sp, lambda rank, group, n=n: attended(rank, sp, group, groups=n, heads=heads, **settings))
+        for n in (1, 2, 4)
+    )
+    assert all(float(x.abs().sum()) > 0 for x in at_once[0][-4:-1])
+    for other in others:
+        for mine, expected in zip(other, at_once, strict=True):
+            for x, y in zip(mine, expected, strict=True):
+                torch.testing.assert_close(x, y, rtol=0, atol=1e-13)
+
+
+def test_groups_fit_the_heads_and_their_keys() -> None:
+    assert [num_groups(4, *heads) for heads in ((8, 8), (8, 2), (8, 1), (6, 3), (6, 2), (5, 5), (1, 1))] == [
+        4, 4, 4, 3, 2, 1, 1,
+    ]  # fmt: skip
+    assert [num_groups(n, 8, 8) for n in (1, 2, 3, 8)] == [1, 2, 2, 8]
+
+
+def test_short_rows_are_exchanged_at_once_and_slices_of_a_sequence_alike() -> None:
+    def groups(lengths: Sequence[int], sp: int = 4, total: int = 0) -> int:
+        chunk = Chunk(0, lengths[0], Contexts(total)) if total else None
+        return Pack(tuple(lengths), 0, sp, chunk=chunk, overlap=Overlap()).head_groups
+
+    assert (groups([4095]), groups([4000, 96]), groups([4096], sp=8), groups([8192], sp=8)) == (1, 4, 1, 4)
+    assert (groups([10], total=4096), groups([10, 8000], total=4095)) == (4, 1)
+    assert replace(Pack((10**6,), sp=2), overlap=AT_ONCE).head_groups == 1
+
+
+class _Recorder(dist.ProcessGroup):
+    """A group of two that keeps a list of what is started and waited for; nothing moves."""
+
+    def __init__(self, events: list[str]):
+        super().__init__(0, 2)  # type: ignore[call-arg]
+        self._events, self._started = events, 0
+
+    def alltoall_base(self, output: Tensor, source: Tensor, *_: Any) -> dist.Work:
+        name = f"{self._started}"
+        self._started += 1
+        self._events.append(f"start {name}")
+        output.copy_(source)
+        events = self._events
+
+        class Message(dist.Work):
+            def wait(self, timeout: Any = None) -> bool:
+                events.append(f"wait {name}")
+                return True
+
+        return Message()
+
+
+class _Marked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, events: list[str], number: int) -> Tensor:
+        ctx.events, ctx.number = events, number
+        events.append(f"compute {number}")
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        ctx.events.append(f"compute back {ctx.number}")
+        return grad * 2, None, None
+
+
+@contextmanager
+def marked(events: list[str]) -> Iterator[None]:
+    """Within it, attention of a group of heads leaves its number among the events."""
+    attend = backends._attend
+
+    def noted(q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        number = sum(event.startswith("compute") for event in events)
+        return attend(_Marked.apply(q, events, number), *args, **kwargs)
+
+    with mock.patch.object(backends, "_attend", noted):
+        yield
+
+
+@pytest.mark.parametrize("kv_heads", [8, 2])
+def test_messages_start_early_and_are_waited_for_late(kv_heads: int) -> None:
+    """Messages are numbered as they start: of four groups 0 to 3 bring q, k and v, and 4 to 7 the outputs back."""
+    events: list[str] = []
+    pack = Pack((6,), 0, 2, _Recorder(events), overlap=Overlap(least_tokens=0))
+    q, k, v = (torch.ones(3, heads, 4, dtype=FLOAT64, requires_grad=True) for heads in (8, kv_heads, kv_heads))
+    with marked(events):
+        out = varlen_attention(q, k, v, pack)
+        forward = list(events)
+        events.clear()
+        out.sum().backward()
+    assert forward == [
+        *("start 0", "start 1", "start 2", "start 3"),
+        *("wait 0", "compute 0", "start 4", "wait 1", "compute 1", "start 5"),
+        *("wait 2", "compute 2", "start 6", "wait 3", "compute 3", "start 7"),
+        *("wait 4", "wait 5", "wait 6", "wait 7"),
+    ]
+    # The gradients of group 3 leave and arrive first: 8 to 11 bring those of the outputs, 12 to 15 those of q, k and v.
+    assert events == [
+        *("start 8", "start 9", "start 10", "start 11"),
+        *("wait 8", "compute back 3", "start 12", "wait 9", "compute back 2", "start 13"),
+        *("wait 10", "compute back 1", "start 14", "wait 11", "compute back 0", "start 15"),
+        *("wait 15", "wait 14", "wait 13", "wait 12"),
+    ]
+
+
+def below(node: Any) -> set[Any]:
+    """All of a graph whose backward waits for that of `node`."""
+    found, left = set[Any](), [node]
+    while left:
+        left += [after for after, _ in left.pop().next_functions if after is not None and after not in found]
+        found.update(left)
+    return found
+
+
+def test_no_choice_of_autograds_can_change_the_order_of_messages() -> None:
+    """Of any two steps of the backward that start messages, one has to wait for the other."""
+    pack = Pack((6,), 0, 2, _Recorder([]), overlap=Overlap(least_tokens=0))
+    q, k, v = (torch.ones(3, heads, 4, requires_grad=True) for heads in (8, 4, 4))
+    out = varlen_attention(q, k, v, pack)
+    starting = [node for node in {out.grad_fn, *below(out.grad_fn)} if node.name() == "_WaitBackward"]
+    assert len(starting) == 5
+    for one, other in combinations(starting, 2):
+        assert other in below(one) or one in below(other)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_a_layer_exchanges_twice_as_often_as_it_has_groups(groups: int) -> None:
+    events: list[str] = []
+    pack = Pack((6,), 0, 2, _Recorder(events), overlap=Overlap(groups, least_tokens=0))
+    q, k, v = (torch.ones(3, 8, 4, requires_grad=True) for _ in range(3))
+    out = varlen_attention(q, k, v, pack)
+    assert sum(event.startswith("start") for event in events) == 2 * groups
+    out.sum().backward()
+    assert sum(event.startswith("start") for event in events) == 4 * groups
+    assert len(events) == 8 * groups
+
+
+def test_what_does_not_learn_sends_nothing_back() -> None:
+    """Sinks that learn beside frozen queries, keys and values."""
+    events: list[str] = []
+    pack = Pack((6,), 0, 2, _Recorder(events), overlap=Overlap(least_tokens=0))
+    sinks = torch.zeros(8, requires_grad=True)
+    out = varlen_attention(*(torch.ones(3, 8, 4) for _ in range(3)), pack, sinks=sinks)
+    events.clear()
+    out.sum().backward()
+    assert sinks.grad is not None
+    assert sum(event.startswith("start") for event in events) == sum(event.startswith("wait") for event in events) == 4
+
+
+def mixed_up(*args: Any) -> tuple[Tensor, ...]:
+    """What has come of several groups' messages, in the wrong order."""
+    return overlapped.wait(*args)[::-1]
+
+
+def test_a_job_exchanges_at_once_where_the_self_check_refuses_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model, strategies = build_model("llama", torch.float32), [StrategyShape.parse("sp2")]
+    source = CausalLM(model, sp_overlap=True)
+    job: Any = SimpleNamespace(source=source, model=model, config=SimpleNamespace(self_check="on"))
+    world: Any = SimpleNamespace(channel=None, node_size=None, rank=0)
+    with mock.patch.object(ulysses, "wait", mixed_up):
+        (objection,) = check_strategies(model, strategies, keep=False, sp_overlap=True).objections()
+        assert 'hydra.sp_overlap "off"' in objection
+        assert not _checked(job, world, strategies).objections()
+    assert source.overlap == AT_ONCE
