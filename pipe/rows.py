@@ -62,8 +62,8 @@ class Chunk:
 class Overlap(NamedTuple):
     """How sequence parallel ranks hide the messages of attention [Note: exchange in groups]."""
 
-    groups: int = 4  # of heads, at most
-    least_tokens: int = 1024  # of a rank; with fewer, more messages cost more than they hide, and heads stay together
+    groups: int = 8  # of heads, at most
+    least_tokens: int = 512  # of a rank for each group: more and smaller messages would cost more than they hide
 
 
 AT_ONCE = Overlap(groups=1)
@@ -109,7 +109,8 @@ class Pack:
         """Into how many groups attention may cut a rank's heads."""
         # Slices of a sequence keep keys and values by group, so all of them have as many, whatever stands beside them.
         tokens = self.num_tokens if self.chunk is None else self.chunk.contexts.total
-        return self.overlap.groups if tokens >= self.overlap.least_tokens * self.sp else 1
+        most, least = self.overlap
+        return max(1, min(most, tokens // (least * self.sp))) if least else most
 
     @property
     def offsets(self) -> list[int]:

@@ -129,8 +129,9 @@ def test_short_rows_are_exchanged_at_once_and_slices_of_a_sequence_alike() -> No
         chunk = Chunk(0, lengths[0], Contexts(total)) if total else None
         return Pack(tuple(lengths), 0, sp, chunk=chunk, overlap=Overlap()).head_groups
 
-    assert (groups([4095]), groups([4000, 96]), groups([4096], sp=8), groups([8192], sp=8)) == (1, 4, 1, 4)
-    assert (groups([10], total=4096), groups([10, 8000], total=4095)) == (4, 1)
+    assert (groups([4095]), groups([4000, 96]), groups([4096], sp=8), groups([8192], sp=8)) == (1, 2, 1, 2)
+    assert (groups([9000]), groups([10**6])) == (4, 8)
+    assert (groups([10], total=4096), groups([10, 8000], total=4095)) == (2, 1)
     assert replace(Pack((10**6,), sp=2), overlap=AT_ONCE).head_groups == 1
 
 

@@ -193,7 +193,7 @@ class HydraConfig:
     """"auto": tensor parallel ranks share the tokens between the blocks, where the model is found to allow it; then all
     that a layer keeps for the backward is divided by tp. "off": each of them holds all tokens there."""
     sp_overlap: str = setting(choice("auto", "off"), "auto")
-    """"auto": of long rows, sequence parallel ranks exchange the heads of attention in up to four groups, and compute
+    """"auto": of long rows, sequence parallel ranks exchange the heads of attention in up to eight groups, and compute
     one while the next ones travel. "off": all heads travel together, and nothing is computed meanwhile."""
     functions: str = setting(choice(*FUNCTIONS), "auto")
     """"auto": norms, rotary embeddings and linear layers that read the same rows are computed in fewer operators, which

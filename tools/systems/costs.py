@@ -14,9 +14,10 @@ left out is left out in the rival's favour:
                     waits for what its attention does not hide. Where the degree changes with the length, sequences that
                     one unit can hold, and is done with before the step ends, pay nothing for it
   Ulysses           degree s: a/s and b/s, and the all-to-alls of four tensors forward and four backward, at the
-                    measured bandwidth of as many GPUs as TP * s. Ours exchanges the heads of a rank in up to four
-                    groups, and attention of one group goes on during messages of the others: of four, a quarter of all
-                    messages is exposed, and of the rest what the sequence's attention does not hide
+                    measured bandwidth of as many GPUs as TP * s. Ours exchanges the heads of a rank in up to eight
+                    groups, one for each 512 of the step's tokens on a GPU, and attention of one group goes on during
+                    messages of the others: of four, a quarter of all messages is exposed, and of the rest what the
+                    sequence's attention does not hide
   ZeRO-3            c is FlexSP's, 0.63 s (GPT 7B) and 2.79 s (30B) for each micro-batch, parameters' gathers included;
                     with `hidden_gathers` it is that of <TP, PP>, as if they took no time at all
   checkpointing     all layers are computed again: the forward's share of T(l) more; of the activations a token keeps
@@ -38,6 +39,7 @@ from ds_hydra.commands.shipped import FOLDER, shipped
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.paper_memory import MemoryModel
 from ds_hydra.costs.table_file import read_table_file
+from ds_hydra.pipe.rows import Overlap
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.simulate.job import SimulatedJob
 from ds_hydra.simulate.links import BETWEEN, INSIDE, LinkModel
@@ -52,7 +54,7 @@ ZERO_3_MS = {"7b": 629.3563, "32b": 2789.3644}  # of a micro-batch; the same sou
 _RING = 6  # keys and values forward, again backward, and their gradients
 _TENSORS = 8  # queries, keys, values and outputs, forward and backward
 _BYTES = 2  # BF16
-_GROUPS = 4  # of heads, at most, whose messages overlap with attention
+_OVERLAP = Overlap()
 
 
 @dataclass(frozen=True)
@@ -155,10 +157,12 @@ def _shared(cell: Cell, base: SchemeCost, way: Way) -> Iterator[SchemeCost]:
             ring = _ring_ms(cell.model, base, degree)
             yield WaitingCost(scheme, a, b, c, *known, ring, alone=max(0, alone) if way.by_length else 0)
             continue
-        messages, groups = _all_to_all_ms(cell.model, base, degree), min(_GROUPS, heads // degree)
+        messages = _all_to_all_ms(cell.model, base, degree)
+        most = max(1, min(_OVERLAP.groups, cell.tokens // cell.gpus // _OVERLAP.least_tokens))
+        groups = max((n for n in range(1, most + 1) if heads // degree % n == 0), default=1)
         if way.overlapped and groups > 1 and degree > 1:
             yield WaitingCost(scheme, a, b, c, *known, messages, 1.0 - 1.0 / groups)
-        elif groups:
+        elif degree <= heads:
             yield SchemeCost(scheme, a, b + messages, c, *known)
 
 
