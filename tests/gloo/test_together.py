@@ -90,7 +90,7 @@ def start(data: Any) -> str:
 def test_data_that_one_rank_cannot_read_is_told_by_all() -> None:
     told = run_ranks(lambda rank: start(Unreadable()), 2)
     assert told[1] == "OSError: /data/tokens.bin is not on this node"
-    assert told[0] == f"RuntimeError: reading the model and the data failed on rank 1: {told[1]}"
+    assert told[0] == f"RuntimeError: reading the data failed on rank 1: {told[1]}"
 
 
 def test_memory_that_one_rank_lacks_is_told_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
