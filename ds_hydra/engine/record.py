@@ -58,7 +58,7 @@ def step_record(
     `flops` are the model's for all sequences, on all ranks; `skipped_steps` counts the steps that were skipped before
     this one; `watched` holds the fields of the `StepWatch`.
     """
-    plan, num_ranks = planned.plan, len(outcome.phases[0].stats)
+    plan, num_ranks = planned.plan, max(len(phase.stats) for phase in outcome.phases)
     return StepRecord(
         step=step,
         loss=outcome.loss,
