@@ -166,7 +166,9 @@ def _balance(row: _Row, pack: Pack, load: Load, loss_norm: str, device: torch.de
     (start, stop), offsets = pack.local, pack.offsets
     weights = np.zeros(len(pack.lengths))
     for index, sequence_id in enumerate(row.ids):
-        if offsets[index] < stop and offsets[index + 1] > start:
+        # With the last slice of a sequence each rank counts what it held of all slices, of this one tokens or none.
+        in_slices = index == 0 and pack.chunk is not None
+        if in_slices or (offsets[index] < stop and offsets[index + 1] > start):
             _, targets, weight = load(sequence_id)
             count = int((targets != IGNORED).sum())
             counts = count if loss_norm == "token" else min(1, count)

@@ -51,10 +51,12 @@ def load(sequence: int) -> TokenSequence:
     return TokenSequence(tokens, labels)
 
 
-def batches_of(plans: Sequence[MicroBatchPlan], loss_norm: str, sp: int, rank: int) -> RankBatches:
+def batches_of(
+    plans: Sequence[MicroBatchPlan], loss_norm: str, sp: int, rank: int, *, balances: bool = False
+) -> RankBatches:
     pipeline = place_pipeline(PipelineShape.of(ParallelScheme(sp=sp)), 0, 4)
     (place,) = StagePlace.all_of(pipeline, rank, lambda ranks: None)
-    return build_batches(plans, IDS, place, load, loss_norm, CPU, step_key=4)
+    return build_batches(plans, IDS, place, load, loss_norm, CPU, step_key=4, balances=balances)
 
 
 def by_token(plans: Sequence[MicroBatchPlan], loss_norm: str, sp: int) -> tuple[dict[int, tuple[Any, ...]], int]:
@@ -110,6 +112,17 @@ def test_a_slice_counts_with_its_micro_batch_in_the_mean_of_micro_batches() -> N
         assert batch.weights is not None
         assert batch.labels is not None
         assert float(batch.weights[batch.labels != IGNORED].sum()) == pytest.approx(1.0)
+
+
+def test_routers_count_a_sequence_in_slices_on_ranks_without_its_last_one() -> None:
+    """The last 2 of 40 tokens in front of 25 others: both are on rank 0, but rank 1 held some of those before."""
+    plans = [MicroBatchPlan((Span(0, 0, 38),)), MicroBatchPlan((Span(0, 38, 40), Span(3, 0, 25)))]
+    for rank in range(2):
+        first, last = (batch.balance for batch in batches_of(plans, "token", 2, rank, balances=True).batches)
+        assert first is not None
+        assert last is not None
+        assert (0 in last.sequence) == (rank == 0)
+        assert float(first.weights[0]) == float(last.weights[0]) == pytest.approx(26 / 40**2)
 
 
 def test_packs_of_slices_know_their_place() -> None:

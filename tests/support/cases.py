@@ -190,7 +190,9 @@ def _balanced() -> Iterator[Case]:
         masked_labels=True, weighted=True, quick=True,
     )  # fmt: skip
     yield replace(base, name="balanced, all tokens", strategies=("tp2sp2", "tp4"), token_sharding=False)
-    yield replace(base, name="balanced, more slices", strategies=("tp2sp2/list", "pp2/v + 2*tp1/v"), slices=True)
+    yield replace(
+        base, name="balanced, more slices", strategies=("tp2sp2/list", "pp2/v + 2*tp1/v", "sp2 + pp2/list"), slices=True
+    )
     yield replace(base, name="balanced, mean of sequences", loss_norm="sequence", masked_labels=True)
     yield replace(base, name="balanced, checkpointed", activation_checkpointing=True)
     yield replace(base, name="balanced, split", strategies=("tp2pp2/zb-h1", "sp2 + pp2/zb-h1", "pp4/zb-h1"))
