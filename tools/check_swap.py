@@ -132,7 +132,7 @@ def check_handed(quick: bool, missed: list[str]) -> Rows:
 
     expected = run_ranks(job, num_ranks, None, timeout=300)[0]
     rows: Rows = []
-    for how in ("evenly", "all on the first", "all on the last", "none on the first")[: 2 if quick else 4]:
+    for how in ("evenly", "all on the first", "all on the last", "none on the first")[: 1 if quick else 4]:
         equal = all(same(found, expected) for found in run_ranks(job, num_ranks, how, timeout=300))
         rows.append({"sequences": how, "ranks": num_ranks, "steps": steps, "equal": equal})
         if not equal:
@@ -143,7 +143,7 @@ def check_handed(quick: bool, missed: list[str]) -> Rows:
 def compared(cases: Sequence[Case], quick: bool, missed: list[str]) -> Rows:
     """Rows of the training table, each against one process."""
     rows: Rows = []
-    for case in [case for case in cases if case.quick or not quick]:
+    for case in [case for case in cases if case.quick][:2] if quick else cases:
         found = compare(case.shortened() if quick else case, timeout=300)
         missed += found.missed(case)
         what = ("loss", "gradient", "parameter")
