@@ -65,8 +65,19 @@ class Overlap(NamedTuple):
     groups: int = 8  # of heads, at most
     least_tokens: int = 512  # of a rank for each group: more and smaller messages would cost more than they hide
 
+    def groups_of(self, tokens: int) -> int:
+        """At most so many groups for a row of which a rank holds so many tokens."""
+        return max(1, min(self.groups, tokens // self.least_tokens)) if self.least_tokens else self.groups
+
 
 AT_ONCE = Overlap(groups=1)
+
+
+def num_groups(at_most: int, heads: int, kv_heads: int) -> int:
+    """Groups into which a rank's heads are cut: each has equally many, and whole key/value heads or a part of one's
+    query heads."""
+    fits = (n for n in range(1, at_most + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0))
+    return max(fits, default=1)
 
 
 @dataclass(frozen=True)
@@ -109,8 +120,7 @@ class Pack:
         """Into how many groups attention may cut a rank's heads."""
         # Slices of a sequence keep keys and values by group, so all of them have as many, whatever stands beside them.
         tokens = self.num_tokens if self.chunk is None else self.chunk.contexts.total
-        most, least = self.overlap
-        return max(1, min(most, tokens // (least * self.sp))) if least else most
+        return self.overlap.groups_of(tokens // self.sp)
 
     @property
     def offsets(self) -> list[int]:

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from ds_hydra.pipe.overlapped import AllToAll, start, wait
-from ds_hydra.pipe.rows import Pack
+from ds_hydra.pipe.rows import Pack, num_groups
 
 
 class HeadGroup(NamedTuple):
@@ -49,13 +49,6 @@ class HeadGroup(NamedTuple):
     v: Tensor  # (T, kv_heads, d_v)
     first_head: int = 0  # of the query heads, among those of all sequence parallel ranks
     keys: int = 0  # number of its key/value heads among the rank's groups of them, which several groups may share
-
-
-def num_groups(at_most: int, heads: int, kv_heads: int) -> int:
-    """Groups into which a rank's heads are cut: each has equally many, and whole key/value heads or a part of one's
-    query heads."""
-    fits = (n for n in range(1, at_most + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0))
-    return max(fits, default=1)
 
 
 def over_heads(q: Tensor, k: Tensor, v: Tensor, pack: Pack, attend: Callable[[HeadGroup], Tensor]) -> Tensor:

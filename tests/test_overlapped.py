@@ -25,9 +25,8 @@ from ds_hydra.pipe.contexts import Contexts
 from ds_hydra.pipe.dropout import AttentionDropout, token_keys
 from ds_hydra.pipe.in_process import InProcessRanks
 from ds_hydra.pipe.models.causal_lm import CausalLM
-from ds_hydra.pipe.rows import AT_ONCE, Chunk, Overlap, Pack
+from ds_hydra.pipe.rows import AT_ONCE, Chunk, Overlap, Pack, num_groups
 from ds_hydra.pipe.shape import StrategyShape
-from ds_hydra.pipe.ulysses import num_groups
 from ds_hydra.self_check.check import check_strategies
 from tests.support.families import build_model
 

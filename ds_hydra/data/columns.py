@@ -161,6 +161,23 @@ def _shown(lengths: tuple[int, ...]) -> str:
     return ", ".join(map(str, lengths[:8])) + (", ..." if len(lengths) > 8 else "")
 
 
+class OtherColumns:
+    """Looks at the columns that training does not read, once for each set of columns."""
+
+    # Looking at values costs time for every item, and items of one dataset have the same columns.
+    def __init__(self) -> None:
+        self._seen: set[tuple[str, ...]] = set()
+
+    def check(self, item: Any, index: int) -> tuple[str, ...]:
+        """`check_other_columns` of an item; no names where its set of columns was looked at before."""
+        names = tuple(map(str, item)) if isinstance(item, Mapping) else ()
+        if names in self._seen:
+            return ()
+        unread = check_other_columns(item, index)
+        self._seen.add(names)
+        return unread
+
+
 def check_other_columns(item: Any, index: int) -> tuple[str, ...]:
     """Names of an item's columns that training does not read, for the log.
 

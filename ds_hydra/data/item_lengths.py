@@ -10,18 +10,17 @@ that nobody could tell whether they are still the same: they are read at each st
 from __future__ import annotations
 
 import hashlib
-import os
-import tempfile
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
-from ds_hydra.data.columns import Int64Array, check_other_columns, read_item
+from ds_hydra.data.columns import Int64Array, OtherColumns, read_item
 from ds_hydra.zero_hetero.errors import ConfigError
+from ds_hydra.zero_hetero.kept_files import keep_file, kept_folder
 
 _PATIENCE_S = 3.0  # what takes longer shows how far it is
 
@@ -64,15 +63,12 @@ def read_part(dataset: Any, part: int = 0, num_parts: int = 1) -> ItemLengths:
     """
     lengths: list[int] = []
     counts: list[int] = []
-    seen: set[tuple[str, ...]] = set()  # sets of columns that were looked at
+    others = OtherColumns()
     items = range(len(dataset) * part // num_parts, len(dataset) * (part + 1) // num_parts)
     for index in tqdm(items, "reading the lengths of the data", disable=part > 0, delay=_PATIENCE_S, unit=" items"):
         item = dataset[index]
         read = read_item(item, index)
-        names = tuple(map(str, item)) if isinstance(item, Mapping) else ()
-        if names not in seen:
-            check_other_columns(item, index)
-            seen.add(names)
+        others.check(item, index)
         lengths += read.lengths
         counts.append(len(read.lengths))
     return ItemLengths(np.array(lengths, dtype=np.int64), np.array(counts, dtype=np.int64))
@@ -82,9 +78,8 @@ def _file(dataset: Any) -> Path | None:
     fingerprint = getattr(dataset, "_fingerprint", None)
     if not isinstance(fingerprint, str):
         return None
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = hashlib.sha256(f"{fingerprint} {len(dataset)}".encode()).hexdigest()[:32]
-    return home / "ds_hydra" / "lengths" / f"{name}.npz"
+    return kept_folder("lengths") / f"{name}.npz"
 
 
 def kept(dataset: Any) -> ItemLengths | None:
@@ -104,12 +99,5 @@ def kept(dataset: Any) -> ItemLengths | None:
 def keep(dataset: Any, found: ItemLengths) -> None:
     """Keep what was read, for the next start; where nothing can be written nothing is kept."""
     file = _file(dataset)
-    if file is None:
-        return
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=file.parent, suffix=".partial", delete=False) as partial:
-            np.savez(partial, lengths=found.lengths, counts=found.counts)
-        os.replace(partial.name, file)
-    except OSError:
-        return
+    if file is not None:
+        keep_file(file, lambda partial: np.savez(partial, lengths=found.lengths, counts=found.counts))

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ds_hydra.data.columns import Int64Array, Item, check_other_columns, is_packed, read_item
+from ds_hydra.data.columns import Int64Array, Item, OtherColumns, is_packed, read_item
 from ds_hydra.data.item_lengths import ItemLengths, given_lengths, kept, read_part
 from ds_hydra.data.tokens import LeftOut, Limits, TokenSequence
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -63,7 +63,7 @@ class SequenceData:
         scanned: ItemLengths | None = None,
     ) -> None:
         self._dataset = dataset
-        self._columns: set[tuple[str, ...]] = set()  # sets of columns that were looked at
+        self._columns = OtherColumns()
         self._limits = Limits(context_length, too_long, vocab_size, max_positions)
         _check_dataset(dataset)
         # The first sequence of each item and, at last, their number; None where an item is a sequence.
@@ -133,12 +133,7 @@ class SequenceData:
 
     def _look_at_columns(self, item: Any, index: int) -> None:
         """Refuse an item's columns that look like masks and log the others that are not read, once for each set."""
-        # Looking at values costs time for every item, and items of one dataset have the same columns.
-        names = tuple(map(str, item)) if isinstance(item, Mapping) else ()
-        if names in self._columns:
-            return
-        unread = check_other_columns(item, index)
-        self._columns.add(names)
+        unread = self._columns.check(item, index)
         if unread:
             logger.warning("items of the data also hold %s, which training does not read", ", ".join(unread))
 

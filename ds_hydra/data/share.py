@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ds_hydra.data.columns import IGNORE_INDEX, Item, check_other_columns, read_item
+from ds_hydra.data.columns import IGNORE_INDEX, Item, OtherColumns, read_item
 from ds_hydra.data.tokens import LeftOut, Limits, TokenSequence
 from ds_hydra.zero_hetero.errors import ConfigError
 
@@ -61,14 +61,11 @@ def read_share(handed: Any, limits: Limits, *, first: int = 0) -> Share:
     `limits.too_long` is "error".
     """
     found: list[tuple[Item, int, str]] = []  # each sequence: its item, its part of it, its name
-    seen: set[tuple[str, ...]] = set()  # sets of columns that were looked at: all rows of a batch have the same
+    others = OtherColumns()
     items = list(items_of(handed))
     for index, item in enumerate(items, start=first):
         read = read_item(item, index)
-        names = tuple(map(str, item)) if isinstance(item, Mapping) else ()
-        if names not in seen:
-            check_other_columns(item, index)
-            seen.add(names)
+        others.check(item, index)
         for part in range(len(read.lengths)):
             among = f" (sequence {part} in it)" if len(read.lengths) > 1 else ""
             found.append((read, part, f"item {index} of the data{among}"))

@@ -14,9 +14,7 @@ from ds_hydra.ranks.channel import Channel
 class RankStats(NamedTuple):
     """One rank's figures of a phase of a step; they travel as FP64."""
 
-    loss: (
-        float  # its share of the step's loss: 0 but on one tensor parallel rank of last stages, or of any with routers
-    )
+    loss: float  # its share of the step's: 0 but on one tensor parallel rank of last stages, or of any with routers
     router_loss: float  # the part of it that routers have
     run_s: float  # from the first pull waited for to the last backward
     compute_s: float  # the part of run_s spent in forwards and backwards, their collectives included, pulls not

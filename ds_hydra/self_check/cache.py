@@ -5,10 +5,8 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-import os
 import platform
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cache
@@ -20,6 +18,7 @@ from torch import nn
 
 from ds_hydra.pipe.shape import PipelineShape
 from ds_hydra.self_check.verdicts import Verdict
+from ds_hydra.zero_hetero.kept_files import keep_file, kept_folder
 
 _PACKAGES = ("torch", "transformers", "deepspeed", "peft", "accelerate")
 _INSTALLED = ("torch", "transformers", "deepspeed", "peft")  # their sources are known by their versions
@@ -29,8 +28,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 def cache_folder() -> Path:
     """Where verdicts are kept."""
-    home = os.environ.get("XDG_CACHE_HOME")
-    return Path(home or Path.home() / ".cache") / "ds_hydra" / "self_check"
+    return kept_folder("self_check")
 
 
 def fingerprint(model: nn.Module, *settings: Any) -> str | None:
@@ -140,11 +138,5 @@ def write_verdicts(name: str | None, verdicts: Mapping[PipelineShape, Verdict]) 
     if name is None:
         return
     kept = {str(shape): v.to_json() for shape, v in verdicts.items() if v.state != "unchecked"}
-    folder = cache_folder()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".partial", delete=False, encoding="utf-8") as file:
-            json.dump(kept, file, indent=1)
-        os.replace(file.name, folder / f"{name}.json")
-    except OSError:
-        return
+    text = json.dumps(kept, indent=1)
+    keep_file(cache_folder() / f"{name}.json", lambda file: file.write(text.encode()))

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -83,10 +84,7 @@ def _function_beside(kind: type) -> Callable[..., Tensor] | None:
 def _routers(source: CausalLM) -> tuple[dict[str, int], int]:
     """Which modules route, with the place of their logits in what they return; and their number of experts."""
     try:
-        try:
-            made, logits = _run(source, torch.device("meta"))
-        except (NotImplementedError, RuntimeError, ValueError):  # where the forward depends on data
-            made, logits = _run(source, torch.device("cpu"))
+        made, logits = source.without_values(partial(_run, first_position=source.first_position))
     except Exception as error:
         raise ConfigError(f"{source.name} does not return its routers' logits ({error}): {_REMEDY}") from error
     places = [made.get(id(of_one)) for of_one in logits]
@@ -97,9 +95,9 @@ def _routers(source: CausalLM) -> tuple[dict[str, int], int]:
     return routers, experts.pop()
 
 
-def _run(source: CausalLM, device: torch.device) -> tuple[dict[int, tuple[str, int]], tuple[Tensor, ...]]:
+def _run(copied: Any, first_position: int) -> tuple[dict[int, tuple[str, int]], tuple[Tensor, ...]]:
     """One forward of a few tokens: module and place that first returned each tensor, and the routers' logits."""
-    copied, tokens = source.copy_to_run(device, None), 5
+    tokens, device = 5, next(copied.parameters()).device
     made: dict[int, tuple[str, int]] = {}
     kept: list[Tensor] = []  # so that no other tensor gets the identity of one
 
@@ -112,7 +110,7 @@ def _run(source: CausalLM, device: torch.device) -> tuple[dict[int, tuple[str, i
     for path, module in copied.named_modules():
         module.register_forward_hook(lambda _module, _args, out, path=path: note(path, out))
     ids = torch.arange(3, 3 + tokens, device=device)[None]
-    positions = torch.arange(tokens, device=device)[None] + source.first_position
+    positions = torch.arange(tokens, device=device)[None] + first_position
     with torch.no_grad(), torch.random.fork_rng(devices=[]), refuse_state(copied):
         out = copied(input_ids=ids, position_ids=positions, use_cache=False, hydra=Pack((tokens,)), **{_FLAG: True})
     return made, tuple(out.router_logits)

@@ -9,8 +9,8 @@ is silent by what their use asks for.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -47,6 +47,7 @@ logger = logging.getLogger(__name__)
 _QUERY_MODULES = ("q_proj", "q_b_proj", "kv_b_proj", "o_proj", "out_proj", "dense", "query_key_value")
 _KEY_VALUE_MODULES = ("k_proj", "v_proj")
 _META = torch.device("meta")
+_Found = TypeVar("_Found")
 _ALL_TOKENS = TokenRules(obstacle='hydra.token_sharding is "off"')
 
 
@@ -116,14 +117,18 @@ class CausalLM:
         copied.apply(_checkpoint_nothing)
         return copied
 
-    def _trace(self) -> Flow:
-        """Run a few tokens without values; with numbers only where the forward depends on data (experts)."""
+    def without_values(self, run: Callable[[Any], _Found]) -> _Found:
+        """What `run` finds with a copy that has no values; with numbers only where the forward depends on data."""
         try:
-            try:
-                found = self._trace_on(_META)
-            except (NotImplementedError, RuntimeError, ValueError) as error:
-                logger.debug("the trace needs numbers: %s", error)
-                found = self._trace_on(torch.device("cpu"))
+            return run(self.copy_to_run(_META, None))
+        except (NotImplementedError, RuntimeError, ValueError) as error:  # experts choose by the numbers
+            logger.debug("a run needs numbers: %s", error)
+            return run(self.copy_to_run(torch.device("cpu"), None))
+
+    def _trace(self) -> Flow:
+        """Run a few tokens."""
+        try:
+            found = self.without_values(self._trace_of)
         except ConfigError:
             raise
         except Exception as error:
@@ -134,8 +139,7 @@ class CausalLM:
             raise ConfigError(f"{self.name} computes its logits in the module that runs its layers: not supported")
         return found
 
-    def _trace_on(self, device: torch.device) -> Flow:
-        copied = self.copy_to_run(device, None)
+    def _trace_of(self, copied: Any) -> Flow:
         with refuse_state(copied):
             return trace(copied, self.layers_path, self.first_position)
 

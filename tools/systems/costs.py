@@ -39,17 +39,19 @@ from ds_hydra.commands.shipped import FOLDER, shipped
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.paper_memory import MemoryModel
 from ds_hydra.costs.table_file import read_table_file
-from ds_hydra.pipe.rows import Overlap
+from ds_hydra.pipe.rows import Overlap, num_groups
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.simulate.job import SimulatedJob
 from ds_hydra.simulate.links import BETWEEN, INSIDE, LinkModel
-from ds_hydra.simulate.llama import SHIPPED, shipped_cluster
+from ds_hydra.simulate.llama import shipped_cluster
 from tools.systems.cells import Cell
 
 NODE = 8  # GPUs
 # 10^9 bytes a second of each GPU in an all-to-all over so many, rows of 4096 tokens (FlexSP, branch flexsp of
 # PKU-DAIR/Hetu-Galvatron, galvatron/flexsp_solver/solver.py, Apache-2.0).
 ALL_TO_ALL = {2: 119.54, 4: 104.07, 8: 96.5, 16: 20.01, 32: 10.53, 64: 7.77}
+# TP 8 and 16 were measured for the model of 52 heads, which none of them divides: 64 of the same size are meant.
+_HEADS = {"7b": 32, "32b": 64}
 ZERO_3_MS = {"7b": 629.3563, "32b": 2789.3644}  # of a micro-batch; the same source, b1 of GPT 7B and 30B
 _RING = 6  # keys and values forward, again backward, and their gradients
 _TENSORS = 8  # queries, keys, values and outputs, forward and backward
@@ -146,7 +148,7 @@ def _shared(cell: Cell, base: SchemeCost, way: Way) -> Iterator[SchemeCost]:
     of_unit = replace(base, a=more[0] * base.a, b=more[1] * base.b)
     if math.isfinite(way.alone_ms):
         alone = min(alone, int(of_unit.tokens_in(way.alone_ms / base.scheme.pp)))
-    heads = SHIPPED[f"a800-{cell.model}"].shape.heads // _tp(base)
+    heads = _HEADS[cell.model] // _tp(base)
     for degree in way.degrees:
         scheme = ParallelScheme(_tp(base), base.scheme.pp, degree)
         a, b, c = more[0] * base.a / degree, more[1] * base.b / degree, more[2] * base.c
@@ -157,12 +159,13 @@ def _shared(cell: Cell, base: SchemeCost, way: Way) -> Iterator[SchemeCost]:
             ring = _ring_ms(cell.model, base, degree)
             yield WaitingCost(scheme, a, b, c, *known, ring, alone=max(0, alone) if way.by_length else 0)
             continue
+        if degree > heads:
+            continue
         messages = _all_to_all_ms(cell.model, base, degree)
-        most = max(1, min(_OVERLAP.groups, cell.tokens // cell.gpus // _OVERLAP.least_tokens))
-        groups = max((n for n in range(1, most + 1) if heads // degree % n == 0), default=1)
+        groups = num_groups(_OVERLAP.groups_of(cell.tokens // cell.gpus), heads // degree, heads // degree)
         if way.overlapped and groups > 1 and degree > 1:
             yield WaitingCost(scheme, a, b, c, *known, messages, 1.0 - 1.0 / groups)
-        elif degree <= heads:
+        else:
             yield SchemeCost(scheme, a, b + messages, c, *known)
 
 
