@@ -71,7 +71,8 @@ class Case:
     @property
     def aims(self) -> Aims:
         """FP64 runs must agree throughout. Adam magnifies FP32 rounding where a gradient is near zero, so there its
-        parameters are only printed. BF16 is compared with one process in BF16: its rounding is all that is left. FP32
+        parameters are only printed. BF16 is compared with one process in BF16: their rounding is all that is left, and
+        where the reference's is large, as of products that nearly cancel, the gradients' may be, too. FP32
         gradients that travel in 16 bit are rounded once. In a long BF16 run the parameters have gone apart by rounding,
         with and without functions, and the gradients with them; the losses must not have.
         """
