@@ -63,6 +63,20 @@ class Simulator:
         stop = norm_stop + self._step.update_ms_per_element * owned / 1e3
         return SimulatedStep(tuple(phases), job.num_ranks, self._step.fixed_ms / 1e3, norm_stop, stop, job.memory)
 
+    def computing_s(self, plan: StepPlan) -> float:
+        """The same until the gradient's norm is known, if pulls and pushes took no time. PlanError as `step`."""
+        job, stop = self.job, self._step.fixed_ms / 1e3
+        for phase in plan.phases:
+            began = np.full(job.num_ranks, stop)
+            arrived = np.full((len(job.plan.buckets), job.num_ranks), stop)
+            placed = self._placed(phase).pipelines
+            timings = [
+                self._pipeline(planned, one, began, arrived, began)
+                for planned, one in zip(phase.pipelines, placed, strict=True)
+            ]
+            stop = max(stage.stop for timing in timings for stage in timing)
+        return stop + job.links.collective_s("all_gather", range(job.num_ranks), _NORM_BYTES * job.num_ranks)
+
     def _phase(self, phase: Phase, clock: Floats, wires: Networks) -> PhaseTimes:
         strategy, transfers = self._strategy(phase)
         pulls = pull_in_order(transfers, clock, wires)
@@ -86,11 +100,15 @@ class Simulator:
     def _strategy(self, phase: Phase) -> tuple[Strategy, StrategyTransfers]:
         job, key = self.job, phase.shape
         if key not in self._strategies:
-            strategy = place_strategy(key, job.num_ranks, job.plan.num_layers)
-            job.plan.check(strategy)
+            strategy = self._placed(phase)
             sizes = job.element_bytes, job.gradient_bytes or job.element_bytes
             self._strategies[key] = strategy, StrategyTransfers.of(job.plan, strategy, job.links, sizes)
         return self._strategies[key]
+
+    def _placed(self, phase: Phase) -> Strategy:
+        strategy = place_strategy(phase.shape, self.job.num_ranks, self.job.plan.num_layers)
+        self.job.plan.check(strategy)
+        return strategy
 
     def _pipeline(
         self, planned: PipelinePlan, placed: Pipeline, started: Floats, arrived: Floats, done: Floats

@@ -49,11 +49,12 @@ def bucket_uses(plan: ModelPlan, stage: Stage) -> tuple[BucketUse, ...]:
     Embeddings and head count as no time of their own.
     """
     uses: dict[int, float] = {}
+    bucket_of = {param.name: index for index, bucket in enumerate(plan.buckets) for param in bucket.params}
     groups = [plan.first] if stage.first_layer == 0 else []
     groups += plan.layers[stage.first_layer : stage.last_layer]
     groups += [plan.last] if stage.last_layer == plan.num_layers else []
     for names in groups:
-        found = [i for i, bucket in enumerate(plan.buckets) if any(param.name in names for param in bucket.params)]
+        found = sorted({bucket_of[name] for name in names if name in bucket_of})
         for index in found:
             uses.setdefault(index, 0.0)
         if found and names is not plan.first and names is not plan.last:

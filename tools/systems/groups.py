@@ -13,6 +13,7 @@ found in turns: planned as if no sequence took too long, and then again by the s
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from statistics import fmean
@@ -29,6 +30,7 @@ from tools.systems.static import OPTIONS
 
 _MOST_OF_A_SIZE = 2  # groups of one size in a step, beside those of another
 _TURNS, _LOOKED_AT = 2, 3  # by how many batches each
+_HOPELESS = 1.2  # times what the best units so far take
 _SIZES = 6  # of groups, where any number of units may make one
 
 
@@ -62,15 +64,20 @@ def flexsp(cell: Cell) -> Iterator[Configuration]:
 
 
 def _grouped(cell: Cell, degrees: tuple[int, ...], batches: Sequence[Lengths]) -> Iterator[Configuration]:
+    least = math.inf
     for checkpointing in (False, True):
         way = Way(degrees, by_length=True, checkpointing=checkpointing)
         for tp, pp in dict.fromkeys((scheme.tp, scheme.pp) for scheme in table_of(cell, way).schemes):
             found = _of_units(cell, way, tp, pp)
+            ms: float | None = None
             for _ in range(_TURNS):
                 if found is not None:
                     ms = _mean_ms(found, batches)
-                    found = None if ms is None else _of_units(cell, replace(way, alone_ms=ms), tp, pp)
-            if found is not None:
+                    # Later turns only take longer, as more sequences pay for being shared.
+                    hopeless = ms is None or ms > _HOPELESS * least
+                    found = None if hopeless else _of_units(cell, replace(way, alone_ms=ms), tp, pp)
+            if found is not None and ms is not None:
+                least = min(least, ms)
                 yield found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -38,29 +39,42 @@ class Chosen(NamedTuple):
 
 _SCREENED = 5  # batches on which configurations are compared first, at even ranks of their longest sequence
 _FINALISTS = 4
+_CLOSE = 1.1  # finalists take at most so many times the least, on the few batches
 
 
 def hindsight(configurations: Iterable[Configuration], batches: Sequence[Lengths], ms: StepMs) -> Chosen:
     """The configuration whose steps take the least `ms` in the mean. PlanError when none holds all batches.
 
-    All are compared on a few of the batches by what plans predict, that with the longest sequence among them, and the
-    best few on all batches.
+    All are compared on a few of the batches, that with the longest sequence among them, and the best few on all. One
+    is left when its plans alone, without transfers, take clearly more on most of the few than the best so far in all.
     """
     # The longest sequences come first: what cannot hold them is left at once.
     order = sorted(range(len(batches)), key=lambda step: (-max(batches[step]), step))
     last = len(order) - 1
     few = list(dict.fromkeys(order[round(last * part / (_SCREENED - 1))] for part in range(_SCREENED)))
     ranked: list[tuple[float, int, Configuration, dict[int, StepPlan]]] = []
+    best: dict[int, float] = {}  # what the best so far takes for each of the few
     refused: PlanError | None = None
     for number, configuration in enumerate(configurations):
+        plans: dict[int, StepPlan] = {}
         try:
-            plans = {step: configuration.plan(step, batches[step]) for step in few}
+            for step in few:
+                plans[step] = configuration.plan(step, batches[step])
+                known = sum(best.get(one, math.inf) for one in plans)
+                alone = sum(plan.predicted_ms for plan in plans.values())
+                if 2 * len(plans) > len(few) and alone > _CLOSE * known:
+                    break
+            else:
+                taken = {step: ms(plan, configuration.table) for step, plan in plans.items()}
+                ranked.append((sum(taken.values()), number, configuration, plans))
+                if not best or sum(taken.values()) < sum(best.values()):
+                    best = taken
         except PlanError as error:
             refused = error
-            continue
-        ranked.append((sum(plan.predicted_ms for plan in plans.values()), number, configuration, plans))
-    finalists = []
-    for _, _, configuration, plans in sorted(ranked, key=lambda row: row[:2])[:_FINALISTS]:
+    finalists: list[Chosen] = []
+    for of_few, _, configuration, plans in sorted(ranked, key=lambda row: row[:2])[:_FINALISTS]:
+        if finalists and of_few > _CLOSE * sum(best.values()):
+            break
         try:
             plans |= {step: configuration.plan(step, batches[step]) for step in order if step not in plans}
         except PlanError as error:
@@ -69,4 +83,6 @@ def hindsight(configurations: Iterable[Configuration], batches: Sequence[Lengths
         finalists.append(Chosen(configuration, tuple(plans[step] for step in range(len(batches)))))
     if not finalists:
         raise PlanError(f"no configuration holds these batches: {refused}")
+    if len(finalists) == 1:
+        return finalists[0]
     return min(finalists, key=lambda one: sum(ms(plan, one.configuration.table) for plan in one.plans))
