@@ -82,6 +82,7 @@ def place(orders: tuple[Order, ...], batches: Batches) -> tuple[Placed, ...]:
 def _faults(stage: int, orders: Sequence[Order], batches: Batches, due: Sequence[str]) -> Iterator[_Fault]:
     """The faults of one stage's order, whatever the others do; it has to compute all results `due`."""
     done: set[Result] = set()
+    after = batches.after
     for position, action in enumerate(orders[stage]):
         if not action.computes:
             yield _Fault(stage, position, f"lists {action}; an order holds what is computed, messages are added to it")
@@ -92,7 +93,7 @@ def _faults(stage: int, orders: Sequence[Order], batches: Batches, due: Sequence
         if action.part >= batches.parts:
             yield _Fault(stage, position, f"runs {action} but its stages hold one range of layers each")
             return
-        for need, why in _needs_here(stage, action, len(orders), batches):
+        for need, why in _needs_here(stage, action, len(orders), batches, after):
             if need not in done:
                 yield _Fault(stage, position, f"runs {action} before it has the {need}{why}")
         for result in _results(stage, action):
@@ -108,19 +109,22 @@ def _results(stage: int, action: Action) -> Iterator[Result]:
     return (Result(name, stage, action.part, action.microbatch) for name in _GIVES[action.kind])
 
 
-def _needs_here(stage: int, action: Action, num_stages: int, batches: Batches) -> Iterator[tuple[Result, str]]:
-    """What an action needs that its own stage computes, each with the reason if that is not plain."""
+def _needs_here(
+    stage: int, action: Action, num_stages: int, batches: Batches, after: Sequence[int]
+) -> Iterator[tuple[Result, str]]:
+    """What an action needs that its own stage computes, each with the reason if that is not plain; `after` as that of
+    the batches."""
     kind, microbatch, part = action
     if kind in _NEEDS_HERE:
         yield Result(_NEEDS_HERE[kind], stage, part, microbatch), ""
     wanted = wanted_from(stage, action, num_stages, batches.parts)
     if wanted is not None and wanted.stage == stage:  # where a V turns round
         yield wanted, ""
-    before, after = batches.before[microbatch], batches.after[microbatch]
-    if kind == "forward" and before >= 0:
-        yield Result("output", stage, part, before), ", which holds the slice before its own"
-    if kind in ("backward", "input_gradient") and after >= 0:
-        yield Result("input gradient", stage, part, after), ", which holds the slice after its own"
+    earlier, later = batches.before[microbatch], after[microbatch]
+    if kind == "forward" and earlier >= 0:
+        yield Result("output", stage, part, earlier), ", which holds the slice before its own"
+    if kind in ("backward", "input_gradient") and later >= 0:
+        yield Result("input gradient", stage, part, later), ", which holds the slice after its own"
 
 
 def _walk(orders: Sequence[Order], parts: int, fault: _Fault | None) -> tuple[list[Placed], list[int]]:
