@@ -1,34 +1,35 @@
 """Ours and every rival side by side: the same batches, costs, memory and simulator; rivals set up in hindsight.
 
   python -m tools.bench_systems [--quick] [--steps N] [--cells WORD ...] [--systems NAME ...] [--json FILE]
-                                [--plots FOLDER] [--ablation] [--curves STEPS] [--emulate STEPS]
+                                [--resume] [--plots FOLDER] [--ablation] [--curves STEPS] [--emulate STEPS]
 
 LLaMA 7B on 16 and 32 GPUs and 32B on 32 and 64 (A800 tables), contexts of 16K and 32K, steps of 100K and 200K tokens,
 three mixes of lengths. Each rival's configuration is the best for the very batches that are reported; ours is chosen on
 others. "gap": slowest minus fastest pipeline over slowest; "bound": share of the GPU-seconds bound in the step.
 `--ablation` adds one idea after the other in one cell, `--curves` changes GPUs, context and tokens one by one, and
-`--emulate` runs six cells on the emulated cluster.
+`--emulate` runs six cells on the emulated cluster. FILE is written after every cell; `--resume` keeps the cells of as
+many steps that it has.
 
 Exits non-zero if an aim is missed.
 """
 
 from __future__ import annotations
 
-import multiprocessing
+import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ds_hydra.commands.figures import figures_parser, finish, guarded, print_table
+from ds_hydra.zero_hetero.errors import ConfigError
 from tools.systems.ablation import HEADERS as ABLATION_HEADERS
 from tools.systems.ablation import ablation
 from tools.systems.cells import Cell, all_cells
 from tools.systems.curves import HEADERS as CURVE_HEADERS
 from tools.systems.curves import curve_figures, curve_row, curves
-from tools.systems.measure import NAMES, OURS, bound_ms, measure
+from tools.systems.measure import NAMES, OURS, bound_ms, measure_cells
 from tools.systems.verdicts import (
     CELL_HEADERS,
     FLAGSHIP,
@@ -40,6 +41,7 @@ from tools.systems.verdicts import (
     missed_aims,
     notes,
     published_rows,
+    read_figures,
     system_rows,
 )
 
@@ -47,21 +49,26 @@ STEPS, QUICK_STEPS = 20, 3
 _EMULATION_S = 1800.0  # real seconds for one cluster
 
 
-def run_cell(cell: Cell, steps: int, systems: Sequence[str]) -> Result:
-    """One cell by these systems."""
-    batches = cell.batches(steps)
-    found = measure(cell, steps, systems)
-    return Result(cell, found, bound_ms(cell, batches), min(map(len, batches)))
-
-
 def run_cells(cells: Sequence[Cell], steps: int, systems: Sequence[str], workers: int) -> Iterator[Result]:
-    """The cells in order, several at a time."""
-    one = partial(run_cell, steps=steps, systems=systems)
-    if workers == 1 or len(cells) == 1:
-        yield from map(one, cells)
-        return
-    with multiprocessing.get_context("spawn").Pool(workers, maxtasksperchild=4) as pool:
-        yield from pool.imap(one, cells)
+    """The cells in order, several systems at a time."""
+    for cell, found in zip(cells, measure_cells(cells, steps, systems, workers), strict=True):
+        batches = cell.batches(steps)
+        yield Result(cell, found, bound_ms(cell, batches), min(map(len, batches)))
+
+
+def kept_cells(path: Path | None, cells: Sequence[Cell], steps: int, systems: Sequence[str]) -> list[Result]:
+    """Those of the cells that the file has with as many steps and these systems; none where there is no file.
+
+    ConfigError for a file that `--json` did not write.
+    """
+    if path is None or not path.exists():
+        return []
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        same = found["steps"] == steps and found["systems"] == list(systems)
+        return [result for result in read_figures(found["cells"]) if same and result.cell in cells]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"{path}: not figures of this tool ({error!r}); give a file that --json wrote") from error
 
 
 def chosen_cells(words: Sequence[str] | None, quick: bool) -> list[Cell]:
@@ -71,15 +78,11 @@ def chosen_cells(words: Sequence[str] | None, quick: bool) -> list[Cell]:
     return [cell for cell in all_cells() if all(word.lower() in str(cell).lower() for word in words or ())]
 
 
-def show(results: Iterable[Result]) -> list[Result]:
-    """Print every cell as it is done."""
-    shown = []
-    for result in results:
-        print(f"\n{result.cell}: bound {result.bound_ms:,.0f} ms, at least {result.fewest_sequences} sequences a step")
-        print_table(SYSTEM_HEADERS, system_rows(result))
-        sys.stdout.flush()
-        shown.append(result)
-    return shown
+def show(result: Result) -> None:
+    """Print a cell."""
+    print(f"\n{result.cell}: bound {result.bound_ms:,.0f} ms, at least {result.fewest_sequences} sequences a step")
+    print_table(SYSTEM_HEADERS, system_rows(result))
+    sys.stdout.flush()
 
 
 def show_emulated(steps: int) -> None:
@@ -96,7 +99,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, help=f"of each cell (default {STEPS}, with --quick {QUICK_STEPS})")
     parser.add_argument("--cells", nargs="+", metavar="WORD", help="only cells with all these words, such as 32b 64")
     parser.add_argument("--systems", nargs="+", choices=NAMES, default=list(NAMES), help="ours is always among them")
-    parser.add_argument("--workers", type=int, default=min(2, os.cpu_count() or 1), help="cells at a time")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="systems at a time")
+    parser.add_argument("--resume", action="store_true", help="keep what FILE of --json has of the same steps")
     parser.add_argument("--ablation", action="store_true", help="ideas one by one, as Hydraulis' figure 16 has them")
     parser.add_argument("--curves", type=int, default=0, metavar="STEPS", help="by GPUs, context and tokens a step")
     parser.add_argument("--emulate", type=int, default=0, metavar="STEPS", help="of six cells on the emulated cluster")
@@ -109,7 +113,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not cells:
             parser.error(f"no cell has the words {' '.join(args.cells)}; a cell is written {FLAGSHIP}")
         systems = [name for name in NAMES if name in {OURS, *args.systems}]
-        results = show(run_cells(cells, steps, systems, args.workers))
+        results = kept_cells(args.json if args.resume else None, cells, steps, systems)
+        kept = {result.cell for result in results}
+        for result in results:
+            show(result)
+        head = {"steps": steps, "systems": systems}
+        for result in run_cells([cell for cell in cells if cell not in kept], steps, systems, args.workers):
+            show(result)
+            results.append(result)
+            if args.json:
+                args.json.write_text(json.dumps(head | {"cells": figures(results)}), encoding="utf-8")
+        results.sort(key=lambda result: cells.index(result.cell))
         print("\nWhat the others take, over ours")
         print_table(CELL_HEADERS, [cell_row(result) for result in results])
         if rows := published_rows(results):
@@ -120,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.ablation:
             print(f"\nIdea by idea, {FLAGSHIP}")
             print_table(ABLATION_HEADERS, ablation(FLAGSHIP, steps))
-        points = list(curves(args.curves)) if args.curves else []
+        points = list(curves(args.curves, args.workers)) if args.curves else []
         if points:
             print("\nBy GPUs, context and tokens of a step, 7B")
             print_table(CURVE_HEADERS, [curve_row(point) for point in points])
@@ -137,7 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{len(results)} cells of {steps} steps in {time.perf_counter() - began:.0f} s; the least gain is "
             f"{worst[0]:.2f} over {worst[1]}"
         )
-        found = {"steps": steps, **figures(results), "curves": curve_figures(points)}
+        found = head | {"cells": figures(results), "curves": curve_figures(points)}
         return finish("bench_systems", summary, found, missed_aims(results), args.json)
 
     return guarded("bench_systems", run)

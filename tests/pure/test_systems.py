@@ -62,7 +62,7 @@ def test_derived_costs_favour_the_rival_by_no_more_than_what_is_said() -> None:
 
 @pytest.mark.parametrize("name", RIVALS)
 def test_every_rival_makes_valid_plans_within_memory(name: str) -> None:
-    found = measure(CELL, 2, [name])
+    found = measure(CELL, 2, name)
     assert name in found
     assert all(ms > 0 for ms in found[name].step_ms)
     assert sum(found[name].strategies.values()) == 2
@@ -153,7 +153,7 @@ def test_hotspa_has_the_best_layouts_and_borders_of_two_phases() -> None:
 
 
 def measured_as(name: str, ms: float, *, gap: float = 0.05) -> Measured:
-    return Measured(name, "tp1", (ms, ms), (0.9 * ms, 0.9 * ms), (gap, gap), (0.1, 0.1), {"tp1": 2}, 1.0)
+    return Measured(name, "tp1", (ms, ms), 0.9 * ms, gap, 0.1, {"tp1": 2}, 1.0)
 
 
 def result(gap: float = 0.05, **rivals: float) -> Result:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tools.systems.cells import Cell
-from tools.systems.measure import OURS, STATIC, Measured, measure
+from tools.systems.measure import OURS, STATIC, Measured, measure_cells
 
 SYSTEMS = (OURS, STATIC, "DeepSpeed", "HotSPa", "Hydraulis")  # those of the paper's figure, and ours
 _FROM = Cell("7b", 16, 32768, 200_000, "CommonCrawl")
@@ -31,15 +31,13 @@ class Point:
     systems: dict[str, Measured]
 
 
-def curves(steps: int) -> Iterator[Point]:
+def curves(steps: int, workers: int) -> Iterator[Point]:
     """All points, factor by factor; the cell that the curves share is run once."""
-    known: dict[Cell, dict[str, Measured]] = {}
-    for factor, values in FACTORS.items():
-        for value in values:
-            cell = replace(_FROM, **{factor: value})  # type: ignore[arg-type]
-            if cell not in known:
-                known[cell] = measure(cell, steps, SYSTEMS)
-            yield Point(factor, value, known[cell])
+    points = [(name, value, replace(_FROM, **{name: value})) for name, values in FACTORS.items() for value in values]  # type: ignore[arg-type]
+    cells = list(dict.fromkeys(cell for *_, cell in points))
+    known = dict(zip(cells, measure_cells(cells, steps, SYSTEMS, workers), strict=True))
+    for factor, value, cell in points:
+        yield Point(factor, value, known[cell])
 
 
 def curve_row(point: Point) -> tuple[object, ...]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,7 +20,6 @@ from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.plan.validate import validate_plan
 from ds_hydra.planner.kernels.problem import Batch, scheme_arrays
 from ds_hydra.planner.proposal.by_milp import continuous_ms
-from ds_hydra.simulate.outcome import SimulatedStep
 from ds_hydra.simulate.step import Simulator
 from ds_hydra.zero_hetero.errors import PlanError
 from tools.systems.cells import Cell
@@ -44,6 +46,7 @@ RIVALS: dict[str, System] = {
     "InfiniPipe": lambda cell, _: infinipipe(cell),
 }
 NAMES = (OURS, STATIC, SAME_LAYOUT, *list(RIVALS)[1:])
+_TASKS_OF_A_WORKER = 48  # then another process takes its place, without what it has kept
 
 
 @dataclass(frozen=True)
@@ -53,9 +56,9 @@ class Measured:
     system: str
     configuration: str
     step_ms: tuple[float, ...]
-    run_ms: tuple[float, ...]  # the same without pulls, pushes and the update: propagation
-    gaps: tuple[float, ...]  # slowest minus fastest pipeline over slowest
-    bubbles: tuple[float, ...]
+    run_ms: float  # mean of the same without pulls, pushes and the update: propagation
+    gap: float  # median of slowest minus fastest pipeline over slowest
+    bubbles: float  # mean
     strategies: dict[str, int]
     seconds: float  # that planning took here
 
@@ -68,50 +71,84 @@ class Measured:
         return statistics.pstdev(self.step_ms)
 
 
+class Simulated(NamedTuple):
+    """One step as its plan's system takes it."""
+
+    ms: float  # with waits for shared sequences, which the simulator does not know
+    bubble_share: float
+
+
 class Simulators:
-    """Simulators of a cell's cluster, one for each cost table."""
+    """Simulators of a cell's cluster, one for each cost table; each plan is simulated once."""
 
     def __init__(self, cell: Cell) -> None:
         self._cell = cell
         self._known: dict[int, tuple[CostTable, Simulator]] = {}
+        self._done: dict[int, tuple[StepPlan, Simulated]] = {}  # the plans too, so that no other gets the id of one
 
-    def step(self, plan: StepPlan, table: CostTable) -> SimulatedStep:
+    def simulated(self, plan: StepPlan, table: CostTable) -> Simulated:
         """One step of a plan that these costs hold for."""
-        if id(table) not in self._known:
-            self._known[id(table)] = table, Simulator(cluster_of(self._cell, table))
-        return self._known[id(table)][1].step(plan)
+        if id(plan) not in self._done:
+            self._done[id(plan)] = plan, self._simulated(plan, table)
+        return self._done[id(plan)][1]
 
     def ms(self, plan: StepPlan, table: CostTable) -> float:
-        """The same, its time only; waits for shared sequences, which the simulator does not know, come on top."""
-        ms = 1e3 * self.step(plan, table).step_s
-        if not any(isinstance(cost, WaitingCost) for cost in table.costs):
-            return ms
-        known = simulate_plan(plan, CostTable(tuple(map(_without_waits, table.costs))))
-        return ms + plan.predicted_ms - plan.total_ms(known)
+        """The same, its time only."""
+        return self.simulated(plan, table).ms
+
+    def _simulated(self, plan: StepPlan, table: CostTable) -> Simulated:
+        if id(table) not in self._known:
+            self._known[id(table)] = table, Simulator(cluster_of(self._cell, table))
+        step = self._known[id(table)][1].step(plan)
+        waits = 0.0
+        if any(isinstance(cost, WaitingCost) for cost in table.costs):
+            known = simulate_plan(plan, CostTable(tuple(map(_without_waits, table.costs))))
+            waits = plan.predicted_ms - plan.total_ms(known)
+        return Simulated(1e3 * step.step_s + waits, step.bubble_share)
 
 
-def measure(cell: Cell, steps: int, only: Sequence[str] = NAMES) -> dict[str, Measured]:
-    """What the systems take for the same batches; one that nothing can be set up of is left out."""
+def measure(cell: Cell, steps: int, name: str) -> dict[str, Measured]:
+    """What a system takes for the batches of a cell; nothing where it cannot be set up. The static layout comes with
+    the same under our assignment."""
     batches, simulators = cell.batches(steps), Simulators(cell)
     found: dict[str, Measured] = {}
-    for name in only:
-        began = time.thread_time()
-        if name == OURS:
-            chosen = _all_planned(ds_hydra(cell, simulators.ms), batches)
-        elif name == SAME_LAYOUT:
-            continue
-        else:
-            try:
-                chosen = hindsight(RIVALS[name](cell, batches), batches, simulators.ms)
-            except PlanError as error:
-                print(f"  {cell}: {name} is left out: {error}", flush=True)
-                continue
-        found[name] = _measured(name, chosen, simulators, cell, time.thread_time() - began)
-        if name == STATIC:
-            (shape,) = {plan.phases[0].shape for plan in chosen.plans}
-            same = with_our_assignment(shape, chosen.configuration.table)
-            found[SAME_LAYOUT] = _measured(SAME_LAYOUT, _all_planned(same, batches), simulators, cell, 0.0)
+    began = time.thread_time()
+    if name == OURS:
+        chosen = _all_planned(ds_hydra(cell, simulators.ms), batches)
+    elif name == SAME_LAYOUT:
+        return {}
+    else:
+        try:
+            chosen = hindsight(RIVALS[name](cell, batches), batches, simulators.ms)
+        except PlanError as error:
+            print(f"  {cell}: {name} is left out: {error}", flush=True)
+            return {}
+    found[name] = _measured(name, chosen, simulators, cell, time.thread_time() - began)
+    if name == STATIC:
+        (shape,) = {plan.phases[0].shape for plan in chosen.plans}
+        same = with_our_assignment(shape, chosen.configuration.table)
+        found[SAME_LAYOUT] = _measured(SAME_LAYOUT, _all_planned(same, batches), simulators, cell, 0.0)
     return found
+
+
+def measure_cells(
+    cells: Sequence[Cell], steps: int, systems: Sequence[str], workers: int
+) -> Iterator[dict[str, Measured]]:
+    """What these systems take in each of the cells, in order; several systems at a time."""
+    tasks = [(cell, steps, name) for cell in cells for name in systems]
+    with ExitStack() as stack:
+        found = itertools.starmap(measure, tasks)
+        if workers > 1:
+            spawned = multiprocessing.get_context("spawn")
+            pool = stack.enter_context(spawned.Pool(workers, maxtasksperchild=_TASKS_OF_A_WORKER))
+            found = pool.imap(_measure_task, tasks)
+        for _ in cells:
+            of_cell = [next(found) for _ in systems]
+            yield {name: one for some in of_cell for name, one in some.items()}
+
+
+def _measure_task(task: tuple[Cell, int, str]) -> dict[str, Measured]:
+    return measure(*task)
 
 
 def _without_waits(cost: SchemeCost) -> SchemeCost:
@@ -134,13 +171,13 @@ def _measured(name: str, chosen: Chosen, simulators: Simulators, cell: Cell, sec
     table = chosen.configuration.table
     for plan in chosen.plans:
         validate_plan(plan, table, cell.gpus, objective="paper" if name == "Hydraulis" else "flow_shop")
-    steps = [simulators.step(plan, table) for plan in chosen.plans]
+    steps = [simulators.simulated(plan, table) for plan in chosen.plans]
     return Measured(
         name, chosen.configuration.text,
-        tuple(simulators.ms(plan, table) for plan in chosen.plans),
-        tuple(plan.predicted_ms for plan in chosen.plans),
-        tuple(pipeline_gap(plan, table) for plan in chosen.plans),
-        tuple(step.bubble_share for step in steps),
+        tuple(step.ms for step in steps),
+        statistics.fmean(plan.predicted_ms for plan in chosen.plans),
+        statistics.median(pipeline_gap(plan, table) for plan in chosen.plans),
+        statistics.fmean(step.bubble_share for step in steps),
         dict(Counter(plan.strategy for plan in chosen.plans).most_common()),
         seconds,
     )  # fmt: skip

@@ -19,6 +19,7 @@ _BORDERS = (4096, 8192, 16384)  # where buckets of lengths may end below the con
 _MOST_PHASES = 3  # HotSPa's strategies in the papers
 _LONG = 2  # pipelines for long sequences in a strategy of Hetu-B
 _SAMPLED = 6  # batches by which strategies are ranked before they are set up
+_CLOSE = 1.1  # layouts are compared on all batches that take at most so many times the least on these few
 
 
 def hotspa(cell: Cell, batches: Sequence[Lengths]) -> Iterator[Configuration]:
@@ -52,14 +53,25 @@ def _best_layout(
 ) -> tuple[float, StrategyShape] | None:
     """(ms over all batches, layout) for sequences above `low` and up to `high` tokens; None if nothing holds them."""
     own = [[length for length in batch if low < length <= high] for batch in batches]
+    few = _spread_over([some for some in own if some])
     found = []
     for strategy in layouts(cell, table):
-        if table[strategy.pipelines[0]].max_length < high:
-            continue
-        planner = Planner(table, [strategy], OPTIONS)
-        taken = sum(planner.plan(0, range(len(some)), some).predicted_ms for some in own if some)
-        found.append((taken, strategy))
-    return min(found, key=lambda one: one[0], default=None)
+        if table[strategy.pipelines[0]].max_length >= high:
+            planner = Planner(table, [strategy], OPTIONS)
+            found.append((_total_ms(planner, few), strategy, planner))
+    least = min((ms for ms, *_ in found), default=0.0)
+    close = [(_total_ms(planner, own), strategy) for ms, strategy, planner in found if ms <= _CLOSE * least]
+    return min(close, key=lambda one: one[0], default=None)
+
+
+def _spread_over(batches: Sequence[Lengths]) -> Sequence[Lengths]:
+    """Some of the batches, far from each other."""
+    return batches[:: max(1, len(batches) // _SAMPLED)][:_SAMPLED]
+
+
+def _total_ms(planner: Planner, batches: Sequence[Lengths]) -> float:
+    """What these batches take, as planned; those that are empty take nothing."""
+    return sum(planner.plan(0, range(len(some)), some).predicted_ms for some in batches if some)
 
 
 def layouts(cell: Cell, table: CostTable) -> Iterator[StrategyShape]:
@@ -108,15 +120,11 @@ def _best_strategy(table: CostTable, family: Sequence[StrategyShape], batches: S
     """
     if not family:
         raise PlanError("no strategy of two schemes holds the context")
-    few = batches[:: max(1, len(batches) // _SAMPLED)][:_SAMPLED]
+    few = _spread_over(batches)
     every = Planner(table, family, OPTIONS)
     winners = dict.fromkeys(every.plan(0, range(len(batch)), batch).phases[0].shape for batch in few)
 
-    def taken(strategy: StrategyShape) -> float:
-        planner = Planner(table, [strategy], OPTIONS)
-        return sum(planner.plan(0, range(len(batch)), batch).predicted_ms for batch in few)
-
-    return min(winners or family, key=taken)
+    return min(winners or family, key=lambda strategy: _total_ms(Planner(table, [strategy], OPTIONS), few))
 
 
 def _by_longest(planners: Sequence[Planner], border: int) -> PlanStep:
