@@ -64,20 +64,19 @@ def flexsp(cell: Cell) -> Iterator[Configuration]:
 
 
 def _grouped(cell: Cell, degrees: tuple[int, ...], batches: Sequence[Lengths]) -> Iterator[Configuration]:
-    least = math.inf
+    least: Sequence[float] = [math.inf] * _LOOKED_AT  # what the best units so far take for each batch
     for checkpointing in (False, True):
         way = Way(degrees, by_length=True, checkpointing=checkpointing)
         for tp, pp in dict.fromkeys((scheme.tp, scheme.pp) for scheme in table_of(cell, way).schemes):
             found = _of_units(cell, way, tp, pp)
-            ms: float | None = None
+            taken: list[float] = []
             for _ in range(_TURNS):
                 if found is not None:
-                    ms = _mean_ms(found, batches)
+                    taken = _taken_ms(found, batches[:_LOOKED_AT], least)
                     # Later turns only take longer, as more sequences pay for being shared.
-                    hopeless = ms is None or ms > _HOPELESS * least
-                    found = None if hopeless else _of_units(cell, replace(way, alone_ms=ms), tp, pp)
-            if found is not None and ms is not None:
-                least = min(least, ms)
+                    found = _of_units(cell, replace(way, alone_ms=fmean(taken)), tp, pp) if taken else None
+            if found is not None:
+                least = min(least, taken, key=sum)
                 yield found
 
 
@@ -91,12 +90,17 @@ def _of_units(cell: Cell, way: Way, tp: int, pp: int) -> Configuration | None:
     return planned(f"{ParallelScheme(tp, pp)}{' AC' if way.checkpointing else ''}", own, shapes) if shapes else None
 
 
-def _mean_ms(configuration: Configuration, batches: Sequence[Lengths]) -> float | None:
-    """What some of the steps take in the mean; None where a sequence fits nowhere."""
-    try:
-        return fmean(configuration.plan(step, batch).predicted_ms for step, batch in enumerate(batches[:_LOOKED_AT]))
-    except PlanError:
-        return None
+def _taken_ms(configuration: Configuration, batches: Sequence[Lengths], least: Sequence[float]) -> list[float]:
+    """What each of these steps takes; nothing where a sequence fits nowhere, or clearly more than in `least`."""
+    taken: list[float] = []
+    for step, batch in enumerate(batches):
+        try:
+            taken.append(configuration.plan(step, batch).predicted_ms)
+        except PlanError:
+            return []
+        if sum(taken) > _HOPELESS * sum(least[: len(taken)]):
+            return []
+    return taken
 
 
 def of_unit(table: CostTable, tp: int, pp: int) -> CostTable | None:
