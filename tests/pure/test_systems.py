@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +15,8 @@ from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.planner import PhasedPlanner, validate_plan
 from ds_hydra.planner.fixed_layout import by_load, in_turn, packed
-from ds_hydra.zero_hetero.errors import PlanError
+from ds_hydra.zero_hetero.errors import ConfigError, PlanError
+from tools.bench_systems import kept_cells
 from tools.systems.cells import Cell, all_cells
 from tools.systems.chunking import chunks, mesh_of
 from tools.systems.costs import Way, measured, table_of
@@ -22,7 +25,7 @@ from tools.systems.hindsight import Configuration, hindsight
 from tools.systems.measure import NAMES, OURS, RIVALS, SAME_LAYOUT, Measured, Simulators, measure
 from tools.systems.static import OPTIONS
 from tools.systems.switching import layouts
-from tools.systems.verdicts import FLAGSHIP, Result, missed_aims, notes, published_rows, system_rows
+from tools.systems.verdicts import FLAGSHIP, Result, figures, missed_aims, notes, published_rows, system_rows
 
 CELL = Cell("7b", 8, 16384, 40_000, "CommonCrawl")
 BATCHES = CELL.batches(2)
@@ -173,6 +176,20 @@ def test_aims_that_are_missed_are_named() -> None:
     slow = result(Hydraulis=1020.0)
     assert missed_aims([slow]) == [], "the mean is that of all cells"
     assert "Hydraulis takes 1.020 of our time in the mean" in missed_aims([slow] * 48)[-1]
+
+
+def test_a_comparison_that_was_stopped_goes_on_with_the_cells_of_its_file(tmp_path: Path) -> None:
+    path, systems = tmp_path / "cells.json", [OURS, "FlexSP"]
+    assert kept_cells(path, [FLAGSHIP], 2, systems) == []
+    done = result(FlexSP=1200.0)
+    path.write_text(json.dumps({"steps": 2, "systems": systems, "cells": figures([done])}))
+    assert kept_cells(path, [FLAGSHIP], 2, systems) == [done]
+    assert kept_cells(path, [FLAGSHIP], 3, systems) == kept_cells(path, [FLAGSHIP], 2, [OURS]) == []
+    assert kept_cells(path, [CELL], 2, systems) == []
+    for text in ("no figures", json.dumps({"steps": 2, "systems": systems, "cells": [{"cell": {}}]})):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=r"cells.json: not figures of this tool"):
+            kept_cells(path, [FLAGSHIP], 2, systems)
 
 
 def test_published_figures_stand_beside_ours() -> None:

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -25,7 +26,6 @@ from tools.devices.table import Table
 NUM_RANKS, NODE_SIZE = 64, 8
 GIB = 2**30
 DEVICE_BYTES = 79.25 * GIB  # what a GPU of 80 GB has for tensors
-AIM, AIM_SHORT = 0.9, 1.1  # of the published MaxLen, with the model's own norms and with ones that keep less
 SIZES = {"hidden_size": 6656, "intermediate_size": 17920, "num_hidden_layers": 60, "vocab_size": 32000}
 # Heads, scheme, published MaxLen.
 ROWS = (
@@ -39,33 +39,42 @@ ROWS = (
 _QUICK = 1
 
 
+class Way(NamedTuple):
+    """How layers are computed, and what part of the published MaxLen is aimed at with 16 bit gradients."""
+
+    token_sharding: bool
+    functions: str
+    aim: float | None
+
+
+# Functions' norms keep less for the backward than the model's own.
+WAYS = (Way(False, "off", None), Way(True, "off", 0.9), Way(True, "auto", 1.1))
+
+
 def longest_sequences(quick: bool) -> Table:
-    """Tokens that each scheme holds; quick: the first scheme, and not without shared tokens."""
+    """Tokens that each scheme holds; quick: the first scheme, with shared tokens and functions only."""
     rows: list[Sequence[object]] = []
     missed: list[str] = []
     for heads, text, published in ROWS[: _QUICK if quick else None]:
         for name, grad_dtype in (("16 bit", torch.bfloat16), ("FP32", torch.float32)):
-            shared, short = (
-                _memory(heads, text, grad_dtype, token_sharding=True, functions=functions)
-                for functions in ("off", "auto")
-            )
             scheme = ParallelScheme.parse(text)
-            plain: int | str = "-"
-            if not quick:
-                plain = _memory(heads, text, grad_dtype, token_sharding=False, functions="off").max_length(scheme)
-            states = max(needs.states for needs in shared.stages(scheme)) / GIB
-            lengths = [memory.max_length(scheme) for memory in (shared, short)]
-            ratios = [length / published for length in lengths]
-            aims = [AIM, AIM_SHORT] if name == "16 bit" else [None, None]
-            of_published = [
-                cell for ratio, aim in zip(ratios, aims, strict=True) for cell in (round(ratio, 2), aim or "-")
-            ]
-            rows.append([heads, text, name, round(states, 1), published, plain, *lengths, *of_published])
-            missed += [
-                f"{text}: {length} tokens are {ratio:.2f} of the published {published} (aim {aim})"
-                for length, ratio, aim in zip(lengths, ratios, aims, strict=True)
-                if aim is not None and ratio < aim
-            ]
+            made = {
+                way: _memory(heads, text, grad_dtype, token_sharding=way.token_sharding, functions=way.functions)
+                for way in WAYS
+                if not quick or way == WAYS[-1]
+            }
+            states = max(needs.states for needs in made[WAYS[-1]].stages(scheme)) / GIB
+            lengths = {way: memory.max_length(scheme) for way, memory in made.items()}
+            row = [heads, text, name, round(states, 1), published, *(lengths.get(way, "-") for way in WAYS)]
+            for way in WAYS[1:]:
+                ratio = lengths[way] / published if way in lengths else None
+                aim = way.aim if name == "16 bit" and ratio is not None else None
+                row += ["-" if ratio is None else round(ratio, 2), aim or "-"]
+                if aim is not None and ratio is not None and ratio < aim:
+                    missed.append(
+                        f"{text}: {lengths[way]} tokens are {ratio:.2f} of the published {published} (aim {aim})"
+                    )
+            rows.append(row)
     headers = ["heads", "scheme", "gradients", "states GiB", "published", "all tokens", "shared", "with functions",
                "of published", "aim", "functions' of published", "aim of these"]  # fmt: skip
     return Table(f"MaxLen of a 32B Llama on {NUM_RANKS} GPUs of 80 GB, by the memory model", headers, rows, missed)
