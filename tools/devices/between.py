@@ -36,7 +36,8 @@ from tools.devices.table import Table
 
 MOST, MOST_MESSAGES = 0.02, 2
 RANKS = 8
-_QUICK_TOKENS = 2048
+_QUICK_STRATEGIES, _QUICK_STEPS, _QUICK_TOKENS = ("tp2 + 2*tp1", "4*tp1"), 6, 2048
+_STEPS = 40
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 _BYTES_A_TOKEN, _FILES, _CONTEXT = 4, 400, 1024
 
@@ -102,13 +103,16 @@ class Moments:
 def between_steps(quick: bool) -> Table:
     """Gaps before steps that were made ready, and before others.
 
-    Quick: fewer strategies and steps, of fewer tokens than the example's, so that only messages are judged.
+    Quick: half of the ranks and other strategies, fewer steps and tokens than the example's, so that only messages are
+    judged.
     """
-    tokens = _QUICK_TOKENS if quick else None
-    by_rank = run_ranks(_train, RANKS, *((2, 6) if quick else (4, 40)), tokens, timeout=1800)
-    gaps = [gap for found in by_rank for gap in found]
+    ranks, changed, steps = RANKS, {}, _STEPS
+    if quick:
+        ranks, steps = RANKS // 2, _QUICK_STEPS
+        changed = {"strategies": list(_QUICK_STRATEGIES), "tokens_per_step": _QUICK_TOKENS}
+    gaps = [gap for found in run_ranks(_train, ranks, steps, changed, timeout=1800) for gap in found]
     table = Table(
-        f"between steps: from the update to the next step's first forward, the example on {RANKS} ranks",
+        f"between steps: from the update to the next step's first forward, the example on {ranks} ranks",
         ["the next step is", "wall ms", "of the step", "aim", "training thread's ms", "small messages", "aim "],
     )
     for name, ready in (("made in its own time", False), ("made ready before", True)):
@@ -126,10 +130,10 @@ def between_steps(quick: bool) -> Table:
     return table
 
 
-def _train(rank: int, turns: int, steps: int, tokens: int | None) -> list[Gap]:
-    """The gaps of a run of so many strategies in turns on this rank, after the first use of each, which builds it.
+def _train(rank: int, steps: int, changed: dict[str, object]) -> list[Gap]:
+    """The gaps of a run of strategies in turns on this rank, after the first use of each, which builds it.
 
-    `tokens` of a step; None: as many as the example has.
+    `changed`: settings that the example has otherwise.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -138,9 +142,8 @@ def _train(rank: int, turns: int, steps: int, tokens: int | None) -> list[Gap]:
     logging.getLogger("ds_hydra").setLevel(logging.ERROR)
     config = read_config(config=EXAMPLES / "ds_hydra.json")
     config["hydra"] |= {"cost_table": str(EXAMPLES / "cost_tables" / "example_cpu.json"), "steps_file": None,
-                        "choose": "cycle", "self_check": "off"}  # fmt: skip
-    del config["hydra"]["strategies"][turns:]
-    config["hydra"]["tokens_per_step"] = tokens or config["hydra"]["tokens_per_step"]
+                        "choose": "cycle", "self_check": "off", **changed}  # fmt: skip
+    turns = len(config["hydra"]["strategies"])
     torch.manual_seed(0)
     model_config = AutoConfig.from_pretrained(str(EXAMPLES / "llama_tiny.json"))
     model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)

@@ -25,6 +25,7 @@ MOST = 0.01  # of a core
 JOBS = (64, 1024)
 HEARTBEAT_S = 1.0
 _CONNECTING_S = 60.0
+_MEASURED_S, _QUICK_S = 15.0, 3.0
 
 
 @dataclass
@@ -46,7 +47,7 @@ def heartbeats(quick: bool) -> Table:
     table = Table("rank 0's watchdog", ["ranks", "hears", "beats a rank and s", "of a core", "aim"])
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(8192, _most_files()), _most_files()))
     for num_ranks in JOBS[-1:] if quick else JOBS:
-        dog, share, connected = _measured(num_ranks, 4.0 if quick else 15.0)
+        dog, share, connected = _measured(num_ranks, _QUICK_S if quick else _MEASURED_S)
         table.rows.append([num_ranks, connected, round(1 / dog.beat_s, 2), f"{share:.2%}", f"{MOST:.0%}"])
         if connected != len(dog.below):
             table.missed.append(f"only {connected} of {len(dog.below)} ranks have connected")

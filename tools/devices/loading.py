@@ -49,11 +49,10 @@ def _write(folder: Path, layers: int) -> int:
     pieces: dict[str, list[tuple[str, torch.Size]]] = {}
     for name, parameter in _model(layers).named_parameters():
         pieces.setdefault(".".join(name.split(".")[:3]), []).append((name, parameter.shape))
-    generator = torch.Generator().manual_seed(0)
     places = {}
     for number, params in enumerate(pieces.values()):
         file = f"model-{number:05d}.safetensors"
-        tensors = {name: torch.randn(shape, generator=generator).mul_(0.02) for name, shape in params}
+        tensors = {name: torch.full(shape, 0.02) for name, shape in params}
         save_file(tensors, folder / file, {"format": "pt"})
         places |= dict.fromkeys(tensors, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
