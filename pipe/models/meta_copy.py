@@ -8,6 +8,7 @@ values.
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -29,6 +30,9 @@ def copy_to_meta(model: Any) -> Any:
         hollow = torch.empty_like(parameter.data, device="meta")
         memo[id(parameter)] = nn.Parameter(hollow, requires_grad=parameter.requires_grad)
     memo |= _plain_copies(model, memo)
+    # Most of a module's attributes are empty dictionaries of hooks, on which copying would spend most of its time.
+    memo |= {id(value): OrderedDict() for module in model.modules() for value in vars(module).values()
+             if type(value) is OrderedDict and not value}  # fmt: skip
     try:
         copied = copy.deepcopy(model, memo)
     except Exception as error:

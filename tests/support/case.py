@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import re
 from dataclasses import dataclass, replace
 
 FLOAT64, FLOAT32, BFLOAT16 = "float64", "float32", "bfloat16"
 
+_FEW = 3  # steps, and strategies
 MOST = 10**6  # tokens that no sequence has
 LONG_TAILED = (3, 5, 700, 33, 120, 64, 9, 400, 31, 77, 250, 8, 90, 12, 333, 45) * 3
 
@@ -62,11 +64,15 @@ class Case:
         return any(re.search(r"tp(?!1(?!\d))", text) for text in self.strategies)
 
     def shortened(self) -> Case:
-        """The case with a quarter of its tokens, if it has the table's usual lengths."""
+        """The case in few steps, each under a strategy drawn by the case's name, so that all of them are there among
+        the cases; and with a quarter of its tokens, if it has the table's usual lengths."""
+        drawn = random.Random(self.name).sample(range(len(self.strategies)), min(_FEW, len(self.strategies)))
+        strategies = tuple(self.strategies[number] for number in sorted(drawn))
+        case = replace(self, strategies=strategies, steps=min(self.steps, _FEW))
         if self.lengths is not LONG_TAILED:
-            return self
+            return case
         lengths = tuple(-(-length // 4) for length in self.lengths)
-        return replace(self, lengths=lengths, tokens_per_step=self.tokens_per_step // 4)
+        return replace(case, lengths=lengths, tokens_per_step=self.tokens_per_step // 4)
 
     @property
     def aims(self) -> Aims:
