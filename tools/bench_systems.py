@@ -19,22 +19,18 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ds_hydra.commands.figures import figures_parser, finish, guarded, print_table
 from ds_hydra.zero_hetero.errors import ConfigError
-from tools.systems.ablation import HEADERS as ABLATION_HEADERS
 from tools.systems.ablation import ablation
 from tools.systems.cells import Cell, all_cells
-from tools.systems.curves import HEADERS as CURVE_HEADERS
 from tools.systems.curves import curve_figures, curve_row, curves
 from tools.systems.measure import NAMES, OURS, bound_ms, measure_cells
 from tools.systems.verdicts import (
-    CELL_HEADERS,
     FLAGSHIP,
-    PUBLISHED_HEADERS,
-    SYSTEM_HEADERS,
     Result,
     cell_row,
     figures,
@@ -80,17 +76,24 @@ def chosen_cells(words: Sequence[str] | None, quick: bool) -> list[Cell]:
 
 def show(result: Result) -> None:
     """Print a cell."""
-    print(f"\n{result.cell}: bound {result.bound_ms:,.0f} ms, at least {result.fewest_sequences} sequences a step")
-    print_table(SYSTEM_HEADERS, system_rows(result))
+    title = f"{result.cell}: bound {result.bound_ms:,.0f} ms, at least {result.fewest_sequences} sequences a step"
+    show_more(title, system_rows(result))
     sys.stdout.flush()
 
 
-def show_emulated(steps: int) -> None:
-    """Print what the engine takes for a static layout and for ours."""
-    from tools.systems.emulated import CELLS, HEADERS, emulated  # imports torch
+def emulated_rows(steps: int) -> list[dict[str, object]]:
+    """What the engine takes for a static layout and for ours."""
+    from tools.systems.emulated import CELLS, emulated  # imports torch
 
-    print("\nOn the emulated cluster")
-    print_table(HEADERS, [row for cell in CELLS for row in emulated(cell, steps, timeout_s=_EMULATION_S)])
+    return [row for cell in CELLS for row in emulated(cell, steps, timeout_s=_EMULATION_S)]
+
+
+def show_more(title: str, rows: Sequence[Mapping[str, object]]) -> Sequence[Mapping[str, object]]:
+    """Print a further table, if it has rows; the same rows."""
+    if rows:
+        print(f"\n{title}")
+        print_table(list(rows[0]), [list(row.values()) for row in rows])
+    return rows
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -117,29 +120,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         kept = {result.cell for result in results}
         for result in results:
             show(result)
-        head = {"steps": steps, "systems": systems}
+        head: dict[str, Any] = {"steps": steps, "systems": systems}
         for result in run_cells([cell for cell in cells if cell not in kept], steps, systems, args.workers):
             show(result)
             results.append(result)
             if args.json:
                 args.json.write_text(json.dumps(head | {"cells": figures(results)}), encoding="utf-8")
         results.sort(key=lambda result: cells.index(result.cell))
-        print("\nWhat the others take, over ours")
-        print_table(CELL_HEADERS, [cell_row(result) for result in results])
-        if rows := published_rows(results):
-            print("\nPublished figures beside ours")
-            print_table(PUBLISHED_HEADERS, rows)
+        show_more("What the others take, over ours", [cell_row(result) for result in results])
+        found = head | {"cells": figures(results)}
+        found["published"] = show_more("Published figures beside ours", published_rows(results))
         for line in notes(results):
             print(f"little gain: {line}")
-        if args.ablation:
-            print(f"\nIdea by idea, {FLAGSHIP}")
-            print_table(ABLATION_HEADERS, ablation(FLAGSHIP, steps))
+        found["ablation"] = show_more(f"Idea by idea, {FLAGSHIP}", ablation(FLAGSHIP, steps) if args.ablation else [])
         points = list(curves(args.curves, args.workers)) if args.curves else []
-        if points:
-            print("\nBy GPUs, context and tokens of a step, 7B")
-            print_table(CURVE_HEADERS, [curve_row(point) for point in points])
-        if args.emulate:
-            show_emulated(args.emulate)
+        show_more("By GPUs, context and tokens of a step, 7B", [curve_row(point) for point in points])
+        found["curves"] = curve_figures(points)
+        emulated = emulated_rows(args.emulate) if args.emulate else []
+        found["emulated"] = show_more("On the emulated cluster", emulated)
         if args.plots:
             from tools.systems.plots import draw_curves, draw_systems  # needs matplotlib
 
@@ -151,7 +149,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{len(results)} cells of {steps} steps in {time.perf_counter() - began:.0f} s; the least gain is "
             f"{worst[0]:.2f} over {worst[1]}"
         )
-        found = head | {"cells": figures(results), "curves": curve_figures(points)}
         return finish("bench_systems", summary, found, missed_aims(results), args.json)
 
     return guarded("bench_systems", run)

@@ -19,7 +19,6 @@ FACTORS: dict[str, tuple[int, ...]] = {
     "context": (8192, 16384, 32768, 65536),
     "tokens": (50_000, 100_000, 200_000, 400_000),
 }
-HEADERS = ("changed", "to", *(f"{name}, ms" for name in SYSTEMS), "slowest over ours")
 
 
 @dataclass(frozen=True)
@@ -40,12 +39,15 @@ def curves(steps: int, workers: int) -> Iterator[Point]:
         yield Point(factor, value, known[cell])
 
 
-def curve_row(point: Point) -> tuple[object, ...]:
+def curve_row(point: Point) -> dict[str, object]:
     """One line: mean and deviation of each system's steps."""
-    each = [point.systems.get(name) for name in SYSTEMS]
-    shown = [f"{one.mean_ms:,.0f} ±{one.deviation_ms:,.0f}" if one else "-" for one in each]
+    each = {name: point.systems.get(name) for name in SYSTEMS}
+    shown = {
+        f"{name}, ms": f"{one.mean_ms:,.0f} ±{one.deviation_ms:,.0f}" if one else "-" for name, one in each.items()
+    }
     slowest = max(one.mean_ms for one in point.systems.values())
-    return point.factor, f"{point.value:,}", *shown, f"{slowest / point.systems[OURS].mean_ms:.2f}"
+    over_ours = f"{slowest / point.systems[OURS].mean_ms:.2f}"
+    return {"changed": point.factor, "to": f"{point.value:,}", **shown, "slowest over ours": over_ours}
 
 
 def curve_figures(points: Sequence[Point]) -> list[dict[str, object]]:

@@ -21,11 +21,10 @@ from tools.systems.ours import proposed
 from tools.systems.static import megatron
 
 CELLS = tuple(Cell("7b", 16, context, 100_000, mix) for context in CONTEXTS for mix in MIXES)
-HEADERS = ("cell", "system", "emulated ms", "simulated ms", "emulated over ours")
 _SEQUENCES = 20_000
 
 
-def emulated(cell: Cell, steps: int, *, timeout_s: float) -> Iterator[tuple[object, ...]]:
+def emulated(cell: Cell, steps: int, *, timeout_s: float) -> Iterator[dict[str, object]]:
     """A row for the best static layout of measured schemes, and one for ours on the same schemes.
 
     AssertionError for a gradient that is wrong.
@@ -46,4 +45,7 @@ def emulated(cell: Cell, steps: int, *, timeout_s: float) -> Iterator[tuple[obje
         simulator = Simulator(job)
         ms[name] = 1e3 * statistics.fmean(step.step_s for step in done)
         simulated = 1e3 * statistics.fmean(simulator.step(plan).step_s for plan in plans)
-        yield str(cell), name, f"{ms[name]:,.0f}", f"{simulated:,.0f}", f"{ms[name] / ms[OURS]:.2f}"
+        yield {
+            "cell": str(cell), "system": name, "emulated ms": round(ms[name]), "simulated ms": round(simulated),
+            "emulated over ours": f"{ms[name] / ms[OURS]:.2f}",
+        }  # fmt: skip

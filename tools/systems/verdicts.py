@@ -71,52 +71,43 @@ PUBLISHED = (
 )
 
 
-def system_rows(result: Result) -> list[tuple[object, ...]]:
+def system_rows(result: Result) -> list[dict[str, object]]:
     """One row for each system of a cell."""
-    rows: list[tuple[object, ...]] = []
+    rows: list[dict[str, object]] = []
     for name in NAMES:
-        if name not in result.systems:
-            continue
-        one = result.systems[name]
-        gain = result.gain(name)
-        bubbles = max(0.0, one.bubbles)
-        rows.append((
-            name, f"{one.mean_ms:,.0f}", f"{one.deviation_ms:,.0f}", f"{gain:.2f}", f"{one.gap:.2f}",
-            f"{bubbles:.0%}", f"{result.bound_ms / one.mean_ms:.0%}", len(one.strategies),
-            one.configuration if len(one.configuration) <= 60 else one.configuration[:57] + "...",
-        ))  # fmt: skip
+        if name in result.systems:
+            one = result.systems[name]
+            rows.append({
+                "system": name, "ms": f"{one.mean_ms:,.0f}", "±": f"{one.deviation_ms:,.0f}",
+                "over ours": f"{result.gain(name):.2f}", "gap": f"{one.gap:.2f}",
+                "bubbles": f"{max(0.0, one.bubbles):.0%}", "bound": f"{result.bound_ms / one.mean_ms:.0%}",
+                "strategies": len(one.strategies),
+                "set up as": one.configuration if len(one.configuration) <= 60 else one.configuration[:57] + "...",
+            })  # fmt: skip
     return rows
 
 
-SYSTEM_HEADERS = ("system", "ms", "±", "over ours", "gap", "bubbles", "bound", "strategies", "set up as")
-
-
-def cell_row(result: Result) -> tuple[object, ...]:
+def cell_row(result: Result) -> dict[str, object]:
     """One line for a cell: ours, and the gain over every rival."""
-    gains = ["-" if (gain := result.gain(name)) is None else f"{gain:.2f}" for name in NAMES[1:]]
+    gains = {name: "-" if (gain := result.gain(name)) is None else f"{gain:.2f}" for name in NAMES[1:]}
     ours = result.ours
-    return (str(result.cell), f"{ours.mean_ms:,.0f}", f"{ours.gap:.2f}", *gains)
+    return {"cell": str(result.cell), "ours ms": f"{ours.mean_ms:,.0f}", "gap": f"{ours.gap:.2f}", **gains}
 
 
-CELL_HEADERS = ("cell", "ours ms", "gap", *NAMES[1:])
-
-
-def published_rows(results: Sequence[Result]) -> list[tuple[object, ...]]:
+def published_rows(results: Sequence[Result]) -> list[dict[str, object]]:
     """Each published figure of a cell that was run beside ours."""
     by_cell = {result.cell: result for result in results}
-    rows: list[tuple[object, ...]] = []
+    rows: list[dict[str, object]] = []
     for cell, system, what, seconds, source in PUBLISHED:
         if cell in by_cell and system in by_cell[cell].systems:
             one = by_cell[cell].systems[system]
             run_s, step_s = one.run_ms / 1e3, one.mean_ms / 1e3
             seen = {"run": run_s, "step": step_s, "rest": step_s - run_s}[what]
-            rows.append(
-                (str(cell), system, what, f"{seconds:.2f}", f"{seen:.2f}", f"{seen / seconds - 1:+.0%}", source)
-            )
+            rows.append({
+                "cell": str(cell), "system": system, "of": what, "paper s": f"{seconds:.2f}", "here s": f"{seen:.2f}",
+                "": f"{seen / seconds - 1:+.0%}", "where": source,
+            })  # fmt: skip
     return rows
-
-
-PUBLISHED_HEADERS = ("cell", "system", "of", "paper s", "here s", "", "where")
 
 
 def missed_aims(results: Sequence[Result]) -> list[str]:
