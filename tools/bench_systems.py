@@ -1,14 +1,15 @@
 """Ours and every rival side by side: the same batches, costs, memory and simulator; rivals set up in hindsight.
 
   python -m tools.bench_systems [--quick] [--steps N] [--cells WORD ...] [--systems NAME ...] [--json FILE]
-                                [--resume] [--plots FOLDER] [--ablation] [--curves STEPS] [--emulate STEPS]
+                                [--resume] [--again NAME ...] [--plots FOLDER] [--ablation] [--curves STEPS]
+                                [--emulate STEPS]
 
 LLaMA 7B on 16 and 32 GPUs and 32B on 32 and 64 (A800 tables), contexts of 16K and 32K, steps of 100K and 200K tokens,
 three mixes of lengths. Each rival's configuration is the best for the very batches that are reported; ours is chosen on
 others. "gap": slowest minus fastest pipeline over slowest; "bound": share of the GPU-seconds bound in the step.
 `--ablation` adds one idea after the other in one cell, `--curves` changes GPUs, context and tokens one by one, and
-`--emulate` runs six cells on the emulated cluster. FILE is written after every cell; `--resume` keeps the cells of as
-many steps that it has.
+`--emulate` runs six cells on the emulated cluster. FILE is written after every cell; `--resume` keeps what it has of as
+many steps, and measures what is missing; `--again` does so too, but for the systems that it names.
 
 Exits non-zero if an aim is missed.
 """
@@ -19,7 +20,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,26 +47,38 @@ STEPS, QUICK_STEPS = 20, 3
 _EMULATION_S = 1800.0  # real seconds for one cluster
 
 
-def run_cells(cells: Sequence[Cell], steps: int, systems: Sequence[str], workers: int) -> Iterator[Result]:
-    """The cells in order, several systems at a time."""
-    for cell, found in zip(cells, measure_cells(cells, steps, systems, workers), strict=True):
+def run_cells(
+    cells: Sequence[Cell], steps: int, systems: Sequence[str], workers: int, kept: Mapping[Cell, Result]
+) -> Iterator[Result]:
+    """The cells in order, several systems at a time; those that are kept get the systems that they lack."""
+    known = {cell: dict(kept[cell].systems) if cell in kept else {} for cell in cells}
+    lacking = [(cell, [name for name in systems if name not in known[cell]]) for cell in cells]
+    for cell, found in zip(cells, measure_cells(lacking, steps, workers), strict=True):
+        if cell in kept:
+            yield replace(kept[cell], systems=known[cell] | found)
+            continue
         batches = cell.batches(steps)
         yield Result(cell, found, bound_ms(cell, batches), min(map(len, batches)))
 
 
-def kept_cells(path: Path | None, cells: Sequence[Cell], steps: int, systems: Sequence[str]) -> list[Result]:
-    """Those of the cells that the file has with as many steps and these systems; none where there is no file.
+def kept_cells(path: Path | None, cells: Sequence[Cell], steps: int, systems: Collection[str]) -> dict[Cell, Result]:
+    """Those of the cells that the file has with as many steps, with those of the systems that it has; none where there
+    is no file.
 
     ConfigError for a file that `--json` did not write.
     """
     if path is None or not path.exists():
-        return []
+        return {}
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        same = found["steps"] == steps and found["systems"] == list(systems)
-        return [result for result in read_figures(found["cells"]) if same and result.cell in cells]
+        results = read_figures(found["cells"]) if found["steps"] == steps else []
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"{path}: not figures of this tool ({error!r}); give a file that --json wrote") from error
+    return {
+        result.cell: replace(result, systems={name: one for name, one in result.systems.items() if name in systems})
+        for result in results
+        if result.cell in cells
+    }
 
 
 def chosen_cells(words: Sequence[str] | None, quick: bool) -> list[Cell]:
@@ -104,6 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--systems", nargs="+", choices=NAMES, default=list(NAMES), help="ours is always among them")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="systems at a time")
     parser.add_argument("--resume", action="store_true", help="keep what FILE of --json has of the same steps")
+    parser.add_argument("--again", nargs="+", choices=NAMES, default=[], help="resume, but measure these anew")
     parser.add_argument("--ablation", action="store_true", help="ideas one by one, as Hydraulis' figure 16 has them")
     parser.add_argument("--curves", type=int, default=0, metavar="STEPS", help="by GPUs, context and tokens a step")
     parser.add_argument("--emulate", type=int, default=0, metavar="STEPS", help="of six cells on the emulated cluster")
@@ -116,17 +131,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not cells:
             parser.error(f"no cell has the words {' '.join(args.cells)}; a cell is written {FLAGSHIP}")
         systems = [name for name in NAMES if name in {OURS, *args.systems}]
-        results = kept_cells(args.json if args.resume else None, cells, steps, systems)
-        kept = {result.cell for result in results}
-        for result in results:
-            show(result)
+        kept = kept_cells(args.json if args.resume or args.again else None, cells, steps, set(systems) - {*args.again})
         head: dict[str, Any] = {"steps": steps, "systems": systems}
-        for result in run_cells([cell for cell in cells if cell not in kept], steps, systems, args.workers):
+        done: dict[Cell, Result] = {}
+        for result in run_cells(cells, steps, systems, args.workers, kept):
             show(result)
-            results.append(result)
+            done[result.cell] = result
             if args.json:
-                args.json.write_text(json.dumps(head | {"cells": figures(results)}), encoding="utf-8")
-        results.sort(key=lambda result: cells.index(result.cell))
+                so_far = figures(list((kept | done).values()))
+                args.json.write_text(json.dumps(head | {"cells": so_far}), encoding="utf-8")
+        results = list(done.values())
         show_more("What the others take, over ours", [cell_row(result) for result in results])
         found = head | {"cells": figures(results)}
         found["published"] = show_more("Published figures beside ours", published_rows(results))

@@ -123,7 +123,11 @@ class TableFile:
 
 def read_table_file(path: str | Path) -> TableFile:
     """The table of a file with its evidence. ConfigError names file, key and remedy for whatever is wrong."""
-    record, place = _read_json(path), str(path)
+    return table_file_from_record(_read_json(path), str(path))
+
+
+def table_file_from_record(record: Any, place: str) -> TableFile:
+    """Inverse of `TableFile.to_record`; `place` is what errors call it. ConfigError as `read_table_file`."""
     table = read_table(record, place)
     job = _read_job(record["job"], place) if record.get("job") is not None else None
     try:

@@ -97,7 +97,7 @@ class Crew:
                 activity=self.activity,
                 request=lambda: signals.request,
             )
-        cluster = simulated_job(job, world, self.prepared.found)
+        cluster, exposed = simulated_job(job, world, self.prepared.found), self._exposed_ms()
         self.tracing = Tracing(job.config.trace, Path(job.config.steps_file or "").parent, world, self.stepper, cluster)
         self.plans = PlanSource(
             self.prepared.table,
@@ -106,7 +106,8 @@ class Crew:
             job.sampler,
             job.config.planner.ahead,
             world.channel,
-            self._exposed_ms(),
+            exposed,
+            cluster if exposed else None,
         )
         self.coming = Coming(self.plans, self.stepper, world)
         self.checkpoints = Checkpointer(host, self.masters, job.source.aliases, world.background, self.loss_scale)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,6 +17,8 @@ from ds_hydra.planner import PlannedStep, Planner, PlannerOptions, PlannerServic
 from ds_hydra.ranks.channel import Channel
 from ds_hydra.ranks.telling import Telling
 from ds_hydra.ranks.together import as_text, error_from
+from ds_hydra.simulate.job import SimulatedJob
+from ds_hydra.simulate.job_record import job_record
 from ds_hydra.zero_hetero.errors import PlanError
 
 _FAILED = "failed\n"  # before rank 0's error, in place of a plan
@@ -33,7 +36,8 @@ class PlanSource:
     """Hands out the plan of each step, just before the step.
 
     Rank 0 decides the plans and tells them to the others: they depend on whether its producer answered in time. Every
-    rank validates a plan against the sequences that its own sampler drew. `exposed_ms` is as `Planner`'s, on rank 0.
+    rank validates a plan against the sequences that its own sampler drew. On rank 0 `exposed_ms` is as `Planner`'s, and
+    `cluster` what the best plans are simulated by, with their messages; None: they are not.
     """
 
     def __init__(
@@ -45,8 +49,9 @@ class PlanSource:
         ahead: int,
         channel: Channel,
         exposed_ms: Sequence[float] = (),
+        cluster: SimulatedJob | None = None,
     ):
-        self._exposed_ms = exposed_ms
+        self._exposed_ms, self._cluster = exposed_ms, cluster
         self._table, self._options, self._sampler, self._channel = cost_table, options, sampler, channel
         self._rank, self._num_ranks = channel.rank, channel.num_ranks
         self._ahead = ahead
@@ -75,8 +80,11 @@ class PlanSource:
     def _start_service(self) -> PlannerService | None:
         if self._rank != 0 or self._ahead == 0:
             return None
-        exposed = self._exposed_ms
-        return PlannerService(self._table, self._planner.strategies, self._options, self._ahead, exposed_ms=exposed)
+        return PlannerService(
+            self._table, self._planner.strategies, self._options, self._ahead, exposed_ms=self._exposed_ms,
+            job=None if self._cluster is None else job_record(self._cluster),
+            command=(sys.executable, "-m", "ds_hydra.simulate.producer"),
+        )  # fmt: skip
 
     def restart(self) -> None:
         """Forget which steps were planned ahead: the sampler has moved to another place."""

@@ -76,8 +76,9 @@ class ElasticSearch:
         self._times = PipelineTimes(space, kernel, batch, tries=tries, seed=seed)
         self._tries = tries
 
-    def best_of(self, candidates: Sequence[int]) -> Elastic | None:
-        """The best plan found over these strategies, by their numbers; None when none holds all sequences."""
+    def best_of(self, candidates: Sequence[int], count: int = 1) -> list[Elastic]:
+        """The best plans found over these strategies, by their numbers: up to so many, each of another strategy, best
+        first; none where no strategy holds all sequences."""
         kinds = [self._space.kinds[index] for index in candidates]
         known = self.probes(kinds)
         looked = self._looked_at(kinds, known)
@@ -90,7 +91,8 @@ class ElasticSearch:
         for number, one in enumerate(best):
             spare = self._times.left * (len(best) - number - 1) // (len(best) - number)
             found.append(refined(one, self._times, spare))
-        return min(found, key=lambda one: one.ms, default=None)
+        of_strategy = {one.kinds.strategy: one for one in sorted(found, key=lambda one: -one.ms)}
+        return list(reversed(of_strategy.values()))[:count]
 
     def observe(self, kinds: PipelineKinds, overhead: Floats) -> tuple[float, Overheads]:
         """What a strategy promises to take when it is dispatched by these overheads, (rows,), and simulated, in ms; and

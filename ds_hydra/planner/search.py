@@ -6,14 +6,15 @@ bounds of 90, 96 and 120 ms: the first is searched and gives a plan of 95 ms. Th
 of it takes less than 96, and the third with it. Were the first plan 100 ms, the second would be searched too. The
 least bound over all strategies, searched or not, certifies the plan: 95 against 90 is within 5.6 % of the optimum.
 
-What "searched" means depends on the mode; each of them is one method of `Search`.
+What "searched" means depends on the mode; each of them is one method of `Search`. Where others than the best plan are
+asked for too, strategies are searched until their bounds are clearly above it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 
 from ds_hydra.planner.kernels.arrays import Floats, Prospect, Schemes
@@ -25,27 +26,39 @@ from ds_hydra.zero_hetero.errors import PlanError
 _TINY_SEQUENCES = 8  # up to here 3^n subsets are cheaper than any search
 _LEAN_TRIES = 3  # strategies tried by plain Python kernels
 _MORE_RESTARTS = 12
+_CLOSE = 0.01  # of the best plan's time: what other plans that are asked for may take more
 _PROOF_TARGETS = (0.001, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08)  # gaps tried, best first
 
 
 @dataclass
 class _Candidates:
-    """The strategies of one search by their index: what is known of each, and the best plan so far."""
+    """The strategies of one search by their index: what is known of each, and the best plan of each so far."""
 
-    tolerance: float  # share of the best plan's time that is not worth another search
+    tolerance: float  # share of the best plan's time that is not worth another search; below 0: worse plans are too
     prices: dict[int, Floats]
     bounds: dict[int, float]  # of a step, with what each strategy's messages add
-    best: Assignment | None = None
+    found: dict[int, Assignment] = field(default_factory=dict)
+
+    @property
+    def best_ms(self) -> float:
+        """Of a step by the best plan so far; infinite without one."""
+        return min((one.step_ms for one in self.found.values()), default=math.inf)
 
     @property
     def winner(self) -> Assignment:
         """The best plan; PlanError when no strategy gave one."""
-        if self.best is None:
+        return self.winners(1)[0]
+
+    def winners(self, count: int) -> list[Assignment]:
+        """The best plan, and up to so many others of other strategies that are close to it, best first. PlanError when
+        no strategy gave one."""
+        if not self.found:
             raise PlanError(
                 "no strategy was found that holds every sequence; add one with a larger tp or sp, or lower "
                 "context_length"
             )
-        return self.best
+        ranked = sorted(self.found.values(), key=lambda one: one.step_ms)
+        return [one for one in ranked[:count] if one.step_ms <= (1.0 + _CLOSE) * ranked[0].step_ms]
 
     @property
     def least_bound(self) -> float:
@@ -56,7 +69,7 @@ class _Candidates:
         return sorted(self.bounds, key=lambda index: (self.bounds[index], index))
 
     def can_win(self, index: int) -> bool:
-        return self.best is None or self.bounds[index] * (1.0 + self.tolerance) < self.best.step_ms
+        return self.bounds[index] * (1.0 + self.tolerance) < self.best_ms
 
     def worth_trying(self) -> Iterator[int]:
         """Strategies in the order of their bounds, until one cannot win; then none of those after it can."""
@@ -65,9 +78,9 @@ class _Candidates:
                 return
             yield index
 
-    def offer(self, found: Assignment | None) -> None:
-        if found is not None and (self.best is None or found.step_ms < self.best.step_ms):
-            self.best = found
+    def offer(self, index: int, found: Assignment | None) -> None:
+        if found is not None and (index not in self.found or found.step_ms < self.found[index].step_ms):
+            self.found[index] = found
 
 
 class Search:
@@ -79,11 +92,14 @@ class Search:
         self._num_sequences = batch.size
         self._one = StrategySearch(schemes, options, batch)
 
-    def best_of(self, candidates: Sequence[int]) -> tuple[Assignment, float]:
-        """The best assignment over these strategies, and a lower bound on the step of any (ms)."""
+    def best_of(self, candidates: Sequence[int], count: int = 1) -> tuple[list[Assignment], float]:
+        """The best assignment over these strategies, and a lower bound on the step of any (ms).
+
+        With a larger `count` up to so many, each of another strategy and little worse than the best, which is first.
+        """
         prices = {index: self._kinds[index].num_ranks.copy() for index in candidates}
         bounds = {index: self._bound(index, prices[index], 4, 8) for index in candidates}
-        known = _Candidates(self._options.tolerance, prices, bounds)
+        known = _Candidates(self._options.tolerance if count == 1 else -_CLOSE, prices, bounds)
         if self._options.method == "paper":
             self._as_paper(known)
         elif self._num_sequences <= _TINY_SEQUENCES:
@@ -92,7 +108,7 @@ class Search:
             self._fully(known)
         else:
             self._leanly(known)
-        return known.winner, known.least_bound
+        return known.winners(count), known.least_bound
 
     def _bound(self, index: int, price: Floats, outer: int, inner: int) -> float:
         kinds = self._kinds[index]
@@ -100,7 +116,7 @@ class Search:
 
     def _prospect(self, index: int, known: _Candidates) -> Prospect:
         """Of the strategy's pipelines, whose times do not count what messages add."""
-        exposed_ms, ceiling = self._kinds[index].exposed_ms, known.best.step_ms if known.best else math.inf
+        exposed_ms, ceiling = self._kinds[index].exposed_ms, known.best_ms * (1.0 - min(0.0, known.tolerance))
         return Prospect(known.bounds[index] - exposed_ms, known.prices[index], ceiling - exposed_ms)
 
     def _fully(self, known: _Candidates) -> None:
@@ -110,23 +126,24 @@ class Search:
                 self._tighten(index, known)
                 if not known.can_win(index):
                     continue
-            known.offer(self._one.assign(self._kinds[index], self._prospect(index, known)))
+            known.offer(index, self._one.assign(self._kinds[index], self._prospect(index, known)))
         if self._options.method == "exact":
-            known.best = self._exactly(known)
+            self._exactly(known)
         else:
             self._look_again(known)
         self._raise_bounds(known)
 
-    def _exactly(self, known: _Candidates) -> Assignment:
+    def _exactly(self, known: _Candidates) -> None:
         best = known.winner
-        return self._one.improve_exactly(best, known.least_bound - best.kinds.exposed_ms)
+        index = next(index for index, one in known.found.items() if one is best)
+        known.offer(index, self._one.improve_exactly(best, known.least_bound - best.kinds.exposed_ms))
 
     def _leanly(self, known: _Candidates) -> None:
         """Plain Python kernels, while the compiled ones are not at hand: one placement for each of few strategies."""
         for index in islice(known.worth_trying(), _LEAN_TRIES):
-            known.offer(self._one.assign(self._kinds[index], self._prospect(index, known)))
+            known.offer(index, self._one.assign(self._kinds[index], self._prospect(index, known)))
         if self._options.method == "exact":
-            known.best = self._exactly(known)
+            self._exactly(known)
 
     def _by_subsets(self, known: _Candidates) -> None:
         """Few sequences: the optimum of every strategy that can win, which is its bound too."""
@@ -134,12 +151,12 @@ class Search:
             found = self._one.solve_tiny(self._kinds[index])
             if found is not None:
                 known.bounds[index] = found.step_ms
-            known.offer(found)
+            known.offer(index, found)
 
     def _as_paper(self, known: _Candidates) -> None:
         """The paper's baseline: its greedy dispatch for every strategy that can win."""
         for index in islice(known.worth_trying(), None if self._one.is_compiled else _LEAN_TRIES):
-            known.offer(self._one.assign_as_paper(self._kinds[index]))
+            known.offer(index, self._one.assign_as_paper(self._kinds[index]))
         if self._one.is_compiled:
             self._raise_bounds(known)
 
@@ -155,7 +172,7 @@ class Search:
         effort = self._one.effort._replace(restarts=restarts)
         for index in known.by_bound() if restarts else ():
             if known.can_win(index):
-                known.offer(self._one.assign(self._kinds[index], self._prospect(index, known), effort))
+                known.offer(index, self._one.assign(self._kinds[index], self._prospect(index, known), effort))
 
     def _raise_bounds(self, known: _Candidates) -> None:
         """Prove better bounds for the strategies that could still beat the plan [Note: branching on the longest].

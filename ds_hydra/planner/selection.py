@@ -6,11 +6,16 @@ better than the best plan found. The least bound over all strategies certifies t
 Strategies of whole sequences under 1F1B are searched first (`search`), those with elastic pipelines then (`elastic`),
 and the plan that is simulated to be done soonest wins. So elastic candidates never make a plan worse. Only for a batch
 whose longest sequence no strategy holds, elastic pipelines compute layers again.
+
+What messages add is known for each strategy before any of its plans is (`simulate.exposed`), but it differs from plan
+to plan, by 4 % of the step where pipelines are deep and links slow. So where a simulation of whole steps is at hand,
+the two best plans of either kind are simulated with their messages, and the soonest of these wins.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import ds_hydra.planner.kernels as kernels
@@ -23,6 +28,7 @@ from ds_hydra.plan.runnable import check_runnable
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.plan.validate import check_complete, validate_plan
 from ds_hydra.planner.elastic import ElasticSearch
+from ds_hydra.planner.elastic_refine import Elastic
 from ds_hydra.planner.elastic_space import ElasticSpace, is_elastic
 from ds_hydra.planner.kernels.problem import Assignment, Batch, PipelineKinds, check_sequences, scheme_arrays
 from ds_hydra.planner.options import PlannerOptions
@@ -33,6 +39,8 @@ from ds_hydra.zero_hetero.errors import PlanError
 _TRIES = 900  # of a step's elastic search for each unit of effort, and
 _TRIES_EACH = 150  # as many more for each pipeline of
 _COUNTED = 96  # at most: more of them differ little
+_FINALISTS = 2  # plans of whole sequences, and as many elastic ones, that are simulated with messages on
+_FEW_RANKS = 256  # at most; on 1024 one simulation takes 0.4 s, and there is one of each kind
 _LEAN_TRIES = 1  # of plain Python and without effort: dispatches and cuts once
 
 
@@ -43,7 +51,8 @@ class Planner:
     or plans to replay ask for what no runtime can run.
 
     `exposed_ms` says what each strategy's pulls, pushes and messages add to a step (`simulate.exposed`): the plan is
-    that of the shortest step, and its gap to the bound is that of the step. Without it they add nothing.
+    that of the shortest step, and its gap to the bound is that of the step. Without it they add nothing. `step_ms` says
+    what a plan's step really takes with them, and decides among the best plans.
     """
 
     def __init__(
@@ -53,6 +62,7 @@ class Planner:
         options: PlannerOptions | None = None,
         *,
         exposed_ms: Sequence[float] = (),
+        step_ms: Callable[[StepPlan], float] | None = None,
     ) -> None:
         self.cost_table = cost_table
         self.options = options or PlannerOptions()
@@ -75,6 +85,8 @@ class Planner:
             listed = ", ".join(f"{strategy} ({strategy.num_ranks})" for strategy in self.strategies)
             raise PlanError(f"strategies must all use the same number of ranks but use {sorted(ranks)}: {listed}")
         self.num_ranks = ranks.pop()
+        self._step_ms = step_ms
+        self._count = _FINALISTS if step_ms is not None and self.num_ranks <= _FEW_RANKS else 1
         self._schemes = scheme_arrays(cost_table, paper=self.options.objective == "paper")
         limits = [int(self._schemes.max_length[kinds.shape.scheme].max()) for kinds in self._kinds]
         limits += [self._space.longest(kinds) for kinds in self._space.kinds]
@@ -108,21 +120,23 @@ class Planner:
         if self.options.choose == "cycle":
             n = len(self.strategies)
             feasible = [next(i for i in ((step + skip) % n for skip in range(n)) if i in feasible)]
-        whole = self._plan_whole(step, ids, tokens, feasible)
-        elastic = self._plan_elastic(step, ids, tokens, feasible, whole, space)
-        found = [plan for plan in (whole, elastic) if plan is not None]
+        whole, bound_of_whole = self._plan_whole(step, ids, tokens, feasible)
+        elastic, bound_of_elastic = self._plan_elastic(step, ids, tokens, feasible, whole, space)
+        found = [*whole, *elastic]
         if not found:
             raise PlanError(
                 "no strategy was found that holds every sequence; add one with a larger tp or sp, or lower "
                 "context_length"
             )
-        # The bound is over all candidates, so that of the plan which lost counts too. It is one of steps, and a plan
+        best = min(found, key=self._estimated_ms)
+        if self._step_ms is not None and len(found) > 1:
+            best = min(found, key=self._step_ms)
+        # The bound is over all candidates, so that of plans which lost counts too. It is one of steps, and a plan
         # states what it leaves to the plan's own pipelines.
-        best, bound = min(found, key=self._step_ms), min(plan.lower_bound_ms for plan in found)
-        bound -= self._exposed_ms(best)
+        bound = min(bound_of_whole, bound_of_elastic) - self._exposed_ms(best)
         return replace(best, lower_bound_ms=max(0.0, min(bound, best.searched_ms)))
 
-    def _step_ms(self, plan: StepPlan) -> float:
+    def _estimated_ms(self, plan: StepPlan) -> float:
         return plan.predicted_ms + self._exposed_ms(plan)
 
     def _exposed_ms(self, plan: StepPlan) -> float:
@@ -150,15 +164,15 @@ class Planner:
 
     def _plan_whole(
         self, step: int, ids: tuple[int, ...], tokens: tuple[int, ...], feasible: Sequence[int]
-    ) -> StepPlan | None:
-        """The best plan of whole sequences, with a bound on steps; None without a strategy for it."""
+    ) -> tuple[list[StepPlan], float]:
+        """The best plans of whole sequences, none without a strategy for it, and a bound on steps."""
         numbers = [number for number, index in enumerate(self._whole) if index in feasible]
         if not numbers:
-            return None
+            return [], math.inf
         batch = Batch.of(tokens, self.cost_table)
-        best, bound = Search(self._kinds, self._schemes, self.options, batch).best_of(numbers)
-        phase, predicted = self._whole_phase(tokens, batch, best)
-        return StepPlan(step, ids, tokens, (phase,), predicted, bound, self._source)
+        found, bound = Search(self._kinds, self._schemes, self.options, batch).best_of(numbers, self._count)
+        phases = [self._whole_phase(tokens, batch, one) for one in found]
+        return [StepPlan(step, ids, tokens, (phase,), ms, source=self._source) for phase, ms in phases], bound
 
     def _whole_phase(self, tokens: tuple[int, ...], batch: Batch, best: Assignment) -> tuple[Phase, float]:
         """The pipelines of an assignment, and their simulated time."""
@@ -176,28 +190,28 @@ class Planner:
         ids: tuple[int, ...],
         tokens: tuple[int, ...],
         feasible: Sequence[int],
-        whole: StepPlan | None,
+        whole: Sequence[StepPlan],
         space: ElasticSpace,
-    ) -> StepPlan | None:
-        """The best plan over strategies with elastic pipelines, with a bound on steps; None without any, or where
-        nothing must be gained."""
+    ) -> tuple[list[StepPlan], float]:
+        """The best plans over strategies with elastic pipelines, none without any or where nothing must be gained, and
+        a bound on steps."""
         numbers = [number for number, index in enumerate(self._elastic) if index in feasible]
         kernel = kernels.select(self.options.kernels)
         # Plain Python is too slow to search in, and a plan is late already when it has to: then it only helps out.
-        if not numbers or (whole is not None and not (kernel.is_compiled and self.options.effort)):
-            return None
+        if not numbers or (whole and not (kernel.is_compiled and self.options.effort)):
+            return [], math.inf
         most = max(len(space.strategies[number].pipelines) for number in numbers)
         effort = self.options.effort if kernel.is_compiled else 0
         tries = effort * (_TRIES + _TRIES_EACH * min(most, _COUNTED)) or _LEAN_TRIES
         batch = space.batch(tokens)
         search = ElasticSearch(space, kernel, batch, num_ranks=self.num_ranks, tries=tries, seed=self.options.seed)
-        bound, found = search.bound(numbers), None
-        if whole is None or bound < self._step_ms(whole):
-            found = search.best_of(numbers)
-        if found is not None:
-            phase, predicted = elastic_pipelines(space, batch, found, tokens, self.options.objective == "paper")
-            return StepPlan(step, ids, tokens, (phase,), predicted, bound, self._source)
-        return None if whole is None else replace(whole, lower_bound_ms=min(bound, whole.lower_bound_ms))
+        bound = search.bound(numbers)
+        found: list[Elastic] = []
+        if not whole or bound < min(map(self._estimated_ms, whole)):
+            found = search.best_of(numbers, self._count)
+        paper = self.options.objective == "paper"
+        phases = [elastic_pipelines(space, batch, one, tokens, paper) for one in found]
+        return [StepPlan(step, ids, tokens, (phase,), ms, source=self._source) for phase, ms in phases], bound
 
 
 def warm_up() -> None:

@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -69,7 +69,8 @@ class PlannerService:
 
     At most `ahead` steps are with the producer at a time; more may be submitted and wait here. `get` waits up to
     `patience` seconds for an answer; then the producer counts as frozen. `fallbacks` and `restarts` count events by
-    reason: "died", "frozen", "garbage", "invalid", "refused" or "stopped".
+    reason: "died", "frozen", "garbage", "invalid", "refused" or "stopped". `job` is the record that the producer's
+    `command` simulates steps by, if it does.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class PlannerService:
         ahead: int = 2,
         *,
         exposed_ms: Sequence[float] = (),
+        job: Mapping[str, Any] | None = None,
         patience: float = 5.0,
         command: Sequence[str] = (sys.executable, "-m", "ds_hydra.planner.producer"),
     ) -> None:
@@ -87,7 +89,7 @@ class PlannerService:
             raise ConfigError(f"planner service: needs ahead >= 1 and patience > 0 but has {ahead} and {patience}")
         options = options or PlannerOptions()
         self._options, self._ahead, self._patience, self._command = options, ahead, patience, command
-        self._exposed_ms = tuple(exposed_ms)
+        self._exposed_ms, self._job = tuple(exposed_ms), job
         # Counts the cost tables. Requests and answers carry it, so an answer by an older table is never mistaken for
         # one by the present table: with steps 7 and 8 at the producer, `use_table` makes generation 1 of 0 and sends
         # both again; the answers (0, 7) and (0, 8) that are still on their way are kept under keys nobody asks for.
@@ -111,6 +113,7 @@ class PlannerService:
             "strategies": [str(strategy) for strategy in self._pure.strategies],
             "options": asdict(self._options),
             "exposed_ms": self._exposed_ms,
+            "job": self._job,
         }
         self._setup = json.dumps(setup)
 

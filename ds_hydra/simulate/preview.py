@@ -60,7 +60,10 @@ def preview_steps(
     # Batches are drawn by another seed than the one that strategies were proposed with. Measured on the batches that
     # they were chosen for, they would look better than they are.
     messages = Messages(cluster, tokens_per_step)
-    planner = Planner(cost_table, strategies, options, exposed_ms=[messages.exposed_ms(one) for one in strategies])
+    planner = Planner(
+        cost_table, strategies, options, exposed_ms=[messages.exposed_ms(one) for one in strategies],
+        step_ms=None if cluster is None else messages.step_ms,
+    )  # fmt: skip
     batches = [
         batch.tolist() for batch in sample_batches(lengths, tokens_per_step, steps, options.seed + 1, context_length)
     ]
@@ -96,7 +99,7 @@ class Messages:
 
     def step_ms(self, plan: StepPlan) -> float:
         """Of one step, with its computing."""
-        return plan.predicted_ms if self._simulator is None else 1e3 * self._simulator.step(plan).step_s
+        return plan.predicted_ms if self._simulator is None else self._simulator.step_ms(plan)
 
 
 def _phased(

@@ -63,6 +63,10 @@ class Simulator:
         stop = norm_stop + self._step.update_ms_per_element * owned / 1e3
         return SimulatedStep(tuple(phases), job.num_ranks, self._step.fixed_ms / 1e3, norm_stop, stop, job.memory)
 
+    def step_ms(self, plan: StepPlan) -> float:
+        """What one step takes, in ms. PlanError as `step`."""
+        return 1e3 * self.step(plan).step_s
+
     def computing_s(self, plan: StepPlan) -> float:
         """The same until the gradient's norm is known, if pulls and pushes took no time. PlanError as `step`."""
         job, stop = self.job, self._step.fixed_ms / 1e3

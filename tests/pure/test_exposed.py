@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_hydra.pipe.shape import StrategyShape
+from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.plan.validate import validate_plan
 from ds_hydra.planner import Planner, PlannerOptions
 from ds_hydra.planner.proposal.propose import ProposalEffort, propose_strategies
@@ -94,3 +95,33 @@ def test_strategies_are_proposed_by_steps() -> None:
     free = proposed({})
     dear = dict.fromkeys((str(shape) for shape in StrategyShape.parse(free).pipelines), 1e5)
     assert not set(dear) & {str(shape) for shape in StrategyShape.parse(proposed(dear)).pipelines}
+
+
+def test_simulated_steps_decide_among_the_best_plans() -> None:
+    """Each finalist is of another strategy; whichever is said to be soonest done wins, and its bound still holds."""
+    texts, lengths = (*WHOLE, *ELASTIC), [390, 200, 120, 80, 60, 50, 30, 30, 20, 20, 10]
+    strategies, options = [StrategyShape.parse(text) for text in texts], PlannerOptions(kernels="compiled")
+    estimated = Planner(TABLE, strategies, options).plan(0, range(len(lengths)), lengths)
+    asked: dict[str, float] = {}
+
+    def as_estimated(plan: StepPlan) -> float:
+        asked[plan.strategy] = plan.predicted_ms
+        return plan.predicted_ms
+
+    planner = Planner(TABLE, strategies, options, step_ms=as_estimated)
+    assert planner.plan(0, range(len(lengths)), lengths).predicted_ms <= estimated.predicted_ms
+    assert 1 < len(asked) <= 4
+    for wanted in asked:
+        chosen = Planner(TABLE, strategies, options, step_ms=lambda plan, name=wanted: float(plan.strategy != name))
+        found = chosen.plan(0, range(len(lengths)), lengths)
+        assert found.strategy == wanted
+        validate_plan(found, TABLE, 8)
+        assert found.lower_bound_ms <= min(asked.values())
+
+
+def test_a_simulation_is_asked_only_where_there_is_a_choice() -> None:
+    def never(plan: StepPlan) -> float:
+        raise AssertionError("one plan needs no comparison")
+
+    lengths, options = [100, 50, 20], PlannerOptions(kernels="compiled")
+    assert Planner(TABLE, [StrategyShape.parse(WHOLE[0])], options, step_ms=never).plan(0, range(3), lengths)

@@ -13,9 +13,15 @@ from pathlib import Path
 import pytest
 
 from ds_hydra.costs.cost_table import CostTable
+from ds_hydra.costs.table_file import TableFile
+from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.planner import Planner, PlannerOptions, PlannerService, validate_plan
 from ds_hydra.planner.producer import answer
 from ds_hydra.planner.service import PlannedStep
+from ds_hydra.simulate.job_record import job_record, read_job
+from ds_hydra.simulate.links import LinkModel, Speed
+from ds_hydra.simulate.llama import shipped_cluster
+from ds_hydra.simulate.step import Simulator
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from tests.support.planner_cases import a800_batch, a800_planner
 
@@ -60,6 +66,25 @@ def test_plans_come_from_the_producer_and_equal_those_made_here() -> None:
     for step, one in enumerate(planned):
         assert one.fallback is None
         assert one.plan == here.plan(step, range(40), a800_batch(step, 40))
+
+
+def test_the_producer_simulates_steps_of_the_job_that_it_is_told() -> None:
+    table, strategies = a800_planner().cost_table, [StrategyShape.parse(text) for text in ("8*tp8", "4*tp8pp2/v")]
+    found = TableFile(table, step={"fixed_ms": 3.0, "update_ms_per_element": 1e-6})
+    job = shipped_cluster("a800-32b", found, LinkModel(8, between=Speed(2e-5, 2e9)), 64)
+    assert read_job(json.loads(json.dumps(job_record(job)))) == job
+    options = PlannerOptions(kernels="compiled")
+    here = Planner(table, strategies, options, step_ms=Simulator(job).step_ms)
+    with PlannerService(
+        table, strategies, options, patience=PATIENT, job=job_record(job),
+        command=(sys.executable, "-m", "ds_hydra.simulate.producer"),
+    ) as service:  # fmt: skip
+        planned = steps(service, 0, 4)
+    batches = [a800_batch(step, 40) for step in range(4)]
+    assert [one.plan for one in planned] == [here.plan(step, range(40), batch) for step, batch in enumerate(batches)]
+    alone = Planner(table, strategies, options)
+    without = [alone.plan(step, range(40), batch).strategy for step, batch in enumerate(batches)]
+    assert [one.plan.strategy for one in planned] != without, "the simulation changed nothing, so this shows nothing"
 
 
 def test_other_costs_hold_from_the_next_step_on() -> None:

@@ -16,7 +16,7 @@ from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.planner import PhasedPlanner, validate_plan
 from ds_hydra.planner.fixed_layout import by_load, in_turn, packed
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
-from tools.bench_systems import kept_cells
+from tools.bench_systems import kept_cells, run_cells
 from tools.systems.cells import Cell, all_cells
 from tools.systems.chunking import chunks, mesh_of
 from tools.systems.costs import Way, measured, table_of
@@ -58,6 +58,10 @@ def test_derived_costs_favour_the_rival_by_no_more_than_what_is_said() -> None:
     short, long = ours.sequence_ms([1000, 32768]) - ring.b * np.array([1000, 32768])
     assert short == pytest.approx(1000 * messages + max(0.0, ring.a * 1e6 - 3 / 4 * 1000 * messages))
     assert long == pytest.approx(max(ring.a * 32768**2, 3 / 4 * 32768 * messages) + 32768 * messages / 4)
+    # Its ranks have 500 tokens of this row, too few for more than one group: nothing overlaps.
+    alone = ours.in_rows.load_ms([1000]) - ours.without_waits.load_ms([1000])
+    assert alone == pytest.approx(1000 * messages)
+    assert ours.in_rows.load_ms([32768]) == pytest.approx(ours.load_ms([32768]))
     again = table_of(FLAGSHIP, Way((1,), checkpointing=True))[ParallelScheme(8)]
     assert again.a == pytest.approx(base.a * 4 / 3)
     assert 5 < again.max_length / base.max_length < 6
@@ -180,12 +184,18 @@ def test_aims_that_are_missed_are_named() -> None:
 
 def test_a_comparison_that_was_stopped_goes_on_with_the_cells_of_its_file(tmp_path: Path) -> None:
     path, systems = tmp_path / "cells.json", [OURS, "FlexSP"]
-    assert kept_cells(path, [FLAGSHIP], 2, systems) == []
+    assert kept_cells(path, [FLAGSHIP], 2, systems) == {}
     done = result(FlexSP=1200.0)
     path.write_text(json.dumps({"steps": 2, "systems": systems, "cells": figures([done])}))
-    assert kept_cells(path, [FLAGSHIP], 2, systems) == [done]
-    assert kept_cells(path, [FLAGSHIP], 3, systems) == kept_cells(path, [FLAGSHIP], 2, [OURS]) == []
-    assert kept_cells(path, [CELL], 2, systems) == []
+    kept = kept_cells(path, [FLAGSHIP], 2, systems)
+    assert kept == {FLAGSHIP: done}
+    assert list(run_cells([FLAGSHIP], 2, systems, 1, kept)) == [done]
+    assert kept_cells(path, [FLAGSHIP], 3, systems) == kept_cells(path, [CELL], 2, systems) == {}
+    of_ours = kept_cells(path, [FLAGSHIP], 2, [OURS])
+    assert list(of_ours[FLAGSHIP].systems) == [OURS]
+    (again,) = run_cells([FLAGSHIP], 2, [OURS, "Hydraulis"], 1, of_ours)
+    assert again.ours == done.ours
+    assert again.systems["Hydraulis"].mean_ms > 1000.0
     for text in ("no figures", json.dumps({"steps": 2, "systems": systems, "cells": [{"cell": {}}]})):
         path.write_text(text)
         with pytest.raises(ConfigError, match=r"cells.json: not figures of this tool"):

@@ -16,9 +16,9 @@ from ds_hydra.planner.fixed_layout import packed, packed_in_turn, step_plan
 from ds_hydra.planner.kernels.problem import Batch
 from tools.systems.cells import Cell
 from tools.systems.costs import measured
-from tools.systems.hindsight import Configuration, Lengths, hindsight, planned_by
+from tools.systems.hindsight import Configuration, Lengths, StepMs, hindsight, planned_by
 from tools.systems.measure import Simulators
-from tools.systems.ours import proposed
+from tools.systems.ours import settings
 from tools.systems.published import hydraulis
 from tools.systems.static import OPTIONS
 from tools.systems.switching import layouts, long_and_short
@@ -29,7 +29,7 @@ def ablation(cell: Cell, steps: int) -> list[dict[str, object]]:
     batches, simulators = cell.batches(steps), Simulators(cell)
     rows: list[dict[str, object]] = []
     first = 0.0
-    for text, configurations in _ideas(cell):
+    for text, configurations in _ideas(cell, simulators.ms):
         chosen = hindsight(configurations, batches, simulators.ms)
         ms = statistics.fmean(simulators.ms(plan, chosen.configuration.table) for plan in chosen.plans)
         first = first or ms
@@ -37,7 +37,7 @@ def ablation(cell: Cell, steps: int) -> list[dict[str, object]]:
     return rows
 
 
-def _ideas(cell: Cell) -> Iterator[tuple[str, Iterator[Configuration]]]:
+def _ideas(cell: Cell, ms: StepMs) -> Iterator[tuple[str, Iterator[Configuration]]]:
     table = measured(cell.model, cell.gpus)
     fixed = [one for one in layouts(cell, table) if table[one.pipelines[0]].max_length >= cell.context]
     paper = replace(OPTIONS, method="paper", objective="paper")
@@ -58,8 +58,8 @@ def _ideas(cell: Cell) -> Iterator[tuple[str, Iterator[Configuration]]]:
     mixed = [one for one in long_and_short(cell, table) if _holds(one, table) >= cell.context]
     yield "(c) one heterogeneous strategy", each(list(dict.fromkeys(mixed)))
     yield "(d) another strategy in each step: Hydraulis", hydraulis(cell)
-    for kinds, elastic in (("whole sequences", False), ("slices, split backwards and V's", True)):
-        yield f"our proposal, bounds and assignment: {kinds}", iter([proposed(cell, table, elastic=elastic)])
+    for ours in settings(cell, table, ms):
+        yield f"our proposal, bounds and assignment: {ours.text}", iter([ours])
 
 
 def _full(step: int, lengths: Lengths, *, strategy: StrategyShape, table: CostTable) -> StepPlan:

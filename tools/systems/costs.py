@@ -15,9 +15,10 @@ left out is left out in the rival's favour:
                     one unit can hold, and is done with before the step ends, pay nothing for it
   Ulysses           degree s: a/s and b/s, and the all-to-alls of four tensors forward and four backward, at the
                     measured bandwidth of as many GPUs as TP * s. Ours exchanges the heads of a rank in up to eight
-                    groups, one for each 512 of the step's tokens on a GPU, and attention of one group goes on during
-                    messages of the others: of four, a quarter of all messages is exposed, and of the rest what the
-                    sequence's attention does not hide
+                    groups, one for each 512 tokens that a rank has of the micro-batch, and attention of one group goes
+                    on during messages of the others: of four, a quarter of all messages is exposed, and of the rest
+                    what the sequence's attention does not hide. Ours plans as if all micro-batches were equally long,
+                    and is judged by what each of them really has
   ZeRO-3            c is FlexSP's, 0.63 s (GPT 7B) and 2.79 s (30B) for each micro-batch, parameters' gathers included;
                     with `hidden_gathers` it is that of <TP, PP>, as if they took no time at all
   checkpointing     all layers are computed again: the forward's share of T(l) more; of the activations a token keeps
@@ -82,6 +83,8 @@ class WaitingCost(SchemeCost):
     message: float = 0.0
     hideable: float = 1.0
     alone: int = 0
+    heads: int = 0  # of a rank in attention, where messages overlap by groups of them
+    by_row: bool = False  # loads have the share that is hideable in their own micro-batch
 
     def sequence_ms(self, lengths: NDArray[np.int64] | Sequence[int]) -> NDArray[np.float64]:
         """What each sequence adds to its micro-batch, in ms."""
@@ -89,6 +92,18 @@ class WaitingCost(SchemeCost):
         attention, messages = self.a * tokens * tokens, np.where(tokens > self.alone, self.message * tokens, 0.0)
         exposed = (1.0 - self.hideable) * messages
         return self.b * tokens + np.maximum(attention, self.hideable * messages) + exposed
+
+    def load_ms(self, lengths: NDArray[np.int64] | Sequence[int]) -> float:
+        """One micro-batch, in ms; see `SchemeCost`."""
+        if self.by_row:
+            hideable = _hideable(int(np.sum(lengths)) // self.scheme.sp, self.heads)
+            return replace(self, by_row=False, hideable=hideable).load_ms(lengths)
+        return SchemeCost.load_ms(self, lengths)  # a class with slots has no `super()`
+
+    @property
+    def in_rows(self) -> WaitingCost:
+        """The same as micro-batches really take it: what is hideable depends on their tokens where heads overlap."""
+        return replace(self, by_row=self.heads > 0)
 
     @property
     def without_waits(self) -> SchemeCost:
@@ -162,11 +177,17 @@ def _shared(cell: Cell, base: SchemeCost, way: Way) -> Iterator[SchemeCost]:
         if degree > heads:
             continue
         messages = _all_to_all_ms(cell.model, base, degree)
-        groups = num_groups(_OVERLAP.groups_of(cell.tokens // cell.gpus), heads // degree, heads // degree)
-        if way.overlapped and groups > 1 and degree > 1:
-            yield WaitingCost(scheme, a, b, c, *known, messages, 1.0 - 1.0 / groups)
+        if way.overlapped and degree > 1:
+            tokens = cell.tokens * _tp(base) / cell.gpus  # of a rank in the step
+            hideable = _hideable(int(tokens / math.ceil(tokens / max(1, alone))), heads // degree)
+            yield WaitingCost(scheme, a, b, c, *known, messages, hideable, heads=heads // degree)
         else:
             yield SchemeCost(scheme, a, b + messages, c, *known)
+
+
+def _hideable(tokens: int, heads: int) -> float:
+    """Share of Ulysses' messages that can go on during attention, of a rank with so many tokens and heads."""
+    return 1.0 - 1.0 / num_groups(_OVERLAP.groups_of(tokens), heads, heads)
 
 
 def _kept(cost: SchemeCost, way: Way) -> float:

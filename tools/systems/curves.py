@@ -34,7 +34,7 @@ def curves(steps: int, workers: int) -> Iterator[Point]:
     """All points, factor by factor; the cell that the curves share is run once."""
     points = [(name, value, replace(_FROM, **{name: value})) for name, values in FACTORS.items() for value in values]  # type: ignore[arg-type]
     cells = list(dict.fromkeys(cell for *_, cell in points))
-    known = dict(zip(cells, measure_cells(cells, steps, SYSTEMS, workers), strict=True))
+    known = dict(zip(cells, measure_cells([(cell, SYSTEMS) for cell in cells], steps, workers), strict=True))
     for factor, value, cell in points:
         yield Point(factor, value, known[cell])
 

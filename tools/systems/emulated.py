@@ -16,8 +16,8 @@ from ds_hydra.simulate.step import Simulator
 from tools.systems.cells import CONTEXTS, EVALUATED, MIXES, Cell
 from tools.systems.costs import NODE, Way, measured
 from tools.systems.hindsight import hindsight
-from tools.systems.measure import OURS, STATIC
-from tools.systems.ours import proposed
+from tools.systems.measure import OURS, STATIC, Simulators
+from tools.systems.ours import settings
 from tools.systems.static import megatron
 
 CELLS = tuple(Cell("7b", 16, context, 100_000, mix) for context in CONTEXTS for mix in MIXES)
@@ -33,7 +33,7 @@ def emulated(cell: Cell, steps: int, *, timeout_s: float) -> Iterator[dict[str, 
     sampler = TokenBudgetSampler(lengths, cell.tokens)
     batches = [sampler.batch_lengths(step) for step in range(steps)]
     static = hindsight(megatron(cell, (Way(),)), batches, lambda plan, _: plan.predicted_ms)
-    ours = proposed(cell, measured(cell.model, cell.gpus), elastic=False)
+    ours = next(settings(cell, measured(cell.model, cell.gpus), Simulators(cell).ms))
     ms: dict[str, float] = {}
     for name, configuration in ((OURS, ours), (STATIC, static.configuration)):
         plans = [replace(configuration.plan(step, batches[step]), sequence_ids=tuple(sampler.batch(step)))

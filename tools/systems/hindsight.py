@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.plan.step_plan import StepPlan
@@ -13,8 +13,12 @@ from ds_hydra.zero_hetero.errors import PlanError
 
 Lengths = Sequence[int]
 PlanStep = Callable[[int, Lengths], StepPlan]
-StepMs = Callable[[StepPlan, CostTable], float]
-"""A plan and the costs that it was made with in, what the step takes out."""
+
+
+class StepMs(Protocol):
+    """What a step takes by a plan and the costs that it was made with."""
+
+    def __call__(self, plan: StepPlan, table: CostTable) -> float: ...
 
 
 class Configuration(NamedTuple):

@@ -102,8 +102,8 @@ class Simulators:
         step = self._known[id(table)][1].step(plan)
         waits = 0.0
         if any(isinstance(cost, WaitingCost) for cost in table.costs):
-            known = simulate_plan(plan, CostTable(tuple(map(_without_waits, table.costs))))
-            waits = plan.predicted_ms - plan.total_ms(known)
+            with_waits, without = (CostTable(tuple(map(of, table.costs))) for of in (_in_rows, _without_waits))
+            waits = plan.total_ms(simulate_plan(plan, with_waits)) - plan.total_ms(simulate_plan(plan, without))
         return Simulated(1e3 * step.step_s + waits, step.bubble_share)
 
 
@@ -132,23 +132,27 @@ def measure(cell: Cell, steps: int, name: str) -> dict[str, Measured]:
 
 
 def measure_cells(
-    cells: Sequence[Cell], steps: int, systems: Sequence[str], workers: int
+    asked: Sequence[tuple[Cell, Sequence[str]]], steps: int, workers: int
 ) -> Iterator[dict[str, Measured]]:
-    """What these systems take in each of the cells, in order; several systems at a time."""
-    tasks = [(cell, steps, name) for cell in cells for name in systems]
+    """What each of the cells' systems take in it, in order; several systems at a time."""
+    tasks = [(cell, steps, name) for cell, systems in asked for name in systems]
     with ExitStack() as stack:
         found = itertools.starmap(measure, tasks)
         if workers > 1:
             spawned = multiprocessing.get_context("spawn")
             pool = stack.enter_context(spawned.Pool(workers, maxtasksperchild=_TASKS_OF_A_WORKER))
             found = pool.imap(_measure_task, tasks)
-        for _ in cells:
+        for _, systems in asked:
             of_cell = [next(found) for _ in systems]
             yield {name: one for some in of_cell for name, one in some.items()}
 
 
 def _measure_task(task: tuple[Cell, int, str]) -> dict[str, Measured]:
     return measure(*task)
+
+
+def _in_rows(cost: SchemeCost) -> SchemeCost:
+    return cost.in_rows if isinstance(cost, WaitingCost) else cost
 
 
 def _without_waits(cost: SchemeCost) -> SchemeCost:

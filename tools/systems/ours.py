@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache, partial
+from typing import Any
 
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.planner import Planner, PlannerOptions
-from ds_hydra.planner.proposal.propose import QUICK, Wider, propose_strategies
+from ds_hydra.planner.proposal.propose import QUICK, ProposalEffort, Wider, propose_strategies
 from ds_hydra.planner.proposal.spaces import wider_shapes
 from ds_hydra.simulate.exposed import exposed_ms
 from ds_hydra.simulate.job import SimulatedJob
@@ -19,23 +21,25 @@ from tools.systems.hindsight import Configuration, StepMs, hindsight, planned_by
 LAYERS = {"7b": 32, "32b": 60}
 _TRIED = 3  # batches by which ours is set up
 _ULYSSES = (1, 2, 4, 8, 16)
+_THOROUGH, _MOST = replace(QUICK, batches=48, rounds=4), 60  # for whole sequences, which are quick to plan
 
 
 def ds_hydra(cell: Cell, ms: StepMs) -> Configuration:
     """The best of what `"strategies": "auto"` can be asked for, by steps of other data, simulated with their transfers.
 
-    Whole sequences under 1F1B, or with slices, split backwards and V's; on the measured schemes of TP and PP, or with
-    Ulysses on those of one stage besides.
+    Whole sequences under 1F1B, or with slices, split backwards and V's besides; on the measured schemes of TP and PP,
+    and with Ulysses on those of one stage.
     """
-    return hindsight(settings(cell), cell.batches(_TRIED, SEEN_BEFORE), ms).configuration
+    return hindsight(settings(cell, all_schemes(cell), ms), cell.batches(_TRIED, SEEN_BEFORE), ms).configuration
 
 
-def settings(cell: Cell) -> Iterator[Configuration]:
-    """What a job may choose from."""
-    shared = all_schemes(cell)
-    yield proposed(cell, measured(cell.model, cell.gpus), elastic=False)
-    yield proposed(cell, shared, elastic=False)
-    yield proposed(cell, shared, elastic=True)
+def settings(cell: Cell, table: CostTable, ms: StepMs) -> Iterator[Configuration]:
+    """What a job may choose from: plans of whole sequences only, or elastic pipelines besides."""
+    layers = LAYERS[cell.model]
+    whole = _proposed(cell, table, _THOROUGH, count=_MOST)
+    yield _configured(cell, table, whole, ms, layers=0)
+    more = _proposed(cell, table, QUICK, wider=Wider(wider_shapes(table, num_layers=layers), layers=layers))
+    yield _configured(cell, table, tuple(dict.fromkeys((*whole, *more))), ms, layers=layers)
 
 
 def all_schemes(cell: Cell) -> CostTable:
@@ -44,18 +48,24 @@ def all_schemes(cell: Cell) -> CostTable:
     return CostTable((*plain.costs, *(cost for cost in more.costs if cost.scheme.pp == 1 and cost not in plain.costs)))
 
 
-def proposed(cell: Cell, table: CostTable, *, elastic: bool) -> Configuration:
-    """Our planner over the strategies that it proposes for other lengths of the same data."""
-    layers, exposed = LAYERS[cell.model] if elastic else 0, partial(_exposed_ms, cell)
-    strategies = propose_strategies(
-        table, cell.gpus, cell.lengths(SEEN_BEFORE), cell.tokens, cell.context, tp_across_nodes=True, effort=QUICK,
-        wider=Wider(wider_shapes(table, num_layers=layers), layers=layers) if elastic else None,
-        exposed=exposed,
+def _proposed(cell: Cell, table: CostTable, effort: ProposalEffort, **more: Any) -> tuple[StrategyShape, ...]:
+    """Strategies that are proposed for other lengths of the same data."""
+    return propose_strategies(
+        table, cell.gpus, cell.lengths(SEEN_BEFORE), cell.tokens, cell.context, tp_across_nodes=True, effort=effort,
+        exposed=partial(_exposed_ms, cell), **more,
     )  # fmt: skip
-    kinds = "slices and V's" if elastic else "whole sequences"
-    degrees = "TP, PP and SP" if len(table.costs) > len(measured(cell.model, cell.gpus).costs) else "TP and PP"
-    options = PlannerOptions(kernels="compiled", layers=layers)
-    planner = Planner(table, strategies, options, exposed_ms=[exposed(one) for one in strategies])
+
+
+def _configured(
+    cell: Cell, table: CostTable, strategies: tuple[StrategyShape, ...], ms: StepMs, *, layers: int
+) -> Configuration:
+    """Our planner over these strategies; `layers` of the model where it may cut sequences and compute layers again."""
+    planner = Planner(
+        table, strategies, PlannerOptions(kernels="compiled", layers=layers),
+        exposed_ms=[_exposed_ms(cell, one) for one in strategies], step_ms=partial(ms, table=table),
+    )  # fmt: skip
+    degrees = "TP, PP and SP" if any(cost.scheme.sp > 1 for cost in table.costs) else "TP and PP"
+    kinds = "slices and V's" if layers else "whole sequences"
     return planned_by(f"{len(strategies)} strategies of {degrees}, {kinds}", table, planner)
 
 
