@@ -1,0 +1,59 @@
+"""Where links were measured, the planner's process knows the job, and simulates its best plans with their messages."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ds_hydra.costs.cost_table import CostTable, SchemeCost
+from ds_hydra.costs.table_file import TableFile
+from ds_hydra.engine.simulated import exposed_of, simulated_job
+from ds_hydra.pipe.shape import ParallelScheme
+from ds_hydra.plan.plan_file import load_plans
+from ds_hydra.planner import Planner
+from ds_hydra.profiling.links import LinkFigure, Links
+from ds_hydra.simulate.job_record import read_job
+from ds_hydra.simulate.step import Simulator
+from tests.support.ranks import run_ranks
+from tests.support.small_job import small_config, small_engine
+
+LINKS = Links(tuple(LinkFigure(op, 2, 100.0, 1e7) for op in ("all_reduce", "all_gather", "all_to_all", "p2p")))
+TABLE = CostTable(
+    (
+        SchemeCost(ParallelScheme(1, 1), 0.0, 1.0, 2.0, 400, 10),
+        SchemeCost(ParallelScheme(2, 1), 0.0, 0.51, 2.0, 400, 10),
+        SchemeCost(ParallelScheme(1, 2), 0.0, 0.5, 1.0, 400, 10),
+    )
+)
+STEPS = 3
+
+
+def planned(rank: int, folder: Path) -> Any:
+    """On rank 0: how often training had to plan for itself, and whether the plans are those of a planner here."""
+    config = small_config(
+        2, cost_table=str(folder / "table.json"), choose="best", planner={"ahead": 1}, plans_file=str(folder / "plans")
+    )
+    engine = small_engine(rank, config=config)
+    for _ in range(STEPS):
+        engine.train_batch()
+    crew = engine.crew
+    found = None
+    if rank == 0:
+        service, cluster = crew.plans._service, simulated_job(crew.job, crew.world, crew.prepared.found)
+        exposed = exposed_of(crew.job, crew.world, crew.prepared.found)
+        here = Planner(
+            crew.plans.table, crew.plans.strategies, service._options,
+            exposed_ms=list(map(exposed, crew.plans.strategies)), step_ms=Simulator(cluster).step_ms,
+        )  # fmt: skip
+        told = read_job(json.loads(service._setup)["job"])
+        plans = load_plans(folder / "plans").values()
+        same = [plan == here.plan(plan.step, plan.sequence_ids, plan.lengths) for plan in plans]
+        found = dict(service.fallbacks), told == cluster, same
+    engine.destroy()
+    return found
+
+
+def test_plans_of_training_are_those_of_the_shortest_simulated_step(tmp_path: Path) -> None:
+    TableFile(TABLE, links=LINKS.to_record()).save(tmp_path / "table.json")
+    assert run_ranks(planned, 2, tmp_path, timeout=200)[0] == ({}, True, [True] * STEPS)
