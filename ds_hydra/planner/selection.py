@@ -8,8 +8,8 @@ and the plan that is simulated to be done soonest wins. So elastic candidates ne
 whose longest sequence no strategy holds, elastic pipelines compute layers again.
 
 What messages add is known for each strategy before any of its plans is (`simulate.exposed`), but it differs from plan
-to plan, by 4 % of the step where pipelines are deep and links slow. So where a simulation of whole steps is at hand,
-the two best plans of either kind are simulated with their messages, and the soonest of these wins.
+to plan: for V's of a 32B model on 32 GPUs between 102 and 196 ms of 3.7 s. So where a simulation of whole steps is at
+hand, the best plans of either kind are simulated with their messages, and the soonest of these wins.
 """
 
 from __future__ import annotations
