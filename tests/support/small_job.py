@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import ds_hydra
+from ds_hydra.engine import engine as engines
+from ds_hydra.engine.models import model_source
+from ds_hydra.pipe.models.options import StageOptions
+from ds_hydra.pipe.stage import ModelSource
 from tests.support.ranks import rank_environment
+
+USUAL = StageOptions(token_sharding=True, functions="auto", sp_overlap=True)  # what the defaults of a config ask for
 
 STRATEGIES = {
     1: ["tp1"],
@@ -44,6 +54,25 @@ def small_model(tied: bool = True, hidden: int = 32) -> Any:
     return AutoModelForCausalLM.from_config(config)
 
 
+@functools.cache
+def small_source() -> ModelSource:
+    """Where the stages of the usual `small_model` come from, under the usual settings.
+
+    To find it takes a rank several times as long as all else of an engine, and all find the same. Called before ranks
+    are forked, it is found once for all of them.
+    """
+    return model_source(small_model(), USUAL)
+
+
+def _known_source(model: Any, options: StageOptions, **arguments: Any) -> ModelSource:
+    """`small_source` with a model's values, in place of `model_source`; other settings find a source of their own."""
+    if options != USUAL or arguments.get("loss_fn") is not None:
+        return model_source(model, options, **arguments)
+    source = copy.copy(small_source())
+    source.values = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return source
+
+
 def sequences() -> list[Tensor]:
     """The training data."""
     generator = torch.Generator().manual_seed(3)
@@ -73,11 +102,9 @@ def small_engine(
     rank: int, model: Any = None, config: dict[str, Any] | None = None, *, data: Any = ..., **hydra: Any
 ) -> Any:
     """An engine on this rank, with `sequences()` or other training data."""
-    import ds_hydra
-
     rank_environment(rank)
     config = config or small_config(dist.get_world_size(), **hydra)
-    groups = None
+    find = _known_source if model is None else model_source
     model = model or small_model()
     named = list(model.named_parameters())
     groups = [
@@ -85,7 +112,8 @@ def small_engine(
         {"params": [p for n, p in named if "norm" in n], "weight_decay": 0.0},
     ]
     data = sequences() if data is ... else data
-    return ds_hydra.initialize(model=model, training_data=data, config=config, model_parameters=groups)[0]
+    with mock.patch.object(engines, "model_source", find):
+        return ds_hydra.initialize(model=model, training_data=data, config=config, model_parameters=groups)[0]
 
 
 def whole_state(engine: Any) -> dict[str, Tensor]:
