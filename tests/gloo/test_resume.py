@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.support.ranks import run_ranks
 from tests.support.small_job import same, small_engine, small_model, whole_state
+from tests.support.sources import shared_source
 
 STEPS = 5
 
@@ -50,14 +51,20 @@ def test_stopping_twice_changes_no_bit(tmp_path: Path) -> None:
     assert run_ranks(interrupted, 4, tmp_path, states, timeout=200) == [[]] * 4
 
 
-def dropping(rank: int, **hydra: Any) -> Any:
-    """An engine that trains with dropout of every kind, on a rank whose generator nobody else's is."""
+def dropping_model() -> Any:
+    """A model with dropout of every kind."""
     model = small_model()
     for layer in model.model.layers:
         layer.mlp.act_fn = torch.nn.Sequential(layer.mlp.act_fn, torch.nn.Dropout(0.1))
         layer.self_attn.attention_dropout = 0.1
+    return model
+
+
+def dropping(rank: int) -> Any:
+    """An engine that trains it, on a rank whose generator nobody else's is."""
+    model = dropping_model()
     torch.manual_seed(rank + 17)
-    return small_engine(rank, model, **hydra)
+    return small_engine(rank, model)
 
 
 def dropped(rank: int, folder: Path) -> tuple[bool, bool]:
@@ -83,7 +90,9 @@ def dropped(rank: int, folder: Path) -> tuple[bool, bool]:
 
 
 def test_dropout_goes_on_as_if_never_stopped(tmp_path: Path) -> None:
-    for same_seed, other_seed in run_ranks(dropped, 4, tmp_path, timeout=200):
+    with shared_source(dropping_model()):
+        results = run_ranks(dropped, 4, tmp_path, timeout=200)
+    for same_seed, other_seed in results:
         assert same_seed
         assert not other_seed
 

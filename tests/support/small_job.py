@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import functools
 from typing import Any
 from unittest import mock
@@ -14,11 +14,9 @@ from torch import Tensor
 import ds_hydra
 from ds_hydra.engine import engine as engines
 from ds_hydra.engine.models import model_source
-from ds_hydra.pipe.models.options import StageOptions
 from ds_hydra.pipe.stage import ModelSource
 from tests.support.ranks import rank_environment
-
-USUAL = StageOptions(token_sharding=True, functions="auto", sp_overlap=True)  # what the defaults of a config ask for
+from tests.support.sources import USUAL, in_place_of_model_source
 
 STRATEGIES = {
     1: ["tp1"],
@@ -56,21 +54,8 @@ def small_model(tied: bool = True, hidden: int = 32) -> Any:
 
 @functools.cache
 def small_source() -> ModelSource:
-    """Where the stages of the usual `small_model` come from, under the usual settings.
-
-    To find it takes a rank several times as long as all else of an engine, and all find the same. Called before ranks
-    are forked, it is found once for all of them.
-    """
+    """Where the stages of the usual `small_model` come from; called before ranks are forked, it is found once."""
     return model_source(small_model(), USUAL)
-
-
-def _known_source(model: Any, options: StageOptions, **arguments: Any) -> ModelSource:
-    """`small_source` with a model's values, in place of `model_source`; other settings find a source of their own."""
-    if options != USUAL or arguments.get("loss_fn") is not None:
-        return model_source(model, options, **arguments)
-    source = copy.copy(small_source())
-    source.values = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    return source
 
 
 def sequences() -> list[Tensor]:
@@ -104,15 +89,17 @@ def small_engine(
     """An engine on this rank, with `sequences()` or other training data."""
     rank_environment(rank)
     config = config or small_config(dist.get_world_size(), **hydra)
-    find = _known_source if model is None else model_source
-    model = model or small_model()
+    shared: Any = contextlib.nullcontext()
+    if model is None:
+        model = small_model()
+        shared = mock.patch.object(engines, "model_source", in_place_of_model_source(small_source()))
     named = list(model.named_parameters())
     groups = [
         {"params": [p for n, p in named if "norm" not in n]},
         {"params": [p for n, p in named if "norm" in n], "weight_decay": 0.0},
     ]
     data = sequences() if data is ... else data
-    with mock.patch.object(engines, "model_source", find):
+    with shared:
         return ds_hydra.initialize(model=model, training_data=data, config=config, model_parameters=groups)[0]
 
 
