@@ -35,7 +35,7 @@ def in_place_of_model_source(known: ModelSource) -> Callable[..., ModelSource]:
         if options != USUAL or arguments.get("loss_fn") is not getattr(known, "token_loss", None) or own != alike:
             return model_source(model, options, **arguments)
         found = copy.copy(known)
-        found.values = {name: parameter.detach() for name, parameter in named.items()}
+        found.values = {name: parameter.detach() for name, parameter in named.items() if not parameter.is_meta}
         return found
 
     return find
