@@ -34,11 +34,11 @@ def test_cases_drawn_at_random(seed: int) -> None:
 
 
 def test_same_plan_twice_is_bit_identical() -> None:
-    """One step of whole sequences, and two with slices."""
-    case = Case("twice", "mixtral", ("tp2 + sp2", "tp2pp2/v", "2*pp2/list"), FLOAT32, steps=3, slices=True).shortened()
+    """Two steps with slices, in a V and under the list order; beside the latter a pipeline has whole sequences."""
+    case = Case("twice", "mixtral", ("tp2pp2/v", "sp2 + pp2/list"), FLOAT32, steps=2, slices=True).shortened()
     data = samples_of(case)
     with traced_once(case):
-        one, other = (run_ranks(train, num_ranks(case), case, data, timeout=120)[0] for _ in range(2))
+        one, other = (run_ranks(train, num_ranks(case), case, data, timeout=240)[0] for _ in range(2))
     for name, value in one.parameters.items():
         assert torch.equal(_bits(value), _bits(other.parameters[name])), name
     for key, moments in one.moments.items():

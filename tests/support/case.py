@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 FLOAT64, FLOAT32, BFLOAT16 = "float64", "float32", "bfloat16"
 
-_FEW = 3  # steps, and strategies
+_FEW = 3  # strategies
 MOST = 10**6  # tokens that no sequence has
 LONG_TAILED = (3, 5, 700, 33, 120, 64, 9, 400, 31, 77, 250, 8, 90, 12, 333, 45) * 3
 
@@ -64,11 +64,13 @@ class Case:
         return any(re.search(r"tp(?!1(?!\d))", text) for text in self.strategies)
 
     def shortened(self) -> Case:
-        """The case in few steps, each under a strategy drawn by the case's name, so that all of them are there among
-        the cases; and with a quarter of its tokens, if it has the table's usual lengths."""
-        drawn = random.Random(self.name).sample(range(len(self.strategies)), min(_FEW, len(self.strategies)))
+        """The case in few steps, each under a strategy drawn by the case's name, and two at least; of the strategies
+        that most cases have two, so that all of them are there among the cases many times. And with a quarter of its
+        tokens, if it has the table's usual lengths."""
+        few = min(2 if self.strategies == CHANGING else _FEW, len(self.strategies))
+        drawn = random.Random(self.name).sample(range(len(self.strategies)), few)
         strategies = tuple(self.strategies[number] for number in sorted(drawn))
-        case = replace(self, strategies=strategies, steps=min(self.steps, _FEW))
+        case = replace(self, strategies=strategies, steps=min(self.steps, max(2, few)))
         if self.lengths is not LONG_TAILED:
             return case
         lengths = tuple(-(-length // 4) for length in self.lengths)
