@@ -50,7 +50,7 @@ lint: $(STAMP)
 # Two at a time: tests with ranks often wait for each other, and the rest runs meanwhile. The longest begin.
 test: $(STAMP)
 	$(MAKE) --jobs=2 --output-sync=target lint kernels
-	$(MAKE) --jobs=2 --output-sync=target test-training test-jobs test-ranks test-models test-pure
+	$(MAKE) --jobs=2 --output-sync=target test-training test-models test-jobs test-ranks test-pure
 
 # Compiles the planner's kernels, which all tests and jobs then load from numba's cache.
 kernels: $(STAMP)

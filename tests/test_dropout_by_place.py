@@ -5,6 +5,7 @@ All ranks are threads of this process. The reference runs the plain model, one s
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -64,8 +65,17 @@ def dropped_probabilities() -> Any:
     return model
 
 
-def gradients(model: Any, shape: str, *, checkpointing: bool = False) -> dict[str, Tensor]:
-    source = CausalLM(model, activation_checkpointing=checkpointing)
+@functools.cache
+def source_of(build: Callable[[], Any], checkpointing: bool = False) -> CausalLM:
+    return CausalLM(build(), activation_checkpointing=checkpointing)
+
+
+@functools.cache
+def expected_of(build: Callable[[], Any]) -> dict[str, Tensor]:
+    return reference(build())
+
+
+def gradients(source: CausalLM, shape: str) -> dict[str, Tensor]:
     pipeline = uneven_pipeline(PipelineShape.parse(shape), 4)
     return dict(run_pipeline(source, pipeline, DATA).gradients)
 
@@ -93,11 +103,10 @@ def apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
 @pytest.mark.parametrize("shape", ["tp1", "tp2", "sp2", "pp2", "tp2pp3"])
 @pytest.mark.parametrize("build", [phi, opt, noisy_embeddings, dropped_probabilities])
 def test_every_shape_draws_alike(build: Callable[[], Any], shape: str) -> None:
-    model = build()
-    expected = reference(model)
-    assert apart(gradients(model, shape), expected) < 1e-12
+    expected = expected_of(build)
+    assert apart(gradients(source_of(build), shape), expected) < 1e-12
     if shape in ("tp1", "pp2"):
-        assert apart(gradients(model, shape, checkpointing=True), expected) < 1e-12
+        assert apart(gradients(source_of(build, checkpointing=True), shape), expected) < 1e-12
 
 
 MISSING: dict[str, tuple[Any, str, Any]] = {
@@ -115,17 +124,15 @@ MISSING: dict[str, tuple[Any, str, Any]] = {
 
 @pytest.mark.parametrize("missing", list(MISSING))
 def test_without_an_ingredient_it_is_another_training(missing: str) -> None:
-    model = phi()
     with mock.patch.object(*MISSING[missing]):
-        found = gradients(model, "tp1")
-    assert apart(found, reference(model)) > 1e-3
+        found = gradients(source_of(phi), "tp1")
+    assert apart(found, expected_of(phi)) > 1e-3
 
 
 def test_a_rank_of_tensor_parallelism_draws_its_own_features() -> None:
-    model = dropped_probabilities()
     with mock.patch.object(draws.Draws, "_first", return_value=0):
-        found = gradients(model, "tp2")
-    assert apart(found, reference(model)) > 1e-3
+        found = gradients(source_of(dropped_probabilities), "tp2")
+    assert apart(found, expected_of(dropped_probabilities)) > 1e-3
 
 
 def test_what_is_recomputed_without_its_place_is_an_error() -> None:
@@ -135,7 +142,7 @@ def test_what_is_recomputed_without_its_place_is_an_error() -> None:
         mock.patch.object(draws.Draws, "checkpointed", return_value=here),
         pytest.raises(CheckpointError, match="different metadata"),
     ):
-        gradients(opt(), "tp1", checkpointing=True)
+        gradients(source_of(opt, checkpointing=True), "tp1")
 
 
 class _Entries(torch.nn.Module):

@@ -253,14 +253,19 @@ DATA = uneven_data(97, ((5, 33, 2), (12,), (7, 3), (21,)))
 
 
 def outcome(model: Any, shape: str, *, checkpointing: bool = False, data: Data = DATA) -> Outcome:
-    source = CausalLM(model, activation_checkpointing=checkpointing)
+    return ran(CausalLM(model, activation_checkpointing=checkpointing), shape, data)
+
+
+def ran(source: CausalLM, shape: str, data: Data = DATA) -> Outcome:
     pipeline = uneven_pipeline(PipelineShape.parse(shape), source.plan.num_layers)
     return run_pipeline(source, pipeline, data)
 
 
 def off(model: Any, shape: str, *, checkpointing: bool = False) -> str | None:
     """What a pipeline that splits backwards does other than one process; None: nothing."""
-    return compare(outcome(model, "tp1"), outcome(model, shape, checkpointing=checkpointing)).what
+    source = CausalLM(model)
+    split = CausalLM(model, activation_checkpointing=True) if checkpointing else source
+    return compare(ran(source, "tp1"), ran(split, shape)).what
 
 
 def hooked() -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import platform
 from pathlib import Path
 
@@ -52,6 +53,7 @@ def attention_name(source: ModelSource, device: torch.device, dtype: torch.dtype
     return choose_backend(probe, probe, softcap).__name__
 
 
+@functools.cache
 def _versions() -> tuple[tuple[str, str], ...]:
     from importlib.metadata import PackageNotFoundError, version
 

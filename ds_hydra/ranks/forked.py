@@ -52,8 +52,6 @@ def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout: float
     store: dist.Store | None = None
     door = socket.create_server((_HOST, 0), backlog=num_ranks)
     port = door.getsockname()[1]
-    # A child's garbage collector would visit all objects that the parent has, and the visit alone copies their pages.
-    gc.freeze()
     try:
         for rank in range(num_ranks):
             receiver, sender = context.Pipe(duplex=False)
@@ -74,7 +72,6 @@ def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout: float
             child.join(timeout=5)
         return results
     finally:
-        gc.unfreeze()
         door.close()
         for child in children:
             if child.is_alive():
@@ -126,6 +123,8 @@ def _rank_main(
 ) -> NoReturn:
     """A child's life: join the group, call, hand over the result, leave the group, exit without clean-up."""
     exit_code = 1
+    # Its garbage collector would visit all objects that the parent has, and the visit alone copies their pages.
+    gc.freeze()
     try:
         torch.set_num_threads(1)
         if sys.platform == "linux":

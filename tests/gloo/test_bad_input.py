@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,16 @@ from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.watchdog import watchdog
 from tests.support.families import LAYERS, VOCAB, Block, build_model
 from tests.support.ranks import RankError, run_ranks
+from tests.support.sources import shared_source
 
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-3}}
 DATA = [list(range(3, 3 + length)) for length in (9, 5, 20, 33)] * 4
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _traced_model() -> Iterator[None]:
+    with shared_source(build_model("llama", torch.float32)):
+        yield
 
 
 class Lazy:

@@ -19,6 +19,7 @@ from tests.support.cut_plans import in_slices, num_slices
 from tests.support.ranks import run_ranks
 from tests.support.reference import float64_throughout
 from tests.support.small_job import small_config, small_engine, small_model, whole_state
+from tests.support.sources import shared_source
 
 STEPS = 3
 
@@ -39,7 +40,7 @@ def train(rank: int, settings: dict[str, Any]) -> tuple[dict[str, torch.Tensor],
 def test_replayed_slices_train_as_the_recorded_run_and_off_refuses_them(tmp_path: Path) -> None:
     recorded, cut = tmp_path / "plans.jsonl", tmp_path / "cut.jsonl"
     settings = config(recorded, choose="cycle", planner={"ahead": 0}, plans_file=str(recorded))
-    with float64_throughout(small_model()):
+    with float64_throughout(small_model()), shared_source(small_model().double()):
         whole, table = run_ranks(train, 2, settings, timeout=120)[0]
         plans = [in_slices(plan, table) for plan in load_plans(recorded).values()]
         assert any(map(num_slices, plans))
@@ -65,7 +66,7 @@ def test_sequences_that_the_planner_cuts_train_as_whole_ones(tmp_path: Path) -> 
     table, plans = tmp_path / "table.json", tmp_path / "plans.jsonl"
     TableFile(CostTable(tuple(costs), "made up")).save(table)
     one = {"cost_table": str(table), "choose": "best", "planner": {"ahead": 0}, "plans_file": str(plans)}
-    with float64_throughout(small_model()):
+    with float64_throughout(small_model()), shared_source(small_model().double()):
         whole, _ = run_ranks(train, 2, config(plans, **one, strategies=["2*tp1"]), timeout=120)[0]
         for strategy in ("pp2/list", "pp2/v"):
             plans.unlink()

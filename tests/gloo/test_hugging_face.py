@@ -23,6 +23,7 @@ from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.losses import focal
 from tests.support.ranks import rank_environment, run_ranks
 from tests.support.small_job import same, sequences, small_model
+from tests.support.sources import shared_source
 
 STEPS = 4
 
@@ -112,7 +113,9 @@ def compare(folder: Path, more: dict[str, Any], make: Callable[[], Any] = small_
     """A planned Trainer on 2 ranks with a plain one in one process, and with itself after a stop."""
     expected = run_ranks(plain, 1, folder, more, make)[0]
     assert len(expected) == STEPS + STEPS // 2
-    for whole, resumed, equal in run_ranks(planned, 2, folder, more, make, timeout=200):
+    with shared_source(make()):
+        results = run_ranks(planned, 2, folder, more, make, timeout=200)
+    for whole, resumed, equal in results:
         for found, aim in zip(whole, expected, strict=True):
             assert found[0] == pytest.approx(aim[0], rel=1e-6)
             assert found[1:] == pytest.approx(aim[1:], rel=1e-4), "norms of gradients in FP32"
@@ -163,7 +166,9 @@ def measured(rank: int, folder: Path, kind: Any, num_ranks: int) -> list[Any]:
 
 def test_metrics_and_predictions_are_those_of_a_plain_trainer(tmp_path: Path) -> None:
     expected = run_ranks(measured, 1, tmp_path, Trainer, 1)[0]
-    for found in run_ranks(measured, 2, tmp_path, HydraTrainer, 2, timeout=200):
+    with shared_source(small_model()):
+        results = run_ranks(measured, 2, tmp_path, HydraTrainer, 2, timeout=200)
+    for found in results:
         assert found[:2] == pytest.approx(expected[:2])
         known = expected[3] != -100
         assert found[2].shape == expected[2].shape

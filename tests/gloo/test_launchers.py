@@ -1,4 +1,7 @@
-"""Real launchers: two of them, as on two machines, and one that restarts what has died."""
+"""Real launchers: two of them, as on two machines, and one that restarts what has died.
+
+What their jobs are compared with runs on forked ranks: a launcher's ranks take seconds to import what they need.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,11 @@ from typing import Any
 
 import torch
 
-ROOT = Path(__file__).parents[2]
-JOB, RESTARTED_JOB = ROOT / "tests/support/torchrun_job.py", ROOT / "tests/support/restarted_job.py"
+from tests.support import restarted_job, torchrun_job
+from tests.support.ranks import run_ranks
+from tests.support.sources import shared_source
 
+ROOT = Path(__file__).parents[2]
 
 Process = subprocess.Popen[str]
 
@@ -49,30 +54,24 @@ def finish(jobs: list[Process]) -> None:
     assert all(job.returncode == 0 for job in jobs), "\n".join(outputs)
 
 
-def test_two_launchers_equal_one(tmp_path: Path) -> None:
-    one, two = tmp_path / "one.pt", tmp_path / "two.pt"
-    port, other = free_port(), free_port()
-    jobs = [launch(JOB, one, ranks=4, port=port)]
-    jobs += [launch(JOB, two, num_nodes=2, node=node, ranks=2, port=other) for node in range(2)]
-    finish(jobs)
-    results: list[dict[str, Any]] = [torch.load(path) for path in (one, two)]
-    assert results[0]["losses"] == results[1]["losses"]
-    assert results[0]["parameters"].keys() == results[1]["parameters"].keys()
-    for name, value in results[0]["parameters"].items():
-        assert torch.equal(value, results[1]["parameters"][name]), name
+def test_ranks_of_two_launchers_equal_those_of_one_machine(tmp_path: Path) -> None:
+    file, port = tmp_path / "two.pt", free_port()
+    finish([launch(torchrun_job.__file__, file, num_nodes=2, node=node, ranks=2, port=port) for node in range(2)])
+    launched: dict[str, Any] = torch.load(file)
+    with shared_source(torchrun_job.model()):
+        forked = run_ranks(torchrun_job.trained, 4, timeout=120)[0]
+    assert launched["losses"] == forked["losses"]
+    assert launched["parameters"].keys() == forked["parameters"].keys()
+    for name, value in forked["parameters"].items():
+        assert torch.equal(value, launched["parameters"][name]), name
 
 
 def test_a_launcher_restarts_what_has_died(tmp_path: Path) -> None:
     """The launcher starts all ranks anew; they resume by themselves and end as if nothing had happened."""
     for name in ("undisturbed", "restarted"):
         (tmp_path / name).mkdir()
-    finish(
-        [
-            launch(RESTARTED_JOB, tmp_path / "undisturbed", -1, ranks=2, port=free_port()),
-            launch(RESTARTED_JOB, tmp_path / "restarted", 3, ranks=2, port=free_port(), restarts=1),
-        ]
-    )
+    finish([launch(restarted_job.__file__, tmp_path / "restarted", 3, ranks=2, port=free_port(), restarts=1)])
     assert (tmp_path / "restarted/died").exists()
+    undisturbed = run_ranks(restarted_job.trained, 2, tmp_path / "undisturbed", -1, timeout=120)
     for rank in range(2):
-        texts = [(tmp_path / name / f"digest{rank}").read_text() for name in ("undisturbed", "restarted")]
-        assert texts[0] == texts[1]
+        assert (tmp_path / f"restarted/digest{rank}").read_text() == undisturbed[rank]

@@ -20,6 +20,7 @@ from tests.support.losses import OWN, by_word
 from tests.support.ranks import rank_environment, run_ranks
 from tests.support.reference import IGNORED, float64_throughout, token_losses
 from tests.support.small_job import small_model
+from tests.support.sources import shared_source
 
 LENGTHS = (9, 70, 5, 33, 1, 12, 40)
 
@@ -66,7 +67,9 @@ def test_an_evaluation_has_the_loss_of_each_sequence(own: Any) -> None:
         with torch.no_grad():
             sums = [float(token_losses(model, sample, own).sum()) if num_targets(sample) else 0.0 for sample in data]
         counts = [num_targets(sample) for sample in data]
-        for found in run_ranks(evaluated, 4, own):
+        with shared_source(build_model("llama", torch.float64), own):
+            results = run_ranks(evaluated, 4, own)
+        for found in results:
             assert np.allclose(found[0], sums, rtol=1e-9)
             assert found[1].tolist() == counts
             assert found[2] == pytest.approx(sum(sums) / sum(counts), rel=1e-9)
@@ -122,7 +125,8 @@ def likely(logits: Tensor, labels: Tensor) -> Tensor:
 def test_predictions_come_back_to_the_rank_that_asked() -> None:
     model = reference_model("llama", torch.float64)
     with float64_throughout(model), torch.no_grad():
-        found = run_ranks(predicted, 4)
+        with shared_source(build_model("llama", torch.float64)):
+            found = run_ranks(predicted, 4)
         data = [sample for sample in samples() if len(sample["input_ids"]) > 1]
         losses = sum(float(token_losses(model, sample).sum()) for sample in data if num_targets(sample))
         for rank, (loss, values, lengths) in enumerate(found):

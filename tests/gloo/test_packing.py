@@ -156,7 +156,8 @@ def _check_model(family: str, sp: int) -> None:
     generator = torch.Generator().manual_seed(5)
     rows = [[torch.randint(3, VOCAB, (length,), generator=generator) for length in lengths] for lengths in PACKS]
     with float64_throughout(reference):
-        ranks = run_ranks(lambda rank: _packed_models(rank, sp, family, rows), sp)
+        source = CausalLM(build_model(family, FLOAT64))
+        ranks = run_ranks(lambda rank: _packed_models(rank, sp, source, rows), sp)
         for index, row in enumerate(rows):
             reference.zero_grad()
             logits = [reference(input_ids=tokens[None], use_cache=False).logits[0] for tokens in row]
@@ -175,10 +176,9 @@ def _check_model(family: str, sp: int) -> None:
 
 
 def _packed_models(
-    rank: int, sp: int, family: str, rows: Sequence[Sequence[Tensor]]
+    rank: int, sp: int, source: CausalLM, rows: Sequence[Sequence[Tensor]]
 ) -> list[tuple[Tensor, Tensor, dict[str, Tensor]]]:
     """Of each row: logits of this rank's tokens, and its shares of the loss and of the gradients, of one stage."""
-    source = CausalLM(build_model(family, FLOAT64))
     stage = Stage(tuple(range(sp)), 0, source.plan.num_layers, sp=sp)
     group = dist.group.WORLD if sp > 1 else None
     module = source.build(StagePlace(Pipeline((stage,)), 0, 0, rank, None, group), torch.device("cpu"), FLOAT64)

@@ -33,9 +33,15 @@ def job(rank: int, fault: str) -> tuple[list[float], list[str | None]]:
     return losses, reasons
 
 
+@pytest.fixture(scope="module")
+def calm() -> list[float]:
+    """Losses of the same steps, planned in the training process."""
+    losses: list[float] = run_ranks(job_without_fault, 2, timeout=120)[0]
+    return losses
+
+
 @pytest.mark.parametrize("fault", ["died", "frozen", "garbage"])
-def test_training_goes_on(fault: str) -> None:
-    calm = run_ranks(job_without_fault, 2, timeout=120)[0]
+def test_training_goes_on(fault: str, calm: list[float]) -> None:
     results = run_ranks(job, 2, fault, timeout=120)
     for losses, reasons in results:
         assert losses == pytest.approx(calm, rel=1e-5)  # whatever plans them, the steps are the same
@@ -44,7 +50,6 @@ def test_training_goes_on(fault: str) -> None:
 
 
 def job_without_fault(rank: int) -> list[float]:
-    """The same steps, planned in the training process."""
     engine: Any = small_engine(rank, planner={"ahead": 0})
     losses = [float(engine.train_batch()) for _ in range(8)]
     engine.destroy()

@@ -15,7 +15,7 @@ from torch import Tensor
 import ds_hydra.engine.engine  # noqa: F401
 from tests.support.adapted_models import base_family
 from tests.support.case import FLOAT32, Case
-from tests.support.equivalence import make_engine, samples_of
+from tests.support.equivalence import make_engine, samples_of, traced_once
 from tests.support.families import build_model
 from tests.support.ranks import run_ranks
 
@@ -33,7 +33,8 @@ def _kept(rank: int, case: Case) -> tuple[int, int, int]:
 
 def test_frozen_weights_are_shared_out_without_gradients_or_states() -> None:
     case = Case("", "lora", ("tp2",), FLOAT32, steps=1).shortened()
-    found = run_ranks(_kept, 2, case, timeout=120)
+    with traced_once(case):
+        found = run_ranks(_kept, 2, case, timeout=120)
     parameters = list(build_model("lora", torch.float32).parameters())
     for which, trained in ((0, True), (1, False)):
         assert sum(each[which] for each in found) == sum(p.numel() for p in parameters if p.requires_grad is trained)
@@ -62,7 +63,9 @@ def _pulled(rank: int, case: Case, folder: str) -> list[int]:
 
 def test_frozen_weights_are_pulled_when_they_may_have_changed(tmp_path: Path) -> None:
     case = Case("", "lora", ("tp2",), FLOAT32, steps=2).shortened()
-    for first, again, evaluated, loaded in run_ranks(_pulled, 2, case, str(tmp_path), timeout=120):
+    with traced_once(case):
+        results = run_ranks(_pulled, 2, case, str(tmp_path), timeout=120)
+    for first, again, evaluated, loaded in results:
         assert first == loaded
         assert again == evaluated < first / 4
 
@@ -89,7 +92,8 @@ def test_peft_loads_what_was_saved(family: str, tmp_path: Path) -> None:
     case = Case("", family, ("tp2", "pp2"), FLOAT32, steps=2).shortened()
     (tmp_path / "README.md").write_text("mine")
     (tmp_path / "model.safetensors").write_text("a base model")
-    values = run_ranks(_save, 2, case, str(tmp_path), timeout=120)[0]
+    with traced_once(case):
+        values = run_ranks(_save, 2, case, str(tmp_path), timeout=120)[0]
     trained = build_model(family, torch.float32)
     before = _logits(trained)
     trained.load_state_dict(values)

@@ -19,6 +19,7 @@ from tests.support.families import build_model, reference_model
 from tests.support.ranks import run_ranks
 from tests.support.reference import IGNORED, float64_throughout, token_losses
 from tests.support.small_job import rank_environment
+from tests.support.sources import shared_source
 
 STEPS, NUM_RANKS = 3, 4
 PAIRS = (2, 0, 3, 1)  # of each rank
@@ -76,7 +77,8 @@ def test_pairs_are_trained_as_in_one_process() -> None:
     model = reference_model("llama", torch.float64)
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)  # type: ignore[arg-type]
     with float64_throughout(model):
-        found = run_ranks(pairs, NUM_RANKS, timeout=200)
+        with shared_source(build_model("llama", torch.float64)):
+            found = run_ranks(pairs, NUM_RANKS, timeout=200)
         expected = []
         for step in range(STEPS):
             data = samples(step)

@@ -16,6 +16,7 @@ from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.families import build_model, reference_model, vocab_size
 from tests.support.ranks import rank_environment, run_ranks
 from tests.support.reference import IGNORED, Reference, Sample, decay_groups, float64_throughout
+from tests.support.sources import shared_source
 
 FAMILY, RANKS, ACCUMULATION, STEPS = "llama", 2, 2, 3
 ADAMW = {"lr": 2e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
@@ -109,7 +110,9 @@ def expected(loss_norm: str) -> tuple[list[float], dict[str, Tensor]]:
 def test_the_update_is_that_of_one_process(loss_norm: str, by_hand: bool) -> None:
     with float64_throughout(reference_model(FAMILY, torch.float64)):
         losses, parameters = expected(loss_norm)
-        for own_losses, own in run_ranks(trained, RANKS, loss_norm, by_hand):
+        with shared_source(build_model(FAMILY, torch.float64)):
+            results = run_ranks(trained, RANKS, loss_norm, by_hand)
+        for own_losses, own in results:
             assert own_losses == pytest.approx(losses, rel=1e-9)
             for name, value in parameters.items():
                 assert torch.allclose(own[name], value, rtol=1e-9, atol=1e-9 * float(value.abs().max())), name
@@ -129,7 +132,8 @@ def evaluated(rank: int) -> list[float]:
 
 
 def test_in_eval_mode_batches_run_at_once() -> None:
-    first, second = run_ranks(evaluated, RANKS)
+    with shared_source(build_model(FAMILY, torch.float64)):
+        first, second = run_ranks(evaluated, RANKS)
     assert first == second
     assert first[0] == pytest.approx(first[1], rel=1e-6)
     assert first[2] == pytest.approx(first[3], rel=1e-6)
@@ -165,7 +169,8 @@ def misused(rank: int) -> list[str]:
 
 
 def test_misuse_is_refused_on_all_ranks() -> None:
-    first, second = run_ranks(misused, RANKS)
+    with shared_source(build_model(FAMILY, torch.float64)):
+        first, second = run_ranks(misused, RANKS)
     assert first == second
     assert "give one batch" in first[0]
     assert "given a Tensor that is not a loss of engine(batch)" in first[1]

@@ -104,8 +104,13 @@ def test_the_tool_prints_a_summary_and_refuses_what_is_no_steps_file(
     ],
 )
 def test_a_run_is_judged_by_aims_that_are_printed(
-    changes: dict[str, Any], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    changes: dict[str, Any],
+    words: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(report, "draw_report", lambda *_: [])  # takes seconds, and has tests of its own
     good = write(tmp_path / "good.jsonl", [record(i) for i in range(1, 21)])
     assert report.main([str(good)]) == 0
     assert "judged by" in capsys.readouterr().out

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 FLOAT64, FLOAT32, BFLOAT16 = "float64", "float32", "bfloat16"
 
-_FEW = 3  # steps, and strategies
+_FEW = 3  # strategies
 MOST = 10**6  # tokens that no sequence has
 LONG_TAILED = (3, 5, 700, 33, 120, 64, 9, 400, 31, 77, 250, 8, 90, 12, 333, 45) * 3
 
@@ -64,11 +64,13 @@ class Case:
         return any(re.search(r"tp(?!1(?!\d))", text) for text in self.strategies)
 
     def shortened(self) -> Case:
-        """The case in few steps, each under a strategy drawn by the case's name, so that all of them are there among
-        the cases; and with a quarter of its tokens, if it has the table's usual lengths."""
-        drawn = random.Random(self.name).sample(range(len(self.strategies)), min(_FEW, len(self.strategies)))
+        """The case in few steps, each under a strategy drawn by the case's name, and two at least; of the strategies
+        that most cases have two, so that all of them are there among the cases many times. And with a quarter of its
+        tokens, if it has the table's usual lengths."""
+        few = min(2 if self.strategies in (CHANGING, IN_SLICES) else _FEW, len(self.strategies))
+        drawn = random.Random(self.name).sample(range(len(self.strategies)), few)
         strategies = tuple(self.strategies[number] for number in sorted(drawn))
-        case = replace(self, strategies=strategies, steps=min(self.steps, _FEW))
+        case = replace(self, strategies=strategies, steps=min(self.steps, max(2, few)))
         if self.lengths is not LONG_TAILED:
             return case
         lengths = tuple(-(-length // 4) for length in self.lengths)
@@ -96,6 +98,7 @@ SHARES = {1: (MOST,), 2: (60, MOST), 3: (30, 100, MOST)}
 """The longest sequence of each phase, by the number of a step's phases."""
 
 CHANGING = ("tp2pp2", "sp2 + 2*tp1", "tp4", "pp3 + tp1", "sp4")
+IN_SLICES = ("tp2pp2", "sp2 + 2*tp1", "pp3 + tp1")
 CHANGING_8 = ("tp4 + 2*pp2", "sp4 + tp2sp2", "8*tp1", "tp2pp2sp2", "pp4 + tp4")
 
 # Of HARD_MODELS, those that train under every strategy; the others are refused.

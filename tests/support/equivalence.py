@@ -7,6 +7,7 @@ from the same parameters, so that rounding of earlier steps does not count.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import tempfile
@@ -24,7 +25,7 @@ from ds_hydra.engine.models import model_source
 from ds_hydra.pipe.dropout import sequence_key, step_key, token_keys
 from ds_hydra.pipe.models.adapted import NAMES_OF_PEFT
 from ds_hydra.pipe.models.options import StageOptions
-from ds_hydra.pipe.stage import from_flat
+from ds_hydra.pipe.stage import ModelSource, from_flat
 from ds_hydra.plan.phase import THEN
 from ds_hydra.planner import PhasedPlanner, Span, parse_phases, save_plans
 from tests.support.case import BFLOAT16, FLOAT32, FLOAT64, SHARES, Case
@@ -269,13 +270,22 @@ def traced_once(case: Case) -> Iterator[None]:
     if case.family == LAYER_LIST:  # DeepSpeed makes one within a process group only
         yield
         return
-    model = build_model(case.family, model_dtype(case))
-    freeze(model, case.frozen)
     options = StageOptions(case.activation_checkpointing, case.token_sharding, case.functions, case.sp_overlap)
-    source = model_source(model, options, loss_fn=OWN.get(case.own_loss))
-    source.overlap = source.overlap._replace(least_tokens=0)
+    source = _source(case.family, model_dtype(case), case.frozen, options, case.own_loss)
     with mock.patch.object(HydraEngine, "source_of", return_value=source):
         yield
+
+
+@functools.cache
+def _source(
+    family: str, dtype: torch.dtype, frozen: tuple[str, ...], options: StageOptions, own_loss: str
+) -> ModelSource:
+    """The source of all cases with this model and these settings: ranks change copies of their own."""
+    model = build_model(family, dtype)
+    freeze(model, frozen)
+    source = model_source(model, options, loss_fn=OWN.get(own_loss))
+    source.overlap = source.overlap._replace(least_tokens=0)
+    return source
 
 
 def compare(case: Case, timeout: float = 120, strict: Rules | None = None) -> Difference:

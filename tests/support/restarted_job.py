@@ -15,21 +15,30 @@ import torch.distributed as dist
 
 import ds_hydra
 from tests.support.fault_job import digest
+from tests.support.ranks import rank_environment
 from tests.support.small_job import sequences, small_config, small_model
 
 STEPS = 5
 
-if __name__ == "__main__":
-    folder, die_at = Path(sys.argv[1]), int(sys.argv[2])
-    torch.set_num_threads(1)
+
+def trained(rank: int, folder: Path, die_at: int) -> str:
+    """The digest of this rank at the end; on a rank that a launcher or a test has started."""
+    if not dist.is_torchelastic_launched():
+        rank_environment(rank)
     config = small_config(2, checkpoint={"dir": str(folder / "checkpoints"), "every": 1}, faults={})
     engine = ds_hydra.initialize(model=small_model(), training_data=sequences(), config=config)[0]
-    rank = dist.get_rank()
     while engine.global_steps < STEPS:
         if rank == 1 and engine.global_steps == die_at and not (folder / "died").exists():
             (folder / "died").touch()
             os.kill(os.getpid(), signal.SIGKILL)
         engine.train_batch()
-    (folder / f"digest{rank}").write_text(digest(engine))
+    found = digest(engine)
     engine.destroy()
+    return found
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    found = trained(rank := int(os.environ["RANK"]), folder := Path(sys.argv[1]), int(sys.argv[2]))
+    (folder / f"digest{rank}").write_text(found)
     dist.destroy_process_group()

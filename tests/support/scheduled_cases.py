@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from tests.support.case import AMPLIFYING, BFLOAT16, CHANGING, CHANGING_8, FLOAT32, NO_GRADIENT, UNUSUAL, Case
+from tests.support.case import (
+    AMPLIFYING,
+    BFLOAT16,
+    CHANGING,
+    CHANGING_8,
+    FLOAT32,
+    IN_SLICES,
+    NO_GRADIENT,
+    UNUSUAL,
+    Case,
+)
 from tests.support.changed_models import CHANGED_LINEARS
 from tests.support.families import FAMILIES, LAYER_LIST, OTHER_SIZES
 
@@ -60,7 +70,7 @@ def _split() -> Iterator[Case]:
     yield replace(base, name="split on 8 ranks, bf16", strategies=SPLIT_8, dtype=BFLOAT16)
 
 
-_SLICED = Case("", "llama", ("tp2pp2", "sp2 + 2*tp1", "pp3 + tp1"), steps=3, slices=True)
+_SLICED = Case("", "llama", IN_SLICES, steps=3, slices=True)
 _QUICK_SLICED = {"gemma2", "mixtral"}
 
 

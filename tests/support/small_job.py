@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import ds_hydra
+from ds_hydra.engine import engine as engines
+from ds_hydra.engine.models import model_source
+from ds_hydra.pipe.stage import ModelSource
 from tests.support.ranks import rank_environment
+from tests.support.sources import USUAL, in_place_of_model_source
 
 STRATEGIES = {
     1: ["tp1"],
@@ -44,6 +52,12 @@ def small_model(tied: bool = True, hidden: int = 32) -> Any:
     return AutoModelForCausalLM.from_config(config)
 
 
+@functools.cache
+def small_source() -> ModelSource:
+    """Where the stages of the usual `small_model` come from; called before ranks are forked, it is found once."""
+    return model_source(small_model(), USUAL)
+
+
 def sequences() -> list[Tensor]:
     """The training data."""
     generator = torch.Generator().manual_seed(3)
@@ -73,19 +87,20 @@ def small_engine(
     rank: int, model: Any = None, config: dict[str, Any] | None = None, *, data: Any = ..., **hydra: Any
 ) -> Any:
     """An engine on this rank, with `sequences()` or other training data."""
-    import ds_hydra
-
     rank_environment(rank)
     config = config or small_config(dist.get_world_size(), **hydra)
-    groups = None
-    model = model or small_model()
+    shared: Any = contextlib.nullcontext()
+    if model is None:
+        model = small_model()
+        shared = mock.patch.object(engines, "model_source", in_place_of_model_source(small_source()))
     named = list(model.named_parameters())
     groups = [
         {"params": [p for n, p in named if "norm" not in n]},
         {"params": [p for n, p in named if "norm" in n], "weight_decay": 0.0},
     ]
     data = sequences() if data is ... else data
-    return ds_hydra.initialize(model=model, training_data=data, config=config, model_parameters=groups)[0]
+    with shared:
+        return ds_hydra.initialize(model=model, training_data=data, config=config, model_parameters=groups)[0]
 
 
 def whole_state(engine: Any) -> dict[str, Tensor]:

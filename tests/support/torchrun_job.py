@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from typing import Any
 
 import torch
 
 from tests.support.case import Case
-from tests.support.equivalence import make_engine, samples_of
+from tests.support.equivalence import make_engine, model_dtype, samples_of
+from tests.support.families import build_model
+from tests.support.ranks import rank_environment
 
 LAUNCHED = Case(
     "launched",
@@ -18,12 +22,26 @@ LAUNCHED = Case(
     tokens_per_step=90,
 )
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
+
+def model() -> Any:
+    """What the job trains."""
+    return build_model(LAUNCHED.family, model_dtype(LAUNCHED))
+
+
+def trained(rank: int) -> dict[str, Any]:
+    """Losses and parameters of a run, on a rank that a launcher or a test has started."""
+    if not torch.distributed.is_torchelastic_launched():
+        rank_environment(rank)
     engine = make_engine(LAUNCHED, samples_of(LAUNCHED))
     losses = [float(engine.train_batch()) for _ in range(LAUNCHED.steps)]
     parameters = engine.fp32_state_dict()
-    if torch.distributed.get_rank() == 0:
-        torch.save({"losses": losses, "parameters": parameters}, sys.argv[1])
     engine.destroy()
+    return {"losses": losses, "parameters": parameters}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    found = trained(rank := int(os.environ["RANK"]))
+    if rank == 0:
+        torch.save(found, sys.argv[1])
     torch.distributed.destroy_process_group()
