@@ -1,8 +1,11 @@
 """The kernels' two ways in: names, types, and both versions side by side."""
 
 import inspect
+import subprocess
+import sys
 import types
 import typing
+from pathlib import Path
 
 import pytest
 
@@ -65,3 +68,31 @@ def test_every_kernel_of_the_folder_is_loaded() -> None:
     assert {path.stem for path in folder.glob("*.py")} - not_kernels == {
         listed.__name__.rpartition(".")[2] for listed in load._MODULES
     }
+
+
+def test_a_warm_cache_has_all_that_plans_need() -> None:
+    """Else the first job on a machine compiles for many seconds in its first steps. A process of its own tells, since
+    other tests here have called more."""
+    code = (
+        "import ds_hydra.planner.kernels as kernels\n"
+        "from ds_hydra.planner import Planner, PlannerOptions\n"
+        "from ds_hydra.planner.selection import warm_up\n"
+        "from ds_hydra.pipe.shape import StrategyShape\n"
+        "from tests.support.planner_cases import a800_batch, a800_planner\n"
+        "def compiled():\n"
+        "    named = vars(kernels.compiled()).items()\n"
+        "    return {name for name, kernel in named if getattr(kernel, 'signatures', None)}\n"
+        "warm_up()\n"
+        "warm = compiled()\n"
+        "whole = a800_planner()\n"
+        "every = [StrategyShape.parse(text) for text in ('8*tp8', '4*tp8 + 4*tp4pp2/v')]\n"
+        "for planner in (whole, Planner(whole.cost_table, every, PlannerOptions(kernels='compiled'))):\n"
+        "    for step, size in enumerate((5, 12, 40, 190)):\n"
+        "        planner.plan(step, range(size), a800_batch(step, size))\n"
+        "print(len(warm), *sorted(compiled() - warm))"
+    )
+    root = Path(__file__).parents[2]
+    found = subprocess.run([sys.executable, "-c", code], cwd=root, check=True, capture_output=True, text=True).stdout
+    count, *late = found.split()
+    assert int(count) > 6
+    assert late == []
