@@ -29,12 +29,10 @@ def emulated(cell: Cell, steps: int, *, timeout_s: float) -> Iterator[dict[str, 
 
     AssertionError for a gradient that is wrong.
     """
-    lengths = cell.lengths(EVALUATED)[:_SEQUENCES]
+    # The engine leaves out a sequence of one token, which has no target, and would draw other steps then.
+    lengths = [length for length in cell.lengths(EVALUATED)[:_SEQUENCES] if length > 1]
     sampler = TokenBudgetSampler(lengths, cell.tokens)
     batches = [sampler.batch_lengths(step) for step in range(steps)]
-    # The engine leaves out what none of the plans' strategies holds, and would draw other steps then.
-    longest = max(max(batch) for batch in batches)
-    lengths = [min(length, longest) for length in lengths]
     static = hindsight(megatron(cell, (Way(),)), batches, lambda plan, _: plan.predicted_ms)
     ours = next(settings(cell, measured(cell.model, cell.gpus), Simulators(cell).ms))
     ms: dict[str, float] = {}
