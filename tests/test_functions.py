@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
 
-from ds_hydra.engine.prepare import _checked
+from ds_hydra.engine.checked import check_candidates
 from ds_hydra.pipe.functions.gates import Gated
 from ds_hydra.pipe.functions.norms import rms_norm
 from ds_hydra.pipe.functions.rotary import rotate
@@ -297,7 +297,7 @@ def test_a_job_computes_as_written_what_the_self_check_refuses(tmp_path: Path, m
     job: Any = SimpleNamespace(source=source, model=model, config=SimpleNamespace(self_check="on"))
     world: Any = SimpleNamespace(channel=None, node_size=None)
     with mock.patch("ds_hydra.pipe.models.functions._normed", with_wrong_gradient):
-        assert not _checked(job, world, strategies).objections()
+        assert not check_candidates(job, world, strategies).objections()
     assert "the self-check refuses it (tp2 trains otherwise" in str(source.functions)
     assert not source.functions.norms
     assert source.plan.token_sharding

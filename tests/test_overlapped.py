@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ds_hydra.engine.prepare import _checked
+from ds_hydra.engine.checked import check_candidates
 from ds_hydra.pipe import overlapped, ulysses
 from ds_hydra.pipe.attention import backends
 from ds_hydra.pipe.attention.backends import varlen_attention
@@ -268,5 +268,5 @@ def test_a_job_exchanges_at_once_where_the_self_check_refuses_groups(
     with mock.patch.object(ulysses, "wait", mixed_up):
         (objection,) = check_strategies(model, strategies, keep=False, sp_overlap=True).objections()
         assert 'hydra.sp_overlap "off"' in objection
-        assert not _checked(job, world, strategies).objections()
+        assert not check_candidates(job, world, strategies).objections()
     assert source.overlap == AT_ONCE

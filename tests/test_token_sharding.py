@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
-from ds_hydra.engine.prepare import _checked
+from ds_hydra.engine.checked import check_candidates
 from ds_hydra.pipe import token_sharding
 from ds_hydra.pipe.models import token_rules
 from ds_hydra.pipe.models.causal_lm import CausalLM
@@ -263,7 +263,7 @@ def test_a_job_goes_on_without_what_the_self_check_refuses(tmp_path: Path, monke
     job: Any = SimpleNamespace(source=source, model=model, config=SimpleNamespace(self_check="on"))
     world: Any = SimpleNamespace(channel=None, node_size=None)
     with MUTANTS["gradients of rows are not added"]():
-        assert not _checked(job, world, strategies).objections()
+        assert not check_candidates(job, world, strategies).objections()
     assert "the self-check refuses it (tp2 trains otherwise" in source.plan.no_token_sharding
     assert all(param.rule.gradient == "complete" for bucket in source.plan.buckets for param in bucket.params)
 

@@ -20,8 +20,8 @@ from ds_hydra.costs.analytic import model_shape
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.costs.memory import JobMemory
 from ds_hydra.costs.table_file import read_table_file
+from ds_hydra.engine.costs import job_cost_table
 from ds_hydra.engine.fingerprint import describe_job
-from ds_hydra.engine.prepare import job_cost_table
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.profiling.entry import entry_from_record

@@ -115,17 +115,17 @@ def test_contributions_are_counted_where_pipelines_differ() -> None:
 
 
 def test_proposed_strategies_that_do_not_fit_together_are_left_out() -> None:
-    from ds_hydra.engine.prepare import _without_the_largest
+    from ds_hydra.engine.costs import without_the_largest
 
     table = CostTable(tuple(SchemeCost(ParallelScheme(tp), 1e-6, 0.1, 1.0, 4096) for tp in (1, 4)))
     texts = ("8*tp1", "2*tp4")
     roomy = together(job(), *texts)
-    assert _without_the_largest(roomy, table, 4096) is roomy
+    assert without_the_largest(roomy, table, 4096) is roomy
     need = roomy.fullest(ParallelScheme(4), 4096).total(4096)
     tight = together(job(device=0.9 * need / 0.95), *texts)
     assert tight.max_length(ParallelScheme(1)) >= 1
-    assert [str(shape) for shape in _without_the_largest(tight, table, 4096).strategies] == ["2*tp4"]
-    assert _without_the_largest(tight, table, 100) is tight, "short sequences have room beside both"
+    assert [str(shape) for shape in without_the_largest(tight, table, 4096).strategies] == ["2*tp4"]
+    assert without_the_largest(tight, table, 100) is tight, "short sequences have room beside both"
 
 
 def test_max_length_is_the_most_that_fits_on_every_stage() -> None:

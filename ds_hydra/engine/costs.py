@@ -1,0 +1,126 @@
+"""Costs and memory of a job before step 0: a measured table or an estimated one, its MaxLen within the memory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from ds_hydra.config.hydra_block import HydraConfig
+from ds_hydra.costs.analytic import ModelShape, analytic_cost_table
+from ds_hydra.costs.cost_table import CostTable
+from ds_hydra.costs.memory import JobMemory
+from ds_hydra.costs.shape_costs import used_schemes, with_shapes
+from ds_hydra.costs.table_file import JobFingerprint, TableFile, check_job, read_table_file
+from ds_hydra.engine.fingerprint import describe_job
+from ds_hydra.engine.fits import job_memory, rank_memory, within_memory
+from ds_hydra.engine.job import Job
+from ds_hydra.pipe.shape import ParallelScheme
+from ds_hydra.plan.schemes import feasible_schemes
+from ds_hydra.ranks.world import World
+from ds_hydra.zero_hetero.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+# Rough speeds for the analytic table, of one rank: FLOP/s and bytes/s between ranks.
+_SPEEDS = {"cuda": (1.5e14, 1.5e11), "cpu": (2e10, 1e9)}
+
+
+def least_memory(world: World) -> float:
+    """Bytes that every rank may use."""
+    # Devices of one kind may differ by some MiB. MaxLen must not: schedules are made from it, the same on every rank.
+    mine = torch.tensor([rank_memory(world.device, world.node_size)], dtype=torch.float64)
+    return float(world.channel.rows(mine).min())
+
+
+def costs_and_memory(
+    job: Job, world: World, shape: ModelShape, longest: int, device_bytes: float
+) -> tuple[TableFile, JobMemory]:
+    """The cost table, its MaxLen within memory, and the memory model."""
+    config = job.config
+    schemes = used_schemes(config.shapes) or feasible_schemes(job.source.plan, world.num_ranks, world.node_size)
+    fingerprint = describe_job(job.source, world.device, job.types.compute, world.num_ranks)
+    found = job_cost_table(config, shape, schemes, longest, fingerprint)
+    memory = _memory(job, world, found, device_bytes)
+    found = replace(found, table=with_shapes(found.table, config.shapes, memory))
+    return limited(job, world, found, memory), memory
+
+
+def job_cost_table(
+    config: HydraConfig, shape: ModelShape, schemes: Sequence[ParallelScheme], longest: int, job: JobFingerprint
+) -> TableFile:
+    """The measured table of the config, or an analytic one for sequences of up to `longest` tokens.
+
+    Raises ConfigError when the measured table was made for another job, or lacks a scheme that a strategy of the
+    config uses.
+    """
+    if config.cost_table is None:
+        flops, link = _SPEEDS["cpu" if job.threads else "cuda"]
+        context = max(longest, config.tokens_per_step)
+        return TableFile(analytic_cost_table(shape, schemes, context, device_flops=flops, link_bytes_per_second=link))
+    found = read_table_file(config.cost_table)
+    check_job(found, job, repr(config.cost_table))
+    table = found.table
+    missing = sorted(set(used_schemes(config.shapes)) - set(table.schemes))
+    if missing:
+        raise ConfigError(
+            f"cost table {config.cost_table!r} has no entry for {', '.join(map(str, missing))}, which "
+            f"hydra.strategies use; it has {', '.join(map(str, table.schemes))}. Measure them, or leave them out"
+        )
+    return found
+
+
+def _memory(job: Job, world: World, found: TableFile, device_bytes: float) -> JobMemory:
+    return job_memory(
+        job.source,
+        found.table.schemes,
+        world.num_ranks,
+        device_bytes,
+        job.types.compute,
+        activation_checkpointing=job.config.activation_checkpointing,
+        grad_dtype=job.types.grads,
+        wire_dtype=job.types.wire,
+        node_size=world.node_size,
+        measured=found.activations,
+    )
+
+
+def limited(job: Job, world: World, found: TableFile, memory: JobMemory) -> TableFile:
+    """The table with MaxLen within memory. ConfigError when no scheme is left."""
+    # A measured MaxLen holds for the number of ranks that shared the masters when it was measured. Masters and Adam's
+    # states take 12 bytes per parameter over all ranks: of 1e9 parameters a rank keeps 1.5 GB with 8 ranks but 3 GB
+    # with 4, and has that much less for activations. Nor does it know the job's other strategies, for which each rank
+    # keeps room. Only a table that comes without figures of activations, such as a published one, knows better than
+    # the memory model, which could but estimate them.
+    same_ranks = found.job is None or found.job.num_ranks in (0, world.num_ranks)
+    if job.config.cost_table and same_ranks and not found.activations:
+        return found
+    return replace(found, table=within_memory(found.table, memory))
+
+
+def without_the_largest(memory: JobMemory, table: CostTable, longest: int) -> JobMemory:
+    """Of proposed strategies those that fit together: the one that needs the most memory is left out while they do not.
+
+    A rank keeps room for the most demanding of them in every step. So a strategy that fits by itself may leave the
+    others too little, or none of them enough for the longest sequence.
+    """
+    while len(memory.strategies) > 1:
+        schemes = {pipeline.cost_key for shape in memory.strategies for pipeline in shape.pipelines}
+        alone = memory.together({})
+        limits = [memory.max_length(scheme) for scheme in schemes]
+        wanted = min(longest, max(min(table[scheme].max_length, alone.max_length(scheme)) for scheme in schemes))
+        if min(limits) >= 1 and max(limits) >= wanted:
+            break
+        largest = max(memory.strategies, key=memory.demand)
+        logger.info("%s is left out: beside the others it needs more memory than there is", largest)
+        memory = memory.together({one: at for one, at in memory.strategies.items() if one != largest})
+    return memory
+
+
+def planned_whole(table: CostTable) -> str:
+    """Why the planner cuts no sequence though it may; empty: it does."""
+    if any(cost.shares is not None for cost in table.costs):
+        return ""
+    return "the cost table has no measured shares of forward and backward; `ds-hydra profile` measures them"
