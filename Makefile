@@ -1,5 +1,6 @@
 # make venv: set up .venv       make demo: what this is for, in minutes   make train: train the example
 # make test: linters and tests  make bench: ours and every rival
+# make check: every tool's quick form, in minutes   make check-all: their whole forms, in hours
 # PIP_ARGS goes to every pip install, e.g. PIP_ARGS="--index-url ..." for another build of torch.
 
 PYTHON ?= python3
@@ -14,7 +15,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_AR
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch_extensions
 export PYTHONUNBUFFERED := 1
 
-.PHONY: venv demo train bench test test-training test-jobs test-ranks test-models test-pure lint kernels clean
+.PHONY: venv demo train bench check check-all test test-training test-jobs test-ranks test-models test-pure lint kernels clean
 
 venv: $(STAMP)
 
@@ -41,6 +42,13 @@ demo: $(STAMP)
 bench: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tools.bench_systems --ablation --curves 10 --emulate 5 \
 		--json benchmarks/systems.json --plots benchmarks
+
+# OMP_NUM_THREADS is left as it is: tools must work without it.
+check: $(STAMP) kernels
+	$(BIN)/python -m tools.check --quick
+
+check-all: $(STAMP) kernels
+	$(BIN)/python -m tools.check
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

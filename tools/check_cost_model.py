@@ -26,7 +26,7 @@ from ds_hydra.commands.figures import figures_parser, finish, print_table
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.paper_memory import MemoryModel
 from ds_hydra.costs.table_file import read_table_file
-from ds_hydra.pipe.shape import ParallelScheme
+from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
 from ds_hydra.planner.options import PlannerOptions
 from ds_hydra.planner.selection import Planner
 from ds_hydra.profiling.entry import entry_from_record
@@ -114,7 +114,7 @@ def check_max_length(missed: list[str]) -> list[dict[str, Any]]:
 
 def step_ms(costs: Sequence[SchemeCost], scheme: ParallelScheme, num_ranks: int, batches: Sequence[list[int]]) -> float:
     """Mean predicted step of the homogeneous strategy over some batches."""
-    strategy = (scheme,) * (num_ranks // scheme.num_ranks)
+    strategy = StrategyShape((PipelineShape.of(scheme),) * (num_ranks // scheme.num_ranks))
     planner = Planner(CostTable(tuple(costs)), [strategy], PlannerOptions(kernels="pure"))
     return float(np.mean([planner.plan(i, range(len(b)), b).predicted_ms for i, b in enumerate(batches)]))
 

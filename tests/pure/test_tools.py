@@ -1,0 +1,38 @@
+"""That no tool is forgotten: `tools.check` finds each, runs it, and fails where it fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tools import check
+
+# Modules of the folder that are no checks: the commands of ds_hydra as files, and what benchmarks share.
+COMMANDS = {"check_model", "convert_checkpoint", "emulate", "memory_needs", "preview_plan", "profile_schemes", "report"}
+OTHERS = COMMANDS | {"check", "deepspeed_baselines", "simulate_step"}
+
+
+def test_every_tool_is_run() -> None:
+    assert set(check.tool_names()) == {path.stem for path in check.FOLDER.glob("*.py")} - OTHERS
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "told"),
+    [
+        ("print('check_it: 3 rows; all aims met')", 0, "check_it: 3 rows; all aims met"),
+        ("print('check_it: 3 rows; 1 aims missed'); raise SystemExit(1)", 1, "check_it: 3 rows; 1 aims missed"),
+        ("raise RuntimeError('rotten')", 1, "check_it: no summary line"),
+        ("import time; time.sleep(60)", -9, "check_it: stopped after 1 s"),
+    ],
+)
+def test_how_a_tool_ends_is_told(
+    body: str, code: int, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools" / "check_it.py").write_text(f"# figures_parser()\n{body}\n")
+    monkeypatch.setattr(check, "FOLDER", tmp_path / "tools")
+    assert check.tool_names(tmp_path / "tools") == ["check_it"]
+    ran = check.run_tool(["check_it"], limit_s=1.0 if code == -9 else 60.0)
+    assert (ran.code, ran.summary) == (code, told)
+    assert ran.cpu_s > 0

@@ -1,0 +1,97 @@
+"""Private names of other packages that the library leans on: each is still there, or the test says who misses it.
+
+A private name may vanish with any release. What is found here is read from the sources, so that a name that is new in
+them is asked for too.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from collections.abc import Iterator
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+from transformers import LlamaConfig, PreTrainedModel
+
+from tools.structure import Source, read_sources
+
+SOURCES = read_sources(Path(__file__).resolve().parents[1])
+# The standard library documents these, underscore or not.
+DOCUMENTED = {"_asdict", "_replace", "_fields", "_make", "_exit"}
+# The project has attributes of these names too.
+SHARED = {"_parameters", "_buffers", "_modules"}
+
+
+def private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and not name.startswith("_hydra")
+
+
+def own_names() -> set[str]:
+    """Names that the library defines: functions, classes, variables, fields, and attributes that are set."""
+    names: set[str] = set()
+    for node in (node for source in SOURCES for node in ast.walk(source.tree)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            names.add(node.attr)
+    return names - SHARED
+
+
+def private_attributes(source: Source) -> Iterator[tuple[str, str]]:
+    """Each private attribute that a module reads or sets, with the place."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Attribute) and private(node.attr):
+            yield node.attr, f"{source.path}:{node.lineno}"
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr"):
+            name = node.args[1].value if isinstance(node.args[1], ast.Constant) else ""
+            if private(str(name)):
+                yield str(name), f"{source.path}:{node.lineno}"
+
+
+def private_imports(source: Source) -> Iterator[tuple[str, str, str]]:
+    """Each import of a private module, or of a private name of one that is not ours: module, name, place."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] != "ds_hydra":
+            for alias in node.names:
+                if any(private(part) for part in (*node.module.split("."), alias.name)):
+                    yield node.module, alias.name, f"{source.path}:{node.lineno}"
+
+
+def holders() -> list[Any]:
+    """Objects of other packages, one of each kind whose private names are read."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    dataset = datasets.Dataset.from_list([{"a": 1}])
+    return [torch, torch.autograd.Variable, torch.distributed.distributed_c10d, torch.nn.Linear(1, 1), parameter,
+            LlamaConfig(), PreTrainedModel, DeepSpeedEngine, dataset, dataset.to_iterable_dataset()]  # fmt: skip
+
+
+def test_private_names_of_other_packages_are_there() -> None:
+    own, holding = own_names(), holders()
+    used = [(name, place) for source in SOURCES for name, place in private_attributes(source) if name not in own]
+    assert {"_C", "_fused_rms_norm", "_forward_hooks"} <= {name for name, _ in used}  # the sources were read
+    gone = [
+        f"{place} uses {name}, which no object of torch, transformers, DeepSpeed or datasets has"
+        for name, place in used
+        if name not in DOCUMENTED and not any(hasattr(one, name) for one in holding)
+    ]
+    assert not gone, "\n".join(gone)
+
+
+def test_private_modules_of_other_packages_are_there() -> None:
+    for source in SOURCES:
+        for module, name, place in private_imports(source):
+            found = importlib.import_module(module)
+            assert hasattr(found, name), f"{place} imports {name} from {module}, which is gone"
+
+
+@pytest.mark.parametrize("path", ["distributed.distributed_c10d._get_default_store", "_C.DisableTorchFunction"])
+def test_private_functions_of_torch_are_there(path: str) -> None:
+    assert callable(reduce(getattr, path.split("."), torch))

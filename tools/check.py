@@ -1,0 +1,125 @@
+"""Every check and benchmark of this folder, one after the other, a summary line each.
+
+  python -m tools.check [--quick] [--only NAME ...] [--json FILE]
+
+With `--quick` each runs in its quick form, which a person waits for and which must therefore end within a minute on two
+idle cores; without it, in its whole form, for hours. What a tool prints is shown where it fails. Tools that measure
+times run by themselves, the others two at a time.
+
+Exits non-zero if a tool does, stands still or, in its quick form, computes for more than a minute on both cores.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryFile
+
+from ds_hydra.commands.figures import figures_parser, finish
+
+FOLDER = Path(__file__).parent
+# Tools whose aims are ratios of times: anything that runs beside them would be measured too.
+TIMED = ("bench_", "check_devices", "check_emulation", "check_load", "check_simulator", "check_swap")
+# Tools with more than one set of tables, and the options of each.
+SETS: dict[str, tuple[tuple[str, ...], ...]] = {"check_devices": ((), ("--fast",))}
+QUICK_CPU_S = 120.0
+QUICK_LIMIT_S, LIMIT_S = 600.0, 6 * 3600.0  # for a tool that stands still
+
+
+@dataclass(frozen=True)
+class Ran:
+    """One tool's run: its command, what its last line said, and what it took in seconds."""
+
+    name: str
+    code: int
+    summary: str
+    wall_s: float
+    cpu_s: float
+
+
+def tool_names(folder: Path = FOLDER) -> list[str]:
+    """Tools that print figures: modules of the folder that take the options of `figures_parser`."""
+    return sorted(
+        path.stem
+        for path in folder.glob("*.py")
+        if path.stem != Path(__file__).stem and "figures_parser(" in path.read_text(encoding="utf-8")
+    )
+
+
+def commands(names: Sequence[str], quick: bool) -> Iterator[list[str]]:
+    """What to run for each tool: its name, then its options."""
+    for name in names:
+        for options in SETS.get(name, ((),)):
+            yield [name, *options, *(["--quick"] if quick else [])]
+
+
+def run_tool(command: Sequence[str], limit_s: float) -> Ran:
+    """Run one tool as a person would, from the checkout's root, and keep its last line."""
+    began, name = time.monotonic(), " ".join(command)
+    # A file, not a pipe: ranks that outlive their tool would hold a pipe open, and waiting for its end would not end.
+    with TemporaryFile("w+", errors="replace") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", f"tools.{command[0]}", *command[1:]],
+            cwd=FOLDER.parent, stdout=output, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        )  # fmt: skip
+        code, cpu_s = _ended(process, limit_s)
+        output.seek(0)
+        lines = output.read().rstrip().splitlines()
+    summary = next((line for line in reversed(lines) if line.startswith(command[0])), f"{command[0]}: no summary line")
+    if code == -signal.SIGKILL:
+        summary = f"{command[0]}: stopped after {limit_s:.0f} s"
+    if code != 0:
+        print("\n".join(["", f"---- {name} ended with {code}:", *lines[-60:], "----"]), flush=True)
+    return Ran(name, code, summary, time.monotonic() - began, cpu_s)
+
+
+def _ended(process: subprocess.Popen[str], limit_s: float) -> tuple[int, float]:
+    """Exit code and CPU seconds of a process and of those it waited for; its session is killed at the limit."""
+    began = time.monotonic()
+    while True:
+        pid, status, used = os.wait4(process.pid, os.WNOHANG)
+        if pid:
+            process.returncode = os.waitstatus_to_exitcode(status)
+            return process.returncode, used.ru_utime + used.ru_stime
+        if time.monotonic() - began > limit_s:
+            os.killpg(process.pid, signal.SIGKILL)
+        time.sleep(0.1)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The exit code: 0, or 1 if a tool failed."""
+    parser = figures_parser(__doc__, "python -m tools.check")
+    parser.add_argument("--only", nargs="+", choices=tool_names(), metavar="NAME", help="these tools")
+    options = parser.parse_args(arguments)
+    limit_s = QUICK_LIMIT_S if options.quick else LIMIT_S
+    began = time.monotonic()
+
+    def run(command: list[str]) -> Ran:
+        ran = run_tool(command, limit_s)
+        print(f"[{ran.wall_s:5.0f} s] {ran.summary}", flush=True)
+        return ran
+
+    chosen = list(commands(options.only or tool_names(), options.quick))
+    alone = [command for command in chosen if command[0].startswith(TIMED)]
+    with ThreadPoolExecutor(2) as pool:
+        ran = list(pool.map(run, [command for command in chosen if command not in alone]))
+    for command in alone:
+        ran.append(run(command))
+    missed = [f"{one.name} ended with {one.code}: {one.summary}" for one in ran if one.code != 0]
+    if options.quick:
+        missed += [
+            f"{one.name}: {one.cpu_s:.0f} s of CPU, not <= {QUICK_CPU_S:.0f}" for one in ran if one.cpu_s > QUICK_CPU_S
+        ]
+    summary = f"{len(ran)} runs of {len(tool_names())} tools in {time.monotonic() - began:.0f} s"
+    return finish("check", summary, {"tools": [asdict(one) for one in ran]}, missed, options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
