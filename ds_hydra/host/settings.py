@@ -46,7 +46,9 @@ def deepspeed_defaults(parsed: ParsedConfig, config: DeepSpeedConfig) -> tuple[s
 
 def with_model_settings(config: HydraConfig, model: Any) -> HydraConfig:
     """The block "hydra", with checkpointing on if the script called the model's gradient_checkpointing_enable()."""
-    asked = bool(getattr(model, "is_gradient_checkpointing", False))
+    # The newer releases' name first: they warn about the other one.
+    names = ("is_activation_checkpointing", "is_gradient_checkpointing")
+    asked = next((bool(getattr(model, name)) for name in names if hasattr(model, name)), False)
     return replace(config, activation_checkpointing=config.activation_checkpointing or asked)
 
 

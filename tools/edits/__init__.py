@@ -1,0 +1,1 @@
+"""What users do to a model, its data and its loss, tried by the whole engine against one process of plain torch."""

@@ -1,0 +1,449 @@
+"""The edits: a name in, what a script does to its job out, and whether it can still be done between two steps."""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama import modeling_llama
+
+from tools.edits.job import IGNORED, Edit, Job
+
+TEMPERATURE = 1.0  # read by code below while it runs
+
+
+class Kind(NamedTuple):
+    """An edit; `when` it is made: before `initialize`, after it, or either; and of which model."""
+
+    edit: Edit
+    when: tuple[str, ...] = ("before", "after")
+    family: str = "llama"
+
+
+BEFORE = ("before",)
+KINDS: dict[str, Kind] = {}
+SAME = {"padding at the end"}  # those that leave the plain job as it was
+
+
+def kind(*when: str, family: str = "llama") -> Callable[[Edit], Edit]:
+    """Enter a function as an edit, by its name."""
+
+    def enter(edit: Edit) -> Edit:
+        KINDS[edit.__name__.replace("_", " ")] = Kind(edit, when or ("before", "after"), family)
+        return edit
+
+    return enter
+
+
+def _layers(job: Job) -> Any:
+    return job.model.model.layers
+
+
+# ---- what is trained ----
+
+
+@kind()
+def freeze_one_weight(job: Job) -> None:
+    _layers(job)[1].mlp.up_proj.weight.requires_grad_(False)
+
+
+@kind()
+def freeze_the_embedding(job: Job) -> None:
+    job.model.get_input_embeddings().requires_grad_(False)
+
+
+@kind()
+def freeze_all_norms(job: Job) -> None:
+    for name, parameter in job.model.named_parameters():
+        if "norm" in name:
+            parameter.requires_grad_(False)
+
+
+@kind("before")
+def freeze_and_thaw_midway(job: Job) -> None:
+    weight = _layers(job)[2].self_attn.q_proj.weight
+    weight.requires_grad_(False)
+
+    def thaw(step: int) -> None:
+        weight.requires_grad_(step > 0)
+
+    job.each_step.append(thaw)
+
+
+@kind()
+def clamp_a_weight(job: Job) -> None:
+    with torch.no_grad():
+        job.model.lm_head.weight.clamp_(-0.05, 0.05)
+
+
+@kind()
+def load_other_values(job: Job) -> None:
+    job.model.load_state_dict({name: 0.9 * value for name, value in job.model.state_dict().items()})
+
+
+@kind()
+def scale_frequencies(job: Job) -> None:
+    with torch.no_grad():
+        job.model.model.rotary_emb.inv_freq.mul_(0.5)
+
+
+@kind()
+def put_another_parameter(job: Job) -> None:
+    mlp = _layers(job)[0].mlp
+    mlp.down_proj.weight = nn.Parameter(mlp.down_proj.weight.detach() * 0.8)
+
+
+@kind()
+def gradient_hook(job: Job) -> None:
+    _layers(job)[1].mlp.up_proj.weight.register_hook(lambda gradient: 0.25 * gradient)
+
+
+@kind()
+def hook_after_accumulation(job: Job) -> None:
+    def halve(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.mul_(0.0)
+
+    _layers(job)[1].mlp.up_proj.weight.register_post_accumulate_grad_hook(halve)
+
+
+# ---- how a module computes ----
+
+
+@kind()
+def change_the_scaling(job: Job) -> None:
+    _layers(job)[2].self_attn.scaling = 0.2
+
+
+@kind()
+def change_an_epsilon(job: Job) -> None:
+    _layers(job)[1].input_layernorm.variance_epsilon = 0.7
+
+
+@kind()
+def forward_hook(job: Job) -> None:
+    _layers(job)[1].mlp.register_forward_hook(lambda module, args, out: 1.7 * out)
+
+
+@kind()
+def forward_pre_hook(job: Job) -> None:
+    _layers(job)[0].register_forward_pre_hook(lambda module, args: (1.2 * args[0], *args[1:]))
+
+
+@kind()
+def backward_hook(job: Job) -> None:
+    job.model.model.norm.register_full_backward_hook(lambda module, into, out: tuple(0.5 * one for one in into))
+
+
+@kind()
+def another_activation(job: Job) -> None:
+    for layer in _layers(job):
+        layer.mlp.act_fn = nn.Tanh()
+
+
+@kind()
+def another_module(job: Job) -> None:
+    _layers(job)[1].mlp = nn.Sequential(nn.Linear(48, 16).double(), nn.GELU(), nn.Linear(16, 48).double())
+    torch.manual_seed(3)
+    for parameter in _layers(job)[1].mlp.parameters():
+        nn.init.normal_(parameter, std=0.1)
+
+
+@kind()
+def wrapped_forward(job: Job) -> None:
+    mlp = _layers(job)[2].mlp
+    plain = mlp.forward
+    mlp.forward = lambda x: 1.4 * plain(x)
+
+
+@kind()
+def class_forward(job: Job) -> None:
+    plain = modeling_llama.LlamaMLP.forward
+    modeling_llama.LlamaMLP.forward = lambda self, x: plain(self, x) + 0.3 * x  # type: ignore[method-assign]
+
+
+@kind()
+def norm_by_length(job: Job) -> None:
+    class Shrinking(modeling_llama.LlamaRMSNorm):
+        def forward(self, hidden_states: Tensor) -> Tensor:
+            out = super().forward(hidden_states)
+            return out * 0.6 if hidden_states.shape[-2] > 60 else out
+
+    _layers(job)[1].post_attention_layernorm.__class__ = Shrinking
+
+
+@kind()
+def rotary_by_length(job: Job) -> None:
+    plain = modeling_llama.apply_rotary_pos_emb
+
+    def stretched(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
+        length = q.shape[-2]
+        return plain(q * (math.log(length) / math.log(64) if length > 64 else 1.0), k, cos, sin, unsqueeze_dim)
+
+    modeling_llama.apply_rotary_pos_emb = stretched
+
+
+@kind()
+def global_that_moves(job: Job) -> None:
+    class Warm(modeling_llama.LlamaMLP):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * TEMPERATURE
+
+    _layers(job)[1].mlp.__class__ = Warm
+
+    def raise_it(step: int) -> None:
+        sys.modules[__name__].TEMPERATURE = 1.0 + step  # type: ignore[attr-defined]
+
+    job.each_step.append(raise_it)
+
+
+@kind()
+def functions_in_a_list(job: Job) -> None:
+    class Followed(modeling_llama.LlamaMLP):
+        def forward(self, x: Tensor) -> Tensor:
+            return functools.reduce(lambda out, one: one(out), self.after, super().forward(x))
+
+    norm, mlp = job.model.model.norm, _layers(job)[1].mlp
+    mlp.__class__ = Followed
+    mlp.after = [lambda out: out + 0.5 * norm.weight]
+
+
+@kind()
+def settings_of_a_dataclass(job: Job) -> None:
+    @dataclass
+    class Settings:
+        gain: float = 1.0
+
+    class Set(modeling_llama.LlamaMLP):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.settings.gain
+
+    _layers(job)[3].mlp.__class__ = Set
+    _layers(job)[3].mlp.settings = Settings(gain=1.6)
+
+
+@kind()
+def change_the_head_dimension_scale_in_place(job: Job) -> None:
+    for layer in _layers(job):
+        layer.self_attn.scaling *= 0.5
+
+
+# ---- tokens that meet ----
+
+
+def _meeting(job: Job, meet: Callable[[Tensor], Tensor], layers: tuple[int, ...] = (1,)) -> None:
+    class Meeting(modeling_llama.LlamaMLP):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(meet(x))
+
+    for number in layers:
+        _layers(job)[number].mlp.__class__ = Meeting
+
+
+@kind()
+def look_back_50_tokens(job: Job) -> None:
+    _meeting(job, lambda x: x + 0.5 * F.pad(x, (0, 0, 50, 0))[..., : x.shape[-2], :])
+
+
+@kind()
+def look_back_2_tokens(job: Job) -> None:
+    _meeting(job, lambda x: x + 0.5 * F.pad(x, (0, 0, 2, 0))[..., : x.shape[-2], :])
+
+
+@kind()
+def mean_of_64_tokens(job: Job) -> None:
+    def mean(x: Tensor) -> Tensor:
+        if x.shape[-2] < 64:
+            return x
+        return torch.cat((x[..., :64, :].mean(dim=-2, keepdim=True) + x[..., :1, :], x[..., 1:, :]), dim=-2)
+
+    _meeting(job, mean)
+
+
+@kind()
+def convolution_in_late_layers(job: Job) -> None:
+    for number, layer in enumerate(_layers(job)):
+        layer.mlp.scale = 0.97**number
+    _meeting(job, lambda x: x + sum(0.2 * F.pad(x, (0, 0, n, 0))[..., : x.shape[-2], :] for n in (1, 2, 3)), (3,))
+
+
+def _counting(job: Job, token: int) -> None:
+    class Counting(nn.Embedding):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input) * (1 + (input == token).cumsum(-1)[..., None])
+
+    job.model.model.embed_tokens.__class__ = Counting
+
+
+@kind()
+def count_token_3(job: Job) -> None:
+    _counting(job, 3)
+
+
+@kind()
+def count_the_last_token_of_the_vocabulary(job: Job) -> None:
+    _counting(job, 96)
+
+
+@kind()
+def restart_at_end_of_text(job: Job) -> None:
+    _counting(job, job.model.config.eos_token_id)
+
+
+# ---- attention ----
+
+
+def _tilted(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **more: Any) -> Any:
+    tilt = torch.linspace(0.5, 1.5, query.shape[1], dtype=query.dtype)[None, :, None, None]
+    return sdpa_attention_forward(module, query * tilt, key, value, mask, **more)
+
+
+@kind()
+def own_attention_registered(job: Job) -> None:
+    AttentionInterface.register("tilted", _tilted)
+    job.model.config._attn_implementation = "tilted"
+
+
+@kind()
+def attention_patched(job: Job) -> None:
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = _tilted
+    if job.model.config._attn_implementation != "sdpa":
+        job.model.config._attn_implementation = "sdpa"
+
+
+@kind()
+def eager_attention_patched(job: Job) -> None:
+    plain = modeling_llama.eager_attention_forward
+    job.model.config._attn_implementation = "eager"
+
+    def doubled(module: nn.Module, query: Tensor, *args: Any, **more: Any) -> Any:
+        return plain(module, 2 * query, *args, **more)
+
+    modeling_llama.eager_attention_forward = doubled
+
+
+@kind()
+def attention_subclass(job: Job) -> None:
+    class Biased(modeling_llama.LlamaAttention):
+        def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+            out, weights = super().forward(hidden_states, *args, **kwargs)
+            return out + 0.1 * hidden_states, weights
+
+    _layers(job)[2].self_attn.__class__ = Biased
+
+
+# ---- losses ----
+
+
+def _each(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none").view(labels.shape)
+
+
+@kind("before")
+def loss_by_label_counts(job: Job) -> None:
+    def balanced(logits: Tensor, labels: Tensor) -> Tensor:
+        counts = torch.bincount(labels.flatten().clamp(min=0), minlength=logits.shape[-1])
+        return _each(logits, labels) / counts[labels.clamp(min=0)].clamp(min=1)
+
+    job.loss_fn = balanced
+
+
+@kind("before")
+def loss_that_reads_a_weight(job: Job) -> None:
+    weight = job.model.get_input_embeddings().weight
+    job.loss_fn = lambda logits, labels: _each(logits, labels) + 0.1 * weight[labels.clamp(min=0)].square().sum(-1)
+
+
+@kind("before")
+def loss_with_a_temperature_that_learns(job: Job) -> None:
+    temperature = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+    job.loss_fn = lambda logits, labels: _each(logits * temperature, labels)
+
+
+@kind("before")
+def loss_of_neighbours(job: Job) -> None:
+    def smooth(logits: Tensor, labels: Tensor) -> Tensor:
+        each = _each(logits, labels)
+        return each + 0.3 * F.pad(each, (1, 0))[..., :-1]
+
+    job.loss_fn = smooth
+
+
+@kind("before")
+def loss_with_z_term(job: Job) -> None:
+    job.loss_fn = lambda logits, labels: _each(logits, labels) + 1e-2 * logits.logsumexp(-1).square()
+
+
+@kind("before")
+def focal_loss(job: Job) -> None:
+    def focal(logits: Tensor, labels: Tensor) -> Tensor:
+        each = _each(logits, labels)
+        return each * (1 - (-each).exp()) ** 2
+
+    job.loss_fn = focal
+
+
+@kind("before")
+def loss_with_a_state(job: Job) -> None:
+    calls = []
+
+    def warming(logits: Tensor, labels: Tensor) -> Tensor:
+        calls.append(1)
+        return _each(logits, labels) * (1 + 0.1 * len(calls))
+
+    job.loss_fn = warming
+
+
+# ---- data ----
+
+
+@kind("before")
+def mask_with_a_hole(job: Job) -> None:
+    for item in job.data:
+        mask = torch.ones_like(item["input_ids"])
+        mask[4:6] = 0
+        item["attention_mask"] = mask
+        item["labels"] = torch.where(mask == 1, item["labels"], IGNORED)
+
+
+@kind("before")
+def padding_at_the_end(job: Job) -> None:
+    for item in job.data:
+        length = len(item["input_ids"])
+        item["attention_mask"] = torch.cat((torch.ones(length), torch.zeros(5))).long()
+        item["input_ids"] = F.pad(item["input_ids"], (0, 5), value=0)
+        item["labels"] = F.pad(item["labels"], (0, 5), value=IGNORED)
+
+
+@kind("before")
+def labels_of_an_answer(job: Job) -> None:
+    for item in job.data:
+        item["labels"][: len(item["labels"]) // 3] = IGNORED
+
+
+@kind("before", family="gpt2")
+def token_types(job: Job) -> None:
+    for item in job.data:
+        item["token_type_ids"] = (torch.arange(len(item["input_ids"])) > len(item["input_ids"]) // 2).long()
+
+
+@kind("before", family="roberta")
+def padding_token_inside(job: Job) -> None:
+    for item in job.data:
+        item["input_ids"][2::7] = job.model.config.pad_token_id
+
+
+@kind("before")
+def positions_of_their_own(job: Job) -> None:
+    for item in job.data:
+        item["position_ids"] = 2 * torch.arange(len(item["input_ids"]))

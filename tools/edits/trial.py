@@ -1,0 +1,115 @@
+"""One edit under strategies: both sides in processes of their own, and what is to be said of them."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ds_hydra.ranks.forked import run_ranks
+from tools.edits.job import LENGTHS, STEPS, Outcome, on_ranks, one_process
+from tools.edits.kinds import KINDS
+
+RANKS = 2
+STRATEGIES = ("tp2", "sp2", "pp2", "2*tp1", "pp2/v", "pp2/list")
+# FP64, but for norms and rotary embeddings that transformers computes in FP32: another order of sums gives 1e-7.
+ROUNDING = 1e-5
+LIMIT_S = 300.0  # for a trial that stands still, on a busy machine
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What is tried: an edit before `initialize` or (late) between two steps, strategies in turn, slices or not."""
+
+    edit: str
+    late: bool
+    strategies: tuple[str, ...]
+    slices: bool
+
+    def __str__(self) -> str:
+        when, cut = "after" if self.late else "before", " in slices" * self.slices
+        return f"{self.edit} {when} [{', '.join(self.strategies)}{cut}]"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a trial ended: equal, refused, silent (other results without a word), crashed, standing or uneven (not all
+    ranks said the same). `apart` is the largest relative difference of losses and parameters."""
+
+    trial: Trial
+    state: str
+    apart: float
+    words: str = ""
+
+
+def draw_trials(count: int, seed: int) -> Iterator[Trial]:
+    """Edits in turn, so that each is drawn about equally often, the rest by chance."""
+    draw = random.Random(seed)
+    possible = [(name, when == "after") for name, kind in KINDS.items() for when in kind.when]
+    pool: list[tuple[str, bool]] = []
+    for _ in range(count):
+        pool = pool or draw.sample(possible, len(possible))
+        name, late = pool.pop()
+        yield Trial(name, late, tuple(draw.sample(STRATEGIES, draw.choice((1, 2)))), draw.random() < 0.3)
+
+
+def try_edit(trial: Trial, check: str = "on") -> Verdict:
+    """Train the edited job on ranks and in one process. `check` is hydra.self_check."""
+    kind = KINDS[trial.edit]
+    with tempfile.TemporaryDirectory() as cache:
+        before = os.environ.get("XDG_CACHE_HOME")
+        os.environ["XDG_CACHE_HOME"] = cache  # no verdict of an earlier trial
+        try:
+            found: list[Outcome] = run_ranks(
+                on_ranks, RANKS, kind.family, kind.edit, trial.late, trial.strategies, trial.slices, check,
+                timeout=LIMIT_S,
+            )  # fmt: skip
+        except TimeoutError as error:
+            return Verdict(trial, "standing", float("nan"), str(error))
+        except Exception as error:
+            return Verdict(trial, "crashed", float("nan"), f"{type(error).__name__}: {error}")
+        finally:
+            os.environ.pop("XDG_CACHE_HOME")
+            if before is not None:
+                os.environ["XDG_CACHE_HOME"] = before
+    words = next((one.words for one in found if one.words), "")
+    if len({one.state for one in found}) > 1:
+        return Verdict(trial, "uneven", float("nan"), words)
+    if found[0].state == "refused":
+        return Verdict(trial, "refused", float("nan"), words)
+    plain = run_ranks(one_process, 1, kind.family, kind.edit, trial.late, found[0].steps, timeout=LIMIT_S)[0]
+    apart = distance(plain, found[0])
+    return Verdict(trial, "equal" if apart <= ROUNDING else "silent", apart)
+
+
+def distance(one: Outcome, other: Outcome) -> float:
+    """The largest difference of losses, and of parameters by their largest entry."""
+    losses = [abs(a - b) / abs(a) for a, b in zip(one.losses, other.losses, strict=True)]
+    return max(*losses, *_apart(one.parameters, other.parameters))
+
+
+def _apart(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> list[float]:
+    return [
+        float((value - other[name].to(value)).abs().max() / value.abs().max().clamp(min=1e-30))
+        for name, value in one.items()
+    ]
+
+
+def effects(names: Sequence[str]) -> dict[str, float]:
+    """How far each edit takes the plain job from the one without it; an edit without effect would show nothing."""
+    steps = [tuple(range(step * len(LENGTHS), (step + 1) * len(LENGTHS))) for step in range(STEPS)]
+    found: dict[str, float] = {}
+    for name in names:
+        kind = KINDS[name]
+        late = kind.when == ("after",)
+        edited, plain = (
+            run_ranks(one_process, 1, kind.family, edit, late, steps, timeout=LIMIT_S)[0] for edit in (kind.edit, None)
+        )
+        other_names = edited.parameters.keys() != plain.parameters.keys()
+        found[name] = math.inf if other_names else distance(edited, plain)
+    return found
