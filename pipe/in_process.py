@@ -272,6 +272,3 @@ class _Arrival:
         self._delivery.wait_receives()
 
     wait = wait_receives
-
-    def is_done(self) -> bool:
-        return self._delivery.is_done()

@@ -76,9 +76,6 @@ class _Started:
 
     wait_receives = wait
 
-    def is_done(self) -> bool:
-        return self._work.is_completed()
-
 
 def _after(own: int, count: int) -> list[int]:
     """The others, the next one first: so that not all of them turn to the first member at once."""

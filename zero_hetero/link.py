@@ -58,10 +58,6 @@ class Handle:
             self._work.wait()
             self._work = None
 
-    def is_done(self) -> bool:
-        """Whether `wait` would return without waiting for another rank; False where the transport cannot tell."""
-        return self._work is None or self._work.is_done()
-
 
 class Link:
     """Runs one rank's part of a transfer plan, any number of times. The plan's ranks are the ranks of `transport`."""

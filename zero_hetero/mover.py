@@ -56,13 +56,6 @@ class Movement(Protocol):
         """Return when the destination is complete and the source may be written again."""
 
 
-class PushMovement(Movement, Protocol):
-    """A push under way."""
-
-    def is_done(self) -> bool:
-        """Whether `wait` would return without waiting for another rank; False where the transport cannot tell."""
-
-
 class Mover(Protocol):
     """One rank's part of a transfer from a source layout to a destination layout, to be run any number of times.
 
@@ -117,7 +110,7 @@ class PushMover(Mover, Protocol):
         accumulate: bool = False,
         tag: int = 0,
         scratch: Tensor | None = None,
-    ) -> PushMovement:
+    ) -> Movement:
         """Start to sum everybody's `src`, the contributions, into everybody's `dst`.
 
         Waiting fills the whole of `dst`, with zeros where nobody contributes. With `accumulate` it adds to what

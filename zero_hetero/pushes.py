@@ -11,16 +11,18 @@ When autograd has accumulated into the last parameter of layer 2, bucket 2 leave
 backward did not reach, leaves then.
 
 A push of two steps, of which the second sends what the first has brought [Note: twins], goes through both of them
-before the next push starts, where later steps are issued at once [Note: lanes]: two steps of two pushes that some ranks
-start in one order and others in another could wait for each other. Elsewhere second steps begin in `finish()`.
+before the next push starts, where later steps are issued at once: two steps of two pushes that some ranks start in one
+order and others in another could wait for each other. Elsewhere second steps begin in `finish()`.
 
 A gradient that autograd does not compute itself, but others later from what it leaves them, is final when they say so
 by `final()`; `arm()` is told which ones.
 
-A push may have to wait for memory, too, until earlier ones are over [Note: scratch memory]. Within a backward nobody
-waits for that: another rank may have nothing to push before it has received what this very backward computes. A
-gradient hook looks whether the earlier ones are over by now, and if they are not, leaves the push to a later hook or to
-`finish()`.
+A push may have to wait for memory, too, until earlier ones are over [Note: scratch memory]. Nobody asks whether they
+are over: two ranks of a tensor parallel group may get different answers, and the one would start its next push before
+their next collective, the other after it. So the program alone says where a push starts. On a device each starts in
+its own hook, and a queue beside computing waits for the memory [Note: lanes]. On a host a wait would hold up the
+backward, while another rank may have nothing to push before it has received what this very backward computes: there
+only those that find free memory from the start begin in a hook, and all others in `finish()`.
 """
 
 from __future__ import annotations
@@ -28,11 +30,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ds_hydra.zero_hetero.mover import PushMovement, PushMover
+from ds_hydra.zero_hetero.lane import HostLane, Lane
+from ds_hydra.zero_hetero.mover import Movement, PushMover
 from ds_hydra.zero_hetero.pulls import finish_steps
 from ds_hydra.zero_hetero.scratch import Scratch
 from ds_hydra.zero_hetero.scratch_plan import end_of, in_turn
@@ -65,11 +69,12 @@ class Pushes:
         *,
         wire_dtype: torch.dtype | None = None,
         first_tag: int = 0,
-        early: bool = False,
+        lane: Lane | None = None,
         room: int | None = None,
         scratch: Scratch | None = None,
     ):
-        """Bucket b is pushed with tag `first_tag + b`; `wire_dtype` as in `Link.push`; `early` as in `Pulls`.
+        """Bucket b is pushed with tag `first_tag + b`; `wire_dtype` as in `Link.push`; `lane` is the rank's, None: that
+        of a host.
 
         `room`: bytes of scratch memory that open pushes may take together, if none of them alone needs more; None:
         as many as all of them need. `scratch` is the rank's, of which the pushes take the first `scratch_bytes`; None:
@@ -78,15 +83,16 @@ class Pushes:
         self.buckets = tuple(buckets)
         self.wire_dtype = wire_dtype
         self.first_tag = first_tag
-        self.early = early
+        self._lane = lane or HostLane()
         sizes = tuple(self._needed(bucket) for bucket in reversed(self.buckets))
         self._windows = in_turn(sizes, sum(sizes) if room is None else room)  # in the order of starting
         self.scratch_bytes = end_of(self._windows)
         self._scratch = scratch or Scratch(self.buckets[0].grads.device, self.scratch_bytes)
         self._armed = self._accumulate = False
         self._unready: list[set[int]] = [set() for _ in self.buckets]  # per bucket: parameters still to come
-        self._handles: list[PushMovement] = []  # of the pushes that have started, in their order
+        self._handles: list[Movement] = []  # of the pushes that have started, in their order
         self._over = 0  # how many of them are over: their sums are taken, their memory is free
+        self._mark: Any = None  # of the lane: all that was started in it
         self._places = {
             param: (index, position)
             for index, bucket in enumerate(self.buckets)
@@ -110,7 +116,7 @@ class Pushes:
         for param in self._places if waiting is None else waiting:
             index, position = self._places[param]
             self._unready[index].add(position)
-        self._issue_ready(wait=False)  # those that this rank holds nothing of, as far as nothing comes before them
+        self._issue_ready()  # those that this rank holds nothing of, as far as nothing comes before them
 
     def finish(self, *, accumulate: bool = False) -> None:
         """Issue every push that is left, then wait for all: the master gradients are complete.
@@ -126,8 +132,11 @@ class Pushes:
                 "buckets may have left already, so give both the same"
             )
         self._unready = [set() for _ in self.buckets]
-        self._issue_ready(wait=True)
+        self._issue_ready(ending=True)
         self._armed = False
+        if self._mark is not None:
+            self._lane.wait(self._mark)
+            self._mark = None
         handles, self._handles = self._handles[self._over :], []
         self._over = 0
         finish_steps(handles)
@@ -143,7 +152,7 @@ class Pushes:
         if self._armed:
             index, position = self._places[parameter]
             self._unready[index].discard(position)
-            self._issue_ready(wait=False)
+            self._issue_ready()
 
     def _hook(self) -> Callable[[Tensor], None]:
         # The hook keeps no hold on `self`. Python's garbage collector does not see through hooks of tensors: with a
@@ -158,16 +167,17 @@ class Pushes:
 
         return on_accumulated
 
-    def _issue_ready(self, *, wait: bool) -> None:
-        """Start pushes in their order, up to the first that lacks a gradient or, unless one may `wait`, memory."""
+    def _issue_ready(self, *, ending: bool = False) -> None:
+        """Start pushes in their order, up to the first that lacks a gradient or, on a host before the end, memory."""
         while len(self._handles) < len(self.buckets):
             index = len(self.buckets) - 1 - len(self._handles)
             window = self._windows[len(self._handles)]
-            if self._unready[index] or not self._end(window.after, wait=wait):
+            if self._unready[index] or (window.after > 0 and not self._lane.early and not ending):
                 return
             bucket = self.buckets[index]
-            self._handles.append(
-                bucket.link.push(
+            with self._lane.aside():
+                self._end(window.after)
+                handle = bucket.link.push(
                     bucket.grads,
                     bucket.masters,
                     wire_dtype=self.wire_dtype,
@@ -175,19 +185,16 @@ class Pushes:
                     tag=self.first_tag + index,
                     scratch=self._scratch.at(window, torch.uint8),
                 )
-            )
-            if self.early:
-                finish_steps(self._handles[-1:])
+                self._handles.append(handle)
+                if self._lane.early:
+                    finish_steps([handle])
+                self._mark = self._lane.mark()
 
-    def _end(self, count: int, *, wait: bool) -> bool:
-        """Take the sums of the first `count` pushes, which are over then; False if that would take a wait."""
-        while self._over < count:
-            handle = self._handles[self._over]
-            if not (wait or handle.is_done()):
-                return False
+    def _end(self, count: int) -> None:
+        """Take the sums of the first `count` pushes, which are over then."""
+        for handle in self._handles[self._over : count]:
             handle.wait()
-            self._over += 1
-        return True
+        self._over = max(self._over, count)
 
     def _needed(self, bucket: PushBucket) -> int:
         """Bytes of scratch memory that a bucket's push takes."""

@@ -16,7 +16,7 @@ were opened.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -34,9 +34,6 @@ class Work(Protocol):
 
     def wait(self) -> None:
         """Return when all receives may be read and all sends may be overwritten."""
-
-    def is_done(self) -> bool:
-        """Whether `wait` would return without waiting for a peer; False where that cannot be told without waiting."""
 
 
 class Transport(Protocol):
@@ -132,9 +129,6 @@ class _Exchange:
             work.wait()
         self.sends = []
 
-    def is_done(self) -> bool:
-        return not self.recvs and not self.sends  # gloo tells of a message only those who wait for it
-
 
 class _Batch:
     """Operations that can only be waited for together."""
@@ -147,9 +141,6 @@ class _Batch:
             work.wait()
 
     wait_receives = wait
-
-    def is_done(self) -> bool:
-        return all(work.is_completed() for work in self.works)
 
 
 class InProcessTransport:
@@ -200,7 +191,3 @@ class _Delivery:
         self.recvs = []
 
     wait_receives = wait
-
-    def is_done(self) -> bool:
-        expected = Counter(peer for peer, _ in self.recvs)
-        return all(len(self.post.boxes[peer, self.rank, self.tag]) >= count for peer, count in expected.items())

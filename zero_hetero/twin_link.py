@@ -63,10 +63,6 @@ class Steps:
                 handle.wait()
             self._over = True
 
-    def is_done(self) -> bool:
-        """See `Handle.is_done`."""
-        return self._over or (not self._later and all(handle.is_done() for handle in self._begun))
-
 
 class TwinPullLink:
     """Runs one rank's part of a `TwinPull`; see `Mover`. The destination buffer has the twins' padded size."""

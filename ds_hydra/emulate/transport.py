@@ -88,10 +88,6 @@ class _Delivery:
         for head_s, wire_s in sorted(came):
             transport.clock.wait_until(transport.incoming.serve(head_s, wire_s) + wire_s)
 
-    def is_done(self) -> bool:
-        """Never known: whether the processes are done says nothing about virtual time."""
-        return False
-
     def wait(self) -> None:
         """As `Work.wait`; the rank goes on when its own messages have passed its port too."""
         self.wait_receives()

@@ -64,6 +64,7 @@ class World:
     ahead: Telling  # plans of coming steps, told while training goes on
     background: Channel  # small messages of threads beside training: saves, heartbeats
     groups: GroupCache  # tensor and sequence parallel groups
+    teams: GroupCache  # of twins: groups of their own, though sequence parallel ranks are twins too
     links: Transport  # between masters and pipelines: pulls and pushes
     edges: Transport  # between the stages of a pipeline
     collectives: Collectives  # of twins, for the same pulls and pushes
@@ -103,7 +104,9 @@ class World:
             background = make(range(num_ranks), "gloo")  # a save in the background must not meet training
         # NCCL runs one group's messages in the order they were started: pipelines get a communicator of their own.
         edges = everyone if gloo else make(range(num_ranks))
-        links, groups = TorchTransport(everyone, max_open_receives=_OPEN_RECEIVES), GroupCache(rank, make_apart)
+        # Twins trade while the model's collectives run, and all that shares a communicator ends in one order.
+        groups, teams = GroupCache(rank, make_apart), GroupCache(rank, make_apart)
+        links = TorchTransport(everyone, max_open_receives=_OPEN_RECEIVES)
         return cls(
             rank=rank,
             num_ranks=num_ranks,
@@ -114,9 +117,10 @@ class World:
             ahead=Telling(control, rank, num_ranks, tag=AHEAD_TAG),
             background=Channel(background, rank, num_ranks),
             groups=groups,
+            teams=teams,
             links=links,
             edges=TorchTransport(edges),
-            collectives=MessageCollectives(links, rank) if gloo else GroupCollectives(groups.of_team),
+            collectives=MessageCollectives(links, rank) if gloo else GroupCollectives(teams.of_team),
             lane=HostLane(early=not gloo) if device.type == "cpu" else DeviceLane(device),
             clock=clock_of(device),
             _gloo=gloo,
@@ -137,9 +141,9 @@ class World:
         `links` and `edges` are pairs of (sender, receiver). Every rank must call it, with the same arguments and with
         nothing under way. Groups and pairs come in one order on all ranks, so none waits for another in a circle.
         """
-        needed = [group for strategy in strategies for group in needed_groups(strategy)]
-        self.groups.create(needed if self._gloo else [*needed, *teams])
-        for group in dict.fromkeys([*self._shared, *self.groups]):
+        self.groups.create(group for strategy in strategies for group in needed_groups(strategy))
+        self.teams.create(() if self._gloo else teams)
+        for group in dict.fromkeys([*self._shared, *self.groups, *self.teams]):
             dist.all_reduce(torch.zeros(1, device=self.device), group=group)
         for transport, pairs in ((self.links, links), (self.edges, edges)):
             self._greet(transport, pairs)

@@ -123,11 +123,15 @@ class StrategyRuntime:
             self._num_grads += size
             params = self._install(slots, buffer, grads)
             pushes.append(PushBucket(push_link(push, rank, world), tuple(params), grads, masters.grad(index)))
-        self._wire_dtype, scratch, early = wire_dtype, self._arena.scratch, world.lane.early
-        self.pulls = Pulls(pull_links, masters.shards, buffers, first_tag=PULL_TAG, early=early, scratch=scratch)
+        self._wire_dtype, scratch = wire_dtype, self._arena.scratch
+        self.pulls = Pulls(
+            pull_links, masters.shards, buffers, first_tag=PULL_TAG, early=world.lane.early, scratch=scratch
+        )
         held = start * self._arena.params.itemsize + self._num_grads * self._arena.grads.itemsize
         room = room_for_pushes(held, self.pulls.scratch_bytes)
-        self.pushes = Pushes(pushes, wire_dtype=wire_dtype, first_tag=PUSH_TAG, early=early, room=room, scratch=scratch)
+        self.pushes = Pushes(
+            pushes, wire_dtype=wire_dtype, first_tag=PUSH_TAG, lane=world.lane, room=room, scratch=scratch
+        )
         self.scratch_bytes = max(self.pulls.scratch_bytes, self.pushes.scratch_bytes)
 
     def _install(self, slots: Sequence[Slot], buffer: Tensor, grads: Tensor | None) -> list[nn.Parameter]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ds_hydra.zero_hetero.lane import HostLane
 from ds_hydra.zero_hetero.layout import even_layout, layout_of_intervals
 from ds_hydra.zero_hetero.link import Link
 from ds_hydra.zero_hetero.pulls import Pulls
@@ -132,11 +133,11 @@ def test_with_room_for_one_push_the_others_leave_later_and_give_the_same_bits() 
     for one, other in zip(wide, narrow, strict=True):
         assert one[:2] == other[:2]  # the same order on all ranks
         assert all(torch.equal(a, b) for a, b in zip(one[2], other[2], strict=True))
-    assert [result[3] for result in narrow] == [1, 1, 0, 0]  # gloo does not tell whether the first push is over
+    assert [result[3] for result in narrow] == [1, 1, 0, 0]  # on a host nobody waits for memory within a backward
 
 
-def pushes_of_two(started: bool) -> tuple[list[int], int, int]:
-    """Rank 0 of two replicas runs its last backward with room for one push, rank 1 has `started` its own or not.
+def pushes_of_two(early: bool) -> tuple[list[int], int, int]:
+    """Rank 0 of two replicas runs its last backward with room for one push, rank 1 has started its own before.
 
     Tags that left within the backward, bytes of scratch memory, bytes that all pushes together would take.
     """
@@ -150,23 +151,24 @@ def pushes_of_two(started: bool) -> tuple[list[int], int, int]:
                 PushBucket(Link(plan, rank, transports[rank]), stack.params[b], stack.grads[b], masters[rank][b])
                 for b in range(NUM_LAYERS)
             ],
+            lane=HostLane(early=early),
             room=room,
         )
         for rank, (stack, room) in enumerate(zip(stacks, (1, None), strict=True))
     )
-    if started:
-        other._unready = [set() for _ in other.buckets]
-        other._issue_ready(wait=False)
+    other._unready = [set() for _ in other.buckets]
+    other._issue_ready()
     one.arm()
     stacks[0](batch(0)).square().sum().backward()
     return transports[0].tags, one.scratch_bytes, other.scratch_bytes
 
 
-def test_a_push_that_lacked_memory_leaves_with_a_later_hook_if_the_one_before_is_over() -> None:
-    tags, scratch, whole = pushes_of_two(started=True)
+def test_where_a_push_leaves_that_lacks_memory_follows_from_the_program_alone() -> None:
+    """On a device each leaves in its own hook; on a host it does in the end, though the one before is over."""
+    tags, scratch, whole = pushes_of_two(early=True)
     assert tags == [3, 2, 1, 0]
     assert NUM_LAYERS * scratch == whole
-    assert pushes_of_two(started=False)[0] == [3]  # nobody waits within a backward
+    assert pushes_of_two(early=False)[0] == [3]
 
 
 def recorded_pushes() -> tuple[Stack, Recorder, list[Tensor], Pushes]:

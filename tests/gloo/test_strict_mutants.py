@@ -29,7 +29,7 @@ def step(rank: int, transport: Transport) -> None:
 def pushes_in_the_order_they_are_ready(rank: int, transport: Transport) -> None:
     """A rank without a backward starts with the first bucket, the others with the last."""
 
-    def issue_ready(self: Pushes, *, wait: bool) -> None:
+    def issue_ready(self: Pushes, *, ending: bool = False) -> None:
         started = self.__dict__.setdefault("started", set())
         for index, bucket in enumerate(self.buckets):
             if not self._unready[index] and index not in started:

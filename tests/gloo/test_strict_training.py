@@ -65,7 +65,19 @@ def test_what_once_hung_trains_to_the_same_bits(strategy: str, num_ranks: int, r
     assert run_ranks(both, num_ranks, timeout=240) == [True] * num_ranks
 
 
-@pytest.mark.parametrize(("strategy", "rule"), [("4*tp1", "connect"), ("tp2 + pp2", "lazy"), ("2*pp2", "blocking")])
+@pytest.mark.parametrize(
+    ("strategy", "rule"),
+    [
+        ("4*tp1", "connect"),
+        ("tp2 + pp2", "lazy"),
+        ("2*pp2", "blocking"),
+        # Where pushes start among the collectives of tensor or sequence parallel ranks: the same on all of them.
+        ("2*tp2", "blocking"),
+        ("tp2pp2", "blocking"),
+        ("tp2pp2/v", "blocking"),
+        ("2*sp2", "blocking"),
+    ],
+)
 def test_with_room_for_one_push_at_a_time_the_bits_are_the_same(strategy: str, rule: str) -> None:
     """Also where large slices travel by themselves, as those of large models do."""
 

@@ -15,12 +15,15 @@ import torch.distributed as dist
 from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.ranks import channel as channels
+from ds_hydra.ranks import world as worlds
 from ds_hydra.ranks.channel import Channel
 from ds_hydra.ranks.groups import GroupCache, apart, make_groups
 from ds_hydra.ranks.world import World, _pairs_connect_when_used
+from ds_hydra.step.connections import teams_of
 from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError
 from ds_hydra.zero_hetero.transport import Parcel, TorchTransport, Work
 from tests.support.ranks import run_ranks
+from tests.support.strict_world import OnDevices
 
 
 @pytest.mark.parametrize("size", [0, 5, 4088, 4089, 1 << 15, (1 << 15) + 1, 200_000])
@@ -147,6 +150,22 @@ def test_worlds_are_given_back_whole() -> None:
 
     for seen in run_ranks(many, 4):
         assert seen[9] <= seen[3], seen
+
+
+def test_twins_have_groups_of_their_own_beside_those_of_sequence_parallel_ranks() -> None:
+    """On devices: what shares a communicator ends in one order, and pulls would hold up the model's collectives."""
+    placed = place_strategy(StrategyShape.parse("2*sp2"), 4, 2)
+
+    def others(rank: int) -> bool:
+        with mock.patch.object(worlds, "dist", OnDevices()):
+            world = World.of_process(torch.device("cpu"), node_size=2, timeout_s=60)
+            world.connect([placed], links=(), edges=(), teams=tuple(teams_of(placed, 2)))
+        ranks = (0, 1) if rank < 2 else (2, 3)
+        different = world.groups.of_team(ranks) is not world.teams.of_team(ranks)
+        world.close()
+        return different
+
+    assert run_ranks(others, 4) == [True] * 4
 
 
 def test_groups_for_small_messages_connect_pairs_when_they_talk() -> None:

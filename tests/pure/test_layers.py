@@ -121,3 +121,16 @@ def test_no_file_and_no_function_grows_too_long() -> None:
         if block.lines > MAX_FUNCTION
     ]
     assert not files + functions
+
+
+def test_no_communication_depends_on_whether_something_is_over_by_now() -> None:
+    """Ranks that ask a device or a queue get different answers, and then start their messages in different orders."""
+    asked = {"is_completed", "is_done", "is_success", "query"}
+    found = [
+        f"{source.path}:{node.lineno} asks {node.attr}"
+        for source in SOURCES
+        if source.path.startswith(("zero_hetero/", "pipe/", "ds_hydra/step/", "ds_hydra/ranks/"))
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Attribute) and node.attr in asked
+    ]
+    assert not found, "\n".join(found)

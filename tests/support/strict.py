@@ -216,10 +216,6 @@ class Exchange:
 
     wait_receives = wait
 
-    def is_done(self) -> bool:
-        """Whether all messages are done, as a query of an event tells."""
-        return self.over.is_set()
-
     def refuse_overlap(self, later: Exchange) -> None:
         """StrictError if a later exchange takes memory of this one, which has not been waited for."""
         for what, parcels, others in (
@@ -299,9 +295,6 @@ class _Nothing:
         pass
 
     wait_receives = wait
-
-    def is_done(self) -> bool:
-        return True
 
 
 with StrictMemory(()):  # the first mode of a process imports for more than a second: let it be before ranks fork

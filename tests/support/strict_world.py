@@ -58,7 +58,7 @@ def strict_world(rules: Rules | None = None) -> Iterator[list[StrictTransport]]:
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(world, "TorchTransport", transport))
         stack.enter_context(mock.patch.object(world, "GroupCollectives", by_messages))
-        stack.enter_context(mock.patch.object(world, "dist", _OnDevices()))
+        stack.enter_context(mock.patch.object(world, "dist", OnDevices()))
         stack.enter_context(strict_collectives(before))
         stack.enter_context(StrictMemory(made))
         yield made
@@ -66,7 +66,7 @@ def strict_world(rules: Rules | None = None) -> Iterator[list[StrictTransport]]:
         strict.close()
 
 
-class _OnDevices:
+class OnDevices:
     """torch.distributed, but for a default group that is NCCL's."""
 
     def get_backend(self, group: dist.ProcessGroup) -> str:

@@ -40,8 +40,9 @@ def groups(quick: bool) -> Table:
             continue
         strategies = [place_strategy(StrategyShape.parse(text), num_ranks, plan.num_layers) for text in texts]
         found = connections_of(plan, strategies, NODE_SIZE)
-        every = list(dict.fromkeys([*(one for s in strategies for one in needed_groups(s)), *found.teams]))
-        meetings = len(apart(every))
+        of_models = list(dict.fromkeys(one for s in strategies for one in needed_groups(s)))
+        every = [*of_models, *found.teams]
+        meetings = len(apart(of_models)) + len(apart(found.teams))
         most = 3 + max(sum(rank in ranks for ranks in every) for rank in range(0, num_ranks, NODE_SIZE))
         pairs = _most_pairs(found.links | found.edges, num_ranks)
         sockets = GLOO_GROUPS * max(len(peers_of(rank, num_ranks)) for rank in range(num_ranks)) + 1
