@@ -10,6 +10,7 @@ whole with the plain model, as it does everything else.
 
 from __future__ import annotations
 
+import dis
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -77,7 +78,7 @@ class Functions:
             module = model.get_submodule(path)
             forward = type(module).forward
             if (forward, name) not in made:
-                made[forward, name] = _calling(forward, name, _turning(forward.__globals__[name]))
+                made[forward, name] = _calling(forward, name)
             module.forward = types.MethodType(made[forward, name], module)  # type: ignore[method-assign]
         for path, gate in self.gates.items():
             module = model.get_submodule(path)
@@ -97,23 +98,36 @@ def _normed(module: Any, norm: Norm) -> Callable[..., Any]:
     return normed
 
 
-def _turning(function: Callable[..., Any]) -> Callable[..., Any]:
+def _turning(space: dict[str, Any], name: str) -> Callable[..., Any]:
+    function = space[name]
+
     @wraps(function)
     def turning(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **more: Any) -> Any:
         plain = q.dtype == k.dtype == cos.dtype and q.shape[-1] == k.shape[-1] == cos.shape[-1]
-        if rest or more or not plain or cos.requires_grad:
-            return function(q, k, cos, sin, *rest, **more)
+        if space[name] is not function or rest or more or not plain or cos.requires_grad:
+            return space[name](q, k, cos, sin, *rest, **more)
         return rotate(q, cos.unsqueeze(1), sin.unsqueeze(1)), rotate(k, cos.unsqueeze(1), sin.unsqueeze(1))
 
     return turning
 
 
-def _calling(forward: Any, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that calls `function` where it called the global function `name`; the module of its own keeps that."""
-    made = types.FunctionType(
-        forward.__code__, {**forward.__globals__, name: function}, forward.__name__, forward.__defaults__,
-        forward.__closure__,
-    )  # fmt: skip
+def calls_by_name(forward: types.FunctionType, name: str) -> bool:
+    """Whether a function's code has a name for a global alone, and not for an attribute as well."""
+    used = {one.opname for one in dis.get_instructions(forward) if one.argval == name}
+    return used == {"LOAD_GLOBAL"}
+
+
+def _calling(forward: Any, name: str) -> Callable[..., Any]:
+    """A method that calls what turns in place of the global function `name`, and is the forward in all else.
+
+    The globals stay those of its module, under which the other function has a name of its own: whoever changes one of
+    them changes it for this method too.
+    """
+    other, space = f"_hydra_{name}", forward.__globals__
+    space.setdefault(other, _turning(space, name))
+    code = forward.__code__
+    code = code.replace(co_names=tuple(other if one == name else one for one in code.co_names))
+    made = types.FunctionType(code, space, forward.__name__, forward.__defaults__, forward.__closure__)
     made.__kwdefaults__ = forward.__kwdefaults__
     return wraps(forward)(made)
 

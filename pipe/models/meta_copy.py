@@ -104,7 +104,14 @@ def _what_cannot_be_copied(model: nn.Module, memo: dict[int, Any], error: Except
 
 
 def parameter_hooks(model: nn.Module) -> dict[str, tuple[Any, ...]]:
-    """Gradient hooks that the user registered on parameters, by name."""
+    """Gradient hooks that the user registered on parameters, by name. ConfigError for hooks that wait until a gradient
+    has been accumulated: stages sum gradients elsewhere."""
+    for name, parameter in model.named_parameters():
+        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ConfigError(
+                f"{name} has a hook of register_post_accumulate_grad_hook, which would not run: ranks sum gradients "
+                "elsewhere. Change the gradient by register_hook, or the parameter by the optimizer"
+            )
     return {
         name: tuple(parameter._backward_hooks.values())
         for name, parameter in model.named_parameters()

@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
 from ds_hydra.zero_hetero.errors import ConfigError
 
-_DEPTH = 5  # functions within functions that are looked into
+_DEPTH = 12  # what functions and objects hold, within each other, that is looked into
+_TORCHS = frozenset(vars(nn.Module()))
 _HOOKS = tuple(key for key in vars(nn.Module()) if key.endswith("_hooks") and not key.startswith("_is"))
 
 
@@ -31,10 +34,22 @@ def rebind_functions(original: nn.Module, copied: nn.Module) -> None:
         for hooks in (getattr(module, key) for key in _HOOKS):
             for handle, function in (hooks or {}).items():
                 hooks[handle] = _rebound(function, twins)
-        for key, value in list(vars(module).items()):
-            if not key.startswith("_") and isinstance(value, types.FunctionType | types.MethodType | functools.partial):
-                object.__setattr__(module, key, _rebound(value, twins))
+        for key, value in _own_attributes(module):
+            if (new := _rebound(value, twins)) is not value:
+                object.__setattr__(module, key, new)
     _refuse_leftovers(original, copied)
+
+
+def _own_attributes(module: nn.Module) -> list[tuple[str, Any]]:
+    """What was set on a module, but for plain values and what torch keeps there."""
+    return [(key, value) for key, value in vars(module).items() if key not in _TORCHS and not _is_plain(value)]
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it can hold nothing of a model: a number, a text, a tensor, a class, a config."""
+    return value is None or isinstance(
+        value, bool | int | float | str | bytes | Tensor | type | types.ModuleType | torch.dtype | PretrainedConfig
+    )
 
 
 def _twins(original: nn.Module, copied: nn.Module) -> dict[int, Any]:
@@ -48,13 +63,17 @@ def _twins(original: nn.Module, copied: nn.Module) -> dict[int, Any]:
     return twins
 
 
-def _rebound(value: Any, twins: dict[int, Any], depth: int = 0) -> Any:
-    """`value` with everything of the original that it holds replaced; itself where it holds nothing."""
+def _rebound(value: Any, twins: dict[int, Any], depth: int = 0, *, copied: bool = True) -> Any:
+    """`value` with everything of the original that it holds replaced; itself where it holds nothing.
+
+    Objects that were `copied` with the model are changed in place. What a function holds was not: objects there are
+    the script's own, and stay what they are.
+    """
     if id(value) in twins:
         return twins[id(value)]
-    if depth > _DEPTH:
+    if _is_plain(value) or depth > _DEPTH:
         return value
-    again = functools.partial(_rebound, twins=twins, depth=depth + 1)
+    again = functools.partial(_rebound, twins=twins, depth=depth + 1, copied=copied)
     if isinstance(value, types.MethodType):
         return types.MethodType(again(value.__func__), again(value.__self__))
     if isinstance(value, functools.partial):
@@ -64,8 +83,31 @@ def _rebound(value: Any, twins: dict[int, Any], depth: int = 0) -> Any:
         new = [again(item) for item in value]
         return value if all(a is b for a, b in zip(new, value, strict=True)) else type(value)(new)
     if isinstance(value, types.FunctionType):
-        return _rebound_function(value, again, twins)
+        return _rebound_function(value, functools.partial(again, copied=False), twins)
+    return _rebound_within(value, again, twins) if copied else value
+
+
+def _rebound_within(value: Any, again: Callable[[Any], Any], twins: dict[int, Any]) -> Any:
+    """A dictionary or an object of a script's, with what it holds replaced in place."""
+    twins[id(value)] = value  # it may hold itself
+    held = value if isinstance(value, MutableMapping) else getattr(value, "__dict__", {})
+    for key, item in list(held.items()):
+        if (new := again(item)) is not item:
+            if held is value:
+                held[key] = new
+            else:
+                object.__setattr__(value, key, new)
+    for key in _slots(type(value)):
+        item = getattr(value, key, None)
+        if (new := again(item)) is not item:
+            object.__setattr__(value, key, new)
     return value
+
+
+def _slots(kind: type) -> Iterator[str]:
+    for owner in kind.__mro__:
+        names = vars(owner).get("__slots__", ())
+        yield from (names,) if isinstance(names, str) else names
 
 
 def _rebound_function(value: types.FunctionType, again: Callable[[Any], Any], twins: dict[int, Any]) -> Any:
@@ -112,9 +154,7 @@ def _functions(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for key in _HOOKS:
         for function in (getattr(module, key) or {}).values():
             yield key.strip("_").removesuffix("s").replace("_", " "), function
-    for key, value in vars(module).items():
-        if not key.startswith("_") and isinstance(value, types.FunctionType | types.MethodType | functools.partial):
-            yield "attribute", value
+    yield from (("attribute", value) for _, value in _own_attributes(module))
 
 
 def _held(value: Any, seen: set[int], depth: int = 0) -> Iterator[Any]:
@@ -138,6 +178,8 @@ def _held(value: Any, seen: set[int], depth: int = 0) -> Iterator[Any]:
         parts = list(value)
     elif isinstance(value, Mapping):
         parts = list(value.values())
+    elif not _is_plain(value):
+        parts = [*getattr(value, "__dict__", {}).values(), *(getattr(value, key, None) for key in _slots(type(value)))]
     for part in parts:
         yield from _held(part, seen, depth + 1)
 

@@ -8,6 +8,8 @@ among them, so what differs in some range alone (another eps, a limit to what is
   apply_rotary_pos_emb(q, k, cos, sin), random tables     rotate(q, cos, sin), rotate(k, cos, sin): equal
   LlamaMLP with linear layers of 6 and 10 features        down(silu(gate) * up) of (gate, up, down): equal
   GptOssMLP, which lets at most 7 of gate through         the same: off where x is large
+
+Only code of installed packages is tried [Note: whose code].
 """
 
 from __future__ import annotations
@@ -25,8 +27,9 @@ from torch import Tensor, nn
 
 from ds_hydra.pipe.functions.gates import Gated
 from ds_hydra.pipe.functions.rotary import rotate
-from ds_hydra.pipe.models.functions import Functions, Gate, Norm
+from ds_hydra.pipe.models.functions import Functions, Gate, Norm, calls_by_name
 from ds_hydra.pipe.models.lone_rank import look
+from ds_hydra.pipe.models.whose_code import is_installed, runs_installed_code
 from ds_hydra.pipe.tensor_parallel import style_of
 
 if TYPE_CHECKING:
@@ -46,8 +49,8 @@ def find_functions(source: CausalLM, asked: str) -> Functions:
     mlps: dict[str, Gate] = {}
     model = source.skeleton(_CPU, torch.float32)  # as it is trained: what drops or draws then is something else
     for path, module in model.named_modules():
-        if "forward" in vars(module):
-            continue  # a forward of the user's own
+        if "forward" in vars(module) or not runs_installed_code(module):
+            continue  # of the user's own [Note: whose code]
         if (norm := _norm_of(module)) is not None:
             norms[path] = norm
         if not path.startswith(layers):
@@ -109,7 +112,7 @@ def _rotary_of(module: nn.Module) -> str | None:
         return None
     for name in forward.__code__.co_names:
         function = forward.__globals__.get(name)
-        if isinstance(function, types.FunctionType) and _turns(function):
+        if isinstance(function, types.FunctionType) and calls_by_name(forward, name) and _turns(function):
             return name
     return None
 
@@ -136,6 +139,8 @@ def _gate_of(module: nn.Module) -> Gate | None:
     if len(calls) != 1 or (others and next(module.get_submodule(others[0]).parameters(), None) is not None):
         return None
     act = getattr(module, calls[0])
+    if not (runs_installed_code(act) if isinstance(act, nn.Module) else is_installed(act)):
+        return None
     x, *weights = _random((1, len(_SCALES), 6), (10, 6), (10, 6), (6, 10))
     x = x * _SCALES[:, None]
 

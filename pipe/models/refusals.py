@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import nn
 
 from ds_hydra.pipe.model_plan import ParamSpec
 from ds_hydra.pipe.models.adapted import refuse_adapters
+from ds_hydra.pipe.models.whose_code import is_installed
 from ds_hydra.zero_hetero.errors import ConfigError
 
 # Settings of an embedding that packs and stages would not keep -> why.
@@ -41,6 +43,7 @@ def refuse_unsupported(model: Any) -> None:
     if getattr(model, "is_quantized", False):
         raise ConfigError(f"{name} has quantized weights, which ranks cannot share: load it without quantization")
     _refuse_skipped_layers(model)
+    _refuse_own_attention(model)
     refuse_adapters(model)
     _refuse_embeddings(model)
 
@@ -60,6 +63,31 @@ def _refuse_embeddings(model: nn.Module) -> None:
         for setting, why in _EMBEDDINGS.items():
             if isinstance(module, nn.Embedding | nn.EmbeddingBag) and getattr(module, setting):
                 raise ConfigError(f"{path} has {setting}={getattr(module, setting)}: {why}. Take the setting back")
+
+
+def _refuse_own_attention(model: Any) -> None:
+    """ConfigError for attention that a script has put in place of transformers' own: stages would not run it."""
+    for path, module in model.named_modules():
+        name = getattr(getattr(module, "config", None), "_attn_implementation", None)
+        for function in () if name is None else _attention_functions(module, name):
+            if not is_installed(function):
+                raise ConfigError(
+                    f"{path or type(model).__name__} computes its attention by {name!r}, which is "
+                    f"{getattr(function, '__qualname__', function)} of {getattr(function, '__module__', 'no module')}: "
+                    "stages compute transformers' own attention in packs, and would train another model. Use "
+                    'attn_implementation="sdpa", or write it into the forward of the attention module'
+                )
+
+
+def _attention_functions(module: nn.Module, name: str) -> list[Any]:
+    """What runs as the attention of this name, and makes its masks."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    tables = [table[name] for table in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS) if name in table]
+    if name == "eager":  # each model's file has its own
+        tables.append(getattr(inspect.unwrap(type(module).forward), "__globals__", {}).get("eager_attention_forward"))
+    return [one for one in tables if one is not None]
 
 
 def known_tokens(model: Any) -> int:

@@ -264,7 +264,7 @@ def float64_throughout(model: nn.Module) -> Iterator[None]:
 
 def _widened(function: Any) -> Any:
     """The function with FP64 where its source says FP32; None if it does not, or was replaced before."""
-    if not inspect.isfunction(function) or function.__code__.co_filename.startswith("<"):
+    if not inspect.isfunction(function) or "widened" in vars(function):
         return None
     source = textwrap.dedent(inspect.getsource(function))
     wide = re.sub(r"torch\.float(32)?\b", "torch.float64", source).replace(".float()", ".double()")
@@ -272,5 +272,6 @@ def _widened(function: Any) -> Any:
         return None
     space: dict[str, Any] = {}
     body = wide[wide.index("def ") :]
-    exec(compile(body, f"<{function.__qualname__} in FP64>", "exec"), function.__globals__, space)
+    exec(compile(body, function.__code__.co_filename, "exec"), function.__globals__, space)
+    space[function.__name__].widened = True
     return space[function.__name__]

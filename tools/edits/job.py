@@ -132,6 +132,7 @@ def on_ranks(
     job = fresh_job(family)
     config = {
         "optimizer": {"type": "SGD", "params": dict(OPTIMIZER)},
+        "gradient_clipping": 0.0,
         "hydra": {"tokens_per_step": sum(LENGTHS), "strategies": list(strategies), "choose": "cycle",
                   "self_check": check, "steps_file": None, "timeout_seconds": 60, "planner": {"ahead": 0}},
     }  # fmt: skip

@@ -88,7 +88,9 @@ def try_edit(trial: Trial, check: str = "on") -> Verdict:
 
 
 def distance(one: Outcome, other: Outcome) -> float:
-    """The largest difference of losses, and of parameters by their largest entry."""
+    """The largest difference of losses, and of parameters by their largest entry; infinite if these differ in name."""
+    if one.parameters.keys() != other.parameters.keys():
+        return math.inf
     losses = [abs(a - b) / abs(a) for a, b in zip(one.losses, other.losses, strict=True)]
     return max(*losses, *_apart(one.parameters, other.parameters))
 
@@ -110,6 +112,5 @@ def effects(names: Sequence[str]) -> dict[str, float]:
         edited, plain = (
             run_ranks(one_process, 1, kind.family, edit, late, steps, timeout=LIMIT_S)[0] for edit in (kind.edit, None)
         )
-        other_names = edited.parameters.keys() != plain.parameters.keys()
-        found[name] = math.inf if other_names else distance(edited, plain)
+        found[name] = distance(edited, plain)
     return found

@@ -1,0 +1,90 @@
+"""A function or a module in, whether what it runs is an installed package's own code out.
+
+[Note: whose code]
+What a model computes is known where torch, transformers or PEFT have written it: such code is recognised, and replaced
+by something faster that has been proven equal. Code of anybody else's is taken as it is written. It may do something
+else for long rows, for some tokens, or once a variable of its script has changed, which no trial on a few rows shows.
+
+Whose code a function is, its file says, not its name: a patched `LlamaMLP.forward` is a script's. So is the forward of
+transformers' own attention once a function that it calls by a global name was replaced.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import sysconfig
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+_PACKAGES = ("torch", "transformers", "peft")
+_DEPTH = 4  # functions called by functions that are looked into
+
+
+@functools.cache
+def _folders() -> tuple[str, ...]:
+    found = (importlib.util.find_spec(name) for name in _PACKAGES)
+    return tuple(f"{Path(spec.origin).parent}/" for spec in found if spec is not None and spec.origin is not None)
+
+
+@functools.cache
+def _is_of_package(file: str) -> bool:
+    library = sysconfig.get_path("stdlib") + "/"  # packages may be installed below it
+    of_python = file.startswith(library) and not {"site-packages", "dist-packages"} & set(Path(file).parts)
+    return of_python or file.startswith(_folders())
+
+
+def is_installed(function: Any) -> bool:
+    """Whether a function, method or partial, with what it closes over and calls by name, is an installed package's.
+
+    What is not written in Python, such as torch's own operators, is.
+    """
+    return all(_is_of_package(one.__code__.co_filename) for one in _reached(function, None, set(), 0))
+
+
+def runs_installed_code(module: nn.Module) -> bool:
+    """The same of a module's forward, with its own methods and functions that this calls; not of its children."""
+    return all(_is_of_package(one.__code__.co_filename) for one in _reached(module.forward, module, set(), 0))
+
+
+def _function(value: Any) -> Any:
+    """The function that a method, property or partial runs; None for what is none of these."""
+    while True:
+        if isinstance(value, staticmethod | classmethod | types.MethodType):
+            value = value.__func__
+        elif isinstance(value, property):
+            value = value.fget
+        elif isinstance(value, functools.partial):
+            value = value.func
+        else:
+            return value if isinstance(value, types.FunctionType) else None
+
+
+def _reached(value: Any, owner: Any, seen: set[int], depth: int) -> Iterator[types.FunctionType]:
+    """The functions that run when this one does: itself, what it wraps and closes over, what it calls by global names,
+    and by names of its owner's."""
+    function = _function(value)
+    if function is None or id(function) in seen or depth > _DEPTH:
+        return
+    seen.add(id(function))
+    yield function
+    held = [*(_contents(cell) for cell in function.__closure__ or ()), *(function.__defaults__ or ())]
+    held += [*(function.__kwdefaults__ or {}).values(), getattr(function, "__wrapped__", None)]
+    names = function.__code__.co_names
+    held += [function.__globals__[name] for name in names if name in function.__globals__]
+    if owner is not None:
+        own = (vars(owner).get(name, getattr(type(owner), name, None)) for name in names)
+        held += [one for one in own if one is not None]
+    for one in held:
+        yield from _reached(one, owner, seen, depth + 1)
+
+
+def _contents(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return None

@@ -1,0 +1,133 @@
+"""What a script has written into a model runs as it is written, or is refused: never as what it resembles."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama import modeling_llama
+
+from ds_hydra.pipe.models.causal_lm import CausalLM
+from ds_hydra.pipe.models.functions import _calling
+from ds_hydra.pipe.models.meta_copy import copy_to_meta
+from ds_hydra.pipe.models.whose_code import is_installed, runs_installed_code
+from ds_hydra.zero_hetero.errors import ConfigError
+from tests.support.small_job import small_model
+
+
+def doubled(module: nn.Module, query: Tensor, *rest: Any, **more: Any) -> Any:
+    return sdpa_attention_forward(module, 2 * query, *rest, **more)
+
+
+def test_code_is_told_by_the_file_in_which_it_was_written() -> None:
+    assert is_installed(modeling_llama.apply_rotary_pos_emb)
+    assert is_installed(functools.partial(modeling_llama.repeat_kv, n_rep=2))
+    assert is_installed(torch.sigmoid)
+    assert not is_installed(doubled)
+    assert not is_installed(functools.partial(doubled))
+    assert not is_installed(functools.wraps(sdpa_attention_forward)(lambda *args: doubled(*args)))
+    model = small_model()
+    assert all(map(runs_installed_code, model.modules()))
+    with mock.patch.object(modeling_llama, "rotate_half", lambda x: x):  # that a function calls which attention calls
+        assert not runs_installed_code(model.model.layers[0].self_attn)
+    with mock.patch.object(modeling_llama.LlamaRMSNorm, "forward", lambda self, x: x):
+        assert not runs_installed_code(model.model.norm)
+
+
+def test_code_of_a_script_is_not_recognised() -> None:
+    class Norm(modeling_llama.LlamaRMSNorm):
+        """The same on all rows that are tried."""
+
+        def forward(self, hidden_states: Tensor) -> Tensor:
+            return super().forward(hidden_states) * (0.9 if hidden_states.shape[-2] > 60 else 1)
+
+    def turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        return rotary(q, k, cos, sin)
+
+    model, rotary = small_model(), modeling_llama.apply_rotary_pos_emb
+    before = CausalLM(model, functions="auto").functions
+    model.model.layers[1].input_layernorm.__class__ = Norm
+    with mock.patch.object(modeling_llama, "apply_rotary_pos_emb", turned):
+        found = CausalLM(model, functions="auto").functions
+    assert before.norms.keys() - found.norms.keys() == {"model.layers.1.input_layernorm"}
+    assert before.rotary
+    assert not found.rotary
+
+
+PATCHES = {
+    "registered": lambda: mock.patch.dict(ALL_ATTENTION_FUNCTIONS._global_mapping, {"own": doubled}),
+    "sdpa": lambda: mock.patch.dict(ALL_ATTENTION_FUNCTIONS._global_mapping, {"sdpa": doubled}),
+    "eager": lambda: mock.patch.object(modeling_llama, "eager_attention_forward", doubled),
+    "mask": lambda: mock.patch.dict(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, {"sdpa": doubled}),
+}
+
+
+@pytest.mark.parametrize("how", PATCHES)
+def test_attention_of_a_script_is_refused_by_name(how: str) -> None:
+    model = small_model()
+    model.config._attn_implementation = {"registered": "own", "eager": "eager"}.get(how, "sdpa")
+    CausalLM(model) if how != "registered" else None  # what the patch alone makes wrong
+    with PATCHES[how](), pytest.raises(ConfigError, match=r"which is doubled of"):
+        CausalLM(model)
+
+
+def test_hooks_after_accumulation_are_refused_by_name() -> None:
+    model = small_model()
+    model.model.layers[1].mlp.up_proj.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.up_proj\.weight has a hook"):
+        CausalLM(model)
+
+
+Held = Callable[[Callable[..., Any]], Any]
+CONTAINERS: dict[str, tuple[Held, Callable[[Any], Any]]] = {
+    "list": (lambda f: [f], lambda held: held[0]),
+    "private": (lambda f: [f], lambda held: held[0]),
+    "tuple in a dict": (lambda f: {"after": (1, f)}, lambda held: held["after"][1]),
+    "object": (lambda f: SimpleNamespace(after=f, gain=2.0), lambda held: held.after),
+    "object in a list": (lambda f: [SimpleNamespace(after=[f])], lambda held: held[0].after[0]),
+}
+
+
+@pytest.mark.parametrize("kind", CONTAINERS)
+def test_functions_in_containers_mean_the_copy(kind: str) -> None:
+    model, (hold, taken) = small_model(), CONTAINERS[kind]
+    norm, name = model.model.norm, "_after" if kind == "private" else "after"
+    setattr(model.model.layers[1].mlp, name, hold(lambda out: out + norm.weight))
+    copied = copy_to_meta(model)
+    assert _norm_of(taken(getattr(copied.model.layers[1].mlp, name))) is copied.model.norm
+    assert _norm_of(taken(getattr(model.model.layers[1].mlp, name))) is norm
+
+
+def test_an_object_of_a_script_that_holds_the_model_in_a_closure_is_refused() -> None:
+    model = small_model()
+    state = SimpleNamespace(norm=model.model.norm)
+    model.model.layers[1].mlp.register_forward_hook(lambda module, args, out: out + state.norm.weight)
+    with pytest.raises(ConfigError, match=r"refers to model\.norm"):
+        copy_to_meta(model)
+    assert state.norm is model.model.norm
+
+
+def _norm_of(function: Any) -> Any:
+    return function.__closure__[0].cell_contents
+
+
+def test_a_forward_with_another_function_sees_its_modules_globals() -> None:
+    space: dict[str, Any] = {"GAIN": 2.0}
+    exec("def turn(q, k, cos, sin): return q, k\ndef forward(self, q): return turn(q, q, q, q)[0] * GAIN", space)
+    made = _calling(space["forward"], "turn")
+    q = torch.ones(1, 1, 2, 4)
+    with_rotation = made(None, q)
+    assert torch.equal(made(None, q), with_rotation)
+    space["GAIN"] = 3.0
+    assert torch.equal(made(None, q), 1.5 * with_rotation)
+    space["turn"] = lambda q, k, cos, sin: (7 * q, k)
+    assert torch.equal(made(None, q), 21 * q)
