@@ -22,6 +22,7 @@ from ds_hydra.engine.evaluation import Evaluation
 from ds_hydra.engine.initial import give_buffers
 from ds_hydra.engine.job import Job
 from ds_hydra.engine.models import model_source
+from ds_hydra.engine.own_loss import same_on_all, try_loss
 from ds_hydra.engine.saving import Saving
 from ds_hydra.engine.scanning import scan_together
 from ds_hydra.engine.sequence_loss import SequenceLoss
@@ -60,7 +61,9 @@ class HydraEngine(ThreeCallEngine):
             give_buffers(base, config.initial_weights)
             # The job is what stays the same when the ranks change; `assemble` adds what belongs to the present ranks.
             source, clipping = self.source_of(base), self.gradient_clipping()
+            tried = try_loss(loss_fn, base, self.device, self.types.compute)
             self.job = Job(config, source, base, self.recipe, self.data, self.sampler, self.types, clipping)
+        same_on_all(channel, tried)
         self._signals = Signals()
         self.assemble()
         # The masters have taken the values. Dropping both references frees the model's own parameters: otherwise each
@@ -87,7 +90,7 @@ class HydraEngine(ThreeCallEngine):
         """The model as a source of stages. ConfigError if its layers cannot be found, or for a loss of its routers that
         hydra.loss_norm does not define."""
         config = self.hydra_config
-        source = model_source(model, config.stage_options, loss_fn=self._loss_fn, device=self.device)
+        source = model_source(model, config.stage_options, loss_fn=self._loss_fn)
         if source.balances and config.loss_norm == "micro_batch":
             raise ConfigError(
                 'hydra.loss_norm "micro_batch" gives a sequence in slices no share of the loss, by which its routers '

@@ -171,7 +171,7 @@ class HandedSteps:
         weighed, error = Weighed(0.0, 0, factors), None
         try:
             if len(factors):
-                weighed = weigh(function, torch.from_numpy(sums[own]) * factors)
+                weighed = weigh(function, torch.from_numpy(sums[own]) * factors, crew.job.model)
         except Exception as raised:  # of the script's own function: the other ranks wait for this one
             error = raised if isinstance(raised, ConfigError) else _named(raised)
         channel.settle(error, f"the sequence_loss of step {step + 1}", kind=ConfigError)

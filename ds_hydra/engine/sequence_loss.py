@@ -17,8 +17,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ds_hydra.engine.loss_watch import NOT_THERE, names_of, refuse_leaves
 from ds_hydra.zero_hetero.errors import ConfigError
 
 SequenceLoss = Callable[[Tensor], Tensor]
@@ -34,14 +35,20 @@ class Weighed(NamedTuple):
     gradients: Tensor  # (n,) of the total, by the sums
 
 
-def weigh(function: SequenceLoss, sums: Tensor) -> Weighed:
-    """Call a loss of whole sequences on the sums (n,) of one rank. ConfigError for what it must not return."""
+def weigh(function: SequenceLoss, sums: Tensor, model: nn.Module | None = None) -> Weighed:
+    """Call a loss of whole sequences on the sums (n,) of one rank. ConfigError for what it must not return, and for
+    tensors beside the sums that want a gradient; those of the `model` are told by name."""
     leaf = sums.detach().clone().requires_grad_()
     with torch.enable_grad():
-        losses = function(leaf)
         form = (
             "sequence_loss must map the losses of a rank's sequences (n,) to the loss of each of its groups, (groups,)"
         )
+        try:
+            losses = function(leaf)
+        except (RuntimeError, NotImplementedError) as error:
+            if "meta" not in str(error):
+                raise
+            raise ConfigError(f"{form}, but it seems to read values of the model ({error}): {NOT_THERE}") from error
         if not isinstance(losses, Tensor) or losses.dim() != 1 or not len(losses):
             what = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
             raise ConfigError(
@@ -49,6 +56,7 @@ def weigh(function: SequenceLoss, sums: Tensor) -> Weighed:
             )
         if not losses.requires_grad:
             raise ConfigError(f"{form}, but what it returned has no gradient: compute it from the losses by torch")
+        refuse_leaves(losses, leaf, lambda: names_of(model), "sequence_loss")
         total = losses.sum()
         (gradients,) = torch.autograd.grad(total, leaf)
     return Weighed(total.item(), len(losses), gradients)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import deepspeed  # noqa: F401  (before forking: the ranks share it)
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 import ds_hydra
 import ds_hydra.engine.engine
-from ds_hydra.engine.models import check_token_loss
+from ds_hydra.engine.own_loss import check_token_loss
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.families import build_model, reference_model
 from tests.support.losses import OWN, by_word
@@ -79,25 +83,105 @@ def test_an_evaluation_has_the_loss_of_each_sequence(own: Any) -> None:
             assert found[5] == pytest.approx(found[2], rel=1e-6)
 
 
+MODEL = small_model()
+WEIGHT = MODEL.get_input_embeddings().weight
+VIEW, HEAT = WEIGHT.detach(), torch.ones((), requires_grad=True)
+cross_entropy = partial(F.cross_entropy, reduction="none")
+CALLS = [0]
+
+
+class Tempered(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heat = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return cross_entropy(logits / self.heat, labels)
+
+
+class EqualShares(torch.autograd.Function):
+    """Its forward says nothing of what its backward does."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        return logits.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] / gradients[0].norm()
+
+
+def hardest(logits: Tensor, labels: Tensor, kept: int) -> Tensor:
+    losses = cross_entropy(logits, labels)
+    return losses * (losses >= losses.topk(min(kept, len(losses))).values.min())
+
+
+def counting(logits: Tensor, labels: Tensor) -> Tensor:
+    CALLS[0] += 1
+    return cross_entropy(logits, labels) * (1 if CALLS[0] < 1000 else 2)
+
+
+def in_place(logits: Tensor, labels: Tensor) -> Tensor:
+    return cross_entropy(logits.div_(2), labels)
+
+
+def reading(values: Callable[[], Tensor]) -> Any:
+    return lambda logits, labels: cross_entropy(logits, labels) + values()[labels].sum(dim=-1)
+
+
 @pytest.mark.parametrize(
     ("loss", "words"),
     [
         (F.cross_entropy, r"returned \(\): take its mean"),
         (lambda logits, labels: logits.detach()[:, 0], "no gradient"),
-        (lambda logits, labels: F.cross_entropy(logits, labels, reduction="none") / len(labels), "depends on other"),
+        (lambda logits, labels: cross_entropy(logits, labels) / len(labels), "the loss of one token depends on other"),
         (lambda logits: logits[:, 0], "it raised TypeError"),
         (lambda logits, labels: [0.0] * 3, "returned list"),
+        (lambda x, y: cross_entropy(x, y) / torch.bincount(y)[y], "depends on other tokens"),
+        (partial(hardest, kept=8), "depends on other tokens"),
+        (partial(hardest, kept=200), "0 beside 1023 others"),
+        (lambda x, y: cross_entropy(x, y) * torch.linspace(1, 2, len(y)), "depends on other tokens"),
+        (lambda x, y: cross_entropy(EqualShares.apply(x), y), "the gradient of one token depends on other tokens"),
+        (lambda x, y: cross_entropy(x, y) / torch.arange(50)[y], "label 0 .* it gave inf"),
+        (lambda x, y: cross_entropy(F.dropout(x, 0.1), y), "draws random numbers"),
+        (lambda x, y: cross_entropy(x, y) * (1 + random.random()), "draws random numbers of Python"),
+        (counting, r"a call changes the global CALLS\[0\]"),
+        (in_place, "changes the logits"),
+        (reading(lambda: WEIGHT), r"reads the model's model\.embed_tokens\.weight"),
+        (reading(lambda: VIEW**2), r"reads the model's model\.embed_tokens\.weight"),
+        (Tempered(), "reads its own parameter heat: no optimizer"),
+        (lambda x, y: cross_entropy(x * HEAT, y), "wants a gradient"),
     ],
 )
 def test_losses_that_are_none_of_single_tokens_are_refused(loss: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        check_token_loss(loss, 50)
+        check_token_loss(loss, 50, model=MODEL)
 
 
-def test_the_losses_of_the_table_pass() -> None:
-    for loss in OWN.values():
-        check_token_loss(loss, 50)
-    check_token_loss(torch.nn.CrossEntropyLoss(reduction="none"), 50)
+def test_losses_of_single_tokens_pass() -> None:
+    copied = WEIGHT.detach().clone()
+    others = (torch.nn.CrossEntropyLoss(reduction="none"), reading(lambda: copied))
+    for loss in (*OWN.values(), *others):
+        for dtype in (torch.float32, torch.float64):
+            check_token_loss(loss, 50, model=MODEL, dtype=dtype)
+
+
+def of_rank(rank: int) -> str:
+    """What it is told that gives another loss on each rank."""
+    rank_environment(rank)
+    config = {"optimizer": {"type": "AdamW"}, "hydra": {"tokens_per_step": 60, "strategies": ["tp2"]}}
+    with pytest.raises(ConfigError) as refused:
+        ds_hydra.initialize(
+            model=small_model(), config=config, loss_fn=lambda x, y: cross_entropy(x, y) * (1 + dist.get_rank())
+        )
+    return str(refused.value)
+
+
+def test_a_loss_that_depends_on_the_rank_is_refused_on_all() -> None:
+    with shared_source(small_model()):
+        told = run_ranks(of_rank, 2)
+    assert told[0] == told[1]
+    assert "on rank 0 but" in told[0]
 
 
 def test_where_there_is_no_place_for_a_loss() -> None:

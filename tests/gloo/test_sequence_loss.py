@@ -18,9 +18,10 @@ from tests.support.equivalence import ADAMW
 from tests.support.families import build_model, reference_model
 from tests.support.ranks import run_ranks
 from tests.support.reference import IGNORED, float64_throughout, token_losses
-from tests.support.small_job import rank_environment
+from tests.support.small_job import rank_environment, small_model
 from tests.support.sources import shared_source
 
+MODEL = small_model()
 STEPS, NUM_RANKS = 3, 4
 PAIRS = (2, 0, 3, 1)  # of each rank
 
@@ -101,11 +102,13 @@ def test_pairs_are_trained_as_in_one_process() -> None:
         (lambda losses: losses.mean(), r"returned shape \(\): leave their mean"),
         (lambda losses: losses.tolist(), "returned list"),
         (lambda losses: losses.detach(), "no gradient"),
+        (lambda losses: losses * MODEL.lm_head.weight.sum(), r"reads the model's model\.embed_tokens\.weight"),
+        (lambda losses: losses * torch.ones((), requires_grad=True), r"shape \(\) that wants a gradient"),
     ],
 )
 def test_what_is_no_loss_of_groups_is_refused(function: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        weigh(function, torch.ones(4, dtype=torch.float64))
+        weigh(function, torch.ones(4, dtype=torch.float64), MODEL)
 
 
 def refused(rank: int) -> list[str]:
@@ -124,9 +127,12 @@ def refused(rank: int) -> list[str]:
         return ds_hydra.initialize(model=build_model("llama", torch.float32), config=config)[0]
 
     engine = engine_of()
+    weight = engine.module.lm_head.weight
     for share, function in (
         (good, broken if rank else torch.sin),
         ([[5]] if rank else good, torch.sin),
+        (good, lambda losses: losses * weight.sum()),
+        (good, lambda losses: losses * weight.detach().sum()),
         (None, torch.sin),
     ):
         with pytest.raises(ConfigError) as caught:
@@ -143,5 +149,6 @@ def test_errors_reach_all_ranks_and_training_goes_on() -> None:
     assert (
         "failed on rank 1: a sequence_loss is of all sequences that are handed in, but 1 of fewer than two" in first[1]
     )
-    assert "pass them to train_batch() too" in first[2]
-    assert first[3] == "1"
+    assert all("it seems to read values of the model" in text for text in first[2:4])
+    assert "pass them to train_batch() too" in first[4]
+    assert first[5] == "1"
