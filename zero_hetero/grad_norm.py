@@ -12,7 +12,13 @@ BLOCK_ON_CPU = 1 << 16  # elements that are squared in FP64 at once: 512 KiB, wh
 
 
 def global_grad_norm(grads: Iterable[Tensor], group: dist.ProcessGroup | None) -> Tensor:
-    """L2 norm of the gradients of the whole job, a float64 scalar, equal to the bit on all ranks.
+    """L2 norm of the gradients of the whole job; see `norm_and_words`."""
+    return norm_and_words(grads, group, 0.0)[0]
+
+
+def norm_and_words(grads: Iterable[Tensor], group: dist.ProcessGroup | None, word: float) -> tuple[Tensor, Tensor]:
+    """L2 norm of the gradients of the whole job, a float64 scalar, equal to the bit on all ranks; and what each rank
+    has said besides, (ranks,) float64.
 
     `grads`: what this rank owns, flat tensors of any dtype, at least one, possibly empty. Squares are summed in
     FP64, over the ranks of `group` in rank order. `group` None is a rank alone.
@@ -22,12 +28,13 @@ def global_grad_norm(grads: Iterable[Tensor], group: dist.ProcessGroup | None) -
         squares = sum_of_squares(grad)
         total = squares if total is None else total + squares
     assert total is not None, "give the gradient shard even where it is empty"
-    if group is not None and dist.get_world_size(group) > 1:
-        parts = total.new_empty(dist.get_world_size(group))
-        # Gathered and not all-reduced: every rank adds the same numbers in the same order, whatever the backend.
-        dist.all_gather(list(parts.split(1)), total.reshape(1), group=group)
-        total = parts.sum()
-    return total.sqrt()
+    own = torch.stack((total, total.new_tensor(word)))
+    if group is None or dist.get_world_size(group) == 1:
+        return total.sqrt(), own[1:]
+    parts = total.new_empty(dist.get_world_size(group), 2)
+    # Gathered and not all-reduced: every rank adds the same numbers in the same order, whatever the backend.
+    dist.all_gather(list(parts.unbind()), own, group=group)
+    return parts[:, 0].contiguous().sum().sqrt(), parts[:, 1]
 
 
 def sum_of_squares(values: Tensor) -> Tensor:

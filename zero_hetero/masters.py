@@ -131,6 +131,21 @@ class MasterShards:
                 state[bucket][start:stop].copy_(value)
         return state
 
+    def state_of(self, optimizer: torch.optim.Optimizer, names: Collection[str]) -> Iterator[Tensor]:
+        """This rank's elements of some parameters, as views: of their values, and of each element-wise state."""
+        for piece in self.pieces():
+            if piece.name not in names:
+                continue
+            shard = self.shards[piece.bucket]
+            start = (piece.shard.data_ptr() - shard.data_ptr()) // shard.element_size()
+            stop = start + piece.shard.numel()
+            yield piece.shard
+            for param, bucket, first, last in self.spans:
+                if bucket == piece.bucket and first <= start and stop <= last:
+                    states = optimizer.state.get(param, {}).values()
+                    yield from (s[start - first : stop - first] for s in states
+                                if isinstance(s, Tensor) and s.shape == param.shape)  # fmt: skip
+
     def gather_full(
         self,
         transport: Transport,

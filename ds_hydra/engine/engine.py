@@ -28,6 +28,7 @@ from ds_hydra.engine.scanning import scan_together
 from ds_hydra.engine.sequence_loss import SequenceLoss
 from ds_hydra.engine.signals import Signals
 from ds_hydra.engine.steps import Handed, Steps
+from ds_hydra.host.kept_model import KeptModel
 from ds_hydra.host.launch import launched_node_size
 from ds_hydra.host.three_calls import ThreeCallEngine
 from ds_hydra.pipe.loss import TokenLoss
@@ -70,6 +71,7 @@ class HydraEngine(ThreeCallEngine):
         # rank would hold the whole model beside its share of it.
         self.job.source.values = {}
         release_parameters(base)
+        self.watch_model()
         if config.checkpoint is not None:
             self._signals.install()
         self.saving.resume()
@@ -85,6 +87,15 @@ class HydraEngine(ThreeCallEngine):
         self.crew = Crew(self.job, self.world_of_process(), self, self._signals, initial=initial)
         self.saving = Saving(self, self.crew, self._signals)
         self.steps = Steps(self, self.crew)
+        if not initial:
+            self.watch_model()
+
+    def watch_model(self) -> None:
+        """From now on every update asks what a script has changed in its model since."""
+        optimizer = self.crew.update.optimizer
+        kept = KeptModel(base_of(self.module), self.job.source.aliases,
+                         steps_differ=lambda: any("step" in state for state in optimizer.state.values()))  # fmt: skip
+        self.crew.update.model = kept.now
 
     def source_of(self, model: Any) -> ModelSource:
         """The model as a source of stages. ConfigError if its layers cannot be found, or for a loss of its routers that

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -13,8 +14,8 @@ from torch.optim import Optimizer
 
 from ds_hydra.ranks.rank_stats import unequal_pairs
 from ds_hydra.zero_hetero.clock import Laps, Stopwatch
-from ds_hydra.zero_hetero.errors import NumericsError
-from ds_hydra.zero_hetero.grad_norm import clip_, global_grad_norm
+from ds_hydra.zero_hetero.errors import ConfigError, NumericsError
+from ds_hydra.zero_hetero.grad_norm import clip_, norm_and_words
 
 if TYPE_CHECKING:
     from ds_hydra.config.hydra_block import FaultsConfig
@@ -41,6 +42,13 @@ class Applied(NamedTuple):
     laps: Laps
 
 
+class ModelNow(NamedTuple):
+    """How the user's model stands before an update."""
+
+    problem: str = ""  # what was changed in it that has no effect, in words
+    frozen: frozenset[str] = frozenset()  # parameters with masters that are not to be trained now
+
+
 class Update:
     """Updates the masters of this rank. Every rank must call the same methods; all come to the same decision."""
 
@@ -54,18 +62,23 @@ class Update:
         faults: FaultsConfig,
     ):
         """`clipping` is the largest norm of the gradient; 0 does not clip."""
-        self._masters, self._optimizer, self._clipping = masters, optimizer, clipping
+        self._masters, self.optimizer, self._clipping = masters, optimizer, clipping
         self._loss_scale, self._world, self._faults = loss_scale, world, faults
         self._skipped_in_a_row = 0
         self._watch = Stopwatch(world.clock)
+        self.model: Callable[[], ModelNow] = ModelNow  # asked before each update
 
     def apply(self, losses: Sequence[Tensor], router_losses: Sequence[Tensor]) -> Applied:
         """Clip the gradient and make an optimizer step; `losses` are this rank's shares, a scalar of each phase, and
         `router_losses` the parts of them that routers have.
 
         If the loss or the gradient of any rank is not finite, nothing changes on any rank, and the norm is not finite.
+        Nor does anything change if the model of any rank was changed: all ranks raise ConfigError.
         """
-        grads = self._masters.grads
+        grads, model = self._masters.grads, self.model()
+        for piece in self._masters.pieces() if model.frozen else ():
+            if piece.name in model.frozen:
+                piece.grad.zero_()
         # All ranks must skip a step if one of them has a loss that is not finite, even where its gradients are finite
         # (a sequence whose weight is 0, say). To ask each other would take one more message and a wait for the device.
         # The norm is gathered from all ranks anyway, so the loss joins it as one more element: 0 * 2.3 is 0 and changes
@@ -73,19 +86,44 @@ class Update:
         with self._watch.lap("optimizer"):
             shares = torch.stack([loss.detach() for loss in (*losses, *router_losses)])
             poison = shares * 0.0
-            norm = global_grad_norm([*grads, poison], self._world.group) / self._loss_scale.value
-            figures = torch.cat((norm.reshape(1), shares.to(norm)))
+            # What the ranks say of their models travels with it, too: they must freeze the same, or none goes on.
+            norm, words = norm_and_words([*grads, poison], self._world.group, _word(model))
+            norm = norm / self._loss_scale.value
+            figures = torch.cat((torch.stack((norm, words.min(), words.max())), shares.to(norm)))
         # The one moment of a step at which the host waits for the device. Reading the loss apart from the norm would be
         # another: after the update, it would wait for that too, and the device would idle until the next step begins.
-        value, *found = figures.tolist()
+        value, least, most, *found = figures.tolist()
         laps = self._watch.take()
+        if least < 0 or least != most:
+            self._refuse(model)
         if math.isfinite(value):
             with self._watch.lap("optimizer"):
                 self._loss_scale.unscale(grads)
                 if self._clipping > 0:
                     clip_(grads, norm, self._clipping)
-                self._optimizer.step()
+                self._step(model.frozen)
         return Applied(value, tuple(found[: len(losses)]), tuple(found[len(losses) :]), laps)
+
+    def _step(self, frozen: frozenset[str]) -> None:
+        """The optimizer's step, which leaves frozen parameters and their states as they are."""
+        if not frozen:
+            self.optimizer.step()
+            return
+        # It runs over long intervals of many parameters, so what it must not touch is put back. A state that it has
+        # made just now is what it is at first, zeros.
+        views = self._masters.state_of(self.optimizer, frozen)
+        before = {view.data_ptr(): view.detach().clone() for view in views}
+        self.optimizer.step()
+        with torch.no_grad():
+            for view in self._masters.state_of(self.optimizer, frozen):
+                kept = before.get(view.data_ptr())
+                view.copy_(kept) if kept is not None else view.zero_()
+
+    def _refuse(self, model: ModelNow) -> NoReturn:
+        """Raise what the ranks have found in their models, on all of them."""
+        texts = self._world.channel.texts(model.problem)
+        found = next((f"rank {rank}: {text}" for rank, text in enumerate(texts) if text), None)
+        raise ConfigError(found or "the ranks have frozen different parameters: call requires_grad_ on all ranks alike")
 
     def compare(self, step: int, runtime: StrategyRuntime) -> None:
         """Every `compare_every` steps, compare the parameters that each rank used in a phase with the masters.
@@ -133,6 +171,14 @@ class Update:
                 "Look at the sequences and parameters named above, lower the learning rate, or raise "
                 "hydra.faults.skipped_steps"
             )
+
+
+def _word(model: ModelNow) -> float:
+    """What a rank says of its model to the others: equal numbers for equal sets of frozen parameters, or -1."""
+    if model.problem:
+        return -1.0
+    text = "\n".join(sorted(model.frozen))
+    return float(int.from_bytes(hashlib.sha256(text.encode()).digest()[:6]) if text else 0)
 
 
 def _not_finite(plan: StepPlan, runs: Sequence[PhaseRun]) -> Iterator[str]:

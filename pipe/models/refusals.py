@@ -69,7 +69,7 @@ def _refuse_own_attention(model: Any) -> None:
     """ConfigError for attention that a script has put in place of transformers' own: stages would not run it."""
     for path, module in model.named_modules():
         name = getattr(getattr(module, "config", None), "_attn_implementation", None)
-        for function in () if name is None else _attention_functions(module, name):
+        for function in () if name is None else attention_functions(module, name):
             if not is_installed(function):
                 raise ConfigError(
                     f"{path or type(model).__name__} computes its attention by {name!r}, which is "
@@ -79,8 +79,8 @@ def _refuse_own_attention(model: Any) -> None:
                 )
 
 
-def _attention_functions(module: nn.Module, name: str) -> list[Any]:
-    """What runs as the attention of this name, and makes its masks."""
+def attention_functions(module: nn.Module, name: str) -> list[Any]:
+    """What runs as the attention of this name in a module, and makes its masks."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

@@ -15,7 +15,7 @@ import functools
 import importlib.util
 import sysconfig
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +43,26 @@ def is_installed(function: Any) -> bool:
 
     What is not written in Python, such as torch's own operators, is.
     """
-    return all(_is_of_package(one.__code__.co_filename) for one in _reached(function, None, set(), 0))
+    return all(_is_of_package(one.__code__.co_filename) for one in _reached(function, _no_attribute, set(), 0))
 
 
 def runs_installed_code(module: nn.Module) -> bool:
     """The same of a module's forward, with its own methods and functions that this calls; not of its children."""
-    return all(_is_of_package(one.__code__.co_filename) for one in _reached(module.forward, module, set(), 0))
+
+    def attribute(name: str) -> Any:
+        return vars(module).get(name, getattr(type(module), name, None))
+
+    return all(_is_of_package(one.__code__.co_filename) for one in _reached(module.forward, attribute, set(), 0))
+
+
+def called_by(module: nn.Module) -> tuple[types.FunctionType, ...]:
+    """The functions that run as a module's class computes: its forward, and what this calls by name."""
+    kind = type(module)
+    return tuple(_reached(kind.forward, lambda name: getattr(kind, name, None), set(), 0))
+
+
+def _no_attribute(name: str) -> None:
+    """Of a function that is no method."""
 
 
 def _function(value: Any) -> Any:
@@ -64,9 +78,9 @@ def _function(value: Any) -> Any:
             return value if isinstance(value, types.FunctionType) else None
 
 
-def _reached(value: Any, owner: Any, seen: set[int], depth: int) -> Iterator[types.FunctionType]:
+def _reached(value: Any, attribute: Callable[[str], Any], seen: set[int], depth: int) -> Iterator[types.FunctionType]:
     """The functions that run when this one does: itself, what it wraps and closes over, what it calls by global names,
-    and by names of its owner's."""
+    and by names of its object's attributes."""
     function = _function(value)
     if function is None or id(function) in seen or depth > _DEPTH:
         return
@@ -76,11 +90,9 @@ def _reached(value: Any, owner: Any, seen: set[int], depth: int) -> Iterator[typ
     held += [*(function.__kwdefaults__ or {}).values(), getattr(function, "__wrapped__", None)]
     names = function.__code__.co_names
     held += [function.__globals__[name] for name in names if name in function.__globals__]
-    if owner is not None:
-        own = (vars(owner).get(name, getattr(type(owner), name, None)) for name in names)
-        held += [one for one in own if one is not None]
+    held += map(attribute, names)
     for one in held:
-        yield from _reached(one, owner, seen, depth + 1)
+        yield from _reached(one, attribute, seen, depth + 1)
 
 
 def _contents(cell: types.CellType) -> Any:

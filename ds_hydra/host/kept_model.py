@@ -1,0 +1,186 @@
+"""The user's model after `initialize`: whether a script has changed what the stages are copies of.
+
+Stages compute with copies of the model, and its values are the masters. So what a script does to the model afterwards
+has no effect on what is trained. Whether a parameter requires a gradient is asked anew in every step; any other change
+is told by its name before the next update, so that nobody trains for days on what he thinks that he has changed.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, PretrainedConfig
+
+from ds_hydra.pipe.models.refusals import attention_functions
+from ds_hydra.pipe.models.whose_code import called_by
+from ds_hydra.step.update import ModelNow
+
+Parts = dict[str, Any]  # what a module consists of, by name
+_TORCHS = frozenset(vars(nn.Module()))
+_HOOKS = tuple(key for key in _TORCHS if key.endswith("_hooks") and not key.startswith("_is"))
+_DEPTH = 6  # lists and objects in each other that are compared
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+# What scripts and trainers set though no forward of a training step reads it, or that changes no number.
+_HARMLESS = frozenset(
+    {
+        "use_cache",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "generation_config",
+        "warnings_issued",
+        "hf_device_map",
+    }
+    | {"gradient_checkpointing", "_gradient_checkpointing_func", "model_tags", "is_parallelizable", "model_parallel"}
+    | {"architectures", "dtype", "torch_dtype", "auto_map", "id2label", "label2id", "hf_device_map"}
+    | {"_require_grads_hook", "_require_grads_hooks", "make_inputs_require_grads"}
+    | {"_is_hf_initialized", "name_or_path", "_name_or_path", "_commit_hash", "transformers_version", "_hf_hook"}
+    | {"output_attentions", "output_hidden_states", "return_dict", "_use_cache", "gradient_checkpointing_kwargs"}
+)
+_REMEDY = (
+    "Stages are copies of the model, so this would have no effect. Change it before ds_hydra.initialize(); in the "
+    "middle of a run save a checkpoint, make the engine of the changed model, and load"
+)
+
+
+class KeptModel:
+    """Compares a model with what it was when this was made."""
+
+    def __init__(self, model: nn.Module, names: Mapping[str, str], *, steps_differ: Callable[[], bool]):
+        """`names`: of each path of a parameter its name among the masters. `steps_differ`: whether the optimizer counts
+        steps for each parameter, which one that was frozen for a while has made fewer of."""
+        self._model, self._names, self._steps_differ = model, names, steps_differ
+        self._before = self._all()
+        self._trained = {name for name, p in self._parameters() if p.requires_grad}
+        self._frozen: frozenset[str] = frozenset()  # since when this was made
+
+    def now(self) -> ModelNow:
+        """What has changed since, and which trained parameters require no gradient any more."""
+        now = self._all()
+        problem = next(_differences(self._before, now), "")
+        trained = {name for name, p in self._parameters() if p.requires_grad}
+        thawed = sorted(trained - self._trained)
+        if thawed and not problem:
+            problem = f"{thawed[0]} requires a gradient, but was frozen when the engine was made. {_REMEDY}"
+        frozen = frozenset(self._trained - trained)
+        again = sorted(self._frozen - frozen)
+        if again and not problem and self._steps_differ():
+            problem = (
+                f"{again[0]} was frozen for some steps, and the optimizer counts steps for all parameters together: it "
+                "would go on with the others' count. Keep it frozen, or use an optimizer without such a count, as SGD"
+            )
+        self._frozen = frozen
+        return ModelNow(problem, frozen)
+
+    def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return ((self._names[path], p) for path, p in self._model.named_parameters() if path in self._names)
+
+    def _all(self) -> dict[str, Parts]:
+        seen: dict[Any, Any] = {}
+        found = {path: _parts(module, seen) for path, module in self._model.named_modules()}
+        for path, module in self._model.named_modules():
+            if module.training != self._model.training:  # as a whole it is switched by whoever trains or evaluates it
+                found[path]["its mode of training"] = module.training
+        return found
+
+
+def _parts(module: nn.Module, seen: dict[Any, Any]) -> Parts:
+    """Everything of one module, but for its children, in a form that can be compared and holds on to what it names.
+
+    `seen`: what modules have in common, the code of their classes and their configs.
+    """
+    kind = type(module)
+    if kind not in seen:
+        seen[kind] = tuple(map(_Same, called_by(module)))
+    found: Parts = {"its class": kind, "the code of its forward": seen[kind]}
+    found |= {f"the parameter {name}": _of_tensor(p) for name, p in module._parameters.items()}
+    found |= {f"the buffer {name}": _of_tensor(buffer) for name, buffer in module._buffers.items()}
+    found |= {f"the module {name}": _Same(child) for name, child in module._modules.items()}
+    for key in _HOOKS:
+        hooks = (
+            hook for hook in (getattr(module, key) or {}).values() if getattr(hook, "__name__", "") not in _HARMLESS
+        )
+        found[f"its {key.strip('_').replace('_', ' ')}"] = tuple(map(_Same, hooks))
+    for key, value in vars(module).items():
+        if key in _TORCHS or key in _HARMLESS:
+            continue
+        if not isinstance(value, PretrainedConfig):
+            found[f"its attribute {key}"] = _token(value, 0, {})
+        elif id(value) not in seen:  # most modules have the same one
+            seen[id(value)] = value
+            settings = ((name, one) for name, one in vars(value).items() if name not in _HARMLESS)
+            found |= {f"the setting {name} in the {key}": _token(one, 0, {}) for name, one in settings}
+    implementation = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    if implementation is not None:
+        found["its attention function"] = tuple(map(_Same, attention_functions(module, implementation)))
+    return found
+
+
+class _Same:
+    """An object that is equal to itself alone."""
+
+    __slots__ = ("held",)
+
+    def __init__(self, held: Any):
+        self.held = held
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.held is other.held
+
+    def __hash__(self) -> int:
+        return id(self.held)
+
+
+def _of_tensor(tensor: Tensor | None) -> Any:
+    """A tensor by its identity, its memory and how often it was written to."""
+    if tensor is None:
+        return None
+    hooks = [*(tensor._backward_hooks or {}).values()]
+    hooks += [*(getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values()]
+    return (
+        _Same(tensor),
+        tensor._version,
+        tensor.data_ptr(),
+        tensor.device,
+        tensor.shape,
+        tensor.dtype,
+        tuple(map(_Same, hooks)),
+    )
+
+
+def _token(value: Any, depth: int, seen: dict[int, Any]) -> Any:
+    """What of an attribute's value a script may change: numbers, the contents of lists and objects, whose functions."""
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, Tensor):
+        return _of_tensor(value)
+    if id(value) in seen or depth > _DEPTH or isinstance(value, nn.Module | type | types.ModuleType | GenerationConfig):
+        return _Same(value)
+    seen[id(value)] = value
+    again = functools.partial(_token, depth=depth + 1, seen=seen)
+    if isinstance(value, Mapping):
+        return [(key if isinstance(key, _PLAIN) else _Same(key), again(item)) for key, item in value.items()
+                if key not in _HARMLESS]  # fmt: skip
+    if isinstance(value, Sequence | Set):
+        return [again(item) for item in value]
+    if isinstance(value, types.FunctionType | types.MethodType | types.BuiltinFunctionType | functools.partial):
+        return _Same(getattr(value, "__func__", value))
+    held = getattr(value, "__dict__", {})
+    return [_Same(type(value)), [(key, again(item)) for key, item in held.items() if key not in _HARMLESS]]
+
+
+def _differences(before: Mapping[str, Parts], now: Mapping[str, Parts]) -> Iterator[str]:
+    for path in [*before, *(path for path in now if path not in before)]:
+        where = f"{path} of the model" if path else "the model"
+        if path not in now or path not in before:
+            yield f"{where} was {'removed' if path in before else 'added'} after the engine was made. {_REMEDY}"
+            continue
+        one, other = before[path], now[path]
+        if one != other:
+            changed = next(key for key in [*one, *other] if one.get(key, _differences) != other.get(key, _differences))
+            yield f"{changed.removeprefix('its ')} of {where} was changed after the engine was made. {_REMEDY}"
