@@ -5,7 +5,8 @@ A column that says something about training is used or refused, and never ignore
 
     input_ids                          the tokens
     labels                             what to predict, not shifted; IGNORE_INDEX where nothing is to be learnt
-    attention_mask                     0: padding, taken out; 1, 2, 3, ...: the packed sequence that a token belongs to
+    attention_mask                     0: padding, taken out, never between tokens of one sequence; 1, 2, 3, ...: the
+                                       packed sequence that a token belongs to
     completion_mask, assistant_masks   0: not learnt
     position_ids                       count from 0 and begin anew at each packed sequence
     seq_lengths                        tokens of each packed sequence
@@ -18,7 +19,6 @@ on apart, as if the dataset had held them so.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -32,11 +32,10 @@ Int64Array = npt.NDArray[np.int64]
 
 _LOSS_MASKS = ("completion_mask", "assistant_masks")
 _PACKING = ("position_ids", "seq_lengths")
-_READ = frozenset(("input_ids", "labels", "attention_mask", *_LOSS_MASKS, *_PACKING))
+_ARRAYS = ("input_ids", "labels", "attention_mask", *_LOSS_MASKS, *_PACKING)
 _WEIGHT = "sequence_weight"
-_HARMLESS = frozenset(("special_tokens_mask", "token_type_ids", "length", "lengths", "num_tokens"))
-"""Written by tokenizers and samplers for other uses; a causal language model is trained without them."""
-_MASK_LIKE = re.compile(r"mask|weight|label|position|segment|seq_?(len|idx|id)|seqlens?|document_ids|turn_ids")
+READ = frozenset((*_ARRAYS, _WEIGHT))
+MASKS = (*_LOSS_MASKS, "attention_mask", *_PACKING)
 
 
 class Item(NamedTuple):
@@ -79,7 +78,9 @@ def read_item(item: Any, index: int) -> Item:
             f"item {index} of the data has the columns {sorted(map(str, item))} but no 'input_ids': give token ids, "
             "as a tokenizer returns them"
         )
-    columns = {str(name): _whole_numbers(item[name], index, str(name)) for name in _READ if item.get(name) is not None}
+    columns = {
+        str(name): _whole_numbers(item[name], index, str(name)) for name in _ARRAYS if item.get(name) is not None
+    }
     input_ids = columns["input_ids"]
     for name, values in columns.items():
         if name != "seq_lengths" and len(values) != len(input_ids):
@@ -91,10 +92,13 @@ def read_item(item: Any, index: int) -> Item:
     for name in _LOSS_MASKS:
         if name in columns:
             labels = np.where(columns[name] == 0, IGNORE_INDEX, labels)
-    kept = columns.get("attention_mask", np.ones_like(input_ids)) != 0
+    mask = columns.get("attention_mask", np.ones_like(input_ids))
+    _check_mask(mask, labels, index)
+    kept = mask != 0
     packed = _packed_lengths(
         {name: values if name == "seq_lengths" else values[kept] for name, values in columns.items()}, index
     )
+    _check_holes(np.flatnonzero(kept), packed, index)
     return Item(input_ids[kept], labels[kept], packed, _weight(item.get(_WEIGHT), index))
 
 
@@ -108,6 +112,40 @@ def _weight(value: Any, index: int) -> float:
     if not math.isfinite(weight):
         raise ConfigError(f"item {index} of the data: {_WEIGHT} must be one finite number, but is {value!r}")
     return weight
+
+
+def _check_mask(mask: Int64Array, labels: Int64Array, index: int) -> None:
+    """ConfigError for a mask (tokens,) that is none of 0 and 1, nor of the numbers 1, 2, 3, ... of packed sequences."""
+    kept = mask[mask != 0]
+    if not len(kept):
+        if len(mask) and (labels != IGNORE_INDEX).any():
+            raise ConfigError(
+                f"item {index} of the data: attention_mask is 0 at all of its {len(mask)} tokens, but labels are to be "
+                "learnt there: correct the mask, or leave the item out"
+            )
+        return
+    wrong = np.concatenate(([kept[0] != 1], ~np.isin(np.diff(kept), (0, 1))))
+    if wrong.any():
+        at = int(np.flatnonzero(mask != 0)[np.argmax(wrong)])
+        raise ConfigError(
+            f"item {index} of the data: attention_mask has {mask[at]} at token {at}, but only 0 for padding and 1 are "
+            "understood, or 1, 2, 3, ... for the packed sequence that a token belongs to, one after the other: correct "
+            "the mask"
+        )
+
+
+def _check_holes(kept: Int64Array, lengths: tuple[int, ...], index: int) -> None:
+    """ConfigError for padding inside a sequence; `kept` are the places of the tokens that are none."""
+    # Hugging Face leaves a masked token in place, so those behind it keep their positions. Here padding is taken out.
+    holes = np.flatnonzero(np.diff(kept) > 1) + 1
+    inside = holes[~np.isin(holes, np.cumsum(lengths))]
+    if len(inside):
+        at = int(kept[inside[0] - 1]) + 1
+        raise ConfigError(
+            f"item {index} of the data: attention_mask is 0 at token {at}, between tokens of one sequence, of which "
+            "ds_hydra takes padding only before, behind and between packed sequences: take these tokens out of the "
+            f"item, or keep them and put {IGNORE_INDEX} into 'labels' where nothing is to be learnt"
+        )
 
 
 def _packed_lengths(columns: Mapping[str, Int64Array], index: int) -> tuple[int, ...]:
@@ -159,53 +197,6 @@ def _lengths_from(begins: npt.NDArray[np.bool_]) -> tuple[int, ...]:
 
 def _shown(lengths: tuple[int, ...]) -> str:
     return ", ".join(map(str, lengths[:8])) + (", ..." if len(lengths) > 8 else "")
-
-
-class OtherColumns:
-    """Looks at the columns that training does not read, once for each set of columns."""
-
-    # Looking at values costs time for every item, and items of one dataset have the same columns.
-    def __init__(self) -> None:
-        self._seen: set[tuple[str, ...]] = set()
-
-    def check(self, item: Any, index: int) -> tuple[str, ...]:
-        """`check_other_columns` of an item; no names where its set of columns was looked at before."""
-        names = tuple(map(str, item)) if isinstance(item, Mapping) else ()
-        if names in self._seen:
-            return ()
-        unread = check_other_columns(item, index)
-        self._seen.add(names)
-        return unread
-
-
-def check_other_columns(item: Any, index: int) -> tuple[str, ...]:
-    """Names of an item's columns that training does not read, for the log.
-
-    Raises ConfigError for a column that looks as if it decided which tokens are learnt or belong together: by its name,
-    or because it holds a 0 or 1 for each token.
-    """
-    if not isinstance(item, Mapping):
-        return ()
-    unread = sorted(str(name) for name in item if name not in _READ and name != _WEIGHT)
-    for name in unread:
-        if name not in _HARMLESS and _looks_like_a_mask(name, item[name], item["input_ids"]):
-            raise ConfigError(
-                f"item {index} of the data has a column {name!r}, which looks like a mask but is not one that ds_hydra "
-                f"reads ({', '.join((*_LOSS_MASKS, 'attention_mask', *_PACKING))}): rename it to the one it is, put "
-                f"{IGNORE_INDEX} into 'labels' where nothing is to be learnt, or remove it"
-            )
-    return tuple(unread)
-
-
-def _looks_like_a_mask(name: str, value: Any, input_ids: Any) -> bool:
-    try:
-        values = as_array(value)
-    except (TypeError, ValueError, RuntimeError):
-        return False
-    if values.ndim == 0 or values.dtype.kind not in "iubf":
-        return False
-    flags = values.shape == np.shape(input_ids) and bool(np.isin(values, (0, 1)).all())
-    return flags or _MASK_LIKE.search(name.lower()) is not None
 
 
 def _whole_numbers(values: Any, index: int, what: str) -> Int64Array:

@@ -18,7 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from ds_hydra.data.columns import Int64Array, OtherColumns, read_item
+from ds_hydra.data.columns import Int64Array, read_item
+from ds_hydra.data.item_check import ItemCheck
+from ds_hydra.data.tokens import Limits
 from ds_hydra.zero_hetero.errors import ConfigError
 from ds_hydra.zero_hetero.kept_files import keep_file, kept_folder
 
@@ -56,19 +58,22 @@ def given_lengths(dataset: Any) -> Int64Array | None:
     return lengths.astype(np.int64)
 
 
-def read_part(dataset: Any, part: int = 0, num_parts: int = 1) -> ItemLengths:
+def read_part(dataset: Any, part: int = 0, num_parts: int = 1, limits: Limits | None = None) -> ItemLengths:
     """Read the `part`-th of `num_parts` equal parts of the items. The first part shows its progress.
 
-    ConfigError, naming the item, for what is no token sequence, or has a column that looks like a mask but is unknown.
+    ConfigError, naming the item, for what is no token sequence, has tokens or columns that do not fit the model, or a
+    column that looks like a mask but is unknown.
     """
     lengths: list[int] = []
     counts: list[int] = []
-    others = OtherColumns()
+    check = ItemCheck() if limits is None else ItemCheck(limits.inputs)
     items = range(len(dataset) * part // num_parts, len(dataset) * (part + 1) // num_parts)
     for index in tqdm(items, "reading the lengths of the data", disable=part > 0, delay=_PATIENCE_S, unit=" items"):
         item = dataset[index]
         read = read_item(item, index)
-        others.check(item, index)
+        check.check(item, read, index)
+        if limits is not None:
+            limits.check(read, f"item {index} of the data")
         lengths += read.lengths
         counts.append(len(read.lengths))
     return ItemLengths(np.array(lengths, dtype=np.int64), np.array(counts, dtype=np.int64))

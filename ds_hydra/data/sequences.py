@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from ds_hydra.data.columns import Int64Array, Item, OtherColumns, is_packed, read_item
+from ds_hydra.data.columns import Int64Array, Item, is_packed, read_item
+from ds_hydra.data.item_check import TOKENS_ONLY, ItemCheck, ModelInput
 from ds_hydra.data.item_lengths import ItemLengths, given_lengths, kept, read_part
 from ds_hydra.data.tokens import LeftOut, Limits, TokenSequence
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -60,11 +61,12 @@ class SequenceData:
         too_long: str = "error",
         vocab_size: int | None = None,
         max_positions: int | None = None,
+        inputs: ModelInput = TOKENS_ONLY,
         scanned: ItemLengths | None = None,
     ) -> None:
         self._dataset = dataset
-        self._columns = OtherColumns()
-        self._limits = Limits(context_length, too_long, vocab_size, max_positions)
+        self._check = ItemCheck(inputs)
+        self._limits = Limits(context_length, too_long, vocab_size, max_positions, inputs)
         _check_dataset(dataset)
         # The first sequence of each item and, at last, their number; None where an item is a sequence.
         self._first: Int64Array | None = None
@@ -85,6 +87,11 @@ class SequenceData:
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    def use_inputs(self, inputs: ModelInput) -> None:
+        """Read items for a model that takes them so from now on. ConfigError where the first one does not fit it."""
+        self._check, self._limits = ItemCheck(inputs), replace(self._limits, inputs=inputs)
+        self._limits.check(self._read(0), self._place(0))
 
     def load_sequence(self, sequence_id: int) -> TokenSequence:
         """One sequence of lengths[sequence_id] tokens.
@@ -128,14 +135,9 @@ class SequenceData:
     def _read(self, index: int) -> Item:
         item = self._dataset[index]
         read = read_item(item, index)
-        self._look_at_columns(item, index)
+        for line in self._check.check(item, read, index):
+            logger.warning("%s", line)
         return read
-
-    def _look_at_columns(self, item: Any, index: int) -> None:
-        """Refuse an item's columns that look like masks and log the others that are not read, once for each set."""
-        unread = self._columns.check(item, index)
-        if unread:
-            logger.warning("items of the data also hold %s, which training does not read", ", ".join(unread))
 
     def _num_parts(self, index: int) -> int:
         return 1 if self._first is None else int(self._first[index + 1] - self._first[index])

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ds_hydra.data.columns import IGNORE_INDEX, Item, OtherColumns, read_item
+from ds_hydra.data.columns import IGNORE_INDEX, Item, read_item
+from ds_hydra.data.item_check import ItemCheck
 from ds_hydra.data.tokens import LeftOut, Limits, TokenSequence
 from ds_hydra.zero_hetero.errors import ConfigError
 
@@ -48,24 +49,27 @@ class Share(NamedTuple):
     sequences: tuple[TokenSequence, ...]
     left_out: LeftOut
     num_items: int
+    notes: tuple[str, ...] = ()  # lines for the log
 
     @property
     def num_targets(self) -> int:
         return sum(int((sequence.labels != IGNORE_INDEX).sum()) for sequence in self.sequences)
 
 
-def read_share(handed: Any, limits: Limits, *, first: int = 0) -> Share:
+def read_share(handed: Any, limits: Limits, *, first: int = 0, check: ItemCheck | None = None) -> Share:
     """Read all items of a share [Note: what can be handed in]; they are counted from `first` on in errors.
+
+    `check` has looked at the items of the shares before this one.
 
     Raises ConfigError, naming the item, for what is no sequence, does not fit the model, or is too long where
     `limits.too_long` is "error".
     """
     found: list[tuple[Item, int, str]] = []  # each sequence: its item, its part of it, its name
-    others = OtherColumns()
+    check, notes = check or ItemCheck(limits.inputs), list[str]()
     items = list(items_of(handed))
     for index, item in enumerate(items, start=first):
         read = read_item(item, index)
-        others.check(item, index)
+        notes += check.check(item, read, index)
         for part in range(len(read.lengths)):
             among = f" (sequence {part} in it)" if len(read.lengths) > 1 else ""
             found.append((read, part, f"item {index} of the data{among}"))
@@ -76,7 +80,7 @@ def read_share(handed: Any, limits: Limits, *, first: int = 0) -> Share:
         for (item, part, place), length in zip(found, kept.tolist(), strict=True)
         if length
     )
-    return Share(sequences, left_out, len(items))
+    return Share(sequences, left_out, len(items), tuple(notes))
 
 
 def items_of(handed: Any) -> Iterator[Any]:

@@ -28,6 +28,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
+from ds_hydra.data.item_check import ItemCheck, ModelInput
 from ds_hydra.data.share import Tally, read_share
 from ds_hydra.data.tokens import LeftOut, Limits, TokenSequence
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -69,11 +70,16 @@ class StreamReader:
 
     def __init__(self, stream: Any, tokens_per_step: int, limits: Limits):
         self._stream, self._budget, self._limits = stream, tokens_per_step, limits
+        self._check = ItemCheck(limits.inputs)
         self._has_state = hasattr(stream, "state_dict") and hasattr(stream, "load_state_dict")
         self._iterator: Iterator[Any] | None = None
         self._place = StreamCursor(0)
         self._target: StreamCursor | None = None
         self._fruitful = False  # whether this pass gave a sequence
+
+    def use_inputs(self, inputs: ModelInput) -> None:
+        """Read items for a model that takes them so from now on."""
+        self._check, self._limits = ItemCheck(inputs), replace(self._limits, inputs=inputs)
 
     def restart(self, place: StreamCursor) -> None:
         """Go on from a saved place, which the next `draw` seeks."""
@@ -117,7 +123,9 @@ class StreamReader:
         sequences: list[TokenSequence] = []
         first_id, left_out, tokens = self._place.sequences, LeftOut(), 0
         while tokens < self._budget:
-            share = read_share(self._next(), self._limits, first=self._place.items)
+            share = read_share(self._next(), self._limits, first=self._place.items, check=self._check)
+            for line in share.notes:
+                logger.warning("%s", line)
             self._place = replace(self._place, items=self._place.items + 1)
             left_out += share.left_out
             sequences += share.sequences
@@ -178,6 +186,7 @@ class StreamSampler:
                 "would never be read: pass the whole stream, or hand each rank's part in by train_batch(iterator)"
             )
         self._reader = StreamReader(stream, tokens_per_step, limits)
+        self.use_inputs = self._reader.use_inputs
         self._has_state = hasattr(stream, "state_dict")
         self._ahead, self._reads = ahead, reads
         self._thread: ThreadPoolExecutor | None = None

@@ -9,7 +9,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ds_hydra.data.columns import IGNORE_INDEX, Int64Array
+from ds_hydra.data.columns import IGNORE_INDEX, Int64Array, Item
+from ds_hydra.data.item_check import TOKENS_ONLY, ModelInput
 from ds_hydra.zero_hetero.errors import ConfigError
 
 
@@ -59,6 +60,7 @@ class Limits:
     too_long: str = "error"  # what becomes of a longer sequence: "error", "truncate" or "skip"
     vocab_size: int | None = None
     max_positions: int | None = None  # of the model
+    inputs: ModelInput = TOKENS_ONLY
 
     def __post_init__(self) -> None:
         if self.context_length is None or self.max_positions is None or self.context_length <= self.max_positions:
@@ -121,7 +123,28 @@ class Limits:
         shifted = np.full(length, IGNORE_INDEX, dtype=np.int64)
         shifted[:-1] = labels[1:]
         self._check_tokens(shifted[shifted != IGNORE_INDEX], place, "label")
+        self._check_counted(input_ids, place)
         return TokenSequence(input_ids, shifted, weight)
+
+    def check(self, item: Item, place: str) -> None:
+        """ConfigError, which begins with `place`, if a sequence of an item has tokens or labels that `sequence` would
+        refuse."""
+        for part, full in enumerate(item.lengths):
+            over = self.context_length is not None and full > self.context_length
+            length = min(full, self.context_length or full)
+            if length > 1 and not (over and self.too_long == "skip"):
+                self.sequence(*item.sequence(part), length, place)
+
+    def _check_counted(self, input_ids: Int64Array, place: str) -> None:
+        for token in self.inputs.uncounted:
+            at = np.flatnonzero(input_ids == token)
+            if len(at):
+                raise ConfigError(
+                    f"{place} holds the token {token} at position {at[0]}, which the model does not count when it "
+                    "numbers the tokens of a sequence, such as its padding token: packed sequences are numbered "
+                    "through. Mark padding by attention_mask, use another token inside of sequences, or give the model "
+                    "another pad_token_id"
+                )
 
     def _check_tokens(self, tokens: Int64Array, place: str, what: str) -> None:
         limit = self.vocab_size

@@ -30,6 +30,7 @@ from ds_hydra.engine.signals import Signals
 from ds_hydra.engine.steps import Handed, Steps
 from ds_hydra.host.kept_model import KeptModel
 from ds_hydra.host.launch import launched_node_size
+from ds_hydra.host.model_limits import limits_of
 from ds_hydra.host.three_calls import ThreeCallEngine
 from ds_hydra.pipe.loss import TokenLoss
 from ds_hydra.pipe.models.adapted import NAMES_OF_PEFT, base_of, is_peft_model
@@ -53,7 +54,9 @@ class HydraEngine(ThreeCallEngine):
 
     def __init__(self, parsed: ParsedConfig, model: Any, *, loss_fn: TokenLoss | None = None, **arguments: Any) -> None:
         channel = first_channel()
-        scanned = scan_together(arguments.get("training_data"), channel)
+        scanned = scan_together(
+            arguments.get("training_data"), channel, lambda: limits_of(parsed.hydra, base_of(model))
+        )
         with together(channel, "reading the model and the data"):
             base = base_of(model)  # adapters lie within it; what PEFT has around it is not run
             super().__init__(parsed, base, **arguments, scanned=scanned)
@@ -62,6 +65,8 @@ class HydraEngine(ThreeCallEngine):
             give_buffers(base, config.initial_weights)
             # The job is what stays the same when the ranks change; `assemble` adds what belongs to the present ranks.
             source, clipping = self.source_of(base), self.gradient_clipping()
+            if isinstance(source, CausalLM):
+                self.use_inputs(self._inputs._replace(first_position=source.first_position, uncounted=source.uncounted))
             tried = try_loss(loss_fn, base, self.device, self.types.compute)
             self.job = Job(config, source, base, self.recipe, self.data, self.sampler, self.types, clipping)
         same_on_all(channel, tried)

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ds_hydra.data.item_check import ItemCheck
 from ds_hydra.data.share import Share, Tally, read_share
 from ds_hydra.data.stream import StreamSampler, is_stream
 from ds_hydra.data.tokens import LeftOut, Limits, Sequences, TokenSequence
@@ -99,6 +100,7 @@ class HandedSteps:
 
     def __init__(self, crew: Crew, limits: Limits):
         self._crew, self._limits, self._intake = crew, limits, Intake()
+        self._check = ItemCheck(limits.inputs)
         self._by_batch = crew.job.config.loss_norm == "batch"
         self._tally = Tally()
 
@@ -189,7 +191,10 @@ class HandedSteps:
         try:
             for batch, factor in batches:
                 first = sum(share.num_items for share, _ in read)
-                read.append((read_share(batch, self._limits, first=first), factor))
+                share = read_share(batch, self._limits, first=first, check=self._check)
+                read.append((share, factor))
+                for line in share.notes if self._crew.world.rank == 0 else ():
+                    logger.warning("%s", line)
         except Exception as raised:  # whatever a batch does when it is looked at
             return Mine(error=raised)
         return Mine(tuple(read))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from ds_hydra.data.columns import is_packed, read_item
 from ds_hydra.data.item_lengths import ItemLengths, given_lengths, keep, kept, read_part
 from ds_hydra.data.stream import is_stream
+from ds_hydra.data.tokens import Limits
 from ds_hydra.ranks.channel import Channel
 from ds_hydra.ranks.together import together
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -19,10 +21,10 @@ from ds_hydra.zero_hetero.errors import ConfigError
 _COMPARED = 8  # items that each rank reads to see that it has the same data
 
 
-def scan_together(dataset: Any, channel: Channel) -> ItemLengths | None:
+def scan_together(dataset: Any, channel: Channel, limits: Callable[[], Limits] = Limits) -> ItemLengths | None:
     """Lengths of map-style data that do not tell theirs; None for other data. Every rank must call it.
 
-    An item that cannot be trained on is an error on all ranks.
+    An item that cannot be trained on within the job's limits, which `limits` tells, is an error on all ranks.
     """
     with together(channel, "reading the data"):
         silent = _is_silent(dataset)
@@ -33,7 +35,7 @@ def scan_together(dataset: Any, channel: Channel) -> ItemLengths | None:
     if found is not None and len(set(texts)) == 1:
         return found
     with together(channel, "reading the lengths of the data"):
-        part = read_part(dataset, channel.rank, channel.num_ranks)
+        part = read_part(dataset, channel.rank, channel.num_ranks, limits())
     found = ItemLengths.joined(_gathered(part, channel))
     with together(channel, "comparing the data of all ranks"):
         _compare(dataset, found)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import fields, replace
 from typing import Any, NoReturn
 
 from deepspeed.accelerator import get_accelerator
@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ds_hydra.config.hydra_block import ParsedConfig
+from ds_hydra.data.item_check import ModelInput
 from ds_hydra.data.item_lengths import ItemLengths
 from ds_hydra.data.order import Order
 from ds_hydra.data.sampler import StepLoader, TokenBudgetSampler
@@ -30,7 +31,7 @@ from ds_hydra.data.sequences import SequenceData
 from ds_hydra.data.stream import StreamSampler, StreamSteps, is_stream
 from ds_hydra.data.tokens import Limits
 from ds_hydra.host import refusals
-from ds_hydra.host.model_limits import max_positions, vocab_size
+from ds_hydra.host.model_limits import limits_of
 from ds_hydra.host.optimizers import OptimizerRecipe, optimizer_recipe
 from ds_hydra.host.precision import DataTypes, choose_dtype
 from ds_hydra.host.settings import deepspeed_config, with_model_settings
@@ -97,6 +98,7 @@ class HostEngine(DeepSpeedEngine):
             allow_untested=bool(self.zero_allow_untested_optimizer()),
         )
         refusals.foreign_scheduler(lr_scheduler, optimizer)
+        self._inputs = limits_of(self.hydra_config, model).inputs
         self._configure_data(training_data, scanned)
         self._configure_reports()
 
@@ -153,12 +155,20 @@ class HostEngine(DeepSpeedEngine):
 
     def sequences(self, dataset: Any, scanned: ItemLengths | None = None) -> SequenceData:
         """The sequences of a dataset, within this job's context length and this model's vocabulary."""
-        return SequenceData(dataset, **asdict(self.limits()), scanned=scanned)
+        limits = self.limits()
+        return SequenceData(dataset, **{one.name: getattr(limits, one.name) for one in fields(limits)}, scanned=scanned)
 
     def limits(self) -> Limits:
         """What this job can train on."""
-        config, model = self.hydra_config, self.module
-        return Limits(config.context_length, config.too_long, vocab_size(model), max_positions(model))
+        return replace(limits_of(self.hydra_config, self.module), inputs=self._inputs)
+
+    def use_inputs(self, inputs: ModelInput) -> None:
+        """Read data for a model that takes them so from now on. ConfigError where the first item does not fit it."""
+        self._inputs = inputs
+        if self.data is not None:
+            self.data.use_inputs(inputs)
+        elif isinstance(self.sampler, StreamSampler):
+            self.sampler.use_inputs(inputs)
 
     def _configure_reports(self) -> None:
         self.monitor = MonitorMaster(self._config.monitor_config)

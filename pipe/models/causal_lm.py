@@ -30,7 +30,7 @@ from ds_hydra.pipe.models.meta_copy import (
     place_on,
     run_experts_one_by_one,
 )
-from ds_hydra.pipe.models.positions import first_position, refuse_dynamic_rotary
+from ds_hydra.pipe.models.positions import first_position, refuse_dynamic_rotary, uncounted_tokens
 from ds_hydra.pipe.models.recognise import find_functions
 from ds_hydra.pipe.models.refusals import find_layers, known_tokens, refuse_unsupported
 from ds_hydra.pipe.models.state import refuse_state
@@ -94,7 +94,9 @@ class CausalLM:
         refuse_dynamic_rotary(model)
         values = stand_in_values(model)
         device = next(iter(values.values())).device
-        self.first_position = first_position(self.copy_to_run(device, values), self.layers_path)
+        runs = self.copy_to_run(device, values)
+        self.first_position = first_position(runs, self.layers_path)
+        self.uncounted = uncounted_tokens(runs, self.layers_path, self.first_position)
         self.flow = self._trace()
         self.balancing: Balancing | None = find_balancing(self) if balances else None
         self.balances = self.balancing is not None

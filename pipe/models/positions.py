@@ -16,6 +16,31 @@ from ds_hydra.zero_hetero.errors import ConfigError
 _LENGTHS = (5, 7)  # of two sequences in a row; no other dimension is likely to have 12
 
 
+def uncounted_tokens(model: Any, layers_path: str, first: int) -> tuple[int, ...]:
+    """Tokens that the model leaves out when it numbers those of a sequence, which begins with `first`.
+
+    RoBERTa's kind counts no padding tokens; tried are the special tokens of the config, and the first ones of the
+    vocabulary. `model` holds real values.
+    """
+    device, vocab = next(model.parameters()).device, known_tokens(model)
+    config = model.config.get_text_config()
+    named = [getattr(config, f"{name}_token_id", None) for name in ("pad", "bos", "eos", "sep", "cls", "unk", "mask")]
+    numbers = [number for one in named for number in (one if isinstance(one, list | tuple) else [one])]
+    special = sorted({n for n in (*numbers, *range(4)) if isinstance(n, int) and 0 <= n < vocab})
+    plain = [token for token in range(vocab - 1, vocab // 2, -1) if token not in special][: _LENGTHS[0]]
+
+    def counted(tokens: list[int]) -> bool:
+        ids = torch.tensor([[plain[0], *(part for token in tokens for part in (token, plain[1])), plain[2]]]).to(device)
+        length = ids.shape[1]
+        positions = torch.arange(first, first + length, device=device)[None]
+        alone = _entering(model, layers_path, ids, None, (length,))
+        return _same_rows([alone], _entering(model, layers_path, ids, positions, (length,)), (length,))
+
+    if len(plain) < 3 or counted(special):
+        return ()
+    return tuple(token for token in special if not counted([token]))
+
+
 class _Entered(BaseException):
     """Ends a forward at the first layer's door."""
 
@@ -81,16 +106,16 @@ def _entering(
     return []
 
 
-def _same_rows(alone: list[list[Tensor]], packed: list[Tensor]) -> bool:
+def _same_rows(alone: list[list[Tensor]], packed: list[Tensor], lengths: tuple[int, ...] = _LENGTHS) -> bool:
     """Whether the rows of each sequence are the same alone and packed, in every tensor."""
     start = 0
-    for length, tensors in zip(_LENGTHS, alone, strict=True):
+    for length, tensors in zip(lengths, alone, strict=True):
         if len(tensors) != len(packed):
             return False
         for mine, row in zip(tensors, packed, strict=True):
             part = row
             for dim, size in enumerate(mine.shape):
-                if size == length and row.shape[dim] == sum(_LENGTHS):
+                if size == length and row.shape[dim] == sum(lengths):
                     part = part.narrow(dim, start, length)
             near = max(1e-5, 8 * torch.finfo(mine.dtype).eps)  # other positions are off by a tenth and more
             if part.shape != mine.shape or float((part - mine).abs().max()) > near * float(mine.abs().max()):

@@ -107,6 +107,7 @@ def test_strategies_that_do_not_add_up_to_the_ranks() -> None:
         (DATA, {"context_length": 100_000}, ["hydra.context_length 100000", "positions", "at most"]),
         ([{"input_ids": d, "loss_mask": [1] * len(d)} for d in DATA], {}, ["'loss_mask'", "rename it"]),
         ([{"input_ids": d, "position_ids": [7] * len(d)} for d in DATA], {}, ["position_ids has 7", "seq_lengths"]),
+        ([*DATA, [999] * 9], {}, ["item 16 of the data holds the token id 999", f"vocabulary of {VOCAB}"]),
         (Lazy(2, lambda: 5), {"tokens_per_step": 1}, None),
     ],
 )
