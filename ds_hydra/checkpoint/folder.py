@@ -127,7 +127,7 @@ def complete_tags(folder: Path) -> list[tuple[int, str]]:
         try:
             if (path / MANIFEST).is_file():
                 found.append((open_manifest(folder, path.name).step, path.name))
-        except CheckpointError:  # not complete, which is what was asked
+        except (CheckpointError, OSError):  # not complete, or not to be read, which is what was asked
             continue
     return sorted(found, reverse=True)
 
@@ -161,6 +161,11 @@ def open_manifest(folder: Path, tag: str) -> Manifest:
         raise CheckpointError(
             f"{place} cannot be read: {error.strerror}; correct that, or {_other(folder, tag)}"
         ) from None
+    if manifest.tag != tag:
+        raise CheckpointError(
+            f"{place} says that it was saved as {manifest.tag!r}: it lies in another tag's folder. Rename the folder "
+            f"back, or {_other(folder, tag)}"
+        )
     # Sizes now, contents when they are read: a cut-off file is found at once, without reading gigabytes.
     for entry in manifest.files:
         path = place.parent / entry.name

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from ds_hydra.zero_hetero import safe_json
 from ds_hydra.zero_hetero.errors import CheckpointError
 from ds_hydra.zero_hetero.intervals import overlaps
 
@@ -25,9 +26,12 @@ MANIFEST = "manifest.json"
 BLOCK_BYTES = 2**20  # of a file under one digest
 DIGEST_BYTES = 4  # CRC-32: finds every single flipped bit, and at memory speed; it is against damage, not forgery
 MAX_MANIFEST_BYTES = 256 * 2**20
-MAX_DEPTH = 64
 MAX_RANKS = 2**20
+MAX_STEP = 2**48  # beyond any job
+MAX_NAME_BYTES = 255
+COUNTERS = ("global_samples", "micro_steps", "skipped_steps")
 _MAX_CLIENT_BYTES = 16 * 2**20
+_OUTER_LEVELS = 3  # of a manifest around a user's state
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=@,-]{0,127}")
 _RESERVED = frozenset({"latest", "latest_universal"})
 
@@ -39,6 +43,18 @@ def check_tag(tag: object) -> str:
         raise CheckpointError(
             f"the tag {text[:200]!r} is not a name: use up to 128 letters, digits and ._+=@,- that begin with a letter "
             'or digit, such as "step_1000"'
+        )
+    return text
+
+
+def check_name(name: object) -> str:
+    """The name of a parameter, a bucket or a state; ValueError for one that could lead out of a folder as a file's."""
+    text = _text(name)
+    plain = text.isprintable() and not text.startswith(".") and not any(mark in text for mark in "/\\")
+    if not plain or not 1 <= len(text.encode()) <= MAX_NAME_BYTES:
+        raise ValueError(
+            f"the name {text[:80]!r} has a separator, a leading dot, an unprintable character, none or more than "
+            f"{MAX_NAME_BYTES} bytes"
         )
     return text
 
@@ -121,7 +137,7 @@ class Manifest:
     lr_scheduler: dict[str, Any] | None = None
     loss_scale: dict[str, Any] | None = None
     data: dict[str, Any] | None = None  # DataCursor
-    counters: dict[str, Any] = field(default_factory=dict)  # samples, micro-steps, skipped steps, last strategy
+    counters: dict[str, int] = field(default_factory=dict)  # some of COUNTERS
     aliases: dict[str, str] = field(default_factory=dict)  # every path of a parameter in the model -> its name
     config_sha256: str = ""
     client_state: dict[str, Any] = field(default_factory=dict)
@@ -153,7 +169,7 @@ def read_manifest(text: str | bytes, place: str) -> Manifest:
     try:
         manifest = _manifest(contents)
         _check(manifest)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(f"{place} contradicts itself ({error}); use another tag") from None
     return manifest
 
@@ -161,15 +177,9 @@ def read_manifest(text: str | bytes, place: str) -> Manifest:
 def parse_json(text: str | bytes | bytearray, place: str) -> Any:
     """JSON without duplicate keys, NaN or deep nesting; CheckpointError naming `place` for anything else."""
     try:
-        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite)
-    except (ValueError, RecursionError) as error:
-        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise CheckpointError(
-            f"{place} is damaged, not the JSON that was written ({reason}); use another tag"
-        ) from None
-    if _too_deep(value):
-        raise CheckpointError(f"{place} is nested deeper than {MAX_DEPTH} levels; use another tag")
-    return value
+        return safe_json.parse_json(text)
+    except safe_json.JsonError as error:
+        raise CheckpointError(f"{place} is damaged, not the JSON that was written ({error}); use another tag") from None
 
 
 def check_client_state(state: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -179,6 +189,9 @@ def check_client_state(state: Mapping[str, Any] | None) -> dict[str, Any]:
     """
     try:
         text = json.dumps(_text_keys(dict(state or {})), allow_nan=False)
+        plain = safe_json.parse_json(text)
+        if safe_json.too_deep(plain, safe_json.MAX_DEPTH - _OUTER_LEVELS):
+            raise ValueError("nested too deeply")
     except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"client_state cannot be saved: {error}; give numbers, text, lists and dictionaries with text keys "
@@ -186,7 +199,7 @@ def check_client_state(state: Mapping[str, Any] | None) -> dict[str, Any]:
         ) from None
     if len(text) > _MAX_CLIENT_BYTES:
         raise CheckpointError(f"client_state has {len(text)} bytes as JSON, more than {_MAX_CLIENT_BYTES}; save less")
-    return json.loads(text)
+    return plain
 
 
 def owners(numel: int, num_ranks: int, start: int, stop: int) -> list[tuple[int, int, int]]:
@@ -210,14 +223,14 @@ def _manifest(contents: dict[str, Any]) -> Manifest:
     plain = dict(contents)
     plain["buckets"] = tuple(
         SavedBucket(
-            _text(b["name"]),
+            check_name(b["name"]),
             _kind(b["trainable"], bool),
             tuple(
                 SavedParam(
-                    _text(p["name"]),
-                    tuple(_count(n) for n in p["shape"]),
-                    None if p["dim"] is None else _count(p["dim"]),
-                    _count(p["parts"]),
+                    check_name(p["name"]),
+                    tuple(count(n) for n in p["shape"]),
+                    None if p["dim"] is None else count(p["dim"]),
+                    count(p["parts"]),
                 )
                 for p in b["params"]
             ),
@@ -225,19 +238,19 @@ def _manifest(contents: dict[str, Any]) -> Manifest:
         for b in contents["buckets"]
     )
     plain["files"] = tuple(
-        FileEntry(_text(f["name"]), _count(f["size"]), _text(f["digests"])) for f in contents["files"]
+        FileEntry(_text(f["name"]), count(f["size"]), _text(f["digests"])) for f in contents["files"]
     )
     plain["groups"] = tuple(
         SavedGroup(
             _kind(g["options"], dict),
             {
-                _text(key): SavedScalar(_number(s["value"]), s["dtype"] and _text(s["dtype"]))
+                check_name(key): SavedScalar(_number(s["value"]), None if s["dtype"] is None else _text(s["dtype"]))
                 for key, s in g["scalars"].items()
             },
         )
         for g in contents["groups"]
     )
-    plain["states"] = tuple(_text(state) for state in contents["states"])
+    plain["states"] = tuple(check_name(state) for state in _kind(contents["states"], list))
     return Manifest(**plain)
 
 
@@ -245,7 +258,7 @@ def _check(manifest: Manifest) -> None:
     """Fields that everything else relies on."""
     check_tag(manifest.tag)
     for name in ("step", "num_ranks", "block_bytes"):
-        _count(getattr(manifest, name))
+        count(getattr(manifest, name))
     for name in ("save_id", "optimizer", "config_sha256"):
         _text(getattr(manifest, name))
     for name in ("counters", "aliases", "client_state"):
@@ -261,9 +274,50 @@ def _check(manifest: Manifest) -> None:
         blocks = -(-entry.size // manifest.block_bytes)
         if len(bytes.fromhex(entry.digests)) != blocks * DIGEST_BYTES:
             raise ValueError(f"{entry.name} has digests for another size than its {entry.size} bytes")
-    names = [param.name for bucket in manifest.buckets for param in bucket.params]
-    if len(set(names)) < len(names):
-        raise ValueError("a parameter is listed twice")
+    params = [param for bucket in manifest.buckets for param in bucket.params]
+    for what, names in (
+        ("parameter", [param.name for param in params]),
+        ("bucket", [bucket.name for bucket in manifest.buckets]),
+        ("state", ["master", *manifest.states]),
+    ):
+        if len(set(names)) < len(names):
+            raise ValueError(f"a {what} is listed twice")
+    for param in params:
+        _check_param(param)
+    if sum(param.numel for param in params) >= 2**62:
+        raise ValueError("its parameters have more elements than any model")
+    _check_progress(manifest)
+
+
+def _check_param(param: SavedParam) -> None:
+    """ValueError for a flat order that the shape does not have."""
+    dims = {None: 0, **dict(enumerate(param.shape))}  # what is cut, in elements; nothing without a dimension
+    if param.dim not in dims or param.parts < 1 or dims[param.dim] % param.parts:
+        raise ValueError(
+            f"{param.name!r} of shape {param.shape} cannot be cut along {param.dim} into {param.parts} parts"
+        )
+
+
+def _check_progress(manifest: Manifest) -> None:
+    """ValueError or TypeError for counts that are none, or that contradict each other."""
+    if manifest.step > MAX_STEP:
+        raise ValueError(f"step {manifest.step} is more than any job makes")
+    known = set(manifest.counters) <= set(COUNTERS)
+    if not known or (manifest.optimizer and len(manifest.counters) < len(COUNTERS)):  # converted ones lack some
+        raise ValueError(f"its counters are {', '.join(manifest.counters)[:200]} and not {', '.join(COUNTERS)}")
+    for number in manifest.counters.values():
+        count(number)
+    if manifest.counters.get("skipped_steps", 0) > manifest.step:
+        raise ValueError(f"{manifest.counters['skipped_steps']} steps were skipped of {manifest.step}")
+    if manifest.data is not None and count(manifest.data.get("step")) != manifest.step:
+        raise ValueError(
+            f"it was saved after step {manifest.step}, its place in the data is that of step {manifest.data['step']}"
+        )
+    for path, name in manifest.aliases.items():
+        _text(name), _text(path)
+    for group in manifest.groups:
+        if "params" in group.options:
+            raise ValueError("a group's options hold 'params'")
 
 
 def _kind(value: Any, kind: type) -> Any:
@@ -276,7 +330,8 @@ def _text(value: Any) -> str:
     return _kind(value, str)
 
 
-def _count(value: Any) -> int:
+def count(value: Any) -> int:
+    """The value; TypeError unless it is a whole number from 0 on, below 2^62."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**62:
         raise TypeError(f"{str(value)[:80]!r} is no count")
     return value
@@ -294,39 +349,6 @@ def _digest(contents: Any) -> str:
 
 def _dump(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    block = dict(pairs)
-    if len(block) < len(pairs):
-        raise ValueError("a key stands twice in one block")
-    return block
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"the number {text[:40]}")
-    return value
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"the number {name}")
-
-
-def _too_deep(value: Any) -> bool:
-    # Level by level and not by recursion, which deep nesting could break before it is noticed.
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        level = [
-            inner
-            for outer in level
-            if isinstance(outer, (dict, list))
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-        ]
-        if not level:
-            return False
-    return True
 
 
 def _text_keys(value: Any) -> Any:

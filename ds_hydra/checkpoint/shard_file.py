@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_hydra.checkpoint.format import BLOCK_BYTES, DIGEST_BYTES, FileEntry, block_digest, parse_json
+from ds_hydra.checkpoint.format import BLOCK_BYTES, DIGEST_BYTES, FileEntry, block_digest, count, parse_json
 from ds_hydra.zero_hetero.errors import CheckpointError
 
 _NAMES = {
@@ -193,6 +193,14 @@ class ShardReader:
         if header["__metadata__"].get("save_id") != save_id:
             raise self._damaged("it belongs to another save than the manifest")
         self._tensors = {name: self._place(value) for name, value in header.items() if name != "__metadata__"}
+        # One after the other and to the file's end, as they were written: none may lie in another.
+        at = self._start
+        for dtype, begin, numel in sorted(self._tensors.values(), key=lambda place: place[1:]):
+            if begin != at:
+                raise self._damaged(f"its header contradicts itself (a tensor begins at {begin}, not {at})")
+            at += numel * dtype.itemsize
+        if at != entry.size:
+            raise self._damaged(f"its header contradicts itself (its tensors end at {at} of {entry.size} bytes)")
 
     def close(self) -> None:
         """Close the file."""
@@ -205,6 +213,10 @@ class ShardReader:
     def dtype(self, name: str) -> torch.dtype:
         """Type of a tensor."""
         return self._find(name)[0]
+
+    def numel(self, name: str) -> int:
+        """Elements of a tensor."""
+        return self._find(name)[2]
 
     def read(self, name: str, start: int, out: Tensor) -> None:
         """Fill `out`, flat and in host memory, with a tensor's elements from `start` on, converted to out's type.
@@ -240,8 +252,8 @@ class ShardReader:
             if not isinstance(value, dict):
                 raise TypeError("an entry is no object")
             dtype = _DTYPES[value["dtype"]]
-            numel = math.prod(int(n) for n in value["shape"])
-            begin, end = (int(offset) for offset in value["data_offsets"])
+            numel = math.prod(count(n) for n in value["shape"])
+            begin, end = (count(offset) for offset in value["data_offsets"])
             if not 0 <= begin <= end <= self._entry.size - self._start:
                 raise ValueError(f"bytes {begin} to {end} are not in the file")
             if end - begin != numel * dtype.itemsize:

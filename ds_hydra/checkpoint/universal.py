@@ -25,6 +25,7 @@ from ds_hydra.checkpoint.format import (
     SavedGroup,
     SavedParam,
     SavedScalar,
+    check_name,
     check_tag,
     rank_file,
 )
@@ -68,13 +69,13 @@ def to_universal(folder: Path, tag: str | None, target: Path, target_tag: str | 
             if not bucket.trainable:
                 frozen[param.name] = value
                 continue
-            place = zero / param.name
+            place = zero / _plain_name(param.name)
             place.mkdir()
             torch.save({"param": value, "cat_dim": 0}, place / "fp32.pt")
             for key in manifest.states:
                 flat = reader.read_all(param, key)
                 state = from_flat(flat, param.shape, param.dim, param.parts).clone()
-                torch.save({"param": state, "cat_dim": 0}, place / f"{key}.pt")
+                torch.save({"param": state, "cat_dim": 0}, place / f"{_plain_name(key)}.pt")
             step = next((group.scalars["step"] for group in manifest.groups if "step" in group.scalars), None)
             if step is not None:
                 torch.save(_number(step), place / "step.pt")
@@ -126,7 +127,7 @@ def from_universal(source: Path, target: Path, tag: str, *, step: int | None = N
     # Each parameter becomes a bucket of its own, saved by one rank: any job can load that, with any buckets and ranks.
     buckets, tensors, keys, count = [], {}, [], None
     for name in names:
-        place = zero / name
+        place = zero / _plain_name(name)
         shape = tuple(_param(place / "fp32.pt").shape)
         buckets.append(SavedBucket(name, True, (SavedParam(name, shape),)))
         tensors[f"{name}/master"] = _source(place / "fp32.pt", shape)
@@ -161,6 +162,14 @@ def from_universal(source: Path, target: Path, tag: str, *, step: int | None = N
     )
     folders.write_durably(temporary / MANIFEST, manifest.to_json())
     return folders.publish(temporary, tag, latest=True)
+
+
+def _plain_name(name: str) -> str:
+    """A name that is one file's or folder's, wherever it came from; CheckpointError for any other."""
+    try:
+        return check_name(name)
+    except ValueError as error:
+        raise CheckpointError(f"{error}: it cannot be converted; rename the parameter") from None
 
 
 def _number(scalar: SavedScalar) -> Any:

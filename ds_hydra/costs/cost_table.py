@@ -33,6 +33,9 @@ from ds_hydra.costs.shares import Shares
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 
+# Beyond any measurement (30 years, 10^14 tokens), and far from where their products leave the range of numbers.
+MOST_MS, MOST_TOKENS = 1e12, 2**48
+
 
 @dataclass(frozen=True, slots=True)
 class SchemeCost:
@@ -58,6 +61,9 @@ class SchemeCost:
                 raise ConfigError(f"scheme {self.scheme}: {key} must be a finite number but is {value!r}")
             if value < 0:
                 raise ConfigError(f"scheme {self.scheme}: {key} must not be negative but is {value}")
+            most = MOST_TOKENS if key.endswith("_length") else MOST_MS
+            if value > most:
+                raise ConfigError(f"scheme {self.scheme}: {key} is {value:g}, more than {most:g}; profile again")
         if self.a == 0 and self.b == 0:
             raise ConfigError(
                 f"scheme {self.scheme}: a and b are both 0, so T(l) does not grow with l (not monotone); measure "

@@ -35,6 +35,7 @@ from ds_hydra.zero_hetero.errors import ConfigError
 COMPUTING_IN_WEIGHTS = 0.3  # of the computing time of b: nine tenths of a third
 UNTIL_WEIGHT = 0.9  # of what is kept from forward to backward, what the weights' gradients need
 CONTEXT = 0.22  # tokens that a token counts more in a slice that others follow
+_MOST_CONTEXT = 1e6
 RECOMPUTED = 0.17  # tokens that a token counts in a layer that is computed again
 
 
@@ -65,10 +66,10 @@ class Shares:
                     "most 1; the rest is the backward's"
                 )
         within = 0.0 <= self.until_weight <= 1.0 and 0.0 <= self.recomputed <= 1.0
-        if not (within and 0.0 <= self.context < float("inf")):
+        if not (within and 0.0 <= self.context <= _MOST_CONTEXT):
             raise ConfigError(
                 f"shares of memory: until_weight {self.until_weight!r} and recomputed {self.recomputed!r} must be "
-                f"within 0..1, and context {self.context!r} at least 0"
+                f"within 0..1, and context {self.context!r} within 0..{_MOST_CONTEXT:g}"
             )
 
     @classmethod

@@ -28,6 +28,7 @@ from ds_hydra.costs.shares import Shares, Terms
 from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.pipe.shape import PipelineShape
 from ds_hydra.zero_hetero.errors import ConfigError
+from ds_hydra.zero_hetero.safe_json import parse_json
 
 _FORMAT, _VERSION = "ds-hydra cost table", 2
 _READ_VERSIONS = (1, 2)
@@ -36,6 +37,7 @@ _EVIDENCE_KEYS = ("job", "measured", "links", "step", "activations")
 _COST_KEYS = ("scheme", "a", "b", "c", "max_length", "util_length")
 _SHARES_KEYS = ("forward", "weight", "until_weight", "context")
 _MORE_SHARES_KEYS = ("recomputed",)
+_MOST = 1e15  # bytes of activations of a token: more is a mistake, and products of it would overflow
 # What must be equal between a table and a job, and what to do when it is not. Other things, such as the versions of
 # libraries, are written down for a reader and refuse nothing.
 _MUST_MATCH = {
@@ -218,7 +220,10 @@ def _read_job(job: object, place: str) -> JobFingerprint:
     names = {field.name for field in fields(JobFingerprint)}
     if not isinstance(job, Mapping) or not set(_MUST_MATCH) <= set(job) <= names:
         raise ConfigError(f'{place}: "job" must hold {", ".join(sorted(_MUST_MATCH))}; profile again')
-    return JobFingerprint(**{**job, "versions": tuple(dict(job.get("versions", {})).items())})
+    try:
+        return JobFingerprint(**{**job, "versions": tuple(dict(job.get("versions", {})).items())})
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f'{place}: "versions" of "job" cannot be read ({error}); profile again') from error
 
 
 def activations_record(figures: Mapping[tuple[int, int], Activations]) -> dict[str, dict[str, float]]:
@@ -228,12 +233,16 @@ def activations_record(figures: Mapping[tuple[int, int], Activations]) -> dict[s
 
 def activations_from_record(record: Mapping[str, Mapping[str, float]]) -> dict[tuple[int, int], Activations]:
     """Inverse of `activations_record`. Raises AttributeError, TypeError or ValueError for anything else."""
+    for key, figures in record.items():
+        for name, figure in figures.items():
+            if isinstance(figure, bool) or not isinstance(figure, int | float) or not 0 <= figure <= _MOST:
+                raise ValueError(f"{name} of {key!r} must be a number from 0 to {_MOST:g} but is {str(figure)[:40]}")
     return {(int(tp), int(sp)): Activations(**v) for (tp, sp), v in ((k.split(","), v) for k, v in record.items())}
 
 
 def _read_json(path: str | Path) -> Any:
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        return parse_json(Path(path).read_bytes())
     except OSError as error:
         raise ConfigError(
             f"cannot read the cost table {path}: {error.strerror}; write one with `ds-hydra profile`"

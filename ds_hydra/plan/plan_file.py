@@ -11,13 +11,13 @@ from ds_hydra.zero_hetero.errors import PlanError
 
 def save_plans(plans: Iterable[StepPlan], path: str | Path) -> None:
     """Write plans for `choose: "replay"`: one JSON object a line."""
-    Path(path).write_text("".join(plan.to_json() + "\n" for plan in plans))
+    Path(path).write_text("".join(plan.to_json() + "\n" for plan in plans), encoding="utf-8")
 
 
 def load_plans(path: str | Path) -> dict[int, StepPlan]:
     """Plans by step, as `save_plans` wrote them; PlanError names file and line of what cannot be read."""
     try:
-        lines = Path(path).read_text().splitlines()
+        lines = Path(path).read_bytes().splitlines()
     except OSError as error:
         raise PlanError(f"cannot read the plans to replay, {path}: {error.strerror}") from error
     plans: dict[int, StepPlan] = {}

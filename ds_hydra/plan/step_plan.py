@@ -14,6 +14,7 @@ from itertools import islice
 
 from ds_hydra.plan.phase import THEN, Phase, PipelinePlan, phase_record, read_number, read_phase, read_whole
 from ds_hydra.zero_hetero.errors import PlanError
+from ds_hydra.zero_hetero.safe_json import parse_json
 
 VERSION = 2  # of the JSON; plans of version 1 state none, and have "pipelines", of uniform schemes, for "phases"
 
@@ -89,10 +90,10 @@ class StepPlan:
         return hashlib.sha256(self.to_json().encode()).digest()
 
     @classmethod
-    def from_json(cls, text: str, place: str = "plan") -> StepPlan:
+    def from_json(cls, text: str | bytes, place: str = "plan") -> StepPlan:
         """Inverse of `to_json`, of this version or the first; PlanError, which starts with `place`, for other texts."""
         try:
-            record = json.loads(text)
+            record = parse_json(text)
             lengths = tuple(read_whole(i) for i in record["lengths"])
             return cls(
                 step=read_whole(record["step"]),
@@ -103,7 +104,7 @@ class StepPlan:
                 lower_bound_ms=read_number(record["lower_bound_ms"]),
                 source=str(record["source"]),
             )
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, OverflowError) as error:
             raise PlanError(f"{place}: not a step plan ({type(error).__name__}: {error})") from error
 
     def table(self) -> str:

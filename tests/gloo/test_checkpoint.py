@@ -75,7 +75,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "shard of another save": (lambda new: shutil.copy(new.parent / "old" / NAMES[0], new / NAMES[0]), NAMES[0]),
     "stale manifest": (
         lambda new: shutil.copy(new.parent / "old" / "manifest.json", new / "manifest.json"),
-        "rank_0000",
+        "saved as 'old'",
     ),
     "manifest missing": (lambda new: (new / "manifest.json").unlink(), "manifest.json"),
     "manifest of a later version": (

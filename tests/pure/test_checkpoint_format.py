@@ -37,13 +37,14 @@ MANIFEST = Manifest(
     save_id="5f",
     step=3,
     num_ranks=2,
-    buckets=(SavedBucket("layers.0", True, (SavedParam("a", (4, 3), 1, 2), SavedParam("b", (5,)))),),
+    buckets=(SavedBucket("layers.0", True, (SavedParam("a", (4, 3), 0, 2), SavedParam("b", (5,)))),),
     files=tuple(FileEntry(rank_file(rank), 5, "ab" * DIGEST_BYTES) for rank in range(2)),
     optimizer="AdamW",
     groups=(SavedGroup({"lr": 0.1, "betas": [0.9, 0.95]}, {"step": SavedScalar(3.0, "float32")}),),
     states=("exp_avg", "exp_avg_sq"),
     lr_scheduler={"last_batch_iteration": 3},
     data={"step": 3},
+    counters={"global_samples": 9, "micro_steps": 3, "skipped_steps": 0},
     client_state={"best": 1.5, "names": ["x", "y"]},
 )
 
@@ -96,12 +97,38 @@ def test_what_is_no_manifest_is_refused(text: str, reason: str) -> None:
         {"data": [1]},
         {"tag": "../x"},
         {"buckets": MANIFEST.buckets * 2},
+        {"buckets": (replace(MANIFEST.buckets[0], params=(SavedParam("a", (4, 3), 1, 2),)),)},
+        {"buckets": (replace(MANIFEST.buckets[0], params=(SavedParam("a", (2**61, 2)),)),)},
+        {"data": {"step": 4}},
+        {"step": 2**61, "data": {"step": 2**61}},
+        {"counters": {}},
+        {"counters": {**MANIFEST.counters, "global_samples": -1}},
+        {"counters": {**MANIFEST.counters, "micro_steps": 1.5}},
+        {"counters": {**MANIFEST.counters, "skipped_steps": 4}},
+        {"groups": (SavedGroup({"params": []}),)},
+        {"states": ("exp_avg", "exp_avg")},
     ],
 )
 def test_a_manifest_that_contradicts_itself_is_refused(change: dict) -> None:
     """Also when its checksum is right: whoever wrote it may have meant harm."""
     with pytest.raises(CheckpointError):
         read_manifest(replace(MANIFEST, **change).to_json(), "manifest.json")
+
+
+@pytest.mark.parametrize(
+    "name", ["../../../../evil_rel", "/tmp/evil_abs", "a/b", "a\\b", "a\0b", ".hidden", "..", "", "x" * 256, "\ud800"]
+)
+@pytest.mark.parametrize("what", ["parameter", "bucket", "state", "number"])
+def test_no_name_in_a_manifest_is_a_path(what: str, name: str) -> None:
+    """Names become names of files where a checkpoint is converted."""
+    changes: dict = {
+        "parameter": {"buckets": (SavedBucket("layers.0", True, (SavedParam(name, (4, 3)),)),)},
+        "bucket": {"buckets": (SavedBucket(name, True, MANIFEST.buckets[0].params),)},
+        "state": {"states": (name,)},
+        "number": {"groups": (SavedGroup({}, {name: SavedScalar(1.0)}),)},
+    }
+    with pytest.raises(CheckpointError, match=r"DIR/manifest\.json contradicts itself \(the name"):
+        read_manifest(replace(MANIFEST, **changes[what]).to_json(), "DIR/manifest.json")
 
 
 @pytest.mark.parametrize("tag", ["a", "step_1000", "global_step7", 12, "v1.2+x@y=3"])
@@ -151,7 +178,7 @@ def complete(folder: Path, tag: str, step: int) -> None:
     temporary = folders.begin(folder, tag, "id")
     for rank in range(2):
         (temporary / rank_file(rank)).write_bytes(b"12345")
-    (temporary / "manifest.json").write_text(replace(MANIFEST, tag=tag, step=step).to_json())
+    (temporary / "manifest.json").write_text(replace(MANIFEST, tag=tag, step=step, data={"step": step}).to_json())
     folders.publish(temporary, tag, latest=True)
 
 

@@ -45,6 +45,11 @@ def test_ranges_across_blocks_come_back(tmp_path: Path) -> None:
         ({"dtype": "F33", "shape": [2], "data_offsets": [0, 8]}, "F33"),
         ({"dtype": "F32", "shape": [2]}, "data_offsets"),
         ([0, 8], "no object"),
+        ({"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]}, "no count"),
+        ({"dtype": "F32", "shape": ["2"], "data_offsets": [0, 8]}, "no count"),
+        ({"dtype": "F32", "shape": [2.5], "data_offsets": [0, 8]}, "no count"),
+        ({"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}, "begins at"),
+        ({"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}, "end at"),
     ],
 )
 def test_a_header_that_contradicts_itself_is_refused(tmp_path: Path, value: Any, reason: str) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 
 from ds_hydra.checkpoint import folder as folders
 from ds_hydra.checkpoint import state
-from ds_hydra.checkpoint.format import Manifest, SavedBucket, SavedParam
+from ds_hydra.checkpoint.format import COUNTERS, Manifest, SavedBucket, SavedParam
 from ds_hydra.checkpoint.shard_file import ShardReader, Source
 from ds_hydra.checkpoint.write import Saving, Writer
 from ds_hydra.ranks.channel import Channel
@@ -29,7 +29,14 @@ class Saver:
         self.writer = Writer(meeting)
         bucket = SavedBucket("all", True, (SavedParam("w", (numel * meeting.num_ranks,)),))
         self.manifest = Manifest(
-            tag="", save_id="", step=0, num_ranks=meeting.num_ranks, buckets=(bucket,), files=(), optimizer="SGD"
+            tag="",
+            save_id="",
+            step=0,
+            num_ranks=meeting.num_ranks,
+            buckets=(bucket,),
+            files=(),
+            optimizer="SGD",
+            counters=dict.fromkeys(COUNTERS, 0),
         )
         self.groups = state.collect_groups(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1))
 
