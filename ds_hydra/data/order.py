@@ -6,6 +6,13 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 
+RESUME_WEIGHTS = (
+    'begin anew with its weights alone: "hydra": {"checkpoint": {"resume": "weights"}}, or '
+    "load_checkpoint(load_module_only=True)"
+)
+"""What to do where a checkpoint's place, schedule or optimizer is of another job: the end of an error's sentence."""
+
+
 class Order(Protocol):
     """The sequences of each step, counted from 0, and places to go on from."""
 
@@ -31,11 +38,15 @@ class Order(Protocol):
         ...
 
     def check_saved(self, record: Mapping[str, Any]) -> None:
-        """ConfigError unless `restore` can go on from this."""
+        """Raise unless `restore` can go on from this: ConfigError for other data's place, CheckpointError for damage."""
         ...
 
     def restore(self, record: Mapping[str, Any]) -> None:
         """Go on from a saved place."""
+        ...
+
+    def begin_at(self, step: int) -> None:
+        """Go on with `step` from no saved place, about where as many steps would have come to."""
         ...
 
     def close(self) -> None:

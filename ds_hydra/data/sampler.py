@@ -5,13 +5,17 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from ds_hydra.data.order import RESUME_WEIGHTS
 from ds_hydra.data.sequences import Int64Array
-from ds_hydra.zero_hetero.errors import ConfigError
+from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError
+
+
+_MOST = 2**48  # of steps, epochs and ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +102,10 @@ class TokenBudgetSampler:
         self._deferred = {cursor.step: cursor.deferred} if cursor.deferred else {}
 
     def check_cursor(self, cursor: DataCursor) -> None:
-        """ConfigError unless the place was saved with the same data, seed and budget."""
+        """Raise unless the place was saved with the same data, seed and budget, and its steps could have led there.
+
+        ConfigError for another job's place, CheckpointError for one that no job has.
+        """
         for what, saved, now in (
             ("seed", cursor.seed, self._seed),
             ("tokens_per_step", cursor.tokens_per_step, self._budget),
@@ -106,17 +113,28 @@ class TokenBudgetSampler:
         ):
             if saved != now:
                 raise ConfigError(
-                    f"the saved place in the data belongs to {what} {saved}, but this job has {now}: "
-                    "sequences would repeat or be left out. Restore the setting, or start the data anew"
+                    f"the saved place in the data belongs to {what} {str(saved)[:80]}, but this job has {now}: "
+                    f"sequences would repeat or be left out. Restore the setting, or {RESUME_WEIGHTS}"
                 )
-        end = len(self._ids) + bool(cursor.deferred)
-        if (
-            min(cursor.step, cursor.epoch, cursor.position) < 0
-            or cursor.position >= end
-            or not np.isin(cursor.deferred, self._ids).all()
-        ):
-            raise ConfigError(
-                f"the saved place in the data is damaged: {cursor}. Load another checkpoint, or start the data anew"
+        counts = (cursor.step, cursor.epoch, cursor.position, *cursor.deferred)
+        fits = (
+            all(type(number) is int and 0 <= number <= _MOST for number in counts)
+            and cursor.position < len(self._ids) + bool(cursor.deferred)
+            and len(set(cursor.deferred)) == len(cursor.deferred)
+            and np.isin(cursor.deferred, self._ids).all()
+        )
+        if not fits:
+            raise CheckpointError(f"the saved place in the data is damaged: {str(cursor)[:300]}; use another tag")
+        # Each step draws its budget and less than one sequence more.
+        sums = self._shuffled(cursor.epoch)[1]
+        drawn = cursor.epoch * int(sums[-1]) + (int(sums[cursor.position - 1]) if cursor.position else 0)
+        drawn -= int(self._lengths[list(cursor.deferred)].sum())
+        most = cursor.step * (self._budget + int(self._lengths.max()) - 1)
+        if not cursor.step * self._budget <= drawn <= most:
+            raise CheckpointError(
+                f"the saved place in the data contradicts itself: epoch {cursor.epoch}, position {cursor.position} is "
+                f"after {drawn} tokens, which {cursor.step} steps of hydra.tokens_per_step {self._budget} do not draw; "
+                "use another tag"
             )
 
     @property
@@ -150,13 +168,25 @@ class TokenBudgetSampler:
         if "data_digest" not in record:
             raise ConfigError(
                 "the checkpoint was saved with a stream of data, this job has map-style data: give the data that it "
-                "was saved with, or load with load_module_only=True"
+                f"was saved with, or {RESUME_WEIGHTS}"
+            )
+        if set(record) != {each.name for each in fields(DataCursor)} or type(record["deferred"]) is not list:
+            raise CheckpointError(
+                f"the saved place in the data is damaged: it holds {str(record)[:300]}; use another tag"
             )
         self.check_cursor(DataCursor(**record))
 
     def restore(self, record: Mapping[str, Any]) -> None:
         """`restart` from a saved place."""
         self.restart(DataCursor(**record))
+
+    def begin_at(self, step: int) -> None:
+        """Go on where as many tokens were drawn as `step` steps ask for: a checkpoint of other data knows no place."""
+        epoch, rest = divmod(step * self._budget, int(self._lengths.sum()))
+        position = int(np.searchsorted(self._order(epoch)[1], rest)) + 1 if rest else 0
+        if position == len(self._ids):
+            epoch, position = epoch + 1, 0
+        self.restart(DataCursor(step, epoch, position, self._seed, self._budget, self._digest))
 
     def close(self) -> None:
         """Nothing is open."""
@@ -214,11 +244,14 @@ class TokenBudgetSampler:
     def _order(self, epoch: int) -> tuple[Int64Array, Int64Array]:
         """An epoch's order of ids and the running sum of their lengths."""
         if epoch not in self._orders:
-            order = np.random.default_rng((self._seed, epoch)).permutation(self._ids)
             for old in sorted(self._orders)[:-1]:  # look-ahead needs the current epoch and the next
                 del self._orders[old]
-            self._orders[epoch] = (order, np.cumsum(self._lengths[order]))
+            self._orders[epoch] = self._shuffled(epoch)
         return self._orders[epoch]
+
+    def _shuffled(self, epoch: int) -> tuple[Int64Array, Int64Array]:
+        order = np.random.default_rng((self._seed, epoch)).permutation(self._ids)
+        return order, np.cumsum(self._lengths[order])
 
 
 class StepLoader:

@@ -18,10 +18,6 @@ gives the same items again.
 
 from __future__ import annotations
 
-import base64
-import copy
-import io
-import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,9 +25,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from ds_hydra.data.item_check import ItemCheck, ModelInput
+from ds_hydra.data.order import RESUME_WEIGHTS
 from ds_hydra.data.share import Tally, read_share
+from ds_hydra.data.state_json import state_from_json, state_to_json
 from ds_hydra.data.tokens import LeftOut, Limits, TokenSequence
-from ds_hydra.zero_hetero.errors import ConfigError
+from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +41,9 @@ def is_stream(data: Any) -> bool:
     # torch's IterableDataset inherits a __getitem__ that only raises.
     iterable = any(base.__name__ == "IterableDataset" for base in type(data).__mro__)
     return iterable or not (hasattr(data, "__len__") and hasattr(data, "__getitem__"))
+
+
+_MOST = 2**48  # of steps, passes, items and sequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +69,11 @@ class Drawn(NamedTuple):
 class StreamReader:
     """Reads a stream step by step, from a place on."""
 
-    def __init__(self, stream: Any, tokens_per_step: int, limits: Limits):
-        self._stream, self._budget, self._limits = stream, tokens_per_step, limits
+    def __init__(self, stream: Any, tokens_per_step: int, limits: Limits, *, saves: bool):
+        self._stream, self._budget, self._limits, self._saves = stream, tokens_per_step, limits, saves
         self._check = ItemCheck(limits.inputs)
-        self._has_state = hasattr(stream, "state_dict") and hasattr(stream, "load_state_dict")
+        self.has_state = hasattr(stream, "state_dict") and hasattr(stream, "load_state_dict")
+        self.unsaved = ""  # why the stream's state cannot be saved
         self._iterator: Iterator[Any] | None = None
         self._place = StreamCursor(0)
         self._target: StreamCursor | None = None
@@ -96,8 +98,16 @@ class StreamReader:
         self._place, self._fruitful = place, True
         if place.state is not None:
             self._set_epoch()
-            self._stream.load_state_dict(_from_json(place.state))
-            self._iterator = iter(self._stream)
+            state = _state_of(place.state)
+            try:
+                self._stream.load_state_dict(state)
+                self._iterator = iter(self._stream)
+            except Exception as error:
+                raise ConfigError(
+                    "the training data refuse the state that the checkpoint holds of them "
+                    f"({type(error).__name__}: {error}): give the data that it was saved with, or "
+                    f"{RESUME_WEIGHTS}"
+                ) from error
             return
         self._open()
         if place.items:
@@ -139,8 +149,14 @@ class StreamReader:
         # Where a pass begins, a stream with set_epoch is found again by the pass's number; its state may still be that
         # of the end before.
         begins = self._place.items == 0 and hasattr(self._stream, "set_epoch")
-        state = self._stream.state_dict() if self._has_state and not begins else None
-        return replace(self._place, state=None if state is None else _as_json(state))
+        state = self._stream.state_dict() if self.has_state and not begins else None
+        try:
+            return replace(self._place, state=None if state is None else {"json": state_to_json(state)})
+        except ValueError as error:
+            self.unsaved = f"the place in the training data cannot be saved: {error}"
+            if self._saves:  # at the first step, and not when the first checkpoint is due
+                raise ConfigError(f"{self.unsaved}; or remove hydra.checkpoint") from None
+            return self._place
 
     def _open(self) -> None:
         self._set_epoch()
@@ -168,12 +184,15 @@ class StreamReader:
 class StreamSampler:
     """The steps of a stream [Note: streams]. Rank 0, which `reads`, knows them; the others know their number only.
 
-    `ahead` steps are read before they are asked for.
+    `ahead` steps are read before they are asked for. In a job that `saves` checkpoints, a state of the stream that none
+    can hold is refused when the first step is read; in others when a script saves one.
     """
 
     known_to_all = False
 
-    def __init__(self, stream: Any, tokens_per_step: int, limits: Limits, ahead: int, *, reads: bool):
+    def __init__(
+        self, stream: Any, tokens_per_step: int, limits: Limits, ahead: int, *, reads: bool, saves: bool = True
+    ):
         if limits.context_length is None:
             raise ConfigError(
                 "training data that are streamed need hydra.context_length: their longest sequence is not known "
@@ -185,9 +204,8 @@ class StreamSampler:
                 "the training data were split by node, but rank 0 reads a stream for all ranks, so the other parts "
                 "would never be read: pass the whole stream, or hand each rank's part in by train_batch(iterator)"
             )
-        self._reader = StreamReader(stream, tokens_per_step, limits)
+        self._reader = StreamReader(stream, tokens_per_step, limits, saves=saves)
         self.use_inputs = self._reader.use_inputs
-        self._has_state = hasattr(stream, "state_dict")
         self._ahead, self._reads = ahead, reads
         self._thread: ThreadPoolExecutor | None = None
         self._steps: dict[int, Future[Drawn]] = {}
@@ -227,28 +245,46 @@ class StreamSampler:
         return dict(enumerate(drawn.sequences))
 
     def saved(self, step: int) -> dict[str, Any]:
-        """Where `step` begins, as JSON; of use from the rank that reads."""
+        """Where `step` begins, as JSON; of use from the rank that reads. CheckpointError if JSON cannot hold it."""
         place = self._begin if step <= self._begin.step or not self._reads else self.drawn(step - 1).end
+        if self._reader.unsaved:
+            raise CheckpointError(self._reader.unsaved)
         return asdict(replace(place, step=step))
 
     def check_saved(self, record: Mapping[str, Any]) -> None:
-        """ConfigError unless this is a place in a stream that this stream can get to."""
+        """Raise unless this is a place in a stream that this one can get to: ConfigError for another's, CheckpointError
+        for damage."""
         if record.keys() != asdict(StreamCursor(0)).keys():
             raise ConfigError(
                 "the checkpoint was saved with map-style data, this job streams its data: give the data that it was "
-                "saved with, or load with load_module_only=True"
+                f"saved with, or {RESUME_WEIGHTS}"
             )
-        if record["state"] is not None and not self._has_state:
+        wrong = [name for name in ("step", "passes", "items", "sequences") if not _is_count(record[name])]
+        if wrong:
+            raise CheckpointError(
+                f"the saved place in the stream is damaged: {', '.join(wrong)} is no count "
+                f"({', '.join(str(record[name])[:40] for name in wrong)}); use another tag"
+            )
+        if record["state"] is not None and not self._reader.has_state:
             raise ConfigError(
                 "the checkpoint holds the state_dict() of the stream that it was saved with, but these training data "
-                "have none: give the same stream, or load with load_module_only=True"
+                f"have none: give the same stream, or {RESUME_WEIGHTS}"
             )
+        if record["state"] is not None:
+            _state_of(record["state"])
 
     def restore(self, record: Mapping[str, Any]) -> None:
         """Go on from a saved place; what was read ahead is forgotten."""
+        self._move(StreamCursor(**record))
+
+    def begin_at(self, step: int) -> None:
+        """Let `step` be the first to draw from the stream, whose place no checkpoint knows: from its beginning."""
+        self._move(StreamCursor(step))
+
+    def _move(self, place: StreamCursor) -> None:
         self.close()
-        self._begin = StreamCursor(**record)
-        self._reader.restart(self._begin)
+        self._begin = place
+        self._reader.restart(place)
 
     def close(self) -> None:
         """Stop reading."""
@@ -276,24 +312,20 @@ class StreamSteps:
         yield from range(self._next_step(), len(self))
 
 
-def _as_json(state: Any) -> Any:
-    """A stream's state as JSON holds it: itself where nothing of it is lost, else a text made by torch.save."""
-    state = copy.deepcopy(state)
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= _MOST
+
+
+def _state_of(record: Any) -> Any:
+    """A stream's state from what was saved; CheckpointError where it is damaged, ConfigError for an old pickle."""
+    if isinstance(record, dict) and record.keys() == {"torch"}:
+        raise ConfigError(
+            "the checkpoint holds the stream's state as a pickle, as earlier releases wrote it, which is not read: "
+            f"load it with the release that wrote it, or {RESUME_WEIGHTS}"
+        )
+    if not isinstance(record, dict) or record.keys() != {"json"}:
+        raise CheckpointError("the stream's state in the checkpoint is damaged: it holds no state; use another tag")
     try:
-        if json.loads(json.dumps(state, allow_nan=False)) == state:
-            return {"json": state}
-    except (TypeError, ValueError):
-        pass
-    import torch
-
-    file = io.BytesIO()
-    torch.save(state, file)
-    return {"torch": base64.b64encode(file.getvalue()).decode()}
-
-
-def _from_json(record: Mapping[str, Any]) -> Any:
-    if "json" in record:
-        return record["json"]
-    import torch
-
-    return torch.load(io.BytesIO(base64.b64decode(record["torch"])), weights_only=True)
+        return state_from_json(record["json"])
+    except ValueError as error:
+        raise CheckpointError(f"the stream's state in the checkpoint is damaged ({error}); use another tag") from None

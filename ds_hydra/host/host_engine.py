@@ -143,7 +143,12 @@ class HostEngine(DeepSpeedEngine):
             )
         if is_stream(training_data):
             self.sampler = StreamSampler(
-                training_data, config.tokens_per_step, self.limits(), config.planner.ahead, reads=first
+                training_data,
+                config.tokens_per_step,
+                self.limits(),
+                config.planner.ahead,
+                reads=first,
+                saves=config.checkpoint is not None,
             )
             self.training_dataloader = StreamSteps(config.total_steps, lambda: self.global_steps)
             return

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
+import random
 import time
-from typing import Any
+from collections import OrderedDict, deque
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
 from ds_hydra.data.sampler import TokenBudgetSampler
+from ds_hydra.data.state_json import state_from_json, state_to_json
 from ds_hydra.data.stream import StreamSampler, StreamSteps, is_stream
 from ds_hydra.data.tokens import Limits
-from ds_hydra.zero_hetero.errors import ConfigError
+from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError
 from tests.support.streams import REAL_STREAMS, STREAMS, Plain, Stateful, WithEpoch
 
 LIMITS = Limits(context_length=20, too_long="skip")
@@ -156,3 +161,76 @@ def test_what_counts_as_a_stream() -> None:
     loader = torch.utils.data.DataLoader([1, 2])
     assert all(map(is_stream, (iter([1]), Plain([]), Stateful([]), loader, {1, 2})))
     assert not any(map(is_stream, ([1], (1,), {"a": 1}, "text", torch.tensor([1]), 17, range(3))))
+
+
+STATES: list[Any] = [
+    {"at": 3, "seed": 2**127 + 1, "done": False, "name": "x", "none": None, "loss": math.inf},
+    {1: ("a", (2, 3)), "!odd": {4, 5}, (1, 2): frozenset({"b"})},
+    OrderedDict(b=1, a=[deque([1, 2]), b"\x00\xff"]),
+    {"numpy": np.random.default_rng(1).bit_generator.state, "python": random.Random(1).getstate()},
+    {"old": np.random.RandomState(1).get_state(), "scalar": np.float32(1.5), "big": np.arange(3, dtype=">i4")},
+    {"tensor": torch.arange(6, dtype=torch.bfloat16).view(2, 3).t(), "none": torch.empty(0, 2), "0": torch.tensor(7)},
+]
+
+
+@pytest.mark.parametrize("state", STATES, ids=range(len(STATES)))
+def test_a_state_keeps_its_types_as_json(state: Any) -> None:
+    again = state_from_json(json.loads(json.dumps(state_to_json(state), allow_nan=False)))
+    assert equal_trees(again, state)
+
+
+def equal_trees(one: Any, other: Any) -> bool:
+    """Equal values of equal types, tensors and arrays among them."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(equal_trees(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple | deque):
+        return len(one) == len(other) and all(map(equal_trees, one, other))
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return one.dtype.name == other.dtype.name and np.array_equal(one, other)
+    return bool(one == other)
+
+
+class Named(NamedTuple):
+    """What JSON would make a plain tuple of."""
+
+    at: int
+
+
+def itself() -> list[Any]:
+    state: list[Any] = []
+    state.append(state)
+    return state
+
+
+@pytest.mark.parametrize("state", [object(), Named(1), {"f": print}, torch.ones(1, requires_grad=True), itself()])
+def test_a_state_that_json_cannot_hold_is_refused_at_the_first_step(state: Any) -> None:
+    class Odd(Stateful):
+        def state_dict(self) -> Any:
+            return {"inner": state}
+
+    with pytest.raises(ConfigError, match=r"cannot be saved: state_dict\(\)"):
+        sampler_of(Odd(ITEMS), ahead=0).batch(0)
+    lax = StreamSampler(Odd(ITEMS), 10, LIMITS, 0, reads=True, saves=False)
+    firsts(lax, range(1))
+    with pytest.raises(CheckpointError, match=r"cannot be saved: state_dict\(\)"):
+        lax.saved(1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"state": {"torch": "gASVAAAA"}}, {"state": {}}, {"state": 3}, {"state": {"json": {"!tensor": 1}}},
+        {"state": {"json": {"!tensor": {"dtype": "int64", "shape": [3], "data": "AAAA"}}}},
+        {"state": {"json": {"!object": []}}}, {"state": {"json": {"!tuple": [], "x": 1}}}, {"items": -1},
+        {"sequences": 1.5}, {"passes": 2**61}, {"step": "1"},
+    ],
+)  # fmt: skip
+def test_a_forged_place_is_refused_before_anything_moves(change: dict[str, Any]) -> None:
+    sampler = sampler_of(Stateful(ITEMS), ahead=0)
+    firsts(sampler, range(1))
+    with pytest.raises((ConfigError, CheckpointError), match="tag|pickle"):
+        sampler.check_saved({**sampler.saved(1), **change})
