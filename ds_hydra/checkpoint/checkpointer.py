@@ -12,47 +12,23 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from ds_hydra.checkpoint import folder as folders
 from ds_hydra.checkpoint import state
-from ds_hydra.checkpoint.format import Manifest, check_client_state, check_tag
-from ds_hydra.checkpoint.write import Saving, Writer
-from ds_hydra.data.order import Order
+from ds_hydra.checkpoint.format import Manifest, OtherJobError, check_client_state, check_saved_text, check_tag
+from ds_hydra.checkpoint.loading import Loading, PartsToLoad, TrainingState, as_json
+from ds_hydra.checkpoint.optimizer_state import collect_groups, element_wise_states, fresh_state
+from ds_hydra.checkpoint.write import Saving, Writer, try_writing, warn_of_little_space
 from ds_hydra.host.loss_scale import LossScale
 from ds_hydra.ranks.channel import Channel
 from ds_hydra.step.model_masters import ModelMasters
 from ds_hydra.zero_hetero.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
-
-
-class TrainingState(Protocol):
-    """The attributes of an engine that a checkpoint keeps besides its masters; loading sets the counters."""
-
-    config: dict[str, Any]
-    device: torch.device
-    optimizer: Optimizer | None
-    lr_scheduler: Any
-    sampler: Order | None
-    global_steps: int
-    global_samples: int
-    micro_steps: int
-    skipped_steps: int
-
-
-@dataclass(frozen=True)
-class PartsToLoad:
-    """Which parts of a checkpoint are loaded besides the model's parameters."""
-
-    optimizer: bool = True
-    lr_scheduler: bool = True
-    progress: bool = True  # steps, samples, the place in the data; without it only the model is loaded
 
 
 class Checkpointer:
@@ -70,6 +46,7 @@ class Checkpointer:
         self._loss_scale = loss_scale
         self.writer = Writer(channel)
         self.folder: Path | None = None  # where the last save went
+        self._stage = 0  # how often weights alone were gone on from [Note: stages]
 
     def save(
         self,
@@ -97,8 +74,8 @@ class Checkpointer:
                 folder,
                 self._manifest(name, check_client_state(client_state), with_frozen),
                 state.collect_tensors(self._masters, engine.optimizer, engine.device, with_frozen=with_frozen),
-                state.collect_groups(engine.optimizer),
-                tuple(state.element_wise_states(self._masters.trained.spans, engine.optimizer)),
+                collect_groups(engine.optimizer),
+                tuple(element_wise_states(self._masters.trained.spans, engine.optimizer)),
                 save_latest=save_latest,
                 keep_last=keep_last,
             )
@@ -116,8 +93,8 @@ class Checkpointer:
     ) -> tuple[str | None, dict[str, Any]]:
         """(path of the tag, client_state); (None, {}) where nothing was ever saved and no tag is named.
 
-        Nothing of the engine changes unless all ranks could read and verify their part; else CheckpointError is raised
-        on all of them. See [Note: all ranks or none].
+        Nothing of the engine changes unless all ranks could read, verify and build their part; else CheckpointError is
+        raised on all of them. See [Note: all ranks or none].
         """
         parts = parts or PartsToLoad()
         self.writer.wait()
@@ -125,42 +102,129 @@ class Checkpointer:
         if found is None:
             return None, {}
         place = folder / found
-        manifest: Manifest | None = None
-        loaded: state.LoadedTensors | None = None
+        loading: Loading | None = None
         error: Exception | None = None
         try:
             manifest = folders.open_manifest(folder, found)
-            loaded = self._read(manifest, place, parts)
-        except (CheckpointError, OSError, ValueError, TypeError) as raised:
+            loading = Loading.of(manifest, place, parts, self._engine, self._masters, self._loss_scale)
+        except Exception as raised:  # whatever it is, the other ranks must hear of it
             error = raised
         self._channel.settle(error, f"loading checkpoint {str(place)!r}")
-        assert manifest is not None, "there was no error"
-        assert loaded is not None, "there was no error"
-        self._install(manifest, loaded, parts)
+        assert loading is not None, "there was no error"
+        loading.install(self._engine, self._masters, self._loss_scale)
+        manifest = loading.manifest
+        if parts.progress:
+            self._stage = manifest.stage
+        if self._channel.rank == 0:
+            if manifest.config_sha256 != config_digest(self._engine.config):
+                logger.info("the config is not the one that was saved with")
+            logger.info("loaded %s: step %d, saved by %d ranks", manifest.tag, manifest.step, manifest.num_ranks)
         return str(place), manifest.client_state
 
-    def load_newest(self, folder: Path) -> str | None:
+    def resume(self, folder: Path, *, weights: bool = False) -> str | None:
         """Load the newest checkpoint that can be loaded; its path, or None where there is none.
 
-        Damaged ones are passed over, each with an error in the log. Raises CheckpointError when there are checkpoints
-        but none can be loaded: training must not begin anew in silence.
+        Damaged ones are passed over, each with an error in the log; one of another job is not, since those before it
+        are mostly refused for the same reason. With `weights` a new stage begins [Note: stages]. Raises CheckpointError
+        when there are checkpoints but none can be loaded: training must not begin anew in silence.
         """
-        # One list for all ranks, from rank 0: folders on a network may look different to each of them for a while.
-        tags = json.loads(self._channel.tell(self._list_tags(folder) if self._channel.rank == 0 else ""))
-        last: CheckpointError | None = None
-        for tag in tags:
+        tags = self._tags_of_all(folder)
+        if weights and not tags:
+            raise CheckpointError(
+                f'hydra.checkpoint.resume is "weights", but {str(folder)!r} holds no checkpoint to take them from: '
+                "give the folder of the stage before, or remove the setting"
+            )
+        first: CheckpointError | None = None
+        for tag, stage in tags:
+            try:
+                return self._begin(folder, tag, stage, weights=weights)
+            except CheckpointError as error:
+                if self._is_of_another_job(error):
+                    raise CheckpointError(
+                        f"{str(folder / tag)!r}, the newest of {len(tags)} checkpoints in hydra.checkpoint.dir, is of "
+                        f"another job: {error}"
+                    ) from error
+                first = first or error
+                if self._channel.rank == 0:
+                    logger.error("%s%s", error, "; trying the checkpoint before" if tag != tags[-1][0] else "")
+        if first is not None:
+            raise CheckpointError(
+                f"none of the {len(tags)} checkpoints in {str(folder)!r} can be loaded, the newest because: {first}. "
+                "Restore one, or begin anew in another folder"
+            ) from first
+        return None
+
+    def _begin(self, folder: Path, tag: str, stage: int, *, weights: bool) -> str | None:
+        """Load a tag for `resume`.
+
+        [Note: stages] With hydra.checkpoint.resume "weights" a job begins at step 0 with the weights of the stage
+        before, and saves in the same folder or another. Its checkpoints carry the number of their stage, and the
+        newest checkpoint of a folder is the last of its last stage. So a restart of that job finds its own, which a job
+        of such a stage has saved, and goes on with all of it; only where that is of other data or another optimizer
+        does it begin one stage more.
+        """
+        if not weights:
+            return self.load(folder, tag)[0]
+        if stage > 0:
             try:
                 return self.load(folder, tag)[0]
             except CheckpointError as error:
-                last = error
-                if self._channel.rank == 0:
-                    logger.error("%s; trying the checkpoint before", error)
-        if last is not None:
-            raise CheckpointError(
-                f"none of the {len(tags)} checkpoints in {str(folder)!r} can be loaded, the newest because: {last}. "
-                "Restore one, or begin anew in another folder"
-            ) from last
-        return None
+                if not self._is_of_another_job(error):
+                    raise
+        found = self.load(folder, tag, PartsToLoad(progress=False))[0]
+        self._stage = stage + 1
+        if self._channel.rank == 0:
+            logger.warning("stage %d begins at step 0 with the weights of %s", self._stage, folder / tag)
+        return found
+
+    def _is_of_another_job(self, error: CheckpointError) -> bool:
+        """Whether any rank refused a checkpoint, with an error that all ranks caught, because it is another job's."""
+        return any(self._channel.texts("other" if isinstance(error.__cause__, OtherJobError) else ""))
+
+    def check_folder(self, folder: Path) -> None:
+        """CheckpointError, on all ranks, unless each can write in the folder and what it will save can be loaded.
+
+        So a job hears of it before its first step, and not when its first checkpoint is due.
+        """
+        self._try_writing(folder)
+        error, size = None, 0
+        try:
+            check_saved_text(self._manifest("trial", {}, with_frozen=True))
+            size = self._bytes_to_save()
+        except Exception as raised:
+            error = raised
+        sizes = self._channel.settle(error, "preparing checkpoints", str(size))
+        if self._channel.rank == 0:
+            warn_of_little_space(folder, sum(map(int, sizes)))
+
+    def _try_writing(self, folder: Path) -> None:
+        # Rank 0 first: it makes the folder.
+        for turn in (self._channel.rank == 0, self._channel.rank != 0):
+            error = try_writing(folder, self._channel.rank) if turn else None
+            self._channel.settle(error, f"writing to hydra.checkpoint.dir {str(folder)!r}")
+
+    def _bytes_to_save(self) -> int:
+        """About what this rank will write: its masters, and the optimizer's state after a step."""
+        optimizer, trained = self._engine.optimizer, self._masters.trained.flat
+        assert optimizer is not None, "an engine has an optimizer before it is saved"
+        frozen = self._masters.frozen.flat
+        kept = fresh_state(optimizer, {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}) or {}
+        states = sum(isinstance(value, torch.Tensor) and value.dim() > 0 for value in kept.values())
+        return trained.numel() * trained.element_size() * (1 + states) + frozen.numel() * frozen.element_size()
+
+    def _tags_of_all(self, folder: Path) -> list[tuple[str, int]]:
+        """(tag, stage) of all that could be meant, complete ones, newest first, then damaged ones.
+
+        One list for all ranks, from rank 0: folders on a network may look different to each of them for a while.
+        """
+        listed, error = "", None
+        if self._channel.rank == 0:
+            try:
+                listed = self._list_tags(folder)
+            except Exception as raised:
+                error = raised
+        self._channel.settle(error, f"listing the checkpoints of {str(folder)!r}")
+        return [(tag, stage) for tag, stage in json.loads(self._channel.tell(listed))]
 
     def _list_tags(self, folder: Path) -> str:
         """All tags that could be meant, as JSON: complete ones, newest first, then damaged ones."""
@@ -168,8 +232,8 @@ class Checkpointer:
             return "[]"
         _restore_aside(folder)
         # Damaged ones are tried too, after all others: each attempt leaves an error in the log that says what is wrong.
-        whole = [tag for _, tag in folders.complete_tags(folder)]
-        return json.dumps([*whole, *folders.broken_tags(folder)])
+        whole = [(found.tag, found.stage) for found in folders.complete_manifests(folder)]
+        return json.dumps([*whole, *((tag, 0) for tag in folders.broken_tags(folder))])
 
     def _choose(self, folder: Path, tag: object) -> str | None:
         """The tag to load, as rank 0 sees it; None where nothing was ever saved."""
@@ -178,7 +242,7 @@ class Checkpointer:
             try:
                 _restore_aside(folder)
                 found = folders.find_tag(folder) if tag is None else check_tag(tag)
-            except (CheckpointError, OSError) as raised:
+            except Exception as raised:
                 error = raised
         self._channel.settle(error, f"loading from {str(folder)!r}")
         found = self._channel.tell(found or "") or None
@@ -186,78 +250,13 @@ class Checkpointer:
             logger.warning("%s holds no checkpoint: nothing was loaded", folder)
         return found
 
-    def _read(self, manifest: Manifest, place: Path, parts: PartsToLoad) -> state.LoadedTensors:
-        engine, rank = self._engine, self._channel.rank
-        # Everything that may refuse comes before the first tensor is read.
-        with_optimizer = parts.optimizer and parts.progress
-        if with_optimizer:
-            self._check_optimizer(manifest, place)
-        if parts.progress and manifest.data is not None and engine.sampler is not None:
-            engine.sampler.check_saved(manifest.data)
-
-        reader = state.RangeReader(manifest, place)
-        try:
-            state.check_params(self._masters, reader, manifest, str(place))
-            # Random generators belong to a rank. With another number of ranks there is nobody whose they are, so they
-            # stay as the job seeded them.
-            same_world = manifest.num_ranks == self._channel.num_ranks
-            return state.read_tensors(
-                self._masters,
-                reader,
-                manifest.states if with_optimizer else (),
-                random_rank=rank if same_world and parts.progress else None,
-            )
-        finally:
-            reader.close()
-
-    def _check_optimizer(self, manifest: Manifest, place: Path) -> None:
-        """CheckpointError unless the saved state is of this optimizer, with as many parameter groups."""
-        optimizer = self._engine.optimizer
-        name, count = type(optimizer).__name__, len(optimizer.param_groups) if optimizer else 0
-        if not manifest.optimizer and len(manifest.groups) == 1:  # converted: one group stands for all
-            return
-        if manifest.groups and (manifest.optimizer or name, len(manifest.groups)) != (name, count):
-            raise CheckpointError(
-                f"{place} holds the state of {manifest.optimizer} with {len(manifest.groups)} parameter groups, this "
-                f"job has {name} with {count}: use the optimizer that was saved, or load_optimizer_states=False"
-            )
-
-    def _install(self, manifest: Manifest, loaded: state.LoadedTensors, parts: PartsToLoad) -> None:
-        """Put what was read into the engine. What may fail was done before: other ranks are installing theirs."""
-        engine = self._engine
-        state.install_masters(loaded, self._masters)
-        if not parts.progress:
-            return
-        state.install_random(loaded, engine.device)
-        if parts.optimizer and manifest.groups and engine.optimizer is not None:
-            # `_check_optimizer` lets fewer groups pass only for one converted group, which stands for all.
-            groups = manifest.groups
-            if len(groups) < len(engine.optimizer.param_groups):
-                groups = groups * len(engine.optimizer.param_groups)
-            state.install_optimizer(self._masters.trained, engine.optimizer, loaded, groups)
-        if parts.lr_scheduler and manifest.lr_scheduler is not None and engine.lr_scheduler is not None:
-            engine.lr_scheduler.load_state_dict(manifest.lr_scheduler)
-        if manifest.loss_scale is not None:
-            self._loss_scale.load_state_dict(manifest.loss_scale)
-        counters = manifest.counters
-        engine.global_steps = manifest.step
-        engine.global_samples = int(counters.get("global_samples", 0))
-        engine.micro_steps = int(counters.get("micro_steps", 0))
-        engine.skipped_steps = int(counters.get("skipped_steps", 0))
-        if engine.sampler is not None and manifest.data is not None:
-            engine.sampler.restore(manifest.data)
-        if self._channel.rank == 0:
-            if manifest.config_sha256 != config_digest(engine.config):
-                logger.info("the config is not the one that was saved with")
-            logger.info("loaded %s: step %d, saved by %d ranks", manifest.tag, manifest.step, manifest.num_ranks)
-
     def _manifest(self, tag: str, client_state: dict[str, Any], with_frozen: bool) -> Manifest:
         """The manifest as far as this rank knows it; the writer adds save_id, files, groups and states of all ranks."""
         engine = self._engine
         buckets = state.saved_buckets(self._masters)
         schedule = None
         if engine.lr_scheduler is not None:
-            schedule = _as_json(engine.lr_scheduler.state_dict(), "the LR scheduler's state")
+            schedule = as_json(engine.lr_scheduler.state_dict(), "the LR scheduler's state")
         return Manifest(
             tag=tag,
             save_id="",
@@ -277,20 +276,13 @@ class Checkpointer:
             aliases=dict(self._aliases),
             config_sha256=config_digest(engine.config),
             client_state=client_state,
+            stage=self._stage,
         )
 
 
 def config_digest(config: Mapping[str, Any]) -> str:
     """Digest of a config, to notice that it has changed."""
     return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def _as_json(value: Any, what: str) -> dict[str, Any]:
-    """The value as JSON gives it back, so that what is saved and what is loaded are the same kind of thing."""
-    try:
-        return json.loads(json.dumps(value, allow_nan=False))
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"{what} cannot be saved as JSON ({error}): use a schedule of the config") from None
 
 
 def _restore_aside(folder: Path) -> None:

@@ -27,7 +27,7 @@ from ds_hydra.zero_hetero.errors import CheckpointError
 logger = logging.getLogger(__name__)
 
 LATEST = "latest"
-_TEMPORARY, _ASIDE = ".tmp-", ".old-"
+TEMPORARY, _ASIDE = ".tmp-", ".old-"
 _MAX_LATEST_BYTES = 4096
 
 
@@ -53,7 +53,7 @@ def begin(folder: Path, tag: str, save_id: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     tidy(folder)  # first, so that a full disk gets back what an interrupted save took
     # The save's own id in the name: ranks of a save that was given up cannot write into the folder of this one.
-    temporary = folder / f"{_TEMPORARY}{tag}-{save_id}"
+    temporary = folder / f"{TEMPORARY}{tag}-{save_id}"
     temporary.mkdir()
     return temporary
 
@@ -76,7 +76,7 @@ def publish(temporary: Path, tag: str, *, latest: bool) -> Path:
 
 def set_latest(folder: Path, tag: str) -> None:
     """Replace `latest` by one rename, so that who reads it sees the old name or the new one, never a part."""
-    fresh = folder / f"{_TEMPORARY}{LATEST}"
+    fresh = folder / f"{TEMPORARY}{LATEST}"
     write_durably(fresh, tag)
     os.replace(fresh, folder / LATEST)
     fsync_path(folder)
@@ -94,7 +94,7 @@ def restore_aside(folder: Path) -> None:
 def tidy(folder: Path) -> None:
     """Undo what an interrupted save left. Only for the one that saves: a save under way would lose its files."""
     restore_aside(folder)
-    for path in [*folder.glob(f"{_ASIDE}*"), *folder.glob(f"{_TEMPORARY}*")]:
+    for path in [*folder.glob(f"{_ASIDE}*"), *folder.glob(f"{TEMPORARY}*")]:
         remove(path)
 
 
@@ -107,29 +107,34 @@ def remove(path: Path) -> None:
 
 
 def prune(folder: Path, keep_last: int) -> list[str]:
-    """Remove all but the `keep_last` newest complete tags (by step), never the one that `latest` names; what went."""
+    """Remove all but the `keep_last` newest complete tags , never the one that `latest` names; what went."""
     removed = []
     named = _latest_text(folder / LATEST)
     for tag in [tag for _, tag in complete_tags(folder)][keep_last:]:
         if tag != named:
             # Renamed first: removing takes a while, and a tag that is half removed must not be found as one.
-            gone = folder / f"{_TEMPORARY}gone-{tag}"
+            gone = folder / f"{TEMPORARY}gone-{tag}"
             (folder / tag).rename(gone)
             remove(gone)
             removed.append(tag)
     return removed
 
 
-def complete_tags(folder: Path) -> list[tuple[int, str]]:
-    """(step, tag) of the checkpoints that lie whole in `folder`, newest first."""
+def complete_manifests(folder: Path) -> list[Manifest]:
+    """The manifests of the checkpoints that lie whole in `folder`, newest first: by stage, then by step."""
     found = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         try:
             if (path / MANIFEST).is_file():
-                found.append((open_manifest(folder, path.name).step, path.name))
+                found.append(open_manifest(folder, path.name))
         except (CheckpointError, OSError):  # not complete, or not to be read, which is what was asked
             continue
-    return sorted(found, reverse=True)
+    return sorted(found, key=lambda manifest: (manifest.stage, manifest.step, manifest.tag), reverse=True)
+
+
+def complete_tags(folder: Path) -> list[tuple[int, str]]:
+    """(step, tag) of the checkpoints that lie whole in `folder`, newest first."""
+    return [(manifest.step, manifest.tag) for manifest in complete_manifests(folder)]
 
 
 def broken_tags(folder: Path) -> list[str]:

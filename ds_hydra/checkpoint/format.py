@@ -12,7 +12,7 @@ import math
 import re
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -31,9 +31,14 @@ MAX_STEP = 2**48  # beyond any job
 MAX_NAME_BYTES = 255
 COUNTERS = ("global_samples", "micro_steps", "skipped_steps")
 _MAX_CLIENT_BYTES = 16 * 2**20
+_NEWER = frozenset({"stage"})  # fields that older manifests lack
 _OUTER_LEVELS = 3  # of a manifest around a user's state
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=@,-]{0,127}")
 _RESERVED = frozenset({"latest", "latest_universal"})
+
+
+class OtherJobError(CheckpointError):
+    """A whole checkpoint that is of another model, optimizer, schedule or data than this job's."""
 
 
 def check_tag(tag: object) -> str:
@@ -142,6 +147,7 @@ class Manifest:
     config_sha256: str = ""
     client_state: dict[str, Any] = field(default_factory=dict)
     block_bytes: int = BLOCK_BYTES
+    stage: int = 0  # how often training began anew with the weights alone [Note: stages]
 
     def to_json(self) -> str:
         """The manifest as text, with a digest over its contents."""
@@ -174,6 +180,18 @@ def read_manifest(text: str | bytes, place: str) -> Manifest:
     return manifest
 
 
+def check_saved_text(manifest: Manifest) -> str:
+    """The manifest as text, once reading it has given it back. CheckpointError for what could be saved, not loaded."""
+    text, place = manifest.to_json(), f"the manifest of {manifest.tag!r}"
+    # Before it is written there are no files yet, and so no number of ranks.
+    whole = manifest if manifest.files else replace(manifest, num_ranks=1, files=(FileEntry(rank_file(0), 0, ""),))
+    try:
+        read_manifest(whole.to_json(), place)
+    except (CheckpointError, ValueError) as error:
+        raise CheckpointError(f"what is to be saved could not be loaded: {error}") from None
+    return text
+
+
 def parse_json(text: str | bytes | bytearray, place: str) -> Any:
     """JSON without duplicate keys, NaN or deep nesting; CheckpointError naming `place` for anything else."""
     try:
@@ -202,6 +220,11 @@ def check_client_state(state: Mapping[str, Any] | None) -> dict[str, Any]:
     return plain
 
 
+def even_share(numel: int, num_ranks: int, rank: int) -> int:
+    """Elements that a rank owns of `numel`."""
+    return (rank + 1) * numel // num_ranks - rank * numel // num_ranks
+
+
 def owners(numel: int, num_ranks: int, start: int, stop: int) -> list[tuple[int, int, int]]:
     """(rank, first, last) of the even shards that hold elements [start, stop), counted within each shard."""
     # The cuts of `even_layout`; ranks whose shard is empty hold nothing and are left out.
@@ -218,8 +241,9 @@ def owners(numel: int, num_ranks: int, start: int, stop: int) -> list[tuple[int,
 
 def _manifest(contents: dict[str, Any]) -> Manifest:
     names = {f.name for f in fields(Manifest)}
-    if set(contents) != names:
-        raise ValueError(f"the fields {sorted(set(contents) ^ names)} are missing or unknown")
+    differ = (set(contents) ^ names) - (_NEWER - set(contents))
+    if differ:
+        raise ValueError(f"the fields {sorted(differ)} are missing or unknown")
     plain = dict(contents)
     plain["buckets"] = tuple(
         SavedBucket(
@@ -257,7 +281,7 @@ def _manifest(contents: dict[str, Any]) -> Manifest:
 def _check(manifest: Manifest) -> None:
     """Fields that everything else relies on."""
     check_tag(manifest.tag)
-    for name in ("step", "num_ranks", "block_bytes"):
+    for name in ("step", "num_ranks", "block_bytes", "stage"):
         count(getattr(manifest, name))
     for name in ("save_id", "optimizer", "config_sha256"):
         _text(getattr(manifest, name))
@@ -291,8 +315,8 @@ def _check(manifest: Manifest) -> None:
 
 def _check_param(param: SavedParam) -> None:
     """ValueError for a flat order that the shape does not have."""
-    dims = {None: 0, **dict(enumerate(param.shape))}  # what is cut, in elements; nothing without a dimension
-    if param.dim not in dims or param.parts < 1 or dims[param.dim] % param.parts:
+    cut = (0,) if param.dim is None else param.shape[param.dim : param.dim + 1]  # elements; nothing past the last one
+    if not cut or param.parts < 1 or cut[0] % param.parts:
         raise ValueError(
             f"{param.name!r} of shape {param.shape} cannot be cut along {param.dim} into {param.parts} parts"
         )
@@ -300,8 +324,8 @@ def _check_param(param: SavedParam) -> None:
 
 def _check_progress(manifest: Manifest) -> None:
     """ValueError or TypeError for counts that are none, or that contradict each other."""
-    if manifest.step > MAX_STEP:
-        raise ValueError(f"step {manifest.step} is more than any job makes")
+    if max(manifest.step, manifest.stage) > MAX_STEP:
+        raise ValueError(f"step {manifest.step} of stage {manifest.stage} is more than any job makes")
     known = set(manifest.counters) <= set(COUNTERS)
     if not known or (manifest.optimizer and len(manifest.counters) < len(COUNTERS)):  # converted ones lack some
         raise ValueError(f"its counters are {', '.join(manifest.counters)[:200]} and not {', '.join(COUNTERS)}")

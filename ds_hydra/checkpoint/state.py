@@ -12,25 +12,33 @@ of rank 0's tensor and elements 0 and 1 of rank 1's.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ds_hydra.checkpoint.format import Manifest, SavedBucket, SavedGroup, SavedParam, SavedScalar, owners, rank_file
+from ds_hydra.checkpoint.format import (
+    Manifest,
+    OtherJobError,
+    SavedBucket,
+    SavedParam,
+    even_share,
+    owners,
+    rank_file,
+)
+from ds_hydra.checkpoint.optimizer_state import element_wise_states, state_source
 from ds_hydra.checkpoint.shard_file import ShardReader, Source
 from ds_hydra.pipe.stage import from_flat, to_flat
 from ds_hydra.step.model_masters import ModelMasters
 from ds_hydra.zero_hetero.errors import CheckpointError
-from ds_hydra.zero_hetero.masters import MasterShards, OptimizerSpan
 
 logger = logging.getLogger(__name__)
 
-_PLAIN = (bool, int, float, str, type(None))
+_RANDOM = ("rng/cpu", "rng/cuda")
 
 
 def saved_buckets(masters: ModelMasters) -> tuple[SavedBucket, ...]:
@@ -58,101 +66,11 @@ def collect_tensors(
         spans = [span for span in masters.trained.spans if span.bucket == index]
         numel = masters.trained.shards[index].numel()
         for key, dtype in keys.items():
-            sources[f"{spec.name}/{key}"] = Source((numel,), dtype, _state_of(optimizer, spans, key, numel, dtype))
+            sources[f"{spec.name}/{key}"] = Source((numel,), dtype, state_source(optimizer, spans, key, numel, dtype))
     sources["rng/cpu"] = Source.of(torch.get_rng_state())
     if device.type == "cuda":
         sources["rng/cuda"] = Source.of(torch.cuda.get_rng_state(device))
     return sources
-
-
-def element_wise_states(spans: Iterable[OptimizerSpan], optimizer: Optimizer) -> dict[str, torch.dtype]:
-    """Names and types of the state tensors that have one value for each element."""
-    keys: dict[str, torch.dtype] = {}
-    for span in spans:
-        for key, value in optimizer.state.get(span.param, {}).items():
-            # Tensors without dimensions, such as Adam's step, are numbers of the whole group: see `_scalars`.
-            if isinstance(value, Tensor) and value.dim():
-                if value.shape != span.param.shape:
-                    raise CheckpointError(
-                        f"optimizer {type(optimizer).__name__} keeps a state {key!r} of shape {tuple(value.shape)} for "
-                        f"{span.param.numel()} elements, which cannot be resharded: use an element-wise optimizer"
-                    )
-                keys.setdefault(key, value.dtype)
-    return keys
-
-
-def _state_of(
-    optimizer: Optimizer, spans: Sequence[OptimizerSpan], key: str, numel: int, dtype: torch.dtype
-) -> Callable[[], Tensor]:
-    """Fetches one state of one bucket's shard, without a copy where one span is the whole shard."""
-
-    def fetch() -> Tensor:
-        # Called when its turn to be written comes, so that there is one copy at a time.
-        values = [optimizer.state.get(span.param, {}).get(key) for span in spans]
-        if len(spans) == 1 and spans[0].stop - spans[0].start == numel and values[0] is not None:
-            return values[0]
-        # Several optimizer groups share the shard: their states are put side by side, zero where a group has none.
-        whole = torch.zeros(numel, dtype=dtype, device=spans[0].param.device if spans else "cpu")
-        for span, value in zip(spans, values, strict=True):
-            if value is not None:
-                whole[span.start : span.stop] = value
-        return whole
-
-    return fetch
-
-
-def collect_groups(optimizer: Optimizer) -> list[SavedGroup]:
-    """Options and shared numbers of each parameter group, as far as this rank has parameters in it."""
-    return [
-        SavedGroup(
-            {key: _plain(value, f"option {key!r}") for key, value in group.items() if key != "params"},
-            _scalars(optimizer, group["params"]),
-        )
-        for group in optimizer.param_groups
-    ]
-
-
-def _plain(value: Any, what: str) -> Any:
-    """An option as JSON can hold it; CheckpointError for anything but numbers, text and lists of them."""
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return value.item()
-    if isinstance(value, (list, tuple)):
-        return [_plain(item, what) for item in value]
-    if isinstance(value, _PLAIN):
-        return value
-    raise CheckpointError(
-        f"the optimizer's {what} is a {type(value).__name__}, which a checkpoint cannot hold: use numbers or text"
-    )
-
-
-def _scalars(optimizer: Optimizer, params: Sequence[Any]) -> dict[str, SavedScalar]:
-    """Numbers that the optimizer keeps for each parameter; CheckpointError where they differ within the group.
-
-    Parameters here are runs of elements, which are cut elsewhere with another number of ranks. So a number can only be
-    kept where all of them have the same.
-    """
-    found: dict[str, SavedScalar] = {}
-    for param in params:
-        for key, value in optimizer.state.get(param, {}).items():
-            if value is None or (isinstance(value, Tensor) and value.dim()):
-                continue
-            is_tensor = isinstance(value, Tensor)
-            dtype = str(value.dtype).removeprefix("torch.") if is_tensor else None
-            scalar = SavedScalar(value.item() if is_tensor else value, dtype)
-            if found.setdefault(key, scalar) != scalar:
-                raise CheckpointError(
-                    f"the optimizer's {key!r} differs within one parameter group ({found[key].value}, {scalar.value}): "
-                    "a checkpoint keeps one value for each group, so give their parameters groups of their own"
-                )
-    return found
-
-
-def merge_groups(everyone: Sequence[Sequence[SavedGroup]]) -> tuple[SavedGroup, ...]:
-    """One list of groups from those of all ranks: a rank without parameters in a group knows no numbers of it."""
-    return tuple(
-        SavedGroup(own[0].options, next((group.scalars for group in own if group.scalars), {}))
-        for own in zip(*everyone, strict=True)
-    )
 
 
 @dataclass
@@ -183,6 +101,11 @@ class RangeReader:
             reader.close()
 
     @property
+    def by_engine(self) -> bool:
+        """Whether an engine has saved it; what was converted lacks some of an engine's state."""
+        return bool(self._manifest.optimizer)
+
+    @property
     def bytes_read(self) -> int:
         """Bytes that were read from files."""
         return sum(reader.bytes_read for reader in self._readers.values())
@@ -190,11 +113,27 @@ class RangeReader:
     def file(self, rank: int) -> ShardReader:
         """The reader of a rank's file."""
         if rank not in self._readers:
-            entry = self._manifest.files[rank]
-            self._readers[rank] = ShardReader(
-                self._folder / rank_file(rank), entry, self._manifest.block_bytes, self._manifest.save_id
-            )
+            entry, path = self._manifest.files[rank], self._folder / rank_file(rank)
+            reader = ShardReader(path, entry, self._manifest.block_bytes, self._manifest.save_id)
+            self._readers[rank] = reader  # before it is checked, so that it is closed whatever comes
+            self._check_tensors(reader, rank, path)
         return self._readers[rank]
+
+    def _check_tensors(self, reader: ShardReader, rank: int, path: Path) -> None:
+        """CheckpointError unless a rank's file holds what the manifest says, each tensor with the rank's share."""
+        manifest, sizes = self._manifest, {}
+        for bucket in manifest.buckets:
+            share = even_share(bucket.numel, manifest.num_ranks, rank)
+            for key in ("master", *(manifest.states if bucket.trainable else ())):
+                sizes[f"{bucket.name}/{key}"] = share
+        for name in reader.names():
+            numel, dtype = reader.numel(name), reader.dtype(name)
+            known = dtype == torch.uint8 if name in _RANDOM else sizes.get(name) == numel
+            if not known or (name.endswith("/master") and not dtype.is_floating_point):
+                raise CheckpointError(
+                    f"{path} is damaged: it holds {name[:80]!r} with {numel} elements of {dtype}, which the manifest "
+                    "does not know; use another tag"
+                )
 
     def has(self, name: str) -> bool:
         """Whether the checkpoint holds a parameter."""
@@ -227,8 +166,14 @@ class RangeReader:
             out.copy_(to_flat(value, param.dim, param.parts)[start : start + out.numel()])
             return
         begin, filled = at + start, 0
+        dtype, name = self.dtype(param.name, key), f"{bucket.name}/{key}"
         for rank, first, last in owners(bucket.numel, self._manifest.num_ranks, begin, begin + out.numel()):
-            self.file(rank).read(f"{bucket.name}/{key}", first, out[filled : filled + last - first])
+            if self.file(rank).dtype(name) != dtype:
+                raise CheckpointError(
+                    f"{self._folder / rank_file(rank)} is damaged: {name!r} is of {self.file(rank).dtype(name)}, in "
+                    f"another rank's file of {dtype}; use another tag"
+                )
+            self.file(rank).read(name, first, out[filled : filled + last - first])
             filled += last - first
 
 
@@ -241,7 +186,7 @@ def check_params(masters: ModelMasters, reader: RangeReader, manifest: Manifest,
              for where, names in (("in the model", [n for n in here if n not in saved]),
                                   ("in the checkpoint", [n for n in saved if n not in here])) if names]  # fmt: skip
     if shapes or lists:
-        raise CheckpointError(
+        raise OtherJobError(
             f"{place} is of another model: {'; '.join([*lists, *shapes[:5]])}. Build the model that was saved"
         )
 
@@ -268,14 +213,17 @@ def read_tensors(
     random: dict[str, Tensor] = {}
     if random_rank is not None:
         file = reader.file(random_rank)
-        random = {name: file.read_all(name) for name in file.names() if name.startswith("rng/")}
+        random = {name: file.read_all(name) for name in file.names() if name in _RANDOM}
+        if reader.by_engine and "rng/cpu" not in random:
+            raise CheckpointError(f"the file of rank {random_rank} holds no 'rng/cpu'; use another tag")
     return LoadedTensors(shards, loaded, random)
 
 
 def _assemble(reader: RangeReader, mine: Sequence[tuple[SavedParam, int, int]], key: str) -> Tensor:
     """One rank's share of a bucket, in one tensor; zeros where there was no such state."""
     saved = [param.name for param, _, _ in mine if key == "master" or reader.trained(param.name)]
-    dtype = reader.dtype(saved[0], key) if saved else torch.float32
+    # Parameters that were frozen, in fewer bits, may lie beside others: the type must hold all of them.
+    dtype = reduce(torch.promote_types, (reader.dtype(name, key) for name in saved)) if saved else torch.float32
     whole = torch.empty(sum(stop - start for _, start, stop in mine), dtype=dtype)
     at = 0
     for param, start, stop in mine:
@@ -297,53 +245,23 @@ def install_masters(loaded: LoadedTensors, masters: ModelMasters) -> None:
             shard.copy_(values)
 
 
+def check_random(loaded: LoadedTensors, device: torch.device) -> None:
+    """CheckpointError for a random generator's state that it would refuse, or that is of another size."""
+    for name, values in loaded.random.items():
+        if name == "rng/cuda" and device.type != "cuda":
+            continue
+        try:
+            torch.Generator(device if name == "rng/cuda" else "cpu").set_state(values)
+        except (RuntimeError, TypeError) as error:
+            raise CheckpointError(
+                f"the random generator's state {name!r} with {values.numel()} bytes is damaged "
+                f"({str(error).splitlines()[0][:200]}); use another tag"
+            ) from None
+
+
 def install_random(loaded: LoadedTensors, device: torch.device) -> None:
     """Set the random generators to where they were."""
     if "rng/cpu" in loaded.random:
         torch.set_rng_state(loaded.random["rng/cpu"])
     if "rng/cuda" in loaded.random and device.type == "cuda":
         torch.cuda.set_rng_state(loaded.random["rng/cuda"], device)
-
-
-def install_optimizer(
-    masters: MasterShards, optimizer: Optimizer, loaded: LoadedTensors, groups: Sequence[SavedGroup]
-) -> None:
-    """Give every parameter of the optimizer its state, and every group its options."""
-    group_of = {param: index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
-    for span in masters.spans:
-        group, saved = optimizer.param_groups[group_of[span.param]], groups[group_of[span.param]]
-        state: dict[str, Any] = {}
-        for key, scalar in saved.scalars.items():
-            state[key] = _scalar(scalar, group, span.param)
-        for key, values in loaded.states.items():
-            state[key] = values[span.bucket][span.start : span.stop].to(span.param.device)
-        if state:
-            optimizer.state[span.param] = state
-        else:
-            optimizer.state.pop(span.param, None)  # saved before the first step: what is here is of another run
-    for group, saved in zip(optimizer.param_groups, groups, strict=True):
-        for key, value in saved.options.items():
-            group[key] = _like(group.get(key), value)
-
-
-def _scalar(saved: SavedScalar, group: dict[str, Any], param: Tensor) -> Any:
-    """The number as the optimizer keeps it: plain, or a tensor of its type where the optimizer expects it."""
-    if saved.dtype is None:
-        return saved.value
-    # torch keeps the step on the host, and on the device only for kernels that read it there.
-    on_device = group.get("fused") or group.get("capturable")
-    dtype = getattr(torch, saved.dtype, None)
-    if not isinstance(dtype, torch.dtype):
-        raise CheckpointError(
-            f"the checkpoint's optimizer holds a number of unknown type {saved.dtype!r}: load it with the release that "
-            "wrote it, or with load_optimizer_states=False"
-        )
-    return torch.tensor(saved.value, dtype=dtype, device=param.device if on_device else "cpu")
-
-
-def _like(current: Any, value: Any) -> Any:
-    """A saved option as the kind of value it replaces."""
-    if isinstance(current, Tensor):
-        return torch.full_like(current, value)
-    # JSON knows no tuples; Adam's betas were one.
-    return tuple(value) if isinstance(value, list) and not isinstance(current, list) else value

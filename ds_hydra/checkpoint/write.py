@@ -22,9 +22,17 @@ from pathlib import Path
 import torch
 
 from ds_hydra.checkpoint import folder as folders
-from ds_hydra.checkpoint.format import MANIFEST, FileEntry, Manifest, SavedGroup, SavedScalar, rank_file
+from ds_hydra.checkpoint.format import (
+    MANIFEST,
+    FileEntry,
+    Manifest,
+    SavedGroup,
+    SavedScalar,
+    check_saved_text,
+    rank_file,
+)
+from ds_hydra.checkpoint.optimizer_state import merge_groups
 from ds_hydra.checkpoint.shard_file import Source, write_shard
-from ds_hydra.checkpoint.state import merge_groups
 from ds_hydra.ranks.channel import Channel
 from ds_hydra.zero_hetero.errors import CheckpointError
 
@@ -144,7 +152,7 @@ def _finish(temporary: Path, saving: Saving, save_id: str, everyone: list[dict])
         groups=merge_groups([[_group(group) for group in own["groups"]] for own in everyone]),
         states=tuple(dict.fromkeys(key for own in everyone for key in own["states"])),
     )
-    folders.write_durably(temporary / MANIFEST, manifest.to_json())
+    folders.write_durably(temporary / MANIFEST, check_saved_text(manifest))
     folders.publish(temporary, manifest.tag, latest=saving.save_latest)
     if saving.keep_last is not None:
         folders.prune(saving.folder, saving.keep_last)
@@ -176,22 +184,55 @@ def _explained(error: Exception | None, saving: Saving) -> Exception | None:
     """The system's error with what to do about it."""
     if error is None or isinstance(error, CheckpointError):
         return error
-    if not isinstance(error, OSError):
-        return CheckpointError(f"{type(error).__name__}: {error}; checkpoints saved before are as they were")
-    place = error.filename or saving.folder
     kept = "checkpoints saved before are as they were"
+    if not isinstance(error, OSError):
+        return CheckpointError(f"{type(error).__name__}: {error}; {kept}")
+    need = sum(source.num_bytes for source in saving.tensors.values())
+    return CheckpointError(f"{_remedied(error, saving.folder, need)}; {kept}")
+
+
+def _remedied(error: OSError, folder: Path, need: int) -> str:
+    """What the system says, where, and what to do about it; `need` are the bytes that were to be written."""
+    place = error.filename or folder
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        need = sum(source.num_bytes for source in saving.tensors.values())
-        try:
-            free = f", {shutil.disk_usage(saving.folder).free / 1e6:.0f} MB are free"
-        except OSError:
-            free = ""
-        return CheckpointError(
-            f"{place}: {error.strerror}: this rank's file needs {need / 1e6:.0f} MB{free}; free space, lower keep_last "
-            f"or save elsewhere; {kept}"
+        free = free_bytes(folder)
+        told = "" if free is None else f", {free / 1e6:.0f} MB are free"
+        return (
+            f"{place}: {error.strerror}: this rank's file needs {need / 1e6:.0f} MB{told}; free space, lower keep_last "
+            "or save elsewhere"
         )
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return CheckpointError(
-            f"{place} cannot be written ({error.strerror}): correct its permissions or save elsewhere; {kept}"
-        )
-    return CheckpointError(f"{place}: {error.strerror or error}: correct that or save elsewhere; {kept}")
+        return f"{place} cannot be written ({error.strerror}): correct its permissions or save elsewhere"
+    return f"{place}: {error.strerror or error}: correct that or save elsewhere"
+
+
+def try_writing(folder: Path, rank: int) -> CheckpointError | None:
+    """Make the folder, write a small file in it and remove it again; the error, with its remedy, if that fails."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        trial = folder / f"{folders.TEMPORARY}trial-{rank}-{secrets.token_hex(8)}"
+        try:
+            folders.write_durably(trial, "trial")
+        finally:
+            trial.unlink(missing_ok=True)
+    except OSError as error:
+        return CheckpointError(_remedied(error, folder, 0))
+    return None
+
+
+def free_bytes(folder: Path) -> int | None:
+    """Bytes that are free where the folder lies; None where the system does not tell."""
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return None
+
+
+def warn_of_little_space(folder: Path, need: int) -> None:
+    """A line in the log where fewer bytes are free than one checkpoint takes, about `need`."""
+    free = free_bytes(folder)
+    if free is not None and free < need:
+        logger.warning(
+            "%s has %.0f MB free, and a checkpoint takes about %.0f MB: saving will fail unless there is more then",
+            folder, free / 1e6, need / 1e6,
+        )  # fmt: skip

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ds_hydra.planner.options import PlannerOptions
 
 BLOCK = "hydra"
+WEIGHTS = "weights"
 _MAX_DEGREE_DIGITS = 6
 
 
@@ -50,6 +51,14 @@ def _planner(value: Any, place: str) -> PlannerConfig:
     return parse_block(PlannerConfig, value, place)
 
 
+def _resume(value: Any, place: str) -> bool | str:
+    if isinstance(value, str) and value == WEIGHTS:
+        return value
+    if not isinstance(value, bool):
+        raise ConfigError(f'config: {place} must be true, false or "{WEIGHTS}", but is {value!r}')
+    return value
+
+
 @dataclass(frozen=True, slots=True)
 class CheckpointConfig:
     """The block "hydra.checkpoint": the folder of the checkpoints, and when one is saved."""
@@ -63,8 +72,9 @@ class CheckpointConfig:
     asynchronous: bool = setting(flag, False)
     """Train on while a copy in host memory is written; that memory, 12 bytes per parameter over all ranks with Adam, is
     kept for the next save."""
-    resume: bool = setting(flag, True)
-    """Begin with the newest complete checkpoint in `dir`, if there is one."""
+    resume: bool | str = setting(_resume, True)
+    """Begin with the newest complete checkpoint in `dir`, if there is one. "weights": begin a second stage, on other
+    data say, with its parameters alone, at step 0; a restart of that stage goes on with the stage's own checkpoints."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-
 RESUME_WEIGHTS = (
     'begin anew with its weights alone: "hydra": {"checkpoint": {"resume": "weights"}}, or '
     "load_checkpoint(load_module_only=True)"
@@ -38,7 +37,8 @@ class Order(Protocol):
         ...
 
     def check_saved(self, record: Mapping[str, Any]) -> None:
-        """Raise unless `restore` can go on from this: ConfigError for other data's place, CheckpointError for damage."""
+        """Raise unless `restore` can go on from this: ConfigError for a place in other data,
+        CheckpointError for damage."""
         ...
 
     def restore(self, record: Mapping[str, Any]) -> None:

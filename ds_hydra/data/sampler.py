@@ -14,7 +14,6 @@ from ds_hydra.data.order import RESUME_WEIGHTS
 from ds_hydra.data.sequences import Int64Array
 from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError
 
-
 _MOST = 2**48  # of steps, epochs and ids
 
 
@@ -170,7 +169,9 @@ class TokenBudgetSampler:
                 "the checkpoint was saved with a stream of data, this job has map-style data: give the data that it "
                 f"was saved with, or {RESUME_WEIGHTS}"
             )
-        if set(record) != {each.name for each in fields(DataCursor)} or type(record["deferred"]) is not list:
+        if set(record) != {each.name for each in fields(DataCursor)} or not isinstance(
+            record["deferred"], list | tuple
+        ):
             raise CheckpointError(
                 f"the saved place in the data is damaged: it holds {str(record)[:300]}; use another tag"
             )

@@ -20,9 +20,15 @@ from ds_hydra.zero_hetero.safe_json import MAX_DEPTH, too_deep
 
 _MARK = "!"
 _OUTER_LEVELS = 8  # of a manifest around a state
-_DTYPES = frozenset(
-    "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 bfloat16".split()
-)  # of tensors; arrays have all but the last
+_DTYPES = frozenset(  # of tensors; arrays have all but the last
+    [
+        *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)),
+        "bool",
+        "float16",
+        "float32",
+        "float64",
+    ]
+) | {"bfloat16"}
 _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {
     "tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque,
 }  # fmt: skip

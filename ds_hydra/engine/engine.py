@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_hydra.checkpoint.checkpointer import PartsToLoad
+from ds_hydra.checkpoint.loading import PartsToLoad
 from ds_hydra.config.hydra_block import ParsedConfig
 from ds_hydra.engine.crew import Crew
 from ds_hydra.engine.evaluation import Evaluation

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ds_hydra.checkpoint.checkpointer import PartsToLoad
+from ds_hydra.checkpoint.loading import PartsToLoad
 from ds_hydra.checkpoint.pretrained import gather_weights, load_pretrained, write_pretrained
+from ds_hydra.config.hydra_block import WEIGHTS
 from ds_hydra.engine.crew import Crew
 from ds_hydra.engine.signals import LEAVE, NOTHING, Signals
 from ds_hydra.host.host_engine import HostEngine
@@ -57,9 +58,14 @@ class Saving:
         return loaded
 
     def resume(self) -> None:
-        """Load the newest complete checkpoint of hydra.checkpoint.dir, unless `resume` is false."""
+        """Load the newest complete checkpoint of hydra.checkpoint.dir, unless `resume` is false; first see that the
+        folder can be written. CheckpointError on all ranks."""
         config = self._config
-        if config is not None and config.resume and self._crew.checkpoints.load_newest(Path(config.dir)) is not None:
+        if config is None:
+            return
+        checkpoints, folder = self._crew.checkpoints, Path(config.dir)
+        checkpoints.check_folder(folder)
+        if config.resume and checkpoints.resume(folder, weights=config.resume == WEIGHTS) is not None:
             self._moved()
 
     def _moved(self) -> None:

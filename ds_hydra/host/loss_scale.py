@@ -10,8 +10,9 @@ from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from torch import Tensor
 
 from ds_hydra.host.precision import DataTypes
-from ds_hydra.zero_hetero.errors import NumericsError
+from ds_hydra.zero_hetero.errors import CheckpointError, NumericsError
 
+_MOST_SCALE = 2.0**100
 _STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
@@ -65,8 +66,27 @@ class LossScale:
         """Numbers to save; None for a scale that never changes."""
         return {key: getattr(self._scaler, key) for key in _STATE} if self.dynamic else None
 
+    def check_state(self, state: Mapping[str, Any] | None) -> None:
+        """CheckpointError unless `load_state_dict` can go on with these numbers; None is no state of this kind."""
+        if state is None or not self.dynamic:
+            return
+        least = {"cur_scale": 0, "cur_iter": 0, "last_overflow_iter": -1, "cur_hysteresis": 1}
+        wrong = [f"the keys are {', '.join(state)[:200]}"] if state.keys() != least.keys() else []
+        wrong = wrong or [
+            f"{key} is {str(state[key])[:40]}" for key in _STATE if not _fits(key, state[key], least[key])
+        ]
+        if wrong:
+            raise CheckpointError(f"the saved loss scale is damaged: {wrong[0]}; use another tag")
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with saved numbers. A fixed scale keeps the config's value."""
         if self.dynamic:
             for key in _STATE:
                 setattr(self._scaler, key, type(getattr(self._scaler, key))(state[key]))
+
+
+def _fits(key: str, value: Any, least: int) -> bool:
+    """Whether a number can be that of a scaler: a scale above 0, or a count."""
+    if key == "cur_scale":
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= _MOST_SCALE
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value % 1 == 0 and least <= value < 2**48

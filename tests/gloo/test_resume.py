@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from ds_hydra.checkpoint.folder import complete_manifests
+from ds_hydra.zero_hetero.errors import CheckpointError
 from tests.support.ranks import run_ranks
-from tests.support.small_job import same, small_engine, small_model, whole_state
+from tests.support.small_job import same, sequences, small_engine, small_model, whole_state
 from tests.support.sources import shared_source
 
 STEPS = 5
@@ -170,3 +172,93 @@ def test_random_state_goes_on_with_the_same_ranks(tmp_path: Path) -> None:
     for expected, drawn, loaded in run_ranks(run, 2):
         assert torch.equal(expected, drawn)
         assert loaded == (str(tmp_path / "global_step0"), {"rank": 0})
+
+
+def second_stage(rank: int, folder: Path, steps: int, data: list[Tensor], **hydra: Any) -> Any:
+    """A job on other data that begins with the weights in a folder, after some steps."""
+    config = {"dir": str(folder), "every": 1, "resume": "weights"}
+    engine = small_engine(rank, data=data, checkpoint=config, **hydra)
+    begun = engine.global_steps, engine.fp32_state_dict(), engine.get_lr(), engine.sampler.saved(engine.global_steps)
+    for _ in range(steps):
+        engine.train_batch()
+    state = whole_state(engine)
+    engine.destroy()
+    return begun, state
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_second_stage_begins_with_the_weights_alone(num_ranks: int, tmp_path: Path) -> None:
+    """Other data, ranks and strategies: step 0, a fresh optimizer, schedule and place; a restart goes on with its own."""
+    other = [data[: len(data) // 2 + 2] for data in sequences()]
+
+    def first(rank: int) -> Any:
+        engine = small_engine(rank)
+        for _ in range(3):
+            engine.train_batch()
+        engine.save_checkpoint(tmp_path / "run")
+        return engine.fp32_state_dict()
+
+    def by_hand(rank: int) -> Any:
+        engine = small_engine(rank, data=other)
+        engine.load_checkpoint(tmp_path / "run", load_module_only=True)
+        for _ in range(2):
+            engine.train_batch()
+        return whole_state(engine)
+
+    def refused(rank: int) -> str:
+        with pytest.raises(CheckpointError) as error:
+            small_engine(rank, data=other, checkpoint={"dir": str(tmp_path / "run")})
+        return str(error.value)
+
+    weights = run_ranks(first, 2)[0]
+    for text in run_ranks(refused, num_ranks):
+        assert text.count("another job") == 1
+        assert '"resume": "weights"' in text
+        assert "global_step3" in text
+    expected = run_ranks(by_hand, num_ranks)[0]
+    (step, begun, lr, place), state = run_ranks(second_stage, num_ranks, tmp_path / "run", 1, other)[0]
+    assert step == 0
+    assert same(begun, weights)
+    assert lr == [0.0, 0.0]
+    assert (place["step"], place["position"]) == (0, 0)
+    assert not same(state, expected)
+    (step, _, _, place), state = run_ranks(second_stage, num_ranks, tmp_path / "run", 1, other)[0]
+    assert (step, place["step"]) == (1, 1)
+    assert same(state, expected)
+    assert [found.stage for found in complete_manifests(tmp_path / "run")] == [1, 1, 0]
+
+
+def test_weights_of_nowhere_are_refused(tmp_path: Path) -> None:
+    def run(rank: int) -> None:
+        with pytest.raises(CheckpointError, match="holds no checkpoint to take them from"):
+            small_engine(rank, checkpoint={"dir": str(tmp_path), "resume": "weights"})
+
+    run_ranks(run, 2)
+
+
+def test_what_cannot_be_written_is_told_before_step_0(tmp_path: Path) -> None:
+    """A folder that is a file, on all ranks; one that only one rank cannot write in, too."""
+    (tmp_path / "file").write_text("")
+
+    def run(rank: int) -> list[str]:
+        told = []
+        with pytest.raises(CheckpointError) as error:
+            small_engine(rank, checkpoint={"dir": str(tmp_path / "file")})
+        told.append(str(error.value))
+        from ds_hydra.checkpoint import folder as folders
+
+        def full(path: Path, text: str) -> None:
+            raise OSError(28, "No space left on device", str(path))
+
+        if rank == 1:
+            folders.write_durably = full
+        with pytest.raises(CheckpointError) as error:
+            small_engine(rank, checkpoint={"dir": str(tmp_path / "run")})
+        return [*told, str(error.value)]
+
+    for first, second in run_ranks(run, 2):
+        assert str(tmp_path / "file") in first
+        assert "save elsewhere" in first
+        assert "failed on rank 1" in second
+        assert "free space" in second
+    assert not list((tmp_path / "run").iterdir())

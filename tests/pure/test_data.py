@@ -15,7 +15,7 @@ from ds_hydra.data.columns import IGNORE_INDEX
 from ds_hydra.data.sampler import DataCursor, StepLoader, TokenBudgetSampler
 from ds_hydra.data.sequences import SequenceData
 from ds_hydra.data.tokens import LeftOut
-from ds_hydra.zero_hetero.errors import ConfigError
+from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError
 
 LENGTHS = st.lists(st.integers(0, 50), min_size=1, max_size=30).filter(any)
 
@@ -250,7 +250,7 @@ def test_what_a_step_passes_over_comes_first_in_the_next() -> None:
     assert sampler.cursor(2).deferred == (first[3],)
     assert sampler.batch(2)[:2] == (first[3], second[3])
     bad = replace(sampler.cursor(2), deferred=(7,))
-    with pytest.raises(ConfigError, match=r"damaged.*Load another checkpoint"):
+    with pytest.raises(CheckpointError, match=r"damaged.*use another tag"):
         TokenBudgetSampler([1] * 4, 3, seed, bad)
 
 
@@ -312,3 +312,26 @@ def test_loader_ends_where_the_job_or_its_epoch_does() -> None:
     assert made(9, total_steps=10) == [9]
     assert made(10, total_steps=10) == []
     assert [StepLoader(sampler, lambda at=at: at).epoch for at in (0, 3, 4, 11)] == [0, 0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "change", [{"step": 2**61}, {"step": 3}, {"step": 1}, {"epoch": 9}, {"position": 3}, {"epoch": -1}, {"step": 2.0}]
+)
+def test_a_place_that_no_step_has_is_refused(change: dict[str, object]) -> None:
+    """Each step draws its budget and less than a sequence more: a place elsewhere is of no run."""
+    sampler = TokenBudgetSampler([9, 10, 8, 10, 9, 10], 20)
+    saved = sampler.saved(2)
+    sampler.check_saved(saved)
+    with pytest.raises(CheckpointError, match=r"saved place.*use another tag"):
+        sampler.check_saved({**saved, **change})
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=12), st.integers(0, 300))
+def test_a_step_whose_place_is_not_known_begins_where_it_could(lengths: list[int], step: int) -> None:
+    sampler = TokenBudgetSampler(lengths, max(1, sum(lengths) // 2))
+    sampler.begin_at(step)
+    saved = sampler.saved(step)
+    sampler.check_saved(saved)
+    assert saved["step"] == step
+    assert step > 0 or saved == TokenBudgetSampler(lengths, max(1, sum(lengths) // 2)).saved(0)
+    assert sampler.batch(step)

@@ -232,5 +232,5 @@ def test_a_state_that_json_cannot_hold_is_refused_at_the_first_step(state: Any) 
 def test_a_forged_place_is_refused_before_anything_moves(change: dict[str, Any]) -> None:
     sampler = sampler_of(Stateful(ITEMS), ahead=0)
     firsts(sampler, range(1))
-    with pytest.raises((ConfigError, CheckpointError), match="tag|pickle"):
+    with pytest.raises((ConfigError, CheckpointError), match=r"tag|pickle"):
         sampler.check_saved({**sampler.saved(1), **change})

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from ds_hydra.checkpoint import folder as folders
-from ds_hydra.checkpoint import state
 from ds_hydra.checkpoint.format import COUNTERS, Manifest, SavedBucket, SavedParam
+from ds_hydra.checkpoint.optimizer_state import collect_groups
 from ds_hydra.checkpoint.shard_file import ShardReader, Source
 from ds_hydra.checkpoint.write import Saving, Writer
 from ds_hydra.ranks.channel import Channel
@@ -38,7 +38,7 @@ class Saver:
             optimizer="SGD",
             counters=dict.fromkeys(COUNTERS, 0),
         )
-        self.groups = state.collect_groups(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1))
+        self.groups = collect_groups(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1))
 
     def save(self, step: int, tag: str) -> None:
         """Save `step` in every element."""
