@@ -188,7 +188,7 @@ def second_stage(rank: int, folder: Path, steps: int, data: list[Tensor], **hydr
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_a_second_stage_begins_with_the_weights_alone(num_ranks: int, tmp_path: Path) -> None:
-    """Other data, ranks and strategies: step 0, a fresh optimizer, schedule and place; a restart goes on with its own."""
+    """Other data, ranks and strategies: step 0 with nothing else of the first; a restart goes on with its own."""
     other = [data[: len(data) // 2 + 2] for data in sequences()]
 
     def first(rank: int) -> Any:
