@@ -154,6 +154,7 @@ class ModelPlan:
     no_pp: str = ""  # the same of pipeline stages
     no_slices: str = ""  # the same of sequences that are cut into slices
     no_token_sharding: str = "nothing is known of it"  # the same of ranks that share tokens [Note: token sharding]
+    unread: frozenset[str] = frozenset()  # parameters that no forward was seen to read
 
     @property
     def num_layers(self) -> int:

@@ -42,6 +42,7 @@ def test_of_one_layer_and_one_sequence_it_is_what_transformers_adds(model_type: 
         out = model(input_ids=tokens, labels=tokens)
         plain = model(input_ids=tokens, labels=tokens, output_router_logits=False)
     assert found.coefficient * out.aux_loss > 0.1
+    assert found.is_models_own
     torch.testing.assert_close(found.loss(out.router_logits), out.loss - plain.loss, rtol=1e-5, atol=1e-6)
 
 
@@ -53,6 +54,9 @@ def test_of_more_layers_it_is_the_mean_of_each_ones() -> None:
     logits = tuple(torch.randn(11, 4) for _ in range(3))
     each = [found.loss((of_one,)) for of_one in logits]
     torch.testing.assert_close(found.loss(logits), torch.stack(each).mean())
+    assert not torch.isclose(found.loss(logits), found.loss_of_all_together(logits), rtol=1e-3)
+    (told,) = CausalLM(model).notes
+    assert "of the 3 routers is that of each layer by itself" in told
     torch.testing.assert_close(found.loss_of_all_together(logits[:1]), each[0])
 
 

@@ -79,7 +79,9 @@ class Crew:
         optimizer = host.install_optimizer([group["params"] for group in groups])
         self.loss_scale = LossScale(host)
         self.activity = Activity()
-        self.update = Update(self.masters.trained, optimizer, job.clipping, self.loss_scale, world, job.config.faults)
+        self.update = Update(
+            self.masters.trained, optimizer, job.clipping, self.loss_scale, world, job.config.faults, plan.unread
+        )
         with together(world.channel, "allocating parameters and gradients"):
             self.stepper = Stepper(
                 job.source,

@@ -139,6 +139,12 @@ class HandedSteps:
             return Mine(error=raised)
 
     def _planned(self, step: int, mine: Mine) -> ReadyStep:
+        empty = [number for number, (share, _) in enumerate(mine.batches) if share.num_items and not share.num_targets]
+        if self._by_batch and empty:
+            mine = Mine(error=ConfigError(
+                f"batch {empty[0]} has no target, so the mean over its targets is no number, but hydra.loss_norm is "
+                '"batch": hand in none without targets, or use "token"'
+            ))  # fmt: skip
         gathered = self._gather(mine, f"step {step + 1}")
         planned = self._crew.plans.given(step, gathered.lengths)
         return ReadyStep(planned, self._deliver(planned.plan, self._weighed(mine, gathered), gathered))

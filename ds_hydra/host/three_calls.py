@@ -12,9 +12,10 @@ What their losses count follows hydra.loss_norm. Let the four batches have 10, 3
             means, as DeepSpeed's own loop computes it (backward() divides by gradient_accumulation_steps, and the
             gradients are averaged over the ranks)
 
-The two agree where all batches have equally many targets. A factor that the script puts on a loss multiplies that: with
-`loss / 2` the first batch's targets count half of this. `backward(loss, scale_wrt_gas=False)` says that the script has
-divided by gradient_accumulation_steps itself, as Accelerate does.
+The two agree where all batches have equally many targets. A batch without any has no mean: under "batch" it is refused,
+on all ranks. A factor that the script puts on a loss multiplies what its batch counts: with `loss / 2` the first
+batch's targets count half of this. `backward(loss, scale_wrt_gas=False)` says that the script has divided by
+gradient_accumulation_steps itself, as Accelerate does.
 """
 
 from __future__ import annotations

@@ -60,10 +60,12 @@ class Update:
         loss_scale: LossScale,
         world: World,
         faults: FaultsConfig,
+        unread: frozenset[str] = frozenset(),
     ):
-        """`clipping` is the largest norm of the gradient; 0 does not clip."""
+        """`clipping` is the largest norm of the gradient; 0 does not clip. Parameters that are `unread` have no
+        gradient in torch, so that no optimizer touches them: nor does it here, while theirs are zeros."""
         self._masters, self.optimizer, self._clipping = masters, optimizer, clipping
-        self._loss_scale, self._world, self._faults = loss_scale, world, faults
+        self._loss_scale, self._world, self._faults, self._unread = loss_scale, world, faults, unread
         self._skipped_in_a_row = 0
         self._watch = Stopwatch(world.clock)
         self.model: Callable[[], ModelNow] = ModelNow  # asked before each update
@@ -101,8 +103,13 @@ class Update:
                 self._loss_scale.unscale(grads)
                 if self._clipping > 0:
                     clip_(grads, norm, self._clipping)
-                self._step(model.frozen)
+                self._step(model.frozen | self._idle())
         return Applied(value, tuple(found[: len(losses)]), tuple(found[len(losses) :]), laps)
+
+    def _idle(self) -> set[str]:
+        """Parameters that nothing reads, of which this rank owns a part that has no gradient."""
+        unread = (piece for piece in self._masters.pieces() if piece.name in self._unread) if self._unread else ()
+        return {piece.name for piece in unread if not bool(piece.grad.any())}
 
     def _step(self, frozen: frozenset[str]) -> None:
         """The optimizer's step, which leaves frozen parameters and their states as they are."""

@@ -41,6 +41,21 @@ class Balancing:
         each = [self.own((of_one,), self.num_experts, self.top_k) for of_one in logits]
         return self.coefficient * torch.stack(each).mean()
 
+    @property
+    def is_models_own(self) -> bool:
+        """Whether `loss` is what the model's own forward adds to its loss of one sequence."""
+        return len(self.routers) == 1
+
+    @property
+    def difference(self) -> str:
+        """What is another loss than the model's own, for the log."""
+        return (
+            f"the load balancing loss of the {len(self.routers)} routers is that of each layer by itself, and their "
+            "mean. transformers adds up what all layers count before it multiplies, as if expert 3 of one layer were "
+            "expert 3 of another: of the same sequence its loss and the routers' gradients are others. Set "
+            f"{_FLAG} to false in the model's config to train without it"
+        )
+
     def loss_of_all_together(self, logits: tuple[Tensor, ...]) -> Tensor:
         """What the model's own forward adds to its loss of one sequence."""
         return self.coefficient * self.own(logits, self.num_experts, self.top_k)

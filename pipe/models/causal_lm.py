@@ -100,7 +100,7 @@ class CausalLM:
         self.flow = self._trace()
         self.balancing: Balancing | None = find_balancing(self) if balances else None
         self.balances = self.balancing is not None
-        self.notes = _notes(self.flow)
+        self.notes = _notes(self.flow, self.balancing)
         self.functions = Functions()
         self.plan_with(UnnamedRules())
         self._unnamed = derive(self)
@@ -184,7 +184,7 @@ class CausalLM:
             make_buckets(groups, specs), flow.first, flow.layers, flow.last | beside,
             heads, kv_heads, self._heads_cut(specs),
             no_tp=styled or unnamed.obstacle, no_pp=self._pipeline_obstacle(), no_slices=flow.no_slices,
-            no_token_sharding=tokens.obstacle,
+            no_token_sharding=tokens.obstacle, unread=flow.unread,
         )  # fmt: skip
         self.specs = specs
 
@@ -240,14 +240,15 @@ class CausalLM:
         return model
 
 
-def _notes(flow: Flow) -> tuple[str, ...]:
-    rate = flow.attention_dropout
-    if not rate:
-        return ()
-    return (
-        f"attention drops {rate:g} of its probabilities: they are computed in blocks that stand in memory, which takes "
-        "two to three times as long as fused attention; set attention_dropout to 0 in the model's config if you can",
-    )
+def _notes(flow: Flow, balancing: Balancing | None) -> tuple[str, ...]:
+    notes = [] if balancing is None or balancing.is_models_own else [balancing.difference]
+    if rate := flow.attention_dropout:
+        notes.append(
+            f"attention drops {rate:g} of its probabilities: they are computed in blocks that stand in memory, which "
+            "takes two to three times as long as fused attention; set attention_dropout to 0 in the model's config if "
+            "you can"
+        )
+    return tuple(notes)
 
 
 def _checkpoint_nothing(module: Any) -> None:

@@ -71,6 +71,7 @@ class Flow:
     attention_dropout: float = 0.0  # largest rate
     vocabulary: int = 0  # logits of a token
     no_slices: str = ""  # why no sequence can be cut into slices
+    unread: frozenset[str] = frozenset()  # parameters that nothing was computed with
 
 
 @dataclass
@@ -155,7 +156,14 @@ def trace(model: Any, layers_path: str, positions_from: int = 0) -> Flow:
         attention_dropout=watch.recorder.attention_rate,
         vocabulary=logits.shape[-1],
         no_slices=_no_slices(attended.calls, model, layers_path),
+        unread=frozenset(watch.names[each] for each in watch.names.keys() - _read(record, watch, logits)),
     )
+
+
+def _read(record: _Record, watch: _Watch, logits: Tensor) -> set[int]:
+    """Identities of all that something was computed with."""
+    parts = (record.entering, record.inside, record.beside, watch.touched)
+    return leaves([logits]).union(*(found for part in parts for found in part.values()))
 
 
 class _Attended(Contexts):

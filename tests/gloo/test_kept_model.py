@@ -143,3 +143,21 @@ def test_ranks_that_differ_are_refused_on_all(who: int) -> None:
     frozen, hooked = run_ranks(errors, 2)[1 - who]
     assert frozen.startswith("the ranks have frozen different parameters")
     assert hooked.startswith(f"rank {who}: forward hooks of model.norm")
+
+
+def with_spares(rank: int) -> list[dict[str, Tensor]]:
+    model = small_model()
+    model.register_parameter("spare", nn.Parameter(torch.ones(7)))
+    model.model.layers[1].mlp.register_parameter("spare", nn.Parameter(torch.ones(5)))
+    engine = small_engine(rank, model)
+    before = engine.fp32_state_dict()
+    for _ in range(3):
+        engine.train_batch()
+    return [before, engine.fp32_state_dict()]
+
+
+def test_parameters_that_no_forward_reads_stay_as_they_are() -> None:
+    """In torch they have no gradient, so that nothing decays them."""
+    before, after = run_ranks(with_spares, 2)[0]
+    still = {name for name, value in before.items() if torch.equal(value, after[name])}
+    assert still == {"spare", "model.layers.1.mlp.spare"}

@@ -179,6 +179,29 @@ def test_misuse_is_refused_on_all_ranks() -> None:
     assert first[4] == f"2 {ACCUMULATION * sum(len(LENGTHS[rank][0]) for rank in range(RANKS))}"
 
 
+def without_targets(rank: int) -> list[str]:
+    engine, told = engine_of(rank, strategies=["2*tp1"], loss_norm="batch"), []
+    for empty in (True, False):
+        for number in range(ACCUMULATION):
+            batch = collated(batch_of(0, rank, number))
+            if empty and rank == 1 and number == 1:
+                batch["labels"] = torch.full_like(batch["labels"], IGNORED)
+            engine.backward(engine(batch))
+            try:
+                engine.step()
+            except ConfigError as error:
+                told.append(str(error))
+    return [*told, str(engine.global_steps)]
+
+
+def test_a_batch_without_targets_has_no_mean() -> None:
+    with shared_source(build_model(FAMILY, torch.float64)):
+        first, second = run_ranks(without_targets, RANKS)
+    assert first == second
+    assert "failed on rank 1: batch 1 has no target" in first[0]
+    assert first[1:] == ["1"]
+
+
 def test_batches_means_need_batches() -> None:
     def job(rank: int) -> None:
         model = build_model(FAMILY, torch.float32)
