@@ -67,7 +67,9 @@ def dropped_probabilities() -> Any:
 
 @functools.cache
 def source_of(build: Callable[[], Any], checkpointing: bool = False) -> CausalLM:
-    return CausalLM(build(), activation_checkpointing=checkpointing)
+    model = build()
+    model.set_attn_implementation("eager")  # packs have an attention of their own, and "dense" is a script's
+    return CausalLM(model, activation_checkpointing=checkpointing)
 
 
 @functools.cache

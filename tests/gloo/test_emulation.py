@@ -20,7 +20,8 @@ from tests.support.emulated_job import BUCKET_BYTES, emulated_job
 MIXED = ("tp2 + pp2", "2*pp2", "pp4", "4*tp1", "2*sp2", "tp2sp2", "tp2pp2", "pp4/zb-h1", "pp4/list", "tp2pp2/v")
 WIDE = 10**9  # features, beside which no parameter counts
 QUARTER_A_MS = BUCKET_BYTES / 4 / 1e-3  # bytes/s: a rank's part of a bucket takes 1 ms
-NORM_MS = 3 * 8 / (QUARTER_A_MS / 1e3)  # each rank's 8 bytes go round in three hops
+# A rank's norm and its word on the model are 16 bytes, which go round in three hops.
+NORM_MS = 3 * 16 / (QUARTER_A_MS / 1e3)
 
 
 def first_step_ms(*args: object, **kwargs: object) -> float:
