@@ -8,19 +8,22 @@ from typing import Any
 
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.models.options import StageOptions
+from ds_hydra.pipe.models.positions import special_tokens
 from ds_hydra.pipe.models.refusals import known_tokens
 from ds_hydra.pipe.shape import PipelineShape
 from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.self_check.layer_lists import short_layer_list
 from ds_hydra.self_check.plain import Plain
-from ds_hydra.self_check.runs import Data, Outcome, run_pipeline, uneven_data
+from ds_hydra.self_check.runs import Data, Outcome, run_pipeline
 from ds_hydra.self_check.schemes import BASE, uneven_pipeline
 from ds_hydra.self_check.small_copy import small_copy
+from ds_hydra.self_check.tried_tokens import tried_data
 
 # Three sequences in one pack, of which one reaches beyond the positions at which rotary tables change and beyond the
 # windows of the small copy, and a pack of one; every sequence parallel rank holds parts of some. 41 and 13 are prime:
-# where tensor parallel ranks share tokens, rows get padding, which must train nothing.
-_LENGTHS = ((5, 33, 3), (13,))
+# where tensor parallel ranks share tokens, rows get padding, which must train nothing. Of a pack and its sequences some
+# are even and some odd.
+_LENGTHS = ((6, 33, 2), (13,))
 _LEAST_VOCABULARY = 16  # of a layer list, which does not say how many tokens it knows
 _COINS = (1e-6, 1 - 1e-6)  # what single random numbers give in one run and in the other
 
@@ -54,11 +57,12 @@ def make_subject(
     if hasattr(model, "_layer_specs"):
         return _of_layer_list(short_layer_list(model, schemes, memory_bytes, sp_overlap=options.sp_overlap))
     small = small_copy(model, schemes, memory_bytes)
-    data = uneven_data(known_tokens(small.model), _LENGTHS)
     try:
         source = CausalLM(small.model, **options._asdict())
     except Exception as error:
         raise RefusedError(told(error)) from error
+    known, special = known_tokens(small.model), special_tokens(small.model)
+    data = tried_data(known, _LENGTHS, special=special, left_out=source.uncounted)
     plain = Plain(small.model, source.flow.draws, source.layers_path, source.balancing)
 
     def alone(run: int) -> Outcome:
@@ -69,7 +73,7 @@ def make_subject(
 
 def _of_layer_list(source: ModelSource) -> Subject:
     """A layer list has no forward but its layers': they run on one rank, one sequence at a time."""
-    data, layers = uneven_data(_LEAST_VOCABULARY, _LENGTHS), source.plan.num_layers
+    data, layers = tried_data(_LEAST_VOCABULARY, _LENGTHS), source.plan.num_layers
 
     def alone(run: int) -> Outcome:
         order = range(len(data.sequences))[:: 1 - 2 * run]

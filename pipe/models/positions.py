@@ -14,6 +14,7 @@ from ds_hydra.pipe.rows import Pack
 from ds_hydra.zero_hetero.errors import ConfigError
 
 _LENGTHS = (5, 7)  # of two sequences in a row; no other dimension is likely to have 12
+_SPECIAL = ("bos", "eos", "sep", "pad", "cls", "unk", "mask")
 
 
 def uncounted_tokens(model: Any, layers_path: str, first: int) -> tuple[int, ...]:
@@ -23,10 +24,7 @@ def uncounted_tokens(model: Any, layers_path: str, first: int) -> tuple[int, ...
     vocabulary. `model` holds real values.
     """
     device, vocab = next(model.parameters()).device, known_tokens(model)
-    config = model.config.get_text_config()
-    named = [getattr(config, f"{name}_token_id", None) for name in ("pad", "bos", "eos", "sep", "cls", "unk", "mask")]
-    numbers = [number for one in named for number in (one if isinstance(one, list | tuple) else [one])]
-    special = sorted({n for n in (*numbers, *range(4)) if isinstance(n, int) and 0 <= n < vocab})
+    special = sorted({n for n in (*special_tokens(model), *range(4)) if n < vocab})
     plain = [token for token in range(vocab - 1, vocab // 2, -1) if token not in special][: _LENGTHS[0]]
 
     def counted(tokens: list[int]) -> bool:
@@ -39,6 +37,14 @@ def uncounted_tokens(model: Any, layers_path: str, first: int) -> tuple[int, ...
     if len(plain) < 3 or counted(special):
         return ()
     return tuple(token for token in special if not counted([token]))
+
+
+def special_tokens(model: Any) -> tuple[int, ...]:
+    """Ids that the model's config names as special ones of texts: padding, both ends, separators."""
+    config, vocab = model.config.get_text_config(), known_tokens(model)
+    named = [getattr(config, f"{name}_token_id", None) for name in _SPECIAL]
+    numbers = [number for one in named for number in (one if isinstance(one, list | tuple) else [one])]
+    return tuple(dict.fromkeys(n for n in numbers if isinstance(n, int) and 0 <= n < vocab))
 
 
 class _Entered(BaseException):

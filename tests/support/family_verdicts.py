@@ -15,11 +15,13 @@ import torch
 
 from ds_hydra.pipe.models.adapted import base_of
 from ds_hydra.pipe.models.causal_lm import CausalLM
+from ds_hydra.pipe.models.positions import special_tokens
 from ds_hydra.pipe.placement import Strategy, place_pipeline
 from ds_hydra.pipe.shape import PipelineShape
 from ds_hydra.self_check.compare import compare, finite
 from ds_hydra.self_check.plain import Plain
-from ds_hydra.self_check.runs import Data, Outcome, run_pipeline, uneven_data
+from ds_hydra.self_check.runs import Data, Outcome, run_pipeline
+from ds_hydra.self_check.tried_tokens import tried_data
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from tests.support.adapted_models import ADAPTED, ADAPTED_WITHOUT_TP
 from tests.support.case import UNUSUAL
@@ -100,7 +102,7 @@ def _verdicts(name: str, shapes: Mapping[str, str]) -> dict[str, str]:
         source = CausalLM(model, token_sharding=True)
     except Exception as error:
         return dict.fromkeys(shapes, _told(error))
-    data = uneven_data(96, [(5, 33, 2), (12,)])
+    data = tried_data(96, [(6, 33, 2), (12,)], special=special_tokens(model), left_out=source.uncounted)
     try:
         right = Plain(model, source.flow.draws, source.layers_path).outcome(data)
         if not finite(right):
