@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import re
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -365,3 +367,11 @@ def test_what_cannot_be_checked_is_not_used_unless_the_check_is_off(monkeypatch:
     assert check(model, "tp1", mode="full").objections() == []
     monkeypatch.setattr(self_check, "_SECONDS", 0.0)
     assert "the check has taken" in check(build_model("llama", torch.float32), "tp1").objections()[0]
+
+
+def test_a_busy_machine_leaves_no_scheme_unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit counts what the check computes; how long it waits for a core must not decide on strategies."""
+    monkeypatch.setattr(self_check, "_SECONDS", 20.0)
+    ticks = itertools.count(step=1000.0)  # of a clock on a machine with no time for this process
+    monkeypatch.setattr(time, "perf_counter", lambda: next(ticks))
+    assert check(build_model("llama", torch.float32), "2*tp1", "tp2").objections() == []

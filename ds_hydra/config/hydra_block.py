@@ -211,7 +211,7 @@ class HydraConfig:
     product again in the backward, too, and keep gate and up alone. "off": all is computed as the model's code says."""
     self_check: str = setting(choice("on", "off", "full"), "on")
     """Before step 0 a small copy of the model is trained under the strategies' schemes and compared with one process:
-    "on" with few layers and ranks, in at most a minute; "full" with all stages and ranks of each scheme."""
+    "on" with few layers and ranks, in at most a minute of CPU time; "full" with all stages and ranks of each scheme."""
     chunks: str = setting(choice("auto", "off"), "auto")
     """"auto": sequences are cut into slices where that is faster, or nothing holds them whole, and the model allows it,
     which the self-check tells. It needs pipelines of the schedule "list" and a cost table with measured shares. "off":

@@ -12,8 +12,9 @@ from dataclasses import replace
 
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.pipe.shape import StrategyShape
-from ds_hydra.plan.phase import MicroBatchPlan, Phase
+from ds_hydra.plan.phase import Phase
 from ds_hydra.plan.step_plan import StepPlan
+from ds_hydra.plan.validate import validate_plan
 from ds_hydra.planner.options import PlannerOptions
 from ds_hydra.planner.selection import Planner
 from ds_hydra.zero_hetero.errors import PlanError
@@ -37,8 +38,8 @@ class PhasedPlanner:
         *,
         longest: Sequence[int] | None = None,
     ) -> None:
-        options = replace(options or PlannerOptions(), choose="best", replay_file=None)
-        self._planners = [Planner(cost_table, [shape], options) for shape in phases]
+        self._table, self._options = cost_table, replace(options or PlannerOptions(), choose="best", replay_file=None)
+        self._planners = [Planner(cost_table, [shape], self._options) for shape in phases]
         held = [planner.max_length for planner in self._planners]
         longest = held if longest is None else longest
         if len(longest) != len(phases):
@@ -63,20 +64,22 @@ class PhasedPlanner:
             for planner, own in zip(self._planners, members, strict=True)
             if own
         ]
-        phases = tuple(_in_batch(phase, own, tokens) for plan, own in planned for phase in plan.phases)
+        phases = tuple(_in_batch(phase, own) for plan, own in planned for phase in plan.phases)
         sources = {plan.source for plan, _ in planned}
         source = sources.pop() if len(sources) == 1 else "fast"
-        return StepPlan(step, ids, tokens, phases, sum(plan.predicted_ms for plan, _ in planned), source=source)
+        whole = StepPlan(step, ids, tokens, phases, sum(plan.predicted_ms for plan, _ in planned), source=source)
+        validate_plan(whole, self._table, self._planners[0].num_ranks, self._options.objective)
+        return whole
 
 
-def _in_batch(phase: Phase, own: Sequence[int], lengths: Sequence[int]) -> Phase:
+def _in_batch(phase: Phase, own: Sequence[int]) -> Phase:
     """A phase that was planned for some positions of a batch alone, with these positions in place of 0, 1, 2, ..."""
     return Phase(
         tuple(
             replace(
                 pipeline,
                 microbatches=tuple(
-                    MicroBatchPlan.of_whole([own[span.sequence] for span in batch.spans], lengths)
+                    replace(batch, spans=tuple(span._replace(sequence=own[span.sequence]) for span in batch.spans))
                     for batch in pipeline.microbatches
                 ),
             )

@@ -25,7 +25,8 @@ from ds_hydra.self_check.verdicts import CheckResult, Verdict
 
 logger = logging.getLogger(__name__)
 
-# Of mode "on", for all ranks of a node together, which work at the same time; what takes more counts as unchecked.
+# Of mode "on", for all ranks of a node together, which work at the same time; what takes more counts as unchecked. They
+# are CPU time of a process: by the clock, a busy machine would train by other strategies than an idle one.
 _SECONDS = 60.0
 _BYTES = 8 * 2**30
 Strategies = Sequence[StrategyShape]
@@ -63,6 +64,7 @@ def check_strategies(
     known = _shared(read_verdicts(name) if channel.rank == 0 else {}, channel)
     found: dict[PipelineShape, Verdict] = {}
     missing = [scheme for scheme in run if scheme not in known]
+    began_cpu = time.process_time()
     for team in teams(channel.num_ranks, node_size or channel.num_ranks, len(missing)):
         left = [scheme for scheme in missing if scheme not in found or found[scheme].state == "unchecked"]
         if not left:
@@ -73,7 +75,7 @@ def check_strategies(
             mine=team.share(channel.rank, left),
             mode=mode,
             options=options,
-            began=began,
+            began=began_cpu,
             memory_bytes=_BYTES / team.of_node,
         )
         for text in channel.texts(_to_text(tried)):
@@ -103,17 +105,17 @@ def _try(
     began: float,
     memory_bytes: float,
 ) -> dict[PipelineShape, Verdict]:
-    """Verdicts on `mine`, some of all schemes to `run`."""
+    """Verdicts on `mine`, some of all schemes to `run`; `began` is the process's CPU time when it began."""
     if not mine:
         return {}
     found: dict[PipelineShape, Verdict] = {}
 
     def late(coming: float) -> Verdict | None:
-        passed = time.perf_counter() - began
+        passed = time.process_time() - began
         if mode != "on" or passed + coming <= _SECONDS:
             return None
-        return Verdict("unchecked", f"the check has taken {passed:.0f} s already, and more than {_SECONDS:.0f} s is "
-                       "not waited for")  # fmt: skip
+        return Verdict("unchecked", f"the check has taken {passed:.0f} s of CPU time already, and no more than "
+                       f"{_SECONDS:.0f} s is spent on it")  # fmt: skip
 
     longest = 0.0  # of the runs so far: the next one is expected to take as long
     subject = partial(

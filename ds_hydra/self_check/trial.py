@@ -92,9 +92,9 @@ class Trial:
     def verdict(self, scheme: PipelineShape) -> Verdict:
         """Run a scheme and compare; a refusal names what differs first, and the remedy."""
         if scheme not in self._known:
-            began = time.perf_counter()
+            began = time.process_time()
             verdict = self._judge(scheme)
-            self._known[scheme] = replace(verdict, seconds=time.perf_counter() - began)
+            self._known[scheme] = replace(verdict, seconds=time.process_time() - began)
         return self._known[scheme]
 
     def _judge(self, scheme: PipelineShape) -> Verdict:

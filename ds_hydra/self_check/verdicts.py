@@ -21,7 +21,7 @@ class Verdict:
     reason: str = ""  # of a refusal, or why it was not checked: a clause, and what to do; if equal, what to know
     difference: float = 0.0  # largest of a loss or gradient, relative to its largest entry
     no_slices: str = ""  # of one rank alone, if equal: why no sequence may be cut into slices; empty: it may
-    seconds: float = 0.0  # of the run; 0 where the verdict was known
+    seconds: float = 0.0  # of CPU time of the run; 0 where the verdict was known
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -11,6 +11,7 @@ import pytest
 
 from ds_hydra.commands import preview
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
+from ds_hydra.costs.shares import Shares
 from ds_hydra.costs.table_file import TableFile
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.plan.simulate import simulate_plan
@@ -73,6 +74,24 @@ def test_a_phase_that_gets_no_sequence_is_left_out() -> None:
     validate_plan(plan, TABLE, 4)
     assert plan.strategy == "4*tp1 then tp4"
     assert [len(pipeline.microbatches) for pipeline in plan.pipelines] == [1, 0, 0, 0, 1]
+
+
+def test_slices_and_layers_computed_again_stay_as_their_phase_was_planned() -> None:
+    """Positions are those of the whole step; what a micro-batch runs of them is the phase's own plan."""
+    limits = ((ParallelScheme(1), 60), (ParallelScheme(pp=2), 100))
+    table = CostTable(tuple(SchemeCost(one, 0.0, 1.0, 2.0, most, 10, Shares.usual()) for one, most in limits))
+    options, shapes = PlannerOptions(kernels="compiled", layers=8), parse_phases("2*tp1 then pp2/list")
+    lengths = (440, 30, 20, 90, 59)
+    plan = PhasedPlanner(table, shapes, options).plan(3, range(5), lengths)
+    alone = Planner(table, [shapes[1]], options).plan(3, range(2), (440, 90))
+    validate_plan(plan, table, 2)
+    batches = plan.phases[1].pipelines[0].microbatches
+    expected = alone.phases[0].pipelines[0].microbatches
+    assert [batch.starts for batch in batches] == [batch.starts for batch in expected]
+    assert [batch.recompute for batch in batches] == [batch.recompute for batch in expected]
+    assert any(batch.recompute for batch in batches)
+    assert any(start for batch in batches for start in batch.starts)
+    assert {span.sequence for batch in batches for span in batch.spans} == {0, 3}
 
 
 def test_longest_lengths_are_the_users_but_never_more_than_fits() -> None:

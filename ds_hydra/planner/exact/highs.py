@@ -35,7 +35,8 @@ def solve_milp(
     """Minimise cost @ x over row_lower <= rows <= row_upper, floor <= x <= ceiling; the first `integers` are whole.
 
     `rows` lists (column, coefficient) pairs; `start` is a feasible point to begin from. None when HiGHS found
-    no feasible point within its limits. Coefficients should be near 1: scale times before they come here.
+    no feasible point within its limits, RuntimeError when it did not run. Only `seconds` limits its time: a limit in
+    nodes gives the same solution on a busy machine. Coefficients should be near 1: scale times before they come here.
     """
     import highspy  # here, as only proposals and exact plans need it
 
@@ -70,11 +71,20 @@ def solve_milp(
         point = highspy.HighsSolution()
         point.col_value = [float(x) for x in start]
         solver.setSolution(point)
+    states = highspy.HighsModelStatus
     solver.run()
-    info = solver.getInfo()
+    if solver.getModelStatus() == states.kNotset:
+        # HiGHS has one pool of threads for a whole process and refuses to run with another number of them than before.
+        # A script may have used it with more.
+        highspy.Highs.resetGlobalScheduler(True)
+        solver.run()
+    status, info = solver.getModelStatus(), solver.getInfo()
     if info.primal_solution_status != 2:  # kSolutionStatusFeasible
+        ended = [states.kInfeasible, states.kUnboundedOrInfeasible, states.kSolutionLimit]
+        if status not in [*ended, *([] if seconds is None else [states.kTimeLimit])]:
+            raise RuntimeError(f"HiGHS solved no program: its status is {solver.modelStatusToString(status)!r}")
         return None
-    optimal = solver.getModelStatus() == highspy.HighsModelStatus.kOptimal
+    optimal = status == states.kOptimal
     # HiGHS keeps no dual bound for a program without whole numbers: its optimum is its bound.
     bound = info.mip_dual_bound if integers else info.objective_function_value
     values = np.array(solver.getSolution().col_value)
