@@ -40,6 +40,7 @@ from ds_hydra.pipe.predictions import TokenFunction
 from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.ranks.together import first_channel, together
 from ds_hydra.ranks.world import World
+from ds_hydra.step.outcome import Outcome
 from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError
 
 
@@ -135,18 +136,18 @@ class HydraEngine(ThreeCallEngine):
             raise ConfigError("a sequence_loss is of sequences that are handed in: pass them to train_batch() too")
         step = partial(self.steps.handed.next, self.global_steps, data_iter, sequence_loss)
         handed = None if data_iter is None else step
-        return torch.tensor(self._train(handed), dtype=torch.float32)
+        return torch.tensor(self._train(handed).loss, dtype=torch.float32)
 
-    def _train(self, handed: Handed | None) -> float:
+    def _train(self, handed: Handed | None) -> Outcome:
         outcome = self.steps.train(handed)
         self.saving.when_due(outcome.request)
-        return outcome.loss
+        return outcome
 
-    def train_collected(self, batches: Sequence[tuple[Any, float]]) -> float:
+    def train_collected(self, batches: Sequence[tuple[Any, float]]) -> list[float]:
         """See `ThreeCallEngine`."""
-        return self._train(lambda: self.steps.handed.collected(self.global_steps, batches))
+        return self._train(lambda: self.steps.handed.collected(self.global_steps, batches)).batch_losses
 
-    def evaluate_collected(self, batch: Any) -> float:
+    def evaluate_collected(self, batch: Any) -> tuple[float, float]:
         """See `ThreeCallEngine`."""
         return self.steps.evaluate_handed(batch)
 

@@ -15,50 +15,27 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise, starmap
 from typing import Any, NamedTuple
 
 import torch
 
 from ds_hydra.data.item_check import ItemCheck
 from ds_hydra.data.share import Share, Tally, read_share
-from ds_hydra.data.stream import StreamSampler, is_stream
+from ds_hydra.data.stream import StreamSampler
 from ds_hydra.data.tokens import LeftOut, Limits, Sequences, TokenSequence
 from ds_hydra.engine.crew import Crew
+from ds_hydra.engine.intake import Intake
 from ds_hydra.engine.sequence_loss import SequenceLoss, Weighed, weigh
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.planner import PlannedStep
 from ds_hydra.step.delivery import Delivered, deliver
+from ds_hydra.step.outcome import Outcome, mean_of
 from ds_hydra.zero_hetero.errors import ConfigError
 
 logger = logging.getLogger(__name__)
-
-
-class Intake:
-    """Takes the share of each step from what a script passes: the share itself, or an iterator or loader of shares."""
-
-    def __init__(self) -> None:
-        self._loader: Any = None
-        self._iterator: Iterator[Any] = iter(())
-
-    def take(self, handed: Any) -> Any:
-        """The share of the next step. Raises StopIteration when an iterator has none left.
-
-        A loader, which can be iterated but not indexed, is iterated again when it ends, as long as the script passes
-        the same one.
-        """
-        if hasattr(handed, "__next__"):
-            return next(handed)
-        if not is_stream(handed):
-            return handed
-        if handed is not self._loader:
-            self._loader, self._iterator = handed, iter(handed)
-        try:
-            return next(self._iterator)
-        except StopIteration:
-            self._iterator = iter(handed)
-            return next(self._iterator)
 
 
 class Mine(NamedTuple):
@@ -79,6 +56,14 @@ class ReadyStep(NamedTuple):
     planned: PlannedStep
     sequences: Sequences
     loss: float | None = None  # the step's, where it is not that of its tokens
+    batches: tuple[slice, ...] | None = None  # the sequences of each of this rank's batches, where their losses count
+
+    def completed(self, outcome: Outcome) -> Outcome:
+        """The outcome of the step, with the losses that scripts are told."""
+        kept = outcome.of_sequences
+        # A model's own output has its routers' loss in it: a batch is told the whole step's.
+        own = [mean_of(kept, part) + outcome.router_loss for part in self.batches or ()] if kept else []
+        return replace(outcome, other_loss=self.loss, batch_losses=own)
 
 
 class Gathered(NamedTuple):
@@ -119,7 +104,7 @@ class HandedSteps:
 
     def collected(self, step: int, batches: Iterable[tuple[Any, float]]) -> ReadyStep:
         """Plan and deliver `step` from this rank's batches and the factors of their losses."""
-        return self._planned(step, self._read(batches))
+        return self._planned(step, self._read(batches), keeps_losses=True)
 
     def evaluated(self, batch: Any) -> tuple[StepPlan, Delivered, slice]:
         """Plan and deliver a batch of this rank for an evaluation; the slice says which of the plan's sequences it
@@ -138,7 +123,7 @@ class HandedSteps:
         except Exception as raised:  # of the script's own iterator: the other ranks wait for this one
             return Mine(error=raised)
 
-    def _planned(self, step: int, mine: Mine) -> ReadyStep:
+    def _planned(self, step: int, mine: Mine, *, keeps_losses: bool = False) -> ReadyStep:
         empty = [number for number, (share, _) in enumerate(mine.batches) if share.num_items and not share.num_targets]
         if self._by_batch and empty:
             mine = Mine(error=ConfigError(
@@ -147,7 +132,10 @@ class HandedSteps:
             ))  # fmt: skip
         gathered = self._gather(mine, f"step {step + 1}")
         planned = self._crew.plans.given(step, gathered.lengths)
-        return ReadyStep(planned, self._deliver(planned.plan, self._weighed(mine, gathered), gathered))
+        sizes = (len(share.sequences) for share, _ in mine.batches)
+        begins = accumulate(sizes, initial=gathered.begins[self._crew.world.rank])
+        own = tuple(starmap(slice, pairwise(begins))) if keeps_losses else None
+        return ReadyStep(planned, self._deliver(planned.plan, self._weighed(mine, gathered), gathered), batches=own)
 
     def _all_of(self, mine: Mine) -> Mine:
         """An error in place of a share that a loss of whole sequences cannot be computed on."""

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from ds_hydra.costs.analytic import flops_of
 from ds_hydra.data.stream import StreamSampler
+from ds_hydra.data.tokens import Sequences
 from ds_hydra.engine.crew import Crew
 from ds_hydra.engine.evaluation import Evaluation, evaluate
 from ds_hydra.engine.handed import HandedSteps, ReadyStep, deliver_streamed
@@ -20,7 +20,7 @@ from ds_hydra.host.host_engine import HostEngine
 from ds_hydra.pipe.predictions import TokenFunction, width_of
 from ds_hydra.planner import PlannedStep
 from ds_hydra.step.built import Built
-from ds_hydra.step.outcome import Outcome
+from ds_hydra.step.outcome import Outcome, mean_of
 from ds_hydra.step.stepper import Floats
 from ds_hydra.zero_hetero.errors import ConfigError
 
@@ -48,25 +48,29 @@ class Steps:
             with crew.activity("reading sequences"):
                 ready = handed()
         with crew.together("planning"):
-            planned, (built, weight), other_loss = self._ready(ready)
+            planned, (built, weight) = self._ready(ready)
             step = host.global_steps + 1
             self._begin_next()
             with crew.tracing.step(step):
-                outcome = crew.stepper.run(built, weight, step, crew.coming.row)
+                keep = ready is not None and ready.batches is not None
+                outcome = crew.stepper.run(built, weight, step, crew.coming.row, keep_losses=keep)
             crew.coming.heard(outcome.coming)
-            outcome = replace(outcome, other_loss=other_loss)
+            if ready is not None:
+                outcome = ready.completed(outcome)
             self._record(planned, outcome, time.perf_counter() - began)
             # Counting raises an error when too many steps in a row were skipped. It comes after the record, so that the
             # step which ended the job stands in the log and in `steps_file`.
             crew.update.count(step, outcome.grad_norm)
         return outcome
 
-    def evaluate_handed(self, batch: Any) -> float:
-        """Mean loss of the batches that the ranks hand in, without an update."""
+    def evaluate_handed(self, batch: Any) -> tuple[float, float]:
+        """Mean losses of what the ranks hand in, without an update: over this rank's targets, and over all; NaN where
+        there are none."""
         with self._crew.activity("evaluation"):
-            plan, data, _ = self.handed.evaluated(batch)
+            plan, data, own = self.handed.evaluated(batch)
         with self._crew.together("evaluation"):
-            return self._crew.stepper.evaluate(plan, data, self._crew.plans.table)
+            found = self._crew.stepper.sequence_losses(plan, data, self._crew.plans.table)
+        return mean_of(found, own), mean_of(found)
 
     def predict_handed(self, batch: Any, function: TokenFunction) -> tuple[float, Floats]:
         """Mean loss of the batches that the ranks hand in, and what a function of logits gives for each token of this
@@ -104,15 +108,15 @@ class Steps:
         if handed is None and host.sampler is None:
             raise ConfigError("train_batch() needs sequences: pass them, or training_data to initialize()")
 
-    def _ready(self, handed: ReadyStep | None) -> tuple[PlannedStep, tuple[Built, int], float | None]:
-        """The next step with its batches and its loss weight, and its loss where that is not of its tokens."""
+    def _ready(self, handed: ReadyStep | None) -> tuple[PlannedStep, tuple[Built, int]]:
+        """The next step with its micro-batches and its loss weight."""
         host, crew = self._host, self._crew
         made = crew.coming.take(host.global_steps) if handed is None else None
         if made is not None and made.built is not None:
-            return made.planned, made.built, None
-        planned, data, other_loss = handed or self._drawn(made.planned if made else None)
+            return made.planned, made.built
+        planned, data = handed[:2] if handed else self._drawn(made.planned if made else None)
         built = crew.stepper.build_together(planned.plan, data, crew.plans.table, host.global_steps + 1)
-        return planned, built, other_loss
+        return planned, built
 
     def _begin_next(self) -> None:
         """Make the step after the present one ready, if it can be and there is one."""
@@ -121,14 +125,14 @@ class Steps:
         if self._crew.plans.makes_ready and host.data is not None and (total is None or step < total):
             self._crew.coming.begin(step, host.data)
 
-    def _drawn(self, planned: PlannedStep | None) -> ReadyStep:
+    def _drawn(self, planned: PlannedStep | None) -> tuple[PlannedStep, Sequences]:
         """The next step of the training data, `planned` if it is already."""
         host = self._host
         planned = planned or self._crew.plans.next(host.global_steps)
         if isinstance(host.sampler, StreamSampler):
-            return ReadyStep(planned, deliver_streamed(self._crew, planned.plan, host.sampler))
+            return planned, deliver_streamed(self._crew, planned.plan, host.sampler)
         assert host.data is not None, "data that are not streamed are map-style"
-        return ReadyStep(planned, host.data)
+        return planned, host.data
 
     def _record(self, planned: PlannedStep, outcome: Outcome, seconds: float) -> None:
         """Record a step that took `seconds` since it was asked for."""

@@ -17,7 +17,7 @@ from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import logger as deepspeed_logger
 from deepspeed.utils import set_log_level_from_string
-from deepspeed.utils.timer import SynchronizedWallClockTimer
+from deepspeed.utils.timer import SynchronizedWallClockTimer, ThroughputTimer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -121,6 +121,7 @@ class HostEngine(DeepSpeedEngine):
         self.warn_unscaled_loss = False
         self.enable_backward_allreduce = False
         self.timers = SynchronizedWallClockTimer()
+        self.tput_timer = ThroughputTimer(self._config.timers_config, batch_size=1)  # idle: steps tell their speed
         self._global_grad_norm: float | None = None
         self._step_applied = False
         self._is_compiled = False

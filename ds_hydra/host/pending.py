@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ds_hydra.zero_hetero.errors import ConfigError
 
-_ITSELF = ("detach", "float", "double", "clone", "cpu", "mean", "sum", "to", "squeeze")
-"""Methods of a scalar tensor that change nothing of its value as it is read here."""
+_COPIES = frozenset((
+    "clone", "detach", "contiguous", "mean", "sum", "squeeze", "unsqueeze", "reshape", "view", "flatten",
+    "to", "cpu", "cuda", "float", "double", "half", "bfloat16", "type_as",
+))  # fmt: skip
+"""Functions of one number whose result is that number, maybe in another type, shape or place."""
 
-_ARITHMETIC = (Tensor.add, Tensor.sub, Tensor.mul)
+_METADATA = frozenset((
+    "__get__", "__len__", "dim", "size", "numel", "nelement", "stride", "element_size", "get_device", "is_contiguous",
+    "is_floating_point", "is_complex", "is_tensor", "register_hook", "retain_grad",
+))  # fmt: skip
+"""What may be asked of a tensor whose value is not there."""
+
+_SIGNS = {"add": 1.0, "sub": -1.0, "subtract": -1.0, "rsub": -1.0}
+_FACTORS = {"mul": 1, "multiply": 1, "div": -1, "divide": -1, "true_divide": -1, "truediv": -1}  # powers of the factor
+
+
+_WAITING = "_ds_hydra_loss"  # attribute of a plain tensor to which a pending loss was added
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -25,59 +41,103 @@ class Collected:
     batch: Any
     backward: Callable[[PendingLoss], Any] = field(repr=False)  # the engine's
     factor: float | None = None  # what its loss counts; None: there was no backward() yet
-    value: float | None = None  # the step's loss, once it has run
+    value: float | None = None  # its mean loss, once its step has run
+    waiting: list[PendingLoss] = field(default_factory=list, repr=False)  # for the value
+
+    def settle(self, value: float) -> None:
+        """The step has run: every loss that was made of this one gets its number."""
+        self.value, self.batch = value, None
+        waiting, self.waiting = {id(loss): loss for loss in self.waiting}, []
+        for loss in waiting.values():
+            loss.fill()
 
 
-class PendingLoss:
-    """A scalar made of the losses of collected batches: sum of factor * loss, plus a constant.
+class PendingLoss(Tensor):
+    """A scalar tensor made of the losses of collected batches: sum of factor * loss, plus a constant.
 
-    It takes what scripts do with a loss before the step: `loss / n`, `2 * loss`, `loss + other`, `loss.detach()`,
-    `loss.backward()`. Its value is known after the `engine.step()` at the gradient accumulation boundary, and then it
-    works like a scalar tensor in FP32, in torch's functions too. Each batch's loss is then the loss of the whole step,
-    as `train_batch` returns it: the mean over the target tokens of all batches of all ranks. Read earlier, by `.item()`
-    or `float()`, it raises RuntimeError, for to compute it all ranks would have to read it. In a text it is "pending".
+    It takes what scripts do with a loss before the step: `loss / n`, `loss += other`, `loss.detach()`,
+    `loss.backward()`. Its value, the mean over its batch's targets as the model's own forward gives it, is known after
+    the `engine.step()` at the gradient accumulation boundary; from then on it is a tensor in FP32 on the engine's
+    device in all that is done with it, collectives and functions that write to it among them. Read earlier, it raises
+    RuntimeError, for to compute it all ranks would have to read it. In a text it is "pending".
 
     It also stands for the output that it came with: `.loss` and `[0]` are itself, and `.logits` is an error that says
     how to train with a loss of one's own.
     """
 
-    requires_grad = True
-    shape = torch.Size(())
-    ndim = 0
+    terms: tuple[tuple[Collected, float], ...]  # of batches whose step has not run
+    _constant: float | Tensor
+    _target: tuple[Tensor, int] | None  # a plain tensor that takes the value, and its version
 
-    def __init__(self, terms: Sequence[tuple[Collected, float]], constant: float = 0.0):
+    @staticmethod
+    def __new__(
+        cls, terms: Sequence[tuple[Collected, float]], constant: float | Tensor = 0.0, like: Tensor | None = None
+    ) -> PendingLoss:
+        # Until it is known the number is NaN, for whoever reads it past __torch_function__.
+        made = torch.full((), torch.nan) if like is None else torch.full_like(like, torch.nan)
+        loss = Tensor._make_subclass(cls, made)
+        loss._target = None
+        loss._set(terms, constant)
+        return loss
+
+    def _set(self, terms: Sequence[tuple[Collected, float]], constant: float | Tensor) -> None:
+        self.terms, self._constant = tuple(terms), constant
+        for entry, _ in terms:
+            if entry.value is None:
+                entry.waiting.append(self)
+        self.fill()
+
+    def fill(self) -> None:
+        """Take the value, if the steps of all terms have run."""
         # What is known is added up at once: a script that sums its losses over an epoch keeps no batch alive.
-        self._constant = constant + sum(factor * of.value for of, factor in terms if of.value is not None)
-        self.terms = tuple((of, factor) for of, factor in terms if of.value is None)
+        self._constant = sum(
+            (factor * entry.value for entry, factor in self.terms if entry.value is not None), self._constant
+        )
+        self.terms = tuple((entry, factor) for entry, factor in self.terms if entry.value is None)
+        if self.is_known:
+            value = self._constant
+            self.tensor().fill_(value.to(self.tensor().device) if isinstance(value, Tensor) else value)
+            self._constant = 0.0
+            if self._target is not None:
+                (target, version), self._target = self._target, None
+                if target._version == version:
+                    target.copy_(self.tensor())
+                else:
+                    logger.warning("a tensor to which losses were added before their step was changed in other ways "
+                                   "before it too, and stays NaN: change it after engine.step()")  # fmt: skip
+
+    def write_into(self, target: Tensor) -> None:
+        """A script has added the loss to a tensor of its own, which is NaN until the value is there."""
+        earlier = _written_into(target)
+        if earlier is not None:
+            earlier._target = None
+        target.fill_(torch.nan)
+        self._target = target, target._version
+        setattr(target, _WAITING, self)
 
     @property
     def is_known(self) -> bool:
         """Whether the steps that it belongs to have run."""
-        return all(of.value is not None for of, _ in self.terms)
-
-    def item(self) -> float:
-        """Its value. RuntimeError before the step."""
-        if not self.is_known:
-            raise RuntimeError(
-                "this loss is not computed yet: a step is planned from all its batches at once, and runs in the "
-                "engine.step() that ends gradient accumulation. Read the loss after that call, or "
-                "engine.last_step.loss; engine.eval() makes engine(batch) compute at once"
-            )
-        return self._constant + sum(factor * (of.value or 0.0) for of, factor in self.terms)
+        return not self.terms
 
     def tensor(self) -> Tensor:
-        """Its value as a tensor (), FP32. RuntimeError before the step."""
-        return torch.tensor(self.item(), dtype=torch.float32)
+        """The plain tensor that shares its memory; NaN before the step."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor)
 
     def backward(self, *_: Any, **__: Any) -> None:
         """`engine.backward(loss)`."""
-        if not self.terms:
+        if self.is_known:
             raise RuntimeError("backward() of a loss whose step has run already: call engine(batch) for another one")
         self.terms[0][0].backward(self)
 
     @property
-    def loss(self) -> PendingLoss:
-        return self
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        return not self.is_known
+
+    @property
+    def loss(self) -> Tensor:
+        return self.tensor() if self.is_known else self
 
     @property
     def logits(self) -> NoReturn:
@@ -87,69 +147,114 @@ class PendingLoss:
             "metrics call engine.evaluate(dataset)"
         )
 
-    def __getitem__(self, index: object) -> PendingLoss:
-        return self if index in (0, "loss") else self.logits
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.loss if isinstance(index, (int, str)) and index in (0, "loss") else self.logits
 
-    def _plus(self, other: Any, sign: float) -> PendingLoss:
-        if isinstance(other, PendingLoss):
-            return PendingLoss(
-                (*self.terms, *((of, sign * factor) for of, factor in other.terms)),
-                self._constant + sign * other._constant,
-            )
-        if isinstance(other, Tensor) and other.requires_grad:
-            raise ConfigError(
-                "a tensor with a gradient cannot be added to this loss: nothing of the model runs in the script. Pass "
-                "loss_fn(logits, labels) to ds_hydra.initialize() for a loss of your own"
-            )
-        return PendingLoss(self.terms, self._constant + sign * float(other))
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return repr(self.tensor()) if self.is_known else "PendingLoss(pending)"
 
-    def __add__(self, other: Any) -> PendingLoss:
-        return self._plus(other, 1.0)
-
-    __radd__ = __add__
-
-    def __sub__(self, other: Any) -> PendingLoss:
-        return self._plus(other, -1.0)
-
-    def __rsub__(self, other: Any) -> PendingLoss:
-        return (self * -1.0) + other
-
-    def __mul__(self, factor: Any) -> PendingLoss:
-        number = float(factor)
-        return PendingLoss([(of, number * own) for of, own in self.terms], number * self._constant)
-
-    __rmul__ = __mul__
-
-    def __truediv__(self, divisor: Any) -> PendingLoss:
-        return self * (1.0 / float(divisor))
-
-    def __neg__(self) -> PendingLoss:
-        return self * -1.0
-
-    def __float__(self) -> float:
-        return self.item()
-
-    def __repr__(self) -> str:
-        return f"PendingLoss({self.item():.6f})" if self.is_known else "PendingLoss(pending)"
+    __str__ = __repr__
 
     def __format__(self, spec: str) -> str:
-        return format(self.item(), spec) if self.is_known else "pending"
+        return format(self.tensor(), spec) if self.is_known else "pending"
 
-    def __getattr__(self, name: str) -> Any:
-        if name in _ITSELF:
-            return lambda *_, **__: self
-        if name.startswith("__") or not self.is_known:
-            raise AttributeError(f"a loss that is not computed yet has no {name!r}; after engine.step() it has")
-        return getattr(self.tensor(), name)
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _known(self).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return _known(self).clone()
 
     @classmethod
     def __torch_function__(
         cls, function: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        """A known loss in torch's own functions, such as torch.stack(losses)."""
-        if function in _ARITHMETIC:
-            return NotImplemented  # then Python asks this class: tensor * loss is loss.__rmul__(tensor)
-        args, kwargs = tree_map(
-            lambda value: value.tensor() if isinstance(value, PendingLoss) else value, (args, kwargs or {})
+        kwargs = kwargs or {}
+        losses = [value for value in tree_leaves((args, kwargs)) if isinstance(value, PendingLoss)]
+        name = getattr(function, "__name__", "")
+        if name not in _METADATA and any(not loss.is_known for loss in losses):
+            return _of_pending(name, function, args, kwargs)
+        plain = {id(loss): loss.tensor() for loss in losses}
+        found = function(*tree_map(lambda value: plain.get(id(value), value), args),
+                         **tree_map(lambda value: plain.get(id(value), value), kwargs))  # fmt: skip
+        # What writes to a loss returns that loss.
+        return next((loss for loss in losses if found is plain[id(loss)]), found)
+
+
+def _written_into(target: Tensor) -> PendingLoss | None:
+    """The pending loss that a plain tensor waits for."""
+    loss: PendingLoss | None = getattr(target, _WAITING, None)
+    waits = loss is not None and loss._target is not None and loss._target[1] == target._version
+    return loss if waits else None
+
+
+def _known(loss: PendingLoss) -> Tensor:
+    if loss.is_known:
+        return loss.tensor()
+    raise RuntimeError(
+        "this loss is not computed yet: a step is planned from all its batches at once, and runs in the engine.step() "
+        "that ends gradient accumulation. Read the loss after that call, or engine.last_step.loss; engine.eval() makes "
+        "engine(batch) compute at once. A batch whose loss was not given to engine.backward() is never computed"
+    )
+
+
+def _of_pending(name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A function of numbers of which one at least is not known yet: linear ones give a pending loss."""
+    first: Any = args[0] if args else None
+    writes = name.endswith("_") and not name.endswith("__")
+    core = name.strip("_")
+    if name in _COPIES and isinstance(first, PendingLoss):
+        return PendingLoss(first.terms, first._constant, function(first.tensor(), *args[1:], **kwargs))
+    if core in ("neg", "negative") and len(args) == 1:
+        terms, constant = _scaled(first, -1.0)
+    elif core in _SIGNS and len(args) == 2 and set(kwargs) <= {"alpha"}:
+        one, other = args[::-1] if core == "rsub" else args
+        terms, constant = _sum(one, other, _SIGNS[core] * kwargs.get("alpha", 1))
+    elif core in _FACTORS and len(args) == 2 and not kwargs:
+        loss, number = args if isinstance(first, PendingLoss) and not first.is_known else args[::-1]
+        if (isinstance(number, PendingLoss) and not number.is_known) or (_FACTORS[core] < 0 and loss is not first):
+            _refuse_reading(args)
+        terms, constant = _scaled(loss, float(number) ** _FACTORS[core])
+    else:
+        _refuse_reading((args, kwargs))
+    if not writes:
+        return PendingLoss(terms, constant, _shape_of(args))
+    if isinstance(first, PendingLoss):
+        first._set(terms, constant)
+        return first
+    PendingLoss(terms, constant, first).write_into(first)
+    return first
+
+
+def _refuse_reading(values: Any) -> NoReturn:
+    for value in tree_leaves(values):
+        if isinstance(value, PendingLoss):
+            _known(value)
+    raise AssertionError("one of the losses is pending")
+
+
+def _shape_of(args: Sequence[Any]) -> Tensor:
+    """A tensor like the pending one among the arguments."""
+    return next(value.tensor() for value in args if isinstance(value, PendingLoss) and not value.is_known)
+
+
+def _scaled(loss: PendingLoss, factor: float) -> tuple[tuple[tuple[Collected, float], ...], float | Tensor]:
+    return tuple((entry, factor * own) for entry, own in loss.terms), loss._constant * factor
+
+
+def _sum(one: Any, other: Any, sign: float) -> tuple[tuple[tuple[Collected, float], ...], float | Tensor]:
+    (terms, constant), (others, added) = map(_parts, (one, other))
+    return (*terms, *((entry, sign * factor) for entry, factor in others)), constant + sign * added
+
+
+def _parts(value: Any) -> tuple[tuple[tuple[Collected, float], ...], Any]:
+    if isinstance(value, PendingLoss):
+        return (value.terms, value._constant) if value.terms else ((), value.tensor().clone())
+    if isinstance(value, Tensor) and (waiting := _written_into(value)) is not None:
+        return waiting.terms, waiting._constant
+    if isinstance(value, Tensor) and (value.requires_grad or value.numel() != 1):
+        raise ConfigError(
+            f"a tensor of shape {tuple(value.shape)}{' with a gradient' * value.requires_grad} cannot be added to this "
+            "loss: nothing of the model runs in the script. Pass loss_fn(logits, labels) to ds_hydra.initialize() for "
+            "a loss of your own"
         )
-        return function(*args, **kwargs)
+    return (), value.detach().reshape(()).clone() if isinstance(value, Tensor) else float(value)

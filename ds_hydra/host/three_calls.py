@@ -26,6 +26,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ds_hydra.config.checks import AUTO
@@ -51,27 +52,28 @@ class ThreeCallEngine(HostEngine):
     _evaluating: bool  # since eval(); a model that from_pretrained made is in eval mode from the start, and trains
 
     @abstractmethod
-    def train_collected(self, batches: Sequence[tuple[Any, float]]) -> float:
-        """Run one step of these batches of this rank and the factors of their losses; returns its loss."""
+    def train_collected(self, batches: Sequence[tuple[Any, float]]) -> list[float]:
+        """Run one step of these batches of this rank and the factors of their losses; returns each batch's own loss:
+        the mean over its targets, NaN where it has none."""
 
     @abstractmethod
-    def evaluate_collected(self, batch: Any) -> float:
-        """Mean loss of the batches of all ranks, without an update."""
+    def evaluate_collected(self, batch: Any) -> tuple[float, float]:
+        """Mean losses, without an update: over the targets of this rank's batch, and over those of all ranks."""
 
     def forward(self, *inputs: Any, **kwargs: Any) -> PendingLoss:
         """Collect a batch for the coming step and return its loss, which is pending until then.
 
         The batch is one argument, a mapping or anything else that `train_batch` takes, or the keyword arguments of a
-        Hugging Face model. After `eval()` the batches of all ranks run at once, and the loss is their mean over all
-        targets; then every rank must call it, with an empty list where it has no batch.
+        Hugging Face model. After `eval()` the batches of all ranks run at once, and the loss is there: the mean over
+        the targets of this rank's batch. Then every rank must call it, with an empty list where it has no batch.
         """
         batch = _batch_of(inputs, kwargs)
+        number = torch.zeros((), device=self.device)
         if self._evaluating:
-            value = self.evaluate_collected(batch)
-            return PendingLoss([(Collected(None, self.backward, value=value), 1.0)])
+            return PendingLoss((), self.evaluate_collected(batch)[0], number)
         entry = Collected(batch, self.backward)
         self._collected.append(entry)
-        return PendingLoss([(entry, 1.0)])
+        return PendingLoss([(entry, 1.0)], like=number)
 
     def backward(self, loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True, **unused: Any) -> PendingLoss:
         """Let a loss of `engine(batch)` count in the coming step, with the factors that were put on it."""
@@ -98,15 +100,15 @@ class ThreeCallEngine(HostEngine):
         if not boundary:
             return
         entries, self._collected = self._collected, []
-        counted = [(entry.batch, entry.factor) for entry in entries if entry.factor is not None]
-        if len(counted) < len(entries):
+        trained = [entry for entry in entries if entry.factor is not None]
+        if len(trained) < len(entries):
             logger.warning(
                 "%d of %d batches were given to engine() but their losses not to engine.backward(): they are not "
-                "trained on", len(entries) - len(counted), len(entries),
+                "trained on", len(entries) - len(trained), len(entries),
             )  # fmt: skip
-        loss = self.train_collected(counted)
-        for entry in entries:
-            entry.value, entry.batch = loss, None
+        losses = self.train_collected([(entry.batch, entry.factor or 0.0) for entry in trained])
+        for entry, loss in zip(trained, losses, strict=True):
+            entry.settle(loss)
 
     def train(self, mode: bool = True) -> ThreeCallEngine:
         """From now on `engine(batch)` collects; with mode False it evaluates at once."""

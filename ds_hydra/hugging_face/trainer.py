@@ -111,7 +111,7 @@ class HydraTrainer(Trainer):
         model.set_gradient_accumulation_boundary(updates)
         model.backward(loss)
         model.step()
-        return (loss.tensor() if updates else torch.zeros(())).to(self.args.device)
+        return torch.tensor(model.last_step.loss if updates else 0.0, device=self.args.device)
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -138,7 +138,8 @@ class HydraTrainer(Trainer):
         engine: Any = self.deepspeed
         engine.eval()
         if prediction_loss_only:
-            return engine(**inputs).tensor().to(self.args.device), None, None
+            _, mean = engine.evaluate_collected(inputs)
+            return torch.tensor(mean, device=self.args.device), None, None
         if self._token_function is None:
             raise ConfigError(f"HydraTrainer.predict() {_NO_LOGITS}")
         loss, found = engine.predict(inputs, self._token_function)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from ds_hydra.pipe.placement import Strategy
 from ds_hydra.ranks.rank_stats import RankStats
+
+Floats = npt.NDArray[np.float64]
 
 
 class PhaseOutcome(NamedTuple):
@@ -22,7 +26,7 @@ class PhaseOutcome(NamedTuple):
 
 @dataclass(frozen=True)
 class Outcome:
-    """The results of a step; equal on all ranks, except for the two counts of bytes."""
+    """The results of a step; equal on all ranks, except for the two counts of bytes and the batches' losses."""
 
     phases: tuple[PhaseOutcome, ...]
     weight: int  # the loss's normaliser: targets, sequences or micro-batches of the whole step
@@ -31,6 +35,8 @@ class Outcome:
     push_bytes: int  # sent by this rank, in all phases
     coming: Tensor | None  # all ranks' rows of agreement on the next step, if they gave one
     other_loss: float | None = None  # the step's, where its tokens' losses add up to another number
+    of_sequences: tuple[Floats, Floats] | None = None  # sums of their targets' losses, and the counts, where kept
+    batch_losses: list[float] = field(default_factory=list)  # of this rank's batches, where asked for
 
     @property
     def stats(self) -> Iterator[RankStats]:
@@ -55,3 +61,9 @@ class Outcome:
     def request(self) -> int:
         """The largest request that a signal has made on any rank (`engine.signals`)."""
         return int(max(rank.request for rank in self.stats))
+
+
+def mean_of(losses: tuple[Floats, Floats], sequences: slice = slice(None)) -> float:
+    """Mean over the targets of some sequences, given every sequence's sum and count; NaN where they have none."""
+    total, count = (float(numbers[sequences].sum()) for numbers in losses)
+    return total / count if count else math.nan

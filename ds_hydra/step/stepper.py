@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -124,13 +124,24 @@ class Stepper:
         """
         return build_together(plan, costs, lambda: self.build(plan, data, costs, step), self._world.channel)
 
-    def run(self, built: Built, weight: int, step: int, coming: Callable[[], Tensor | None] = lambda: None) -> Outcome:
+    def run(
+        self,
+        built: Built,
+        weight: int,
+        step: int,
+        coming: Callable[[], Tensor | None] = lambda: None,
+        *,
+        keep_losses: bool = False,
+    ) -> Outcome:
         """Train one step, whose loss weight is `weight`.
 
         `coming` returns this rank's row of agreement on the next step, which goes along with the step's figures; None
-        on all ranks if there is none.
+        on all ranks if there is none. With `keep_losses` the outcome has the losses of each sequence.
         """
         self._peak.restart()
+        if keep_losses:
+            on_device = (batches.on(self._world.device) for batches in built.batches)
+            built = replace(built, batches=tuple(batches.keeping_losses() for batches in on_device))
         plan, phases = built.plan, self._phases(built)
         if weight == 0 and self._world.rank == 0:
             logger.warning(
@@ -162,6 +173,7 @@ class Stepper:
             sum(run.runtime.pull_bytes for run in runs),
             sum(run.runtime.push_bytes for run in runs),
             rows,
+            of_sequences=self._losses_of(phases, len(plan.lengths)) if keep_losses else None,
         )
 
     def evaluate(self, plan: StepPlan, data: Sequences, costs: CostTable) -> float:
@@ -207,12 +219,20 @@ class Stepper:
         With a `step` they are those of its training, dropout included.
         """
         built, _ = self.build_together(plan, data, costs, step or 0)
-        found = np.zeros((2, len(plan.lengths)))
+        kept = []
         for runtime, mine, of_schedule in self._phases(built):
-            keeping = mine.on(self._world.device).keeping_losses()
-            runtime.evaluate(keeping.batches, of_schedule, training=step is not None)
+            kept.append((runtime, mine.on(self._world.device).keeping_losses(), of_schedule))
+            runtime.evaluate(kept[-1][1].batches, of_schedule, training=step is not None)
+        return self._losses_of(kept, len(plan.lengths))
+
+    def _losses_of(
+        self, ran: Iterable[tuple[StrategyRuntime, RankBatches, Batches]], num_sequences: int
+    ) -> tuple[Floats, Floats]:
+        """What was kept of the losses of a step's sequences, of all ranks: sums and counts, (sequences,)."""
+        found = np.zeros((2, num_sequences))
+        for runtime, batches, _ in ran:
             if runtime.place.tp_rank == 0:  # a tensor parallel group counts them once
-                keeping.add_losses(found)
+                batches.add_losses(found)
         sums, counts = self._world.channel.rows(torch.from_numpy(found)).sum(dim=0).numpy()
         return sums, counts
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from typing import Any
 
 import pytest
@@ -32,30 +34,67 @@ def test_arithmetic_now_and_the_value_after_the_step() -> None:
     }
     assert not any(one.is_known for one in made.values())
     assert (f"{loss:.4f}", str(loss)) == ("pending", "PendingLoss(pending)")
-    entry.value, other_entry.value = 3.0, 5.0
+    entry.settle(3.0)
+    other_entry.settle(5.0)
     assert {name: one.item() for name, one in made.items()} == {
         "half": 1.5, "both": 4.0, "sum": 8.0, "minus": -7.5, "difference": 2.0, "negative": -3.0, "tensor": 6.0,
     }  # fmt: skip
-    assert (f"{loss:.2f}", float(loss / 4), str(loss)) == ("3.00", 0.75, "PendingLoss(3.000000)")
+    assert (f"{loss:.2f}", float(loss / 4), str(loss)) == ("3.00", 0.75, "tensor(3.)")
 
 
 def test_a_known_loss_is_a_scalar_tensor() -> None:
     entry, loss = handed_out()
-    entry.value = 3.0
+    entry.settle(3.0)
     assert torch.stack([loss, loss / 3]).tolist() == [3.0, 1.0]
     assert loss.repeat(2).tolist() == [3.0, 3.0]
-    assert (loss * 2).terms == ()
+    assert (type(loss.detach()), type(loss * 2), type(loss.loss)) == (torch.Tensor,) * 3
+    assert (loss < 4, loss == 3.0, abs(-loss), loss**2, max(loss, 1.0), bool(loss)) == (True, True, 3.0, 9.0, 3.0, True)
+    written = copy.deepcopy(loss)
+    assert isinstance(loss.div_(2), PendingLoss)
+    loss += 1
+    assert (loss.item(), loss.detach().numpy(), written.item(), torch.is_tensor(loss)) == (2.5, 2.5, 3.0, True)
+    saved = io.BytesIO()
+    torch.save(loss, saved)
+    saved.seek(0)
+    assert torch.load(saved) == 2.5
+    loss.copy_(torch.tensor(3.0))
     total = 0.0
     for _ in range(3):
         total = total + loss
     assert total.item() == 9.0
 
 
-@pytest.mark.parametrize("read", [float, lambda loss: loss.item(), lambda loss: torch.stack([loss])])
+def test_what_is_written_before_the_step_counts_after_it() -> None:
+    (entry, loss), (other_entry, other) = handed_out(), handed_out()
+    total, kept = torch.ones(1), loss.clone()
+    total += loss
+    total -= other.detach()
+    kept.div_(4).add_(1)
+    kept += other
+    spoilt = torch.ones(())
+    spoilt += loss
+    spoilt *= 2
+    assert (total.isnan().item(), kept.shape) == (True, ())
+    entry.settle(3.0)
+    assert (kept.is_known, total.isnan().item()) == (False, True)
+    other_entry.settle(5.0)
+    assert (total.tolist(), kept.item(), spoilt.isnan().item()) == ([-1.0], 6.75, True)
+    with pytest.raises(ConfigError, match=r"shape \(2,\)"):
+        handed_out()[1] + torch.zeros(2)
+
+
+READS = [
+    float, bool, abs, copy.deepcopy, torch.exp,
+    lambda loss: loss.item(), lambda loss: loss.tolist(), lambda loss: loss.numpy(), lambda loss: loss < 3,
+    lambda loss: loss**2, lambda loss: loss * loss, lambda loss: 1 / loss, lambda loss: torch.stack([loss]),
+    lambda loss: torch.save(loss, io.BytesIO()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("read", READS)
 def test_reading_it_before_the_step_says_what_to_do(read: Any) -> None:
     with pytest.raises(RuntimeError, match=r"not computed yet.*engine\.step\(\).*engine\.last_step\.loss"):
         read(handed_out()[1])
-    assert not hasattr(handed_out()[1], "numpy")
 
 
 def test_it_stands_for_the_whole_output() -> None:
