@@ -294,7 +294,7 @@ def test_a_job_computes_as_written_what_the_self_check_refuses(tmp_path: Path, m
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     source, strategies = source_of("llama", dtype=torch.float32, token_sharding=True), [StrategyShape.parse("tp2")]
     model = build_model("llama", torch.float32)
-    job: Any = SimpleNamespace(source=source, model=model, config=SimpleNamespace(self_check="on"))
+    job: Any = SimpleNamespace(source=source, model=model, config=SimpleNamespace(self_check="on", context_length=None))
     world: Any = SimpleNamespace(channel=None, node_size=None)
     with mock.patch("ds_hydra.pipe.models.functions._normed", with_wrong_gradient):
         assert not check_candidates(job, world, strategies).objections()

@@ -263,7 +263,7 @@ def test_a_job_exchanges_at_once_where_the_self_check_refuses_groups(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model, strategies = build_model("llama", torch.float32), [StrategyShape.parse("sp2")]
     source = CausalLM(model, sp_overlap=True)
-    job: Any = SimpleNamespace(source=source, model=model, config=SimpleNamespace(self_check="on"))
+    job: Any = SimpleNamespace(source=source, model=model, config=SimpleNamespace(self_check="on", context_length=None))
     world: Any = SimpleNamespace(channel=None, node_size=None, rank=0)
     with mock.patch.object(ulysses, "wait", mixed_up):
         (objection,) = check_strategies(model, strategies, keep=False, sp_overlap=True).objections()

@@ -260,7 +260,7 @@ def test_a_job_goes_on_without_what_the_self_check_refuses(tmp_path: Path, monke
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model, strategies = build_model("llama", torch.float32), [StrategyShape.parse("tp2")]
     source = shared(model)
-    job: Any = SimpleNamespace(source=source, model=model, config=SimpleNamespace(self_check="on"))
+    job: Any = SimpleNamespace(source=source, model=model, config=SimpleNamespace(self_check="on", context_length=None))
     world: Any = SimpleNamespace(channel=None, node_size=None)
     with MUTANTS["gradients of rows are not added"]():
         assert not check_candidates(job, world, strategies).objections()

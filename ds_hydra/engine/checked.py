@@ -28,6 +28,7 @@ def check_candidates(job: Job, world: World, candidates: Sequence[StrategyShape]
             candidates,
             mode=job.config.self_check,
             **options._asdict(),
+            context_length=job.config.context_length,
             channel=world.channel,
             node_size=world.node_size,
         )

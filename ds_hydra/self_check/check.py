@@ -17,6 +17,7 @@ from ds_hydra.pipe.models.options import StageOptions
 from ds_hydra.pipe.shape import PipelineShape, StrategyShape
 from ds_hydra.ranks.channel import Channel
 from ds_hydra.self_check.cache import fingerprint, read_verdicts, write_verdicts
+from ds_hydra.self_check.reach import longest_sequence
 from ds_hydra.self_check.schemes import BASE, bare, shapes_to_run, stand_in
 from ds_hydra.self_check.subjects import make_subject
 from ds_hydra.self_check.teams import teams
@@ -41,6 +42,7 @@ def check_strategies(
     token_sharding: bool = False,
     functions: str = "off",
     sp_overlap: bool = False,
+    context_length: int | None = None,
     channel: Channel | None = None,
     node_size: int | None = None,
     keep: bool = True,
@@ -50,7 +52,8 @@ def check_strategies(
     `mode` is hydra.self_check: "off" says nothing, "full" runs schemes with all their stages and ranks. With
     `token_sharding` tensor parallel ranks share tokens where the copy is found to allow it, as the model was;
     `functions` is hydra.functions; with `sp_overlap` sequence parallel ranks exchange heads in groups, however few the
-    tokens. `channel` shares the runs out over its ranks, all of which must call this and get
+    tokens. `context_length` is the longest sequence's, so far is tried what the model has [Note: code of a script].
+    `channel` shares the runs out over its ranks, all of which must call this and get
     the same result; `node_size` of them are on one node (None: all). `keep` uses the cache. Nothing of `model` is
     changed or kept, nor are torch's random numbers.
     """
@@ -60,7 +63,8 @@ def check_strategies(
     channel = channel or Channel(None, 0, 1)
     run = shapes_to_run(strategies, whole=mode == "full")
     options = StageOptions(activation_checkpointing, token_sharding, functions, sp_overlap)
-    name = fingerprint(model, mode, *options, sorted(map(str, run))) if keep else None
+    longest = longest_sequence(model, context_length)
+    name = fingerprint(model, mode, *options, longest, sorted(map(str, run))) if keep else None
     known = _shared(read_verdicts(name) if channel.rank == 0 else {}, channel)
     found: dict[PipelineShape, Verdict] = {}
     missing = [scheme for scheme in run if scheme not in known]
@@ -77,6 +81,7 @@ def check_strategies(
             options=options,
             began=began_cpu,
             memory_bytes=_BYTES / team.of_node,
+            longest=longest,
         )
         for text in channel.texts(_to_text(tried)):
             found |= _from_text(text)
@@ -104,6 +109,7 @@ def _try(
     options: StageOptions,
     began: float,
     memory_bytes: float,
+    longest: int,
 ) -> dict[PipelineShape, Verdict]:
     """Verdicts on `mine`, some of all schemes to `run`; `began` is the process's CPU time when it began."""
     if not mine:
@@ -117,13 +123,14 @@ def _try(
         return Verdict("unchecked", f"the check has taken {passed:.0f} s of CPU time already, and no more than "
                        f"{_SECONDS:.0f} s is spent on it")  # fmt: skip
 
-    longest = 0.0  # of the runs so far: the next one is expected to take as long
+    slowest = 0.0  # of the runs so far: the next one is expected to take as long
     subject = partial(
         make_subject,
         model,
         run,
         options=options,
         memory_bytes=memory_bytes if mode == "on" else float("inf"),
+        longest=longest,
     )
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.default_generator.manual_seed(0)  # `torch.manual_seed` would change those of GPUs too, for good
@@ -134,12 +141,12 @@ def _try(
         except UntryableError as error:
             return dict.fromkeys(mine, Verdict("unchecked", str(error)))
         for scheme in mine:
-            if (too_late := late(longest)) is not None:
+            if (too_late := late(slowest)) is not None:
                 found[scheme] = too_late
                 continue
             try:
                 found[scheme] = trial.verdict(scheme)
-                longest = max(longest, found[scheme].seconds)
+                slowest = max(slowest, found[scheme].seconds)
             except Exception as error:  # of the check itself: the other ranks wait for this one's verdicts
                 found[scheme] = Verdict("unchecked", f"the check fails with {type(error).__name__}: {error}")
     del trial

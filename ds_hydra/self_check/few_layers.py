@@ -18,13 +18,18 @@ from ds_hydra.pipe.shape import PipelineShape
 from ds_hydra.self_check.schemes import copies_at_once
 from ds_hydra.self_check.shrink import FEW_POSITIONS
 
-_ROWS = 512  # of the vocabulary
+_ROWS = 512  # of the vocabulary, at least
 _KINDS = 4  # of layers that are kept
 _OWN_KEYS = frozenset(vars(nn.Module())) | {"_is_hf_initialized", "layer_idx", "config"}
 
 
-def copy_in_few_layers(model: Any, schemes: Sequence[PipelineShape], memory_bytes: float) -> tuple[Any, int]:
-    """The copy, in FP64 with values drawn anew, and its number of layers. Raises MemoryError where it is too large."""
+def copy_in_few_layers(
+    model: Any, schemes: Sequence[PipelineShape], memory_bytes: float, vocabulary: int = 0
+) -> tuple[Any, int]:
+    """The copy, in FP64 with values drawn anew, and its number of layers. Raises MemoryError where it is too large.
+
+    It knows the first tokens of the model's: `vocabulary` or some more.
+    """
     path = find_layers(model, model.config.get_text_config().num_hidden_layers)
     layers: Any = model.get_submodule(path)
     kept = _kept(layers, max(2, *(scheme.parts * scheme.pp for scheme in schemes)))
@@ -39,7 +44,7 @@ def copy_in_few_layers(model: Any, schemes: Sequence[PipelineShape], memory_byte
         for module in layer.modules():
             if "layer_idx" in vars(module):
                 module.layer_idx = index
-    rows = _cut_vocabulary(small)
+    rows = _cut_vocabulary(small, max(_ROWS, vocabulary))
     for config in {id(c): c for c in (small.config, small.config.get_text_config())}.values():
         _adjust(config, len(layers), kept, rows)
     bytes_needed = 8 * copies_at_once(schemes) * sum(parameter.numel() for parameter in small.parameters())
@@ -69,12 +74,12 @@ def _kind(layer: nn.Module) -> str:
     return repr(parts)
 
 
-def _cut_vocabulary(model: Any) -> int:
-    """Leave the first rows of the embeddings and of the head, which stay tied if they are; the number of rows."""
+def _cut_vocabulary(model: Any, rows: int) -> int:
+    """Leave the first `rows` of the embeddings and of the head, which stay tied if they are; the number of rows."""
     vocabulary, ends = known_tokens(model), (model.get_input_embeddings(), model.get_output_embeddings())
     if not all("weight" in module._parameters for module in ends):  # wrapped: what their rows are is not known
         return vocabulary
-    rows = min(vocabulary, _ROWS)
+    rows = min(vocabulary, rows)
     cut: dict[int, nn.Parameter] = {}
     for module in ends:
         for name, parameter in list(module._parameters.items()):

@@ -26,6 +26,8 @@ class Sizes:
     hidden: int
     old_hidden: int
     head_divisor: int = 1
+    positions: int = POSITIONS
+    vocabulary: int = VOCABULARY
 
     def of(self, key: str, old: int) -> int:
         """The size that replaces `old` under a config's key."""
@@ -50,7 +52,7 @@ _RULES: tuple[tuple[str, Any], ...] = (
     (r"^kv_lora_rank$", 16),
     (r"^(hidden_size|d_model|n_embd|dim|embed_dim|embedding_size|model_dim|lru_width)$", lambda to, _: to.hidden),
     (r"^word_embed_proj_dim$", lambda to, old: to.hidden if old == to.old_hidden else to.hidden // 2),
-    (r"vocab_size(_per_layer_input)?$", VOCABULARY),
+    (r"vocab_size(_per_layer_input)?$", lambda to, _: to.vocabulary),
     (r"^(num_experts_per_tok(en)?|moe_?top_?k|moe_k|top_k(_experts)?|experts_top_k)$", lambda _, old: min(old, 2)),
     (r"^(n_group|topk_group|num_expert_group)$", 1),
     (r"shared_experts$", lambda _, old: min(old, 1)),
@@ -61,7 +63,10 @@ _RULES: tuple[tuple[str, Any], ...] = (
         lambda to, _: 3 * to.hidden // 2,
     ),
     (r"^original_max_position_embeddings$", FEW_POSITIONS),
-    (r"(max_position_embeddings|n_positions|n_ctx|max_(sequence|target)_(length|positions)|max_seq_len)$", POSITIONS),
+    (
+        r"(max_position_embeddings|n_positions|n_ctx|max_(sequence|target)_(length|positions)|max_seq_len)$",
+        lambda to, _: to.positions,
+    ),
     (r"(sliding_window(_size)?|window_size|attention_chunk_size|local_attention)$", lambda _, old: min(old, WINDOW)),
     (r"^hidden_size_per_layer_input$|^(altup|laurel)", lambda _, old: min(old, 8)),
     (r"^num_kv_shared_layers$", lambda _, old: min(old, 1)),
@@ -70,7 +75,9 @@ _RULES: tuple[tuple[str, Any], ...] = (
 )
 
 
-def shrunk_config(config: Any, layers: int, head_divisor: int) -> Any:
+def shrunk_config(
+    config: Any, layers: int, head_divisor: int, positions: int = POSITIONS, vocabulary: int = VOCABULARY
+) -> Any:
     """A copy of a config with `layers` layers and small widths. Raises ValueError where it has no attention heads."""
     small = copy.deepcopy(config)
     text = small.get_text_config()
@@ -78,7 +85,7 @@ def shrunk_config(config: Any, layers: int, head_divisor: int) -> Any:
     if not isinstance(heads, int) or not isinstance(hidden, int):
         raise ValueError("the config does not say how wide a layer is and how many attention heads it has")
     kept = kept_layers(text, layers)
-    sizes = Sizes(kept, max(1, heads // head_divisor) * HEAD_DIM, hidden, head_divisor)
+    sizes = Sizes(kept, max(1, heads // head_divisor) * HEAD_DIM, hidden, head_divisor, positions, vocabulary)
     num_layers = int(text.num_hidden_layers)
     for part in _configs(small):
         _shrink(part, sizes, num_layers)
@@ -120,7 +127,7 @@ def _shrink(config: Any, sizes: Sizes, num_layers: int) -> None:
         if key.startswith("_"):
             continue
         if key.endswith("_token_id"):
-            values[key] = _clamped(value)
+            values[key] = _clamped(value, sizes.vocabulary)
         elif isinstance(value, list | tuple) and len(value) == num_layers:
             values[key] = type(value)(_number(key, value[layer], sizes) for layer in sizes.layers)
         elif isinstance(value, dict):
@@ -140,10 +147,10 @@ def _number(key: str, value: Any, sizes: Sizes) -> Any:
     return sizes.of(key, value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
-def _clamped(token_id: Any) -> Any:
+def _clamped(token_id: Any, vocabulary: int) -> Any:
     if isinstance(token_id, list | tuple):
-        return [_clamped(item) for item in token_id]
-    return min(token_id, VOCABULARY - 1) if isinstance(token_id, int) else token_id
+        return [_clamped(item, vocabulary) for item in token_id]
+    return min(token_id, vocabulary - 1) if isinstance(token_id, int) else token_id
 
 
 def _shrunk_rotary(parameters: dict[Any, Any]) -> dict[Any, Any]:

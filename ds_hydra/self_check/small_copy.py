@@ -16,7 +16,7 @@ from ds_hydra.pipe.shape import PipelineShape
 from ds_hydra.self_check.changes import changes_since
 from ds_hydra.self_check.few_layers import copy_in_few_layers
 from ds_hydra.self_check.schemes import head_divisor, num_layers
-from ds_hydra.self_check.shrink import shrunk_config
+from ds_hydra.self_check.shrink import POSITIONS, VOCABULARY, shrunk_config
 
 
 class NoCopyError(Exception):
@@ -31,29 +31,37 @@ class SmallCopy:
     num_layers: int
 
 
-def small_copy(model: Any, schemes: Iterable[PipelineShape], memory_bytes: float) -> SmallCopy:
+def small_copy(
+    model: Any,
+    schemes: Iterable[PipelineShape],
+    memory_bytes: float,
+    *,
+    positions: int = POSITIONS,
+    vocabulary: int = VOCABULARY,
+) -> SmallCopy:
     """A copy of a Hugging Face model on which `schemes` can be run; only the model's structure is read.
 
     Small widths, four layers or more, and what the user changed since the config made it. Where that cannot be, its own
-    widths in few layers, if that can be trained in `memory_bytes`. Raises NoCopyError.
+    widths in few layers, if that can be trained in `memory_bytes`. It knows sequences of `positions` tokens if the
+    model does, and the first tokens of the vocabulary: `vocabulary` of them or some more. Raises NoCopyError.
     """
     schemes = list(schemes)
     try:
-        return _small_widths(model, schemes)
+        return _small_widths(model, schemes, positions, vocabulary)
     except NoCopyError as error:
         try:
-            return SmallCopy(*copy_in_few_layers(model, schemes, memory_bytes))
+            return SmallCopy(*copy_in_few_layers(model, schemes, memory_bytes, vocabulary))
         except Exception as other:
             raise NoCopyError(f"{error}; nor in few layers: {other}") from other
 
 
-def _small_widths(model: Any, schemes: Sequence[PipelineShape]) -> SmallCopy:
+def _small_widths(model: Any, schemes: Sequence[PipelineShape], positions: int, vocabulary: int) -> SmallCopy:
     text = model.config.get_text_config()
     try:
         layers = num_layers(schemes)
         heads = int(text.num_attention_heads)
         kv_heads = getattr(text, "num_key_value_heads", None) or heads
-        config = shrunk_config(model.config, layers, head_divisor(heads, kv_heads, schemes))
+        config = shrunk_config(model.config, layers, head_divisor(heads, kv_heads, schemes), positions, vocabulary)
         small = _made_by(model, config, torch.device("cpu"))
         changes = changes_since(model, _made_by(model, model.config, torch.device("meta")))
         if changes is None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
+
+from torch import Tensor
 
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.models.options import StageOptions
@@ -14,8 +17,10 @@ from ds_hydra.pipe.shape import PipelineShape
 from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.self_check.layer_lists import short_layer_list
 from ds_hydra.self_check.plain import Plain
+from ds_hydra.self_check.reach import LONGEST, affordable, affordable_alone, lengthened
 from ds_hydra.self_check.runs import Data, Outcome, run_pipeline
 from ds_hydra.self_check.schemes import BASE, uneven_pipeline
+from ds_hydra.self_check.shrink import POSITIONS, VOCABULARY
 from ds_hydra.self_check.small_copy import small_copy
 from ds_hydra.self_check.tried_tokens import tried_data
 
@@ -26,6 +31,7 @@ from ds_hydra.self_check.tried_tokens import tried_data
 _LENGTHS = ((6, 33, 2), (13,))
 _LEAST_VOCABULARY = 16  # of a layer list, which does not say how many tokens it knows
 _COINS = (1e-6, 1 - 1e-6)  # what single random numbers give in one run and in the other
+_WHOLE_VOCABULARY = 4096  # that is tried together with long sequences
 
 
 class RefusedError(Exception):
@@ -40,7 +46,12 @@ class Subject:
     num_layers: int
     source: ModelSource
     alone: Callable[[int], Outcome]  # one process, one sequence at a time; the second run in reverse order
+    known_tokens: int
     plain: Plain | None = None  # None: nothing but its stages computes it
+    before: Mapping[str, Tensor] = field(default_factory=dict)  # parameters and buffers before anything was run
+    # Another one, with short sequences of all tokens that the model knows; None: this one has them.
+    of_all_tokens: Callable[[], Subject] | None = None
+    wanted: int = 0  # tokens of the sequence that is there for code of a script, if it could be as long as the job's
 
 
 def make_subject(
@@ -49,38 +60,69 @@ def make_subject(
     *,
     options: StageOptions,
     memory_bytes: float,
+    longest: int = 0,
 ) -> Subject:
     """A subject on which all `schemes` can be tried, with what `options` ask for where it is found to allow that.
 
-    Raises RefusedError where no stages can be made of the small model, and other errors where there is none.
+    `longest` is what `longest_sequence` says. Raises RefusedError where no stages can be made of the small model, and
+    other errors where there is none.
     """
     if hasattr(model, "_layer_specs"):
-        return _of_layer_list(short_layer_list(model, schemes, memory_bytes, sp_overlap=options.sp_overlap))
-    small = small_copy(model, schemes, memory_bytes)
+        return _of_layer_list(short_layer_list(model, schemes, memory_bytes, sp_overlap=options.sp_overlap), longest)
+    if not longest:
+        return _of_model(model, schemes, options, memory_bytes, 0, VOCABULARY)
+    known = known_tokens(model)
+    vocabulary = known if known <= _WHOLE_VOCABULARY else VOCABULARY
+    subject = _of_model(model, schemes, options, memory_bytes, longest, vocabulary)
+    if subject.known_tokens >= known:
+        return subject
+    return replace(subject, of_all_tokens=partial(_of_model, model, schemes, options, memory_bytes, 0, known))
+
+
+def _of_model(
+    model: Any, schemes: Sequence[PipelineShape], options: StageOptions, memory_bytes: float, longest: int,
+    vocabulary: int,
+) -> Subject:  # fmt: skip
+    small = small_copy(model, schemes, memory_bytes, positions=POSITIONS + min(longest, LONGEST), vocabulary=vocabulary)
     try:
         source = CausalLM(small.model, **options._asdict())
     except Exception as error:
         raise RefusedError(told(error)) from error
-    known, special = known_tokens(small.model), special_tokens(small.model)
-    data = tried_data(known, _LENGTHS, special=special, left_out=source.uncounted)
+    known = known_tokens(small.model)
+    data_of = partial(tried_data, known, special=special_tokens(small.model), left_out=source.uncounted)
+    data = data_of(_LENGTHS)
     plain = Plain(small.model, source.flow.draws, source.layers_path, source.balancing)
+    before = {name: value.clone() for name, value in small.model.state_dict().items()}
+    if longest:
+        parameters = sum(parameter.numel() for parameter in small.model.parameters())
+        tried = affordable_alone(affordable(longest, parameters, known), plain, data)
+        data = lengthened(_LENGTHS, tried - source.first_position, data_of, plain.evaluate)
 
     def alone(run: int) -> Outcome:
         return plain.outcome(data, range(len(data.sequences))[:: 1 - 2 * run], coin=_COINS[run])
 
-    return Subject(data, small.num_layers, source, alone, plain)
+    return Subject(data, small.num_layers, source, alone, known, plain, before, wanted=longest)
 
 
-def _of_layer_list(source: ModelSource) -> Subject:
+def _of_layer_list(source: ModelSource, longest: int) -> Subject:
     """A layer list has no forward but its layers': they run on one rank, one sequence at a time."""
-    data, layers = tried_data(_LEAST_VOCABULARY, _LENGTHS), source.plan.num_layers
+    layers = source.plan.num_layers
+
+    def apart(data: Data, order: Iterable[int]) -> Outcome:
+        return run_pipeline(source, uneven_pipeline(BASE, layers), data.packed([(sequence,) for sequence in order]))
+
+    parameters = sum(param.numel for bucket in source.plan.buckets for param in bucket.params)
+    data = lengthened(
+        _LENGTHS,
+        affordable(longest, parameters, _LEAST_VOCABULARY),
+        partial(tried_data, _LEAST_VOCABULARY),
+        lambda data: apart(data, range(len(data.sequences))),
+    )
 
     def alone(run: int) -> Outcome:
-        order = range(len(data.sequences))[:: 1 - 2 * run]
-        apart = data.packed([(sequence,) for sequence in order])
-        return run_pipeline(source, uneven_pipeline(BASE, layers), apart)
+        return apart(data, range(len(data.sequences))[:: 1 - 2 * run])
 
-    return Subject(data, layers, source, alone)
+    return Subject(data, layers, source, alone, _LEAST_VOCABULARY, wanted=longest)
 
 
 def told(error: Exception) -> str:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from ds_hydra.pipe.placement import Pipeline, Strategy
 from ds_hydra.pipe.shape import PipelineShape
 from ds_hydra.self_check.compare import Difference, compare, finite
 from ds_hydra.self_check.runs import Outcome, run_pipeline
 from ds_hydra.self_check.schemes import BASE, parts, uneven_pipeline
+from ds_hydra.self_check.small_copy import NoCopyError
 from ds_hydra.self_check.subjects import RefusedError, Subject, told
 from ds_hydra.self_check.verdicts import Verdict
 from ds_hydra.self_check.where import first_to_differ
 from ds_hydra.zero_hetero.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 _REMEDIES = {"tp": "use strategies with tp1 for this model", "pp": "use strategies with pp1 for this model",
              "sp": "use strategies with sp1 for this model",
@@ -37,12 +40,13 @@ class Trial:
         self._known: dict[PipelineShape, Verdict] = {}
         self._refusal: str | None = None
         self._told = ""  # beside a verdict that is equal
+        self._whole: str | None = None  # why no sequence may be cut into slices, once that is known
         try:
             self._subject = subject()
-            before = self._state()
             self._right, again = self._subject.alone(0), self._subject.alone(1)
-            self._refusal = self._objection(again, before)
+            self._refusal = self._objection(again)
             self._told = self._note()
+            self._refusal = self._refusal or self._of_all_tokens()
         except (RefusedError, ConfigError) as error:
             self._refusal = told(error)
             return
@@ -51,7 +55,7 @@ class Trial:
         if not finite(self._right):
             raise UntryableError("the loss or a gradient of its small copy is not finite")
 
-    def _objection(self, again: Outcome, before: Mapping[str, Tensor]) -> str | None:
+    def _objection(self, again: Outcome) -> str | None:
         """Why no strategy can train the model, as far as runs in one process tell."""
         itself = compare(self._right, again).what
         if itself is not None:
@@ -65,7 +69,7 @@ class Trial:
                 f"the model's forward makes a loss of its own ({differs}), which is not theirs and the load balancing "
                 "loss of its routers: set output_router_logits to false in its config to train without that"
             )
-        after = self._state()
+        before, after = self._subject.before, {} if plain is None else plain.model.state_dict()
         changed = next((name for name, value in before.items() if not torch.equal(value, after[name])), None)
         if changed is not None:
             return (
@@ -74,20 +78,35 @@ class Trial:
             )
         return None
 
+    def _of_all_tokens(self) -> str | None:
+        """Why no strategy can train a model that has code of a script, as some token of its vocabulary shows."""
+        if self._subject.of_all_tokens is None:
+            return None
+        try:
+            subject = self._subject.of_all_tokens()
+        except NoCopyError as error:
+            logger.info("only the first tokens of the vocabulary are tried: %s", error)
+            return None
+        right, pipeline = subject.alone(0), uneven_pipeline(BASE, subject.num_layers)
+        if (what := compare(right, run_pipeline(subject.source, pipeline, subject.data)).what) is not None:
+            return f"with the last tokens of the vocabulary in a pack {what}; {_NO_REMEDY}"
+        self._whole = _no_slices(subject, right) or None
+        return None
+
     def _note(self) -> str:
         """What a user should know of a model that trains as one process does; empty if there is nothing."""
-        plain = self._subject.plain
-        differs = "" if plain is None else plain.own_loss(self._subject.data)
-        if not differs:
-            return ""
-        return (
-            f"the model's forward makes a loss of its own ({differs}); the engine trains on the cross entropy of its "
-            "logits"
-        )
-
-    def _state(self) -> dict[str, Tensor]:
-        plain = self._subject.plain
-        return {} if plain is None else {name: v.clone() for name, v in plain.model.state_dict().items()}
+        plain, notes = self._subject.plain, []
+        if differs := "" if plain is None else plain.own_loss(self._subject.data):
+            notes.append(
+                f"the model's forward makes a loss of its own ({differs}); the engine trains on the cross entropy of "
+                "its logits"
+            )
+        if (tried := max(self._subject.data.lengths)) < self._subject.wanted:
+            notes.append(
+                f"code of the model that is no installed package's was tried on sequences of up to {tried} tokens; the "
+                f"job's may have {self._subject.wanted}"
+            )
+        return "; ".join(notes)
 
     def verdict(self, scheme: PipelineShape) -> Verdict:
         """Run a scheme and compare; a refusal names what differs first, and the remedy."""
@@ -111,24 +130,11 @@ class Trial:
             return Verdict("refused", why + remedy, float("inf"))
         difference = compare(self._right, outcome)
         if difference.what is None:
-            no_slices = self._no_slices(pipeline) if scheme == BASE else ""
+            no_slices = (self._whole or _no_slices(subject, self._right)) if scheme == BASE else ""
             return Verdict("equal", self._told, difference.worst, no_slices)
         return Verdict(
             "refused", f"{difference.what}{self._place(difference, pipeline)}; {self._remedy(scheme)}", difference.worst
         )
-
-    def _no_slices(self, pipeline: Pipeline) -> str:
-        """Why no sequence of the model may be cut into slices; empty if one that is cut trains as a whole one does."""
-        subject = self._subject
-        if subject.source.plan.no_slices:
-            return subject.source.plan.no_slices
-        try:
-            outcome = run_pipeline(subject.source, pipeline, subject.data.in_slices())
-        except Exception as error:
-            return told(error)
-        difference = compare(self._right, outcome)
-        what = difference.what
-        return "" if what is None else f"with a sequence in slices, and layers computed again, {what}"
 
     def _place(self, difference: Difference, pipeline: Pipeline) -> str:
         """The module at which a forward goes another way, as the rest of a sentence; empty if it cannot be told."""
@@ -155,3 +161,16 @@ class Trial:
         if source.overlap.groups > 1:
             others["sp"] = ', or hydra.sp_overlap "off"'
         return "; ".join(f"{name}: {_REMEDIES[name]}{others.get(name, '')}" for name in failing)
+
+
+def _no_slices(subject: Subject, right: Outcome) -> str:
+    """Why no sequence of the model may be cut into slices; empty if one that is cut trains as a whole one does."""
+    if subject.source.plan.no_slices:
+        return subject.source.plan.no_slices
+    pipeline = uneven_pipeline(BASE, subject.num_layers)
+    try:
+        outcome = run_pipeline(subject.source, pipeline, subject.data.in_slices())
+    except Exception as error:
+        return told(error)
+    what = compare(right, outcome).what
+    return "" if what is None else f"with a sequence in slices, and layers computed again, {what}"

@@ -91,7 +91,7 @@ def hydra_attention(
         dropout=drop,
         context=context,
     )
-    return out.unsqueeze(0), None
+    return out.unsqueeze(0).contiguous(), None  # as Hugging Face's are, which some models view as rows of features
 
 
 def _without_the_rest(v: Tensor, q: Tensor, k: Tensor) -> Tensor:

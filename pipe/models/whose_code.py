@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import sys
 import sysconfig
 import types
 from collections.abc import Callable, Iterator
@@ -22,6 +23,8 @@ from typing import Any
 from torch import nn
 
 _PACKAGES = ("torch", "transformers", "peft")
+_TORCHS = frozenset(vars(nn.Module()))
+_HOOKS = tuple(key for key in _TORCHS if key.startswith(("_forward_", "_backward_")) and key.endswith("_hooks"))
 _DEPTH = 4  # functions called by functions that are looked into
 
 
@@ -53,6 +56,46 @@ def runs_installed_code(module: nn.Module) -> bool:
         return vars(module).get(name, getattr(type(module), name, None))
 
     return all(_is_of_package(one.__code__.co_filename) for one in _reached(module.forward, attribute, set(), 0))
+
+
+def own_code(model: nn.Module) -> tuple[str, ...]:
+    """What of a model runs code that no installed package has: modules, by path, and hooks of parameters, by name."""
+    known: dict[type, bool] = {}
+
+    def installed(module: nn.Module) -> bool:
+        kind = type(module)
+        if any(getattr(module, key) for key in _HOOKS) or not all(
+            _holds_installed(value, 0) for key, value in vars(module).items() if key not in _TORCHS
+        ):
+            return False
+        if "forward" in vars(module) or kind not in known:
+            of_packages = all(_is_of_package(_file_of(one)) for one in kind.__mro__)
+            known[kind] = of_packages and runs_installed_code(module)
+        return known[kind]
+
+    found = [path or type(module).__name__ for path, module in model.named_modules() if not installed(module)]
+    return (*found, *(name for name, parameter in model.named_parameters() if parameter._backward_hooks))
+
+
+def _holds_installed(value: Any, depth: int) -> bool:
+    """Whether the functions and objects that an attribute holds are installed packages'."""
+    if value is None or isinstance(value, bool | int | float | str | nn.Module | types.ModuleType) or depth > _DEPTH:
+        return True
+    if _function(value) is not None:
+        return is_installed(value)
+    if isinstance(value, type):
+        return _is_of_package(_file_of(value))
+    if isinstance(value, dict | list | tuple | set | frozenset):
+        items = [*value.values()] if isinstance(value, dict) else value
+        return all(_holds_installed(item, depth + 1) for item in items)
+    return _is_of_package(_file_of(type(value)))
+
+
+def _file_of(kind: type) -> str:
+    """The file that defines a class; empty where there is none, as in a notebook."""
+    if kind.__module__ in sys.builtin_module_names:
+        return sysconfig.get_path("stdlib") + "/"
+    return getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
 
 
 def called_by(module: nn.Module) -> tuple[types.FunctionType, ...]:
