@@ -18,6 +18,10 @@ def test_equal_or_refused_as_listed(name: str) -> None:
     assert short(verdicts["mixed"]) == (listed if isinstance(listed, str) else listed["mixed"]), verdicts
 
 
+def test_attention_hands_on_rows_that_can_be_viewed_as_features() -> None:
+    assert judge("AfmoeForCausalLM", {"sp3": "sp3"})[1]["sp3"] == EQUAL  # its code has `view` where others reshape
+
+
 def test_the_list_names_every_class_with_few_reasons() -> None:
     listed = expected()
     assert set(listed) == set(class_names())
