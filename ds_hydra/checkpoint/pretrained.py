@@ -73,7 +73,8 @@ def write_pretrained(
             # The config is saved beside the weights and names their type; the model in training keeps its own.
             dtype, model.config.dtype = model.config.dtype, next(iter(weights.values())).dtype
             try:
-                model.save_pretrained(temporary, state_dict=state, max_shard_size=max_shard_size)
+                with torch._C.DisableTorchFunctionSubclass():  # it reads no value of the model's own parameters
+                    model.save_pretrained(temporary, state_dict=state, max_shard_size=max_shard_size)
             finally:
                 model.config.dtype = dtype
         else:

@@ -31,11 +31,11 @@ from ds_hydra.engine.steps import Handed, Steps
 from ds_hydra.host.kept_model import KeptModel
 from ds_hydra.host.launch import launched_node_size
 from ds_hydra.host.model_limits import limits_of
+from ds_hydra.host.released import Values, release
 from ds_hydra.host.three_calls import ThreeCallEngine
 from ds_hydra.pipe.loss import TokenLoss
 from ds_hydra.pipe.models.adapted import NAMES_OF_PEFT, base_of, is_peft_model
 from ds_hydra.pipe.models.causal_lm import CausalLM
-from ds_hydra.pipe.models.meta_copy import release_parameters
 from ds_hydra.pipe.predictions import TokenFunction
 from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.ranks.together import first_channel, together
@@ -76,7 +76,7 @@ class HydraEngine(ThreeCallEngine):
         # The masters have taken the values. Dropping both references frees the model's own parameters: otherwise each
         # rank would hold the whole model beside its share of it.
         self.job.source.values = {}
-        release_parameters(base)
+        self._release(base)
         self.watch_model()
         if config.checkpoint is not None:
             self._signals.install()
@@ -90,11 +90,25 @@ class HydraEngine(ThreeCallEngine):
         """
         initial = job is None
         self.job = job or self.job
-        self.crew = Crew(self.job, self.world_of_process(), self, self._signals, initial=initial)
+        with torch._C.DisableTorchFunctionSubclass():  # to it a released parameter is one of the meta device
+            self.crew = Crew(self.job, self.world_of_process(), self, self._signals, initial=initial)
         self.saving = Saving(self, self.crew, self._signals)
         self.steps = Steps(self, self.crew)
         if not initial:
             self.watch_model()
+
+    def _release(self, base: Any) -> None:
+        """Free the model's own parameters; in their place stand some that ask the masters for their values."""
+        buckets = {param.name: [other.name for other in bucket.params]
+                   for bucket in self.crew.masters.buckets for param in bucket.params}  # fmt: skip
+        values = Values(
+            buckets,
+            gather=lambda names: self.crew.masters.gather(self.crew.world.links, names),
+            revision=lambda: (id(self.crew), self.crew.masters.revision, self.global_steps),
+            device=self.device,
+            dtype=self.types.compute,
+        )
+        release(base, values, self.job.source.aliases)
 
     def watch_model(self) -> None:
         """From now on every update asks what a script has changed in its model since."""

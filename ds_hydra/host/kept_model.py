@@ -82,7 +82,8 @@ class KeptModel:
 
     def _all(self) -> dict[str, Parts]:
         seen: dict[Any, Any] = {}
-        found = {path: _parts(module, seen) for path, module in self._model.named_modules()}
+        with torch._C.DisableTorchFunctionSubclass():  # released parameters would each call Python
+            found = {path: _parts(module, seen) for path, module in self._model.named_modules()}
         for path, module in self._model.named_modules():
             if module.training != self._model.training:  # as a whole it is switched by whoever trains or evaluates it
                 found[path]["its mode of training"] = module.training

@@ -19,9 +19,10 @@ _COPIES = frozenset((
 ))  # fmt: skip
 """Functions of one number whose result is that number, maybe in another type, shape or place."""
 
-_METADATA = frozenset((
-    "__get__", "__len__", "dim", "size", "numel", "nelement", "stride", "element_size", "get_device", "is_contiguous",
-    "is_floating_point", "is_complex", "is_tensor", "register_hook", "retain_grad",
+METADATA = frozenset((
+    "__get__", "__len__", "dim", "ndimension", "size", "numel", "nelement", "stride", "storage_offset", "element_size",
+    "get_device", "is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_tensor", "register_hook",
+    "register_post_accumulate_grad_hook", "retain_grad", "has_names",
 ))  # fmt: skip
 """What may be asked of a tensor whose value is not there."""
 
@@ -171,7 +172,7 @@ class PendingLoss(Tensor):
         kwargs = kwargs or {}
         losses = [value for value in tree_leaves((args, kwargs)) if isinstance(value, PendingLoss)]
         name = getattr(function, "__name__", "")
-        if name not in _METADATA and any(not loss.is_known for loss in losses):
+        if name not in METADATA and any(not loss.is_known for loss in losses):
             return _of_pending(name, function, args, kwargs)
         plain = {id(loss): loss.tensor() for loss in losses}
         found = function(*tree_map(lambda value: plain.get(id(value), value), args),

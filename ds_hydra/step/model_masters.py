@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -91,10 +91,10 @@ class ModelMasters:
                 rule = rules[piece.name]
                 masters.load(piece.name, to_flat(drawn(piece.name), rule.dim, rule.parts))
 
-    def gather(self, transport: Transport) -> dict[str, Tensor]:
-        """Full parameters on CPU by master name, in their own shapes; all ranks must call it."""
-        flat = self.trained.gather_full(transport) | self.frozen.gather_full(transport)
-        params = [param for bucket in self.buckets for param in bucket.params]
+    def gather(self, transport: Transport, names: Collection[str] | None = None) -> dict[str, Tensor]:
+        """Full parameters on CPU by master name, in their own shapes, all or some; all ranks must call it."""
+        flat = self.trained.gather_full(transport, names=names) | self.frozen.gather_full(transport, names=names)
+        params = [param for bucket in self.buckets for param in bucket.params if param.name in flat]
         return {
             p.name: from_flat(flat[p.name], p.shape, p.rule.dim, p.rule.parts).contiguous().to(self.trained.flat.dtype)
             for p in params

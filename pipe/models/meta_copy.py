@@ -41,15 +41,6 @@ def copy_to_meta(model: Any) -> Any:
     return copied
 
 
-def release_parameters(model: nn.Module) -> None:
-    """Move a module's own parameters to the meta device; all else of it keeps its values, tied parameters stay tied."""
-    # `model.to("meta")` would take the buffers as well. Rotary frequencies, scales and the like are what the module was
-    # made with: a few numbers that nothing keeps elsewhere, and that whoever copies the module later has need of.
-    replace_parameters(
-        model, lambda _, parameter: in_place_of(parameter, torch.empty_like(parameter.data, device="meta"))
-    )
-
-
 def replace_parameters(model: nn.Module, made_of: Callable[[str, nn.Parameter], nn.Parameter]) -> None:
     """Put `made_of(name in its module, parameter)` in place of each parameter; tied parameters stay tied."""
     made: dict[int, nn.Parameter] = {}

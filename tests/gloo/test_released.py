@@ -1,0 +1,115 @@
+"""engine.module after initialize: what scripts ask of it is right, gathered from all ranks, or refused in time."""
+
+from __future__ import annotations
+
+import copy
+import io
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ds_hydra.host.released
+from ds_hydra.zero_hetero.errors import ConfigError
+from tests.support.ranks import run_ranks
+from tests.support.small_job import small_engine, small_model
+
+
+def weight(engine: Any) -> Any:
+    return engine.module.model.layers[1].mlp.up_proj.weight
+
+
+def reads(rank: int) -> list[str]:
+    """What differs from the gathered parameters."""
+    engine = small_engine(rank)
+    for _ in range(2):
+        engine.train_batch()
+        state = engine.module.state_dict()
+    right, own = engine.fp32_state_dict(), weight(engine)
+    expected = right["model.layers.1.mlp.up_proj.weight"]
+    saved = io.BytesIO()
+    torch.save(state, saved)
+    saved.seek(0)
+    ids = torch.tensor([[5, 6, 7 + rank]])
+    plain = small_model()
+    plain.load_state_dict(right)
+    found: dict[str, Any] = {
+        "names": list(state) == list(right),
+        "state": all(torch.equal(state[name], right[name]) for name in right),
+        "file": all(torch.equal(value, right[name]) for name, value in torch.load(saved).items()),
+        "a part": torch.equal(engine.module.lm_head.state_dict()["weight"], right["lm_head.weight"]),
+        "tied": (state["lm_head.weight"] == state["model.embed_tokens.weight"]).all(),
+        "detach": torch.equal(own.detach(), expected),
+        "data": torch.equal(own.data.float().cpu(), expected) and own.data.shape == expected.shape,
+        "norm": torch.equal(own.norm(), expected.norm()) and float(own.sum()) == float(expected.sum()),
+        "stack": torch.equal(torch.stack([own, own])[1], expected) and torch.equal(own[3], expected[3]),
+        "moving average": torch.allclose(torch.zeros_like(own).lerp_(own, 0.5), expected / 2),
+        "copy": torch.equal(copy.deepcopy(engine.module).model.layers[1].mlp.up_proj.weight, expected),
+        "forward": torch.allclose(engine.module.eval()(input_ids=ids).logits, plain.eval()(input_ids=ids).logits),
+        "generate": torch.equal(*(m.generate(ids, max_new_tokens=4, do_sample=False) for m in (engine.module, plain))),
+        "counts": sum(p.numel() for p in engine.module.parameters()) == sum(p.numel() for p in plain.parameters()),
+        "flags": [p.requires_grad for p in engine.module.parameters()] == [True] * len(list(plain.parameters())),
+        "kinds": all(isinstance(p, nn.Parameter) for p in engine.module.parameters()),
+        "device": engine.module.device == engine.device == own.device and own.dtype == torch.float32,
+        "text": "model.layers.1.mlp.up_proj.weight" in repr(own),
+        "no gradient": own.grad is None and engine.module.zero_grad() is None,
+    }
+    engine.module.train()
+    engine.train_batch()
+    return [name for name, equal in found.items() if not equal]
+
+
+def test_values_are_gathered_when_all_ranks_ask() -> None:
+    assert run_ranks(reads, 2) == [[], []]
+
+
+WRITES: dict[str, Callable[[Any, Any], Any]] = {
+    "in place": lambda engine, own: own.clamp_(-1, 1),
+    "an item": lambda engine, own: own.__setitem__(0, 1.0),
+    "its data": lambda engine, own: setattr(own, "data", torch.zeros(2)),
+    "its data in place": lambda engine, own: own.data.mul_(2),
+    "a gradient": lambda engine, own: setattr(own, "grad", torch.zeros(())),
+    "an output": lambda engine, own: torch.add(torch.ones(()), 1, out=own),
+    "an initialisation": lambda engine, own: nn.init.zeros_(own),
+    "a state": lambda engine, own: engine.module.load_state_dict({"lm_head.weight": torch.zeros(97, 32)}, strict=False),
+}
+
+
+def test_writes_are_refused() -> None:
+    def told(rank: int) -> list[str]:
+        engine, texts = small_engine(rank), []
+        for write in WRITES.values():
+            with pytest.raises((ConfigError, RuntimeError)) as error, torch.no_grad():
+                write(engine, weight(engine))
+            texts.append(str(error.value))
+        engine.train_batch()
+        return texts
+
+    for text in (text for texts in run_ranks(told, 2) for text in texts):
+        assert "whose value the ranks share" in text
+        assert "engine.load_16bit_model(folder)" in text
+
+
+def alone(rank: int) -> list[Any]:
+    ds_hydra.host.released._WAIT_S = 0.5
+    engine = small_engine(rank)
+    found: list[Any] = []
+    if rank == 0:
+        began = time.monotonic()
+        with pytest.raises(RuntimeError, match=r"read on 1 of 2 ranks.*save_16bit_model") as error:
+            torch.save(engine.module.state_dict(), io.BytesIO())
+        found += ["model.embed_tokens.weight" in str(error.value), time.monotonic() - began < 10]
+    # Later all of them ask, and one of them late.
+    torch.distributed.barrier()
+    time.sleep(0.2 * rank)
+    value: Tensor = engine.module.model.embed_tokens.weight.detach()
+    found.append(torch.equal(value, engine.fp32_state_dict()["model.embed_tokens.weight"]))
+    engine.train_batch()
+    return found
+
+
+def test_a_rank_that_asks_alone_is_refused_in_time() -> None:
+    assert run_ranks(alone, 2) == [[True, True, True], [True]]
