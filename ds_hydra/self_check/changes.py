@@ -35,7 +35,16 @@ class Changes:
     parameters: list[tuple[str, bool, list[Any]]] = field(default_factory=list)  # requires_grad and gradient hooks
 
     def apply(self, model: nn.Module, rename: Rename) -> None:
-        """Do to `model` what was done to the model that these changes were found in."""
+        """Do to `model` what was done to the model that these changes were found in.
+
+        Raises ValueError where two of its layers have one copy, and what was done to one would undo the other's.
+        """
+        done: dict[tuple[str, str], Any] = {}
+        for path, key, value in (*self.attributes, *((path, "", module) for path, module in self.modules)):
+            if done.setdefault((rename(path), key), value) != value and not _same_module(
+                done[rename(path), key], value
+            ):
+                raise ValueError(f"{key or 'what is put in place'} of {path} is another one than in other layers")
         for path, module in self.modules:
             model.set_submodule(rename(path), copy.deepcopy(module))
         for path, key, value in self.attributes:
@@ -105,6 +114,11 @@ def _compare(path: str, module: nn.Module, twin: nn.Module, found: Changes) -> b
 def _same_kind(value: Any, other: Any) -> bool:
     """Of one type, and one function if they are functions; what is inside is not compared."""
     return type(value) is type(other) and getattr(value, "__qualname__", "") == getattr(other, "__qualname__", "")
+
+
+def _same_module(one: Any, other: Any) -> bool:
+    """Whether two modules without parameters say the same of themselves."""
+    return isinstance(one, nn.Module) and type(one) is type(other) and repr(one) == repr(other)
 
 
 def _holds_nothing(hook: Any) -> bool:

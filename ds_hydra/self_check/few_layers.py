@@ -15,12 +15,11 @@ from torch import nn
 from ds_hydra.pipe.models.meta_copy import copy_to_meta, in_place_of, parameter_hooks, replace_parameters
 from ds_hydra.pipe.models.refusals import find_layers, known_tokens
 from ds_hydra.pipe.shape import PipelineShape
+from ds_hydra.self_check.layer_kinds import kept_layers
 from ds_hydra.self_check.schemes import copies_at_once
 from ds_hydra.self_check.shrink import FEW_POSITIONS
 
 _ROWS = 512  # of the vocabulary, at least
-_KINDS = 4  # of layers that are kept
-_OWN_KEYS = frozenset(vars(nn.Module())) | {"_is_hf_initialized", "layer_idx", "config"}
 
 
 def copy_in_few_layers(
@@ -32,7 +31,7 @@ def copy_in_few_layers(
     """
     path = find_layers(model, model.config.get_text_config().num_hidden_layers)
     layers: Any = model.get_submodule(path)
-    kept = _kept(layers, max(2, *(scheme.parts * scheme.pp for scheme in schemes)))
+    kept, kinds = kept_layers(model, layers, max(2, *(scheme.parts * scheme.pp for scheme in schemes)))
     small = copy_to_meta(model)
     for name, hooks in parameter_hooks(model).items():
         for hook in hooks:
@@ -49,29 +48,11 @@ def copy_in_few_layers(
         _adjust(config, len(layers), kept, rows)
     bytes_needed = 8 * copies_at_once(schemes) * sum(parameter.numel() for parameter in small.parameters())
     if bytes_needed > memory_bytes:
-        raise MemoryError(f"{len(kept)} layers take {bytes_needed / 2**30:.1f} GiB of {memory_bytes / 2**30:.1f} GiB")
+        raise MemoryError(
+            f"{len(kept)} layers of {kinds} kinds take {bytes_needed / 2**30:.1f} GiB of {memory_bytes / 2**30:.1f} GiB"
+        )
     _draw(small)
     return small.to("cpu", torch.float64), len(kept)  # buffers of a model on a GPU are still there
-
-
-def _kept(layers: nn.ModuleList, count: int) -> list[int]:
-    """Indices of one layer of each kind, and of the first ones until there are `count`."""
-    kinds = [_kind(layer) for layer in layers]
-    kept = [index for index, kind in enumerate(kinds) if kind not in kinds[:index]][: max(count, _KINDS)]
-    kept += [index for index in range(len(kinds)) if index not in kept][: max(0, count - len(kept))]
-    return sorted(kept)
-
-
-def _kind(layer: nn.Module) -> str:
-    """A text that is equal for layers that do the same with other values."""
-    parts = []
-    for path, module in layer.named_modules():
-        plain = {
-            k: v for k, v in vars(module).items() if k not in _OWN_KEYS and isinstance(v, bool | int | float | str)
-        }
-        shapes = [(n, tuple(p.shape), p.requires_grad) for n, p in module._parameters.items() if p is not None]
-        parts.append((path, type(module).__name__, sorted(plain.items()), shapes, len(module._forward_hooks)))
-    return repr(parts)
 
 
 def _cut_vocabulary(model: Any, rows: int) -> int:

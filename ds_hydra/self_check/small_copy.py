@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from ds_hydra.pipe.models.refusals import find_layers
 from ds_hydra.pipe.shape import PipelineShape
 from ds_hydra.self_check.changes import changes_since
 from ds_hydra.self_check.few_layers import copy_in_few_layers
+from ds_hydra.self_check.layer_kinds import enough_layers, has_all_kinds
 from ds_hydra.self_check.schemes import head_divisor, num_layers
 from ds_hydra.self_check.shrink import POSITIONS, VOCABULARY, shrunk_config
 
@@ -58,22 +60,26 @@ def small_copy(
 def _small_widths(model: Any, schemes: Sequence[PipelineShape], positions: int, vocabulary: int) -> SmallCopy:
     text = model.config.get_text_config()
     try:
-        layers = num_layers(schemes)
         heads = int(text.num_attention_heads)
         kv_heads = getattr(text, "num_key_value_heads", None) or heads
-        config = shrunk_config(model.config, layers, head_divisor(heads, kv_heads, schemes), positions, vocabulary)
-        small = _made_by(model, config, torch.device("cpu"))
+        fewer = head_divisor(heads, kv_heads, schemes)
         changes = changes_since(model, _made_by(model, model.config, torch.device("meta")))
         if changes is None:
             raise NoCopyError("it is not made in small: its parameters or methods are not those that its config makes")
         path = find_layers(model, text.num_hidden_layers)
-        changes.apply(small, lambda name: _in_few_layers(name, path, layers))
+        whole: Any = model.get_submodule(path)
+        for layers in enough_layers(model, whole, num_layers(schemes)):
+            config = shrunk_config(model.config, layers, fewer, positions, vocabulary)
+            small = _made_by(model, config, torch.device("cpu"))
+            changes.apply(small, partial(_in_few_layers, layers_path=path, layers=layers))
+            if has_all_kinds(small.get_submodule(path), whole):
+                _draw_parameters(small)
+                return SmallCopy(small, layers)
+        raise NoCopyError("it is not made in small: its layers are of more kinds than its config makes")
     except NoCopyError:
         raise
     except Exception as error:
         raise NoCopyError(f"it cannot be made in small ({type(error).__name__}: {error})") from error
-    _draw_parameters(small)
-    return SmallCopy(small, layers)
 
 
 def _made_by(model: Any, config: Any, device: torch.device) -> Any:

@@ -35,9 +35,14 @@ def _folders() -> tuple[str, ...]:
 
 
 @functools.cache
+def _library() -> str:
+    """Where Python's own modules are; packages may be installed below it."""
+    return sysconfig.get_path("stdlib") + "/"
+
+
+@functools.cache
 def _is_of_package(file: str) -> bool:
-    library = sysconfig.get_path("stdlib") + "/"  # packages may be installed below it
-    of_python = file.startswith(library) and not {"site-packages", "dist-packages"} & set(Path(file).parts)
+    of_python = file.startswith(_library()) and not {"site-packages", "dist-packages"} & set(Path(file).parts)
     return of_python or file.startswith(_folders())
 
 
@@ -94,7 +99,7 @@ def _holds_installed(value: Any, depth: int) -> bool:
 def _file_of(kind: type) -> str:
     """The file that defines a class; empty where there is none, as in a notebook."""
     if kind.__module__ in sys.builtin_module_names:
-        return sysconfig.get_path("stdlib") + "/"
+        return _library()
     return getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
 
 
