@@ -35,6 +35,7 @@ from ds_hydra.ranks.world import World
 from ds_hydra.step.agreement import FAILED, LATER, agreed, row_of, row_without_plan
 from ds_hydra.step.built import Built
 from ds_hydra.step.stepper import Stepper
+from ds_hydra.watchdog import Activity
 
 
 class Ready(NamedTuple):
@@ -67,14 +68,14 @@ class _Making:
 class Coming:
     """Makes one step ready in a thread [Note: between two steps]. Every rank must make the same calls."""
 
-    def __init__(self, plans: PlanSource, stepper: Stepper, world: World):
-        self._plans, self._stepper, self._world = plans, stepper, world
+    def __init__(self, plans: PlanSource, stepper: Stepper, world: World, activity: Activity):
+        self._plans, self._stepper, self._world, self._activity = plans, stepper, world, activity
         self._making: _Making | None = None
 
     def begin(self, step: int, data: Sequences) -> None:
         """Make `step` ready, counted from 0, of sequences that are all known. The step before must be ready."""
         self.forget()
-        self._making = making = _Making(step, data, self._plans.table)
+        self._making = making = _Making(step, data, self._plans.table_of(step))
         making.thread = threading.Thread(target=self._make, args=(making,), daemon=True, name="coming-step")
         making.thread.start()
 
@@ -86,6 +87,9 @@ class Coming:
             return None
         assert making.thread is not None, "it was started"
         late = making.thread.is_alive()
+        if late and making.planned is None:
+            with self._activity(f"waiting for plan {making.step + 1}"):
+                making.wait()
         making.wait()
         return torch.cat((making.row, torch.tensor([late])))
 

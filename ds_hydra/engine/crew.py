@@ -11,7 +11,7 @@ Every part needs some of those before it, and what can be refused is refused bef
   update        masters, optimizer and loss scale
   stepper       update and the placed strategies; allocates the arena, once the masters have shown that they fit
   tracing       keeps the stepper's laps in the steps that the config names
-  plans         starts the producer on rank 0, which compiles its kernels while the rest is made
+  plans         by a producer on rank 0, which was started before all else and compiles its kernels meanwhile
   coming        plans and stepper; makes the next step ready while one runs
   checkpoints   saves and loads masters and loss scale
   watchdog      last, because its thread may end the process
@@ -23,6 +23,7 @@ a checkpoint carries over is left.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -32,16 +33,18 @@ from ds_hydra.checkpoint.checkpointer import Checkpointer
 from ds_hydra.engine.coming import Coming
 from ds_hydra.engine.initial import give_masters
 from ds_hydra.engine.job import Job
-from ds_hydra.engine.plan_source import PlanSource
+from ds_hydra.engine.plan_source import PlanSource, start_producer
 from ds_hydra.engine.prepare import Prepared, prepare
 from ds_hydra.engine.signals import Signals
 from ds_hydra.engine.simulated import exposed_of, simulated_job
 from ds_hydra.engine.tracing import Tracing
 from ds_hydra.host.host_engine import HostEngine
 from ds_hydra.host.loss_scale import LossScale
+from ds_hydra.planner import PlanRecipe
 from ds_hydra.ranks.together import together
 from ds_hydra.ranks.world import World
 from ds_hydra.report.prediction import StepWatch
+from ds_hydra.simulate.job_record import job_record
 from ds_hydra.step.model_masters import ModelMasters
 from ds_hydra.step.rehearsal import build_stages
 from ds_hydra.step.stepper import Stepper
@@ -62,6 +65,9 @@ class Crew:
         PlanError when the job does not fit the world.
         """
         self.job, self.world = job, world
+        producer = start_producer(job.config, world.rank)
+        if producer is not None:
+            weakref.finalize(self, producer.stop)  # also where something below is refused
         self.prepared: Prepared = prepare(job, world)
         plan = job.source.plan
         with together(world.channel, "building the stages of all strategies"):
@@ -102,16 +108,24 @@ class Crew:
         cluster, exposed = simulated_job(job, world, self.prepared.found), self._exposed_ms()
         self.tracing = Tracing(job.config.trace, Path(job.config.steps_file or "").parent, world, self.stepper, cluster)
         self.plans = PlanSource(
-            self.prepared.table,
-            tuple(self.prepared.strategies),
-            replace(job.config.planner_options(), no_slices=self.prepared.no_slices, layers=job.source.plan.num_layers),
+            PlanRecipe(
+                self.prepared.table,
+                tuple(self.prepared.strategies),
+                replace(
+                    job.config.planner_options(),
+                    no_slices=self.prepared.no_slices,
+                    layers=job.source.plan.num_layers,
+                ),
+                tuple(exposed),
+                job_record(cluster) if exposed else None,
+            ),
+            job.config,
             job.sampler,
-            job.config.planner.ahead,
             world.channel,
-            exposed,
-            cluster if exposed else None,
+            self.activity,
+            producer,
         )
-        self.coming = Coming(self.plans, self.stepper, world)
+        self.coming = Coming(self.plans, self.stepper, world, self.activity)
         self.checkpoints = Checkpointer(host, self.masters, job.source.aliases, world.background, self.loss_scale)
         # From here on all ranks notice one that fails. Before, a rank that fails leaves the others waiting in a
         # collective, and the launcher ends them. The step in reports is the coming one: the first has the number 1.
@@ -151,7 +165,9 @@ class Crew:
         """Plan by corrected costs from now on, if the config asks for that and there is a new correction."""
         table = self.watch.new_table(step)
         if table is not None:
-            self.plans.use_table(table)
+            # Not the next step, which has been planned already where steps are made ready: and where they are not, the
+            # plans are to be the same.
+            self.plans.use_table(table, step + 1)
 
     def close(self) -> None:
         """Wait for a save that is under way; end threads and the planning process. The world stays open."""

@@ -161,7 +161,7 @@ class HandedSteps:
         crew, plan, channel = self._crew, planned.plan, self._crew.world.channel
         delivered = self._deliver(plan, mine.sequences, gathered)
         with crew.together("evaluation"):
-            sums, _ = crew.stepper.sequence_losses(plan, delivered, crew.plans.table, step=step + 1)
+            sums, _ = crew.stepper.sequence_losses(plan, delivered, crew.plans.table_of(step), step=step + 1)
         own = slice(*gathered.begins[channel.rank : channel.rank + 2])
         factors = torch.tensor([sequence.weight for sequence in mine.sequences], dtype=torch.float64)
         weighed, error = Weighed(0.0, 0, factors), None

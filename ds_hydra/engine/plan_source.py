@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-import sys
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import json
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import fields, replace
 from typing import NamedTuple
 
+from ds_hydra.config.hydra_block import HydraConfig
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.data.order import Order
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.runnable import check_runnable
-from ds_hydra.plan.validate import check_safe
-from ds_hydra.planner import PlannedStep, Planner, PlannerOptions, PlannerService, StepPlan, validate_plan
+from ds_hydra.plan.validate import check_safe, validate_plan
+from ds_hydra.planner import PlannedStep, Planner, PlannerService, PlanRecipe, StepPlan
+from ds_hydra.planner.producer_process import BEAT_S, ProducerProcess, producer_command
+from ds_hydra.planner.service import Waiting
 from ds_hydra.ranks.channel import Channel
 from ds_hydra.ranks.telling import Telling
 from ds_hydra.ranks.together import as_text, error_from
-from ds_hydra.simulate.job import SimulatedJob
-from ds_hydra.simulate.job_record import job_record
+from ds_hydra.simulate.producer import step_ms_of
+from ds_hydra.watchdog import Activity
 from ds_hydra.zero_hetero.errors import PlanError
 
 _FAILED = "failed\n"  # before rank 0's error, in place of a plan
+_WAITING = "waiting\n"  # in place of a plan that rank 0 is still waiting for
 
 
 class _Batch(NamedTuple):
@@ -32,58 +36,76 @@ class _Batch(NamedTuple):
     lengths: tuple[int, ...]
 
 
+def _command(config: HydraConfig) -> tuple[str, ...]:
+    return producer_command("ds_hydra.simulate.producer", min(BEAT_S, config.faults.frozen_seconds / 4))
+
+
+def start_producer(config: HydraConfig, rank: int) -> ProducerProcess | None:
+    """On rank 0: the process that will plan, which compiles its kernels from now on; None where there is to be none."""
+    if rank != 0 or config.planner.ahead == 0:
+        return None
+    producer = ProducerProcess(_command(config))
+    if config.choose != "replay":
+        producer.send({"kernels": "auto"})
+    return producer
+
+
 class PlanSource:
     """Hands out the plan of each step, just before the step.
 
-    Rank 0 decides the plans and tells them to the others: they depend on whether its producer answered in time. Every
-    rank validates a plan against the sequences that its own sampler drew. On rank 0 `exposed_ms` is as `Planner`'s, and
-    `cluster` what the best plans are simulated by, with their messages; None: they are not.
+    Rank 0 has the plans made and tells them to the others: so only one process compiles and searches. Every rank
+    validates a plan against the sequences that its own sampler drew. `recipe` is the job's, of which only rank 0 needs
+    `exposed_ms` and `job`; `producer` is rank 0's, if it has been started.
     """
 
     def __init__(
         self,
-        cost_table: CostTable,
-        strategies: tuple[StrategyShape, ...],
-        options: PlannerOptions,
+        recipe: PlanRecipe,
+        config: HydraConfig,
         sampler: Order | None,
-        ahead: int,
         channel: Channel,
-        exposed_ms: Sequence[float] = (),
-        cluster: SimulatedJob | None = None,
+        activity: Activity,
+        producer: ProducerProcess | None = None,
     ):
-        self._exposed_ms, self._cluster = exposed_ms, cluster
-        self._table, self._options, self._sampler, self._channel = cost_table, options, sampler, channel
+        self._recipe, self._config, self._sampler, self._channel = recipe, config, sampler, channel
+        self._activity = activity
         self._rank, self._num_ranks = channel.rank, channel.num_ranks
-        self._ahead = ahead
-        self._set_planners(strategies)
-        self._service = self._start_service()
+        self._ahead = config.planner.ahead
+        self._tables = [(0, recipe.table)]  # with the step that each holds from
+        self._set_planner()
+        self._service = self._start_service(producer)
         self._submitted: int | None = None
 
-    def _set_planners(self, strategies: tuple[StrategyShape, ...]) -> None:
-        self._planner = Planner(self._table, strategies, self._options, exposed_ms=self._exposed_ms)
+    def _set_planner(self) -> None:
+        recipe = replace(self._recipe, job=None)
+        recipe.planner()  # refuses on every rank what cannot be planned or replayed
         # One plan is not worth compiling for.
-        once = replace(self._options, kernels="pure", choose="best", replay_file=None)
-        self._pure = Planner(self._table, strategies, once, exposed_ms=self._exposed_ms)
+        once = replace(recipe.options, kernels="pure", choose="best", replay_file=None)
+        self._pure = Planner(recipe.table, recipe.strategies, once, exposed_ms=recipe.exposed_ms)
 
-    def use_table(self, cost_table: CostTable) -> None:
-        """Plan by this cost table from the next step on. Every rank must call it, with the same table."""
-        self._table = cost_table
-        self._set_planners(self._planner.strategies)
+    def use_table(self, cost_table: CostTable, first: int = 0) -> None:
+        """Plan by this cost table from step `first` on. Every rank must call it, with the same arguments."""
+        self._recipe = replace(self._recipe, table=cost_table)
+        self._tables = [*self._tables[-1:], (first, cost_table)]
+        self._set_planner()
         if self._service is not None:
-            self._service.use_table(cost_table)
+            self._service.use_table(cost_table, first)
 
     @property
     def table(self) -> CostTable:
-        """The cost table that plans are made by."""
-        return self._table
+        """The cost table of the latest plans, and of those outside the training order."""
+        return self._recipe.table
 
-    def _start_service(self) -> PlannerService | None:
-        if self._rank != 0 or self._ahead == 0:
+    def table_of(self, step: int) -> CostTable:
+        """The cost table that the plan of a step is made by, and the schedules that weigh times."""
+        return next(table for first, table in reversed(self._tables) if first <= step)
+
+    def _start_service(self, producer: ProducerProcess | None = None) -> PlannerService | None:
+        if self._rank != 0:
             return None
         return PlannerService(
-            self._table, self._planner.strategies, self._options, self._ahead, exposed_ms=self._exposed_ms,
-            job=None if self._cluster is None else job_record(self._cluster),
-            command=(sys.executable, "-m", "ds_hydra.simulate.producer"),
+            self._recipe, self._ahead, simulation=step_ms_of, frozen_s=self._config.faults.frozen_seconds,
+            command=_command(self._config), producer=producer,
         )  # fmt: skip
 
     def restart(self) -> None:
@@ -96,7 +118,7 @@ class PlanSource:
     @property
     def strategies(self) -> tuple[StrategyShape, ...]:
         """Candidates, in the order of the config."""
-        return self._planner.strategies
+        return self._recipe.strategies
 
     @property
     def makes_ready(self) -> bool:
@@ -104,27 +126,31 @@ class PlanSource:
         return self._ahead > 0 and self._sampler is not None and self._sampler.known_to_all
 
     def next(self, step: int, telling: Telling | None = None) -> PlannedStep:
-        """The plan of `step`, equal on all ranks, told by `telling` or the channel. Every rank must call it."""
+        """The plan of `step`, equal on all ranks, told by the channel, or in a thread of its own by `telling`.
+
+        Every rank must call it.
+        """
         assert self._sampler is not None, "plans of steps need a sampler"
         batch = self._drawn(step) if self._sampler.known_to_all else None
-        return self._share(step, batch, lambda: self._ahead_of(step), telling)
+        with nullcontext() if telling else self._activity(f"waiting for plan {step + 1}"):
+            return self._share(step, batch, lambda waiting: self._ahead_of(step, waiting), telling)
 
-    def _ahead_of(self, step: int) -> PlannedStep:
+    def _ahead_of(self, step: int, waiting: Waiting) -> PlannedStep:
         """On rank 0: the plan of `step`, after the coming steps were submitted."""
         assert self._sampler is not None, "plans of steps need a sampler"
         batch = self._drawn(step)
         # With ahead = 2, next(0) submits the batches of steps 0, 1 and 2 and waits for plan 0; next(1) submits step 3
         # and finds plan 1, which was made while step 0 was trained. A stream may not have come that far.
-        if self._service is not None:
-            first = step if self._submitted is None else self._submitted + 1
-            for coming in range(first, step + self._ahead + 1):
-                if coming > step and not self._sampler.ready(coming):
-                    break
-                self._service.submit(*self._drawn(coming))
-                self._submitted = coming
-            if not self._service.waits(step):  # its plan was taken, but the step not trained
-                self._service.submit(*batch)
-        return self._planned(batch)
+        assert self._service is not None, "rank 0 has a service"
+        first = step if self._submitted is None else self._submitted + 1
+        for coming in range(first, step + self._ahead + 1):
+            if coming > step and not self._sampler.ready(coming):
+                break
+            self._service.submit(*self._drawn(coming))
+            self._submitted = coming
+        if not self._service.waits(step):  # its plan was taken, but the step not trained
+            self._service.submit(*batch)
+        return self._service.get(step, waiting)
 
     def _drawn(self, step: int) -> _Batch:
         assert self._sampler is not None, "plans of steps need a sampler"
@@ -136,50 +162,48 @@ class PlanSource:
         PlanError is raised on all ranks where no strategy holds the longest sequence.
         """
         batch = _Batch(step, tuple(range(len(lengths))), lengths)
-        return self._share(step, batch, lambda: self._at_once(batch))
+        with self._activity(f"waiting for plan {step + 1}"):
+            return self._share(step, batch, lambda waiting: self._at_once(batch, waiting))
 
-    def _at_once(self, batch: _Batch) -> PlannedStep:
+    def _at_once(self, batch: _Batch, waiting: Waiting) -> PlannedStep:
         """On rank 0: the plan of a batch that was not known before."""
-        if self._service is not None:
-            # It has compiled kernels, or gets them without stopping training: worth a message there and back.
-            self._service.submit(*batch)
-        return self._planned(batch)
+        assert self._service is not None, "rank 0 has a service"
+        self._service.submit(*batch)
+        return self._service.get(batch.step, waiting)
 
     def plan_once(self, ids: tuple[int, ...], lengths: tuple[int, ...]) -> StepPlan:
         """A plan for a batch outside the training order. Every rank must call it."""
         batch = _Batch(0, ids, lengths)
-        return self._share(0, batch, lambda: self._plan_here(self._pure, batch)).plan
+
+        def made(_: Waiting) -> PlannedStep:
+            plan = self._pure.plan(*batch)
+            validate_plan(plan, self.table, self._num_ranks, self._recipe.options.objective)
+            return PlannedStep(plan, 0.0, hidden=False)
+
+        return self._share(0, batch, made).plan
 
     def close(self) -> None:
         """End the producer process."""
         if self._service is not None:
             self._service.close()
 
-    def _planned(self, batch: _Batch) -> PlannedStep:
-        return self._service.get(batch.step) if self._service else self._plan_here(self._planner, batch)
-
-    def _plan_here(self, planner: Planner, batch: _Batch) -> PlannedStep:
-        began = time.perf_counter()
-        plan = planner.plan(*batch)
-        planning_ms = (time.perf_counter() - began) * 1e3
-        validate_plan(plan, self._table, self._num_ranks, self._options.objective)
-        return PlannedStep(plan, planning_ms, hidden=False)
-
     def _share(
-        self, step: int, batch: _Batch | None, make: Callable[[], PlannedStep], telling: Telling | None = None
+        self, step: int, batch: _Batch | None, make: Callable[[Waiting], PlannedStep], telling: Telling | None = None
     ) -> PlannedStep:
         """Hand the plan that rank 0 makes to all ranks; each checks that it plans the sequences that it knows of.
 
         `batch` is None where only rank 0 knows them. An error of rank 0's is raised on all ranks.
         """
-        planned, text, mine = None, "", None
+        telling, planned, text, mine = telling or self._channel, None, "", None
         if self._rank == 0:
             try:
-                planned = make()
+                planned = make(self._keeps_waiting(telling))
                 text = _encode(planned)
             except Exception as error:
                 mine, text = error, _FAILED + as_text(error)
-        text = (telling or self._channel).tell(text)
+        text = telling.tell(text)
+        while text == _WAITING:
+            text = telling.tell(None)
         if text.startswith(_FAILED):
             raise mine or error_from(text.removeprefix(_FAILED), f"planning step {step + 1} failed on rank 0")
         planned = planned or _decode(text)
@@ -191,22 +215,30 @@ class PlanSource:
                 f"rank {self._rank} drew other sequences for step {step} than rank 0 planned for: the ranks' "
                 "data, seed or config differ; give all ranks the same"
             )
-        check_runnable(plan, no_slices=self._options.no_slices)
+        check_runnable(plan, no_slices=self._recipe.options.no_slices)
         # Rank 0, or its producer, has validated the plan: each rank checks again what costs it no time to speak of.
-        check_safe(plan, self._table, self._num_ranks)
+        check_safe(plan, self.table, self._num_ranks)
         return planned
+
+    def _keeps_waiting(self, telling: Telling) -> Waiting:
+        """Tells the other ranks to wait on, long before they would give up: a plan may take longer than a message."""
+        every_s = self._config.timeout_seconds / 4
+        last_s = 0.0
+
+        def waiting(waited_s: float) -> None:
+            nonlocal last_s
+            if waited_s - last_s >= every_s:
+                last_s = waited_s
+                telling.tell(_WAITING)
+
+        return waiting
 
 
 def _encode(planned: PlannedStep) -> str:
-    return f"{planned.planning_ms!r} {int(planned.hidden)} {planned.fallback or '-'}\n{planned.plan.to_json()}"
+    head = {field.name: getattr(planned, field.name) for field in fields(planned) if field.name != "plan"}
+    return f"{json.dumps(head)}\n{planned.plan.to_json()}"
 
 
 def _decode(text: str) -> PlannedStep:
     head, plan = text.split("\n", 1)
-    planning_ms, hidden, fallback = head.split(" ")
-    return PlannedStep(
-        StepPlan.from_json(plan, "rank 0's plan"),
-        float(planning_ms),
-        hidden == "1",
-        None if fallback == "-" else fallback,
-    )
+    return PlannedStep(StepPlan.from_json(plan, "rank 0's plan"), **json.loads(head))

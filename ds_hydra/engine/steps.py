@@ -115,7 +115,9 @@ class Steps:
         if made is not None and made.built is not None:
             return made.planned, made.built
         planned, data = handed[:2] if handed else self._drawn(made.planned if made else None)
-        built = crew.stepper.build_together(planned.plan, data, crew.plans.table, host.global_steps + 1)
+        built = crew.stepper.build_together(
+            planned.plan, data, crew.plans.table_of(host.global_steps), host.global_steps + 1
+        )
         return planned, built
 
     def _begin_next(self) -> None:
@@ -157,7 +159,7 @@ class Steps:
             watched=watched,
         )
         host.finish_step(record)
-        crew.tracing.write(step, planned.plan, crew.plans.table)
+        crew.tracing.write(step, planned.plan, crew.plans.table_of(step - 1))
         crew.correct_costs(step)
 
     def _flops(self, lengths: Sequence[int]) -> float | None:

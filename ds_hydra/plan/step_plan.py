@@ -33,7 +33,7 @@ class StepPlan:
     phases: tuple[Phase, ...]
     predicted_ms: float
     lower_bound_ms: float = 0.0
-    source: str = "search"  # who made it: "search", "fast" (fallback in the process), "replay"
+    source: str = "search"  # who made it: "search", "fast" (with less effort, in plain Python), "replay"
 
     @property
     def strategy(self) -> str:

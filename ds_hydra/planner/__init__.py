@@ -9,14 +9,17 @@ from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.plan.validate import validate_plan
 from ds_hydra.planner.options import PlannerOptions
 from ds_hydra.planner.phased import PhasedPlanner
+from ds_hydra.planner.planned import PlannedStep
+from ds_hydra.planner.recipe import PlanRecipe
 from ds_hydra.planner.selection import Planner
-from ds_hydra.planner.service import PlannedStep, PlannerService
+from ds_hydra.planner.service import PlannerService
 
 __all__ = [
     "MicroBatchPlan",
     "Phase",
     "PhasedPlanner",
     "PipelinePlan",
+    "PlanRecipe",
     "PlannedStep",
     "Planner",
     "PlannerOptions",

@@ -38,7 +38,7 @@ class PlannerOptions:
     node_limit: int = 2000
     """Branch-and-bound nodes of each HiGHS solution when `seconds` is None."""
     kernels: str = "auto"
-    """"compiled": numba; "pure": plain Python with less search; "auto": compiled if numba's cache is warm."""
+    """"compiled": numba; "pure": plain Python with less search; "auto": compiled wherever numba is."""
     no_slices: str = ""
     """Why plans must hold whole sequences only; empty: a replayed plan may hold slices of them too."""
 

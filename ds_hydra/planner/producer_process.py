@@ -10,6 +10,7 @@ Messages are JSON lines, not pickles. A line that is cut off or damaged is an er
 code of a message is ever run, and a person can read what was said:
 
   in    {"generation": 0, "step": 7, "ids": [4, 9], "lengths": [512, 96]}
+  out   {"alive": 12}
   out   {"generation": 0, "step": 7, "plan": "...", "planning_ms": 3.1}
 """
 
@@ -19,40 +20,52 @@ import json
 import os
 import queue
 import subprocess
+import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+BEAT_S = 1.0
+MODULE = "ds_hydra.planner.producer"
+
+
+def producer_command(module: str = MODULE, beat_s: float = BEAT_S) -> tuple[str, ...]:
+    """How a producer is started that runs a module and tells that it is alive every `beat_s` seconds."""
+    start = Path(__file__).with_name("producer_start.py")
+    return sys.executable, str(start), module, str(os.getpid()), str(beat_s)
+
 
 class ProducerProcess:
-    """One child process [Note: a process spoken to in lines]. `setup` is the first line that it is sent.
+    """One child process [Note: a process spoken to in lines].
 
-    Wait on `changed` for a new entry of `answers`, or until `broken` says why none will come.
+    Wait on `changed` for a new entry of `answers` or `ready`, or until `broken` says why none will come. `heard` counts
+    its lines.
     """
 
-    def __init__(self, command: Sequence[str], setup: str) -> None:
-        root = str(Path(__file__).resolve().parents[2])
-        path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH", ""))))
+    def __init__(self, command: Sequence[str]) -> None:
         # One thread: the producer works beside training and must not take a core for every thread that numpy likes.
         single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")
+        # An empty entry is the working directory, from which nothing is to be imported.
+        places = filter(os.path.isabs, os.environ.get("PYTHONPATH", "").split(os.pathsep))
         self.process = subprocess.Popen(
             list(command),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, **single, "PYTHONPATH": path},
+            env={**os.environ, **single, "PYTHONPATH": os.pathsep.join(places)},
         )
-        self.answers: dict[tuple[int, int], str] = {}  # by (generation of the cost table, step)
+        self.answers: dict[tuple[int, int], str] = {}  # by (generation of the recipe, step)
+        self.ready: dict[int, Mapping[str, Any]] = {}  # by generation: its digest and kernels
+        self.heard = 0
         self.broken: str | None = None  # why nothing more will come
         self.changed = threading.Condition()
         self._outbox: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._outbox.put(setup)
         # A pipe holds 64 KiB and a cost table may have more. If the training thread wrote it itself, a producer that
         # has stopped reading would stop training too; so each direction has a thread that may wait.
         for target in (self._write, self._read):
             threading.Thread(target=target, daemon=True, name=f"planner{target.__name__}").start()
 
-    def send(self, message: dict[str, Any]) -> None:
+    def send(self, message: Mapping[str, Any]) -> None:
         """Send a message; this never waits."""
         self._outbox.put(json.dumps(message))
 
@@ -70,15 +83,21 @@ class ProducerProcess:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             try:
-                answer = json.loads(line)
-                key = (int(answer["generation"]), int(answer["step"]))
+                self._take(line.decode())
             except (ValueError, TypeError, KeyError, RecursionError):
                 self._break("garbage")
                 return
-            with self.changed:
-                self.answers[key] = line.decode()
-                self.changed.notify_all()
         self._break("died")
+
+    def _take(self, line: str) -> None:
+        message = json.loads(line)
+        with self.changed:
+            if "ready" in message:
+                self.ready[int(message["generation"])] = {key: str(message[key]) for key in ("ready", "kernels")}
+            elif "alive" not in message:
+                self.answers[int(message["generation"]), int(message["step"])] = line
+            self.heard += 1
+            self.changed.notify_all()
 
     def _break(self, reason: str) -> None:
         with self.changed:

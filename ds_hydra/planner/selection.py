@@ -197,7 +197,7 @@ class Planner:
         a bound on steps."""
         numbers = [number for number, index in enumerate(self._elastic) if index in feasible]
         kernel = kernels.select(self.options.kernels)
-        # Plain Python is too slow to search in, and a plan is late already when it has to: then it only helps out.
+        # Plain Python is too slow to search in: then it only helps out.
         if not numbers or (whole and not (kernel.is_compiled and self.options.effort)):
             return [], math.inf
         most = max(len(space.strategies[number].pipelines) for number in numbers)
@@ -226,4 +226,3 @@ def warm_up() -> None:
         planner = Planner(table, [StrategyShape.parse(text) for text in texts], options)
         for size in (3, 20):
             planner.plan(0, range(size), [(37 * i) % 300 + 1 for i in range(size)])
-    kernels.mark_warm()

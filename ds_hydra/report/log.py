@@ -25,7 +25,7 @@ class RunTotals:
 
     def __init__(self) -> None:
         self.strategies: Counter[str] = Counter()
-        self.fallbacks: Counter[str] = Counter()
+        self.restarted = 0
         self.num_tokens = self.num_changes = self.num_hidden = self.num_skipped = 0
         self.losses, self.step_ms, self.balances, self.errors = (array("d") for _ in range(4))
 
@@ -35,7 +35,7 @@ class RunTotals:
         self.num_tokens += record.num_tokens
         self.num_changes += record.changed
         self.num_hidden += record.planning_hidden
-        self.fallbacks.update([record.planning_fallback] if record.planning_fallback else [])
+        self.restarted += record.planning_by == "restarted"
         self.num_skipped += record.skipped
         self.losses.append(record.loss)
         self.step_ms.append(record.step_ms)
@@ -67,7 +67,7 @@ class RunTotals:
             f"step time: median {median(self.step_ms):,.0f} ms; balance: median {median(self.balances):.2f}; "
             f"{self._predicted()}; "
             f"planning hidden in {self.num_hidden} steps"
-            + "".join(f", {n} planned in process (producer {why})" for why, n in self.fallbacks.items()),
+            + (f", {self.restarted} planned by a producer that was started again" if self.restarted else ""),
             f"{len(self.strategies)} strategies, {mixed} heterogeneous, {self.num_changes} changes:",
         ]
         lines += [f"  {count:5d} x  {strategy}" for strategy, count in self.strategies.most_common()]

@@ -39,7 +39,9 @@ class StepRecord:
     planning_ms: float = 0.0
     planning_hidden: bool = True  # the plan was ready when the step began
     plan_source: str = "search"
-    planning_fallback: str | None = None  # why the plan was made in the training process; None: it was not
+    planning_waited_ms: float = 0.0  # that rank 0 waited for the plan, in the step or in the thread that made it ready
+    planning_by: str = "producer"  # "restarted": one that took another's place meanwhile; "here": the training process
+    planning_recipe: str = ""  # hex, digest of all that plans follow from besides the sequences
     plan_digest: str = ""  # hex
     ids_digest: str = ""  # hex, of the sequence ids
     num_micro_batches: tuple[int, ...] = ()  # of each pipeline
@@ -201,6 +203,7 @@ def monitor_events(record: StepRecord, num_sequences_so_far: int) -> list[Event]
         "Train/Hydra/tokens_per_second": record.tokens_per_second,
         "Train/Hydra/planning_ms": record.planning_ms,
         "Train/Hydra/planning_hidden": record.planning_hidden,
+        "Train/Hydra/planning_waited_ms": record.planning_waited_ms,
         "Train/Hydra/gap": record.gap,
         "Train/Hydra/pull_ms": record.pull_ms,
         "Train/Hydra/push_ms": record.push_ms,

@@ -11,22 +11,20 @@ from tests.support.ranks import run_ranks
 from tests.support.small_job import small_engine
 
 
-def job(rank: int, mode: str, ahead: int) -> tuple[list[float], list[dict[str, Any]], list[str | None], float]:
-    """Losses, corrections and fallbacks of each step, and the largest factor by which the costs of plans have grown."""
+def job(rank: int, mode: str, ahead: int) -> tuple[list[float], list[dict[str, Any]], list[str], float]:
+    """Losses, corrections and recipes of each step, and the largest factor by which the costs of plans have grown."""
     calibration.APPLY_EVERY = 8
     engine: Any = small_engine(rank, cost_correction=mode, planner={"ahead": ahead}, strategies=["2*tp1", "tp2"])
-    service = engine.crew.plans._service
-    if service is not None:
-        service._patience = 100.0  # on a busy machine the planning process is late, and not frozen
-    losses, corrections, reasons = [], [], []
+    losses, corrections, recipes = [], [], []
     before = engine.crew.plans.table
     for _ in range(20):
         losses.append(float(engine.train_batch()))
         corrections.append(dict(engine.last_step.corrections))
-        reasons.append(engine.last_step.planning_fallback)
+        assert engine.last_step.planning_by == ("producer" if ahead else "here")  # new costs need no new process
+        recipes.append(engine.last_step.planning_recipe)
     scale = max(engine.crew.plans.table[cost.scheme].b / cost.b for cost in before.costs)
     engine.destroy()
-    return losses, corrections, reasons, scale
+    return losses, corrections, recipes, scale
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +38,11 @@ def reported() -> list[float]:
 @pytest.mark.parametrize("ahead", [0, 2])
 def test_applied_corrections_change_the_plans_costs_and_not_the_training(ahead: int, reported: list[float]) -> None:
     applied = run_ranks(job, 2, "apply", ahead, timeout=120)
-    for losses, corrections, reasons, scale in applied:
+    for losses, corrections, recipes, scale in applied:
         assert losses == pytest.approx(reported, rel=1e-5)
         assert set(corrections[-1]) == {"tp1", "tp2"}  # both kinds of pipelines were seen often enough
         assert scale > 1.03  # the estimated table takes CPU ranks for faster than they are
-        assert set(reasons) == {None}  # new costs need no new planning process
+        # A correction holds from the step after the next on, whether that was planned ahead or not.
+        assert [len(set(part)) for part in (recipes[:9], recipes[9:17], recipes[17:])] == [1, 1, 1]
+        assert recipes[8] != recipes[9]
     assert applied[0][3] == applied[1][3]

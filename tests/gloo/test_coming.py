@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_hydra.engine.plan_source import PlanSource
 from ds_hydra.ranks.channel import AHEAD_TAG, Channel
 from ds_hydra.ranks.telling import Telling
 from tests.support.ranks import run_ranks
@@ -39,9 +38,7 @@ class Watched:
 
 
 def job(rank: int, data: Watched, ahead: int, **hydra: Any) -> Any:
-    """An engine that plans in this process, since a planning process takes seconds to start."""
-    with mock.patch.object(PlanSource, "_start_service", return_value=None):
-        return small_engine(rank, data=data, planner={"ahead": ahead}, **hydra)
+    return small_engine(rank, data=data, planner={"ahead": ahead}, **hydra)
 
 
 def messages(engine: Any, steps: int) -> list[int]:

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.table_file import TableFile
 from ds_hydra.engine.simulated import exposed_of, simulated_job
@@ -29,10 +31,14 @@ TABLE = CostTable(
 STEPS = 3
 
 
-def planned(rank: int, folder: Path) -> Any:
-    """On rank 0: how often training had to plan for itself, and whether the plans are those of a planner here."""
+def planned(rank: int, folder: Path, ahead: int) -> Any:
+    """On rank 0: who planned, and whether the plans are those of a planner here."""
     config = small_config(
-        2, cost_table=str(folder / "table.json"), choose="best", planner={"ahead": 1}, plans_file=str(folder / "plans")
+        2,
+        cost_table=str(folder / "table.json"),
+        choose="best",
+        planner={"ahead": ahead},
+        plans_file=str(folder / "plans"),
     )
     engine = small_engine(rank, config=config)
     for _ in range(STEPS):
@@ -40,20 +46,25 @@ def planned(rank: int, folder: Path) -> Any:
     crew = engine.crew
     found = None
     if rank == 0:
-        service, cluster = crew.plans._service, simulated_job(crew.job, crew.world, crew.prepared.found)
+        recipe, cluster = crew.plans._recipe, simulated_job(crew.job, crew.world, crew.prepared.found)
         exposed = exposed_of(crew.job, crew.world, crew.prepared.found)
         here = Planner(
-            crew.plans.table, crew.plans.strategies, service._options,
+            crew.plans.table, crew.plans.strategies, recipe.options,
             exposed_ms=list(map(exposed, crew.plans.strategies)), step_ms=Simulator(cluster).step_ms,
         )  # fmt: skip
-        told = read_job(json.loads(service._setup)["job"])
+        told = read_job(json.loads(recipe.text)["job"])
         plans = load_plans(folder / "plans").values()
         same = [plan == here.plan(plan.step, plan.sequence_ids, plan.lengths) for plan in plans]
-        found = dict(service.fallbacks), told == cluster, same
+        found = engine.last_step.planning_by, told == cluster, same
     engine.destroy()
     return found
 
 
-def test_plans_of_training_are_those_of_the_shortest_simulated_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_plans_of_training_are_those_of_the_shortest_simulated_step(ahead: int, tmp_path: Path) -> None:
     TableFile(TABLE, links=LINKS.to_record()).save(tmp_path / "table.json")
-    assert run_ranks(planned, 2, tmp_path, timeout=200)[0] == ({}, True, [True] * STEPS)
+    assert run_ranks(planned, 2, tmp_path, ahead, timeout=200)[0] == (
+        ("producer" if ahead else "here"),
+        True,
+        [True] * STEPS,
+    )

@@ -63,7 +63,7 @@ def test_names_that_agree_are_shared() -> None:
 
 def test_every_kernel_of_the_folder_is_loaded() -> None:
     """A new file of kernels that is missing in the list would have its functions called uncompiled, or not at all."""
-    folder = load.Path(load.__file__).parent
+    folder = Path(load.__file__).parent
     not_kernels = {"__init__", "arrays", "load", "problem", "protocol"}
     assert {path.stem for path in folder.glob("*.py")} - not_kernels == {
         listed.__name__.rpartition(".")[2] for listed in load._MODULES

@@ -1,4 +1,4 @@
-"""The service with real producer processes: killed, frozen, talking nonsense; training's plans go on."""
+"""The service with real producer processes: killed, frozen, talking nonsense; the plans stay the same."""
 
 import contextlib
 import json
@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,31 +17,41 @@ import pytest
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.costs.table_file import TableFile
 from ds_hydra.pipe.shape import StrategyShape
-from ds_hydra.planner import Planner, PlannerOptions, PlannerService, validate_plan
+from ds_hydra.planner import PlannedStep, Planner, PlannerOptions, PlannerService, PlanRecipe, validate_plan
 from ds_hydra.planner.producer import answer
-from ds_hydra.planner.service import PlannedStep
+from ds_hydra.planner.producer_process import producer_command
 from ds_hydra.simulate.job_record import job_record, read_job
 from ds_hydra.simulate.links import LinkModel, Speed
 from ds_hydra.simulate.llama import shipped_cluster
+from ds_hydra.simulate.producer import step_ms_of
 from ds_hydra.simulate.step import Simulator
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from tests.support.planner_cases import a800_batch, a800_planner
 
-PATIENT = 60.0  # seconds; machines may be busy
-# A producer that answers the first request it gets with what its argument says, and then sleeps.
+# A producer that is ready, answers the first request that it gets with what its arguments say, and then sleeps. Each
+# argument is a line; READY stands for the usual one.
 LIAR = """
 import json, sys, time
-sys.stdin.readline()
+from ds_hydra.planner import PlanRecipe
+recipe = PlanRecipe.of_text(json.loads(sys.stdin.readline())["recipe"])
 step = json.loads(sys.stdin.readline())["step"]
-print(sys.argv[1].replace("STEP", str(step)), flush=True)
+ready = json.dumps({"generation": 0, "ready": recipe.digest, "kernels": recipe.options.kernels})
+for line in sys.argv[1:]:
+    print(line.replace("STEP", str(step)).replace("READY", ready), flush=True)
 time.sleep(600)
 """
 
 
-def service(patience: float = PATIENT, **options: object) -> PlannerService:
-    planner = a800_planner()
-    options = {"kernels": "pure", **options}
-    return PlannerService(planner.cost_table, planner.strategies, PlannerOptions(**options), patience=patience)  # type: ignore[arg-type]
+def recipe_of(planner: Planner, **changes: object) -> PlanRecipe:
+    return PlanRecipe(planner.cost_table, planner.strategies, replace(planner.options, **changes))
+
+
+def service(**options: object) -> PlannerService:
+    return PlannerService(recipe_of(a800_planner(kernels="pure")), **options)  # type: ignore[arg-type]
+
+
+def lying(*lines: str) -> tuple[str, ...]:
+    return (sys.executable, "-c", LIAR, *lines)
 
 
 def steps(planner: PlannerService, first: int, count: int) -> list[PlannedStep]:
@@ -59,13 +71,26 @@ def steps(planner: PlannerService, first: int, count: int) -> list[PlannedStep]:
 def test_plans_come_from_the_producer_and_equal_those_made_here() -> None:
     with service() as planner:
         planned = steps(planner, 0, 4)
-        assert not planner.fallbacks
+        assert not planner.restarts
         time.sleep(0.5)
         assert planner.get(4).hidden
     here = a800_planner(kernels="pure")
     for step, one in enumerate(planned):
-        assert one.fallback is None
+        assert one.made_by == "producer"
         assert one.plan == here.plan(step, range(40), a800_batch(step, 40))
+
+
+@pytest.mark.parametrize("kernels", ["auto", "compiled", "pure"])
+def test_a_plan_is_the_same_whoever_makes_it(kernels: str) -> None:
+    """Also where pipelines may cut sequences, of which a search with less effort or other kernels finds others."""
+    texts, options = ("4*tp16", "4*tp8pp2/v", "2*tp8pp2/list + 4*tp8"), PlannerOptions(kernels=kernels, effort=1)
+    recipe = PlanRecipe(a800_planner().cost_table, tuple(map(StrategyShape.parse, texts)), options)
+    found = []
+    for ahead in (0, 2):
+        with PlannerService(recipe, ahead) as planner:
+            found.append([(one.plan, one.recipe) for one in steps(planner, 0, 2)])
+    assert found[0] == found[1]
+    assert all(digest for _, digest in found[0])
 
 
 def test_the_producer_simulates_steps_of_the_job_that_it_is_told() -> None:
@@ -75,11 +100,11 @@ def test_the_producer_simulates_steps_of_the_job_that_it_is_told() -> None:
     assert read_job(json.loads(json.dumps(job_record(job)))) == job
     options = PlannerOptions(kernels="compiled")
     here = Planner(table, strategies, options, step_ms=Simulator(job).step_ms)
-    with PlannerService(
-        table, strategies, options, patience=PATIENT, job=job_record(job),
-        command=(sys.executable, "-m", "ds_hydra.simulate.producer"),
-    ) as service:  # fmt: skip
+    recipe = PlanRecipe(table, tuple(strategies), options, job=job_record(job))
+    with PlannerService(recipe, command=producer_command("ds_hydra.simulate.producer")) as service:
         planned = steps(service, 0, 4)
+    with PlannerService(recipe, 0, simulation=step_ms_of) as service:
+        assert [one.plan for one in steps(service, 0, 4)] == [one.plan for one in planned]
     batches = [a800_batch(step, 40) for step in range(4)]
     assert [one.plan for one in planned] == [here.plan(step, range(40), batch) for step, batch in enumerate(batches)]
     alone = Planner(table, strategies, options)
@@ -87,50 +112,98 @@ def test_the_producer_simulates_steps_of_the_job_that_it_is_told() -> None:
     assert [one.plan.strategy for one in planned] != without, "the simulation changed nothing, so this shows nothing"
 
 
-def test_other_costs_hold_from_the_next_step_on() -> None:
-    """Also for steps that the producer has planned, or is planning, by the costs before; nothing falls back."""
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_other_costs_hold_from_the_step_that_is_named_on(ahead: int) -> None:
+    """Also for steps that the producer has planned, or is planning, by the costs before, and for one started anew."""
     here = a800_planner(kernels="pure")
     slower = CostTable(tuple(replace(cost, b=2 * cost.b) for cost in here.cost_table.costs), "slower")
-    with service() as planner:
-        for step in range(3):
+    changed = Planner(slower, here.strategies, PlannerOptions(kernels="pure"))
+    with service(ahead=ahead) as planner:
+        for step in range(4):
             planner.submit(step, range(40), a800_batch(step, 40))
-        assert planner.get(0).plan.predicted_ms == here.plan(0, range(40), a800_batch(0, 40)).predicted_ms
-        planner.use_table(slower)
-        changed = Planner(slower, here.strategies, PlannerOptions(kernels="pure"))
-        for step in (1, 2):
-            assert planner.get(step).plan == changed.plan(step, range(40), a800_batch(step, 40))
-        assert not planner.fallbacks
+        planned = [planner.get(0)]
+        planner.use_table(slower, 2)
+        if ahead == 3:
+            assert planner.producer_pid is not None
+            os.kill(planner.producer_pid, signal.SIGKILL)
+        planned += [planner.get(step) for step in (1, 2, 3)]
+    for step, one in enumerate(planned):
+        by = here if step < 2 else changed
+        assert one.plan == by.plan(step, range(40), a800_batch(step, 40))
+    assert len({one.recipe for one in planned}) == 2
 
 
-def test_a_killed_producer_is_counted_and_replaced() -> None:
-    with service() as planner:
-        steps(planner, 0, 2)
-        assert planner.producer_pid is not None
-        os.kill(planner.producer_pid, signal.SIGKILL)
-        planned = steps(planner, 10, 4)
-        assert planner.fallbacks["died"] >= 1
-        assert planner.restarts["died"] >= 1
-        assert planned[-1].fallback is None
-        assert any(one.plan.source == "fast" and one.fallback == "died" for one in planned)
+def killed(planner: PlannerService) -> None:
+    assert planner.producer_pid is not None
+    os.kill(planner.producer_pid, signal.SIGKILL)
 
 
-def test_a_frozen_producer_is_counted_and_replaced() -> None:
-    with service() as planner:
-        steps(planner, 0, 1)
-        planner._patience = 1.0
-        frozen = planner.producer_pid
-        assert frozen is not None
-        os.kill(frozen, signal.SIGSTOP)
-        planner.submit(20, range(5), a800_batch(20, 5))
-        began = time.monotonic()
-        one = planner.get(20)
-        assert one.fallback == "frozen"
-        assert time.monotonic() - began < 30
-        assert planner.restarts["frozen"] == 1
+def stopped(planner: PlannerService) -> None:
+    assert planner.producer_pid is not None
+    os.kill(planner.producer_pid, signal.SIGSTOP)
+
+
+def rotten(planner: PlannerService) -> None:
+    assert planner._producer is not None
+    planner._producer._take = lambda _: json.loads("rot")  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(("hurt", "reason"), [(killed, "died"), (stopped, "frozen"), (rotten, "garbage")])
+def test_a_producer_that_fails_is_replaced_and_asked_the_same(hurt: Callable[..., None], reason: str) -> None:
+    with service(frozen_s=2.0) as planner:
+        planned = steps(planner, 0, 2)
+        before = planner.producer_pid
+        hurt(planner)
+        planned += steps(planner, 10, 3)
+        assert planner.restarts == {reason: 1}
+        assert [one.made_by for one in planned] == ["producer", "producer", "restarted", "producer", "producer"]
+        assert before is not None
         with pytest.raises(ProcessLookupError):
-            os.kill(frozen, 0)
-        planner._patience = PATIENT
-        assert steps(planner, 30, 1)[0].fallback is None
+            os.kill(before, 0)
+    here = a800_planner(kernels="pure")
+    assert [one.plan for one in planned] == [
+        here.plan(step, range(40), a800_batch(step, 40)) for step in (0, 1, 10, 11, 12)
+    ]
+
+
+def test_a_producer_that_is_late_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+    """It is stopped for longer than a step may be late before the log says so, but not for so long that it is frozen:
+    who waits is told, and so are the others."""
+    turns: list[float] = []
+    with service(frozen_s=30.0) as planner, caplog.at_level("INFO"):
+        steps(planner, 0, 1)
+        pid = planner.producer_pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        threading.Timer(6.0, os.kill, (pid, signal.SIGCONT)).start()
+        planner.submit(20, range(40), a800_batch(20, 40))
+        one = planner.get(20, turns.append)
+        assert (one.made_by, one.hidden, planner.producer_pid) == ("producer", False, pid)
+    assert one.waited_ms > 5500
+    assert one.planning_ms < one.waited_ms
+    assert len(turns) >= 4
+    assert turns == sorted(turns)
+    assert sum("waiting for the plan of step 21" in message for message in caplog.messages) == 1
+
+
+def test_what_is_slow_to_start_is_not_frozen() -> None:
+    """Its start is not counted, however short the time after which a producer that was ready is frozen."""
+    slow = ("-c", "import sys, time; time.sleep(3); import runpy; sys.argv = sys.argv[1:]; "
+            "runpy.run_path(sys.argv[0], run_name='__main__')")  # fmt: skip
+    python, *start = producer_command(beat_s=0.1)
+    with service(frozen_s=0.5, command=(python, *slow, *start)) as planner:
+        assert steps(planner, 0, 1)[0].made_by == "producer"
+        assert not planner.restarts
+
+
+def test_nothing_is_imported_from_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("json", "numpy", "threading", "dataclasses", "ds_hydra"):
+        (tmp_path / f"{name}.py").write_text(f"raise SystemExit('the {name} of the working directory')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep + os.environ.get("PYTHONPATH", "") + os.pathsep + ".")
+    with service() as planner:
+        assert steps(planner, 0, 1)[0].made_by == "producer"
+        assert not planner.restarts
 
 
 def test_the_producer_validates_what_it_hands_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,53 +219,53 @@ def test_the_producer_validates_what_it_hands_out(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("reply", "reason"),
+    ("lines", "reason"),
     [
-        ("not json at all", "garbage"),
-        ('{"plan": 3}', "garbage"),
-        ('{"generation": 0, "step": STEP, "plan": "nonsense", "planning_ms": 1}', "invalid"),
-        ('{"generation": 0, "step": STEP, "planning_ms": 1}', "invalid"),
-        ("STALE", "invalid"),
-        ("TOO_FULL", "invalid"),
-        ('{"generation": 0, "step": STEP, "invalid": "a pipeline states 3 ms"}', "invalid"),
-        ("", "garbage"),
+        (["not json at all"], "garbage"),
+        (['{"plan": 3}'], "garbage"),
+        (["[1, 2]"], "garbage"),
+        ([""], "garbage"),
+        (["READY", '{"generation": 0, "step": STEP, "plan": "nonsense", "planning_ms": 1}'], "invalid"),
+        (["READY", '{"generation": 0, "step": STEP, "planning_ms": 1}'], "invalid"),
+        (["READY", "STALE"], "invalid"),
+        (["READY", "TOO_FULL"], "invalid"),
+        (["READY", '{"generation": 0, "step": STEP, "invalid": "a pipeline states 3 ms"}'], "invalid"),
+        (["GOOD"], "invalid"),  # but it never said that it plans by this recipe
+        (['{"generation": 0, "ready": "0123456789abcdef", "kernels": "pure"}', "GOOD"], "invalid"),
     ],
 )
-def test_nonsense_is_counted_and_answered_here(reply: str, reason: str) -> None:
+def test_nonsense_is_counted_and_asked_again(lines: list[str], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     here = a800_planner(kernels="pure")
-    text = here.plan(0, range(40), a800_batch(0, 40)).to_json()
-    if reply == "STALE":  # a good plan, of another batch
-        reply = json.dumps(
-            {"generation": 0, "step": 0, "plan": here.plan(0, range(40), a800_batch(1, 40)).to_json(), "planning_ms": 1}
-        )
-    if reply == "TOO_FULL":
-        record = json.loads(text)
-        (pipelines,) = record["phases"]
-        for pipeline in pipelines:
-            pipeline["microbatches"], pipeline["predicted_ms"] = [], 0
-        pipelines[-1] |= {"microbatches": [list(range(40))], "predicted_ms": 1}  # tp4 holds fewer tokens
-        reply = json.dumps({"generation": 0, "step": 0, "plan": json.dumps(record), "planning_ms": 1})
-    planner = PlannerService(
-        here.cost_table, here.strategies, PlannerOptions(kernels="pure"), patience=PATIENT,
-        command=(sys.executable, "-c", LIAR, reply),
-    )  # fmt: skip
-    with planner:
+    right = here.plan(0, range(40), a800_batch(0, 40))
+    record = json.loads(right.to_json())
+    (pipelines,) = record["phases"]
+    for pipeline in pipelines:
+        pipeline["microbatches"], pipeline["predicted_ms"] = [], 0
+    pipelines[-1] |= {"microbatches": [list(range(40))], "predicted_ms": 1}  # tp4 holds fewer tokens
+    answers = {
+        "GOOD": right.to_json(),
+        "STALE": here.plan(0, range(40), a800_batch(1, 40)).to_json(),  # a good plan, of another batch
+        "TOO_FULL": json.dumps(record),
+    }
+    for name, text in answers.items():
+        said = json.dumps({"generation": 0, "step": 0, "plan": text, "planning_ms": 1})
+        lines = [said if line == name else line for line in lines]
+    with service(command=lying(*lines)) as planner:
         planner.submit(0, range(40), a800_batch(0, 40))
+        monkeypatch.setattr(planner, "_command", producer_command())
         one = planner.get(0)
-        assert one.fallback == reason
-        assert planner.fallbacks == {reason: 1}
         assert planner.restarts == {reason: 1}
-        assert one.plan.lengths == tuple(a800_batch(0, 40))
+    assert (one.made_by, one.plan) == ("restarted", right)
 
 
-def test_a_producer_that_never_starts_is_given_up() -> None:
+@pytest.mark.parametrize("command", [("false",), ("echo", "rot")])
+def test_where_no_producer_lives_this_process_makes_the_same_plans(command: tuple[str, ...]) -> None:
     here = a800_planner(kernels="pure")
-    with PlannerService(
-        here.cost_table, here.strategies, PlannerOptions(kernels="pure"), command=("false",)
-    ) as planner:
-        for step in range(8):
-            planner.submit(step, range(5), a800_batch(step, 5))
-            assert planner.get(step).fallback in ("died", "stopped")
+    with service(command=command) as planner:
+        for step in range(3):
+            planner.submit(step, range(40), a800_batch(step, 40))
+            one = planner.get(step)
+            assert (one.made_by, one.plan) == ("here", here.plan(step, range(40), a800_batch(step, 40)))
         assert sum(planner.restarts.values()) == 5
         assert planner.producer_pid is None
 
@@ -212,8 +285,8 @@ def test_misuse_is_refused() -> None:
             planner.submit(0, [1], [5])
         with pytest.raises(PlanError, match="never submitted"):
             planner.get(3)
-    with pytest.raises(ConfigError, match="ahead >= 1"):
-        PlannerService(a800_planner().cost_table, a800_planner().strategies, ahead=0)
+    with pytest.raises(ConfigError, match="ahead >= 0"):
+        service(ahead=-1)
 
 
 def test_steps_are_told_apart_by_their_number_not_by_their_order() -> None:
@@ -223,16 +296,7 @@ def test_steps_are_told_apart_by_their_number_not_by_their_order() -> None:
             planner.submit(step, range(20), a800_batch(step, 20))
         for step in (2, 5, 9):
             assert planner.get(step).plan.lengths == tuple(a800_batch(step, 20))
-        assert not planner.fallbacks
-
-
-def test_a_cold_compile_delays_no_plan(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))  # read by the producer; this process's kernels are loaded
-    with service(kernels="auto") as planner:
-        planned = steps(planner, 0, 2)
-        assert {(one.plan.source, one.fallback) for one in planned} == {("fast", None)}
-        assert all(one.planning_ms < 10_000 for one in planned)
-    assert not list(tmp_path.glob("*.warm"))  # the compilation had not ended
+        assert not planner.restarts
 
 
 def test_the_producer_dies_with_its_parent() -> None:

@@ -11,8 +11,8 @@ Writing `@njit` on each function would be plainer, but three things speak agains
   that only wants to read a plan or a config.
 - The cache. Numba keys what it compiled by the file of the function itself and does not see the functions that it
   calls: after a change in `packing.py` it would go on with a `dispatch` that has the old packing inside.
-- Both versions are needed. Training must not wait for a compiler, so the same process plans with plain Python until
-  the cache is warm. A decorated function's plain version calls the compiled versions of the others.
+- Both versions are needed: plain Python where one plan is all that is asked for, or where numba cannot compile. A
+  decorated function's plain version calls the compiled versions of the others.
 
 So `compiled()` makes a copy of every function. The copies share one dictionary of global names, in which each kernel's
 name means its compiled copy. A digest of the source of all kernels is part of the copies' names and with that of the
@@ -26,12 +26,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.util
 import inspect
-import os
 import types
 from collections.abc import Callable, Sequence
-from importlib import metadata
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
@@ -121,25 +119,7 @@ def compiled() -> Kernels:
 
 
 def select(which: str) -> Kernels:
-    """The kernels that `PlannerOptions.kernels` asks for: "compiled", "pure", or "auto"."""
-    return compiled() if which == "compiled" or (which == "auto" and is_warm()) else pure()
-
-
-@functools.cache
-def _marker() -> Path:
-    folder = os.environ.get("NUMBA_CACHE_DIR") or Path(__file__).parent / "__pycache__"
-    return Path(folder) / f"planner-{source_digest()}-numba-{metadata.version('numba')}.warm"
-
-
-def is_warm() -> bool:
-    """Whether numba's cache is known to hold these kernels, so that `compiled()` takes well under a second."""
-    return _marker().exists()
-
-
-def mark_warm() -> None:
-    """Note that every kernel has been compiled here; silently not where the folder cannot be written."""
-    try:
-        _marker().parent.mkdir(parents=True, exist_ok=True)
-        _marker().touch()
-    except OSError:
-        pass  # a cold cache is only slower
+    """The kernels that `PlannerOptions.kernels` asks for: "compiled", "pure", or "auto", compiled wherever numba is."""
+    # Whether the cache on disk holds them must decide nothing: the two search with different effort.
+    compile_them = which == "compiled" or (which == "auto" and importlib.util.find_spec("numba") is not None)
+    return compiled() if compile_them else pure()

@@ -1,0 +1,66 @@
+"""A batch to plan and a producer's answer in; the step's plan, checked, and how it came about, out. Pure: no torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Literal
+
+from ds_hydra.plan.step_plan import StepPlan
+from ds_hydra.plan.validate import check_safe
+from ds_hydra.planner.recipe import PlanRecipe
+from ds_hydra.zero_hetero.errors import PlanError
+
+MadeBy = Literal["producer", "restarted", "here"]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStep:
+    """A plan, and how it came about, on which it does not depend.
+
+    `planning_ms` is the planner's wall time, `waited_ms` that of who asked for the plan. `hidden` says whether it was
+    ready then. `made_by`: "restarted" is a producer that took another's place meanwhile, "here" the training process.
+    `recipe` is the digest of what it follows from.
+    """
+
+    plan: StepPlan
+    planning_ms: float
+    hidden: bool
+    waited_ms: float = 0.0
+    made_by: MadeBy = "here"
+    recipe: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A batch to plan, with lengths in tokens."""
+
+    step: int
+    ids: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+
+class InvalidAnswerError(ValueError):
+    """What a producer said cannot be used."""
+
+
+def read_answer(line: str, request: Request, recipe: PlanRecipe) -> tuple[StepPlan, float]:
+    """The plan of an answer, and its planning time in ms.
+
+    Raises InvalidAnswerError for one that is wrong, and PlanError where the producer could not plan these sequences.
+    """
+    answer = json.loads(line)
+    if "error" in answer:
+        raise PlanError(str(answer["error"]))
+    try:
+        if "invalid" in answer:
+            raise PlanError(answer["invalid"])
+        plan, planning_ms = StepPlan.from_json(answer["plan"], "the producer's answer"), float(answer["planning_ms"])
+        # The producer has run the plan's schedules to check its times and its memory. What costs little is checked
+        # again: a producer whose memory went bad may answer in valid JSON and still lose a sequence.
+        if (plan.step, plan.sequence_ids, plan.lengths) != (request.step, request.ids, request.lengths):
+            raise PlanError(f"the producer answered for other sequences than those of step {request.step}")
+        check_safe(plan, recipe.table, recipe.strategies[0].num_ranks)
+    except (ValueError, TypeError, KeyError) as error:
+        raise InvalidAnswerError(str(error)) from error
+    return plan, planning_ms
