@@ -3,18 +3,55 @@
 Each text says what is wrong, the numbers that disagree, the place, and the remedy.
 """
 
+from __future__ import annotations
+
+import contextlib
+from typing import Any, NamedTuple
+
 
 class ConfigError(ValueError):
     """A setting, a model or data that this job cannot run with; raised before any work is lost."""
+
+    exit_code = 78  # EX_CONFIG of sysexits.h: starting the same job again does not help
 
 
 class PlanError(ValueError):
     """A plan, a strategy or a layout that contradicts itself or the job it is meant for."""
 
+    exit_code = 78
+
 
 class CheckpointError(RuntimeError):
     """A checkpoint that cannot be written, or that is not what was saved; names the file and the remedy."""
 
+    exit_code = 74  # EX_IOERR
+
 
 class NumericsError(ArithmeticError):
     """Losses or gradients that are not finite, in too many steps in a row to go on."""
+
+    exit_code = 1
+
+
+OWN_FAULT, OTHERS_FAULT = 1, 75
+"""Exit codes of all other errors: of this rank, as Python's; of another rank (EX_TEMPFAIL), where a restart helps."""
+
+
+class Told(NamedTuple):
+    """Of an error that is raised on all ranks at once: where and what its cause is."""
+
+    rank: int  # the first on which it happened
+    text: str  # type and message there: equal on all ranks
+    here: bool  # whether it happened on this rank too; if not, the error is that rank's message
+
+
+def mark_told(error: Any, told: Told) -> Any:
+    """The same error, known to all ranks."""
+    with contextlib.suppress(AttributeError, TypeError):  # of a class that takes no more attributes
+        error.hydra_told = told
+    return error
+
+
+def told_of(error: BaseException) -> Told | None:
+    """What all ranks know of an error; None where it is this rank's alone, as far as anybody knows."""
+    return getattr(error, "hydra_told", None)

@@ -32,8 +32,8 @@ from ds_hydra.data.tokens import Sequences
 from ds_hydra.engine.plan_source import PlanSource
 from ds_hydra.planner import PlannedStep
 from ds_hydra.ranks.world import World
-from ds_hydra.step.agreement import FAILED, LATER, agreed, row_of, row_without_plan
-from ds_hydra.step.built import Built
+from ds_hydra.step.agreement import FAILED, LATER, row_of, row_without_plan
+from ds_hydra.step.built import Built, settled
 from ds_hydra.step.stepper import Stepper
 from ds_hydra.watchdog import Activity
 
@@ -99,16 +99,15 @@ class Coming:
             self._making.rows = rows
 
     def take(self, step: int) -> Ready | None:
-        """The step, if it was made ready. Raises this rank's own error, or PlanError where another rank failed."""
+        """The step, if it was made ready. Raises as `settled` where a rank could not make it."""
         making, self._making = self._making, None
         if making is None:
             return None
         making.wait()
         if making.step != step or making.rows is None:  # the step before was not trained to its end
             return None
-        if making.error is not None:
-            raise making.error
-        weight, late = agreed(step, making.rows[:, :-1]), bool(making.rows[0, -1])
+        weight = settled(step, making.rows[:, :-1], making.error, self._world.channel)
+        late = bool(making.rows[0, -1])
         assert making.planned is not None, "a thread without an error has a plan"
         planned = replace(making.planned, hidden=making.planned.hidden or not late)  # as on rank 0, which made it
         if making.built is None or weight is None:

@@ -3,18 +3,22 @@
 [Note: order of assembly]
 Every part needs some of those before it, and what can be refused is refused before it costs anything:
 
+  watchdog      first: from then on a rank that fails, dies or freezes ends the others too
   prepare       reads the cost table and checks data, strategies and memory: no memory is allocated before it passes
   stages        of all candidates are built once without memory, so that a step which uses one first does not fail
   masters       the parameters that this rank owns, with the model's values
   optimizer     over views of the masters; the LR scheduler is made on it
   loss scale    knows its type and its config from the engine
   update        masters, optimizer and loss scale
-  stepper       update and the placed strategies; allocates the arena, once the masters have shown that they fit
+  stepper       update and the placed strategies; allocates the arena, once the masters have shown that they fit, and
+                then connects what steps use
   tracing       keeps the stepper's laps in the steps that the config names
   plans         by a producer on rank 0, which was started before all else and compiles its kernels meanwhile
   coming        plans and stepper; makes the next step ready while one runs
   checkpoints   saves and loads masters and loss scale
-  watchdog      last, because its thread may end the process
+
+What one rank cannot do there is told by all ranks, where a part sends no messages (`ranks.together`); of all else the
+watchdog tells.
 
 A second crew in the same process, over another world, equals a restart with those ranks: of the first crew only what
 a checkpoint carries over is left.
@@ -41,6 +45,7 @@ from ds_hydra.engine.tracing import Tracing
 from ds_hydra.host.host_engine import HostEngine
 from ds_hydra.host.loss_scale import LossScale
 from ds_hydra.planner import PlanRecipe
+from ds_hydra.planner.producer_process import ProducerProcess
 from ds_hydra.ranks.together import together
 from ds_hydra.ranks.world import World
 from ds_hydra.report.prediction import StepWatch
@@ -50,7 +55,7 @@ from ds_hydra.step.rehearsal import build_stages
 from ds_hydra.step.stepper import Stepper
 from ds_hydra.step.update import Update
 from ds_hydra.watchdog import Activity, Watchdog
-from ds_hydra.zero_hetero.errors import CheckpointError, NumericsError
+from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError, NumericsError, PlanError, told_of
 
 logger = logging.getLogger(__name__)
 
@@ -64,30 +69,52 @@ class Crew:
         With `initial` the masters take their first values; otherwise a checkpoint must be loaded. Raises ConfigError or
         PlanError when the job does not fit the world.
         """
-        self.job, self.world = job, world
-        producer = start_producer(job.config, world.rank)
-        if producer is not None:
-            weakref.finalize(self, producer.stop)  # also where something below is refused
+        self.job, self.world, self.activity = job, world, Activity()
+        faults, activity = job.config.faults, self.activity  # the thread must not hold the crew
+        # The step in reports is the coming one: the first has the number 1.
+        self.watchdog = Watchdog(
+            world.background,
+            lambda: (host.global_steps + 1, activity.now),
+            heartbeat_s=faults.heartbeat_seconds,
+            frozen_s=faults.frozen_seconds,
+            address=faults.address,
+            remedy=_remedy(job),
+        )
+        try:
+            with self.together("assembly"):
+                self._assemble(host, signals, initial=initial)
+        except (ConfigError, PlanError, CheckpointError) as refusal:
+            if told_of(refusal) is not None:  # by all ranks: a script may try something else
+                self.watchdog.close()
+            raise
+
+    def _assemble(self, host: HostEngine, signals: Signals, *, initial: bool) -> None:
+        job, world = self.job, self.world
+        with together(world.channel, "starting the planner's process"):
+            producer = start_producer(job.config, world.rank)
+            if producer is not None:
+                weakref.finalize(self, producer.stop)  # also where something below is refused
         self.prepared: Prepared = prepare(job, world)
         plan = job.source.plan
         with together(world.channel, "building the stages of all strategies"):
             build_stages(job.source, self.prepared.strategies.values(), world.rank, job.types.compute)
-        self.watch = StepWatch(job.config.cost_correction, self.prepared.found, plan.num_layers,
-                               self.prepared.num_elements)  # fmt: skip
+            self.watch = StepWatch(
+                job.config.cost_correction, self.prepared.found, plan.num_layers, self.prepared.num_elements
+            )
         with together(world.channel, "allocating the master shards"):
             self.masters = ModelMasters(
                 job.source, world.rank, world.num_ranks, world.device, job.types.masters, job.types.compute
             )
         if initial:
             give_masters(self.masters, job, world)
-        # The optimizer's parameters are views of the masters: its step changes what the next pull sends, with no copy.
-        groups = self.masters.trained.param_groups([{"names": group.names} for group in job.recipe.groups])
-        optimizer = host.install_optimizer([group["params"] for group in groups])
-        self.loss_scale = LossScale(host)
-        self.activity = Activity()
-        self.update = Update(
-            self.masters.trained, optimizer, job.clipping, self.loss_scale, world, job.config.faults, plan.unread
-        )
+        with together(world.channel, "making the optimizer"):
+            # Its parameters are views of the masters: its step changes what the next pull sends, with no copy.
+            groups = self.masters.trained.param_groups([{"names": group.names} for group in job.recipe.groups])
+            optimizer = host.install_optimizer([group["params"] for group in groups])
+            self.loss_scale = LossScale(host)
+            self.update = Update(
+                self.masters.trained, optimizer, job.clipping, self.loss_scale, world, job.config.faults, plan.unread
+            )
         with together(world.channel, "allocating parameters and gradients"):
             self.stepper = Stepper(
                 job.source,
@@ -105,6 +132,14 @@ class Crew:
                 activity=self.activity,
                 request=lambda: signals.request,
             )
+        self.stepper.connect()
+        with together(world.channel, "starting the planner"):
+            self._start_planner(producer)
+        self.coming = Coming(self.plans, self.stepper, world, self.activity)
+        self.checkpoints = Checkpointer(host, self.masters, job.source.aliases, world.background, self.loss_scale)
+
+    def _start_planner(self, producer: ProducerProcess | None) -> None:
+        job, world = self.job, self.world
         cluster, exposed = simulated_job(job, world, self.prepared.found), self._exposed_ms()
         self.tracing = Tracing(job.config.trace, Path(job.config.steps_file or "").parent, world, self.stepper, cluster)
         self.plans = PlanSource(
@@ -125,17 +160,6 @@ class Crew:
             self.activity,
             producer,
         )
-        self.coming = Coming(self.plans, self.stepper, world, self.activity)
-        self.checkpoints = Checkpointer(host, self.masters, job.source.aliases, world.background, self.loss_scale)
-        # From here on all ranks notice one that fails. Before, a rank that fails leaves the others waiting in a
-        # collective, and the launcher ends them. The step in reports is the coming one: the first has the number 1.
-        self.watchdog = Watchdog(
-            world.background,
-            lambda: (host.global_steps + 1, self.activity.now),
-            heartbeat_s=job.config.faults.heartbeat_seconds,
-            frozen_s=job.config.faults.frozen_seconds,
-            address=job.config.faults.address,
-        )
 
     def _exposed_ms(self) -> list[float]:
         """What the messages of each candidate add to a step, on the rank that chooses among them."""
@@ -149,8 +173,8 @@ class Crew:
     def together(self, activity: str) -> Iterator[None]:
         """An activity that all ranks are in together: an error of one of them is reported to the others.
 
-        Errors of checkpoints and numerics are raised on all ranks at once. So each rank can handle them by itself, and
-        a script may catch one and go on; they are not reported.
+        Errors of checkpoints and numerics, and those that all ranks know, are raised on all of them at once. So each
+        rank can handle them by itself, and a script may catch one and go on; they are not reported.
         """
         with self.activity(activity):
             try:
@@ -158,7 +182,8 @@ class Crew:
             except (CheckpointError, NumericsError):
                 raise
             except BaseException as error:
-                self.watchdog.report(error)
+                if told_of(error) is None:
+                    self.watchdog.report(error)
                 raise
 
     def correct_costs(self, step: int) -> None:
@@ -176,3 +201,13 @@ class Crew:
         self.coming.forget()
         self.watchdog.close()
         self.plans.close()
+
+
+def _remedy(job: Job) -> str:
+    """What starting the job again does."""
+    saved = job.config.checkpoint
+    if saved is None:
+        return "Restart the job; it begins anew, since hydra.checkpoint is not configured"
+    if not saved.resume:
+        return "Restart the job; hydra.checkpoint.resume is false, so it must load a checkpoint by itself"
+    return "Restart the job: it resumes from the newest checkpoint"

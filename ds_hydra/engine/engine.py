@@ -80,7 +80,8 @@ class HydraEngine(ThreeCallEngine):
         self.watch_model()
         if config.checkpoint is not None:
             self._signals.install()
-        self.saving.resume()
+        with self.crew.together("loading"):
+            self.saving.resume()
 
     def assemble(self, job: Job | None = None) -> None:
         """Make the parts that belong to the ranks of torch's default process group; each of these ranks must call it.

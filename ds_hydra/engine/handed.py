@@ -31,6 +31,7 @@ from ds_hydra.engine.intake import Intake
 from ds_hydra.engine.sequence_loss import SequenceLoss, Weighed, weigh
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.planner import PlannedStep
+from ds_hydra.ranks.together import agree
 from ds_hydra.step.delivery import Delivered, deliver
 from ds_hydra.step.outcome import Outcome, mean_of
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -169,8 +170,8 @@ class HandedSteps:
             if len(factors):
                 weighed = weigh(function, torch.from_numpy(sums[own]) * factors, crew.job.model)
         except Exception as raised:  # of the script's own function: the other ranks wait for this one
-            error = raised if isinstance(raised, ConfigError) else _named(raised)
-        channel.settle(error, f"the sequence_loss of step {step + 1}", kind=ConfigError)
+            error = raised
+        agree(channel, error, f"the sequence_loss of step {step + 1}", alike=True)
         row = torch.zeros(2 + len(plan.lengths), dtype=torch.float64)
         row[0], row[1] = weighed.total, weighed.num_groups
         row[2:][own] = factors * weighed.gradients
@@ -199,8 +200,7 @@ class HandedSteps:
         targets = [share.num_targets for share, _ in mine.batches if share.num_targets]
         left_out = sum((share.left_out for share, _ in mine.batches), LeftOut())
         told = json.dumps([mine.ended, left_out, sum(targets), len(targets), lengths], separators=(",", ":"))
-        error = mine.error if mine.error is None or isinstance(mine.error, ConfigError) else _named(mine.error)
-        texts = self._crew.world.channel.settle(error, f"reading the sequences of {what}", told, ConfigError)
+        texts = agree(self._crew.world.channel, mine.error, f"reading the sequences of {what}", told, alike=True)
         ended, lost, num_targets, num_batches, by_rank = zip(*map(json.loads, texts), strict=True)
         left_out = sum((LeftOut(*of_rank) for of_rank in lost), LeftOut())
         if self._tally.add(left_out) and self._crew.world.rank == 0:
@@ -244,9 +244,3 @@ def deliver_streamed(crew: Crew, plan: StepPlan, stream: StreamSampler) -> Deliv
 def _deliver(crew: Crew, plan: StepPlan, owners: Sequence[int], mine: Mapping[int, TokenSequence]) -> Delivered:
     strategies = [crew.stepper.strategy_of(phase) for phase in plan.phases]
     return deliver(plan, strategies, owners, mine, crew.world.channel)
-
-
-def _named(error: Exception) -> ConfigError:
-    named = ConfigError(f"{type(error).__name__}: {error}")
-    named.__cause__ = error
-    return named

@@ -22,7 +22,7 @@ from ds_hydra.ranks.telling import Telling
 from ds_hydra.ranks.together import as_text, error_from
 from ds_hydra.simulate.producer import step_ms_of
 from ds_hydra.watchdog import Activity
-from ds_hydra.zero_hetero.errors import PlanError
+from ds_hydra.zero_hetero.errors import PlanError, Told, mark_told
 
 _FAILED = "failed\n"  # before rank 0's error, in place of a plan
 _WAITING = "waiting\n"  # in place of a plan that rank 0 is still waiting for
@@ -205,7 +205,9 @@ class PlanSource:
         while text == _WAITING:
             text = telling.tell(None)
         if text.startswith(_FAILED):
-            raise mine or error_from(text.removeprefix(_FAILED), f"planning step {step + 1} failed on rank 0")
+            cause = text.removeprefix(_FAILED)
+            failed = mine or error_from(cause, f"planning step {step + 1} failed on rank 0")
+            raise mark_told(failed, Told(0, cause, here=mine is not None))
         planned = planned or _decode(text)
         plan = planned.plan
         # The ranks' samplers must agree, but a rank may have been given other data by its script. Then a plan of rank

@@ -10,16 +10,22 @@ import hashlib
 import logging
 import os
 import sys
-import time
 from types import TracebackType
-from typing import Any
 
-from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError, PlanError
+from ds_hydra.ranks.once import first, met
+from ds_hydra.zero_hetero.errors import (
+    OTHERS_FAULT,
+    CheckpointError,
+    ConfigError,
+    NumericsError,
+    PlanError,
+    told_of,
+)
 
 logger = logging.getLogger(__name__)
 
-EXIT_CODES: dict[type[BaseException], int] = {ConfigError: 78, PlanError: 78, CheckpointError: 74}
-"""EX_CONFIG and EX_IOERR of sysexits.h. Unlike after 75 (a dead rank), starting the same job again does not help."""
+EXIT_CODES = {kind: kind.exit_code for kind in (ConfigError, PlanError, CheckpointError)}
+"""Unlike after 75 (another rank's fault), starting the same job again does not help."""
 
 _PATIENCE_S = 2.0  # how long rank 0 stays, so that others can still ask whether it has told of an error
 
@@ -35,20 +41,33 @@ def show_refusals_plainly() -> None:
         return
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        code = next((code for refusal, code in EXIT_CODES.items() if issubclass(kind, refusal)), None)
+        told, code = told_of(error), None
+        if isinstance(error, (ConfigError, PlanError, CheckpointError, NumericsError)):
+            code = error.exit_code
+        elif told is not None and not told.here:
+            code = OTHERS_FAULT  # the error is that rank's message
         if code is None or hasattr(sys, "ps1") or sys.flags.interactive:
             before(kind, error, trace)
+            if met() and _lost_connection(error):
+                raise SystemExit(OTHERS_FAULT)
             return
         logger.debug("a refusal was not caught", exc_info=(kind, error, trace))
         screen = sys.__stderr__  # torch.distributed calls the hook that was there before it with another sys.stderr
-        if _is_first_to_tell(f"{kind.__name__}: {error}") and screen is not None:
+        name = f"{kind.__name__}: " if kind.__module__ == ConfigError.__module__ else ""
+        if _is_first_to_tell(f"{kind.__name__}: {error}" if told is None else told.text) and screen is not None:
             sys.stdout.flush()
-            screen.write(f"ds_hydra.{kind.__name__}: {error}\n")
+            screen.write(f"ds_hydra.{name}{error}\n" if name else f"[ds_hydra] {error}\n")
             screen.flush()
         raise SystemExit(code)  # Python leaves with the code of a hook's SystemExit
 
     hook.is_ds_hydra = True  # type: ignore[attr-defined]
     sys.excepthook = hook
+
+
+def _lost_connection(error: BaseException) -> bool:
+    from ds_hydra.watchdog.cause import lost_connection
+
+    return lost_connection(error)
 
 
 def _is_first_to_tell(text: str) -> bool:
@@ -58,18 +77,6 @@ def _is_first_to_tell(text: str) -> bool:
     Later an error may belong to one rank alone: of all ranks with the same text, the first to reach the ranks' common
     store shows it.
     """
-    distributed: Any = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+    if not met():
         return os.environ.get("LOCAL_RANK", "0") == "0"
-    key = f"ds_hydra/uncaught/{hashlib.sha256(text.encode()).hexdigest()}"
-    try:
-        store = distributed.distributed_c10d._get_default_store()
-        first = store.add(key, 1) == 1
-        deadline = time.monotonic() + _PATIENCE_S
-        while distributed.get_rank() == 0 and time.monotonic() < deadline:  # it may be the one that keeps the store
-            if store.add(key, 0) == distributed.get_world_size():
-                break
-            time.sleep(0.02)
-    except RuntimeError:  # the store is gone with the rank that kept it
-        return True
-    return first
+    return first(f"ds_hydra/uncaught/{hashlib.sha256(text.encode()).hexdigest()}", all_by_s=_PATIENCE_S)

@@ -6,14 +6,13 @@ A channel moves nothing of the model and decides nothing. Every rank must make t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ds_hydra.ranks.telling import LENGTH_BYTES, Telling, framed
-from ds_hydra.zero_hetero.errors import CheckpointError
+from ds_hydra.zero_hetero.errors import CheckpointError, Told, mark_told
 
 _MAX_BYTES = 256 * 2**20
 # A text travels with its length in one message of this size, which the short reports of all ranks fit; only a longer
@@ -23,7 +22,6 @@ _RING = 32  # ranks up to which a ring is as fast as fewer steps with messages o
 _TAG = 1 << 24  # of those messages, which may share a group with pulls and pushes
 _PARCEL_TAG, _TOLD_TAG = _TAG + 1, _TAG + 2
 AHEAD_TAG = _TAG + 3  # of what is told ahead of its step, by a thread (`engine.coming`)
-_Error = TypeVar("_Error", bound=Exception)
 
 
 class Channel(Telling):
@@ -112,12 +110,10 @@ class Channel(Telling):
         table = self.rows(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         return [bytes(row.numpy()) for row in table]
 
-    def settle(
-        self, error: BaseException | None, what: str, told: str = "", kind: type[_Error] | None = None
-    ) -> list[str]:
-        """Each rank's `told`; or, if any rank brings an `error`, an error of type `kind` on all ranks.
+    def settle(self, error: BaseException | None, what: str, told: str = "") -> list[str]:
+        """Each rank's `told`; or, if any rank brings an `error`, a CheckpointError on all ranks.
 
-        The error (CheckpointError by default) names the ranks and the first one's text; `what` says what was tried.
+        It names the ranks and the first one's text; `what` says what was tried.
         """
         # A rank that raises by itself leaves the others waiting in the next collective, until that times out after
         # minutes. One message more, and all of them raise in the same place.
@@ -125,7 +121,8 @@ class Channel(Telling):
         failed = [(rank, text[1:]) for rank, text in enumerate(texts) if text[0] == "-"]
         if failed:
             ranks = ", ".join(str(rank) for rank, _ in failed[:8])
-            raise (kind or CheckpointError)(f"{what} failed on rank {ranks}: {failed[0][1]}") from error
+            raised = CheckpointError(f"{what} failed on rank {ranks}: {failed[0][1]}")
+            raise mark_told(raised, Told(failed[0][0], str(raised), here=True)) from error
         return [text[1:] for text in texts]
 
 

@@ -4,39 +4,62 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch.distributed as dist
 
 from ds_hydra.ranks.channel import Channel
-from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError, PlanError
+from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError, PlanError, Told, mark_told, told_of
+
+
+class Texts(Protocol):
+    """Exchanges short texts between all ranks (`ranks.channel.Channel`)."""
+
+    rank: int
+    num_ranks: int
+
+    def texts(self, text: str) -> list[str]: ...
+
 
 _OURS: tuple[type[Exception], ...] = (ConfigError, PlanError, CheckpointError)
 
 
 @contextmanager
-def together(channel: Channel, what: str) -> Iterator[None]:
+def together(channel: Texts, what: str) -> Iterator[None]:
     """A block that every rank of the channel enters; where it fails on some, all others raise the first one's error.
 
     Without this they would wait for the failed rank in their next collective, and see no more than a connection that it
     closed. `what` says what was tried. The block must not use groups itself: a rank that fails would leave the others
-    waiting in it. Raises, on ranks that did not fail, ConfigError, PlanError or CheckpointError if that is what
-    happened, else RuntimeError.
+    waiting in it. Raises as `agree`.
     """
     mine: Exception | None = None
     try:
         yield
     except Exception as error:
         mine = error
-    told = channel.texts("" if mine is None else as_text(mine))
-    if mine is not None:
-        raise mine
-    failed = [(rank, text) for rank, text in enumerate(told) if text]
-    if failed:
-        others = f" and {len(failed) - 1} more" if len(failed) > 1 else ""
-        raise error_from(failed[0][1], f"{what} failed on rank {failed[0][0]}{others}")
+    agree(channel, mine, what)
 
 
-def as_text(error: Exception) -> str:
+def agree(channel: Texts, mine: BaseException | None, what: str, told: str = "", *, alike: bool = False) -> list[str]:
+    """Every rank's `told`, by rank; or, where any rank brings an error `mine`, an error on all ranks.
+
+    A rank that failed raises its own error, as it is. The others raise ConfigError, PlanError or CheckpointError if
+    that is what happened, else RuntimeError. If `alike`, all ranks raise the same text of such a refusal. All errors
+    are marked as known to all ranks.
+    """
+    texts = channel.texts(f"+{told}" if mine is None else f"-{as_text(mine)}")
+    failed = [(rank, text[1:]) for rank, text in enumerate(texts) if text[0] == "-"]
+    if not failed:
+        return [text[1:] for text in texts]
+    rank, cause = failed[0]
+    known = Told(rank, cause, here=mine is not None)
+    if mine is not None and not (alike and isinstance(mine, _OURS)):
+        raise mine if told_of(mine) else mark_told(mine, known)
+    others = f" and {len(failed) - 1} more" if len(failed) > 1 else ""
+    raise mark_told(error_from(cause, f"{what} failed on rank {rank}{others}"), known) from mine
+
+
+def as_text(error: BaseException) -> str:
     """An error as one rank tells it to the others."""
     return f"{type(error).__name__}\n{error}"
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.pipe.schedules.registry import WEIGHED
 from ds_hydra.plan.step_plan import StepPlan
-from ds_hydra.zero_hetero.errors import PlanError
+from ds_hydra.zero_hetero.errors import PlanError, Told, mark_told
 
 _DIGEST_WORDS = 4  # a SHA-256 as int64
 # In the place of a rank's weight: it could not load its sequences, or it has not built them yet, as all others.
@@ -36,20 +36,23 @@ def row_without_plan() -> Tensor:
     return torch.full((2 * _DIGEST_WORDS + 1,), FAILED)
 
 
+def failed(rows: Tensor) -> bool:
+    """Whether a rank has no batches, because of an error."""
+    return bool((rows[:, 2 * _DIGEST_WORDS] == FAILED).any())
+
+
 def agreed(step: int, rows: Tensor) -> int | None:
     """The sum of the weights, of all ranks' rows for the step; None where their batches are not built.
 
-    Raises PlanError naming the ranks whose plan or costs differ from rank 0's, or whose weight is FAILED.
+    Raises PlanError naming the ranks whose plan or costs differ from rank 0's. `step` counts from 1.
     """
     for index, what in enumerate(("another plan", "other costs, from which its schedules are made,")):
         words = rows[:, index * _DIGEST_WORDS : (index + 1) * _DIGEST_WORDS]
         differing = (words != words[0]).any(dim=1).nonzero().flatten().tolist()
         if differing:
-            raise PlanError(f"step {step}: ranks {differing} hold {what} than rank 0; nothing was computed")
+            error = PlanError(f"step {step}: ranks {differing} hold {what} than rank 0; nothing was computed")
+            raise mark_told(error, Told(differing[0], str(error), here=True))
     weights = rows[:, -1]
-    failed = (weights == FAILED).nonzero().flatten().tolist()
-    if failed:
-        raise PlanError(f"step {step}: ranks {failed} could not load their sequences; their own errors say why")
     return None if weights[0] == LATER else int(weights.sum())
 
 

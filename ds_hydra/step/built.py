@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.ranks.channel import Channel
-from ds_hydra.step.agreement import FAILED, agreed, row_of
+from ds_hydra.ranks.together import agree
+from ds_hydra.step.agreement import FAILED, agreed, failed, row_of
 from ds_hydra.step.batching import RankBatches
 
 
@@ -29,14 +32,24 @@ class Built:
 def build_together(plan: StepPlan, costs: CostTable, build: Callable[[], Built], channel: Channel) -> tuple[Built, int]:
     """What `build` makes of a plan, and the step's loss weight, by one message between all ranks.
 
-    Raises PlanError on all ranks when their plans differ, or when one of them cannot load its sequences.
+    Raises PlanError on all ranks when their plans differ, and what `agree` raises when one of them cannot build its
+    batches: its dataset fails, say, or there is no memory for a strategy that is used for the first time.
     """
+    built, error = None, None
     try:
         built = build()
-    except Exception:
-        # This rank fails, but first it takes part in the message that the others wait for; its weight says why.
-        channel.rows(row_of(plan, costs, FAILED))
-        raise
-    weight = agreed(plan.step, channel.rows(row_of(plan, costs, built.weight)))
+    except Exception as raised:  # first this rank takes part in the message that the others wait for
+        error = raised
+    rows = channel.rows(row_of(plan, costs, FAILED if built is None else built.weight))
+    weight = settled(plan.step, rows, error, channel)
+    assert built is not None, "else a rank has failed"
     assert weight is not None, "all ranks have built their batches"
     return built, weight
+
+
+def settled(step: int, rows: Tensor, error: BaseException | None, channel: Channel) -> int | None:
+    """What `agreed` makes of all ranks' rows on `step`, counted from 0. Where a rank has failed, all raise."""
+    if failed(rows):
+        # One message more, but the step is lost anyway: the others read the error of the rank that has one.
+        agree(channel, error, f"making step {step + 1} ready")
+    return agreed(step + 1, rows)

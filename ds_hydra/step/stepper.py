@@ -54,7 +54,7 @@ class Stepper:
     """Runs plans on this rank. The runtime of a strategy is built in the first step that uses it, and kept.
 
     All ranks call the same methods with the same plans. `strategies` are the candidates by their text; `request`
-    returns what a signal has asked this rank for.
+    returns what a signal has asked this rank for. The constructor allocates and sends no message; `connect` comes next.
     """
 
     def __init__(
@@ -90,7 +90,10 @@ class Stepper:
         self._runtimes: dict[str, StrategyRuntime] = {}
         # Is given the laps of every step as soon as they can be read, for a trace; otherwise they are dropped.
         self.keep_laps: Callable[[int, Laps], None] | None = None
-        self._connect(strategies.values())
+
+    def connect(self) -> None:
+        """Connect what steps under the candidates use; every rank must call it before the first step."""
+        self._connect(self._strategies.values())
 
     def can_build(self, plan: StepPlan) -> bool:
         """Whether all strategies of a plan were used before, so that `build` sends no message; equal on all ranks."""

@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 _HANDSHAKE_S = 10.0
 _MAX_STRANGERS = 64
+_TOLD = frozenset(10**power for power in range(10))  # counts of refused strangers that are worth a line
+_PUSHED_OUT_S = 1.0  # after which a stranger has to go where many others wait
 
 
 class Door:
@@ -36,9 +38,12 @@ class Door:
 
     def __init__(self, dog: Watchdog, selector: selectors.BaseSelector, enter: Callable[[Peer], None]):
         self.dog, self.selector, self._enter = dog, selector, enter
-        dog.listener.setblocking(False)
-        selector.register(dog.listener, selectors.EVENT_READ, None)
+        assert dog.listener is not None, "there are ranks below"
+        self._listener = dog.listener
+        self._listener.setblocking(False)
+        selector.register(self._listener, selectors.EVENT_READ, None)
         self.strangers: dict[Connection, tuple[float, bytes]] = {}
+        self._num_refused = 0
 
     def ready(self, stranger: Connection | None) -> None:
         """Somebody connects, or a stranger has sent something."""
@@ -56,16 +61,19 @@ class Door:
         """Nobody can connect any more."""
         for connection in list(self.strangers):
             self._refuse(connection)
-        self.dog.listener.close()
+        self._listener.close()
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             while True:
-                sock, _ = self.dog.listener.accept()
+                sock, _ = self._listener.accept()
                 # Each open socket takes one of this process's descriptors, which training needs too.
                 if len(self.strangers) >= _MAX_STRANGERS + len(self.dog.below):
-                    sock.close()
-                    continue
+                    oldest, (since, _) = next(iter(self.strangers.items()))
+                    if time.monotonic() - since < _PUSHED_OUT_S:
+                        sock.close()  # a rank comes again
+                        continue
+                    self._refuse(oldest)
                 connection = Connection(sock, server=True)
                 nonce = secrets.token_bytes(NONCE_BYTES)
                 self.strangers[connection] = (time.monotonic(), nonce)
@@ -94,7 +102,12 @@ class Door:
         except (ValueError, TypeError, KeyError):
             open_still = False
         if not open_still:
-            logger.warning("refused a connection to the heartbeat port that does not know the job's secret")
+            self._num_refused += 1
+            if self._num_refused in _TOLD:
+                logger.warning(
+                    "refused a connection to the heartbeat port that does not know the job's secret; %d so far",
+                    self._num_refused,
+                )
             self._refuse(connection)
 
     def _refuse(self, connection: Connection) -> None:

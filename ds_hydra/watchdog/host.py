@@ -10,9 +10,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from ds_hydra.zero_hetero.errors import ConfigError
+from ds_hydra.zero_hetero.errors import OTHERS_FAULT, ConfigError
 
-EXIT_CODE = 75  # "try again": a restart resumes
+EXIT_CODE = OTHERS_FAULT
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +28,22 @@ class Identity:
         return cls(host(), os.getpid(), started(os.getpid()))
 
 
-def end_process(text: str) -> None:
-    """Say why and end at once: other threads may hang in a collective for ever."""
+def say(text: str) -> None:
+    """Write a line that must be seen, whatever the script has done with its logs."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.write(f"[ds_hydra] {text}\n")
+        sys.stderr.flush()
+
+
+def end_process(code: int) -> None:
+    """End at once: other threads may hang in a collective for ever."""
     # sys.exit would only end the watchdog's thread: the main thread sits in a collective that never returns, and no
     # exception can be raised there. os._exit ends all threads, but flushes nothing by itself.
-    sys.stdout.flush()
-    sys.stderr.write(f"[ds_hydra] {text}\n")
-    sys.stderr.flush()
-    os._exit(EXIT_CODE)
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
 
 
 def kill(who: Identity) -> None:

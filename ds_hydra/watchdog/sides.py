@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ds_hydra.watchdog.watchdog import Watchdog
 
 TURN_S = 0.25
-_BUSY_TURNS = 4  # that a rank inside a step still gets after another one died or failed
+BUSY_TURNS = 4  # that a rank inside a step still gets after another one died or failed
 _LEFT_TURNS = 8  # the same after a rank left in good order: its last messages may still be on their way
 _MANY = 32  # peers whose messages are read once in a turn
 
@@ -66,8 +66,8 @@ class Side:
         self.close()
 
     def _tell_failures(self) -> None:
-        for text in self.dog.take_outbox():
-            self.found(Verdict(text, _BUSY_TURNS, None))
+        for verdict in self.dog.take_outbox():
+            self.found(verdict)
 
     def wait_for_messages(self) -> list[tuple[selectors.SelectorKey, int]]:
         """Whose messages are there; returns by the end of a turn."""
@@ -154,7 +154,7 @@ class Side:
 
     def _died(self, peer: Peer) -> Verdict:
         text = f"rank {peer.rank} died, last heard of in step {peer.step} ({peer.activity})"
-        return Verdict(text, _BUSY_TURNS, self.dog.frozen_s)
+        return Verdict(peer.rank, text, BUSY_TURNS, self.dog.frozen_s)
 
     def _frozen(self, peer: Peer, silent_s: float) -> Verdict:
         who = self.dog.identities[peer.rank]
@@ -164,10 +164,10 @@ class Side:
         )
         # No time is left to anybody: a frozen process does not fail by itself, it must be killed, and until then it
         # holds the others in their collectives.
-        return Verdict(text, 0, 0.0, peer.rank)
+        return Verdict(peer.rank, text, 0, 0.0, frozen=True)
 
     def _left(self, peer: Peer) -> Verdict:
-        return Verdict(f"rank {peer.rank} has left the job after step {peer.step}", _LEFT_TURNS, None)
+        return Verdict(peer.rank, f"rank {peer.rank} has left the job after step {peer.step}", _LEFT_TURNS, None)
 
     def close(self) -> None:
         if self.door is not None:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ds_hydra.watchdog.connection import Connection
+from ds_hydra.watchdog.host import EXIT_CODE
 
 
 class Place(NamedTuple):
@@ -48,10 +49,13 @@ class Verdict:
     A rank inside a step has `turns` left, one outside a step `idle_s` seconds (None: until it begins a step).
     """
 
+    rank: int  # whose fault it is
     text: str
     turns: int
     idle_s: float | None
-    frozen: int | None = None  # a rank that cannot end itself
+    frozen: bool = False  # that rank cannot end itself
+    error: str = ""  # with which that rank failed; it tells of it by itself
+    code: int = EXIT_CODE  # with which the other ranks end
 
 
 @dataclass

@@ -14,7 +14,13 @@ verdict, and each rank ends itself by it:
 Inside a step a rank waits for messages that the lost rank will never send, so the step can never complete. Outside a
 step it waits for nobody: it may be about to leave by itself, as all ranks do after the last step, and to end it then
 would make an error of a job that succeeded. The turns that a rank inside a step still gets are for its own exception:
-often it is about to fail too, with an error that says more than the verdict.
+it may be about to fail too, by a fault of its own. Assembly counts as a step.
+
+[Note: who tells]
+The cause is told once on each host: by the rank that failed, with its own traceback, else by the first rank of the host
+(by any one of them, if that is the rank that is gone). The others end without a word, with the verdict's exit code: 75,
+or that of a refusal. An error that only says that a connection was lost, or that repeats another rank's, is no cause:
+its rank waits for the verdict, and its traceback goes to the log at level DEBUG.
 
 Whoever connects must know the job's secret, which travels over the ranks' process group. Nothing that is received can
 do more than end this job.
@@ -23,37 +29,28 @@ do more than end this job.
 from __future__ import annotations
 
 import atexit
-import json
 import logging
-import secrets
-import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
+from ds_hydra.ranks.together import Texts, agree
 from ds_hydra.watchdog.activity import IDLE
-from ds_hydra.watchdog.connection import NONCE_BYTES, Connection
-from ds_hydra.watchdog.host import Identity, end_process, kill, listen, own_address
-from ds_hydra.watchdog.sides import TURN_S, Side
-from ds_hydra.watchdog.tree import Peer, Verdict, places
+from ds_hydra.watchdog.cause import as_line, follows, lost_connection, refusal_code
+from ds_hydra.watchdog.host import EXIT_CODE, end_process, kill
+from ds_hydra.watchdog.last_words import LastWords
+from ds_hydra.watchdog.meeting import START_S, greet, meet
+from ds_hydra.watchdog.sides import BUSY_TURNS, TURN_S, Side
+from ds_hydra.watchdog.tree import Peer, Verdict
+from ds_hydra.zero_hetero.errors import OWN_FAULT, told_of
 
 logger = logging.getLogger(__name__)
 
 _RANKS_A_BEAT = 256  # ranks that one rank hears in the time between two heartbeats of a small job
-_START_S = 60.0  # until every rank has connected
-
-
-class Texts(Protocol):
-    """Exchanges short texts between all ranks (`ranks.channel.Channel`)."""
-
-    rank: int
-    num_ranks: int
-
-    def texts(self, text: str) -> list[str]: ...
+_TURNS_OF_OTHERS = 12  # that another rank's fault may take to become known, when a connection is lost
 
 
 def beat_seconds(num_heard: int, heartbeat_s: float, frozen_s: float) -> float:
@@ -76,19 +73,22 @@ class Watchdog:
         heartbeat_s: float = 1.0,
         frozen_s: float = 9.0,
         address: str | None = None,
+        remedy: str = "",
         end: Callable[[str], None] | None = None,
     ):
         """Connect all ranks; every rank must call it. `where` says (step, activity); `end` replaces the process' end.
 
-        Does nothing when the job has a single rank, or when `heartbeat_s` is 0.
+        `remedy` says what starting the job again does. Does nothing when the job has a single rank, or when
+        `heartbeat_s` is 0. ConfigError, on all ranks, where rank 0 cannot listen on `address`.
         """
         self.rank, self.num_ranks, self._where = channel.rank, channel.num_ranks, where
-        self.heartbeat_s, self.frozen_s, self._end = heartbeat_s, frozen_s, end or end_process
+        self.heartbeat_s, self.frozen_s, self._end = heartbeat_s, frozen_s, end
         self._verdict: Verdict | None = None
         self._turns = 0
         self._judged_at = 0.0
         self._reported = False
-        self._outbox: list[str] = []
+        self._leaving = False
+        self._outbox: list[Verdict] = []
         self._lock = threading.Lock()
         self.closing = threading.Event()
         self._thread: threading.Thread | None = None
@@ -97,10 +97,7 @@ class Watchdog:
         self.above: Peer | None = None
         if channel.num_ranks == 1 or heartbeat_s == 0:
             return
-        self._connect(channel, address)
-        self._thread = threading.Thread(target=self._live, daemon=True, name="watchdog")
-        self._thread.start()
-        channel.texts("")  # a rank that leaves at once must not be gone before the others have connected
+        self._connect(channel, address, remedy)
         atexit.register(self.close)
         self._hook_before, sys.excepthook = sys.excepthook, self._hook
 
@@ -110,28 +107,48 @@ class Watchdog:
         return self._thread is not None
 
     def report(self, error: BaseException) -> None:
-        """Tell the others that this rank cannot go on."""
-        if self.running and not self.closing.is_set() and not self._reported:
-            self._reported = True
+        """Tell the others that this rank cannot go on; returns when it is known who is the cause [Note: who tells]."""
+        if not self.running or self.closing.is_set() or self._reported:
+            return
+        self._reported = True
+        if follows(error) and self._judged_within(_TURNS_OF_OTHERS if lost_connection(error) else BUSY_TURNS):
+            return
+        if not follows(error) or lost_connection(error):
             step, activity = self._where()
-            text = f"rank {self.rank} failed in step {step} ({activity}): {type(error).__name__}: {error}"
+            line = as_line(error)
+            text = f"rank {self.rank} failed in step {step} ({activity}): {line}"
             with self._lock:
-                self._outbox.append(text[:1500])
-            # Wait until rank 0 has heard this and answered. Its verdict may name another rank: a collective that fails
-            # here because rank 2 died is rank 2's fault, and the user should read that beside this rank's traceback.
-            deadline = time.monotonic() + 4 * TURN_S
-            while self._verdict is None and time.monotonic() < deadline:
-                time.sleep(TURN_S / 5)
-            if self._verdict is not None and not self._verdict.text.startswith(f"rank {self.rank} "):
-                sys.stderr.write(
-                    f"[ds_hydra] rank {self.rank} failed in step {step} ({activity}): {self._verdict.text}. "
-                    "Restart the job: it resumes from the newest checkpoint\n"
+                self._outbox.append(
+                    Verdict(self.rank, text, BUSY_TURNS, None, error=line, code=refusal_code(error) or EXIT_CODE)
                 )
+            self._judged_within(BUSY_TURNS)
+
+    def _judged_within(self, turns: int) -> bool:
+        """Wait for a verdict."""
+        deadline = time.monotonic() + turns * TURN_S
+        while self._verdict is None and time.monotonic() < deadline:
+            time.sleep(TURN_S / 5)
+        return self._verdict is not None
 
     def _excepthook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """An exception that ends the script of one rank, also between steps, is told to the others."""
-        self.report(error)
-        self._hook_before(kind, error, trace)
+        told = told_of(error)
+        if refusal_code(error) is None or told is None:  # otherwise all ranks end alike
+            self.report(error)
+        verdict = self._verdict
+        if verdict is None or (told is not None and refusal_code(error) is not None):
+            self._hook_before(kind, error, trace)
+        elif verdict.rank == self.rank:
+            self._words.spoken()
+            self._hook_before(kind, error, trace)
+        elif follows(error) or as_line(error) == verdict.error:
+            logger.debug("ended by a fault of rank %d", verdict.rank, exc_info=(kind, error, trace))
+            self._words.say(verdict, *self._where())
+            self._leaving = True
+            code = verdict.code if follows(error) else refusal_code(error) or OWN_FAULT
+            raise SystemExit(code)  # Python leaves with the code of a hook's SystemExit
+        else:
+            self._hook_before(kind, error, trace)
 
     def close(self) -> None:
         """Say farewell: this rank leaves in good order, and the others may finish work that does not need it."""
@@ -139,58 +156,34 @@ class Watchdog:
             self.closing.set()
             self._thread.join(timeout=5.0)
             atexit.unregister(self.close)
-            if sys.excepthook is self._hook:
+            if self._verdict is not None and self._reported:
+                # An error on its way to the hook is told there, with its traceback; one that a script has caught, here.
+                if not isinstance(sys.exc_info()[1], Exception):
+                    self._words.say(self._verdict, *self._where())
+            elif sys.excepthook is self._hook:
                 sys.excepthook = self._hook_before
 
-    # Connecting.
-
-    def _connect(self, channel: Texts, address: str | None) -> None:
-        mine = asdict(Identity.of_self())
-        hosts = [json.loads(text)["host"] for text in channel.texts(json.dumps(mine))]
-        tree = places(hosts)
-        place = tree[self.rank]
-        self.beat_s = beat_seconds(max(len(one.below) for one in tree), self.heartbeat_s, self.frozen_s)
-        offer: dict[str, Any] = {}
-        if place.below:
-            # On one host the loopback address is enough, and no other host can reach the port. Only rank 0 may hear
-            # other hosts.
-            alone = all(hosts[rank] == hosts[self.rank] for rank in place.below)
-            given = address if self.rank == 0 else None
-            self.listener = listen(given or ("127.0.0.1" if alone else own_address()))
-            offer["address"] = self.listener.getsockname()[:2]
-        if self.rank == 0:
-            offer["secret"] = secrets.token_bytes(32).hex()
-        told = [json.loads(text) for text in channel.texts(json.dumps({"identity": mine, "offer": offer}))]
-        self.identities = [Identity(**one["identity"]) for one in told]
-        self.secret = bytes.fromhex(told[0]["offer"]["secret"])
-        host, port = told[self.rank if place.above is None else place.above]["offer"]["address"]
-        self.address = (host, port)
+    def _connect(self, channel: Texts, address: str | None, remedy: str) -> None:
+        met = meet(channel, address)
+        self.identities, self.secret = met.identities, met.secret
+        self.address, self.listener = met.address, met.listener
+        self.beat_s = beat_seconds(met.most_heard, self.heartbeat_s, self.frozen_s)
         now = time.monotonic()
-        # Those below count as heard until _START_S from now, since none can beat before it has connected.
-        self.below = {rank: Peer(rank, now + _START_S) for rank in place.below}
-        self.peers = dict(self.below)
-        if place.above is not None:
-            self.above = self.peers[place.above] = Peer(place.above, now)
-            self.above.connection = self._greet()
-
-    def _greet(self) -> Connection:
-        """Connect to the rank above and show that this rank knows the secret."""
-        assert self.address is not None, "that rank has said where it listens"
-        sock = socket.create_connection(self.address, timeout=_START_S)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.settimeout(_START_S)
-        theirs = b""
-        while len(theirs) < NONCE_BYTES:
-            data = sock.recv(NONCE_BYTES - len(theirs))
-            if not data:
-                raise ConnectionError(f"the heartbeat connection was closed by {self.address}")
-            theirs += data
-        mine = secrets.token_bytes(NONCE_BYTES)
-        connection = Connection(sock, server=False)
-        connection.set_key(self.secret, theirs + mine)
-        connection.send_raw(mine)
-        connection.send({"rank": self.rank})
-        return connection
+        # Those below count as heard until START_S from now, since none can beat before it has connected.
+        self.below = {rank: Peer(rank, now + START_S) for rank in met.place.below}
+        self.peers, failed = dict(self.below), None
+        self._words = LastWords(self.rank, self.identities, met.place.above, self.secret, remedy)
+        if met.place.above is not None:
+            self.above = self.peers[met.place.above] = Peer(met.place.above, now)
+            try:
+                self.above.connection = greet(met, self.rank)
+            except OSError as error:
+                failed = error
+        if failed is None:
+            self._thread = threading.Thread(target=self._live, daemon=True, name="watchdog")
+            self._thread.start()
+        # A rank that leaves at once must not be gone before the others have connected.
+        agree(channel, failed, "connecting the heartbeats")
 
     # Living: one thread.
 
@@ -222,18 +215,19 @@ class Watchdog:
         # Turns and not seconds: a turn passes only while this thread gets processor time. On a host so busy that a
         # rank runs for a moment every 1.5 s, 4 turns are 6 s, and its own error still has 4 chances to come first.
         # They count from 0 again for a rank that was idle, since its next step can still fail by itself.
-        self._turns = self._turns + 1 if activity != IDLE else 0
+        self._turns = self._turns + 1 if activity != IDLE or self._leaving else 0
         waited = time.monotonic() - self._judged_at
         if self._turns >= max(1, verdict.turns) or (verdict.idle_s is not None and waited >= verdict.idle_s):
-            if verdict.frozen is not None:
-                kill(self.identities[verdict.frozen])
-            self._end(
-                f"rank {self.rank} ends in step {step} ({activity}): {verdict.text}. Restart the job: it resumes "
-                "from the newest checkpoint"
-            )
+            if verdict.frozen:
+                kill(self.identities[verdict.rank])
+            if self._end is not None:
+                self._end(self._words.line(verdict, step, activity))
+                return
+            self._words.say(verdict, step, activity)
+            end_process(OWN_FAULT if verdict.rank == self.rank and verdict.code == EXIT_CODE else verdict.code)
 
-    def take_outbox(self) -> list[str]:
-        """Texts of errors on this rank, which the others are to hear."""
+    def take_outbox(self) -> list[Verdict]:
+        """Errors on this rank, which the others are to hear."""
         with self._lock:
             taken, self._outbox = self._outbox, []
         return taken

@@ -117,7 +117,7 @@ def test_what_the_thread_cannot_read_is_raised_in_its_step() -> None:
         found = run_ranks(broken, 2, ahead, bad)
         assert {steps for steps, _, _ in found} == {step}
         own = [text for _, error, text in found if error == "OSError: the disk is gone"]
-        others = [error for _, error, _ in found if "could not load their sequences" in error]
+        others = [error for _, error, _ in found if f"making step {step + 1} ready failed on rank" in error]
         assert own
         assert len(own) + len(others) == 2
         assert all("__getitem__" in text and ("_make" in text) == (ahead > 0) for text in own)

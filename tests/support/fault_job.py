@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import hashlib
 import json
 import os
@@ -15,12 +14,11 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
+from tests.support.ends import live, mark_fault
 
 FAULTS = ("SIGKILL", "SIGSTOP", "SIGTERM", "exception", "exit", "failed collective")
 PHASES = ("planning", "pull", "forward", "backward", "push", "optimizer", "saving")
@@ -75,7 +73,8 @@ def run_job(
         for rank in range(num_ranks):
             pid = os.fork()
             if pid == 0:
-                _rank_main(rank, num_ranks, folder, place, steps, fault, every, hydra)
+                train = partial(_train, rank, folder, place, steps, fault, every, hydra)
+                live(train, rank, num_ranks, place)
             pids.append(pid)
         codes = _wait(pids, place, began + limit_s, during)
         ended = time.time()
@@ -128,36 +127,6 @@ def _orphans(groups: Sequence[int]) -> list[int]:
     return left
 
 
-def _rank_main(
-    rank: int, num_ranks: int, folder: Path, place: Path, steps: int, fault: Fault | None, every: int, hydra: dict
-) -> None:
-    """A rank's life; ends the process as a script of its own would end."""
-    code = 1
-    gc.freeze()  # what the test has made is nothing to collect here
-    os.setpgid(0, 0)
-    handle = os.open(place / f"stderr{rank}", os.O_WRONLY | os.O_CREAT)
-    os.dup2(handle, 2)
-    os.dup2(handle, 1)
-    sys.stderr = sys.stdout = os.fdopen(os.dup(handle), "w", buffering=1)  # pytest has put its own in their place
-    try:
-        torch.set_num_threads(1)
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        store = dist.FileStore(f"{place}/store", num_ranks)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=60))
-        _train(rank, folder, place, steps, fault, every, hydra)
-        code = 0
-    except SystemExit as leave:
-        code = int(leave.code or 0)
-    except BaseException as error:
-        try:
-            sys.excepthook(type(error), error, error.__traceback__)
-        except SystemExit as leave:  # how a refusal ends a script
-            code = int(leave.code or 0)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
 def _train(rank: int, folder: Path, place: Path, steps: int, fault: Fault | None, every: int, hydra: dict) -> None:
     from tests.support.small_job import small_engine
 
@@ -206,8 +175,7 @@ def _arm(engine: Any, fault: Fault, place: Path) -> None:
     def faulty(*args: Any, **kwargs: Any) -> Any:
         if engine.global_steps >= fault.step + (fault.phase == "saving") and not (place / "fault").exists():
             assert engine.global_steps >= begun
-            (place / "fault.new").write_text(repr(time.time()))
-            (place / "fault.new").rename(place / "fault")
+            mark_fault(place)
             if fault.phase == "saving":
                 original(*args, **kwargs)
             _set_off(fault.kind, engine)

@@ -21,6 +21,7 @@ from tests.support.sources import USUAL, in_place_of_model_source
 STRATEGIES = {
     1: ["tp1"],
     2: ["tp2", "pp2", "2*tp1"],
+    3: ["3*tp1", "tp2 + tp1"],
     4: ["tp2 + 2*tp1", "2*sp2", "pp2 + sp2", "4*tp1"],
     6: ["tp2 + pp2 + 2*tp1", "6*tp1"],
     8: ["tp2pp2 + 2*sp2", "8*tp1", "tp2 + pp2 + sp2 + 2*tp1"],

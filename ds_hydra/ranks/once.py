@@ -1,0 +1,45 @@
+"""Which of several ranks is the first to say something, by the store in which torch's ranks have met."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from typing import Any
+
+_TURN_S = 0.02
+
+
+def first(key: str, *, within_s: float = 0.5, all_by_s: float = 0.0) -> bool:
+    """Whether this rank asks first for `key`. Also True where the store is gone or does not answer in time.
+
+    The rank that keeps the store, usually rank 0, may end after its question, and the others could no longer ask: with
+    `all_by_s` rank 0 waits so long until all have asked.
+    """
+    answers: list[bool] = []
+    asking = threading.Thread(target=_ask, args=(key, all_by_s, answers), daemon=True)
+    asking.start()
+    asking.join(within_s + all_by_s)
+    return answers[0] if answers else True
+
+
+def _ask(key: str, all_by_s: float, answers: list[bool]) -> None:
+    distributed: Any = sys.modules["torch.distributed"]
+    try:
+        # Another thread may hang in the store, and nobody else can use it as long: so this is a connection of its own.
+        store = distributed.distributed_c10d._get_default_store().clone()
+        answer = store.add(key, 1) == 1
+        deadline = time.monotonic() + all_by_s
+        while distributed.get_rank() == 0 and time.monotonic() < deadline:
+            if store.add(key, 0) == distributed.get_world_size():
+                break
+            time.sleep(_TURN_S)
+        answers.append(answer)
+    except (RuntimeError, ValueError):  # the store is gone with the rank that kept it, or the groups were destroyed
+        answers.append(True)
+
+
+def met() -> bool:
+    """Whether the ranks have met."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()

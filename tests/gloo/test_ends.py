@@ -1,0 +1,219 @@
+"""How ranks end after a fault of one of them: soon, with the promised codes, and with one cause, told once."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ds_hydra.engine import crew
+from ds_hydra.host.host_engine import HostEngine
+from ds_hydra.ranks.world import World
+from ds_hydra.step import stepper
+from ds_hydra.zero_hetero.errors import ConfigError
+from tests.support.ends import TRACEBACK, End, ends, mark_fault
+from tests.support.small_job import sequences, small_engine
+
+FAULTS = {"heartbeat_seconds": 0.5}
+
+
+def codes(found: Sequence[End]) -> list[int | None]:
+    return [end.code for end in found]
+
+
+def all_told(found: Sequence[End]) -> str:
+    return "".join(end.told for end in found)
+
+
+ASSEMBLY = {
+    "prepare": (crew, "prepare"),
+    "stages": (crew, "build_stages"),
+    "masters": (crew, "ModelMasters"),
+    "values": (crew, "give_masters"),
+    "optimizer": (HostEngine, "install_optimizer"),
+    "loss scale": (crew, "LossScale"),
+    "update": (crew, "Update"),
+    "arena": (stepper.Arena, "for_strategies"),
+    "connections": (World, "connect"),
+    "tracing": (crew, "Tracing"),
+    "planner": (crew, "PlanSource"),
+    "coming": (crew, "Coming"),
+    "checkpoints": (crew, "Checkpointer"),
+}
+
+
+@pytest.mark.parametrize("part", ASSEMBLY)
+def test_whatever_fails_in_the_assembly_ends_all_ranks_with_its_cause(part: str) -> None:
+    owner, name = ASSEMBLY[part]
+
+    def program(rank: int, place: Path) -> None:
+        def fails(*_: Any, **__: Any) -> None:
+            mark_fault(place)
+            raise torch.OutOfMemoryError(f"no memory for {part}")
+
+        if rank == 1:
+            setattr(owner, name, fails)
+        small_engine(rank, faults=FAULTS, timeout_seconds=40).train_batch()
+
+    found = ends(program, 2)
+    assert codes(found) == [75, 1]
+    assert max(end.seconds for end in found) < 4.0
+    assert found[1].told.count(TRACEBACK) == 1
+    assert found[1].told.rstrip().endswith(f"OutOfMemoryError: no memory for {part}")
+    assert found[0].told == "", "rank 1 of the same host tells it"
+
+
+def failing(raised: BaseException) -> Callable[[int], Iterator[list[list[int]]]]:
+    """Shares for `train_batch`; in step 3 the iterator of rank 1 fails."""
+
+    def my_tokenizer(rank: int) -> Iterator[list[list[int]]]:
+        for step in range(5):
+            if step == 2 and rank == 1:
+                raise raised
+            yield [[3, 4, 5 + step, 6]] * 3
+
+    return my_tokenizer
+
+
+class Blinks(list[Any]):
+    """A dataset whose storage fails on rank 1."""
+
+    rank = 0
+    error: BaseException = OSError(5, "Input/output error", "/data/tokens.bin")
+
+    def __getitem__(self, index: Any) -> Any:
+        if self.rank == 1 and index == 5:
+            raise self.error
+        return super().__getitem__(index)
+
+
+HANDED = {
+    "bug": (ValueError("my tokenizer broke"), [75, 1, 75]),
+    "storage": (OSError(5, "Input/output error", "/data/tokens.bin"), [75, 1, 75]),
+    "exit": (SystemExit(7), [75, 7, 75]),
+}
+
+
+@pytest.mark.parametrize("kind", HANDED)
+def test_an_iterator_that_fails_keeps_its_traceback_on_its_rank(kind: str) -> None:
+    raised, expected = HANDED[kind]
+
+    def program(rank: int, place: Path) -> None:
+        engine = small_engine(rank, data=None, faults=FAULTS)
+        handed = failing(raised)(rank)
+        while True:
+            engine.train_batch(handed)
+
+    found = ends(program, 3)
+    assert codes(found) == expected, all_told(found)
+    if kind == "exit":
+        assert all_told(found).count("SystemExit: 7") + all_told(found).count("rank 1 has left") == 1
+        return
+    assert found[1].told.count(TRACEBACK) == 1
+    assert "my_tokenizer" in found[1].told
+    assert found[1].told.rstrip().endswith(f"{type(raised).__name__}: {raised}")
+    assert found[0].told + found[2].told == ""
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("kind", ["storage", "memory", "vocabulary"])
+def test_a_dataset_that_fails_does_so_with_the_code_of_its_error(kind: str, ahead: int) -> None:
+    def program(rank: int, place: Path) -> None:
+        data = Blinks(sequences())
+        data.rank = rank
+        if kind == "memory":
+            data.error = MemoryError("of 3 GiB")
+        elif kind == "vocabulary":
+            data = Blinks([torch.full((60,), 999 if i == 5 else 9) for i in range(32)])
+        engine = small_engine(rank, data=data, faults=FAULTS, planner={"ahead": ahead}, strategies=["2*tp1"])
+        for _ in range(8):
+            engine.train_batch()
+
+    found = ends(program, 2)
+    if kind == "vocabulary":
+        assert codes(found) == [78, 78], all_told(found)
+        assert all_told(found).count("999") == 1
+        assert TRACEBACK not in all_told(found)
+        assert "estart" not in all_told(found)
+        return
+    assert codes(found) == [75, 1], all_told(found)
+    assert found[0].told == ""
+    assert found[1].told.rstrip().endswith("of 3 GiB" if kind == "memory" else "'/data/tokens.bin'")
+
+
+@pytest.mark.parametrize(
+    ("lost", "how"), [(1, "SIGKILL"), (0, "SIGKILL"), (2, "exit"), (1, "sys.exit"), (0, "sys.exit")]
+)
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_rank_that_goes_is_named_once_and_the_others_end_with_75(
+    lost: int, how: str, saved: bool, tmp_path: Path
+) -> None:
+    checkpoint = {"checkpoint": {"dir": str(tmp_path)}} if saved else {}
+
+    def program(rank: int, place: Path) -> None:
+        engine = small_engine(rank, faults=FAULTS, **checkpoint)
+        while True:
+            if engine.global_steps == 2 and rank == lost:
+                mark_fault(place)
+                if how == "SIGKILL":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                (os._exit if how == "exit" else __import__("sys").exit)(3)
+            engine.train_batch()
+
+    found = ends(program, 3)
+    expected: list[int | None] = [75, 75, 75]
+    expected[lost] = -9 if how == "SIGKILL" else 3
+    assert codes(found) == expected, all_told(found)
+    assert max(end.seconds for end in found) < 5.0
+    told = all_told(found)
+    what = "has left the job" if how == "sys.exit" else "died"
+    assert told.count(f"rank {lost} {what}") == 1, told
+    assert TRACEBACK not in told
+    assert ("resumes from the newest checkpoint" in told) == saved
+
+
+def test_a_refusal_of_one_rank_ends_all_as_a_refusal() -> None:
+    def program(rank: int, place: Path) -> None:
+        engine = small_engine(rank, faults=FAULTS)
+        while True:
+            if engine.global_steps == 1 and rank == 1:
+                raise ConfigError("lower x")
+            engine.train_batch()
+
+    found = ends(program, 2)
+    assert codes(found) == [78, 78]
+    assert all_told(found) == "ds_hydra.ConfigError: lower x\n"
+
+
+def test_an_error_that_the_script_swallows_is_still_told() -> None:
+    def program(rank: int, place: Path) -> None:
+        data = Blinks([torch.full((60,), 9)] * 32)
+        engine = small_engine(rank, data=data, faults=FAULTS, strategies=["2*tp1"])
+        engine.train_batch()
+        if rank == 1:
+            engine.crew.update.apply = lambda *_: {}["no key"]
+        try:
+            engine.train_batch()
+        except KeyError:
+            raise SystemExit(3) from None
+
+    found = ends(program, 2)
+    assert codes(found) == [75, 3]
+    assert all_told(found).startswith("[ds_hydra] rank 1 failed in step 2 (optimizer): KeyError: 'no key'. Restart")
+    assert all_told(found).count("\n") == 1
+
+
+def test_the_same_bug_on_all_ranks_is_told_once() -> None:
+    def program(rank: int, place: Path) -> None:
+        engine = small_engine(rank, faults=FAULTS)
+        engine.train_batch()
+        raise ValueError("a typo of mine")
+
+    found = ends(program, 3)
+    assert codes(found) == [1, 1, 1]
+    assert all_told(found).count(TRACEBACK) == 1

@@ -1,0 +1,116 @@
+"""Ranks that run a program as scripts of their own do, to see how each of them ends: exit code, time, last words."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+TRACEBACK = "Traceback (most recent call last)"
+
+
+@dataclass(frozen=True)
+class End:
+    """How a rank ended. `code`: exit code, a negative signal, None if it had to be killed."""
+
+    code: int | None
+    seconds: float  # from `mark_fault` of any rank on, or else from the start
+    told: str  # all that it wrote
+
+
+def mark_fault(place: Path) -> None:
+    """Note that the fault happens now; once."""
+    if not (place / "fault").exists():
+        (place / "fault.new").write_text(repr(time.time()))
+        (place / "fault.new").rename(place / "fault")
+
+
+def ends(program: Callable[[int, Path], None], num_ranks: int, *, limit_s: float = 60.0) -> list[End]:
+    """Fork `num_ranks` ranks of one gloo group, each of which runs `program(rank, folder)`; how each ended."""
+    with tempfile.TemporaryDirectory(prefix="ends-") as scratch:
+        place, began = Path(scratch), time.time()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pids = []
+        for rank in range(num_ranks):
+            pid = os.fork()
+            if pid == 0:
+                live(lambda rank=rank: program(rank, place), rank, num_ranks, place)
+            pids.append(pid)
+        at: dict[int, tuple[int | None, float]] = {}
+        while len(at) < num_ranks:
+            for rank, pid in enumerate(pids):
+                if rank not in at:
+                    done, status = os.waitpid(pid, os.WNOHANG)
+                    if done:
+                        at[rank] = (os.waitstatus_to_exitcode(status), time.time())
+                    elif time.time() > began + limit_s:
+                        os.kill(pid, signal.SIGKILL)
+                        os.waitpid(pid, 0)
+                        at[rank] = (None, time.time())
+            time.sleep(0.01)
+        since = float((place / "fault").read_text()) if (place / "fault").exists() else began
+        told = [(place / f"stderr{rank}").read_text() for rank in range(num_ranks)]
+        return [End(at[rank][0], at[rank][1] - since, told[rank]) for rank in range(num_ranks)]
+
+
+def live(program: Callable[[], None], rank: int, num_ranks: int, place: Path) -> None:
+    """The life of a forked rank; it ends the process as a script of its own would end."""
+    from ds_hydra.host.uncaught import show_refusals_plainly
+
+    gc.freeze()  # what the test has made is nothing to collect here
+    os.setpgid(0, 0)
+    handle = os.open(place / f"stderr{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(handle, 2)
+    os.dup2(handle, 1)
+    sys.stderr = sys.stdout = os.fdopen(os.dup(handle), "w", buffering=1)  # pytest has put its own in their place
+    sys.__stderr__ = sys.stderr  # type: ignore[misc]
+    sys.excepthook = sys.__excepthook__
+    code = _left(lambda: _run(program, rank, num_ranks, place, show_refusals_plainly))
+    _left(atexit._run_exitfuncs)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _run(program: Callable[[], None], rank: int, num_ranks: int, place: Path, begin: Callable[[], None]) -> None:
+    torch.set_num_threads(1)
+    atexit._clear()
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    begin()
+    store = dist.FileStore(f"{place}/store", num_ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=60))
+    program()
+
+
+def _left(action: Callable[[], None]) -> int:
+    """The exit code with which Python would leave after this."""
+    try:
+        action()
+    except SystemExit as leave:
+        return _code(leave)
+    except BaseException as error:
+        try:
+            sys.excepthook(type(error), error, error.__traceback__)
+        except SystemExit as leave:  # how a refusal ends a script
+            return _code(leave)
+        return 1
+    return 0
+
+
+def _code(leave: SystemExit) -> int:
+    if leave.code is None or isinstance(leave.code, int):
+        return leave.code or 0
+    print(leave.code, file=sys.stderr)
+    return 1
