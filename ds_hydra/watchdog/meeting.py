@@ -58,25 +58,28 @@ def meet(channel: Texts, address: str | None) -> Meeting:
     return Meeting(place, most, identities, bytes.fromhex(told[0]["secret"]), (host, port), listener)
 
 
-def greet(meeting: Meeting, rank: int) -> Connection:
-    """Connect to the rank above and show that this rank knows the secret. ConnectionError when it cannot be reached."""
+def greet(address: tuple[str, int], secret: bytes, rank: int) -> Connection:
+    """Connect `rank` to the one above it, which listens there, and show that it knows the secret.
+
+    ConnectionError when it cannot be reached.
+    """
     deadline = time.monotonic() + START_S
     while True:
         try:
-            return _greeted(meeting, rank, max(1.0, deadline - time.monotonic()))
+            return _greeted(address, secret, rank, max(1.0, deadline - time.monotonic()))
         except OSError as error:
             # Too many strangers may stand before its door. They are sent away after a while.
             if time.monotonic() > deadline:
                 raise ConnectionError(
-                    f"rank {rank} could not reach the heartbeats' port {meeting.address} in {START_S:.0f} s ({error}): "
+                    f"rank {rank} could not reach the heartbeats' port {address} in {START_S:.0f} s ({error}): "
                     "see that no firewall and no flood of connections is in between, or give another address in "
                     "hydra.faults.address"
                 ) from error
             time.sleep(_AGAIN_S)
 
 
-def _greeted(meeting: Meeting, rank: int, patience_s: float) -> Connection:
-    sock = socket.create_connection(meeting.address, timeout=patience_s)
+def _greeted(address: tuple[str, int], secret: bytes, rank: int, patience_s: float) -> Connection:
+    sock = socket.create_connection(address, timeout=patience_s)
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         theirs = b""
@@ -90,7 +93,7 @@ def _greeted(meeting: Meeting, rank: int, patience_s: float) -> Connection:
         raise
     mine = secrets.token_bytes(NONCE_BYTES)
     connection = Connection(sock, server=False)
-    connection.set_key(meeting.secret, theirs + mine)
+    connection.set_key(secret, theirs + mine)
     connection.send_raw(mine)
     connection.send({"rank": rank})
     return connection

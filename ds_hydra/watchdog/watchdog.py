@@ -176,7 +176,7 @@ class Watchdog:
         if met.place.above is not None:
             self.above = self.peers[met.place.above] = Peer(met.place.above, now)
             try:
-                self.above.connection = greet(met, self.rank)
+                self.above.connection = greet(met.address, met.secret, self.rank)
             except OSError as error:
                 failed = error
         if failed is None:

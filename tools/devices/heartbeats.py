@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ds_hydra.watchdog.connection import Connection
+from ds_hydra.watchdog.meeting import greet
 from ds_hydra.watchdog.watchdog import Watchdog
 from tools.devices.count import NODE_SIZE
 from tools.devices.table import Table
@@ -36,9 +37,9 @@ class _Alone:
     rank: int = 0
 
     def texts(self, text: str) -> list[str]:
-        said = json.loads(text) if text else None
-        if not said or "host" not in said:
+        if not text.startswith("{"):  # all but who they are
             return [text] * self.num_ranks
+        said = json.loads(text)
         return [json.dumps(said | {"host": f"node{rank // NODE_SIZE}"}) for rank in range(self.num_ranks)]
 
 
@@ -98,9 +99,9 @@ def _others(dog: Watchdog) -> None:
     """The life of the ranks that rank 0 hears: each sends a beat in its turn, and hears what rank 0 says."""
     selector = selectors.DefaultSelector()
     connections: list[Connection] = []
+    assert dog.address is not None, "it listens"
     for rank in dog.below:
-        dog.rank = rank
-        connections.append(dog._greet())
+        connections.append(greet(dog.address, dog.secret, rank))
         connections[-1].socket.setblocking(False)
         selector.register(connections[-1].socket, selectors.EVENT_READ, connections[-1])
     _beat_for_ever(connections, selector, dog.beat_s)
