@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
+import logging
 import platform
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,14 +15,19 @@ from typing import Any
 
 from torch import nn
 
+from ds_hydra.pipe.models.whose_code import called_by, file_of, function_of, holds_own, is_of_package
 from ds_hydra.pipe.shape import PipelineShape
+from ds_hydra.self_check.contents import Contents, UnreadableError
 from ds_hydra.self_check.verdicts import Verdict
 from ds_hydra.zero_hetero.kept_files import keep_file, kept_folder
 
+logger = logging.getLogger(__name__)
+
 _PACKAGES = ("torch", "transformers", "deepspeed", "peft", "accelerate")
-_INSTALLED = ("torch", "transformers", "deepspeed", "peft")  # their sources are known by their versions
 _OWN_KEYS = frozenset(vars(nn.Module()))
-_PLAIN = (bool, int, float, str, type(None))
+_HARMLESS = frozenset({"generation_config", "warnings_issued", "hf_device_map", "model_tags", "name_or_path"})
+_HOOKS = tuple(key for key in _OWN_KEYS if key.startswith(("_forward_", "_backward_")) and key.endswith("_hooks"))
+_GLOBAL_HOOKS = tuple(key for key in vars(nn.modules.module) if key.startswith("_global_") and key.endswith("_hooks"))
 
 
 def cache_folder() -> Path:
@@ -34,71 +38,51 @@ def cache_folder() -> Path:
 def fingerprint(model: nn.Module, *settings: Any) -> str | None:
     """A text that changes with anything that a verdict depends on; None for a model whose code cannot be told.
 
-    Module tree, shapes, plain attributes, config, sources of classes that are not installed packages', what was put
-    into those that are, versions, our own sources. Values of parameters count for nothing: verdicts do not depend on
-    them.
+    Module tree, shapes, attributes and buffers by value, configs, classes that are not installed packages' with all
+    that their methods name, what was put into those that are, versions, our own sources. Values of parameters count
+    for nothing: verdicts do not depend on them.
     """
-    digest = hashlib.sha256(repr((settings, _versions(), _own_sources())).encode())
-    classes: set[type] = set()
-    for path, module in model.named_modules(remove_duplicate=False):
-        attributes = {key: value for key, value in vars(module).items() if key not in _OWN_KEYS}
-        if any(getattr(module, key) for key in _OWN_KEYS if key.startswith(("_forward_", "_backward_"))):
-            return None
-        if any(inspect.isroutine(value) for value in attributes.values()):
-            return None
-        plain = sorted((key, repr(value)) for key, value in attributes.items() if _is_plain(value))
-        tensors = [(name, tuple(p.shape), p.requires_grad) for name, p in module._parameters.items() if p is not None]
-        digest.update(repr((path, type(module).__qualname__, plain, tensors)).encode())
-        classes.add(type(module))
-    if any(parameter._backward_hooks for parameter in model.parameters()):
+    hooks = [getattr(module, key) for module in model.modules() for key in _HOOKS]
+    hooks += [vars(nn.modules.module)[name] for name in _GLOBAL_HOOKS]
+    hooks += [parameter._backward_hooks for parameter in model.parameters()]
+    if any(hooks):
         return None
-    sources = [*_sources(classes), *_patched(classes)]
-    if None in sources:
+    names = {id(module): f"module {path}" for path, module in model.named_modules()}
+    names |= {id(p): f"parameter {name}" for name, p in model.named_parameters()}
+    contents = Contents(names)
+    try:
+        parts = [contents.text((settings, _versions(), _own_sources()))]
+        for path, module in model.named_modules(remove_duplicate=False):
+            held = {key: value for key, value in vars(module).items() if key not in _OWN_KEYS | _HARMLESS}
+            tensors = [
+                (n, p if p is None else (tuple(p.shape), p.requires_grad)) for n, p in module._parameters.items()
+            ]
+            parts.append(contents.text((path, type(module), held, module._modules, tensors, module._buffers)))
+        parts += [contents.text(each) for each in _code(model)]
+    except UnreadableError as error:
+        logger.debug("no verdicts are kept: %s", error)
         return None
-    config: Any = getattr(model, "config", None)
-    described = config.to_json_string(use_diff=False) if hasattr(config, "to_json_string") else repr(config)
-    digest.update(repr((sorted(map(str, sources)), described)).encode())
-    return digest.hexdigest()[:32]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
-def _sources(classes: set[type]) -> Iterator[str | None]:
-    """Digests of the files that define classes which no installed package does; None where there is no file."""
-    for kind in {base for cls in classes for base in cls.__mro__}:
-        if kind.__module__.partition(".")[0] in (*_INSTALLED, "builtins", "typing", "abc"):
-            continue
-        try:
-            yield hashlib.sha256(Path(inspect.getfile(kind)).read_bytes()).hexdigest()
-        except (OSError, TypeError):
-            yield None
+def _code(model: nn.Module) -> Iterator[Any]:
+    """The classes of the modules, and what is not theirs, or plain, where installed packages define them.
 
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    if isinstance(value, dict):
-        return all(_is_plain(key) and _is_plain(item) for key, item in value.items())
-    return isinstance(value, _PLAIN)
-
-
-def _patched(classes: set[type]) -> Iterator[str]:
-    """Functions that come from elsewhere, in installed packages' classes and the modules that define them.
-
-    `LlamaMLP.forward = mine` changes what a model computes, and neither a version nor a class's source tells.
+    `LlamaMLP.forward = mine` changes what a model computes, and neither a version nor a class's name tells.
     """
-    ours = {kind for cls in classes for kind in cls.__mro__ if kind.__module__.partition(".")[0] in _INSTALLED}
-    homes: list[Any] = [*ours, *(sys.modules[name] for name in {kind.__module__ for kind in ours})]
-    packages = tuple(str(Path(inspect.getfile(sys.modules[name])).parent) for name in _INSTALLED if name in sys.modules)
-    files: set[str] = set()
-    for home in homes:
-        for name, value in vars(home).items():
-            code = value.__code__ if inspect.isfunction(value) else None
-            if code is None or code.co_filename.startswith(packages):
-                continue
-            yield repr((home.__name__, name, code.co_filename, code.co_firstlineno))
-            files.add(code.co_filename)
-    for file in sorted(files):
-        with suppress(OSError):
-            yield hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    kinds = sorted({type(module): module for module in model.modules()}.items(), key=lambda item: str(item[0]))
+    yield from (kind for kind, _ in kinds)
+    for _, module in kinds:
+        yield [one for one in called_by(module) if not is_of_package(one.__code__.co_filename)]
+    ours = {base for kind, _ in kinds for base in kind.__mro__ if is_of_package(file_of(base))}
+    computing = {sys.modules[base.__module__] for base in ours if "forward" in vars(base)}
+    homes: set[Any] = {*ours, *(sys.modules[base.__module__] for base in ours)}
+    for home in sorted(homes, key=str):
+        for name, value in sorted(vars(home).items()):
+            if isinstance(value, bool | int | float | str) and name[:2] != "__" and (home in ours or home in computing):
+                yield home.__name__, name, value
+            elif (function := function_of(value)) is not None and holds_own(function):
+                yield home.__name__, name, function
 
 
 @cache

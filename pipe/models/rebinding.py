@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from ds_hydra.pipe.models.whose_code import names_of
 from ds_hydra.zero_hetero.errors import ConfigError
 
 _DEPTH = 12  # what functions and objects hold, within each other, that is looked into
@@ -173,7 +174,7 @@ def _held(value: Any, seen: set[int], depth: int = 0) -> Iterator[Any]:
     elif isinstance(value, types.FunctionType):
         cells = (_contents(cell) for cell in value.__closure__ or ())
         parts = [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-        parts += [value.__globals__[name] for name in _global_names(value.__code__) if name in value.__globals__]
+        parts += [value.__globals__[name] for name in names_of(value.__code__) if name in value.__globals__]
     elif isinstance(value, list | tuple | set):
         parts = list(value)
     elif isinstance(value, Mapping):
@@ -189,10 +190,3 @@ def _contents(cell: types.CellType) -> Any:
         return cell.cell_contents
     except ValueError:
         return None
-
-
-def _global_names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _global_names(constant)

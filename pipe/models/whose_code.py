@@ -41,9 +41,10 @@ def _library() -> str:
 
 
 @functools.cache
-def _is_of_package(file: str) -> bool:
+def is_of_package(file: str) -> bool:
+    """Whether a file is one of Python's own or of an installed package whose code is known."""
     of_python = file.startswith(_library()) and not {"site-packages", "dist-packages"} & set(Path(file).parts)
-    return of_python or file.startswith(_folders())
+    return of_python or file.startswith(("<frozen ", *_folders()))
 
 
 def is_installed(function: Any) -> bool:
@@ -51,7 +52,7 @@ def is_installed(function: Any) -> bool:
 
     What is not written in Python, such as torch's own operators, is.
     """
-    return all(_is_of_package(one.__code__.co_filename) for one in _reached(function, _no_attribute, set(), 0))
+    return all(is_of_package(one.__code__.co_filename) for one in _reached(function, _no_attribute, set(), 0))
 
 
 def runs_installed_code(module: nn.Module) -> bool:
@@ -60,7 +61,7 @@ def runs_installed_code(module: nn.Module) -> bool:
     def attribute(name: str) -> Any:
         return vars(module).get(name, getattr(type(module), name, None))
 
-    return all(_is_of_package(one.__code__.co_filename) for one in _reached(module.forward, attribute, set(), 0))
+    return all(is_of_package(one.__code__.co_filename) for one in _reached(module.forward, attribute, set(), 0))
 
 
 def own_code(model: nn.Module) -> tuple[str, ...]:
@@ -74,7 +75,7 @@ def own_code(model: nn.Module) -> tuple[str, ...]:
         ):
             return False
         if "forward" in vars(module) or kind not in known:
-            of_packages = all(_is_of_package(_file_of(one)) for one in kind.__mro__)
+            of_packages = all(is_of_package(file_of(one)) for one in kind.__mro__)
             known[kind] = of_packages and runs_installed_code(module)
         return known[kind]
 
@@ -86,21 +87,33 @@ def _holds_installed(value: Any, depth: int) -> bool:
     """Whether the functions and objects that an attribute holds are installed packages'."""
     if value is None or isinstance(value, bool | int | float | str | nn.Module | types.ModuleType) or depth > _DEPTH:
         return True
-    if _function(value) is not None:
+    if function_of(value) is not None:
         return is_installed(value)
     if isinstance(value, type):
-        return _is_of_package(_file_of(value))
+        return is_of_package(file_of(value))
     if isinstance(value, dict | list | tuple | set | frozenset):
         items = [*value.values()] if isinstance(value, dict) else value
         return all(_holds_installed(item, depth + 1) for item in items)
-    return _is_of_package(_file_of(type(value)))
+    return is_of_package(file_of(type(value)))
 
 
-def _file_of(kind: type) -> str:
+def file_of(kind: type) -> str:
     """The file that defines a class; empty where there is none, as in a notebook."""
     if kind.__module__ in sys.builtin_module_names:
         return _library()
     return getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+
+
+def own_functions(value: Any) -> tuple[types.FunctionType, ...]:
+    """The functions of scripts that run when a function, method, property or partial does."""
+    reached = _reached(value, _no_attribute, set(), 0)
+    return tuple(one for one in reached if not is_of_package(one.__code__.co_filename))
+
+
+def holds_own(function: types.FunctionType) -> bool:
+    """Whether a function, or one that it wraps or closes over, is a script's, whatever it calls."""
+    held = [function, getattr(function, "__wrapped__", None), *map(_contents, function.__closure__ or ())]
+    return any(one is not None and not is_of_package(one.__code__.co_filename) for one in map(function_of, held))
 
 
 def called_by(module: nn.Module) -> tuple[types.FunctionType, ...]:
@@ -113,7 +126,7 @@ def _no_attribute(name: str) -> None:
     """Of a function that is no method."""
 
 
-def _function(value: Any) -> Any:
+def function_of(value: Any) -> Any:
     """The function that a method, property or partial runs; None for what is none of these."""
     while True:
         if isinstance(value, staticmethod | classmethod | types.MethodType):
@@ -129,18 +142,38 @@ def _function(value: Any) -> Any:
 def _reached(value: Any, attribute: Callable[[str], Any], seen: set[int], depth: int) -> Iterator[types.FunctionType]:
     """The functions that run when this one does: itself, what it wraps and closes over, what it calls by global names,
     and by names of its object's attributes."""
-    function = _function(value)
+    function = function_of(value)
     if function is None or id(function) in seen or depth > _DEPTH:
         return
     seen.add(id(function))
     yield function
     held = [*(_contents(cell) for cell in function.__closure__ or ()), *(function.__defaults__ or ())]
     held += [*(function.__kwdefaults__ or {}).values(), getattr(function, "__wrapped__", None)]
-    names = function.__code__.co_names
-    held += [function.__globals__[name] for name in names if name in function.__globals__]
-    held += map(attribute, names)
+    held += (value for _, value in globals_of(function))
+    held += map(attribute, function.__code__.co_names)
     for one in held:
         yield from _reached(one, attribute, seen, depth + 1)
+
+
+def globals_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """The globals that a function's code names, by name, and what it names of those that are modules."""
+    names = sorted(set(names_of(function.__code__)))
+    waiting = [(name, function.__globals__[name]) for name in names if name in function.__globals__]
+    seen: set[int] = set()
+    while waiting:
+        name, value = waiting.pop()
+        yield name, value
+        if isinstance(value, types.ModuleType) and id(value) not in seen:
+            seen.add(id(value))
+            waiting += [(f"{name}.{inner}", vars(value)[inner]) for inner in names if inner in vars(value)]
+
+
+def names_of(code: types.CodeType) -> Iterator[str]:
+    """The global names and attributes that a function's code has, with those of functions that it makes."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from names_of(constant)
 
 
 def _contents(cell: types.CellType) -> Any:
