@@ -13,7 +13,7 @@ import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -31,6 +31,19 @@ from ds_hydra.zero_hetero.errors import CheckpointError
 logger = logging.getLogger(__name__)
 
 
+class Planning(Protocol):
+    """What a job keeps of planning in its checkpoints."""
+
+    def saved(self) -> dict[str, Any]:
+        """As JSON holds it."""
+
+    def read(self, saved: Mapping[str, Any] | None) -> Any:
+        """What `restore` takes; CheckpointError for what cannot be gone on with."""
+
+    def restore(self, restored: Any) -> None:
+        """Go on with it; nothing may fail."""
+
+
 class Checkpointer:
     """Saves and loads one engine. All ranks call the same methods together."""
 
@@ -41,9 +54,10 @@ class Checkpointer:
         aliases: Mapping[str, str],
         channel: Channel,
         loss_scale: LossScale,
+        planning: Planning,
     ):
         self._engine, self._masters, self._aliases, self._channel = engine, masters, aliases, channel
-        self._loss_scale = loss_scale
+        self._loss_scale, self._planning = loss_scale, planning
         self.writer = Writer(channel)
         self.folder: Path | None = None  # where the last save went
         self._stage = 0  # how often weights alone were gone on from [Note: stages]
@@ -103,9 +117,11 @@ class Checkpointer:
             return None, {}
         place = folder / found
         loading: Loading | None = None
+        planning: Any = None
         error: Exception | None = None
         try:
             manifest = folders.open_manifest(folder, found)
+            planning = self._planning.read(manifest.planning) if parts.progress else None
             loading = Loading.of(manifest, place, parts, self._engine, self._masters, self._loss_scale)
         except Exception as raised:  # whatever it is, the other ranks must hear of it
             error = raised
@@ -115,6 +131,7 @@ class Checkpointer:
         manifest = loading.manifest
         if parts.progress:
             self._stage = manifest.stage
+            self._planning.restore(planning)
         if self._channel.rank == 0:
             if manifest.config_sha256 != config_digest(self._engine.config):
                 logger.info("the config is not the one that was saved with")
@@ -277,6 +294,7 @@ class Checkpointer:
             config_sha256=config_digest(engine.config),
             client_state=client_state,
             stage=self._stage,
+            planning=self._planning.saved(),
         )
 
 

@@ -31,7 +31,7 @@ MAX_STEP = 2**48  # beyond any job
 MAX_NAME_BYTES = 255
 COUNTERS = ("global_samples", "micro_steps", "skipped_steps")
 _MAX_CLIENT_BYTES = 16 * 2**20
-_NEWER = frozenset({"stage"})  # fields that older manifests lack
+_NEWER = frozenset({"stage", "planning"})  # fields that older manifests lack
 _OUTER_LEVELS = 3  # of a manifest around a user's state
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=@,-]{0,127}")
 _RESERVED = frozenset({"latest", "latest_universal"})
@@ -148,6 +148,7 @@ class Manifest:
     client_state: dict[str, Any] = field(default_factory=dict)
     block_bytes: int = BLOCK_BYTES
     stage: int = 0  # how often training began anew with the weights alone [Note: stages]
+    planning: dict[str, Any] | None = None  # what plans follow from, and what they have learnt from measured times
 
     def to_json(self) -> str:
         """The manifest as text, with a digest over its contents."""
@@ -287,7 +288,7 @@ def _check(manifest: Manifest) -> None:
         _text(getattr(manifest, name))
     for name in ("counters", "aliases", "client_state"):
         _kind(getattr(manifest, name), dict)
-    for name in ("data", "lr_scheduler", "loss_scale"):
+    for name in ("data", "lr_scheduler", "loss_scale", "planning"):
         if getattr(manifest, name) is not None:
             _kind(getattr(manifest, name), dict)
     if not 1 <= manifest.num_ranks <= MAX_RANKS or not 1 <= manifest.block_bytes <= 2**30:

@@ -15,7 +15,8 @@ Every part needs some of those before it, and what can be refused is refused bef
   tracing       keeps the stepper's laps in the steps that the config names
   plans         by a producer on rank 0, which was started before all else and compiles its kernels meanwhile
   coming        plans and stepper; makes the next step ready while one runs
-  checkpoints   saves and loads masters and loss scale
+  learned       corrects the costs of plans
+  checkpoints   saves and loads masters, loss scale and what was learnt
 
 What one rank cannot do there is told by all ranks, where a part sends no messages (`ranks.together`); of all else the
 watchdog tells.
@@ -37,8 +38,10 @@ from ds_hydra.checkpoint.checkpointer import Checkpointer
 from ds_hydra.engine.coming import Coming
 from ds_hydra.engine.initial import give_masters
 from ds_hydra.engine.job import Job
-from ds_hydra.engine.plan_source import PlanSource, start_producer
+from ds_hydra.engine.learned import Learned
+from ds_hydra.engine.plan_source import PlanSource
 from ds_hydra.engine.prepare import Prepared, prepare
+from ds_hydra.engine.producer import start_producer
 from ds_hydra.engine.signals import Signals
 from ds_hydra.engine.simulated import exposed_of, simulated_job
 from ds_hydra.engine.tracing import Tracing
@@ -136,7 +139,10 @@ class Crew:
         with together(world.channel, "starting the planner"):
             self._start_planner(producer)
         self.coming = Coming(self.plans, self.stepper, world, self.activity)
-        self.checkpoints = Checkpointer(host, self.masters, job.source.aliases, world.background, self.loss_scale)
+        self.learned = Learned(self.watch, self.plans)
+        self.checkpoints = Checkpointer(
+            host, self.masters, job.source.aliases, world.background, self.loss_scale, self.learned
+        )
 
     def _start_planner(self, producer: ProducerProcess | None) -> None:
         job, world = self.job, self.world
@@ -185,14 +191,6 @@ class Crew:
                 if told_of(error) is None:
                     self.watchdog.report(error)
                 raise
-
-    def correct_costs(self, step: int) -> None:
-        """Plan by corrected costs from now on, if the config asks for that and there is a new correction."""
-        table = self.watch.new_table(step)
-        if table is not None:
-            # Not the next step, which has been planned already where steps are made ready: and where they are not, the
-            # plans are to be the same.
-            self.plans.use_table(table, step + 1)
 
     def close(self) -> None:
         """Wait for a save that is under way; end threads and the planning process. The world stays open."""

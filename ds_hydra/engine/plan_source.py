@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from ds_hydra.config.hydra_block import HydraConfig
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.data.order import Order
+from ds_hydra.engine.producer import command_of
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.runnable import check_runnable
 from ds_hydra.plan.validate import check_safe, validate_plan
 from ds_hydra.planner import PlannedStep, Planner, PlannerService, PlanRecipe, StepPlan
-from ds_hydra.planner.producer_process import BEAT_S, ProducerProcess, producer_command
+from ds_hydra.planner.producer_process import ProducerProcess
 from ds_hydra.planner.service import Waiting
 from ds_hydra.ranks.channel import Channel
 from ds_hydra.ranks.telling import Telling
@@ -24,6 +25,7 @@ from ds_hydra.simulate.producer import step_ms_of
 from ds_hydra.watchdog import Activity
 from ds_hydra.zero_hetero.errors import PlanError, Told, mark_told
 
+logger = logging.getLogger(__name__)
 _FAILED = "failed\n"  # before rank 0's error, in place of a plan
 _WAITING = "waiting\n"  # in place of a plan that rank 0 is still waiting for
 
@@ -34,20 +36,6 @@ class _Batch(NamedTuple):
     step: int
     ids: tuple[int, ...]
     lengths: tuple[int, ...]
-
-
-def _command(config: HydraConfig) -> tuple[str, ...]:
-    return producer_command("ds_hydra.simulate.producer", min(BEAT_S, config.faults.frozen_seconds / 4))
-
-
-def start_producer(config: HydraConfig, rank: int) -> ProducerProcess | None:
-    """On rank 0: the process that will plan, which compiles its kernels from now on; None where there is to be none."""
-    if rank != 0 or config.planner.ahead == 0:
-        return None
-    producer = ProducerProcess(_command(config))
-    if config.choose != "replay":
-        producer.send({"kernels": "auto"})
-    return producer
 
 
 class PlanSource:
@@ -69,9 +57,10 @@ class PlanSource:
     ):
         self._recipe, self._config, self._sampler, self._channel = recipe, config, sampler, channel
         self._activity = activity
-        self._rank, self._num_ranks = channel.rank, channel.num_ranks
-        self._ahead = config.planner.ahead
-        self._tables = [(0, recipe.table)]  # with the step that each holds from
+        self._rank, self._num_ranks, self._ahead = channel.rank, channel.num_ranks, config.planner.ahead
+        self.first_table = recipe.table
+        self.tables: tuple[tuple[int, CostTable], ...] = ((0, recipe.table),)  # with the step that each holds from
+        self._before = ""  # digest of the recipe by which the job planned that this one goes on from
         self._set_planner()
         self._service = self._start_service(producer)
         self._submitted: int | None = None
@@ -86,7 +75,7 @@ class PlanSource:
     def use_table(self, cost_table: CostTable, first: int = 0) -> None:
         """Plan by this cost table from step `first` on. Every rank must call it, with the same arguments."""
         self._recipe = replace(self._recipe, table=cost_table)
-        self._tables = [*self._tables[-1:], (first, cost_table)]
+        self.tables = (*self.tables[-1:], (first, cost_table))
         self._set_planner()
         if self._service is not None:
             self._service.use_table(cost_table, first)
@@ -98,22 +87,42 @@ class PlanSource:
 
     def table_of(self, step: int) -> CostTable:
         """The cost table that the plan of a step is made by, and the schedules that weigh times."""
-        return next(table for first, table in reversed(self._tables) if first <= step)
+        return next(table for first, table in reversed(self.tables) if first <= step)
 
     def _start_service(self, producer: ProducerProcess | None = None) -> PlannerService | None:
         if self._rank != 0:
             return None
         return PlannerService(
             self._recipe, self._ahead, simulation=step_ms_of, frozen_s=self._config.faults.frozen_seconds,
-            command=_command(self._config), producer=producer,
+            command=command_of(self._config), producer=producer,
         )  # fmt: skip
 
-    def restart(self) -> None:
-        """Forget which steps were planned ahead: the sampler has moved to another place."""
+    def restart(self, tables: Sequence[tuple[int, CostTable]], before: str) -> None:
+        """Go on at another place of the data, by these tables with the step that each holds from.
+
+        `before` is the `first_digest` of the job that is gone on from.
+        """
+        self._before = before
+        (_, table), *later = tables
         if self._submitted is not None:
             self.close()
-            self._service = self._start_service()
-            self._submitted = None
+            self._recipe = replace(self._recipe, table=table)
+            self._service, self._submitted = self._start_service(), None
+        elif tuple(tables) == self.tables:
+            return
+        else:
+            self.use_table(table)
+        self.tables = ((0, table),)
+        for first, table in later:
+            self.use_table(table, first)
+
+    @property
+    def first_digest(self) -> str:
+        """Of the recipe without corrections, on rank 0 once a plan was made; else empty."""
+        if self._service is None or self._service.kernels == "auto":
+            return ""
+        options = replace(self._recipe.options, kernels=self._service.kernels)
+        return replace(self._recipe, table=self.first_table, options=options).digest
 
     @property
     def strategies(self) -> tuple[StrategyShape, ...]:
@@ -198,7 +207,7 @@ class PlanSource:
         if self._rank == 0:
             try:
                 planned = make(self._keeps_waiting(telling))
-                text = _encode(planned)
+                text = planned.to_text()
             except Exception as error:
                 mine, text = error, _FAILED + as_text(error)
         text = telling.tell(text)
@@ -208,7 +217,12 @@ class PlanSource:
             cause = text.removeprefix(_FAILED)
             failed = mine or error_from(cause, f"planning step {step + 1} failed on rank 0")
             raise mark_told(failed, Told(0, cause, here=mine is not None))
-        planned = planned or _decode(text)
+        if self._before and planned is not None and self.first_digest:
+            if self._before != self.first_digest:
+                logger.info("plans follow from other costs, strategies, options, packages or ranks than those of the "
+                            "checkpoint did, so steps may be planned otherwise than they would have been")  # fmt: skip
+            self._before = ""
+        planned = planned or PlannedStep.of_text(text)
         plan = planned.plan
         # The ranks' samplers must agree, but a rank may have been given other data by its script. Then a plan of rank
         # 0's ids would train on other sequences here, without any error further down.
@@ -224,8 +238,7 @@ class PlanSource:
 
     def _keeps_waiting(self, telling: Telling) -> Waiting:
         """Tells the other ranks to wait on, long before they would give up: a plan may take longer than a message."""
-        every_s = self._config.timeout_seconds / 4
-        last_s = 0.0
+        every_s, last_s = self._config.timeout_seconds / 4, 0.0
 
         def waiting(waited_s: float) -> None:
             nonlocal last_s
@@ -234,13 +247,3 @@ class PlanSource:
                 telling.tell(_WAITING)
 
         return waiting
-
-
-def _encode(planned: PlannedStep) -> str:
-    head = {field.name: getattr(planned, field.name) for field in fields(planned) if field.name != "plan"}
-    return f"{json.dumps(head)}\n{planned.plan.to_json()}"
-
-
-def _decode(text: str) -> PlannedStep:
-    head, plan = text.split("\n", 1)
-    return PlannedStep(StepPlan.from_json(plan, "rank 0's plan"), **json.loads(head))

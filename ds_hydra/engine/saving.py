@@ -69,8 +69,7 @@ class Saving:
             self._moved()
 
     def _moved(self) -> None:
-        """Tell plans and log that training continues at another step."""
-        self._crew.plans.restart()
+        """Tell the log that training continues at another step."""
         self._host.step_log.rewind(self._host.global_steps)
 
     def when_due(self, request: int) -> None:

@@ -28,6 +28,11 @@ class Generations:
     def __iter__(self) -> Iterator[int]:
         return iter(self._recipes)
 
+    @property
+    def kernels(self) -> str:
+        """Those of all recipes: "auto" until they are settled."""
+        return self._recipes[max(self._recipes)].options.kernels
+
     def add(self, table: CostTable, first: int) -> int:
         """Plan by another table from step `first` on; the number of its recipe."""
         last = max(self._recipes)

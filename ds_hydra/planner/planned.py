@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from ds_hydra.plan.step_plan import StepPlan
@@ -29,6 +29,16 @@ class PlannedStep:
     waited_ms: float = 0.0
     made_by: MadeBy = "here"
     recipe: str = ""
+
+    def to_text(self) -> str:
+        """For other ranks; `of_text` is the inverse."""
+        told = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "plan"}
+        return f"{json.dumps(told)}\n{self.plan.to_json()}"
+
+    @classmethod
+    def of_text(cls, text: str) -> PlannedStep:
+        told, plan = text.split("\n", 1)
+        return cls(StepPlan.from_json(plan, "rank 0's plan"), **json.loads(told))
 
 
 @dataclass(frozen=True, slots=True)

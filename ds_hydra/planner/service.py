@@ -150,6 +150,11 @@ class PlannerService:
         self.close()
 
     @property
+    def kernels(self) -> str:
+        """What all plans are made by; "auto" until that is decided."""
+        return self._generations.kernels
+
+    @property
     def producer_pid(self) -> int | None:
         """Process id of the producer; None when there is none."""
         return self._producer.process.pid if self._producer else None

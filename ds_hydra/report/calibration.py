@@ -12,11 +12,13 @@ made with. The median ignores the odd slow step: of the ratios 1.02, 1.03, 1.01,
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from statistics import median
+from typing import Any
 
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.table_file import TableFile
@@ -98,13 +100,33 @@ class StepCosts:
 class Calibration:
     """Predicts steps and learns from their measured times. The same calls give the same results on every rank."""
 
-    def __init__(self, table: CostTable, num_layers: int, found: TableFile | None = None) -> None:
+    def __init__(
+        self,
+        table: CostTable,
+        num_layers: int,
+        found: TableFile | None = None,
+        state: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """With a `state` it goes on where another one was. Raises ValueError, TypeError or KeyError for a wrong one."""
         self._table = table
         self._stages = {cost.scheme: stage_loads(cost, num_layers, found) for cost in table.costs}
         self._step = StepCosts.of(None if found is None else found.step)
         self._ratios: dict[ParallelScheme | PipelineShape, deque[float]] = {}
         self._overheads: dict[str, deque[float]] = {}
         self._applied: dict[ParallelScheme | PipelineShape, float] = {}
+        if state is not None:
+            schemes = {str(scheme): scheme for scheme in self._stages}
+            self._ratios = {schemes[name]: _window(seen) for name, seen in state["ratios"].items()}
+            self._overheads = {str(name): _window(seen) for name, seen in state["overheads"].items()}
+            self._applied = {schemes[name]: _figure(factor) for name, factor in state["applied"].items()}
+
+    def state(self) -> dict[str, dict[str, Any]]:
+        """All that it has learnt, as JSON holds it."""
+        return {
+            "ratios": {str(scheme): list(seen) for scheme, seen in self._ratios.items()},
+            "overheads": {strategy: list(seen) for strategy, seen in self._overheads.items()},
+            "applied": {str(scheme): factor for scheme, factor in self._applied.items()},
+        }
 
     @property
     def factors(self) -> dict[ParallelScheme | PipelineShape, float]:
@@ -165,6 +187,17 @@ class Calibration:
         self._applied.update(factors)
         costs = tuple(_scaled(cost, self._applied.get(cost.scheme, 1.0)) for cost in self._table.costs)
         return CostTable(costs, self._table.source)
+
+
+def _window(seen: Iterable[Any]) -> deque[float]:
+    return deque(map(_figure, seen), maxlen=WINDOW)
+
+
+def _figure(value: Any) -> float:
+    """The value; ValueError or TypeError unless it is a finite number from 0 on."""
+    if isinstance(value, bool | str) or not 0.0 <= float(value) < math.inf:
+        raise ValueError(f"{str(value)[:40]!r} is no time")
+    return float(value)
 
 
 def _median_of_all(seen: Iterable[Iterable[float]], otherwise: float) -> float:

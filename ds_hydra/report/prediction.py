@@ -21,7 +21,17 @@ class StepWatch:
         """`num_elements` are the master elements of one rank."""
         self.mode = mode
         self._num_elements = num_elements
-        self._calibration = Calibration(found.table, num_layers, found)
+        self._found, self._num_layers = found, num_layers
+        self.calibration = self.fresh()
+
+    @property
+    def applies(self) -> bool:
+        """Whether plans are made by corrected costs."""
+        return self.mode == "apply"
+
+    def fresh(self, state: Mapping[str, Any] | None = None) -> Calibration:
+        """A calibration that has learnt nothing, or what `Calibration.state` told."""
+        return Calibration(self._found.table, self._num_layers, self._found, state)
 
     def fields(
         self,
@@ -35,11 +45,11 @@ class StepWatch:
         """Fields of the step's record; it learns from the step afterwards. With mode "off" there are none."""
         if self.mode == "off":
             return {}
-        prediction = self._calibration.predict(plan, self._num_elements, moved_bytes)
-        corrected = self._calibration.correct(plan, prediction)
-        factors = self._calibration.factors
+        prediction = self.calibration.predict(plan, self._num_elements, moved_bytes)
+        corrected = self.calibration.correct(plan, prediction)
+        factors = self.calibration.factors
         # Only now: a prediction that had already learnt from its own step would always be right.
-        self._calibration.observe(plan, prediction, pipeline_ms, step_ms)
+        self.calibration.observe(plan, prediction, pipeline_ms, step_ms)
         return {
             "predicted_step_ms": prediction.step_ms,
             "corrected_step_ms": corrected,
@@ -51,4 +61,4 @@ class StepWatch:
 
     def new_table(self, step: int) -> CostTable | None:
         """With mode "apply", every 16 steps: a corrected cost table to plan with from then on. Otherwise None."""
-        return self._calibration.corrected_table(step) if self.mode == "apply" else None
+        return self.calibration.corrected_table(step) if self.applies else None

@@ -319,6 +319,29 @@ def test_factors_follow_what_was_measured() -> None:
     assert calibration.corrected_table(32) is None  # nothing has moved since
 
 
+def test_what_was_learnt_goes_on_from_a_checkpoint() -> None:
+    """The next correction is that of the job that was stopped: same times, same factors that count as applied."""
+    one, ratio = Calibration(TABLE, 4), 1.5
+    for _ in range(2):
+        for _ in range(LEAST):
+            one.observe(PLAN, (now := one.predict(PLAN)), [ratio * now.pipeline_ms[0]], 2 * now.pipeline_ms[0])
+            ratio += 0.125
+        assert one.corrected_table(16) is not None
+        other = Calibration(TABLE, 4, state=json.loads(json.dumps(one.state())))
+        assert other.state() == one.state()
+        assert other.corrected_table(16) is None
+    for calibration in (one, other):
+        for _ in range(LEAST):
+            calibration.observe(PLAN, now, [3 * now.pipeline_ms[0]], 4 * now.pipeline_ms[0])
+    found = one.corrected_table(32)
+    assert found is not None
+    assert found == other.corrected_table(32)
+    for wrong in ({}, {**one.state(), "applied": {"tp7": 1.0}}, {**one.state(), "ratios": {"pp2": ["1"]}},
+                  {**one.state(), "overheads": {"pp2": [float("inf")]}}):  # fmt: skip
+        with pytest.raises((ValueError, TypeError, KeyError)):
+            Calibration(TABLE, 4, state=wrong)
+
+
 def test_memory_constants_name_their_source() -> None:
     record = json.loads((Path(TABLES) / "a800_memory.json").read_text())
     assert "Apache-2.0" in record["source"]

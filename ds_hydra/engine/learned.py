@@ -1,0 +1,81 @@
+"""What measured times have taught the planner in; its part of a checkpoint out, and back: plans go on as they were.
+
+[Note: corrections at fixed steps]
+With `cost_correction: "apply"` plans follow from the times of earlier steps. A correction that is found after step 16
+holds from step 18 on: where steps are made ready step 17 is planned by then, and where they are not its plan is to be
+the same. A checkpoint of step 16 or 17 has both tables, with the step that each holds from, and the times that the next
+correction will be made of. So until it measures times of its own, a restart plans what the job would have planned.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ds_hydra.costs.cost_table import CostTable
+from ds_hydra.costs.table_file import read_table, table_record
+from ds_hydra.engine.plan_source import PlanSource
+from ds_hydra.report.calibration import Calibration
+from ds_hydra.report.prediction import StepWatch
+from ds_hydra.zero_hetero.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+
+class Restored(NamedTuple):
+    """What `Learned.read` made of a checkpoint, and `restore` assigns."""
+
+    recipe: str  # digest, without corrections; empty where it was not known
+    tables: tuple[tuple[int, CostTable], ...]  # with the step that each holds from, counted from 0
+    calibration: Calibration
+
+
+class Learned:
+    """Corrects the costs that plans are made by, and keeps that in checkpoints. Every rank makes the same calls."""
+
+    def __init__(self, watch: StepWatch, plans: PlanSource):
+        self._watch, self._plans = watch, plans
+
+    def correct(self, step: int) -> None:
+        """After `step`, counted from 1: plan by corrected costs, if the config asks for that and there are new ones."""
+        table = self._watch.new_table(step)
+        if table is not None:
+            self._plans.use_table(table, step + 1)  # [Note: corrections at fixed steps]
+
+    def saved(self) -> dict[str, Any]:
+        """For a checkpoint, as JSON holds it."""
+        record: dict[str, Any] = {"recipe": self._plans.first_digest}
+        if self._watch.applies:
+            record["tables"] = [[first, table_record(table)] for first, table in self._plans.tables]
+            record["first_table"] = table_record(self._plans.first_table)
+            record["calibration"] = self._watch.calibration.state()
+        return record
+
+    def read(self, saved: Mapping[str, Any] | None) -> Restored:
+        """What to go on with. Nothing is changed; CheckpointError for what `saved` has not written."""
+        fresh = Restored("", ((0, self._plans.first_table),), self._watch.fresh())
+        if saved is None:
+            return fresh
+        try:
+            fresh = fresh._replace(recipe=str(saved["recipe"]))
+            if not self._watch.applies or "tables" not in saved:
+                return fresh
+            if read_table(saved["first_table"], "the cost table") != self._plans.first_table:
+                logger.info(
+                    "corrections of costs begin anew: the checkpoint's are of another cost table or other ranks"
+                )
+                return fresh
+            tables = tuple((int(first), read_table(table, "the cost table")) for first, table in saved["tables"])
+            if not tables or any(table.schemes != self._plans.first_table.schemes for _, table in tables):
+                raise ValueError("its tables have other schemes than the job's")
+            return fresh._replace(tables=tables, calibration=self._watch.fresh(saved["calibration"]))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise CheckpointError(
+                f"its corrections of costs cannot be read ({type(error).__name__}: {error})"
+            ) from None
+
+    def restore(self, restored: Restored) -> None:
+        """Go on with what was read, at another step: what was planned ahead is forgotten."""
+        self._watch.calibration = restored.calibration
+        self._plans.restart(restored.tables, restored.recipe)

@@ -1,0 +1,21 @@
+"""A job's config in, the process that plans its steps out, started before all else. Pure: no torch."""
+
+from __future__ import annotations
+
+from ds_hydra.config.hydra_block import HydraConfig
+from ds_hydra.planner.producer_process import BEAT_S, ProducerProcess, producer_command
+
+
+def command_of(config: HydraConfig) -> tuple[str, ...]:
+    """How the process is started. It tells that it is alive well within the time after which it is frozen."""
+    return producer_command("ds_hydra.simulate.producer", min(BEAT_S, config.faults.frozen_seconds / 4))
+
+
+def start_producer(config: HydraConfig, rank: int) -> ProducerProcess | None:
+    """On rank 0: the process, which compiles its kernels from now on; None where there is to be none."""
+    if rank != 0 or config.planner.ahead == 0:
+        return None
+    producer = ProducerProcess(command_of(config))
+    if config.choose != "replay":
+        producer.send({"kernels": "auto"})
+    return producer
