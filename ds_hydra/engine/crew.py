@@ -6,7 +6,8 @@ Every part needs some of those before it, and what can be refused is refused bef
   watchdog      first: from then on a rank that fails, dies or freezes ends the others too
   prepare       reads the cost table and checks data, strategies and memory: no memory is allocated before it passes
   stages        of all candidates are built once without memory, so that a step which uses one first does not fail
-  masters       the parameters that this rank owns, with the model's values
+  masters       the parameters that this rank owns, with the model's values; with these the longest and the shortest
+                sequence are tried, while there is memory
   optimizer     over views of the masters; the LR scheduler is made on it
   loss scale    knows its type and its config from the engine
   update        masters, optimizer and loss scale
@@ -42,6 +43,7 @@ from ds_hydra.engine.learned import Learned
 from ds_hydra.engine.plan_source import PlanSource
 from ds_hydra.engine.prepare import Prepared, prepare
 from ds_hydra.engine.producer import start_producer
+from ds_hydra.engine.real_sequences import RealSequences
 from ds_hydra.engine.signals import Signals
 from ds_hydra.engine.simulated import exposed_of, simulated_job
 from ds_hydra.engine.tracing import Tracing
@@ -108,8 +110,10 @@ class Crew:
             self.masters = ModelMasters(
                 job.source, world.rank, world.num_ranks, world.device, job.types.masters, job.types.compute
             )
+        self.real_sequences = RealSequences(job, world, self.masters, self.prepared.hidden)
         if initial:
             give_masters(self.masters, job, world)
+            self.real_sequences.before_training()
         with together(world.channel, "making the optimizer"):
             # Its parameters are views of the masters: its step changes what the next pull sends, with no copy.
             groups = self.masters.trained.param_groups([{"names": group.names} for group in job.recipe.groups])

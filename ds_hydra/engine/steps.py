@@ -115,6 +115,7 @@ class Steps:
         if made is not None and made.built is not None:
             return made.planned, made.built
         planned, data = handed[:2] if handed else self._drawn(made.planned if made else None)
+        crew.real_sequences.before_step(planned.plan, data, crew.stepper.strategy_of)
         built = crew.stepper.build_together(
             planned.plan, data, crew.plans.table_of(host.global_steps), host.global_steps + 1
         )

@@ -32,7 +32,22 @@ def copy_in_few_layers(
     path = find_layers(model, model.config.get_text_config().num_hidden_layers)
     layers: Any = model.get_submodule(path)
     kept, kinds = kept_layers(model, layers, max(2, *(scheme.parts * scheme.pp for scheme in schemes)))
-    small = copy_to_meta(model)
+    small = with_layers(model, path, kept)
+    rows = _cut_vocabulary(small, max(_ROWS, vocabulary))
+    for config in _configs(small):
+        _shorten(config, rows)
+    bytes_needed = 8 * copies_at_once(schemes) * sum(parameter.numel() for parameter in small.parameters())
+    if bytes_needed > memory_bytes:
+        raise MemoryError(
+            f"{len(kept)} layers of {kinds} kinds take {bytes_needed / 2**30:.1f} GiB of {memory_bytes / 2**30:.1f} GiB"
+        )
+    _draw(small)
+    return small.to("cpu", torch.float64), len(kept)  # buffers of a model on a GPU are still there
+
+
+def with_layers(model: Any, path: str, kept: Sequence[int]) -> Any:
+    """A copy on the meta device with the layers `kept` of those at `path`, and the gradient hooks of parameters."""
+    small, layers = copy_to_meta(model), model.get_submodule(path)
     for name, hooks in parameter_hooks(model).items():
         for hook in hooks:
             small.get_parameter(name).register_hook(hook)
@@ -43,16 +58,18 @@ def copy_in_few_layers(
         for module in layer.modules():
             if "layer_idx" in vars(module):
                 module.layer_idx = index
-    rows = _cut_vocabulary(small, max(_ROWS, vocabulary))
-    for config in {id(c): c for c in (small.config, small.config.get_text_config())}.values():
-        _adjust(config, len(layers), kept, rows)
-    bytes_needed = 8 * copies_at_once(schemes) * sum(parameter.numel() for parameter in small.parameters())
-    if bytes_needed > memory_bytes:
-        raise MemoryError(
-            f"{len(kept)} layers of {kinds} kinds take {bytes_needed / 2**30:.1f} GiB of {memory_bytes / 2**30:.1f} GiB"
-        )
-    _draw(small)
-    return small.to("cpu", torch.float64), len(kept)  # buffers of a model on a GPU are still there
+    for config in _configs(small):
+        values = vars(config)
+        for key, value in list(values.items()):
+            if isinstance(value, list | tuple) and len(value) == len(layers):
+                values[key] = type(value)(value[index] for index in kept)
+            elif isinstance(value, int) and value == len(layers) and "layer" in key:
+                values[key] = len(kept)
+    return small
+
+
+def _configs(model: Any) -> list[Any]:
+    return list({id(c): c for c in (model.config, model.config.get_text_config())}.values())
 
 
 def _cut_vocabulary(model: Any, rows: int) -> int:
@@ -77,14 +94,10 @@ def _cut_vocabulary(model: Any, rows: int) -> int:
     return rows
 
 
-def _adjust(config: Any, num_layers: int, kept: Sequence[int], rows: int) -> None:
+def _shorten(config: Any, rows: int) -> None:
     values = vars(config)
     for key, value in list(values.items()):
-        if isinstance(value, list | tuple) and len(value) == num_layers:
-            values[key] = type(value)(value[index] for index in kept)
-        elif isinstance(value, int) and value == num_layers and "layer" in key:
-            values[key] = len(kept)
-        elif isinstance(value, dict) and "original_max_position_embeddings" in value:
+        if isinstance(value, dict) and "original_max_position_embeddings" in value:
             values[key] = value | {"original_max_position_embeddings": FEW_POSITIONS}
     if "vocab_size" in values:
         values["vocab_size"] = rows

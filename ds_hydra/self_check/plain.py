@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from ds_hydra.pipe.models.draws import Draws, Keys, Place
 from ds_hydra.pipe.models.random_calls import DROPOUTS, FROM_UNIFORM, dropout_of
 from ds_hydra.pipe.rows import Pack
 from ds_hydra.self_check.precision import doubled
-from ds_hydra.self_check.runs import CPU, Data, Outcome
+from ds_hydra.self_check.runs import Data, Outcome
 
 
 class Plain:
@@ -64,7 +64,7 @@ class Plain:
 
     def run(self, data: Data, sequence: int) -> Any:
         """What the model returns for a sequence, in the mode that it is in."""
-        tokens = torch.from_numpy(data.sequences[sequence])
+        tokens = torch.from_numpy(data.sequences[sequence]).to(next(self.model.parameters()).device)
         with self._draws.of(self._keys(len(tokens), sequence)):
             return self.model(input_ids=tokens[None], use_cache=False)
 
@@ -93,11 +93,14 @@ class Plain:
         return f"{float(loss):.6g} for labels whose cross entropy is {float(shifted):.6g}"
 
     def _train(self, data: Data, order: Sequence[int]) -> tuple[float, dict[str, Tensor]]:
+        return self._train_by(lambda sequence: self._loss(data, sequence, backward=True), order)
+
+    def _train_by(self, run: Callable[[int], float], order: Sequence[int]) -> tuple[float, dict[str, Tensor]]:
         model = self.model
         model.zero_grad(set_to_none=True)
         model.train()
         with _Coins(self._draws):
-            loss = sum(self._loss(data, sequence, backward=True) for sequence in order)
+            loss = sum(run(sequence) for sequence in order)
         gradients = {
             name: torch.zeros_like(p) if p.grad is None else p.grad
             for name, p in model.named_parameters()
@@ -105,6 +108,28 @@ class Plain:
         }
         model.zero_grad(set_to_none=True)
         return loss, gradients
+
+    def gradients_of(
+        self, data: Data, factor: float, loss_of: Callable[[Tensor, Tensor], Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Each token's loss, (tokens of all sequences,), and the gradients of the sum of `factor` * loss, by name, in
+        the dtype that the model has. `loss_of` maps logits (T, V) and labels (T,) to the losses (T,)."""
+        found = []
+
+        def of_sequence(sequence: int) -> float:
+            targets = torch.from_numpy(data.load(sequence)[1])
+            out = self.run(data, sequence)
+            targets = targets.to(out.logits.device)
+            losses = loss_of(out.logits[0], targets)
+            whole = losses.sum()
+            if self._balancing is not None:
+                whole = whole + int((targets != IGNORED).sum()) * self._balancing.loss(out.router_logits)
+            (factor * whole).backward()
+            found.append(losses.detach())
+            return 0.0
+
+        _, gradients = self._train_by(of_sequence, range(len(data.sequences)))
+        return torch.cat(found), gradients
 
     def _evaluate(self, data: Data) -> float:
         self.model.eval()
@@ -124,7 +149,7 @@ class Plain:
     def _keys(self, tokens: int, sequence: int) -> Keys | None:
         if not self._draws.widths or not self.model.training:
             return None
-        return Keys.of(Pack((tokens,), keys=(sequence_key(0, sequence),)), CPU)
+        return Keys.of(Pack((tokens,), keys=(sequence_key(0, sequence),)), next(self.model.parameters()).device)
 
 
 class _PlainDraws(Draws):

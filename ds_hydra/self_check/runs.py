@@ -36,8 +36,8 @@ from ds_hydra.pipe.stage import (
 from ds_hydra.plan.phase import MicroBatchPlan, PipelinePlan, Span
 from ds_hydra.plan.works import batches_of
 from ds_hydra.self_check.precision import doubled
-from ds_hydra.self_check.schemes import BASE
-from ds_hydra.step.batching import build_batches
+from ds_hydra.self_check.schemes import BASE, uneven_pipeline
+from ds_hydra.step.batching import RankBatches, build_batches
 from ds_hydra.watchdog import Activity
 from ds_hydra.zero_hetero.clock import Stopwatch
 from ds_hydra.zero_hetero.layout import Piece
@@ -121,6 +121,25 @@ def run_pipeline(source: ModelSource, pipeline: Pipeline, data: Data) -> Outcome
         return loss, worker.evaluate(data)
 
     losses, exact = on_all_ranks(source, pipeline, program)
+    gradients = _gradients(source, totals)
+    return Outcome(sum(loss for loss, _ in losses), sum(evaluated for _, evaluated in losses), gradients, exact)
+
+
+def run_stage(
+    source: ModelSource, data: Data, *, factor: float, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """A training step of the whole model as one stage, in a dtype: each token's loss, (tokens of all sequences,) in the
+    order in which they are packed, and the gradients of the sum of `factor` * loss, by name."""
+    worker = RankOfPipeline(source, uneven_pipeline(BASE, source.plan.num_layers), 0, InProcessRanks(1), device, dtype)
+    worker.install(_flat_values(source, dtype), {})
+    losses = worker.train_keeping(data, factor)
+    totals = {bucket.name: torch.zeros(bucket.numel, dtype=dtype, device=device) for bucket in source.plan.buckets}
+    worker.contribute(totals)
+    return losses, _gradients(source, totals)
+
+
+def _gradients(source: ModelSource, totals: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """By name, of flat ones by bucket."""
     gradients: dict[str, Tensor] = {}
     for bucket in source.plan.buckets:
         start = 0
@@ -129,7 +148,7 @@ def run_pipeline(source: ModelSource, pipeline: Pipeline, data: Data) -> Outcome
             if bucket.trainable:
                 gradients[param.name] = from_flat(flat, param.shape, param.rule.dim, param.rule.parts)
             start += param.numel
-    return Outcome(sum(loss for loss, _ in losses), sum(evaluated for _, evaluated in losses), gradients, exact)
+    return gradients
 
 
 def on_all_ranks(
@@ -149,11 +168,11 @@ def on_all_ranks(
         return ranks.run(body), mode.exact
 
 
-def _flat_values(source: ModelSource) -> dict[str, Tensor]:
+def _flat_values(source: ModelSource, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
     """Each bucket's parameters in flat order."""
     return {
         bucket.name: torch.cat(
-            [to_flat(source.values[p.name], p.rule.dim, p.rule.parts).double() for p in bucket.params]
+            [to_flat(source.values[p.name], p.rule.dim, p.rule.parts).to(dtype) for p in bucket.params]
         )
         for bucket in source.plan.buckets
     }
@@ -162,8 +181,17 @@ def _flat_values(source: ModelSource) -> dict[str, Tensor]:
 class RankOfPipeline:
     """One rank: its stage, the parameters that it holds, and what it contributes to the gradients."""
 
-    def __init__(self, source: ModelSource, pipeline: Pipeline, rank: int, ranks: InProcessRanks):
+    def __init__(
+        self,
+        source: ModelSource,
+        pipeline: Pipeline,
+        rank: int,
+        ranks: InProcessRanks,
+        device: torch.device = CPU,
+        dtype: torch.dtype = torch.float64,
+    ):
         self.rank, self._plan, self._strategy = rank, source.plan, Strategy((pipeline,))
+        self._device, self._dtype = device, dtype
         self._balances = source.balances
         self.index, self._num_stages = pipeline.stage_index(rank), len(pipeline.stages)
         places = StagePlace.all_of(
@@ -171,11 +199,11 @@ class RankOfPipeline:
             token_sharding=source.plan.token_sharding, overlap=source.overlap._replace(least_tokens=0),
         )  # fmt: skip
         self.place = places[-1]  # that of the loss, if the rank has it
-        self.parts: tuple[StageModule, ...] = tuple(source.build(place, CPU, torch.float64) for place in places)
+        self.parts: tuple[StageModule, ...] = tuple(source.build(place, device, dtype) for place in places)
         self._grads: dict[str, Tensor] = {}
         self._runtime = StageRuntime(
-            self.parts, pipeline, rank, ranks.transport(rank), [widths(source, place) for place in places], CPU,
-            torch.float64, activity=Activity(), watch=Stopwatch(None),
+            self.parts, pipeline, rank, ranks.transport(rank), [widths(source, place) for place in places], device,
+            dtype, activity=Activity(), watch=Stopwatch(None),
         )  # fmt: skip
 
     def install(self, values: Mapping[str, Tensor], shards: Shards) -> None:
@@ -184,7 +212,7 @@ class RankOfPipeline:
             layout = self._plan.pull_layout(bucket, self._strategy)
             pieces = tuple(layout.pieces[self.rank])
             if (bucket.name, pieces) not in shards:
-                buffer = torch.empty(layout.sizes[self.rank], dtype=torch.float64)
+                buffer = torch.empty(layout.sizes[self.rank], dtype=self._dtype, device=self._device)
                 for start, stop, offset in pieces:
                     buffer[offset : offset + stop - start] = values[bucket.name][start:stop]
                 shards[bucket.name, pieces] = buffer
@@ -208,6 +236,19 @@ class RankOfPipeline:
         slots = training_slots(self.place.schedule, known, self._num_stages, self.index)
         return self._run(slots, batches)
 
+    def train_keeping(self, data: Data, factor: float) -> Tensor:
+        """`train` with each token's loss counted `factor` times; the losses themselves, (tokens,), on one rank."""
+        packed = self._packed(data).on(self._device).keeping_losses()
+        for batch in packed.batches:
+            for weights in (batch.weights, batch.balance and batch.balance.weights):
+                if weights is not None:
+                    weights.mul_(factor)
+        known = known_to_schedules(data, 1)
+        self._run(training_slots(self.place.schedule, known, 1, 0), packed.batches)
+        kept = (batch.token_losses for batch in packed.batches)
+        return torch.cat([losses[: batch.pack.num_tokens] for losses, batch in zip(kept, packed.batches, strict=True)
+                          if losses is not None])  # fmt: skip
+
     def evaluate(self, data: Data) -> float:
         """The forwards of an evaluation; this rank's share of the loss."""
         return self.forward(data, training=False)
@@ -224,10 +265,13 @@ class RankOfPipeline:
         return [batch.pack.tokens[self.place.sp_rank] for batch in self._batches(data)]
 
     def _batches(self, data: Data) -> Sequence[MicroBatch]:
+        return self._packed(data).batches
+
+    def _packed(self, data: Data) -> RankBatches:
         ids = range(len(data.sequences))
         return build_batches(
-            data.microbatches, ids, self.place, data.load, "token", CPU, balances=self._balances
-        ).batches
+            data.microbatches, ids, self.place, data.load, "token", self._device, balances=self._balances
+        )
 
     def _run(self, slots: Sequence[Slot], batches: Sequence[MicroBatch]) -> float:
         loss = self._runtime.run(slots, batches)

@@ -1,0 +1,111 @@
+"""Real sequences through a stage and through the model's own forward, in the job's type."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ds_hydra.data.tokens import TokenSequence
+from ds_hydra.pipe.models.causal_lm import CausalLM
+from ds_hydra.self_check.few_layers import with_layers
+from ds_hydra.self_check.real import OwnModel, RealData, difference_on
+from tests.support.families import build_model, vocab_size
+
+CPU = torch.device("cpu")
+PAIR = (23, 9)  # of tokens, which drawn sequences hardly have
+
+
+def real_data(vocabulary: int, lengths: tuple[int, ...] = (7, 90, 7)) -> RealData:
+    draw = np.random.default_rng(0)
+    sequences = []
+    for length in lengths:
+        tokens = draw.integers(4, vocabulary, length)
+        tokens[1:3] = PAIR
+        labels = np.append(tokens[1:], -100)
+        labels[: length // 3] = -100
+        sequences.append(TokenSequence(tokens, labels, 3.0))
+    return RealData.of(sequences)
+
+
+def difference(model: Any, dtype: torch.dtype, lengths: tuple[int, ...] = (7, 90), **options: Any) -> str | None:
+    values = {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)}
+    own = OwnModel(model, values, CausalLM(model, **options))
+    return difference_on(own, real_data(vocab_size("llama"), lengths), dtype, CPU)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_a_llama_is_as_far_off_as_from_itself(dtype: torch.dtype) -> None:
+    model = build_model("llama", torch.float32)
+    model.model.norm.weight.requires_grad_(False)
+    model.model.layers[0].mlp.up_proj.weight.register_hook(lambda gradient: 2 * gradient)
+    assert difference(model, dtype, functions="auto", activation_checkpointing=True) is None
+
+
+@pytest.mark.parametrize("family", ["dropout (Phi)", "mixtral", "olmoe, balanced", "gemma3_text"])
+def test_other_families_agree_in_bf16(family: str) -> None:
+    assert difference(build_model(family, torch.float32), torch.bfloat16) is None
+
+
+def counts_pairs(model: Any) -> None:
+    """What no drawn token shows: a mark that counts in its pack how often one token followed another."""
+    embedding = model.model.embed_tokens
+
+    def marked(ids: Tensor) -> Tensor:
+        found = (ids[:, 1:] == PAIR[1]) & (ids[:, :-1] == PAIR[0])
+        marks = nn.functional.pad(found.cumsum(-1), (1, 0)).unsqueeze(-1)
+        values = nn.Embedding.forward(embedding, ids)
+        return values * (1 + 0.5 * marks.to(values.dtype))
+
+    embedding.forward = marked
+
+
+class Limited(nn.Module):
+    """A norm that does something else in rows of more than 80 tokens."""
+
+    def __init__(self, norm: nn.Module):
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(x)
+        return 0.7 * y if x.shape[1] > 92 else y
+
+
+def by_length(model: Any) -> None:
+    model.model.norm = Limited(model.model.norm)
+
+
+def looks_back(model: Any) -> None:
+    mlp = model.model.layers[1].mlp
+    before = mlp.forward
+    mlp.forward = lambda x: before(x) + 0.5 * nn.functional.pad(x, (0, 0, 50, 0))[:, : x.shape[1]]
+
+
+@pytest.mark.parametrize("attack", [counts_pairs, by_length, looks_back])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_packing_changes_is_found(attack: Callable[[Any], None], dtype: torch.dtype) -> None:
+    model = build_model("llama", torch.float32)
+    attack(model)
+    told = difference(model, dtype)
+    assert told is not None
+    assert "where rounding explains" in told
+
+
+def test_a_copy_in_few_layers_has_their_values() -> None:
+    model = build_model("llama_8_layers", torch.float32)
+    few = with_layers(model, "model.layers", [1, 6])
+    paths = [name for name, _ in few.named_parameters(remove_duplicate=False)]
+    names = {path: re.sub(r"layers\.([01])", lambda at: f"layers.{(1, 6)[int(at[1])]}", path) for path in paths}
+    values = {name: model.get_parameter(whole).detach() for name, whole in names.items()}
+    own = OwnModel(few, values, CausalLM(few))
+    assert difference_on(own, real_data(vocab_size("llama")), torch.float32, CPU) is None
+    assert few.config.num_hidden_layers == 2
+    values["model.norm.weight"] = values["model.norm.weight"] * float("nan")
+    with pytest.raises(FloatingPointError):
+        difference_on(own, real_data(vocab_size("llama")), torch.float32, CPU)
