@@ -21,7 +21,9 @@ from torch import Tensor, nn
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.self_check.cache import fingerprint
+from ds_hydra.self_check.check import check_strategies
 from tests.support.small_job import small_model
 
 LAG = 0
@@ -204,6 +206,12 @@ def test_what_a_model_computes_by_is_told_by_value(way: str) -> None:
 def test_of_what_cannot_be_told_no_verdict_is_kept(value: Any) -> None:
     with attribute(lambda _: {"held": [value]})(0) as model:
         assert fingerprint(model) is None
+
+
+def test_what_the_engine_itself_leaves_in_transformers_changes_nothing() -> None:
+    before = fingerprint(small_model())
+    check_strategies(small_model(), [StrategyShape.parse("tp2")], functions="auto", keep=False)
+    assert fingerprint(small_model()) == before is not None
 
 
 def test_a_value_that_holds_itself_is_told() -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ds_hydra.pipe.models.whose_code import file_of, globals_of, is_of_package, own_functions
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...), range, slice)
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...), type(NotImplemented), range, slice)
 _BY_REPR = (torch.dtype, torch.device, torch.Size, torch.layout, np.dtype, re.Pattern, PurePath, re.RegexFlag)
 _OF_C = (types.BuiltinFunctionType, types.WrapperDescriptorType, types.MethodDescriptorType,
          types.ClassMethodDescriptorType, types.GetSetDescriptorType, types.MemberDescriptorType)  # fmt: skip
@@ -88,7 +88,10 @@ class Contents:
             yield getattr(value, "__name__", None) or value.name
         elif isinstance(value, _OF_C):
             owner = getattr(value, "__self__", None)
-            yield from (value.__qualname__, None if isinstance(owner, types.ModuleType) else owner)
+            of_library = isinstance(owner, types.ModuleType) or type(owner).__name__.startswith(
+                ("PyCapsule", "pybind11")
+            )
+            yield from (value.__qualname__, None if of_library else owner)
         elif isinstance(value, types.MethodType):
             yield from (value.__func__, value.__self__)
         elif isinstance(value, staticmethod | classmethod):

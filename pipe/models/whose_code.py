@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import nn
 
-_PACKAGES = ("torch", "transformers", "peft")
+_PACKAGES = ("torch", "transformers", "peft", "ds_hydra")
 _TORCHS = frozenset(vars(nn.Module()))
 _HOOKS = tuple(key for key in _TORCHS if key.startswith(("_forward_", "_backward_")) and key.endswith("_hooks"))
 _DEPTH = 4  # functions called by functions that are looked into
