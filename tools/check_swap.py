@@ -28,12 +28,14 @@ from torch import Tensor
 
 from ds_hydra.commands.figures import figures_parser, finish, guarded, print_table
 from ds_hydra.commands.shipped import shipped
+from ds_hydra.config.hydra_block import HydraConfig, PlannerConfig
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.data.length_sources import read_lengths, sample_batches
 from ds_hydra.engine.plan_source import PlanSource
 from ds_hydra.pipe.shape import StrategyShape
-from ds_hydra.planner import PlannerOptions
+from ds_hydra.planner import PlanRecipe
 from ds_hydra.ranks.channel import Channel
+from ds_hydra.watchdog import Activity
 from tests.support.adapted_models import ADAPTED, ADAPTED_WITHOUT_TP
 from tests.support.case import Case
 from tests.support.cases import CASES
@@ -186,7 +188,13 @@ def check_plan(quick: bool, missed: list[str]) -> Rows:
     batches = sample_batches(lengths.tolist(), 200_000, count + unmeasured, 0, 32768)
     told: list[str] = []
     first, other = (
-        PlanSource(table, strategies, PlannerOptions(), None, ahead, Overheard(rank, told))
+        PlanSource(
+            PlanRecipe(table, strategies),
+            HydraConfig(200_000, planner=PlannerConfig(ahead=ahead)),
+            None,
+            Overheard(rank, told),
+            Activity(),
+        )
         for rank, ahead in ((0, 2), (1, 0))
     )
 

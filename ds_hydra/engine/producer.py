@@ -13,9 +13,8 @@ def command_of(config: HydraConfig) -> tuple[str, ...]:
 
 def start_producer(config: HydraConfig, rank: int) -> ProducerProcess | None:
     """On rank 0: the process, which compiles its kernels from now on; None where there is to be none."""
-    if rank != 0 or config.planner.ahead == 0:
+    if rank != 0 or config.planner.ahead == 0 or config.choose == "replay":
         return None
     producer = ProducerProcess(command_of(config))
-    if config.choose != "replay":
-        producer.send({"kernels": "auto"})
+    producer.send({"kernels": "auto"})
     return producer

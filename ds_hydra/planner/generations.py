@@ -63,7 +63,7 @@ class Generations:
         ):
             raise InvalidAnswerError(
                 f"it plans by the recipe {ready['ready']} with {ready['kernels']} kernels, which is not this job's: "
-                "installed packages or the file to replay have changed since the job began"
+                "installed packages have changed since the job began"
             )
         return self.settle(number, ready["kernels"])
 

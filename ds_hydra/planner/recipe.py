@@ -72,10 +72,8 @@ class PlanRecipe:
 
     @functools.cached_property
     def digest(self) -> str:
-        """16 hex digits of the recipe, of the versions of what computes, and of the plans that are replayed."""
-        replayed = self.options.replay_file
-        parts = [self.text, *_versions(), "" if replayed is None else hashlib.sha256(_content(replayed)).hexdigest()]
-        return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+        """16 hex digits of the recipe and of the versions of what computes."""
+        return hashlib.sha256("\n".join([self.text, *_versions()]).encode()).hexdigest()[:16]
 
     def settled(self) -> PlanRecipe:
         """The recipe with its kernels decided, and compiled if these are."""
@@ -124,7 +122,3 @@ def _versions() -> tuple[str, ...]:
         for file in sorted((Path(__file__).parents[1] / folder).rglob("*.py")):
             own.update(file.read_bytes())
     return own.hexdigest(), *(f"{name} {metadata.version(name)}" for name in ("numba", "numpy", "highspy"))
-
-
-def _content(file: str) -> bytes:
-    return Path(file).read_bytes()

@@ -65,10 +65,10 @@ class _Patience:
 class PlannerService:
     """Plans steps ahead of their use: `submit` the coming batches, `get` each step's plan.
 
-    At most `ahead` steps are with the producer at a time; more may be submitted and wait here. With `ahead` 0 there is
-    none, and plans are made in this process. `simulation` is for recipes with a job's record, and `command` starts a
-    producer with the same one; `producer` is one that has been started. `restarts` counts by reason: "died", "frozen",
-    "garbage" or "invalid".
+    At most `ahead` steps are with the producer at a time; more may be submitted and wait here. With `ahead` 0, or where
+    plans are replayed, there is none, and plans are made in this process. `simulation` is for recipes with a job's
+    record, and `command` starts a producer with the same one; `producer` is one that has been started. `restarts`
+    counts by reason: "died", "frozen", "garbage" or "invalid".
     """
 
     def __init__(
@@ -86,14 +86,18 @@ class PlannerService:
         self._ahead, self._simulation, self._frozen_s = ahead, simulation, frozen_s
         self._turn_s = min(BEAT_S, frozen_s / 4)
         self._command = command or producer_command(beat_s=self._turn_s)
-        self._generations = Generations(recipe)
         self._here: dict[int, Planner] = {}
+        replays = recipe.options.choose == "replay"
+        if replays:  # plans that are there already need no producer; their file is read now, and once
+            recipe = recipe.settled()
+            self._here[0] = recipe.planner(simulation)
+        self._generations = Generations(recipe)
         self.restarts: Counter[str] = Counter()
         self._failures_in_a_row = 0
         self._requests: OrderedDict[int, Request] = OrderedDict()
         self._sent: set[int] = set()
         self._producer: ProducerProcess | None = None
-        if ahead > 0:
+        if ahead > 0 and not replays:
             self._start(producer)
 
     def use_table(self, cost_table: CostTable, first: int = 0) -> None:
@@ -236,11 +240,7 @@ class PlannerService:
         self._failures_in_a_row += 1
         # A machine on which no child process can live (no memory left, for one) must not start one in every step.
         if self._failures_in_a_row > _RESTARTS_IN_A_ROW:
-            logger.warning(
-                "planner: the producer failed %d times in a row (%s); plans are made in this process from now on",
-                self._failures_in_a_row,
-                reason,
-            )
+            logger.warning("planner: the producer %s again; plans are made in this process from now on", _SAID[reason])
             return
         self.restarts[reason] += 1
         logger.warning("planner: the producer %s; another one is started and asked the same", _SAID[reason])

@@ -6,15 +6,27 @@ import random
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.plan.phase import MicroBatchPlan, PipelinePlan, Span
 from ds_hydra.plan.simulate import simulate_pipeline, simulated_ms
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.plan.validate import validate_plan
+from ds_hydra.planner import PlanRecipe
 from ds_hydra.zero_hetero.errors import PlanError
 
 _LONG = 10  # tokens of a sequence that may be cut
+
+
+def replaying(engine: Any, file: str) -> Any:
+    """The plans of a file, for an engine to go on with."""
+    from ds_hydra.engine.plan_source import PlanSource
+
+    plans, config = engine.crew.plans, engine.job.config
+    options = replace(config.planner_options(), choose="replay", replay_file=file)
+    recipe = PlanRecipe(plans.table, plans.strategies, options)
+    return PlanSource(recipe, config, engine.job.sampler, engine.crew.world.channel, engine.crew.activity)
 
 
 def in_slices(plan: StepPlan, table: CostTable, seed: int = 0) -> StepPlan:

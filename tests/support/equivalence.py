@@ -29,7 +29,7 @@ from ds_hydra.pipe.stage import ModelSource, from_flat
 from ds_hydra.plan.phase import THEN
 from ds_hydra.planner import PhasedPlanner, Span, parse_phases, save_plans
 from tests.support.case import BFLOAT16, FLOAT32, FLOAT64, SHARES, Case
-from tests.support.cut_plans import in_slices, num_slices, recomputing
+from tests.support.cut_plans import in_slices, num_slices, recomputing, replaying
 from tests.support.families import LAYER_LIST, build_model, reference_model, vocab_size
 from tests.support.losses import OWN
 from tests.support.ranks import run_ranks
@@ -190,8 +190,6 @@ def make_engine(case: Case, data: Sequence[Sample]) -> Any:
 def _replay(engine: Any, case: Case) -> None:
     """Let the engine replay the plans of a case that the planner does not make: of several phases, with slices, or with
     shares of layers to compute again."""
-    from ds_hydra.engine.plan_source import PlanSource
-
     plans, sampler = engine.crew.plans, engine.job.sampler
     planners = []
     for text in case.strategies:
@@ -212,10 +210,7 @@ def _replay(engine: Any, case: Case) -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = str(Path(folder, "plans.jsonl"))
         save_plans(made, file)
-        options = replace(engine.job.config.planner_options(), choose="replay", replay_file=file)
-        engine.crew.plans = PlanSource(
-            plans.table, plans.strategies, options, sampler, ahead=0, channel=engine.crew.world.channel
-        )
+        engine.crew.plans = replaying(engine, file)
 
 
 def num_ranks(case: Case) -> int:
