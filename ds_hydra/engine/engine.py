@@ -6,16 +6,14 @@ that is due (`saving`); `crew` assembles these parts for one set of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_hydra.checkpoint.loading import PartsToLoad
 from ds_hydra.config.hydra_block import ParsedConfig
 from ds_hydra.engine.crew import Crew
 from ds_hydra.engine.evaluation import Evaluation
@@ -28,30 +26,26 @@ from ds_hydra.engine.scanning import scan_together
 from ds_hydra.engine.sequence_loss import SequenceLoss
 from ds_hydra.engine.signals import Signals
 from ds_hydra.engine.steps import Handed, Steps
-from ds_hydra.host.kept_model import KeptModel
+from ds_hydra.engine.weights import EngineWithWeights
 from ds_hydra.host.launch import launched_node_size
 from ds_hydra.host.model_limits import limits_of
-from ds_hydra.host.released import Values, release
-from ds_hydra.host.three_calls import ThreeCallEngine
 from ds_hydra.pipe.loss import TokenLoss
-from ds_hydra.pipe.models.adapted import NAMES_OF_PEFT, base_of, is_peft_model
+from ds_hydra.pipe.models.adapted import base_of
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.predictions import TokenFunction
 from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.ranks.together import first_channel, together
 from ds_hydra.ranks.world import World
 from ds_hydra.step.outcome import Outcome
-from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError
+from ds_hydra.zero_hetero.errors import ConfigError
 
 
-class HydraEngine(ThreeCallEngine):
+class HydraEngine(EngineWithWeights):
     """Trains a model by heterogeneous strategies that change from step to step.
 
     Made by `ds_hydra.initialize`. The model's own parameters move to the meta device: from then on the master
     shards are the parameters, and `fp32_state_dict` gathers them.
     """
-
-    crew: Crew
 
     def __init__(self, parsed: ParsedConfig, model: Any, *, loss_fn: TokenLoss | None = None, **arguments: Any) -> None:
         channel = first_channel()
@@ -76,7 +70,7 @@ class HydraEngine(ThreeCallEngine):
         # The masters have taken the values. Dropping both references frees the model's own parameters: otherwise each
         # rank would hold the whole model beside its share of it.
         self.job.source.values = {}
-        self._release(base)
+        self.release_model()
         self.watch_model()
         if config.checkpoint is not None:
             self._signals.install()
@@ -97,26 +91,6 @@ class HydraEngine(ThreeCallEngine):
         self.steps = Steps(self, self.crew)
         if not initial:
             self.watch_model()
-
-    def _release(self, base: Any) -> None:
-        """Free the model's own parameters; in their place stand some that ask the masters for their values."""
-        buckets = {param.name: [other.name for other in bucket.params]
-                   for bucket in self.crew.masters.buckets for param in bucket.params}  # fmt: skip
-        values = Values(
-            buckets,
-            gather=lambda names: self.crew.masters.gather(self.crew.world.links, names),
-            revision=lambda: (id(self.crew), self.crew.masters.revision, self.global_steps),
-            device=self.device,
-            dtype=self.types.compute,
-        )
-        release(base, values, self.job.source.aliases)
-
-    def watch_model(self) -> None:
-        """From now on every update asks what a script has changed in its model since."""
-        optimizer = self.crew.update.optimizer
-        kept = KeptModel(base_of(self.module), self.job.source.aliases,
-                         steps_differ=lambda: any("step" in state for state in optimizer.state.values()))  # fmt: skip
-        self.crew.update.model = kept.now
 
     def source_of(self, model: Any) -> ModelSource:
         """The model as a source of stages. ConfigError if its layers cannot be found, or for a loss of its routers that
@@ -196,93 +170,6 @@ class HydraEngine(ThreeCallEngine):
             raise ConfigError("predict() needs a Hugging Face model: the layers of a PipelineModule end in its loss")
         loss, found = self.steps.predict_handed(batch, function)
         return torch.tensor(loss, dtype=torch.float32), torch.from_numpy(found)
-
-    def fp32_state_dict(self) -> dict[str, Tensor]:
-        """Full parameters on CPU by the model's own names, tied ones under each of theirs; FP64 for an FP64 model.
-
-        Every rank must call it, and gets all of them.
-        """
-        full = self.crew.masters.gather(self.crew.world.links)
-        before = NAMES_OF_PEFT if is_peft_model(self.module) else ""
-        return {before + path: full[name] for path, name in self.job.source.aliases.items()}
-
-    def save_checkpoint(
-        self,
-        save_dir: str | Path,
-        tag: object = None,
-        client_state: Mapping[str, Any] | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """Save everything that training needs to go on, under `save_dir`/`tag` ("global_stepN" by default).
-
-        `client_state` is any JSON. With hydra.checkpoint.asynchronous this returns when the state is copied to host
-        memory; an error of that save is raised by the next. Raises CheckpointError on all ranks. Every rank must
-        call it.
-        """
-        with_frozen = not exclude_frozen_parameters
-        self.saving.save(save_dir, tag, client_state, save_latest=save_latest, with_frozen=with_frozen)
-        return True
-
-    def load_checkpoint(
-        self,
-        load_dir: str | Path,
-        tag: object = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: Any = None,
-    ) -> tuple[str | None, dict[str, Any]]:
-        """Load the checkpoint `tag`, or the one that the file `latest` names; return its path and its client_state.
-
-        Any number of ranks can load what any other number saved. `load_module_only` loads the parameters and leaves
-        optimizer, schedule, steps and data as they are. Returns (None, {}) if nothing was ever saved. Raises
-        CheckpointError on all ranks if the checkpoint is damaged or ambiguous; then nothing has changed. Every rank
-        must call it.
-        """
-        # Trainer asks for a load that is not strict where it has adapters.
-        if custom_load_fn is not None or not (load_module_strict or is_peft_model(self.module)):
-            raise CheckpointError(
-                "load_checkpoint(custom_load_fn=..., load_module_strict=False) is not supported: a checkpoint holds "
-                "exactly the model's parameters; load others with load_16bit_model()"
-            )
-        parts = PartsToLoad(load_optimizer_states, load_lr_scheduler_states, not load_module_only)
-        return self.saving.load(load_dir, tag, parts)
-
-    def save_16bit_model(
-        self,
-        save_dir: str | Path,
-        save_filename: str | None = None,
-        exclude_frozen_parameters: bool = False,
-        *,
-        max_shard_size: str = "5GB",
-        tokenizer: Any = None,
-    ) -> bool:
-        """Write the model, in the type that it is computed in, as a folder that `from_pretrained` loads.
-
-        Rank 0 gathers and writes safetensors shards, config and tokenizer (the one given, or the one beside the model
-        that was loaded). The folder's file names are Hugging Face's. Of a PEFT model the adapters are written, as
-        `PeftModel.from_pretrained` loads them. Every rank must call it.
-        """
-        if save_filename is not None or exclude_frozen_parameters:
-            raise CheckpointError(
-                "save_16bit_model(save_filename=..., exclude_frozen_parameters=True) is not supported: it writes a "
-                "whole Hugging Face folder under its usual names; leave these arguments out"
-            )
-        self.saving.save_pretrained(save_dir, max_shard_size=max_shard_size, tokenizer=tokenizer)
-        return True
-
-    def load_16bit_model(self, load_dir: str | Path) -> None:
-        """Load the parameters of a Hugging Face folder; steps, optimizer and data stay. Every rank must call it.
-
-        A rank reads only the part of each parameter that it owns, so no rank holds the whole model.
-        """
-        self.saving.load_pretrained(load_dir)
-
-    def wait_for_checkpoint(self) -> None:
-        """Wait until no save is under way. Raises the error of the last save in the background, if it had one."""
-        self.saving.wait()
 
     def destroy(self) -> None:
         """Finish a save that is under way, end threads and the planning process, print the summary.

@@ -26,7 +26,7 @@ from ds_hydra.config.hydra_block import ParsedConfig
 from ds_hydra.data.item_check import ModelInput
 from ds_hydra.data.item_lengths import ItemLengths
 from ds_hydra.data.order import Order
-from ds_hydra.data.sampler import StepLoader, TokenBudgetSampler
+from ds_hydra.data.sampler import StepLoader
 from ds_hydra.data.sequences import SequenceData
 from ds_hydra.data.stream import StreamSampler, StreamSteps, is_stream
 from ds_hydra.data.tokens import Limits
@@ -35,6 +35,7 @@ from ds_hydra.host.model_limits import limits_of
 from ds_hydra.host.optimizers import OptimizerRecipe, optimizer_recipe
 from ds_hydra.host.precision import DataTypes, choose_dtype
 from ds_hydra.host.settings import deepspeed_config, with_model_settings
+from ds_hydra.host.training_data import drawn_from, streamed
 from ds_hydra.report.log import StepLog
 from ds_hydra.report.record import StepRecord
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -136,28 +137,15 @@ class HostEngine(DeepSpeedEngine):
         self.training_dataloader: StepLoader | StreamSteps | None = None
         if training_data is None:
             return
-        config, first = self.hydra_config, self.global_rank == 0
-        if config.loss_norm == "batch":
-            raise ConfigError(
-                'hydra.loss_norm "batch" is of the batches that a script hands in, but training_data are drawn by '
-                'tokens: use "token", "sequence" or "micro_batch", or leave training_data out of initialize()'
-            )
         if is_stream(training_data):
-            self.sampler = StreamSampler(
-                training_data,
-                config.tokens_per_step,
-                self.limits(),
-                config.planner.ahead,
-                reads=first,
-                saves=config.checkpoint is not None,
+            self.sampler, self.training_dataloader = streamed(
+                training_data, self.hydra_config, self.limits(), lambda: self.global_steps, reads=self.global_rank == 0
             )
-            self.training_dataloader = StreamSteps(config.total_steps, lambda: self.global_steps)
             return
         self.data = self.sequences(training_data, scanned)
-        sampler = self.sampler = TokenBudgetSampler(self.data.lengths, config.tokens_per_step, config.seed)
-        self.training_dataloader = StepLoader(sampler, lambda: self.global_steps, config.total_steps)
-        if first:
-            logger.info("data: %s; %d steps an epoch", self.data.counts, sampler.steps_per_epoch)
+        self.sampler, self.training_dataloader = drawn_from(self.data, self.hydra_config, lambda: self.global_steps)
+        if self.global_rank == 0:
+            logger.info("data: %s; %d steps an epoch", self.data.counts, self.sampler.steps_per_epoch)
 
     def sequences(self, dataset: Any, scanned: ItemLengths | None = None) -> SequenceData:
         """The sequences of a dataset, within this job's context length and this model's vocabulary."""
@@ -231,18 +219,6 @@ class HostEngine(DeepSpeedEngine):
 
     # What users call.
 
-    def train_batch(self, data_iter: Any = None) -> Tensor:
-        """Run one step and return its loss, a scalar."""
-        raise NotImplementedError
-
-    def eval_batch(self, data_iter: Any = None) -> Tensor:
-        """Loss of one batch, without an update."""
-        raise NotImplementedError
-
-    def fp32_state_dict(self) -> dict[str, Tensor]:
-        """The full parameters in FP32 on CPU, by the model's own names. All ranks must call it."""
-        raise NotImplementedError
-
     def train_batch_size(self) -> int:
         """Sequences of the last step, or of the first one before it has run, where that is known."""
         if self.last_step is not None:
@@ -257,9 +233,10 @@ class HostEngine(DeepSpeedEngine):
         """Not supported: the plan sizes micro-batches."""
         refusals.micro_batch_size(micro_batch_size)
 
-    def generate(self, *_: Any, **__: Any) -> NoReturn:
-        """Not supported: no rank holds the whole model."""
-        refusals.generation()
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """`module.generate`, with the whole model on every rank meanwhile. All ranks must call it."""
+        model: Any = self.module
+        return model.generate(*args, **kwargs)
 
     def destroy(self) -> None:
         """Print the summary, and release what DeepSpeed's engine would."""

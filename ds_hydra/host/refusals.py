@@ -24,14 +24,6 @@ def micro_batch_size(size: int) -> NoReturn:
     raise ConfigError(f"set_train_micro_batch_size({size}): micro-batches are sized by the plan: leave it out")
 
 
-def generation() -> NoReturn:
-    """The model's parameters are spread over all ranks, in another way in each step."""
-    raise ConfigError(
-        "generate(): no rank holds the whole model while it is trained: export it by save_16bit_model(folder), and "
-        "generate with from_pretrained(folder)"
-    )
-
-
 def foreign_scheduler(scheduler: Any, optimizer: Any) -> None:
     """Raise ConfigError if an LR scheduler was made for another optimizer than the one that was passed.
 

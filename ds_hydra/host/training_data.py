@@ -1,0 +1,41 @@
+"""The training data of a config in; what draws a step's sequences from them, and the loader for scripts, out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ds_hydra.config.hydra_block import HydraConfig
+from ds_hydra.data.sampler import StepLoader, TokenBudgetSampler
+from ds_hydra.data.sequences import SequenceData
+from ds_hydra.data.stream import StreamSampler, StreamSteps
+from ds_hydra.data.tokens import Limits
+from ds_hydra.zero_hetero.errors import ConfigError
+
+
+def streamed(
+    stream: Any, config: HydraConfig, limits: Limits, next_step: Callable[[], int], *, reads: bool
+) -> tuple[StreamSampler, StreamSteps]:
+    """Of data that are iterated; the rank that `reads` tells the others what comes."""
+    _refuse_batches(config)
+    sampler = StreamSampler(
+        stream, config.tokens_per_step, limits, config.planner.ahead, reads=reads, saves=config.checkpoint is not None
+    )
+    return sampler, StreamSteps(config.total_steps, next_step)
+
+
+def drawn_from(
+    data: SequenceData, config: HydraConfig, next_step: Callable[[], int]
+) -> tuple[TokenBudgetSampler, StepLoader]:
+    """Of data that can be indexed, in an order that each rank knows."""
+    _refuse_batches(config)
+    sampler = TokenBudgetSampler(data.lengths, config.tokens_per_step, config.seed)
+    return sampler, StepLoader(sampler, next_step, config.total_steps)
+
+
+def _refuse_batches(config: HydraConfig) -> None:
+    if config.loss_norm == "batch":
+        raise ConfigError(
+            'hydra.loss_norm "batch" is of the batches that a script hands in, but training_data are drawn by '
+            'tokens: use "token", "sequence" or "micro_batch", or leave training_data out of initialize()'
+        )
