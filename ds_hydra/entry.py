@@ -9,6 +9,7 @@ from typing import Any
 
 from ds_hydra.config.hydra_block import ParsedConfig, parse_config
 from ds_hydra.config.read import read_config
+from ds_hydra.host.environment import check_environment, launched_number
 from ds_hydra.host.uncaught import show_refusals_plainly
 from ds_hydra.report.log import show_log
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -63,7 +64,7 @@ def initialize(
     show_refusals_plainly()
     raw = read_config(args, config, config_params)
     parsed = parse_config(raw)
-    show_log(rank := int(os.environ.get("RANK", "0")))
+    show_log(rank := launched_number("RANK") or 0)
     shared = {
         "args": args, "optimizer": optimizer, "model_parameters": model_parameters, "training_data": training_data,
         "lr_scheduler": lr_scheduler,
@@ -122,6 +123,7 @@ def _check(parsed: ParsedConfig) -> tuple[str, ...]:
     from ds_hydra.host.launch import check_launched_ranks
     from ds_hydra.host.settings import deepspeed_config, deepspeed_defaults
 
+    check_environment()
     check_launched_ranks(parsed.hydra)
     if parsed.hydra.cost_table is not None:
         CostTable.load(parsed.hydra.cost_table)

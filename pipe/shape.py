@@ -48,6 +48,7 @@ _GRAMMAR = (
     "a term is [count*] and then any of tpN, ppN, spN, each once, e.g. 'tp4 + 2*tp1pp2 + sp2'; stages that differ are "
     "written '(sp2[0:1] > tp2[1:4])'"
 )
+_DATA_PARALLEL = re.compile(r"dp(?P<degree>\d+)(?P<rest>[a-z0-9]*)")
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -248,7 +249,7 @@ class StrategyShape:
             match = _TERM.fullmatch(term)
             shape = _parse_pipeline(match["pipeline"]) if match else None
             if match is None or shape is None:
-                raise PlanError(f"cannot read the term {term!r} of strategy {text!r}: {_GRAMMAR}")
+                raise PlanError(f"cannot read the term {term!r} of strategy {text!r}: {_hint(term)}{_GRAMMAR}")
             count = int(match["count"] or 1)
             if count < 1:
                 raise PlanError(
@@ -265,6 +266,16 @@ class StrategyShape:
         """Runs of equal pipelines become one term."""
         terms = [(str(pipeline), len(list(run))) for pipeline, run in groupby(self.pipelines)]
         return " + ".join(f"{count}*{name}" if count > 1 else name for name, count in terms)
+
+
+def _hint(term: str) -> str:
+    """What was probably meant by a term that has data parallelism as a degree; "" for others."""
+    count, _, pipeline = term.rpartition("*")
+    found = _DATA_PARALLEL.search(pipeline)
+    if found is None or not (count or "1").isdigit():
+        return ""
+    rest = pipeline[: found.start()] + found["rest"] or "tp1"
+    return f"data parallelism is a count of pipelines, here '{int(found['degree']) * int(count or 1)}*{rest}'; "
 
 
 def _parse_pipeline(text: str) -> PipelineShape | None:

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 import ds_hydra
-from ds_hydra.host import uncaught
+from ds_hydra.host import launch, uncaught
+from ds_hydra.host.environment import launched_number
 from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError, PlanError
 
 BLOCK = {"tokens_per_step": 20, "strategies": ["tp1"], "steps_file": None}
@@ -130,3 +131,33 @@ def test_check_config_tells_whose_job_it_is() -> None:
     assert ds_hydra.check_config({"optimizer": ADAMW, "hydra": BLOCK})
     assert not ds_hydra.check_config({"train_batch_size": 1})
     assert set(uncaught.EXIT_CODES) == {ConfigError, PlanError, CheckpointError}
+
+
+@pytest.mark.usefixtures("hook")
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("RANK", "one"), ("RANK", "-1"), ("RANK", "2"), ("WORLD_SIZE", "0"), ("LOCAL_WORLD_SIZE", "2x"),
+     ("LOCAL_RANK", ""), ("LOCAL_SIZE", "1.5"), ("MASTER_PORT", "http"), ("MASTER_PORT", "70000"),
+     ("LOCAL_WORLD_SIZE", "3")],
+)  # fmt: skip
+def test_what_a_launcher_sets_are_numbers(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for known, good in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("MASTER_PORT", "29500")):
+        monkeypatch.setenv(known, good)
+    monkeypatch.setenv(name, value)
+    if not value:
+        assert launched_number(name) is None
+        return
+    with pytest.raises(ConfigError, match=f"{name}='?{value}"):
+        ds_hydra.check_config({"optimizer": ADAMW, "hydra": {**BLOCK, "strategies": ["tp2"]}})
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_port_that_another_program_has_is_refused_by_all_ranks(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_ANSWER_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        for name, value in (("RANK", str(rank)), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", port)):
+            monkeypatch.setenv(name, value)
+        with pytest.raises(ConfigError, match=f"MASTER_PORT={port} on 127.0.0.1 cannot be used"):
+            launch.check_port()
+    launch.check_port()

@@ -41,7 +41,7 @@ class Told(NamedTuple):
     """Of an error that is raised on all ranks at once: where and what its cause is."""
 
     rank: int  # the first on which it happened
-    text: str  # type and message there: equal on all ranks
+    text: str  # "Type: message": equal on all ranks
     here: bool  # whether it happened on this rank too; if not, the error is that rank's message
 
 

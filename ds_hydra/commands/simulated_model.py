@@ -44,6 +44,7 @@ def job_of_config(
         wire_dtype=types.wire_dtype, node_size=min(links.node_size, num_ranks), measured=found.activations,
     )  # fmt: skip
     job = SimulatedJob(
-        source.plan, source.width(1), found, links, num_ranks, dtype.itemsize, memory, memory.wire_bytes
+        source.plan, source.width(min(1, source.plan.num_layers - 1)), found, links, num_ranks, dtype.itemsize,
+        memory, memory.wire_bytes,
     )  # fmt: skip
     return job.with_costs_of(strategies)

@@ -65,7 +65,7 @@ class HydraEngine(EngineWithWeights):
             tried = try_loss(loss_fn, base, self.device, self.types.compute)
             self.job = Job(config, source, base, self.recipe, self.data, self.sampler, self.types, clipping)
         same_on_all(channel, tried)
-        self._signals = Signals()
+        self._signals = Signals(self.global_rank)
         self.assemble()
         # The masters have taken the values. Dropping both references frees the model's own parameters: otherwise each
         # rank would hold the whole model beside its share of it.

@@ -216,7 +216,7 @@ class PlanSource:
         if text.startswith(_FAILED):
             cause = text.removeprefix(_FAILED)
             failed = mine or error_from(cause, f"planning step {step + 1} failed on rank 0")
-            raise mark_told(failed, Told(0, cause, here=mine is not None))
+            raise mark_told(failed, Told(0, cause.replace("\n", ": ", 1), here=mine is not None))
         if self._before and planned is not None and self.first_digest:
             if self._before != self.first_digest:
                 logger.info("plans follow from other costs, strategies, options, packages or ranks than those of the "

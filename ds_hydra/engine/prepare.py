@@ -18,6 +18,7 @@ from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.placement import Strategy, place_strategy
 from ds_hydra.pipe.shape import StrategyShape
+from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.plan.schemes import SCHEDULE_CHOICES
 from ds_hydra.planner.proposal.propose import Wider, propose_strategies
 from ds_hydra.planner.proposal.spaces import wider_shapes
@@ -51,7 +52,7 @@ def prepare(job: Job, world: World) -> Prepared:
         logger.warning("%s", note)
     lengths = [] if job.data is None else [int(n) for n in job.data.lengths if n]
     longest = max(lengths, default=config.context_length or config.tokens_per_step)
-    shape = model_shape(plan, max(job.source.width(i) for i in range(1, plan.num_layers)), job.source.vocab_size)
+    shape = model_shape(plan, hidden_size(job.source), job.source.vocab_size)
     device_bytes = least_memory(world)
     with together(world.channel, "estimating the job's costs and memory"):
         found, memory = costs_and_memory(job, world, shape, longest, device_bytes)
@@ -75,6 +76,12 @@ def prepare(job: Job, world: World) -> Prepared:
     whole = no_slices if config.choose == "replay" else uncut  # recorded plans may hold slices all the same
     check_memory(found.table, memory, tuple(memory.strategies), longest, where, no_slices=whole)
     return Prepared(found, memory.strategies, shape.params // world.num_ranks, no_slices, shape.hidden)
+
+
+def hidden_size(source: ModelSource) -> int:
+    """Features of a token between layers, the most of any two; of a model of one layer, those that enter it."""
+    num_layers = source.plan.num_layers
+    return max(1, *(source.width(layer) for layer in range(min(1, num_layers - 1), num_layers)))
 
 
 def _tell_token_sharding(plan: ModelPlan, candidates: Sequence[StrategyShape]) -> None:

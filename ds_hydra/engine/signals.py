@@ -21,10 +21,13 @@ _INTERRUPTED = 130
 
 
 class Signals:
-    """Handles the signals that the application leaves at their default; `request` is what they have asked for."""
+    """Handles the signals that the application leaves at their default; `request` is what they have asked for.
 
-    def __init__(self) -> None:
-        self.request = NOTHING
+    Launchers and terminals send them to all ranks, of which rank 0 says what happens.
+    """
+
+    def __init__(self, rank: int = 0) -> None:
+        self.request, self._says = NOTHING, rank == 0
         self._interrupts = 0
         self._before: dict[int, object] = {}
 
@@ -57,7 +60,11 @@ class Signals:
         if number == signal.SIGINT:
             self._interrupts += 1
             if self._interrupts > 1:
-                os.write(2, b"[ds_hydra] interrupted twice: ending at once, without saving\n")
+                self._say(b"interrupted twice: ending at once, without saving")
                 sys.stdout.flush()
                 os._exit(_INTERRUPTED)
-        os.write(2, b"[ds_hydra] finishing this step, then saving and leaving; Ctrl-C once more ends at once\n")
+        self._say(b"finishing this step, then saving and leaving; Ctrl-C once more ends at once")
+
+    def _say(self, text: bytes) -> None:
+        if self._says:
+            os.write(2, b"[ds_hydra] " + text + b"\n")

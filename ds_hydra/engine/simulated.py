@@ -18,7 +18,7 @@ def simulated_job(job: Job, world: World, found: TableFile) -> SimulatedJob:
     links, types = LinkModel.of_table(found.links, world.node_size), job.types
     return SimulatedJob(
         job.source.plan,
-        job.source.width(1),
+        job.source.width(min(1, job.source.plan.num_layers - 1)),
         found,
         links,
         world.num_ranks,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import os
+import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -16,8 +19,10 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from ds_hydra.config.hydra_block import HydraConfig, check_num_ranks
+from ds_hydra.host.environment import launched_number
 from ds_hydra.zero_hetero.errors import ConfigError
 
+_LISTENING_S, _ANSWER_S = 2.0, 8.0  # until a connection to MASTER_PORT, and an answer there, count as not coming
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -47,9 +52,51 @@ def init_distributed(config: HydraConfig, *, port: int, required: bool | None = 
 
 
 def init_as_deepspeed(*args: Any, **kwargs: Any) -> None:
-    """`deepspeed.init_distributed`, with nothing compiled on CPU."""
+    """`deepspeed.init_distributed`, with nothing compiled on CPU, and a look at the port where the ranks meet."""
+    if not torch.distributed.is_initialized() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        check_port()
     with _no_shared_memory_operator():
         deepspeed.init_distributed(*args, **kwargs)
+
+
+def check_port() -> None:
+    """ConfigError where another program listens on MASTER_PORT, on rank 0 as on those that would ask it for ever."""
+    rank, port, address = launched_number("RANK"), launched_number("MASTER_PORT"), os.environ.get("MASTER_ADDR")
+    if rank is None or not port or not address:
+        return
+    if rank == 0:
+        with socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("", port))
+            except OSError as error:
+                raise _port_taken(f"rank 0 cannot listen on it: {error.strerror}") from None
+        return
+    try:
+        socket.create_connection((address, port), timeout=_LISTENING_S).close()
+    except OSError:
+        return  # rank 0 is not there yet
+    answered = threading.Event()
+
+    def ask() -> None:
+        with contextlib.suppress(torch.distributed.DistError):
+            patience = timedelta(seconds=_ANSWER_S)
+            torch.distributed.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=patience)
+            answered.set()
+
+    asking = threading.Thread(target=ask, daemon=True)  # torch waits for an answer longer than it is told to
+    asking.start()
+    asking.join(_ANSWER_S)
+    if not answered.is_set():
+        raise _port_taken("what listens there does not answer as rank 0 does")
+
+
+def _port_taken(why: str) -> ConfigError:
+    where = f"MASTER_PORT={os.environ['MASTER_PORT']} on {os.environ['MASTER_ADDR']}"
+    return ConfigError(
+        f"{where} cannot be used ({why}): is another job running there? Give a free port by the "
+        "launcher's --master_port"
+    )
 
 
 def check_launched_ranks(config: HydraConfig) -> None:
@@ -57,8 +104,9 @@ def check_launched_ranks(config: HydraConfig) -> None:
 
     Without a launcher's environment there is nothing to check yet.
     """
-    if os.environ.get("WORLD_SIZE", "").isdigit():
-        check_num_ranks(config, int(os.environ["WORLD_SIZE"]))
+    num_ranks = launched_number("WORLD_SIZE")
+    if num_ranks is not None:
+        check_num_ranks(config, num_ranks)
 
 
 @contextmanager
@@ -113,5 +161,4 @@ def _require_launcher() -> None:
 
 def launched_node_size() -> int | None:
     """Ranks of this node, as the launcher says; None where it does not."""
-    launched = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
-    return int(launched) if launched else None
+    return launched_number("LOCAL_WORLD_SIZE") or launched_number("LOCAL_SIZE")

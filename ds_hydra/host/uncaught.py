@@ -53,10 +53,10 @@ def show_refusals_plainly() -> None:
             return
         logger.debug("a refusal was not caught", exc_info=(kind, error, trace))
         screen = sys.__stderr__  # torch.distributed calls the hook that was there before it with another sys.stderr
-        name = f"{kind.__name__}: " if kind.__module__ == ConfigError.__module__ else ""
-        if _is_first_to_tell(f"{kind.__name__}: {error}" if told is None else told.text) and screen is not None:
+        text = f"{kind.__name__}: {error}" if told is None else told.text
+        if _is_first_to_tell(text) and screen is not None:
             sys.stdout.flush()
-            screen.write(f"ds_hydra.{name}{error}\n" if name else f"[ds_hydra] {error}\n")
+            screen.write(f"[ds_hydra] {error}\n" if code == OTHERS_FAULT else f"ds_hydra.{text}\n")
             screen.flush()
         raise SystemExit(code)  # Python leaves with the code of a hook's SystemExit
 

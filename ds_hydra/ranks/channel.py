@@ -122,7 +122,7 @@ class Channel(Telling):
         if failed:
             ranks = ", ".join(str(rank) for rank, _ in failed[:8])
             raised = CheckpointError(f"{what} failed on rank {ranks}: {failed[0][1]}")
-            raise mark_told(raised, Told(failed[0][0], str(raised), here=True)) from error
+            raise mark_told(raised, Told(failed[0][0], f"CheckpointError: {raised}", here=True)) from error
         return [text[1:] for text in texts]
 
 

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 _HOST = "127.0.0.1"
+_set_num_threads = torch.set_num_threads
 
 
 class RankError(RuntimeError):
@@ -88,6 +89,16 @@ def rank_environment(rank: int) -> None:
     os.environ.update(MASTER_ADDR=_HOST, MASTER_PORT="29500")
 
 
+def one_thread() -> None:
+    """Let this forked process compute in one thread, whatever libraries ask for from now on."""
+    # The threads of the parent's OpenMP pool are not in a forked child, where libgomp still counts on them: the first
+    # sum that it would share out waits for ever. Libraries such as accelerate ask for threads by themselves, mostly
+    # where these variables are not set.
+    os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
+    _set_num_threads(1)
+    torch.set_num_threads = lambda _: _set_num_threads(1)
+
+
 def _collect(receivers: list[Connection], children: list[Any], timeout: float) -> list[Any]:
     """The ranks' results; raises for the first rank that failed."""
     deadline = time.monotonic() + timeout
@@ -126,7 +137,7 @@ def _rank_main(
     # Its garbage collector would visit all objects that the parent has, and the visit alone copies their pages.
     gc.freeze()
     try:
-        torch.set_num_threads(1)
+        one_thread()
         if sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no name look-up of the host
         patience = timedelta(seconds=timeout)

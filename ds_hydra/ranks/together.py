@@ -52,16 +52,20 @@ def agree(channel: Texts, mine: BaseException | None, what: str, told: str = "",
     if not failed:
         return [text[1:] for text in texts]
     rank, cause = failed[0]
-    known = Told(rank, cause, here=mine is not None)
+    others = f" and {len(failed) - 1} more" if len(failed) > 1 else ""
+    there = error_from(cause, f"{what} failed on rank {rank}{others}")
+    kind, message = cause.split("\n", 1)
+    where = "" if len(failed) == len(texts) else f" (on rank {rank}{others})"
+    known = Told(rank, f"{kind}: {there if alike else message + where}", here=mine is not None)
     if mine is not None and not (alike and isinstance(mine, _OURS)):
         raise mine if told_of(mine) else mark_told(mine, known)
-    others = f" and {len(failed) - 1} more" if len(failed) > 1 else ""
-    raise mark_told(error_from(cause, f"{what} failed on rank {rank}{others}"), known) from mine
+    raise mark_told(there, known) from mine
 
 
 def as_text(error: BaseException) -> str:
     """An error as one rank tells it to the others."""
-    return f"{type(error).__name__}\n{error}"
+    kind = next((ours for ours in _OURS if isinstance(error, ours)), type(error))
+    return f"{kind.__name__}\n{error}"
 
 
 def error_from(text: str, what: str) -> Exception:

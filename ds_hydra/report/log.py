@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import logging
+import os
 import sys
 import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
+from io import FileIO
 from pathlib import Path
 from statistics import median
 
@@ -74,24 +78,53 @@ class RunTotals:
         return "\n".join(lines)
 
 
-def _writable(name: str | None) -> Path | None:
-    """The path of a file that can be appended to, its folder made if need be."""
+def _writable(name: str | None) -> _Lines | None:
+    """A file that can be appended to, its folder made if need be."""
     if name is None:
         return None
     path = Path(name)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8"):
-            return path
+            return _Lines(path)
     except OSError as error:
         raise ConfigError(
             f"the file {name!r} cannot be written: {error.strerror}; change hydra.steps_file or hydra.plans_file"
         ) from error
 
 
-def _append(path: Path, line: str, *, anew: bool = False) -> None:
-    with path.open("w" if anew else "a", encoding="utf-8") as file:
-        file.write(line + "\n")
+class _Lines:
+    """A file of lines, which may miss some where the disk is full: training is worth more than its log."""
+
+    def __init__(self, path: Path):
+        self.path, self._warned = path, False
+
+    def add(self, line: str, *, anew: bool = False) -> None:
+        """Append a line, whole or not at all; the first that cannot be written is warned of."""
+        try:
+            with self.path.open("wb" if anew else "ab", buffering=0) as file:
+                before, data = file.tell(), f"{line}\n".encode()
+                if _written(file, data) < len(data):
+                    with contextlib.suppress(OSError):  # of what is no file
+                        file.truncate(before)
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            if not self._warned:
+                logger.warning(
+                    "%s: a line cannot be written (%s): training goes on, and lines are missing there until it can",
+                    self.path,
+                    error.strerror or error,
+                )
+            self._warned = True
+
+
+def _written(file: FileIO, data: bytes) -> int:
+    """Write as much as the disk takes; how many bytes that is."""
+    done = 0
+    with contextlib.suppress(OSError):
+        while done < len(data):
+            done += file.write(data[done:]) or 0
+    return done
 
 
 class StepLog:
@@ -128,22 +161,26 @@ class StepLog:
         if record.step % self._steps_per_print == 0 or record.skipped:
             logger.info("%s", format_line(record, self.totals.seconds_left(record)))
         if self._steps_file is not None:
-            _append(self._steps_file, json.dumps({"run": self._run, **record.to_dict()}, allow_nan=False))
+            self._steps_file.add(json.dumps({"run": self._run, **record.to_dict()}, allow_nan=False))
         if self._plans_file is not None and record.plan:
-            _append(self._plans_file, record.plan, anew=record.step == 1)
+            self._plans_file.add(record.plan, anew=record.step == 1)
         if self._write_events is not None:
-            self._write_events(monitor_events(record, self.num_sequences))
+            try:
+                self._write_events(monitor_events(record, self.num_sequences))
+            except OSError as error:
+                logger.warning("step %d: the monitors cannot write: %s", record.step, error)
 
     def rewind(self, step: int) -> None:
         """Training continues after `step` steps: remove from `plans_file` the plans of later steps, made again now."""
         # Written beside the file and moved over it, so that a crash in between leaves one of the two whole. A last line
         # without its end was cut off by the crash before, and goes too.
-        if self._plans_file is not None and self._plans_file.exists():
-            lines = self._plans_file.read_text(encoding="utf-8").splitlines(keepends=True)
+        path = None if self._plans_file is None else self._plans_file.path
+        if path is not None and path.exists():
+            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
             kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] < step]
-            fresh = self._plans_file.with_name(self._plans_file.name + ".tmp")
+            fresh = path.with_name(path.name + ".tmp")
             fresh.write_text("".join(kept), encoding="utf-8")
-            fresh.replace(self._plans_file)
+            fresh.replace(path)
 
     def summary(self) -> str:
         """The run as a whole in a few lines; "" when there was no step, or on ranks other than 0."""

@@ -51,7 +51,7 @@ def agreed(step: int, rows: Tensor) -> int | None:
         differing = (words != words[0]).any(dim=1).nonzero().flatten().tolist()
         if differing:
             error = PlanError(f"step {step}: ranks {differing} hold {what} than rank 0; nothing was computed")
-            raise mark_told(error, Told(differing[0], str(error), here=True))
+            raise mark_told(error, Told(differing[0], f"PlanError: {error}", here=True))
     weights = rows[:, -1]
     return None if weights[0] == LATER else int(weights.sum())
 

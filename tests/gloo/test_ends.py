@@ -217,3 +217,15 @@ def test_the_same_bug_on_all_ranks_is_told_once() -> None:
     found = ends(program, 3)
     assert codes(found) == [1, 1, 1]
     assert all_told(found).count(TRACEBACK) == 1
+
+
+def test_a_refusal_is_told_once_and_names_the_rank_where_it_is_not_everyones() -> None:
+    def program(rank: int, place: Path) -> None:
+        small_engine(rank, faults=FAULTS, steps_file="/proc/nowhere/steps.jsonl")
+
+    found = ends(program, 3)
+    assert codes(found) == [78, 78, 78]
+    told = [line for line in all_told(found).splitlines() if "ConfigError" in line]
+    assert len(told) == 1, all_told(found)
+    assert told[0].endswith("change hydra.steps_file or hydra.plans_file (on rank 0)")
+    assert TRACEBACK not in all_told(found)

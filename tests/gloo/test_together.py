@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,7 +21,7 @@ from ds_hydra.ranks.together import first_channel, together
 from ds_hydra.step.agreement import agreed, row_of
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from tests.support.ranks import rank_environment, run_ranks
-from tests.support.small_job import small_config, small_model
+from tests.support.small_job import small_config, small_engine, small_model
 
 
 def outcomes(failing: Mapping[int, Exception], num_ranks: int = 3) -> list[str]:
@@ -120,3 +121,40 @@ def test_costs_must_be_equal_where_orders_are_made_from_them(schedule: str, told
             return str(error)
 
     assert all(told in text for text in run_ranks(program, 2))
+
+
+def test_a_forked_rank_computes_in_one_thread_whatever_libraries_ask_for() -> None:
+    """Its parent has used OpenMP, whose threads are not in a forked child."""
+
+    def threads(rank: int) -> tuple[int, float, str]:
+        torch.set_num_threads(2)
+        return torch.get_num_threads(), float(torch.ones(2_000_000).exp().mean()), os.environ["MKL_NUM_THREADS"]
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        _ = torch.randn(600, 600) @ torch.randn(600, 600)
+        torch.ones(2_000_000).exp()
+        found = run_ranks(threads, 2, timeout=20)
+    finally:
+        torch.set_num_threads(before)
+    assert found == [(1, pytest.approx(2.7182817), "1")] * 2
+
+
+def test_a_model_of_one_layer_trains() -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    def job(rank: int) -> list[float]:
+        config = AutoConfig.for_model(
+            "llama", vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+            max_position_embeddings=256,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        engine = small_engine(
+            rank, AutoModelForCausalLM.from_config(config), small_config(2, strategies=["2*tp1", "tp2"])
+        )
+        return [float(engine.train_batch()) for _ in range(3)]
+
+    one, other = run_ranks(job, 2)
+    assert one == other
+    assert one[2] < 5.0

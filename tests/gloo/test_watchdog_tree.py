@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 import time
@@ -10,7 +11,8 @@ from unittest import mock
 import pytest
 
 from ds_hydra.ranks.channel import Channel
-from ds_hydra.watchdog import Watchdog, host
+from ds_hydra.watchdog import Watchdog, host, meeting
+from ds_hydra.watchdog.host import listen
 from tests.support.ranks import run_ranks
 
 HOSTS = ("a", "a", "b", "b", "b")  # rank 0 hears 1 and 2, rank 2 hears 3 and 4
@@ -72,3 +74,34 @@ def test_who_goes_is_named_on_the_ranks_of_all_hosts(lost: int, how: str, told: 
         if rank != lost:
             assert told in ended, rank
             assert took < most_s, rank
+
+
+def test_strangers_before_the_door_do_not_stop_a_start() -> None:
+    """100 connections stand there when the ranks come, of which 12 say something wrong."""
+    clients: list[socket.socket] = []
+
+    def flooded(address: str) -> socket.socket:
+        listener = listen(address)
+        clients.extend(socket.create_connection(listener.getsockname(), timeout=5) for _ in range(100))
+        for client in clients[:12]:
+            client.sendall(b"GET / HTTP/1.1\r\n" * 8)
+        return listener
+
+    def start(rank: int) -> tuple[float, list[str]]:
+        lines: list[str] = []
+        logging.getLogger("ds_hydra.watchdog.door").addFilter(lambda record: lines.append(record.getMessage()) or True)
+        began, ended = time.monotonic(), list[str]()
+        with mock.patch.object(meeting, "listen", flooded):
+            dog = Watchdog(
+                Channel(None, rank, 3), lambda: (1, "forward"), heartbeat_s=0.2, frozen_s=5.0, end=ended.append
+            )
+        took = time.monotonic() - began
+        Channel(None, rank, 3).texts("")
+        dog.close()
+        assert not ended
+        return took, lines
+
+    found = run_ranks(start, 3)
+    assert max(took for took, _ in found) < 8.0
+    assert [len(lines) for _, lines in found] == [2, 0, 0], found  # the first and the tenth
+    assert found[0][1][1].endswith("10 so far")

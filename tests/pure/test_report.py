@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
+import resource
+import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -169,3 +172,37 @@ def test_heterogeneous() -> None:
     assert is_heterogeneous("tp4 + 2*pp2")
     assert not is_heterogeneous("8*tp1")
     assert not is_heterogeneous("tp2 + tp2")
+
+
+def test_a_full_disk_costs_lines_of_the_log_and_not_the_job(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    def write(events: Sequence[Event]) -> None:
+        raise OSError(28, "No space left on device")
+
+    log = StepLog(0, steps_file="/dev/full", plans_file="/dev/full", write_events=write)
+    for step in (1, 2, 3):
+        log.add(replace(RECORD, step=step, plan="{}"))
+    assert caplog.text.count("/dev/full: a line cannot be written (No space left on device)") == 2, "once for each file"
+    assert "step 3: the monitors cannot write" in caplog.text
+
+
+def test_a_line_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    file = tmp_path / "steps.jsonl"
+
+    def in_child() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(line) + 50, resource.RLIM_INFINITY))
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        log.add(replace(RECORD, step=2))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        log.add(replace(RECORD, step=3))
+
+    log = StepLog(0, steps_file=str(file))
+    log.add(replace(RECORD, step=1))
+    line = file.read_bytes()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            in_child()
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    assert [json.loads(text)["step"] for text in file.read_text().splitlines()] == [1, 3]

@@ -53,6 +53,23 @@ def test_the_largest_request_counts(sent: tuple[signal.Signals, ...], request_: 
     assert in_child(body) == request_
 
 
+@pytest.mark.parametrize(("rank", "lines"), [(0, 2), (3, 0)])
+def test_rank_0_says_what_happens(rank: int, lines: int) -> None:
+    reading, writing = os.pipe()
+
+    def body() -> int:
+        os.dup2(writing, 2)
+        Signals(rank).install()
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        return 3
+
+    assert in_child(body) == 130
+    os.close(writing)
+    with os.fdopen(reading) as told:
+        assert len(told.readlines()) == lines
+
+
 def test_a_second_interrupt_ends_at_once() -> None:
     def body() -> int:
         Signals().install()

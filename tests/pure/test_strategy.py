@@ -234,3 +234,13 @@ def test_contradictory_stages_are_refused() -> None:
         strategy.locate(5)
     with pytest.raises(PlanError, match="rank 5 is in no"):
         strategy.pipelines[0].stage_index(5)
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [("dp2", "2*tp1"), ("dp2tp1", "2*tp1"), ("tp2dp4", "4*tp2"), ("tp1 + 2*dp3pp2", "6*pp2"), ("tq2", None)],
+)
+def test_data_parallelism_is_a_count(text: str, meant: str | None) -> None:
+    with pytest.raises(PlanError) as error:
+        StrategyShape.parse(text)
+    assert (f"here '{meant}'" in str(error.value)) == (meant is not None)

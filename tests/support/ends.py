@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
+
+from ds_hydra.ranks.forked import one_thread
 
 TRACEBACK = "Traceback (most recent call last)"
 
@@ -85,7 +86,7 @@ def live(program: Callable[[], None], rank: int, num_ranks: int, place: Path) ->
 
 
 def _run(program: Callable[[], None], rank: int, num_ranks: int, place: Path, begin: Callable[[], None]) -> None:
-    torch.set_num_threads(1)
+    one_thread()
     atexit._clear()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     begin()
