@@ -96,7 +96,7 @@ def one_thread() -> None:
     # where these variables are not set.
     os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
     _set_num_threads(1)
-    torch.set_num_threads = lambda _: _set_num_threads(1)
+    torch.set_num_threads = lambda *_: _set_num_threads(1)  # type: ignore[assignment]
 
 
 def _collect(receivers: list[Connection], children: list[Any], timeout: float) -> list[Any]:
