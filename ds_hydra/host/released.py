@@ -132,8 +132,17 @@ def release(model: Any, values: Values, names: Mapping[str, str]) -> None:
     """
     by_id = {id(p): names.get(path, path) for path, p in model.named_parameters(remove_duplicate=False)}
     replace_parameters(model, lambda _, own: ReleasedParameter.in_place_of(own, by_id[id(own)], values))
+    for module in model.modules():
+        module.register_load_state_dict_pre_hook(_refuse_loading)
     if hasattr(model, "generate"):
         model.generate = functools.partial(_generate, model, values, model.generate)
+
+
+def _refuse_loading(module: nn.Module, *_: Any) -> None:
+    """Before torch would collect an error for each parameter; copies with values of their own are loaded as ever."""
+    for parameter in module._parameters.values():
+        if isinstance(parameter, ReleasedParameter):
+            _refuse_writing(parameter, "load_state_dict()")
 
 
 def _generate(model: nn.Module, values: Values, generate: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

@@ -82,7 +82,7 @@ def test_writes_are_refused() -> None:
     def told(rank: int) -> list[str]:
         engine, texts = small_engine(rank), []
         for write in WRITES.values():
-            with pytest.raises((ConfigError, RuntimeError)) as error, torch.no_grad():
+            with pytest.raises(ConfigError) as error, torch.no_grad():
                 write(engine, weight(engine))
             texts.append(str(error.value))
         engine.train_batch()
