@@ -110,14 +110,33 @@ def test_a_v_whose_last_rank_hands_no_gradient_back_is_refused() -> None:
     assert re.search(r"tp1/v.* the gradient of .*; schedule: use strategies with the schedule 1f1b", objection)
 
 
-def test_a_loss_of_the_models_own_is_told() -> None:
+def z_loss(model: Any) -> None:
+    """In training alone, and small."""
+
+    class Extra(type(model)):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            out = super().forward(*args, **kwargs)
+            if out.loss is not None and self.training:
+                out.loss = out.loss + 1e-5 * out.logits.logsumexp(-1).square().mean()
+            return out
+
+    model.__class__ = Extra
+
+
+def halve_loss(model: Any) -> None:
+    loss = model.loss_function
+    model.loss_function = lambda **given: 0.5 * loss(**given)
+
+
+@pytest.mark.parametrize("own", ["smooth_labels", "z_loss", "halve_loss"])
+def test_a_loss_of_the_models_own_is_refused_unless_one_is_given(own: str) -> None:
     model = build_model("llama", torch.float32)
-    smooth_labels(model)
-    result = check(model, "tp1", "pp2", keep=False)
-    assert result.objections() == []
-    (note,) = result.notes
-    assert re.search(r"a loss of its own \(.* for labels whose cross entropy is .*\); the engine trains on", note)
-    assert check(build_model("llama", torch.float32), "tp1", keep=False).notes == ()
+    globals()[own](model)
+    settings = {"keep": False, "context_length": 32}
+    for objection in check(model, "tp1", "pp2", **settings).objections():
+        assert re.search(r"a loss of its own \(.* whose cross entropy is .*\), .*: pass loss_fn", objection)
+    assert len(check(model, "tp1", "pp2", **settings).objections()) == 2
+    assert check(model, "tp1", "pp2", loss_given=True, **settings).objections() == []
 
 
 def test_a_rank_that_draws_for_the_features_of_another_is_refused() -> None:

@@ -29,6 +29,7 @@ def check_candidates(job: Job, world: World, candidates: Sequence[StrategyShape]
             mode=job.config.self_check,
             **options._asdict(),
             context_length=job.config.context_length,
+            loss_given=isinstance(source, CausalLM) and source.token_loss is not None,
             channel=world.channel,
             node_size=world.node_size,
         )

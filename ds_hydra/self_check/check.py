@@ -43,6 +43,7 @@ def check_strategies(
     functions: str = "off",
     sp_overlap: bool = False,
     context_length: int | None = None,
+    loss_given: bool = False,
     channel: Channel | None = None,
     node_size: int | None = None,
     keep: bool = True,
@@ -53,6 +54,7 @@ def check_strategies(
     `token_sharding` tensor parallel ranks share tokens where the copy is found to allow it, as the model was;
     `functions` is hydra.functions; with `sp_overlap` sequence parallel ranks exchange heads in groups, however few the
     tokens. `context_length` is the longest sequence's, so far is tried what the model has [Note: code of a script].
+    With `loss_given` a loss of the user's own is trained on, and the model's counts for nothing.
     `channel` shares the runs out over its ranks, all of which must call this and get
     the same result; `node_size` of them are on one node (None: all). `keep` uses the cache. Nothing of `model` is
     changed or kept, nor are torch's random numbers.
@@ -64,7 +66,7 @@ def check_strategies(
     run = shapes_to_run(strategies, whole=mode == "full")
     options = StageOptions(activation_checkpointing, token_sharding, functions, sp_overlap)
     longest = longest_sequence(model, context_length)
-    name = fingerprint(model, mode, *options, longest, sorted(map(str, run))) if keep else None
+    name = fingerprint(model, mode, *options, longest, loss_given, sorted(map(str, run))) if keep else None
     known = _shared(read_verdicts(name) if channel.rank == 0 else {}, channel)
     found: dict[PipelineShape, Verdict] = {}
     missing = [scheme for scheme in run if scheme not in known]
@@ -82,6 +84,7 @@ def check_strategies(
             began=began_cpu,
             memory_bytes=_BYTES / team.of_node,
             longest=longest,
+            loss_given=loss_given,
         )
         for text in channel.texts(_to_text(tried)):
             found |= _from_text(text)
@@ -110,6 +113,7 @@ def _try(
     began: float,
     memory_bytes: float,
     longest: int,
+    loss_given: bool,
 ) -> dict[PipelineShape, Verdict]:
     """Verdicts on `mine`, some of all schemes to `run`; `began` is the process's CPU time when it began."""
     if not mine:
@@ -137,7 +141,7 @@ def _try(
         if (too_late := late(0.0)) is not None:
             return dict.fromkeys(mine, too_late)
         try:
-            trial = Trial(subject)
+            trial = Trial(subject, loss_given=loss_given)
         except UntryableError as error:
             return dict.fromkeys(mine, Verdict("unchecked", str(error)))
         for scheme in mine:

@@ -35,10 +35,11 @@ class UntryableError(Exception):
 class Trial:
     """Runs schemes on one small model; `subject` makes it."""
 
-    def __init__(self, subject: Callable[[], Subject]):
+    def __init__(self, subject: Callable[[], Subject], *, loss_given: bool = False):
         """Computes with the small model in one process, twice. Raises UntryableError."""
         self._known: dict[PipelineShape, Verdict] = {}
         self._refusal: str | None = None
+        self._loss_given = loss_given
         self._told = ""  # beside a verdict that is equal
         self._whole: str | None = None  # why no sequence may be cut into slices, once that is known
         try:
@@ -64,10 +65,16 @@ class Trial:
                 "a state between sequences; switch that off in its config"
             )
         plain = self._subject.plain
-        if plain is not None and plain.balances and (differs := plain.own_loss(self._subject.data)):
+        differs = "" if plain is None or self._loss_given else plain.own_loss(self._subject.data)
+        if differs and plain is not None and plain.balances:
             return (
                 f"the model's forward makes a loss of its own ({differs}), which is not theirs and the load balancing "
                 "loss of its routers: set output_router_logits to false in its config to train without that"
+            )
+        if differs:
+            return (
+                f"the model's forward makes a loss of its own ({differs}), and stages would train on the cross entropy "
+                "of its logits: pass loss_fn(logits, labels), the loss of each token, to ds_hydra.initialize()"
             )
         before, after = self._subject.before, {} if plain is None else plain.model.state_dict()
         changed = next((name for name, value in before.items() if not torch.equal(value, after[name])), None)
@@ -95,18 +102,13 @@ class Trial:
 
     def _note(self) -> str:
         """What a user should know of a model that trains as one process does; empty if there is nothing."""
-        plain, notes = self._subject.plain, []
-        if differs := "" if plain is None else plain.own_loss(self._subject.data):
-            notes.append(
-                f"the model's forward makes a loss of its own ({differs}); the engine trains on the cross entropy of "
-                "its logits"
-            )
-        if (tried := max(self._subject.data.lengths)) < self._subject.wanted:
-            notes.append(
-                f"code of the model that is no installed package's was tried on sequences of up to {tried} tokens; the "
-                f"job's may have {self._subject.wanted}"
-            )
-        return "; ".join(notes)
+        tried, wanted = max(self._subject.data.lengths), self._subject.wanted
+        if tried >= wanted:
+            return ""
+        return (
+            f"code of the model that is no installed package's was tried on sequences of up to {tried} tokens; the "
+            f"job's may have {wanted}"
+        )
 
     def verdict(self, scheme: PipelineShape) -> Verdict:
         """Run a scheme and compare; a refusal names what differs first, and the remedy."""
