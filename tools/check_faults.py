@@ -1,6 +1,6 @@
 """Set off faults and count what survived: every figure that "nothing lost" promises, n of N.
 
-python -m tools.check_faults            # all of it: about 40 minutes on two cores
+python -m tools.check_faults            # all of it: about 50 minutes on two cores
 python -m tools.check_faults --quick    # a sample, within a minute
 python -m tools.check_faults --only faults,kills
 """
@@ -13,22 +13,25 @@ import time
 from collections.abc import Callable
 
 from ds_hydra.commands.figures import figures_parser, finish, print_table
+from tools.faults.drawn import check_drawn
 from tools.faults.running import check_false_alarms, check_faults, check_resharding, check_resume, check_soak
 from tools.faults.saved import check_damage, check_kills
 from tools.faults.security import check_security
 from tools.faults.tally import Tally
 
-CHECKS: dict[str, Callable[[bool], Tally]] = {
+CHECKS: dict[str, Callable[..., Tally]] = {
     "security": check_security,
     "damage": check_damage,
     "kills": check_kills,
     "resume": check_resume,
     "resharding": check_resharding,
     "faults": check_faults,
+    "drawn": check_drawn,
     "alarms": check_false_alarms,
     "soak": check_soak,
 }
-_QUICK = ("security", "damage", "kills", "faults")
+_QUICK = ("security", "damage", "kills", "drawn")
+_SAMPLED = (check_faults, check_drawn)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -44,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
         began = time.perf_counter()
         try:
             check = CHECKS[name]
-            tally = check_faults(options.quick, options.cases) if check is check_faults else check(options.quick)
+            tally = check(options.quick, options.cases) if check in _SAMPLED else check(options.quick)
         except Exception as error:
             tally = Tally(name)
             tally.count(False, f"{type(error).__name__}: {error}")

@@ -36,12 +36,10 @@ def launched_number(name: str) -> int | None:
 
 
 def check_environment() -> None:
-    """ConfigError for any of the launcher's numbers that is none, or that contradicts another one."""
+    """ConfigError for any of the launcher's numbers that is none, or for a rank that the job has not."""
     found = {name: launched_number(name) for name in _NUMBERS}
-    for name, of in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE"), ("LOCAL_WORLD_SIZE", "WORLD_SIZE")):
-        value, bound = found[name], found[of]
-        if value is not None and bound is not None and value >= bound + (name == "LOCAL_WORLD_SIZE"):
-            raise ConfigError(
-                f"the environment has {name}={value} with {of}={bound}: ranks are numbered from 0, and a node has no "
-                "more of them than the job; correct one of the two"
-            )
+    rank, num_ranks = found["RANK"], found["WORLD_SIZE"]
+    if rank is not None and num_ranks is not None and rank >= num_ranks:
+        raise ConfigError(
+            f"the environment has RANK={rank} with WORLD_SIZE={num_ranks}: ranks are numbered from 0; correct one"
+        )

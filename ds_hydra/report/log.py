@@ -187,9 +187,9 @@ class StepLog:
         return self.totals.summary()
 
     def close(self) -> None:
-        """Print the summary, once."""
+        """Print the summary, once; not behind an error that ends the script, whose text is to be the last."""
         summary, self.totals = self.totals.summary(), RunTotals()
-        if summary:
+        if summary and getattr(sys, "last_value", None) is None:  # set by Python for an error that nobody has caught
             logger.info("%s", summary)
 
 

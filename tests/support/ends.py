@@ -102,6 +102,7 @@ def _left(action: Callable[[], None]) -> int:
     except SystemExit as leave:
         return _code(leave)
     except BaseException as error:
+        sys.last_value = error
         try:
             sys.excepthook(type(error), error, error.__traceback__)
         except SystemExit as leave:  # how a refusal ends a script
