@@ -14,7 +14,7 @@ import pytest
 
 import ds_hydra
 from ds_hydra.host import launch, uncaught
-from ds_hydra.host.environment import launched_number
+from ds_hydra.host.environment import check_environment, launched_node_size, launched_number
 from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError, PlanError
 
 BLOCK = {"tokens_per_step": 20, "strategies": ["tp1"], "steps_file": None}
@@ -148,6 +148,18 @@ def test_what_a_launcher_sets_are_numbers(name: str, value: str, monkeypatch: py
         return
     with pytest.raises(ConfigError, match=f"{name}='?{value}"):
         ds_hydra.check_config({"optimizer": ADAMW, "hydra": {**BLOCK, "strategies": ["tp2"]}})
+
+
+def test_the_size_of_a_node_is_the_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "1")):
+        monkeypatch.setenv(name, value)
+    check_environment()
+    assert launched_node_size() is None  # Accelerate's guess
+    monkeypatch.setenv("LOCAL_SIZE", "2")
+    assert launched_node_size() == 2
+    monkeypatch.delenv("LOCAL_SIZE")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    assert launched_node_size() == 1
 
 
 @pytest.mark.parametrize("rank", [0, 1])

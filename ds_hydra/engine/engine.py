@@ -27,7 +27,7 @@ from ds_hydra.engine.sequence_loss import SequenceLoss
 from ds_hydra.engine.signals import Signals
 from ds_hydra.engine.steps import Handed, Steps
 from ds_hydra.engine.weights import EngineWithWeights
-from ds_hydra.host.launch import launched_node_size
+from ds_hydra.host.environment import launched_node_size
 from ds_hydra.host.model_limits import limits_of
 from ds_hydra.pipe.loss import TokenLoss
 from ds_hydra.pipe.models.adapted import base_of

@@ -35,6 +35,14 @@ def launched_number(name: str) -> int | None:
     return value
 
 
+def launched_node_size() -> int | None:
+    """Ranks of this node, as the launcher says; None where it does not."""
+    size, own = launched_number("LOCAL_WORLD_SIZE"), launched_number("LOCAL_SIZE")
+    # Accelerate sets LOCAL_WORLD_SIZE to 1 on CPUs where no launcher has set it, however many ranks there are.
+    guessed = size == 1 and "TORCHELASTIC_RUN_ID" not in os.environ
+    return own or (None if guessed and (launched_number("WORLD_SIZE") or 1) > 1 else size)
+
+
 def check_environment() -> None:
     """ConfigError for any of the launcher's numbers that is none, or for a rank that the job has not."""
     found = {name: launched_number(name) for name in _NUMBERS}

@@ -157,8 +157,3 @@ def _require_launcher() -> None:
         f"the environment lacks {', '.join(missing)}, which a launcher sets: start the script by "
         "'deepspeed --num_gpus N script.py ...' or 'torchrun --nproc_per_node N script.py ...'"
     )
-
-
-def launched_node_size() -> int | None:
-    """Ranks of this node, as the launcher says; None where it does not."""
-    return launched_number("LOCAL_WORLD_SIZE") or launched_number("LOCAL_SIZE")

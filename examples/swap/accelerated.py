@@ -28,18 +28,21 @@ def main(arguments: list[str] | None = None) -> list[float]:
     loader = DataLoader(make_data(), batch_size=4, collate_fn=collate)  # type: ignore[arg-type]
     model, optimizer, schedule, loader = accelerator.prepare(model, optimizer, schedule, loader)
     losses: list[float] = []
+    found: list[torch.Tensor] = []  # of the batches of an update
     while len(losses) < args.steps:
         for batch in loader:
             with accelerator.accumulate(model):
                 loss = model(**batch).loss
                 accelerator.backward(loss)
+                found.append(loss.detach())
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()
             if accelerator.sync_gradients:
-                losses.append(loss.item())
+                losses.append(accelerator.gather(torch.stack(found)).mean().item())
+                found.clear()
                 accelerator.print(f"update {len(losses)}: loss {losses[-1]:.4f}")
             if len(losses) == args.steps:
                 break

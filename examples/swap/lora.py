@@ -46,15 +46,20 @@ def main(arguments: list[str] | None = None) -> list[float]:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     engine, *_ = deepspeed.initialize(args=args, model=model, model_parameters=trained)
     losses: list[float] = []
+    found: list[torch.Tensor] = []  # of the batches of an update
     while len(losses) < args.steps:
         for batch in loader:
             batch = {name: values.to(engine.device) for name, values in batch.items()}
             loss = engine(**batch).loss
             engine.backward(loss)
+            found.append(loss.detach())
             updates = engine.is_gradient_accumulation_boundary()
             engine.step()
             if updates:
-                losses.append(loss.item())
+                mean = torch.stack(found).mean()
+                torch.distributed.all_reduce(mean)
+                losses.append(mean.item() / torch.distributed.get_world_size())
+                found.clear()
                 if engine.global_rank == 0:
                     print(f"update {engine.global_steps}: loss {losses[-1]:.4f}")
             if len(losses) == args.steps:

@@ -56,27 +56,41 @@ def one_process(model: Any, updates: Iterable[Sequence[Any]], schedule_steps: in
     return losses
 
 
-def three_calls(steps: int) -> tuple[list[float], list[float]]:
-    """Losses of the swapped script on 2 ranks, and of one process."""
-    return _by_three_calls("three_calls", steps)
+def three_calls(steps: int) -> tuple[list[float], list[float], float]:
+    """Losses of the swapped script on 2 ranks, the last of an evaluation, and of one process; and how far the weights
+    in the file that it saves are from that process's, relative to the norm of all."""
+    with tempfile.TemporaryDirectory() as folder:
+        found, expected, model = _by_three_calls("three_calls", steps, f"{folder}/saved")
+        saved = torch.load(f"{folder}/saved")
+    model.eval()
+    batches = [batch for rank in range(2) for batch in list(script("three_calls").make_loader(rank, 2))[:3]]
+    with torch.no_grad():
+        expected.append(sum(model(**batch).loss.item() for batch in batches) / len(batches))
+    right = model.state_dict()
+    apart = torch.cat([(saved[name] - value).flatten() for name, value in right.items()])
+    return found, expected, float(apart.norm() / torch.cat([value.flatten() for value in right.values()]).norm())
 
 
 def lora(steps: int) -> tuple[list[float], list[float]]:
     """Losses of the swapped script on 2 ranks, and of PEFT in one process."""
-    return _by_three_calls("lora", steps)
+    with tempfile.TemporaryDirectory() as folder:
+        return _by_three_calls("lora", steps, f"{folder}/saved")[:2]
 
 
-def _by_three_calls(name: str, steps: int) -> tuple[list[float], list[float]]:
+def _by_three_calls(name: str, steps: int, saved: str) -> tuple[list[float], list[float], Any]:
+    """Losses of the swapped script on 2 ranks, and of one process; and the model that this one has trained."""
     swapped = script(name)
 
     def job(rank: int) -> list[float]:
         rank_environment(rank)
-        arguments = ["--steps", str(steps), "--deepspeed_config", str(SWAP / "ds_three_calls.json")]
+        arguments = ["--steps", str(steps), "--deepspeed_config", str(SWAP / "ds_three_calls.json"), "--save", saved]
         return swapped.main(arguments)  # type: ignore[no-any-return]
 
     loaders = [iter(swapped.make_loader(rank, 2)) for rank in range(2)]
     updates = [[next(loader) for _ in range(2) for loader in loaders] for _ in range(steps)]
-    return run_ranks(job, 2, timeout=300)[0], one_process(swapped.make_model(), updates)
+    model = swapped.make_model()
+    expected = one_process(model, updates)
+    return run_ranks(job, 2, timeout=300)[0], expected, model
 
 
 def accelerated(steps: int) -> tuple[list[float], list[float]]:
