@@ -122,6 +122,9 @@ class Contexts:
         self._of: dict[Hashable, Context] = {}
         self._beside: dict[Hashable, dict[int, Tensor]] = {}
 
+    def note_heads(self, heads: int, kv_heads: int) -> None:
+        """Told of every module that attends; for whoever wants to know."""
+
     def of(self, module: Hashable) -> Context:
         """The context of a module, which must attend once in each forward of a slice."""
         if module not in self._of:

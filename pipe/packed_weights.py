@@ -23,6 +23,7 @@ from functools import wraps
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -75,8 +76,9 @@ class PackedLinears(nn.Module):
         return Leaf(self.weight, found, view)
 
     def parts(self, out: Tensor) -> tuple[Tensor, ...]:
-        """What each layer makes, of what all of them make (..., features)."""
-        return out.split([stop - start for start, stop in pairwise(self._starts)], -1)
+        """What each layer makes, of what all of them make (..., features), which nobody else reads."""
+        # Not by `split`: torch lets no view of several be changed in place, as models may do with what a layer made.
+        return torch.unsafe_split_with_sizes(out, [stop - start for start, stop in pairwise(self._starts)], -1)
 
     def _forward_of(self, index: int, alone: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         def forward(input: Tensor) -> Tensor:  # the name that callers of nn.Linear may use

@@ -270,11 +270,10 @@ class StageRuntime:
 
 
 def _gradient(run: _Run, at: _At) -> Tensor:
-    """The gradient of what a part has received, which is not kept any longer."""
+    """The gradient of what a part has received, which is not kept any longer; zero where it was detached."""
     received = run.inputs.pop(at)
     assert received is not None, "a gradient is handed back for a received activation"
-    assert received.grad is not None, "the received activation took part in the forward"
-    return received.grad
+    return torch.zeros_like(received) if received.grad is None else received.grad
 
 
 def _slices(rows: Sequence[Rows], hidden: Tensor) -> list[tuple[int, Tensor]]:

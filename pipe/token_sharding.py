@@ -294,7 +294,7 @@ class _GatherColumns(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         weights, biases = parameters[: len(columns.modules)], parameters[len(columns.modules) :]
         ctx.save_for_backward(shard, *weights)
-        rows = start_gather(shard, columns.group).wait()
+        rows = start_gather(shard, columns.group).wait().flatten(0, -2)  # of outputs that are views none can be changed
         return tuple(F.linear(rows, w, b) for w, b in zip(weights, biases, strict=True))  # type: ignore[arg-type]
 
     @staticmethod

@@ -142,8 +142,11 @@ class WeightGradients:
         weight: Any = module.weight
         if not self.takes(module, x):
             return F.linear(x, weight, bias)
-        out: Tensor = _PutOff.apply(x, weight.detach(), bias, module, self)
-        return out
+        if not x.is_contiguous():
+            return _PutOff.apply(x, weight.detach(), bias, module, self)  # type: ignore[no-any-return]
+        # In rows: with a bias torch makes more dimensions by a view, and a Function's view cannot be changed in place.
+        out: Tensor = _PutOff.apply(x.view(-1, x.shape[-1]), weight.detach(), bias, module, self)
+        return out.view(*x.shape[:-1], -1)
 
     def takes(self, module: nn.Module, x: Tensor) -> bool:
         """Whether the weight's gradient of a linear layer is put off when it is now computed with `x`."""

@@ -78,7 +78,10 @@ def hydra_attention(
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # (T_local, heads, d)
     if hydra.sp == 1 and torch.is_grad_enabled():
         v = _without_the_rest(v, q, k)
-    context = None if hydra.chunk is None else hydra.chunk.contexts.of(module)
+    context = None
+    if hydra.chunk is not None:
+        hydra.chunk.contexts.note_heads(query.shape[1], key.shape[1])
+        context = hydra.chunk.contexts.of(module)
     out = varlen_attention(
         q,
         k,

@@ -9,7 +9,7 @@ is silent by what their use asks for.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -148,8 +148,7 @@ class CausalLM:
     def plan_with(self, unnamed: UnnamedRules, tokens: TokenRules = _ALL_TOKENS) -> None:
         """Buckets and shard rules, those of parameters that the published plan does not name among them."""
         config, model, self._tokens = self.text_config, self.template, tokens
-        heads = int(getattr(config, "num_attention_heads", 0) or 0)
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        heads, kv_heads = _heads_of(config, self.flow.heads)
         units = dict.fromkeys(_QUERY_MODULES, heads) | dict.fromkeys(_KEY_VALUE_MODULES, kv_heads)
         ends = ends_of(model)
         modules = {id(module): path for path, module in model.named_modules()}
@@ -238,6 +237,13 @@ class CausalLM:
         model.train()
         model.apply(_checkpoint_nothing)  # its stages do [Note: recomputed layers]
         return model
+
+
+def _heads_of(config: Any, seen: Collection[tuple[int, int]]) -> tuple[int, int]:
+    """Heads of queries, and of keys and values: as the config says, if layers attend with so many."""
+    heads = int(getattr(config, "num_attention_heads", 0) or 0)
+    said = heads, int(getattr(config, "num_key_value_heads", None) or heads)
+    return said if said in seen or not seen or not heads else min(seen)
 
 
 def _notes(flow: Flow, balancing: Balancing | None) -> tuple[str, ...]:

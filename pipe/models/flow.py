@@ -70,6 +70,7 @@ class Flow:
     obstacle: str = ""  # why no pipeline can be cut; the parts above are then only what one stage holds
     attention_dropout: float = 0.0  # largest rate
     vocabulary: int = 0  # logits of a token
+    heads: frozenset[tuple[int, int]] = frozenset()  # of queries, and of keys and values, where layers attend
     no_slices: str = ""  # why no sequence can be cut into slices
     unread: frozenset[str] = frozenset()  # parameters that nothing was computed with
 
@@ -155,6 +156,7 @@ def trace(model: Any, layers_path: str, positions_from: int = 0) -> Flow:
         found,
         attention_dropout=watch.recorder.attention_rate,
         vocabulary=logits.shape[-1],
+        heads=frozenset(attended.heads),
         no_slices=_no_slices(attended.calls, model, layers_path),
         unread=frozenset(watch.names[each] for each in watch.names.keys() - _read(record, watch, logits)),
     )
@@ -167,11 +169,15 @@ def _read(record: _Record, watch: _Watch, logits: Tensor) -> set[int]:
 
 
 class _Attended(Contexts):
-    """Notes which modules attend."""
+    """Notes which modules attend, and with how many heads."""
 
     def __init__(self, total: int):
         super().__init__(total)
         self.calls: Counter[Hashable] = Counter()
+        self.heads: set[tuple[int, int]] = set()
+
+    def note_heads(self, heads: int, kv_heads: int) -> None:
+        self.heads.add((heads, kv_heads))
 
     def of(self, module: Hashable) -> Context:
         self.calls[module] += 1
