@@ -84,7 +84,8 @@ class FaultsConfig:
     heartbeat_seconds: float = setting(number(0.0, 3600.0), 1.0)
     """Heartbeat interval in seconds; 0 turns heartbeats off."""
     frozen_seconds: float = setting(number(exclusive=True, maximum=86400.0), 9.0)
-    """Seconds without a heartbeat after which a rank counts as frozen and the job ends."""
+    """Seconds without a heartbeat after which a rank counts as frozen and the job ends; the process that plans, which
+    tells the same, is started again."""
     address: str | None = setting(text(optional=True), None)
     """Where rank 0 listens for heartbeats; None takes the interface over which ranks reach each other."""
     skipped_steps: int = setting(integer(1), 20)

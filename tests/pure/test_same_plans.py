@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import highspy
 import numpy as np
 import pytest
 
+from ds_hydra.planner import PlannerOptions, PlanRecipe, recipe
 from ds_hydra.planner.exact.highs import solve_milp
+from ds_hydra.planner.generations import Generations
+from ds_hydra.planner.planned import InvalidAnswerError
+from tests.support.planner_cases import a800_planner
 
 ROOT = Path(__file__).parents[2]
 # What answers requests and what waits for answers; plans are made by none of them.
@@ -65,3 +71,37 @@ def test_a_users_own_program_with_more_threads_hides_no_solution() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_an_empty_cache_on_disk_does_not_change_the_kernels(tmp_path: Path) -> None:
+    """Plain Python searches less: a job that begins before its kernels are compiled must not plan by it."""
+    code = (
+        "import ds_hydra.planner.kernels as kernels\n"
+        "assert kernels.select('auto').is_compiled\n"
+        "assert not kernels.select('pure').is_compiled\n"
+    )
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, check=True)
+
+
+def test_where_numba_cannot_compile_the_whole_job_is_planned_in_plain_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is decided once, is part of the digest, and is what a producer that is started again is told."""
+    generations = Generations(PlanRecipe(a800_planner().cost_table, a800_planner().strategies))
+    recipes = {which: replace(generations[0], options=PlannerOptions(kernels=which)) for which in ("pure", "compiled")}
+    assert recipes["pure"].digest != recipes["compiled"].digest
+    generations.add(generations[0].table, 4)
+    with pytest.raises(InvalidAnswerError, match="not this job's"):
+        generations.agree(1, {"ready": recipes["compiled"].digest, "kernels": "pure"})
+    assert generations.kernels == "auto"
+    generations.agree(1, {"ready": recipes["pure"].digest, "kernels": "pure"})
+    assert [generations[number].options.kernels for number in generations] == ["pure", "pure"]
+    with pytest.raises(InvalidAnswerError, match="not this job's"):
+        generations.agree(1, {"ready": recipes["compiled"].digest, "kernels": "compiled"})
+
+    def fails() -> None:
+        raise OSError("the cache cannot be written")
+
+    monkeypatch.setattr(recipe, "warm_up", fails)
+    assert recipe.settled_kernels.__wrapped__("auto") == "pure"
+    with pytest.raises(OSError, match="cannot be written"):
+        recipe.settled_kernels.__wrapped__("compiled")
