@@ -36,6 +36,7 @@ from ds_hydra.step.agreement import FAILED, LATER, row_of, row_without_plan
 from ds_hydra.step.built import Built, settled
 from ds_hydra.step.stepper import Stepper
 from ds_hydra.watchdog import Activity
+from ds_hydra.zero_hetero.errors import told_of
 
 
 class Ready(NamedTuple):
@@ -91,6 +92,8 @@ class Coming:
             with self._activity(f"waiting for plan {making.step + 1}"):
                 making.wait()
         making.wait()
+        if making.planned is None and making.error is not None and told_of(making.error) is None:
+            raise making.error  # now: the others may wait for a plan that this rank never took, and say nothing
         return torch.cat((making.row, torch.tensor([late])))
 
     def heard(self, rows: Tensor | None) -> None:

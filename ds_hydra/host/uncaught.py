@@ -79,4 +79,4 @@ def _is_first_to_tell(text: str) -> bool:
     """
     if not met():
         return os.environ.get("LOCAL_RANK", "0") == "0"
-    return first(f"ds_hydra/uncaught/{hashlib.sha256(text.encode()).hexdigest()}", all_by_s=_PATIENCE_S)
+    return first(f"ds_hydra/uncaught/{hashlib.sha256(text.encode()).hexdigest()}", all_by_s=_PATIENCE_S) is not False

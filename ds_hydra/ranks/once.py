@@ -2,28 +2,46 @@
 
 from __future__ import annotations
 
+import errno
+import socket
 import sys
 import threading
 import time
 from typing import Any
 
 _TURN_S = 0.02
+_HELD: list[socket.socket] = []  # names that this process has, until it ends
 
 
-def first(key: str, *, within_s: float = 0.5, all_by_s: float = 0.0) -> bool:
-    """Whether this rank asks first for `key`. Also True where the store is gone or does not answer in time.
+def first(key: str, *, within_s: float = 0.5, all_by_s: float = 0.0) -> bool | None:
+    """Whether this rank asks first for `key`; None where the store is gone or does not answer in time.
 
     The rank that keeps the store, usually rank 0, may end after its question, and the others could no longer ask: with
     `all_by_s` rank 0 waits so long until all have asked.
     """
-    answers: list[bool] = []
+    answers: list[bool | None] = []
     asking = threading.Thread(target=_ask, args=(key, all_by_s, answers), daemon=True)
     asking.start()
     asking.join(within_s + all_by_s)
-    return answers[0] if answers else True
+    return answers[0] if answers else None
 
 
-def _ask(key: str, all_by_s: float, answers: list[bool]) -> None:
+def first_on_host(key: str, *, all_by_s: float = 0.7) -> bool:
+    """Whether this process of a host asks first for `key`, of those that ask within `all_by_s`; it takes that long.
+
+    Also True where the system has no sockets without a file, as Linux has.
+    """
+    name = socket.socket(socket.AF_UNIX)
+    try:
+        name.bind(f"\0{key}")
+    except OSError as error:
+        return error.errno != errno.EADDRINUSE
+    _HELD.append(name)
+    time.sleep(all_by_s)
+    return True
+
+
+def _ask(key: str, all_by_s: float, answers: list[bool | None]) -> None:
     distributed: Any = sys.modules["torch.distributed"]
     try:
         # Another thread may hang in the store, and nobody else can use it as long: so this is a connection of its own.
@@ -36,7 +54,7 @@ def _ask(key: str, all_by_s: float, answers: list[bool]) -> None:
             time.sleep(_TURN_S)
         answers.append(answer)
     except (RuntimeError, ValueError):  # the store is gone with the rank that kept it, or the groups were destroyed
-        answers.append(True)
+        answers.append(None)
 
 
 def met() -> bool:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ds_hydra.ranks.once import first
+from ds_hydra.ranks.once import first, first_on_host
 from ds_hydra.watchdog.host import EXIT_CODE, Identity, say
 
 if TYPE_CHECKING:
@@ -53,5 +53,6 @@ class LastWords:
         if verdict.error and self._hosts[lost] == host:
             return False
         if lost == self._above:  # nobody passes verdicts on here any more, and several ranks have found the same
-            return first(self._key)
+            asked = first(self._key)
+            return first_on_host(self._key) if asked is None else asked
         return self._hosts.index(host) == self._rank

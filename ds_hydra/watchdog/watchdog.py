@@ -87,7 +87,7 @@ class Watchdog:
         self._turns = 0
         self._judged_at = 0.0
         self._reported = False
-        self._leaving = False
+        self._leaving, self._at = False, (0, IDLE)  # where it was when it failed
         self._outbox: list[Verdict] = []
         self._lock = threading.Lock()
         self.closing = threading.Event()
@@ -110,11 +110,11 @@ class Watchdog:
         """Tell the others that this rank cannot go on; returns when it is known who is the cause [Note: who tells]."""
         if not self.running or self.closing.is_set() or self._reported:
             return
-        self._reported = True
+        self._reported, self._at = True, self._where()
         if follows(error) and self._judged_within(_TURNS_OF_OTHERS if lost_connection(error) else BUSY_TURNS):
             return
         if not follows(error) or lost_connection(error):
-            step, activity = self._where()
+            step, activity = self._at
             line = as_line(error)
             text = f"rank {self.rank} failed in step {step} ({activity}): {line}"
             with self._lock:
@@ -143,7 +143,7 @@ class Watchdog:
             self._hook_before(kind, error, trace)
         elif follows(error) or as_line(error) == verdict.error:
             logger.debug("ended by a fault of rank %d", verdict.rank, exc_info=(kind, error, trace))
-            self._words.say(verdict, *self._where())
+            self._words.say(verdict, *self._at)
             self._leaving = True
             code = verdict.code if follows(error) else refusal_code(error) or OWN_FAULT
             raise SystemExit(code)  # Python leaves with the code of a hook's SystemExit
@@ -159,7 +159,7 @@ class Watchdog:
             if self._verdict is not None and self._reported:
                 # An error on its way to the hook is told there, with its traceback; one that a script has caught, here.
                 if not isinstance(sys.exc_info()[1], Exception):
-                    self._words.say(self._verdict, *self._where())
+                    self._words.say(self._verdict, *self._at)
             elif sys.excepthook is self._hook:
                 sys.excepthook = self._hook_before
 

@@ -8,7 +8,16 @@ import ds_hydra.engine.engine  # noqa: F401  so that forked ranks need not impor
 from tests.support.drawn_faults import ACTIVITIES, KINDS, MODES, Case, drawn, wrong
 
 
-@pytest.mark.parametrize("case", [*drawn(9)[2:5], Case("SIGKILL", "backward", "V", 0)], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        *drawn(9)[2:5],
+        Case("SIGKILL", "backward", "V", 0),
+        Case("memory", "planning", "ahead", 1),
+        Case("bug", "planning", "ahead", 0),
+    ],
+    ids=str,
+)
 def test_a_drawn_fault_ends_as_promised(case: Case) -> None:
     assert wrong(case)[0] == []
 

@@ -174,6 +174,7 @@ def test_a_rank_that_goes_is_named_once_and_the_others_end_with_75(
     what = "has left the job" if how == "sys.exit" else "died"
     assert told.count(f"rank {lost} {what}") == 1, told
     assert TRACEBACK not in told
+    assert "(idle): rank" not in told, "the others were in a step"
     assert ("resumes from the newest checkpoint" in told) == saved
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import threading
 import time
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 from ds_hydra.ranks.channel import Channel
+from ds_hydra.ranks.once import first, first_on_host
 from ds_hydra.watchdog import Watchdog, host, meeting
 from ds_hydra.watchdog.host import listen
 from tests.support.ranks import run_ranks
@@ -105,3 +108,15 @@ def test_strangers_before_the_door_do_not_stop_a_start() -> None:
     assert max(took for took, _ in found) < 8.0
     assert [len(lines) for _, lines in found] == [2, 0, 0], found  # the first and the tenth
     assert found[0][1][1].endswith("10 so far")
+
+
+def test_one_rank_of_a_host_is_the_first_where_the_ranks_store_is_gone() -> None:
+    key = f"ds_hydra/test/{os.getpid()}"
+
+    def ask(rank: int) -> tuple[bool | None, bool]:
+        dist.destroy_process_group()
+        return first(key), first_on_host(key)
+
+    found = run_ranks(ask, 3)
+    assert [stored for stored, _ in found] == [None] * 3
+    assert sum(on_host for _, on_host in found) == 1
