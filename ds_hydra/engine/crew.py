@@ -98,7 +98,8 @@ class Crew:
         with together(world.channel, "starting the planner's process"):
             producer = start_producer(job.config, world.rank)
             if producer is not None:
-                weakref.finalize(self, producer.stop)  # also where something below is refused
+                # Also where something below is refused; not at exit, which forks of this process may come to first.
+                weakref.finalize(self, producer.stop).atexit = False
         self.prepared: Prepared = prepare(job, world)
         plan = job.source.plan
         with together(world.channel, "building the stages of all strategies"):
