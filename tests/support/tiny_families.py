@@ -37,12 +37,21 @@ _SETTINGS: Mapping[str, dict[str, Any]] = {
     "reformer": _DECODER,
     "deepseek_v2": {"num_experts_per_tok": 2},
     "diffllama": {"num_key_value_heads": 6},
-    "dots1": {"n_routed_experts": 6, "n_shared_experts": 1},
+    "dots1": {"n_routed_experts": 6, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "nemotron": {"num_key_value_heads": 3},
     "xlm": {"emb_dim": 48},
     "gemma3n_text": {"num_kv_shared_layers": 0},
     "gemma4_text": {"num_kv_shared_layers": 0},
+}
+_STATE = {"vocab_size": 96, "hidden_size": 48, "num_hidden_layers": LAYERS, "state_size": 8}
+# Model type -> all sizes of its tiny config, where it has no attention heads by which widths go.
+_SIZES: Mapping[str, dict[str, Any]] = {
+    "mamba": _STATE,
+    "falcon_mamba": _STATE,
+    "mamba2": _STATE | {"num_heads": 6, "head_dim": 16, "n_groups": 1},
+    "rwkv": {"vocab_size": 96, "hidden_size": 48, "num_hidden_layers": LAYERS, "context_length": 64},
+    "xlstm": {"vocab_size": 96, "hidden_size": 48, "num_hidden_layers": LAYERS, "num_heads": 6},
 }
 _HEADS = re.compile(r"^(n_heads?|num_heads)$|attention_heads$")
 _KV_HEADS = re.compile(r"(num_key_value_heads|num_kv_heads|n_head_kv|num_query_groups|kv_n_heads|n_kv_heads?)$")
@@ -56,10 +65,14 @@ def class_names() -> dict[str, str]:
     found: dict[str, str] = {}
     for model_type, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
         kept = found.get(name)
-        # Of several configs of one class the text model's own.
-        if kept is None or (model_type.endswith("_text") and not kept.endswith("_text")):
+        # Of several configs of one class its own, or that of its text model.
+        if kept is None or _rank(name, model_type) > _rank(name, kept):
             found[name] = model_type
     return dict(sorted(found.items()))
+
+
+def _rank(name: str, model_type: str) -> tuple[bool, bool]:
+    return model_type.endswith("_text"), name.lower().startswith(model_type.replace("-", "").replace("_", ""))
 
 
 def tiny_model(name: str, model_type: str) -> Any:
@@ -67,13 +80,14 @@ def tiny_model(name: str, model_type: str) -> Any:
     import transformers
     from transformers import AutoConfig
 
-    config = AutoConfig.for_model(model_type)
+    config = AutoConfig.for_model(model_type, **_SIZES.get(model_type, {}))
     kind = getattr(transformers, name)
     if kind.config_class is not type(config):
         config = next(part for part in _parts(config) if type(part) is kind.config_class)
     for part in _parts(config):
         _set_heads(part)
-    config = shrunk_config(config, LAYERS, 1)
+    if model_type not in _SIZES:
+        config = shrunk_config(config, LAYERS, 1)
     for key, value in _SETTINGS.get(model_type, {}).items():
         vars(config)[key] = value
     torch.manual_seed(0)
