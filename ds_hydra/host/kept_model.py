@@ -8,6 +8,7 @@ is told by its name before the next update, so that nobody trains for days on wh
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
@@ -62,6 +63,7 @@ class KeptModel:
     def now(self) -> ModelNow:
         """What has changed since, and which trained parameters require no gradient any more."""
         now = self._all()
+        self._forget_notes(now)
         problem = next(_differences(self._before, now), "")
         trained = {name for name, p in self._parameters() if p.requires_grad}
         thawed = sorted(trained - self._trained)
@@ -76,6 +78,32 @@ class KeptModel:
             )
         self._frozen = frozen
         return ModelNow(problem, frozen)
+
+    def _forget_notes(self, now: dict[str, Parts]) -> None:
+        """Leave out new attributes of a name that no code of the model has: scripts note down what they count."""
+        for path, parts in now.items():
+            before = self._before.get(path, parts)
+            if parts == before:
+                continue
+            module = self._model.get_submodule(path)
+            for key in [key for key in parts if key not in before]:
+                name = key.removeprefix("its attribute ")
+                if name != key and not hasattr(type(module), name) and name not in self._named():
+                    del parts[key]
+
+    @functools.cache  # noqa: B019  (one for each engine)
+    def _named(self) -> frozenset[str]:
+        """Names and texts in the code of the model's classes, and of functions that stand in its modules."""
+        classes = {kind for module in self._model.modules() for kind in type(module).__mro__}
+        held = [value for kind in classes for value in vars(kind).values()]
+        held += [value for module in self._model.modules() for value in vars(module).values()]
+        codes = [code for value in held if (code := getattr(inspect.unwrap(value), "__code__", None)) is not None]
+        found: set[str] = set()
+        while codes:
+            code = codes.pop()
+            found |= {*code.co_names, *(text for text in code.co_consts if isinstance(text, str))}
+            codes += [inner for inner in code.co_consts if isinstance(inner, types.CodeType)]
+        return frozenset(found)
 
     def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((self._names[path], p) for path, p in self._model.named_parameters() if path in self._names)

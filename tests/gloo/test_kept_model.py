@@ -39,6 +39,7 @@ CHANGES: Mapping[str, tuple[Callable[[Any], Any], str]] = {
     "a buffer": (_buffer, "buffer inv_freq of model.rotary_emb"),
     "a number": (lambda m: setattr(m.model.layers[2].self_attn, "scaling", 0.2), "attribute scaling of model.layers.2"),
     "a list": (lambda m: m.model.norm.limits.append(3), "attribute limits of model.norm"),
+    "what code looks for": (lambda m: setattr(m.model.norm, "gain", 2.0), "attribute gain of model.norm"),
     "an object": (lambda m: setattr(m.model.norm.settings, "gain", 2.0), "attribute settings of model.norm"),
     "a config": (
         lambda m: setattr(m.config, "attention_dropout", 0.5),
@@ -56,6 +57,7 @@ CHANGES: Mapping[str, tuple[Callable[[Any], Any], str]] = {
 
 def changed_model() -> Any:
     model = small_model(tied=False)
+    model.model.norm.reads = lambda: getattr(model.model.norm, "gain", 1.0)
     model.model.norm.limits, model.model.norm.settings = [1, 2], SimpleNamespace(gain=1.0)
     model.model.norm.weight.requires_grad_(False)
     return model
@@ -89,6 +91,7 @@ def test_what_changes_no_number_is_no_change() -> None:
     model.config.pad_token_id = 0
     model.eval()
     model.gradient_checkpointing_enable()
+    model.model._num_params = 12  # as DeepSpeed-Chat's scripts note it down
     assert watched.now() == ("", frozenset())
     model.train()
     assert watched.now() == ("", frozenset())
