@@ -21,7 +21,7 @@ from ds_hydra.data.sampler import TokenBudgetSampler
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.planner import PhasedPlanner, parse_phases, save_plans
 from tests.support.ends import TRACEBACK, End, ends, mark_fault
-from tests.support.small_job import sequences, small_engine
+from tests.support.small_job import sequences, small_engine, small_source
 from tests.support.streams import Stateful
 
 NUM_RANKS, STEPS, FAULT_STEP = 3, 5, 2
@@ -84,6 +84,7 @@ def drawn(count: int, seed: int = 0) -> list[Case]:
 
 def wrong(case: Case) -> tuple[list[str], float]:
     """What of the promises was not kept, and seconds from the fault until the last rank had ended."""
+    small_source()  # found once, before ranks are forked
     with tempfile.TemporaryDirectory() as scratch:
         table = Path(scratch) / "table.json"
         if case.mode == "slices":
