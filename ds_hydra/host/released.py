@@ -102,7 +102,7 @@ class ReleasedParameter(nn.Parameter):
             empty = name.endswith("_like") or name.startswith("new_")
             if empty or name in ("__set__", "requires_grad_") or (name in METADATA and attribute not in _VALUES):
                 with torch._C.DisableTorchFunctionSubclass():
-                    return function(*args, **({"device": first._hydra_values.device} if empty else {}), **kwargs)
+                    return function(*args, **({"device": first._hydra_values.device} if empty else {}) | kwargs)
             if name in _WRITERS or (name.endswith("_") and not name.endswith("__")):
                 _refuse_writing(first, name)
         for one in tree_leaves(kwargs.get("out")):
@@ -117,7 +117,10 @@ class ReleasedParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
-            memo[id(self)] = nn.Parameter(self._hydra_values.of(self._hydra_name), requires_grad=self.requires_grad)
+            # The engine copies what the parameter is, a script what it holds.
+            asked = torch._C._is_torch_function_enabled()
+            value = self._hydra_values.of(self._hydra_name) if asked else torch.empty_like(self, device="meta")
+            memo[id(self)] = nn.Parameter(value, requires_grad=self.requires_grad)
         return memo[id(self)]  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:

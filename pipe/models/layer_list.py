@@ -80,7 +80,8 @@ class LayerList:
         spec = self.specs[index]
         if not hasattr(spec, "build") and not isinstance(spec, nn.Module):
             return spec
-        with torch.device("meta"):
+        # Of a released parameter no value is asked for.
+        with torch.device("meta"), torch._C.DisableTorchFunctionSubclass():
             layer = spec.build() if hasattr(spec, "build") else copy.deepcopy(spec).to("meta")
         for path, _ in list(layer.named_buffers()):
             owner, _, leaf = path.rpartition(".")

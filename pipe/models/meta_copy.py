@@ -27,7 +27,7 @@ def copy_to_meta(model: Any) -> Any:
     """
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
-        hollow = torch.empty_like(parameter.data, device="meta")
+        hollow = torch.empty_like(parameter, device="meta", requires_grad=False)
         memo[id(parameter)] = nn.Parameter(hollow, requires_grad=parameter.requires_grad)
     memo |= _plain_copies(model, memo)
     # Most of a module's attributes are empty dictionaries of hooks, on which copying would spend most of its time.

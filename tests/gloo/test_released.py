@@ -113,3 +113,11 @@ def alone(rank: int) -> list[Any]:
 
 def test_a_rank_that_asks_alone_is_refused_in_time() -> None:
     assert run_ranks(alone, 2) == [[True, True, True], [True]]
+
+
+def test_empty_ones_of_a_kind_lie_where_they_are_asked_for() -> None:
+    def kinds(rank: int) -> list[str]:
+        own = weight(small_engine(rank))
+        return [str(made.device) for made in (torch.ones_like(own), torch.empty_like(own, device="meta"))]
+
+    assert run_ranks(kinds, 1) == [["cpu", "meta"]]
