@@ -166,6 +166,18 @@ def test_what_begins_in_long_rows_is_refused(change: str) -> None:
     assert "no strategy trains this model as one process does" in objection
 
 
+def test_hooks_of_all_modules_are_code_of_a_script() -> None:
+    def hook(module: nn.Module, args: Any, out: Any) -> Any:
+        return 0.9 * out if isinstance(module, modeling_llama.LlamaMLP) and out.shape[1] > 90 else None
+
+    handle = nn.modules.module.register_module_forward_hook(hook)
+    try:
+        assert len(check(small_model(), "tp1", context_length=120).objections()) == 1
+    finally:
+        handle.remove()
+    assert check(small_model(), "tp1", context_length=120).objections() == []
+
+
 def test_rotary_embeddings_that_go_by_length_are_refused() -> None:
     rotary = modeling_llama.apply_rotary_pos_emb
 

@@ -25,6 +25,7 @@ from torch import nn
 _PACKAGES = ("torch", "transformers", "peft", "ds_hydra")
 _TORCHS = frozenset(vars(nn.Module()))
 _HOOKS = tuple(key for key in _TORCHS if key.startswith(("_forward_", "_backward_")) and key.endswith("_hooks"))
+_GLOBAL_HOOKS = tuple(key for key in vars(nn.modules.module) if key.startswith("_global_") and key.endswith("_hooks"))
 _DEPTH = 4  # functions called by functions that are looked into
 
 
@@ -65,7 +66,8 @@ def runs_installed_code(module: nn.Module) -> bool:
 
 
 def own_code(model: nn.Module) -> tuple[str, ...]:
-    """What of a model runs code that no installed package has: modules, by path, and hooks of parameters, by name."""
+    """What of a model runs code that no installed package has: hooks of all modules, modules by path, and hooks
+    of parameters by name."""
     known: dict[type, bool] = {}
 
     def installed(module: nn.Module) -> bool:
@@ -79,7 +81,8 @@ def own_code(model: nn.Module) -> tuple[str, ...]:
             known[kind] = of_packages and runs_installed_code(module)
         return known[kind]
 
-    found = [path or type(module).__name__ for path, module in model.named_modules() if not installed(module)]
+    found = [f"torch's {key.strip('_').replace('_', ' ')}" for key in _GLOBAL_HOOKS if vars(nn.modules.module)[key]]
+    found += [path or type(module).__name__ for path, module in model.named_modules() if not installed(module)]
     return (*found, *(name for name, parameter in model.named_parameters() if parameter._backward_hooks))
 
 
