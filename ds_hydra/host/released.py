@@ -102,7 +102,8 @@ class ReleasedParameter(nn.Parameter):
             empty = name.endswith("_like") or name.startswith("new_")
             if empty or name in ("__set__", "requires_grad_") or (name in METADATA and attribute not in _VALUES):
                 with torch._C.DisableTorchFunctionSubclass():
-                    return function(*args, **({"device": first._hydra_values.device} if empty else {}) | kwargs)
+                    given = {"device": first._hydra_values.device, **kwargs} if empty else kwargs
+                    return function(*args, **given)
             if name in _WRITERS or (name.endswith("_") and not name.endswith("__")):
                 _refuse_writing(first, name)
         for one in tree_leaves(kwargs.get("out")):
