@@ -169,6 +169,11 @@ def test_a_port_that_another_program_has_is_refused_by_all_ranks(rank: int, monk
         port = str(other.getsockname()[1])
         for name, value in (("RANK", str(rank)), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", port)):
             monkeypatch.setenv(name, value)
+        listens = launch._listens_itself
+        monkeypatch.setattr(launch, "_listens_itself", lambda port: False)  # as if it were another process
         with pytest.raises(ConfigError, match=f"MASTER_PORT={port} on 127.0.0.1 cannot be used"):
             launch.check_port()
+        monkeypatch.setattr(launch, "_listens_itself", listens)
+        if rank == 0:
+            launch.check_port()  # a store that this process had before is used again
     launch.check_port()

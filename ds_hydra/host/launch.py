@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import importlib.util
 import os
@@ -11,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -70,7 +72,8 @@ def check_port() -> None:
             try:
                 probe.bind(("", port))
             except OSError as error:
-                raise _port_taken(f"rank 0 cannot listen on it: {error.strerror}") from None
+                if error.errno == errno.EADDRINUSE and not _listens_itself(port):
+                    raise _port_taken(f"rank 0 cannot listen on it: {error.strerror}") from None
         return
     try:
         socket.create_connection((address, port), timeout=_LISTENING_S).close()
@@ -89,6 +92,21 @@ def check_port() -> None:
     asking.join(_ANSWER_S)
     if not answered.is_set():
         raise _port_taken("what listens there does not answer as rank 0 does")
+
+
+def _listens_itself(port: int) -> bool:
+    """Whether this process listens on a port: the store of groups that it had before, which torch uses again."""
+    own: set[str] = set()
+    for handle in Path("/proc/self/fd").glob("*"):
+        with contextlib.suppress(OSError):
+            own.add(os.readlink(handle))
+    for table in (Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6")):
+        for line in table.read_text().splitlines()[1:] if table.exists() else ():
+            fields = line.split()
+            listens = fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port
+            if listens and f"socket:[{fields[9]}]" in own:
+                return True
+    return False
 
 
 def _port_taken(why: str) -> ConfigError:
