@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.overrides import has_torch_function
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ds_hydra.host.pending import METADATA
@@ -119,7 +120,7 @@ class ReleasedParameter(nn.Parameter):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
             # The engine copies what the parameter is, a script what it holds.
-            asked = torch._C._is_torch_function_enabled()
+            asked = has_torch_function((self,))
             value = self._hydra_values.of(self._hydra_name) if asked else torch.empty_like(self, device="meta")
             memo[id(self)] = nn.Parameter(value, requires_grad=self.requires_grad)
         return memo[id(self)]  # type: ignore[no-any-return]
