@@ -80,9 +80,12 @@ class LayerList:
         spec = self.specs[index]
         if not hasattr(spec, "build") and not isinstance(spec, nn.Module):
             return spec
-        # Of a released parameter no value is asked for.
-        with torch.device("meta"), torch._C.DisableTorchFunctionSubclass():
-            layer = spec.build() if hasattr(spec, "build") else copy.deepcopy(spec).to("meta")
+        if hasattr(spec, "build"):
+            with torch.device("meta"):
+                layer = spec.build()
+        else:
+            with torch._C.DisableTorchFunctionSubclass():  # of a released parameter no value is asked for
+                layer = copy.deepcopy(spec).to("meta")
         for path, _ in list(layer.named_buffers()):
             owner, _, leaf = path.rpartition(".")
             buffer = self._buffers.get(self.name(index, path))
