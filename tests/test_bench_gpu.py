@@ -46,6 +46,7 @@ def test_parts_run_on_a_cpu_and_say_that_no_gpu_was_measured(
     assert ours["losses"] == pytest.approx(plain["losses"], rel=5e-3)  # of all steps, updates between them
     counts = record["parts"]["launches"]["figures"]["counts"]
     assert all(row["per_layer"] > 20 for row in counts.values())
+    assert counts[launches.OURS]["per_layer"] < counts[launches.OFF]["per_layer"], "as training computes it"
     assert (tmp_path / "figures.md").read_text().startswith("# No GPU was measured")
     assert (bench_gpu.DEFAULT.exists() and bench_gpu.DEFAULT.read_text()) == before, "written by --json alone"
 

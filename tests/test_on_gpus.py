@@ -1,7 +1,11 @@
-"""What is decided by the device, without one: attention's choice, a profile's process group, a layer list's buffers."""
+"""What is decided by the device, without one: attention's choice, what is set before CUDA and NCCL start, torch's
+flags, a profile's process group, a layer list's buffers."""
 
 from __future__ import annotations
 
+import logging
+import os
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +15,14 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_hydra.commands import profile_session
-from ds_hydra.pipe.attention import backends
+from ds_hydra.config.hydra_block import FaultsConfig, HydraConfig
+from ds_hydra.engine.fingerprint import attention_name
+from ds_hydra.host import devices, launch
+from ds_hydra.host.devices import Flags, before_devices_start
+from ds_hydra.pipe.attention import backends, flash_3
 from ds_hydra.pipe.attention.backends import choose_backend, per_sequence_sdpa, torch_varlen
 from ds_hydra.pipe.models.layer_list import LayerList
+from ds_hydra.zero_hetero.errors import ConfigError
 
 
 def on_gpu(head_dim: int, dtype: torch.dtype) -> Any:
@@ -102,3 +111,186 @@ def test_buffers_of_a_layer_list_go_where_the_stage_computes() -> None:
     here = source.layer(1, torch.device("cpu"))
     assert torch.equal(here.shift, torch.ones(8))
     assert here.inner.weight.is_meta
+
+
+VARIABLES = ("CUDA_DEVICE_MAX_CONNECTIONS", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING",
+             "TORCH_DIST_USE_NCCL2", "CUBLAS_WORKSPACE_CONFIG")  # fmt: skip
+
+
+@pytest.fixture
+def unset(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Without the variables that CUDA and NCCL read, which come back afterwards."""
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "")  # so that it is noted, and then removed in the end
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    return monkeypatch
+
+
+def test_what_cuda_and_nccl_read_is_set_before_they_start(unset: pytest.MonkeyPatch) -> None:
+    moments: list[dict[str, str | None]] = []
+
+    def note(*args: Any, **kwargs: Any) -> None:
+        moments.append({name: os.environ.get(name) for name in VARIABLES})
+
+    def start(*args: Any, **kwargs: Any) -> None:
+        note()
+        raise _StartedError
+
+    gpu = SimpleNamespace(communication_backend_name=lambda: "nccl", device_name=lambda: "cuda", set_device=note)
+    unset.setattr(launch, "get_accelerator", lambda: gpu)
+    unset.setattr(launch, "init_as_deepspeed", start)
+    for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        unset.setenv(name, "1")
+    with pytest.raises(_StartedError):
+        launch.init_distributed(HydraConfig(10, strategies=("2*tp1",), deterministic=True), port=1)
+    assert moments == [dict(zip(VARIABLES, ("32", "0", "0", "0", ":4096:8"), strict=True))] * 2
+
+
+@pytest.mark.parametrize(
+    ("variables", "heartbeats", "found"),
+    [
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "8", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}, 1.0, ["8", "3", "0", "0", None]),
+        ({}, 0.0, ["32", None, None, "0", None]),  # then torch's watchdog is all there is
+    ],
+)
+def test_what_the_user_has_set_stays(
+    unset: pytest.MonkeyPatch, variables: dict[str, str], heartbeats: float, found: list[str | None]
+) -> None:
+    for name, value in variables.items():
+        unset.setenv(name, value)
+    before_devices_start(HydraConfig(10, faults=FaultsConfig(heartbeats)), "nccl", 2)
+    assert [os.environ.get(name) for name in VARIABLES] == found
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("CUDA_DEVICE_MAX_CONNECTIONS", "1", "one queue.*Unset it"),
+        ("CUBLAS_WORKSPACE_CONFIG", ":0:0", "hydra.deterministic needs.*:4096:8.*unset"),
+        ("TORCH_DIST_USE_NCCL2", "1", "TORCH_DIST_USE_NCCL2=1.*does not know.*set TORCH_DIST_USE_NCCL2=0"),
+    ],
+)
+def test_what_would_stand_still_or_differ_is_refused(
+    unset: pytest.MonkeyPatch, name: str, value: str, words: str
+) -> None:
+    unset.setenv(name, value)
+    config = HydraConfig(10, deterministic=True)
+    before_devices_start(config, "gloo", 2)
+    assert [os.environ.get(other) for other in VARIABLES if other != name] == [None] * 4, "there is no NCCL"
+    with pytest.raises(ConfigError, match=words):
+        before_devices_start(config, "nccl", 2)
+
+
+@pytest.mark.parametrize(("version", "started", "refused"), [("2.14.1", True, False), ("2.15.0", True, True),
+                                                             ("2.15.0", False, False)])  # fmt: skip
+def test_torchs_other_nccl_is_not_taken(
+    unset: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str, started: bool, refused: bool
+) -> None:
+    """From 2.15 on "nccl" names it: a script that has started it is refused."""
+    unset.setattr(devices.torch, "__version__", type(torch.__version__)(version))
+    unset.setattr(dist, "is_initialized", lambda: started)
+    with caplog.at_level(logging.INFO):
+        if refused:
+            with pytest.raises(ConfigError, match=f"torch {version} takes it"):
+                before_devices_start(HydraConfig(10), "nccl", 2)
+            return
+        before_devices_start(HydraConfig(10), "nccl", 2)
+    assert (os.environ.get("TORCH_DIST_USE_NCCL2") == "0") is not started
+    assert ("first NCCL backend" in caplog.text) is (version == "2.15.0")
+    assert ("may end with 134" in caplog.text) is started, "it has read what its own watchdog is to do"
+
+
+MATMUL = torch.backends.cuda.matmul
+
+
+def flags() -> tuple[bool, ...]:
+    return (
+        MATMUL.allow_bf16_reduced_precision_reduction,
+        MATMUL.allow_fp16_reduced_precision_reduction,
+        MATMUL.allow_bf16_reduced_precision_reduction_split_k,
+        torch.are_deterministic_algorithms_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
+    )
+
+
+def test_flags_hold_until_the_last_engine_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    before = flags()
+    assert before == (True, True, True, False, True)
+    cuda = torch.device("cuda", 0)
+    one = Flags(HydraConfig(10), cuda)
+    assert flags() == (False, False, True, False, True)
+    other = Flags(HydraConfig(10, deterministic=True), cuda)
+    one.release()
+    one.release()  # as at exit, after destroy()
+    assert flags() == (False, False, True, True, False)
+    other.release()
+    assert flags() == before
+    on_cpu = Flags(HydraConfig(10), torch.device("cpu"))
+    assert flags() == before
+    on_cpu.release()
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
+    """A Hopper GPU with FlashAttention 3 installed, as torch would find them; what torch was told to run."""
+    active: list[str | None] = [None]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(flash_3.importlib.util, "find_spec", lambda name: name == "flash_attn_interface")
+    monkeypatch.setattr(flash_3.attention, "current_flash_attention_impl", lambda: active[-1])
+    monkeypatch.setattr(flash_3.attention, "activate_flash_attention_impl", active.append)
+    monkeypatch.setattr(flash_3.attention, "restore_flash_attention_impl", lambda: active.append(None))
+    return active
+
+
+def test_flash_attention_3_runs_where_it_can(hopper: list[str | None], monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch.device("cuda", 0)
+    source: Any = SimpleNamespace(plan=SimpleNamespace(num_heads=4, num_layers=2), width=lambda entry: 256)
+
+    def name() -> str:
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty", lambda *args, **kwargs: on_gpu(64, torch.bfloat16))
+            return attention_name(source, cuda, torch.bfloat16)
+
+    without = Flags(HydraConfig(10, attention="flash_2"), cuda)
+    assert hopper == [None]
+    assert name() == "torch_varlen"
+    flags_3 = Flags(HydraConfig(10), cuda)
+    assert name() == "torch_varlen (FA3)", "a cost table of the other kernels is refused"
+    flags_3.release()
+    without.release()
+    assert hopper == [None, "FA3", None]
+    hopper.append("FA4")  # by the script itself
+    Flags(HydraConfig(10), cuda).release()
+    assert hopper[-1] == "FA4"
+
+
+def test_flash_attention_3_of_another_torch_is_left_alone(
+    hopper: list[str | None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(name: str) -> None:
+        raise ImportError("undefined symbol")
+
+    monkeypatch.setattr(flash_3.attention, "activate_flash_attention_impl", broken)
+    Flags(HydraConfig(10), torch.device("cuda", 0)).release()
+    assert "undefined symbol" in caplog.text
+    assert hopper == [None]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_flash_attn_adds_up_in_one_order_where_it_is_asked_to(
+    monkeypatch: pytest.MonkeyPatch, deterministic: bool
+) -> None:
+    asked: list[bool] = []
+
+    def kernel(q: Any, *args: Any, deterministic: bool, **kwargs: Any) -> Any:
+        asked.append(deterministic)
+        return q
+
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=kernel))
+    held = Flags(HydraConfig(10, deterministic=deterministic), torch.device("cpu"))
+    q = torch.zeros(10, 4, 8)
+    backends.flash_attn(q, q, q, backends.Segments.whole((10,)), 1.0, None, None)
+    held.release()
+    assert asked == [deterministic]

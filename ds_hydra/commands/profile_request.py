@@ -16,6 +16,7 @@ from ds_hydra.config.hydra_block import HydraConfig
 from ds_hydra.costs.shape_costs import stage_schemes
 from ds_hydra.costs.table_file import JobFingerprint
 from ds_hydra.engine.fingerprint import describe_job
+from ds_hydra.pipe.attention.flash_3 import use_flash_3
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.plan.schemes import feasible_schemes
@@ -71,6 +72,8 @@ def make_request(args: argparse.Namespace) -> Request:
     node_size = args.node_size or (job.hydra and job.hydra.node_size) or num_gpus
     schemes = _schemes(source, args.schemes, num_gpus, node_size)
     device = _device(args.local_rank)
+    if device.type == "cuda" and (job.hydra is None or job.hydra.attention == "auto"):
+        use_flash_3(device)
     return Request(
         source=source,
         schemes=schemes,

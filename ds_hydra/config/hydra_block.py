@@ -210,6 +210,11 @@ class HydraConfig:
     """"auto": norms, rotary embeddings and linear layers that read the same rows are computed in fewer operators, which
     keep less for the backward, where the model is found to have them. "recompute": MLPs with a gate compute their
     product again in the backward, too, and keep gate and up alone. "off": all is computed as the model's code says."""
+    attention: str = setting(choice("auto", "flash_2"), "auto")
+    """"auto": FlashAttention 3 on GPUs that it is written for (Hopper), where `flash_attn_interface` is installed.
+    "flash_2": never; a cost table is measured with the same."""
+    deterministic: bool = setting(flag, False)
+    """On GPUs, only kernels that add up in one order, which are slower: a run repeats itself to the bit."""
     self_check: str = setting(choice("on", "off", "full"), "on")
     """Before step 0 a small copy of the model is trained under the strategies' schemes and compared with one process:
     "on" with few layers and ranks, in at most a minute of CPU time; "full" with all stages and ranks of each scheme."""

@@ -9,7 +9,9 @@ from pathlib import Path
 import torch
 
 from ds_hydra.costs.table_file import JobFingerprint, model_fingerprint
-from ds_hydra.pipe.attention.backends import choose_backend
+from ds_hydra.pipe.attention.backends import choose_backend, torch_varlen
+from ds_hydra.pipe.attention.flash_3 import NAME as FLASH_3
+from ds_hydra.pipe.attention.flash_3 import flash_3_runs
 from ds_hydra.pipe.stage import ModelSource
 
 
@@ -50,7 +52,8 @@ def attention_name(source: ModelSource, device: torch.device, dtype: torch.dtype
         head = max(1, source.width(min(1, source.plan.num_layers - 1)) // heads)
     # An empty tensor has what the choice depends on, device, type and head size, and takes no memory to speak of.
     probe = torch.empty((1, 1, head), device=device, dtype=dtype)
-    return choose_backend(probe, probe, softcap).__name__
+    name = choose_backend(probe, probe, softcap).__name__
+    return f"{name} ({FLASH_3})" if name == torch_varlen.__name__ and flash_3_runs() else name
 
 
 @functools.cache

@@ -31,6 +31,7 @@ from ds_hydra.data.sequences import SequenceData
 from ds_hydra.data.stream import StreamSampler, StreamSteps, is_stream
 from ds_hydra.data.tokens import Limits
 from ds_hydra.host import refusals
+from ds_hydra.host.devices import Flags
 from ds_hydra.host.model_limits import limits_of
 from ds_hydra.host.optimizers import OptimizerRecipe, optimizer_recipe
 from ds_hydra.host.precision import DataTypes, choose_dtype
@@ -82,6 +83,7 @@ class HostEngine(DeepSpeedEngine):
         if self.log_level() is not None:
             set_log_level_from_string(self.log_level())
         self._configure_python_gc()
+        self._flags = Flags(self.hydra_config, self.device)
 
         self.module = model
         self.types = DataTypes.of(
@@ -247,4 +249,7 @@ class HostEngine(DeepSpeedEngine):
         sampler = self.__dict__.get("sampler")
         if sampler is not None:
             sampler.close()
+        flags = self.__dict__.get("_flags")
+        if flags is not None:
+            flags.release()
         super().destroy()

@@ -21,6 +21,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from ds_hydra.config.hydra_block import HydraConfig, check_num_ranks
+from ds_hydra.host.devices import before_devices_start
 from ds_hydra.host.environment import launched_number
 from ds_hydra.zero_hetero.errors import ConfigError
 
@@ -37,6 +38,7 @@ def init_distributed(config: HydraConfig, *, port: int, required: bool | None = 
     _require_launcher()
     check_launched_ranks(config)
     accelerator = get_accelerator()
+    before_devices_start(config, accelerator.communication_backend_name(), launched_number("WORLD_SIZE"))
     if accelerator.device_name() != "cpu" and "LOCAL_RANK" in os.environ:
         accelerator.set_device(int(os.environ["LOCAL_RANK"]))
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not torch.distributed.is_initialized():

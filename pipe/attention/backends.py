@@ -168,7 +168,7 @@ def _torch_varlen() -> Callable[..., Any] | None:
 def torch_varlen(
     q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, window: int | None, softcap: float | None
 ) -> Tensor:
-    """torch.nn.attention.varlen (FlashAttention 2 in the torch build); CUDA, 16 bit, no softcap."""
+    """torch.nn.attention.varlen (FlashAttention 2 in the torch build, or 3: `flash_3`); CUDA, 16 bit, no softcap."""
     if softcap is not None:
         raise ConfigError("torch's varlen_attn has no softcap; install flash-attn or use the sdpa backend")
     varlen_attn = _torch_varlen()
@@ -190,6 +190,7 @@ def flash_attn(
     return flash_attn_varlen_func(
         q, k, v, *_bounds(segments, q.device),
         softmax_scale=scale, causal=True, window_size=(left, 0), softcap=softcap or 0.0,
+        deterministic=torch.are_deterministic_algorithms_enabled(),  # else dq is added up in any order
     )  # fmt: skip
 
 

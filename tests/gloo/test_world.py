@@ -23,6 +23,7 @@ from ds_hydra.step.connections import teams_of
 from ds_hydra.zero_hetero.errors import CheckpointError
 from ds_hydra.zero_hetero.transport import Parcel, TorchTransport, Work
 from tests.support.ranks import run_ranks
+from tests.support.small_job import small_engine
 from tests.support.strict_world import OnDevices
 
 
@@ -188,3 +189,14 @@ def test_groups_for_small_messages_connect_pairs_when_they_talk() -> None:
 def _sockets() -> int:
     links = (os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd"))
     return sum(os.path.islink(link) and "socket" in os.readlink(link) for link in links)
+
+
+def test_operators_that_add_up_in_one_order_suffice_for_training() -> None:
+    def train(rank: int) -> list[bool]:
+        engine = small_engine(rank, deterministic=True)
+        engine.train_batch()
+        during = torch.are_deterministic_algorithms_enabled()
+        engine.destroy()
+        return [during, torch.are_deterministic_algorithms_enabled()]
+
+    assert run_ranks(train, 2) == [[True, False]] * 2

@@ -10,6 +10,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,8 @@ from tools.gpu.plain_loop import PlainLoop, PlainPack
 
 FEW, MORE = 2, 6  # layers
 _COPIES = ("Memcpy", "Memset")
+OURS, OFF, PLAIN = "engine's stage", 'engine\'s stage, functions "off"', "plain model"
+AIM = 0.6  # of the kernels of the plain model, and of ours without the functions
 
 
 class Count(NamedTuple):
@@ -42,7 +45,7 @@ def measure_launches(bench: Bench) -> Findings:
     lengths = bench.pick((2048, 1024, 700, 324), (24, 10, 6))
     found = {
         name: [_count(bench, make(bench, layers, lengths)) for layers in (FEW, MORE)]
-        for name, make in (("engine's stage", _our_run), ("plain model", _plain_run))
+        for name, make in ((OURS, partial(_our_run, "auto")), (OFF, partial(_our_run, "off")), (PLAIN, _plain_run))
     }
     layers = MORE - FEW
     rows, figures = [], {}
@@ -60,14 +63,20 @@ def measure_launches(bench: Bench) -> Findings:
         rows.append((name, *(f"{value:.2f}" if "ms" in key else f"{value:.1f}" for key, value in row.items())))
     unit = "kernels" if bench.device.type == "cuda" else "operators"
     headers = ("who", f"{unit} a layer", "besides layers", "copies a layer", "host ms a layer", "whole ms a layer")
-    ours, plain = (figures[name]["per_layer"] for name in found)
+    ours, off, plain = (figures[name]["per_layer"] for name in (OURS, OFF, PLAIN))
+    missed = [
+        f"the engine's stage launches {ours / other:.2f} of the {unit} of the {name} in a layer (aim {AIM})"
+        for name, other in ((OFF, off), (PLAIN, plain))
+        if bench.full and ours > AIM * other
+    ]
     return Findings(
         f"{ours:.0f} {unit} a layer, forward and backward; {plain:.0f} in the plain model",
         (
             Table(f"Launches for {sum(lengths):,} tokens in {len(lengths)} sequences", headers, tuple(rows)),
-            _longest(found["engine's stage"], layers, unit),
+            _longest(found[OURS], layers, unit),
         ),
         {"unit": unit, "counts": figures},
+        tuple(missed),
     )
 
 
@@ -83,9 +92,9 @@ def _longest(counts: list[Count], layers: int, unit: str) -> Table:
     return Table(f"Longest {unit} of one layer of the engine's", ("name", "a layer", "microseconds", "share"), rows)
 
 
-def _our_run(bench: Bench, layers: int, lengths: tuple[int, ...]) -> Callable[[], object]:
-    """A stage as training builds it, with its gradients summed in FP32."""
-    source = hollow_source(save_config(llama(bench, layers), bench.folder))
+def _our_run(functions: str, bench: Bench, layers: int, lengths: tuple[int, ...]) -> Callable[[], object]:
+    """A stage as training builds it, "auto" being the default, with its gradients summed in FP32."""
+    source = hollow_source(save_config(llama(bench, layers), bench.folder), functions=functions)
     timer = StageTimer(source, ParallelScheme(1, 1, 1), 0, bench.device, torch.bfloat16)
     batch = timer.batch(lengths)
     return lambda: timer.run(batch)

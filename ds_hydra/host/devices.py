@@ -1,0 +1,141 @@
+"""What CUDA and NCCL read once, when they start, is set before; torch's flags for the process, while engines live."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import torch
+
+from ds_hydra.config.hydra_block import HydraConfig
+from ds_hydra.pipe.attention.flash_3 import give_flash_3_back, use_flash_3
+from ds_hydra.zero_hetero.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+_WORKSPACE, _SAME_SUMS = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
+_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+# Of torch's own watchdog: that it ends the process at an error, and that it does when it is stuck itself.
+_OURS_TO_END = (_ERRORS, "TORCH_NCCL_ENABLE_MONITORING")
+_deterministic: Any = torch.utils.deterministic  # which sets its attribute by a class of its own
+_OTHER_NCCL = "TORCH_DIST_USE_NCCL2"
+SECOND_NCCL = "2.15"  # from this torch on "nccl" is another backend unless that variable is 0
+
+
+def before_devices_start(config: HydraConfig, backend: str, num_ranks: int | None) -> None:
+    """Set what CUDA and NCCL read when they start; what the user has set stays. Nothing is set where there is no CUDA.
+
+    `num_ranks` is None where no launcher says it. ConfigError for a value with which ranks may stand still, or that
+    contradicts hydra.deterministic.
+    """
+    if backend != "nccl":
+        return
+    several = num_ranks != 1
+    _leave_queues(several)
+    if config.deterministic:
+        workspace = os.environ.setdefault(_WORKSPACE, _SAME_SUMS[0])
+        if workspace not in _SAME_SUMS:
+            raise ConfigError(
+                f"hydra.deterministic needs {_WORKSPACE} to be one of {', '.join(_SAME_SUMS)}, but the environment has "
+                f"{workspace!r}: with it cuBLAS may add up differently in each run; unset it"
+            )
+    _keep_first_nccl()
+    if config.faults.heartbeat_seconds > 0 and several:
+        _end_ranks_ourselves()
+
+
+def _leave_queues(several: bool) -> None:
+    # A step has about ten streams: compute, pulls and pushes, stages, TP, SP, twins, copies. Streams that share one of
+    # the device's queues wait for each other. A message that waits for another rank then holds up a collective that
+    # this rank waits for, which may be what the first rank's message waits for.
+    queues = os.environ.setdefault(_QUEUES, "32")
+    if queues.strip() == "1" and several:
+        raise ConfigError(
+            f"the environment has {_QUEUES}=1: all streams of a device would share one queue, in which a message that "
+            "waits for another rank holds up what that rank waits for, and the job may stand still. Unset it (it is "
+            "then 32); nothing here depends on the order that it is set for elsewhere"
+        )
+
+
+def _keep_first_nccl() -> None:
+    # What this release knows of the order of operations holds for the first of torch's two NCCL backends. The second
+    # one puts messages of pairs and collectives of all into one stream.
+    second = torch.__version__ >= SECOND_NCCL
+    if not torch.distributed.is_initialized() and _OTHER_NCCL not in os.environ:
+        os.environ[_OTHER_NCCL] = "0"
+        if second:
+            logger.info('torch %s: "nccl" is its first NCCL backend here (%s=0)', torch.__version__, _OTHER_NCCL)
+    if (chosen := os.environ.get(_OTHER_NCCL, "1" if second else "0")) != "0":
+        raise ConfigError(
+            f"with {_OTHER_NCCL}={chosen}, as this environment has it or as torch {torch.__version__} takes it where a "
+            'script itself starts torch.distributed, "nccl" is a backend that this release does not know: set '
+            f"{_OTHER_NCCL}=0 before torch.distributed is started"
+        )
+
+
+def _end_ranks_ourselves() -> None:
+    # Where a rank has died on another node torch's watchdog ends this one with 134, sooner than the heartbeats have
+    # told who died and end it with 75, which launchers restart at.
+    if torch.distributed.is_initialized() and _ERRORS not in os.environ:
+        logger.warning(
+            "the script itself started torch.distributed: if a rank dies, the others may end with 134, by torch's own "
+            "watchdog, in place of 75. Set %s=0 before, or let ds_hydra.initialize() start it",
+            _ERRORS,
+        )
+    for name in _OURS_TO_END:
+        os.environ.setdefault(name, "0")
+
+
+class Flags:
+    """torch's flags as engines need them: those of the process come back when the last engine that holds them ends.
+
+    Sums of products stay in FP32 where the library splits them; the flags of hydra.deterministic and hydra.attention.
+    """
+
+    _holding = 0
+    _before: dict[str, Any]
+
+    def __init__(self, config: HydraConfig, device: torch.device):
+        cls, matmul = type(self), torch.backends.cuda.matmul
+        self._held = True
+        if cls._holding == 0:
+            cls._before = {
+                "bf16": _reductions("bf16"),
+                "fp16": _reductions("fp16"),
+                "deterministic": torch.are_deterministic_algorithms_enabled(),
+                "warn": torch.is_deterministic_algorithms_warn_only_enabled(),
+                "fill": _deterministic.fill_uninitialized_memory,
+            }
+        cls._holding += 1
+        if config.deterministic:
+            torch.use_deterministic_algorithms(True)
+            _deterministic.fill_uninitialized_memory = False  # all that is read here was written before
+        if device.type == "cuda":
+            # Products with few rows are split along what is summed; the parts would be added in BF16.
+            matmul.allow_bf16_reduced_precision_reduction = False
+            matmul.allow_fp16_reduced_precision_reduction = False
+            if config.attention == "auto":
+                use_flash_3(device)
+
+    def release(self) -> None:
+        """This engine needs them no more."""
+        cls = type(self)
+        if not self._held:
+            return
+        self._held = False
+        cls._holding -= 1
+        if cls._holding == 0:
+            before, matmul = cls._before, torch.backends.cuda.matmul
+            matmul.allow_bf16_reduced_precision_reduction = before["bf16"]
+            matmul.allow_fp16_reduced_precision_reduction = before["fp16"]
+            torch.use_deterministic_algorithms(before["deterministic"], warn_only=before["warn"])
+            _deterministic.fill_uninitialized_memory = before["fill"]
+            give_flash_3_back()
+
+
+def _reductions(kind: str) -> tuple[bool, ...]:
+    """Whether parts of products may be added in 16 bit, and whether products may be split at all."""
+    matmul, name = torch.backends.cuda.matmul, f"allow_{kind}_reduced_precision_reduction"
+    return getattr(matmul, name), getattr(matmul, f"{name}_split_k")
