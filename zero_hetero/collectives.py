@@ -56,8 +56,9 @@ class GroupCollectives:
     def gather(self, buffer: Tensor, members: Sequence[int], *, tag: int = 0) -> Work:
         group = self._group_of(tuple(members))
         own = buffer.chunk(len(members))[group.rank()]
-        work = dist.all_gather_into_tensor(buffer, own, group=group, async_op=True)
-        return _Started(work)
+        # Its name is another one before torch 2.13.
+        gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+        return _Started(gather(buffer, own, group=group, async_op=True))
 
     def trade(self, src: Tensor, dst: Tensor, members: Sequence[int], *, tag: int = 0) -> Work:
         work = dist.all_to_all_single(dst, src, group=self._group_of(tuple(members)), async_op=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import deepspeed  # noqa: F401  (before forking: the ranks share it)
@@ -18,13 +19,16 @@ from tests.gloo import test_link
 from tests.support.ranks import run_ranks
 from tests.support.small_job import same, small_engine, whole_state
 from tests.support.strict import Rules, StrictError, StrictMemory, StrictTransport
-from tests.support.strict_world import strict_collectives, strict_world
+from tests.support.strict_collectives import StrictCollectives, strict_collectives
+from tests.support.strict_line import Line
+from tests.support.strict_memory import StrictLane
+from tests.support.strict_world import strict_world
 
 SOON = 1.5  # seconds after which a wait counts as one for ever, where there is one
 
 
-def communicator(name: str = "links", rules: Rules | None = None) -> StrictTransport:
-    return StrictTransport(dist.new_group(list(range(dist.get_world_size()))), name, rules)
+def communicator(name: str = "links", rules: Rules | None = None, line: Line | None = None) -> StrictTransport:
+    return StrictTransport(dist.new_group(list(range(dist.get_world_size()))), name, rules, line)
 
 
 @pytest.mark.parametrize("rules", [Rules(), Rules(connect=True, lazy=True)], ids=["strict", "connect and lazy"])
@@ -160,9 +164,9 @@ def never_waited_for(rank: int) -> None:
     transport.close()
 
 
-def two_communicators(rank: int, rules: Rules) -> None:
+def two_communicators(rank: int, rules: Rules, line: Line | None = None) -> None:
     """Started in another order on each rank; waited for at the end."""
-    pair = [communicator("one", rules), communicator("two", rules)]
+    pair = [communicator("one", rules, line), communicator("two", rules, line)]
     works = []
     for transport in pair if rank == 0 else pair[::-1]:
         works.append(transport.exchange([(1 - rank, torch.ones(3))], [(1 - rank, torch.empty(3))]))
@@ -190,9 +194,14 @@ def some_of_its_ranks(rank: int) -> None:
 def some_of_them_after_a_collective(rank: int) -> None:
     """A collective of all ranks has made the communicator."""
     transport = communicator(rules=Rules(stall_s=SOON, lazy=True))
-    transport.collective()
+    transport.made = True
     if rank < 2:
         swap(transport, rank)
+
+
+def queued_host(rank: int) -> None:
+    """Nobody's host is blocked, but the rank's queue is."""
+    two_communicators(rank, Rules(stall_s=SOON), Line())
 
 
 def other_collective(rank: int) -> None:
@@ -201,6 +210,73 @@ def other_collective(rank: int) -> None:
             dist.all_reduce(torch.ones(3))
         else:
             dist.broadcast(torch.ones(3), src=0)
+
+
+def collectives_in_another_order(rank: int) -> None:
+    """Started one after the other, waited for at the end."""
+    with strict_collectives():
+        works = [dist.all_reduce(torch.ones(3 + (number + rank) % 2), async_op=True) for number in range(2)]
+        for work in works:
+            work.wait()
+
+
+def parts_of_other_sizes(rank: int) -> None:
+    """Rank 0 sends 2 elements to rank 1, which expects 3."""
+    send, receive = ([1, 2], [1, 4]) if rank == 0 else ([4, 1], [3, 1])
+    with strict_collectives():
+        dist.all_to_all_single(torch.empty(sum(receive)), torch.ones(sum(send)), receive, send)
+
+
+def nobody_else_gathers(rank: int) -> None:
+    with strict_collectives(StrictCollectives(Rules(stall_s=SOON))):
+        if rank == 0:
+            dist.all_gather([torch.empty(3), torch.empty(3)], torch.ones(3))
+        else:
+            time.sleep(2 * SOON)
+
+
+def gathered_is_read(rank: int) -> None:
+    with strict_collectives() as collectives, StrictMemory([collectives]):
+        got = torch.empty(4)
+        work = dist.all_gather_single(got, torch.ones(2), async_op=True)
+        dist.all_reduce(torch.ones(1))  # the other one has gathered, too
+        assert got.sum() == 4, work
+
+
+def gathered_in_place_is_written(rank: int) -> None:
+    with strict_collectives():
+        got = torch.ones(4)
+        work = dist.all_gather_single(got, got.chunk(2)[rank], async_op=True)
+        got.chunk(2)[rank].add_(1)
+        work.wait()
+
+
+def traded_is_never_waited_for(rank: int) -> None:
+    with strict_collectives():
+        dist.all_to_all_single(torch.empty(2), torch.ones(2), async_op=True)
+
+
+def mark_is_not_waited_for(rank: int) -> None:
+    """What has been summed in a lane is read beside it."""
+    lane, total = StrictLane(), torch.zeros(4)
+    with StrictMemory([], [lane]):
+        with lane.aside():
+            total[:2].add_(1)
+            early = lane.mark()
+            total[2:].add_(1)
+        lane.wait(early)
+        total[:2].sum()
+        total[2:].sum()
+
+
+def what_a_lane_reads_is_written(rank: int) -> None:
+    lane, given = StrictLane(), torch.zeros(4)
+    with StrictMemory([], [lane]):
+        with lane.aside():
+            given.sum()
+            lane.wait(lane.mark())  # within the lane that says nothing to whoever is beside it
+        given.sum()
+        given.add_(1)
 
 
 def collective_of_other_size(rank: int) -> None:
@@ -219,13 +295,26 @@ BREAKS = [
     (one_behind_the_other, 2, r"exchange 0 .* waits for rank [01] to receive from rank [01] for 1.5 s"),
     (sent_is_changed, 2, r"what it sends to rank [01] was changed before it was waited for"),
     (destination_is_written, 2, r"where it receives from rank [01] was written before it was waited for"),
-    (destination_is_taken_twice, 2, r"exchange 1 .* takes memory that rank [01]: exchange 0 .* receives into"),
-    (destination_is_read, 2, r"aten.sum.* reads where rank [01]: exchange 0 .* receives, before that"),
-    (sent_is_written, 2, r"aten.add_.* writes what rank [01]: exchange 0 .* sends, before that"),
+    (
+        destination_is_taken_twice,
+        2,
+        r"exchange 1 .* takes memory that rank [01]: exchange 0 .* receives from rank [01]",
+    ),
+    (destination_is_read, 2, r"aten.sum.* reads where rank [01]: exchange 0 .* receives from rank [01], before"),
+    (sent_is_written, 2, r"aten.add_.* writes what rank [01]: exchange 0 .* sends to rank [01], before that"),
     (never_waited_for, 2, r"exchange 0 \(tag 7\) of 'links': never waited for"),
     (blocked_host, 2, r"exchange 0 .* of '(one|two)' waits for rank [01] to"),
     (connecting_host, 2, r"of '(one|two)' connects a new pair: the host waits for rank [01] for 1.5 s"),
     (some_of_its_ranks, 3, r"is the first of 'links', which is made at its first use: the host waits for rank 2 for"),
+    (queued_host, 2, r"of '(one|two)' waits for rank [01] to"),
+    (collectives_in_another_order, 2, r"different collectives: rank 0: all_reduce of 3 .*; rank 1: all_reduce of 4"),
+    (parts_of_other_sizes, 2, r"different sizes: rank 0 sends 2 elements to rank 1, which expects 3"),
+    (nobody_else_gathers, 2, r"rank 0: collective 0 \(all_gather of 3 .*\) of ranks \[0, 1\] waits for the other"),
+    (gathered_is_read, 2, r"aten.sum.* reads where rank [01]: collective 0 .* receives, before that is waited for"),
+    (gathered_in_place_is_written, 2, r"collective 0 .*: (what it sends was changed|where it receives was written)"),
+    (traded_is_never_waited_for, 2, r"collective 0 \(all_to_all_single of .*: never waited for"),
+    (mark_is_not_waited_for, 1, r"aten.sum.* reads what aten.add_.* writes in the lane, and nobody has waited"),
+    (what_a_lane_reads_is_written, 1, r"aten.add_.* writes what aten.sum.* reads in the lane, and nobody has"),
     (other_collective, 2, r"different collectives: rank 0: all_reduce of 3 .*; rank 1: broadcast of 3"),
     (collective_of_other_size, 2, r"rank 0: all_gather of 3 .*; rank 1: all_gather of 4"),
 ]

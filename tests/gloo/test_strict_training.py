@@ -13,16 +13,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ds_hydra.engine.engine  # noqa: F401
-from ds_hydra.step import strategy_runtime
 from ds_hydra.step.strategy_runtime import StrategyRuntime
 from ds_hydra.zero_hetero import scratch_plan
 from tests.support.case import Case
 from tests.support.cases import CASES
 from tests.support.equivalence import compare
+from tests.support.mutated_order import train_with_polls
 from tests.support.ranks import run_ranks
 from tests.support.small_job import same, small_config, small_engine, whole_state
-from tests.support.strict import Rules
-from tests.support.strict_world import strict_world
+from tests.support.strict import Rules, StrictError
+from tests.support.strict_memory import StrictLane
+from tests.support.strict_world import one_push_at_a_time, strict_world
 
 # Each of these stood still in its first step before pushes waited for the last message, and before all pairs and
 # groups were connected at start. What a rank waited for:
@@ -46,8 +47,8 @@ ONCE_HUNG = [
 ]
 
 
-def trained(rank: int, strategy: str, num_ranks: int) -> dict[str, Tensor]:
-    config = small_config(num_ranks)
+def trained(rank: int, strategy: str, num_ranks: int, *, node_size: int | None = None) -> dict[str, Tensor]:
+    config = small_config(num_ranks, node_size=node_size)
     config["hydra"]["strategies"] = [strategy]
     engine = small_engine(rank, config=config)
     for _ in range(2):
@@ -82,13 +83,47 @@ def test_with_room_for_one_push_at_a_time_the_bits_are_the_same(strategy: str, r
     """Also where large slices travel by themselves, as those of large models do."""
 
     def both(rank: int) -> bool:
-        one_at_a_time = mock.patch.object(strategy_runtime, "room_for_pushes", return_value=0)
         large = mock.patch.object(scratch_plan, "LARGE", 200)
-        with strict_world(Rules(**{rule: True}, stall_s=100)), one_at_a_time, large:
+        with strict_world(Rules(**{rule: True}, stall_s=100)), one_push_at_a_time(), large:
             strict = trained(rank, strategy, 4)
         return same(strict, trained(rank, strategy, 4))
 
     assert run_ranks(both, 4, timeout=240) == [True] * 4
+
+
+@pytest.mark.parametrize(
+    ("strategy", "node_size"),
+    [("2*tp2", None), ("tp2pp2/v", None), ("2*sp2", None), ("sp4", 2), ("2*sp2", 2), ("tp2sp2", 2)],
+)
+def test_all_that_a_rank_starts_may_run_in_one_queue(strategy: str, node_size: int | None) -> None:
+    """Twins gather and trade while the model's collectives run, also where a node's sequence parallel ranks are the
+    teams; everybody is slowed at random."""
+
+    def both(rank: int) -> bool:
+        rules = Rules(one_queue=True, connect=True, sleeps=5, stall_s=100)
+        with strict_world(rules), one_push_at_a_time():
+            strict = trained(rank, strategy, 4, node_size=node_size)
+        return same(strict, trained(rank, strategy, 4, node_size=node_size))
+
+    assert run_ranks(both, 4, timeout=240) == [True] * 4
+
+
+@pytest.mark.parametrize("strategy", ["2*tp2", "2*sp2"])
+def test_one_queue_stands_still_where_a_device_decides_when_a_push_starts(strategy: str) -> None:
+    with pytest.raises(StrictError, match=r"waits for .* it would wait for ever"):
+        train_with_polls(strategy, stall_s=4)
+
+
+def test_a_lane_that_nobody_waits_for_is_found() -> None:
+    """The optimizer reads gradients that the lane may still be adding up."""
+
+    def forgets(rank: int) -> None:
+        forget = mock.patch.object(StrictLane, "wait", return_value=None)
+        with strict_world(), one_push_at_a_time(), forget:
+            trained(rank, "2*tp2", 4)
+
+    with pytest.raises(StrictError, match="in the lane, and nobody has waited for its mark"):
+        run_ranks(forgets, 4, timeout=240)
 
 
 def test_no_step_connects_a_pair(tmp_path: Path) -> None:

@@ -1,33 +1,23 @@
-"""NCCL's rules for a whole engine: within `strict_world` its links, edges and collectives are strict ones.
+"""NCCL's rules for a whole engine: within `strict_world` its links, edges, lane and collectives are strict ones.
 
-A collective must be the same one on all ranks of its group, of the same sizes: gloo takes some that NCCL hangs at. The
-world is laid out as on devices: small messages have a gloo group of their own, and so have the stages' edges.
+The world is laid out as on devices: small messages have a gloo group of their own, and so have the stages' edges, and
+every team of twins. What one communicator carries, exchanges and collectives alike, runs in the order of its start; by
+the rule `one_queue` all that a rank starts does.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from ds_hydra.zero_hetero.collectives import MessageCollectives
-from tests.support.strict import Rules, StrictError, StrictMemory, StrictTransport
-
-COLLECTIVES = (
-    "all_reduce",
-    "all_gather",
-    "all_gather_single",
-    "reduce_scatter_single",
-    "all_to_all_single",
-    "broadcast",
-)
-_TEXT = 256  # bytes
+from tests.support.strict import StrictTransport
+from tests.support.strict_collectives import StrictCollectives, strict_collectives
+from tests.support.strict_line import Line, Owner, Rules
+from tests.support.strict_memory import StrictLane, StrictMemory
 
 
 @contextmanager
@@ -35,89 +25,79 @@ def strict_world(rules: Rules | None = None) -> Iterator[list[StrictTransport]]:
     """Worlds made within it are strict; the transports so far. At the end every exchange must have been waited for."""
     from ds_hydra.ranks import world
 
+    rules = rules or Rules()
     made: list[StrictTransport] = []
-    groups: list[dist.ProcessGroup] = []
+    lanes: list[StrictLane] = []
+    devices = OnDevices(rules)
+    collectives = StrictCollectives(rules, devices.line_of)
+    owners: list[Owner] = [collectives]
 
     def transport(group: dist.ProcessGroup, **_: Any) -> StrictTransport:
         own = dist.new_group(list(range(group.size())))
-        made.append(StrictTransport(own, ("links", "edges")[len(made) % 2], rules))
-        groups.append(group)
+        made.append(StrictTransport(own, ("links", "edges")[len(made) % 2], rules, devices.line_of(group)))
+        devices.transports[group] = made[-1]
+        owners.append(made[-1])
         return made[-1]
 
-    def by_messages(group_of: Any) -> MessageCollectives:
-        """Twins' collectives among pulls and pushes: what ends in one order ends on communicators of their own."""
-        links = next(strict for strict in reversed(made) if strict.name == "links")
-        return MessageCollectives(links, links.rank)
-
-    def before(group: dist.ProcessGroup) -> None:
-        """What a collective waits for that shares its communicator with messages."""
-        for other, strict in zip(groups, made, strict=True):
-            if other is group:
-                strict.collective()
+    def lane(*, early: bool) -> StrictLane:
+        assert early, "the default group is NCCL's"
+        lanes.append(StrictLane())
+        return lanes[-1]
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(world, "TorchTransport", transport))
-        stack.enter_context(mock.patch.object(world, "GroupCollectives", by_messages))
-        stack.enter_context(mock.patch.object(world, "dist", OnDevices()))
-        stack.enter_context(strict_collectives(before))
-        stack.enter_context(StrictMemory(made))
+        stack.enter_context(mock.patch.object(world, "HostLane", lane))
+        stack.enter_context(mock.patch.object(world, "dist", devices))
+        stack.enter_context(strict_collectives(collectives))
+        stack.enter_context(StrictMemory(owners, lanes))
         yield made
     for strict in made:
         strict.close()
+    devices.close()
+
+
+@contextmanager
+def one_push_at_a_time() -> Iterator[None]:
+    """Engines made within it have room for one push."""
+    from ds_hydra.step import strategy_runtime
+
+    with mock.patch.object(strategy_runtime, "room_for_pushes", return_value=0):
+        yield
 
 
 class OnDevices:
-    """torch.distributed, but for a default group that is NCCL's."""
+    """torch.distributed, but for a default group that is NCCL's: groups are, unless they are made as gloo's."""
+
+    def __init__(self, rules: Rules | None = None) -> None:
+        self._rules = rules or Rules()
+        self._of_hosts: set[dist.ProcessGroup] = set()
+        self._lines: dict[dist.ProcessGroup | None, Line] = {}
+        self.transports: dict[dist.ProcessGroup, StrictTransport] = {}
 
     def get_backend(self, group: dist.ProcessGroup) -> str:
         return "nccl"
 
+    def new_group(self, ranks: Any, timeout: Any = None, backend: str | None = None) -> dist.ProcessGroup:
+        group = dist.new_group(ranks, timeout, backend)
+        if backend == "gloo":
+            self._of_hosts.add(group)
+        return group
+
+    def line_of(self, group: dist.ProcessGroup) -> Line | None:
+        """On which line a group's messages and collectives run; None for those of hosts."""
+        if group in self._of_hosts:
+            return None
+        if group in self.transports:
+            self.transports[group].made = True
+        key = None if self._rules.one_queue else group
+        if key not in self._lines:
+            self._lines[key] = Line()
+        return self._lines[key]
+
+    def close(self) -> None:
+        """Return when everything is over."""
+        for line in self._lines.values():
+            line.close()
+
     def __getattr__(self, name: str) -> Any:
         return getattr(dist, name)
-
-
-@contextmanager
-def strict_collectives(before: Callable[[dist.ProcessGroup], None] = lambda _: None) -> Iterator[None]:
-    """Compare every collective with the other ranks' before it runs; `before` is called with its group."""
-    with ExitStack() as stack:
-        gather = dist.all_gather
-        for name in COLLECTIVES:
-            strict = _strict(getattr(dist, name), gather, before)
-            stack.enter_context(mock.patch.object(dist, name, strict))
-        yield
-
-
-def _strict(
-    original: Callable[..., Any], gather: Callable[..., Any], before: Callable[[dist.ProcessGroup], None]
-) -> Callable[..., Any]:
-    signature = inspect.signature(original)
-
-    def collective(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs)
-        given.apply_defaults()
-        group = given.arguments["group"] or dist.group.WORLD
-        before(group)
-        texts = _gathered(_text(original.__name__, given.arguments), group, gather)
-        if len(set(texts)) > 1:
-            calls = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
-            raise StrictError(f"ranks of one group call different collectives: {calls}")
-        return original(*args, **kwargs)
-
-    return collective
-
-
-def _text(name: str, arguments: dict[str, Any]) -> str:
-    """What all ranks must have in common."""
-    tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
-    if name == "all_to_all_single":  # its sizes may differ
-        return f"{name} of {tensors[0].dtype}"
-    others = [f"{key} {arguments[key]}" for key in ("op", "src", "group_src") if arguments.get(key) is not None]
-    sizes = {part.numel() for part in arguments.get("tensor_list") or ()}
-    return " ".join([f"{name} of {tensors[0].numel()} {tensors[0].dtype}", *others, *(f"into {n}" for n in sizes)])
-
-
-def _gathered(text: str, group: dist.ProcessGroup, gather: Callable[..., Any]) -> list[str]:
-    own = torch.frombuffer(bytearray(text.encode()[:_TEXT].ljust(_TEXT)), dtype=torch.uint8)
-    table = torch.empty((group.size(), _TEXT), dtype=torch.uint8)
-    gather(list(table.unbind()), own, group=group)
-    return [bytes(row.tolist()).decode().strip() for row in table]
