@@ -145,7 +145,7 @@ def test_waits_on_a_gpu_are_torchs_own_warnings(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_call_on_a_gpu_is_timed_between_events(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    clock, waits = [0.0], []
+    clock, waits = [0.0], list[float]()
 
     class Event:
         def __init__(self, *, enable_timing: bool) -> None:

@@ -56,7 +56,7 @@ MODELS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
 def test_it_is_equal(name: str) -> None:
     make, texts = MODELS[name]
     strategies = [*map(StrategyShape.parse, texts)]
-    settings = {"token_sharding": True, "functions": "auto", "keep": False, "context_length": 32}
+    settings: dict[str, Any] = {"token_sharding": True, "functions": "auto", "keep": False, "context_length": 32}
     assert check_strategies(make(), strategies, **settings).objections() == []
 
 

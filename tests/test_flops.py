@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -10,14 +12,15 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 from ds_hydra.costs.analytic import flops_of
 from ds_hydra.pipe.models.causal_lm import CausalLM
 
-SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
+SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
          "num_key_value_heads": 2, "vocab_size": 100}  # fmt: skip
 LENGTHS = [200, 70]
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_operations_are_those_that_torch_counts(tied: bool) -> None:
-    model = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=tied, attn_implementation="eager"))
+    eager: Any = {"attn_implementation": "eager"}
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, **eager, tie_word_embeddings=tied))
     with FlopCounterMode(display=False) as counted:
         for length in LENGTHS:
             ids = torch.zeros(1, length, dtype=torch.long)

@@ -176,6 +176,8 @@ def test_rotary_embeddings_are_told_apart() -> None:
 class Listed(LlamaMLP):
     """Has its layers in a list."""
 
+    layers: nn.ModuleList
+
     def forward(self, x: Tensor) -> Tensor:
         gate, up, down = self.layers
         return down(self.act_fn(gate(x)) * up(x))
@@ -229,7 +231,8 @@ def test_gated_product_and_its_gradients(act: Any) -> None:
     torch.manual_seed(0)
     shapes = ((1, 3, 6), (1, 3, 6), (4, 6), (4,))
     gate, up, weight, bias = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
-    assert torch.autograd.gradcheck(lambda g, u, w, b: F.linear(Gated(g, u, act), w, b), (gate, up, weight, bias))
+    linear: Any = F.linear  # of what torch's stubs do not know that it computes with
+    assert torch.autograd.gradcheck(lambda g, u, w, b: linear(Gated(g, u, act), w, b), (gate, up, weight, bias))
 
 
 @pytest.mark.parametrize(
@@ -243,7 +246,7 @@ def test_gated_product_and_its_gradients(act: Any) -> None:
         ("phi", "tp2", {"token_sharding": True}),  # a part of each head is turned
     ],
 )
-def test_same_as_the_plain_model(family: str, shape: str, options: dict[str, bool]) -> None:
+def test_same_as_the_plain_model(family: str, shape: str, options: dict[str, Any]) -> None:
     source = source_of(family, "recompute", **options)
     right = Plain(reference_model(family, torch.float64)).outcome(DATA)
     found = compare(right, run_pipeline(source, place_pipeline(PipelineShape.parse(shape), 0, 4), DATA))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import ds_hydra
+from ds_hydra.data.sampler import StepLoader
 from ds_hydra.host.settings import deepspeed_config, deepspeed_defaults, with_model_settings
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.ranks import rank_environment
@@ -48,10 +49,15 @@ def test_layers_run_again_in_the_backward_pass_where_the_model_was_told_so(enabl
     from transformers.models.llama.modeling_llama import LlamaMLP
 
     def run() -> int:
-        model, calls, forward = tiny_llama(), [], LlamaMLP.forward
+        model, calls, forward = tiny_llama(), list[int](), LlamaMLP.forward
+
+        def counted(*inputs: Any) -> Any:
+            calls.append(1)
+            return forward(*inputs)
+
         if enabled:
             model.gradient_checkpointing_enable()
-        LlamaMLP.forward = lambda *inputs: (calls.append(1), forward(*inputs))[1]  # type: ignore[method-assign]
+        LlamaMLP.forward = counted  # type: ignore[method-assign]
         config = {"hydra": {**HYDRA, "planner": {"ahead": 0}, "self_check": "off"}, "optimizer": ADAMW}
         rank_environment(0)
         engine = ds_hydra.initialize(model=model, training_data=[[3] * 20] * 2, config=config)[0]
@@ -73,7 +79,9 @@ def test_sequences_that_the_model_has_no_positions_for() -> None:
         with pytest.raises(ConfigError, match=r"hydra\.context_length 64 .* 32 positions .* at most 32"):
             make_engine(parsed_config(**too_far), tiny_llama())
         cut = {"hydra": {**HYDRA, "context_length": 32, "too_long": "truncate"}}
-        assert max(make_engine(parsed_config(**cut), tiny_llama()).data.lengths) == 32
+        data = make_engine(parsed_config(**cut), tiny_llama()).data
+        assert data is not None
+        assert max(data.lengths) == 32
 
     on_one_rank(run)
 
@@ -90,8 +98,10 @@ def test_a_job_ends_with_its_total_steps() -> None:
     def run() -> None:
         engine = make_engine(parsed_config(hydra={**HYDRA, "total_steps": 5}))
         engine.global_steps = 3  # as after loading the third step's checkpoint
-        made = [engine.train_batch() for _ in engine.training_dataloader]
-        assert (len(made), engine.global_steps, len(engine.training_dataloader)) == (2, 5, 5)
+        loader = engine.training_dataloader
+        assert isinstance(loader, StepLoader)
+        made = [engine.train_batch() for _ in loader]
+        assert (len(made), engine.global_steps, len(loader)) == (2, 5, 5)
         assert engine.last_step is not None
         assert engine.last_step.total_steps == 5
         with pytest.raises(ConfigError, match=r"step 6 .* hydra\.total_steps 5.*for _ in loader.*raise it"):

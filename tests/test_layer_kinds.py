@@ -47,6 +47,9 @@ class Scaled(nn.Module):
 
 
 class Lagged(LlamaMLP):
+    lag: int
+    scale: float
+
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = super().forward(with_lag(x, self.lag))
         return out * self.scale

@@ -76,7 +76,7 @@ def attended(
             given = {"window": window, "sinks": bias if sinks else None, "dropout": drop, "context": context}
             return varlen_attention(q * 2, k, v, pack, **given).sin()
 
-        rows = [x[own] for x in (q, k, v)]
+        rows = q[own], k[own], v[own]
         outs.append(checkpoint(run, *rows, use_reentrant=False) if recompute else run(*rows))
         grads.append(grad[own])
     for out, given in zip(reversed(outs), reversed(grads), strict=True):
@@ -105,10 +105,10 @@ def on_ranks(sp: int, program: Callable[[int, Any], Any]) -> list[Any]:
     ids=lambda settings: " ".join(settings) or "plain",
 )
 def test_groups_of_heads_compute_what_all_at_once_do(sp: int, heads: tuple[int, int], settings: dict[str, Any]) -> None:
-    at_once, *others = (
-        on_ranks(sp, lambda rank, group, n=n: attended(rank, sp, group, groups=n, heads=heads, **settings))
-        for n in (1, 2, 4)
-    )
+    def result(groups: int) -> list[Result]:
+        return on_ranks(sp, lambda rank, group: attended(rank, sp, group, groups=groups, heads=heads, **settings))
+
+    at_once, *others = map(result, (1, 2, 4))
     assert all(float(x.abs().sum()) > 0 for x in at_once[0][-4:-1])
     for other in others:
         for mine, expected in zip(other, at_once, strict=True):
@@ -245,7 +245,8 @@ def test_what_does_not_learn_sends_nothing_back() -> None:
     events: list[str] = []
     pack = Pack((6,), 0, 2, _Recorder(events), overlap=Overlap(least_tokens=0))
     sinks = torch.zeros(8, requires_grad=True)
-    out = varlen_attention(*(torch.ones(3, 8, 4) for _ in range(3)), pack, sinks=sinks)
+    q, k, v = (torch.ones(3, 8, 4) for _ in range(3))
+    out = varlen_attention(q, k, v, pack, sinks=sinks)
     events.clear()
     out.sum().backward()
     assert sinks.grad is not None

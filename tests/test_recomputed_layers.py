@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -24,7 +26,7 @@ def test_other_shares_are_rounded_up() -> None:
 
 @pytest.mark.parametrize(("share", "twice"), [(0.0, 0), (0.3, 2), (0.5, 2), (1.0, 4)])
 def test_the_first_layers_run_once_more_in_the_backward(share: float, twice: int) -> None:
-    layers = nn.ModuleList(nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(4)).double()
+    layers: Any = nn.ModuleList(nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(4)).double()
     calls, of_hooks = [0] * 4, [0] * 4
     for place, layer in enumerate(layers):
         layer[0].register_forward_hook(lambda *_, place=place: calls.__setitem__(place, calls[place] + 1))

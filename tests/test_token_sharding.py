@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,6 +42,10 @@ def shared(model: Any, **settings: Any) -> CausalLM:
     return CausalLM(model, token_sharding=True, **settings)
 
 
+# Whose forward a script overrides with less than all of its parameters.
+Layer: Any = LlamaDecoderLayer
+
+
 class Shift(LlamaRMSNorm):
     """Adds to each token the one before it."""
 
@@ -49,7 +54,7 @@ class Shift(LlamaRMSNorm):
         return super().forward(hidden_states + before)
 
 
-class Placed(LlamaDecoderLayer):
+class Placed(Layer):
     """Reads the positions outside of its attention."""
 
     def forward(self, hidden_states: Tensor, position_ids: Any = None, **rest: Any) -> Tensor:
@@ -69,21 +74,21 @@ def placed(model: Any) -> None:
     model.model.layers[2].__class__ = Placed
 
 
-class Placing(LlamaDecoderLayer):
+class Placing(Layer):
     """Adds a learnt vector for each place in the row."""
 
     def forward(self, hidden_states: Tensor, **rest: Any) -> Tensor:
         return super().forward(hidden_states + self.places[: hidden_states.shape[1]], **rest)
 
 
-class ByLength(LlamaDecoderLayer):
+class ByLength(Layer):
     """Divides by the number of tokens, as some attentions do."""
 
     def forward(self, hidden_states: Tensor, **rest: Any) -> Tensor:
         return super().forward(hidden_states, **rest) / hidden_states.shape[1] ** 0.5
 
 
-class Leaving(LlamaDecoderLayer):
+class Leaving(Layer):
     """Does nothing to tokens that are all small already."""
 
     def forward(self, hidden_states: Tensor, **rest: Any) -> Tensor:
@@ -99,7 +104,7 @@ class OverTokens(LlamaRMSNorm):
         return super().forward(hidden_states - hidden_states.mean(dim=1, keepdim=True))
 
 
-class Convolved(LlamaDecoderLayer):
+class Convolved(Layer):
     """Mixes each token with the two before it, feature by feature."""
 
     def forward(self, hidden_states: Tensor, **rest: Any) -> Tensor:
@@ -220,7 +225,7 @@ def own_rows_for_a_sum(x: Tensor, group: Any) -> Pending:
     return Pending(x.chunk(group.size(), dim=-2)[group.rank()].clone(), x, work)
 
 
-MUTANTS = {
+MUTANTS: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "gradients of norms count as whole": lambda: mock.patch.object(token_rules, "_partial", return_value=[]),
     "gradients of rows are not added": lambda: mock.patch.object(token_sharding, "start_sum", own_rows_for_a_sum),
 }
@@ -237,7 +242,7 @@ def test_the_self_check_finds_what_is_wrong(name: str) -> None:
         assert not check_strategies(model, strategies, keep=False).objections()
 
 
-class Nudged(LlamaDecoderLayer):
+class Nudged(Layer):
     """Adds to the gradient of each token, as some auxiliary losses do: to that of padding too."""
 
     def forward(self, hidden_states: Tensor, **rest: Any) -> Tensor:

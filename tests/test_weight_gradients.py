@@ -70,7 +70,12 @@ def parametrized(model: Net) -> None:
 
 
 def replaced(model: Net) -> None:
-    model.middle.forward = lambda x: F.linear(x, 3.0 * model.middle.weight)  # type: ignore[method-assign,operator]
+    middle: Any = model.middle
+    middle.forward = lambda x: F.linear(x, 3.0 * middle.weight)
+
+
+def widened(model: Net) -> None:
+    model.middle.float()
 
 
 def autocast(layer: Any, x: Tensor) -> Tensor:
@@ -92,7 +97,7 @@ NETS: dict[str, tuple[Net, set[str]]] = {
     "parametrized": (net(change=parametrized), {"first", "last"}),
     "another forward": (net(change=replaced), {"first", "last"}),
     "checkpointed": (net(lambda layer, x: checkpoint(layer, x, use_reentrant=False)), {"first", "last"}),
-    "autocast": (net(autocast, lambda model: model.middle.float()), {"first", "last"}),
+    "autocast": (net(autocast, widened), {"first", "last"}),
 }
 # Micro-batches of 5, 3 and 4 tokens: which W run together and in which order, after all I or in between.
 TURNS = {
@@ -138,7 +143,8 @@ def test_gradients_are_those_of_plain_autograd(name: str, turns: str) -> None:
     original, put_off = NETS[name]
     model, plain = copy.deepcopy(original), copy.deepcopy(original)
     if name == "another forward":
-        replaced(model), replaced(plain)
+        replaced(model)
+        replaced(plain)
     queue = queue_of(model)
     for microbatch in range(3):
         loss_of(plain, microbatch).backward()
@@ -226,10 +232,11 @@ def test_several_products_become_one_where_that_is_cheaper(
     count: int, dtype: torch.dtype, wide: torch.dtype, transposed: bool
 ) -> None:
     """400 tokens are more than a weight of 24 x 24 is worth; the sum may be of a wider type, and a transposed view."""
-    layer = nn.Linear(24, 24, bias=False).to(dtype)
+    layer = nn.Linear(24, 24, bias=False, dtype=dtype)
     model = nn.Sequential(layer)
     queue = queue_of(model)
     total = torch.zeros(24, 24, dtype=wide)
+    assert isinstance(layer.weight, nn.Parameter)
     queue.add_to(layer.weight, total.t() if transposed else total)
     xs = [torch.randn(count, 24, dtype=dtype).requires_grad_() for _ in range(3)]
     right = torch.zeros(24, 24, dtype=torch.float64)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -63,7 +64,7 @@ def test_code_of_a_script_is_not_recognised() -> None:
     assert not found.rotary
 
 
-PATCHES = {
+PATCHES: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "registered": lambda: mock.patch.dict(ALL_ATTENTION_FUNCTIONS._global_mapping, {"own": doubled}),
     "sdpa": lambda: mock.patch.dict(ALL_ATTENTION_FUNCTIONS._global_mapping, {"sdpa": doubled}),
     "eager": lambda: mock.patch.object(modeling_llama, "eager_attention_forward", doubled),

@@ -80,13 +80,13 @@ class _CpuClock(_WallClock):
 def _time_computing_by_cpu() -> None:
     """From now on the stages' own time is CPU time; pipelines, waits and steps stay wall time."""
     from ds_hydra.ranks import world
-    from ds_hydra.zero_hetero.clock import Laps, Spent
+    from ds_hydra.zero_hetero.clock import Kind, Laps, Spent
 
     wall = Laps.spent
 
-    def spent(laps: Laps) -> dict[Any, Spent]:
-        cpu = wall(Laps(_CpuClock(), laps.laps))
-        return {kind: Spent(seconds.whole_s, cpu[kind].own_s) for kind, seconds in wall(laps).items()}
+    def spent(self: Laps) -> dict[Kind, Spent]:
+        cpu = wall(Laps(_CpuClock(), self.laps))
+        return {kind: Spent(seconds.whole_s, cpu[kind].own_s) for kind, seconds in wall(self).items()}
 
     world.clock_of = lambda device: _WallClock()
     Laps.spent = spent  # type: ignore[method-assign]

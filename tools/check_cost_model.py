@@ -147,12 +147,12 @@ def check_table_3(missed: list[str], num_batches: int) -> list[dict[str, Any]]:
         rates: dict[str, float] = {}
         steps: dict[str, float] = {}
         for cost in table.costs:
-            limit = max_length(row.model, cost.scheme, row.num_ranks)
+            limit = max_length(row.model, cost.uniform, row.num_ranks)
             if limit < row.longest or row.num_ranks % cost.scheme.num_ranks:
                 continue
             fitting = SchemeCost(cost.scheme, cost.a, cost.b, cost.c, limit, min(cost.util_length, limit))
             rates[str(cost.scheme)] = steady_rate(cost, row.longest, batches)
-            steps[str(cost.scheme)] = step_ms([fitting], cost.scheme, row.num_ranks, batches)
+            steps[str(cost.scheme)] = step_ms([fitting], cost.uniform, row.num_ranks, batches)
         rows.append(_judge(row, rates, steps, missed))
     print("\nTable 3 of the paper: homogeneous strategies (one scheme, repeated over all ranks)")
     print_table(
@@ -197,7 +197,7 @@ def noisy_points(cost: SchemeCost, seed: int, repeats: int) -> Iterator[Point]:
 
 def check_fit(missed: list[str], seeds: int) -> list[dict[str, Any]]:
     """a, b, c from noisy times: within 5% where the fit says that they are identifiable."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for model in MODELS:
         for cost in CostTable.load(TABLES / f"llama_{model}_a800.json").costs:
             worst = dict.fromkeys(NAMES, 0.0)
@@ -236,7 +236,7 @@ def check_table(path: Path, missed: list[str]) -> dict[str, float]:
     errors = []
     for cost in found.table.costs:
         record = (found.measured or {}).get(str(cost.scheme))
-        for stage in entry_from_record(cost.scheme, record).stages if record else ():
+        for stage in entry_from_record(cost.uniform, record).stages if record else ():
             errors += [abs(stage.fit.error(point)) for point in stage.points if point.held_out]
     if not errors:
         missed.append(f"{path} holds no held-out points")

@@ -21,6 +21,7 @@ Exits non-zero if an aim is missed or a case fails.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 import traceback
@@ -69,7 +70,8 @@ def main(arguments: list[str] | None = None) -> int:
             short = found.missed(case)
         except Exception as error:
             traceback.print_exc()
-            found, short = Difference(*[float("nan")] * 5), [f"{case.name}: {type(error).__name__}: {error}"]
+            found = Difference(math.nan, math.nan, math.nan, math.nan, math.nan)
+            short = [f"{case.name}: {type(error).__name__}: {error}"]
         seconds = time.perf_counter() - began
         missed += short
         print(

@@ -70,6 +70,7 @@ def check_speed(missed: list[str]) -> list[dict[str, object]]:
         for _ in range(2):
             began = time.process_time()
             step = simulator.step(plan)
+            assert step.peak_bytes is not None
             figures = (step.bubble_share, step.gap, step.exposed_s, float(np.max(step.peak_bytes)))
             seconds.append(time.process_time() - began)
         actions = sum(len(times.actions) for phase in step.phases for _, times, _ in phase.stages())

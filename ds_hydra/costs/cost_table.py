@@ -81,6 +81,12 @@ class SchemeCost:
             )
 
     @property
+    def uniform(self) -> ParallelScheme:
+        """`scheme` where all of its stages are alike, as in every shipped table."""
+        assert isinstance(self.scheme, ParallelScheme), f"the stages of {self.scheme} differ"
+        return self.scheme
+
+    @property
     def room(self) -> int:
         """Tokens that a stage keeps at once, in whatever micro-batches [Note: shares of a micro-batch]."""
         return self.scheme.pp * int(self.max_length)

@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--local_rank", type=int, default=int(os.environ.get("LOCAL_RANK", "0")))
     args = parser.parse_args()
     torch.manual_seed(0)
-    sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4}
+    sizes: dict[str, Any] = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=8, max_position_embeddings=256))
     config = make_config(args.checkpoints, args.steps)
     engine, _, loader, _ = ds_hydra.initialize(args=args, model=model, training_data=Stream(), config=config)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -9,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 def make_model() -> LlamaForCausalLM:
     """A Llama of four layers with fixed random weights."""
     torch.manual_seed(0)
-    sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4}
+    sizes: dict[str, Any] = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4}
     return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=8, max_position_embeddings=256))
 
 

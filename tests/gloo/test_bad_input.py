@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ def errors(num_ranks: int, job: Callable[[], Any]) -> list[str]:
     """Every rank's error, as the class name and the text; a rank that hangs fails the test."""
 
     def run(rank: int) -> str:
-        watchdog.end_process = lambda text: None  # it would end ranks before they could say their own error
+        watchdog.end_process = lambda code: None  # it would end ranks before they could say their own error
         try:
             job()
         except Exception as error:
@@ -92,7 +93,7 @@ def test_degrees_that_do_not_fit_the_model(strategy: str, words: list[str]) -> N
 
 def test_strategies_that_do_not_add_up_to_the_ranks() -> None:
     for strategy, used in (("tp2 + tp1", 3), ("2*tp4", 8)):
-        for text in errors(2, lambda strategy=strategy: start(strategy)):
+        for text in errors(2, partial(start, strategy)):
             assert text.startswith("ConfigError")
             assert f"= {used} ranks but the job has 2" in text
 
@@ -188,7 +189,7 @@ def test_unknown_attention_features_are_never_dropped() -> None:
 def test_encoder_decoders_are_refused() -> None:
     from transformers import T5Config, T5ForConditionalGeneration
 
-    sizes = {"vocab_size": VOCAB, "d_model": 16, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    sizes: dict[str, Any] = {"vocab_size": VOCAB, "d_model": 16, "d_ff": 16, "num_layers": 1, "num_heads": 2}
     with pytest.raises(ds_hydra.ConfigError, match="encoder-decoder"):
         CausalLM(T5ForConditionalGeneration(T5Config(**sizes)))
 

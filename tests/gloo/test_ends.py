@@ -197,7 +197,7 @@ def test_an_error_that_the_script_swallows_is_still_told() -> None:
         engine = small_engine(rank, data=data, faults=FAULTS, strategies=["2*tp1"])
         engine.train_batch()
         if rank == 1:
-            engine.crew.update.apply = lambda *_: {}["no key"]
+            engine.crew.update.apply = lambda *_: dict[str, str]()["no key"]
         try:
             engine.train_batch()
         except KeyError:

@@ -131,7 +131,7 @@ def test_a_changed_bit_in_a_parameter_is_noticed_before_the_update(bucket: int, 
         before, message = whole_state(engine), ""
         train = StrategyRuntime.train
 
-        def flipped(self: StrategyRuntime, *args: Any, **how: bool) -> Any:
+        def flipped(self: StrategyRuntime, *args: Any, **how: Any) -> Any:
             loss = train(self, *args, **how)
             buffer = self.pulls.buffers[bucket] if rank == 2 else torch.empty(0)
             if buffer.numel():
@@ -240,7 +240,7 @@ def test_fp16_finds_its_scale_as_deepspeed_does(tmp_path: Path) -> None:
 
     def run(rank: int) -> tuple[list[float], list[bool], list[float], bool]:
         engine = small_engine(rank, config=half_config(2, initial_scale_power=40, hysteresis=1, loss_scale_window=2))
-        scales, skipped, losses = [], [], []
+        scales, skipped, losses = list[float](), list[bool](), list[float]()
         while len(losses) < 5:
             scales.append(engine.crew.loss_scale.value)
             loss = float(engine.train_batch())

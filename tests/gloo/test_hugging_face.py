@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed  # noqa: F401  (before forking: the ranks share it)
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -50,7 +51,8 @@ def settings(folder: Path, num_ranks: int, engine: Any, **more: Any) -> Training
     often = {"logging_steps": 1, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
     fixed = {"max_steps": STEPS, "gradient_accumulation_steps": 2, "learning_rate": 1e-2, "weight_decay": 0.1}
     still = {"report_to": "none", "disable_tqdm": True, "use_cpu": True, "deepspeed": engine}
-    return TrainingArguments(str(folder), **batches | often | fixed | still | more)
+    settings: dict[str, Any] = batches | often | fixed | still | more
+    return TrainingArguments(str(folder), **settings)
 
 
 def adapted() -> Any:
@@ -142,8 +144,9 @@ def test_so_is_one_of_adapters(tmp_path: Path) -> None:
 
 def metrics(given: EvalPrediction) -> dict[str, float]:
     """Share of the tokens that were foretold, and the number of those that were to be."""
-    known = given.label_ids[:, 1:] != -100
-    right = given.predictions[:, :-1] == given.label_ids[:, 1:]
+    labels, predictions = np.asarray(given.label_ids), np.asarray(given.predictions)
+    known = labels[:, 1:] != -100
+    right = predictions[:, :-1] == labels[:, 1:]
     return {"right": float((right & known).sum() / known.sum()), "tokens": float(known.sum())}
 
 
@@ -232,7 +235,7 @@ def test_without_the_block_it_is_a_plain_trainer(tmp_path: Path) -> None:
         del os.environ["LOCAL_RANK"]
 
         def metrics(given: EvalPrediction) -> dict[str, float]:
-            return {"words": float(given.predictions.shape[-1])}
+            return {"words": float(np.shape(given.predictions)[-1])}
 
         arguments = settings(tmp_path, 1, None, max_steps=1, save_strategy="no")
         trainer = trainer_of(HydraTrainer, arguments, compute_metrics=metrics)

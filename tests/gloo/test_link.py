@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -175,8 +177,11 @@ def test_pushes_of_two_phases_add_up_in_the_order_of_phases_and_ranks(num_ranks:
         for rank in range(num_ranks):
             expected += rounding(rank, phase, layouts[phase])
     assert torch.equal(torch.cat(totals), expected)
-    apart = sum(sum(rounding(rank, phase, layouts[phase]) for rank in range(num_ranks)) for phase in range(2))
-    assert not torch.equal(apart, expected)  # the sum of the phases' sums is rounded in another order
+    first, second = (
+        functools.reduce(torch.add, (rounding(rank, phase, layouts[phase]) for rank in range(num_ranks)))
+        for phase in range(2)
+    )
+    assert not torch.equal(first + second, expected)  # the sum of the phases' sums is rounded in another order
 
 
 def test_accumulating_adds_what_travels_in_16_bits_and_keeps_what_nobody_adds_to() -> None:

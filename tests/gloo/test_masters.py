@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,7 +22,7 @@ BUCKETS = (
     BucketSpec("head", (("tiny.bias", 2),)),
 )
 NAMES = [name for bucket in BUCKETS for name, _ in bucket.params]
-GROUPS = [
+GROUPS: list[dict[str, Any]] = [
     {"names": [name for name in NAMES if "bias" not in name and "norm" not in name], "weight_decay": 0.1, "lr": 0.02},
     {"names": [name for name in NAMES if "bias" in name or "norm" in name], "weight_decay": 0.0, "lr": 0.01},
 ]

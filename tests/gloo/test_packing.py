@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -78,7 +79,7 @@ def packed(case: Example, sp_rank: int = 0, sp: int = 1, group: dist.ProcessGrou
 def examples() -> st.SearchStrategy[Example]:
     heads = st.sampled_from([(8, 8), (8, 4), (8, 2), (8, 1), (4, 4), (4, 1)])
     return st.builds(
-        lambda lengths, heads, window, softcap: Example(tuple(lengths), *heads, window, softcap),
+        lambda lengths, heads, *masks: Example(tuple(lengths), heads[0], heads[1], *masks),
         st.lists(st.integers(1, 40), min_size=1, max_size=6),
         heads,
         st.one_of(st.none(), st.integers(1, 30)),
@@ -88,7 +89,7 @@ def examples() -> st.SearchStrategy[Example]:
 
 def assert_same(values: Sequence[Tensor], expected: Sequence[Tensor], what: object) -> None:
     for name, value, reference in zip(("out", "q", "k", "v"), values, expected, strict=True):
-        torch.testing.assert_close(value, reference, rtol=0, atol=1e-12, msg=lambda m, n=name: f"{what} {n}: {m}")
+        torch.testing.assert_close(value, reference, rtol=0, atol=1e-12, msg=partial("{} {}: {}".format, what, name))
 
 
 @settings(max_examples=60)

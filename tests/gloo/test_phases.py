@@ -76,7 +76,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float
 def replayed(recorded: tuple[Path, list[float]]) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and state of the recorded steps in phases, with parameters compared; their files are in the folder."""
     folder, _ = recorded
-    files = {"steps_file": str(folder / "steps.jsonl"), "plans_file": str(folder / "again.jsonl")}
+    files: dict[str, Any] = {"steps_file": str(folder / "steps.jsonl"), "plans_file": str(folder / "again.jsonl")}
     return run(folder, **replay(folder), **files, faults={"heartbeat_seconds": 0, "compare_every": 1})
 
 
@@ -106,7 +106,7 @@ def test_a_stopped_run_goes_on_as_the_undisturbed_one(
     recorded: tuple[Path, list[float]], replayed: tuple[list[float], dict[str, Tensor]], tmp_path: Path
 ) -> None:
     folder, _ = recorded
-    checkpoint = {"checkpoint": {"dir": str(tmp_path), "every": 2}}
+    checkpoint: dict[str, Any] = {"checkpoint": {"dir": str(tmp_path), "every": 2}}
     run(folder, 2, **replay(folder), **checkpoint)
     losses, resumed = run(folder, **replay(folder), **checkpoint)
     assert len(losses) == 2

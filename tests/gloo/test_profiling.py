@@ -95,9 +95,11 @@ def test_parts_make_the_whole_and_ask_for_the_same_collectives(source: CausalLM)
 
     def gradients() -> dict[str, torch.Tensor]:
         """What has added up since it was last called."""
-        found = {name: parameter.grad.clone() for name, parameter in parameters.items()}
-        for parameter in parameters.values():
-            parameter.grad.zero_()
+        sums = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
+        assert sums.keys() == parameters.keys()
+        found = {name: total.clone() for name, total in sums.items()}
+        for total in sums.values():
+            total.zero_()
         return found
 
     torch.manual_seed(7)
@@ -108,8 +110,7 @@ def test_parts_make_the_whole_and_ask_for_the_same_collectives(source: CausalLM)
     assert not parts[2].calls, "no weight's gradient waits for a message"
     assert all(part.ms > 0 for part in parts)
     assert not timer.queue.unfinished
-    for name, value in whole.items():
-        torch.testing.assert_close(split[name], value, msg=lambda m, n=name: f"{n}: {m}")
+    torch.testing.assert_close(split, whole)
     assert all(part.ms > 0 for part in timer.time_parts((8,), 24))
 
 
@@ -139,10 +140,10 @@ def test_only_stages_that_can_be_slowest_are_measured() -> None:
 def survey_two_schemes(rank: int, source: CausalLM) -> list[dict[str, object]]:
     rungs = make_ladder(16, 128, 3)
     survey = Survey(source, CPU, torch.float32, LINKS, rungs, budget=RepeatBudget(0.01, 2, 2))
-    return [
-        survey.measure(scheme).record()
-        for scheme in (ParallelScheme(tp=2), ParallelScheme(sp=2), ParallelScheme(2, 1, 2))
+    measured = [
+        survey.measure(scheme) for scheme in (ParallelScheme(tp=2), ParallelScheme(sp=2), ParallelScheme(2, 1, 2))
     ]
+    return [entry.record() for entry in measured if entry is not None]
 
 
 def test_schemes_that_fit_the_ranks_run_there_and_wider_ones_by_local_shapes(source: CausalLM) -> None:
@@ -160,6 +161,7 @@ def test_message_and_collective_times_come_from_the_links(source: CausalLM) -> N
     slow = Links(tuple(LinkFigure(f.operation, 2, 50_000.0, 1e9) for f in LINKS.figures))
     survey = Survey(source, CPU, torch.float32, slow, rungs, budget=RepeatBudget(0.01, 2, 2))
     entry = survey.measure(ParallelScheme(tp=2, pp=2))
+    assert entry is not None
     assert all(point.comm_ms > 8 * 50 for stage in entry.stages for point in stage.points)
 
 
@@ -205,7 +207,8 @@ def test_the_tool_writes_a_table_that_a_job_takes(
     for cost in found.table.costs:
         assert cost.shares is not None
         assert 0.1 < cost.shares.forward.b <= 0.6
-        assert cost.shares.context == found.activations[cost.scheme.tp, cost.scheme.sp].context
+        assert found.activations is not None
+        assert cost.shares.context == found.activations[cost.uniform.tp, cost.uniform.sp].context
     assert not list(tmp_path.glob("*.partial"))
 
     parsed = parse_config({"hydra": {"tokens_per_step": 64, "strategies": ["2*tp1", "sp2"], "cost_table": str(out)}})

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +32,7 @@ class Recorder:
         self.inner = inner
         self.tags: list[int] = []
 
-    def exchange(self, sends: list[tuple[int, Tensor]], recvs: list[tuple[int, Tensor]], tag: int = 0) -> Work:
+    def exchange(self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], tag: int = 0) -> Work:
         self.tags.append(tag)
         return self.inner.exchange(sends, recvs, tag)
 
@@ -258,7 +260,7 @@ def test_pushes_that_are_dropped_leave_nothing_behind() -> None:
     ]
     pushes = Pushes(buckets)
     stack(batch(0)).square().sum().backward()
-    left = [weakref.ref(pushes), weakref.ref(stack.params[0][0])]
+    left: list[weakref.ref[Any]] = [weakref.ref(pushes), weakref.ref(stack.params[0][0])]
     del pushes
     stack(batch(0)).square().sum().backward()  # hooks without an owner do nothing
     del buckets, stack

@@ -48,6 +48,7 @@ def planned(rank: int, folder: Path, ahead: int) -> Any:
     if rank == 0:
         recipe, cluster = crew.plans._recipe, simulated_job(crew.job, crew.world, crew.prepared.found)
         exposed = exposed_of(crew.job, crew.world, crew.prepared.found)
+        assert exposed is not None
         here = Planner(
             crew.plans.table, crew.plans.strategies, recipe.options,
             exposed_ms=list(map(exposed, crew.plans.strategies)), step_ms=Simulator(cluster).step_ms,

@@ -125,7 +125,8 @@ def test_planning_hides_behind_training() -> None:
 
 def test_the_loader_makes_the_steps_that_are_left() -> None:
     def job(rank: int) -> list[int]:
-        engine = streaming(rank, torch.utils.data.DataLoader([[5] * 40] * 9, collate_fn=lambda x: x), total_steps=3)
+        rows: Any = [[5] * 40] * 9
+        engine = streaming(rank, torch.utils.data.DataLoader(rows, collate_fn=lambda x: x), total_steps=3)
         engine.train_batch()
         steps = [number for number in engine.training_dataloader if engine.train_batch() is not None]
         engine.destroy()

@@ -19,7 +19,7 @@ from tests.support.reference import IGNORED, Reference, Sample, decay_groups, fl
 from tests.support.sources import shared_source
 
 FAMILY, RANKS, ACCUMULATION, STEPS = "llama", 2, 2, 3
-ADAMW = {"lr": 2e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
+ADAMW: dict[str, Any] = {"lr": 2e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
 LENGTHS = (((9, 30), (12,)), ((5, 7, 3), (20, 4)))  # of each rank's batches in a step
 FACTORS = (1.0, 0.5)  # that the script puts on the losses of its batches
 

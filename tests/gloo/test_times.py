@@ -93,7 +93,7 @@ def test_peak_memory_is_of_one_step() -> None:
 
 
 def test_the_peak_is_the_allocators(monkeypatch: pytest.MonkeyPatch) -> None:
-    device, asked = torch.device("cuda", 1), []
+    device, asked = torch.device("cuda", 1), list[torch.device]()
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", asked.append)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda of: 7 if of == device else 0)
     peak = PeakMemory(device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -40,7 +42,7 @@ def test_twins_pull_the_same_and_push_the_same_sum(num_ranks: int, node_size: in
 
     def body(rank: int) -> tuple[Tensor, Tensor]:
         transport, mine = TorchTransport(), next(one for one in twins if rank in one.ranks)
-        how = {"collectives": MessageCollectives(transport, rank), "lane": HostLane(early=early)}
+        how: dict[str, Any] = {"collectives": MessageCollectives(transport, rank), "lane": HostLane(early=early)}
         size = mine.padded(layout.sizes[rank])
         pulled = torch.full((size,), -7.0, dtype=torch.float64)
         link = TwinPullLink(pull_plan, rank, transport, **how)
@@ -79,7 +81,7 @@ def test_a_group_s_collectives_do_what_messages_do() -> None:
 
     def body(rank: int) -> None:
         teams = [(0, 2), (1, 3)]
-        made = {team: dist.new_group(list(team)) for team in teams}
+        made: dict[tuple[int, ...], Any] = {team: dist.new_group(list(team)) for team in teams}
         mine = teams[rank % 2]
         results = []
         for collectives in (GroupCollectives(made.__getitem__), MessageCollectives(TorchTransport(), rank)):

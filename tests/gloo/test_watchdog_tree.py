@@ -92,7 +92,12 @@ def test_strangers_before_the_door_do_not_stop_a_start() -> None:
 
     def start(rank: int) -> tuple[float, list[str]]:
         lines: list[str] = []
-        logging.getLogger("ds_hydra.watchdog.door").addFilter(lambda record: lines.append(record.getMessage()) or True)
+
+        def keep(record: logging.LogRecord) -> bool:
+            lines.append(record.getMessage())
+            return True
+
+        logging.getLogger("ds_hydra.watchdog.door").addFilter(keep)
         began, ended = time.monotonic(), list[str]()
         with mock.patch.object(meeting, "listen", flooded):
             dog = Watchdog(

@@ -6,6 +6,7 @@ import gc
 import os
 from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -83,8 +84,8 @@ def test_groups_without_a_common_rank_are_made_together() -> None:
 
 def test_one_call_splits_a_group_that_knows_its_device() -> None:
     """Ranks outside the wanted groups are split off one by one."""
-    everyone = SimpleNamespace(bound_device_id=torch.device("cuda", 0))
-    ranks = {"get_rank": lambda group: 3, "get_world_size": lambda group: 6}
+    everyone: Any = SimpleNamespace(bound_device_id=torch.device("cuda", 0))
+    ranks: dict[str, Any] = {"get_rank": lambda group: 3, "get_world_size": lambda group: 6}
     with mock.patch.multiple(dist, split_group=mock.DEFAULT, **ranks) as patched:
         patched["split_group"].return_value = "own"
         assert make_groups(everyone, [(0, 1), (3, 4)]) == "own"

@@ -167,7 +167,7 @@ def test_owners_are_those_of_the_even_layout(numel: int, num_ranks: int, data: s
     start = data.draw(st.integers(0, numel))
     stop = data.draw(st.integers(start, numel))
     layout = even_layout(numel, num_ranks)
-    rebuilt = []
+    rebuilt: list[int] = []
     for rank, first, last in owners(numel, num_ranks, start, stop):
         begin = layout.pieces[rank][0].start
         rebuilt += range(begin + first, begin + last)

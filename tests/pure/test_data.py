@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -311,7 +312,7 @@ def test_loader_ends_where_the_job_or_its_epoch_does() -> None:
     assert made(0, total_steps=10) == list(range(10))
     assert made(9, total_steps=10) == [9]
     assert made(10, total_steps=10) == []
-    assert [StepLoader(sampler, lambda at=at: at).epoch for at in (0, 3, 4, 11)] == [0, 0, 1, 2]
+    assert [StepLoader(sampler, partial(int, at)).epoch for at in (0, 3, 4, 11)] == [0, 0, 1, 2]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -104,6 +105,9 @@ def test_simulated_steps_decide_among_the_best_plans() -> None:
     estimated = Planner(TABLE, strategies, options).plan(0, range(len(lengths)), lengths)
     asked: dict[str, float] = {}
 
+    def other_than(wanted: str, plan: StepPlan) -> float:
+        return float(plan.strategy != wanted)
+
     def as_estimated(plan: StepPlan) -> float:
         asked[plan.strategy] = plan.predicted_ms
         return plan.predicted_ms
@@ -112,7 +116,7 @@ def test_simulated_steps_decide_among_the_best_plans() -> None:
     assert planner.plan(0, range(len(lengths)), lengths).predicted_ms <= estimated.predicted_ms
     assert 1 < len(asked) <= 4
     for wanted in asked:
-        chosen = Planner(TABLE, strategies, options, step_ms=lambda plan, name=wanted: float(plan.strategy != name))
+        chosen = Planner(TABLE, strategies, options, step_ms=partial(other_than, wanted))
         found = chosen.plan(0, range(len(lengths)), lengths)
         assert found.strategy == wanted
         validate_plan(found, TABLE, 8)

@@ -15,7 +15,8 @@ from ds_hydra.host.three_calls import accumulation_steps
 from ds_hydra.zero_hetero.errors import ConfigError
 
 
-def handed_out() -> tuple[Collected, PendingLoss]:
+def handed_out() -> tuple[Collected, Any]:
+    """What a step settles, and its `PendingLoss`, of which torch's stubs do not say that arithmetic keeps the class."""
     entry = Collected(None, lambda loss: None)
     return entry, PendingLoss([(entry, 1.0)])
 
@@ -58,7 +59,7 @@ def test_a_known_loss_is_a_scalar_tensor() -> None:
     saved.seek(0)
     assert torch.load(saved) == 2.5
     loss.copy_(torch.tensor(3.0))
-    total = 0.0
+    total: Any = 0.0
     for _ in range(3):
         total = total + loss
     assert total.item() == 9.0

@@ -137,7 +137,7 @@ def test_packing_is_between_its_bound_and_highs(pp: int, paper: bool) -> None:
 def test_packing_fills_micro_batches_to_the_last_token() -> None:
     tokens = np.array([600, 500, 400, 300, 250, 250, 250, 150, 150, 150], dtype=np.int64)  # two of 1500 each
     bins = np.zeros(10, dtype=np.int64)
-    v, _, _ = kernels.compiled().pack(Scheme(30.0, 1500, 1, 1, False), tokens * 1.0, tokens, 40, bins)
+    v, _, _ = kernels.compiled().pack(Scheme(30.0, 1500, 1, 1, False), tokens.astype(np.float64), tokens, 40, bins)
     assert v == 2
 
 
@@ -172,5 +172,5 @@ def test_tiny_steps_are_solved_alike_with_and_without_numba() -> None:
 
 
 def test_heavy_micro_batches_run_in_the_middle() -> None:
-    loaded = [(float(x), (x,)) for x in (3, 1, 5, 2, 4)]
+    loaded: list[tuple[float, tuple[int, ...]]] = [(float(x), (x,)) for x in (3, 1, 5, 2, 4)]
     assert [load for load, _ in order_microbatches(loaded)] == [1.0, 3.0, 5.0, 4.0, 2.0]

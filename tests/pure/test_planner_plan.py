@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -211,7 +212,9 @@ def test_plan_bytes_do_not_depend_on_the_process() -> None:
 
 
 def test_numpy_input_gives_plain_plans() -> None:
-    plan = a800_planner().plan(0, np.arange(30), np.array(a800_batch(0, 30)))
+    ids: Any = np.arange(30)
+    lengths: Any = np.array(a800_batch(0, 30))
+    plan = a800_planner().plan(0, ids, lengths)
     assert StepPlan.from_json(plan.to_json()) == plan
     assert all(type(x) is int for x in plan.lengths + plan.sequence_ids)
     json.loads(plan.to_json())

@@ -79,7 +79,11 @@ def test_pipelines_stand_so_that_tp_groups_stay_inside_nodes() -> None:
 
 
 def test_the_subset_is_chosen_greedily_by_the_mean_of_each_batch_s_best() -> None:
-    times = {(1, 0): np.array([10.0, 30.0]), (0, 1): np.array([30.0, 10.0]), (1, 1): np.array([18.0, 18.0])}
+    times: dict[tuple[int, ...], np.ndarray] = {
+        (1, 0): np.array([10.0, 30.0]),
+        (0, 1): np.array([30.0, 10.0]),
+        (1, 1): np.array([18.0, 18.0]),
+    }
     weights = np.array([0.5, 0.5])
     assert greedy_subset(times, weights, 1) == [(1, 1)]
     assert greedy_subset(times, weights, 3) == [(1, 1), (1, 0), (0, 1)]
@@ -107,8 +111,7 @@ def test_flow_shop_time_is_near_the_simulation_and_no_shorter() -> None:
         loads = loads[0::2] + loads[1::2][::-1]
         stages = int(rng.integers(2, 5))
         flow_shop = sum(loads) + (stages - 1) * max(loads)
-        batches = Batches.whole(len(loads))
-        simulated = simulate_loads(placed("1f1b", batches, stages), [loads] * stages)
+        simulated = simulate_loads(placed("1f1b", Batches.whole(len(loads)), stages), [loads] * stages)
         assert 0.999 * simulated <= flow_shop <= 1.2 * simulated
         # Phases of two pipelines, the second of which runs but the first two micro-batches.
         scheme = ParallelScheme(1, stages)

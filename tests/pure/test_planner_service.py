@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,7 +43,7 @@ time.sleep(600)
 """
 
 
-def recipe_of(planner: Planner, **changes: object) -> PlanRecipe:
+def recipe_of(planner: Planner, **changes: Any) -> PlanRecipe:
     return PlanRecipe(planner.cost_table, planner.strategies, replace(planner.options, **changes))
 
 
@@ -145,7 +146,7 @@ def stopped(planner: PlannerService) -> None:
 
 def rotten(planner: PlannerService) -> None:
     assert planner._producer is not None
-    planner._producer._take = lambda _: json.loads("rot")  # type: ignore[method-assign]
+    planner._producer._take = lambda line: json.loads("rot")  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(("hurt", "reason"), [(killed, "died"), (stopped, "frozen"), (rotten, "garbage")])

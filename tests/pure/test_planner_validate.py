@@ -239,7 +239,7 @@ def test_every_mutation_is_refused_for_its_reason(name: str, plans: list[StepPla
 
 def test_limits_alone_check_everything_but_the_model_s_times(plans: list[StepPlan]) -> None:
     table = a800_planner().cost_table
-    limits = {cost.scheme: cost.max_length for cost in table.costs}
+    limits = {cost.uniform: cost.max_length for cost in table.costs}
     validate_plan(plans[0], limits, NUM_RANKS)
     with pytest.raises(PlanError, match="MaxLen is"):
         validate_plan(overfill(plans[0], random.Random(0)), limits, NUM_RANKS)
@@ -267,7 +267,7 @@ def by_list(plan: StepPlan) -> StepPlan:
 
 def test_slices_and_the_list_order_are_valid_with_their_simulated_times(plans: list[StepPlan]) -> None:
     table, draw = a800_planner().cost_table, random.Random(1)
-    limits = {cost.scheme: cost.max_length for cost in table.costs}
+    limits = {cost.uniform: cost.max_length for cost in table.costs}
     for plan in plans:
         for changed in (halved(plan, draw), by_list(halved(plan, draw)), by_list(plan)):
             found = timed(changed)

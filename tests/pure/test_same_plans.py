@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import highspy
 import numpy as np
@@ -24,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 WITH_A_CLOCK = {"service.py", "producer.py"}
 
 
-def knapsack(**limits: float) -> float | None:
+def knapsack(**limits: Any) -> float | None:
     """The best of x + y over x + 2 y <= 7, both whole and at most 5: 6."""
     found = solve_milp(np.array([-1.0, -1.0]), np.array([5.0, 5.0]), [[(0, 1.0), (1, 2.0)]], [0.0], [7.0],
                        integers=2, **limits)  # fmt: skip
@@ -47,7 +48,7 @@ def test_programs_have_a_time_limit_only_where_seconds_are_asked_for(monkeypatch
     asked: list[str] = []
     set_option = highspy.Highs.setOptionValue
 
-    def told(solver: highspy.Highs, name: str, value: object) -> object:
+    def told(solver: highspy.Highs, name: str, value: Any) -> object:
         asked.append(name)
         return set_option(solver, name, value)
 

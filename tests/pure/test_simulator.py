@@ -6,6 +6,7 @@ import dataclasses
 import random
 import re
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -101,7 +102,7 @@ def test_an_exchange_is_what_ports_make_of_its_messages(seed: int) -> None:
     )
     plans, ready = [], []
     for _ in range(3):
-        cuts = [sorted(rng.sample(range(numel + 1), 2)) for _ in range(size)]
+        cuts: list[Any] = [sorted(rng.sample(range(numel + 1), 2)) for _ in range(size)]
         plan = plan_transfer(even_layout(numel, size), layout_of_intervals(numel, [tuple(cut) for cut in cuts]))
         plans.append(plan if rng.random() < 0.5 else plan.transposed())
         ready.append([rng.choice([0.0, 20 * rng.random()]) for _ in range(size)])
@@ -167,6 +168,7 @@ def test_the_last_weight_gradients_push_layer_by_layer() -> None:
     assert [(str(a), pytest.approx(1e3 * stop)) for a, _, stop in times.actions] == [
         ("F0", 9.0), ("I0", 11.0), ("F1", 13.0), ("I1", 15.0), ("W0", 17.0), ("W1", 19.0)
     ]  # fmt: skip
+    assert times.armed is not None
     assert 1e3 * times.armed == pytest.approx(15.0)
     assert 1e3 * found.phases[0].stop == pytest.approx([25.0, 25.0])
 

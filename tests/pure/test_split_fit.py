@@ -97,13 +97,13 @@ def test_a_scheme_keeps_its_shares_in_the_table() -> None:
     in_parts, fit = tuple(points(COST, SHARES)), whole_fit(COST)
     whole = tuple(point.point for point in in_parts if not point.start)
     stage = StageEntry(0, 4, "ranks", whole, fit, None, None, in_parts, fit_split(in_parts, fit))
-    entry = SchemeEntry(COST.scheme, (stage,), "wall", False)
+    entry = SchemeEntry(COST.uniform, (stage,), "wall", False)
     kept = Activations(1.0, 1.0, 1.0, 1.0, until_weight=0.8, context=0.1)
     shares = entry.cost(32768, kept).shares
     assert shares is not None
     assert (shares.until_weight, shares.context) == (0.8, 0.1)
-    assert entry_from_record(COST.scheme, json.loads(json.dumps(entry.record()))) == entry
+    assert entry_from_record(COST.uniform, json.loads(json.dumps(entry.record()))) == entry
     old = replace(stage, split_points=(), split=None)
-    before = json.loads(json.dumps(SchemeEntry(COST.scheme, (old,), "wall", False).record()))
+    before = json.loads(json.dumps(SchemeEntry(COST.uniform, (old,), "wall", False).record()))
     assert "split" not in before["stages"][0]
-    assert entry_from_record(COST.scheme, before).cost(32768, kept).shares is None
+    assert entry_from_record(COST.uniform, before).cost(32768, kept).shares is None

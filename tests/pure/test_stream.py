@@ -158,7 +158,8 @@ def test_what_a_stream_needs() -> None:
 
 
 def test_what_counts_as_a_stream() -> None:
-    loader = torch.utils.data.DataLoader([1, 2])
+    numbers: Any = [1, 2]
+    loader = torch.utils.data.DataLoader(numbers)
     assert all(map(is_stream, (iter([1]), Plain([]), Stateful([]), loader, {1, 2})))
     assert not any(map(is_stream, ([1], (1,), {"a": 1}, "text", torch.tensor([1]), 17, range(3))))
 

@@ -19,7 +19,7 @@ from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from tools.bench_systems import kept_cells, run_cells
 from tools.systems.cells import Cell, all_cells
 from tools.systems.chunking import chunks, mesh_of
-from tools.systems.costs import Way, measured, table_of
+from tools.systems.costs import WaitingCost, Way, measured, table_of
 from tools.systems.groups import mixes_of_groups
 from tools.systems.hindsight import Configuration, hindsight
 from tools.systems.measure import NAMES, OURS, RIVALS, SAME_LAYOUT, Measured, Simulators, measure
@@ -58,6 +58,7 @@ def test_derived_costs_favour_the_rival_by_no_more_than_what_is_said() -> None:
     short, long = ours.sequence_ms([1000, 32768]) - ring.b * np.array([1000, 32768])
     assert short == pytest.approx(1000 * messages + max(0.0, ring.a * 1e6 - 3 / 4 * 1000 * messages))
     assert long == pytest.approx(max(ring.a * 32768**2, 3 / 4 * 32768 * messages) + 32768 * messages / 4)
+    assert isinstance(ours, WaitingCost)
     # Its ranks have 500 tokens of this row, too few for more than one group: nothing overlaps.
     alone = ours.in_rows.load_ms([1000]) - ours.without_waits.load_ms([1000])
     assert alone == pytest.approx(1000 * messages)

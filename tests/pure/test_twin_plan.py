@@ -97,8 +97,8 @@ def test_a_push_adds_up_everything_once(case: tuple[Layout, list[Twins]]) -> Non
         found = plan.part_of(rank)
         if found is not None:
             one, part = found
-            own = one.ranks.index(rank)
-            slabs[rank][own * part : (own + 1) * part] = grads[rank][own * part : (own + 1) * part]
+            at = one.ranks.index(rank) * part
+            slabs[rank][at : at + part] = grads[rank][at : at + part]
             rows = [slabs[rank][index * part : (index + 1) * part] for index in range(len(one.ranks))]
             sums[rank] = [sum(column) for column in zip(*rows, strict=True)]
     totals = [[0] * size for size in masters.sizes]

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 _ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 _SAVED = ["embed_tokens", "lm_head", "input_layernorm"]
 # Random weights in A and in B: with PEFT's zeros in B, A has no gradient at first.
-_SETTINGS: Mapping[str, Any] = {"r": 4, "lora_alpha": 8, "init_lora_weights": False, "task_type": "CAUSAL_LM"}
+_SETTINGS: dict[str, Any] = {"r": 4, "lora_alpha": 8, "init_lora_weights": False, "task_type": "CAUSAL_LM"}
 
 # Name -> family of the base and settings of its LoraConfig ("another": there is a second adapter). Tensor parallel
 # ranks take those of the first table.
-ADAPTED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+ADAPTED: dict[str, tuple[str, dict[str, Any]]] = {
     "lora": ("llama", {"target_modules": "all-linear"}),
     "lora with dropout": ("llama", {"target_modules": "all-linear", "lora_dropout": 0.2}),
     "lora with biases": ("qwen2", {"target_modules": _ATTENTION, "bias": "lora_only", "use_rslora": True}),
@@ -22,7 +21,7 @@ ADAPTED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "lora beside another": ("llama", {"target_modules": ["q_proj", "down_proj"], "another": True}),
     "lora of some layers": ("llama_tied", {"target_modules": r"model\.layers\.[13]\..*\.(q_proj|down_proj)"}),
 }
-ADAPTED_WITHOUT_TP: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+ADAPTED_WITHOUT_TP: dict[str, tuple[str, dict[str, Any]]] = {
     "lora of the ends": ("llama", {"target_modules": ["embed_tokens", "q_proj", "lm_head"]}),
     "lora of Conv1D": ("gpt2", {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}),
     "lora with biases of its own": ("qwen2", {"target_modules": _ATTENTION, "lora_bias": True}),

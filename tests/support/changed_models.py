@@ -47,7 +47,7 @@ class LowRank(nn.Module):
 
     def __init__(self, base: nn.Linear, rank: int = 4):
         super().__init__()
-        own = {"bias": False, "dtype": base.weight.dtype}
+        own: dict[str, Any] = {"bias": False, "dtype": base.weight.dtype}
         self.base_layer = base.requires_grad_(False)
         self.lora_A = nn.ModuleDict({"default": nn.Linear(base.in_features, rank, **own)})
         self.lora_B = nn.ModuleDict({"default": nn.Linear(rank, base.out_features, **own)})

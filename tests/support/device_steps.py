@@ -119,7 +119,7 @@ def engine_steps(rank: int, by_host: bool) -> list[Step]:
 
     def keep(step: int, laps: Laps) -> None:
         origin = laps.laps[0].begin
-        dated[:] = [(lap.kind, *(clock.seconds(origin, at) for at in (lap.begin, lap.end))) for lap in laps.laps]
+        dated[:] = [(lap.kind, clock.seconds(origin, lap.begin), clock.seconds(origin, lap.end)) for lap in laps.laps]
 
     engine.crew.stepper.keep_laps = keep
     for _ in range(2):

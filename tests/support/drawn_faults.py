@@ -150,7 +150,7 @@ def _job(case: Case, rank: int, place: Path, scratch: Path) -> None:
         "timeout_seconds": 40,
         "planner": {"ahead": 1 if case.mode == "ahead" else 0},
     }
-    hydra |= {
+    modes: dict[str, dict[str, Any]] = {
         "slices": {"strategies": ["pp2/list + tp1"], "cost_table": str(scratch / "table.json"), "choose": "best"},
         "V": {"strategies": ["pp2/v + tp1", "tp2 + tp1"]},
         "phases": {
@@ -160,7 +160,8 @@ def _job(case: Case, rank: int, place: Path, scratch: Path) -> None:
             "planner": {"ahead": 0, "replay_file": str(scratch / "plans.jsonl")},
         },
         "stream": {"context_length": 200},
-    }.get(case.mode, {})
+    }
+    hydra |= modes.get(case.mode, {})
     reads = due if case.activity == "reading" else lambda: None
     engine = small_engine(rank, data=_data(case.mode, reads), **hydra)
     engines.append(engine)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -47,7 +48,7 @@ def ends(program: Callable[[int, Path], None], num_ranks: int, *, limit_s: float
         for rank in range(num_ranks):
             pid = os.fork()
             if pid == 0:
-                live(lambda rank=rank: program(rank, place), rank, num_ranks, place)
+                live(partial(program, rank, place), rank, num_ranks, place)
             pids.append(pid)
         at: dict[int, tuple[int | None, float]] = {}
         while len(at) < num_ranks:

@@ -76,7 +76,7 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 }
 # Models whose routers have a loss, which counts enough to be felt in every gradient.
 _ROUTER_LOSS = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
-BALANCED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+BALANCED: Mapping[str, tuple[str, dict[str, Any]]] = {
     "mixtral, balanced": ("mixtral", _COMMON | {"num_local_experts": 4} | _ROUTER_LOSS),
     "qwen3_moe, balanced": (
         "qwen3_moe",
@@ -131,7 +131,7 @@ def reference_model(family: str, dtype: torch.dtype) -> nn.Module:
         return _PlainLayerList().to(dtype)
     attention = "sdpa"
     config = hf_config(family)
-    if config.model_type in NEEDS_EAGER or getattr(config, "attention_dropout", 0.0):
+    if config.model_type in NEEDS_EAGER or getattr(config, "attention_dropout", False):
         attention = "eager" if dtype != torch.float64 else "dense"  # eager has an FP32 softmax in any dtype
     return base_of(build_model(family, dtype, attention))
 
@@ -164,6 +164,8 @@ def tied_head(embedding: Embedding, hidden: Tensor) -> Tensor:
 
 class Block(nn.Module):
     """Attention and an MLP; attends within packed sequences if it is told of them."""
+
+    slope: Tensor
 
     def __init__(self, width: int = 64, heads: int = HEADS):
         super().__init__()
@@ -221,6 +223,7 @@ class _PlainLayerList(nn.Module):
 
     def forward(self, token_ids: Tensor) -> Tensor:
         embedding = self.tied_modules["embedding"]
+        assert isinstance(embedding, Embedding)
         x = embedding(token_ids)
         positions = torch.arange(token_ids.shape[1])[None]
         for index in range(1, LAYERS + 1):

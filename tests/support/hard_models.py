@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, BertForMaskedLM
+from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertForMaskedLM
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 97,
@@ -76,7 +76,7 @@ def hard_model(name: str) -> Any:
     """A freshly made model of HARD_MODELS."""
     model_type, settings = HARD_MODELS[name]
     if model_type == "bert-mlm":
-        return BertForMaskedLM(AutoConfig.for_model("bert", **settings))
+        return BertForMaskedLM(BertConfig(**settings))
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **settings))
 
 

@@ -106,7 +106,8 @@ class Reference:
         sums = {name: torch.zeros_like(parameter) for name, parameter in self.masters.items()}
         self.model.zero_grad()
         total = of_routers = 0.0
-        for sample, weight, drawn in zip(samples, weights, keys or [None] * len(samples), strict=True):
+        drawn_with: Sequence[Any] = keys or [None] * len(samples)
+        for sample, weight, drawn in zip(samples, weights, drawn_with, strict=True):
             with drawing(self.model, drawn):
                 losses = token_losses(self.model, sample, self.token_loss)
                 loss = losses @ weight.to(losses.dtype)

@@ -16,6 +16,7 @@ from ds_hydra.engine import engine as engines
 from ds_hydra.engine.models import model_source
 from ds_hydra.pipe.loss import TokenLoss
 from ds_hydra.pipe.models.adapted import base_of
+from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.models.options import StageOptions
 from ds_hydra.pipe.stage import ModelSource
 
@@ -27,6 +28,7 @@ def in_place_of_model_source(known: ModelSource) -> Callable[..., ModelSource]:
 
     Under other settings, with another loss, and for a model of other parameters, the source is found anew.
     """
+    assert isinstance(known, CausalLM)
     alike = {(spec.name, spec.shape, spec.trainable, known.dtype) for one in known.plan.buckets for spec in one.params}
 
     def find(model: Any, options: StageOptions, **arguments: Any) -> ModelSource:

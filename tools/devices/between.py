@@ -149,7 +149,7 @@ def _train(rank: int, steps: int, changed: dict[str, object]) -> list[Gap]:
     model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
     data = _sequences(model_config.vocab_size)
     engine = ds_hydra.initialize(model=model, training_data=data, config=config)[0]
-    moments, gaps = Moments(), []
+    moments, gaps = Moments(), list[Gap]()
     with moments.watch():
         for step in range(steps):
             # While this step runs, the next one is made ready or not. Of two strategies that take turns, steps 2 and 3

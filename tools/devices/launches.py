@@ -26,7 +26,7 @@ from tools.devices.table import Table
 FEW, MORE = 2, 6  # layers
 LENGTH = 48  # of the micro-batch's one sequence
 AIM = 0.6  # of what the plain model launches, and of what ours does without the functions
-SIZES = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4,
+SIZES: dict[str, Any] = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4,
          "num_key_value_heads": 2, "tie_word_embeddings": False}  # fmt: skip
 _PLAIN, _OFF = "plain Hugging Face", 'ours, functions "off"'
 # Operators that compute nothing by themselves; at times they call another one that does.
@@ -86,8 +86,10 @@ def _ours(layers: int, functions: str) -> Callable[[], object]:
 def _plain(layers: int) -> Callable[[], object]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(num_hidden_layers=layers, attn_implementation="sdpa", **SIZES)
-    model: Any = LlamaForCausalLM(config).to(torch.bfloat16)
+    settings: dict[str, Any] = {"num_hidden_layers": layers, "attn_implementation": "sdpa"}
+    config = LlamaConfig(**SIZES, **settings)
+    model: Any = LlamaForCausalLM(config)
+    model.to(torch.bfloat16)
     ids = torch.randint(0, config.vocab_size, (1, LENGTH))
     return lambda: model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
 

@@ -19,6 +19,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import ds_hydra.engine.engine  # noqa: F401
+from ds_hydra.engine.job import Job
+from ds_hydra.ranks.world import World
+from ds_hydra.step.model_masters import ModelMasters
 from tests.support.ranks import rank_environment, run_ranks
 from tools.devices.table import Table
 
@@ -49,7 +52,7 @@ def _write(folder: Path, layers: int) -> int:
     pieces: dict[str, list[tuple[str, torch.Size]]] = {}
     for name, parameter in _model(layers).named_parameters():
         pieces.setdefault(".".join(name.split(".")[:3]), []).append((name, parameter.shape))
-    places = {}
+    places: dict[str, str] = {}
     for number, params in enumerate(pieces.values()):
         file = f"model-{number:05d}.safetensors"
         tensors = {name: torch.full(shape, 0.02) for name, shape in params}
@@ -89,8 +92,8 @@ def _rise(rank: int, initial_weights: str, layers: int) -> tuple[int, int, int, 
     largest = 4 * max(parameter.numel() for parameter in model.parameters())
     peak, give = [], crew.give_masters
 
-    def measured(*arguments: Any) -> None:
-        give(*arguments)
+    def measured(masters: ModelMasters, job: Job, world: World) -> None:
+        give(masters, job, world)
         peak.append(_resident("VmHWM"))
 
     crew.give_masters = measured

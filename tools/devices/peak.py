@@ -119,7 +119,7 @@ def _train(rank: int, mix: Mix) -> _Peak:
 
 def train_and_measure(
     rank: int, sizes: dict[str, Any], settings: dict[str, Any], sequences: Sequence[Tensor], steps: int
-) -> tuple[int, list[dict[str, Any]]]:
+) -> tuple[int, list[str]]:
     """Train a model of these sizes on this rank: the most bytes at one time beside the model, and the steps' plans."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -142,7 +142,7 @@ def train_and_measure(
     return found.peak, plans
 
 
-def _micro_batches(plan: dict[str, Any]) -> Iterator[tuple[Shape, int]]:
+def _micro_batches(plan: str) -> Iterator[tuple[Shape, int]]:
     """Scheme and tokens of all micro-batches of a step."""
     phases = StepPlan.from_json(plan, "the step's plan").phases
     for pipeline in (pipeline for phase in phases for pipeline in phase.pipelines):

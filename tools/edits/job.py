@@ -22,7 +22,7 @@ VOCABULARY = 97
 # One step's sequences: some longer than all that a check of small data would hold, one of a single token.
 LENGTHS = (3, 150, 17, 60, 41, 9, 33, 85, 1, 26)
 IGNORED = -100
-OPTIMIZER = {"lr": 0.3, "momentum": 0.9, "weight_decay": 0.01}
+OPTIMIZER: dict[str, Any] = {"lr": 0.3, "momentum": 0.9, "weight_decay": 0.01}
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 48, "num_hidden_layers": 4, "num_attention_heads": 6,
          "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {

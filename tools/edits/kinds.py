@@ -210,6 +210,8 @@ def global_that_moves(job: Job) -> None:
 @kind()
 def functions_in_a_list(job: Job) -> None:
     class Followed(modeling_llama.LlamaMLP):
+        after: list[Callable[[Tensor], Tensor]]
+
         def forward(self, x: Tensor) -> Tensor:
             return functools.reduce(lambda out, one: one(out), self.after, super().forward(x))
 
@@ -225,6 +227,8 @@ def settings_of_a_dataclass(job: Job) -> None:
         gain: float = 1.0
 
     class Set(modeling_llama.LlamaMLP):
+        settings: Settings
+
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) * self.settings.gain
 

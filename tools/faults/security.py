@@ -6,6 +6,7 @@ import os
 import socket
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,9 @@ def check_security(quick: bool) -> Tally:
 
     tally = Tally("security")
     for tag in ("../x", "/etc/passwd", "a/b", "..", ".x", "a\0b", "x" * 200, "latest"):
-        tally.count(not refused(lambda tag=tag: check_tag(tag), (), CheckpointError), f"tag {tag!r}")
+        tally.count(not refused(partial(check_tag, tag), (), CheckpointError), f"tag {tag!r}")
     for text in ("[" * 10**6, "[" * 70 + "]" * 70, '{"a":1,"a":2}', "NaN", "[1e999999]"):
-        tally.count(not refused(lambda text=text: parse_json(text, "x"), (), CheckpointError), f"JSON {text[:20]!r}")
+        tally.count(not refused(partial(parse_json, text, "x"), (), CheckpointError), f"JSON {text[:20]!r}")
     with tempfile.TemporaryDirectory() as scratch:
         import torch
 

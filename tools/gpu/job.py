@@ -24,6 +24,7 @@ LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR
 
 def llama(bench: Bench, layers: int | None = None) -> LlamaConfig:
     """The shape of Llama 3.2 1B (1.24e9 parameters), or a tiny one; `layers` in place of its own number of layers."""
+    sizes: dict[str, Any]
     if bench.full:
         sizes = {"vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32,
                  "num_key_value_heads": 8, "max_position_embeddings": 16384}  # fmt: skip

@@ -77,6 +77,7 @@ def plain_attention(
     bounds, longest = plain_pack.bounds, max(plain_pack.lengths)
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     out = varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scaling, window_size=(-1, 0), enable_gqa=grouped)
+    assert isinstance(out, Tensor), "asked for no more than the output"
     return out.unsqueeze(0), None
 
 
@@ -88,19 +89,20 @@ class PlainLoop:
         model.config._attn_implementation = NAME
         self.model = model.to(device).train()
         self.params = list(model.parameters())
-        self.masters = [nn.Parameter(p.detach().float().clone()) for p in self.params]
-        for parameter, master in zip(self.params, self.masters, strict=True):
+        self.masters: list[Tensor] = [nn.Parameter(p.detach().float().clone()) for p in self.params]
+        self.sums = [torch.zeros_like(master) for master in self.masters]  # their gradients
+        for parameter, master, total in zip(self.params, self.masters, self.sums, strict=True):
             # Not `model.to(bfloat16)`, which would round the rotary embedding's frequencies too.
             parameter.data = parameter.data.bfloat16()
-            master.grad = torch.zeros_like(master)
-            parameter.register_post_accumulate_grad_hook(_into(master.grad))
+            master.grad = total
+            parameter.register_post_accumulate_grad_hook(_into(total))
         self.optimizer = torch.optim.AdamW(self.masters, fused=True, **OPTIMIZER)
 
     def step(self, packs: Sequence[PlainPack]) -> float:
         """One update; returns the mean loss of all targets, and so waits for the device."""
         with torch.no_grad():
             torch._foreach_copy_(self.params, self.masters)
-            torch._foreach_zero_([master.grad for master in self.masters])
+            torch._foreach_zero_(self.sums)
         targets = sum(pack.num_targets for pack in packs)
         losses = [self.forward_and_backward(pack, targets) for pack in packs]
         torch.nn.utils.clip_grad_norm_(self.masters, CLIPPING)
@@ -117,6 +119,7 @@ class PlainLoop:
 
 def _into(total: Tensor) -> Any:
     def accumulate(parameter: Tensor) -> None:
+        assert parameter.grad is not None
         total.add_(parameter.grad)
         parameter.grad = None
 

@@ -96,7 +96,7 @@ class WaitingCost(SchemeCost):
     def load_ms(self, lengths: NDArray[np.int64] | Sequence[int]) -> float:
         """One micro-batch, in ms; see `SchemeCost`."""
         if self.by_row:
-            hideable = _hideable(int(np.sum(lengths)) // self.scheme.sp, self.heads)
+            hideable = _hideable(int(np.sum(lengths)) // self.uniform.sp, self.heads)
             return replace(self, by_row=False, hideable=hideable).load_ms(lengths)
         return SchemeCost.load_ms(self, lengths)  # a class with slots has no `super()`
 
@@ -139,7 +139,7 @@ def _more_stages(found: CostTable, way: Way) -> Iterator[SchemeCost]:
     yield from found.costs
     known: dict[int, list[SchemeCost]] = {}
     for cost in found.costs:
-        known.setdefault(cost.scheme.tp, []).append(cost)
+        known.setdefault(cost.uniform.tp, []).append(cost)
     for tp, costs in known.items():
         by_depth = sorted(costs, key=lambda cost: cost.scheme.pp)
         if by_depth[0].scheme.pp > 1 and tp == 1:
@@ -150,7 +150,7 @@ def _more_stages(found: CostTable, way: Way) -> Iterator[SchemeCost]:
 
 
 def _with_stages(cost: SchemeCost, pp: int) -> SchemeCost:
-    share, scheme = cost.scheme.pp / pp, ParallelScheme(_tp(cost), pp)
+    share, scheme = cost.scheme.pp / pp, ParallelScheme(cost.uniform.tp, pp)
     return replace(cost, scheme=scheme, a=share * cost.a, b=share * cost.b, c=share * cost.c)
 
 
@@ -159,13 +159,13 @@ def _shared(cell: Cell, base: SchemeCost, way: Way) -> Iterator[SchemeCost]:
     shares = base.shares
     assert shares is not None, "the shipped tables have shares"
     more = (1.0 + shares.forward.a, 1.0 + shares.forward.b, 1.0 + shares.forward.c) if way.checkpointing else (1, 1, 1)
-    alone = max_length(cell.model, cell.gpus, ParallelScheme(_tp(base), base.scheme.pp), kept=_kept(base, way))
+    alone = max_length(cell.model, cell.gpus, ParallelScheme(base.uniform.tp, base.scheme.pp), kept=_kept(base, way))
     of_unit = replace(base, a=more[0] * base.a, b=more[1] * base.b)
     if math.isfinite(way.alone_ms):
         alone = min(alone, int(of_unit.tokens_in(way.alone_ms / base.scheme.pp)))
-    heads = _HEADS[cell.model] // _tp(base)
+    heads = _HEADS[cell.model] // base.uniform.tp
     for degree in way.degrees:
-        scheme = ParallelScheme(_tp(base), base.scheme.pp, degree)
+        scheme = ParallelScheme(base.uniform.tp, base.scheme.pp, degree)
         a, b, c = more[0] * base.a / degree, more[1] * base.b / degree, more[2] * base.c
         if way.zero_3 and not way.hidden_gathers:
             c = ZERO_3_MS[cell.model] / base.scheme.pp
@@ -178,7 +178,7 @@ def _shared(cell: Cell, base: SchemeCost, way: Way) -> Iterator[SchemeCost]:
             continue
         messages = _all_to_all_ms(cell.model, base, degree)
         if way.overlapped and degree > 1:
-            tokens = cell.tokens * _tp(base) / cell.gpus  # of a rank in the step
+            tokens = cell.tokens * base.uniform.tp / cell.gpus  # of a rank in the step
             hideable = _hideable(int(tokens / math.ceil(tokens / max(1, alone))), heads // degree)
             yield WaitingCost(scheme, a, b, c, *known, messages, hideable, heads=heads // degree)
         else:
@@ -197,7 +197,7 @@ def _kept(cost: SchemeCost, way: Way) -> float:
 
 def _ring_ms(model: str, base: SchemeCost, degree: int) -> float:
     """What the ring takes for a token of a sequence on one stage, in ms: its slowest hop decides."""
-    k, tp = _constants(model), _tp(base)
+    k, tp = _constants(model), base.uniform.tp
     of_layer = _RING * _BYTES * k["hidden"] / tp * (degree - 1) / degree
     rate = (INSIDE if tp * degree <= NODE else BETWEEN).bytes_per_s
     return 1e3 * of_layer * k["layers"] / base.scheme.pp / rate
@@ -207,7 +207,7 @@ def _all_to_all_ms(model: str, base: SchemeCost, degree: int) -> float:
     """What the all-to-alls of a token take one stage, in ms."""
     if degree == 1:
         return 0.0
-    k, tp = _constants(model), _tp(base)
+    k, tp = _constants(model), base.uniform.tp
     # Where TP groups fill nodes, as large a part of the bytes leaves the node as with Ulysses over TP * degree GPUs.
     across = degree if tp * degree <= NODE else tp * degree
     of_layer = _TENSORS * _BYTES * k["hidden"] / (tp * degree)
@@ -218,9 +218,7 @@ def _all_to_all_ms(model: str, base: SchemeCost, degree: int) -> float:
 def _limited(costs: Iterable[SchemeCost], model: str, gpus: int, way: Way, found: CostTable) -> Iterator[SchemeCost]:
     """The schemes that hold something, with the tokens that they hold."""
     for cost in costs:
-        scheme = cost.scheme
-        assert isinstance(scheme, ParallelScheme), "the shipped tables are of uniform schemes"
-        most = max_length(model, gpus, scheme, kept=_kept(cost, way), zero_3=way.zero_3)
+        most = max_length(model, gpus, cost.uniform, kept=_kept(cost, way), zero_3=way.zero_3)
         if most >= 1:
             yield replace(cost, max_length=most, util_length=min(cost.util_length, most))
 
@@ -235,11 +233,6 @@ def max_length(model: str, gpus: int, scheme: ParallelScheme, *, kept: float = 1
         k["state_bytes"], 1.0 if zero_3 else k["sharded_share"],
     )  # fmt: skip
     return memory.max_length(scheme)
-
-
-def _tp(cost: SchemeCost) -> int:
-    assert isinstance(cost.scheme, ParallelScheme), "the shipped tables are of uniform schemes"
-    return cost.scheme.tp
 
 
 def powers_of_two(most: int) -> tuple[int, ...]:

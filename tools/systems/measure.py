@@ -137,7 +137,7 @@ def measure_cells(
     """What each of the cells' systems take in it, in order; several systems at a time."""
     tasks = [(cell, steps, name) for cell, systems in asked for name in systems]
     with ExitStack() as stack:
-        found = itertools.starmap(measure, tasks)
+        found: Iterator[dict[str, Measured]] = itertools.starmap(measure, tasks)
         if workers > 1:
             spawned = multiprocessing.get_context("spawn")
             pool = stack.enter_context(spawned.Pool(workers, maxtasksperchild=_TASKS_OF_A_WORKER))

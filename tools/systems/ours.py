@@ -64,7 +64,7 @@ def _configured(
         table, strategies, PlannerOptions(kernels="compiled", layers=layers),
         exposed_ms=[_exposed_ms(cell, one) for one in strategies], step_ms=partial(ms, table=table),
     )  # fmt: skip
-    degrees = "TP, PP and SP" if any(cost.scheme.sp > 1 for cost in table.costs) else "TP and PP"
+    degrees = "TP, PP and SP" if any(cost.uniform.sp > 1 for cost in table.costs) else "TP and PP"
     kinds = "slices and V's" if layers else "whole sequences"
     return planned_by(f"{len(strategies)} strategies of {degrees}, {kinds}", table, planner)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
-from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
+from ds_hydra.pipe.shape import PipelineShape, StrategyShape
 from ds_hydra.plan.phase import MicroBatchPlan, Phase, PipelinePlan
 from ds_hydra.plan.simulate import simulated_ms
 from ds_hydra.plan.step_plan import StepPlan
@@ -63,8 +63,7 @@ def infinipipe(cell: Cell) -> Iterator[Configuration]:
     way = Way(powers_of_two(NODE), ulysses=True, zero_3=True, hidden_gathers=True, stages=_STAGES)
     table = table_of(cell, way)
     for cost in table.costs:
-        scheme = cost.scheme
-        assert isinstance(scheme, ParallelScheme), "tables of other systems are of uniform schemes"
+        scheme = cost.uniform
         if cell.gpus % scheme.num_ranks or scheme.tp * scheme.sp > NODE or cost.room < cell.context:
             continue
         strategy = StrategyShape.of([scheme] * (cell.gpus // scheme.num_ranks))

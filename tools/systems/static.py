@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
-from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
+from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.planner import Planner, PlannerOptions
 from ds_hydra.planner.fixed_layout import by_load, packed, packed_in_turn, step_plan
@@ -66,8 +66,7 @@ def _layouts(cell: Cell, ways: Iterable[Way]) -> Iterator[tuple[str, CostTable, 
     for way in ways:
         table = table_of(cell, way)
         for cost in table.costs:
-            scheme = cost.scheme
-            assert isinstance(scheme, ParallelScheme), "tables of other systems are of uniform schemes"
+            scheme = cost.uniform
             # ZeRO-3 stands instead of TP and PP; TP reaches out of a node only where it fills several.
             if way.zero_3 and (scheme.tp, scheme.pp) != (1, 1):
                 continue
