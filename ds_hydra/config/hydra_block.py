@@ -228,7 +228,7 @@ class HydraConfig:
     node_size: int | None = setting(integer(1, optional=True), None)
     """Ranks per node; None takes what the launcher says."""
     timeout_seconds: float = setting(number(exclusive=True, maximum=86400.0), 300.0)
-    """How long a collective may wait for a rank before the job is given up."""
+    """How long a collective, or on GPUs a part of a step, may wait for a rank before the job is given up."""
     checkpoint: CheckpointConfig | None = setting(_checkpoint, None)
     faults: FaultsConfig = setting(_faults, FaultsConfig())
     steps_file: str | None = setting(text(optional=True), "steps.jsonl")

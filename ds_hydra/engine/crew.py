@@ -82,6 +82,7 @@ class Crew:
             lambda: (host.global_steps + 1, activity.now),
             heartbeat_s=faults.heartbeat_seconds,
             frozen_s=faults.frozen_seconds,
+            still_s=job.config.timeout_seconds if world.device.type == "cuda" else None,  # gloo itself ends a wait
             address=faults.address,
             remedy=_remedy(job),
         )

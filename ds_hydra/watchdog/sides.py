@@ -53,6 +53,7 @@ class Side:
                     peer.heard = max(peer.heard, now)
             elif now >= last_turn + 0.8 * TURN_S:
                 self.check(now)
+                dog.look_at_itself(now)
                 dog.obey()
             else:
                 continue  # a message woke the selector early: no turn, or many messages would use a verdict's turns up

@@ -10,6 +10,10 @@ verdict, and each rank ends itself by it:
   a rank died         after 4 turns (1 s)           after `frozen_s` (9 s)
   a rank failed       after 4 turns                 4 turns into its next step
   a rank has left     after 8 turns                 8 turns into its next step
+  a rank stands still after 4 turns                 4 turns into its next step
+
+A rank stands still that has been in one part of a step for `still_s`, where that is given: on devices nothing else ends
+a wait for a message that does not come, while all ranks live.
 
 Inside a step a rank waits for messages that the lost rank will never send, so the step can never complete. Outside a
 step it waits for nobody: it may be about to leave by itself, as all ranks do after the last step, and to end it then
@@ -49,6 +53,7 @@ from ds_hydra.zero_hetero.errors import OWN_FAULT, told_of
 
 logger = logging.getLogger(__name__)
 
+_COMPUTING = frozenset({"pull", "forward", "backward", "push", "optimizer"})  # parts of a step on the device
 _RANKS_A_BEAT = 256  # ranks that one rank hears in the time between two heartbeats of a small job
 _TURNS_OF_OTHERS = 12  # that another rank's fault may take to become known, when a connection is lost
 
@@ -72,6 +77,7 @@ class Watchdog:
         *,
         heartbeat_s: float = 1.0,
         frozen_s: float = 9.0,
+        still_s: float | None = None,
         address: str | None = None,
         remedy: str = "",
         end: Callable[[str], None] | None = None,
@@ -82,7 +88,8 @@ class Watchdog:
         `heartbeat_s` is 0. ConfigError, on all ranks, where rank 0 cannot listen on `address`.
         """
         self.rank, self.num_ranks, self._where = channel.rank, channel.num_ranks, where
-        self.heartbeat_s, self.frozen_s, self._end = heartbeat_s, frozen_s, end
+        self.heartbeat_s, self.frozen_s, self._still_s, self._end = heartbeat_s, frozen_s, still_s, end
+        self._seen, self._seen_since = (0, IDLE), 0.0
         self._verdict: Verdict | None = None
         self._turns = 0
         self._judged_at = 0.0
@@ -197,6 +204,19 @@ class Watchdog:
         """The message that this rank sends every `beat_s` seconds: where it is."""
         step, activity = self._where()
         return {"beat": [step, activity]}
+
+    def look_at_itself(self, now: float) -> None:
+        """Once a turn: tell the others if this rank stands still."""
+        if (at := self._where()) != self._seen:
+            self._seen, self._seen_since = at, now
+        elif self._still_s is not None and at[1] in _COMPUTING and now - self._seen_since > self._still_s:
+            self._seen_since = now  # told once
+            text = (
+                f"rank {self.rank} has been in step {at[0]} ({at[1]}) for {self._still_s:g} s (hydra.timeout_seconds), "
+                "while all ranks live: a message did not come, or a step takes longer than that"
+            )
+            with self._lock:
+                self._outbox.append(Verdict(self.rank, text, BUSY_TURNS, None))
 
     def judge(self, verdict: Verdict) -> bool:
         """Accept a verdict, if it is the first; True if it was."""

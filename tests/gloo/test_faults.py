@@ -156,7 +156,8 @@ def watched(rank: int, leave: str) -> tuple[list[str], float]:
     ended: list[str] = []
     where = {"now": (7, "forward")}
     meeting = Channel(None, rank, 3)
-    dog = Watchdog(meeting, lambda: where["now"], heartbeat_s=0.2, frozen_s=2.0, end=ended.append)
+    still_s = {"still": 2.0 if rank == 2 else 60.0}.get(leave)
+    dog = Watchdog(meeting, lambda: where["now"], heartbeat_s=0.2, frozen_s=2.0, still_s=still_s, end=ended.append)
     time.sleep(0.5)
     began = time.monotonic()
     if rank == 2:
@@ -179,7 +180,10 @@ def watched(rank: int, leave: str) -> tuple[list[str], float]:
     return ended[:1], took
 
 
-@pytest.mark.parametrize(("leave", "reason"), [("bye", "has left"), ("raise", "ValueError: no good")])
+@pytest.mark.parametrize(
+    ("leave", "reason"),
+    [("bye", "has left"), ("raise", "ValueError: no good"), ("still", "has been in step 7 (forward) for 2 s")],
+)
 def test_who_leaves_inside_a_step_ends_it(leave: str, reason: str) -> None:
     for ended, took in run_ranks(watched, 3, leave)[:2]:
         assert reason in ended[0]
