@@ -20,6 +20,7 @@ import pytest
 
 from ds_hydra.config.hydra_block import check_num_ranks, parse_config
 from ds_hydra.costs.shape_costs import used_schemes
+from ds_hydra.host.environment import launched_node_size, launched_number
 from ds_hydra.report.record import is_heterogeneous
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -129,6 +130,18 @@ def test_the_pages_name_files_that_exist() -> None:
     assert not missing
     (pattern,) = re.findall(r"--data '([^']+)'", (ROOT / "README.md").read_text())
     assert len(list(ROOT.glob(pattern))) > 10
+
+
+def test_slurm_tells_a_task_how_many_its_node_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    (line,) = re.findall(r"^ +(export RANK=.*)$", (EXAMPLES / "cluster" / "train.slurm").read_text(), re.M)
+    slurm = {"SLURM_PROCID": "11", "SLURM_LOCALID": "3", "SLURM_NTASKS": "16", "SLURM_NTASKS_PER_NODE": "8"}
+    told = subprocess.run(
+        ["bash", "-c", f"{line}; env"], env={**os.environ, **slurm}, stdout=subprocess.PIPE, text=True
+    )
+    for name, value in (line.split("=", 1) for line in told.stdout.splitlines() if "=" in line):
+        if name.startswith("LOCAL_") or name in ("RANK", "WORLD_SIZE"):
+            monkeypatch.setenv(name, value)
+    assert (launched_number("RANK"), launched_number("WORLD_SIZE"), launched_node_size()) == (11, 16, 8)
 
 
 def environment(cache: Path) -> dict[str, str]:

@@ -222,14 +222,14 @@ def test_flags_hold_until_the_last_engine_ends(monkeypatch: pytest.MonkeyPatch) 
     one = Flags(HydraConfig(10), cuda)
     assert flags() == (False, False, True, False, True)
     other = Flags(HydraConfig(10, deterministic=True), cuda)
-    one.release()
-    one.release()  # as at exit, after destroy()
+    one.close()
+    one.close()  # as at exit, after destroy()
     assert flags() == (False, False, True, True, False)
-    other.release()
+    other.close()
     assert flags() == before
     on_cpu = Flags(HydraConfig(10), torch.device("cpu"))
     assert flags() == before
-    on_cpu.release()
+    on_cpu.close()
 
 
 @pytest.fixture
@@ -258,11 +258,11 @@ def test_flash_attention_3_runs_where_it_can(hopper: list[str | None], monkeypat
     assert name() == "torch_varlen"
     flags_3 = Flags(HydraConfig(10), cuda)
     assert name() == "torch_varlen (FA3)", "a cost table of the other kernels is refused"
-    flags_3.release()
-    without.release()
+    flags_3.close()
+    without.close()
     assert hopper == [None, "FA3", None]
     hopper.append("FA4")  # by the script itself
-    Flags(HydraConfig(10), cuda).release()
+    Flags(HydraConfig(10), cuda).close()
     assert hopper[-1] == "FA4"
 
 
@@ -273,7 +273,7 @@ def test_flash_attention_3_of_another_torch_is_left_alone(
         raise ImportError("undefined symbol")
 
     monkeypatch.setattr(flash_3.attention, "activate_flash_attention_impl", broken)
-    Flags(HydraConfig(10), torch.device("cuda", 0)).release()
+    Flags(HydraConfig(10), torch.device("cuda", 0)).close()
     assert "undefined symbol" in caplog.text
     assert hopper == [None]
 
@@ -292,5 +292,5 @@ def test_flash_attn_adds_up_in_one_order_where_it_is_asked_to(
     held = Flags(HydraConfig(10, deterministic=deterministic), torch.device("cpu"))
     q = torch.zeros(10, 4, 8)
     backends.flash_attn(q, q, q, backends.Segments.whole((10,)), 1.0, None, None)
-    held.release()
+    held.close()
     assert asked == [deterministic]

@@ -15,6 +15,7 @@ with --fast, what makes large models and many devices possible:
   operations  messages and collectives of a step's pulls and pushes, and how long their links take to build
   overlap     what is exposed of pulls and pushes between nodes, by the simulation of steps
   groups      communicators, the meetings that make them, connections and sockets of a rank
+  sockets     sockets of a rank while a job of 12 starts, counted in its process
   heartbeats  what rank 0's watchdog takes of a core
   between     what passes between two steps, and small messages of a step
 
@@ -39,6 +40,7 @@ from tools.devices.messages import handing_out
 from tools.devices.operations import operations
 from tools.devices.overlap import overlap
 from tools.devices.peak import predicted_and_measured
+from tools.devices.sockets import sockets
 from tools.devices.table import Table
 from tools.devices.times import time_attribution
 
@@ -56,6 +58,7 @@ FAST: dict[str, Callable[[bool], Table]] = {
     "operations": operations,
     "overlap": overlap,
     "groups": groups,
+    "sockets": sockets,
     "heartbeats": heartbeats,
     "between": between_steps,
 }

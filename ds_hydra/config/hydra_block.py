@@ -226,7 +226,7 @@ class HydraConfig:
     """Schedules of the strategies that "auto" proposes: some of "1f1b", "list" (the backward split, and slices) and "v"
     (the same on stages that hold two ranges of layers); () is "auto": all that this release runs."""
     node_size: int | None = setting(integer(1, optional=True), None)
-    """Ranks per node; None takes what the launcher says."""
+    """Ranks per node; None takes what the launcher says, or else the names of the hosts."""
     timeout_seconds: float = setting(number(exclusive=True, maximum=86400.0), 300.0)
     """How long a collective, or on GPUs a part of a step, may wait for a rank before the job is given up."""
     checkpoint: CheckpointConfig | None = setting(_checkpoint, None)

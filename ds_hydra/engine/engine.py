@@ -6,6 +6,7 @@ that is due (`saving`); `crew` assembles these parts for one set of ranks.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -34,10 +35,15 @@ from ds_hydra.pipe.models.adapted import base_of
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.predictions import TokenFunction
 from ds_hydra.pipe.stage import ModelSource
+from ds_hydra.ranks.channel import Channel
+from ds_hydra.ranks.nodes import ranks_of_a_node
 from ds_hydra.ranks.together import first_channel, together
 from ds_hydra.ranks.world import World
 from ds_hydra.step.outcome import Outcome
+from ds_hydra.watchdog.host import host
 from ds_hydra.zero_hetero.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 class HydraEngine(EngineWithWeights):
@@ -48,7 +54,24 @@ class HydraEngine(EngineWithWeights):
     """
 
     def __init__(self, parsed: ParsedConfig, model: Any, *, loss_fn: TokenLoss | None = None, **arguments: Any) -> None:
-        channel = first_channel()
+        with first_channel() as channel:
+            self._read(channel, parsed, model, loss_fn, arguments)
+        self._signals = Signals(self.global_rank)
+        self.assemble()
+        # The masters have taken the values. Dropping both references frees the model's own parameters: otherwise each
+        # rank would hold the whole model beside its share of it.
+        self.job.source.values = {}
+        self.release_model()
+        self.watch_model()
+        if self.job.config.checkpoint is not None:
+            self._signals.install()
+        with self.crew.together("loading"):
+            self.saving.resume()
+
+    def _read(
+        self, channel: Channel, parsed: ParsedConfig, model: Any, loss_fn: TokenLoss | None, arguments: dict[str, Any]
+    ) -> None:
+        """Take what `initialize` was given; what fails on one rank fails on all."""
         scanned = scan_together(
             arguments.get("training_data"), channel, lambda: limits_of(parsed.hydra, base_of(model))
         )
@@ -65,17 +88,6 @@ class HydraEngine(EngineWithWeights):
             tried = try_loss(loss_fn, base, self.device, self.types.compute)
             self.job = Job(config, source, base, self.recipe, self.data, self.sampler, self.types, clipping)
         same_on_all(channel, tried)
-        self._signals = Signals(self.global_rank)
-        self.assemble()
-        # The masters have taken the values. Dropping both references frees the model's own parameters: otherwise each
-        # rank would hold the whole model beside its share of it.
-        self.job.source.values = {}
-        self.release_model()
-        self.watch_model()
-        if config.checkpoint is not None:
-            self._signals.install()
-        with self.crew.together("loading"):
-            self.saving.resume()
 
     def assemble(self, job: Job | None = None) -> None:
         """Make the parts that belong to the ranks of torch's default process group; each of these ranks must call it.
@@ -105,9 +117,15 @@ class HydraEngine(EngineWithWeights):
         return source
 
     def world_of_process(self) -> World:
-        """The world of torch's default process group; each of its ranks must call it."""
+        """The world of torch's default process group; each of its ranks must call it. ConfigError where ranks stand on
+        hosts so that nodes cannot be told."""
         config = self.job.config
-        node_size = config.node_size or launched_node_size() or dist.get_world_size()
+        node_size = config.node_size or launched_node_size()
+        if node_size is None:
+            with first_channel() as channel:
+                node_size = ranks_of_a_node(channel.texts(host()))
+        if self.global_rank == 0:
+            logger.info("%d ranks, nodes of %d", dist.get_world_size(), node_size)
         return World.of_process(self.device, node_size=node_size, timeout_s=config.timeout_seconds)
 
     def train_batch(self, data_iter: Any = None, *, sequence_loss: SequenceLoss | None = None) -> Tensor:

@@ -119,7 +119,7 @@ class Flags:
             if config.attention == "auto":
                 use_flash_3(device)
 
-    def release(self) -> None:
+    def close(self) -> None:
         """This engine needs them no more."""
         cls = type(self)
         if not self._held:

@@ -242,14 +242,8 @@ class HostEngine(DeepSpeedEngine):
 
     def destroy(self) -> None:
         """Print the summary, and release what DeepSpeed's engine would."""
-        step_log = self.__dict__.get("step_log")
-        if step_log is not None:
-            step_log.close()
-            atexit.unregister(step_log.close)
-        sampler = self.__dict__.get("sampler")
-        if sampler is not None:
-            sampler.close()
-        flags = self.__dict__.get("_flags")
-        if flags is not None:
-            flags.release()
+        for name in ("step_log", "sampler", "_flags"):  # where the constructor came to them
+            if (part := self.__dict__.get(name)) is not None:
+                part.close()
+                atexit.unregister(part.close)
         super().destroy()

@@ -37,6 +37,12 @@ class Channel(Telling):
     def __init__(self, group: dist.ProcessGroup | None, rank: int, num_ranks: int):
         super().__init__(group, rank, num_ranks, tag=_TOLD_TAG)
 
+    def close(self) -> None:
+        """Destroy the group, which then lets go of its sockets; the channel cannot be used afterwards."""
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
+
     def rows(self, row: Tensor) -> Tensor:
         """Everybody's `row`, a CPU tensor of one shape and type on all ranks: (num_ranks, *row.shape)."""
         if self.num_ranks == 1:

@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from ds_hydra.pipe.placement import Strategy
 
+_LAZY = "TORCH_GLOO_LAZY_INIT"
+
 Ranks = tuple[int, ...]
+
+
+@contextmanager
+def pairs_connect_when_used() -> Iterator[None]:
+    """gloo groups made within this connect a pair of ranks by its first message, and not all pairs at start."""
+    # torch has no argument for it. 1024 ranks whose pairs all connect have 1023 sockets each for every group, as many
+    # as a process may have open on many systems.
+    before = os.environ.get(_LAZY)
+    os.environ[_LAZY] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_LAZY]
+        else:
+            os.environ[_LAZY] = before
 
 
 def needed_groups(strategy: Strategy) -> Iterable[Ranks]:

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch.distributed as dist
 
 from ds_hydra.ranks.channel import Channel
+from ds_hydra.ranks.groups import pairs_connect_when_used
 from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError, PlanError, Told, mark_told, told_of
 
 
@@ -75,8 +76,17 @@ def error_from(text: str, what: str) -> Exception:
     return (known or RuntimeError)(f"{what}: {cause if known else f'{kind}: {cause}'}")
 
 
-def first_channel() -> Channel:
-    """A channel over torch's default process group, before there is a world. Every process must call it."""
+@contextmanager
+def first_channel() -> Iterator[Channel]:
+    """A channel between the processes of torch's default group, before there is a world; every one must enter it.
+
+    On devices it has a group of its own, which ends with it unless there is an error: then the process is about to end.
+    """
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    group = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
-    return Channel(group, rank, num_ranks)
+    if dist.get_backend() == "gloo":
+        yield Channel(dist.group.WORLD, rank, num_ranks)
+        return
+    with pairs_connect_when_used():
+        channel = Channel(dist.new_group(backend="gloo"), rank, num_ranks)
+    yield channel
+    channel.close()

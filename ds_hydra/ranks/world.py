@@ -10,9 +10,7 @@ and plans are always the world's.
 from __future__ import annotations
 
 import contextlib
-import os
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -21,7 +19,7 @@ import torch.distributed as dist
 
 from ds_hydra.pipe.placement import Strategy
 from ds_hydra.ranks.channel import AHEAD_TAG, Channel
-from ds_hydra.ranks.groups import GroupCache, Ranks, make_groups, needed_groups
+from ds_hydra.ranks.groups import GroupCache, Ranks, make_groups, needed_groups, pairs_connect_when_used
 from ds_hydra.ranks.telling import Telling
 from ds_hydra.zero_hetero.clock import Clock, clock_of
 from ds_hydra.zero_hetero.collectives import Collectives, GroupCollectives, MessageCollectives
@@ -30,25 +28,8 @@ from ds_hydra.zero_hetero.transport import TorchTransport, Transport
 
 _OPEN_RECEIVES = 2  # buckets whose receives are open at once on gloo, which becomes slower with more of them
 _CONNECT_TAG = 1 << 23
-_LAZY = "TORCH_GLOO_LAZY_INIT"
 
 Pair = tuple[int, int]  # (sender, receiver)
-
-
-@contextmanager
-def _pairs_connect_when_used() -> Iterator[None]:
-    """gloo groups made within this connect a pair of ranks by its first message, and not all pairs at start."""
-    # torch has no argument for it. 1024 ranks whose pairs all connect have 1023 sockets each for every group, as many
-    # as a process may have open on many systems.
-    before = os.environ.get(_LAZY)
-    os.environ[_LAZY] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_LAZY]
-        else:
-            os.environ[_LAZY] = before
 
 
 @dataclass(frozen=True)
@@ -99,7 +80,7 @@ class World:
 
         gloo = dist.get_backend(everyone) == "gloo"
         # On devices only small messages go over gloo, between few pairs of many ranks (`channel.peers_of`).
-        with contextlib.nullcontext() if gloo else _pairs_connect_when_used():
+        with contextlib.nullcontext() if gloo else pairs_connect_when_used():
             control = everyone if gloo else make(range(num_ranks), "gloo")
             background = make(range(num_ranks), "gloo")  # a save in the background must not meet training
         # NCCL runs one group's messages in the order they were started: pipelines get a communicator of their own.

@@ -56,11 +56,14 @@ def kill(who: Identity) -> None:
 
 
 def host() -> str:
-    """A name of this host that no other has: containers may share host names."""
-    try:
-        return f"{socket.gethostname()}/{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
-    except OSError:
-        return socket.gethostname()
+    """A name of this host that no other has: containers may share host names, and on one machine its boot, too."""
+    parts = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+    # An address of this machine is another one's, or nobody's, in a network of its own.
+    with contextlib.suppress(OSError):
+        parts.append(os.readlink("/proc/self/ns/net"))
+    return "/".join(parts)
 
 
 def started(pid: int) -> str:

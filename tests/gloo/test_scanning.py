@@ -57,7 +57,8 @@ def test_parts_are_joined_in_order() -> None:
 def together(rank: int, items: list[Any], fingerprint: str | None) -> list[Any]:
     data = Counted(items, fingerprint)
     try:
-        found = scan_together(data, first_channel())
+        with first_channel() as channel:
+            found = scan_together(data, channel)
     except ConfigError as error:
         return [str(error)]
     assert found is not None

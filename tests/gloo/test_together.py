@@ -26,14 +26,14 @@ from tests.support.small_job import small_config, small_engine, small_model
 
 def outcomes(failing: Mapping[int, Exception], num_ranks: int = 3) -> list[str]:
     def program(rank: int) -> str:
-        channel = first_channel()
-        try:
-            with together(channel, "reading the table"):
-                if rank in failing:
-                    raise failing[rank]
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-        return str(channel.texts(str(rank)))  # the channel can still be used
+        with first_channel() as channel:
+            try:
+                with together(channel, "reading the table"):
+                    if rank in failing:
+                        raise failing[rank]
+            except Exception as error:
+                return f"{type(error).__name__}: {error}"
+            return str(channel.texts(str(rank)))  # the channel can still be used
 
     return run_ranks(program, num_ranks)
 
@@ -116,7 +116,8 @@ def test_costs_must_be_equal_where_orders_are_made_from_them(schedule: str, told
     def program(rank: int) -> str:
         costs = CostTable((SchemeCost(ParallelScheme(pp=2), 0.0, 1.0, 0.0, 100 + rank),))
         try:
-            return str(agreed(plan.step, first_channel().rows(row_of(plan, costs, 3))))
+            with first_channel() as channel:
+                return str(agreed(plan.step, channel.rows(row_of(plan, costs, 3))))
         except PlanError as error:
             return str(error)
 

@@ -13,19 +13,22 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ds_hydra.engine import engine as engines
 from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.ranks import channel as channels
 from ds_hydra.ranks import world as worlds
 from ds_hydra.ranks.channel import Channel
 from ds_hydra.ranks.groups import GroupCache, apart, make_groups
-from ds_hydra.ranks.world import World, _pairs_connect_when_used
+from ds_hydra.ranks.nodes import ranks_of_a_node
+from ds_hydra.ranks.world import World
 from ds_hydra.step.connections import teams_of
-from ds_hydra.zero_hetero.errors import CheckpointError
+from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError
 from ds_hydra.zero_hetero.transport import Parcel, TorchTransport, Work
 from tests.support.ranks import run_ranks
 from tests.support.small_job import small_engine
 from tests.support.strict_world import OnDevices
+from tools.devices.sockets import MOST, RANKS, sockets_of_start
 
 
 @pytest.mark.parametrize("size", [0, 5, 4088, 4089, 1 << 15, (1 << 15) + 1, 200_000])
@@ -170,26 +173,40 @@ def test_twins_have_groups_of_their_own_beside_those_of_sequence_parallel_ranks(
 
 def test_groups_for_small_messages_connect_pairs_when_they_talk() -> None:
     """As on devices: on gloo alone such a group is the default one."""
-
-    def sockets_of_groups(rank: int) -> tuple[int, int, float]:
-        before = _sockets()
-        with _pairs_connect_when_used():
-            lazy = dist.new_group(backend="gloo")
-        made = _sockets()
-        dist.new_group(backend="gloo")
-        all_pairs = _sockets() - made
-        told = torch.tensor(float(rank))
-        dist.broadcast(told, 3, group=lazy)
-        return made - before, all_pairs, float(told)
-
-    for lazy, all_pairs, told in run_ranks(sockets_of_groups, 6):
-        assert lazy < 3 <= all_pairs
-        assert told == 3.0
+    for counts in run_ranks(sockets_of_start, RANKS):
+        made, talks, closed = counts
+        assert closed < made < talks <= MOST
 
 
-def _sockets() -> int:
-    links = (os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd"))
-    return sum(os.path.islink(link) and "socket" in os.readlink(link) for link in links)
+@pytest.mark.parametrize(
+    ("hosts", "size", "words"),
+    [
+        ("aaaa", 4, ""),
+        ("aabb", 2, ""),
+        ("aaabbbc", 3, ""),  # the last node has fewer
+        ("abab", 0, "hosts alternate .rank 0 on a, rank 1 on b.*hydra.node_size"),
+        ("aabbaa", 0, "hosts alternate"),
+        ("aabbbb", 0, "different numbers of them .2 on a, 4 on b.*start equally many"),
+        ("aaabbccc", 0, "different numbers of them .3 on a, 2 on b, 3 on c"),
+    ],
+)
+def test_hosts_tell_the_size_of_a_node_where_the_launcher_does_not(hosts: str, size: int, words: str) -> None:
+    names = [f"{name}/boot" for name in hosts]
+    if not words:
+        assert ranks_of_a_node(names) == size
+        return
+    with pytest.raises(ConfigError, match=words):
+        ranks_of_a_node(names)
+
+
+@pytest.mark.parametrize(("launcher", "size"), [({}, 2), ({"LOCAL_WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "x"}, 4)])
+def test_a_job_asks_the_hosts_for_the_size_of_its_nodes(launcher: dict[str, str], size: int) -> None:
+    def start(rank: int) -> int:
+        os.environ.update(launcher)
+        with mock.patch.object(engines, "host", return_value="ab"[rank // 2]):
+            return small_engine(rank).crew.world.node_size
+
+    assert run_ranks(start, 4) == [size] * 4
 
 
 def test_operators_that_add_up_in_one_order_suffice_for_training() -> None:

@@ -2,8 +2,9 @@
 
 A group is a communicator of the device's network, for tensor and sequence parallel ranks and for twins; three more are
 of all ranks. Those of one width that have no rank in common are made in one meeting of all ranks where the backend can
-split a group. Pairs are those that pulls, pushes and stages connect besides. Sockets are those of the two gloo groups
-of all ranks, whose pairs connect when they first talk, and of the watchdog.
+split a group. Pairs are those that pulls, pushes and stages connect besides. Sockets are those of the gloo groups of
+all ranks, whose pairs connect when they first talk, and of the watchdog: two groups stay, a third one is there until
+the world is made.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ JOBS = (
     (("128*tp8", "256*tp4", "128*tp4pp2", "64*tp16", "16*tp16 + 64*tp8 + 64*tp2pp2"), 1024),
 )
 MOST_GROUPS, MOST_MEETINGS, MOST_PAIRS, MOST_SOCKETS = 24, 24, 256, 64
-GLOO_GROUPS = 2  # for small messages of training, and of threads beside it
+GLOO_GROUPS = 3  # for small messages before there is a world, of training, and of threads beside it
 
 
 def groups(quick: bool) -> Table:
