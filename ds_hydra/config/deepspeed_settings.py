@@ -81,6 +81,7 @@ IGNORED = {
 KNOWN_SETTINGS = HONOURED | REFUSED.keys() | IGNORED.keys()
 
 _NEVER = 2**48
+_OLD_BF16 = "bfloat16"  # DeepSpeed reads it where there is no block "bf16"; DeepSpeed-Chat writes it
 _ZERO_WITH_EFFECT = frozenset({"stage", "offload_optimizer", "offload_param"})
 _LIKE_A_TYPO = 0.8  # "gradient_cliping" is 0.97 like "gradient_clipping", "fp_16" 0.89 like "fp16"
 _REMARKS = frozenset({"comment", "comments"})
@@ -98,6 +99,14 @@ def screen_deepspeed_settings(
     """
     kept = copy.deepcopy(dict(settings))
     notes: list[str] = []
+    if kept.get("bf16") is None and _OLD_BF16 in kept:
+        kept["bf16"] = kept[_OLD_BF16]
+    kept.pop(_OLD_BF16, None)
+    if kept.get("gradient_allreduce_op") == "sum":
+        raise ConfigError(
+            'config: gradient_allreduce_op "sum" cannot be used with a "hydra" block: gradients are means, as '
+            "hydra.loss_norm says. Remove it, and multiply the loss by the number of ranks"
+        )
     for key in list(kept):
         if key in REFUSED:
             _refuse(key, kept.pop(key))

@@ -188,6 +188,7 @@ def test_batch_keys_are_filled_in_and_explained() -> None:
         ({"data_types": {"grad_accum_dtype": "bf61"}}, ["data_types.grad_accum_dtype", "Did you mean 'bf16'"]),
         ({"data_types": {"grad_accum_dtype": "auto"}}, ["data_types.grad_accum_dtype is", '"auto"']),
         ({"data_types": "bf16"}, ["data_types must be a block"]),
+        ({"gradient_allreduce_op": "sum"}, ["gradient_allreduce_op", "hydra.loss_norm"]),
         ({"gradient_clipping": -1.0}, ["gradient_clipping", "-1.0"]),
         ({"gradient_clipping": math.nan}, ["gradient_clipping", "nan"]),
         ({"optimizer": {"type": "AdamW", "params": {"lr": "abc"}}}, ["optimizer.params.lr", "abc"]),
@@ -228,6 +229,14 @@ def test_the_type_of_gradients_reaches_deepspeed() -> None:
     parsed = parse_config({"hydra": HYDRA, "data_types": {"grad_accum_dtype": "bf16"}})
     assert parsed is not None
     assert (parsed.deepspeed["data_types"], parsed.notes) == ({"grad_accum_dtype": "bf16"}, ())
+
+
+@pytest.mark.parametrize(("newer", "enabled"), [({}, True), ({"bf16": {"enabled": False}}, False)])
+def test_the_old_name_of_bf16_is_honoured_as_deepspeed_does(newer: dict[str, Any], enabled: bool) -> None:
+    parsed = parse_config({"hydra": HYDRA, "bfloat16": {"enabled": True}, **newer})
+    assert parsed is not None
+    assert (parsed.deepspeed["bf16"], parsed.notes) == ({"enabled": enabled}, ())
+    assert "bf16.hysteresis" in refusal({"hydra": HYDRA, "bfloat16": {"enabled": True, "hysteresis": 2}})
 
 
 def test_switched_off_blocks_are_fine() -> None:
