@@ -146,6 +146,7 @@ class HydraEngine(EngineWithWeights):
         return torch.tensor(self._train(handed).loss, dtype=torch.float32)
 
     def _train(self, handed: Handed | None) -> Outcome:
+        self.lent.take_back()
         outcome = self.steps.train(handed)
         self.saving.when_due(outcome.request)
         return outcome

@@ -13,9 +13,11 @@ from ds_hydra.engine.crew import Crew
 from ds_hydra.engine.job import Job
 from ds_hydra.engine.saving import Saving
 from ds_hydra.host.kept_model import KeptModel
-from ds_hydra.host.released import Values, release
+from ds_hydra.host.lent_values import Values
+from ds_hydra.host.released import release
 from ds_hydra.host.three_calls import ThreeCallEngine
 from ds_hydra.pipe.models.adapted import NAMES_OF_PEFT, base_of, is_peft_model
+from ds_hydra.step.update import ModelNow
 from ds_hydra.zero_hetero.errors import CheckpointError
 
 
@@ -25,6 +27,7 @@ class EngineWithWeights(ThreeCallEngine):
     job: Job
     crew: Crew
     saving: Saving
+    lent: Values  # to the script, by the model's parameters
 
     def fp32_state_dict(self) -> dict[str, Tensor]:
         """Full parameters on CPU by the model's own names, tied ones under each of theirs; FP64 for an FP64 model.
@@ -117,18 +120,23 @@ class EngineWithWeights(ThreeCallEngine):
         """Free the model's own parameters; in their place stand some that ask the masters for their values."""
         buckets = {param.name: [other.name for other in bucket.params]
                    for bucket in self.crew.masters.buckets for param in bucket.params}  # fmt: skip
-        values = Values(
+        self.lent = Values(
             buckets,
             gather=lambda names: self.crew.masters.gather(self.crew.world.links, names),
             revision=lambda: (id(self.crew), self.crew.masters.revision, self.global_steps),
             device=self.device,
             dtype=self.types.compute,
         )
-        release(base_of(self.module), values, self.job.source.aliases)
+        release(base_of(self.module), self.lent, self.job.source.aliases)
 
     def watch_model(self) -> None:
         """From now on every update asks what a script has changed in its model since."""
         optimizer = self.crew.update.optimizer
         kept = KeptModel(base_of(self.module), self.job.source.aliases,
                          steps_differ=lambda: any("step" in state for state in optimizer.state.values()))  # fmt: skip
-        self.crew.update.model = kept.now
+
+        def now() -> ModelNow:
+            written, found = self.lent.problem(), kept.now()
+            return found._replace(problem=written or found.problem)
+
+        self.crew.update.model = now

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ds_hydra.host.asked import needs_no_value
 from ds_hydra.zero_hetero.errors import ConfigError
 
 _COPIES = frozenset((
@@ -18,13 +19,6 @@ _COPIES = frozenset((
     "to", "cpu", "cuda", "float", "double", "half", "bfloat16", "type_as",
 ))  # fmt: skip
 """Functions of one number whose result is that number, maybe in another type, shape or place."""
-
-METADATA = frozenset((
-    "__get__", "__len__", "dim", "ndimension", "size", "numel", "nelement", "stride", "storage_offset", "element_size",
-    "get_device", "is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_tensor", "register_hook",
-    "register_post_accumulate_grad_hook", "retain_grad", "has_names",
-))  # fmt: skip
-"""What may be asked of a tensor whose value is not there."""
 
 _SIGNS = {"add": 1.0, "sub": -1.0, "subtract": -1.0, "rsub": -1.0}
 _FACTORS = {"mul": 1, "multiply": 1, "div": -1, "divide": -1, "true_divide": -1, "truediv": -1}  # powers of the factor
@@ -40,8 +34,9 @@ class Collected:
     """A batch that was handed to `engine(batch)`, and what has become of it."""
 
     batch: Any
-    backward: Callable[[PendingLoss], Any] = field(repr=False)  # the engine's
+    backward: Callable[..., Any] = field(repr=False)  # the engine's
     factor: float | None = None  # what its loss counts; None: there was no backward() yet
+    is_freed: bool = False  # a plain loss has no graph any more after a backward() that does not retain it
     value: float | None = None  # its mean loss, once its step has run
     waiting: list[PendingLoss] = field(default_factory=list, repr=False)  # for the value
 
@@ -51,6 +46,23 @@ class Collected:
         waiting, self.waiting = {id(loss): loss for loss in self.waiting}, []
         for loss in waiting.values():
             loss.fill()
+
+
+@dataclass(frozen=True)
+class Term:
+    """A part of a loss: the loss of one batch times a factor, which `detach` leaves out of the backward."""
+
+    entry: Collected
+    factor: float
+    has_gradient: bool = True
+
+    def scaled(self, factor: float) -> Term:
+        """Times a factor."""
+        return Term(self.entry, self.factor * factor, self.has_gradient)
+
+    def detached(self) -> Term:
+        """The number alone."""
+        return Term(self.entry, self.factor, has_gradient=False)
 
 
 class PendingLoss(Tensor):
@@ -66,35 +78,33 @@ class PendingLoss(Tensor):
     how to train with a loss of one's own.
     """
 
-    terms: tuple[tuple[Collected, float], ...]  # of batches whose step has not run
+    terms: tuple[Term, ...]  # of batches whose step has not run
+    _plain: Tensor
     _constant: float | Tensor
     _target: tuple[Tensor, int] | None  # a plain tensor that takes the value, and its version
 
     @staticmethod
-    def __new__(
-        cls, terms: Sequence[tuple[Collected, float]], constant: float | Tensor = 0.0, like: Tensor | None = None
-    ) -> PendingLoss:
-        # Until it is known the number is NaN, for whoever reads it past __torch_function__.
+    def __new__(cls, terms: Sequence[Term], constant: float | Tensor = 0.0, like: Tensor | None = None) -> PendingLoss:
         made = torch.full((), torch.nan) if like is None else torch.full_like(like, torch.nan)
         loss = Tensor._make_subclass(cls, made)
-        loss._target = None
+        loss._plain, loss._target = made, None
         loss._set(terms, constant)
         return loss
 
-    def _set(self, terms: Sequence[tuple[Collected, float]], constant: float | Tensor) -> None:
+    def _set(self, terms: Sequence[Term], constant: float | Tensor) -> None:
         self.terms, self._constant = tuple(terms), constant
-        for entry, _ in terms:
-            if entry.value is None:
-                entry.waiting.append(self)
+        for term in terms:
+            if term.entry.value is None:
+                term.entry.waiting.append(self)
         self.fill()
 
     def fill(self) -> None:
         """Take the value, if the steps of all terms have run."""
         # What is known is added up at once: a script that sums its losses over an epoch keeps no batch alive.
         self._constant = sum(
-            (factor * entry.value for entry, factor in self.terms if entry.value is not None), self._constant
+            (term.factor * term.entry.value for term in self.terms if term.entry.value is not None), self._constant
         )
-        self.terms = tuple((entry, factor) for entry, factor in self.terms if entry.value is None)
+        self.terms = tuple(term for term in self.terms if term.entry.value is None)
         if self.is_known:
             value = self._constant
             self.tensor().fill_(value.to(self.tensor().device) if isinstance(value, Tensor) else value)
@@ -109,6 +119,8 @@ class PendingLoss(Tensor):
 
     def write_into(self, target: Tensor) -> None:
         """A script has added the loss to a tensor of its own, which is NaN until the value is there."""
+        if target._base is not None and target._base.numel() > 1:
+            _known(self)  # what else is written to the same memory could not be told from this
         earlier = _written_into(target)
         if earlier is not None:
             earlier._target = None
@@ -123,18 +135,44 @@ class PendingLoss(Tensor):
 
     def tensor(self) -> Tensor:
         """The plain tensor that shares its memory; NaN before the step."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(Tensor)
+        return self._plain
 
-    def backward(self, *_: Any, **__: Any) -> None:
-        """`engine.backward(loss)`."""
+    def backward(
+        self, gradient: Any = None, retain_graph: bool | None = None, create_graph: bool = False, inputs: Any = None
+    ) -> None:
+        """`engine.backward(loss)`, times `gradient`."""
         if self.is_known:
             raise RuntimeError("backward() of a loss whose step has run already: call engine(batch) for another one")
-        self.terms[0][0].backward(self)
+        if create_graph or inputs is not None:
+            raise ConfigError(
+                "loss.backward(create_graph=..., inputs=...): gradients are computed in engine.step(), for the whole "
+                "model; leave these out"
+            )
+        loss = self if gradient is None else self * gradient
+        self.terms[0].entry.backward(loss, retain_graph=bool(retain_graph))
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
-        return not self.is_known
+        return any(term.has_gradient for term in self.terms)
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        if self.requires_grad and not value:
+            raise RuntimeError("a loss of engine(batch) keeps its gradient: take loss.detach() for the number alone")
+
+    def requires_grad_(self, requires_grad: bool = True) -> PendingLoss:
+        """It does so until its step has run, and has nothing to give a gradient to afterwards."""
+        self.requires_grad = requires_grad
+        return self
+
+    def detach_(self) -> PendingLoss:
+        """From now on the number alone."""
+        self.terms = tuple(term.detached() for term in self.terms)
+        return self
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        return self.detach()
 
     @property
     def loss(self) -> Tensor:
@@ -148,8 +186,12 @@ class PendingLoss(Tensor):
             "metrics call engine.evaluate(dataset)"
         )
 
-    def __getitem__(self, index: Any) -> Tensor:
-        return self.loss if isinstance(index, (int, str)) and index in (0, "loss") else self.logits
+    def _part(self, key: Any) -> Tensor:
+        """What an output has under a key or at a place."""
+        return self.loss if not isinstance(key, slice) and key in (0, "loss") else self.logits
+
+    def __iter__(self) -> Any:
+        return self.logits  # of what unpacks an output
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return repr(self.tensor()) if self.is_known else "PendingLoss(pending)"
@@ -169,16 +211,32 @@ class PendingLoss(Tensor):
     def __torch_function__(
         cls, function: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
     ) -> Any:
+        # No method of the class stands for these: torch.tensor() would take its losses for sequences.
         kwargs = kwargs or {}
-        losses = [value for value in tree_leaves((args, kwargs)) if isinstance(value, PendingLoss)]
         name = getattr(function, "__name__", "")
-        if name not in METADATA and any(not loss.is_known for loss in losses):
+        if name == "__getitem__" and isinstance(args[0], cls) and isinstance(args[1], int | str | slice):
+            return args[0]._part(args[1])
+        if name == "__contains__" and isinstance(args[0], cls) and isinstance(args[1], str):
+            return args[1] == "loss"
+        losses = [value for value in tree_leaves((args, kwargs)) if isinstance(value, PendingLoss)]
+        unknown = [loss for loss in losses if not loss.is_known]
+        if unknown and (len(unknown) > 1 or unknown[0] is not args[0] or not needs_no_value(function)):
             return _of_pending(name, function, args, kwargs)
         plain = {id(loss): loss.tensor() for loss in losses}
         found = function(*tree_map(lambda value: plain.get(id(value), value), args),
                          **tree_map(lambda value: plain.get(id(value), value), kwargs))  # fmt: skip
         # What writes to a loss returns that loss.
         return next((loss for loss in losses if found is plain[id(loss)]), found)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        # For whoever reads the number past __torch_function__, as torch.tensor(loss) does.
+        args, kwargs = tree_map(
+            lambda value: _known(value) if isinstance(value, PendingLoss) else value, (args, kwargs or {})
+        )
+        return function(*args, **kwargs)
 
 
 def _written_into(target: Tensor) -> PendingLoss | None:
@@ -203,9 +261,10 @@ def _of_pending(name: str, function: Callable[..., Any], args: Sequence[Any], kw
     first: Any = args[0] if args else None
     writes = name.endswith("_") and not name.endswith("__")
     core = name.strip("_")
-    if name in _COPIES and isinstance(first, PendingLoss):
-        return PendingLoss(first.terms, first._constant, function(first.tensor(), *args[1:], **kwargs))
-    if core in ("neg", "negative") and len(args) == 1:
+    like: Tensor | None = None
+    if isinstance(first, PendingLoss) and (name in _COPIES or (name == "__getitem__" and args[1] in (None, ...))):
+        terms, constant, like = first.terms, first._constant, function(first.tensor(), *args[1:], **kwargs)
+    elif core in ("neg", "negative") and len(args) == 1:
         terms, constant = _scaled(first, -1.0)
     elif core in _SIGNS and len(args) == 2 and set(kwargs) <= {"alpha"}:
         one, other = args[::-1] if core == "rsub" else args
@@ -214,11 +273,13 @@ def _of_pending(name: str, function: Callable[..., Any], args: Sequence[Any], kw
         loss, number = args if isinstance(first, PendingLoss) and not first.is_known else args[::-1]
         if (isinstance(number, PendingLoss) and not number.is_known) or (_FACTORS[core] < 0 and loss is not first):
             _refuse_reading(args)
-        terms, constant = _scaled(loss, float(number) ** _FACTORS[core])
+        terms, constant = _scaled(loss, float(_one_number(number)) ** _FACTORS[core])
     else:
         _refuse_reading((args, kwargs))
+    if name == "detach" or not torch.is_grad_enabled():
+        terms = tuple(term.detached() for term in terms)
     if not writes:
-        return PendingLoss(terms, constant, _shape_of(args))
+        return PendingLoss(terms, constant, _shape_of(args) if like is None else like)
     if isinstance(first, PendingLoss):
         first._set(terms, constant)
         return first
@@ -238,24 +299,30 @@ def _shape_of(args: Sequence[Any]) -> Tensor:
     return next(value.tensor() for value in args if isinstance(value, PendingLoss) and not value.is_known)
 
 
-def _scaled(loss: PendingLoss, factor: float) -> tuple[tuple[tuple[Collected, float], ...], float | Tensor]:
-    return tuple((entry, factor * own) for entry, own in loss.terms), loss._constant * factor
+def _scaled(loss: PendingLoss, factor: float) -> tuple[tuple[Term, ...], float | Tensor]:
+    return tuple(term.scaled(factor) for term in loss.terms), loss._constant * factor
 
 
-def _sum(one: Any, other: Any, sign: float) -> tuple[tuple[tuple[Collected, float], ...], float | Tensor]:
+def _sum(one: Any, other: Any, sign: float) -> tuple[tuple[Term, ...], float | Tensor]:
     (terms, constant), (others, added) = map(_parts, (one, other))
-    return (*terms, *((entry, sign * factor) for entry, factor in others)), constant + sign * added
+    return (*terms, *(term.scaled(sign) for term in others)), constant + sign * added
 
 
-def _parts(value: Any) -> tuple[tuple[tuple[Collected, float], ...], Any]:
+def _parts(value: Any) -> tuple[tuple[Term, ...], Any]:
     if isinstance(value, PendingLoss):
         return (value.terms, value._constant) if value.terms else ((), value.tensor().clone())
     if isinstance(value, Tensor) and (waiting := _written_into(value)) is not None:
         return waiting.terms, waiting._constant
+    number = _one_number(value)
+    return (), number.detach().reshape(()).clone() if isinstance(number, Tensor) else float(number)
+
+
+def _one_number(value: Any) -> Any:
+    """What may stand beside a loss in a sum or a product."""
     if isinstance(value, Tensor) and (value.requires_grad or value.numel() != 1):
         raise ConfigError(
-            f"a tensor of shape {tuple(value.shape)}{' with a gradient' * value.requires_grad} cannot be added to this "
-            "loss: nothing of the model runs in the script. Pass loss_fn(logits, labels) to ds_hydra.initialize() for "
-            "a loss of your own"
+            f"a tensor of shape {tuple(value.shape)}{' with a gradient' * value.requires_grad} stands beside this loss "
+            "in a sum or a product: nothing of the model runs in the script. Pass loss_fn(logits, labels) to "
+            "ds_hydra.initialize() for a loss of your own; take .detach() of a number that is to get no gradient"
         )
-    return (), value.detach().reshape(()).clone() if isinstance(value, Tensor) else float(value)
+    return value

@@ -9,64 +9,34 @@ of these with tensors that hold nothing, without a word. So each parameter is a 
   the device                                   is that on which the engine computes, where scripts put their batches
   a value, by whatever function                is gathered, a bucket at a time, if all ranks ask within some seconds
   a function that writes                       is refused: what it writes would be lost
+  a gradient                                   is refused where a backward would compute it
 
-A rank that asks alone, as scripts do that save on rank 0, is refused too and told what to call.
+A rank that asks alone, as scripts do that save on rank 0, is refused too and told what to call. What is handed out is a
+copy; where torch would have handed out the parameter's own memory (`p[2:4]`, `p.detach()`), a write to it is refused
+when the next value is read, or before the next update.
 """
 
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import has_torch_function
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ds_hydra.host.pending import METADATA
+from ds_hydra.host.asked import attribute_of, makes_another, needs_no_value
+from ds_hydra.host.lent_values import REMEDY, Values
 from ds_hydra.pipe.models.meta_copy import replace_parameters
 from ds_hydra.zero_hetero.errors import ConfigError
 
-_WAIT_S = 10.0
-_LOOK_S = 0.002
-_CLOSED = 1 << 32  # more than there are ranks
-# Attributes of a tensor that are computed from its values.
-_VALUES = frozenset(("T", "mT", "H", "mH", "real", "imag"))
 _WRITERS = frozenset(("__setitem__", "copy_", "set_"))
-
-
-class Values:
-    """Where the values are: gathers some of the parameters, by the model's own names; all ranks call it alike."""
-
-    def __init__(
-        self,
-        buckets: Mapping[str, Sequence[str]],
-        gather: Callable[[Sequence[str]], Mapping[str, Tensor]],
-        revision: Callable[[], object],
-        device: torch.device,
-        dtype: torch.dtype,
-    ):
-        """`buckets`: of each parameter those that are gathered with it. `gather` maps names to whole values on CPU.
-        `revision`: differs whenever the values do. `dtype`: of floating values that are handed out."""
-        self._buckets, self._gather, self._revision = buckets, gather, revision
-        self.device, self._dtype = device, dtype
-        self._found: tuple[object, Mapping[str, Tensor]] = (None, {})
-
-    def of(self, name: str) -> Tensor:
-        """A copy of a parameter's value on the device. RuntimeError unless all ranks ask for it."""
-        revision, found = self._found
-        if revision != self._revision() or name not in found:
-            meet(f"the parameter {name} of engine.module")
-            self._found = self._revision(), self._gather(self._buckets[name])
-        value = self._found[1][name]
-        return value.to(self.device, self._dtype if value.is_floating_point() else value.dtype, copy=True)
-
-    def __deepcopy__(self, memo: Any) -> Values:
-        return self
+_CONVERSIONS = frozenset(("to", "cpu", "cuda", "float", "double", "half", "bfloat16", "type", "contiguous"))
+_PLACES = frozenset(("is_meta", "is_cpu", "is_cuda"))
 
 
 class ReleasedParameter(nn.Parameter):
@@ -74,16 +44,30 @@ class ReleasedParameter(nn.Parameter):
 
     _hydra_name: str
     _hydra_values: Values
+    _hydra_id: int  # of the one in the model
+    _hp_mapping = None  # by which deepspeed.utils.safe_get_full_fp32_param() knows that it may ask
 
     @staticmethod
     def in_place_of(parameter: nn.Parameter, name: str, values: Values) -> ReleasedParameter:
         """One of a parameter's shape, type, flag and gradient hooks."""
-        hollow = torch.empty_like(parameter.data, device="meta")
-        new = Tensor._make_subclass(ReleasedParameter, hollow, parameter.requires_grad)
-        new._hydra_name, new._hydra_values = name, values
+        new = ReleasedParameter._hollow(parameter.data, name, values, parameter.requires_grad)
+        new._hydra_id = id(new)
         for hook in (parameter._backward_hooks or {}).values():
             new.register_hook(hook)
         return new
+
+    @staticmethod
+    def _hollow(like: Tensor, name: str, values: Values, requires_grad: bool) -> ReleasedParameter:
+        hollow = torch.empty_like(like, device="meta", requires_grad=False)
+        new = Tensor._make_subclass(ReleasedParameter, hollow, requires_grad)
+        new._hydra_name, new._hydra_values = name, values
+        return new
+
+    def _data(self) -> ReleasedParameter:
+        """The same one, of which no gradient is asked."""
+        data = ReleasedParameter._hollow(self, self._hydra_name, self._hydra_values, requires_grad=False)
+        data._hydra_id = self._hydra_id
+        return data
 
     @classmethod
     def __torch_function__(
@@ -91,28 +75,42 @@ class ReleasedParameter(nn.Parameter):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(function, "__name__", "")
-        attribute = getattr(getattr(function, "__self__", None), "__name__", "")
+        attribute = attribute_of(function)
         first = args[0] if args else None
         if isinstance(first, cls):
+            device = first._hydra_values.device
             if name == "__get__" and attribute in ("device", "data"):
-                return first._hydra_values.device if attribute == "device" else first
-            if name == "__set__" and (attribute == "data" or (attribute == "grad" and args[1] is not None)):
+                return device if attribute == "device" else first._data()
+            if name == "__get__" and attribute in _PLACES:
+                return getattr(torch.empty(0, device=device), attribute)
+            if name == "__set__" and attribute in ("data", "grad"):
+                if args[1] is None or getattr(args[1], "_hydra_id", None) == first._hydra_id:
+                    return None
                 _refuse_writing(first, f"setting its .{attribute}")
+            if name in _CONVERSIONS and not any(isinstance(one, cls) for one in args[1:]):
+                alike = torch.empty(0, device=device, dtype=first.dtype)
+                if function(alike, *args[1:], **kwargs) is alike:
+                    return first
             if name == "data_ptr":
-                return id(first)  # no two parameters have the same
-            empty = name.endswith("_like") or name.startswith("new_")
-            if empty or name in ("__set__", "requires_grad_") or (name in METADATA and attribute not in _VALUES):
+                return first._hydra_id  # no two parameters have the same
+            if name in ("__set__", "requires_grad_") or needs_no_value(function):
                 with torch._C.DisableTorchFunctionSubclass():
-                    given = {"device": first._hydra_values.device, **kwargs} if empty else kwargs
+                    given = {"device": device, **kwargs} if makes_another(function) else kwargs
                     return function(*args, **given)
             if name in _WRITERS or (name.endswith("_") and not name.endswith("__")):
                 _refuse_writing(first, name)
         for one in tree_leaves(kwargs.get("out")):
             if isinstance(one, cls):
                 _refuse_writing(one, f"{name}(out=...)")
-        valued = functools.cache(lambda own: own._hydra_values.of(own._hydra_name))
+        if function is torch.autograd.grad:
+            _refuse_gradient("a parameter")
+        valued = functools.cache(_value_in_a_graph)
+        used = {one for one in tree_leaves((args, kwargs)) if isinstance(one, cls)}
         args, kwargs = tree_map(lambda one: valued(one) if isinstance(one, cls) else one, (args, kwargs))
-        return function(*args, **kwargs)
+        result = function(*args, **kwargs)
+        for one in used:
+            _watch(one, valued(one), result, function)
+        return result
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"ReleasedParameter({self._hydra_name}, shape {tuple(self.shape)}, {self.dtype})"
@@ -128,6 +126,74 @@ class ReleasedParameter(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return nn.Parameter(self._hydra_values.of(self._hydra_name), self.requires_grad).__reduce_ex__(protocol)
 
+    # What the functions of deepspeed.utils call that read and write what an optimizer holds.
+
+    def get_full_hp_param(self, optim_state_key: str | None = None) -> Tensor:
+        """The parameter's FP32 value. All ranks must call it."""
+        if optim_state_key is not None:
+            raise ConfigError(
+                f"the optimizer state {optim_state_key!r} of the parameter {self._hydra_name} is shared out over all "
+                "ranks: engine.save_checkpoint(folder) saves it"
+            )
+        return self._hydra_values.of(self._hydra_name, torch.float32)
+
+    def set_full_hp_param(self, value: Tensor, optim_state_key: str | None = None) -> NoReturn:
+        """Refused."""
+        _refuse_writing(self, "safe_set_full_fp32_param() or safe_set_full_optimizer_state()")
+
+    def get_full_hp_grad(self) -> NoReturn:
+        """Refused."""
+        _refuse_gradient(f"the parameter {self._hydra_name}")
+
+    def set_full_hp_grad(self, value: Tensor) -> NoReturn:
+        """Refused."""
+        _refuse_writing(self, "safe_set_full_grad()")
+
+
+def _value_in_a_graph(parameter: ReleasedParameter) -> Tensor:
+    """A copy of its value, whose gradient is refused if one is to be computed."""
+    value = parameter._hydra_values.of(parameter._hydra_name)
+    if parameter.requires_grad and torch.is_grad_enabled():
+        value.requires_grad_().register_hook(lambda _: _refuse_gradient(f"the parameter {parameter._hydra_name}"))
+    return value
+
+
+def _watch(parameter: ReleasedParameter, value: Tensor, result: Any, function: Callable[..., Any]) -> None:
+    """Refuse what a function has written to a copy, and remember results that stand for the parameter's memory."""
+    name, values = parameter._hydra_name, parameter._hydra_values
+    # Collectives do not count what they write; a broadcast of what all ranks have in common writes nothing new.
+    may_write = value._version > 0 or (getattr(function, "__module__", None) or "").startswith("torch.distributed")
+    if may_write and values.is_changed(name, value):
+        _refuse_writing(parameter, getattr(function, "__name__", "a function"))
+    memory = value.untyped_storage().data_ptr()
+    for part in tree_leaves(result):
+        if isinstance(part, Tensor) and part.device == value.device and part.untyped_storage().data_ptr() == memory:
+            values.lend(name, part)
+
+
+def _refuse_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if isinstance(parameter, ReleasedParameter):
+                raise ConfigError(
+                    f"{type(optimizer).__name__}.step() of an optimizer that was made of engine.module's parameters: "
+                    "they have no gradients, for the engine trains by its own optimizer. Pass the optimizer to "
+                    "ds_hydra.initialize(optimizer=...), made before it, and call engine.step()"
+                )
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    """From now on."""
+    register_optimizer_step_pre_hook(_refuse_optimizer)
+
+
+class _Generate(functools.partial[Any]):
+    """`model.generate` with the values of all parameters; a copy of the model has its own."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self.args[0], "generate")
+
 
 def release(model: Any, values: Values, names: Mapping[str, str]) -> None:
     """Put released parameters in place of a model's own, which frees these; tied parameters stay tied. `names`: of each
@@ -139,8 +205,19 @@ def release(model: Any, values: Values, names: Mapping[str, str]) -> None:
     replace_parameters(model, lambda _, own: ReleasedParameter.in_place_of(own, by_id[id(own)], values))
     for module in model.modules():
         module.register_load_state_dict_pre_hook(_refuse_loading)
+    tied: dict[str, list[str]] = {}
+    for path, _ in model.named_parameters(remove_duplicate=False):
+        tied.setdefault(names.get(path, path), []).append(path)
+    model.register_state_dict_post_hook(functools.partial(_tie, [paths for paths in tied.values() if len(paths) > 1]))
     if hasattr(model, "generate"):
-        model.generate = functools.partial(_generate, model, values, model.generate)
+        model.generate = _Generate(_generate, model, values, model.generate)
+    _watch_optimizers()
+
+
+def _tie(tied: Sequence[Sequence[str]], module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Tied parameters are one tensor in a state too, and once in a file."""
+    for first, *others in tied:
+        state.update({prefix + path: state[prefix + first] for path in others if prefix + path in state})
 
 
 def _refuse_loading(module: nn.Module, *_: Any) -> None:
@@ -177,48 +254,16 @@ def whole(model: nn.Module, values: Values) -> Iterator[None]:
             module._buffers.update(kept)
 
 
-def meet(what: str) -> None:
-    """Return when all ranks have called this for the same thing; RuntimeError on those that waited too long for others.
-
-    Through the ranks' common store, for a collective that some ranks never come to would hang.
-    """
-    num_ranks = dist.get_world_size()
-    store: Any = dist.distributed_c10d._get_default_store()
-    deadline = time.monotonic() + _WAIT_S
-    turns = f"ds_hydra/meet/{what}"
-    key, came = "", num_ranks + 1
-    while came > num_ranks:  # the turn is over, and who ended it is about to begin the next
-        if key:
-            time.sleep(_LOOK_S)
-        if time.monotonic() > deadline:
-            _refuse_alone(what, 0, num_ranks)
-        key = f"{turns}/{store.add(turns, 0)}"
-        came = store.add(key, 1)
-    if came == num_ranks:
-        store.add(turns, 1)
-        return
-    while came < num_ranks:
-        time.sleep(_LOOK_S)
-        # Who closes the turn learns in the same moment how many had come: either all pass or none does.
-        came = store.add(key, _CLOSED if time.monotonic() > deadline else 0)
-        if came >= _CLOSED and came % _CLOSED < num_ranks:
-            if came < 2 * _CLOSED:
-                store.add(turns, 1)
-            _refuse_alone(what, came % _CLOSED, num_ranks)
-
-
-def _refuse_alone(what: str, came: int, num_ranks: int) -> NoReturn:
-    raise RuntimeError(
-        f"{what} was read on {came} of {num_ranks} ranks. Each rank has a part of the weights, so all ranks must read "
-        "them together, and write on rank 0 alone what they have read: call engine.module.state_dict(), "
-        "save_pretrained() or generate() on every rank, or engine.save_16bit_model(folder), which writes on rank 0 "
-        "what from_pretrained loads, or engine.fp32_state_dict()"
-    )
-
-
 def _refuse_writing(parameter: ReleasedParameter, how: str) -> NoReturn:
     raise ConfigError(
         f"{how} would write to the parameter {parameter._hydra_name} of engine.module, whose value the ranks share "
-        "since ds_hydra.initialize(): it would be lost. Change it before; or load a folder of weights by "
-        "engine.load_16bit_model(folder), a checkpoint by engine.load_checkpoint(folder)"
+        f"since ds_hydra.initialize(): it would be lost. {REMEDY}"
+    )
+
+
+def _refuse_gradient(what: str) -> NoReturn:
+    raise ConfigError(
+        f"{what} of engine.module gets no gradient in the script: the engine computes them in engine.step(), and "
+        "engine.get_global_grad_norm() is their norm. A loss of your own goes through loss_fn(logits, labels) of "
+        "ds_hydra.initialize(); read values under torch.no_grad() or by .detach()"
     )

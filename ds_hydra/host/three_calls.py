@@ -31,7 +31,7 @@ from torch import Tensor
 
 from ds_hydra.config.checks import AUTO
 from ds_hydra.host.host_engine import HostEngine
-from ds_hydra.host.pending import Collected, PendingLoss
+from ds_hydra.host.pending import Collected, PendingLoss, Term
 from ds_hydra.zero_hetero.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -73,23 +73,40 @@ class ThreeCallEngine(HostEngine):
             return PendingLoss((), self.evaluate_collected(batch)[0], number)
         entry = Collected(batch, self.backward)
         self._collected.append(entry)
-        return PendingLoss([(entry, 1.0)], like=number)
+        return PendingLoss([Term(entry, 1.0)], like=number)
 
-    def backward(self, loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True, **unused: Any) -> PendingLoss:
-        """Let a loss of `engine(batch)` count in the coming step, with the factors that were put on it."""
+    def backward(self, loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True, **unused: Any) -> Tensor:
+        """Let a loss of `engine(batch)` count in the coming step, with the factors that were put on it.
+
+        Returns what DeepSpeed's returns: the loss over gradient_accumulation_steps, unless `scale_wrt_gas` is False.
+        """
         if not isinstance(loss, PendingLoss):
             raise ConfigError(
                 f"engine.backward() was given a {type(loss).__name__} that is not a loss of engine(batch): nothing of "
                 "the model runs in the script. Pass loss_fn(logits, labels) to ds_hydra.initialize() for a loss of "
                 "your own"
             )
-        if not loss.terms or any(all(entry is not own for own in self._collected) for entry, _ in loss.terms):
+        if not loss.terms or any(all(term.entry is not own for own in self._collected) for term in loss.terms):
             raise RuntimeError(
                 "engine.backward(): the step of this loss has run already: call engine(batch) again for another one"
             )
-        for entry, factor in loss.terms:
-            whole = factor if scale_wrt_gas else factor * self.gradient_accumulation_steps()
-            entry.factor = whole + (entry.factor or 0.0)
+        if not loss.requires_grad:
+            raise RuntimeError("engine.backward() was given a loss without a gradient: give it before detach()")
+        trained = [term for term in loss.terms if term.has_gradient]
+        if any(term.entry.is_freed for term in trained):
+            raise RuntimeError(
+                "engine.backward() was given a loss of the same batch for the second time: add the losses up and give "
+                "their sum, or say engine.backward(loss, retain_graph=True) the first time"
+            )
+        accumulation = self.gradient_accumulation_steps()
+        for term in trained:
+            whole = term.factor if scale_wrt_gas else term.factor * accumulation
+            term.entry.factor = whole + (term.entry.factor or 0.0)
+            term.entry.is_freed = not retain_graph
+        return loss / accumulation if scale_wrt_gas else loss
+
+    def scale(self, loss: Any) -> Any:
+        """The loss itself, for `engine.scale(loss).backward()`: losses are scaled in the step, where FP16 needs it."""
         return loss
 
     def step(self, lr_kwargs: Any = None) -> None:

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import copy
 import io
+import re
 import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+)
 from torch import Tensor, nn
 
-import ds_hydra.host.released
+import ds_hydra.host.lent_values
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.ranks import run_ranks
 from tests.support.small_job import small_engine, small_model
@@ -30,9 +38,11 @@ def reads(rank: int) -> list[str]:
         state = engine.module.state_dict()
     right, own = engine.fp32_state_dict(), weight(engine)
     expected = right["model.layers.1.mlp.up_proj.weight"]
-    saved = io.BytesIO()
+    saved, whole = io.BytesIO(), io.BytesIO()
     torch.save(state, saved)
-    saved.seek(0)
+    torch.save(engine.module, whole)
+    saved.seek(0), whole.seek(0)
+    loaded = torch.load(whole, weights_only=False)
     ids = torch.tensor([[5, 6, 7 + rank]])
     plain = small_model()
     plain.load_state_dict(right)
@@ -40,10 +50,17 @@ def reads(rank: int) -> list[str]:
         "names": list(state) == list(right),
         "state": all(torch.equal(state[name], right[name]) for name in right),
         "file": all(torch.equal(value, right[name]) for name, value in torch.load(saved).items()),
+        "the model's file": all(torch.equal(value, right[name]) for name, value in loaded.state_dict().items()),
+        "its generate": loaded.generate(ids, max_new_tokens=4).shape == (1, 7),
+        "once in a file": state["lm_head.weight"] is state["model.embed_tokens.weight"],
         "a part": torch.equal(engine.module.lm_head.state_dict()["weight"], right["lm_head.weight"]),
         "tied": (state["lm_head.weight"] == state["model.embed_tokens.weight"]).all(),
         "detach": torch.equal(own.detach(), expected),
         "data": torch.equal(own.data.float().cpu(), expected) and own.data.shape == expected.shape,
+        "numpy": (own.data.cpu().numpy() == expected.numpy()).all() and not own.data.requires_grad,
+        "DeepSpeed's": torch.equal(safe_get_full_fp32_param(own), expected),
+        "what changes nothing": own.to("cpu") is own and engine.module.to(engine.device).float() is engine.module,
+        "what all have": dist.broadcast(own.data, 0) is None,
         "norm": torch.equal(own.norm(), expected.norm()) and float(own.sum()) == float(expected.sum()),
         "stack": torch.equal(torch.stack([own, own])[1], expected) and torch.equal(own[3], expected[3]),
         "moving average": torch.allclose(torch.zeros_like(own).lerp_(own, 0.5), expected / 2),
@@ -53,6 +70,7 @@ def reads(rank: int) -> list[str]:
         "counts": sum(p.numel() for p in engine.module.parameters()) == sum(p.numel() for p in plain.parameters()),
         "flags": [p.requires_grad for p in engine.module.parameters()] == [True] * len(list(plain.parameters())),
         "kinds": all(isinstance(p, nn.Parameter) for p in engine.module.parameters()),
+        "place": (own.is_meta, own.is_cpu, own.is_cuda) == (False, True, False),
         "device": engine.module.device == engine.device == own.device and own.dtype == torch.float32,
         "text": "model.layers.1.mlp.up_proj.weight" in repr(own),
         "no gradient": own.grad is None and engine.module.zero_grad() is None,
@@ -74,6 +92,10 @@ WRITES: dict[str, Callable[[Any, Any], Any]] = {
     "a gradient": lambda engine, own: setattr(own, "grad", torch.zeros(())),
     "an output": lambda engine, own: torch.add(torch.ones(()), 1, out=own),
     "an initialisation": lambda engine, own: nn.init.zeros_(own),
+    "a collective": lambda engine, own: dist.all_reduce(own.data),
+    "a part of it": lambda engine, own: (own.data[2:4].zero_(), own.norm()),
+    "an alias": lambda engine, own: (own.detach().mul_(2), own.norm()),
+    "DeepSpeed's": lambda engine, own: safe_set_full_fp32_param(own, torch.zeros(2)),
     "a state": lambda engine, own: engine.module.load_state_dict({"lm_head.weight": torch.zeros(97, 32)}, strict=False),
 }
 
@@ -85,16 +107,51 @@ def test_writes_are_refused() -> None:
             with pytest.raises(ConfigError) as error, torch.no_grad():
                 write(engine, weight(engine))
             texts.append(str(error.value))
+        kept = weight(engine).detach()
+        engine.train_batch()
+        kept += 1
+        weight(engine)[0].detach().zero_()
+        with pytest.raises(ConfigError) as error:
+            engine.train_batch()
+        texts.append(str(error.value))
         engine.train_batch()
         return texts
 
     for text in (text for texts in run_ranks(told, 2) for text in texts):
-        assert "whose value the ranks share" in text
+        assert re.search("share its value|whose value the ranks share", text), text
         assert "engine.load_16bit_model(folder)" in text
 
 
+def with_gradients(rank: int) -> list[str]:
+    engine, texts = small_engine(rank), []
+    own, ids = weight(engine), torch.tensor([[5, 6, 7]])
+    optimizer = torch.optim.SGD(engine.module.parameters(), lr=1e-3)
+    for call in (
+        lambda: engine.module(input_ids=ids, labels=ids).loss.backward(),
+        lambda: own.pow(2).sum().backward(),
+        lambda: torch.autograd.grad(own.sum(), own),
+        lambda: safe_get_full_grad(own),
+        optimizer.step,
+        lambda: safe_get_full_optimizer_state(own, "exp_avg"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            call()
+        texts.append(str(error.value))
+    penalty = sum(parameter.square().sum() for parameter in engine.module.parameters())
+    engine.module.requires_grad_(False)
+    return [*texts, str(penalty.requires_grad), str(own.sum().requires_grad)]
+
+
+def test_gradients_are_the_engines() -> None:
+    for found in run_ranks(with_gradients, 2):
+        assert all("gets no gradient in the script: the engine computes them" in text for text in found[:4])
+        assert "Pass the optimizer to ds_hydra.initialize(optimizer=...)" in found[4]
+        assert "engine.save_checkpoint(folder) saves it" in found[5]
+        assert found[6:] == ["True", "False"]
+
+
 def alone(rank: int) -> list[Any]:
-    ds_hydra.host.released._WAIT_S = 0.5
+    ds_hydra.host.lent_values._WAIT_S = 0.5
     engine = small_engine(rank)
     found: list[Any] = []
     if rank == 0:

@@ -69,19 +69,21 @@ def trained(rank: int, loss_norm: str, by_hand: bool) -> tuple[list[Any], dict[s
     engine = engine_of(rank, strategies=["tp2", "pp2", "sp2"], loss_norm=loss_norm)
     losses = []
     for step in range(STEPS):
-        pending = []
+        pending, returned = [], []
         for number, factor in enumerate(FACTORS):
             loss = engine(**collated(batch_of(step, rank, number))).loss * factor
             pending.append(loss)
             if by_hand:
                 engine.set_gradient_accumulation_boundary(number == ACCUMULATION - 1)
-                engine.backward(loss / ACCUMULATION, scale_wrt_gas=False)
+                returned.append(ACCUMULATION * engine.backward(loss / ACCUMULATION, scale_wrt_gas=False))
             else:
                 assert engine.is_gradient_accumulation_boundary() == (number == ACCUMULATION - 1)
-                engine.backward(loss)
+                # A part without a gradient counts in the number alone.
+                returned.append(ACCUMULATION * engine.backward(engine.scale(loss + loss.detach())) / 2)
             engine.step()
             assert engine.was_step_applied() == (number == ACCUMULATION - 1)
         assert engine.global_steps == step + 1
+        assert torch.allclose(torch.stack(returned), torch.stack(pending))
         losses.append((engine.last_step.loss, [float(loss) for loss in pending]))
     return losses, engine.fp32_state_dict()
 
@@ -182,6 +184,11 @@ def misused(rank: int) -> list[str]:
     engine.backward(loss)
     engine.step()
     note(lambda: engine.backward(loss))
+    loss = engine(batch)
+    note(lambda: engine.backward(loss.detach()))
+    engine.backward(loss, retain_graph=True)
+    engine.backward(loss)
+    note(lambda: engine.backward(2 * loss))
     engine.backward(engine(batch if rank == 0 else {"input_ids": [[1, 2, 99999]]}))
     engine.step()
     note(engine.step)
@@ -198,8 +205,10 @@ def test_misuse_is_refused_on_all_ranks() -> None:
     assert "give one batch" in first[0]
     assert "given a Tensor that is not a loss of engine(batch)" in first[1]
     assert "has run already" in first[2]
-    assert "failed on rank 1: item 0 of the data holds the token id 99999" in first[3]
-    assert first[4] == f"2 {ACCUMULATION * sum(len(LENGTHS[rank][0]) for rank in range(RANKS))}"
+    assert "without a gradient: give it before detach()" in first[3]
+    assert "for the second time: add the losses up" in first[4]
+    assert "failed on rank 1: item 3 of the data holds the token id 99999" in first[5]
+    assert first[6] == f"2 {ACCUMULATION * sum(len(LENGTHS[rank][0]) for rank in range(RANKS))}"
 
 
 def without_targets(rank: int) -> list[str]:

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from ds_hydra.config.deepspeed_settings import screen_deepspeed_settings
-from ds_hydra.host.pending import Collected, PendingLoss
+from ds_hydra.host.pending import Collected, PendingLoss, Term
 from ds_hydra.host.three_calls import accumulation_steps
 from ds_hydra.zero_hetero.errors import ConfigError
 
 
 def handed_out() -> tuple[Collected, Any]:
     """What a step settles, and its `PendingLoss`, of which torch's stubs do not say that arithmetic keeps the class."""
-    entry = Collected(None, lambda loss: None)
-    return entry, PendingLoss([(entry, 1.0)])
+    entry = Collected(None, lambda loss, **_: None)
+    return entry, PendingLoss([Term(entry, 1.0)])
 
 
 def test_arithmetic_now_and_the_value_after_the_step() -> None:
@@ -47,7 +47,7 @@ def test_a_known_loss_is_a_scalar_tensor() -> None:
     entry, loss = handed_out()
     entry.settle(3.0)
     assert torch.stack([loss, loss / 3]).tolist() == [3.0, 1.0]
-    assert loss.repeat(2).tolist() == [3.0, 3.0]
+    assert loss.repeat(2).tolist() == torch.tensor([loss, loss]).tolist() == [3.0, 3.0]
     assert (type(loss.detach()), type(loss * 2), type(loss.loss)) == (torch.Tensor,) * 3
     assert (loss < 4, loss == 3.0, abs(-loss), loss**2, max(loss, 1.0), bool(loss)) == (True, True, 3.0, 9.0, 3.0, True)
     written = copy.deepcopy(loss)
@@ -88,7 +88,9 @@ READS = [
     float, bool, abs, copy.deepcopy, torch.exp,
     lambda loss: loss.item(), lambda loss: loss.tolist(), lambda loss: loss.numpy(), lambda loss: loss < 3,
     lambda loss: loss**2, lambda loss: loss * loss, lambda loss: 1 / loss, lambda loss: torch.stack([loss]),
-    lambda loss: torch.save(loss, io.BytesIO()),
+    lambda loss: torch.save(loss, io.BytesIO()), lambda loss: torch.tensor([loss]), lambda loss: loss.data.item(),
+    lambda loss: torch.full((2,), loss), lambda loss: torch.full_like(loss, loss),
+    lambda loss: torch.zeros(2)[0].add_(loss),
 ]  # fmt: skip
 
 
@@ -101,20 +103,49 @@ def test_reading_it_before_the_step_says_what_to_do(read: Any) -> None:
 def test_it_stands_for_the_whole_output() -> None:
     _, loss = handed_out()
     assert loss.loss is loss[0] is loss["loss"] is loss
-    for read in (lambda: loss.logits, lambda: loss[1], lambda: loss["logits"]):
+    assert ("loss" in loss, "logits" in loss, loss[None].shape) == (True, False, (1,))
+    for read in (lambda: loss.logits, lambda: loss[1], lambda: loss["logits"], lambda: loss[:2], lambda: list(loss)):
         with pytest.raises(ConfigError, match=r"loss_fn\(logits, labels\)"):
             read()
-    with pytest.raises(ConfigError, match="loss_fn"):
-        loss + torch.zeros((), requires_grad=True)
+
+
+@pytest.mark.parametrize(
+    "mix",
+    [
+        lambda loss: loss + torch.zeros((), requires_grad=True),
+        lambda loss: torch.ones((), requires_grad=True) * loss,
+        lambda loss: loss / torch.ones(2),
+    ],
+)
+def test_what_would_get_a_gradient_or_has_many_numbers_is_refused_beside_it(mix: Any) -> None:
+    with pytest.raises(ConfigError, match=r"stands beside this loss.*loss_fn"):
+        mix(handed_out()[1])
 
 
 def test_backward_of_the_loss_is_the_engines() -> None:
-    called: list[PendingLoss] = []
-    loss = PendingLoss([(Collected(None, called.append), 1.0)]) / 2
-    loss.backward()
-    assert called == [loss]
+    called: list[Any] = []
+    loss = PendingLoss([Term(Collected(None, lambda loss, **kwargs: called.append((loss, kwargs))), 1.0)]) / 2
+    loss.requires_grad_(True).backward()
+    loss.backward(torch.tensor(3.0), retain_graph=True)
+    assert called[0] == (loss, {"retain_graph": False})
+    assert (called[1][0].terms[0].factor, called[1][1]) == (1.5, {"retain_graph": True})
+    with pytest.raises(ConfigError, match="create_graph"):
+        loss.backward(create_graph=True)
     with pytest.raises(RuntimeError, match="has run already"):
         PendingLoss((), 1.0).backward()
+
+
+def test_the_number_alone_has_no_gradient() -> None:
+    entry, loss = handed_out()
+    with torch.no_grad():
+        doubled = loss * 2
+    parts = [loss.detach(), loss.data, doubled, loss + loss.detach(), torch.zeros_like(loss)]
+    assert [part.requires_grad for part in parts] == [False, False, False, True, False]
+    assert loss.clone().detach_().requires_grad is False
+    with pytest.raises(RuntimeError, match="keeps its gradient"):
+        loss.requires_grad = False
+    entry.settle(3.0)
+    assert [part.item() for part in parts] == [3.0, 3.0, 6.0, 6.0, 0.0]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,131 @@
+"""Values of the masters for a script that asks by a parameter: gathered when all ranks ask, and lent, not given.
+
+What a script writes to them is lost, so it is told of it: when it reads the next value, or before the next update.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_hydra.zero_hetero.errors import ConfigError
+
+_WAIT_S = 10.0
+_LOOK_S = 0.002
+_CLOSED = 1 << 32  # more than there are ranks
+REMEDY = (
+    "Change it before ds_hydra.initialize(); or load a folder of weights by engine.load_16bit_model(folder), a "
+    "checkpoint by engine.load_checkpoint(folder)"
+)
+
+
+class Values:
+    """Where the values are: gathers some of the parameters, by the model's own names; all ranks call it alike."""
+
+    def __init__(
+        self,
+        buckets: Mapping[str, Sequence[str]],
+        gather: Callable[[Sequence[str]], Mapping[str, Tensor]],
+        revision: Callable[[], object],
+        device: torch.device,
+        dtype: torch.dtype,
+    ):
+        """`buckets`: of each parameter those that are gathered with it. `gather` maps names to whole values on CPU.
+        `revision`: differs whenever the values do. `dtype`: of floating values that are handed out."""
+        self._buckets, self._gather, self._revision = buckets, gather, revision
+        self.device, self._dtype = device, dtype
+        self._found: tuple[object, Mapping[str, Tensor]] = (None, {})
+        self._lent: list[tuple[str, weakref.ref[Tensor], int]] = []
+        self._last: Tensor | None = None  # kept until the next, for a script that does not keep what it writes to
+        self._problem = ""
+
+    def of(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """A copy of a parameter's value on the device. RuntimeError unless all ranks ask for it."""
+        if problem := _written(self._lent[-1:]):
+            self._lent.pop()
+            raise ConfigError(problem)
+        revision, found = self._found
+        if revision != self._revision() or name not in found:
+            meet(f"the parameter {name} of engine.module")
+            self._found = self._revision(), self._gather(self._buckets[name])
+        value = self._found[1][name]
+        return value.to(self.device, dtype or (self._dtype if value.is_floating_point() else value.dtype), copy=True)
+
+    def is_changed(self, name: str, value: Tensor) -> bool:
+        """Whether a copy that `of` has just given is another than the parameter's value."""
+        return not torch.equal(value.detach(), self._found[1][name].to(value.device, value.dtype))
+
+    def lend(self, name: str, part: Tensor) -> None:
+        """Remember what stands for a parameter's own memory."""
+        self._last = part
+        self._lent = [lent for lent in self._lent if lent[1]() is not None]
+        self._lent.append((name, weakref.ref(part), part._version))
+
+    def take_back(self) -> None:
+        """Before a step: what was lent takes no memory of it, and nobody asks later what is written to it."""
+        self._problem = self._problem or _written(self._lent)
+        self._lent, self._last = [], None
+
+    def problem(self) -> str:
+        """What a script has written to before the step, "" if nothing."""
+        found, self._problem = self._problem, ""
+        return found
+
+    def __deepcopy__(self, memo: Any) -> Values:
+        return self
+
+
+def _written(lent: Sequence[tuple[str, weakref.ref[Tensor], int]]) -> str:
+    for name, reference, version in lent:
+        part = reference()
+        if part is not None and part._version != version:
+            return (
+                f"a script has written to what it read of the parameter {name} of engine.module, which is a copy: the "
+                f"ranks share its value since ds_hydra.initialize(). {REMEDY}"
+            )
+    return ""
+
+
+def meet(what: str) -> None:
+    """Return when all ranks have called this for the same thing; RuntimeError on those that waited too long for others.
+
+    Through the ranks' common store, for a collective that some ranks never come to would hang.
+    """
+    num_ranks = dist.get_world_size()
+    store: Any = dist.distributed_c10d._get_default_store()
+    deadline = time.monotonic() + _WAIT_S
+    turns = f"ds_hydra/meet/{what}"
+    key, came = "", num_ranks + 1
+    while came > num_ranks:  # the turn is over, and who ended it is about to begin the next
+        if key:
+            time.sleep(_LOOK_S)
+        if time.monotonic() > deadline:
+            _refuse_alone(what, 0, num_ranks)
+        key = f"{turns}/{store.add(turns, 0)}"
+        came = store.add(key, 1)
+    if came == num_ranks:
+        store.add(turns, 1)
+        return
+    while came < num_ranks:
+        time.sleep(_LOOK_S)
+        # Who closes the turn learns in the same moment how many had come: either all pass or none does.
+        came = store.add(key, _CLOSED if time.monotonic() > deadline else 0)
+        if came >= _CLOSED and came % _CLOSED < num_ranks:
+            if came < 2 * _CLOSED:
+                store.add(turns, 1)
+            _refuse_alone(what, came % _CLOSED, num_ranks)
+
+
+def _refuse_alone(what: str, came: int, num_ranks: int) -> NoReturn:
+    raise RuntimeError(
+        f"{what} was read on {came} of {num_ranks} ranks. Each rank has a part of the weights, so all ranks must read "
+        "them together, and write on rank 0 alone what they have read: call engine.module.state_dict(), "
+        "save_pretrained() or generate() on every rank, or engine.save_16bit_model(folder), which writes on rank 0 "
+        "what from_pretrained loads, or engine.fp32_state_dict()"
+    )
