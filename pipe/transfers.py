@@ -5,6 +5,7 @@ Ranks that hold the same shards of the same layers are twins, and share the work
 
 from __future__ import annotations
 
+from fractions import Fraction
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -59,6 +60,25 @@ def plan_transfers(plan: ModelPlan, strategy: Strategy, node_size: int) -> tuple
             known[alike] = _plan_bucket(plan, bucket, strategy, node_size)
         found.append(known[alike])
     return tuple(found)
+
+
+@lru_cache(maxsize=64)
+def push_order(plan: ModelPlan, strategy: Strategy) -> tuple[int, ...]:
+    """Trainable buckets in the order in which all ranks start their pushes.
+
+    By the time when the last of those who hold a bucket can push it, counted back from the end of the step in last
+    backwards of a stage, as [Note: order of pushes] has it: the first stage pushes within its last backward, stage s
+    when its own is over, s of them before the end. The j-th of L buckets follows after j/L of one.
+    """
+    stages = {(index, stage.ranges): stage for one in strategy.pipelines for index, stage in enumerate(one.stages)}
+    at: dict[int, Fraction] = {}
+    for (index, _), stage in stages.items():
+        needed = plan.needed(stage)
+        held = [number for number, bucket in enumerate(plan.buckets) if any(p.name in needed for p in bucket.params)]
+        for passed, number in enumerate(reversed(held), start=1):
+            time = Fraction(passed, len(held)) - max(1, index)
+            at[number] = max(at.get(number, time), time)
+    return tuple(sorted((i for i in at if plan.buckets[i].trainable), key=lambda number: (at[number], -number)))
 
 
 def _plan_bucket(plan: ModelPlan, bucket: Bucket, strategy: Strategy, node_size: int) -> BucketTransfers:

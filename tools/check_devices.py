@@ -14,6 +14,7 @@ with --fast, what makes large models and many devices possible:
   max_len     the longest sequences of a 32B model on 64 GPUs, by the memory model, beside published ones
   operations  messages and collectives of a step's pulls and pushes, and how long their links take to build
   overlap     what is exposed of pulls and pushes between nodes, by the simulation of steps
+  emulated    the same steps on emulated clusters of 16 and 32 ranks, beside the simulation
   groups      communicators, the meetings that make them, connections and sockets of a rank
   sockets     sockets of a rank while a job of 12 starts, counted in its process
   heartbeats  what rank 0's watchdog takes of a core
@@ -31,6 +32,7 @@ from collections.abc import Callable
 from ds_hydra.commands.figures import figures_parser, finish, print_table
 from tools.devices.between import between_steps
 from tools.devices.count import by_count
+from tools.devices.emulated import emulated
 from tools.devices.groups import groups
 from tools.devices.heartbeats import heartbeats
 from tools.devices.launches import launches
@@ -57,6 +59,7 @@ FAST: dict[str, Callable[[bool], Table]] = {
     "max_len": longest_sequences,
     "operations": operations,
     "overlap": overlap,
+    "emulated": emulated,
     "groups": groups,
     "sockets": sockets,
     "heartbeats": heartbeats,

@@ -1,8 +1,11 @@
 """Pushed gradients: each bucket leaves for its owners as soon as the last backward of a phase has passed it.
 
-[Note: order of pushes] All ranks start their pushes in one order, bucket N - 1 first and bucket 0 last, because a
-transport may match messages by the order in which they were started (NCCL does). A backward runs through the layers
-from last to first, so buckets become ready in about this order, and one seldom waits for another.
+[Note: order of pushes] All ranks start their pushes in one order, because a transport may match messages by the order
+in which they were started (NCCL does). A backward runs through the layers from last to first, so of one stage bucket
+N - 1 is the first and bucket 0 the last. Stages push side by side: with 6 layers in two stages the order is not 5 4 3 2
+1 0, in which the first stage would wait with layer 2, and with the memory for it, until the other is done, but 5 2 4 1
+3 0. The last stage is done earlier, but it has messages to send until the first stage begins its last backward, within
+which that one pushes; so both begin at the same time.
 
 Example: buckets 0 (embeddings), 1 and 2 (layers), 3 (head) on a rank that holds 0 to 2. With `arm()` bucket 3 leaves
 at once: the rank holds no parameter of it, but may own a part of its master gradient, and keeps its place in the order.
@@ -69,23 +72,29 @@ class Pushes:
         *,
         wire_dtype: torch.dtype | None = None,
         first_tag: int = 0,
+        order: Sequence[int] | None = None,
         lane: Lane | None = None,
         room: int | None = None,
+        turns: Sequence[int] | None = None,
         scratch: Scratch | None = None,
     ):
         """Bucket b is pushed with tag `first_tag + b`; `wire_dtype` as in `Link.push`; `lane` is the rank's, None: that
-        of a host.
+        of a host. `order`: of the buckets' pushes, the same on all ranks; None: the last one first.
 
         `room`: bytes of scratch memory that open pushes may take together, if none of them alone needs more; None:
-        as many as all of them need. `scratch` is the rank's, of which the pushes take the first `scratch_bytes`; None:
-        memory of their own.
+        as many as all of them need. `turns`, in the order of starting: how many pushes must be over before each, as if
+        there were as little room for them; None: as follows from `room`. `scratch` is the rank's, of which the pushes
+        take the first `scratch_bytes`; None: memory of their own.
         """
         self.buckets = tuple(buckets)
         self.wire_dtype = wire_dtype
         self.first_tag = first_tag
         self._lane = lane or HostLane()
-        sizes = tuple(self._needed(bucket) for bucket in reversed(self.buckets))
-        self._windows = in_turn(sizes, sum(sizes) if room is None else room)  # in the order of starting
+        self._order = tuple(reversed(range(len(self.buckets)))) if order is None else tuple(order)
+        sizes = tuple(self._needed(self.buckets[index]) for index in self._order)
+        self._windows = in_turn(sizes, sum(sizes) if room is None or turns is not None else room)
+        if turns is not None:
+            self._windows = tuple(w._replace(after=after) for w, after in zip(self._windows, turns, strict=True))
         self.scratch_bytes = end_of(self._windows)
         self._scratch = scratch or Scratch(self.buckets[0].grads.device, self.scratch_bytes)
         self._armed = self._accumulate = False
@@ -170,7 +179,7 @@ class Pushes:
     def _issue_ready(self, *, ending: bool = False) -> None:
         """Start pushes in their order, up to the first that lacks a gradient or, on a host before the end, memory."""
         while len(self._handles) < len(self.buckets):
-            index = len(self.buckets) - 1 - len(self._handles)
+            index = self._order[len(self._handles)]
             window = self._windows[len(self._handles)]
             if self._unready[index] or (window.after > 0 and not self._lane.early and not ending):
                 return

@@ -1,4 +1,4 @@
-"""A strategy in, the bytes out that its parameters, gradients and transfers take on each rank. Pure: no torch.
+"""A strategy in; bytes of parameters, gradients and transfers on each rank, and which pushes wait, out. Pure: no torch.
 
 They are counted from the plans that the transfers follow, message by message, and not from a formula: contributors to a
 shard differ from rank to rank where pipelines do. Example, a model of 7B parameters on 64 ranks: under `4*tp16` each
@@ -8,17 +8,24 @@ owner receives 4 contributions, under `tp16 + 48*tp1` 49 of them, with 12 times 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
 from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.pipe.placement import Strategy
-from ds_hydra.pipe.transfers import BucketTransfers, plan_transfers, room_for_pushes, twins_of
+from ds_hydra.pipe.transfers import BucketTransfers, plan_transfers, push_order, room_for_pushes, twins_of
 from ds_hydra.zero_hetero.intervals import Column
 from ds_hydra.zero_hetero.layout import even_layout
-from ds_hydra.zero_hetero.scratch_plan import end_of, in_turn, padded, pull_scratch, push_scratch, twin_push_bytes
+from ds_hydra.zero_hetero.scratch_plan import (
+    Window,
+    end_of,
+    in_turn,
+    padded,
+    pull_scratch,
+    push_scratch,
+    twin_push_bytes,
+)
 from ds_hydra.zero_hetero.transfer_plan import TransferPlan
 from ds_hydra.zero_hetero.twin_plan import TwinPull, Twins
 
@@ -46,23 +53,38 @@ class RankBytes(NamedTuple):
 
 def rank_bytes(plan: ModelPlan, strategy: Strategy, element: ElementBytes, *, node_size: int) -> tuple[RankBytes, ...]:
     """Bytes of every rank under a strategy; `node_size` consecutive ranks are a node."""
+    found = _ranks(plan, strategy, element, node_size)
+    return tuple(RankBytes(one.params, one.grads, max(one.pull, end_of(one.windows))) for one in found)
+
+
+def push_turns(plan: ModelPlan, strategy: Strategy, element: ElementBytes, *, node_size: int) -> Column:
+    """How many pushes must be over on a rank before it has memory for one: shape (num_pushes, num_ranks), in the order
+    of starting [Note: scratch memory]."""
+    turns = [[window.after for window in one.windows] for one in _ranks(plan, strategy, element, node_size)]
+    return np.array(turns, dtype=np.int64).T
+
+
+class _Rank(NamedTuple):
+    """Bytes of one rank, and the windows of its pushes in the order of starting."""
+
+    params: int
+    grads: int
+    pull: int
+    windows: Sequence[Window]
+
+
+def _ranks(plan: ModelPlan, strategy: Strategy, element: ElementBytes, node_size: int) -> list[_Rank]:
     transfers = plan_transfers(plan, strategy, node_size)
-    pulls, pushes = _scratch_of(plan, transfers, strategy.num_ranks, element)
-    found: dict[int, RankBytes] = {}
+    pulls, pushes = _scratch_of(plan, transfers, strategy, element)
+    found: dict[int, _Rank] = {}
     for twins in twins_of(strategy, node_size):
         held, trained = held_elements(plan, strategy, twins)
         params, grads = held * element.param, trained * element.grad
         for rank in twins.ranks:
             pull = int(pulls[rank])
-            push = _pushes_in_turn(tuple(pushes[:, rank].tolist()), room_for_pushes(params + grads, pull))
-            found[rank] = RankBytes(params, grads, max(pull, push))
-    return tuple(found[rank] for rank in range(strategy.num_ranks))
-
-
-@lru_cache(maxsize=1024)
-def _pushes_in_turn(sizes: tuple[int, ...], room: int) -> int:
-    """Bytes of all windows of pushes of these sizes; most ranks have the same."""
-    return end_of(in_turn(sizes, room))
+            windows = in_turn(tuple(pushes[:, rank].tolist()), room_for_pushes(params + grads, pull))
+            found[rank] = _Rank(params, grads, pull, windows)
+    return [found[rank] for rank in range(strategy.num_ranks)]
 
 
 def held_elements(plan: ModelPlan, strategy: Strategy, twins: Twins) -> tuple[int, int]:
@@ -78,14 +100,15 @@ def held_elements(plan: ModelPlan, strategy: Strategy, twins: Twins) -> tuple[in
 
 
 def _scratch_of(
-    plan: ModelPlan, transfers: Sequence[BucketTransfers], num_ranks: int, element: ElementBytes
+    plan: ModelPlan, transfers: Sequence[BucketTransfers], strategy: Strategy, element: ElementBytes
 ) -> tuple[Column, Column]:
     """Bytes of all pulls, shape (num_ranks,), and of each push in the order of starting, (num_pushes, num_ranks)."""
+    num_ranks = strategy.num_ranks
     pulls = np.zeros(num_ranks, dtype=np.int64)
-    pushes: list[Column] = []
+    pushes: dict[int, Column] = {}
     wire = element.wire or element.param
     known: dict[int, Column] = {}  # by the plan's identity: equal buckets share their plans, which `transfers` keeps
-    for bucket, (pull, push) in zip(plan.buckets, transfers, strict=True):
+    for index, (bucket, (pull, push)) in enumerate(zip(plan.buckets, transfers, strict=True)):
         if bucket.trainable and element.param != element.master:  # masters are cast, frozen ones are kept cast
             pulls += [padded(size) for size in even_layout(bucket.numel, num_ranks).sizes]
         if id(pull) not in known:
@@ -97,5 +120,5 @@ def _scratch_of(
                     known[id(push)] = push_scratch(push, cast=wire != element.grad) * wire
                 else:
                     known[id(push)] = twin_push_bytes(push, (wire, element.master), element.grad)
-            pushes.append(known[id(push)])
-    return pulls * element.param, np.array(pushes[::-1])
+            pushes[index] = known[id(push)]
+    return pulls * element.param, np.array([pushes[index] for index in push_order(plan, strategy)])

@@ -43,18 +43,30 @@ class VirtualClock:
 
 
 class VirtualLane:
-    """Later steps of a transfer take their time beside computing, as they do on a device [Note: lanes]."""
+    """Later steps of a transfer take their time beside computing, as they do on a device, and one after the other
+    [Note: lanes]."""
 
     early = True
 
     def __init__(self, clock: VirtualClock) -> None:
         self._clock = clock
+        self._inside = False
+        self._free_s = 0.0  # when all that was begun in it is done
 
     @contextmanager
     def aside(self) -> Iterator[None]:
         """See `Lane`."""
-        with self._clock.apart():
+        if self._inside:
             yield
+            return
+        self._inside = True
+        try:
+            with self._clock.apart():
+                self._clock.wait_until(self._free_s)
+                yield
+                self._free_s = self._clock.now()
+        finally:
+            self._inside = False
 
     def mark(self) -> float:
         """See `Lane`."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ds_hydra.costs.rank_bytes import push_turns
 from ds_hydra.emulate.clock import VirtualClock, VirtualLane
 from ds_hydra.emulate.group import ClockedGroup
 from ds_hydra.emulate.small_model import small_model
@@ -16,6 +17,7 @@ from ds_hydra.emulate.stage import EmulatedSource
 from ds_hydra.emulate.transport import ClockedTransport
 from ds_hydra.engine.engine import HydraEngine
 from ds_hydra.engine.job import Job
+from ds_hydra.pipe.placement import Strategy
 from ds_hydra.ranks.world import World
 from ds_hydra.report.calibration import StepCosts, stage_loads
 from ds_hydra.simulate.job import SimulatedJob
@@ -75,6 +77,7 @@ class EmulatedEngine(HydraEngine):
         source, crew, cluster = self.job.source, self.crew, self.module.cluster
         assert isinstance(source, EmulatedSource), "made by `source_of`"
         source.links = self._moving
+        crew.stepper.turns_of = self._turns_of
         for shape, strategy in crew.prepared.strategies.items():
             for piece, pipeline in zip(shape.pipelines, strategy.pipelines, strict=True):
                 cost, shares = crew.prepared.table[piece], crew.prepared.table.shares(piece)
@@ -86,6 +89,12 @@ class EmulatedEngine(HydraEngine):
         assert self.optimizer is not None, "the crew has installed it"
         self.optimizer.register_step_pre_hook(lambda *_: self.clock.compute(update_s))
         self._wait_for_all()
+
+    def _turns_of(self, strategy: Strategy) -> list[int]:
+        """How many pushes each push of this rank waits for, with the memory of the job that is emulated."""
+        cluster = self.module.cluster
+        turns = push_turns(cluster.plan, strategy, cluster.elements, node_size=cluster.links.node_size)
+        return [int(turn) for turn in turns[:, self.crew.world.rank]]
 
     def train_batch(self, data_iter: Any = None, **arguments: Any) -> Tensor:
         """See `HydraEngine`."""

@@ -24,6 +24,8 @@ def simulated_job(job: Job, world: World, found: TableFile) -> SimulatedJob:
         world.num_ranks,
         element_bytes=types.compute.itemsize,
         gradient_bytes=types.wire.itemsize,
+        sum_bytes=types.grads.itemsize,
+        lanes=world.lane.early,
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.costs.memory import JobMemory
+from ds_hydra.costs.rank_bytes import ElementBytes
 from ds_hydra.costs.shape_costs import with_shapes
 from ds_hydra.costs.table_file import TableFile
 from ds_hydra.pipe.model_plan import ModelPlan
@@ -34,10 +35,17 @@ class SimulatedJob:
     element_bytes: int = 2  # of parameters and hidden states on their way
     memory: JobMemory | None = None
     gradient_bytes: int | None = None  # of gradients on their way; None: as many
+    sum_bytes: int = 4  # of gradients where those of micro-batches add up
+    lanes: bool = True  # whether pushes wait for memory beside computing, as on devices [Note: lanes]
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1:
             raise ConfigError(f"a job of {self.num_ranks} GPUs cannot be simulated; give at least 1")
+
+    @property
+    def elements(self) -> ElementBytes:
+        """Bytes of elements of what a rank holds."""
+        return ElementBytes(self.element_bytes, self.sum_bytes, wire=self.gradient_bytes)
 
     @property
     def table(self) -> CostTable:

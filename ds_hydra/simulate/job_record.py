@@ -13,7 +13,7 @@ from ds_hydra.simulate.job import SimulatedJob
 from ds_hydra.simulate.links import LinkModel
 
 _PLAN, _LINKS = TypeAdapter(ModelPlan), TypeAdapter(LinkModel)
-_NUMBERS = ("hidden", "num_ranks", "element_bytes", "gradient_bytes")
+_NUMBERS = ("hidden", "num_ranks", "element_bytes", "gradient_bytes", "sum_bytes", "lanes")
 
 
 def job_record(job: SimulatedJob) -> dict[str, Any]:

@@ -6,8 +6,10 @@ It follows the runtime. On every rank pull, run and push of one phase come after
   agree       messages that compare the plans: `fixed_ms` of the table's step costs, if it has them
   pull        all buckets' steps in the order of [Note: order of pulls], each as soon as what it sends has come
   run         the schedule's slots; the first forward waits for each layer's own bucket
-  push        from the last backward on where the schedule allows it, else after the slots; last bucket first, all
-              steps of one before the next; adding up takes no time
+  push        from the last backward on where the schedule allows it, else after the slots; all steps of one bucket
+              before the next [Note: order of pushes], each when there is memory for it [Note: scratch memory]: for that
+              it waits in the lane where there is one, else what finds none begins when the slots are done; adding up
+              takes no time
   norm        one all-gather over all ranks, so the latest decides
   optimizer   over the rank's own masters
 
@@ -91,22 +93,18 @@ class Simulator:
             for planned, placed in zip(phase.pipelines, strategy.pipelines, strict=True)
         ]
         stages = [stage for timing in timings for stage in timing]
-        ready = _push_ready(stages, transfers, done)
-        pushes: dict[int, tuple[Exchanged, ...]] = {}
-        stop = np.maximum(ready[0], done)
-        for bucket in reversed(range(len(transfers.pushes))):  # see [Note: order of pushes]
-            hops = transfers.pushes[bucket]
-            if hops is not None:
-                pushes[bucket] = push_in_order(hops, ready[bucket], wires)
-                stop = np.maximum(stop, np.max([np.maximum(hop.came, hop.left) for hop in pushes[bucket]], axis=0))
+        ready, computed = _push_ready(stages, transfers, done)
+        pushes = push_in_order(transfers, ready, computed, wires, lanes=self.job.lanes)
+        stop = computed
+        for hops in pushes.values():
+            stop = np.maximum(stop, _over(hops))
         return PhaseTimes(phase, tuple(map(tuple, timings)), clock, clock, done, stop, pulls, pushes)
 
     def _strategy(self, phase: Phase) -> tuple[Strategy, StrategyTransfers]:
         job, key = self.job, phase.shape
         if key not in self._strategies:
             strategy = self._placed(phase)
-            sizes = job.element_bytes, job.gradient_bytes or job.element_bytes
-            self._strategies[key] = strategy, StrategyTransfers.of(job.plan, strategy, job.links, sizes)
+            self._strategies[key] = strategy, StrategyTransfers.of(job.plan, strategy, job.links, job.elements)
         return self._strategies[key]
 
     def _placed(self, phase: Phase) -> Strategy:
@@ -178,28 +176,52 @@ def pull_in_order(transfers: StrategyTransfers, clock: Floats, wires: Networks) 
     return tuple(done)
 
 
-def push_in_order(hops: Sequence[Parcels], ready: Floats, wires: Networks) -> tuple[Exchanged, ...]:
-    """The steps of one bucket: twins trade before anything leaves."""
-    return _in_steps(hops, ready, [wires.teams, wires.links][-len(hops) :])
+def push_in_order(
+    transfers: StrategyTransfers, ready: Floats, computed: Floats, wires: Networks, *, lanes: bool
+) -> dict[int, tuple[Exchanged, ...]]:
+    """The steps of each bucket's push, twins' trade before anything leaves; `ready` is (buckets, ranks), and at
+    `computed` (ranks,) the slots are done. See [Note: order of pushes]."""
+    done: dict[int, tuple[Exchanged, ...]] = {}
+    ranks = np.arange(len(computed))
+    over = np.zeros((len(transfers.turns) + 1, len(computed)))  # when the first 0, 1, 2 ... pushes are over
+    lane = np.zeros(len(computed))  # when what was begun in it is done
+    for number, (bucket, turns) in enumerate(zip(transfers.order, transfers.turns, strict=True)):
+        hops = transfers.pushes[bucket]
+        assert hops is not None, "it is trained"
+        begin = np.maximum(ready[bucket], over[turns, ranks])
+        begin = np.maximum(begin, lane if lanes else np.where(turns > 0, computed, 0.0))
+        done[bucket] = found = _in_steps(hops, begin, [wires.teams, wires.links][-len(hops) :])
+        # The next push stands behind this one's second step, which waits for the first.
+        lane = np.maximum(begin, found[0].came) if len(hops) > 1 else begin
+        over[number + 1] = np.maximum(over[number], _over(found))
+    return done
+
+
+def _over(hops: Sequence[Exchanged]) -> Floats:
+    """When all steps have come and left, by rank."""
+    return np.max([np.maximum(hop.came, hop.left) for hop in hops], axis=0)
 
 
 def _in_steps(hops: Sequence[Parcels], ready: Floats, wires: Sequence[Wires]) -> tuple[Exchanged, ...]:
     done: list[Exchanged] = []
     for parcels, ports in zip(hops, wires, strict=True):
         done.append(ports.exchange(parcels, ready))
-        ready = done[-1].came
+        ready = np.maximum(ready, done[-1].came)  # what it brings may be there before the rank comes to it
     return tuple(done)
 
 
-def _push_ready(stages: list[StageTimes], transfers: StrategyTransfers, done: Floats) -> Floats:
-    """When each rank starts each bucket's push, (buckets, ranks): the last bucket first, none before the one after."""
-    ready = np.empty((len(transfers.pushes), len(done)))
+def _push_ready(stages: list[StageTimes], transfers: StrategyTransfers, done: Floats) -> tuple[Floats, Floats]:
+    """When each rank has the gradients of each bucket's push and of those before it, (buckets, ranks); and when it is
+    done with computing and its pulls, (ranks,)."""
+    ready, computed = np.zeros((len(transfers.pushes), len(done))), done.copy()
+    order = list(transfers.order)
     for times in stages:
         ranks = slice(times.stage.ranks[0], times.stage.ranks[-1] + 1)
+        computed[ranks] = np.maximum(done[ranks], times.stop)
         if times.armed is None:
-            ready[:, ranks] = np.maximum(done[ranks], times.stop)
+            ready[:, ranks] = computed[ranks]
             continue
         own = np.full(len(ready), times.armed)
         own[list(times.gradients)] = list(times.gradients.values())
-        ready[::-1, ranks] = np.maximum.accumulate(own[::-1])[:, None]
-    return ready
+        ready[order, ranks] = np.maximum.accumulate(own[order])[:, None]
+    return ready, computed

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ds_hydra.costs.rank_bytes import ElementBytes, push_turns
 from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.pipe.placement import Stage, Strategy
-from ds_hydra.pipe.transfers import BucketTransfers, plan_transfers
+from ds_hydra.pipe.transfers import BucketTransfers, plan_transfers, push_order
 from ds_hydra.simulate.links import LinkModel
 from ds_hydra.simulate.wires import Parcels
+from ds_hydra.zero_hetero.intervals import Column
 from ds_hydra.zero_hetero.transfer_plan import TransferPlan
 
 SUM_BYTES = 4  # of an element of twins' sums on their way to the masters, which are FP32
@@ -24,23 +26,26 @@ class BucketUse(NamedTuple):
 
 @dataclass(frozen=True)
 class StrategyTransfers:
-    """By bucket: the steps of its pull and of its push (None: it is frozen). Equal buckets share their messages."""
+    """By bucket: the steps of its pull and of its push (None: it is frozen). Equal buckets share their messages.
+
+    `order` is that of the pushes [Note: order of pushes].
+    `turns`: how many pushes must be over on a rank before it has memory for one, (pushes, ranks), in their order.
+    """
 
     pulls: tuple[tuple[Parcels, ...], ...]
     pushes: tuple[tuple[Parcels, ...] | None, ...]
+    order: tuple[int, ...]
+    turns: Column
 
     @classmethod
-    def of(
-        cls, plan: ModelPlan, strategy: Strategy, links: LinkModel, element_bytes: tuple[int, int]
-    ) -> StrategyTransfers:
-        """`element_bytes` are those of a parameter and of a gradient on their way.
-
-        Layers that travel alike have the same transfers, of which each is looked at once.
-        """
+    def of(cls, plan: ModelPlan, strategy: Strategy, links: LinkModel, element: ElementBytes) -> StrategyTransfers:
+        """Layers that travel alike have the same transfers, of which each is looked at once."""
         planned = plan_transfers(plan, strategy, links.node_size)
-        made = {id(one): _parcels(one, links, element_bytes) for one in {id(one): one for one in planned}.values()}
+        sizes = element.param, element.wire or element.param
+        made = {id(one): _parcels(one, links, sizes) for one in {id(one): one for one in planned}.values()}
         pulls, pushes = zip(*(made[id(one)] for one in planned), strict=True)
-        return cls(pulls, pushes)
+        order = push_order(plan, strategy)
+        return cls(pulls, pushes, order, push_turns(plan, strategy, element, node_size=links.node_size))
 
 
 def bucket_uses(plan: ModelPlan, stage: Stage) -> tuple[BucketUse, ...]:

@@ -90,6 +90,8 @@ class Stepper:
         self._runtimes: dict[str, StrategyRuntime] = {}
         # Is given the laps of every step as soon as they can be read, for a trace; otherwise they are dropped.
         self.keep_laps: Callable[[int, Laps], None] | None = None
+        # Which pushes wait for which where the model is a small one that stands for another: the other's.
+        self.turns_of: Callable[[Strategy], Sequence[int]] | None = None
 
     def connect(self) -> None:
         """Connect what steps under the candidates use; every rank must call it before the first step."""
@@ -294,6 +296,7 @@ class Stepper:
                 self._world,
                 self._activity,
                 wire_dtype=self._wire_dtype,
+                turns=None if self.turns_of is None else self.turns_of(strategy),
             )
         return self._runtimes[name]
 

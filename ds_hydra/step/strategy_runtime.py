@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ds_hydra.pipe.runtime import Doing, StageRuntime
 from ds_hydra.pipe.schedules.registry import evaluation_slots, training_slots
 from ds_hydra.pipe.stage import ModelSource, StagePlace, install_bucket, widths
-from ds_hydra.pipe.transfers import plan_transfers, room_for_pushes, twins_with
+from ds_hydra.pipe.transfers import plan_transfers, push_order, room_for_pushes, twins_with
 from ds_hydra.step.arena import Arena
 from ds_hydra.zero_hetero.clock import Laps, Stopwatch
 from ds_hydra.zero_hetero.link import Link
@@ -64,8 +64,9 @@ class StrategyRuntime:
         activity: Doing,
         *,
         wire_dtype: torch.dtype,
+        turns: Sequence[int] | None = None,
     ):
-        """`wire_dtype`: of gradients on their way to the masters."""
+        """`wire_dtype`: of gradients on their way to the masters; `turns` as of `Pushes`."""
         rank, groups = world.rank, world.groups
         self.strategy = strategy
         self.pipeline_index, index = strategy.locate(rank)
@@ -81,7 +82,7 @@ class StrategyRuntime:
         self._queues = [part.weight_gradients for part in self.parts if part.weight_gradients is not None]
         self._bucket_of: dict[str, int] = {}
         self._num_grads = 0
-        self._link(source.plan, masters, world, wire_dtype)
+        self._link(source.plan, masters, world, wire_dtype, turns)
         for part in self.parts:
             part.before_use = self._before_use
         for queue in self._queues:
@@ -96,7 +97,14 @@ class StrategyRuntime:
         self._frozen = frozenset(i for i, bucket in enumerate(source.plan.buckets) if not bucket.trainable)
         self._kept: frozenset[int] = frozenset()  # buckets that the last start did not pull
 
-    def _link(self, plan: ModelPlan, masters: ModelMasters, world: World, wire_dtype: torch.dtype) -> None:
+    def _link(
+        self,
+        plan: ModelPlan,
+        masters: ModelMasters,
+        world: World,
+        wire_dtype: torch.dtype,
+        turns: Sequence[int] | None,
+    ) -> None:
         """Cut the arena into buckets, make parameters their views, and link them with the masters."""
         # A bucket is one interval of the arena, and its parameters are views of it: a bucket with the weights q (4, 4)
         # and o (4, 4) takes 32 elements, and q's are the first 16. So one message per peer brings a whole bucket, and
@@ -129,8 +137,17 @@ class StrategyRuntime:
         )
         held = start * self._arena.params.itemsize + self._num_grads * self._arena.grads.itemsize
         room = room_for_pushes(held, self.pulls.scratch_bytes)
+        trained = [index for index, (_, push) in enumerate(transfers) if push is not None]
+        order = [trained.index(index) for index in push_order(plan, self.strategy)]
         self.pushes = Pushes(
-            pushes, wire_dtype=wire_dtype, first_tag=PUSH_TAG, lane=world.lane, room=room, scratch=scratch
+            pushes,
+            wire_dtype=wire_dtype,
+            first_tag=PUSH_TAG,
+            order=order,
+            lane=world.lane,
+            room=room,
+            turns=turns,
+            scratch=scratch,
         )
         self.scratch_bytes = max(self.pulls.scratch_bytes, self.pushes.scratch_bytes)
 

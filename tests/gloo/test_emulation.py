@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import deepspeed  # noqa: F401  (before forking: the ranks share it)
 import pytest
 
+from ds_hydra.costs import rank_bytes
 from ds_hydra.emulate.cluster import EmulatedStep, emulate
 from ds_hydra.plan.phase import MicroBatchPlan, Phase, PipelinePlan
 from ds_hydra.plan.plan_file import save_plans
@@ -75,9 +77,10 @@ def test_messages_take_their_wire_time() -> None:
 
 
 def test_every_hop_takes_the_latency() -> None:
-    """Pulls of two steps, two messages, the last push of two, and a norm that goes round in three hops."""
+    """Pulls of two steps, two messages, the last push of two, whose trade is begun when that of the layer before has
+    come, and a norm that goes round in three hops."""
     latency_ms = 0.25
-    assert first_step_ms("2*pp2", inside=Speed(latency_ms / 1e3, 1e30)) == pytest.approx(9.0 + 9 * latency_ms)
+    assert first_step_ms("2*pp2", inside=Speed(latency_ms / 1e3, 1e30)) == pytest.approx(9.0 + 10 * latency_ms)
 
 
 def test_one_slow_link() -> None:
@@ -96,6 +99,21 @@ def test_pulls_and_pushes_queue_at_ports() -> None:
     """
     speed = Speed(0.0, QUARTER_A_MS)
     assert first_step_ms("4*tp1", inside=speed) == pytest.approx(18.0 + 18.0 + NORM_MS)
+
+
+@pytest.mark.parametrize("strategy", ["4*tp1", "2*pp2", "2*tp2", "tp2pp2/v"])
+def test_pushes_that_wait_for_memory_take_what_was_simulated(strategy: str) -> None:
+    """Room for one push, and for all, of which the first takes longer."""
+    seconds = []
+    for room in (1, 1 << 30):
+        job = emulated_job(strategy, inside=Speed(2e-4, QUARTER_A_MS), token_ms=2.0)
+        with mock.patch.object(rank_bytes, "room_for_pushes", return_value=room):
+            (step,) = emulate(job, 1)[0]
+            assert not step.fault
+            assert Simulator(job.cluster).step(step.plan).step_s == pytest.approx(step.step_s, rel=1e-3)
+        seconds.append(step.step_s)
+    assert seconds[0] >= seconds[1]
+    assert seconds[0] > 1.01 * seconds[1] or strategy == "4*tp1", "masters of 4*tp1 get nothing but what twins trade"
 
 
 def test_computing_hides_pulls() -> None:

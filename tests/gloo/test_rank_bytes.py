@@ -1,12 +1,16 @@
-"""What the memory model counts for a rank is what its runtimes hold, to the byte."""
+"""What the memory model counts for a rank is what its runtimes hold, to the byte; and which pushes wait for memory."""
 
 from __future__ import annotations
+
+from unittest import mock
 
 import deepspeed  # noqa: F401  (before forking: the ranks share it)
 import pytest
 
 import ds_hydra.engine.engine  # noqa: F401
-from ds_hydra.costs.rank_bytes import ElementBytes, RankBytes, rank_bytes
+from ds_hydra.costs import rank_bytes as counts
+from ds_hydra.costs.rank_bytes import ElementBytes, RankBytes, push_turns, rank_bytes
+from ds_hydra.step import strategy_runtime
 from tests.support.ranks import run_ranks
 from tests.support.small_job import small_config, small_engine
 
@@ -18,12 +22,20 @@ SIZES = {"fp32": 4, "bf16": 2}
 )
 def test_every_rank_holds_what_is_counted(grad_dtype: str, wire: str, node_size: int) -> None:
     def run(rank: int) -> list[tuple[RankBytes, RankBytes, int]]:
+        room = 20_000  # bytes: for some pushes and not for all
+        with (
+            mock.patch.object(strategy_runtime, "room_for_pushes", return_value=room),
+            mock.patch.object(counts, "room_for_pushes", return_value=room),
+        ):
+            return steps(rank)
+
+    def steps(rank: int) -> list[tuple[RankBytes, RankBytes, int]]:
         config = small_config(4, node_size=node_size)
         config["hydra"]["strategies"] = [*config["hydra"]["strategies"], "tp2pp2/v"]
         config |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": grad_dtype}}
         config |= {"communication_data_type": wire}
         engine = small_engine(rank, config=config)
-        found = []
+        found, waiting = [], 0
         for _ in config["hydra"]["strategies"]:
             engine.train_batch()
             stepper, world = engine.crew.stepper, engine.crew.world
@@ -35,8 +47,13 @@ def test_every_rank_holds_what_is_counted(grad_dtype: str, wire: str, node_size:
                 arena.scratch.num_bytes,
             )
             element = ElementBytes(2, SIZES[grad_dtype], wire=SIZES[wire])
-            counted = rank_bytes(engine.job.source.plan, runtime.strategy, element, node_size=world.node_size)[rank]
+            plan, strategy = engine.job.source.plan, runtime.strategy
+            counted = rank_bytes(plan, strategy, element, node_size=world.node_size)[rank]
+            turns = push_turns(plan, strategy, element, node_size=world.node_size)[:, rank]
+            assert [window.after for window in runtime.pushes._windows] == turns.tolist()
             found.append((held, counted, arena.params.nbytes + arena.grads.nbytes))
+            waiting += int(turns.any())
+        assert waiting, "some pushes wait for memory"
         return found
 
     for rows in run_ranks(run, 4, timeout=120):

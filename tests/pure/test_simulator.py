@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ds_hydra.costs import rank_bytes
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.memory import Activations, JobMemory
 from ds_hydra.costs.table_file import TableFile
@@ -148,6 +149,28 @@ def test_a_layer_waits_for_its_own_pull_and_a_last_backward_pushes_layer_by_laye
     assert 1e3 * found.ranks.pull == pytest.approx([7.0, 7.0])
     assert 1e3 * found.ranks.push == pytest.approx([6.0, 6.0])
     assert 1e3 * found.exposed_s == pytest.approx(13.0 + norm)
+
+
+@pytest.mark.parametrize(
+    ("lanes", "room", "stop"),
+    [
+        # The trade of layer 1 takes from 11 to 15, and has come at 17. The next one has the port at 15,
+        (False, 1 << 20, 21.0),
+        # but not the memory before 17;
+        (False, 1, 23.0),
+        # in a lane it stands behind the second step of the first one's push, whatever the room.
+        (True, 1 << 20, 23.0),
+        (True, 1, 23.0),
+    ],
+)
+def test_a_push_waits_for_memory_and_for_the_lane(lanes: bool, room: int, stop: float) -> None:
+    """The step of the test before, with a latency of 2 ms that pulls have beside their 4 and 8."""
+    slow = dataclasses.replace(job(LinkModel(2, Speed(2e-3, 1e3)), 2), lanes=lanes, element_bytes=1, sum_bytes=1)
+    with mock.patch.object(rank_bytes, "room_for_pushes", return_value=room):
+        found = Simulator(slow).step(plan_of("2*tp1", [[2], [2]]))
+    last = found.phases[0].pipelines[0][0].actions[-1]
+    assert 1e3 * last.stop == pytest.approx(15.0)  # two later than without the latency
+    assert 1e3 * found.phases[0].stop == pytest.approx([stop + 2.0] * 2)
 
 
 def test_the_last_weight_gradients_push_layer_by_layer() -> None:
