@@ -26,6 +26,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
+from tools import aims
+
 os.environ["DS_ACCELERATOR"] = "cpu"
 
 import deepspeed
@@ -48,7 +50,6 @@ from tools.deepspeed_baselines import (
 )
 
 NUM_RANKS = 4
-AGREEMENT = 1e-5  # largest relative difference of loss and gradient norm from equal parameters in FP32
 NOTE = """\
 The ranks share {cores} cores. Where cores are fewer than ranks, compute is serial in effect: then the ratios show what
 the engines add to equal compute, and say nothing about speed-up. Gloo's all-reduce and all-gather, which DeepSpeed
@@ -128,7 +129,7 @@ class Row:
 
     @property
     def ok(self) -> bool:
-        return self.ratio <= self.aim and max(self.loss_difference, self.norm_difference) <= AGREEMENT
+        return self.ratio <= self.aim and max(self.loss_difference, self.norm_difference) <= aims.DEEPSPEED_AGREEMENT
 
 
 def our_engine(model: Any, job: Job, strategy: str) -> Any:
@@ -232,8 +233,8 @@ def missed_aims(row: Row) -> list[str]:
     if row.ratio > row.aim:
         missed.append(f"{where}: {row.ratio:.2f} times DeepSpeed's time")
     for what, difference in (("losses", row.loss_difference), ("gradient norms", row.norm_difference)):
-        if not difference <= AGREEMENT:
-            missed.append(f"{where}: {what} differ by {difference:.1e}, more than {AGREEMENT:.0e}")
+        if not difference <= aims.DEEPSPEED_AGREEMENT:
+            missed.append(f"{where}: {what} differ by {difference:.1e}, more than {aims.DEEPSPEED_AGREEMENT:.0e}")
     return missed
 
 

@@ -12,7 +12,7 @@ and with twins, as multiples of the model, and planning times of one bucket (a l
 
 A case that misses its aim in time is measured again with three times the turns, which then count.
 Exits non-zero if a ratio of times is above 1.0, bytes or messages are above the bound, twins gather an
-element into a node twice, or a bucket takes longer to plan than PLAN_SECONDS.
+element into a node twice, or a bucket takes longer to plan than aims.TRANSFER_PLAN_S.
 """
 
 from __future__ import annotations
@@ -43,13 +43,12 @@ from ds_hydra.zero_hetero.transport import TorchTransport
 from ds_hydra.zero_hetero.twin_plan import plan_twin_pull
 from tests.support.fused_llama import llama_plan
 from tests.support.ranks import run_ranks
+from tools import aims
 
 STRATEGIES = {4: ("4*tp1", "2*tp2", "tp2 + 2*tp1", "tp2pp2"), 8: ("8*tp1", "tp4 + 2*tp1pp2")}
 PUSH_TAG = 1 << 10
 NODE_SIZE = 8
 CLUSTERS = ((64, "64*tp1"), (64, "2*tp16 + 4*tp4 + 8*tp2"), (1024, "1024*tp1"), (1024, "32*tp16 + 64*tp4 + 128*tp2"))
-MOST_ENTERED = 3  # schemes of one strategy: ranks of each bring in what they own, or as much
-PLAN_SECONDS = 1.0  # an alarm, not an aim: planning takes about a tenth of it where the machine does nothing else
 
 
 @dataclass(frozen=True)
@@ -239,9 +238,9 @@ def missed_node_aims(row: NodeRow) -> list[str]:
     """What a row of the table of clusters misses."""
     where = f"{row.num_ranks} ranks, {row.strategy}"
     missed = []
-    if row.gathered > row.needed or row.entered > NODE_SIZE / row.num_ranks * MOST_ENTERED:
+    if row.gathered > row.needed or row.entered > NODE_SIZE / row.num_ranks * aims.MODELS_ENTERED:
         missed.append(f"{where}: {row.gathered} + {row.entered} models enter a node, {row.needed} needed")
-    if max(row.plan_ms, row.twins_ms) > PLAN_SECONDS * 1e3:
+    if max(row.plan_ms, row.twins_ms) > aims.TRANSFER_PLAN_S * 1e3:
         missed.append(f"{where}: planned in {row.plan_ms:.0f} ms, with twins in {row.twins_ms:.0f} ms")
     return missed
 
@@ -325,7 +324,7 @@ def missed_aims(row: Row) -> list[str]:
         missed.append(f"{where}: {row.mib_total} MiB moved, {row.mib_zero_1} by ZeRO-1")
     if row.messages_per_peer > 1:
         missed.append(f"{where}: {row.messages_per_peer} messages to one peer in one bucket")
-    if row.ratio > 1.0:
+    if row.ratio > aims.MOVED:
         missed.append(f"{where}: {row.ratio:.2f} times gloo's time")
     return missed
 

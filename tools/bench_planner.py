@@ -38,6 +38,7 @@ from ds_hydra.planner.proposal.candidates import usable_schemes
 from ds_hydra.planner.proposal.propose import QUICK, THOROUGH, Wider, propose_strategies
 from ds_hydra.planner.proposal.spaces import wider_shapes
 from ds_hydra.planner.selection import warm_up
+from tools import aims
 
 Strategies = tuple[StrategyShape, ...]
 TABLES = Path(__file__).resolve().parents[1] / "examples" / "cost_tables"
@@ -47,9 +48,6 @@ DATA = {
     "Wikipedia": str(TABLES / "wikipedia_lengths.txt"),
     "pretraining": str(TABLES / "pretraining_length_histogram.csv"),
 }
-SIMULATED_AIM_MS = {"CommonCrawl-like": 3650.0, "Wikipedia": 4200.0, "pretraining": 4450.0}
-ELASTIC_AIM_MS = {"CommonCrawl-like": 3410.0, "Wikipedia": 3530.0, "pretraining": 3740.0}
-ELASTIC_GAIN = {"CommonCrawl-like": 0.02, "Wikipedia": 0.04, "pretraining": 0.07}  # 7B, 32 GPUs
 # Strategies with pipelines, where packing and prediction are hard; and pools for dispatch against HiGHS.
 PIPELINED = ("8*tp4pp2", "tp16 + 2*tp8pp3", "tp8pp3 + 10*tp4", "2*tp8pp2 + 8*tp4", "tp16 + tp8 + 8*tp4 + tp2pp4")
 DISPATCHED = (
@@ -123,7 +121,8 @@ def bench_plans(figures: Figures, quick: bool) -> None:
     """Planning time, gap, proposal time, prediction and simulated step times."""
     models = ("32b",) if quick else ("7b", "32b")
     proposal: dict[tuple[int, bool], list[float]] = {}
-    for gpus, aim_ms, aim_gap in ((64, 10.0, 0.025), (1024, 150.0, 0.01)):
+    for gpus, aim_ms in aims.PLAN_MS.items():
+        aim_gap = aims.PLAN_GAP[gpus]
         cpu: list[float] = []
         gaps: list[float] = []
         errors: list[float] = []
@@ -150,7 +149,7 @@ def bench_plans(figures: Figures, quick: bool) -> None:
         e50, e90 = np.percentile(errors, [50, 90])
         met = bool(e50 <= 0.01 and e90 <= 0.04)
         figures.note(f"formula vs simulated step, {gpus} GPUs", f"{e50:.2%} / {e90:.2%}", "<= 1% / 4%", met)
-    for (gpus, thorough), aim in (((64, False), 2), ((64, True), 20), ((1024, False), 5), ((1024, True), 60)):
+    for (gpus, thorough), aim in aims.PROPOSAL_S.items():
         if (gpus, thorough) in proposal:
             worst = max(proposal[gpus, thorough])
             name = f"proposal, {'thorough' if thorough else 'quick'}, {gpus} GPUs, CPU s, worst"
@@ -170,7 +169,7 @@ def report_workload(
     used = len({plan.strategy for plan, _ in plans})
     print(f"{work}: {len(strategies)} strategies, {used} used; CPU {cpu:.1f} ms, gap {gap:.2%}, step {mean:.0f} ms")
     if work.model == "32b" and work.num_gpus == 64:
-        aim = SIMULATED_AIM_MS[work.data]
+        aim = aims.SIMULATED_MS[work.data]
         figures.note(f"simulated step ms, 32B, 64 GPUs, {work.data}", f"{mean:.0f}", f"<= {aim:.0f}", mean <= aim)
         schemes = scheme_arrays(work.table)
         sizes = np.array([scheme.num_ranks for scheme in work.table.schemes])
@@ -199,10 +198,10 @@ def bench_elastic(figures: Figures, quick: bool) -> None:
             worst = max(a / b for a, b in zip(after, before, strict=True))
             figures.note(f"elastic step over whole one, worst of {work}", f"{worst:.3f}", "<= 1", worst <= 1.0)
             if (model, gpus) == ("32b", 64):
-                name, aim = f"elastic step ms, 32B, 64 GPUs, {data}", ELASTIC_AIM_MS[data]
+                name, aim = f"elastic step ms, 32B, 64 GPUs, {data}", aims.CHUNKED_MS[data]
                 figures.note(name, f"{mean:.0f}", f"<= {aim:.0f}", mean <= aim)
             else:
-                least = ELASTIC_GAIN[data] if gpus < 1024 else 0.08
+                least = aims.CHUNKED_GAIN[data] if gpus < 1024 else 0.08
                 figures.note(f"elastic step below whole one, {work}", f"{gain:.1%}", f">= {least:.0%}", gain >= least)
         median, most = statistics.median(cpu), 3000.0 if gpus == 1024 else 500.0
         name = f"elastic plan, CPU ms, {model} {gpus} GPUs, median"

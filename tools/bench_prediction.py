@@ -32,12 +32,11 @@ from ds_hydra.commands import profile
 from ds_hydra.commands.figures import figures_parser, finish, print_table
 from ds_hydra.report.plots import draw_report, read_steps, relative_errors, summarise
 from tests.support.ranks import rank_environment, run_ranks
+from tools import aims
 
 MODEL = Path(__file__).resolve().parents[1] / "examples" / "llama_tiny.json"
 STRATEGIES = ["2*tp1", "tp2", "pp2", "sp2"]
 ELASTIC = ["pp2/list", "pp2/v"]  # what cuts sequences and splits backwards
-MOST_ELASTIC = 1.5  # times the error without
-MEDIAN_AIM, P90_AIM = 0.08, 0.20
 CONTEXT, TOKENS, VOCAB = 2048, 4096, 8192
 WARM_UP = 6  # steps that build stages, allocate and load the planner's kernels
 
@@ -203,13 +202,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results = {"chosen": summarise(relative_errors(chosen)), "in_turn": summarise(relative_errors(cycled))}
     missed = []
     for name, errors in results.items():
-        for what, error, aim, floor in zip(("median", "p90"), errors, (MEDIAN_AIM, P90_AIM), noise, strict=True):
+        for what, error, aim, floor in zip(
+            ("median", "p90"), errors, (aims.STEP_MEDIAN, aims.STEP_P90), noise, strict=True
+        ):
             if error > aim and error <= floor:
                 print(f"{name}: {what} error {error:.1%} is above {aim:.0%}, but identical steps differ by {floor:.1%}")
             elif error > aim:
                 missed.append(f"{name}: {what} error {error:.1%} is above {aim:.0%}; identical steps: {floor:.1%}")
     ratio = summarise(relative_errors(elastic))[0] / results["in_turn"][0]
-    if ratio > MOST_ELASTIC:
+    if ratio > aims.CHUNKED_ERROR:
         missed.append(f"with slices and split backwards the median error is {ratio:.2f} of that without, above 1.5")
     stages = summarise(stage_errors([*chosen, *cycled]))
     summary = (

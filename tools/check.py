@@ -23,13 +23,13 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 from ds_hydra.commands.figures import figures_parser, finish
+from tools import aims
 
 FOLDER = Path(__file__).parent
 # Tools whose aims are ratios of times: anything that runs beside them would be measured too.
 TIMED = ("bench_", "check_devices", "check_emulation", "check_load", "check_simulator", "check_swap")
 # Tools with more than one set of tables, and the options of each.
 SETS: dict[str, tuple[tuple[str, ...], ...]] = {"check_devices": ((), ("--fast",))}
-QUICK_CPU_S = 120.0
 QUICK_LIMIT_S, LIMIT_S = 600.0, 6 * 3600.0  # for a tool that stands still
 
 
@@ -115,7 +115,9 @@ def main(arguments: list[str] | None = None) -> int:
     missed = [f"{one.name} ended with {one.code}: {one.summary}" for one in ran if one.code != 0]
     if options.quick:
         missed += [
-            f"{one.name}: {one.cpu_s:.0f} s of CPU, not <= {QUICK_CPU_S:.0f}" for one in ran if one.cpu_s > QUICK_CPU_S
+            f"{one.name}: {one.cpu_s:.0f} s of CPU, not <= {aims.QUICK_CPU_S:.0f}"
+            for one in ran
+            if one.cpu_s > aims.QUICK_CPU_S
         ]
     summary = f"{len(ran)} runs of {len(tool_names())} tools in {time.monotonic() - began:.0f} s"
     return finish("check", summary, {"tools": [asdict(one) for one in ran]}, missed, options.json)

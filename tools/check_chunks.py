@@ -20,8 +20,9 @@ import time
 from typing import Any
 
 from ds_hydra.commands.figures import figures_parser, finish, guarded, print_table
+from tools import aims
 from tools.chunks.contexts import long_contexts
-from tools.chunks.overheads import AIMS, overheads
+from tools.chunks.overheads import overheads
 from tools.chunks.recompute import recompute_gaps
 from tools.chunks.sweep import FAULTS, sweep_cases, sweep_mutations
 
@@ -49,7 +50,7 @@ def check_overheads(quick: bool, missed: list[str]) -> list[dict[str, Any]]:
     """Time over pure work."""
     rows = overheads(quick)
     for row in rows:
-        for (name, scheme), aim in AIMS.items():
+        for (name, scheme), aim in aims.CHUNKED_WORK.items():
             if row["schedule"] == name and row[scheme] > aim:
                 missed.append(f"{name} on {scheme}: {row[scheme]:.3f} of pure work, not <= {aim}")
     return rows

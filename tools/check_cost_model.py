@@ -32,11 +32,11 @@ from ds_hydra.planner.selection import Planner
 from ds_hydra.profiling.entry import entry_from_record
 from ds_hydra.profiling.fit import NAMES, Point, fit_points
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
+from tools import aims
 
 TABLES = Path(__file__).resolve().parents[1] / "examples" / "cost_tables"
 MODELS = ("7b", "32b")
-NOISE, WITHIN = 0.03, 0.05
-SLACK = 0.03  # how far a published choice may be from the fastest by the model
+NOISE = 0.03
 
 # MaxLen by the published formula and constants, 16 ranks (7B) and 64 ranks (32B); 0: the states alone do not fit.
 PUBLISHED_MAX_LENGTH = {
@@ -178,7 +178,7 @@ def _judge(row: Published, rates: dict[str, float], steps: dict[str, float], mis
     place = f"{row.model} {row.num_ranks} ranks, {row.system}"
     if not fits:
         missed.append(f"{place}: {row.scheme} holds {limit} of {row.longest} tokens")
-    elif row.longest >= 16 * K and (behind > SLACK or not same_tp):
+    elif row.longest >= 16 * K and (behind > aims.PUBLISHED_CHOICE or not same_tp):
         missed.append(f"{place}: {row.scheme} is {behind:.0%} behind {fastest}")
     return {"model": row.model, "ranks": row.num_ranks, "row": row.system, "published": row.scheme,
             "max_length": limit, "fits": fits, "fastest": fastest, "behind": behind, "same_tp": same_tp,
@@ -213,7 +213,7 @@ def check_fit(missed: list[str], seeds: int) -> list[dict[str, Any]]:
             missed += [
                 f"fit of {model} {cost.scheme}: {name} is off by {error:.1%} though it counts as identifiable"
                 for name, error in worst.items()
-                if error > WITHIN
+                if error > aims.COEFFICIENT
             ]
     print(f"\nFit of times with {NOISE:.0%} noise, means of 5, {seeds} seeds: worst error of identifiable coefficients")
     print_table(
@@ -243,8 +243,9 @@ def check_table(path: Path, missed: list[str]) -> dict[str, float]:
         return {}
     median, p90 = float(np.median(errors)), float(np.quantile(errors, 0.9))
     print(f"\n{path}: {len(errors)} held-out micro-batches, error median {median:.1%}, p90 {p90:.1%}")
-    if median > 0.05 or p90 > 0.12:
-        missed.append(f"{path}: held-out error {median:.1%} / {p90:.1%} is above 5% / 12%")
+    if median > aims.HELD_OUT_MEDIAN or p90 > aims.HELD_OUT_P90:
+        wanted = f"{aims.HELD_OUT_MEDIAN:.0%} / {aims.HELD_OUT_P90:.0%}"
+        missed.append(f"{path}: held-out error {median:.1%} / {p90:.1%} is above {wanted}")
     return {"held_out_median": median, "held_out_p90": p90}
 
 

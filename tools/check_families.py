@@ -36,8 +36,8 @@ from tests.support.family_verdicts import (
     short,
 )
 from tests.support.tiny_families import class_names
+from tools import aims
 
-AIM_EQUAL = 80
 _WIDE = 44  # characters of a verdict in the table
 
 
@@ -59,8 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         EXPECTED.write_text(json.dumps(listed, indent=1, sort_keys=True) + "\n")
     missed = [line for name, verdicts in found.items() for line in _missed(name, verdicts, listed)]
     equal = sum(entry(verdicts) == EQUAL for verdicts in found.values())
-    if not options.quick and not options.only and equal < AIM_EQUAL:
-        missed.append(f"{equal} classes are equal under all shapes, fewer than {AIM_EQUAL}")
+    if not options.quick and not options.only and equal < aims.FAMILIES_EQUAL:
+        missed.append(f"{equal} classes are equal under all shapes, fewer than {aims.FAMILIES_EQUAL}")
     entries = [entry(verdicts) for verdicts in found.values()]
     counts = Counter(each if isinstance(each, str) else "refused under some shapes" for each in entries)
     print("\n".join(f"{count:4d} {reason}" for reason, count in counts.most_common()))

@@ -36,8 +36,8 @@ from ds_hydra.simulate.spans import step_spans
 from ds_hydra.simulate.step import Simulator
 from ds_hydra.zero_hetero.errors import PlanError
 from tests.support.random_plans import random_job, random_plan
+from tools import aims
 
-LIMIT_S = 2.0
 STRATEGIES = (
     "16*tp16 + 32*tp8pp2 + 16*tp4pp2 + 8*tp4pp4",
     "64*tp16",
@@ -77,8 +77,8 @@ def check_speed(missed: list[str]) -> list[dict[str, object]]:
         rows.append({"strategy": text, "ranks": job.num_ranks, "actions": actions, "first s": seconds[0],
                      "then s": seconds[1], "step s": step.step_s, "bubbles": figures[0],
                      "gap": figures[1]})  # fmt: skip
-        if max(seconds) >= LIMIT_S:
-            missed.append(f"{text}: {max(seconds):.2f} s for {job.num_ranks} ranks, not under {LIMIT_S:g} s")
+        if max(seconds) >= aims.SIMULATOR_S:
+            missed.append(f"{text}: {max(seconds):.2f} s for {job.num_ranks} ranks, not under {aims.SIMULATOR_S:g} s")
     return rows
 
 
@@ -163,7 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "plans": check_plans(plans, missed),
             "traces": check_traces(plans // 40, missed),
         }
-        show(f"a step on 1024 ranks, seconds of CPU; under {LIMIT_S:g}", tables["speed"])
+        show(f"a step on 1024 ranks, seconds of CPU; under {aims.SIMULATOR_S:g}", tables["speed"])
         show("random plans, order checked and simulated", tables["plans"])
         show("traces by the format's rules", tables["traces"])
         slowest = max(float(str(row["first s"])) for row in tables["speed"])

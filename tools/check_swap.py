@@ -44,11 +44,9 @@ from tests.support.families import BALANCED
 from tests.support.ranks import run_ranks
 from tests.support.small_job import same, sequences, small_engine, whole_state
 from tests.support.streams import REAL_STREAMS, STREAMS, Stateful, of_datasets
+from tools import aims
 from tools.swap.scripts import accelerated, lora, sft, three_calls, trainer
 
-LOSS_AIM = 1e-6  # of FP32 losses, relative
-FILE_AIM = 1e-4  # of FP32 weights: Adam makes a step of what rounding leaves of a gradient that is nearly zero
-PLAN_AIM_MS = 10.0
 STRATEGIES_64 = ("4*tp16", "8*tp8", "2*tp16 + 8*tp4", "tp16 + 4*tp8 + 4*tp4", "16*tp4")
 
 AHEAD = (Stateful, of_datasets)  # kinds of streams that are read some steps ahead
@@ -66,9 +64,9 @@ def check_scripts(quick: bool, missed: list[str]) -> Rows:
         row = {"script": run.__name__, "losses": len(found)}
         row |= {"last, swapped": f"{found[-1]:.7f}", "last, one process": f"{expected[-1]:.7f}"}
         rows.append(row | {"most apart": f"{max(apart):.1e}", "saved file": f"{saved[0]:.1e}" if saved else ""})
-        if not max(apart) <= LOSS_AIM:
+        if not max(apart) <= aims.SWAP_LOSS:
             missed.append(f"{run.__name__}.py: losses {found} after the swap, {expected} in one process")
-        if saved and not saved[0] <= FILE_AIM:
+        if saved and not saved[0] <= aims.SWAP_WEIGHTS:
             missed.append(f"{run.__name__}.py: the weights that it saves are {saved[0]:.1e} off")
     return rows
 
@@ -213,8 +211,10 @@ def check_plan(quick: bool, missed: list[str]) -> Rows:
     ][unmeasured:]
     first.close()
     waited, planning = np.array(shortest).T
-    if not np.median(waited) <= PLAN_AIM_MS:
-        missed.append(f"a step of 64 ranks waits {np.median(waited):.1f} ms for its plan (aim {PLAN_AIM_MS:g})")
+    if not np.median(waited) <= aims.WAIT_FOR_PLAN_MS:
+        missed.append(
+            f"a step of 64 ranks waits {np.median(waited):.1f} ms for its plan (aim {aims.WAIT_FOR_PLAN_MS:g})"
+        )
     row = {
         "ranks": 64,
         "strategies": len(strategies),

@@ -22,12 +22,9 @@ from pathlib import Path
 
 from ds_hydra.commands.figures import figures_parser, finish, guarded, print_table
 from ds_hydra.zero_hetero.errors import ConfigError
+from tools import aims
 
 TOPS = ("ds_hydra", "pipe", "zero_hetero")
-MAX_FILE, MAX_ENGINE_FILE, MAX_FUNCTION = 400, 250, 80  # lines
-MAX_DIRECT = 8  # files directly in ds_hydra/
-MIN_COMMENTS = 0.045  # of the lines that are not empty
-MAX_POSITIONAL, MAX_WIDE = 7, 10  # a function with more parameters is wide; so many may be
 
 
 @dataclass(frozen=True)
@@ -166,7 +163,7 @@ class Structure:
     longest_function: Block
     longest_class: Block
     comments: float  # share of the lines that are not empty
-    wide: list[str]  # functions with more than MAX_POSITIONAL positional parameters
+    wide: list[str]  # functions with more than aims.MAX_POSITIONAL positional parameters
 
 
 def measure(sources: Sequence[Source]) -> Structure:
@@ -187,7 +184,7 @@ def measure(sources: Sequence[Source]) -> Structure:
         longest_function=_longest(functions),
         longest_class=_longest([block for source in sources for block in source.classes()]),
         comments=sum(source.comments() for source in sources) / filled,
-        wide=sorted(block.place for block in functions if block.positional > MAX_POSITIONAL),
+        wide=sorted(block.place for block in functions if block.positional > aims.MAX_POSITIONAL),
     )
 
 
@@ -198,9 +195,9 @@ def _longest(blocks: Sequence[Block]) -> Block:
 def missed_aims(found: Structure) -> list[str]:
     """One line for each aim that these figures miss."""
     bounds = [
-        ("file", found.longest_file, MAX_FILE),
-        ("engine file", found.longest_engine_file, MAX_ENGINE_FILE),
-        ("function", found.longest_function, MAX_FUNCTION),
+        ("file", found.longest_file, aims.MAX_FILE),
+        ("engine file", found.longest_engine_file, aims.MAX_ENGINE_FILE),
+        ("function", found.longest_function, aims.MAX_FUNCTION),
     ]
     missed = [f"folders import each other in a circle: {', '.join(circle)}" for circle in found.circles]
     missed += [
@@ -208,13 +205,13 @@ def missed_aims(found: Structure) -> list[str]:
         for what, block, most in bounds
         if block.lines > most
     ]
-    if found.folders.get("ds_hydra", 0) > MAX_DIRECT:
-        missed.append(f"{found.folders['ds_hydra']} files directly in ds_hydra/; at most {MAX_DIRECT}")
-    if found.comments < MIN_COMMENTS:
-        missed.append(f"{found.comments:.1%} of the lines hold a comment; at least {MIN_COMMENTS:.1%}")
-    if len(found.wide) > MAX_WIDE:
-        more = f"functions with more than {MAX_POSITIONAL} positional parameters"
-        missed.append(f"{len(found.wide)} {more}; at most {MAX_WIDE}: {', '.join(found.wide)}")
+    if found.folders.get("ds_hydra", 0) > aims.MAX_DIRECT:
+        missed.append(f"{found.folders['ds_hydra']} files directly in ds_hydra/; at most {aims.MAX_DIRECT}")
+    if found.comments < aims.MIN_COMMENTS:
+        missed.append(f"{found.comments:.1%} of the lines hold a comment; at least {aims.MIN_COMMENTS:.1%}")
+    if len(found.wide) > aims.MAX_WIDE:
+        more = f"functions with more than {aims.MAX_POSITIONAL} positional parameters"
+        missed.append(f"{len(found.wide)} {more}; at most {aims.MAX_WIDE}: {', '.join(found.wide)}")
     return missed
 
 
@@ -234,7 +231,7 @@ def show(found: Structure, *, folders: bool) -> None:
         ("circles of folders", len(found.circles), "; ".join(" ".join(circle) for circle in found.circles)),
         *((name, block.lines, block.place) for name, block in blocks.items()),
         ("comments, % of lines", round(100 * found.comments, 1), ""),
-        (f"more than {MAX_POSITIONAL} positional", len(found.wide), ""),
+        (f"more than {aims.MAX_POSITIONAL} positional", len(found.wide), ""),
     ]
     print_table(("figure", "value", "where"), rows)
     if folders:

@@ -28,7 +28,8 @@ from ds_hydra.zero_hetero.transport import Parcel, TorchTransport, Work
 from tests.support.ranks import run_ranks
 from tests.support.small_job import small_engine
 from tests.support.strict_world import OnDevices
-from tools.devices.sockets import MOST, RANKS, sockets_of_start
+from tools import aims
+from tools.devices.sockets import RANKS, sockets_of_start
 
 
 @pytest.mark.parametrize("size", [0, 5, 4088, 4089, 1 << 15, (1 << 15) + 1, 200_000])
@@ -175,7 +176,7 @@ def test_groups_for_small_messages_connect_pairs_when_they_talk() -> None:
     """As on devices: on gloo alone such a group is the default one."""
     for counts in run_ranks(sockets_of_start, RANKS):
         made, talks, closed = counts
-        assert closed < made < talks <= MOST
+        assert closed < made < talks <= aims.SOCKETS
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,11 @@ from torch import Tensor
 from ds_hydra.pipe.attention.backends import BACKENDS, Segments, _torch_varlen, varlen_attention
 from ds_hydra.pipe.contexts import Contexts
 from ds_hydra.pipe.rows import Chunk, Pack
+from tools import aims
 
 pytestmark = pytest.mark.gpu
 
 LENGTHS = (7, 513, 64, 1, 130)
-TOLERANCE = 2e-2  # BF16 attention against FP32, relative to the largest entry
 
 
 def attend(backend: str, inputs: list[Tensor], window: int | None, softcap: float | None) -> list[Tensor]:
@@ -41,7 +41,7 @@ def test_backend_matches_fp32_sdpa(backend: str, kv_heads: int, window: int | No
     expected = attend("sdpa", wide, window, softcap)
     got = attend(backend, [x.bfloat16() for x in wide], window, softcap)
     for one, other in zip(got, expected, strict=True):
-        assert (one - other).abs().max() <= TOLERANCE * other.abs().max()
+        assert (one - other).abs().max() <= aims.GPU_ATTENTION * other.abs().max()
 
 
 @pytest.mark.parametrize("backend", ["torch", "flash", "sdpa"])
@@ -58,7 +58,7 @@ def test_slices_see_the_keys_before_them(backend: str, kv_heads: int, window: in
     expected = sliced("sdpa", wide, window, (900,))
     got = sliced(backend, [x.bfloat16() for x in wide], window, (130, 1, 512, 257))
     for one, other in zip(got, expected, strict=True):
-        assert (one - other).abs().max() <= TOLERANCE * other.abs().max()
+        assert (one - other).abs().max() <= aims.GPU_ATTENTION * other.abs().max()
 
 
 def sliced(backend: str, inputs: list[Tensor], window: int | None, sizes: tuple[int, ...]) -> list[Tensor]:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tools.structure import MAX_FILE, MAX_FUNCTION, Source, circles, folder_imports, read_sources
+from tools import aims
+from tools.structure import Source, circles, folder_imports, measure, missed_aims, read_sources
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = read_sources(ROOT)
@@ -112,15 +113,24 @@ def test_every_note_that_is_referred_to_is_written_once() -> None:
     assert {name: written[name] for name in mentioned} == dict.fromkeys(mentioned, 1)
 
 
-def test_no_file_and_no_function_grows_too_long() -> None:
-    files = [f"{source.path}: {source.lines} lines" for source in SOURCES if source.lines > MAX_FILE]
-    functions = [
-        f"{block.place}: {block.lines} lines"
-        for source in SOURCES
-        for block in source.functions()
-        if block.lines > MAX_FUNCTION
-    ]
-    assert not files + functions
+def test_the_shape_is_what_the_tool_aims_at() -> None:
+    assert missed_aims(measure(SOURCES)) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        (Source("pipe/long.py", "x = 1\n" * (aims.MAX_FILE + 1)), "the longest file, pipe/long.py"),
+        (Source("ds_hydra/engine/long.py", "x = 1\n" * (aims.MAX_ENGINE_FILE + 1)), "the longest engine file"),
+        (
+            Source("pipe/long.py", "def f():\n" + "    x = 1\n" * aims.MAX_FUNCTION),
+            "the longest function, pipe/long.py:f",
+        ),
+    ],
+)
+def test_what_grows_too_long_is_told(changed: Source, told: str) -> None:
+    (missed,) = missed_aims(measure([*SOURCES, changed]))
+    assert missed.startswith(told)
 
 
 def test_no_communication_depends_on_whether_something_is_over_by_now() -> None:

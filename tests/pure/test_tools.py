@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from pathlib import Path
 
 import pytest
 
-from tools import check
+from tools import aims, check
 
 # Modules of the folder that are no checks: the commands of ds_hydra as files, and what benchmarks share.
 COMMANDS = {"check_model", "convert_checkpoint", "emulate", "memory_needs", "preview_plan", "profile_schemes", "report"}
-OTHERS = COMMANDS | {"check", "deepspeed_baselines", "simulate_step"}
+ROOT = Path(__file__).resolve().parents[2]
+OTHERS = COMMANDS | {"aims", "check", "deepspeed_baselines", "simulate_step"}
 
 
 def test_every_tool_is_run() -> None:
@@ -36,3 +39,26 @@ def test_how_a_tool_ends_is_told(
     ran = check.run_tool(["check_it"], limit_s=1.0 if code == -9 else 60.0)
     assert (ran.code, ran.summary) == (code, told)
     assert ran.cpu_s > 0
+
+
+def test_bounds_stand_in_the_table_of_aims_and_every_one_is_used() -> None:
+    """A name that says aim or most, given a number at the top of a tool's file, is a bound of its own."""
+    texts = {
+        path: path.read_text(encoding="utf-8")
+        for folder in ("tools", "tests")
+        for path in (ROOT / folder).rglob("*.py")
+        if path.name != "aims.py"
+    }
+    own = [
+        f"{path}: {name}"
+        for path, text in texts.items()
+        if path.is_relative_to(ROOT / "tools")
+        for node in ast.parse(text).body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        for name in ast.unparse(target).strip("()").split(", ")
+        if {"AIM", "AIMS", "MOST", "AGREEMENT", "TOLERANCE"} & set(name.split("_")[: 1 + (not name.startswith("_"))])
+    ]
+    assert not own, own
+    used = {name for text in texts.values() for name in re.findall(r"\baims\.([A-Z_0-9]+)", text)}
+    assert used == {name for name in vars(aims) if name.isupper()}

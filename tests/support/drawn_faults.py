@@ -23,10 +23,10 @@ from ds_hydra.planner import PhasedPlanner, parse_phases, save_plans
 from tests.support.ends import TRACEBACK, End, ends, mark_fault
 from tests.support.small_job import sequences, small_engine, small_source
 from tests.support.streams import Stateful
+from tools import aims
 
 NUM_RANKS, STEPS, FAULT_STEP = 3, 5, 2
 HEARTBEAT_S, FROZEN_S = 0.5, 3.0
-DEAD_LIMIT_S, FROZEN_LIMIT_S = 3.0, FROZEN_S + 3.0
 
 KINDS = ("SIGKILL", "SIGSTOP", "exit", "sys.exit", "bug", "storage", "memory", "full disk")
 ASSEMBLY = ("prepare", "build_stages", "ModelMasters", "give_masters", "Stepper", "PlanSource", "Checkpointer")
@@ -114,7 +114,7 @@ def _objections(case: Case, found: Sequence[End], took: float) -> Iterator[str]:
         return
     if codes != case.codes:
         yield f"exit codes {codes}, not {case.codes}"
-    limit_s = FROZEN_LIMIT_S if case.kind == "SIGSTOP" else DEAD_LIMIT_S
+    limit_s = aims.DEAD_S + (FROZEN_S if case.kind == "SIGSTOP" else 0.0)
     if took > limit_s:
         yield f"the last rank ended after {took:.1f} s"
     lines = [line for line in told.splitlines() if line.startswith(("[ds_hydra] ", "ds_hydra."))]

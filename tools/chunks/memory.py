@@ -35,9 +35,9 @@ from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.plan.works import UNITS, batches_of, has_formula
 from ds_hydra.profiling.stage_memory import measure_activations
 from tests.support.ranks import run_ranks
+from tools import aims
 from tools.devices.peak import MIB, quiet_settings, source_of, train_and_measure
 
-MOST_OFF = 0.08
 SIZES: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 512, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 8,
     "num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 1024, "tie_word_embeddings": False,
@@ -101,8 +101,8 @@ def predicted_and_measured(quick: bool, missed: list[str]) -> list[dict[str, Any
             measured = max(peaks[rank] for rank in placed.stages[index].ranks)
             off = predicted / measured - 1
             name = f"stage {index} of {case.shape}, {len(case.slices) or 'no'} slices"
-            if abs(off) > MOST_OFF:
-                missed.append(f"{name}: memory predicted {off:+.1%} (aim {MOST_OFF:.0%})")
+            if abs(off) > aims.MEMORY:
+                missed.append(f"{name}: memory predicted {off:+.1%} (aim {aims.MEMORY:.0%})")
             print(f"{name}: {predicted} bytes predicted, {measured} measured", file=sys.stderr, flush=True)
             rows.append({
                 "pipeline": case.shape, "stage": index, "slices": len(case.slices), "type": case.dtype,

@@ -37,7 +37,6 @@ VARIANTS = (
 )
 SCHEMES = ("tp2pp4", "pp4", "tp4pp2", "tp4pp4", "tp2pp6", "tp2pp2")
 QUICK_SCHEMES = SCHEMES[:1]
-AIMS = {("list, slices", "tp2pp4"): 1.20, ("V, slices", "tp2pp4"): 1.16}
 EFFORT = Effort(40, 200)
 
 

@@ -32,9 +32,9 @@ from ds_hydra.ranks.channel import Channel
 from ds_hydra.ranks.telling import Telling
 from ds_hydra.step.update import Update
 from tests.support.ranks import rank_environment, run_ranks
+from tools import aims
 from tools.devices.table import Table
 
-MOST, MOST_MESSAGES = 0.02, 2
 RANKS = 8
 _QUICK_STRATEGIES, _QUICK_STEPS, _QUICK_TOKENS = ("tp2 + 2*tp1", "4*tp1"), 6, 2048
 _STEPS = 40
@@ -120,13 +120,14 @@ def between_steps(quick: bool) -> Table:
         share = median(gap.wall_s / gap.step_s for gap in kind)
         messages, judged = max(gap.messages for gap in kind), ready and not quick
         table.rows.append(
-            [name, round(1e3 * median(gap.wall_s for gap in kind), 1), f"{share:.2%}", f"{MOST:.0%}" if judged else "-",
-             round(1e3 * median(gap.cpu_s for gap in kind), 1), messages, MOST_MESSAGES if ready else "-"]
+            [name, round(1e3 * median(gap.wall_s for gap in kind), 1), f"{share:.2%}",
+             f"{aims.BETWEEN_STEPS:.0%}" if judged else "-",
+             round(1e3 * median(gap.cpu_s for gap in kind), 1), messages, aims.BETWEEN_MESSAGES if ready else "-"]
         )  # fmt: skip
-        if judged and share > MOST:
-            table.missed.append(f"{share:.2%} of a step between two steps (aim {MOST:.0%})")
-        if ready and messages > MOST_MESSAGES:
-            table.missed.append(f"{messages} small messages in a step (aim {MOST_MESSAGES})")
+        if judged and share > aims.BETWEEN_STEPS:
+            table.missed.append(f"{share:.2%} of a step between two steps (aim {aims.BETWEEN_STEPS:.0%})")
+        if ready and messages > aims.BETWEEN_MESSAGES:
+            table.missed.append(f"{messages} small messages in a step (aim {aims.BETWEEN_MESSAGES})")
     return table
 
 

@@ -13,6 +13,7 @@ from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.profiling.hollow import hollow_source
+from tools import aims
 from tools.devices.table import Table
 
 NUM_RANKS, NODE_SIZE = 64, 8
@@ -31,7 +32,6 @@ JOBS: tuple[tuple[tuple[str, ...], float | None], ...] = (
     (("4*tp16", "64*tp1"), None),
 )
 GRADIENTS = {2: "16 bit", 4: "FP32"}
-_MOST_BESIDE_GRADIENTS = 0.02  # of all: what FP32 gradients may change beside the gradients
 
 
 def by_count(quick: bool) -> Table:
@@ -91,5 +91,5 @@ def _beside_gradients(narrow: list[Needs], wide: list[Needs]) -> Iterator[str]:
     """What FP32 gradients change beside the gradients themselves."""
     for one, other in zip(narrow, wide, strict=True):
         beside = replace(other, grads=one.grads).states - one.states
-        if abs(beside) > _MOST_BESIDE_GRADIENTS * one.states:
+        if abs(beside) > aims.GRADIENTS_BESIDE * one.states:
             yield f"FP32 gradients change {beside / GIB:.2f} GiB beside the gradients' own memory"

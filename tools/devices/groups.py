@@ -15,6 +15,7 @@ from ds_hydra.ranks.channel import peers_of
 from ds_hydra.ranks.groups import apart, needed_groups
 from ds_hydra.step.connections import connections_of
 from ds_hydra.watchdog.tree import places
+from tools import aims
 from tools.devices.count import NODE_SIZE, plan_of
 from tools.devices.table import Table
 
@@ -24,7 +25,6 @@ JOBS = (
     (("128*tp8", "128*tp4pp2"), 1024),
     (("128*tp8", "256*tp4", "128*tp4pp2", "64*tp16", "16*tp16 + 64*tp8 + 64*tp2pp2"), 1024),
 )
-MOST_GROUPS, MOST_MEETINGS, MOST_PAIRS, MOST_SOCKETS = 24, 24, 256, 64
 GLOO_GROUPS = 3  # for small messages before there is a world, of training, and of threads beside it
 
 
@@ -51,9 +51,9 @@ def groups(quick: bool) -> Table:
             places([str(rank // NODE_SIZE) for rank in range(num_ranks)])[0].below
         )
         name = f"{texts[0]} and {len(texts) - 1} more"
-        table.rows.append([name, num_ranks, most, MOST_GROUPS, len(every), meetings, MOST_MEETINGS, pairs, MOST_PAIRS,
-                           sockets, of_first, MOST_SOCKETS])  # fmt: skip
-        counted = zip((most, meetings, pairs, sockets), (MOST_GROUPS, MOST_MEETINGS, MOST_PAIRS, MOST_SOCKETS),
+        table.rows.append([name, num_ranks, most, aims.GROUPS, len(every), meetings, aims.MEETINGS, pairs, aims.PAIRS,
+                           sockets, of_first, aims.GROUP_SOCKETS])  # fmt: skip
+        counted = zip((most, meetings, pairs, sockets), (aims.GROUPS, aims.MEETINGS, aims.PAIRS, aims.GROUP_SOCKETS),
                       ("groups", "meetings", "pairs", "sockets"), strict=True)  # fmt: skip
         table.missed.extend(f"{name}: {number} {what} (aim {aim})" for number, aim, what in counted if number > aim)
     return table

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from ds_hydra.watchdog.connection import Connection
 from ds_hydra.watchdog.meeting import greet
 from ds_hydra.watchdog.watchdog import Watchdog
+from tools import aims
 from tools.devices.count import NODE_SIZE
 from tools.devices.table import Table
 
-MOST = 0.01  # of a core
 JOBS = (64, 1024)
 HEARTBEAT_S = 1.0
 _CONNECTING_S = 60.0
@@ -49,11 +49,11 @@ def heartbeats(quick: bool) -> Table:
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(8192, _most_files()), _most_files()))
     for num_ranks in JOBS[-1:] if quick else JOBS:
         dog, share, connected = _measured(num_ranks, _QUICK_S if quick else _MEASURED_S)
-        table.rows.append([num_ranks, connected, round(1 / dog.beat_s, 2), f"{share:.2%}", f"{MOST:.0%}"])
+        table.rows.append([num_ranks, connected, round(1 / dog.beat_s, 2), f"{share:.2%}", f"{aims.HEARTBEATS:.0%}"])
         if connected != len(dog.below):
             table.missed.append(f"only {connected} of {len(dog.below)} ranks have connected")
-        if share > MOST:
-            table.missed.append(f"{num_ranks} ranks: {share:.2%} of a core (aim {MOST:.0%})")
+        if share > aims.HEARTBEATS:
+            table.missed.append(f"{num_ranks} ranks: {share:.2%} of a core (aim {aims.HEARTBEATS:.0%})")
     return table
 
 

@@ -23,9 +23,9 @@ from ds_hydra.engine.job import Job
 from ds_hydra.ranks.world import World
 from ds_hydra.step.model_masters import ModelMasters
 from tests.support.ranks import rank_environment, run_ranks
+from tools import aims
 from tools.devices.table import Table
 
-MOST = 1.1
 _RANKS = 4
 _LAYERS, _QUICK_LAYERS = 12, 2
 _MIB = 2**20
@@ -123,7 +123,9 @@ def memory_of_loading(quick: bool) -> Table:
             ratio = rise / (masters + largest)
             whole = sum(row[1] for row in rises) // 2
             sizes = [round(number / _MIB) for number in (whole, rise, masters, largest)]
-            table.rows.append([name, *sizes, round(ratio, 3), MOST, round(engine / _MIB)])
-            if ratio > MOST:
-                table.missed.append(f"values from {name}: {ratio:.3f} of masters and largest parameter, not <= {MOST}")
+            table.rows.append([name, *sizes, round(ratio, 3), aims.LOADING, round(engine / _MIB)])
+            if ratio > aims.LOADING:
+                table.missed.append(
+                    f"values from {name}: {ratio:.3f} of masters and largest parameter, not <= {aims.LOADING}"
+                )
     return table

@@ -21,12 +21,12 @@ from ds_hydra.simulate.links import INSIDE, LinkModel, Speed
 from ds_hydra.simulate.llama import SHIPPED, llama_plan
 from ds_hydra.simulate.step import Networks, Simulator, pull_in_order, push_in_order
 from ds_hydra.simulate.transfers import StrategyTransfers
+from tools import aims
 from tools.devices.table import Table
 
 NUM_RANKS, NODE_SIZE, MODEL = 64, 8, "a800-32b"
 STEP_S, MICROBATCHES, TOKENS = 4.0, 8, 4096
 STRATEGIES = ("8*tp8", "8*tp4pp2")
-AIMS = {25e9: 0.06, 50e9: 0.01}  # bytes/s between nodes, for each GPU: the most that is exposed, of the step
 FREE = LinkModel(NODE_SIZE, Speed(0.0, 1e18), Speed(0.0, 1e18))
 
 
@@ -49,7 +49,7 @@ def overlap(quick: bool) -> Table:
     for text in STRATEGIES:
         shape = StrategyShape.parse(text)
         free_s, _ = _step(shape, FREE)
-        for rate, aim in AIMS.items():
+        for rate, aim in aims.EXPOSED.items():
             links = LinkModel(NODE_SIZE, INSIDE, Speed(20e-6, rate))
             step_s, pull_s = _step(shape, links)
             host_s, _ = _step(shape, links, lanes=False)

@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from ds_hydra.ranks.forked import run_ranks
 from ds_hydra.ranks.together import first_channel
+from tools import aims
 from tools.devices.table import Table
 
 RANKS = 12
-MOST = 5  # of a rank whose groups connect when they talk; a group that connects all pairs takes 11
 MOMENTS = ("the first channel is there", "all have told a text over it", "it is closed")
 
 
@@ -28,9 +28,9 @@ def sockets(quick: bool) -> Table:
                   ["moment", "sockets", "aim"])  # fmt: skip
     for index, moment in enumerate(MOMENTS):
         most = max(counts[index] for counts in found)
-        table.rows.append([moment, most, MOST])
-        if most > MOST:
-            table.missed.append(f"{moment}: {most} sockets (aim {MOST})")
+        table.rows.append([moment, most, aims.SOCKETS])
+        if most > aims.SOCKETS:
+            table.missed.append(f"{moment}: {most} sockets (aim {aims.SOCKETS})")
     return table
 
 

@@ -6,9 +6,9 @@ from ds_hydra.zero_hetero.clock import HostClock
 from tests.support.device_steps import EXPECTED_STAGE_S, Step, engine_steps, stage_times
 from tests.support.fake_device import FakeDevice, FakeDeviceClock
 from tests.support.ranks import run_ranks
+from tools import aims
 from tools.devices.table import Table
 
-AIM = 0.01  # of what was started, or stood still
 HEAD = ("what runs", "activity", "started s", "device's clock s", "host's clock s", "off")
 
 
@@ -35,5 +35,7 @@ def time_attribution(quick: bool) -> Table:
 def _add(table: Table, names: tuple[str, str], started: float, by_device: float, by_host: float) -> None:
     off = abs(by_device - started) / started if started else by_device
     table.rows.append((*names, f"{started:.3f}", f"{by_device:.3f}", f"{by_host:.3f}", f"{off:.2%}"))
-    if off > AIM:
-        table.missed.append(f"{', '.join(names)}: {by_device:.3f} s are charged for {started:.3f} s; aim {AIM:.0%}")
+    if off > aims.CHARGED:
+        table.missed.append(
+            f"{', '.join(names)}: {by_device:.3f} s are charged for {started:.3f} s; aim {aims.CHARGED:.0%}"
+        )

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tools import aims
 from tools.faults.tally import Tally
 
 NUM_RANKS, STEPS = 4, 5
-DEAD_LIMIT_S, FROZEN_LIMIT_S = 3.0, 12.0
 
 
 def check_faults(quick: bool, sample: int | None = None) -> Tally:
@@ -38,7 +38,7 @@ def check_faults(quick: bool, sample: int | None = None) -> Tally:
             fault = Fault(kind, phase, rank, step=2)
             first = run_job(Path(scratch), NUM_RANKS, STEPS, fault=fault)
             frozen = kind == "SIGSTOP"
-            limit = FROZEN_LIMIT_S if frozen else DEAD_LIMIT_S
+            limit = aims.FROZEN_S if frozen else aims.DEAD_S
             if kind != "SIGTERM":
                 ends["frozen" if frozen else "dead"].append(first.end_s)
             wrong = []

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ds_hydra.pipe.attention.backends import BACKENDS, Segments, choose_backend
+from tools import aims
 from tools.gpu.bench import Bench, Findings, Table
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
-TOLERANCE = 2e-2  # BF16 against FP32, relative to the largest entry
 
 
 class Mix(NamedTuple):
@@ -67,9 +67,9 @@ def measure_attention(bench: Bench) -> Findings:
         found += [_measure(bench, name, mix, inputs, expected) for name in names if bench.left > 0]
     missed = [
         f"{m.backend} on {m.mix}: differs from FP32 by {max(m.output_error, m.gradient_error):.1e}, "
-        f"more than {TOLERANCE:.0e}"
+        f"more than {aims.GPU_ATTENTION:.0e}"
         for m in found
-        if not max(m.output_error, m.gradient_error) <= TOLERANCE
+        if not max(m.output_error, m.gradient_error) <= aims.GPU_ATTENTION
     ]
     if len(found) < len(names) * len(mixes(bench)):
         missed.append(f"{len(names) * len(mixes(bench)) - len(found)} cases were left out: no time was left")

@@ -20,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.profiling.hollow import hollow_source
 from ds_hydra.profiling.stage_timer import StageTimer
+from tools import aims
 from tools.gpu.bench import Bench, Findings, Table
 from tools.gpu.job import llama, new_model, save_config
 from tools.gpu.plain_loop import PlainLoop, PlainPack
@@ -27,7 +28,6 @@ from tools.gpu.plain_loop import PlainLoop, PlainPack
 FEW, MORE = 2, 6  # layers
 _COPIES = ("Memcpy", "Memset")
 OURS, OFF, PLAIN = "engine's stage", 'engine\'s stage, functions "off"', "plain model"
-AIM = 0.6  # of the kernels of the plain model, and of ours without the functions
 
 
 class Count(NamedTuple):
@@ -65,9 +65,9 @@ def measure_launches(bench: Bench) -> Findings:
     headers = ("who", f"{unit} a layer", "besides layers", "copies a layer", "host ms a layer", "whole ms a layer")
     ours, off, plain = (figures[name]["per_layer"] for name in (OURS, OFF, PLAIN))
     missed = [
-        f"the engine's stage launches {ours / other:.2f} of the {unit} of the {name} in a layer (aim {AIM})"
+        f"the engine's stage launches {ours / other:.2f} of the {unit} of the {name} in a layer (aim {aims.LAUNCHES})"
         for name, other in ((OFF, off), (PLAIN, plain))
-        if bench.full and ours > AIM * other
+        if bench.full and ours > aims.LAUNCHES * other
     ]
     return Findings(
         f"{ours:.0f} {unit} a layer, forward and backward; {plain:.0f} in the plain model",

@@ -6,13 +6,12 @@ from typing import Any
 
 from ds_hydra.engine.fits import job_memory, rank_memory
 from ds_hydra.pipe.shape import ParallelScheme
+from tools import aims
 from tools.gpu.bench import Bench, Findings, Table, gib, median_and_p90
 from tools.gpu.cost_table import table_of
 from tools.gpu.job import engine_alone, llama, new_model, sequences
 from tools.gpu.training import packs_of
 
-MEMORY_AIM = 0.08  # (predicted - measured) / measured
-MEDIAN_AIM, P90_AIM = 0.08, 0.20
 _WARM_UP = 3
 
 
@@ -43,12 +42,12 @@ def measure_prediction(bench: Bench) -> Findings:
     fullest = max(counted, key=lambda row: row["predicted_bytes"])
     excess = fullest["predicted_bytes"] / fullest["measured_bytes"] - 1.0 if fullest["measured_bytes"] else None
     missed = []
-    if bench.full and time_median > MEDIAN_AIM:
-        missed.append(f"step time: median error {time_median:.1%} is above {MEDIAN_AIM:.0%}")
-    if bench.full and time_p90 > P90_AIM:
-        missed.append(f"step time: p90 error {time_p90:.1%} is above {P90_AIM:.0%}")
-    if bench.full and (excess is None or abs(excess) > MEMORY_AIM):
-        what = "is not known" if excess is None else f"{excess:+.1%} is more than {MEMORY_AIM:.0%}"
+    if bench.full and time_median > aims.STEP_MEDIAN:
+        missed.append(f"step time: median error {time_median:.1%} is above {aims.STEP_MEDIAN:.0%}")
+    if bench.full and time_p90 > aims.STEP_P90:
+        missed.append(f"step time: p90 error {time_p90:.1%} is above {aims.STEP_P90:.0%}")
+    if bench.full and (excess is None or abs(excess) > aims.MEMORY):
+        what = "is not known" if excess is None else f"{excess:+.1%} is more than {aims.MEMORY:.0%}"
         missed.append(f"peak memory: the error {what}")
     shown = [
         (r["tokens"], r["micro_batches"], r["largest"], f"{r['measured_ms']:.1f}", f"{r['predicted_ms']:.1f}",

@@ -17,13 +17,11 @@ from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.table_file import TableFile
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.plan.step_plan import StepPlan
+from tools import aims
 from tools.gpu.bench import Bench, Findings, Table, device_name, gib, peak_tflops
 from tools.gpu.job import engine_alone, llama, new_model, num_matmul_parameters, sequences, training_flops
 from tools.gpu.plain_loop import PlainLoop, PlainPack
 
-AIM = 1.0  # tokens per second, ours over the plain loop's
-AGREEMENT = 5e-3  # largest relative difference of the first step's loss: BF16, other orders of sums
-_LEFT_OVER = 256 * 2**20  # bytes: cuBLAS keeps workspaces
 _WARM_UP = 3
 _LEAST = _WARM_UP + 5  # steps, whatever time is left
 _ROUGH_FLOPS = 4e14  # the planner must only know that work grows with the tokens
@@ -79,11 +77,13 @@ def _compare(bench: Bench, ours: Side, plain: Side, work: Work, left_over: int) 
     ratio = plain.seconds / ours.seconds
     difference = abs(ours.losses[0] - plain.losses[0]) / abs(plain.losses[0])
     missed = []
-    if bench.full and ratio < AIM:
-        missed.append(f"training: {ratio:.3f} of the plain loop's tokens per second, less than {AIM}")
-    if not difference <= AGREEMENT:
-        missed.append(f"training: losses of the first step differ by {difference:.1e}, more than {AGREEMENT:.0e}")
-    if left_over > _LEFT_OVER:
+    if bench.full and ratio < aims.GPU_TRAINING:
+        missed.append(f"training: {ratio:.3f} of the plain loop's tokens per second, less than {aims.GPU_TRAINING}")
+    if not difference <= aims.GPU_LOSS_AGREEMENT:
+        missed.append(
+            f"training: losses of the first step differ by {difference:.1e}, more than {aims.GPU_LOSS_AGREEMENT:.0e}"
+        )
+    if left_over > aims.GPU_LEFT_OVER:
         missed.append(f"training: {gib(left_over)} GiB are still taken after the engine was destroyed")
     peak = peak_tflops(device_name(bench.device))
     rows = []

@@ -17,9 +17,9 @@ from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.simulate.job import SimulatedJob
 from ds_hydra.simulate.step import Simulator
 from tests.support.random_plans import random_job, random_lengths, random_plan
+from tools import aims
 from tools.simulated.part import Part
 
-MEDIAN_AIM, P90_AIM = 0.01, 0.03
 RANKS = (8, 16, 24, 32)
 PLANS_A_CLUSTER = 9
 
@@ -67,7 +67,7 @@ def against_simulator(num_plans: int, *, timeout_s: float) -> Part:
     rows.append(("all", "", "", len(every), *_shown(every)))
     median, p90 = _quantiles(every)
     missed = []
-    for what, error, aim in (("median", median, MEDIAN_AIM), ("p90", p90, P90_AIM)):
+    for what, error, aim in (("median", median, aims.EMULATED_MEDIAN), ("p90", p90, aims.EMULATED_P90)):
         if error > aim:
             missed.append(f"{what} difference of simulator and emulated cluster is {error:.2%}, above {aim:.0%}")
     worst = sorted(every, key=lambda one: -abs(one.error))[:3]

@@ -23,9 +23,9 @@ from ds_hydra.simulate.job import SimulatedJob
 from ds_hydra.simulate.links import LinkModel
 from ds_hydra.simulate.llama import shipped_job
 from ds_hydra.simulate.step import Simulator
+from tools import aims
 from tools.simulated.part import Part
 
-AIM = 0.03  # median difference of simulated and emulated steps
 MODEL, CONTEXT, TOKENS, RANKS, NODE = "a800-7b", 32768, 50_000, 16, 8
 # Lists and V's beside each other and beside whole sequences, of several depths; all hold the context.
 STRATEGIES = (
@@ -53,7 +53,9 @@ def chunked(num_steps: int, *, timeout_s: float) -> Part:
         rows.append((name, int(own.sum()), cut, f"{np.median(emulated[own]):.0f}", *_shown(simulated[own]),
                      *_shown(predicted[own])))  # fmt: skip
     median, slices = float(np.median(np.abs(simulated))), sum(map(_slices, plans))
-    missed = [f"simulated and emulated steps differ by {median:.2%} in the median, above {AIM:.0%}"] * (median > AIM)
+    missed = [
+        f"simulated and emulated steps differ by {median:.2%} in the median, above {aims.EMULATED_CHUNKED:.0%}"
+    ] * (median > aims.EMULATED_CHUNKED)
     kept = sum(one == other for one, other in pairwise(names))
     missed += [f"{kept} steps kept the strategy of the step before"] * (kept > 0)
     missed += ["no plan cuts a sequence"] * (slices == 0)

@@ -12,11 +12,11 @@ from typing import NamedTuple
 from ds_hydra.emulate.cluster import EmulatedJob, emulate
 from ds_hydra.emulate.engine import EmulatedEngine
 from tests.support.random_plans import random_job, random_lengths, random_plan
+from tools import aims
 from tools.simulated.part import Part
 
 RANKS, STRATEGIES = 16, 12
 # Allocators settle and caches fill, by some hundred KiB; to keep one activation of each step would be ten times more.
-GROWTH = 4 << 20  # bytes that a rank may gain in the last two thirds of the steps
 
 
 class Holding(NamedTuple):
@@ -56,7 +56,7 @@ def soak(steps: int, *, timeout_s: float) -> Part:
         early = len(seen[0]) // 3
         growth = max(of_rank[-1] - of_rank[early] for of_rank in seen)
         rows.append((what, max(of_rank[early] for of_rank in seen), max(of_rank[-1] for of_rank in seen), growth))
-        if growth > (GROWTH if what == "memory" else 0):
+        if growth > (aims.GROWTH_BYTES if what == "memory" else 0):
             missed.append(f"{what} of a rank grew by {growth:,} from step {10 * (early + 1)} to step {steps}")
     summary = f"{len(ran)} steps on {RANKS} ranks without a deadlock, {len(set(ran))} strategies in turn"
     return Part("Many steps", ("held by a rank", "early", "late", "largest growth"), rows, summary,

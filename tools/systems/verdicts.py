@@ -7,14 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
+from tools import aims
 from tools.systems.cells import Cell, all_cells
 from tools.systems.measure import NAMES, OURS, SAME_LAYOUT, STATIC, Measured
 
-NOT_SLOWER = 0.99  # than any rival, in every cell
-FLAGSHIP, FLAGSHIP_GAIN = Cell("32b", 64, 32768, 200_000, "CommonCrawl"), 1.5  # over the static baseline
-MEAN_GAINS = {"Hydraulis": 1.05, "InfiniPipe": 1.15}  # where all cells were run
+FLAGSHIP = Cell("32b", 64, 32768, 200_000, "CommonCrawl")
 NUM_CELLS = len(list(all_cells()))
-MEDIAN_GAP, ENOUGH_SEQUENCES = 0.08, 20
 LITTLE = 1.05  # gains over the best rival below it are named
 
 
@@ -113,19 +111,19 @@ def published_rows(results: Sequence[Result]) -> list[dict[str, object]]:
 def missed_aims(results: Sequence[Result]) -> list[str]:
     """The aims that these cells miss."""
     missed = [
-        f"{result.cell}: {name} takes {gain:.3f} of our time, not >= {NOT_SLOWER}"
+        f"{result.cell}: {name} takes {gain:.3f} of our time, not >= {aims.SYSTEM_NOT_SLOWER}"
         for result in results
         for name in NAMES[1:]
-        if (gain := result.gain(name)) is not None and gain < NOT_SLOWER
+        if (gain := result.gain(name)) is not None and gain < aims.SYSTEM_NOT_SLOWER
     ]
     for result in results:
         gain = result.gain(STATIC)
-        if result.cell == FLAGSHIP and gain is not None and gain < FLAGSHIP_GAIN:
-            missed.append(f"{result.cell}: {STATIC} takes {gain:.2f} of our time, not >= {FLAGSHIP_GAIN}")
+        if result.cell == FLAGSHIP and gain is not None and gain < aims.SYSTEM_FLAGSHIP:
+            missed.append(f"{result.cell}: {STATIC} takes {gain:.2f} of our time, not >= {aims.SYSTEM_FLAGSHIP}")
         gap = result.ours.gap
-        if result.fewest_sequences >= ENOUGH_SEQUENCES and gap > MEDIAN_GAP:
-            missed.append(f"{result.cell}: our median gap is {gap:.3f}, not <= {MEDIAN_GAP}")
-    for name, least in MEAN_GAINS.items():
+        if result.fewest_sequences >= aims.ENOUGH_SEQUENCES and gap > aims.SYSTEM_GAP:
+            missed.append(f"{result.cell}: our median gap is {gap:.3f}, not <= {aims.SYSTEM_GAP}")
+    for name, least in aims.SYSTEM_MEANS.items():
         gains = [gain for result in results if (gain := result.gain(name)) is not None]
         if len(results) == NUM_CELLS and gains and statistics.fmean(gains) < least:
             missed.append(f"{name} takes {statistics.fmean(gains):.3f} of our time in the mean, not >= {least}")

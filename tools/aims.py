@@ -1,0 +1,79 @@
+"""The aims: every bound that a tool judges by, once, with what it is of. Tools and the suite's tests read them here.
+
+A tool that misses one exits non-zero, and so does `python -m tools.check`, which runs them all. Bounds that follow from
+a row, such as what a case's number format allows, stand with the rows; what nobody judges by, such as the time after
+which a tool that stands still is stopped, stands in the tool.
+"""
+
+from __future__ import annotations
+
+# The code's shape, in lines, and what a signature may ask of a reader: structure, tests/pure/test_layers.py.
+MAX_FILE, MAX_ENGINE_FILE, MAX_FUNCTION = 400, 250, 80
+MAX_DIRECT = 8  # files directly in ds_hydra/
+MIN_COMMENTS = 0.045  # of the lines that are not empty
+MAX_POSITIONAL, MAX_WIDE = 7, 10  # a function with more parameters is wide; so many may be
+
+QUICK_CPU_S = 120.0  # of each tool's quick form, ranks included: a minute on two cores
+
+# Predictions, relative: bench_prediction, check_cost_model, check_devices, check_chunks, bench_gpu.
+STEP_MEDIAN, STEP_P90 = 0.08, 0.20  # of a step's time
+CHUNKED_ERROR = 1.5  # times that error, with chunks and split backwards
+MEMORY = 0.08  # of a rank's peak
+HELD_OUT_MEDIAN, HELD_OUT_P90 = 0.05, 0.12  # of micro-batches that a cost table was not fitted to
+COEFFICIENT = 0.05  # of one that a fit calls identifiable, from times with 3 % noise
+PUBLISHED_CHOICE = 0.03  # by how much the fastest may be faster than what a paper chose, by the model
+
+# The planner: bench_planner, bench_systems, check_chunks, check_swap.
+PLAN_MS = {64: 10.0, 1024: 150.0}  # of CPU, by ranks, the median step
+PLAN_GAP = {64: 0.025, 1024: 0.01}  # certified, the median step
+PROPOSAL_S = {(64, False): 2, (64, True): 20, (1024, False): 5, (1024, True): 60}  # of CPU, by ranks, thorough or not
+SIMULATED_MS = {"CommonCrawl-like": 3650.0, "Wikipedia": 4200.0, "pretraining": 4450.0}  # a step of 32B, 64 GPUs
+CHUNKED_GAIN = {"CommonCrawl-like": 0.02, "Wikipedia": 0.04, "pretraining": 0.07}  # of chunks: 7B, 32 GPUs
+CHUNKED_MS = {"CommonCrawl-like": 3410.0, "Wikipedia": 3530.0, "pretraining": 3740.0}  # the same, with chunks
+PROPOSAL_CHUNKED_S = 60.0  # of CPU, with long contexts
+RECOMPUTED_GAP = 0.02  # of what is computed again, in the mean of a scheme
+SYSTEM_NOT_SLOWER = 0.99  # our time over any rival's, in every cell
+SYSTEM_FLAGSHIP = 1.5  # the static baseline's time over ours
+SYSTEM_MEANS = {"Hydraulis": 1.05, "InfiniPipe": 1.15}  # the rival's time over ours, in the mean of all cells
+SYSTEM_GAP, ENOUGH_SEQUENCES = 0.08, 20  # our median gap, in cells whose steps have so many sequences
+WAIT_FOR_PLAN_MS = 10.0  # in a step of 64 ranks
+SIMULATOR_S = 2.0  # of CPU, for a step on 1024 ranks
+
+# Simulated, emulated and real steps: check_emulation.
+EMULATED_TO_REAL = 0.06  # median of the relative errors
+EMULATED_MEDIAN, EMULATED_P90 = 0.01, 0.03  # of the simulator's step
+EMULATED_CHUNKED = 0.03  # the same, median, with chunks
+GROWTH_BYTES = 4 << 20  # of a rank, in the last two thirds of many steps
+
+# Equality with other programs: check_swap, check_families, bench_deepspeed, bench_gpu, tests/gpu/.
+SWAP_LOSS = 1e-6  # of FP32 losses, relative
+SWAP_WEIGHTS = 1e-4  # of FP32 weights: Adam makes a step of what rounding leaves of a gradient that is nearly zero
+FAMILIES_EQUAL = 80  # classes of models that are equal under all shapes
+DEEPSPEED_AGREEMENT = 1e-5  # of loss and gradient norm from equal parameters in FP32
+GPU_LOSS_AGREEMENT = 5e-3  # of the first step's loss: BF16, other orders of sums
+GPU_ATTENTION = 2e-2  # BF16 against FP32, relative to the largest entry
+
+# What runs cost: bench_checkpoint, bench_lnk, check_chunks, check_devices, bench_gpu.
+SAVE = 1.0  # the time and the bytes of a checkpoint over DeepSpeed's
+WATCHED_STEP = 1.01  # the time of a step with heartbeats and checks over one without
+MOVED = 1.0  # the time of a transfer over gloo's for the same bytes
+MODELS_ENTERED = 3  # a node, in schemes of one strategy: ranks of each bring in what they own, or as much
+TRANSFER_PLAN_S = 1.0  # an alarm: planning takes about a tenth of it where the machine does nothing else
+LAUNCHES = 0.6  # over the plain model's in a layer, and over ours without the functions
+CHUNKED_WORK = {("list, slices", "tp2pp4"): 1.20, ("V, slices", "tp2pp4"): 1.16}  # a stage's time over pure work
+EXPOSED = {25e9: 0.06, 50e9: 0.01}  # of a step, by bytes/s between nodes for each GPU: pulls and pushes
+BETWEEN_STEPS = 0.02  # of a step
+BETWEEN_MESSAGES = 2  # small ones, between two steps
+HAND_OUT_MS = 5.0  # of CPU, for the buffers of a step
+CHARGED = 0.01  # of what was started, or stood still
+GRADIENTS_BESIDE = 0.02  # of all that a rank has: what FP32 gradients may change beside the gradients
+LINKS_BUILT_S = 1.0
+LOADING = 1.1  # the rise of a rank's peak over its masters and the largest parameter
+HEARTBEATS = 0.01  # of a core
+SOCKETS = 5  # of a rank whose groups connect when they talk; a group that connects all pairs takes 11
+GROUPS, MEETINGS, PAIRS, GROUP_SOCKETS = 24, 24, 256, 64  # of a rank, or of all
+GPU_TRAINING = 1.0  # our tokens per second over the plain loop's
+GPU_LEFT_OVER = 256 * 2**20  # bytes after an engine was destroyed: cuBLAS keeps workspaces
+
+# After a fault: check_faults, tests/gloo/.
+DEAD_S, FROZEN_S = 3.0, 12.0  # until all ranks have ended, where one is dead, or stands still
