@@ -27,6 +27,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ds_hydra.pipe.pinned import on_device
+
 _M1, _M2, _GOLDEN, _WORD = 0x7FEB352D, 0x846CA68B, 0x9E3779B9, 0xFFFFFFFF
 _HEADS = 0x85EBCA6B  # sets the columns of heads apart from those of features
 
@@ -133,7 +135,7 @@ class AttentionDropout:
 @lru_cache(maxsize=64)
 def _column_keys(columns: range, device: torch.device) -> Tensor:
     numbers = np.arange(columns.start, columns.stop, dtype=np.uint32) * np.uint32(_GOLDEN)
-    return torch.from_numpy(_mix_array(numbers).view(np.int32)).to(device)
+    return on_device(torch.from_numpy(_mix_array(numbers).view(np.int32)), device)
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import os
 import sys
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,7 +22,11 @@ from ds_hydra.host import devices, launch
 from ds_hydra.host.devices import Flags, before_devices_start
 from ds_hydra.pipe.attention import backends, flash_3
 from ds_hydra.pipe.attention.backends import choose_backend, per_sequence_sdpa, torch_varlen
+from ds_hydra.pipe.dropout import _column_keys
+from ds_hydra.pipe.models.draws import Keys
 from ds_hydra.pipe.models.layer_list import LayerList
+from ds_hydra.pipe.models.positions import _by_length
+from ds_hydra.pipe.rows import Pack
 from ds_hydra.zero_hetero.errors import ConfigError
 
 
@@ -294,3 +299,43 @@ def test_flash_attn_adds_up_in_one_order_where_it_is_asked_to(
     backends.flash_attn(q, q, q, backends.Segments.whole((10,)), 1.0, None, None)
     held.close()
     assert asked == [deterministic]
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Copies to a GPU for which the host would wait: of memory that can be paged out, or not asked to go on."""
+    found: list[str] = []
+    pinned: list[torch.Tensor] = []
+
+    def pin(self: torch.Tensor) -> torch.Tensor:
+        pinned.append(self.clone())
+        return pinned[-1]
+
+    def copied(self: torch.Tensor, device: Any, *, non_blocking: bool = False) -> torch.Tensor:
+        if not non_blocking or not any(self is one for one in pinned):
+            found.append(f"{tuple(self.shape)}")
+        return self
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    monkeypatch.setattr(torch.Tensor, "to", copied)
+    return found
+
+
+def test_the_host_waits_for_no_copy_of_a_micro_batch(waits: list[str]) -> None:
+    cuda: Any = torch.device("cuda", 0)
+    keys = Keys.of(Pack((3, 2)), cuda)
+    assert keys.row.shape == (5,)
+    _column_keys.__wrapped__(range(7), cuda)
+    backends._bounds.__wrapped__(backends.Segments.whole((3, 2)), cuda)
+    position_ids = mock.MagicMock(device=cuda)
+    rows = iter((5, 6))  # as they are, and with one that lies beyond
+    rotary: Any = SimpleNamespace(
+        forward=lambda x, position_ids: (torch.zeros(1, next(rows), 2),),
+        config=SimpleNamespace(rope_parameters={"original_max_position_embeddings": 2}),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "cat", lambda parts, dim: None)
+        patch.setattr(torch, "full_like", lambda like, value: None)
+        (table,) = _by_length(rotary, {None: "longrope"}, lambda: Pack((3, 2)))(None, position_ids)
+    assert table.shape == (1, 5, 2)
+    assert waits == []

@@ -16,6 +16,7 @@ from ds_hydra.data.tokens import TokenSequence
 from ds_hydra.pipe.contexts import Contexts
 from ds_hydra.pipe.dropout import sequence_key
 from ds_hydra.pipe.loss import IGNORED
+from ds_hydra.pipe.pinned import readable
 from ds_hydra.pipe.rows import Balance, Chunk, MicroBatch, Pack, position_ids
 from ds_hydra.pipe.stage import StagePlace
 from ds_hydra.plan.phase import MicroBatchPlan, Span
@@ -151,13 +152,13 @@ def _build(
         lengths, keys = (*lengths, padding), (*keys, 0)
     pack = Pack(lengths, place.sp_rank, place.stage.sp, place.sp_group, keys, row.chunk, place.overlap)
     start, stop = pack.local
-    positions = _readable(position_ids(lengths, start, stop, past=pack.past), device).unsqueeze(0)
+    positions = readable(torch.from_numpy(position_ids(lengths, start, stop, past=pack.past)), device).unsqueeze(0)
     labels = weights = None
     tokens, targets, scale, counted = _fill(row, pack, place, load, loss_norm)
-    input_ids = _readable(tokens[start:stop], device).unsqueeze(0)
+    input_ids = readable(torch.from_numpy(tokens[start:stop]), device).unsqueeze(0)
     if place.is_last:
-        labels = _readable(targets[start:stop], device)
-        weights = _readable(scale[start:stop], device)
+        labels = readable(torch.from_numpy(targets[start:stop]), device)
+        weights = readable(torch.from_numpy(scale[start:stop]), device)
     return MicroBatch(pack, positions, input_ids, labels, weights), counted, padding
 
 
@@ -174,14 +175,7 @@ def _balance(row: _Row, pack: Pack, load: Load, loss_norm: str, device: torch.de
             counts = count if loss_norm == "token" else min(1, count)
             weights[index] = weight * counts / pack.whole_lengths[index] ** 2
     sequence = np.repeat(np.arange(len(pack.lengths)), pack.lengths)[start:stop]
-    return Balance(_readable(sequence, device), _readable(weights, device))
-
-
-def _readable(values: npt.NDArray[np.generic], device: torch.device) -> Tensor:
-    """In memory that cannot be paged out, from which a device copies by itself: for a copy from other memory the host
-    would have to wait."""
-    host = torch.from_numpy(values)
-    return host if device.type == "cpu" else host.pin_memory()
+    return Balance(readable(torch.from_numpy(sequence), device), readable(torch.from_numpy(weights), device))
 
 
 def _copy(batch: MicroBatch, device: torch.device) -> MicroBatch:

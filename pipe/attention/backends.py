@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ds_hydra.pipe.contexts import Context
 from ds_hydra.pipe.dropout import AttentionDropout
+from ds_hydra.pipe.pinned import on_device
 from ds_hydra.pipe.rows import Pack
 from ds_hydra.pipe.ulysses import HeadGroup, over_heads
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -284,11 +285,10 @@ def _bounds(segments: Segments, device: torch.device) -> tuple[Tensor, Tensor, i
     The first two are (sequences + 1,). Both kernels let the last query of a sequence see its last key.
     """
     # Lengths 3, 5 and 2 give 0 3 8 10: sequence i has the tokens bounds[i] .. bounds[i + 1] - 1, and a token attends
-    # only within its own, so no mask of 10 x 10 is made. The numbers come from the host, from memory that a device
-    # reads by itself, once for all layers of a micro-batch and those that are computed again: nothing waits.
-    pinned = device.type == "cuda"
+    # only within its own, so no mask of 10 x 10 is made. The numbers come from the host once for all layers of a
+    # micro-batch and those that are computed again.
     found = [
-        torch.tensor((0, *accumulate(sizes)), dtype=torch.int32, pin_memory=pinned).to(device, non_blocking=True)
+        on_device(torch.tensor((0, *accumulate(sizes)), dtype=torch.int32), device)
         for sizes in dict.fromkeys(segments)  # queries and keys of whole sequences are the same
     ]
     return found[0], found[-1], max(segments.queries), max(segments.keys)

@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from ds_hydra.pipe.attention.interface import let_attention_drop
 from ds_hydra.pipe.dropout import AttentionDropout, drop, keep_mask, place_key, token_keys, uniform
 from ds_hydra.pipe.models.random_calls import DROPOUTS, FROM_UNIFORM, dropout_of, has_rule, random_call
+from ds_hydra.pipe.pinned import on_device
 from ds_hydra.pipe.rows import Pack
 from ds_hydra.zero_hetero.errors import ConfigError
 
@@ -49,8 +50,7 @@ class Keys(NamedTuple):
     @classmethod
     def of(cls, pack: Pack, device: torch.device) -> Keys:
         """Keys of a pack; of one without keys, those of the sequences 0, 1, ..."""
-        row = token_keys(pack.lengths, pack.keys or range(len(pack.lengths)), past=pack.past)
-        row = row.to(device, non_blocking=True)
+        row = on_device(token_keys(pack.lengths, pack.keys or range(len(pack.lengths)), past=pack.past), device)
         start, stop = pack.local
         return cls(row, row[start:stop])
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ds_hydra.pipe.models.graph import tensors_in
 from ds_hydra.pipe.models.refusals import known_tokens
+from ds_hydra.pipe.pinned import on_device
 from ds_hydra.pipe.rows import Pack
 from ds_hydra.zero_hetero.errors import ConfigError
 
@@ -179,7 +180,7 @@ def _by_length(module: Any, kinds: dict[str | None, str], pack_of: Callable[[], 
         start, stop = pack.local
         sizes = zip(pack.whole_lengths, pack.lengths, strict=True)
         of_row = [whole > limit for whole, length in sizes for _ in range(length)][start:stop]
-        is_long = torch.tensor(of_row, device=position_ids.device)[:, None]
+        is_long = on_device(torch.tensor(of_row), position_ids.device)[:, None]
         return tuple(torch.where(is_long, a, b) for a, b in zip(long, short, strict=True))
 
     return tables
