@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -63,22 +64,23 @@ def apart(groups: Iterable[Ranks]) -> list[tuple[Ranks, ...]]:
 
 
 def make_groups(
-    everyone: dist.ProcessGroup, groups: Sequence[Ranks], timeout: timedelta | None = None
+    everyone: dist.ProcessGroup, groups: Sequence[Ranks], timeout: timedelta | None = None, options: Any = None
 ) -> dist.ProcessGroup | None:
     """Make groups that have no rank in common, out of all ranks, and return the one that this rank got.
 
     Where the backend can split a group (NCCL, on a device that it knows), one call makes all of them. Elsewhere every
-    rank makes each of them, and gets None if it is in no one. Every rank must call it, with the same groups.
+    rank makes each of them, and gets None if it is in no one. Every rank must call it, with the same groups and options
+    of their backend.
     """
     rank = dist.get_rank(everyone)
     if everyone.bound_device_id is None:
-        found = [(ranks, dist.new_group(list(ranks), timeout)) for ranks in groups]
+        found = [(ranks, dist.new_group(list(ranks), timeout, pg_options=options)) for ranks in groups]
         return next((group for ranks, group in found if rank in ranks), None)
     # Who is in none of them gets a group of its own: torch names a group by how many its ranks have made, and all of
     # them must have made equally many.
     others = set(range(dist.get_world_size(everyone))).difference(*groups)
     parts = [list(ranks) for ranks in groups] + [[other] for other in sorted(others)]
-    return dist.split_group(everyone, parts, timeout)
+    return dist.split_group(everyone, parts, timeout, options)
 
 
 class GroupCache:

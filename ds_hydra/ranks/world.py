@@ -13,6 +13,8 @@ import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +22,7 @@ import torch.distributed as dist
 from ds_hydra.pipe.placement import Strategy
 from ds_hydra.ranks.channel import AHEAD_TAG, Channel
 from ds_hydra.ranks.groups import GroupCache, Ranks, make_groups, needed_groups, pairs_connect_when_used
+from ds_hydra.ranks.nccl import nccl_options
 from ds_hydra.ranks.telling import Telling
 from ds_hydra.zero_hetero.clock import Clock, clock_of
 from ds_hydra.zero_hetero.collectives import Collectives, GroupCollectives, MessageCollectives
@@ -52,7 +55,7 @@ class World:
     lane: Lane  # where their later steps are begun
     clock: Clock  # dates what this rank does
     _gloo: bool  # the default group is gloo's, which needs no groups of teams
-    _shared: tuple[dist.ProcessGroup, ...] = field(repr=False)  # of all ranks: those of links and edges
+    _shared: tuple[dist.ProcessGroup, ...] = field(repr=False)  # of all ranks: torch's, those of links and edges
     _made: list[dist.ProcessGroup] = field(repr=False)
 
     @classmethod
@@ -66,14 +69,14 @@ class World:
         rank, num_ranks = dist.get_rank(everyone), dist.get_world_size(everyone)
         made: list[dist.ProcessGroup] = []
 
-        def make(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
-            group = dist.new_group(list(ranks), timedelta(seconds=timeout_s), backend)
+        def make(ranks: Sequence[int], backend: str | None = None, options: Any = None) -> dist.ProcessGroup:
+            group = dist.new_group(list(ranks), timedelta(seconds=timeout_s), backend, options)
             if group is not dist.GroupMember.NON_GROUP_MEMBER:
                 made.append(group)
             return group
 
-        def make_apart(groups: Sequence[Ranks]) -> dist.ProcessGroup | None:
-            own = make_groups(everyone, groups, timedelta(seconds=timeout_s))
+        def make_apart(options: Any, groups: Sequence[Ranks]) -> dist.ProcessGroup | None:
+            own = make_groups(everyone, groups, timedelta(seconds=timeout_s), options)
             if own is not None:
                 made.append(own)
             return own
@@ -83,11 +86,14 @@ class World:
         with contextlib.nullcontext() if gloo else pairs_connect_when_used():
             control = everyone if gloo else make(range(num_ranks), "gloo")
             background = make(range(num_ranks), "gloo")  # a save in the background must not meet training
-        # NCCL runs one group's messages in the order they were started: pipelines get a communicator of their own.
-        edges = everyone if gloo else make(range(num_ranks))
+        # NCCL runs one group's messages in the order they were started: pipelines get a communicator of their own, and
+        # so do pulls and pushes, as the default group was made by others, with what it takes of the device.
+        quiet, urgent = (None, None) if gloo else (nccl_options(background=True), nccl_options(urgent=True))
+        pulls = everyone if gloo else make(range(num_ranks), options=quiet)
+        edges = everyone if gloo else make(range(num_ranks), options=nccl_options(background=True, urgent=True))
         # Twins trade while the model's collectives run, and all that shares a communicator ends in one order.
-        groups, teams = GroupCache(rank, make_apart), GroupCache(rank, make_apart)
-        links = TorchTransport(everyone, max_open_receives=_OPEN_RECEIVES)
+        groups, teams = (GroupCache(rank, partial(make_apart, options)) for options in (urgent, quiet))
+        links = TorchTransport(pulls, max_open_receives=_OPEN_RECEIVES)
         return cls(
             rank=rank,
             num_ranks=num_ranks,
@@ -105,7 +111,7 @@ class World:
             lane=HostLane(early=not gloo) if device.type == "cpu" else DeviceLane(device),
             clock=clock_of(device),
             _gloo=gloo,
-            _shared=(everyone, edges) if num_ranks > 1 else (),
+            _shared=(everyone, pulls, edges) if num_ranks > 1 else (),
             _made=made,
         )
 

@@ -19,7 +19,7 @@ from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.ranks import channel as channels
 from ds_hydra.ranks import world as worlds
 from ds_hydra.ranks.channel import Channel
-from ds_hydra.ranks.groups import GroupCache, apart, make_groups
+from ds_hydra.ranks.groups import GroupCache, apart, make_groups, needed_groups
 from ds_hydra.ranks.nodes import ranks_of_a_node
 from ds_hydra.ranks.world import World
 from ds_hydra.step.connections import teams_of
@@ -93,7 +93,7 @@ def test_one_call_splits_a_group_that_knows_its_device() -> None:
     with mock.patch.multiple(dist, split_group=mock.DEFAULT, **ranks) as patched:
         patched["split_group"].return_value = "own"
         assert make_groups(everyone, [(0, 1), (3, 4)]) == "own"
-    patched["split_group"].assert_called_once_with(everyone, [[0, 1], [3, 4], [2], [5]], None)
+    patched["split_group"].assert_called_once_with(everyone, [[0, 1], [3, 4], [2], [5]], None, None)
 
 
 def test_a_rank_alone_talks_to_itself() -> None:
@@ -208,6 +208,44 @@ def test_a_job_asks_the_hosts_for_the_size_of_its_nodes(launcher: dict[str, str]
             return small_engine(rank).crew.world.node_size
 
     assert run_ranks(start, 4) == [size] * 4
+
+
+class Nccl:
+    """What of torch's NCCL backend is asked for."""
+
+    class Options:
+        def __init__(self, is_high_priority_stream: bool = False):
+            self.first, self.config = is_high_priority_stream, SimpleNamespace(max_ctas=None)
+
+
+def test_groups_take_as_much_of_a_device_as_their_part_allows() -> None:
+    """Pulls, pushes and stages few multiprocessors; what computing waits for comes first."""
+    placed = place_strategy(StrategyShape.parse("2*tp2"), 4, 2)
+
+    def options_of_groups(rank: int) -> list[tuple[int, bool, int | None]]:
+        noted: list[tuple[int, bool, int | None]] = []
+        make = dist.new_group
+
+        def new_group(ranks: Any, timeout: Any = None, backend: Any = None, pg_options: Any = None) -> Any:
+            if pg_options is not None:
+                noted.append((len(ranks), pg_options.first, pg_options.config.max_ctas))
+            assert (pg_options is None) == (backend == "gloo")
+            return make(ranks, timeout, backend)
+
+        with (
+            mock.patch.object(dist, "get_backend", return_value="nccl"),
+            mock.patch.object(dist, "ProcessGroupNCCL", Nccl, create=True),
+            mock.patch.object(dist, "new_group", new_group),
+        ):
+            world = World.of_process(torch.device("cpu"), node_size=2, timeout_s=60)
+            world.groups.create(needed_groups(placed))
+            world.teams.create(teams_of(placed, 2))
+        assert world.links.group is not dist.group.WORLD  # type: ignore[attr-defined]
+        world.close()
+        return noted
+
+    of_all, of_tensor_parallel, of_twins = [(4, False, 8), (4, True, 8)], [(2, True, None)] * 2, [(2, False, 8)] * 2
+    assert run_ranks(options_of_groups, 4) == [of_all + of_tensor_parallel + of_twins] * 4
 
 
 def test_operators_that_add_up_in_one_order_suffice_for_training() -> None:

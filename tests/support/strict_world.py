@@ -77,7 +77,9 @@ class OnDevices:
     def get_backend(self, group: dist.ProcessGroup) -> str:
         return "nccl"
 
-    def new_group(self, ranks: Any, timeout: Any = None, backend: str | None = None) -> dist.ProcessGroup:
+    def new_group(
+        self, ranks: Any, timeout: Any = None, backend: str | None = None, options: Any = None
+    ) -> dist.ProcessGroup:
         group = dist.new_group(ranks, timeout, backend)
         if backend == "gloo":
             self._of_hosts.add(group)

@@ -1,10 +1,10 @@
 """Groups, connections and descriptors of one rank, counted from what the engine makes at start for a 7B job.
 
 A group is a communicator of the device's network, for tensor and sequence parallel ranks and for twins; three more are
-of all ranks. Those of one width that have no rank in common are made in one meeting of all ranks where the backend can
-split a group. Pairs are those that pulls, pushes and stages connect besides. Sockets are those of the gloo groups of
-all ranks, whose pairs connect when they first talk, and of the watchdog: two groups stay, a third one is there until
-the world is made.
+of all ranks: torch's default one, that of pulls and pushes, and that of stages. Those of one width that have no rank in
+common are made in one meeting of all ranks where the backend can split a group. Pairs are those that pulls, pushes and
+stages connect besides. Sockets are those of the gloo groups of all ranks, whose pairs connect when they first talk, and
+of the watchdog: two groups stay, a third one is there until the world is made.
 """
 
 from __future__ import annotations
