@@ -13,6 +13,7 @@ with --fast, what makes large models and many devices possible:
   launches    operators that a layer launches, with functions in place of the model's chains and without
   max_len     the longest sequences of a 32B model on 64 GPUs, by the memory model, beside published ones
   operations  messages and collectives of a step's pulls and pushes, and how long their links take to build
+  order       drawn jobs under a transport with NCCL's rules, all that a rank starts in one queue
   overlap     what is exposed of pulls and pushes between nodes, by the simulation of steps
   emulated    the same steps on emulated clusters of 16 and 32 ranks, beside the simulation
   groups      communicators, the meetings that make them, connections and sockets of a rank
@@ -40,6 +41,7 @@ from tools.devices.loading import memory_of_loading
 from tools.devices.max_len import longest_sequences
 from tools.devices.messages import handing_out
 from tools.devices.operations import operations
+from tools.devices.order import order
 from tools.devices.overlap import overlap
 from tools.devices.peak import predicted_and_measured
 from tools.devices.sockets import sockets
@@ -58,6 +60,7 @@ FAST: dict[str, Callable[[bool], Table]] = {
     "launches": launches,
     "max_len": longest_sequences,
     "operations": operations,
+    "order": order,
     "overlap": overlap,
     "emulated": emulated,
     "groups": groups,

@@ -45,6 +45,7 @@ def job_of_config(
     )  # fmt: skip
     job = SimulatedJob(
         source.plan, source.width(min(1, source.plan.num_layers - 1)), found, links, num_ranks, dtype.itemsize,
-        memory, memory.wire_bytes,
+        memory, memory.wire_bytes, memory.grad_bytes or max(memory.param_bytes, memory.master_bytes),
+        lanes=measured is None or not measured.threads,  # a table of CPUs has those of a rank
     )  # fmt: skip
     return job.with_costs_of(strategies)

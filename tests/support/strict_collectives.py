@@ -51,6 +51,8 @@ class StrictCollectives(Owner):
     def call(self, original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         """A collective, by the arguments of torch's; what torch returns."""
         arguments["group"] = group = arguments["group"] or dist.distributed_c10d._get_default_group()
+        if type(group) is not dist.ProcessGroup:  # a stand-in for one, in a stage that is built on trial
+            return original(**arguments)
         line = self._line_of(group)
         if line is None:
             self.compare(original.__name__, arguments, "")

@@ -50,7 +50,7 @@ class Line:
     """Runs operations one after the other, in the order in which they are started."""
 
     def __init__(self) -> None:
-        self.failure: StrictError | None = None
+        self.failure: Exception | None = None
         self._queue: queue.SimpleQueue[Operation | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, daemon=True, name="strict line")
         self._thread.start()
@@ -69,7 +69,7 @@ class Line:
             if self.failure is None:
                 try:
                     operation.run()
-                except StrictError as error:
+                except Exception as error:  # whatever it is, whoever waits for the operation must hear of it
                     self.failure = error
             operation.over.set()
 
