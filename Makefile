@@ -1,5 +1,6 @@
 # make venv: set up .venv       make demo: what this is for, in minutes   make train: train the example
 # make test: linters and tests  make bench: ours and every rival
+# make first-hour: what the first hour on GPUs should show, row by row
 # make check: every tool's quick form, in minutes   make check-all: their whole forms, in hours
 # PIP_ARGS goes to every pip install, e.g. PIP_ARGS="--index-url ..." for another build of torch.
 
@@ -15,7 +16,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_AR
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch_extensions
 export PYTHONUNBUFFERED := 1
 
-.PHONY: venv demo train bench check check-all test test-training test-jobs test-ranks test-models test-pure lint kernels clean
+.PHONY: venv demo train bench first-hour check check-all test test-training test-jobs test-ranks test-models test-pure lint kernels clean
 
 venv: $(STAMP)
 
@@ -42,6 +43,9 @@ demo: $(STAMP)
 bench: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tools.bench_systems --ablation --curves 10 --emulate 5 \
 		--json benchmarks/systems.json --plots benchmarks
+
+first-hour: $(STAMP) kernels
+	$(BIN)/python -m tools.first_hour
 
 # OMP_NUM_THREADS is left as it is: tools must work without it.
 check: $(STAMP) kernels

@@ -23,6 +23,8 @@ HELD_OUT_MEDIAN, HELD_OUT_P90 = 0.05, 0.12  # of micro-batches that a cost table
 COEFFICIENT = 0.05  # of one that a fit calls identifiable, from times with 3 % noise
 PUBLISHED_CHOICE = 0.03  # by how much the fastest may be faster than what a paper chose, by the model
 
+HOSTS_BYTES, HOSTS_STEP = 0.02, 0.10  # of bytes between two hosts; of a step's time there, the median strategy
+
 # The planner: bench_planner, bench_systems, check_chunks, check_swap.
 PLAN_MS = {64: 10.0, 1024: 150.0}  # of CPU, by ranks, the median step
 PLAN_GAP = {64: 0.025, 1024: 0.01}  # certified, the median step

@@ -18,6 +18,7 @@ with --fast, what makes large models and many devices possible:
   emulated    the same steps on emulated clusters of 16 and 32 ranks, beside the simulation
   groups      communicators, the meetings that make them, connections and sockets of a rank
   sockets     sockets of a rank while a job of 12 starts, counted in its process
+  two_hosts   bytes between two hosts and times of steps there, counted and simulated against measured
   heartbeats  what rank 0's watchdog takes of a core
   between     what passes between two steps, and small messages of a step
 
@@ -47,6 +48,7 @@ from tools.devices.peak import predicted_and_measured
 from tools.devices.sockets import sockets
 from tools.devices.table import Table
 from tools.devices.times import time_attribution
+from tools.devices.two_hosts import two_hosts
 
 # Each makes one table, told whether it should be quick. They run in this order.
 TABLES: dict[str, Callable[[bool], Table]] = {
@@ -65,6 +67,7 @@ FAST: dict[str, Callable[[bool], Table]] = {
     "emulated": emulated,
     "groups": groups,
     "sockets": sockets,
+    "two_hosts": two_hosts,
     "heartbeats": heartbeats,
     "between": between_steps,
 }

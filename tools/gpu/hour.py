@@ -1,0 +1,138 @@
+"""Rows of the first hour on GPUs that no part of the benchmark has: `python -m tools.gpu.hour WHAT`.
+
+`device` shows the devices and that they are free; `turns` trains a small model by all strategies in turn; `equal`
+compares losses in FP32 with those of one device; `killed` ends a rank; `traces` records some steps.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ds_hydra.report.plots import read_steps
+from tools.gpu.job import LAUNCHER, free_port
+from tools.gpu.several import ROOT, STRATEGIES
+
+FREE = 0.97  # of a device's memory, before anything runs on it
+EQUAL = 1e-5  # relative, of the first step's loss
+ENDED_S = 3.0  # the others, after a rank's death
+DEAD, OTHERS_FAULT = -9, 75
+
+
+def devices() -> list[str]:
+    """What is wrong with the devices."""
+    if not torch.cuda.is_available():
+        print(f"torch {torch.__version__}, no CUDA device")
+        return []
+    if shutil.which("nvidia-smi"):
+        print(subprocess.run(["nvidia-smi", "topo", "-m"], stdout=subprocess.PIPE, text=True).stdout)
+    print(f"torch {torch.__version__}, CUDA {torch.version.cuda}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
+    wrong = []
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        print(
+            f"device {index}: {torch.cuda.get_device_name(index)}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
+        )
+        if free < FREE * total:
+            wrong.append(f"device {index} has {free / total:.0%} of its memory free: something else runs there")
+    return wrong
+
+
+def num_ranks() -> int:
+    """As many as there are devices, of those that have strategies; two on a CPU."""
+    return max((number for number in STRATEGIES if number <= torch.cuda.device_count()), default=2)
+
+
+def turns(one_queue: bool) -> list[str]:
+    """All strategies in turn, without a hang."""
+    with tempfile.TemporaryDirectory() as folder:
+        codes, _ = launch(num_ranks(), folder, STRATEGIES[num_ranks()], steps=8, one_queue=one_queue)
+    return [f"rank {rank} ended with {code}" for rank, code in enumerate(codes) if code]
+
+
+def equal() -> list[str]:
+    """The first step's loss of each strategy, in FP32, beside that of one rank."""
+    losses, wrong = {}, []
+    for strategy in ("tp1", *STRATEGIES[num_ranks()]):
+        ranks = 1 if strategy == "tp1" else num_ranks()
+        with tempfile.TemporaryDirectory() as folder:
+            codes, _ = launch(ranks, folder, [strategy], steps=1)
+            if any(codes):
+                return [f"{strategy}: the ranks ended with {codes}"]
+            losses[strategy] = read_steps(str(Path(folder, "steps.jsonl")))[0][0]["loss"]
+        off = abs(losses[strategy] / losses["tp1"] - 1)
+        print(f"{strategy}: {losses[strategy]:.8f}, {off:.1e} from one rank")
+        if not off <= EQUAL:
+            wrong.append(f"{strategy}: the loss is {off:.1e} from that of one rank (aim {EQUAL:.0e})")
+    return wrong
+
+
+def killed() -> list[str]:
+    """How the others end when the last rank is killed."""
+    ranks = num_ranks()
+    with tempfile.TemporaryDirectory() as folder:
+        codes, seconds = launch(ranks, folder, STRATEGIES[ranks], steps=1000, killed=True)
+    print(f"exit codes {codes}, after {seconds:.1f} s")
+    wrong = [f"rank {rank} ended with {code}, not {OTHERS_FAULT}" for rank, code in enumerate(codes[:-1])
+             if code != OTHERS_FAULT]  # fmt: skip
+    if codes[-1] != DEAD:
+        wrong.append(f"rank {ranks - 1} was to be killed, and ended with {codes[-1]}")
+    late = torch.cuda.is_available() and seconds > ENDED_S  # ranks that share cores may be late for that alone
+    return wrong + ([f"the others took {seconds:.1f} s (aim {ENDED_S:g})"] if late else [])
+
+
+def traces() -> list[str]:
+    """Steps with the profiler's trace, whose files are named."""
+    folder = Path(tempfile.mkdtemp(prefix="first-hour-"))
+    codes, _ = launch(num_ranks(), str(folder), STRATEGIES[num_ranks()], steps=20, traced=True)
+    found = sorted(folder.glob("*.json"))
+    print(f"{len(found)} traces in {folder}")
+    return [f"the ranks ended with {codes}"] if any(codes) or not found else []
+
+
+def launch(ranks: int, folder: str, strategies: Sequence[str], **job: Any) -> tuple[list[int], float]:
+    """Exit codes of a job's ranks, and seconds between the end of the first and of the last one.
+
+    No launcher that would itself end the others when one is dead.
+    """
+    environment = {key: value for key, value in os.environ.items() if key not in LAUNCHER} | {"OMP_NUM_THREADS": "1"}
+    if not torch.cuda.is_available():
+        environment |= {"DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo"}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks),
+               "LOCAL_WORLD_SIZE": str(ranks), "TORCHELASTIC_RUN_ID": "none"}  # fmt: skip
+    command = [sys.executable, "-m", "tools.gpu.hour_rank", folder, repr(job), *strategies]
+    running = [
+        subprocess.Popen(command, cwd=ROOT, env=environment | meeting | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(ranks)
+    ]
+    ended: dict[int, float] = {}
+    while len(ended) < ranks:
+        ended |= {rank: time.monotonic() for rank, one in enumerate(running) if rank not in ended
+                  and one.poll() is not None}  # fmt: skip
+        time.sleep(0.05)
+    return [one.returncode for one in running], max(ended.values()) - min(ended.values())
+
+
+def main() -> int:
+    """One row; 0 when it shows what it should."""
+    what = sys.argv[1]
+    rows = {"device": devices, "turns": lambda: turns("--one-queue" in sys.argv), "equal": equal, "killed": killed,
+            "traces": traces}  # fmt: skip
+    wrong = rows[what]()
+    for line in wrong:
+        print(f"wrong: {line}")
+    print(f"{what}: {f'{len(wrong)} wrong' if wrong else 'as it should be'}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
