@@ -134,6 +134,10 @@ def test_client_optimizers_are_checked() -> None:
     assert optimizer_recipe(model, client=Own(model.parameters(), lr=1), allow_untested=True).name == "Own"
     with pytest.raises(ConfigError, match=r"shape \(3, 4\).*not one of the model's"):
         optimizer_recipe(model, client=torch.optim.SGD([nn.Parameter(torch.zeros(3, 4))], lr=1))
+    hooked = torch.optim.SGD(model.parameters(), lr=1)
+    hooked.register_step_pre_hook(lambda optimizer, args, kwargs: None)
+    with pytest.raises(ConfigError, match=r"has the step hook .*flat parts of the ranks' masters"):
+        optimizer_recipe(model, client=hooked)
     used = torch.optim.SGD(model.parameters(), lr=1, momentum=0.9)
     next(model.parameters()).grad = torch.zeros(50, 4)
     used.step()

@@ -128,3 +128,10 @@ def test_such_tokens_are_refused_however_they_come() -> None:
         assert all(words in texts[number] for number in (0, 2, 3)), texts
         assert "token_type_ids has 1 at token 1" in texts[4]
         assert all(text.startswith("ConfigError") for text in (texts[0], *texts[2:])), texts
+
+
+@pytest.mark.parametrize(("kind", "counts"), [("gpt2", True), ("llama", False), ("opt", False)])
+def test_whether_padding_is_numbered_is_found(kind: str, counts: bool) -> None:
+    """A rotary embedding turns by distances alone, and OPT numbers by the mask."""
+    more = {"word_embed_proj_dim": 16, "ffn_dim": 16} if kind == "opt" else {}
+    assert CausalLM(of_type(kind, **more)).counts_padding is counts

@@ -63,6 +63,20 @@ def parallel_lists(model: Any) -> None:
     model.model.layers[2].register_forward_pre_hook(lambda module, args: (args[0] + state[0], *args[1:]))
 
 
+def quiet_dropout(model: Any) -> None:
+    model.model.layers[1].mlp.act_fn = nn.Sequential(nn.SiLU(), nn.Dropout(0.1).eval())
+
+
+def quiet_code(model: Any) -> None:
+    class Mixed(type(model.model.layers[1].mlp)):  # type: ignore[misc]
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = super().forward(x)
+            return 2 * out if self.training else out
+
+    model.model.layers[1].mlp.__class__ = Mixed
+    model.model.layers[1].eval()
+
+
 def drop_channels(model: Any) -> None:
     model.model.norm.register_forward_hook(lambda module, args, out: F.dropout1d(out))
 
@@ -109,6 +123,8 @@ WHOLE = [  # refused under every strategy
     (lambda: llama(running_mean), r"changes model\.norm\.mean, which each stage would do for itself"),
     (lambda: llama(coin_of_python), r"draws random numbers from Python's generator"),
     (lambda: llama(short_rows), r"model\.embed_tokens has max_norm=1\.0: its forward would shorten rows"),
+    (lambda: llama(quiet_dropout), r"layers\.1\.mlp\.act_fn\.1 is in evaluation while the rest of Llama.* trains"),
+    (lambda: llama(quiet_code), r"layers\.1\.mlp is in evaluation while the rest of Llama.* trains"),
     (lambda: llama(drop_channels), r"model\.norm draws random numbers \(dropout1d 0\.5\).*which rank draws them"),
     (lambda: llama(drop_rows), r"mlp draws random numbers \(dropout 0\.2\) for rows that are not the tokens"),
 ]  # fmt: skip

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import logging
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
@@ -29,12 +31,34 @@ def doubled(module: nn.Module, query: Tensor, *rest: Any, **more: Any) -> Any:
     return sdpa_attention_forward(module, 2 * query, *rest, **more)
 
 
+class Doubling:
+    """Attention that is an object."""
+
+    def __call__(self, *args: Any, **more: Any) -> Any:
+        return doubled(*args, **more)
+
+
+class Squared(torch.autograd.Function):
+    """A function with a gradient of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
 def test_code_is_told_by_the_file_in_which_it_was_written() -> None:
     assert is_installed(modeling_llama.apply_rotary_pos_emb)
     assert is_installed(functools.partial(modeling_llama.repeat_kv, n_rep=2))
     assert is_installed(torch.sigmoid)
     assert not is_installed(doubled)
     assert not is_installed(functools.partial(doubled))
+    assert not is_installed(functools.cache(doubled))
+    assert not is_installed(Squared.apply)
+    assert not is_installed(Doubling())
     assert not is_installed(functools.wraps(sdpa_attention_forward)(lambda *args: doubled(*args)))
     model = small_model()
     assert all(map(runs_installed_code, model.modules()))
@@ -67,6 +91,11 @@ def test_code_of_a_script_is_not_recognised() -> None:
 PATCHES: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "registered": lambda: mock.patch.dict(ALL_ATTENTION_FUNCTIONS._global_mapping, {"own": doubled}),
     "sdpa": lambda: mock.patch.dict(ALL_ATTENTION_FUNCTIONS._global_mapping, {"sdpa": doubled}),
+    "object": lambda: mock.patch.dict(ALL_ATTENTION_FUNCTIONS._global_mapping, {"sdpa": Doubling()}),
+    "partial": lambda: mock.patch.dict(
+        ALL_ATTENTION_FUNCTIONS._global_mapping, {"sdpa": functools.partial(sdpa_attention_forward, is_causal=False)}
+    ),
+    "called": lambda: mock.patch.object(nn.functional, "scaled_dot_product_attention", doubled),
     "eager": lambda: mock.patch.object(modeling_llama, "eager_attention_forward", doubled),
     "mask": lambda: mock.patch.dict(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, {"sdpa": doubled}),
 }
@@ -77,7 +106,7 @@ def test_attention_of_a_script_is_refused_by_name(how: str) -> None:
     model = small_model()
     model.config._attn_implementation = {"registered": "own", "eager": "eager"}.get(how, "sdpa")
     CausalLM(model) if how != "registered" else None  # what the patch alone makes wrong
-    with PATCHES[how](), pytest.raises(ConfigError, match=r"which is doubled of"):
+    with PATCHES[how](), pytest.raises(ConfigError, match=r"which is (Doubling|doubled|functools.partial).* of"):
         CausalLM(model)
 
 
@@ -132,3 +161,77 @@ def test_a_forward_with_another_function_sees_its_modules_globals() -> None:
     assert torch.equal(made(None, q), 1.5 * with_rotation)
     space["turn"] = lambda q, k, cos, sin: (7 * q, k)
     assert torch.equal(made(None, q), 21 * q)
+
+
+NORM: list[Any] = []  # of the model, as scripts have it
+
+
+def _reading(model: Any, get: Callable[[], Any]) -> None:
+    class Reading(modeling_llama.LlamaMLP):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + get().weight
+
+    model.model.layers[1].mlp.__class__ = Reading
+
+
+def _by_closure(model: Any) -> None:
+    norm = model.model.norm
+    _reading(model, lambda: norm)
+
+
+def _by_global(model: Any) -> None:
+    NORM[:] = [model.model.norm]
+    _reading(model, lambda: NORM[0])
+
+
+def _by_reference(model: Any) -> None:
+    _reading(model, weakref.ref(model.model.norm))
+
+
+@pytest.mark.parametrize("how", [_by_closure, _by_global, _by_reference])
+def test_code_that_gets_at_the_model_that_is_copied_is_refused(how: Callable[[Any], None]) -> None:
+    model = small_model()
+    how(model)
+    with pytest.raises(ConfigError, match=r"reads model\.norm\.weight by a global name"):
+        CausalLM(model)
+
+
+LOGGER = logging.getLogger(__name__)
+
+
+class Counting(modeling_llama.LlamaMLP):
+    """Notes one number down and counts in another, if it has that."""
+
+    calls: int
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.noted = float(x.shape[-1])
+        LOGGER.debug("it logs, too")
+        if hasattr(self, "calls"):
+            self.calls += 1
+        return super().forward(x)
+
+
+def _in_an_attribute(model: Any) -> None:
+    model.model.layers[1].mlp.calls = 0
+
+
+def _in_a_hook(model: Any) -> None:
+    calls = [0]
+
+    def count(*_: Any) -> None:
+        calls[0] += 1
+
+    model.model.layers[1].register_forward_hook(count)
+
+
+@pytest.mark.parametrize("how", [None, _in_an_attribute, _in_a_hook])
+def test_a_forward_that_counts_its_calls_is_refused(how: Callable[[Any], None] | None) -> None:
+    model = small_model()
+    model.model.layers[1].mlp.__class__ = Counting
+    if how is None:
+        CausalLM(model)
+        return
+    how(model)
+    with pytest.raises(ConfigError, match="which would follow how often each stage is called"):
+        CausalLM(model)

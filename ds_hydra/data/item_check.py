@@ -32,6 +32,7 @@ class ModelInput(NamedTuple):
     zero_types: bool = False  # whether token_type_ids of 0 are the same to it as none
     first_position: int = 0  # of a sequence
     uncounted: tuple[int, ...] = ()  # tokens that it leaves out where it numbers those of a sequence
+    counts_padding: bool = False  # whether it numbers the padding before a sequence, where no positions are given
 
 
 TOKENS_ONLY = ModelInput()
@@ -62,6 +63,8 @@ class ItemCheck:
                 f"item {index} of the data has position_ids, but the model numbers the tokens of a sequence from "
                 f"{self._inputs.first_position} on: take the column out, and give seq_lengths where items are packed"
             )
+        if self._inputs.counts_padding and "attention_mask" in names and "position_ids" not in names:
+            self._check_padding_before(item["attention_mask"], index)
         lines = self._shifted(read, index) if "labels" in names else []
         if "labels" in names and "attention_mask" in names and not self._padding_told:
             lines += self._padding(item, index)
@@ -73,6 +76,15 @@ class ItemCheck:
             if unread:
                 lines.append(f"items of the data also hold {', '.join(unread)}, which training does not read")
         return lines
+
+    def _check_padding_before(self, values: Any, index: int) -> None:
+        mask = as_array(values)
+        if mask.any() and not mask.flat[0]:
+            raise ConfigError(
+                f"item {index} of the data has {int(np.argmax(mask != 0))} tokens of padding before its first one, and "
+                "no position_ids: the model would number them too, and ds_hydra takes them out. Pad behind, or give "
+                "position_ids as attention_mask.cumsum(-1) - 1, or items without padding"
+            )
 
     def _check_types(self, values: Any, index: int) -> None:
         types = as_array(values)

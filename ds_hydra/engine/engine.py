@@ -23,7 +23,7 @@ from ds_hydra.engine.job import Job
 from ds_hydra.engine.models import model_source
 from ds_hydra.engine.own_loss import same_on_all, try_loss
 from ds_hydra.engine.saving import Saving
-from ds_hydra.engine.scanning import scan_together
+from ds_hydra.engine.scanning import read_twice, scan_together
 from ds_hydra.engine.sequence_loss import SequenceLoss
 from ds_hydra.engine.signals import Signals
 from ds_hydra.engine.steps import Handed, Steps
@@ -84,10 +84,15 @@ class HydraEngine(EngineWithWeights):
             # The job is what stays the same when the ranks change; `assemble` adds what belongs to the present ranks.
             source, clipping = self.source_of(base), self.gradient_clipping()
             if isinstance(source, CausalLM):
-                self.use_inputs(self._inputs._replace(first_position=source.first_position, uncounted=source.uncounted))
+                self.use_inputs(self._inputs._replace(
+                    first_position=source.first_position, uncounted=source.uncounted,
+                    counts_padding=source.counts_padding,
+                ))  # fmt: skip
             tried = try_loss(loss_fn, base, self.device, self.types.compute)
             self.job = Job(config, source, base, self.recipe, self.data, self.sampler, self.types, clipping)
         same_on_all(channel, tried)
+        if self.data is not None:
+            read_twice(self.data, channel)
 
     def assemble(self, job: Job | None = None) -> None:
         """Make the parts that belong to the ranks of torch's default process group; each of these ranks must call it.

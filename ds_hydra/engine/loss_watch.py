@@ -1,4 +1,4 @@
-"""A loss of the user's own in; what it reads, draws, sends and keeps beside what it is given, out."""
+"""A loss of the user's own in; what it reads, draws and sends beside what it is given, out."""
 
 from __future__ import annotations
 
@@ -108,62 +108,3 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 def _random_state() -> tuple[Any, ...]:
     return random.getstate(), pickle.dumps(np.random.get_state())
-
-
-def state_of(loss_fn: Any) -> dict[str, Any]:
-    """The plain values and tensors that a function can keep from call to call, by where they are."""
-    found: dict[str, Any] = {}
-    seen: set[int] = set()
-    left: list[tuple[str, Any, int]] = [("loss_fn", loss_fn, 0)]
-    while left and len(found) < 4096:
-        name, value, depth = left.pop()
-        if value is None or isinstance(value, bool | int | float | complex | str | bytes):
-            found[name] = value
-        elif isinstance(value, Tensor):
-            found[name] = (id(value), value._version)
-        elif isinstance(value, np.ndarray):
-            found[name] = (id(value), value.tobytes() if value.nbytes <= 1 << 20 else float(value.ravel()[0]))
-        elif depth < 6 and id(value) not in seen:
-            seen.add(id(value))
-            inside = list(_inside(value, name))
-            found[f"the number of entries of {name}"] = len(inside)
-            left += [(path, part, depth + 1) for path, part in inside]
-    return found
-
-
-def _inside(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """What a container, an object or a function of the user's holds."""
-    if isinstance(value, Mapping):
-        yield from ((f"{name}[{key!r}]", part) for key, part in value.items())
-        return
-    if isinstance(value, list | tuple | set | frozenset):
-        yield from ((f"{name}[{number}]", part) for number, part in enumerate(value))
-        return
-    code = getattr(value, "__code__", None)
-    if code is not None:
-        for cell, variable in zip(value.__closure__ or (), code.co_freevars, strict=False):
-            try:
-                yield f"{name}'s {variable}", cell.cell_contents
-            except ValueError:  # not set yet
-                continue
-        for variable in code.co_names:
-            if _own_code(value) and variable in value.__globals__:
-                yield f"the global {variable}", value.__globals__[variable]
-    if isinstance(value, type):
-        return
-    for part in ("__self__", "__wrapped__", "func", "args", "keywords", "__defaults__"):
-        if (inner := getattr(value, part, None)) is not None:
-            yield (f"{name}.{part}", inner)
-    if _own_code(value):
-        for method in ("__call__", "forward"):
-            if code is None and hasattr(getattr(type(value), method, None), "__code__"):
-                yield f"{name}.{method}", getattr(type(value), method)
-        own = getattr(value, "__dict__", None)
-        yield from ((f"{name}.{key}", part) for key, part in (own or {}).items())
-
-
-def _own_code(value: Any) -> bool:
-    """Whether this is no part of torch, NumPy or Python, whose insides say nothing of a loss."""
-    kind: Callable[..., Any] | type = value if hasattr(value, "__code__") else type(value)
-    where = str(getattr(kind, "__module__", "") or "").partition(".")[0]
-    return where not in ("builtins", "torch", "numpy", "functools", "types", "transformers", "peft", "typing")

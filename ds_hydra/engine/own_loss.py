@@ -17,16 +17,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ds_hydra.engine.loss_watch import FORM, Watch, memory_of, names_of, refuse_leaves, state_of
+from ds_hydra.engine.loss_watch import FORM, Watch, memory_of, names_of, refuse_leaves
 from ds_hydra.pipe.loss import TokenLoss
 from ds_hydra.pipe.model_plan import LOGITS_AT_ONCE
+from ds_hydra.pipe.models.kept_values import state_of
 from ds_hydra.pipe.models.refusals import known_tokens
 from ds_hydra.ranks.channel import Channel
 from ds_hydra.zero_hetero.errors import ConfigError
 
 _TOKENS = 64
 _PIECES = (1, 7, 20, 36)
-_LONG = 1024  # tokens of the long row, at most
+_LONG = 1 << 14  # tokens of the long row, at most; of large vocabularies as many as are ever handed in at once
 
 
 class _Found(NamedTuple):
@@ -96,9 +97,9 @@ def check_token_loss(
             f"{FORM}, but for the label {label}{hint} it gave {float(first.losses[at]):g} or a gradient that is not "
             "finite: give a finite number for every word of the vocabulary"
         )
-    before = state_of(loss_fn)
+    before = state_of(loss_fn, "loss_fn")
     _compare(first, run(tokens.pick(everything)), tokens, everything, "when it was called again", 0.0)
-    after = state_of(loss_fn)
+    after = state_of(loss_fn, "loss_fn")
     changed = next((name for name in before if before[name] != after.get(name)), None)
     changed = changed or next(iter(after.keys() - before.keys()), None)
     if changed is not None:

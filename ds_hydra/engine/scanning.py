@@ -1,4 +1,5 @@
-"""Training data in; the lengths of all their items, read by all ranks together, out [Note: lengths of items]."""
+"""Training data in; the lengths of all their items, read by all ranks together, out [Note: lengths of items]; and an
+error for items that are not the same on all ranks and each time."""
 
 from __future__ import annotations
 
@@ -12,8 +13,9 @@ import torch
 
 from ds_hydra.data.columns import is_packed, read_item
 from ds_hydra.data.item_lengths import ItemLengths, given_lengths, keep, kept, read_part
+from ds_hydra.data.sequences import SequenceData
 from ds_hydra.data.stream import is_stream
-from ds_hydra.data.tokens import Limits
+from ds_hydra.data.tokens import Limits, TokenSequence
 from ds_hydra.ranks.channel import Channel
 from ds_hydra.ranks.together import together
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -42,6 +44,38 @@ def scan_together(dataset: Any, channel: Channel, limits: Callable[[], Limits] =
     if os.environ.get("LOCAL_RANK", "0") == "0":  # once a node
         keep(dataset, found)
     return found
+
+
+def read_twice(data: SequenceData, channel: Channel) -> None:
+    """ConfigError on all ranks for sequences that are others when they are read again, or on another rank. Every rank
+    must call it; some, spread over all, are read.
+
+    Each rank that runs a part of a sequence reads it for itself: of one that is drawn anew, ranks would train on parts
+    that do not belong together.
+    """
+    with together(channel, "reading some of the data twice"):
+        used = np.flatnonzero(data.lengths)
+        some = used[np.linspace(0, len(used) - 1, num=min(len(used), _COMPARED)).astype(int)].tolist()
+        mine, again = ([_digest(data.load_sequence(each)) for each in some] for _ in range(2))
+        for sequence, first, second in zip(some, mine, again, strict=True):
+            if first != second:
+                raise ConfigError(
+                    f"sequence {sequence} of the data has other tokens or labels when it is read again, but each rank "
+                    "that runs a part of it reads it for itself: draw what is random from the item's index "
+                    "(torch.Generator().manual_seed(index)), or before training"
+                )
+    texts = channel.texts(" ".join(mine))
+    other = next((rank for rank, text in enumerate(texts) if text != texts[0]), None)
+    if other is not None:
+        at = next(i for i, (a, b) in enumerate(zip(texts[0].split(), texts[other].split(), strict=False)) if a != b)
+        raise ConfigError(
+            f"sequence {some[at]} of the data has other tokens or labels on rank {other} than on rank 0: give every "
+            "rank the same data, in the same order; which rank trains on what is decided by the plans"
+        )
+
+
+def _digest(sequence: TokenSequence) -> str:
+    return hashlib.sha256(b"".join(np.ascontiguousarray(part).tobytes() for part in sequence[:2])).hexdigest()[:16]
 
 
 def _is_silent(dataset: Any) -> bool:

@@ -14,6 +14,7 @@ from ds_hydra.engine.job import Job
 from ds_hydra.engine.saving import Saving
 from ds_hydra.host.kept_model import KeptModel
 from ds_hydra.host.lent_values import Values
+from ds_hydra.host.optimizers import hooks_of_steps
 from ds_hydra.host.released import release
 from ds_hydra.host.three_calls import ThreeCallEngine
 from ds_hydra.pipe.models.adapted import NAMES_OF_PEFT, base_of, is_peft_model
@@ -137,6 +138,6 @@ class EngineWithWeights(ThreeCallEngine):
 
         def now() -> ModelNow:
             written, found = self.lent.problem(), kept.now()
-            return found._replace(problem=written or found.problem)
+            return found._replace(problem=written or found.problem or hooks_of_steps(optimizer) or "")
 
         self.crew.update.model = now

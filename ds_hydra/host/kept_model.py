@@ -13,18 +13,28 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig
 
 from ds_hydra.pipe.models.refusals import attention_functions
-from ds_hydra.pipe.models.whose_code import called_by
+from ds_hydra.pipe.models.whose_code import (
+    GLOBAL_HOOKS,
+    HOOKS,
+    Bound,
+    bound_in,
+    called_by,
+    own_functions,
+    run_by,
+    slots_of,
+)
 from ds_hydra.step.update import ModelNow
 
 Parts = dict[str, Any]  # what a module consists of, by name
 _TORCHS = frozenset(vars(nn.Module()))
-_HOOKS = tuple(key for key in _TORCHS if key.endswith("_hooks") and not key.startswith("_is"))
 _DEPTH = 6  # lists and objects in each other that are compared
+_SMALL = 1 << 14  # bytes of tensors and arrays that are compared by their numbers
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 # What scripts and trainers set though no forward of a training step reads it, or that changes no number.
 _HARMLESS = frozenset(
@@ -33,6 +43,7 @@ _HARMLESS = frozenset(
         "bos_token_id",
         "eos_token_id",
         "pad_token_id",
+        "generate",
         "generation_config",
         "warnings_issued",
         "hf_device_map",
@@ -56,16 +67,16 @@ class KeptModel:
         """`names`: of each path of a parameter its name among the masters. `steps_differ`: whether the optimizer counts
         steps for each parameter, which one that was frozen for a while has made fewer of."""
         self._model, self._names, self._steps_differ = model, names, steps_differ
-        self._before = self._all()
-        self._trained = {name for name, p in self._parameters() if p.requires_grad}
+        self._before, self._code = self._all(), _code_of(model)
+        self._trained = self._trained_now()
         self._frozen: frozenset[str] = frozenset()  # since when this was made
 
     def now(self) -> ModelNow:
         """What has changed since, and which trained parameters require no gradient any more."""
         now = self._all()
         self._forget_notes(now)
-        problem = next(_differences(self._before, now), "")
-        trained = {name for name, p in self._parameters() if p.requires_grad}
+        problem = next(_differences(self._before, now), "") or self._replaced()
+        trained = self._trained_now()
         thawed = sorted(trained - self._trained)
         if thawed and not problem:
             problem = f"{thawed[0]} requires a gradient, but was frozen when the engine was made. {_REMEDY}"
@@ -78,6 +89,14 @@ class KeptModel:
             )
         self._frozen = frozen
         return ModelNow(problem, frozen)
+
+    def _replaced(self) -> str:
+        """A function, method or class that the model's code calls by a name which means another one now."""
+        found = next(((path, one.key) for path, one in self._code if one.is_changed), None)
+        if found is None:
+            return ""
+        where = f"{found[0]} of the model" if found[0] else "the model"
+        return f"{found[1]} in the code of {where} was changed after the engine was made. {_REMEDY}"
 
     def _forget_notes(self, now: dict[str, Parts]) -> None:
         """Leave out new attributes of a name that no code of the model has: scripts note down what they count."""
@@ -105,36 +124,47 @@ class KeptModel:
             codes += [inner for inner in code.co_consts if isinstance(inner, types.CodeType)]
         return frozenset(found)
 
-    def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return ((self._names[path], p) for path, p in self._model.named_parameters() if path in self._names)
+    def _trained_now(self) -> set[str]:
+        """The masters of parameters that require a gradient."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return {
+            self._names[name]
+            for path, module in self._modules()
+            for key, parameter in module._parameters.items()
+            if parameter is not None and (name := f"{path}.{key}" if path else key) in self._names
+            and parameter.requires_grad
+        }  # fmt: skip
+
+    def _modules(self) -> list[tuple[str, nn.Module]]:
+        return list(self._model.named_modules())
 
     def _all(self) -> dict[str, Parts]:
         seen: dict[Any, Any] = {}
+        modules = self._modules()
         with torch._C.DisableTorchFunctionSubclass():  # released parameters would each call Python
-            found = {path: _parts(module, seen) for path, module in self._model.named_modules()}
-        for path, module in self._model.named_modules():
+            found = {path: _parts(module, seen) for path, module in modules}
+        for path, module in modules:
             if module.training != self._model.training:  # as a whole it is switched by whoever trains or evaluates it
                 found[path]["its mode of training"] = module.training
+        of_torch = vars(nn.modules.module)
+        for key in GLOBAL_HOOKS:  # profilers have some of their own
+            own = {handle: hook for handle, hook in of_torch[key].items() if own_functions(hook)}
+            found[""][f"its {_in_words(key)}"] = _of_hooks(own)
         return found
 
 
 def _parts(module: nn.Module, seen: dict[Any, Any]) -> Parts:
     """Everything of one module, but for its children, in a form that can be compared and holds on to what it names.
 
-    `seen`: what modules have in common, the code of their classes and their configs.
+    `seen`: what modules have in common, their attention and their configs.
     """
     kind = type(module)
-    if kind not in seen:
-        seen[kind] = tuple(map(_Same, called_by(module)))
-    found: Parts = {"its class": kind, "the code of its forward": seen[kind]}
+    found: Parts = {"its class": kind}
     found |= {f"the parameter {name}": _of_tensor(p) for name, p in module._parameters.items()}
     found |= {f"the buffer {name}": _of_tensor(buffer) for name, buffer in module._buffers.items()}
     found |= {f"the module {name}": _Same(child) for name, child in module._modules.items()}
-    for key in _HOOKS:
-        hooks = (
-            hook for hook in (getattr(module, key) or {}).values() if getattr(hook, "__name__", "") not in _HARMLESS
-        )
-        found[f"its {key.strip('_').replace('_', ' ')}"] = tuple(map(_Same, hooks))
+    for key in HOOKS:
+        found[f"its {_in_words(key)}"] = _of_hooks(getattr(module, key))
     for key, value in vars(module).items():
         if key in _TORCHS or key in _HARMLESS:
             continue
@@ -144,10 +174,37 @@ def _parts(module: nn.Module, seen: dict[Any, Any]) -> Parts:
             seen[id(value)] = value
             settings = ((name, one) for name, one in vars(value).items() if name not in _HARMLESS)
             found |= {f"the setting {name} in the {key}": _token(one, 0, {}) for name, one in settings}
-    implementation = getattr(getattr(module, "config", None), "_attn_implementation", None)
-    if implementation is not None:
-        found["its attention function"] = tuple(map(_Same, attention_functions(module, implementation)))
+    if (implementation := _implementation(module)) is not None:
+        known = kind, implementation
+        if known not in seen:
+            seen[known] = tuple(map(_Same, attention_functions(module, implementation)))
+        found["its attention function"] = seen[known]
     return found
+
+
+def _implementation(module: nn.Module) -> Any:
+    return getattr(getattr(module, "config", None), "_attn_implementation", None)
+
+
+def _code_of(model: nn.Module) -> list[tuple[str, Bound]]:
+    """What the code of a model's classes and of their attention calls by names, each with the module that it is of."""
+    kinds: dict[Any, tuple[str, nn.Module]] = {}
+    for path, module in model.named_modules():
+        kinds.setdefault((type(module), _implementation(module)), (path, module))
+    found: list[tuple[str, Bound]] = []
+    for (kind, implementation), (path, module) in kinds.items():
+        attention = [] if implementation is None else attention_functions(module, implementation)
+        called = [function for one in attention for function in run_by(one)]
+        found += [(path, one) for one in (*bound_in(called_by(module), kind), *bound_in(called))]
+    return found
+
+
+def _of_hooks(hooks: Mapping[int, Any] | None) -> list[Any]:
+    return [_token(hook, 0, {}) for hook in (hooks or {}).values() if getattr(hook, "__name__", "") not in _HARMLESS]
+
+
+def _in_words(key: str) -> str:
+    return key.strip("_").replace("_", " ")
 
 
 class _Same:
@@ -166,7 +223,8 @@ class _Same:
 
 
 def _of_tensor(tensor: Tensor | None) -> Any:
-    """A tensor by its identity, its memory and how often it was written to."""
+    """A tensor by its identity, its memory and how often it was written to; a small one by its numbers too, since what
+    is written to its `data` is not counted."""
     if tensor is None:
         return None
     hooks = [*(tensor._backward_hooks or {}).values()]
@@ -179,7 +237,12 @@ def _of_tensor(tensor: Tensor | None) -> Any:
         tensor.shape,
         tensor.dtype,
         tuple(map(_Same, hooks)),
+        _numbers(tensor) if tensor.device.type == "cpu" and tensor.nbytes <= _SMALL else None,
     )
+
+
+def _numbers(tensor: Tensor) -> bytes:
+    return bytes(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())  # of types that NumPy has not, too
 
 
 def _token(value: Any, depth: int, seen: dict[int, Any]) -> Any:
@@ -197,9 +260,17 @@ def _token(value: Any, depth: int, seen: dict[int, Any]) -> Any:
                 if key not in _HARMLESS]  # fmt: skip
     if isinstance(value, Sequence | Set):
         return [again(item) for item in value]
-    if isinstance(value, types.FunctionType | types.MethodType | types.BuiltinFunctionType | functools.partial):
-        return _Same(getattr(value, "__func__", value))
-    held = getattr(value, "__dict__", {})
+    if isinstance(value, np.ndarray):
+        return _Same(value), value.shape, value.tobytes() if value.nbytes <= _SMALL else None
+    # Stages share functions with the script, but have copies of the objects that methods and partials hold.
+    if isinstance(value, types.FunctionType | types.BuiltinFunctionType):
+        return _Same(value)
+    if isinstance(value, types.MethodType):
+        return _Same(value.__func__), again(value.__self__)
+    if isinstance(value, functools.partial):
+        return again(value.func), again(value.args), again(value.keywords)
+    held = {**getattr(value, "__dict__", {})}
+    held |= {key: getattr(value, key) for key in slots_of(type(value)) if hasattr(value, key)}
     return [_Same(type(value)), [(key, again(item)) for key, item in held.items() if key not in _HARMLESS]]
 
 

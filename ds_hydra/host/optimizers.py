@@ -8,6 +8,7 @@ whole weight, and Muon needs it as a matrix: neither can be computed from 5 of 1
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ds_hydra.config.checks import nearest
+from ds_hydra.pipe.models.whose_code import own_functions
 from ds_hydra.zero_hetero.errors import ConfigError
 
 
@@ -136,6 +138,8 @@ def optimizer_recipe(
             raise ConfigError(
                 f"optimizer {type(client).__name__} has already made steps, and its state is not kept: give a fresh one"
             )
+        if (hooked := hooks_of_steps(client)) is not None:
+            raise ConfigError(hooked)
         groups = parameter_groups(model, client.param_groups)
         return OptimizerRecipe(type(client).__name__, groups, _refill(client))
     groups = parameter_groups(model, model_parameters)
@@ -144,6 +148,19 @@ def optimizer_recipe(
     if name is None:
         raise ConfigError('there is no optimizer: give the block "optimizer" or initialize(optimizer=...)')
     return OptimizerRecipe(name, groups, optimizer_of_block(name, dict(params or {})))
+
+
+def hooks_of_steps(optimizer: Optimizer) -> str | None:
+    """What is wrong with hooks of a script that run with an optimizer's steps, or those of all; None if it has none."""
+    everywhere = vars(sys.modules[Optimizer.__module__])
+    places = [vars(optimizer)[f"_optimizer_step_{when}_hooks"] for when in ("pre", "post")]
+    places += [everywhere[f"_global_optimizer_{when}_hooks"] for when in ("pre", "post")]
+    found = next((hook for hooks in places for hook in hooks.values() if own_functions(hook)), None)
+    return None if found is None else (
+        f"optimizer {type(optimizer).__name__} has the step hook {getattr(found, '__qualname__', found)}, which would "
+        "be handed flat parts of the ranks' masters in place of the model's parameters: change gradients by "
+        "parameter.register_hook(), and do what else it does around train_batch()"
+    )  # fmt: skip
 
 
 def parameter_groups(model: nn.Module, given: Iterable[Any] | None = None) -> tuple[ParameterGroup, ...]:

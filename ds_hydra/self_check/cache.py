@@ -15,7 +15,15 @@ from typing import Any
 
 from torch import nn
 
-from ds_hydra.pipe.models.whose_code import called_by, file_of, function_of, holds_own, is_of_package
+from ds_hydra.pipe.models.whose_code import (
+    GLOBAL_HOOKS,
+    HOOKS,
+    called_by,
+    file_of,
+    function_of,
+    holds_own,
+    is_of_package,
+)
 from ds_hydra.pipe.shape import PipelineShape
 from ds_hydra.self_check.contents import Contents, UnreadableError
 from ds_hydra.self_check.verdicts import Verdict
@@ -26,8 +34,6 @@ logger = logging.getLogger(__name__)
 _PACKAGES = ("torch", "transformers", "deepspeed", "peft", "accelerate")
 _OWN_KEYS = frozenset(vars(nn.Module()))
 _HARMLESS = frozenset({"generation_config", "warnings_issued", "hf_device_map", "model_tags", "name_or_path"})
-_HOOKS = tuple(key for key in _OWN_KEYS if key.startswith(("_forward_", "_backward_")) and key.endswith("_hooks"))
-_GLOBAL_HOOKS = tuple(key for key in vars(nn.modules.module) if key.startswith("_global_") and key.endswith("_hooks"))
 
 
 def cache_folder() -> Path:
@@ -42,8 +48,8 @@ def fingerprint(model: nn.Module, *settings: Any) -> str | None:
     that their methods name, what was put into those that are, versions, our own sources. Values of parameters count
     for nothing: verdicts do not depend on them.
     """
-    hooks = [getattr(module, key) for module in model.modules() for key in _HOOKS]
-    hooks += [vars(nn.modules.module)[name] for name in _GLOBAL_HOOKS]
+    hooks = [getattr(module, key) for module in model.modules() for key in HOOKS]
+    hooks += [vars(nn.modules.module)[name] for name in GLOBAL_HOOKS]
     hooks += [parameter._backward_hooks for parameter in model.parameters()]
     if any(hooks):
         return None

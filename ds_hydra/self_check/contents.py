@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_hydra.pipe.models.whose_code import file_of, globals_of, is_of_package, own_functions
+from ds_hydra.pipe.models.whose_code import file_of, globals_of, is_of_package, own_functions, slots_of
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...), type(NotImplemented), range, slice)
 _BY_REPR = (torch.dtype, torch.device, torch.Size, torch.layout, np.dtype, re.Pattern, PurePath, re.RegexFlag)
@@ -145,8 +145,7 @@ class Contents:
         for base in kind.__mro__:
             if base not in _CONTAINERS and not file_of(base).endswith(".py"):
                 raise UnreadableError(f"what a {kind.__qualname__} holds cannot be told")  # it is not written in Python
-        slots = [name for base in kind.__mro__ for name in _slots(base)]
-        yield from ((name, getattr(value, name)) for name in slots if hasattr(value, name))
+        yield from ((name, getattr(value, name)) for name in slots_of(kind) if hasattr(value, name))
         yield from sorted(getattr(value, "__dict__", {}).items(), key=lambda item: str(item[0]))
 
 
@@ -161,11 +160,6 @@ def _of_file(name: str) -> str:
         return hashlib.sha256(Path(name).read_bytes()).hexdigest()
     except OSError as error:
         raise UnreadableError(f"{name} cannot be read") from error
-
-
-def _slots(kind: type) -> Iterator[str]:
-    names = vars(kind).get("__slots__", ())
-    yield from (names,) if isinstance(names, str) else names
 
 
 def _of_cell(cell: types.CellType) -> Any:

@@ -30,10 +30,10 @@ from ds_hydra.pipe.models.meta_copy import (
     place_on,
     run_experts_one_by_one,
 )
-from ds_hydra.pipe.models.positions import first_position, refuse_dynamic_rotary, uncounted_tokens
+from ds_hydra.pipe.models.positions import counts_padding, first_position, refuse_dynamic_rotary, uncounted_tokens
 from ds_hydra.pipe.models.recognise import find_functions
-from ds_hydra.pipe.models.refusals import find_layers, known_tokens, refuse_unsupported
-from ds_hydra.pipe.models.state import refuse_state
+from ds_hydra.pipe.models.refusals import find_layers, known_tokens, refuse_parts_in_evaluation, refuse_unsupported
+from ds_hydra.pipe.models.state import refuse_reading, refuse_state
 from ds_hydra.pipe.models.token_rules import TokenRules, share_tokens
 from ds_hydra.pipe.models.unnamed_rules import UnnamedRules, derive
 from ds_hydra.pipe.models.unset import stand_in_values
@@ -96,8 +96,10 @@ class CausalLM:
         device = next(iter(values.values())).device
         runs = self.copy_to_run(device, values)
         self.first_position = first_position(runs, self.layers_path)
+        self.counts_padding = counts_padding(runs, self.layers_path)
         self.uncounted = uncounted_tokens(runs, self.layers_path, self.first_position)
-        self.flow = self._trace()
+        self.flow = self._trace(model)
+        refuse_parts_in_evaluation(model, [place.module for place in self.flow.draws])
         self.balancing: Balancing | None = find_balancing(self) if balances else None
         self.balances = self.balancing is not None
         self.notes = _notes(self.flow, self.balancing)
@@ -127,10 +129,13 @@ class CausalLM:
             logger.debug("a run needs numbers: %s", error)
             return run(self.copy_to_run(torch.device("cpu"), None))
 
-    def _trace(self) -> Flow:
+    def _trace(self, original: Any) -> Flow:
         """Run a few tokens."""
+        named = [*original.named_parameters(), *original.named_buffers()]
+        reading = refuse_reading({id(tensor): name for name, tensor in named})
         try:
-            found = self.without_values(self._trace_of)
+            with reading:
+                found = self.without_values(self._trace_of)
         except ConfigError:
             raise
         except Exception as error:

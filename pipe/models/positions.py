@@ -48,6 +48,26 @@ def special_tokens(model: Any) -> tuple[int, ...]:
     return tuple(dict.fromkeys(n for n in numbers if isinstance(n, int) and 0 <= n < vocab))
 
 
+def counts_padding(model: Any, layers_path: str) -> bool:
+    """Whether the model numbers padding before a sequence too, where a mask tells it and no positions are given, so
+    that what enters its layers is another than without the padding. `model` holds real values."""
+    device, vocab = next(model.parameters()).device, known_tokens(model)
+    padding = getattr(model.config.get_text_config(), "pad_token_id", None)
+    padding = padding if isinstance(padding, int) and 0 <= padding < vocab else 0
+    plain = [token for token in range(vocab - 1, vocab // 2, -1) if token not in special_tokens(model)][: _LENGTHS[0]]
+    if len(plain) < _LENGTHS[0]:
+        return False
+    before, length = 2, len(plain)
+    ids = torch.tensor([[padding] * before + plain], device=device)
+    mask = (torch.arange(before + length, device=device) >= before).long()[None]
+    try:
+        alone = _entering(model, layers_path, ids[:, before:], None, (length,))[:1]
+        padded = _entering(model, layers_path, ids, None, (before + length,), attention_mask=mask)[:1]
+    except Exception:  # it takes no mask like this
+        return True
+    return not _same_rows([alone], [part[..., before:, :] for part in padded], (length,))
+
+
 class _Entered(BaseException):
     """Ends a forward at the first layer's door."""
 
@@ -91,7 +111,7 @@ def first_position(model: Any, layers_path: str) -> int:
 
 
 def _entering(
-    model: Any, layers_path: str, ids: Tensor, positions: Tensor | None, lengths: tuple[int, ...]
+    model: Any, layers_path: str, ids: Tensor, positions: Tensor | None, lengths: tuple[int, ...], **given: Any
 ) -> list[Tensor]:
     """Floating tensors that the first layer is handed: hidden states, rotary tables."""
 
@@ -100,7 +120,7 @@ def _entering(
         raise _Entered(found)
 
     handle = model.get_submodule(layers_path)[0].register_forward_pre_hook(enter, with_kwargs=True)
-    given = {} if positions is None else {"position_ids": positions}
+    given |= {} if positions is None else {"position_ids": positions}
     training = model.training
     try:
         with torch.no_grad():

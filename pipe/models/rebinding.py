@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from ds_hydra.pipe.models.whose_code import names_of
+from ds_hydra.pipe.models.whose_code import names_of, slots_of
 from ds_hydra.zero_hetero.errors import ConfigError
 
 _DEPTH = 12  # what functions and objects hold, within each other, that is looked into
@@ -98,17 +98,11 @@ def _rebound_within(value: Any, again: Callable[[Any], Any], twins: dict[int, An
                 held[key] = new
             else:
                 object.__setattr__(value, key, new)
-    for key in _slots(type(value)):
+    for key in slots_of(type(value)):
         item = getattr(value, key, None)
         if (new := again(item)) is not item:
             object.__setattr__(value, key, new)
     return value
-
-
-def _slots(kind: type) -> Iterator[str]:
-    for owner in kind.__mro__:
-        names = vars(owner).get("__slots__", ())
-        yield from (names,) if isinstance(names, str) else names
 
 
 def _rebound_function(value: types.FunctionType, again: Callable[[Any], Any], twins: dict[int, Any]) -> Any:
@@ -180,7 +174,10 @@ def _held(value: Any, seen: set[int], depth: int = 0) -> Iterator[Any]:
     elif isinstance(value, Mapping):
         parts = list(value.values())
     elif not _is_plain(value):
-        parts = [*getattr(value, "__dict__", {}).values(), *(getattr(value, key, None) for key in _slots(type(value)))]
+        parts = [
+            *getattr(value, "__dict__", {}).values(),
+            *(getattr(value, key, None) for key in slots_of(type(value))),
+        ]
     for part in parts:
         yield from _held(part, seen, depth + 1)
 

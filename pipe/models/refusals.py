@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 
 from ds_hydra.pipe.model_plan import ParamSpec
 from ds_hydra.pipe.models.adapted import refuse_adapters
-from ds_hydra.pipe.models.whose_code import is_installed
+from ds_hydra.pipe.models.whose_code import names_of, own_functions
 from ds_hydra.zero_hetero.errors import ConfigError
 
 # Settings of an embedding that packs and stages would not keep -> why.
@@ -48,6 +49,19 @@ def refuse_unsupported(model: Any) -> None:
     _refuse_embeddings(model)
 
 
+def refuse_parts_in_evaluation(model: nn.Module, drawing: Collection[str]) -> None:
+    """ConfigError for modules that a script has put into evaluation in a model that trains, if they are `drawing`
+    random numbers, or their code asks: stages are in one mode as a whole."""
+    for path, module in model.named_modules() if model.training else ():
+        if module.training:
+            continue
+        if path in drawing or any("training" in names_of(one.__code__) for one in own_functions(type(module).forward)):
+            raise ConfigError(
+                f"{path} is in evaluation while the rest of {type(model).__name__} trains, and computes something else "
+                "then; stages train as a whole: set its rate to 0 in place of calling eval(), or call train() on it"
+            )
+
+
 def _refuse_skipped_layers(model: nn.Module) -> None:
     for path, module in model.named_modules():
         rate = getattr(module, "layerdrop", 0.0)
@@ -70,10 +84,12 @@ def _refuse_own_attention(model: Any) -> None:
     for path, module in model.named_modules():
         name = getattr(getattr(module, "config", None), "_attn_implementation", None)
         for function in () if name is None else attention_functions(module, name):
-            if not is_installed(function):
+            # A partial of transformers' own hands it something else than the model does.
+            own = own_functions(function) or (function,) * isinstance(function, functools.partial)
+            if own:
                 raise ConfigError(
                     f"{path or type(model).__name__} computes its attention by {name!r}, which is "
-                    f"{getattr(function, '__qualname__', function)} of {getattr(function, '__module__', 'no module')}: "
+                    f"{getattr(own[0], '__qualname__', own[0])} of {getattr(own[0], '__module__', 'no module')}: "
                     "stages compute transformers' own attention in packs, and would train another model. Use "
                     'attn_implementation="sdpa", or write it into the forward of the attention module'
                 )

@@ -1,25 +1,39 @@
-"""A model's forward in; ConfigError where it changes what the model keeps, or draws outside of torch, out.
+"""A model's forward in; ConfigError where it changes what the model keeps, or draws outside of torch, or reads what
+stages are copies of, out.
 
-Each stage is a copy that sees the tokens of its own ranks. A running mean, the vectors of a spectral norm, or a coin of
-Python's generator would be another one on each of them, and none of it would be saved.
+Each stage is a copy that sees the tokens of its own ranks. A running mean, the vectors of a spectral norm, a count of
+calls or a coin of Python's generator would be another one on each of them, and none of it would be saved. And a forward
+that gets at the model which was copied, by a global name, a class's closure or a weak reference, would train nothing
+there, and read old values.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+from transformers import PretrainedConfig
 
+from ds_hydra.pipe.models.kept_values import state_of
+from ds_hydra.pipe.models.whose_code import HOOKS, TORCHS, function_of, names_read, own_code, own_functions
 from ds_hydra.zero_hetero.errors import ConfigError
+
+_LAST = re.compile(r"(?:^|[. ])([A-Za-z_]\w*)(?: of \S+)?$")  # the name of a variable, in words that end in it
 
 
 @contextmanager
 def refuse_state(model: nn.Module) -> Iterator[None]:
     """A block that runs the model's forward in training; ConfigError at its end where that left a trace."""
     before, generators = _versions(model), _generators()
+    own = bool(own_code(model))
+    numbers = _numbers(model) if own else {}
     yield
     after = _versions(model)
     changed = next((name for name, version in before.items() if after.get(name) != version), None)
@@ -28,12 +42,60 @@ def refuse_state(model: nn.Module) -> Iterator[None]:
             f"the forward of {type(model).__name__} changes {changed}, which each stage would do for itself, on the "
             "tokens that its ranks see: keep such a state out of the model, or freeze it (module.eval() in forward())"
         )
+    counted = next((n for n, number in (_numbers(model) if own else {}).items() if numbers.get(n, n) != number), None)
+    if counted is not None:
+        raise ConfigError(
+            f"the forward of {type(model).__name__} changes {counted}, which would follow how often each stage is "
+            "called, and that is the plan's: leave it out, or let the script set it before each step"
+        )
     for name, state in _generators().items():
         if state != generators[name]:
             raise ConfigError(
                 f"the forward of {type(model).__name__} draws random numbers from {name}, where every rank would draw "
                 "others: use torch.nn.functional.dropout, or switch it off"
             )
+
+
+@contextmanager
+def refuse_reading(names: Mapping[int, str]) -> Iterator[None]:
+    """A block that runs a copy's forward; ConfigError where that is handed a tensor of these, which are the original's
+    by identity."""
+    with _Reading(names):
+        yield
+
+
+class _Reading(TorchFunctionMode):
+    def __init__(self, names: Mapping[int, str]):
+        super().__init__()
+        self._names = names
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for value in tree_leaves((args, kwargs)):
+            if (name := self._names.get(id(value))) is not None:
+                raise ConfigError(
+                    f"the model's code reads {name} by a global name, a class's closure or a reference: a stage that "
+                    "is copied from the model would read old values there, and train nothing. Let it reach the module "
+                    "by an attribute, or by the closure of a function that is set on a module"
+                )
+        return func(*args, **(kwargs or {}))
+
+
+def _numbers(model: nn.Module) -> dict[str, Any]:
+    """The plain values that the forward's own code could count calls in, and reads, by where they are."""
+    held: list[tuple[str, Any]] = []
+    for path, module in model.named_modules():
+        where = f" of {path}" if path else ""
+        held += [(f"the attribute {key}{where}", value) for key, value in vars(module).items() if key not in TORCHS]
+        held += [(f"a hook's{where}", hook) for key in HOOKS for hook in getattr(module, key).values()]
+        held += [(one.__qualname__, one) for one in own_functions(type(module).forward)]
+    found: dict[str, Any] = {}
+    read: set[str] = set()
+    for name, value in held:
+        own = own_functions(value)
+        read |= {used for one in own for used in names_read(one.__code__)}
+        if not isinstance(value, nn.Module | PretrainedConfig) and (own or function_of(value) is None):
+            found |= {n: one for n, one in state_of(value, name).items() if isinstance(one, bool | int | float | str)}
+    return {name: one for name, one in found.items() if (last := _LAST.search(name)) is None or last[1] in read}
 
 
 def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:

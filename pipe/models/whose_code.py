@@ -11,21 +11,25 @@ transformers' own attention once a function that it calls by a global name was r
 
 from __future__ import annotations
 
+import dis
 import functools
 import importlib.util
+import inspect
 import sys
 import sysconfig
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 _PACKAGES = ("torch", "transformers", "peft", "ds_hydra")
-_TORCHS = frozenset(vars(nn.Module()))
-_HOOKS = tuple(key for key in _TORCHS if key.startswith(("_forward_", "_backward_")) and key.endswith("_hooks"))
-_GLOBAL_HOOKS = tuple(key for key in vars(nn.modules.module) if key.startswith("_global_") and key.endswith("_hooks"))
+TORCHS = frozenset(vars(nn.Module()))
+# Where torch keeps the hooks of a module, and those of all modules.
+HOOKS = tuple(key for key in TORCHS if key.startswith(("_forward_", "_backward_")) and key.endswith("_hooks"))
+GLOBAL_HOOKS = tuple(key for key in vars(nn.modules.module) if key.startswith("_global_") and key.endswith("_hooks"))
 _DEPTH = 4  # functions called by functions that are looked into
 
 
@@ -53,7 +57,7 @@ def is_installed(function: Any) -> bool:
 
     What is not written in Python, such as torch's own operators, is.
     """
-    return all(is_of_package(one.__code__.co_filename) for one in _reached(function, _no_attribute, set(), 0))
+    return not own_functions(function)
 
 
 def runs_installed_code(module: nn.Module) -> bool:
@@ -72,8 +76,8 @@ def own_code(model: nn.Module) -> tuple[str, ...]:
 
     def installed(module: nn.Module) -> bool:
         kind = type(module)
-        if any(getattr(module, key) for key in _HOOKS) or not all(
-            _holds_installed(value, 0) for key, value in vars(module).items() if key not in _TORCHS
+        if any(getattr(module, key) for key in HOOKS) or not all(
+            _holds_installed(value, 0) for key, value in vars(module).items() if key not in TORCHS
         ):
             return False
         if "forward" in vars(module) or kind not in known:
@@ -81,7 +85,7 @@ def own_code(model: nn.Module) -> tuple[str, ...]:
             known[kind] = of_packages and runs_installed_code(module)
         return known[kind]
 
-    found = [f"torch's {key.strip('_').replace('_', ' ')}" for key in _GLOBAL_HOOKS if vars(nn.modules.module)[key]]
+    found = [f"torch's {key.strip('_').replace('_', ' ')}" for key in GLOBAL_HOOKS if vars(nn.modules.module)[key]]
     found += [path or type(module).__name__ for path, module in model.named_modules() if not installed(module)]
     return (*found, *(name for name, parameter in model.named_parameters() if parameter._backward_hooks))
 
@@ -107,10 +111,14 @@ def file_of(kind: type) -> str:
     return getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
 
 
+def run_by(value: Any) -> tuple[types.FunctionType, ...]:
+    """The functions that run when a function, method, property or partial does: itself, and what it calls by name."""
+    return tuple(_reached(value, _no_attribute, set(), 0))
+
+
 def own_functions(value: Any) -> tuple[types.FunctionType, ...]:
-    """The functions of scripts that run when a function, method, property or partial does."""
-    reached = _reached(value, _no_attribute, set(), 0)
-    return tuple(one for one in reached if not is_of_package(one.__code__.co_filename))
+    """Those of them that are scripts'."""
+    return tuple(one for one in run_by(value) if not is_of_package(one.__code__.co_filename))
 
 
 def holds_own(function: types.FunctionType) -> bool:
@@ -130,16 +138,39 @@ def _no_attribute(name: str) -> None:
 
 
 def function_of(value: Any) -> Any:
-    """The function that a method, property or partial runs; None for what is none of these."""
+    """The function that a method, property, partial or object that can be called runs; None for what is none of these.
+
+    Modules count as none: they are looked at one by one.
+    """
     while True:
-        if isinstance(value, staticmethod | classmethod | types.MethodType):
+        if isinstance(value, types.MethodType) and _is_autograd(value.__self__):
+            value = inspect.getattr_static(value.__self__, "forward", None)  # `apply` itself is torch's
+        elif isinstance(value, staticmethod | classmethod | types.MethodType):
             value = value.__func__
         elif isinstance(value, property):
             value = value.fget
         elif isinstance(value, functools.partial):
             value = value.func
+        elif isinstance(value, types.FunctionType):
+            return value
+        elif isinstance(value, type | nn.Module):
+            return None
+        elif isinstance(wrapped := getattr(value, "__wrapped__", None), types.FunctionType):  # by a cache of functools
+            value = wrapped
         else:
-            return value if isinstance(value, types.FunctionType) else None
+            called = next((vars(base)["__call__"] for base in type(value).__mro__ if "__call__" in vars(base)), None)
+            return called if isinstance(called, types.FunctionType) else None
+
+
+def _is_autograd(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, torch.autograd.Function)
+
+
+def slots_of(kind: type) -> Iterator[str]:
+    """The attributes that objects of a class have without a dictionary."""
+    for owner in kind.__mro__:
+        names = vars(owner).get("__slots__", ())
+        yield from (names,) if isinstance(names, str) else names
 
 
 def _reached(value: Any, attribute: Callable[[str], Any], seen: set[int], depth: int) -> Iterator[types.FunctionType]:
@@ -160,15 +191,54 @@ def _reached(value: Any, attribute: Callable[[str], Any], seen: set[int], depth:
 
 def globals_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     """The globals that a function's code names, by name, and what it names of those that are modules."""
+    yield from ((name, space[key]) for name, space, key in _looked_up(function))
+
+
+def _looked_up(function: types.FunctionType) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Where a function's code finds its globals, and what it names of those that are modules: in which dictionary and
+    under which key."""
     names = sorted(set(names_of(function.__code__)))
-    waiting = [(name, function.__globals__[name]) for name in names if name in function.__globals__]
+    waiting = [(name, function.__globals__, name) for name in names if name in function.__globals__]
     seen: set[int] = set()
     while waiting:
-        name, value = waiting.pop()
-        yield name, value
+        name, space, key = waiting.pop()
+        yield name, space, key
+        value = space[key]
         if isinstance(value, types.ModuleType) and id(value) not in seen:
             seen.add(id(value))
-            waiting += [(f"{name}.{inner}", vars(value)[inner]) for inner in names if inner in vars(value)]
+            waiting += [(f"{name}.{inner}", vars(value), inner) for inner in names if inner in vars(value)]
+
+
+class Bound(NamedTuple):
+    """What a name means to code: a function, a class or a module, found in the dictionaries one after the other."""
+
+    spaces: tuple[Mapping[str, Any], ...]
+    key: str
+    value: Any
+
+    @property
+    def is_changed(self) -> bool:
+        for space in self.spaces:
+            if self.key in space:
+                return space[self.key] is not self.value
+        return True
+
+
+def bound_in(functions: Iterable[types.FunctionType], kind: type | None = None) -> Iterator[Bound]:
+    """All that can be called by a name in the code of some functions, or of a class's methods and theirs: which of it
+    was replaced is told at once, without following all calls again."""
+    known: set[tuple[int, str]] = set()
+    for function in functions:
+        places: list[tuple[tuple[Mapping[str, Any], ...], str]] = [((at,), key) for _, at, key in _looked_up(function)]
+        if kind is not None:
+            of_class = tuple(vars(base) for base in kind.__mro__)
+            places += [(of_class, name) for name in ("forward", *function.__code__.co_names)]
+        for spaces, key in places:
+            value = next((space[key] for space in spaces if key in space), None)
+            computes = callable(value) or isinstance(value, property | staticmethod | classmethod | types.ModuleType)
+            if computes and (id(spaces[0]), key) not in known:
+                known.add((id(spaces[0]), key))
+                yield Bound(spaces, key, value)
 
 
 def names_of(code: types.CodeType) -> Iterator[str]:
@@ -177,6 +247,15 @@ def names_of(code: types.CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from names_of(constant)
+
+
+def names_read(code: types.CodeType) -> Iterator[str]:
+    """The names and texts that a function's code uses, and not those that it only gives a value to."""
+    yield from (one.argval for one in dis.get_instructions(code) if one.opname.startswith("LOAD") and
+                isinstance(one.argval, str))  # fmt: skip
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from names_read(constant)
 
 
 def _contents(cell: types.CellType) -> Any:

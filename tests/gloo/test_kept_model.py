@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -41,6 +44,12 @@ CHANGES: Mapping[str, tuple[Callable[[Any], Any], str]] = {
     "a list": (lambda m: m.model.norm.limits.append(3), "attribute limits of model.norm"),
     "what code looks for": (lambda m: setattr(m.model.norm, "gain", 2.0), "attribute gain of model.norm"),
     "an object": (lambda m: setattr(m.model.norm.settings, "gain", 2.0), "attribute settings of model.norm"),
+    "an object with slots": (lambda m: setattr(m.model.norm.slotted, "gain", 2.0), "attribute slotted of model.norm"),
+    "an array": (lambda m: m.model.norm.array.fill(2.0), "attribute array of model.norm"),
+    "what a method is of": (lambda m: setattr(m.model.norm.method.__self__, "gain", 2.0), "method of model.norm"),
+    "what a partial holds": (lambda m: m.model.norm.partial.args[0].append(1), "attribute partial of model.norm"),
+    "an object that is a hook": (lambda m: setattr(hook_of(m), "gain", 2.0), "forward hooks of model.norm"),
+    "a buffer's data": (lambda m: m.model.rotary_emb.inv_freq.data.mul_(0.5), "buffer inv_freq of model.rotary_emb"),
     "a config": (
         lambda m: setattr(m.config, "attention_dropout", 0.5),
         "setting attention_dropout in the config of the model",
@@ -55,8 +64,25 @@ CHANGES: Mapping[str, tuple[Callable[[Any], Any], str]] = {
 }
 
 
+@dataclass(slots=True)
+class Scaling:
+    """A hook of all forms."""
+
+    gain: float = 1.0
+
+    def __call__(self, module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        return out * self.gain
+
+
+def hook_of(model: Any) -> Any:
+    return next(iter(model.model.norm._forward_hooks.values()))
+
+
 def changed_model() -> Any:
     model = small_model(tied=False)
+    model.model.norm.slotted, model.model.norm.array = Scaling(), np.ones(3)
+    model.model.norm.method, model.model.norm.partial = Scaling().__call__, partial(print, [])
+    model.model.norm.register_forward_hook(Scaling())
     model.model.norm.reads = lambda: getattr(model.model.norm, "gain", 1.0)
     model.model.norm.limits, model.model.norm.settings = [1, 2], SimpleNamespace(gain=1.0)
     model.model.norm.weight.requires_grad_(False)
@@ -72,13 +98,17 @@ def test_a_change_is_told_by_name(name: str) -> None:
     assert words in watched.now().problem
 
 
-@pytest.mark.parametrize("where", ["class", "rotary", "attention"])
+@pytest.mark.parametrize("where", ["class", "rotary", "attention", "what attention calls", "a hook of all modules"])
 def test_code_that_is_patched_later_is_told(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     watched = kept(small_model())
     if where == "class":
         monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, x: x)
     elif where == "rotary":
         monkeypatch.setattr(modeling_llama, "rotate_half", lambda x: x)
+    elif where == "what attention calls":
+        monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", lambda *args, **more: args[0])
+    elif where == "a hook of all modules":
+        monkeypatch.setitem(nn.modules.module._global_forward_hooks, 0, lambda module, args, out: None)
     else:
         monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", print)
     assert "was changed after the engine was made" in watched.now().problem
@@ -134,6 +164,7 @@ def test_ranks_that_differ_are_refused_on_all(who: int) -> None:
         for change in (
             lambda: weight.requires_grad_(False),
             lambda: engine.module.model.norm.register_forward_hook(print),
+            lambda: engine.optimizer.register_step_pre_hook(lambda *_: None),
         ):
             if rank == who:
                 change()
@@ -141,11 +172,13 @@ def test_ranks_that_differ_are_refused_on_all(who: int) -> None:
                 engine.train_batch()
             told.append(str(error.value))
             weight.requires_grad_(True)
+            engine.module.model.norm._forward_hooks.clear()
         return told
 
-    frozen, hooked = run_ranks(errors, 2)[1 - who]
+    frozen, hooked, stepped = run_ranks(errors, 2)[1 - who]
     assert frozen.startswith("the ranks have frozen different parameters")
     assert hooked.startswith(f"rank {who}: forward hooks of model.norm")
+    assert stepped.startswith(f"rank {who}: optimizer AdamW has the step hook")
 
 
 def with_spares(rank: int) -> list[dict[str, Tensor]]:

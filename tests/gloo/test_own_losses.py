@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable
 from functools import partial
+from itertools import chain, repeat
 from typing import Any
 
 import deepspeed  # noqa: F401  (before forking: the ranks share it)
@@ -87,7 +89,8 @@ MODEL = small_model()
 WEIGHT = MODEL.get_input_embeddings().weight
 VIEW, HEAT = WEIGHT.detach(), torch.ones((), requires_grad=True)
 cross_entropy = partial(F.cross_entropy, reduction="none")
-CALLS = [0]
+CALLS, LAST = [0], deque([0, 0], maxlen=2)
+WEIGHTS = chain(repeat(1.0, 1000), repeat(2.0))  # of the calls in turn
 
 
 class Tempered(torch.nn.Module):
@@ -121,6 +124,11 @@ def counting(logits: Tensor, labels: Tensor) -> Tensor:
     return cross_entropy(logits, labels) * (1 if CALLS[0] < 1000 else 2)
 
 
+def remembering(logits: Tensor, labels: Tensor) -> Tensor:
+    LAST.append(len(LAST) + LAST[-1])
+    return cross_entropy(logits, labels) * (1 if LAST[-1] < 1000 else 2)
+
+
 def in_place(logits: Tensor, labels: Tensor) -> Tensor:
     return cross_entropy(logits.div_(2), labels)
 
@@ -139,13 +147,16 @@ def reading(values: Callable[[], Tensor]) -> Any:
         (lambda logits, labels: [0.0] * 3, "returned list"),
         (lambda x, y: cross_entropy(x, y) / torch.bincount(y)[y], "depends on other tokens"),
         (partial(hardest, kept=8), "depends on other tokens"),
-        (partial(hardest, kept=200), "0 beside 1023 others"),
+        (partial(hardest, kept=200), "0 beside 16383 others"),
+        (partial(hardest, kept=12000), "0 beside 16383 others"),
         (lambda x, y: cross_entropy(x, y) * torch.linspace(1, 2, len(y)), "depends on other tokens"),
         (lambda x, y: cross_entropy(EqualShares.apply(x), y), "the gradient of one token depends on other tokens"),
         (lambda x, y: cross_entropy(x, y) / torch.arange(50)[y], "label 0 .* it gave inf"),
         (lambda x, y: cross_entropy(F.dropout(x, 0.1), y), "draws random numbers"),
         (lambda x, y: cross_entropy(x, y) * (1 + random.random()), "draws random numbers of Python"),
         (counting, r"a call changes the global CALLS\[0\]"),
+        (remembering, r"a call changes the global LAST\["),
+        (lambda x, y: cross_entropy(x, y) * next(WEIGHTS), "a call changes the global WEIGHTS"),
         (in_place, "changes the logits"),
         (reading(lambda: WEIGHT), r"reads the model's model\.embed_tokens\.weight"),
         (reading(lambda: VIEW**2), r"reads the model's model\.embed_tokens\.weight"),

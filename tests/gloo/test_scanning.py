@@ -10,7 +10,7 @@ import pytest
 
 from ds_hydra.data.item_lengths import ItemLengths, keep, kept, read_part
 from ds_hydra.data.sequences import SequenceData
-from ds_hydra.engine.scanning import scan_together
+from ds_hydra.engine.scanning import read_twice, scan_together
 from ds_hydra.ranks.together import first_channel
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.ranks import run_ranks
@@ -98,3 +98,27 @@ def test_what_is_kept_belongs_to_one_fingerprint_and_is_whole(cache: Path) -> No
     assert kept(data) is None
     keep(ITEMS, read_part(ITEMS))
     assert len(list(cache.iterdir())) == 1, "a list has no fingerprint"
+
+
+class Drawn(Counted):
+    """Items of which one token is drawn anew each time, or by the rank."""
+
+    def __init__(self, rank: int | None):
+        super().__init__([])
+        self.items, self._rank = [[9] * 5] * 20, rank
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads += 1
+        return [*super().__getitem__(index)[1:], self.reads if self._rank is None else self._rank]
+
+
+@pytest.mark.parametrize(("by_rank", "words"), [(False, "when it is read again"), (True, "on rank 1 than on rank 0")])
+def test_items_that_are_not_the_same_each_time_and_everywhere_are_refused(by_rank: bool, words: str) -> None:
+    def told(rank: int) -> str:
+        with first_channel() as channel:
+            read_twice(SequenceData([[1, 2], [3, 4, 5]]), channel)
+            with pytest.raises(ConfigError) as error:
+                read_twice(SequenceData(Drawn(rank if by_rank else None)), channel)
+        return str(error.value)
+
+    assert all(words in text for text in run_ranks(told, 2))

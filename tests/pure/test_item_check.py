@@ -69,12 +69,19 @@ def check(inputs: ModelInput, **columns: Any) -> list[str]:
         (TYPED, {"langs": [4] * 10}, "'langs', which the model's forward takes"),
         (TYPED, {"lengths": 10}, "'lengths', which the model's forward takes"),
         (ModelInput(), {"segment_ids": [4] * 10}, "'segment_ids', which looks like a mask"),
+        (ModelInput(counts_padding=True), {"attention_mask": [0] * 2 + [1] * 8}, "has 2 tokens of padding before its"),
         (ModelInput(first_position=2), {"position_ids": list(range(10))}, "from 2 on: take the column out"),
     ],
 )
 def test_columns_that_the_model_would_use_are_refused(inputs: ModelInput, columns: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         check(inputs, **columns)
+
+
+def test_padding_behind_or_with_positions_is_right_for_every_model() -> None:
+    counting = ModelInput(counts_padding=True)
+    assert check(counting, attention_mask=[1] * 8 + [0] * 2) == []
+    assert check(counting, attention_mask=[0] * 2 + [1] * 8, position_ids=[1, 1, *range(8)]) == []
 
 
 def test_columns_that_it_would_not_are_named_once() -> None:
