@@ -55,8 +55,9 @@ DEEPSPEED_AGREEMENT = 1e-5  # of loss and gradient norm from equal parameters in
 GPU_LOSS_AGREEMENT = 5e-3  # of the first step's loss: BF16, other orders of sums
 GPU_ATTENTION = 2e-2  # BF16 against FP32, relative to the largest entry
 
-# What runs cost: bench_checkpoint, bench_lnk, check_chunks, check_devices, bench_gpu.
+# What runs cost: bench_checkpoint, bench_lnk, check_chunks, check_edits, check_devices, bench_gpu.
 SAVE = 1.0  # the time and the bytes of a checkpoint over DeepSpeed's
+EDITS_AT_START, EDITS_IN_STEP = 0.20, 0.005  # what looks at a script's model and data, of the self-check, of a step
 WATCHED_STEP = 1.01  # the time of a step with heartbeats and checks over one without
 MOVED = 1.0  # the time of a transfer over gloo's for the same bytes
 MODELS_ENTERED = 3  # a node, in schemes of one strategy: ranks of each bring in what they own, or as much

@@ -7,13 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tools.check_edits import TRIALS
 from tools.edits.job import Outcome
-from tools.edits.kinds import KINDS
+from tools.edits.kind import KINDS
 from tools.edits.trial import STRATEGIES, Trial, distance, draw_trials, try_edit
 
 
 def test_every_edit_is_drawn_before_or_after_under_every_strategy() -> None:
-    drawn = list(draw_trials(150, seed=1))
+    drawn = list(draw_trials(TRIALS, seed=1))
     assert {trial.edit for trial in drawn} == set(KINDS)
     assert {name for trial in drawn for name in trial.strategies} == set(STRATEGIES)
     assert {(trial.late, trial.slices) for trial in drawn} == {(a, b) for a in (False, True) for b in (False, True)}

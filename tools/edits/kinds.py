@@ -1,13 +1,14 @@
-"""The edits: a name in, what a script does to its job out, and whether it can still be done between two steps."""
+"""Edits of what is trained, of how modules compute, of attention, losses and data."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,36 +18,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
-from tools.edits.job import IGNORED, Edit, Job
+from tools.edits.job import IGNORED, Job
+from tools.edits.kind import kind, layers_of
 
 TEMPERATURE = 1.0  # read by code below while it runs
-
-
-class Kind(NamedTuple):
-    """An edit; `when` it is made: before `initialize`, after it, or either; and of which model."""
-
-    edit: Edit
-    when: tuple[str, ...] = ("before", "after")
-    family: str = "llama"
-
-
-BEFORE = ("before",)
-KINDS: dict[str, Kind] = {}
-SAME = {"padding at the end"}  # those that leave the plain job as it was
-
-
-def kind(*when: str, family: str = "llama") -> Callable[[Edit], Edit]:
-    """Enter a function as an edit, by its name."""
-
-    def enter(edit: Edit) -> Edit:
-        KINDS[edit.__name__.replace("_", " ")] = Kind(edit, when or ("before", "after"), family)
-        return edit
-
-    return enter
-
-
-def _layers(job: Job) -> Any:
-    return job.model.model.layers
 
 
 # ---- what is trained ----
@@ -54,7 +29,7 @@ def _layers(job: Job) -> Any:
 
 @kind()
 def freeze_one_weight(job: Job) -> None:
-    _layers(job)[1].mlp.up_proj.weight.requires_grad_(False)
+    layers_of(job)[1].mlp.up_proj.weight.requires_grad_(False)
 
 
 @kind()
@@ -71,7 +46,7 @@ def freeze_all_norms(job: Job) -> None:
 
 @kind("before")
 def freeze_and_thaw_midway(job: Job) -> None:
-    weight = _layers(job)[2].self_attn.q_proj.weight
+    weight = layers_of(job)[2].self_attn.q_proj.weight
     weight.requires_grad_(False)
 
     def thaw(step: int) -> None:
@@ -99,13 +74,13 @@ def scale_frequencies(job: Job) -> None:
 
 @kind()
 def put_another_parameter(job: Job) -> None:
-    mlp = _layers(job)[0].mlp
+    mlp = layers_of(job)[0].mlp
     mlp.down_proj.weight = nn.Parameter(mlp.down_proj.weight.detach() * 0.8)
 
 
 @kind()
 def gradient_hook(job: Job) -> None:
-    _layers(job)[1].mlp.up_proj.weight.register_hook(lambda gradient: 0.25 * gradient)
+    layers_of(job)[1].mlp.up_proj.weight.register_hook(lambda gradient: 0.25 * gradient)
 
 
 @kind()
@@ -114,7 +89,7 @@ def hook_after_accumulation(job: Job) -> None:
         assert parameter.grad is not None
         parameter.grad.mul_(0.0)
 
-    _layers(job)[1].mlp.up_proj.weight.register_post_accumulate_grad_hook(halve)
+    layers_of(job)[1].mlp.up_proj.weight.register_post_accumulate_grad_hook(halve)
 
 
 # ---- how a module computes ----
@@ -122,22 +97,22 @@ def hook_after_accumulation(job: Job) -> None:
 
 @kind()
 def change_the_scaling(job: Job) -> None:
-    _layers(job)[2].self_attn.scaling = 0.2
+    layers_of(job)[2].self_attn.scaling = 0.2
 
 
 @kind()
 def change_an_epsilon(job: Job) -> None:
-    _layers(job)[1].input_layernorm.variance_epsilon = 0.7
+    layers_of(job)[1].input_layernorm.variance_epsilon = 0.7
 
 
 @kind()
 def forward_hook(job: Job) -> None:
-    _layers(job)[1].mlp.register_forward_hook(lambda module, args, out: 1.7 * out)
+    layers_of(job)[1].mlp.register_forward_hook(lambda module, args, out: 1.7 * out)
 
 
 @kind()
 def forward_pre_hook(job: Job) -> None:
-    _layers(job)[0].register_forward_pre_hook(lambda module, args: (1.2 * args[0], *args[1:]))
+    layers_of(job)[0].register_forward_pre_hook(lambda module, args: (1.2 * args[0], *args[1:]))
 
 
 @kind()
@@ -147,21 +122,21 @@ def backward_hook(job: Job) -> None:
 
 @kind()
 def another_activation(job: Job) -> None:
-    for layer in _layers(job):
+    for layer in layers_of(job):
         layer.mlp.act_fn = nn.Tanh()
 
 
 @kind()
 def another_module(job: Job) -> None:
-    _layers(job)[1].mlp = nn.Sequential(nn.Linear(48, 16).double(), nn.GELU(), nn.Linear(16, 48).double())
+    layers_of(job)[1].mlp = nn.Sequential(nn.Linear(48, 16).double(), nn.GELU(), nn.Linear(16, 48).double())
     torch.manual_seed(3)
-    for parameter in _layers(job)[1].mlp.parameters():
+    for parameter in layers_of(job)[1].mlp.parameters():
         nn.init.normal_(parameter, std=0.1)
 
 
 @kind()
 def wrapped_forward(job: Job) -> None:
-    mlp = _layers(job)[2].mlp
+    mlp = layers_of(job)[2].mlp
     plain = mlp.forward
     mlp.forward = lambda x: 1.4 * plain(x)
 
@@ -179,7 +154,7 @@ def norm_by_length(job: Job) -> None:
             out = super().forward(hidden_states)
             return out * 0.6 if hidden_states.shape[-2] > 60 else out
 
-    _layers(job)[1].post_attention_layernorm.__class__ = Shrinking
+    layers_of(job)[1].post_attention_layernorm.__class__ = Shrinking
 
 
 @kind()
@@ -199,7 +174,7 @@ def global_that_moves(job: Job) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) * TEMPERATURE
 
-    _layers(job)[1].mlp.__class__ = Warm
+    layers_of(job)[1].mlp.__class__ = Warm
 
     def raise_it(step: int) -> None:
         sys.modules[__name__].TEMPERATURE = 1.0 + step  # type: ignore[attr-defined]
@@ -215,7 +190,7 @@ def functions_in_a_list(job: Job) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return functools.reduce(lambda out, one: one(out), self.after, super().forward(x))
 
-    norm, mlp = job.model.model.norm, _layers(job)[1].mlp
+    norm, mlp = job.model.model.norm, layers_of(job)[1].mlp
     mlp.__class__ = Followed
     mlp.after = [lambda out: out + 0.5 * norm.weight]
 
@@ -232,13 +207,13 @@ def settings_of_a_dataclass(job: Job) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) * self.settings.gain
 
-    _layers(job)[3].mlp.__class__ = Set
-    _layers(job)[3].mlp.settings = Settings(gain=1.6)
+    layers_of(job)[3].mlp.__class__ = Set
+    layers_of(job)[3].mlp.settings = Settings(gain=1.6)
 
 
 @kind()
 def change_the_head_dimension_scale_in_place(job: Job) -> None:
-    for layer in _layers(job):
+    for layer in layers_of(job):
         layer.self_attn.scaling *= 0.5
 
 
@@ -251,7 +226,7 @@ def _meeting(job: Job, meet: Callable[[Tensor], Tensor], layers: tuple[int, ...]
             return super().forward(meet(x))
 
     for number in layers:
-        _layers(job)[number].mlp.__class__ = Meeting
+        layers_of(job)[number].mlp.__class__ = Meeting
 
 
 @kind()
@@ -275,8 +250,8 @@ def mean_of_64_tokens(job: Job) -> None:
 
 
 @kind()
-def convolution_in_late_layers(job: Job) -> None:
-    for number, layer in enumerate(_layers(job)):
+def convolution_in_latelayers_of(job: Job) -> None:
+    for number, layer in enumerate(layers_of(job)):
         layer.mlp.scale = 0.97**number
     _meeting(job, lambda x: x + sum(0.2 * F.pad(x, (0, 0, n, 0))[..., : x.shape[-2], :] for n in (1, 2, 3)), (3,))
 
@@ -326,6 +301,27 @@ def attention_patched(job: Job) -> None:
 
 
 @kind()
+def what_attention_calls_patched(job: Job) -> None:
+    plain = F.scaled_dot_product_attention
+    nn.functional.scaled_dot_product_attention = lambda query, *args, **more: plain(1.3 * query, *args, **more)
+
+
+class Late:
+    """Attention with a state."""
+
+    calls = 0
+
+    def __call__(self, module: nn.Module, query: Tensor, *args: Any, **more: Any) -> Any:
+        self.calls += 1
+        return sdpa_attention_forward(module, query * (1.5 if self.calls > 30 else 1.0), *args, **more)
+
+
+@kind()
+def attention_that_is_an_object(job: Job) -> None:
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = Late()
+
+
+@kind()
 def eager_attention_patched(job: Job) -> None:
     plain = modeling_llama.eager_attention_forward
     job.model.config._attn_implementation = "eager"
@@ -343,7 +339,7 @@ def attention_subclass(job: Job) -> None:
             out, weights = super().forward(hidden_states, *args, **kwargs)
             return out + 0.1 * hidden_states, weights
 
-    _layers(job)[2].self_attn.__class__ = Biased
+    layers_of(job)[2].self_attn.__class__ = Biased
 
 
 # ---- losses ----
@@ -408,6 +404,21 @@ def loss_with_a_state(job: Job) -> None:
     job.loss_fn = warming
 
 
+@kind("before")
+def loss_that_draws_from_an_iterator(job: Job) -> None:
+    weights = itertools.chain(itertools.repeat(1.0, 40), itertools.repeat(3.0))
+    job.loss_fn = lambda logits, labels: _each(logits, labels) * next(weights)
+
+
+@kind("before")
+def loss_of_the_hardest_of_many(job: Job) -> None:
+    def hardest(logits: Tensor, labels: Tensor) -> Tensor:
+        losses = _each(logits, labels)
+        return losses if len(losses) <= 70 else losses * (losses >= losses.topk(70).values[-1])
+
+    job.loss_fn = hardest
+
+
 # ---- data ----
 
 
@@ -427,6 +438,29 @@ def padding_at_the_end(job: Job) -> None:
         item["attention_mask"] = torch.cat((torch.ones(length), torch.zeros(5))).long()
         item["input_ids"] = F.pad(item["input_ids"], (0, 5), value=0)
         item["labels"] = F.pad(item["labels"], (0, 5), value=IGNORED)
+
+
+@kind("before", family="gpt2")
+def padding_at_the_front(job: Job) -> None:
+    for item in job.data:
+        length = len(item["input_ids"])
+        item["attention_mask"] = torch.cat((torch.zeros(4), torch.ones(length))).long()
+        item["input_ids"] = F.pad(item["input_ids"], (4, 0), value=0)
+        item["labels"] = F.pad(item["labels"], (4, 0), value=IGNORED)
+        item["labels"][4] = IGNORED
+
+
+@kind("before")
+def items_drawn_anew(job: Job) -> None:
+    class Drawn(list[dict[str, Tensor]]):
+        reads = 0
+
+        def __getitem__(self, index: Any) -> Any:
+            self.reads += 1
+            item = super().__getitem__(index)
+            return item | {"input_ids": (item["input_ids"] + self.reads) % 97}
+
+    job.data = Drawn(job.data)
 
 
 @kind("before")

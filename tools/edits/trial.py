@@ -9,11 +9,15 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import deepspeed  # noqa: F401  (before forking: the ranks share it)
 import torch
 
+import ds_hydra.engine.engine  # noqa: F401  (the same)
+import tools.edits.held
+import tools.edits.kinds  # noqa: F401  (they enter their edits)
 from ds_hydra.ranks.forked import run_ranks
-from tools.edits.job import LENGTHS, STEPS, Outcome, on_ranks, one_process
-from tools.edits.kinds import KINDS
+from tools.edits.job import LENGTHS, STEPS, Edit, Outcome, on_ranks, one_process
+from tools.edits.kind import KINDS
 
 RANKS = 2
 STRATEGIES = ("tp2", "sp2", "pp2", "2*tp1", "pp2/v", "pp2/list")
@@ -82,7 +86,7 @@ def try_edit(trial: Trial, check: str = "on") -> Verdict:
         return Verdict(trial, "uneven", float("nan"), words)
     if found[0].state == "refused":
         return Verdict(trial, "refused", float("nan"), words)
-    plain = run_ranks(one_process, 1, kind.family, kind.edit, trial.late, found[0].steps, timeout=LIMIT_S)[0]
+    plain = _alone(kind.family, kind.edit, trial.late, found[0].steps)
     apart = distance(plain, found[0])
     return Verdict(trial, "equal" if apart <= ROUNDING else "silent", apart)
 
@@ -106,11 +110,17 @@ def effects(names: Sequence[str]) -> dict[str, float]:
     """How far each edit takes the plain job from the one without it; an edit without effect would show nothing."""
     steps = [tuple(range(step * len(LENGTHS), (step + 1) * len(LENGTHS))) for step in range(STEPS)]
     found: dict[str, float] = {}
+    plain: dict[str, Outcome] = {}
     for name in names:
         kind = KINDS[name]
         late = kind.when == ("after",)
-        edited, plain = (
-            run_ranks(one_process, 1, kind.family, edit, late, steps, timeout=LIMIT_S)[0] for edit in (kind.edit, None)
-        )
-        found[name] = distance(edited, plain)
+        if kind.family not in plain:
+            plain[kind.family] = _alone(kind.family, None, False, steps)
+        found[name] = distance(_alone(kind.family, kind.edit, late, steps), plain[kind.family])
     return found
+
+
+def _alone(family: str, edit: Edit | None, late: bool, steps: Sequence[Sequence[int]]) -> Outcome:
+    """What one process makes of a job."""
+    outcome: Outcome = run_ranks(one_process, 1, family, edit, late, steps, timeout=LIMIT_S)[0]
+    return outcome
