@@ -58,8 +58,10 @@ class Values:
         return value.to(self.device, dtype or (self._dtype if value.is_floating_point() else value.dtype), copy=True)
 
     def is_changed(self, name: str, value: Tensor) -> bool:
-        """Whether a copy that `of` has just given is another than the parameter's value."""
-        return not torch.equal(value.detach(), self._found[1][name].to(value.device, value.dtype))
+        """Whether a copy that `of` has just given is another than the parameter's value; so it is taken to be where
+        others have been gathered since."""
+        right = self._found[1].get(name)
+        return right is None or not torch.equal(value.detach(), right.to(value.device, value.dtype))
 
     def lend(self, name: str, part: Tensor) -> None:
         """Remember what stands for a parameter's own memory."""

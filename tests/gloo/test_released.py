@@ -91,6 +91,7 @@ WRITES: dict[str, Callable[[Any, Any], Any]] = {
     "its data in place": lambda engine, own: own.data.mul_(2),
     "a gradient": lambda engine, own: setattr(own, "grad", torch.zeros(())),
     "an output": lambda engine, own: torch.add(torch.ones(()), 1, out=own),
+    "all at once": lambda engine, own: torch._foreach_mul_(list(engine.module.parameters()), 0.5),
     "an initialisation": lambda engine, own: nn.init.zeros_(own),
     "a collective": lambda engine, own: dist.all_reduce(own.data),
     "a part of it": lambda engine, own: (own.data[2:4].zero_(), own.norm()),
