@@ -32,7 +32,7 @@ from ds_hydra.zero_hetero.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 # What the four runs on one rank may take: operations of one, and memory.
-_OPERATIONS = {"cpu": 1e10, "cuda": 1e14}
+_OPERATIONS = {"cpu": 5e9, "cuda": 1e14}
 _BYTES = 4 * 2**30
 _LIVE = 40  # numbers of a token and a feature that a layer keeps, about
 
@@ -80,8 +80,10 @@ class RealSequences:
         if not fitting:
             return
         path, num_layers = source.layers_path, source.plan.num_layers
-        with torch._C.DisableTorchFunctionSubclass():  # to it a released parameter is one of the meta device
-            few = with_layers(self._job.model, path, kept)
+        few = self._job.model
+        if self._world.rank == who or len(kept) < num_layers:
+            with torch._C.DisableTorchFunctionSubclass():  # to it a released parameter is one of the meta device
+                few = with_layers(self._job.model, path, kept)
         names = {name: _in_whole(name, path, kept) for name, _ in few.named_parameters(remove_duplicate=False)}
         wanted = {source.aliases[whole] for whole in names.values()}
         values = self._masters.gather(self._world.links, wanted)

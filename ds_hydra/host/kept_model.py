@@ -192,9 +192,11 @@ def _code_of(model: nn.Module) -> list[tuple[str, Bound]]:
     for path, module in model.named_modules():
         kinds.setdefault((type(module), _implementation(module)), (path, module))
     found: list[tuple[str, Bound]] = []
+    known: set[int] = set()
     for (kind, implementation), (path, module) in kinds.items():
         attention = [] if implementation is None else attention_functions(module, implementation)
-        called = [function for one in attention for function in run_by(one)]
+        called = [function for one in attention if id(one) not in known for function in run_by(one)]
+        known |= set(map(id, attention))
         found += [(path, one) for one in (*bound_in(called_by(module), kind), *bound_in(called))]
     return found
 

@@ -96,7 +96,7 @@ class CausalLM:
         device = next(iter(values.values())).device
         runs = self.copy_to_run(device, values)
         self.first_position = first_position(runs, self.layers_path)
-        self.counts_padding = counts_padding(runs, self.layers_path)
+        self.counts_padding = counts_padding(runs, self.layers_path, self.first_position)
         self.uncounted = uncounted_tokens(runs, self.layers_path, self.first_position)
         self.flow = self._trace(model)
         refuse_parts_in_evaluation(model, [place.module for place in self.flow.draws])

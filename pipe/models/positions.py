@@ -48,9 +48,10 @@ def special_tokens(model: Any) -> tuple[int, ...]:
     return tuple(dict.fromkeys(n for n in numbers if isinstance(n, int) and 0 <= n < vocab))
 
 
-def counts_padding(model: Any, layers_path: str) -> bool:
+def counts_padding(model: Any, layers_path: str, start: int) -> bool:
     """Whether the model numbers padding before a sequence too, where a mask tells it and no positions are given, so
-    that what enters its layers is another than without the padding. `model` holds real values."""
+    that what enters its layers is another than without the padding. A sequence begins with the position `start`;
+    `model` holds real values."""
     device, vocab = next(model.parameters()).device, known_tokens(model)
     padding = getattr(model.config.get_text_config(), "pad_token_id", None)
     padding = padding if isinstance(padding, int) and 0 <= padding < vocab else 0
@@ -60,12 +61,19 @@ def counts_padding(model: Any, layers_path: str) -> bool:
     before, length = 2, len(plain)
     ids = torch.tensor([[padding] * before + plain], device=device)
     mask = (torch.arange(before + length, device=device) >= before).long()[None]
+    alone, later = (
+        _entering(
+            model, layers_path, ids[:, before:], torch.arange(first, first + length, device=device)[None], (length,)
+        )
+        for first in (start, start + before)
+    )
+    if _same_rows([alone[:1]], later[:1], (length,)):  # positions are not in what enters, such as a rotary embedding's
+        return False
     try:
-        alone = _entering(model, layers_path, ids[:, before:], None, (length,))[:1]
         padded = _entering(model, layers_path, ids, None, (before + length,), attention_mask=mask)[:1]
     except Exception:  # it takes no mask like this
         return True
-    return not _same_rows([alone], [part[..., before:, :] for part in padded], (length,))
+    return not _same_rows([alone[:1]], [part[..., before:, :] for part in padded], (length,))
 
 
 class _Entered(BaseException):

@@ -96,7 +96,8 @@ def one_process(_rank: int, family: str, edit: Edit | None, late: bool, steps: S
         for call in job.each_step:
             call(step)
         losses.append(_plain_step(job, optimizer, [job.data[i] for i in steps[step]]))
-    return Outcome("ran", tuple(losses), (), {name: p.detach().clone() for name, p in job.model.named_parameters()})
+    named = job.model.named_parameters(remove_duplicate=False)
+    return Outcome("ran", tuple(losses), (), {name: p.detach().clone() for name, p in named})
 
 
 def _plain_step(job: Job, optimizer: torch.optim.Optimizer, items: Sequence[Item]) -> float:
