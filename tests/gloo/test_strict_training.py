@@ -25,6 +25,7 @@ from tests.support.small_job import same, sequences, small_config, small_engine,
 from tests.support.strict import Rules, StrictError
 from tests.support.strict_memory import StrictLane
 from tests.support.strict_world import one_push_at_a_time, strict_world
+from tools.devices.order import drawn, run
 
 # Each of these stood still in its first step before pushes waited for the last message, and before all pairs and
 # groups were connected at start. What a rank waited for:
@@ -115,6 +116,14 @@ def test_all_that_a_rank_starts_may_run_in_one_queue(strategy: str, node_size: i
 def test_one_queue_stands_still_where_a_device_decides_when_a_push_starts(strategy: str) -> None:
     with pytest.raises(StrictError, match=r"waits for .* it would wait for ever"):
         train_with_polls(strategy, stall_s=4)
+
+
+@pytest.mark.parametrize("number", [1000, 1001])
+def test_drawn_jobs_end_with_the_references_numbers(number: int) -> None:
+    """Of those that `tools.check_devices` runs, two with several phases, sequence parallel ranks, a list and a V."""
+    still, wrong = run(*drawn(number))
+    assert not still, wrong
+    assert not wrong
 
 
 def test_a_step_follows_one_that_failed() -> None:
