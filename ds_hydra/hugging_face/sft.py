@@ -17,6 +17,8 @@ class HydraSFTTrainer(HydraTrainer, SFTTrainer):
     not logged. Raises ConfigError for a loss of TRL's other than "nll", and for offloaded activations.
     """
 
+    evaluates_each_rank = True  # TRL does not hand the number of all targets to its loss there, as Trainer does
+
     def _refuse_unfit(self) -> None:
         super()._refuse_unfit()
         settings: Any = self.args

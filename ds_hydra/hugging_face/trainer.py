@@ -57,6 +57,9 @@ class HydraTrainer(Trainer):
             self._token_function, self.preprocess_logits_for_metrics = self.preprocess_logits_for_metrics, None
             self._refuse_unfit()
 
+    evaluates_each_rank = False
+    """Whether the loss of an evaluation is the mean over each rank's own targets, and then over ranks."""
+
     @property
     def plans_steps(self) -> bool:
         """Whether the config has a block "hydra"; else this is a plain Trainer."""
@@ -131,15 +134,16 @@ class HydraTrainer(Trainer):
     def prediction_step(
         self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Any, Any]:
-        """The mean loss of the batches of all ranks, (); and, unless that is all, what `preprocess_logits_for_metrics`
-        gives for each token of this rank's rows, (rows, tokens) or (rows, tokens, k), and the labels."""
+        """The mean loss of the batches of all ranks, or of this rank's, (); and, unless that is all, what
+        `preprocess_logits_for_metrics` gives for each token of this rank's rows, (rows, tokens) or (rows, tokens, k),
+        and the labels."""
         if not self.plans_steps:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         engine: Any = self.deepspeed
         engine.eval()
         if prediction_loss_only:
-            _, mean = engine.evaluate_collected(inputs)
-            return torch.tensor(mean, device=self.args.device), None, None
+            own, mean = engine.evaluate_collected(inputs)
+            return torch.tensor(own if self.evaluates_each_rank else mean, device=self.args.device), None, None
         if self._token_function is None:
             raise ConfigError(f"HydraTrainer.predict() {_NO_LOGITS}")
         loss, found = engine.predict(inputs, self._token_function)

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed  # noqa: F401  (before forking: the ranks share it)
@@ -245,3 +246,25 @@ def test_without_the_block_it_is_a_plain_trainer(tmp_path: Path) -> None:
     words, loss = run_ranks(job, 1)[0]
     assert words == 97
     assert loss == pytest.approx(run_ranks(plain, 1, tmp_path, {"max_steps": 1, "eval_strategy": "no"})[0][0][0])
+
+
+class Evaluates:
+    """An engine whose ranks' batches have another mean than this rank's."""
+
+    def eval(self) -> None: ...
+
+    def evaluate_collected(self, batch: Any) -> tuple[float, float]:
+        return 1.0, 2.0
+
+
+def test_an_evaluation_counts_targets_as_the_trainer_that_is_swapped_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainer takes the mean over the targets of all ranks, TRL's the mean of the ranks' means."""
+    from ds_hydra.hugging_face.sft import HydraSFTTrainer
+
+    monkeypatch.setattr(HydraTrainer, "plans_steps", True)
+    found = []
+    for kind in (HydraTrainer, HydraSFTTrainer):
+        trainer: Any = kind.__new__(kind)
+        trainer.deepspeed, trainer.args = Evaluates(), SimpleNamespace(device="cpu")
+        found.append(trainer.prediction_step(None, {}, prediction_loss_only=True)[0].item())
+    assert found == [2.0, 1.0]
