@@ -15,6 +15,15 @@ gives 4 elements to each rank, so any two strategies differ only in where they c
 
 Fused example: gate and up of 4 rows each in one weight of 8 rows. Rank 0 of 2 holds the rows 0..1 and 4..5, which are
 two intervals, as each part is cut for itself.
+
+[Note: gaps]
+In a rank's buffers every parameter and every bucket begins at a multiple of 64 elements. Libraries choose the kernel
+of a product by the alignment of its factors: below 16 bytes a slower one, for some types none. What lies between two
+parameters is never read as a value of the model; it travels with a bucket where twins share one. The masters have no
+gaps, so a checkpoint knows nothing of them:
+
+  masters      | a (3, 30)          | b (40)     |                  elements 0..89, 90..129
+  of a rank    | a      | 38 unused | b     | 24 unused |           elements 0..89, 128..167; a bucket after it from 192
 """
 
 from __future__ import annotations
@@ -26,7 +35,7 @@ from typing import Literal
 
 from ds_hydra.pipe.placement import Stage, Strategy
 from ds_hydra.zero_hetero.errors import PlanError
-from ds_hydra.zero_hetero.layout import Layout, Piece
+from ds_hydra.zero_hetero.layout import ALIGNMENT, Layout, Piece, padded
 
 Gradient = Literal["complete", "partial"]
 
@@ -155,6 +164,7 @@ class ModelPlan:
     no_slices: str = ""  # the same of sequences that are cut into slices
     no_token_sharding: str = "nothing is known of it"  # the same of ranks that share tokens [Note: token sharding]
     unread: frozenset[str] = frozenset()  # parameters that no forward was seen to read
+    alignment: int = ALIGNMENT  # in elements, of parameters and buckets in a rank's buffers [Note: gaps]
 
     @property
     def num_layers(self) -> int:
@@ -177,14 +187,14 @@ class ModelPlan:
         return names
 
     def slots(self, bucket: Bucket, stage: Stage, tp_rank: int) -> tuple[Slot, ...]:
-        """A rank's local buffer of one bucket: the shards that its stage needs, one after the other."""
+        """A rank's local buffer of one bucket: the shards that its stage needs, in order [Note: gaps]."""
         needed = self.needed(stage)
         slots: list[Slot] = []
         offset = 0
         for param in bucket.params:
             if param.name in needed:
                 slots.append(Slot(param, offset, param.shard_shape(tp_rank, stage.tp)))
-                offset += slots[-1].numel
+                offset += padded(slots[-1].numel, self.alignment)
         return tuple(slots)
 
     def pull_layout(self, bucket: Bucket, strategy: Strategy) -> Layout:
@@ -223,12 +233,12 @@ class ModelPlan:
                         for slot in slots
                         for lo, hi, offset in pieces_of(slot, tp_rank, stage.tp)
                     )
-                    known[key] = mine, slots[-1].offset + slots[-1].numel if slots else 0
+                    known[key] = mine, end_of_slots(slots)
                 # Ranks of a stage are numbered with tp fastest, so these are the tp rank's sequence parallel ranks:
                 # they hold the same.
                 for rank in stage.ranks[tp_rank :: stage.tp]:
                     pieces[rank], sizes[rank] = known[key]
-        return Layout(bucket.numel, tuple(pieces), tuple(sizes))
+        return Layout(bucket.numel, tuple(pieces), tuple(sizes), self.alignment)
 
     @staticmethod
     def _held(slot: Slot, tp_rank: int, tp: int) -> Iterator[tuple[int, int, int]]:
@@ -284,6 +294,11 @@ class ModelPlan:
                 f"sp={sp} and the {kv_heads} key/value heads{left} do not divide each other; use strategies with an sp "
                 "that divides them or that they divide"
             )
+
+
+def end_of_slots(slots: Sequence[Slot]) -> int:
+    """Elements of a bucket's local buffer up to the end of its last slot."""
+    return slots[-1].offset + slots[-1].numel if slots else 0
 
 
 def make_buckets(named: Sequence[tuple[str, frozenset[str]]], specs: Mapping[str, ParamSpec]) -> tuple[Bucket, ...]:

@@ -5,11 +5,12 @@ Ranks that hold the same shards of the same layers are twins, and share the work
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from fractions import Fraction
 from functools import lru_cache
 from typing import NamedTuple
 
-from ds_hydra.pipe.model_plan import Bucket, ModelPlan
+from ds_hydra.pipe.model_plan import Bucket, ModelPlan, Slot, end_of_slots
 from ds_hydra.pipe.placement import Strategy
 from ds_hydra.zero_hetero.layout import even_layout
 from ds_hydra.zero_hetero.transfer_plan import TransferPlan, plan_transfer
@@ -44,6 +45,26 @@ def twins_of(strategy: Strategy, node_size: int) -> tuple[Twins, ...]:
 def twins_with(strategy: Strategy, rank: int) -> Twins:
     """A rank's twins, itself among them."""
     return next(twins for twins in twins_of(strategy, strategy.num_ranks) if rank in twins.ranks)
+
+
+class BucketPlace(NamedTuple):
+    """Where a bucket lies among the parameters that a rank holds: elements [start, start + size), with these slots."""
+
+    bucket: Bucket
+    slots: tuple[Slot, ...]
+    start: int
+    size: int
+
+
+def bucket_places(plan: ModelPlan, strategy: Strategy, twins: Twins) -> Iterator[BucketPlace]:
+    """The places of all buckets on each of these twins, one after the other [Note: gaps]."""
+    rank = twins.ranks[0]
+    stage, start = strategy.stage_of(rank), 0
+    for bucket in plan.buckets:
+        slots = plan.slots(bucket, stage, stage.coordinates(rank)[0])
+        size = twins.padded(end_of_slots(slots), plan.alignment)
+        yield BucketPlace(bucket, slots, start, size)
+        start += size
 
 
 @lru_cache(maxsize=64)

@@ -12,12 +12,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from ds_hydra.zero_hetero.errors import PlanError
 from ds_hydra.zero_hetero.intervals import Column, first_conflict
+
+ALIGNMENT = 64  # elements: 128 bytes or more, as matrix products, copies and networks like it
+
+Numel = TypeVar("Numel", int, Column)
+
+
+def padded(numel: Numel, alignment: int = ALIGNMENT) -> Numel:
+    """Elements that `numel` elements take, with the gap to the next ones."""
+    return -(-numel // alignment) * alignment
 
 
 class Piece(NamedTuple):
@@ -48,6 +57,7 @@ class Layout:
     numel: int
     pieces: tuple[tuple[Piece, ...], ...]  # per rank
     sizes: tuple[int, ...]  # per rank: length of its local buffer, at least the end of its last piece
+    alignment: int = 1  # at multiples of which twins' parts of a buffer, and what follows it, begin [Note: gaps]
 
     @property
     def num_ranks(self) -> int:

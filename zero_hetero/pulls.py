@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from ds_hydra.zero_hetero.checksum import checksums_of
+from ds_hydra.zero_hetero.layout import padded
 from ds_hydra.zero_hetero.mover import Hop, Movement, PullMover
 from ds_hydra.zero_hetero.scratch import Scratch
-from ds_hydra.zero_hetero.scratch_plan import end_of, padded, side_by_side
+from ds_hydra.zero_hetero.scratch_plan import end_of, side_by_side
 
 
 class Pulls:

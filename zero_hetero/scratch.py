@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ds_hydra.zero_hetero.scratch_plan import Window, padded
+from ds_hydra.zero_hetero.layout import padded
+from ds_hydra.zero_hetero.scratch_plan import Window
 
 
 class Scratch:

@@ -32,16 +32,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ds_hydra.zero_hetero.intervals import Column, sum_by
+from ds_hydra.zero_hetero.layout import padded
 from ds_hydra.zero_hetero.transfer_plan import Slice, TransferPlan
 from ds_hydra.zero_hetero.twin_plan import TwinPush
 
-ALIGNMENT = 64  # elements: messages begin at multiples of 128 bytes or more, as copies and networks like it
 LARGE = 1 << 18
 """Elements of a slice that travels by itself, without a copy; it is worth more than one operation less."""
 
@@ -64,13 +64,7 @@ class Window(NamedTuple):
     after: int
 
 
-Numel = TypeVar("Numel", int, Column)
 Flags = npt.NDArray[np.bool_]
-
-
-def padded(numel: Numel) -> Numel:
-    """Elements that `numel` elements take, with the gap to the next ones."""
-    return -(-numel // ALIGNMENT) * ALIGNMENT
 
 
 def side_by_side(sizes: Sequence[int]) -> tuple[Window, ...]:

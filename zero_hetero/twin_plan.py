@@ -14,9 +14,10 @@ A push goes the same way back:
     leave    The sums go to the owners of the masters, unrounded. Where ranks that are no twins contribute to one
              element (under tp2 + 2*tp1, say), the owner adds up the twins' sums, again by rank.
 
-Example: 2*tp1 on ranks 0 and 1, a bucket of 8 elements of which each owns half, as TP rank 0 of both holds all of it:
-rank 0 has elements 0 to 3 already, its part; a gather of parts of 4 gives all 8 to both. A push trades 4 elements each
-way, and nothing has to leave. With other owners than twins, such as under 2*tp2 on 4 ranks, a part has to enter first:
+Example, without gaps: 2*tp1 on ranks 0 and 1, a bucket of 8 elements of which each owns half, as TP rank 0 of both
+holds all of it: rank 0 has elements 0 to 3 already, its part; a gather of parts of 4 gives all 8 to both. A push trades
+4 elements each way, and nothing has to leave. With other owners than twins, such as under 2*tp2 on 4 ranks, a part has
+to enter first:
 
     elements    0 1 | 2 3 | 4 5 | 6 7      owners 0 to 3
     twins 0, 2  hold elements 0 to 3: rank 0 enters 0 and 1, its own, rank 2 enters 2 and 3 from rank 1
@@ -25,7 +26,8 @@ way, and nothing has to leave. With other owners than twins, such as under 2*tp2
 Links inside a node are many times as fast as those between nodes. So where every node has equally many of the twins,
 they gather in two steps too, first across the nodes and then inside them: each element enters a node once.
 
-A buffer that does not divide by K is followed by up to K - 1 elements that nobody reads.
+In a model's layouts parts begin at multiples of 64 elements [Note: gaps], so a buffer is followed by some that nobody
+reads: one of 1000 elements of 3 twins takes 3 parts of 384.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ds_hydra.zero_hetero.layout import Layout, Piece
+from ds_hydra.zero_hetero.layout import Layout, Piece, padded
 from ds_hydra.zero_hetero.transfer_plan import SliceColumns, TransferPlan, plan_transfer
 
 
@@ -67,13 +69,13 @@ class Twins:
         # parts that follow each other, (0 8), (1 9) and (2 10); so does what they then gather inside.
         return cls(tuple(rank for column in zip(*by_node.values(), strict=True) for rank in column), len(by_node))
 
-    def part_of(self, numel: int) -> int:
+    def part_of(self, numel: int, alignment: int) -> int:
         """Elements of one part of a buffer of `numel`."""
-        return -(-numel // len(self.ranks))
+        return padded(-(-numel // len(self.ranks)), alignment)
 
-    def padded(self, numel: int) -> int:
+    def padded(self, numel: int, alignment: int) -> int:
         """Elements of a buffer of `numel`, with those that follow it so that all parts are equal."""
-        return self.part_of(numel) * len(self.ranks)
+        return self.part_of(numel, alignment) * len(self.ranks)
 
     @property
     def gathers(self) -> tuple[tuple[Team, ...], ...]:
@@ -142,7 +144,7 @@ def plan_twin_pull(masters: Layout, held: Layout, twins: Sequence[Twins]) -> Twi
     Raises PlanError as `plan_transfer` does.
     """
     held.validate()
-    parts = tuple(one.part_of(held.sizes[one.ranks[0]]) for one in twins)
+    parts = tuple(one.part_of(held.sizes[one.ranks[0]], held.alignment) for one in twins)
     entering = _of_parts(held, twins, parts, from_part=False)
     return TwinPull(plan_transfer(masters, entering), tuple(twins), parts)
 
@@ -155,7 +157,7 @@ def plan_twin_push(masters: Layout, contributed: Layout, twins: Sequence[Twins])
     """
     contributed.validate()
     twins = [Twins(tuple(sorted(one.ranks)), 1) for one in twins]
-    parts = tuple(one.part_of(contributed.sizes[one.ranks[0]]) for one in twins)
+    parts = tuple(one.part_of(contributed.sizes[one.ranks[0]], contributed.alignment) for one in twins)
     leaving = _of_parts(contributed, twins, parts, from_part=True)
     return TwinPush(plan_transfer(masters, leaving).transposed(), tuple(twins), parts)
 
@@ -180,7 +182,7 @@ def _of_parts(held: Layout, twins: Sequence[Twins], parts: Sequence[int], *, fro
                 skip, cut = max(0, begin - piece.offset), max(0, _end(piece) - end)
                 place = piece.offset + skip - (begin if from_part else 0)
                 own.append(Piece(piece.start + skip, piece.stop - cut, place))
-            pieces[rank], sizes[rank] = tuple(own), part if from_part else one.padded(held.sizes[rank])
+            pieces[rank], sizes[rank] = tuple(own), part if from_part else len(one.ranks) * part
     return Layout(held.numel, tuple(pieces), tuple(sizes))
 
 

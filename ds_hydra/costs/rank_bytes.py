@@ -14,18 +14,17 @@ import numpy as np
 
 from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.pipe.placement import Strategy
-from ds_hydra.pipe.transfers import BucketTransfers, plan_transfers, push_order, room_for_pushes, twins_of
-from ds_hydra.zero_hetero.intervals import Column
-from ds_hydra.zero_hetero.layout import even_layout
-from ds_hydra.zero_hetero.scratch_plan import (
-    Window,
-    end_of,
-    in_turn,
-    padded,
-    pull_scratch,
-    push_scratch,
-    twin_push_bytes,
+from ds_hydra.pipe.transfers import (
+    BucketTransfers,
+    bucket_places,
+    plan_transfers,
+    push_order,
+    room_for_pushes,
+    twins_of,
 )
+from ds_hydra.zero_hetero.intervals import Column
+from ds_hydra.zero_hetero.layout import even_layout, padded
+from ds_hydra.zero_hetero.scratch_plan import Window, end_of, in_turn, pull_scratch, push_scratch, twin_push_bytes
 from ds_hydra.zero_hetero.transfer_plan import TransferPlan
 from ds_hydra.zero_hetero.twin_plan import TwinPull, Twins
 
@@ -88,15 +87,9 @@ def _ranks(plan: ModelPlan, strategy: Strategy, element: ElementBytes, node_size
 
 
 def held_elements(plan: ModelPlan, strategy: Strategy, twins: Twins) -> tuple[int, int]:
-    """Elements of all and of trainable parameters that each of these twins holds, with what makes parts equal."""
-    rank = twins.ranks[0]
-    stage = strategy.stage_of(rank)
-    held = trained = 0
-    for bucket in plan.buckets:
-        size = twins.padded(sum(slot.numel for slot in plan.slots(bucket, stage, stage.coordinates(rank)[0])))
-        held += size
-        trained += size if bucket.trainable else 0
-    return held, trained
+    """Elements of all and of trainable parameters that each of these twins holds, with the gaps between them."""
+    places = list(bucket_places(plan, strategy, twins))
+    return sum(place.size for place in places), sum(place.size for place in places if place.bucket.trainable)
 
 
 def _scratch_of(

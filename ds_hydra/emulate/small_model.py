@@ -49,6 +49,7 @@ def small_model(plan: ModelPlan, hidden: int, element_bytes: int, gradient_bytes
         first=_renamed(plan.first),
         layers=tuple(_renamed(names) for names in plan.layers),
         last=_renamed(plan.last),
+        alignment=1,  # gaps would be as large as norms
         no_token_sharding="the layers of an emulated stage hand all tokens on",
     )
     elements = [true.numel / few.numel for true, few in zip(plan.buckets, buckets, strict=True)]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_hydra.pipe.contexts import Contexts
-from ds_hydra.pipe.model_plan import LOGITS_AT_ONCE
+from ds_hydra.pipe.model_plan import LOGITS_AT_ONCE, end_of_slots
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.placement import Stage, place_pipeline
 from ds_hydra.pipe.rows import Chunk, MicroBatch, Pack, position_ids
@@ -213,7 +213,7 @@ def _install(
     total = 0
     for bucket in source.plan.buckets:
         slots = source.plan.slots(bucket, stage, tp_rank)
-        size = sum(slot.numel for slot in slots)
+        size = end_of_slots(slots)
         # Small values, as in a trained model: large ones run into infinities, which some kernels are slow with.
         buffer = torch.randn(size, device=device, dtype=dtype).mul_(0.02)
         grads = torch.zeros(size, device=device, dtype=torch.promote_types(dtype, torch.float32))

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ds_hydra.pipe.runtime import Doing, StageRuntime
 from ds_hydra.pipe.schedules.registry import evaluation_slots, training_slots
 from ds_hydra.pipe.stage import ModelSource, StagePlace, install_bucket, widths
-from ds_hydra.pipe.transfers import plan_transfers, push_order, room_for_pushes, twins_with
+from ds_hydra.pipe.transfers import bucket_places, plan_transfers, push_order, room_for_pushes, twins_with
 from ds_hydra.step.arena import Arena
 from ds_hydra.zero_hetero.clock import Laps, Stopwatch
 from ds_hydra.zero_hetero.link import Link
@@ -106,23 +106,21 @@ class StrategyRuntime:
         turns: Sequence[int] | None,
     ) -> None:
         """Cut the arena into buckets, make parameters their views, and link them with the masters."""
-        # A bucket is one interval of the arena, and its parameters are views of it: a bucket with the weights q (4, 4)
-        # and o (4, 4) takes 32 elements, and q's are the first 16. So one message per peer brings a whole bucket, and
+        # A bucket is one interval of the arena, and its parameters are views of it: a bucket with the weights q (8, 8)
+        # and o (8, 8) takes 128 elements, and q's are the first 64. So one message per peer brings a whole bucket, and
         # the layers find their values there without a copy into parameters. The gradients lie in the same order in
         # the arena's other buffer, and leave it by the transposed plan.
         pull_links: list[PullMover] = []
         buffers: list[Tensor] = []
         pushes: list[PushBucket] = []
-        rank, start = world.rank, 0
-        twins = twins_with(self.strategy, rank)
+        rank, held = world.rank, 0
+        places = bucket_places(plan, self.strategy, twins_with(self.strategy, rank))
         transfers = plan_transfers(plan, self.strategy, world.node_size)
-        for index, (bucket, (pull, push)) in enumerate(zip(plan.buckets, transfers, strict=True)):
-            slots = plan.slots(bucket, self.strategy.stage_of(rank), self.place.tp_rank)
-            size = twins.padded(sum(slot.numel for slot in slots))
+        for index, ((_, slots, start, size), (pull, push)) in enumerate(zip(places, transfers, strict=True)):
             buffer = self._arena.params[start : start + size]
             pull_links.append(pull_link(pull, rank, world))
             buffers.append(buffer)
-            start += size
+            held += buffer.nbytes
             self._bucket_of |= {slot.param.name: index for slot in slots}
             if push is None:
                 self._install(slots, buffer, None)
@@ -135,7 +133,7 @@ class StrategyRuntime:
         self.pulls = Pulls(
             pull_links, masters.shards, buffers, first_tag=PULL_TAG, early=world.lane.early, scratch=scratch
         )
-        held = start * self._arena.params.itemsize + self._num_grads * self._arena.grads.itemsize
+        held += self._num_grads * self._arena.grads.itemsize
         room = room_for_pushes(held, self.pulls.scratch_bytes)
         trained = [index for index, (_, push) in enumerate(transfers) if push is not None]
         order = [trained.index(index) for index in push_order(plan, self.strategy)]

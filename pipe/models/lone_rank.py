@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from ds_hydra.pipe.model_plan import end_of_slots
 from ds_hydra.pipe.models.flow import keep_stack
 from ds_hydra.pipe.models.graph import tensors_in
 from ds_hydra.pipe.models.meta_copy import run_experts_one_by_one
@@ -156,7 +157,7 @@ def _install_numbers(
     for bucket in source.plan.buckets:
         slots = source.plan.slots(bucket, stage, 0)
         for slot in slots:
-            built.install(slot, number.expand(slots[-1].offset + slots[-1].numel))
+            built.install(slot, number.expand(end_of_slots(slots)))
 
 
 class _Done(dist.Work):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ds_hydra.zero_hetero import scratch_plan
 from ds_hydra.zero_hetero.errors import PlanError
-from ds_hydra.zero_hetero.layout import Layout, Piece, even_layout, layout_of_intervals
+from ds_hydra.zero_hetero.layout import ALIGNMENT, Layout, Piece, even_layout, layout_of_intervals
 from ds_hydra.zero_hetero.link import Handle, Link
 from ds_hydra.zero_hetero.transfer_plan import TransferPlan, plan_transfer
 from ds_hydra.zero_hetero.transport import InProcessTransport, Post, TorchTransport, Transport
@@ -280,7 +280,7 @@ def test_what_several_ranks_get_is_gathered_once() -> None:
     """Rank 0 owns what ranks 1 and 2 want in two parts each."""
     pieces = ((), *[(Piece(0, 2, 0), Piece(5, 8, 2))] * 2)
     plan = plan_transfer(layout_of_intervals(8, [(0, 8), (0, 0), (0, 0)]), Layout(8, pieces, (0, 5, 5)))
-    assert scratch_plan.pull_scratch(plan).tolist() == [scratch_plan.ALIGNMENT, 0, 0]
+    assert scratch_plan.pull_scratch(plan).tolist() == [ALIGNMENT, 0, 0]
     post = Post()
     links = [Link(plan, rank, InProcessTransport(post, rank)) for rank in range(3)]
     local = [torch.zeros(size) for size in (0, 5, 5)]
@@ -289,4 +289,4 @@ def test_what_several_ranks_get_is_gathered_once() -> None:
     for handle in handles:
         handle.wait()
     assert [buffer.tolist() for buffer in local[1:]] == [[0.0, 1.0, 5.0, 6.0, 7.0]] * 2
-    assert [link.pull_scratch for link in links] == [scratch_plan.ALIGNMENT, 0, 0]
+    assert [link.pull_scratch for link in links] == [ALIGNMENT, 0, 0]

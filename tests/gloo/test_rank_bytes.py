@@ -1,18 +1,21 @@
-"""What the memory model counts for a rank is what its runtimes hold, to the byte; and which pushes wait for memory."""
+"""What the memory model counts for a rank is what its runtimes hold, to the byte; gaps in it change no value; and which
+pushes wait for memory."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from unittest import mock
 
 import deepspeed  # noqa: F401  (before forking: the ranks share it)
 import pytest
+from torch import Tensor
 
 import ds_hydra.engine.engine  # noqa: F401
 from ds_hydra.costs import rank_bytes as counts
 from ds_hydra.costs.rank_bytes import ElementBytes, RankBytes, push_turns, rank_bytes
 from ds_hydra.step import strategy_runtime
 from tests.support.ranks import run_ranks
-from tests.support.small_job import small_config, small_engine
+from tests.support.small_job import same, small_config, small_engine, small_source, whole_state
 
 SIZES = {"fp32": 4, "bf16": 2}
 
@@ -60,3 +63,27 @@ def test_every_rank_holds_what_is_counted(grad_dtype: str, wire: str, node_size:
         assert [held for held, _, _ in rows] == [counted for _, counted, _ in rows]
         assert {room for _, _, room in rows} == {max(held.params + held.grads for held, _, _ in rows)}
         assert len({held for held, _, _ in rows}) > 1, "strategies differ in what they hold"
+
+
+@pytest.mark.parametrize("num_ranks", [3, 4])
+def test_parameters_begin_on_128_bytes_and_are_what_they_are_side_by_side(
+    num_ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(rank: int) -> tuple[dict[str, Tensor], list[str]]:
+        engine = small_engine(rank, config=small_config(num_ranks) | {"bf16": {"enabled": True}})
+        for _ in range(4):
+            engine.train_batch()
+        askew = [
+            f"{strategy} {name}"
+            for strategy, runtime in engine.crew.stepper._runtimes.items()
+            for name, parameter in runtime.parts[0].parameters.items()
+            if parameter.storage_offset() % 64
+        ]
+        return whole_state(engine), askew
+
+    results = run_ranks(run, num_ranks, timeout=120)
+    assert [askew for _, askew in results] == [[]] * num_ranks
+    monkeypatch.setattr(small_source(), "plan", replace(small_source().plan, alignment=1))
+    side_by_side = run_ranks(run, num_ranks, timeout=120)
+    assert any(askew for _, askew in side_by_side)
+    assert all(same(one, other) for (one, _), (other, _) in zip(results, side_by_side, strict=True))

@@ -43,7 +43,7 @@ def test_twins_pull_the_same_and_push_the_same_sum(num_ranks: int, node_size: in
     def body(rank: int) -> tuple[Tensor, Tensor]:
         transport, mine = TorchTransport(), next(one for one in twins if rank in one.ranks)
         how: dict[str, Any] = {"collectives": MessageCollectives(transport, rank), "lane": HostLane(early=early)}
-        size = mine.padded(layout.sizes[rank])
+        size = mine.padded(layout.sizes[rank], layout.alignment)
         pulled = torch.full((size,), -7.0, dtype=torch.float64)
         link = TwinPullLink(pull_plan, rank, transport, **how)
         shard = local_values(masters, rank, full_tensor(1, torch.float64), 0)
@@ -106,7 +106,7 @@ def test_twins_add_up_by_rank_what_has_travelled(wire: torch.dtype) -> None:
     held = layout_of_intervals(numel, [(0, numel)] * 4)
     masters, twins = even_layout(numel, 4), [Twins.of(tuple(ranks), 2)]
     plan = plan_twin_push(masters, held, twins)
-    values = [torch.randn(twins[0].padded(numel), generator=torch.Generator().manual_seed(rank)) for rank in ranks]
+    values = [torch.randn(twins[0].padded(numel, 1), generator=torch.Generator().manual_seed(rank)) for rank in ranks]
 
     def body(rank: int) -> None:
         transport = TorchTransport()

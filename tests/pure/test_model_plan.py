@@ -10,10 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_hydra.pipe.model_plan import ModelPlan, ParamSpec, ShardRule, make_buckets
+from ds_hydra.pipe.model_plan import ModelPlan, ParamSpec, ShardRule, end_of_slots, make_buckets
 from ds_hydra.pipe.placement import Pipeline, Stage, Strategy, place_strategy
 from ds_hydra.pipe.shape import LayerRange, ParallelScheme, StrategyShape
+from ds_hydra.pipe.transfers import bucket_places, twins_of
 from ds_hydra.zero_hetero.errors import PlanError
+from tests.support.fused_llama import llama_plan
 
 HEADS, KV_HEADS = 12, 2
 LAYER = {
@@ -99,14 +101,14 @@ def test_pull_gives_each_rank_what_its_stage_needs_once(case: tuple[ModelPlan, S
             tp_rank = stage.coordinates(rank)[0]
             slots = plan.slots(bucket, stage, tp_rank)
             assert {slot.param.name for slot in slots} == plan.needed(stage) & {p.name for p in bucket.params}
-            size = sum(slot.numel for slot in slots)
-            assert layout.sizes[rank] == layout.held(rank) == size  # without holes
+            assert layout.held(rank) == sum(slot.numel for slot in slots)
+            assert layout.sizes[rank] == end_of_slots(slots)
             filled = Counter(
                 place
                 for piece in layout.pieces[rank]
                 for place in range(piece.offset, piece.offset + piece.stop - piece.start)
             )
-            assert filled == Counter(range(size))
+            assert filled == Counter(place for slot in slots for place in range(slot.offset, slot.offset + slot.numel))
 
 
 @settings(max_examples=50)
@@ -171,8 +173,9 @@ def needed_mask(plan: ModelPlan, bucket, stage: Stage) -> np.ndarray:  # type: i
 def local_gradient(plan: ModelPlan, bucket, stage: Stage, tp_rank: int, gradient: np.ndarray) -> np.ndarray:  # type: ignore[no-untyped-def,type-arg]
     """What a rank's gradient buffer holds: its shard; for shared heads and partial gradients its part of the sum."""
     starts = dict(zip([p.name for p in bucket.params], np.cumsum([0, *(p.numel for p in bucket.params)]), strict=False))
-    parts: list[np.ndarray] = []  # type: ignore[type-arg]
-    for slot in plan.slots(bucket, stage, tp_rank):
+    slots = plan.slots(bucket, stage, tp_rank)
+    local = np.full(end_of_slots(slots), np.nan)  # between the slots nobody may look
+    for slot in slots:
         param, rule = slot.param, slot.param.rule
         holders = 1
         if rule.dim is None and rule.gradient == "partial":
@@ -181,8 +184,39 @@ def local_gradient(plan: ModelPlan, bucket, stage: Stage, tp_rank: int, gradient
             holders = max(1, stage.tp // rule.units)
         own = gradient[starts[param.name] : starts[param.name] + param.numel]
         cut = [own[lo:hi] for lo, hi in param.shard_intervals(tp_rank, stage.tp)]
-        parts.append(np.concatenate(cut) / holders)
-    return np.concatenate(parts) if parts else np.zeros(0)
+        local[slot.offset : slot.offset + slot.numel] = np.concatenate(cut) / holders
+    return local
+
+
+OF_THREE_OR_SIX_TWINS = (
+    "sp4 + tp2 + 2*tp1", "tp2 + 6*tp1", "tp4 + 3*tp1", "tp8 + 3*tp4 + 4*tp1", "3*tp2 + 2*tp1", "tp4 + 6*tp2",
+    "6*tp2 + 4*tp1", "tp16 + 6*tp8", "tp16 + 48*tp1",
+)  # fmt: skip
+
+
+def drawn_strategies(count: int) -> list[str]:
+    """Strategies whose numbers of twins divide nothing."""
+    random = np.random.default_rng(5)
+    parts = ("tp1", "tp2", "tp4", "tp8", "sp3", "tp2pp2", "pp2/v")
+    chosen = [random.choice(parts, random.integers(1, 4), replace=False) for _ in range(count)]
+    return [" + ".join(f"{random.integers(1, 8)}*{part}" for part in some) for some in chosen]
+
+
+@pytest.mark.parametrize("text", [*OF_THREE_OR_SIX_TWINS, *drawn_strategies(30)])
+def test_every_parameter_begins_on_128_bytes(text: str) -> None:
+    """Of a 7B model, in the pulled parameters and in the gradients of every rank."""
+    shape = StrategyShape.parse(text)
+    plan = llama_plan(4, hidden=4096, vocab=32000)
+    strategy = place_strategy(shape, shape.num_ranks, plan.num_layers)
+    for twins in twins_of(strategy, 8):
+        end = 0
+        for place in bucket_places(plan, strategy, twins):
+            assert place.start == end, "buckets lie one after the other"
+            assert [slot.param.name for slot in place.slots if (place.start + slot.offset) % 64] == []
+            assert place.size % (64 * len(twins.ranks)) == 0, "so does every twin's part"
+            end += place.size
+        held = sum(slot.numel for place in bucket_places(plan, strategy, twins) for slot in place.slots)
+        assert end - held < 1e-4 * held
 
 
 def test_shard_intervals_are_slices_of_the_parameter() -> None:

@@ -15,6 +15,7 @@ from ds_hydra.pipe.transfers import plan_transfers
 from ds_hydra.step.strategy_runtime import pull_link, push_link
 from ds_hydra.zero_hetero import scratch_plan
 from ds_hydra.zero_hetero.collectives import MessageCollectives
+from ds_hydra.zero_hetero.layout import ALIGNMENT
 from ds_hydra.zero_hetero.scratch import Cuts, Scratch
 from ds_hydra.zero_hetero.scratch_plan import Window, end_of, in_turn, side_by_side
 from ds_hydra.zero_hetero.transport import InProcessTransport, Post
@@ -75,7 +76,7 @@ def test_cuts_are_aligned_and_share_the_memory() -> None:
     assert [part.numel() for part in parts] == [3, 64, 65]
     for number, part in enumerate(parts):
         part.fill_(number + 1)
-        assert (part.data_ptr() - buffer.data_ptr()) % (4 * scratch_plan.ALIGNMENT) == 0
+        assert (part.data_ptr() - buffer.data_ptr()) % (4 * ALIGNMENT) == 0
     assert buffer.count_nonzero() == 3 + 64 + 65
     assert Cuts([]).of(buffer) == ()
 

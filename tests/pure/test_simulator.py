@@ -48,7 +48,7 @@ def layers(count: int, numel: int) -> ModelPlan:
     """A model of `count` layers with one weight of `numel` elements each, and nothing else."""
     names = [f"w{index}" for index in range(count)]
     buckets = tuple(Bucket(name, (ParamSpec(name, (numel,)),)) for name in names)
-    return ModelPlan(buckets, frozenset(), tuple(frozenset({name}) for name in names), frozenset())
+    return ModelPlan(buckets, frozenset(), tuple(frozenset({name}) for name in names), frozenset(), alignment=1)
 
 
 def job(links: LinkModel, num_ranks: int, *, count: int = 2, numel: int = 8, step: dict | None = None) -> SimulatedJob:

@@ -34,7 +34,7 @@ def twin_layouts(draw: st.DrawFn) -> tuple[Layout, list[Twins]]:
         twins.append(Twins.of(ranks, node_size))
         for rank in ranks:
             pieces[rank], sizes[rank] = tuple(own), end if own else 0
-    return Layout(numel, tuple(pieces), tuple(sizes)), twins
+    return Layout(numel, tuple(pieces), tuple(sizes), draw(st.sampled_from([1, 2, 8]))), twins
 
 
 def move(plan: TransferPlan, sources: list[list[int]], buffers: list[list[int]], *, remote_only: bool = False) -> int:
@@ -54,7 +54,7 @@ def padded(layout: Layout, twins: list[Twins]) -> list[int]:
     sizes = list(layout.sizes)
     for one in twins:
         for rank in one.ranks:
-            sizes[rank] = one.padded(layout.sizes[rank])
+            sizes[rank] = one.padded(layout.sizes[rank], layout.alignment)
     return sizes
 
 
