@@ -246,6 +246,8 @@ class _MemoryGroup(dist.ProcessGroup):
 class _MemoryTransport:
     """`InProcessTransport` whose receives let the other ranks run until their messages are there."""
 
+    serial = True
+
     def __init__(self, ranks: InProcessRanks, post: Post, rank: int):
         self._ranks, self._post, self._rank = ranks, post, rank
         self._inner = InProcessTransport(post, rank)

@@ -1,5 +1,12 @@
 """Runs one rank's stage through a schedule: actions and micro-batches in, accumulated gradients and the loss out.
 
+[Note: what is sent]
+A tensor that is sent keeps its memory until the send is over. Where exchanges end in the order of their start, all
+before one that was waited for are over, and are given back without a wait. Elsewhere a rank keeps a bounded number of
+sends open, two for each stage, and waits for the oldest beyond it. That cannot stand still: slots come to their end
+even if every message is waited for where it begins (`schedules/rendezvous.py`). The bound only has to be so large that
+the wait is a short one: a receiver is seldom more than a few micro-batches behind.
+
 The runtime decides nothing: the schedule says what comes next, the plan says every shape and peer. A stage has one or
 two parts, which are ranges of layers [Note: virtual stages]; the last rank of a V hands over from one to the other
 without a message, what goes forward as well as its gradient.
@@ -7,6 +14,7 @@ without a message, what goes forward as well as its gradient.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -55,9 +63,7 @@ class _Run:
     inputs: dict[_At, Tensor | None] = field(default_factory=dict)  # (1, T_local, width); None on the first stage
     outputs: dict[_At, Tensor] = field(default_factory=dict)
     gradients: dict[_At, Tensor] = field(default_factory=dict)  # of the outputs
-    # What is sent must keep its memory until the send is done, which no later action of this rank says. So a tensor is
-    # held here until the run's end; there are at most as many as the schedule has sends.
-    sending: list[tuple[Work, list[Tensor]]] = field(default_factory=list)
+    sending: deque[tuple[Work, list[Tensor]]] = field(default_factory=deque)  # see [Note: what is sent]
 
 
 class Doing(Protocol):
@@ -124,8 +130,7 @@ class StageRuntime:
                 if actions:
                     self._compute(run, actions)
         with self._lap("send"):
-            for work, _ in run.sending:
-                work.wait()
+            self._end_sends(run, 0)
         self._activity.now = "push"
         for taken in [part.take_router_loss() for part in self.parts]:
             if taken is not None:
@@ -232,6 +237,8 @@ class StageRuntime:
         if receives:
             with self._lap("receive"):
                 work.wait()
+                if self.transport.serial:
+                    self._end_sends(run, 0)
             for kind, microbatch, part in messages:
                 if kind == "recv_activation":
                     received = run.inputs[microbatch, part]
@@ -240,6 +247,15 @@ class StageRuntime:
                     received.requires_grad_(run.trains)
         else:
             run.sending.append((work, [tensor for _, tensor in sends]))
+            if len(run.sending) > 2 * len(self.pipeline.stages):
+                with self._lap("send"):
+                    self._end_sends(run, 2 * len(self.pipeline.stages))
+
+    def _end_sends(self, run: _Run, open_sends: int) -> None:
+        """Wait for the oldest sends until this many are left, and give their memory back."""
+        while len(run.sending) > open_sends:
+            work, _ = run.sending.popleft()
+            work.wait()
 
     def _edge(self, side: int, pack: Pack, *, incoming: bool) -> list[Rows]:
         """Rows that this rank exchanges with the stage before (-1) or after (+1) it."""

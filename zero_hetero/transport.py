@@ -39,6 +39,11 @@ class Work(Protocol):
 class Transport(Protocol):
     """Moves buffers between ranks; the seam where tests stand in for a process group."""
 
+    @property
+    def serial(self) -> bool:
+        """Whether exchanges end in the order of their start, so that who has waited for one need wait for none before
+        it."""
+
     def exchange(self, sends: Sequence[Parcel], recvs: Sequence[Parcel], tag: int = 0) -> Work:
         """Start all of `sends` and `recvs`. Two ranks exchange in the same order what has the same tag."""
 
@@ -59,10 +64,15 @@ class TorchTransport:
         self._opened: list[_Exchange] = []  # receives open, not yet waited for
         self._waiting: deque[_Exchange] = deque()  # receives not yet open, in the order of their start
 
+    @property
+    def serial(self) -> bool:
+        """See `Transport`: an NCCL communicator is one stream."""
+        return dist.get_backend(self.group) != "gloo"
+
     def exchange(self, sends: Sequence[Parcel], recvs: Sequence[Parcel], tag: int = 0) -> Work:
         if not sends and not recvs:
             return _Batch([])
-        if dist.get_backend(self.group) != "gloo":
+        if self.serial:
             # One NCCL group call: it runs sends and receives side by side, so that two ranks which send to each other
             # first do not wait for each other for ever.
             operations = [
@@ -148,6 +158,8 @@ class InProcessTransport:
 
     Nothing blocks: start the exchanges of all ranks first, then wait.
     """
+
+    serial = True  # a send is over when it has begun
 
     def __init__(self, post: Post, rank: int):
         self.post = post

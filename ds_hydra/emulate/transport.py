@@ -20,6 +20,11 @@ _HEAD_BYTES = 8  # an FP64 before each message: when its first byte is at the re
 class ClockedTransport:
     """One rank's side of one communicator, which has ports of its own [Note: ports]."""
 
+    @property
+    def serial(self) -> bool:
+        """See `Transport`."""
+        return self.inner.serial
+
     def __init__(self, inner: Transport, rank: int, clock: VirtualClock, links: LinkModel, small: SmallModel):
         self.inner, self.rank, self.clock, self.links, self._small = inner, rank, clock, links, small
         self.incoming, self._outgoing = Port(), Port()

@@ -28,6 +28,8 @@ NUMEL = WIDTH * WIDTH + WIDTH
 class Recorder:
     """A transport that notes which tags it starts."""
 
+    serial = False
+
     def __init__(self, inner: Transport):
         self.inner = inner
         self.tags: list[int] = []

@@ -65,6 +65,8 @@ class FirstStage:
 class SlowNeighbour:
     """Gradients come at 30 and 60 s; sends are gone at once."""
 
+    serial = False
+
     def __init__(self, device: FakeDevice) -> None:
         self.device, self.arrivals = device, iter((30.0, 60.0))
 

@@ -37,6 +37,8 @@ _SENDING, _RECEIVING, _PAYLOAD, _CONNECT, _LAZY = range(1, 6)  # tags on gloo
 class StrictTransport(Owner):
     """One communicator of a gloo group that nothing else uses; every rank of the group makes it."""
 
+    serial = True
+
     def __init__(
         self, group: dist.ProcessGroup, name: str = "links", rules: Rules | None = None, line: Line | None = None
     ):
