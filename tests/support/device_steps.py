@@ -111,8 +111,8 @@ def engine_steps(rank: int, by_host: bool) -> list[Step]:
     run = engine.crew.stepper.run
     outcomes: list[Outcome] = []
 
-    def kept(*args: Any) -> Outcome:
-        outcomes.append(run(*args))
+    def kept(*args: Any, **options: Any) -> Outcome:
+        outcomes.append(run(*args, **options))
         return outcomes[-1]
 
     engine.crew.stepper.run = kept
