@@ -5,7 +5,8 @@ A token's loss is the cross entropy, or a function of the user's own, which sees
 [Note: logit blocks]
 A row of 32,768 tokens with a vocabulary of 131,072 has logits of 16 GiB in FP32. The head and the loss treat each token
 alone, so they are computed for a block of tokens at a time: 256 tokens here, 128 MiB. Autograd would keep every block
-for the backward, so each block is recomputed there: the head is computed twice, which is little beside all layers.
+for the backward, so each block is recomputed there: the head is computed twice. That is the way of losses and heads of
+the user's own; the cross entropy of a plain head goes another one [Note: head and loss as one].
 """
 
 from __future__ import annotations

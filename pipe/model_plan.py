@@ -39,7 +39,12 @@ from ds_hydra.zero_hetero.layout import ALIGNMENT, Layout, Piece, padded
 
 Gradient = Literal["complete", "partial"]
 
-LOGITS_AT_ONCE = 1 << 25  # elements, 128 MiB in FP32; a micro-batch with more computes its head twice, in logit blocks
+LOGITS_AT_ONCE = 1 << 25
+"""Elements, 128 MiB in FP32, of what a loss holds at a time beside the logits. Where autograd goes through these, a
+micro-batch with more computes its head twice, in blocks of as many."""
+HEAD_LOGITS_AT_ONCE = 1 << 27
+"""Elements, 256 MiB in BF16, of a head's product where head and loss are one: 1,024 rows of 131,072 words. Fewer would
+be too few for products at full speed, and read and write the weight's FP32 gradient more often."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -225,12 +225,12 @@ def tensor_parallel_obstacle(model: nn.Module, plan: Mapping[str, str], ends: Se
         cut = style in _LINEAR_RULES and _LINEAR_RULES[style] != _LINEAR_RULES["replicated_with_grad_allreduce"]
         if cut and is_lora(module) and _summed_bias(style, module):
             return f"{name} sums over ranks what its adapter makes, and with it the bias of its lora_B; {remedy}"
-        if cut and list(module.parameters()) and not _is_linear(linear_of(module)):
+        if cut and list(module.parameters()) and not is_linear(linear_of(module)):
             kind = class_path(linear_of(module))
             return f"the plan cuts {name} as a linear layer, but its weight is wrapped or computed ({kind}); {remedy}"
     embedding, head = ends
     paths = {id(module): name for name, module in model.named_modules()}
-    for end, plain in ((embedding, isinstance(embedding, nn.Embedding)), (head, _is_linear(head))):
+    for end, plain in ((embedding, isinstance(embedding, nn.Embedding)), (head, is_linear(head))):
         if not plain or "weight" not in end._parameters:
             return f"{paths[id(end)]} is a {type(end).__name__}, whose rows cannot be told apart; {remedy}"
     return ""
@@ -240,7 +240,8 @@ def _summed_bias(style: str, module: Any) -> bool:
     return style.startswith("rowwise") and any(up.bias is not None for up in module.lora_B.values())
 
 
-def _is_linear(module: nn.Module) -> bool:
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module computes what `nn.Linear` does, with a weight of its own."""
     own = type(module).forward is nn.Linear.forward and "forward" not in vars(module)
     return own and "weight" in module._parameters
 

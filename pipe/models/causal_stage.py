@@ -11,10 +11,12 @@ from torch import Tensor
 
 from ds_hydra.pipe.adapters import ends_of
 from ds_hydra.pipe.collectives import gather_last_dim
+from ds_hydra.pipe.head_loss import HeadLoss
 from ds_hydra.pipe.loss import blockwise_loss, own_token_losses, token_losses
 from ds_hydra.pipe.models.balancing import Routers
 from ds_hydra.pipe.models.cut import CutForward, Given, from_wire, hidden_in, to_wire, with_hidden
 from ds_hydra.pipe.models.draws import Draws, Keys
+from ds_hydra.pipe.models.plain_head import PlainHead
 from ds_hydra.pipe.models.positions import split_rotary_by_length
 from ds_hydra.pipe.models.recompute import Recomputing
 from ds_hydra.pipe.packed_weights import PackedLinears
@@ -52,6 +54,7 @@ class CausalStage(StageModule):
         needed = source.plan.needed(place.stage)
         names = {path: name for path, name in source.aliases.items() if name in needed}
         embedding, head = ends_of(model)
+        plain_head = PlainHead.of(model, head)
         # What the head's weight gradient waits for has a number for each word of the vocabulary: too large to keep.
         of_head = {names[path] for path in names if model.get_submodule(path.rpartition(".")[0]) is head}
         readers: Mapping[str, Collection[str]] = source.flow.readers
@@ -89,7 +92,10 @@ class CausalStage(StageModule):
             self.vocab = cuts[place.tp_rank]
             self._widths = tuple(stop - start for start, stop in cuts)
             self._own_loss = source.token_loss
-            self._logits_at_once = self._widths[place.tp_rank] if self._own_loss is None else sum(self._widths)
+            # Tensor parallel ranks have the same blocks of tokens, though one may have a row more than another.
+            self._logits_at_once = max(self._widths) if self._own_loss is None else sum(self._widths)
+            self._plain_head = plain_head if self._own_loss is None else None
+            self._head_loss = HeadLoss(self.vocab[0], max(self._widths), place.tp_group)
 
     def _pack_weights(self, groups: Iterable[Sequence[str]], names: Mapping[str, str]) -> None:
         """Let linear layers at these paths be computed together, if all of a group are this stage's."""
@@ -109,6 +115,10 @@ class CausalStage(StageModule):
             return to_wire(hidden_in(out), self._doors[self.place.stage.last_layer])
         rows = self._all_rows(hidden_in(out))
         input_ids = _tokens(batch)
+        if self._plain_head is not None and batch.predictions is None:
+            few = rows[:, :1].detach().clone()
+            if self._plain_head.is_all(few, lambda: self._head(with_hidden(out, few), input_ids[:, :1])):
+                return self._head_loss(rows, self._plain_head.weight, batch)
 
         def head(part: Tensor, tokens: slice) -> Tensor:
             with self._draws.of(None if keys is None else keys.part(tokens)):

@@ -165,6 +165,19 @@ def _options() -> Iterator[Case]:
     yield replace(base, name="8 ranks on 2 nodes", strategies=CHANGING_8, node_size=4, quick=True)
 
 
+def _heads() -> Iterator[Case]:
+    """Heads and losses in blocks, as those of large vocabularies are."""
+    base = Case("", "llama", ("2*tp1", "tp2", "pp2/v"), logits_at_once=1500, masked_labels=True)
+    yield replace(base, name="head in blocks", quick=True)
+    yield replace(
+        base, name="head in blocks, tied", family="llama_tied", strategies=("tp2pp2", "tp2 + 2*tp1"), quick=True
+    )
+    yield replace(base, name="head in blocks, bf16", dtype=BFLOAT16)
+    yield replace(base, name="head in blocks, frozen", frozen=("lm_head",))
+    yield replace(base, name="head in blocks, softcap", family="gemma2", strategies=("tp2", "2*tp1"), quick=True)
+    yield replace(base, name="head in blocks, mean of sequences", loss_norm="sequence", weighted=True)
+
+
 def _losses() -> Iterator[Case]:
     """Losses of the user's own, which see the logits of all tensor parallel ranks, and weights of sequences."""
     base = Case("", "llama", CHANGING)
@@ -277,7 +290,7 @@ def _some_otherwise(cases: Iterable[Case]) -> Iterator[Case]:
 
 
 _TABLE = chain(
-    _fixed(), _families(), _unusual(), _drawing(), _options(), _losses(), _functions(), _phased(), scheduled()
+    _fixed(), _families(), _unusual(), _drawing(), _options(), _heads(), _losses(), _functions(), _phased(), scheduled()
 )
 CASES: tuple[Case, ...] = (*_some_otherwise(_TABLE), *_adapted(), *_balanced(), *in_groups())
 assert len({case.name for case in CASES}) == len(CASES), "every row has a name of its own"

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ds_hydra.engine.models import model_source
+from ds_hydra.pipe import head_loss, loss
 from ds_hydra.pipe.dropout import sequence_key, step_key, token_keys
 from ds_hydra.pipe.models.adapted import NAMES_OF_PEFT
 from ds_hydra.pipe.models.options import StageOptions
@@ -231,8 +232,22 @@ def _whole(engine: Any, source: Sequence[Tensor]) -> dict[str, Tensor]:
 
 def train(rank: int, case: Case, data: Sequence[Sample], strict: Rules | None = None) -> RankRun | None:
     """One rank's whole run, under a strict transport with these rules; rank 0 returns what is compared."""
-    with contextlib.nullcontext() if strict is None else strict_world(strict):
+    with contextlib.nullcontext() if strict is None else strict_world(strict), _in_blocks(case.logits_at_once):
         return _train(rank, case, data)
+
+
+@contextlib.contextmanager
+def _in_blocks(logits_at_once: int | None) -> Iterator[None]:
+    """Within it, heads compute so many logits at once."""
+    if logits_at_once is None:
+        yield
+        return
+    with (
+        mock.patch.object(loss, "LOGITS_AT_ONCE", logits_at_once),
+        mock.patch.object(head_loss, "HEAD_LOGITS_AT_ONCE", logits_at_once),
+        mock.patch.object(head_loss, "LOGITS_AT_ONCE", logits_at_once // 3),
+    ):
+        yield
 
 
 def _train(rank: int, case: Case, data: Sequence[Sample]) -> RankRun | None:
