@@ -33,6 +33,7 @@ from ds_hydra.pipe.schedules.actions import (
     last_weight_gradient,
     turns,
 )
+from ds_hydra.pipe.schedules.registry import open_sends
 from ds_hydra.pipe.stage import StageModule
 from ds_hydra.pipe.weight_gradients import SplitBackward
 from ds_hydra.zero_hetero.clock import Kind, Stopwatch
@@ -247,9 +248,9 @@ class StageRuntime:
                     received.requires_grad_(run.trains)
         else:
             run.sending.append((work, [tensor for _, tensor in sends]))
-            if len(run.sending) > 2 * len(self.pipeline.stages):
+            if len(run.sending) > (bound := open_sends(len(self.pipeline.stages))):
                 with self._lap("send"):
-                    self._end_sends(run, 2 * len(self.pipeline.stages))
+                    self._end_sends(run, bound)
 
     def _end_sends(self, run: _Run, open_sends: int) -> None:
         """Wait for the oldest sends until this many are left, and give their memory back."""

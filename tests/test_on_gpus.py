@@ -17,7 +17,9 @@ from torch import nn
 
 from ds_hydra.commands import profile_session
 from ds_hydra.config.hydra_block import FaultsConfig, HydraConfig
+from ds_hydra.engine.costs import least_memory
 from ds_hydra.engine.fingerprint import attention_name
+from ds_hydra.engine.fits import rank_memory
 from ds_hydra.host import devices, launch
 from ds_hydra.host.devices import Flags, before_devices_start
 from ds_hydra.pipe.attention import backends, flash_3
@@ -339,3 +341,43 @@ def test_the_host_waits_for_no_copy_of_a_micro_batch(waits: list[str]) -> None:
         (table,) = _by_length(rotary, {None: "longrope"}, lambda: Pack((3, 2)))(None, position_ids)
     assert table.shape == (1, 5, 2)
     assert waits == []
+
+
+def test_a_rank_plans_with_the_memory_that_is_left_of_its_device(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two devices of 80 GiB: of one 70 are free, 4 are this process's own already, and of the other 60 and 2."""
+    whole, device = 80 * 2**30, torch.device("cuda", 0)
+    held = {0: (70 * 2**30, 4 * 2**30), 1: (60 * 2**30, 2 * 2**30)}
+    rank = 0
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (held[rank][0], whole))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: held[rank][1])
+    assert rank_memory(device, 8) == 74 * 2**30
+    other = torch.tensor([[62.0 * 2**30]], dtype=torch.float64)
+    channel = SimpleNamespace(rows=lambda mine: torch.cat([mine[None], other]))
+    caplog.set_level("INFO")
+    world: Any = SimpleNamespace(device=device, node_size=8, num_ranks=2, rank=0, channel=channel)
+    assert least_memory(world) == 59 * 2**30, "3 GiB are for the communicators"
+    assert "of a device's 80.00 GiB rank 0 has 74.00 GiB, the rank that has least 62.00 GiB" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("given", "expected", "warns"),
+    [
+        ({}, "expandable_segments:True", False),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,garbage_collection_threshold:0.8"}, None, False),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:512"}, None, True),
+    ],
+)
+def test_memory_of_devices_grows_in_place_unless_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, given: dict[str, str], expected: str | None,
+    warns: bool,
+) -> None:  # fmt: skip
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    before_devices_start(HydraConfig(10, faults=FaultsConfig(0.0)), "nccl", 1)
+    assert os.environ.get("PYTORCH_CUDA_ALLOC_CONF") == (expected or given.get("PYTORCH_CUDA_ALLOC_CONF"))
+    assert ("expandable_segments" in caplog.text) == warns

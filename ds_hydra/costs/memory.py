@@ -12,9 +12,10 @@ PP - i. Where the backward is split, a part of a micro-batch stays from its inpu
 sequences may run in slices, or the schedule looks only at the room that it has, a stage keeps up to PP times MaxLen
 tokens wherever it stands, in whatever micro-batches; those of slices that others follow count more, for the gradients
 of their keys and values [Note: shares of a micro-batch]. While it computes, it needs a transient on top: a block of
-logits, or what a layer's backward needs, whichever is more (Hydraulis, appendix C.1, with the stages of the embeddings
-and of the head counted by themselves). Activations and transient grow with the tokens of a micro-batch; MaxLen is where
-the sum meets the device's bytes less a margin.
+logits and the sum of the head's gradient, or what a layer's backward needs, whichever is more (Hydraulis, appendix C.1,
+with the stages of the embeddings and of the head counted by themselves); and it holds what is still on its way to other
+stages. Activations and transient grow with the tokens of a micro-batch; MaxLen is where the sum meets the device's
+bytes less a margin.
 
 `paper_memory.MemoryModel` is the paper's own formula with its constants A, B and alpha; this one counts a real model.
 """
@@ -24,12 +25,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from ds_hydra.costs.rank_bytes import ElementBytes, RankBytes, rank_bytes
 from ds_hydra.costs.shares import CONTEXT, RECOMPUTED, UNTIL_WEIGHT
-from ds_hydra.pipe.model_plan import LOGITS_AT_ONCE, ModelPlan
+from ds_hydra.pipe.model_plan import HEAD_LOGITS_AT_ONCE, LOGITS_AT_ONCE, ModelPlan
 from ds_hydra.pipe.placement import Strategy, place_pipeline, place_strategy
-from ds_hydra.pipe.schedules.registry import most_alive
+from ds_hydra.pipe.schedules.registry import most_alive, most_sent
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
 from ds_hydra.zero_hetero.errors import ConfigError
 
@@ -69,8 +71,9 @@ class Needs:
     params: int
     grads: int
     scratch: int  # of pull and push
-    logits: int  # of one block at most
-    logits_per_token: float  # until a block is full
+    head: int  # the sum of the gradient of the head's weight, while it is made
+    logits: float  # elements for a token
+    blocks: tuple[tuple[int, int], ...]  # elements of these that are there at once at most, with bytes of each
     per_token: float  # activations that are kept, of all micro-batches under way
     alive: float  # how many these count as
     transient: float  # per token, while a layer computes its backward
@@ -78,6 +81,7 @@ class Needs:
     context: float  # tokens that a token counts more in a slice that others follow
     recomputed: float  # tokens that a token counts in a layer that is computed again
     layer: float  # bytes per token of one layer, which it keeps while it is computed again
+    sent: float  # per token, held only because it is on its way to another stage
 
     @property
     def states(self) -> int:
@@ -90,7 +94,7 @@ class Needs:
 
     def held(self, kept_tokens: float, num_tokens: int) -> int:
         """All bytes with so many tokens kept at once, while one of micro-batches of up to `num_tokens` computes."""
-        on_top = max(self._logits(num_tokens), self.transient * num_tokens)
+        on_top = max(self._head(num_tokens), self.transient * num_tokens) + self.sent * num_tokens
         return self.states + math.ceil(self.per_token / self.alive * kept_tokens + on_top)
 
     def max_length(self, capacity: float) -> int:
@@ -108,9 +112,15 @@ class Needs:
             fits, too_many = (middle, too_many) if self.total(middle) <= capacity else (fits, middle)
         return fits
 
-    def _logits(self, num_tokens: int) -> float:
+    def _head(self, num_tokens: int) -> float:
         # The loss computes logits block by block, so they grow with the tokens only until one block is full.
-        return min(float(self.logits), self.logits_per_token * num_tokens)
+        logits = self.logits * num_tokens
+        return self.head + sum(min(at_once, logits) * size for at_once, size in self.blocks)
+
+
+class _Width(NamedTuple):
+    width: int
+    trained: int
 
 
 @dataclass(frozen=True)
@@ -135,6 +145,8 @@ class JobMemory:
     wire_bytes: int | None = None  # of an element of a gradient on its way; None: as in the compute dtype
     node_size: int | None = None  # ranks of a node; None: all of them
     slices: bool = False  # whether plans may cut sequences
+    plain_head: bool = True  # whether head and loss are one function [Note: head and loss as one]
+    serial: bool = True  # whether messages between stages end in the order of their start, as on NCCL
     strategies: Mapping[StrategyShape, Strategy] = field(default_factory=dict)
     _cache: dict[tuple[Shape, int], Needs] = field(default_factory=dict, compare=False, repr=False)
     _ranks: dict[StrategyShape, tuple[RankBytes, ...]] = field(default_factory=dict, compare=False, repr=False)
@@ -201,10 +213,18 @@ class JobMemory:
         per_batch = layers * kept.layer + (kept.first if index == 0 else 0.0) + (kept.last if last else 0.0)
         counts = (most_alive(one.schedule, shape.pp, 1, kept.until_weight)[index] for one in alike)
         alive = max(shape.pp if self.slices else 1.0, *counts)
-        rows = math.ceil(self.vocab / stage.tp)
-        # Logits, an FP32 copy of 16 bit ones, and the probabilities that become their gradient.
-        logits_bytes = self.param_bytes + max(4, self.param_bytes) + (4 if self.param_bytes < 4 else 0)
-        logits_bytes = logits_bytes if last else 0
+        sent = max(
+            most_sent(one.schedule, shape.pp, one.parts, serial=self.serial)[index] if shape.pp > 1 else 0
+            for one in alike
+        )
+        of_head, rows, wide = self._head_width(), math.ceil(self.vocab / stage.tp), max(4, self.param_bytes)
+        blocks: tuple[tuple[int, int], ...]
+        if self.plain_head:
+            blocks = (max(HEAD_LOGITS_AT_ONCE, rows), self.param_bytes), (max(LOGITS_AT_ONCE, rows), wide)
+        else:  # logits, an FP32 copy of 16 bit ones, and the probabilities that become their gradient
+            copied = wide if self.param_bytes < 4 else 0
+            blocks = ((max(LOGITS_AT_ONCE, rows), self.param_bytes + wide + copied),)
+        shards = stage.tp if self.plan.token_sharding else 1
         return Needs(
             scheme,
             index,
@@ -213,8 +233,9 @@ class JobMemory:
             params=held.params,
             grads=held.grads,
             scratch=held.scratch,
-            logits=max(LOGITS_AT_ONCE, rows) * logits_bytes,
-            logits_per_token=rows * logits_bytes / stage.sp,
+            head=rows * of_head.trained * (wide if self.plain_head else 2 * self.param_bytes) if last else 0,
+            logits=rows / stage.sp if last else 0.0,
+            blocks=blocks if last else (),
             per_token=alive * per_batch,
             alive=alive,
             transient=kept.transient,
@@ -222,7 +243,16 @@ class JobMemory:
             context=kept.context,
             recomputed=kept.recomputed,
             layer=kept.layer,
+            sent=sent * of_head.width * self.param_bytes / (stage.sp * shards),
         )
+
+    def _head_width(self) -> _Width:
+        """Features of the hidden states, as the head's weight tells them, and of its gradient; 0: it is not known."""
+        for bucket in self.plan.buckets:
+            for param in bucket.params:
+                if param.name in self.plan.last and len(param.shape) == 2 and param.shape[0] == self.vocab:
+                    return _Width(param.shape[1], param.shape[1] if param.trainable else 0)
+        return _Width(0, 0)
 
     def _held(self, shape: PipelineShape, index: int) -> RankBytes:
         """Of the ranks that hold this stage in some strategy, the needs of the one that needs the most."""

@@ -11,7 +11,7 @@ import torch
 from ds_hydra.config.hydra_block import HydraConfig
 from ds_hydra.costs.analytic import ModelShape, analytic_cost_table
 from ds_hydra.costs.cost_table import CostTable
-from ds_hydra.costs.memory import JobMemory
+from ds_hydra.costs.memory import JobMemory, gibibytes
 from ds_hydra.costs.shape_costs import used_schemes, with_shapes
 from ds_hydra.costs.table_file import JobFingerprint, TableFile, check_job, read_table_file
 from ds_hydra.engine.fingerprint import describe_job
@@ -24,15 +24,30 @@ from ds_hydra.zero_hetero.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+# Bytes of buffers of communicators and pairs, which connect when the candidates are known: 6 to 13 of the ones and 42
+# to 128 of the others, with 4 to 10 MiB for a channel and peer.
+_COMMUNICATORS = 3 << 30
+
 # Rough speeds for the analytic table, of one rank: FLOP/s and bytes/s between ranks.
 _SPEEDS = {"cuda": (1.5e14, 1.5e11), "cpu": (2e10, 1e9)}
 
 
 def least_memory(world: World) -> float:
     """Bytes that every rank may use."""
-    # Devices of one kind may differ by some MiB. MaxLen must not: schedules are made from it, the same on every rank.
-    mine = torch.tensor([rank_memory(world.device, world.node_size)], dtype=torch.float64)
-    return float(world.channel.rows(mine).min())
+    # Devices of one kind may differ by some MiB, and by what others use. MaxLen must not: schedules are made from it,
+    # the same on every rank.
+    mine = rank_memory(world.device, world.node_size)
+    least = float(world.channel.rows(torch.tensor([mine], dtype=torch.float64)).min())
+    if world.device.type != "cuda":
+        return least
+    later = _COMMUNICATORS if world.num_ranks > 1 else 0
+    if world.rank == 0:
+        _, whole = torch.cuda.mem_get_info(world.device)
+        logger.info(
+            "of a device's %s rank 0 has %s, the rank that has least %s; %s of it are left to communicators",
+            *map(gibibytes, (whole, mine, least, later)),
+        )
+    return least - later
 
 
 def costs_and_memory(
@@ -84,6 +99,7 @@ def _memory(job: Job, world: World, found: TableFile, device_bytes: float) -> Jo
         wire_dtype=job.types.wire,
         node_size=world.node_size,
         measured=found.activations,
+        serial=world.edges.serial,
     )
 
 

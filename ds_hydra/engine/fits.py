@@ -32,11 +32,13 @@ def job_memory(
     node_size: int | None = None,
     optimizer_states: int = 2,
     measured: Mapping[tuple[int, int], Activations] | None = None,
+    serial: bool = True,
 ) -> JobMemory:
     """The memory model of a job for all (tp, sp) of the schemes, with activations measured or else estimated.
 
     `dtype` is computed in, gradients add up in `grad_dtype` (None: FP32 or wider) and travel in `wire_dtype` (None: as
-    computed in). The layers of a pipeline module do not say what is inside them, so their activations count as 0 bytes.
+    computed in); `serial` as in `Transport`. The layers of a pipeline module do not say what is inside them, so their
+    activations count as 0 bytes.
     """
     config, functions = (getattr(source, name, None) for name in ("text_config", "functions"))
     figures: dict[tuple[int, int], Activations] = {}
@@ -61,13 +63,16 @@ def job_memory(
         device_bytes=device_bytes, vocab=source.vocab_size or 1,
         grad_bytes=grad_dtype.itemsize if grad_dtype else None,
         wire_bytes=wire_dtype.itemsize if wire_dtype else None, node_size=node_size,
+        plain_head=getattr(source, "token_loss", None) is None, serial=serial,
     )  # fmt: skip
 
 
 def rank_memory(device: torch.device, ranks_per_node: int) -> float:
-    """Bytes that one rank may use: of its GPU, or its share of the node's memory."""
+    """Bytes that one rank may use: of its GPU what is free or its own already, or its share of the node's memory."""
     if device.type == "cuda":
-        return float(torch.cuda.get_device_properties(device).total_memory)
+        # Not all that the device has: its context, kernels, communicators and other processes take theirs.
+        free, _ = torch.cuda.mem_get_info(device)
+        return float(free + torch.cuda.memory_reserved(device))
     # On CPU the ranks of a node share its memory, where each GPU has its own.
     pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     return float(pages * size) / max(1, ranks_per_node)

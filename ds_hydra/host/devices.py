@@ -14,6 +14,7 @@ from ds_hydra.zero_hetero.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 _WORKSPACE, _SAME_SUMS = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 _ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -33,6 +34,7 @@ def before_devices_start(config: HydraConfig, backend: str, num_ranks: int | Non
     if backend != "nccl":
         return
     several = num_ranks != 1
+    _let_segments_grow()
     _leave_queues(several)
     if config.deterministic:
         workspace = os.environ.setdefault(_WORKSPACE, _SAME_SUMS[0])
@@ -44,6 +46,21 @@ def before_devices_start(config: HydraConfig, backend: str, num_ranks: int | Non
     _keep_first_nccl()
     if config.faults.heartbeat_seconds > 0 and several:
         _end_ranks_ourselves()
+
+
+def _let_segments_grow() -> None:
+    # Micro-batches differ in size, and so do their tensors: in segments of fixed size what one leaves free is too small
+    # for the next.
+    found = [name for name in _ALLOCATOR if name in os.environ]
+    if not found:
+        os.environ[_ALLOCATOR[0]] = "expandable_segments:True"
+    elif not any("expandable_segments:true" in os.environ[name].replace(" ", "").lower() for name in found):
+        logger.warning(
+            "%s=%s is without expandable_segments:True: micro-batches differ in size, so more of a device's memory may "
+            "lie in pieces than the margin that is left for it",
+            found[0],
+            os.environ[found[0]],
+        )
 
 
 def _leave_queues(several: bool) -> None:

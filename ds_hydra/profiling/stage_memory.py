@@ -164,6 +164,8 @@ def _probabilities(timer: StageTimer, num_tokens: int) -> int:
     """Bytes that the loss keeps of one block of logits: probabilities in FP32 or wider."""
     if not isinstance(timer.source, CausalLM) or not timer.source.vocab_size:
         return 0
+    if timer.module.plain_head:  # type: ignore[attr-defined]
+        return 0  # it keeps gradients of hidden states instead
     rows = -(-timer.source.vocab_size // timer.place.stage.tp)
     start, stop = timer.batch((num_tokens,)).pack.local
     if (stop - start) * rows > LOGITS_AT_ONCE:

@@ -186,6 +186,10 @@ class StageTimer:
         """Tokens of a micro-batch from which on this stage computes its head twice; None where it never does."""
         if not self.place.is_last or not isinstance(self.source, CausalLM):
             return None
+        if self.module.plain_head is None:  # type: ignore[attr-defined]
+            self.run(self.batch((self.scheme.sp * self.scheme.tp,)))
+        if self.module.plain_head:  # type: ignore[attr-defined]
+            return None
         start, stop = self.module.vocab  # type: ignore[attr-defined]
         return max(1, LOGITS_AT_ONCE // max(1, stop - start)) * self.scheme.sp
 

@@ -95,6 +95,7 @@ class CausalStage(StageModule):
             # Tensor parallel ranks have the same blocks of tokens, though one may have a row more than another.
             self._logits_at_once = max(self._widths) if self._own_loss is None else sum(self._widths)
             self._plain_head = plain_head if self._own_loss is None else None
+            self.plain_head: bool | None = None  # whether the last micro-batch's head and loss were one; None: none ran
             self._head_loss = HeadLoss(self.vocab[0], max(self._widths), place.tp_group)
 
     def _pack_weights(self, groups: Iterable[Sequence[str]], names: Mapping[str, str]) -> None:
@@ -115,9 +116,11 @@ class CausalStage(StageModule):
             return to_wire(hidden_in(out), self._doors[self.place.stage.last_layer])
         rows = self._all_rows(hidden_in(out))
         input_ids = _tokens(batch)
-        if self._plain_head is not None and batch.predictions is None:
+        self.plain_head = self._plain_head is not None and batch.predictions is None
+        if self._plain_head is not None and self.plain_head:
             few = rows[:, :1].detach().clone()
-            if self._plain_head.is_all(few, lambda: self._head(with_hidden(out, few), input_ids[:, :1])):
+            self.plain_head = self._plain_head.is_all(few, lambda: self._head(with_hidden(out, few), input_ids[:, :1]))
+            if self.plain_head:
                 return self._head_loss(rows, self._plain_head.weight, batch)
 
         def head(part: Tensor, tokens: slice) -> Tensor:

@@ -46,7 +46,7 @@ class PlainHead:
             return made
 
         before = self._head.__dict__.get("forward")
-        self._head.forward = head  # type: ignore[method-assign]
+        self._head.forward = head  # type: ignore[method-assign,assignment]
         version = hidden._version
         try:
             out = run()

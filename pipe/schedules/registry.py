@@ -5,11 +5,11 @@ A new schedule is a function in a file of its own and a row of `SCHEDULES`; noth
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
-from ds_hydra.pipe.schedules.actions import Order, Slot
-from ds_hydra.pipe.schedules.batches import Batches
+from ds_hydra.pipe.schedules.actions import Action, Order, Slot, turns
+from ds_hydra.pipe.schedules.batches import Batches, Work
 from ds_hydra.pipe.schedules.check import Placed, place
 from ds_hydra.pipe.schedules.forward_only import forward_only
 from ds_hydra.pipe.schedules.list_order import list_order
@@ -100,6 +100,45 @@ def most_alive(
             f"with {4 * num_stages}; a schedule to train by must keep no more when there are more"
         )
     return few
+
+
+def open_sends(num_stages: int) -> int:
+    """Sends without a receive beside them that a stage may leave open [Note: what is sent]."""
+    return 2 * num_stages
+
+
+@lru_cache(maxsize=1024)
+def most_sent(name: str, num_stages: int, parts: int, *, serial: bool) -> tuple[int, ...]:
+    """Tensors of micro-batches that each stage holds at once at most only because they are sent [Note: what is sent].
+
+    `serial`: exchanges end in the order of their start. An activation counts from its backward on; before it is kept
+    anyway.
+    """
+    # With equal micro-batches, as many as make a steady state.
+    count = 4 * num_stages
+    works = (Work(forward=10, backward=12, weight=8, kept=2, until_weight=1),) * count if name in WEIGHED else ()
+    batches = Batches((-1,) * count, parts, works, room=2 * num_stages * parts if works else 0)
+    bound = open_sends(num_stages)
+    return tuple(
+        _most_sent(training_slots(name, batches, num_stages, stage), bound, serial=serial)
+        for stage in range(num_stages)
+    )
+
+
+def _most_sent(slots: Sequence[Slot], bound: int, *, serial: bool) -> int:
+    """The same of one stage, which leaves so many sends open."""
+    sends: list[tuple[Action, ...]] = []
+    done: set[tuple[int, int]] = set()
+    most = 0
+    for messages, actions in turns(slots):
+        if all(message.sends for message in messages):
+            sends = [*sends, messages][-bound:] if messages else sends
+        elif serial:
+            sends = []  # they are over, since a later exchange is
+        done |= {(one.microbatch, one.part) for one in actions if one.kind in ("backward", "input_gradient")}
+        held = [one for each in sends for one in each]
+        most = max(most, sum(one.kind == "send_gradient" or (one.microbatch, one.part) in done for one in held))
+    return most
 
 
 @lru_cache(maxsize=_REMEMBERED)

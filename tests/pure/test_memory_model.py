@@ -152,8 +152,8 @@ def test_more_ranks_and_more_splitting_hold_more() -> None:
 def test_first_stage_keeps_the_most_micro_batches() -> None:
     needs = job().stages(ParallelScheme(1, 4))
     assert [round(n.per_token / needs[-2].per_token, 1) for n in needs[1:-1]] == [1.5, 1.0]
-    assert needs[0].logits == 0
-    assert needs[-1].logits > 0
+    assert (needs[0].logits, needs[0].head) == (0.0, 0)
+    assert (needs[-1].logits, needs[-1].head) == (1000.0, 4 * 1000 * 64)
 
 
 def test_a_stage_keeps_as_many_micro_batches_as_its_schedule_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -253,7 +253,7 @@ def test_memory_follows_the_micro_batches_that_are_alive() -> None:
 
 def test_layers_computed_again_take_a_forward_more_and_keep_less() -> None:
     """Two of four layers of a stage: of 100 bytes half stays whole, a quarter of the rest too, and while a layer of 25
-    bytes is computed again its other three quarters are there; logits are ten bytes a token."""
+    bytes is computed again its other three quarters are there; logits are six bytes a token."""
     plan, kept = layers(4, 8), {(1, 1): Activations(0.25, 0.0, 0.0, recomputed=0.25)}
     memory = JobMemory(plan, 1, kept, param_bytes=2)
     simulator = Simulator(dataclasses.replace(job(FREE, 1, count=4), memory=memory))
@@ -264,7 +264,7 @@ def test_layers_computed_again_take_a_forward_more_and_keep_less() -> None:
     found, before = simulator.step(again), simulator.step(whole)
     assert found.peak_bytes is not None
     states = memory.needs(ParallelScheme(), 0).states
-    assert float(found.peak_bytes[0] - states) == 50 + 50 / 4 + 25 * 3 / 4 + 10 * 100
+    assert float(found.peak_bytes[0] - states) == 50 + 50 / 4 + 25 * 3 / 4 + 6 * 100
     assert "B0 recomputed" in [span.name for span in step_spans(found)]
     took, took_before = ([t.stop - t.start for t in step.phases[0].pipelines[0][0].actions] for step in (found, before))
     assert sum(took) == pytest.approx(sum(took_before) * (1 + 0.5 * 0.35), rel=1e-3)

@@ -199,7 +199,7 @@ def _predict(mix: Mix, tokens: dict[Shape, int]) -> tuple[Needs, int]:
     }
     memory = JobMemory(
         source.plan, mix.num_ranks, figures, dtype.itemsize, vocab=CONFIG["vocab_size"],
-        grad_bytes={"bf16": 2, "fp32": 4}[mix.grad_dtype], node_size=mix.node_size,
+        grad_bytes={"bf16": 2, "fp32": 4}[mix.grad_dtype], node_size=mix.node_size, serial=False,
     )  # fmt: skip
     layers = source.plan.num_layers
     memory = memory.together({shape: place_strategy(shape, mix.num_ranks, layers) for shape in mix.shapes})
