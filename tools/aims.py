@@ -72,6 +72,7 @@ CHARGED = 0.01  # of what was started, or stood still
 GRADIENTS_BESIDE = 0.02  # of all that a rank has: what FP32 gradients may change beside the gradients
 LINKS_BUILT_S = 1.0
 LOADING = 1.1  # the rise of a rank's peak over its masters and the largest parameter
+HEAD = 1.1  # the error of a head's gradient in many blocks, to that in one
 HEARTBEATS = 0.01  # of a core
 SOCKETS = 5  # of a rank whose groups connect when they talk; a group that connects all pairs takes 11
 GROUPS, MEETINGS, PAIRS, GROUP_SOCKETS = 24, 24, 256, 64  # of a rank, or of all

@@ -6,6 +6,7 @@
   messages   CPU time of a step that hands out memory for messages
   times      to whom time is charged on a device with a queue
   peak       predicted memory of small models against the most that the allocator gave out in a run
+  head       the gradient of a large head in many blocks: its error, CPU time and memory, beside autograd's
 
 with --fast, what makes large models and many devices possible:
 
@@ -36,6 +37,7 @@ from tools.devices.between import between_steps
 from tools.devices.count import by_count
 from tools.devices.emulated import emulated
 from tools.devices.groups import groups
+from tools.devices.head import heads
 from tools.devices.heartbeats import heartbeats
 from tools.devices.launches import launches
 from tools.devices.loading import memory_of_loading
@@ -56,6 +58,7 @@ TABLES: dict[str, Callable[[bool], Table]] = {
     "messages": handing_out,
     "times": time_attribution,
     "peak": predicted_and_measured,
+    "head": heads,
 }
 FAST: dict[str, Callable[[bool], Table]] = {
     "loading": memory_of_loading,
