@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ds_hydra.zero_hetero.errors import ConfigError
+from ds_hydra.zero_hetero.errors import ConfigError, told_with_place
 
 TokenFunction = Callable[[Tensor, Tensor], Tensor]
 """Logits (1, T, V) of any T tokens and their labels (1, T), those that the logits are to predict, in; one number for
@@ -43,7 +43,7 @@ def width_of(function: TokenFunction, vocabulary: int) -> int:
     try:
         whole, part = function(logits[None], labels[None]), function(logits[None, 1:], labels[None, 1:])
     except Exception as error:
-        raise ConfigError(f"{form}; for 3 tokens it raised {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{form}; for 3 tokens it raised {told_with_place(error)}") from error
     if not isinstance(whole, Tensor) or whole.dim() not in (2, 3) or whole.shape[:2] != (1, 3):
         what = tuple(whole.shape) if isinstance(whole, Tensor) else type(whole).__name__
         raise ConfigError(f"{form}, but for 3 tokens it returned {what}")

@@ -6,6 +6,7 @@ Each text says what is wrong, the numbers that disagree, the place, and the reme
 from __future__ import annotations
 
 import contextlib
+import traceback
 from typing import Any, NamedTuple
 
 
@@ -33,8 +34,29 @@ class NumericsError(ArithmeticError):
     exit_code = 1
 
 
-OWN_FAULT, OTHERS_FAULT = 1, 75
-"""Exit codes of all other errors: of this rank, as Python's; of another rank (EX_TEMPFAIL), where a restart helps."""
+_MOST_CHARACTERS = 1 << 14  # that one rank tells all others of an error
+
+
+def message_of(error: BaseException) -> str:
+    """What an error says, whatever it is: one of a script may have no text, or print a whole tensor."""
+    try:
+        return str(error)[:_MOST_CHARACTERS]
+    except Exception as failed:
+        return f"(its text cannot be made: {type(failed).__name__})"
+
+
+def told_with_place(error: BaseException) -> str:
+    """Type and message of an error of a function of the script's, and where in the script it was raised."""
+    place = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if str(frame.f_globals.get("__name__")).partition(".")[0] not in ("ds_hydra", "torch"):
+            place = f" in {frame.f_code.co_name} ({frame.f_code.co_filename}:{line})"
+    return f"{type(error).__name__}: {message_of(error)}{place}"
+
+
+OWN_FAULT, OTHERS_FAULT, INTERRUPTED = 1, 75, 130
+"""Exit codes of all other errors: of this rank, as Python's; of another rank (EX_TEMPFAIL), where a restart helps; of
+Ctrl-C, as shells have it."""
 
 
 class Told(NamedTuple):

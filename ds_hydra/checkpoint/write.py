@@ -34,7 +34,7 @@ from ds_hydra.checkpoint.format import (
 from ds_hydra.checkpoint.optimizer_state import merge_groups
 from ds_hydra.checkpoint.shard_file import Source, write_shard
 from ds_hydra.ranks.channel import Channel
-from ds_hydra.zero_hetero.errors import CheckpointError
+from ds_hydra.zero_hetero.errors import CheckpointError, message_of
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +126,7 @@ class Writer:
             error = _explained(_attempt(lambda: _finish(temporary, saving, save_id, everyone)), saving)
         # Removed by one rank when all have ended their writing; what cannot be removed, the next save tidies up.
         if channel.rank == 0 and (failed or error):
-            folders.remove(temporary)
+            _attempt(lambda: folders.remove(temporary))
         if failed:
             raise CheckpointError(f"{what} failed on rank {failed[0][0]}: {failed[0][1]}")
         channel.settle(error, what)
@@ -186,7 +186,7 @@ def _explained(error: Exception | None, saving: Saving) -> Exception | None:
         return error
     kept = "checkpoints saved before are as they were"
     if not isinstance(error, OSError):
-        return CheckpointError(f"{type(error).__name__}: {error}; {kept}")
+        return CheckpointError(f"{type(error).__name__}: {message_of(error)}; {kept}")
     need = sum(source.num_bytes for source in saving.tensors.values())
     return CheckpointError(f"{_remedied(error, saving.folder, need)}; {kept}")
 

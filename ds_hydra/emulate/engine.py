@@ -16,6 +16,7 @@ from ds_hydra.emulate.small_model import small_model
 from ds_hydra.emulate.stage import EmulatedSource
 from ds_hydra.emulate.transport import ClockedTransport
 from ds_hydra.engine.engine import HydraEngine
+from ds_hydra.engine.guard import Guard
 from ds_hydra.engine.job import Job
 from ds_hydra.pipe.placement import Strategy
 from ds_hydra.ranks.world import World
@@ -71,9 +72,9 @@ class EmulatedEngine(HydraEngine):
             clock=self.clock,
         )
 
-    def assemble(self, job: Job | None = None) -> None:
+    def assemble(self, job: Job | None = None, *, guard: Guard | None = None) -> None:
         """See `HydraEngine`; then stages know what they cost."""
-        super().assemble(job)
+        super().assemble(job, guard=guard)
         source, crew, cluster = self.job.source, self.crew, self.module.cluster
         assert isinstance(source, EmulatedSource), "made by `source_of`"
         source.links = self._moving

@@ -3,7 +3,8 @@
 [Note: order of assembly]
 Every part needs some of those before it, and what can be refused is refused before it costs anything:
 
-  watchdog      first: from then on a rank that fails, dies or freezes ends the others too
+  guard         first, before the engine reads model and data: from then on a rank that fails, dies or freezes ends the
+                others too
   prepare       reads the cost table and checks data, strategies and memory: no memory is allocated before it passes
   stages        of all candidates are built once without memory, so that a step which uses one first does not fail
   masters       the parameters that this rank owns, with the model's values; with these the longest and the shortest
@@ -28,15 +29,17 @@ a checkpoint carries over is left.
 
 from __future__ import annotations
 
+import atexit
 import logging
+import sys
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from ds_hydra.checkpoint.checkpointer import Checkpointer
 from ds_hydra.engine.coming import Coming
+from ds_hydra.engine.guard import Guard
 from ds_hydra.engine.initial import give_masters
 from ds_hydra.engine.job import Job
 from ds_hydra.engine.learned import Learned
@@ -59,8 +62,8 @@ from ds_hydra.step.model_masters import ModelMasters
 from ds_hydra.step.rehearsal import build_stages
 from ds_hydra.step.stepper import Stepper
 from ds_hydra.step.update import Update
-from ds_hydra.watchdog import Activity, Watchdog
-from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError, NumericsError, PlanError, told_of
+from ds_hydra.watchdog.host import end_process
+from ds_hydra.zero_hetero.errors import OWN_FAULT
 
 logger = logging.getLogger(__name__)
 
@@ -68,31 +71,18 @@ logger = logging.getLogger(__name__)
 class Crew:
     """All parts that train a job on one world. All ranks of the world make it together, and close it together."""
 
-    def __init__(self, job: Job, world: World, host: HostEngine, signals: Signals, *, initial: bool):
+    def __init__(self, job: Job, world: World, host: HostEngine, signals: Signals, guard: Guard, *, initial: bool):
         """Assemble everything, in the order of [Note: order of assembly]. `host` is given the optimizer.
 
         With `initial` the masters take their first values; otherwise a checkpoint must be loaded. Raises ConfigError or
         PlanError when the job does not fit the world.
         """
-        self.job, self.world, self.activity = job, world, Activity()
-        faults, activity = job.config.faults, self.activity  # the thread must not hold the crew
-        # The step in reports is the coming one: the first has the number 1.
-        self.watchdog = Watchdog(
-            world.background,
-            lambda: (host.global_steps + 1, activity.now),
-            heartbeat_s=faults.heartbeat_seconds,
-            frozen_s=faults.frozen_seconds,
-            still_s=job.config.timeout_seconds if world.device.type == "cuda" else None,  # gloo itself ends a wait
-            address=faults.address,
-            remedy=_remedy(job),
-        )
-        try:
-            with self.together("assembly"):
-                self._assemble(host, signals, initial=initial)
-        except (ConfigError, PlanError, CheckpointError) as refusal:
-            if told_of(refusal) is not None:  # by all ranks: a script may try something else
-                self.watchdog.close()
-            raise
+        self.job, self.world = job, world
+        self.activity, self.watchdog, self.together = guard.activity, guard.watchdog, guard.together
+        with guard.assembling():
+            self._assemble(host, signals, initial=initial)
+        self._at_exit = partial(_wait_at_exit, weakref.ref(self))
+        atexit.register(self._at_exit)
 
     def _assemble(self, host: HostEngine, signals: Signals, *, initial: bool) -> None:
         job, world = self.job, self.world
@@ -181,37 +171,28 @@ class Crew:
         exposed = exposed_of(self.job, self.world, self.prepared.found)
         return [exposed(shape) for shape in strategies] if exposed else []
 
-    @contextmanager
-    def together(self, activity: str) -> Iterator[None]:
-        """An activity that all ranks are in together: an error of one of them is reported to the others.
-
-        Errors of checkpoints and numerics, and those that all ranks know, are raised on all of them at once. So each
-        rank can handle them by itself, and a script may catch one and go on; they are not reported.
-        """
-        with self.activity(activity):
-            try:
-                yield
-            except (CheckpointError, NumericsError):
-                raise
-            except BaseException as error:
-                if told_of(error) is None:
-                    self.watchdog.report(error)
-                raise
-
     def close(self) -> None:
         """Wait for a save that is under way; end threads and the planning process. The world stays open."""
         # The save is waited for while heartbeats still go: a rank that dies during the wait must end it on the others.
         self.checkpoints.writer.wait()
         self.coming.forget()
+        atexit.unregister(self._at_exit)
         self.watchdog.close()
         self.plans.close()
 
 
-def _remedy(job: Job) -> str:
-    """What starting the job again does."""
-    saved = job.config.checkpoint
-    if saved is None:
-        return "Restart the job; it begins anew, since hydra.checkpoint is not configured"
-    if not saved.resume:
-        return "Restart the job; hydra.checkpoint.resume is false, so it must load a checkpoint by itself"
-    return "Restart the job: it resumes from the newest checkpoint"
+def _wait_at_exit(of: weakref.ref[Crew]) -> None:
+    """A script that ends while a save is under way ends with it, and with its error if it fails."""
+    crew = of()
+    # A rank that ends by an error has told it, and its save may wait for others in vain.
+    if crew is None or crew.watchdog.reported:
+        return
+    try:
+        crew.checkpoints.writer.wait()
+    except Exception as error:
+        code = OWN_FAULT
+        try:
+            sys.excepthook(type(error), error, error.__traceback__)
+        except SystemExit as leave:
+            code = int(leave.code or OWN_FAULT)
+        end_process(code)  # Python itself takes none from a function that is called at its exit

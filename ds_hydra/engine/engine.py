@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_hydra.config.hydra_block import ParsedConfig
+from ds_hydra.config.hydra_block import HydraConfig, ParsedConfig
 from ds_hydra.engine.crew import Crew
 from ds_hydra.engine.evaluation import Evaluation
+from ds_hydra.engine.guard import Guard
 from ds_hydra.engine.initial import give_buffers
 from ds_hydra.engine.job import Job
 from ds_hydra.engine.models import model_source
@@ -37,7 +38,7 @@ from ds_hydra.pipe.predictions import TokenFunction
 from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.ranks.channel import Channel
 from ds_hydra.ranks.nodes import ranks_of_a_node
-from ds_hydra.ranks.together import first_channel, together
+from ds_hydra.ranks.together import Texts, first_channel, together
 from ds_hydra.ranks.world import World
 from ds_hydra.step.outcome import Outcome
 from ds_hydra.watchdog.host import host
@@ -55,18 +56,25 @@ class HydraEngine(EngineWithWeights):
 
     def __init__(self, parsed: ParsedConfig, model: Any, *, loss_fn: TokenLoss | None = None, **arguments: Any) -> None:
         with first_channel() as channel:
-            self._read(channel, parsed, model, loss_fn, arguments)
-        self._signals = Signals(self.global_rank)
-        self.assemble()
-        # The masters have taken the values. Dropping both references frees the model's own parameters: otherwise each
-        # rank would hold the whole model beside its share of it.
-        self.job.source.values = {}
-        self.release_model()
-        self.watch_model()
-        if self.job.config.checkpoint is not None:
-            self._signals.install()
-        with self.crew.together("loading"):
-            self.saving.resume()
+            guard = self._guard(channel, parsed.hydra)
+            with guard.assembling():
+                self._read(channel, parsed, model, loss_fn, arguments)
+        with guard.assembling():
+            self._signals = Signals(self.global_rank)
+            self.assemble(guard=guard)
+            # The masters have taken the values. Dropping both references frees the model's own parameters: otherwise
+            # each rank would hold the whole model beside its share of it.
+            self.job.source.values = {}
+            self.release_model()
+            self.watch_model()
+            if self.job.config.checkpoint is not None:
+                self._signals.install()
+            with self.crew.together("loading"):
+                self.saving.resume()
+
+    def _guard(self, channel: Texts, config: HydraConfig) -> Guard:
+        """The watchdog, which is asked for the coming step before there are steps."""
+        return Guard(channel, config, lambda: vars(self).get("global_steps", 0) + 1)
 
     def _read(
         self, channel: Channel, parsed: ParsedConfig, model: Any, loss_fn: TokenLoss | None, arguments: dict[str, Any]
@@ -94,7 +102,7 @@ class HydraEngine(EngineWithWeights):
         if self.data is not None:
             read_twice(self.data, channel)
 
-    def assemble(self, job: Job | None = None) -> None:
+    def assemble(self, job: Job | None = None, *, guard: Guard | None = None) -> None:
         """Make the parts that belong to the ranks of torch's default process group; each of these ranks must call it.
 
         To assemble again, close the present crew and its world first, and give the `job` to continue. The new masters
@@ -103,7 +111,9 @@ class HydraEngine(EngineWithWeights):
         initial = job is None
         self.job = job or self.job
         with torch._C.DisableTorchFunctionSubclass():  # to it a released parameter is one of the meta device
-            self.crew = Crew(self.job, self.world_of_process(), self, self._signals, initial=initial)
+            world = self.world_of_process()
+            guard = guard or self._guard(world.background, self.job.config)
+            self.crew = Crew(self.job, world, self, self._signals, guard, initial=initial)
         self.saving = Saving(self, self.crew, self._signals)
         self.steps = Steps(self, self.crew)
         if not initial:

@@ -23,7 +23,7 @@ from ds_hydra.pipe.model_plan import LOGITS_AT_ONCE
 from ds_hydra.pipe.models.kept_values import state_of
 from ds_hydra.pipe.models.refusals import known_tokens
 from ds_hydra.ranks.channel import Channel
-from ds_hydra.zero_hetero.errors import ConfigError
+from ds_hydra.zero_hetero.errors import ConfigError, Told, mark_told, told_with_place
 
 _TOKENS = 64
 _PIECES = (1, 7, 20, 36)
@@ -62,10 +62,11 @@ def same_on_all(channel: Channel, losses: Tensor) -> None:
     for rank, row in enumerate(rows):
         if not torch.allclose(row, rows[0], rtol=1e-4, atol=1e-4):
             at = int((row - rows[0]).abs().argmax())
-            raise ConfigError(
+            error = ConfigError(
                 f"loss_fn gives {float(rows[0][at]):.6g} on rank 0 but {float(row[at]):.6g} on rank {rank} for the "
                 "same token: pass the same function on all ranks, and let it not depend on the rank"
             )
+            raise mark_told(error, Told(rank, f"ConfigError: {error}", here=True))
 
 
 def check_token_loss(
@@ -154,7 +155,7 @@ def _run(loss_fn: TokenLoss, tokens: _Tried, names: Mapping[int, str]) -> _Found
             losses = loss_fn(given, tokens.labels.clone())
     except Exception as error:
         watch.refuse()
-        raise ConfigError(f"{FORM}; for {count} tokens it raised {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{FORM}; for {count} tokens it raised {told_with_place(error)}") from error
     watch.refuse()
     if not isinstance(losses, Tensor) or losses.shape != (count,):
         shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
@@ -175,7 +176,7 @@ def _run(loss_fn: TokenLoss, tokens: _Tried, names: Mapping[int, str]) -> _Found
             (gradients,) = torch.autograd.grad((losses.to(leaf.dtype) * tokens.counts).sum(), leaf, allow_unused=True)
     except Exception as error:
         watch.refuse()
-        raise ConfigError(f"{FORM}; its backward raised {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{FORM}; its backward raised {told_with_place(error)}") from error
     watch.refuse()
     if gradients is None:
         raise ConfigError(f"{FORM}, but what it returned has no gradient: compute it from the logits by torch")

@@ -6,18 +6,32 @@ all ranks at the same step. The ranks exchange their requests with the figures a
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
-import sys
 import threading
+import weakref
 from types import FrameType
+
+from ds_hydra.ranks.screen import flush
+from ds_hydra.zero_hetero.errors import INTERRUPTED
 
 logger = logging.getLogger(__name__)
 
 NOTHING, SAVE, LEAVE = 0, 1, 2  # what is asked for; of several ranks' requests the largest counts
 _HANDLED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-_INTERRUPTED = 130
+
+_INSTALLED: weakref.WeakSet[Signals] = weakref.WeakSet()
+
+
+def _remove_in_child() -> None:
+    """A forked child, such as a pool's worker, ends by SIGTERM as it would without us: who sends it waits for that."""
+    for signals in list(_INSTALLED):
+        signals.remove()
+
+
+os.register_at_fork(after_in_child=_remove_in_child)
 
 
 class Signals:
@@ -35,6 +49,7 @@ class Signals:
         """Turn signals into requests from now on. Python allows that in the main thread only; elsewhere do nothing."""
         if threading.current_thread() is not threading.main_thread():
             return
+        _INSTALLED.add(self)
         for number in _HANDLED:
             current = signal.getsignal(number)
             if current in (signal.SIG_DFL, signal.default_int_handler):
@@ -61,10 +76,11 @@ class Signals:
             self._interrupts += 1
             if self._interrupts > 1:
                 self._say(b"interrupted twice: ending at once, without saving")
-                sys.stdout.flush()
-                os._exit(_INTERRUPTED)
+                flush()
+                os._exit(INTERRUPTED)
         self._say(b"finishing this step, then saving and leaving; Ctrl-C once more ends at once")
 
     def _say(self, text: bytes) -> None:
         if self._says:
-            os.write(2, b"[ds_hydra] " + text + b"\n")
+            with contextlib.suppress(OSError):  # closed
+                os.write(2, b"[ds_hydra] " + text + b"\n")

@@ -1,7 +1,8 @@
 """How a script ends that does not catch a refusal: with the text of the refusal, once, and an exit code of its own.
 
 A traceback says where in this package a refusal was found; its text says what to change. So only the text is shown, and
-only by one rank where all ranks refuse the same thing. Other uncaught errors are shown as Python shows them.
+only by one rank where all ranks refuse the same thing. That a connection was lost is the consequence of what another
+rank tells: a line says so. Other uncaught errors are shown as Python shows them.
 """
 
 from __future__ import annotations
@@ -11,14 +12,17 @@ import logging
 import os
 import sys
 from types import TracebackType
+from typing import NamedTuple
 
 from ds_hydra.ranks.once import first, met
+from ds_hydra.ranks.screen import show
 from ds_hydra.zero_hetero.errors import (
     OTHERS_FAULT,
     CheckpointError,
     ConfigError,
     NumericsError,
     PlanError,
+    message_of,
     told_of,
 )
 
@@ -41,27 +45,41 @@ def show_refusals_plainly() -> None:
         return
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        told, code = told_of(error), None
-        if isinstance(error, (ConfigError, PlanError, CheckpointError, NumericsError)):
-            code = error.exit_code
-        elif told is not None and not told.here:
-            code = OTHERS_FAULT  # the error is that rank's message
-        if code is None or hasattr(sys, "ps1") or sys.flags.interactive:
+        ending = _ending(error)
+        if ending is None or hasattr(sys, "ps1") or sys.flags.interactive:
             before(kind, error, trace)
-            if met() and _lost_connection(error):
-                raise SystemExit(OTHERS_FAULT)
             return
         logger.debug("a refusal was not caught", exc_info=(kind, error, trace))
-        screen = sys.__stderr__  # torch.distributed calls the hook that was there before it with another sys.stderr
-        text = f"{kind.__name__}: {error}" if told is None else told.text
-        if _is_first_to_tell(text) and screen is not None:
-            sys.stdout.flush()
-            screen.write(f"[ds_hydra] {error}\n" if code == OTHERS_FAULT else f"ds_hydra.{text}\n")
-            screen.flush()
-        raise SystemExit(code)  # Python leaves with the code of a hook's SystemExit
+        if _is_first_to_tell(ending.key):
+            # Not sys.stderr: torch.distributed calls the hook that was there before it with another one, and drops what
+            # was written there where that hook leaves.
+            show(ending.line, sys.__stderr__)
+        raise SystemExit(ending.code)  # Python leaves with the code of a hook's SystemExit
 
     hook.is_ds_hydra = True  # type: ignore[attr-defined]
     sys.excepthook = hook
+
+
+class _Ending(NamedTuple):
+    code: int
+    line: str
+    key: str  # by which ranks know that they would say the same
+
+
+def _ending(error: BaseException) -> _Ending | None:
+    """How a script ends by an error that one line tells; None for other errors."""
+    told, line = told_of(error), f"{type(error).__name__}: {message_of(error)}"
+    if isinstance(error, (ConfigError, PlanError, CheckpointError, NumericsError)):
+        text = line if told is None else told.text
+        return _Ending(error.exit_code, f"ds_hydra.{text}", text)
+    if told is not None:
+        # Of another rank, whose message the error is.
+        return None if told.here else _Ending(OTHERS_FAULT, f"[ds_hydra] {message_of(error)}", told.text)
+    if met() and _lost_connection(error):
+        return _Ending(
+            OTHERS_FAULT, f"[ds_hydra] the connection to another rank, which tells why, is lost ({line})", ""
+        )
+    return None
 
 
 def _lost_connection(error: BaseException) -> bool:
@@ -79,4 +97,5 @@ def _is_first_to_tell(text: str) -> bool:
     """
     if not met():
         return os.environ.get("LOCAL_RANK", "0") == "0"
-    return first(f"ds_hydra/uncaught/{hashlib.sha256(text.encode()).hexdigest()}", all_by_s=_PATIENCE_S) is not False
+    key = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
+    return first(f"ds_hydra/uncaught/{key}", all_by_s=_PATIENCE_S) is not False

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_hydra.ranks.telling import LENGTH_BYTES, Telling, framed
-from ds_hydra.zero_hetero.errors import CheckpointError, Told, mark_told
+from ds_hydra.ranks.telling import LENGTH_BYTES, Telling, decoded, encoded, framed
+from ds_hydra.zero_hetero.errors import CheckpointError, Told, mark_told, message_of
 
 _MAX_BYTES = 256 * 2**20
 # A text travels with its length in one message of this size, which the short reports of all ranks fit; only a longer
@@ -97,7 +97,7 @@ class Channel(Telling):
         """Everybody's text, by rank. Raises CheckpointError when all together pass 256 MiB."""
         # All rows of a gather have one size, so texts of 10 and of 5,000 bytes first travel as 4,088 bytes and a length
         # each. Then every rank knows the longest, and all agree without a word whether the rest needs a second message.
-        data = text.encode()
+        data = encoded(text)
         heads = self._bytes(framed(data, _INLINE_GATHERED))
         sizes = [int.from_bytes(head[:LENGTH_BYTES], "little") for head in heads]
         longest = max(sizes)
@@ -110,7 +110,7 @@ class Channel(Telling):
         if rest > 0:
             tails = self._bytes(data[_INLINE_GATHERED:].ljust(rest, b"\0"))
         whole = zip(heads, tails, sizes, strict=True)
-        return [(head[LENGTH_BYTES:] + tail)[:size].decode() for head, tail, size in whole]
+        return [decoded((head[LENGTH_BYTES:] + tail)[:size]) for head, tail, size in whole]
 
     def _bytes(self, data: bytes) -> list[bytes]:
         table = self.rows(torch.frombuffer(bytearray(data), dtype=torch.uint8))
@@ -123,7 +123,7 @@ class Channel(Telling):
         """
         # A rank that raises by itself leaves the others waiting in the next collective, until that times out after
         # minutes. One message more, and all of them raise in the same place.
-        texts = self.texts(f"+{told}" if error is None else f"-{error}")
+        texts = self.texts(f"+{told}" if error is None else f"-{message_of(error)}")
         failed = [(rank, text[1:]) for rank, text in enumerate(texts) if text[0] == "-"]
         if failed:
             ranks = ", ".join(str(rank) for rank, _ in failed[:8])

@@ -30,13 +30,13 @@ class Telling:
         if self.num_ranks == 1:
             assert text is not None, "the only rank is rank 0"
             return text
-        data = text.encode() if self.rank == 0 and text else b""
+        data = encoded(text) if self.rank == 0 and text else b""
         told = self._passed_on(framed(data, _INLINE))
         size = int.from_bytes(told[:LENGTH_BYTES], "little")
         inline, beyond = told[LENGTH_BYTES:][:size], size - _INLINE
         if beyond > 0:
             inline += self._passed_on(data[_INLINE:] or bytes(beyond))
-        return inline.decode()
+        return decoded(inline)
 
     def _passed_on(self, data: bytes) -> bytes:
         """Rank 0's bytes; those of the others only say how many they are."""
@@ -67,3 +67,13 @@ def _wait(work: dist.Work | None) -> None:
 def framed(data: bytes, inline: int) -> bytes:
     """The first `inline` bytes, filled up with zeros, behind the length of the whole."""
     return len(data).to_bytes(LENGTH_BYTES, "little") + data[:inline].ljust(inline, b"\0")
+
+
+def encoded(text: str) -> bytes:
+    """As bytes; also names of files that are in no valid encoding, which Python keeps as lone surrogates."""
+    return text.encode(errors="surrogatepass")
+
+
+def decoded(data: bytes) -> str:
+    """The text of `encoded`."""
+    return data.decode(errors="surrogatepass")

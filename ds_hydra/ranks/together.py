@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ds_hydra.ranks.channel import Channel
 from ds_hydra.ranks.groups import pairs_connect_when_used
-from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError, PlanError, Told, mark_told, told_of
+from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError, PlanError, Told, mark_told, message_of, told_of
 
 
 class Texts(Protocol):
@@ -66,7 +66,7 @@ def agree(channel: Texts, mine: BaseException | None, what: str, told: str = "",
 def as_text(error: BaseException) -> str:
     """An error as one rank tells it to the others."""
     kind = next((ours for ours in _OURS if isinstance(error, ours)), type(error))
-    return f"{kind.__name__}\n{error}"
+    return f"{kind.__name__}\n{message_of(error)}"
 
 
 def error_from(text: str, what: str) -> Exception:

@@ -23,6 +23,7 @@ from ds_hydra.self_check.subjects import make_subject
 from ds_hydra.self_check.teams import teams
 from ds_hydra.self_check.trial import Trial, UntryableError
 from ds_hydra.self_check.verdicts import CheckResult, Verdict
+from ds_hydra.zero_hetero.errors import message_of
 
 logger = logging.getLogger(__name__)
 
@@ -152,7 +153,8 @@ def _try(
                 found[scheme] = trial.verdict(scheme)
                 slowest = max(slowest, found[scheme].seconds)
             except Exception as error:  # of the check itself: the other ranks wait for this one's verdicts
-                found[scheme] = Verdict("unchecked", f"the check fails with {type(error).__name__}: {error}")
+                what = f"the check fails with {type(error).__name__}: {message_of(error)}"
+                found[scheme] = Verdict("unchecked", what)
     del trial
     gc.collect()
     return found

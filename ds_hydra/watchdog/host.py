@@ -6,10 +6,10 @@ import contextlib
 import os
 import signal
 import socket
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from ds_hydra.ranks.screen import flush, show
 from ds_hydra.zero_hetero.errors import OTHERS_FAULT, ConfigError
 
 EXIT_CODE = OTHERS_FAULT
@@ -30,19 +30,14 @@ class Identity:
 
 def say(text: str) -> None:
     """Write a line that must be seen, whatever the script has done with its logs."""
-    with contextlib.suppress(OSError, ValueError):
-        sys.stdout.flush()
-        sys.stderr.write(f"[ds_hydra] {text}\n")
-        sys.stderr.flush()
+    show(f"[ds_hydra] {text}")
 
 
 def end_process(code: int) -> None:
     """End at once: other threads may hang in a collective for ever."""
     # sys.exit would only end the watchdog's thread: the main thread sits in a collective that never returns, and no
     # exception can be raised there. os._exit ends all threads, but flushes nothing by itself.
-    with contextlib.suppress(OSError, ValueError):
-        sys.stdout.flush()
-        sys.stderr.flush()
+    flush()
     os._exit(code)
 
 
@@ -67,10 +62,20 @@ def host() -> str:
 
 
 def started(pid: int) -> str:
+    return (_status(pid) + [""] * 20)[19]
+
+
+def stopped(who: Identity) -> bool:
+    """Whether a process of this host was stopped by a signal: it cannot end by itself."""
+    return who.host == host() and _status(who.pid)[:1] == ["T"]
+
+
+def _status(pid: int) -> list[str]:
+    """What the system tells of a process, from its state on; empty where it does not."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return ""
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
 
 
 def own_address() -> str:

@@ -44,16 +44,17 @@ from typing import Any
 from ds_hydra.ranks.together import Texts, agree
 from ds_hydra.watchdog.activity import IDLE
 from ds_hydra.watchdog.cause import as_line, follows, lost_connection, refusal_code
-from ds_hydra.watchdog.host import EXIT_CODE, end_process, kill
+from ds_hydra.watchdog.host import EXIT_CODE, end_process, kill, stopped
 from ds_hydra.watchdog.last_words import LastWords
 from ds_hydra.watchdog.meeting import START_S, greet, meet
 from ds_hydra.watchdog.sides import BUSY_TURNS, TURN_S, Side
 from ds_hydra.watchdog.tree import Peer, Verdict
-from ds_hydra.zero_hetero.errors import OWN_FAULT, told_of
+from ds_hydra.zero_hetero.errors import INTERRUPTED, OWN_FAULT, told_of
 
 logger = logging.getLogger(__name__)
 
 _COMPUTING = frozenset({"pull", "forward", "backward", "push", "optimizer"})  # parts of a step on the device
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 _RANKS_A_BEAT = 256  # ranks that one rank hears in the time between two heartbeats of a small job
 _TURNS_OF_OTHERS = 12  # that another rank's fault may take to become known, when a connection is lost
 
@@ -100,6 +101,7 @@ class Watchdog:
         self.closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._hook_before, self._hook = sys.excepthook, self._excepthook  # a bound method: kept, to compare later
+        self._scripts_hook: Hook | None = None
         self.address: tuple[str, int] | None = None
         self.above: Peer | None = None
         if channel.num_ranks == 1 or heartbeat_s == 0:
@@ -113,11 +115,18 @@ class Watchdog:
         """Whether this rank is watched."""
         return self._thread is not None
 
+    @property
+    def reported(self) -> bool:
+        """Whether this rank has met an error that ends it."""
+        return self._reported
+
     def report(self, error: BaseException) -> None:
         """Tell the others that this rank cannot go on; returns when it is known who is the cause [Note: who tells]."""
         if not self.running or self.closing.is_set() or self._reported:
             return
         self._reported, self._at = True, self._where()
+        if sys.excepthook is not self._hook:  # the script has put its own in this place
+            self._scripts_hook, sys.excepthook = sys.excepthook, self._hook
         if follows(error) and self._judged_within(_TURNS_OF_OTHERS if lost_connection(error) else BUSY_TURNS):
             return
         if not follows(error) or lost_connection(error):
@@ -144,18 +153,24 @@ class Watchdog:
             self.report(error)
         verdict = self._verdict
         if verdict is None or (told is not None and refusal_code(error) is not None):
-            self._hook_before(kind, error, trace)
+            self._hand_on(kind, error, trace)
         elif verdict.rank == self.rank:
             self._words.spoken()
-            self._hook_before(kind, error, trace)
+            self._hand_on(kind, error, trace)
         elif follows(error) or as_line(error) == verdict.error:
             logger.debug("ended by a fault of rank %d", verdict.rank, exc_info=(kind, error, trace))
             self._words.say(verdict, *self._at)
             self._leaving = True
-            code = verdict.code if follows(error) else refusal_code(error) or OWN_FAULT
-            raise SystemExit(code)  # Python leaves with the code of a hook's SystemExit
+            self._end_stopped(verdict)
+            own = INTERRUPTED if isinstance(error, KeyboardInterrupt) else refusal_code(error) or OWN_FAULT
+            raise SystemExit(verdict.code if follows(error) else own)  # Python leaves with a hook's code
         else:
-            self._hook_before(kind, error, trace)
+            self._hand_on(kind, error, trace)
+
+    def _hand_on(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """To the script's hook, or to the one that was there before, to which that may hand on through this one."""
+        scripts, self._scripts_hook = self._scripts_hook, None
+        (scripts or self._hook_before)(kind, error, trace)
 
     def close(self) -> None:
         """Say farewell: this rank leaves in good order, and the others may finish work that does not need it."""
@@ -238,13 +253,18 @@ class Watchdog:
         self._turns = self._turns + 1 if activity != IDLE or self._leaving else 0
         waited = time.monotonic() - self._judged_at
         if self._turns >= max(1, verdict.turns) or (verdict.idle_s is not None and waited >= verdict.idle_s):
-            if verdict.frozen:
-                kill(self.identities[verdict.rank])
+            self._end_stopped(verdict)
             if self._end is not None:
                 self._end(self._words.line(verdict, step, activity))
                 return
             self._words.say(verdict, step, activity)
             end_process(OWN_FAULT if verdict.rank == self.rank and verdict.code == EXIT_CODE else verdict.code)
+
+    def _end_stopped(self, verdict: Verdict) -> None:
+        """End who cannot end itself: the frozen rank of a verdict, and any that was stopped, of which nobody hears."""
+        for rank, who in enumerate(self.identities):
+            if (verdict.frozen and rank == verdict.rank) or stopped(who):
+                kill(who)
 
     def take_outbox(self) -> list[Verdict]:
         """Errors on this rank, which the others are to hear."""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ds_hydra.checkpoint.folder import complete_tags
 from ds_hydra.checkpoint.universal import from_universal, to_universal
+from ds_hydra.ranks.channel import Channel
 from ds_hydra.zero_hetero.errors import CheckpointError
 from tests.support.ranks import rank_environment, run_ranks
 from tests.support.saver import Saver
@@ -169,6 +170,22 @@ def test_what_cannot_be_written_leaves_what_was_saved(tmp_path: Path, monkeypatc
         assert "latest" in messages[1]
         assert "client_state" in messages[2]
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["latest", "old"]
+
+
+def test_a_folder_that_is_gone_in_the_end_is_told_as_an_error_of_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the manifest can be written, nor what was written removed: the ranks hear of it all the same."""
+    from ds_hydra.checkpoint import folder, write
+
+    def stale(*_: Any) -> None:
+        raise OSError(116, "Stale file handle")
+
+    saver = Saver(tmp_path, Channel(None, 0, 1))
+    monkeypatch.setattr(write, "_finish", stale)
+    monkeypatch.setattr(folder, "remove", stale)
+    with pytest.raises(CheckpointError, match="Stale file handle: correct that or save elsewhere"):
+        saver.save(1, "a")
 
 
 def test_saving_in_the_background_is_saving(tmp_path: Path) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -230,3 +233,155 @@ def test_a_refusal_is_told_once_and_names_the_rank_where_it_is_not_everyones() -
     assert len(told) == 1, all_told(found)
     assert told[0].endswith("change hydra.steps_file or hydra.plans_file (on rank 0)")
     assert TRACEBACK not in all_told(found)
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+def test_a_rank_that_goes_while_data_are_read_ends_the_others(how: str) -> None:
+    """Before there is a world, masters or plans."""
+
+    def program(rank: int, place: Path) -> None:
+        class Watched(list[Any]):
+            def __getitem__(self, index: Any) -> Any:
+                if rank == 1 and index == 20:
+                    mark_fault(place)
+                    os.kill(os.getpid(), getattr(signal, how))
+                return {"input_ids": super().__getitem__(index).tolist()}  # says no length, so that it is read
+
+        small_engine(rank, data=Watched(sequences()), faults={**FAULTS, "frozen_seconds": 2.0}, timeout_seconds=40)
+
+    found = ends(program, 2)
+    assert codes(found) == [75, -9], all_told(found)
+    assert max(end.seconds for end in found) < 5.0
+    assert all_told(found).startswith("[ds_hydra] rank 0 ends in step 1 (assembly): rank 1 ")
+
+
+def test_without_heartbeats_a_lost_connection_is_told() -> None:
+    def program(rank: int, place: Path) -> None:
+        engine = small_engine(rank)
+        engine.train_batch()
+        if rank == 1:
+            os._exit(3)
+        engine.train_batch()
+
+    found = ends(program, 2)
+    assert codes(found) == [75, 3]
+    line = [line for line in all_told(found).splitlines() if line.startswith("[ds_hydra]")]
+    assert len(line) == 1
+    assert "lost" in line[0]
+
+
+class Silent(Exception):
+    def __str__(self) -> str:
+        raise TypeError("no text")
+
+
+OWN = {
+    "without a text": Silent(),
+    "with a long text": ValueError("x" * 5000),
+    "of a file in no encoding": OSError(2, "No such file", b"/data/\xff".decode(errors="surrogateescape")),
+    "of a connection of its own": RuntimeError("connection refused by the tokenizers' server"),
+}
+
+
+@pytest.mark.parametrize("kind", OWN)
+@pytest.mark.parametrize("handed", [False, True])
+def test_an_error_of_whatever_text_is_that_of_its_rank(kind: str, handed: bool) -> None:
+    def program(rank: int, place: Path) -> None:
+        engine = small_engine(rank, faults=FAULTS, timeout_seconds=40, **({"data": None} if handed else {}))
+        shares = failing(OWN[kind])(rank)
+        for step in range(4):
+            if rank == 1 and step == 2:
+                mark_fault(place)
+                if not handed:
+                    raise OWN[kind]
+            engine.train_batch(shares if handed else None)
+
+    found = ends(program, 2)
+    assert codes(found) == [75, 1], all_told(found)
+    assert max(end.seconds for end in found) < 4.0
+    assert found[0].told == ""
+    assert TRACEBACK in found[1].told
+
+
+def test_of_several_frozen_ranks_none_is_left() -> None:
+    def program(rank: int, place: Path) -> None:
+        engine = small_engine(rank, faults={**FAULTS, "frozen_seconds": 2.0}, timeout_seconds=40)
+        engine.train_batch()
+        if rank < 2:
+            mark_fault(place)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        engine.train_batch()
+
+    found = ends(program, 3, limit_s=30)
+    assert codes(found) == [-9, -9, 75], all_told(found)
+
+
+@pytest.mark.parametrize("what", ["closed", "not read"])
+def test_a_rank_whose_output_goes_nowhere_ends_too(what: str) -> None:
+    def program(rank: int, place: Path) -> None:
+        engine = small_engine(rank, faults=FAULTS, timeout_seconds=40)
+        engine.train_batch()
+        if rank == 1:
+            mark_fault(place)
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if what == "closed":
+            sys.stdout = None  # type: ignore[assignment]  # as Python has it where a process began without
+        else:
+            sys.stdout = os.fdopen(os.pipe()[1], "w")
+            threading.Thread(target=print, args=("x" * 2**20,), kwargs={"flush": True}, daemon=True).start()
+        engine.train_batch()
+
+    found = ends(program, 2, limit_s=30)
+    assert codes(found) == [75, -9]
+    assert max(end.seconds for end in found) < 6.0
+    assert all_told(found).count("rank 1 died") == 1
+
+
+def test_a_hook_that_a_script_sets_later_takes_no_code_away() -> None:
+    def program(rank: int, place: Path) -> None:
+        engine = small_engine(rank, faults=FAULTS)
+        engine.train_batch()
+        sys.excepthook = lambda kind, error, trace: sys.stderr.write(f"mine: {error}\n")
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        engine.train_batch()
+
+    found = ends(program, 2)
+    assert codes(found) == [75, -9]
+    assert "mine" not in all_told(found)
+    assert all_told(found).count("rank 1 died") == 1
+
+
+def test_an_interrupt_is_told_once_and_has_the_code_of_shells() -> None:
+    def program(rank: int, place: Path) -> None:
+        engine = small_engine(rank, faults=FAULTS)
+        engine.train_batch()
+        raise KeyboardInterrupt
+
+    found = ends(program, 2)
+    assert codes(found) == [130, 130]
+    assert all_told(found).count(TRACEBACK) == 1
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_script_that_ends_while_a_save_is_under_way_ends_with_it(full: bool, tmp_path: Path) -> None:
+    def program(rank: int, place: Path) -> None:
+        from ds_hydra.checkpoint import write
+
+        original = write.write_shard
+
+        def late(path: Path, tensors: Any, metadata: Any) -> Any:
+            time.sleep(0.7)
+            if full and rank == 1:
+                raise OSError(28, "No space left on device")
+            return original(path, tensors, metadata)
+
+        write.write_shard = late
+        saved = {"dir": str(tmp_path / "run"), "every": 1, "asynchronous": True}
+        small_engine(rank, faults=FAULTS, checkpoint=saved).train_batch()
+
+    found = ends(program, 2)
+    assert codes(found) == ([74, 74] if full else [0, 0]), all_told(found)
+    assert all_told(found).count("No space left") == full
+    assert (tmp_path / "run" / "global_step1").exists() != full

@@ -159,3 +159,14 @@ def test_a_model_of_one_layer_trains() -> None:
     one, other = run_ranks(job, 2)
     assert one == other
     assert one[2] < 5.0
+
+
+def test_texts_in_no_encoding_travel_as_they_are() -> None:
+    """As names of files may be."""
+    name = b"/data/\xff".decode(errors="surrogateescape")
+
+    def program(rank: int) -> tuple[list[str], str]:
+        with first_channel() as channel:
+            return channel.texts(name), channel.tell(name)
+
+    assert run_ranks(program, 2) == [([name, name], name)] * 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -92,3 +93,19 @@ def test_handlers_of_the_application_stay_and_ours_go() -> None:
         return 0 if seen == [signal.SIGTERM] and signals.request == NOTHING and kept else 1
 
     assert in_child(body) == 0
+
+
+def test_a_forked_child_ends_by_a_signal_as_it_would_without_us() -> None:
+    def body() -> int:
+        Signals().install()
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.write(writing, b"here")
+            time.sleep(20)
+            os._exit(3)
+        os.read(reading, 4)
+        os.kill(child, signal.SIGTERM)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) % 256
+
+    assert in_child(body) == -signal.SIGTERM % 256

@@ -18,6 +18,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ds_hydra.ranks.forked import one_thread
+from ds_hydra.ranks.screen import flush
+from ds_hydra.zero_hetero.errors import INTERRUPTED
 
 TRACEBACK = "Traceback (most recent call last)"
 
@@ -81,8 +83,7 @@ def live(program: Callable[[], None], rank: int, num_ranks: int, place: Path) ->
     sys.excepthook = sys.__excepthook__
     code = _left(lambda: _run(program, rank, num_ranks, place, show_refusals_plainly))
     _left(atexit._run_exitfuncs)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush()
     os._exit(code)
 
 
@@ -108,7 +109,7 @@ def _left(action: Callable[[], None]) -> int:
             sys.excepthook(type(error), error, error.__traceback__)
         except SystemExit as leave:  # how a refusal ends a script
             return _code(leave)
-        return 1
+        return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
     return 0
 
 
