@@ -15,6 +15,9 @@ def start_producer(config: HydraConfig, rank: int) -> ProducerProcess | None:
     """On rank 0: the process, which compiles its kernels from now on; None where there is to be none."""
     if rank != 0 or config.planner.ahead == 0 or config.choose == "replay":
         return None
-    producer = ProducerProcess(command_of(config))
+    try:
+        producer = ProducerProcess(command_of(config))
+    except OSError:  # the service tries once more, and says so
+        return None
     producer.send({"kernels": "auto"})
     return producer

@@ -8,7 +8,8 @@ the same plans]; it is only asked when they come. With 2 steps planned ahead and
   it dies          get(12) starts another, which is asked for steps 12, 13 and 14, and waits for that
   it is frozen     the same, after 9 s without a word from it, or after a long time where it has not been ready yet
   it talks rot     the same
-  again and again  the sixth time in a row the plan is made in this process by the same recipe, and so are all others
+  again and again  the sixth time in a row the plan is made in this process by the same recipe, and so are all others;
+                   at once where no process can be started
 
 One service per job decides the plans, and the ranks share what it says: only one process has to compile and search.
 """
@@ -164,7 +165,11 @@ class PlannerService:
         return self._producer.process.pid if self._producer else None
 
     def _start(self, producer: ProducerProcess | None = None) -> None:
-        self._producer = producer or ProducerProcess(self._command)
+        try:
+            self._producer = producer or ProducerProcess(self._command)
+        except OSError as error:  # no more processes, or no memory for one
+            logger.warning("planner: no process can be started (%s); plans are made in this one from now on", error)
+            return
         for generation in self._generations:
             self._tell_recipe(self._producer, generation)
         self._send_waiting()

@@ -271,6 +271,15 @@ def test_where_no_producer_lives_this_process_makes_the_same_plans(command: tupl
         assert planner.producer_pid is None
 
 
+def test_where_no_process_can_be_started_this_one_makes_the_same_plans() -> None:
+    here = a800_planner(kernels="pure")
+    with service(command=("/no/such/program",)) as planner:
+        planner.submit(0, range(40), a800_batch(0, 40))
+        one = planner.get(0)
+    assert (one.made_by, one.plan) == ("here", here.plan(0, range(40), a800_batch(0, 40)))
+    assert not planner.restarts
+
+
 def test_bad_sequences_raise_here_what_the_planner_says() -> None:
     with service() as planner:
         planner.submit(0, [7], [10**6])
