@@ -92,7 +92,7 @@ def wrong(case: Case) -> tuple[list[str], float]:
             TableFile(CostTable(tuple(costs), "made up")).save(table)
         elif case.mode == "phases":
             _phases(table)
-        found = ends(lambda rank, place: _job(case, rank, place, Path(scratch)), NUM_RANKS, limit_s=45.0)
+        found = ends(lambda rank, place: _job(case, rank, place, Path(scratch)), NUM_RANKS, limit_s=120.0)
     took = max(end.seconds for end in found)
     return list(_objections(case, found, took)), took
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import random
 import tempfile
@@ -10,6 +12,7 @@ from pathlib import Path
 
 from tools.faults.tally import Tally, refused
 
+DAMAGES, FORGERIES = 400, 300
 _NOBODY = 65534  # the user without rights, on any Linux
 
 
@@ -67,6 +70,38 @@ def check_damage(quick: bool) -> Tally:
             tally.count(not wrong, f"{name}: {wrong}")
         for name, wrong in _unwritable(Path(scratch)):
             tally.count(not wrong, f"{name}: {wrong}")
+    return tally
+
+
+def check_drawn_damages(quick: bool) -> Tally:
+    """Damages of files, folders and names, drawn at random: refused on all ranks, or loaded as what was saved."""
+    from tests.support.loads import damaged
+
+    return _drawn("drawn damages", damaged, 20 if quick else DAMAGES)
+
+
+def check_forgeries(quick: bool) -> Tally:
+    """One value changed and all digests made to match: what all ranks refuse, or load as what it says, and go on."""
+    from tests.support.loads import forged
+
+    return _drawn("forgeries", forged, 20 if quick else FORGERIES)
+
+
+def _drawn(name: str, tried: Callable[..., dict[str, list[str]]], count: int) -> Tally:
+    """So many cases, over jobs of several kinds, saved by as many ranks as load them and by more."""
+    from tests.support.loads import JOBS, save
+
+    tally, accepted = Tally(name), 0
+    templates = [(kind, saved_by) for kind in JOBS for saved_by in (2, 3)]
+    for index, (kind, saved_by) in enumerate(templates):
+        seeds = range(index * count // len(templates), (index + 1) * count // len(templates))
+        with tempfile.TemporaryDirectory() as scratch, contextlib.redirect_stdout(io.StringIO()):
+            save(kind, Path(scratch) / "saved", saved_by)
+            found = tried(kind, Path(scratch) / "saved", Path(scratch) / "run", seeds)
+        for what, wrong in found.items():
+            tally.count(not wrong, f"{kind}, saved by {saved_by} ranks, {what}: {'; '.join(wrong)}")
+            accepted += "(loaded" in what
+    tally.figures = {"loaded": accepted, "refused": tally.tried - accepted}
     return tally
 
 
