@@ -19,6 +19,7 @@ from ds_hydra.pipe.placement import Pipeline, Stage
 from ds_hydra.pipe.rows import AT_ONCE, MicroBatch, Overlap
 from ds_hydra.pipe.schedules.registry import splits_backward
 from ds_hydra.pipe.schedules.virtual import virtual_stage
+from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.pipe.weight_gradients import Linear, SplitBackward, WeightGradients, linear
 
 GradientHook = Callable[[Tensor], Tensor | None]
@@ -236,12 +237,16 @@ class ModelSource(Protocol):
     vocab_size: int | None
     notes: tuple[str, ...]  # what a user should know of how it is trained
     balances: bool  # whether its routers have a loss: then every micro-batch needs a `Balance`
+    options: StageOptions  # how its stages compute
     overlap: Overlap  # of the messages of its attention
 
     def width(self, layer: int) -> int:
         """Features of the hidden states (1, T, width) that enter a layer."""
 
     def build(self, place: StagePlace, device: torch.device, dtype: torch.dtype) -> StageModule: ...
+
+    def settle_for(self, options: StageOptions, why: str) -> None:
+        """Plan and build stages by these options from now on, which ask for less than the ones before."""
 
 
 def widths(source: ModelSource, place: StagePlace) -> tuple[int, int]:

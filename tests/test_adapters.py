@@ -16,9 +16,9 @@ from ds_hydra.pipe import adapters, token_sharding
 from ds_hydra.pipe.model_plan import ShardRule
 from ds_hydra.pipe.models import causal_lm
 from ds_hydra.pipe.models.adapted import base_of
-from ds_hydra.pipe.models.options import StageOptions
 from ds_hydra.pipe.row_collectives import all_rows
 from ds_hydra.pipe.shape import PipelineShape, StrategyShape
+from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.self_check.check import check_strategies
 from ds_hydra.self_check.small_copy import small_copy
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -98,7 +98,7 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
 
 def test_the_self_check_finds_adapters_equal(model: Any) -> None:
     candidates = [StrategyShape.parse(text) for text in ("tp2pp2", "sp2")]
-    result = check_strategies(model, candidates, token_sharding=True, keep=False)
+    result = check_strategies(model, candidates, StageOptions(token_sharding=True), keep=False)
     assert result.objections() == []
     assert {verdict.state for verdict in result.verdicts.values()} == {"equal"}
 
@@ -111,14 +111,14 @@ def test_adapters_of_a_model_that_recomputes_its_layers() -> None:
     assert model.model.embed_tokens._forward_hooks
     small = small_copy(model, [PipelineShape.parse("tp2")], memory_bytes=0.0).model
     assert small.model.embed_tokens._forward_hooks
-    result = check_strategies(model, [StrategyShape.parse("tp2pp2/v")], token_sharding=True, keep=False)
+    result = check_strategies(model, [StrategyShape.parse("tp2pp2/v")], StageOptions(token_sharding=True), keep=False)
     assert result.objections() == []
 
 
 @pytest.mark.parametrize(("mistake", "told"), MISTAKES, ids=["sums", "rows"])
 def test_the_self_check_finds_mistakes(model: Any, mistake: Callable[[], Any], told: str) -> None:
     with mistake():
-        result = check_strategies(model, [StrategyShape.parse("tp2")], token_sharding=True, keep=False)
+        result = check_strategies(model, [StrategyShape.parse("tp2")], StageOptions(token_sharding=True), keep=False)
     (objection,) = result.objections()
     assert re.search(told, objection)
 

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.shape import StrategyShape
+from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.self_check.check import check_strategies
 from tests.support.small_job import small_model
 
@@ -56,8 +57,8 @@ MODELS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
 def test_it_is_equal(name: str) -> None:
     make, texts = MODELS[name]
     strategies = [*map(StrategyShape.parse, texts)]
-    settings: dict[str, Any] = {"token_sharding": True, "functions": "auto", "keep": False, "context_length": 32}
-    assert check_strategies(make(), strategies, **settings).objections() == []
+    options = StageOptions(token_sharding=True, functions="auto")
+    assert check_strategies(make(), strategies, options, keep=False, context_length=32).objections() == []
 
 
 def test_heads_are_counted_where_layers_attend() -> None:

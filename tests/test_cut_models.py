@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ds_hydra.pipe.contexts import Context, Contexts
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
+from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.self_check.check import check_strategies
 from ds_hydra.self_check.runs import run_pipeline, uneven_data
 from ds_hydra.self_check.schemes import uneven_pipeline
@@ -37,7 +38,8 @@ def test_families_that_may_be_cut(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["longrope", "dropout (Phi)", "positions from the padding id"])
 def test_unusual_models_that_may_be_cut(name: str) -> None:
-    assert check(hard_model(name), activation_checkpointing=name == "longrope").no_slices == ""
+    options = StageOptions(activation_checkpointing=name == "longrope")
+    assert check(hard_model(name), options=options).no_slices == ""
 
 
 def mix_tokens(model: Any) -> None:
@@ -128,7 +130,7 @@ def test_nothing_is_kept_of_a_sequence_that_has_run(frozen: str, checkpointing: 
         return context
 
     right, right_of = Contexts.__init__, Contexts.of
-    source = CausalLM(model, activation_checkpointing=checkpointing)
+    source = CausalLM(model, StageOptions(activation_checkpointing=checkpointing))
     data = uneven_data(VOCAB, ((5, 33, 2), (12,))).in_slices()
     with mock.patch.object(Contexts, "__init__", init), mock.patch.object(Contexts, "of", of):
         run_pipeline(source, uneven_pipeline(PipelineShape.of(ParallelScheme(pp=2)), LAYERS), data)

@@ -23,6 +23,7 @@ from ds_hydra.pipe.models import draws
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.models.layer_list import LayerList
 from ds_hydra.pipe.shape import PipelineShape
+from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.self_check.precision import doubled
 from ds_hydra.self_check.runs import run_pipeline, uneven_data
 from ds_hydra.self_check.schemes import uneven_pipeline
@@ -69,7 +70,7 @@ def dropped_probabilities() -> Any:
 def source_of(build: Callable[[], Any], checkpointing: bool = False) -> CausalLM:
     model = build()
     model.set_attn_implementation("eager")  # packs have an attention of their own, and "dense" is a script's
-    return CausalLM(model, activation_checkpointing=checkpointing)
+    return CausalLM(model, StageOptions(activation_checkpointing=checkpointing))
 
 
 @functools.cache

@@ -22,6 +22,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from ds_hydra.pipe.shape import StrategyShape
+from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.self_check.cache import fingerprint
 from ds_hydra.self_check.check import check_strategies
 from tests.support.small_job import small_model
@@ -210,7 +211,7 @@ def test_of_what_cannot_be_told_no_verdict_is_kept(value: Any) -> None:
 
 def test_what_the_engine_itself_leaves_in_transformers_changes_nothing() -> None:
     before = fingerprint(small_model())
-    check_strategies(small_model(), [StrategyShape.parse("tp2")], functions="auto", keep=False)
+    check_strategies(small_model(), [StrategyShape.parse("tp2")], StageOptions(functions="auto"), keep=False)
     assert fingerprint(small_model()) == before is not None
 
 

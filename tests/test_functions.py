@@ -22,6 +22,7 @@ from ds_hydra.pipe.models.functions import Gate, Norm
 from ds_hydra.pipe.models.recognise import _turns
 from ds_hydra.pipe.placement import place_pipeline
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
+from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.profiling.stage_memory import kept_bytes
 from ds_hydra.profiling.stage_timer import StageTimer
 from ds_hydra.self_check.check import check_strategies
@@ -35,7 +36,7 @@ CPU = torch.device("cpu")
 
 
 def source_of(family: str, functions: str = "auto", dtype: torch.dtype = torch.float64, **options: Any) -> CausalLM:
-    return CausalLM(build_model(family, dtype), functions=functions, **options)
+    return CausalLM(build_model(family, dtype), StageOptions(functions=functions, **options))
 
 
 def test_a_llama_is_recognised() -> None:
@@ -103,7 +104,7 @@ class ByDimensions(LlamaRMSNorm):
 def test_what_is_another_norm_stays(kind: type[nn.Module]) -> None:
     model = build_model("llama", torch.float32).eval()
     model.model.layers[1].input_layernorm.__class__ = kind
-    found = CausalLM(model, functions="auto").functions
+    found = CausalLM(model, StageOptions(functions="auto")).functions
     assert "model.layers.1.input_layernorm" not in found.norms
     assert len(found.norms) == 8
 
@@ -135,7 +136,7 @@ class DroppingMLP(LlamaMLP):
 def test_what_is_another_mlp_stays(kind: type[nn.Module]) -> None:
     model = build_model("llama", torch.float32).eval()
     model.model.layers[2].mlp.__class__ = kind
-    found = CausalLM(model, functions="recompute").functions
+    found = CausalLM(model, StageOptions(functions="recompute")).functions
     assert "model.layers.2.mlp" not in found.gates
     assert len(found.gates) == 3
 
@@ -143,7 +144,7 @@ def test_what_is_another_mlp_stays(kind: type[nn.Module]) -> None:
 def test_what_somebody_else_reads_is_computed() -> None:
     model = build_model("llama", torch.float32)
     model.model.layers[2].mlp.down_proj.register_forward_hook(lambda _, args, out: None)
-    assert "model.layers.2.mlp" not in CausalLM(model, functions="recompute").functions.gates
+    assert "model.layers.2.mlp" not in CausalLM(model, StageOptions(functions="recompute")).functions.gates
 
 
 def interleaved(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -198,7 +199,7 @@ def test_what_is_packed_is_a_plain_linear_layer() -> None:
     second.mlp.up_proj.weight.register_hook(lambda gradient: gradient)
     second.self_attn.v_proj.weight = third.self_attn.v_proj.weight
     listed(model)
-    packed = CausalLM(model, functions="auto").functions.packed
+    packed = CausalLM(model, StageOptions(functions="auto")).functions.packed
     names = {path.removeprefix("model.layers.") for group in packed for path in group}
     assert names.isdisjoint({"0.self_attn.k_proj", "1.mlp.up_proj", "1.self_attn.v_proj", "2.self_attn.v_proj"})
     assert not any("layers" in name for name in names)
@@ -288,7 +289,7 @@ def with_wrong_gradient(module: Any, norm: Norm) -> Any:
 def test_the_self_check_finds_what_is_wrong() -> None:
     model, strategies = build_model("llama", torch.float32), [StrategyShape.parse("tp1")]
     with mock.patch("ds_hydra.pipe.models.functions._normed", with_wrong_gradient):
-        (objection,) = check_strategies(model, strategies, keep=False, functions="auto").objections()
+        (objection,) = check_strategies(model, strategies, StageOptions(functions="auto"), keep=False).objections()
         assert not check_strategies(model, strategies, keep=False).objections()
     assert "the gradient of" in objection
 

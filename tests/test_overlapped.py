@@ -27,6 +27,7 @@ from ds_hydra.pipe.in_process import InProcessRanks
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.rows import AT_ONCE, Chunk, Overlap, Pack, num_groups
 from ds_hydra.pipe.shape import StrategyShape
+from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.self_check.check import check_strategies
 from tests.support.families import build_model
 
@@ -263,11 +264,11 @@ def test_a_job_exchanges_at_once_where_the_self_check_refuses_groups(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model, strategies = build_model("llama", torch.float32), [StrategyShape.parse("sp2")]
-    source = CausalLM(model, sp_overlap=True)
+    source = CausalLM(model, StageOptions(sp_overlap=True))
     job: Any = SimpleNamespace(source=source, model=model, config=SimpleNamespace(self_check="on", context_length=None))
     world: Any = SimpleNamespace(channel=None, node_size=None, rank=0)
     with mock.patch.object(ulysses, "wait", mixed_up):
-        (objection,) = check_strategies(model, strategies, keep=False, sp_overlap=True).objections()
+        (objection,) = check_strategies(model, strategies, StageOptions(sp_overlap=True), keep=False).objections()
         assert 'hydra.sp_overlap "off"' in objection
         assert not check_candidates(job, world, strategies).objections()
     assert source.overlap == AT_ONCE

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ds_hydra.data.tokens import TokenSequence
 from ds_hydra.pipe.models.causal_lm import CausalLM
+from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.self_check.few_layers import with_layers
 from ds_hydra.self_check.real import OwnModel, RealData, difference_on
 from tests.support.families import build_model, vocab_size
@@ -35,7 +36,7 @@ def real_data(vocabulary: int, lengths: tuple[int, ...] = (7, 90, 7)) -> RealDat
 
 def difference(model: Any, dtype: torch.dtype, lengths: tuple[int, ...] = (7, 90), **options: Any) -> str | None:
     values = {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)}
-    own = OwnModel(model, values, CausalLM(model, **options))
+    own = OwnModel(model, values, CausalLM(model, StageOptions(**options)))
     return difference_on(own, real_data(vocab_size("llama"), lengths), dtype, CPU)
 
 

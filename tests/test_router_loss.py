@@ -17,6 +17,7 @@ from ds_hydra.pipe.models import balancing
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.router_loss import Routed, balanced, totals_of
 from ds_hydra.pipe.shape import StrategyShape
+from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.self_check.check import check_strategies
 from ds_hydra.self_check.verdicts import CheckResult
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -116,7 +117,9 @@ def test_without_a_coefficient_there_is_none() -> None:
 def checked(*strategies: str) -> CheckResult:
     """The self-check of strategies for a model whose routers have a loss."""
     model = build_model("mixtral, balanced", torch.float32)
-    return check_strategies(model, [*map(StrategyShape.parse, strategies)], keep=False, token_sharding=True)
+    return check_strategies(
+        model, [*map(StrategyShape.parse, strategies)], StageOptions(token_sharding=True), keep=False
+    )
 
 
 def test_the_self_check_proves_it() -> None:

@@ -21,6 +21,7 @@ from ds_hydra.commands.__main__ import main as command
 from ds_hydra.pipe import runtime
 from ds_hydra.pipe.models.draws import Draws
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
+from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.pipe.weight_gradients import WeightGradients
 from ds_hydra.self_check import check as self_check
 from ds_hydra.self_check.cache import cache_folder, fingerprint, read_verdicts, write_verdicts
@@ -197,7 +198,8 @@ def test_plain_decoders_are_equal(family: str) -> None:
 
 @pytest.mark.parametrize("name", ["dropout (Phi)", "noise on what is routed", "random routing"])
 def test_what_is_drawn_by_place_is_equal(name: str) -> None:
-    assert check(hard_model(name), "tp2sp2", "pp3", keep=False, activation_checkpointing=True).objections() == []
+    options = StageOptions(activation_checkpointing=True)
+    assert check(hard_model(name), "tp2sp2", "pp3", keep=False, options=options).objections() == []
 
 
 def test_an_error_of_1e_7_is_no_rounding() -> None:

@@ -24,6 +24,7 @@ from ds_hydra.pipe.placement import place_pipeline
 from ds_hydra.pipe.row_collectives import Pending
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
 from ds_hydra.pipe.stage import StagePlace
+from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.pipe.stand_in import StandIn
 from ds_hydra.profiling.stage_memory import kept_bytes
 from ds_hydra.profiling.stage_timer import StageTimer
@@ -39,7 +40,7 @@ DATA = uneven_data(VOCAB, [(7, 61, 3), (23, 5)])
 
 def shared(model: Any, **settings: Any) -> CausalLM:
     """Stages of a model whose tensor parallel ranks share tokens, if it allows that."""
-    return CausalLM(model, token_sharding=True, **settings)
+    return CausalLM(model, StageOptions(token_sharding=True, **settings))
 
 
 # Whose forward a script overrides with less than all of its parameters.
@@ -235,7 +236,7 @@ MUTANTS: dict[str, Callable[[], AbstractContextManager[object]]] = {
 def test_the_self_check_finds_what_is_wrong(name: str) -> None:
     model, strategies = build_model("llama", torch.float32), [StrategyShape.parse("tp2")]
     with MUTANTS[name]():
-        (objection,) = check_strategies(model, strategies, keep=False, token_sharding=True).objections()
+        (objection,) = check_strategies(model, strategies, StageOptions(token_sharding=True), keep=False).objections()
     assert "the gradient of" in objection
     assert 'hydra.token_sharding "off"' in objection
     with MUTANTS[name]():
@@ -256,7 +257,7 @@ def test_the_self_check_finds_padding_that_trains() -> None:
     model, strategies = build_model("llama", torch.float32), [StrategyShape.parse("tp2")]
     of_kind(Nudged)(model)
     assert shared(model).plan.token_sharding
-    (objection,) = check_strategies(model, strategies, keep=False, token_sharding=True).objections()
+    (objection,) = check_strategies(model, strategies, StageOptions(token_sharding=True), keep=False).objections()
     assert "the gradient of" in objection
     assert not check_strategies(model, strategies, keep=False).objections()
 
@@ -276,7 +277,7 @@ def test_a_job_goes_on_without_what_the_self_check_refuses(tmp_path: Path, monke
 def test_a_layer_keeps_as_many_times_less() -> None:
     kept = {}
     for shares in (False, True):
-        source = CausalLM(build_model("llama", torch.bfloat16), token_sharding=shares)
+        source = CausalLM(build_model("llama", torch.bfloat16), StageOptions(token_sharding=shares))
         whole, half = (
             StageTimer(source, ParallelScheme(tp, 2), 0, torch.device("cpu"), torch.bfloat16) for tp in (1, 2)
         )

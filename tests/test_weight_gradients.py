@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from ds_hydra.pipe import weight_gradients
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.shape import PipelineShape
+from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.pipe.weight_gradients import WeightGradients
 from ds_hydra.self_check.compare import compare
 from ds_hydra.self_check.runs import Data, Outcome, run_pipeline, uneven_data
@@ -260,7 +261,7 @@ DATA = uneven_data(97, ((5, 33, 2), (12,), (7, 3), (21,)))
 
 
 def outcome(model: Any, shape: str, *, checkpointing: bool = False, data: Data = DATA) -> Outcome:
-    return ran(CausalLM(model, activation_checkpointing=checkpointing), shape, data)
+    return ran(CausalLM(model, StageOptions(activation_checkpointing=checkpointing)), shape, data)
 
 
 def ran(source: CausalLM, shape: str, data: Data = DATA) -> Outcome:
@@ -271,7 +272,7 @@ def ran(source: CausalLM, shape: str, data: Data = DATA) -> Outcome:
 def off(model: Any, shape: str, *, checkpointing: bool = False) -> str | None:
     """What a pipeline that splits backwards does other than one process; None: nothing."""
     source = CausalLM(model)
-    split = CausalLM(model, activation_checkpointing=True) if checkpointing else source
+    split = CausalLM(model, StageOptions(activation_checkpointing=True)) if checkpointing else source
     return compare(ran(source, "tp1"), ran(split, shape)).what
 
 

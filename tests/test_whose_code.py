@@ -23,6 +23,7 @@ from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.models.functions import _calling
 from ds_hydra.pipe.models.meta_copy import copy_to_meta
 from ds_hydra.pipe.models.whose_code import is_installed, runs_installed_code
+from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.small_job import small_model
 
@@ -79,10 +80,10 @@ def test_code_of_a_script_is_not_recognised() -> None:
         return rotary(q, k, cos, sin)
 
     model, rotary = small_model(), modeling_llama.apply_rotary_pos_emb
-    before = CausalLM(model, functions="auto").functions
+    before = CausalLM(model, StageOptions(functions="auto")).functions
     model.model.layers[1].input_layernorm.__class__ = Norm
     with mock.patch.object(modeling_llama, "apply_rotary_pos_emb", turned):
-        found = CausalLM(model, functions="auto").functions
+        found = CausalLM(model, StageOptions(functions="auto")).functions
     assert before.norms.keys() - found.norms.keys() == {"model.layers.1.input_layernorm"}
     assert before.rotary
     assert not found.rotary

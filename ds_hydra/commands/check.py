@@ -1,11 +1,12 @@
 """Does training a model under these strategies equal one process's training? What the self-check finds, without a job.
 
   ds-hydra check my_model/ --strategies "tp4 + 2*pp2" "sp4 + 4*tp1" [--activation_checkpointing]
-      [--all_tokens] [--functions off|recompute] [--full] [--no_cache]
+      [--all_tokens] [--functions off|recompute] [--deepspeed_config FILE] [--full] [--no_cache]
 
 The model is a config JSON or a checkpoint folder; no value of a checkpoint is read. What `hydra.self_check` does before
 step 0 of a job is done here and printed: a small copy of the model is trained for a step and evaluated under each
-scheme of the strategies and compared with the plain model. Exits with 1 when a strategy is refused.
+scheme of the strategies and compared with the plain model. Its stages compute as those of a job with this config, or
+with the default settings, unless an option says otherwise. Exits with 1 when a strategy is refused.
 """
 
 from __future__ import annotations
@@ -13,12 +14,16 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
 
 from ds_hydra.commands.figures import figures_parser, finish, guarded, print_table
+from ds_hydra.commands.job_config import read_job
 from ds_hydra.pipe.models.causal_lm import CausalLM
-from ds_hydra.pipe.models.options import FUNCTIONS
 from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.shape import StrategyShape
+from ds_hydra.pipe.stage_options import FUNCTIONS, StageOptions
 from ds_hydra.profiling.hollow import hollow_model
 from ds_hydra.self_check.check import check_strategies
 
@@ -30,11 +35,22 @@ def main(arguments: Sequence[str] | None = None, *, name: str = "ds-hydra check"
     parser.add_argument("--strategies", nargs="+", required=True, help='such as "tp4 + 2*pp2"')
     parser.add_argument("--activation_checkpointing", action="store_true", help="as hydra.activation_checkpointing")
     parser.add_argument("--all_tokens", action="store_true", help='as hydra.token_sharding "off"')
-    parser.add_argument("--functions", choices=FUNCTIONS, default="auto", help="as hydra.functions")
+    parser.add_argument("--functions", choices=FUNCTIONS, help="as hydra.functions")
+    parser.add_argument("--deepspeed_config", help="the job's config: how its stages compute")
     parser.add_argument("--full", action="store_true", help="every scheme with all its stages and ranks")
     parser.add_argument("--no_cache", action="store_true", help="check anew what is known from earlier checks")
     args = parser.parse_args(arguments)
     return guarded(name, lambda: run(args, name))
+
+
+def stage_options(args: argparse.Namespace) -> StageOptions:
+    """How the stages of a job with this config, or with none, compute, with what the command line changes."""
+    options = read_job(args.deepspeed_config, torch.float32).stage_options
+    if args.activation_checkpointing:
+        options = replace(options, activation_checkpointing=True)
+    if args.all_tokens:
+        options = replace(options, token_sharding=False)
+    return options if args.functions is None else replace(options, functions=args.functions)
 
 
 def run(args: argparse.Namespace, name: str) -> int:
@@ -47,10 +63,8 @@ def run(args: argparse.Namespace, name: str) -> int:
     result = check_strategies(
         model,
         strategies,
+        stage_options(args),
         mode="full" if args.full else "on",
-        activation_checkpointing=args.activation_checkpointing,
-        token_sharding=not args.all_tokens,
-        functions=args.functions,
         keep=not args.no_cache,
     )
     rows = [

@@ -1,4 +1,4 @@
-"""A job's config file in; the "hydra" block, the dtypes and activation checkpointing, for the commands, out."""
+"""A job's config file in; the "hydra" block and the dtypes, for the commands, out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from ds_hydra.config.hydra_block import HydraConfig, parse_config
 from ds_hydra.config.read import read_config
 from ds_hydra.host.optimizers import optimizer_of_block
-from ds_hydra.pipe.models.options import StageOptions
+from ds_hydra.pipe.stage_options import StageOptions
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -23,7 +23,6 @@ class JobConfig:
 
     hydra: HydraConfig | None
     dtype: torch.dtype
-    activation_checkpointing: bool
     make_optimizer: Callable[[list[dict[str, Any]]], Optimizer]  # of parameter groups; AdamW where none is named
     grad_dtype: torch.dtype | None = None  # as data_types.grad_accum_dtype says; None: it does not
     wire_dtype: torch.dtype | None = None  # as communication_data_type says
@@ -37,7 +36,7 @@ class JobConfig:
 def read_job(path: str | None, default: torch.dtype) -> JobConfig:
     """Read a config file; without one the dtype is `default`. ConfigError if it is refused."""
     if path is None:
-        return JobConfig(None, default, False, optimizer_of_block("AdamW", {}))
+        return JobConfig(None, default, optimizer_of_block("AdamW", {}))
     raw = read_config(config=path)
     parsed = parse_config(raw)
     hydra = parsed.hydra if parsed else None
@@ -51,7 +50,6 @@ def read_job(path: str | None, default: torch.dtype) -> JobConfig:
     return JobConfig(
         hydra,
         DTYPES[enabled[0] if enabled else "fp32"],
-        bool(hydra and hydra.activation_checkpointing),
         optimizer_of_block(block.get("type", "AdamW"), dict(block.get("params") or {})),
         DTYPES.get(asked),
         DTYPES.get(str(settings.get("communication_data_type"))),

@@ -51,14 +51,14 @@ def run(args: argparse.Namespace, name: str) -> int:
         raise ConfigError(f"--gpus and --tokens must be at least 1 but are {args.gpus} and {args.tokens}")
     job = read_job(args.deepspeed_config, torch.bfloat16)
     dtype = DTYPES[args.dtype] if args.dtype else job.dtype
-    source = hollow_source(args.model, **job.stage_options._asdict())
+    source = hollow_source(args.model, job.stage_options)
     node = args.node_size or min(args.gpus, 8)
     schemes = feasible_schemes(source.plan, args.gpus, node)
     device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
     memory_bytes = args.device_memory * 2**30 if args.device_memory else rank_memory(device, node)
     memory = job_memory(
-        source, schemes, args.gpus, memory_bytes, dtype, activation_checkpointing=job.activation_checkpointing,
-        grad_dtype=job.grad_dtype, wire_dtype=job.wire_dtype, node_size=node,
+        source, schemes, args.gpus, memory_bytes, dtype, grad_dtype=job.grad_dtype, wire_dtype=job.wire_dtype,
+        node_size=node,
     )  # fmt: skip
     if args.measure:
         tokens = 128 if args.quick else 512

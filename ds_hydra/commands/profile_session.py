@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -50,9 +51,8 @@ class Session:
         """All that measured figures depend on: those of another header must not be mixed with new ones."""
         job = self.request.job
         rungs = [[list(rung.lengths), rung.held_out] for rung in self.request.rungs]
-        return {"model": job.model, "device": job.device, "dtype": job.dtype, "checkpointing":
-                job.activation_checkpointing, "token_sharding": job.token_sharding,
-                "functions": job.functions, "rungs": rungs,
+        return {"model": job.model, "device": job.device, "dtype": job.dtype, "stages": asdict(job.stages),
+                "rungs": rungs,
                 "most_tokens": self.request.most_tokens, "clock": self.request.clock, "links": self.given_links,
                 "shard_elements": self.request.shard_elements,
                 "largest_message": self.request.largest_message}  # fmt: skip

@@ -9,8 +9,8 @@ import torch
 from ds_hydra.commands.job_config import read_job
 from ds_hydra.costs.table_file import TableFile
 from ds_hydra.engine.fits import job_memory
-from ds_hydra.pipe.models.options import StageOptions
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
+from ds_hydra.pipe.stage_options import AS_WRITTEN
 from ds_hydra.profiling.hollow import hollow_source
 from ds_hydra.simulate.job import NO_LIMIT, SimulatedJob
 from ds_hydra.simulate.links import LinkModel
@@ -30,22 +30,18 @@ def job_of_config(
     `config` is the file that says in which types gradients add up and travel.
     ConfigError for what is no such model, PlanError for strategies that the table has no costs for.
     """
-    measured = found.job
-    options = StageOptions()
-    if measured is not None:
-        options = StageOptions(measured.activation_checkpointing, measured.token_sharding, measured.functions)
-    source = hollow_source(path, **options._asdict())
+    source = hollow_source(path, AS_WRITTEN if found.job is None else found.job.stages)
     dtype = torch.float32 if found.job is not None and found.job.dtype.endswith("float32") else torch.bfloat16
     stages = (stage for strategy in strategies for pipeline in strategy.pipelines for stage in pipeline.stages)
     types = read_job(config, dtype)
     memory = job_memory(
         source, [ParallelScheme(stage.tp, 1, stage.sp) for stage in stages], num_ranks, NO_LIMIT, dtype,
-        activation_checkpointing=options.activation_checkpointing, grad_dtype=types.grad_dtype,
-        wire_dtype=types.wire_dtype, node_size=min(links.node_size, num_ranks), measured=found.activations,
+        grad_dtype=types.grad_dtype, wire_dtype=types.wire_dtype, node_size=min(links.node_size, num_ranks),
+        measured=found.activations,
     )  # fmt: skip
     job = SimulatedJob(
         source.plan, source.width(min(1, source.plan.num_layers - 1)), found, links, num_ranks, dtype.itemsize,
         memory, memory.wire_bytes, memory.grad_bytes or max(memory.param_bytes, memory.master_bytes),
-        lanes=measured is None or not measured.threads,  # a table of CPUs has those of a rank
+        lanes=found.job is None or not found.job.threads,  # a table of CPUs has those of a rank
     )  # fmt: skip
     return job.with_costs_of(strategies)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from ds_hydra.config.checks import choice, flag, integer, number, parse_block, setting, text, whole_numbers
 from ds_hydra.config.deepspeed_settings import KNOWN_SETTINGS, screen_deepspeed_settings
-from ds_hydra.pipe.models.options import FUNCTIONS, StageOptions
 from ds_hydra.pipe.shape import StrategyShape
+from ds_hydra.pipe.stage_options import FUNCTIONS, StageOptions
 from ds_hydra.plan.phase import THEN
 from ds_hydra.plan.runnable import check_shape
 from ds_hydra.plan.schemes import SCHEDULE_CHOICES
@@ -273,9 +273,8 @@ class HydraConfig:
 
     @property
     def stage_options(self) -> StageOptions:
-        """How the stages of a Hugging Face model are to compute."""
-        sharding, overlap = self.token_sharding == "auto", self.sp_overlap == "auto"
-        return StageOptions(self.activation_checkpointing, sharding, self.functions, overlap)
+        """How stages are to compute."""
+        return StageOptions.of_settings(self)
 
     def planner_options(self) -> PlannerOptions:
         """The settings that the planner works by, from this block and the block "planner"."""

@@ -7,8 +7,10 @@ their layers and by a class of devices. Since version 2 a scheme may have its me
 "weight" with one number for each of a, b and c, "until_weight" and "context", and perhaps "recomputed"
 [Note: shares of a micro-batch]. A measured table adds its evidence: "job" says what it was measured for, "measured" how
 each entry was made, with every point, the fit, and each stage's own coefficients; "links", "step" and "activations" are
-figures that were measured beside it. A table without "job", such as a published one, fits any job. Keys that are not
-known are refused, so that a mistyped one is not silently without effect.
+figures that were measured beside it. Since version 3 all of a job's stage options [Note: stage options] are the
+"stages" of "job"; before, some of them stood in "job" itself, and what did not was off. A table without "job", such as
+a published one, fits any job. Keys that are not known are refused, so that a mistyped one is not silently without
+effect.
 """
 
 from __future__ import annotations
@@ -27,11 +29,12 @@ from ds_hydra.costs.memory import Activations
 from ds_hydra.costs.shares import Shares, Terms
 from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.pipe.shape import PipelineShape
+from ds_hydra.pipe.stage_options import AS_WRITTEN, StageOptions
 from ds_hydra.zero_hetero.errors import ConfigError
 from ds_hydra.zero_hetero.safe_json import parse_json
 
-_FORMAT, _VERSION = "ds-hydra cost table", 2
-_READ_VERSIONS = (1, 2)
+_FORMAT, _VERSION = "ds-hydra cost table", 3
+_READ_VERSIONS = (1, 2, 3)
 _TABLE_KEYS = ("format", "version", "source", "unit", "schemes")
 _EVIDENCE_KEYS = ("job", "measured", "links", "step", "activations")
 _COST_KEYS = ("scheme", "a", "b", "c", "max_length", "util_length")
@@ -44,9 +47,6 @@ _MUST_MATCH = {
     "model": "profile this model",
     "device": "profile on this device",
     "dtype": "profile with this job's dtype, or change bf16/fp16 in the config",
-    "activation_checkpointing": "profile with the same hydra.activation_checkpointing",
-    "token_sharding": "profile with the same hydra.token_sharding",
-    "functions": "profile with the same hydra.functions",
     "attention": "profile with the same attention backend",
 }
 
@@ -59,20 +59,22 @@ class JobFingerprint:
     device: str
     dtype: str
     attention: str
-    activation_checkpointing: bool
+    stages: StageOptions = AS_WRITTEN
     num_ranks: int = 0  # MaxLen was made for this many: the masters are shared by them
     threads: int = 0  # of a rank, on a CPU
     versions: tuple[tuple[str, str], ...] = ()  # library, version
-    token_sharding: bool = False  # whether tensor parallel ranks shared tokens
-    functions: str = "off"  # in place of the model's own operators
 
     def differences(self, job: JobFingerprint) -> list[str]:
         """What forbids a table that was measured for this job to be used for another, one line each."""
-        return [
-            f"{name}: the table has {getattr(self, name)!r}, the job {getattr(job, name)!r} ({remedy})"
+        found = [
+            (name, getattr(self, name), getattr(job, name), remedy)
             for name, remedy in _MUST_MATCH.items()
             if getattr(self, name) != getattr(job, name)
         ]
+        found += [
+            (name, *both, f"profile with the same hydra.{name}") for name, *both in self.stages.differences(job.stages)
+        ]
+        return [f"{name}: the table has {own!r}, the job {other!r} ({remedy})" for name, own, other, remedy in found]
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,7 @@ def read_table(record: object, place: str) -> CostTable:
     version = record.get("version")
     if isinstance(version, bool) or version not in _READ_VERSIONS:
         raise ConfigError(
-            f"{place}: 'version' is {version!r} but this release reads {' and '.join(map(str, _READ_VERSIONS))}; "
+            f"{place}: 'version' is {version!r} but this release reads {_READ_VERSIONS[0]} to {_READ_VERSIONS[-1]}; "
             "write the table again with `ds-hydra profile`"
         )
     unknown = sorted(set(record) - {*_TABLE_KEYS, *_EVIDENCE_KEYS})
@@ -218,12 +220,20 @@ def _read_shares(record: object) -> Shares:
 def _read_job(job: object, place: str) -> JobFingerprint:
     # Newer fields have defaults, so that tables written before there were such fields still load.
     names = {field.name for field in fields(JobFingerprint)}
+    if isinstance(job, Mapping) and "stages" not in job:
+        beside = {field.name for field in fields(StageOptions)} & set(job)
+        job = {name: value for name, value in job.items() if name not in beside} | {
+            "stages": {name: job[name] for name in beside}
+        }
     if not isinstance(job, Mapping) or not set(_MUST_MATCH) <= set(job) <= names:
         raise ConfigError(f'{place}: "job" must hold {", ".join(sorted(_MUST_MATCH))}; profile again')
     try:
-        return JobFingerprint(**{**job, "versions": tuple(dict(job.get("versions", {})).items())})
+        stages, versions = StageOptions.from_json(job["stages"]), tuple(dict(job.get("versions", {})).items())
     except (TypeError, ValueError) as error:
-        raise ConfigError(f'{place}: "versions" of "job" cannot be read ({error}); profile again') from error
+        raise ConfigError(
+            f'{place}: "stages" or "versions" of "job" cannot be read ({error}); profile again'
+        ) from error
+    return JobFingerprint(**{**job, "stages": stages, "versions": versions})
 
 
 def activations_record(figures: Mapping[tuple[int, int], Activations]) -> dict[str, dict[str, float]]:

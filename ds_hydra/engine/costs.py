@@ -94,7 +94,6 @@ def _memory(job: Job, world: World, found: TableFile, device_bytes: float) -> Jo
         world.num_ranks,
         device_bytes,
         job.types.compute,
-        activation_checkpointing=job.config.activation_checkpointing,
         grad_dtype=job.types.grads,
         wire_dtype=job.types.wire,
         node_size=world.node_size,

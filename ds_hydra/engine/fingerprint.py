@@ -22,12 +22,10 @@ def describe_job(source: ModelSource, device: torch.device, dtype: torch.dtype, 
         device=device_name(device),
         dtype=str(dtype).removeprefix("torch."),
         attention=attention_name(source, device, dtype),
-        activation_checkpointing=bool(getattr(source, "activation_checkpointing", False)),
+        stages=source.options,
         num_ranks=num_ranks,
         threads=torch.get_num_threads() if device.type == "cpu" else 0,
         versions=_versions(),
-        token_sharding=source.plan.token_sharding,
-        functions=getattr(getattr(source, "functions", None), "asked", "off"),
     )
 
 

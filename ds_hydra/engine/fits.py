@@ -26,7 +26,6 @@ def job_memory(
     device_bytes: float,
     dtype: torch.dtype,
     *,
-    activation_checkpointing: bool,
     grad_dtype: torch.dtype | None = None,
     wire_dtype: torch.dtype | None = None,
     node_size: int | None = None,
@@ -55,7 +54,7 @@ def job_memory(
         inner = max(inner) if isinstance(inner, list | tuple) else inner  # of each layer
         figures[tp, sp] = estimate_activations(
             hidden, inner, heads, source.plan.num_kv_heads or heads, dtype.itemsize, tp, sp,
-            checkpointing=activation_checkpointing, token_sharding=source.plan.token_sharding,
+            checkpointing=source.options.activation_checkpointing, token_sharding=source.plan.token_sharding,
             short_norms=bool(getattr(functions, "norms", None)), short_gates=bool(getattr(functions, "gates", None)),
         )  # fmt: skip
     return JobMemory(

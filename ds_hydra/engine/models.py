@@ -11,8 +11,8 @@ from ds_hydra.pipe.loss import TokenLoss
 from ds_hydra.pipe.models.adapted import base_of
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.models.layer_list import LayerList
-from ds_hydra.pipe.models.options import StageOptions
 from ds_hydra.pipe.stage import ModelSource
+from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.zero_hetero.errors import ConfigError
 
 
@@ -31,9 +31,9 @@ def model_source(model: Any, options: StageOptions, *, loss_fn: TokenLoss | None
             raise ConfigError(
                 "hydra.activation_checkpointing works with Hugging Face models only; wrap the layers' own"
             )
-        return LayerList(model, sp_overlap=options.sp_overlap)
+        return LayerList(model, options)
     if isinstance(model, PreTrainedModel):
-        return CausalLM(model, **options._asdict(), token_loss=loss_fn)
+        return CausalLM(model, options, token_loss=loss_fn)
     kind = type(model).__name__
     what = "a module whose layers ds_hydra cannot find" if isinstance(model, nn.Module) else "not a module"
     raise ConfigError(

@@ -47,7 +47,7 @@ class Prepared:
 
 def prepare(job: Job, world: World) -> Prepared:
     """Decide cost table and candidates. Every rank must call it; ConfigError or PlanError is raised on all of them."""
-    config, plan = job.config, job.source.plan
+    config, plan, options = job.config, job.source.plan, job.source.options
     for note in job.source.notes if world.rank == 0 else ():
         logger.warning("%s", note)
     lengths = [] if job.data is None else [int(n) for n in job.data.lengths if n]
@@ -58,7 +58,7 @@ def prepare(job: Job, world: World) -> Prepared:
         found, memory = costs_and_memory(job, world, shape, longest, device_bytes)
     # Strategies are proposed by the limited table: one that does not fit must not be proposed.
     candidates, checked = _candidates(job, world, found, lengths)
-    if job.source.plan is not plan:  # its stages keep more than was thought: costs and memory are others
+    if job.source.options != options:  # its stages keep more than was thought: costs and memory are others
         return prepare(job, world)
     strategies = {c: place_strategy(c, world.num_ranks, plan.num_layers) for c in candidates}
     if world.rank == 0:

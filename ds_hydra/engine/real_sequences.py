@@ -10,6 +10,7 @@ import copy
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -164,9 +165,4 @@ def _in_whole(name: str, path: str, kept: Sequence[int]) -> str:
 
 def _of_few(few: Any, whole: CausalLM) -> CausalLM:
     """Stages of a model in few layers that compute as those of the whole model."""
-    return CausalLM(
-        few,
-        activation_checkpointing=whole.activation_checkpointing,
-        functions=whole.functions.asked,
-        token_loss=whole.token_loss,
-    )
+    return CausalLM(few, replace(whole.options, token_sharding=False), token_loss=whole.token_loss)

@@ -9,28 +9,16 @@ import torch
 from torch import nn
 
 from ds_hydra.pipe.models.causal_lm import CausalLM
+from ds_hydra.pipe.stage_options import AS_WRITTEN, StageOptions
 from ds_hydra.zero_hetero.errors import ConfigError
 
 
-def hollow_source(
-    path: str | Path,
-    *,
-    activation_checkpointing: bool = False,
-    token_sharding: bool = False,
-    functions: str = "off",
-    sp_overlap: bool = False,
-) -> CausalLM:
+def hollow_source(path: str | Path, options: StageOptions = AS_WRITTEN) -> CausalLM:
     """Stages of the Hugging Face causal language model of a config file or checkpoint folder.
 
     Fit for timing and counting, not for training. ConfigError for what is no such model or cannot be cut into stages.
     """
-    return CausalLM(
-        hollow_model(path),
-        activation_checkpointing=activation_checkpointing,
-        token_sharding=token_sharding,
-        functions=functions,
-        sp_overlap=sp_overlap,
-    )
+    return CausalLM(hollow_model(path), options)
 
 
 def hollow_model(path: str | Path) -> Any:

@@ -7,14 +7,14 @@ import json
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from ds_hydra.pipe.models.options import StageOptions
 from ds_hydra.pipe.shape import PipelineShape, StrategyShape
+from ds_hydra.pipe.stage_options import AS_WRITTEN, StageOptions
 from ds_hydra.ranks.channel import Channel
 from ds_hydra.self_check.cache import fingerprint, read_verdicts, write_verdicts
 from ds_hydra.self_check.reach import longest_sequence
@@ -37,12 +37,9 @@ Strategies = Sequence[StrategyShape]
 def check_strategies(
     model: Any,
     strategies: Strategies,
+    options: StageOptions = AS_WRITTEN,
     *,
     mode: str = "on",
-    activation_checkpointing: bool = False,
-    token_sharding: bool = False,
-    functions: str = "off",
-    sp_overlap: bool = False,
     context_length: int | None = None,
     loss_given: bool = False,
     channel: Channel | None = None,
@@ -51,23 +48,21 @@ def check_strategies(
 ) -> CheckResult:
     """Verdicts on all schemes of `strategies`, from running them on a small copy of the model.
 
-    `mode` is hydra.self_check: "off" says nothing, "full" runs schemes with all their stages and ranks. With
-    `token_sharding` tensor parallel ranks share tokens where the copy is found to allow it, as the model was;
-    `functions` is hydra.functions; with `sp_overlap` sequence parallel ranks exchange heads in groups, however few the
-    tokens. `context_length` is the longest sequence's, so far is tried what the model has [Note: code of a script].
-    With `loss_given` a loss of the user's own is trained on, and the model's counts for nothing.
-    `channel` shares the runs out over its ranks, all of which must call this and get
-    the same result; `node_size` of them are on one node (None: all). `keep` uses the cache. Nothing of `model` is
-    changed or kept, nor are torch's random numbers.
+    `mode` is hydra.self_check: "off" says nothing, "full" runs schemes with all their stages and ranks. Of `options`
+    happens what the copy is found to allow, as the model was; sequence parallel ranks then exchange heads in groups
+    however few the tokens. `context_length` is the longest sequence's, so far is tried what the model has
+    [Note: code of a script]. With `loss_given` a loss of the user's own is trained on, and the model's counts for
+    nothing. `channel` shares the runs out over its ranks, all of which must call this and get the same result;
+    `node_size` of them are on one node (None: all). `keep` uses the cache. Nothing of `model` is changed or kept, nor
+    are torch's random numbers.
     """
     began = time.perf_counter()
     if mode == "off":
         return CheckResult({})
     channel = channel or Channel(None, 0, 1)
     run = shapes_to_run(strategies, whole=mode == "full")
-    options = StageOptions(activation_checkpointing, token_sharding, functions, sp_overlap)
     longest = longest_sequence(model, context_length)
-    name = fingerprint(model, mode, *options, longest, loss_given, sorted(map(str, run))) if keep else None
+    name = fingerprint(model, mode, *astuple(options), longest, loss_given, sorted(map(str, run))) if keep else None
     known = _shared(read_verdicts(name) if channel.rank == 0 else {}, channel)
     found: dict[PipelineShape, Verdict] = {}
     missing = [scheme for scheme in run if scheme not in known]

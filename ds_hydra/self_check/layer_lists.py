@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ds_hydra.pipe.models.layer_list import LayerList
 from ds_hydra.pipe.shape import PipelineShape
+from ds_hydra.pipe.stage_options import AS_WRITTEN, StageOptions
 from ds_hydra.self_check.schemes import copies_at_once
 
 _REPEATED = 3  # of equal layers that follow each other, so many are kept, or as many as a pipeline has ranges
@@ -55,11 +56,11 @@ def _made(spec: Any) -> str:
 
 
 def short_layer_list(
-    model: Any, schemes: Sequence[PipelineShape], memory_bytes: float, *, sp_overlap: bool = False
+    model: Any, schemes: Sequence[PipelineShape], memory_bytes: float, options: StageOptions = AS_WRITTEN
 ) -> LayerList:
     """The source, with values drawn anew. Raises MemoryError where it is too large, ConfigError as `LayerList` does."""
     repeated = max([_REPEATED, *(scheme.parts * scheme.pp for scheme in schemes)])
-    source = LayerList(_Shorter(model, repeated), sp_overlap=sp_overlap)
+    source = LayerList(_Shorter(model, repeated), options)
     params = [param for bucket in source.plan.buckets for param in bucket.params]
     bytes_needed = 8 * copies_at_once(schemes) * sum(param.numel for param in params)
     if bytes_needed > memory_bytes:

@@ -10,11 +10,11 @@ from typing import Any
 from torch import Tensor
 
 from ds_hydra.pipe.models.causal_lm import CausalLM
-from ds_hydra.pipe.models.options import StageOptions
 from ds_hydra.pipe.models.positions import special_tokens
 from ds_hydra.pipe.models.refusals import known_tokens
 from ds_hydra.pipe.shape import PipelineShape
 from ds_hydra.pipe.stage import ModelSource
+from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.self_check.layer_lists import short_layer_list
 from ds_hydra.self_check.plain import Plain
 from ds_hydra.self_check.reach import LONGEST, affordable, affordable_alone, lengthened
@@ -68,7 +68,7 @@ def make_subject(
     other errors where there is none.
     """
     if hasattr(model, "_layer_specs"):
-        return _of_layer_list(short_layer_list(model, schemes, memory_bytes, sp_overlap=options.sp_overlap), longest)
+        return _of_layer_list(short_layer_list(model, schemes, memory_bytes, options), longest)
     if not longest:
         return _of_model(model, schemes, options, memory_bytes, 0, VOCABULARY)
     known = known_tokens(model)
@@ -85,7 +85,7 @@ def _of_model(
 ) -> Subject:  # fmt: skip
     small = small_copy(model, schemes, memory_bytes, positions=POSITIONS + min(longest, LONGEST), vocabulary=vocabulary)
     try:
-        source = CausalLM(small.model, **options._asdict())
+        source = CausalLM(small.model, options)
     except Exception as error:
         raise RefusedError(told(error)) from error
     known = known_tokens(small.model)

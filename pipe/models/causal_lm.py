@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -39,6 +40,7 @@ from ds_hydra.pipe.models.unnamed_rules import UnnamedRules, derive
 from ds_hydra.pipe.models.unset import stand_in_values
 from ds_hydra.pipe.rows import AT_ONCE, Overlap
 from ds_hydra.pipe.stage import StageModule, StagePlace
+from ds_hydra.pipe.stage_options import AS_WRITTEN, StageOptions
 from ds_hydra.pipe.tensor_parallel import shard_rule, style_of, tensor_parallel_obstacle
 from ds_hydra.zero_hetero.errors import ConfigError
 
@@ -57,28 +59,22 @@ class CausalLM:
     def __init__(
         self,
         model: Any,
+        options: StageOptions = AS_WRITTEN,
         *,
-        activation_checkpointing: bool = False,
-        token_sharding: bool = False,
-        functions: str = "off",
-        sp_overlap: bool = False,
         token_loss: TokenLoss | None = None,
     ):
         """Copies what the model is but for its values, traces it, and refuses what cannot be packed or cut.
 
-        `token_loss` is trained on in place of the cross entropy. With `token_sharding` tensor parallel ranks share
-        tokens if the model is found to allow it. `functions` is the setting of that name: "off", "auto" or
-        "recompute" [Note: functions]. With `sp_overlap` attention hides the messages of long rows
-        [Note: exchange in groups]. Raises ConfigError for models with recurrent state, with attention or positions that
-        packing would change, and for attributes or hooks that cannot be copied.
+        `token_loss` is trained on in place of the cross entropy. Raises ConfigError for models with recurrent state,
+        with attention or positions that packing would change, and for attributes or hooks that cannot be copied.
         """
         refuse_unsupported(model)
         attention.register()
         self.token_loss = token_loss
-        self.overlap = Overlap() if sp_overlap else AT_ONCE
+        self.overlap = Overlap() if options.sp_overlap else AT_ONCE
         self.model_class, self.name = type(model), type(model).__name__
         asked = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
-        self.activation_checkpointing = activation_checkpointing or asked
+        self.options = replace(options, activation_checkpointing=options.activation_checkpointing or asked)
         self.values: Mapping[str, Tensor] = {n: p.detach() for n, p in model.named_parameters() if not p.is_meta}
         self.dtype: torch.dtype = next(model.parameters()).dtype
         self.hooks = parameter_hooks(model)
@@ -107,10 +103,11 @@ class CausalLM:
         self.plan_with(UnnamedRules())
         self._unnamed = derive(self)
         self.plan_with(self._unnamed)
-        if token_sharding:
+        if options.token_sharding:
             self.plan_with(self._unnamed, share_tokens(self))
-        if functions != "off":
-            self.functions = find_functions(self, functions)
+            self.options = replace(self.options, token_sharding=self.plan.token_sharding)
+        if options.functions != "off":
+            self.functions = find_functions(self, options.functions)
 
     def copy_to_run(self, device: torch.device, values: Mapping[str, Tensor] | None) -> Any:
         """A copy to run once: with the values given, or with none (a repeated number; on meta no number either)."""
@@ -192,14 +189,15 @@ class CausalLM:
         )  # fmt: skip
         self.specs = specs
 
-    def hold_all_tokens(self, why: str) -> None:
-        """Plan without shared tokens from now on."""
-        self.plan_with(self._unnamed, TokenRules(obstacle=why))
-
-    def compute_as_written(self, why: str) -> None:
-        """Plan and build stages that compute all as the model's code does, from now on."""
-        self.functions = Functions(obstacle=why)
-        self.plan_with(self._unnamed, self._tokens)
+    def settle_for(self, options: StageOptions, why: str) -> None:
+        """Plan and build stages by these options from now on, which ask for less than the ones before."""
+        before, self.options = self.options, options
+        if options.functions != before.functions:
+            self.functions = Functions(obstacle=why)
+        if options.sp_overlap != before.sp_overlap:
+            self.overlap = AT_ONCE
+        same = options.token_sharding == before.token_sharding
+        self.plan_with(self._unnamed, self._tokens if same else TokenRules(obstacle=why))
 
     def _kv_heads_of(self, name: str) -> dict[str, int]:
         """Key/value heads of the attention that a parameter is part of, where layers differ in them."""

@@ -50,7 +50,7 @@ class CausalStage(StageModule):
             self._routers.install(model)
         self._recomputing = Recomputing(len(own), self._checkpointed)
         self._recomputing.install(own)
-        self._recomputes_all = source.activation_checkpointing
+        self._recomputes_all = source.options.activation_checkpointing
         needed = source.plan.needed(place.stage)
         names = {path: name for path, name in source.aliases.items() if name in needed}
         embedding, head = ends_of(model)

@@ -57,7 +57,6 @@ class Functions:
     rotary: Mapping[str, str] = field(default_factory=dict)  # -> the name of a function that the forward calls
     gates: Mapping[str, Gate] = field(default_factory=dict)
     packed: tuple[tuple[str, ...], ...] = ()  # linear layers that read the same rows
-    asked: str = "off"  # the setting with which they were sought
     obstacle: str = ""  # why nothing is replaced though it was asked for
 
     def __str__(self) -> str:

@@ -21,6 +21,7 @@ from ds_hydra.pipe.models.draws import Draws, Keys, Notes, Recorder
 from ds_hydra.pipe.models.recompute import Recomputing
 from ds_hydra.pipe.rows import AT_ONCE, MicroBatch, Overlap, Pack
 from ds_hydra.pipe.stage import StageModule, StagePlace
+from ds_hydra.pipe.stage_options import AS_WRITTEN, StageOptions
 from ds_hydra.zero_hetero.errors import ConfigError
 
 _GIVEN = ("position_ids", "hydra")
@@ -33,16 +34,18 @@ class LayerList:
     notes: tuple[str, ...] = ()
     balances = False  # its loss is its own
 
-    def __init__(self, model: Any, *, sp_overlap: bool = False):
-        """Reads specs, buffers and values of the layers that this rank has built; `sp_overlap` as of a `CausalLM`.
+    def __init__(self, model: Any, options: StageOptions = AS_WRITTEN):
+        """Reads specs, buffers and values of the layers that this rank has built.
 
+        Of the options only `sp_overlap` is for such layers: the others change modules that are known by their class.
         Raises ConfigError without a loss function, and for layers that hand on anything but (1, T, width).
         """
         if model.loss_fn is None:
             raise ConfigError(
                 "the PipelineModule has no loss_fn; give it one that means over the targets of its labels"
             )
-        self.overlap = Overlap() if sp_overlap else AT_ONCE
+        self.options = StageOptions(sp_overlap=options.sp_overlap)
+        self.overlap = Overlap() if options.sp_overlap else AT_ONCE
         self.specs, self.loss_fn = list(model._layer_specs), model.loss_fn
         self._buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
         self.values: Mapping[str, Tensor] = {n: p.detach() for n, p in model.named_parameters() if not p.is_meta}
@@ -122,6 +125,10 @@ class LayerList:
             raise ConfigError(recorder.obstacle)
         self.draws = recorder.widths
         return widths
+
+    def settle_for(self, options: StageOptions, why: str) -> None:
+        """Build stages by these options from now on, which ask for less than the ones before."""
+        self.options, self.overlap = options, AT_ONCE
 
     def build(self, place: StagePlace, device: torch.device, dtype: torch.dtype) -> StageModule:
         """One rank's share of a stage."""

@@ -59,7 +59,7 @@ def find_functions(source: CausalLM, asked: str) -> Functions:
             rotary[path] = name
         if asked == "recompute" and (gate := _gate_of(module)) is not None and _is_alone(source, f"{path}.{gate.down}"):
             mlps[path] = gate
-    return Functions(norms, rotary, mlps, tuple(_reading_alike(source)), asked)
+    return Functions(norms, rotary, mlps, tuple(_reading_alike(source)))
 
 
 def _is_alone(source: CausalLM, down: str) -> bool:

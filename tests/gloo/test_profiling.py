@@ -24,6 +24,7 @@ from ds_hydra.engine.costs import job_cost_table
 from ds_hydra.engine.fingerprint import describe_job
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.shape import ParallelScheme
+from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.profiling.entry import entry_from_record
 from ds_hydra.profiling.hollow import hollow_source
 from ds_hydra.profiling.ladder import make_ladder
@@ -126,7 +127,8 @@ def test_what_is_kept_for_weights_and_slices_is_what_a_layer_counts(model: Path,
     random_state = 2 * torch.get_rng_state().nbytes / 16  # as it was when each slice's layer ran first
     inputs_only = kept * kept_when_recomputed(timer, 16) - keys_and_values - random_state
     assert 4 * 32 <= inputs_only <= 1.25 * 4 * 32 + 2 * 4 * 32, "the input and output of the stage's one layer at most"
-    again = StageTimer(hollow_source(model, activation_checkpointing=True), ParallelScheme(pp=4), 1, CPU, torch.float32)
+    checkpointed = hollow_source(model, StageOptions(activation_checkpointing=True))
+    again = StageTimer(checkpointed, ParallelScheme(pp=4), 1, CPU, torch.float32)
     assert kept_until_weight(again, 16) < 0.05
     assert kept_when_recomputed(again, 16) == 1.0
 
@@ -213,7 +215,7 @@ def test_the_tool_writes_a_table_that_a_job_takes(
 
     parsed = parse_config({"hydra": {"tokens_per_step": 64, "strategies": ["2*tp1", "sp2"], "cost_table": str(out)}})
     assert parsed is not None
-    source = hollow_source(model, **parsed.hydra.stage_options._asdict())
+    source = hollow_source(model, parsed.hydra.stage_options)
     shape = model_shape(source.plan, 32, 96)
     job = describe_job(source, CPU, torch.float32, 2)
     assert job_cost_table(parsed.hydra, shape, (), 64, job).table == found.table

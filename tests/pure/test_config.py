@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from ds_hydra.config.hydra_block import HydraConfig, check_num_ranks, parse_config
 from ds_hydra.config.read import read_config
-from ds_hydra.pipe.models.options import StageOptions
+from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.zero_hetero.errors import ConfigError
 
 HYDRA: dict[str, Any] = {"tokens_per_step": 4096, "strategies": ["tp4 + 2*tp1pp2", "8*tp1"]}

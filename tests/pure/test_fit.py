@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.table_file import JobFingerprint, TableFile, check_job, read_table_file
 from ds_hydra.pipe.shape import ParallelScheme
+from ds_hydra.pipe.stage_options import AS_WRITTEN, StageOptions
 from ds_hydra.profiling.fit import NAMES, Point, fit_points, nonnegative_least_squares
 from ds_hydra.profiling.ladder import beyond_block, make_ladder, split_evenly
 from ds_hydra.profiling.links import Collective, LinkFigure, Links, links_from_record, read_links
@@ -162,7 +163,7 @@ def test_wrong_links_files_say_what_is_wrong(tmp_path: Path, row: object, messag
     assert "links[0]" in str(error.value)
 
 
-JOB = JobFingerprint("1234", "cpu", "float32", "per_sequence_sdpa", False, 4, 1, (("torch", "2"),))
+JOB = JobFingerprint("1234", "cpu", "float32", "per_sequence_sdpa", AS_WRITTEN, 4, 1, (("torch", "2"),))
 
 
 def table_file(*schemes: ParallelScheme, job: JobFingerprint = JOB, b: float = 0.1) -> TableFile:
@@ -179,7 +180,7 @@ def test_table_files_come_back_and_are_cost_tables(tmp_path: Path) -> None:
 
 
 def test_tables_of_another_job_are_refused_with_what_differs() -> None:
-    other = replace(JOB, dtype="bfloat16", activation_checkpointing=True)
+    other = replace(JOB, dtype="bfloat16", stages=StageOptions(activation_checkpointing=True))
     with pytest.raises(ConfigError, match=r"(?s)dtype: the table has 'float32', the job 'bfloat16'.*checkpointing"):
         check_job(table_file(ParallelScheme()), other, "t.json")
     check_job(table_file(ParallelScheme()), replace(JOB, num_ranks=8, versions=()), "t.json")

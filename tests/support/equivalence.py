@@ -25,8 +25,8 @@ from ds_hydra.engine.models import model_source
 from ds_hydra.pipe import head_loss, loss
 from ds_hydra.pipe.dropout import sequence_key, step_key, token_keys
 from ds_hydra.pipe.models.adapted import NAMES_OF_PEFT
-from ds_hydra.pipe.models.options import StageOptions
 from ds_hydra.pipe.stage import ModelSource, from_flat
+from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.plan.phase import THEN
 from ds_hydra.planner import PhasedPlanner, Span, parse_phases, save_plans
 from tests.support.case import BFLOAT16, FLOAT32, FLOAT64, SHARES, Case
@@ -280,7 +280,7 @@ def traced_once(case: Case) -> Iterator[None]:
     if case.family == LAYER_LIST:  # DeepSpeed makes one within a process group only
         yield
         return
-    options = StageOptions(case.activation_checkpointing, case.token_sharding, case.functions, case.sp_overlap)
+    options = StageOptions.of_settings(case)
     source = _source(case.family, model_dtype(case), case.frozen, options, case.own_loss)
     with mock.patch.object(HydraEngine, "source_of", return_value=source):
         yield

@@ -18,6 +18,7 @@ from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.models.positions import special_tokens
 from ds_hydra.pipe.placement import Strategy, place_pipeline
 from ds_hydra.pipe.shape import PipelineShape
+from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.self_check.compare import compare, finite
 from ds_hydra.self_check.plain import Plain
 from ds_hydra.self_check.runs import Data, Outcome, run_pipeline
@@ -99,7 +100,7 @@ def _verdicts(name: str, shapes: Mapping[str, str]) -> dict[str, str]:
     except Exception as error:
         return dict.fromkeys(shapes, _reason(f"no tiny model ({type(error).__name__}: {error})"))
     try:
-        source = CausalLM(model, token_sharding=True)
+        source = CausalLM(model, StageOptions(token_sharding=True))
     except Exception as error:
         return dict.fromkeys(shapes, _told(error))
     data = tried_data(96, [(6, 33, 2), (12,)], special=special_tokens(model), left_out=source.uncounted)

@@ -17,8 +17,8 @@ from ds_hydra.engine.models import model_source
 from ds_hydra.pipe.loss import TokenLoss
 from ds_hydra.pipe.models.adapted import base_of
 from ds_hydra.pipe.models.causal_lm import CausalLM
-from ds_hydra.pipe.models.options import StageOptions
 from ds_hydra.pipe.stage import ModelSource
+from ds_hydra.pipe.stage_options import StageOptions
 
 USUAL = StageOptions(token_sharding=True, functions="auto", sp_overlap=True)  # what a config's defaults ask for
 

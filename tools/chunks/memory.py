@@ -28,6 +28,7 @@ from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.schedules.registry import orders
 from ds_hydra.pipe.schedules.simulate import peak_units
 from ds_hydra.pipe.shape import PipelineShape, StrategyShape
+from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.plan.phase import MicroBatchPlan, Phase, PipelinePlan, Span
 from ds_hydra.plan.plan_file import save_plans
 from ds_hydra.plan.simulate import simulate_pipeline, simulated_ms
@@ -116,7 +117,7 @@ def predicted_and_measured(quick: bool, missed: list[str]) -> list[dict[str, Any
 
 def _model(case: Case) -> tuple[Shares, JobMemory]:
     """Shares of memory as they are measured, and the memory model with them."""
-    source = source_of(case.sizes, activation_checkpointing=case.checkpointing)
+    source = source_of(case.sizes, StageOptions(activation_checkpointing=case.checkpointing))
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[case.dtype]
     stage = case.pipeline.stages[0]
     longest = max(case.lengths)

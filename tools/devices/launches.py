@@ -19,6 +19,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from ds_hydra.pipe.shape import ParallelScheme
+from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.profiling.hollow import hollow_source
 from ds_hydra.profiling.stage_timer import StageTimer
 from tools import aims
@@ -79,7 +80,7 @@ def _ours(layers: int, functions: str) -> Callable[[], object]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
         path.write_text(json.dumps({"model_type": "llama", "num_hidden_layers": layers, **SIZES}))
-        source = hollow_source(path, functions=functions)
+        source = hollow_source(path, StageOptions(functions=functions))
     timer = StageTimer(source, ParallelScheme(), 0, torch.device("cpu"), torch.bfloat16)
     batch = timer.batch((LENGTH,))
     return lambda: timer.run(batch)

@@ -20,6 +20,7 @@ from ds_hydra.engine.fits import job_memory
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
+from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.profiling.hollow import hollow_source
 from tools.devices.table import Table
 
@@ -85,7 +86,7 @@ def _memory(heads: int, text: str, grad_dtype: torch.dtype, *, token_sharding: b
     source, scheme = _source(heads, token_sharding, functions), ParallelScheme.parse(text)
     assert source.plan.token_sharding is token_sharding, source.plan.no_token_sharding
     memory = job_memory(
-        source, [scheme], NUM_RANKS, DEVICE_BYTES, torch.bfloat16, activation_checkpointing=False,
+        source, [scheme], NUM_RANKS, DEVICE_BYTES, torch.bfloat16,
         grad_dtype=grad_dtype, node_size=NODE_SIZE,
     )  # fmt: skip
     alone = StrategyShape.of([scheme] * (NUM_RANKS // scheme.num_ranks))
@@ -100,4 +101,4 @@ def _source(heads: int, token_sharding: bool, functions: str) -> CausalLM:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(config))
-        return hollow_source(path, token_sharding=token_sharding, functions=functions)
+        return hollow_source(path, StageOptions(token_sharding=token_sharding, functions=functions))

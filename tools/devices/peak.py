@@ -28,6 +28,7 @@ from ds_hydra.costs.memory import JobMemory, Needs, Shape
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.shape import StrategyShape
+from ds_hydra.pipe.stage_options import AS_WRITTEN, StageOptions
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.profiling.allocations import Allocations
 from ds_hydra.profiling.hollow import hollow_source
@@ -192,7 +193,7 @@ def quiet_settings(tokens: int, strategies: Sequence[str], **hydra: Any) -> dict
 def _predict(mix: Mix, tokens: dict[Shape, int]) -> tuple[Needs, int]:
     """What the memory model says of the fullest stage, and the tokens of its micro-batches."""
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[mix.dtype]
-    source = source_of(CONFIG, token_sharding=mix.token_sharding, functions=mix.functions)
+    source = source_of(CONFIG, StageOptions(token_sharding=mix.token_sharding, functions=mix.functions))
     figures = {
         (stage.tp, stage.sp): measure_activations(source, stage.tp, stage.sp, torch.device("cpu"), dtype, LENGTH)
         for stage in _stages(mix.shapes)
@@ -207,20 +208,12 @@ def _predict(mix: Mix, tokens: dict[Shape, int]) -> tuple[Needs, int]:
     return max(needs, key=lambda one: one[0].total(one[1]))
 
 
-def source_of(
-    sizes: dict[str, Any], *, activation_checkpointing: bool = False, token_sharding: bool = False,
-    functions: str = "off",
-) -> CausalLM:  # fmt: skip
+def source_of(sizes: dict[str, Any], options: StageOptions = AS_WRITTEN) -> CausalLM:
     """Stages of a model of these sizes, to be measured."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(sizes))
-        return hollow_source(
-            path,
-            activation_checkpointing=activation_checkpointing,
-            token_sharding=token_sharding,
-            functions=functions,
-        )
+        return hollow_source(path, options)
 
 
 def _stages(shapes: Sequence[StrategyShape]) -> set[Any]:

@@ -18,6 +18,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from ds_hydra.pipe.shape import ParallelScheme
+from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.profiling.hollow import hollow_source
 from ds_hydra.profiling.stage_timer import StageTimer
 from tools import aims
@@ -94,7 +95,7 @@ def _longest(counts: list[Count], layers: int, unit: str) -> Table:
 
 def _our_run(functions: str, bench: Bench, layers: int, lengths: tuple[int, ...]) -> Callable[[], object]:
     """A stage as training builds it, "auto" being the default, with its gradients summed in FP32."""
-    source = hollow_source(save_config(llama(bench, layers), bench.folder), functions=functions)
+    source = hollow_source(save_config(llama(bench, layers), bench.folder), StageOptions(functions=functions))
     timer = StageTimer(source, ParallelScheme(1, 1, 1), 0, bench.device, torch.bfloat16)
     batch = timer.batch(lengths)
     return lambda: timer.run(batch)

@@ -77,6 +77,5 @@ def _memory_model(engine: Any) -> Any:
         world.num_ranks,
         rank_memory(world.device, world.node_size),
         job.types.compute,
-        activation_checkpointing=job.config.activation_checkpointing,
         measured=found.activations,
     )

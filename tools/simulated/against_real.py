@@ -32,7 +32,8 @@ def against_real(steps: int, table: Path | None, *, quick: bool) -> Part:
         table = table or _measured(Path(scratch), quick=quick)
         real = run(steps, "cycle", lengths, Path(scratch), "real", table)
         found = read_table_file(table)
-        source = hollow_source(MODEL, token_sharding=found.job is not None and found.job.token_sharding)
+        assert found.job is not None
+        source = hollow_source(MODEL, found.job.stages)
         links, size = LinkModel.of_table(found.links, RANKS), torch.float32.itemsize
         cluster = SimulatedJob(source.plan, source.width(1), found, links, RANKS, size)
         plans = str(plans_of(Path(scratch) / "real.jsonl"))
