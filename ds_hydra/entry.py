@@ -50,6 +50,7 @@ def initialize(
     config_params: Any = None,
     *,
     loss_fn: Any = None,
+    pre_step_callback: Any = None,
 ) -> tuple[Any, Any, Any, Any]:
     """(engine, optimizer, training_dataloader, lr_scheduler) for a model and a DeepSpeed config.
 
@@ -57,6 +58,8 @@ def initialize(
     dataset of token sequences (see `ds_hydra.data.SequenceData`) or a stream of them [Note: streams], and
     `engine.train_batch()` runs a step; without `training_data` the script hands each step in. `loss_fn` is a loss in
     place of the cross entropy, from logits (T, V) and labels (T,) that of each token, (T,) (`pipe.loss.TokenLoss`).
+    `pre_step_callback(step, sequence_ids, lengths)` returns each step's `StepPlan` in place of the planner, on rank 0
+    [Note: the pre-step callback].
 
     The config is checked before any process group exists; ConfigError says what is wrong and what to do, and is printed
     as `check_config` says.
@@ -73,7 +76,7 @@ def initialize(
         if rank == 0:
             logger.info('the config has no block "hydra": plain DeepSpeed trains')
         return _plain_deepspeed(
-            loss_fn,
+            {"loss_fn": loss_fn, "pre_step_callback": pre_step_callback},
             model=model,
             distributed_port=distributed_port,
             mpu=mpu,
@@ -85,6 +88,11 @@ def initialize(
             **shared,
         )
     _refuse_arguments(mpu=mpu, mesh_param=mesh_param)
+    if pre_step_callback is not None and not callable(pre_step_callback):
+        raise ConfigError(
+            f"initialize(pre_step_callback=...) must be a callable of a step's number, ids and lengths, but is a "
+            f"{type(pre_step_callback).__name__}"
+        )
     if not hasattr(model, "named_parameters"):
         raise ConfigError(
             f"initialize() needs a model, but was given {type(model).__name__}: pass a Hugging Face causal language "
@@ -103,15 +111,16 @@ def initialize(
 
     from ds_hydra.engine.engine import HydraEngine
 
-    engine = HydraEngine(parsed, model, loss_fn=loss_fn, **shared)
+    engine = HydraEngine(parsed, model, loss_fn=loss_fn, pre_step_callback=pre_step_callback, **shared)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
-def _plain_deepspeed(loss_fn: Any, **arguments: Any) -> tuple[Any, Any, Any, Any]:
-    if loss_fn is not None:
-        raise ConfigError(
-            'initialize(loss_fn=...) needs a config with a block "hydra": plain DeepSpeed leaves the loss to the script'
-        )
+def _plain_deepspeed(own: Mapping[str, Any], **arguments: Any) -> tuple[Any, Any, Any, Any]:
+    for name, value in own.items():
+        if value is not None:
+            raise ConfigError(
+                f'initialize({name}=...) needs a config with a block "hydra": plain DeepSpeed has no such argument'
+            )
     import deepspeed
 
     return deepspeed.initialize(**arguments)

@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -26,95 +25,26 @@ import numpy as np
 import ds_hydra.planner.kernels as kernels
 from ds_hydra.commands.figures import figures_parser, finish, print_table
 from ds_hydra.costs.cost_table import CostTable
-from ds_hydra.data.length_sources import read_lengths, sample_batches
+from ds_hydra.data.length_sources import sample_batches
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.simulate import simulate_plan
-from ds_hydra.planner import Planner, PlannerOptions, StepPlan
+from ds_hydra.planner import StepPlan
+from ds_hydra.planner.exact.counts import continuous_ms
 from ds_hydra.planner.exact.paper_problem import DispatchProblem
 from ds_hydra.planner.kernels.problem import Batch, scheme_arrays, scheme_row
-from ds_hydra.planner.proposal.by_milp import continuous_ms
 from ds_hydra.planner.proposal.by_paper import propose_by_program
 from ds_hydra.planner.proposal.candidates import usable_schemes
-from ds_hydra.planner.proposal.propose import QUICK, THOROUGH, Wider, propose_strategies
-from ds_hydra.planner.proposal.spaces import wider_shapes
 from ds_hydra.planner.selection import warm_up
 from tools import aims
+from tools.planner_highs import bench_highs
+from tools.planner_workloads import CONTEXT, DATA, TABLES, Figures, Strategies, Workload
 
-Strategies = tuple[StrategyShape, ...]
-TABLES = Path(__file__).resolve().parents[1] / "examples" / "cost_tables"
-CONTEXT = 32768
-DATA = {
-    "CommonCrawl-like": "lognormal:6.220,1.233",
-    "Wikipedia": str(TABLES / "wikipedia_lengths.txt"),
-    "pretraining": str(TABLES / "pretraining_length_histogram.csv"),
-}
 # Strategies with pipelines, where packing and prediction are hard; and pools for dispatch against HiGHS.
 PIPELINED = ("8*tp4pp2", "tp16 + 2*tp8pp3", "tp8pp3 + 10*tp4", "2*tp8pp2 + 8*tp4", "tp16 + tp8 + 8*tp4 + tp2pp4")
 DISPATCHED = (
     "tp8 + 14*tp4", "2*tp8 + 12*tp4", "3*tp8 + 10*tp4", "tp16 + tp8 + tp4pp2 + 8*tp4", "tp16 + 2*tp8 + 8*tp4",
     "tp16 + tp8 + 8*tp4 + tp2pp4", "2*tp16 + tp8 + tp4pp2 + 2*tp4 + tp2pp4", *PIPELINED[:3],
 )  # fmt: skip
-
-
-@dataclass
-class Figures:
-    """What was measured: rows of the table, and the aims that were missed."""
-
-    rows: list[tuple[str, str, str, str]] = field(default_factory=list)
-    missed: list[str] = field(default_factory=list)
-
-    def note(self, what: str, value: str, aim: str, met: bool) -> None:
-        self.rows.append((what, value, aim, "yes" if met else "NO"))
-        if not met:
-            self.missed.append(f"{what}: {value} (aim {aim})")
-        print(f"  {what}: {value} (aim {aim})", flush=True)
-
-
-@dataclass(frozen=True)
-class Workload:
-    """One cost table, one kind of data, one size."""
-
-    model: str
-    data: str
-    num_gpus: int
-    table: CostTable
-
-    @classmethod
-    def of(cls, model: str, data: str, num_gpus: int) -> Workload:
-        return cls(model, data, num_gpus, CostTable.load(TABLES / f"llama_{model}_a800.json"))
-
-    @property
-    def tokens(self) -> int:
-        return 3125 * self.num_gpus
-
-    def sample(self, seed: int) -> list[int]:
-        return [int(x) for x in read_lengths(DATA[self.data], CONTEXT, 60_000, seed).lengths]
-
-    def batches(self, count: int, seed: int = 77) -> list[np.ndarray]:
-        """Batches that no proposal has seen."""
-        return sample_batches(self.sample(seed), self.tokens, count, seed, CONTEXT)
-
-    def propose(self, thorough: bool, *, wider: bool = False) -> tuple[Strategies, float]:
-        """Our strategies from another sample of the data, 20 of whole sequences and as many elastic ones if `wider`,
-        and the CPU seconds that took."""
-        sample, started = self.sample(1), time.thread_time()
-        effort, more = THOROUGH if thorough else QUICK, Wider(wider_shapes(self.table)) if wider else None
-        found = propose_strategies(
-            self.table, self.num_gpus, sample, self.tokens, CONTEXT, tp_across_nodes=True, effort=effort, wider=more
-        )
-        return found, time.thread_time() - started
-
-    def plan(self, strategies: Strategies, batches: list[np.ndarray]) -> Iterator[tuple[StepPlan, float]]:
-        """Plans of the batches, each with its CPU ms."""
-        planner = Planner(self.table, strategies, PlannerOptions(kernels="compiled"))
-        for step, batch in enumerate(batches):
-            lengths = batch.tolist()
-            started = time.thread_time()
-            plan = planner.plan(step, range(len(lengths)), lengths)
-            yield plan, (time.thread_time() - started) * 1e3
-
-    def __str__(self) -> str:
-        return f"{self.model} {self.data} {self.num_gpus}"
 
 
 def bench_plans(figures: Figures, quick: bool) -> None:
@@ -371,6 +301,7 @@ def main() -> int:
         "packing": bench_packing,
         "prediction": bench_prediction,
         "start": bench_start,
+        "highs": bench_highs,
         "dispatch": lambda f, q: bench_dispatch(f, q, args.highs_seconds or (2.0 if q else 60.0)),
     }
     parser.add_argument("--only", nargs="+", choices=parts, default=list(parts), help="run these parts only")

@@ -6,6 +6,7 @@ import difflib
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, field, fields
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -114,12 +115,14 @@ def text(*, optional: bool = False) -> Check:
     return check
 
 
-def choice(*known: str) -> Check:
-    """One of the strings `known`."""
+def choice(*known: str, renamed: Mapping[str, str] = MappingProxyType({})) -> Check:
+    """One of the strings `known`; `renamed` says of earlier ones what has become of them."""
 
     def check(value: Any, place: str) -> str:
         if not isinstance(value, str):
             raise _wrong(place, "one of " + ", ".join(map(repr, known)), value)
+        if value in renamed:
+            raise ConfigError(f"config: {place} {value!r} {renamed[value]}")
         if value not in known:
             raise ConfigError(
                 f"config: {place} is {_shown(value)}; it must be one of "

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ds_hydra.config.checks import choice, flag, integer, number, parse_block, setting, text, whole_numbers
 from ds_hydra.config.deepspeed_settings import KNOWN_SETTINGS, screen_deepspeed_settings
+from ds_hydra.config.planner_block import PlannerConfig
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.pipe.stage_options import FUNCTIONS, StageOptions
 from ds_hydra.plan.phase import THEN
@@ -23,28 +24,6 @@ if TYPE_CHECKING:
 BLOCK = "hydra"
 WEIGHTS = "weights"
 _MAX_DEGREE_DIGITS = 6
-
-
-@dataclass(frozen=True, slots=True)
-class PlannerConfig:
-    """The block "hydra.planner": how, how far ahead and for how long steps are planned."""
-
-    method: str = setting(choice("fast", "paper", "exact"), "fast")
-    """"fast": bounds, priced placement, local search; "paper": Alg. 1; "exact": Eq. 3 by HiGHS, then packing."""
-    ahead: int = setting(integer(0, 1024), 2)
-    """Steps planned ahead in a process of its own, the next one read and packed in a thread; 0 does all in the step."""
-    seconds: float | None = setting(number(exclusive=True, maximum=86400.0, optional=True), None)
-    """Wall-clock limit of a solution, which then depends on the machine's load; None limits by `node_limit`."""
-    node_limit: int = setting(integer(1), 2000)
-    """Branch-and-bound nodes of one solution; equal inputs then give equal plans."""
-    tolerance: float = setting(number(0.0, 1.0), 0.001)
-    """A strategy is not tried when its bound is within this share of the best plan found."""
-    effort: int = setting(integer(0, 1000), 2)
-    """Restarts of the search for each strategy that is tried."""
-    seed: int | None = setting(integer(optional=True), None)
-    """Seed of the search; None takes the seed of the block "hydra"."""
-    replay_file: str | None = setting(text(optional=True), None)
-    """Plans to run again with choose: "replay", as a run with `plans_file` wrote them."""
 
 
 def _planner(value: Any, place: str) -> PlannerConfig:
@@ -276,6 +255,13 @@ class HydraConfig:
         """How stages are to compute."""
         return StageOptions.of_settings(self)
 
+    @property
+    def _highs(self) -> str:
+        """What HiGHS's composed strategies are for: listed candidates are all that is run."""
+        if not self.planner.highs or self.choose != "best":
+            return "off"
+        return "advises" if self.strategies else "composes"
+
     def planner_options(self) -> PlannerOptions:
         """The settings that the planner works by, from this block and the block "planner"."""
         from ds_hydra.planner.options import PlannerOptions
@@ -284,6 +270,7 @@ class HydraConfig:
         return PlannerOptions(
             objective=self.objective,
             method=planner.method,
+            highs=self._highs,
             choose=self.choose,
             replay_file=planner.replay_file,
             seed=self.seed if planner.seed is None else planner.seed,

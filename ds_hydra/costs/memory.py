@@ -148,6 +148,7 @@ class JobMemory:
     plain_head: bool = True  # whether head and loss are one function [Note: head and loss as one]
     serial: bool = True  # whether messages between stages end in the order of their start, as on NCCL
     strategies: Mapping[StrategyShape, Strategy] = field(default_factory=dict)
+    arena: tuple[tuple[int, int], ...] = ()  # elements of parameters and gradients that each rank keeps room for anyway
     _cache: dict[tuple[Shape, int], Needs] = field(default_factory=dict, compare=False, repr=False)
     _ranks: dict[StrategyShape, tuple[RankBytes, ...]] = field(default_factory=dict, compare=False, repr=False)
 
@@ -268,16 +269,23 @@ class JobMemory:
             for pipeline, place in zip(one.pipelines, placed.pipelines, strict=True):
                 for rank in place.stages[index].ranks if pipeline == shape else ():
                     params, grads = (max(each[rank][item] for each in everyone if rank < len(each)) for item in (0, 1))
+                    if self.arena:
+                        params = max(params, self.arena[rank][0] * self.element.param)
+                        grads = max(grads, self.arena[rank][1] * self.element.grad)
                     found.append(RankBytes(params, grads, own[rank].scratch))
         return max(found, key=lambda held: held.total)
 
     def _of_ranks(self, shape: StrategyShape, placed: Strategy) -> tuple[RankBytes, ...]:
         if shape not in self._ranks:
-            wide = max(self.master_bytes, self.param_bytes)
-            element = ElementBytes(self.param_bytes, self.grad_bytes or wide, self.master_bytes, self.wire_bytes)
             nodes = self.node_size or placed.num_ranks
-            self._ranks[shape] = rank_bytes(self.plan, placed, element, node_size=nodes)
+            self._ranks[shape] = rank_bytes(self.plan, placed, self.element, node_size=nodes)
         return self._ranks[shape]
+
+    @property
+    def element(self) -> ElementBytes:
+        """Bytes of one element of what a rank holds."""
+        wide = max(self.master_bytes, self.param_bytes)
+        return ElementBytes(self.param_bytes, self.grad_bytes or wide, self.master_bytes, self.wire_bytes)
 
 
 def estimate_activations(

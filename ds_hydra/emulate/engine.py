@@ -13,7 +13,7 @@ from ds_hydra.costs.rank_bytes import push_turns
 from ds_hydra.emulate.clock import VirtualClock, VirtualLane
 from ds_hydra.emulate.group import ClockedGroup
 from ds_hydra.emulate.small_model import small_model
-from ds_hydra.emulate.stage import EmulatedSource
+from ds_hydra.emulate.stage import EmulatedSource, at_rank_0
 from ds_hydra.emulate.transport import ClockedTransport
 from ds_hydra.engine.engine import HydraEngine
 from ds_hydra.engine.guard import Guard
@@ -82,8 +82,8 @@ class EmulatedEngine(HydraEngine):
         for shape, strategy in crew.prepared.strategies.items():
             for piece, pipeline in zip(shape.pipelines, strategy.pipelines, strict=True):
                 cost, shares = crew.prepared.table[piece], crew.prepared.table.shares(piece)
-                source.prices[pipeline] = stage_loads(cost, source.plan.num_layers, cluster.found)
-                source.costs[pipeline] = cost, shares
+                source.prices[at_rank_0(pipeline)] = stage_loads(cost, source.plan.num_layers, cluster.found)
+                source.costs[at_rank_0(pipeline)] = cost, shares
         self._step_costs = StepCosts.of(cluster.found.step)
         owned = sum(bucket.numel for bucket in cluster.plan.buckets if bucket.trainable) / cluster.num_ranks
         update_s = self._step_costs.update_ms_per_element * owned / 1e3

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -44,6 +45,13 @@ class Cost(Protocol):
         """Milliseconds of forward and backward of sequences, or slices, of these lengths that begin at these tokens."""
 
 
+def at_rank_0(pipeline: Pipeline) -> Pipeline:
+    """The same pipeline on the first ranks: composed strategies have a candidate's pipelines elsewhere, at its cost."""
+    first = min(pipeline.ranks)
+    stages = (replace(stage, ranks=tuple(rank - first for rank in stage.ranks)) for stage in pipeline.stages)
+    return replace(pipeline, stages=tuple(stages))
+
+
 class EmulatedSource:
     """A `ModelSource` of emulated stages.
 
@@ -61,7 +69,7 @@ class EmulatedSource:
         self.small, self.plan, self.clock = small, small.plan, clock
         self.values: Mapping[str, Tensor] = values
         self.aliases: Mapping[str, str] = {name: name for name in values}
-        self.prices: dict[Pipeline, Sequence[Cost]] = {}  # by stage
+        self.prices: dict[Pipeline, Sequence[Cost]] = {}  # by stage, of pipelines `at_rank_0`
         self.costs: dict[Pipeline, tuple[SchemeCost, Shares]] = {}  # what divides the time
         self.links: Sequence[ClockedTransport] = ()  # of pulls and pushes
 
@@ -117,11 +125,12 @@ class EmulatedStage(StageModule):
         """What each kind of action takes of all layers of the stage."""
         pack = batch.pack
         starts = (pack.past, *[0] * (len(pack.lengths) - 1))
-        load_s = self._source.prices[self.place.pipeline][self.place.index].load_ms(pack.lengths, starts) / 1e3
+        pipeline = at_rank_0(self.place.pipeline)
+        load_s = self._source.prices[pipeline][self.place.index].load_ms(pack.lengths, starts) / 1e3
         if self.place.schedule not in WEIGHED and not batch.recompute:
             return {kind: share * load_s for kind, share in SHARES.items()}
         spans = tuple(Span(0, start, start + length) for start, length in zip(starts, pack.lengths, strict=True))
-        planned, (cost, shares) = MicroBatchPlan(spans, batch.recompute), self._source.costs[self.place.pipeline]
+        planned, (cost, shares) = MicroBatchPlan(spans, batch.recompute), self._source.costs[pipeline]
         load_s *= stretch(planned, cost, shares)
         work = work_of(planned, cost, shares, parts=1, followed=False)
         return {kind: load_s * work.takes(kind) / (work.forward + work.takes("backward")) for kind in SHARES}

@@ -17,7 +17,7 @@ Every part needs some of those before it, and what can be refused is refused bef
   tracing       keeps the stepper's laps in the steps that the config names
   plans         by a producer on rank 0, which was started before all else and compiles its kernels meanwhile
   coming        plans and stepper; makes the next step ready while one runs
-  learned       corrects the costs of plans
+  learned       corrects the costs of plans, and adds composed strategies to the candidates
   checkpoints   saves and loads masters, loss scale and what was learnt
 
 What one rank cannot do there is told by all ranks, where a part sends no messages (`ranks.together`); of all else the
@@ -33,6 +33,7 @@ import atexit
 import logging
 import sys
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -52,7 +53,9 @@ from ds_hydra.engine.simulated import exposed_of, simulated_job
 from ds_hydra.engine.tracing import Tracing
 from ds_hydra.host.host_engine import HostEngine
 from ds_hydra.host.loss_scale import LossScale
+from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.planner import PlanRecipe
+from ds_hydra.planner.budget import budget_of, typical_batch
 from ds_hydra.planner.producer_process import ProducerProcess
 from ds_hydra.ranks.together import together
 from ds_hydra.ranks.world import World
@@ -87,7 +90,7 @@ class Crew:
     def _assemble(self, host: HostEngine, signals: Signals, *, initial: bool) -> None:
         job, world = self.job, self.world
         with together(world.channel, "starting the planner's process"):
-            producer = start_producer(job.config, world.rank)
+            producer = start_producer(job.config, world.rank, own=job.pre_step is not None)
             if producer is not None:
                 # Also where something below is refused; not at exit, which forks of this process may come to first.
                 weakref.finalize(self, producer.stop).atexit = False
@@ -130,6 +133,7 @@ class Crew:
                 update=self.update,
                 activity=self.activity,
                 request=lambda: signals.request,
+                least_arena=self.prepared.room.arena[world.rank],
             )
         self.stepper.connect()
         with together(world.channel, "starting the planner"):
@@ -142,34 +146,34 @@ class Crew:
 
     def _start_planner(self, producer: ProducerProcess | None) -> None:
         job, world = self.job, self.world
-        cluster, exposed = simulated_job(job, world, self.prepared.found), self._exposed_ms()
-        self.tracing = Tracing(job.config.trace, Path(job.config.steps_file or "").parent, world, self.stepper, cluster)
-        self.plans = PlanSource(
-            PlanRecipe(
-                self.prepared.table,
-                tuple(self.prepared.strategies),
-                replace(
-                    job.config.planner_options(),
-                    no_slices=self.prepared.no_slices,
-                    layers=job.source.plan.num_layers,
-                ),
-                tuple(exposed),
-                job_record(cluster) if exposed else None,
-            ),
-            job.config,
-            job.sampler,
-            world.channel,
-            self.activity,
-            producer,
+        config, strategies, room = job.config, tuple(self.prepared.strategies), self.prepared.room
+        cluster, exposed = simulated_job(job, world, self.prepared.found), self._exposed()
+        self.tracing = Tracing(config.trace, Path(config.steps_file or "").parent, world, self.stepper, cluster)
+        options = replace(
+            config.planner_options(), no_slices=self.prepared.no_slices, layers=job.source.plan.num_layers
         )
+        lengths = () if job.data is None else job.data.lengths
+        typical = typical_batch(lengths, config.tokens_per_step)
+        recipe = PlanRecipe(
+            self.prepared.table,
+            strategies,
+            options,
+            tuple(map(exposed, strategies)) if exposed and len(strategies) > 1 else (),
+            job_record(cluster) if exposed else None,
+            room.to_record() if world.rank == 0 and options.highs == "composes" else None,
+            budget_of(self.prepared.table, strategies, options.effort, typical),
+        )
+        self.plans = PlanSource(
+            recipe, config, job.sampler, world.channel, self.activity, producer,
+            room=room, own=job.pre_step, exposed=exposed,
+        )  # fmt: skip
 
-    def _exposed_ms(self) -> list[float]:
-        """What the messages of each candidate add to a step, on the rank that chooses among them."""
-        strategies = self.prepared.strategies
-        if self.world.rank or self.job.config.choose != "best" or len(strategies) == 1:
-            return []
-        exposed = exposed_of(self.job, self.world, self.prepared.found)
-        return [exposed(shape) for shape in strategies] if exposed else []
+    def _exposed(self) -> Callable[[StrategyShape], float] | None:
+        """What the messages of a strategy add to a step, on the rank that chooses among them; None: nothing does."""
+        job, few = self.job, len(self.prepared.strategies) == 1 and self.job.config.planner_options().highs == "off"
+        if self.world.rank or job.config.choose != "best" or few or job.pre_step is not None:
+            return None
+        return exposed_of(job, self.world, self.prepared.found)
 
     def close(self) -> None:
         """Wait for a save that is under way; end threads and the planning process. The world stays open."""

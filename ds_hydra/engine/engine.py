@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,7 @@ from ds_hydra.engine.initial import give_buffers
 from ds_hydra.engine.job import Job
 from ds_hydra.engine.models import model_source
 from ds_hydra.engine.own_loss import same_on_all, try_loss
+from ds_hydra.engine.pre_step import Callback, PreStepCallback
 from ds_hydra.engine.saving import Saving
 from ds_hydra.engine.scanning import read_twice, scan_together
 from ds_hydra.engine.sequence_loss import SequenceLoss
@@ -54,11 +56,20 @@ class HydraEngine(EngineWithWeights):
     shards are the parameters, and `fp32_state_dict` gathers them.
     """
 
-    def __init__(self, parsed: ParsedConfig, model: Any, *, loss_fn: TokenLoss | None = None, **arguments: Any) -> None:
+    def __init__(
+        self,
+        parsed: ParsedConfig,
+        model: Any,
+        *,
+        loss_fn: TokenLoss | None = None,
+        pre_step_callback: Callback | None = None,
+        **arguments: Any,
+    ) -> None:
         with first_channel() as channel:
             guard = self._guard(channel, parsed.hydra)
             with guard.assembling():
                 self._read(channel, parsed, model, loss_fn, arguments)
+                self.job = replace(self.job, pre_step=pre_step_callback)
         with guard.assembling():
             self._signals = Signals(self.global_rank)
             self.assemble(guard=guard)
@@ -142,6 +153,11 @@ class HydraEngine(EngineWithWeights):
         if self.global_rank == 0:
             logger.info("%d ranks, nodes of %d", dist.get_world_size(), node_size)
         return World.of_process(self.device, node_size=node_size, timeout_s=config.timeout_seconds)
+
+    @property
+    def pre_step_callback(self) -> PreStepCallback | Callback | None:
+        """What rank 0 calls before each step for its plan [Note: the pre-step callback]; None on other ranks."""
+        return self.crew.plans.pre_step_callback
 
     def train_batch(self, data_iter: Any = None, *, sequence_loss: SequenceLoss | None = None) -> Tensor:
         """Run one step and return its loss, a scalar in FP32. Every rank must call it.

@@ -8,6 +8,7 @@ from typing import Any
 from ds_hydra.config.hydra_block import HydraConfig
 from ds_hydra.data.order import Order
 from ds_hydra.data.sequences import SequenceData
+from ds_hydra.engine.pre_step import Callback
 from ds_hydra.host.optimizers import OptimizerRecipe
 from ds_hydra.host.precision import DataTypes
 from ds_hydra.pipe.stage import ModelSource
@@ -25,3 +26,4 @@ class Job:
     sampler: Order | None  # of the training data, if there are any; loading a checkpoint moves its place
     types: DataTypes
     clipping: float  # largest norm of a step's gradient; 0 does not clip
+    pre_step: Callback | None = None  # the user's own; None: the job plans by itself

@@ -1,4 +1,7 @@
-"""What measured times have taught the planner in; its part of a checkpoint out, and back: plans go on as they were.
+"""What training has taught the planner in; its part of a checkpoint out, and back: plans go on as they were.
+
+A strategy that HiGHS composed for step 10 is a candidate from step 74 on, however far ahead steps are planned, and a
+checkpoint of step 11 says so [Note: composed strategies].
 
 [Note: corrections at fixed steps]
 With `cost_correction: "apply"` plans follow from the times of earlier steps. A correction that is found after step 16
@@ -15,7 +18,11 @@ from typing import Any, NamedTuple
 
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.costs.table_file import read_table, table_record
+from ds_hydra.engine.joined import Joined
 from ds_hydra.engine.plan_source import PlanSource
+from ds_hydra.pipe.shape import StrategyShape
+from ds_hydra.plan.step_plan import StepPlan
+from ds_hydra.planner.budget import PlanBudget
 from ds_hydra.report.calibration import Calibration
 from ds_hydra.report.prediction import StepWatch
 from ds_hydra.zero_hetero.errors import CheckpointError
@@ -28,24 +35,35 @@ class Restored(NamedTuple):
 
     recipe: str  # digest, without corrections; empty where it was not known
     tables: tuple[tuple[int, CostTable], ...]  # with the step that each holds from, counted from 0
+    joined: tuple[Joined, ...]
+    budget: PlanBudget | None
     calibration: Calibration
 
 
 class Learned:
-    """Corrects the costs that plans are made by, and keeps that in checkpoints. Every rank makes the same calls."""
+    """Adds to the candidates, corrects the costs that plans are made by, and keeps both in checkpoints.
+
+    Every rank makes the same calls.
+    """
 
     def __init__(self, watch: StepWatch, plans: PlanSource):
         self._watch, self._plans = watch, plans
 
-    def correct(self, step: int) -> None:
-        """After `step`, counted from 1: plan by corrected costs, if the config asks for that and there are new ones."""
+    def learn(self, step: int, plan: StepPlan) -> None:
+        """After `step`, counted from 1: its strategy may join the candidates, and plans are made by corrected costs, if
+        the config asks for that and there are new ones."""
+        self._plans.trained(plan)
         table = self._watch.new_table(step)
         if table is not None:
             self._plans.use_table(table, step + 1)  # [Note: corrections at fixed steps]
 
     def saved(self) -> dict[str, Any]:
         """For a checkpoint, as JSON holds it."""
-        record: dict[str, Any] = {"recipe": self._plans.first_digest}
+        record: dict[str, Any] = {
+            "recipe": self._plans.first_digest,
+            "joined": [[first, str(strategy)] for first, strategy in self._plans.joined],
+            "budget": self._plans.budget,
+        }
         if self._watch.applies:
             record["tables"] = [[first, table_record(table)] for first, table in self._plans.tables]
             record["first_table"] = table_record(self._plans.first_table)
@@ -54,28 +72,33 @@ class Learned:
 
     def read(self, saved: Mapping[str, Any] | None) -> Restored:
         """What to go on with. Nothing is changed; CheckpointError for what `saved` has not written."""
-        fresh = Restored("", ((0, self._plans.first_table),), self._watch.fresh())
+        plans = self._plans
+        fresh = Restored("", ((0, plans.first_table),), (), plans.budget, self._watch.fresh())
         if saved is None:
             return fresh
         try:
             fresh = fresh._replace(recipe=str(saved["recipe"]))
+            if saved.get("budget") is not None:  # checkpoints of earlier releases have none
+                fresh = fresh._replace(budget=PlanBudget(*map(int, saved["budget"])))
+            joined = [Joined(int(first), StrategyShape.parse(text)) for first, text in saved.get("joined", ())]
+            fresh = fresh._replace(joined=plans.able_to_join(joined))
             if not self._watch.applies or "tables" not in saved:
                 return fresh
-            if read_table(saved["first_table"], "the cost table") != self._plans.first_table:
+            if read_table(saved["first_table"], "the cost table") != plans.first_table:
                 logger.info(
                     "corrections of costs begin anew: the checkpoint's are of another cost table or other ranks"
                 )
                 return fresh
             tables = tuple((int(first), read_table(table, "the cost table")) for first, table in saved["tables"])
-            if not tables or any(table.schemes != self._plans.first_table.schemes for _, table in tables):
+            if not tables or any(table.schemes != plans.first_table.schemes for _, table in tables):
                 raise ValueError("its tables have other schemes than the job's")
             return fresh._replace(tables=tables, calibration=self._watch.fresh(saved["calibration"]))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise CheckpointError(
-                f"its corrections of costs cannot be read ({type(error).__name__}: {error})"
+                f"what its job has learnt for plans cannot be read ({type(error).__name__}: {error})"
             ) from None
 
     def restore(self, restored: Restored) -> None:
         """Go on with what was read, at another step: what was planned ahead is forgotten."""
         self._watch.calibration = restored.calibration
-        self._plans.restart(restored.tables, restored.recipe)
+        self._plans.restart(restored.tables, restored.joined, restored.budget, restored.recipe)

@@ -11,23 +11,23 @@ from typing import NamedTuple
 from ds_hydra.config.hydra_block import HydraConfig
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.data.order import Order
-from ds_hydra.engine.producer import command_of
+from ds_hydra.engine.joined import Joined, able_to_join, joins_by
+from ds_hydra.engine.plan_telling import tell_plan
+from ds_hydra.engine.pre_step import Callback, PreStepCallback, plan_of
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.runnable import check_runnable
 from ds_hydra.plan.validate import check_safe, validate_plan
-from ds_hydra.planner import PlannedStep, Planner, PlannerService, PlanRecipe, StepPlan
+from ds_hydra.planner import PlannedStep, Planner, PlanRecipe, StepPlan
+from ds_hydra.planner.arena_room import ArenaRoom
+from ds_hydra.planner.budget import PlanBudget
 from ds_hydra.planner.producer_process import ProducerProcess
 from ds_hydra.planner.service import Waiting
 from ds_hydra.ranks.channel import Channel
 from ds_hydra.ranks.telling import Telling
-from ds_hydra.ranks.together import as_text, error_from
-from ds_hydra.simulate.producer import step_ms_of
 from ds_hydra.watchdog import Activity
-from ds_hydra.zero_hetero.errors import PlanError, Told, mark_told
+from ds_hydra.zero_hetero.errors import PlanError
 
 logger = logging.getLogger(__name__)
-_FAILED = "failed\n"  # before rank 0's error, in place of a plan
-_WAITING = "waiting\n"  # in place of a plan that rank 0 is still waiting for
 
 
 class _Batch(NamedTuple):
@@ -43,7 +43,9 @@ class PlanSource:
 
     Rank 0 has the plans made and tells them to the others: so only one process compiles and searches. Every rank
     validates a plan against the sequences that its own sampler drew. `recipe` is the job's, of which only rank 0 needs
-    `exposed_ms` and `job`; `producer` is rank 0's, if it has been started.
+    `exposed_ms` and `job`; `producer` is rank 0's, if it has been started. `room` says which strategies fit beside the
+    candidates; `own` is a pre-step callback of the user's [Note: the pre-step callback]; `exposed` tells rank 0 what
+    the messages of a strategy add to a step.
     """
 
     def __init__(
@@ -54,22 +56,26 @@ class PlanSource:
         channel: Channel,
         activity: Activity,
         producer: ProducerProcess | None = None,
+        *,
+        room: ArenaRoom | None = None,
+        own: Callback | None = None,
+        exposed: Callable[[StrategyShape], float] | None = None,
     ):
         self._recipe, self._config, self._sampler, self._channel = recipe, config, sampler, channel
-        self._activity = activity
+        self._activity, self._own, self._exposed = activity, own, exposed or (lambda _: 0.0)
         self._rank, self._num_ranks, self._ahead = channel.rank, channel.num_ranks, config.planner.ahead
-        self.first_table = recipe.table
+        self._room, self.first_table = room, recipe.table
         self.tables: tuple[tuple[int, CostTable], ...] = ((0, recipe.table),)  # with the step that each holds from
+        self.joined: tuple[Joined, ...] = ()
         self._before = ""  # digest of the recipe by which the job planned that this one goes on from
         self._set_planner()
-        self._service = self._start_service(producer)
-        self._submitted: int | None = None
+        self._pre_step = self._start(producer)
 
     def _set_planner(self) -> None:
-        recipe = replace(self._recipe, job=None)
+        recipe = replace(self._recipe, job=None, room=None)
         recipe.planner()  # refuses on every rank what cannot be planned or replayed
         # One plan is not worth compiling for.
-        once = replace(recipe.options, kernels="pure", choose="best", replay_file=None)
+        once = replace(recipe.options, kernels="pure", choose="best", replay_file=None, highs="off")
         self._pure = Planner(recipe.table, recipe.strategies, once, exposed_ms=recipe.exposed_ms)
 
     def use_table(self, cost_table: CostTable, first: int = 0) -> None:
@@ -77,8 +83,27 @@ class PlanSource:
         self._recipe = replace(self._recipe, table=cost_table)
         self.tables = (*self.tables[-1:], (first, cost_table))
         self._set_planner()
-        if self._service is not None:
-            self._service.use_table(cost_table, first)
+        if self._pre_step is not None:
+            self._pre_step.use_table(cost_table, first)
+
+    def trained(self, plan: StepPlan) -> None:
+        """After a step: a strategy that was composed for it joins the candidates, some steps later.
+
+        Every rank must call it, with the same plans.
+        """
+        joined = joins_by(plan, self._recipe.strategies, self.joined)
+        if joined is not None:
+            self._join(joined)
+
+    def able_to_join(self, joined: Sequence[Joined]) -> tuple[Joined, ...]:
+        """Those of another start of the job that this one can run; every rank finds the same."""
+        composes = self._recipe.options.highs == "composes"
+        return able_to_join(joined, self._recipe.strategies, self._room if composes else None)
+
+    def _join(self, joined: Joined) -> None:
+        self.joined = (*self.joined, joined)
+        if self._pre_step is not None:
+            self._pre_step.join(joined.strategy, self._exposed(joined.strategy), joined.first)
 
     @property
     def table(self) -> CostTable:
@@ -89,39 +114,52 @@ class PlanSource:
         """The cost table that the plan of a step is made by, and the schedules that weigh times."""
         return next(table for first, table in reversed(self.tables) if first <= step)
 
-    def _start_service(self, producer: ProducerProcess | None = None) -> PlannerService | None:
-        if self._rank != 0:
+    def _start(self, producer: ProducerProcess | None = None) -> PreStepCallback | None:
+        if self._rank != 0 or self._own is not None:
             return None
-        return PlannerService(
-            self._recipe, self._ahead, simulation=step_ms_of, frozen_s=self._config.faults.frozen_seconds,
-            command=command_of(self._config), producer=producer,
-        )  # fmt: skip
+        return PreStepCallback(self._recipe, self._config, self._sampler, producer)
 
-    def restart(self, tables: Sequence[tuple[int, CostTable]], before: str) -> None:
-        """Go on at another place of the data, by these tables with the step that each holds from.
+    @property
+    def pre_step_callback(self) -> PreStepCallback | Callback | None:
+        """What is called before each step, on rank 0; None on other ranks."""
+        return self._own if self._own is not None and self._rank == 0 else self._pre_step
+
+    @property
+    def budget(self) -> PlanBudget | None:
+        """Of the recipe."""
+        return self._recipe.budget
+
+    def restart(
+        self, tables: Sequence[tuple[int, CostTable]], joined: Sequence[Joined], budget: PlanBudget | None, before: str
+    ) -> None:
+        """Go on at another place of the data, by these tables and strategies with the step that each holds from, and
+        this budget.
 
         `before` is the `first_digest` of the job that is gone on from.
         """
         self._before = before
-        (_, table), *later = tables
-        if self._submitted is not None:
+        anew = self._pre_step is not None and self._pre_step.has_planned
+        if anew or budget != self.budget or tuple(joined)[: len(self.joined)] != self.joined:
             self.close()
-            self._recipe = replace(self._recipe, table=table)
-            self._service, self._submitted = self._start_service(), None
-        elif tuple(tables) == self.tables:
-            return
-        else:
-            self.use_table(table)
-        self.tables = ((0, table),)
-        for first, table in later:
-            self.use_table(table, first)
+            self._recipe, self.joined = replace(self._recipe, table=tables[0][1], budget=budget), ()
+            self._pre_step, self.tables = self._start(), ((0, tables[0][1]),)
+            self._set_planner()
+        if tuple(tables) != self.tables:
+            (_, table), *later = tables
+            if (0, table) != self.tables[-1]:
+                self.use_table(table)
+            self.tables = ((0, table),)
+            for first, table in later:
+                self.use_table(table, first)
+        for one in joined[len(self.joined) :]:
+            self._join(one)
 
     @property
     def first_digest(self) -> str:
         """Of the recipe without corrections, on rank 0 once a plan was made; else empty."""
-        if self._service is None or self._service.kernels == "auto":
+        if self._pre_step is None or self._pre_step.kernels == "auto":
             return ""
-        options = replace(self._recipe.options, kernels=self._service.kernels)
+        options = replace(self._recipe.options, kernels=self._pre_step.kernels)
         return replace(self._recipe, table=self.first_table, options=options).digest
 
     @property
@@ -142,24 +180,7 @@ class PlanSource:
         assert self._sampler is not None, "plans of steps need a sampler"
         batch = self._drawn(step) if self._sampler.known_to_all else None
         with nullcontext() if telling else self._activity(f"waiting for plan {step + 1}"):
-            return self._share(step, batch, lambda waiting: self._ahead_of(step, waiting), telling)
-
-    def _ahead_of(self, step: int, waiting: Waiting) -> PlannedStep:
-        """On rank 0: the plan of `step`, after the coming steps were submitted."""
-        assert self._sampler is not None, "plans of steps need a sampler"
-        batch = self._drawn(step)
-        # With ahead = 2, next(0) submits the batches of steps 0, 1 and 2 and waits for plan 0; next(1) submits step 3
-        # and finds plan 1, which was made while step 0 was trained. A stream may not have come that far.
-        assert self._service is not None, "rank 0 has a service"
-        first = step if self._submitted is None else self._submitted + 1
-        for coming in range(first, step + self._ahead + 1):
-            if coming > step and not self._sampler.ready(coming):
-                break
-            self._service.submit(*self._drawn(coming))
-            self._submitted = coming
-        if not self._service.waits(step):  # its plan was taken, but the step not trained
-            self._service.submit(*batch)
-        return self._service.get(step, waiting)
+            return self._share(step, batch, lambda waiting: self._planned(self._drawn(step), waiting), telling)
 
     def _drawn(self, step: int) -> _Batch:
         assert self._sampler is not None, "plans of steps need a sampler"
@@ -172,13 +193,14 @@ class PlanSource:
         """
         batch = _Batch(step, tuple(range(len(lengths))), lengths)
         with self._activity(f"waiting for plan {step + 1}"):
-            return self._share(step, batch, lambda waiting: self._at_once(batch, waiting))
+            return self._share(step, batch, lambda waiting: self._planned(batch, waiting))
 
-    def _at_once(self, batch: _Batch, waiting: Waiting) -> PlannedStep:
-        """On rank 0: the plan of a batch that was not known before."""
-        assert self._service is not None, "rank 0 has a service"
-        self._service.submit(*batch)
-        return self._service.get(batch.step, waiting)
+    def _planned(self, batch: _Batch, waiting: Waiting) -> PlannedStep:
+        """On rank 0: what the pre-step callback plans."""
+        if self._own is not None:
+            return plan_of(self._own, *batch, replace(self._recipe, table=self.table_of(batch.step)), self._room)
+        assert self._pre_step is not None, "rank 0 has a callback"
+        return self._pre_step(*batch, waiting)
 
     def plan_once(self, ids: tuple[int, ...], lengths: tuple[int, ...]) -> StepPlan:
         """A plan for a batch outside the training order. Every rank must call it."""
@@ -193,8 +215,8 @@ class PlanSource:
 
     def close(self) -> None:
         """End the producer process."""
-        if self._service is not None:
-            self._service.close()
+        if self._pre_step is not None:
+            self._pre_step.close()
 
     def _share(
         self, step: int, batch: _Batch | None, make: Callable[[Waiting], PlannedStep], telling: Telling | None = None
@@ -203,26 +225,14 @@ class PlanSource:
 
         `batch` is None where only rank 0 knows them. An error of rank 0's is raised on all ranks.
         """
-        telling, planned, text, mine = telling or self._channel, None, "", None
-        if self._rank == 0:
-            try:
-                planned = make(self._keeps_waiting(telling))
-                text = planned.to_text()
-            except Exception as error:
-                mine, text = error, _FAILED + as_text(error)
-        text = telling.tell(text)
-        while text == _WAITING:
-            text = telling.tell(None)
-        if text.startswith(_FAILED):
-            cause = text.removeprefix(_FAILED)
-            failed = mine or error_from(cause, f"planning step {step + 1} failed on rank 0")
-            raise mark_told(failed, Told(0, cause.replace("\n", ": ", 1), here=mine is not None))
-        if self._before and planned is not None and self.first_digest:
+        planned = tell_plan(
+            step, make, telling or self._channel, rank=self._rank, timeout_s=self._config.timeout_seconds
+        )
+        if self._before and self.first_digest:  # on rank 0
             if self._before != self.first_digest:
                 logger.info("plans follow from other costs, strategies, options, packages or ranks than those of the "
                             "checkpoint did, so steps may be planned otherwise than they would have been")  # fmt: skip
             self._before = ""
-        planned = planned or PlannedStep.of_text(text)
         plan = planned.plan
         # The ranks' samplers must agree, but a rank may have been given other data by its script. Then a plan of rank
         # 0's ids would train on other sequences here, without any error further down.
@@ -235,15 +245,3 @@ class PlanSource:
         # Rank 0, or its producer, has validated the plan: each rank checks again what costs it no time to speak of.
         check_safe(plan, self.table, self._num_ranks)
         return planned
-
-    def _keeps_waiting(self, telling: Telling) -> Waiting:
-        """Tells the other ranks to wait on, long before they would give up: a plan may take longer than a message."""
-        every_s, last_s = self._config.timeout_seconds / 4, 0.0
-
-        def waiting(waited_s: float) -> None:
-            nonlocal last_s
-            if waited_s - last_s >= every_s:
-                last_s = waited_s
-                telling.tell(_WAITING)
-
-        return waiting

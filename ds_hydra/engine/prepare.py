@@ -20,6 +20,7 @@ from ds_hydra.pipe.placement import Strategy, place_strategy
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.plan.schemes import SCHEDULE_CHOICES
+from ds_hydra.planner.arena_room import ArenaRoom, room_beside
 from ds_hydra.planner.proposal.propose import Wider, propose_strategies
 from ds_hydra.planner.proposal.spaces import wider_shapes
 from ds_hydra.ranks.together import together
@@ -39,6 +40,7 @@ class Prepared:
     num_elements: int  # parameters that each rank owns
     no_slices: str  # why plans must hold whole sequences only; empty: slices of them too are run
     hidden: int  # features of a token between layers
+    room: ArenaRoom  # the arena of each rank, and which strategies fit beside the candidates
 
     @property
     def table(self) -> CostTable:
@@ -75,7 +77,9 @@ def prepare(job: Job, world: World) -> Prepared:
     where = "sequences may have" if job.data is None else f"sequence {int(job.data.lengths.argmax())} has"
     whole = no_slices if config.choose == "replay" else uncut  # recorded plans may hold slices all the same
     check_memory(found.table, memory, tuple(memory.strategies), longest, where, no_slices=whole)
-    return Prepared(found, memory.strategies, shape.params // world.num_ranks, no_slices, shape.hidden)
+    with together(world.channel, "counting the room for composed strategies"):
+        room = room_beside(memory, found.table, composing=config.planner_options().highs == "composes")
+    return Prepared(found, memory.strategies, shape.params // world.num_ranks, no_slices, shape.hidden, room)
 
 
 def hidden_size(source: ModelSource) -> int:

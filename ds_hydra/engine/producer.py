@@ -11,9 +11,10 @@ def command_of(config: HydraConfig) -> tuple[str, ...]:
     return producer_command("ds_hydra.simulate.producer", min(BEAT_S, config.faults.frozen_seconds / 4))
 
 
-def start_producer(config: HydraConfig, rank: int) -> ProducerProcess | None:
-    """On rank 0: the process, which compiles its kernels from now on; None where there is to be none."""
-    if rank != 0 or config.planner.ahead == 0 or config.choose == "replay":
+def start_producer(config: HydraConfig, rank: int, *, own: bool) -> ProducerProcess | None:
+    """On rank 0: the process, which compiles its kernels from now on; None where there is to be none, since the script
+    plans on its `own` for one."""
+    if rank != 0 or own or config.planner.ahead == 0 or config.choose == "replay":
         return None
     try:
         producer = ProducerProcess(command_of(config))

@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from ds_hydra.planner import PlannedStep
-from ds_hydra.report.record import StepRecord
+from ds_hydra.report.record import HighsFigures, StepRecord
 
 if TYPE_CHECKING:
     from ds_hydra.ranks.rank_stats import RankStats
@@ -83,6 +83,7 @@ def step_record(
         plan_source=plan.source,
         planning_waited_ms=planned.waited_ms,
         planning_by=planned.made_by,
+        highs=None if planned.highs is None else HighsFigures(*planned.highs),
         planning_recipe=planned.recipe,
         plan_digest=plan.digest().hex(),
         ids_digest=hashlib.sha256(repr(plan.sequence_ids).encode()).hexdigest()[:16],

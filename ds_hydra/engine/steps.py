@@ -161,7 +161,7 @@ class Steps:
         )
         host.finish_step(record)
         crew.tracing.write(step, planned.plan, crew.plans.table_of(step - 1))
-        crew.learned.correct(step)
+        crew.learned.learn(step, planned.plan)
 
     def _flops(self, lengths: Sequence[int]) -> float | None:
         """Of the model, for these sequences; None on CPUs, whose speed nobody asks for, or where it is not known."""

@@ -20,11 +20,12 @@ rest for step 5. So the same batch gives the same plan on every machine.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from ds_hydra.planner.composing import Composed, Composer
 from ds_hydra.planner.elastic_refine import Elastic, refined
 from ds_hydra.planner.elastic_space import ElasticSpace
 from ds_hydra.planner.elastic_times import PipelineTimes
@@ -75,12 +76,12 @@ class ElasticSearch:
         self._dealt, self._share = space.dealt(kernel, batch, num_ranks), space.share(batch, num_ranks)
         self._times = PipelineTimes(space, kernel, batch, tries=tries, seed=seed)
         self._tries = tries
+        self.known: Overheads | None = None  # once `best_of` has seen some
 
-    def best_of(self, candidates: Sequence[int], count: int = 1) -> list[Elastic]:
-        """The best plans found over these strategies, by their numbers: up to so many, each of another strategy, best
-        first; none where no strategy holds all sequences."""
-        kinds = [self._space.kinds[index] for index in candidates]
-        known = self.probes(kinds)
+    def best_of(self, kinds: Sequence[PipelineKinds], count: int = 1) -> list[Elastic]:
+        """The best plans found over these strategies: up to so many, each of another strategy, best first; none where
+        no strategy holds all sequences."""
+        self.known = known = self.probes(kinds)
         looked = self._looked_at(kinds, known)
         found: list[Elastic] = []
         for one in _most_promising(looked):
@@ -115,15 +116,27 @@ class ElasticSearch:
         """(pipelines,) ms that dispatch counts for the sequences of each pipeline, whose rows are `rows`."""
         return np.array([self._dealt.items.work[k][owner == p].sum() for p, k in enumerate(rows)])
 
-    def bound(self, candidates: Sequence[int]) -> float:
+    def bound(self, strategies: Sequence[PipelineKinds]) -> float:
         """No step under any of these strategies is sooner done (ms)."""
         least = math.inf
-        for index in candidates:
-            kinds = self._space.kinds[index]
+        for kinds in strategies:
             problem = Problem(self._space.bounding, self._batch.merged, kinds.shape)
             bound = self._kernel.strategy_bound(problem, 4, 8, kinds.num_ranks.copy())
             least = min(least, bound + kinds.exposed_ms)
         return least
+
+    def composed(self, composer: Composer, best_ms: float, known: Collection[str]) -> Composed:
+        """What HiGHS composes of the rows whose overheads `best_of` has seen; arguments as `Composer.compose`."""
+        assert self.known is not None, "overheads are known once candidates were searched"
+        shapes = {k: self._space.rows[k].shape for k in np.flatnonzero(self.known.count).tolist()}
+        return composer.compose(self._dealt, self._space.by_overhead(self.known.ms), shapes, best_ms, known)
+
+    def promising(self, kinds: Sequence[PipelineKinds], best: PipelineKinds, share: float) -> list[PipelineKinds]:
+        """Strategies that are dispatched in less than this share of the time of the best one, by what was seen."""
+        assert self.known is not None, "overheads are known once candidates were searched"
+        ranked = {number: ms for ms, number, _ in self._ranked([best, *kinds], self.known.ms)}
+        most = share * ranked.get(0, math.inf)
+        return [one for number, one in enumerate(kinds, 1) if ranked.get(number, math.inf) < most]
 
     # 1. what each row's pipelines cost besides their work
 

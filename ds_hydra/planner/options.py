@@ -9,8 +9,9 @@ from ds_hydra.zero_hetero.errors import ConfigError
 
 _CHOICES = {
     "objective": ("flow_shop", "paper"),
-    "method": ("fast", "paper", "exact"),
+    "method": ("search", "paper", "highs"),
     "choose": ("best", "cycle", "replay"),
+    "highs": ("off", "advises", "composes"),
     "kernels": ("auto", "compiled", "pure"),
 }
 
@@ -21,8 +22,11 @@ class PlannerOptions:
 
     objective: str = "flow_shop"
     """"flow_shop": sum of loads + (PP-1) * largest; "paper": Eq. 1, largest load * (PP-1+V)."""
-    method: str = "fast"
-    """"fast": bounds, priced placement, local search; "paper": Alg. 1; "exact": Eq. 3 by HiGHS, then packing."""
+    method: str = "search"
+    """"search": bounds, priced placement, local search; "highs": Eq. 3 by HiGHS besides; "paper": Alg. 1."""
+    highs: str = "off"
+    """"composes": strategies that suit a batch better than all candidates do [Note: composed strategies]; "advises":
+    the same, but only candidates are run; "off": it does not."""
     choose: str = "best"
     """"best": least predicted time; "cycle": strategy step % n; "replay": the plans of `replay_file`."""
     replay_file: str | None = None

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.plan.validate import check_safe
+from ds_hydra.planner.composing import HighsShare
 from ds_hydra.planner.recipe import PlanRecipe
 from ds_hydra.zero_hetero.errors import PlanError
 
-MadeBy = Literal["producer", "restarted", "here"]
+MadeBy = Literal["producer", "restarted", "here", "callback"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +20,8 @@ class PlannedStep:
     """A plan, and how it came about, on which it does not depend.
 
     `planning_ms` is the planner's wall time, `waited_ms` that of who asked for the plan. `hidden` says whether it was
-    ready then. `made_by`: "restarted" is a producer that took another's place meanwhile, "here" the training process.
-    `recipe` is the digest of what it follows from.
+    ready then. `made_by`: "restarted" is a producer that took another's place meanwhile, "here" the training process,
+    "callback" one of the user's. `recipe` is the digest of what it follows from; `highs` says what HiGHS did for it.
     """
 
     plan: StepPlan
@@ -29,6 +30,7 @@ class PlannedStep:
     waited_ms: float = 0.0
     made_by: MadeBy = "here"
     recipe: str = ""
+    highs: HighsShare | None = None
 
     def to_text(self) -> str:
         """For other ranks; `of_text` is the inverse."""
@@ -38,7 +40,13 @@ class PlannedStep:
     @classmethod
     def of_text(cls, text: str) -> PlannedStep:
         told, plan = text.split("\n", 1)
-        return cls(StepPlan.from_json(plan, "rank 0's plan"), **json.loads(told))
+        fields_told = json.loads(told)
+        highs = fields_told.pop("highs")
+        return cls(
+            StepPlan.from_json(plan, "rank 0's plan"),
+            **fields_told,
+            highs=None if highs is None else HighsShare(*highs),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +62,16 @@ class InvalidAnswerError(ValueError):
     """What a producer said cannot be used."""
 
 
-def read_answer(line: str, request: Request, recipe: PlanRecipe) -> tuple[StepPlan, float]:
-    """The plan of an answer, and its planning time in ms.
+class Answer(NamedTuple):
+    """What a producer made of a request."""
+
+    plan: StepPlan
+    planning_ms: float
+    highs: HighsShare | None
+
+
+def read_answer(line: str, request: Request, recipe: PlanRecipe) -> Answer:
+    """The plan of an answer, its planning time, and what HiGHS did for it.
 
     Raises InvalidAnswerError for one that is wrong, and PlanError where the producer could not plan these sequences.
     """
@@ -66,6 +82,8 @@ def read_answer(line: str, request: Request, recipe: PlanRecipe) -> tuple[StepPl
         if "invalid" in answer:
             raise PlanError(answer["invalid"])
         plan, planning_ms = StepPlan.from_json(answer["plan"], "the producer's answer"), float(answer["planning_ms"])
+        told = answer.get("highs")
+        highs = None if told is None else HighsShare(*told)
         # The producer has run the plan's schedules to check its times and its memory. What costs little is checked
         # again: a producer whose memory went bad may answer in valid JSON and still lose a sequence.
         if (plan.step, plan.sequence_ids, plan.lengths) != (request.step, request.ids, request.lengths):
@@ -73,4 +91,4 @@ def read_answer(line: str, request: Request, recipe: PlanRecipe) -> tuple[StepPl
         check_safe(plan, recipe.table, recipe.strategies[0].num_ranks)
     except (ValueError, TypeError, KeyError) as error:
         raise InvalidAnswerError(str(error)) from error
-    return plan, planning_ms
+    return Answer(plan, planning_ms, highs)

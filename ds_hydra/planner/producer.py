@@ -3,10 +3,11 @@
 A message is a line of JSON. In:
 
   {"kernels": "auto"}                           compile them, or load them from numba's cache, for what will come
-  {"recipe": "...", "generation": 1}            answered by {"ready": digest, "kernels": "compiled", "generation": 1}
-  {"generation": 1, "step", "ids", "lengths"}   answered by {"generation": 1, "step", "plan", "planning_ms"}, all of the
-                                                plan checked, by {..., "error"}, or by {..., "invalid"} when the plan
-                                                fails that check
+  {"recipe": "...", "generation": 1,            answered by {"ready": digest, "kernels": "compiled", "generation": 1};
+   "oldest": 0}                                 generations below the oldest are asked for no more
+  {"generation": 1, "step", "ids", "lengths"}   answered by {"generation": 1, "step", "plan", "planning_ms", "highs"},
+                                                all of the plan checked, by {..., "error"}, or by {..., "invalid"} when
+                                                the plan fails that check
 
 `PlanRecipe` says why the kernels are compiled before anything is ready. The planner does not know what a recipe's "job"
 is. `simulate.producer` is the same program with a simulation for it.
@@ -25,7 +26,6 @@ from ds_hydra.planner.selection import Planner
 from ds_hydra.zero_hetero.errors import PlanError
 
 Tell = Callable[[Mapping[str, object]], None]
-KEPT = 2  # recipes: the present one, and the one before for the steps that are still planned by it
 
 
 def main(requests: Iterable[str], tell: Tell, simulation: Simulation | None = None) -> None:
@@ -35,8 +35,8 @@ def main(requests: Iterable[str], tell: Tell, simulation: Simulation | None = No
         request = json.loads(line)
         if "recipe" in request:
             recipe, generation = PlanRecipe.of_text(request["recipe"]).settled(), request["generation"]
-            planners[generation] = recipe.planner(simulation)
-            planners.pop(generation - KEPT, None)
+            planners = {number: planner for number, planner in planners.items() if number >= request["oldest"]}
+            planners[generation] = recipe.planner(simulation, time.thread_time)
             tell({"ready": recipe.digest, "kernels": recipe.options.kernels, "generation": generation})
         elif "kernels" in request:
             settled_kernels(request["kernels"])
@@ -49,7 +49,7 @@ def answer(planner: Planner, request: Mapping[str, Any]) -> dict[str, object]:
     started = time.perf_counter()
     of = {"generation": request["generation"], "step": request["step"]}
     try:
-        plan = planner.plan(request["step"], request["ids"], request["lengths"])
+        plan, highs = planner.made(request["step"], request["ids"], request["lengths"])
     except ValueError as error:  # PlanError is one; anything else is a fault of ours and ends this process
         return {**of, "error": str(error)}
     planning_ms = (time.perf_counter() - started) * 1e3
@@ -57,4 +57,4 @@ def answer(planner: Planner, request: Mapping[str, Any]) -> dict[str, object]:
         validate_plan(plan, planner.cost_table, planner.num_ranks, planner.options.objective)
     except PlanError as error:
         return {**of, "invalid": str(error)}
-    return {**of, "plan": plan.to_json(), "planning_ms": planning_ms}
+    return {**of, "plan": plan.to_json(), "planning_ms": planning_ms, "highs": highs}

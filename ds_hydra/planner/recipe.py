@@ -25,6 +25,8 @@ from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.costs.table_file import read_table, table_record
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.step_plan import StepPlan
+from ds_hydra.planner.arena_room import ArenaRoom
+from ds_hydra.planner.budget import PlanBudget
 from ds_hydra.planner.options import PlannerOptions
 from ds_hydra.planner.selection import Planner, warm_up
 
@@ -39,13 +41,18 @@ Simulation = Callable[[Mapping[str, Any], CostTable], StepMs]
 
 @dataclass(frozen=True)
 class PlanRecipe:
-    """What plans follow from [Note: the same plans]; `job` is the record that steps are simulated by, if they are."""
+    """What plans follow from [Note: the same plans]; `job` is the record that steps are simulated by, if they are.
+
+    `budget` None: one that does not look at the steps' time.
+    """
 
     table: CostTable
     strategies: tuple[StrategyShape, ...]
     options: PlannerOptions = field(default_factory=PlannerOptions)
     exposed_ms: tuple[float, ...] = ()
     job: Mapping[str, Any] | None = None
+    room: Mapping[str, Any] | None = None  # `ArenaRoom.to_record`; None: composed strategies may need what they like
+    budget: PlanBudget | None = None
 
     @functools.cached_property
     def text(self) -> str:
@@ -56,6 +63,8 @@ class PlanRecipe:
             "options": asdict(self.options),
             "exposed_ms": self.exposed_ms,
             "job": self.job,
+            "room": self.room,
+            "budget": self.budget,
         }
         return json.dumps(record, sort_keys=True)
 
@@ -68,6 +77,8 @@ class PlanRecipe:
             PlannerOptions(**record["options"]),
             tuple(record["exposed_ms"]),
             record["job"],
+            record["room"],
+            None if record["budget"] is None else PlanBudget(*record["budget"]),
         )
 
     @functools.cached_property
@@ -81,14 +92,24 @@ class PlanRecipe:
         which = "pure" if self.options.choose == "replay" else settled_kernels(self.options.kernels)
         return replace(self, options=replace(self.options, kernels=which))
 
-    def planner(self, simulation: Simulation | None = None) -> Planner:
-        """The planner of a settled recipe. It is made from the recipe's text wherever it is made."""
+    def joined_by(self, strategy: StrategyShape, exposed_ms: float) -> PlanRecipe:
+        """The recipe with one more candidate, whose messages add so much to a step."""
+        exposed = (*self.exposed_ms, exposed_ms) if self.exposed_ms else ()
+        return replace(self, strategies=(*self.strategies, strategy), exposed_ms=exposed)
+
+    def planner(self, simulation: Simulation | None = None, cpu_s: Callable[[], float] = lambda: 0.0) -> Planner:
+        """The planner of a settled recipe. It is made from the recipe's text wherever it is made; `cpu_s` reads a clock
+        for the record alone."""
         same = PlanRecipe.of_text(self.text)
         step_ms = None
         if same.job is not None:
             assert simulation is not None, "a recipe with a job's record needs a simulation"
             step_ms = simulation(same.job, same.table)
-        return Planner(same.table, same.strategies, same.options, exposed_ms=same.exposed_ms, step_ms=step_ms)
+        room = (lambda _: "") if same.room is None else ArenaRoom.of_record(same.room).refusal
+        return Planner(
+            same.table, same.strategies, same.options,
+            exposed_ms=same.exposed_ms, step_ms=step_ms, room=room, budget=same.budget, cpu_s=cpu_s,
+        )  # fmt: skip
 
 
 @functools.cache

@@ -138,7 +138,7 @@ def cover_exactly(problem: Covering, *, seconds: float | None = None) -> tuple[I
         problem.cost / scale, np.full(variables, float(problem.layers)), rows, [1.0] * windows, [np.inf] * windows,
         integers=variables, seconds=seconds,
     )  # fmt: skip
-    return None if found is None else (np.rint(found.values).astype(np.int64), found.bound * scale)
+    return None if (point := found.point) is None else (np.rint(point).astype(np.int64), found.bound * scale)
 
 
 def _filled(problem: Covering, begin: Ints, without: int | None = None) -> Ints:

@@ -21,7 +21,6 @@ from ds_hydra.planner.kernels.arrays import Floats, Prospect, Schemes
 from ds_hydra.planner.kernels.problem import Assignment, Batch, PipelineKinds
 from ds_hydra.planner.one_strategy import StrategySearch
 from ds_hydra.planner.options import PlannerOptions
-from ds_hydra.zero_hetero.errors import PlanError
 
 _TINY_SEQUENCES = 8  # up to here 3^n subsets are cheaper than any search
 _LEAN_TRIES = 3  # strategies tried by plain Python kernels
@@ -44,19 +43,9 @@ class _Candidates:
         """Of a step by the best plan so far; infinite without one."""
         return min((one.step_ms for one in self.found.values()), default=math.inf)
 
-    @property
-    def winner(self) -> Assignment:
-        """The best plan; PlanError when no strategy gave one."""
-        return self.winners(1)[0]
-
     def winners(self, count: int) -> list[Assignment]:
-        """The best plan, and up to so many others of other strategies that are close to it, best first. PlanError when
-        no strategy gave one."""
-        if not self.found:
-            raise PlanError(
-                "no strategy was found that holds every sequence; add one with a larger tp or sp, or lower "
-                "context_length"
-            )
+        """The best plan, and up to so many others of other strategies that are close to it, best first; none where no
+        strategy gave one."""
         ranked = sorted(self.found.values(), key=lambda one: one.step_ms)
         return [one for one in ranked[:count] if one.step_ms <= (1.0 + _CLOSE) * ranked[0].step_ms]
 
@@ -93,7 +82,8 @@ class Search:
         self._one = StrategySearch(schemes, options, batch)
 
     def best_of(self, candidates: Sequence[int], count: int = 1) -> tuple[list[Assignment], float]:
-        """The best assignment over these strategies, and a lower bound on the step of any (ms).
+        """The best assignment over these strategies, none where no strategy holds every sequence, and a lower bound on
+        the step of any (ms).
 
         With a larger `count` up to so many, each of another strategy and little worse than the best, which is first.
         """
@@ -127,22 +117,23 @@ class Search:
                 if not known.can_win(index):
                     continue
             known.offer(index, self._one.assign(self._kinds[index], self._prospect(index, known)))
-        if self._options.method == "exact":
+        if self._options.method == "highs":
             self._exactly(known)
         else:
             self._look_again(known)
         self._raise_bounds(known)
 
     def _exactly(self, known: _Candidates) -> None:
-        best = known.winner
-        index = next(index for index, one in known.found.items() if one is best)
+        if not known.found:
+            return
+        index, best = min(known.found.items(), key=lambda item: item[1].step_ms)
         known.offer(index, self._one.improve_exactly(best, known.least_bound - best.kinds.exposed_ms))
 
     def _leanly(self, known: _Candidates) -> None:
         """Plain Python kernels, while the compiled ones are not at hand: one placement for each of few strategies."""
         for index in islice(known.worth_trying(), _LEAN_TRIES):
             known.offer(index, self._one.assign(self._kinds[index], self._prospect(index, known)))
-        if self._options.method == "exact":
+        if self._options.method == "highs":
             self._exactly(known)
 
     def _by_subsets(self, known: _Candidates) -> None:
@@ -180,8 +171,8 @@ class Search:
         A target within 0.1 % of the plan is tried first, then 0.5 %, ...: the first one that is refuted for all
         strategies with a bound below it becomes their bound.
         """
-        best_ms, proven = known.winner.step_ms, known.least_bound
-        if not self._one.can_refute:
+        best_ms, proven = known.best_ms, known.least_bound
+        if not known.found or not self._one.can_refute:
             return
         for share in _PROOF_TARGETS:
             target = best_ms / (1.0 + share)

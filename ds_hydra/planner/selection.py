@@ -14,34 +14,41 @@ hand, the best plans of either kind are simulated with their messages, and the s
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import ds_hydra.planner.kernels as kernels
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.shares import Shares
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
-from ds_hydra.plan.phase import Phase
 from ds_hydra.plan.plan_file import load_plans
 from ds_hydra.plan.runnable import check_runnable
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.plan.validate import check_complete, validate_plan
-from ds_hydra.planner.elastic import ElasticSearch
-from ds_hydra.planner.elastic_refine import Elastic
+from ds_hydra.planner.budget import PlanBudget, budget_of
+from ds_hydra.planner.composing import COMPOSED, WORTH, Composer, HighsShare
 from ds_hydra.planner.elastic_space import ElasticSpace, is_elastic
-from ds_hydra.planner.kernels.problem import Assignment, Batch, PipelineKinds, check_sequences, scheme_arrays
+from ds_hydra.planner.kernels.problem import PipelineKinds, check_sequences, scheme_arrays
 from ds_hydra.planner.options import PlannerOptions
-from ds_hydra.planner.pipelines import elastic_pipelines, whole_phase
-from ds_hydra.planner.search import Search
+from ds_hydra.planner.step_search import Pool, StepSearch
 from ds_hydra.zero_hetero.errors import PlanError
 
-_TRIES = 900  # of a step's elastic search for each unit of effort, and
-_TRIES_EACH = 150  # as many more for each pipeline of
-_COUNTED = 96  # at most: more of them differ little
+logger = logging.getLogger(__name__)
 _FINALISTS = 2  # plans of whole sequences, and as many elastic ones, that are simulated with messages on
 _FEW_RANKS = 256  # at most; on 1024 one simulation takes 0.4 s, and there is one of each kind
-_LEAN_TRIES = 1  # of plain Python and without effort: dispatches and cuts once
+
+Room = Callable[[StrategyShape], str]
+"""Why the training side cannot run a strategy that is no candidate; "" where it can."""
+
+
+class Made(NamedTuple):
+    """A step's plan, and what HiGHS did for it; None where it had nothing to do."""
+
+    plan: StepPlan
+    highs: HighsShare | None
 
 
 class Planner:
@@ -53,6 +60,9 @@ class Planner:
     `exposed_ms` says what each strategy's pulls, pushes and messages add to a step (`simulate.exposed`): the plan is
     that of the shortest step, and its gap to the bound is that of the step. Without it they add nothing. `step_ms` says
     what a plan's step really takes with them, and decides among the best plans.
+
+    `room` refuses composed strategies that the training side cannot run; `budget` None: one that does not look at the
+    steps' time. `cpu_s` reads a clock for the record alone.
     """
 
     def __init__(
@@ -63,6 +73,9 @@ class Planner:
         *,
         exposed_ms: Sequence[float] = (),
         step_ms: Callable[[StepPlan], float] | None = None,
+        room: Room = lambda _: "",
+        budget: PlanBudget | None = None,
+        cpu_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.cost_table = cost_table
         self.options = options or PlannerOptions()
@@ -85,9 +98,16 @@ class Planner:
             listed = ", ".join(f"{strategy} ({strategy.num_ranks})" for strategy in self.strategies)
             raise PlanError(f"strategies must all use the same number of ranks but use {sorted(ranks)}: {listed}")
         self.num_ranks = ranks.pop()
-        self._step_ms = step_ms
-        self._count = _FINALISTS if step_ms is not None and self.num_ranks <= _FEW_RANKS else 1
+        self._step_ms, self._room, self._cpu_s = step_ms, room, cpu_s
         self._schemes = scheme_arrays(cost_table, paper=self.options.objective == "paper")
+        row = {cost.scheme: k for k, cost in enumerate(cost_table.costs)}
+        self._pool = Pool(
+            cost_table, self.options, self._schemes, self.num_ranks,
+            budget or budget_of(cost_table, self.strategies, self.options.effort),
+            _FINALISTS if step_ms is not None and self.num_ranks <= _FEW_RANKS else 1,
+            frozenset(map(str, self.strategies)),
+            {row[shape.cost_key]: shape for kinds in self._kinds for shape in kinds.strategy.pipelines},
+        )  # fmt: skip
         limits = [int(self._schemes.max_length[kinds.shape.scheme].max()) for kinds in self._kinds]
         limits += [self._space.longest(kinds) for kinds in self._space.kinds]
         self._longest = dict(zip((*self._whole, *self._elastic), limits, strict=True))  # by number of the strategy
@@ -103,9 +123,13 @@ class Planner:
 
     def plan(self, step: int, sequence_ids: Sequence[int], lengths: Sequence[int]) -> StepPlan:
         """The plan of one step. PlanError for bad lengths and sequences that no strategy holds."""
+        return self.made(step, sequence_ids, lengths).plan
+
+    def made(self, step: int, sequence_ids: Sequence[int], lengths: Sequence[int]) -> Made:
+        """The plan of one step, and HiGHS's share in it. PlanError as `plan`."""
         ids, tokens = check_sequences(sequence_ids, lengths)
         if self.options.choose == "replay":
-            return self._replayed(step, ids, tokens)
+            return Made(self._replayed(step, ids, tokens), None)
         longest = max(range(len(tokens)), key=tokens.__getitem__)
         feasible = [i for i in range(len(self.strategies)) if tokens[longest] <= self._longest[i]]
         space = self._space if feasible else self._again
@@ -120,9 +144,13 @@ class Planner:
         if self.options.choose == "cycle":
             n = len(self.strategies)
             feasible = [next(i for i in ((step + skip) % n for skip in range(n)) if i in feasible)]
-        whole, bound_of_whole = self._plan_whole(step, ids, tokens, feasible)
-        elastic, bound_of_elastic = self._plan_elastic(step, ids, tokens, feasible, whole, space)
-        found = [*whole, *elastic]
+        search = StepSearch(self._pool, space, step, ids, tokens)
+        found, bound = search.whole([kinds for i, kinds in zip(self._whole, self._kinds, strict=True) if i in feasible])
+        below_ms = min(map(self._estimated_ms, found), default=math.inf)
+        elastic, bound_of_elastic = search.elastic(
+            [kinds for i, kinds in zip(self._elastic, space.kinds, strict=True) if i in feasible], below_ms
+        )
+        found += elastic
         if not found:
             raise PlanError(
                 "no strategy was found that holds every sequence; add one with a larger tp or sp, or lower "
@@ -133,8 +161,40 @@ class Planner:
             best = min(found, key=self._step_ms)
         # The bound is over all candidates, so that of plans which lost counts too. It is one of steps, and a plan
         # states what it leaves to the plan's own pipelines.
-        bound = min(bound_of_whole, bound_of_elastic) - self._exposed_ms(best)
-        return replace(best, lower_bound_ms=max(0.0, min(bound, best.searched_ms)))
+        bound = min(bound, bound_of_elastic) - self._exposed_ms(best)
+        best = replace(best, lower_bound_ms=max(0.0, min(bound, best.searched_ms)))
+        if self.options.highs == "off" or self.options.choose != "best":
+            return Made(best, None)
+        return self._composed(search, best)
+
+    def _composed(self, search: StepSearch, best: StepPlan) -> Made:
+        """The best plan, or that of a composed strategy where that is worth it [Note: composed strategies]."""
+        began = self._cpu_s()
+        composed = search.composed(Composer(self.num_ranks, kernels.select(self.options.kernels), self._pool.budget),
+                                   best.predicted_ms)  # fmt: skip
+        share = HighsShare(composed.asked, composed.nodes, 1e3 * (self._cpu_s() - began))
+        if composed.failed:
+            logger.warning("planner: step %d: HiGHS composed nothing: %s", best.step + 1, composed.failed)
+        if not composed.strategies:
+            return Made(best, share)
+        # What the messages of a new strategy add is not known, but hardly differs from those of the best one; where
+        # whole steps are simulated, they are.
+        exposed_ms = self._exposed_ms(best)
+        plans, bound = search.of_composed(composed.strategies, exposed_ms, self._estimated_ms(best))
+        of_step = self._step_ms or (lambda plan: plan.predicted_ms + exposed_ms)
+        before = of_step(best)
+        offers = sorted([(1.0 - of_step(plan) / before, plan) for plan in plans], key=lambda offer: -offer[0])
+        worth = [(gain, plan) for gain, plan in offers if gain >= WORTH]
+        if not worth:
+            return Made(best, share)
+        runs = self.options.highs == "composes"
+        allowed = [(gain, plan) for gain, plan in worth if runs and not self._room(StrategyShape.parse(plan.strategy))]
+        gain, plan = (allowed or worth)[0]
+        share = share._replace(gain=gain, new_strategy=bool(allowed), strategy=plan.strategy)
+        if not allowed:
+            return Made(best, share)
+        bound = min(best.lower_bound_ms, bound - exposed_ms, plan.searched_ms)
+        return Made(replace(plan, source=COMPOSED, lower_bound_ms=max(0.0, bound)), share)
 
     def _estimated_ms(self, plan: StepPlan) -> float:
         return plan.predicted_ms + self._exposed_ms(plan)
@@ -157,61 +217,6 @@ class Planner:
             )
         validate_plan(plan, self.cost_table, self.num_ranks, self.options.objective)
         return replace(plan, source="replay")
-
-    @property
-    def _source(self) -> str:
-        return "search" if kernels.select(self.options.kernels).is_compiled else "fast"
-
-    def _plan_whole(
-        self, step: int, ids: tuple[int, ...], tokens: tuple[int, ...], feasible: Sequence[int]
-    ) -> tuple[list[StepPlan], float]:
-        """The best plans of whole sequences, none without a strategy for it, and a bound on steps."""
-        numbers = [number for number, index in enumerate(self._whole) if index in feasible]
-        if not numbers:
-            return [], math.inf
-        batch = Batch.of(tokens, self.cost_table)
-        found, bound = Search(self._kinds, self._schemes, self.options, batch).best_of(numbers, self._count)
-        phases = [self._whole_phase(tokens, batch, one) for one in found]
-        return [StepPlan(step, ids, tokens, (phase,), ms, source=self._source) for phase, ms in phases], bound
-
-    def _whole_phase(self, tokens: tuple[int, ...], batch: Batch, best: Assignment) -> tuple[Phase, float]:
-        """The pipelines of an assignment, and their simulated time."""
-        shapes = best.kinds.strategy.pipelines
-        packed: list[dict[int, list[int]]] = [{} for _ in shapes]
-        position, rank_order = batch.position.tolist(), best.kinds.rank_order
-        for i, (p, b) in enumerate(zip(best.owner.tolist(), best.bin_of.tolist(), strict=True)):
-            packed[rank_order[p]].setdefault(b, []).append(position[i])
-        held = [[bins[b] for b in sorted(bins)] for bins in packed]
-        return whole_phase(shapes, held, self.cost_table, tokens, paper=self.options.objective == "paper")
-
-    def _plan_elastic(
-        self,
-        step: int,
-        ids: tuple[int, ...],
-        tokens: tuple[int, ...],
-        feasible: Sequence[int],
-        whole: Sequence[StepPlan],
-        space: ElasticSpace,
-    ) -> tuple[list[StepPlan], float]:
-        """The best plans over strategies with elastic pipelines, none without any or where nothing must be gained, and
-        a bound on steps."""
-        numbers = [number for number, index in enumerate(self._elastic) if index in feasible]
-        kernel = kernels.select(self.options.kernels)
-        # Plain Python is too slow to search in: then it only helps out.
-        if not numbers or (whole and not (kernel.is_compiled and self.options.effort)):
-            return [], math.inf
-        most = max(len(space.strategies[number].pipelines) for number in numbers)
-        effort = self.options.effort if kernel.is_compiled else 0
-        tries = effort * (_TRIES + _TRIES_EACH * min(most, _COUNTED)) or _LEAN_TRIES
-        batch = space.batch(tokens)
-        search = ElasticSearch(space, kernel, batch, num_ranks=self.num_ranks, tries=tries, seed=self.options.seed)
-        bound = search.bound(numbers)
-        found: list[Elastic] = []
-        if not whole or bound < min(map(self._estimated_ms, whole)):
-            found = search.best_of(numbers, self._count)
-        paper = self.options.objective == "paper"
-        phases = [elastic_pipelines(space, batch, one, tokens, paper) for one in found]
-        return [StepPlan(step, ids, tokens, (phase,), ms, source=self._source) for phase, ms in phases], bound
 
 
 def warm_up() -> None:

@@ -24,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, replace
 
 from ds_hydra.costs.cost_table import CostTable
+from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.validate import validate_plan
 from ds_hydra.planner.generations import Generations
 from ds_hydra.planner.planned import InvalidAnswerError, MadeBy, PlannedStep, Request, read_answer
@@ -97,17 +98,23 @@ class PlannerService:
         self._failures_in_a_row = 0
         self._requests: OrderedDict[int, Request] = OrderedDict()
         self._sent: set[int] = set()
+        self._told: set[int] = set()  # generations whose recipe the producer has been sent
         self._producer: ProducerProcess | None = None
         if ahead > 0 and not replays:
             self._start(producer)
 
     def use_table(self, cost_table: CostTable, first: int = 0) -> None:
         """Plan by other costs from step `first` on; later steps that were planned already are planned again."""
-        generation = self._generations.add(cost_table, first)
-        self._here.pop(generation - 2, None)
+        self._generations.use_table(cost_table, first)
+        self._changed(first)
+
+    def join(self, strategy: StrategyShape, exposed_ms: float, first: int) -> None:
+        """Plan with one more candidate from step `first` on, as `use_table`; its messages add so much to a step."""
+        self._generations.join(strategy, exposed_ms, first)
+        self._changed(first)
+
+    def _changed(self, first: int) -> None:
         self._sent = {step for step in self._sent if step < first}
-        if self._producer is not None:
-            self._tell_recipe(self._producer, generation)
         self._send_waiting()
 
     def submit(self, step: int, sequence_ids: Sequence[int], lengths: Sequence[int]) -> None:
@@ -166,16 +173,22 @@ class PlannerService:
 
     def _start(self, producer: ProducerProcess | None = None) -> None:
         try:
-            self._producer = producer or ProducerProcess(self._command)
+            self._producer, self._told = producer or ProducerProcess(self._command), set()
         except OSError as error:  # no more processes, or no memory for one
             logger.warning("planner: no process can be started (%s); plans are made in this one from now on", error)
             return
-        for generation in self._generations:
-            self._tell_recipe(self._producer, generation)
+        # Now, before there is any request: kernels are compiled and loaded meanwhile.
+        self._tell_recipe(self._producer, self._generations.of(min(self._requests, default=0)))
         self._send_waiting()
 
     def _tell_recipe(self, producer: ProducerProcess, generation: int) -> None:
-        producer.send({"recipe": self._generations[generation].text, "generation": generation})
+        if generation not in self._told:
+            self._told.add(generation)
+            oldest = min([generation, *map(self._generations.of, self._requests)])
+            self._generations.forget(oldest)
+            self._here = {number: planner for number, planner in self._here.items() if number >= oldest}
+            recipe = self._generations[generation].text
+            producer.send({"recipe": recipe, "generation": generation, "oldest": oldest})
 
     def _send_waiting(self) -> None:
         if self._producer is None:
@@ -188,7 +201,9 @@ class PlannerService:
 
     def _send(self, producer: ProducerProcess, request: Request) -> None:
         self._sent.add(request.step)
-        producer.send({"generation": self._generations.of(request.step), **asdict(request)})
+        generation = self._generations.of(request.step)
+        self._tell_recipe(producer, generation)
+        producer.send({"generation": generation, **asdict(request)})
 
     def _from_producer(self, producer: ProducerProcess, request: Request, patience: _Patience) -> PlannedStep | str:
         """The producer's plan, or the reason why there is none."""
@@ -212,11 +227,11 @@ class PlannerService:
             patience.turn("the producer plans" if ready else "the producer starts, and compiles or loads its kernels")
         try:
             recipe = self._generations.agree(generation, ready)
-            plan, planning_ms = read_answer(line, request, recipe)
+            plan, planning_ms, highs = read_answer(line, request, recipe)
         except InvalidAnswerError as error:
             logger.warning("planner: step %d: the producer's answer is not valid: %s", request.step + 1, error)
             return "invalid"
-        return PlannedStep(plan, planning_ms, hidden, 1e3 * patience.waited_s, "producer", recipe.digest)
+        return PlannedStep(plan, planning_ms, hidden, 1e3 * patience.waited_s, "producer", recipe.digest, highs)
 
     def _from_here(self, request: Request, patience: _Patience) -> PlannedStep:
         """The plan, made in this process by the same recipe: in a thread, so that others hear that it is waited for."""
@@ -225,12 +240,12 @@ class PlannerService:
         def made() -> PlannedStep:
             if number not in self._here:
                 settled = generations.settle(number, generations[number].settled().options.kernels)
-                self._here[number] = settled.planner(self._simulation)
+                self._here[number] = settled.planner(self._simulation, time.thread_time)
             recipe, planner, began = generations[number], self._here[number], time.perf_counter()
-            plan = planner.plan(request.step, request.ids, request.lengths)
+            plan, highs = planner.made(request.step, request.ids, request.lengths)
             planning_ms = (time.perf_counter() - began) * 1e3
             validate_plan(plan, planner.cost_table, planner.num_ranks, planner.options.objective)
-            return PlannedStep(plan, planning_ms, False, 1e3 * patience.waited_s, "here", recipe.digest)
+            return PlannedStep(plan, planning_ms, False, 1e3 * patience.waited_s, "here", recipe.digest, highs)
 
         with ThreadPoolExecutor(1, "planner-here") as thread:
             future = thread.submit(made)

@@ -29,7 +29,9 @@ class RunTotals:
 
     def __init__(self) -> None:
         self.strategies: Counter[str] = Counter()
-        self.restarted = 0
+        self.restarted = self.num_highs = 0
+        self.composed: set[str] = set()
+        self.highs_ms = self.highs_step_ms = 0.0
         self.num_tokens = self.num_changes = self.num_hidden = self.num_skipped = 0
         self.losses, self.step_ms, self.balances, self.errors = (array("d") for _ in range(4))
 
@@ -41,6 +43,12 @@ class RunTotals:
         self.num_hidden += record.planning_hidden
         self.restarted += record.planning_by == "restarted"
         self.num_skipped += record.skipped
+        if record.highs is not None:
+            self.num_highs += 1
+            self.highs_ms += record.highs.cpu_ms
+            self.highs_step_ms += record.step_ms
+            if record.highs.new_strategy:
+                self.composed.add(record.strategy)
         self.losses.append(record.loss)
         self.step_ms.append(record.step_ms)
         self.balances.append(record.balance)
@@ -58,6 +66,12 @@ class RunTotals:
         of = f" after {SETTLED} steps" if later else ""
         return f"prediction error{of}: median {median(later or self.errors):.1%}, worst {max(later or self.errors):.1%}"
 
+    def _of_highs(self) -> list[str]:
+        if not self.num_highs:
+            return []
+        share = self.highs_ms / self.highs_step_ms if self.highs_step_ms else 0.0
+        return [f"HiGHS composed {len(self.composed)} strategies in {self.num_highs} steps, {share:.1%} of step time"]
+
     def summary(self) -> str:
         """Strategies used and how often, times and prediction errors; "" when there was no step."""
         if not self.step_ms:
@@ -72,6 +86,7 @@ class RunTotals:
             f"{self._predicted()}; "
             f"planning hidden in {self.num_hidden} steps"
             + (f", {self.restarted} planned by a producer that was started again" if self.restarted else ""),
+            *self._of_highs(),
             f"{len(self.strategies)} strategies, {mixed} heterogeneous, {self.num_changes} changes:",
         ]
         lines += [f"  {count:5d} x  {strategy}" for strategy, count in self.strategies.most_common()]

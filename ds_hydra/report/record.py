@@ -14,6 +14,18 @@ Event = tuple[str, float, int]  # name, value, x-axis (sequences so far), as Dee
 
 
 @dataclass(frozen=True, slots=True)
+class HighsFigures:
+    """HiGHS's share in a step's plan, `planner.highs` in the record [Note: composed strategies]."""
+
+    programs: int
+    nodes: int
+    cpu_ms: float
+    gain: float  # share of the step that `strategy` saves, or would where only candidates are run; 0: none does
+    new_strategy: bool  # whether the step ran it
+    strategy: str = ""  # that was composed, and is faster than all candidates
+
+
+@dataclass(frozen=True, slots=True)
 class StepRecord:
     """The figures of one step. Times are in milliseconds; `step` counts from 1, as `global_steps` does after it."""
 
@@ -41,6 +53,7 @@ class StepRecord:
     plan_source: str = "search"
     planning_waited_ms: float = 0.0  # that rank 0 waited for the plan, in the step or in the thread that made it ready
     planning_by: str = "producer"  # "restarted": one that took another's place meanwhile; "here": the training process
+    highs: HighsFigures | None = None  # what HiGHS did for the plan; None: it had nothing to do
     planning_recipe: str = ""  # hex, digest of all that plans follow from besides the sequences
     plan_digest: str = ""  # hex
     ids_digest: str = ""  # hex, of the sequence ids
@@ -114,6 +127,7 @@ class StepRecord:
         """All fields and derived figures, fit for JSON (a number that is not finite becomes null)."""
         record = asdict(self)
         del record["plan"]  # large; it has a file of its own
+        record["planner"] = {"highs": record.pop("highs")}
         for name in ("balance", "phase_ms", "padding_share", "tokens_per_second", "prediction_error", "gap"):
             record[name] = getattr(self, name)
         return {key: _finite(value) for key, value in record.items()}
@@ -205,6 +219,8 @@ def monitor_events(record: StepRecord, num_sequences_so_far: int) -> list[Event]
         "Train/Hydra/planning_hidden": record.planning_hidden,
         "Train/Hydra/planning_waited_ms": record.planning_waited_ms,
         "Train/Hydra/gap": record.gap,
+        "Train/Hydra/highs_ms": None if record.highs is None else record.highs.cpu_ms,
+        "Train/Hydra/highs_gain": None if record.highs is None else record.highs.gain,
         "Train/Hydra/pull_ms": record.pull_ms,
         "Train/Hydra/push_ms": record.push_ms,
         "Train/Hydra/slowest_wait_ms": record.slowest_wait_ms,

@@ -38,10 +38,12 @@ class Arena:
         *,
         dtype: torch.dtype,
         grad_dtype: torch.dtype,
+        least: tuple[int, int] = (0, 0),
     ) -> Arena:
-        """An arena as large as the largest need of any of the strategies on this rank."""
+        """An arena as large as the largest need of any of the strategies on this rank, and at least for so many
+        parameters and gradients."""
         found = [(strategy, twins_with(strategy, rank)) for strategy in strategies]
-        sizes = [held_elements(plan, strategy, twins) for strategy, twins in found]
+        sizes = [least, *(held_elements(plan, strategy, twins) for strategy, twins in found)]
         return cls(
             torch.zeros(max(params for params, _ in sizes), dtype=dtype, device=device),
             torch.zeros(max(grads for _, grads in sizes), dtype=grad_dtype, device=device),

@@ -54,7 +54,8 @@ class Stepper:
     """Runs plans on this rank. The runtime of a strategy is built in the first step that uses it, and kept.
 
     All ranks call the same methods with the same plans. `strategies` are the candidates by their text; `request`
-    returns what a signal has asked this rank for. The constructor allocates and sends no message; `connect` comes next.
+    returns what a signal has asked this rank for; `least_arena` as `least` of `Arena`. The constructor allocates and
+    sends no message; `connect` comes next.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Stepper:
         update: Update,
         activity: Doing,
         request: Callable[[], int],
+        least_arena: tuple[int, int] = (0, 0),
     ):
         self._source, self._masters, self._world = source, masters, world
         self._loss_norm, self._seed, self._loss_scale, self._update = loss_norm, seed, loss_scale, update
@@ -86,6 +88,7 @@ class Stepper:
             world.device,
             dtype=compute_dtype,
             grad_dtype=grad_dtype,
+            least=least_arena,
         )
         self._runtimes: dict[str, StrategyRuntime] = {}
         # Is given the laps of every step as soon as they can be read, for a trace; otherwise they are dropped.
@@ -280,9 +283,9 @@ class Stepper:
         return placed or place_strategy(phase.shape, self._world.num_ranks, self._source.plan.num_layers)
 
     def _runtime(self, phase: Phase) -> StrategyRuntime:
-        # A strategy that is no candidate, as a replayed plan may bring one, is connected at its first use; that takes
-        # all ranks. They agree on the moment without a message: a plan is the same on all of them, so they meet a
-        # strategy for the first time in the same step, before its first phase begins.
+        # A strategy that is no candidate, as HiGHS composes them and replayed plans may bring one, is connected at its
+        # first use; that takes all ranks. They agree on the moment without a message: a plan is the same on all of
+        # them, so they meet a strategy for the first time in the same step, before its first phase begins.
         name = str(phase.shape)
         if name not in self._runtimes:
             strategy = self.strategy_of(phase)

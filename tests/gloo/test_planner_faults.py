@@ -30,7 +30,7 @@ def job(rank: int, fault: str) -> Found:
         losses.append(float(engine.train_batch()))
         plans.append(engine.last_step.plan_digest)
         makers.append(engine.last_step.planning_by)
-        service = engine.crew.plans._service
+        service = getattr(engine.pre_step_callback, "service", None)
         if step == 2 and service is not None and service.producer_pid is not None and fault != "none":
             if fault == "garbage":
                 service._command = NONSENSE
@@ -73,7 +73,7 @@ def slow(rank: int) -> tuple[list[str], list[str], int]:
 
     with mock.patch.object(Telling, "tell", listened):
         for step in range(4):
-            service = engine.crew.plans._service
+            service = getattr(engine.pre_step_callback, "service", None)
             if step == 2:
                 if service is not None:
                     os.kill(service.producer_pid, signal.SIGSTOP)

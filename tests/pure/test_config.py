@@ -56,7 +56,15 @@ def test_steps_to_trace() -> None:
 
 def test_planner_seed_defaults_to_the_job_seed() -> None:
     assert parse(seed=5).planner_options().seed == 5
-    assert parse(seed=5, planner={"seed": 7, "method": "exact"}).planner_options().seed == 7
+    assert parse(seed=5, planner={"seed": 7, "method": "highs"}).planner_options().seed == 7
+
+
+def test_highs_composes_where_strategies_are_proposed_and_advises_where_they_are_listed() -> None:
+    assert parse(strategies="auto").planner_options().highs == "composes"
+    assert parse(strategies=["tp4", "4*tp1"]).planner_options().highs == "advises"
+    assert parse(strategies=["tp4", "4*tp1"], choose="cycle").planner_options().highs == "off"
+    assert parse(strategies="auto", planner={"highs": False}).planner_options().highs == "off"
+    assert parse().planner_options().method == "search"
 
 
 def test_no_block_means_plain_deepspeed() -> None:
@@ -93,6 +101,10 @@ def test_no_block_means_plain_deepspeed() -> None:
         ({"timeout_seconds": 0}, ["hydra.timeout_seconds", "above 0"]),
         ({"planner": {"seconds": math.inf}}, ["hydra.planner.seconds", "inf"]),
         ({"planner": 3}, ["hydra.planner", "block"]),
+        ({"planner": {"method": "fast"}}, ["hydra.planner.method", '"search"']),
+        ({"planner": {"method": "exact"}}, ["hydra.planner.method", '"highs"']),
+        ({"planner": {"method": "paper"}}, ["hydra.planner.method", '"search"']),
+        ({"planner": {"highs": "on"}}, ["hydra.planner.highs", "true or false"]),
         ({"choose": "bset"}, ["hydra.choose", "'bset'", "mean 'best'"]),
         ({"choose": "cycle", "strategies": "auto"}, ["hydra.choose", "hydra.strategies"]),
         ({"choose": "replay"}, ["hydra.planner.replay_file"]),

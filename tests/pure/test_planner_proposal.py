@@ -18,9 +18,10 @@ from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
 from ds_hydra.plan.phase import MicroBatchPlan, Phase, PipelinePlan
 from ds_hydra.plan.simulate import simulated_ms
 from ds_hydra.planner import Planner, PlannerOptions, validate_plan
+from ds_hydra.planner.exact.counts import counts_to_strategy
 from ds_hydra.planner.fixed_layout import packed_in_turn
 from ds_hydra.planner.proposal.by_paper import propose_by_program
-from ds_hydra.planner.proposal.candidates import counts_to_strategy, usable_schemes
+from ds_hydra.planner.proposal.candidates import usable_schemes
 from ds_hydra.planner.proposal.pool import greedy_subset
 from ds_hydra.planner.proposal.propose import QUICK, propose_strategies
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError

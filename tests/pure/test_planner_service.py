@@ -21,6 +21,7 @@ from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.planner import PlannedStep, Planner, PlannerOptions, PlannerService, PlanRecipe, validate_plan
 from ds_hydra.planner.producer import answer
 from ds_hydra.planner.producer_process import producer_command
+from ds_hydra.planner.selection import Made
 from ds_hydra.simulate.job_record import job_record, read_job
 from ds_hydra.simulate.links import LinkModel, Speed
 from ds_hydra.simulate.llama import shipped_cluster
@@ -215,7 +216,7 @@ def test_the_producer_validates_what_it_hands_out(monkeypatch: pytest.MonkeyPatc
     phase = plan.phases[0]
     slower = replace(phase.pipelines[0], predicted_ms=2 * phase.pipelines[0].predicted_ms)
     wrong = replace(plan, phases=(replace(phase, pipelines=(slower, *phase.pipelines[1:])),))
-    monkeypatch.setattr(planner, "plan", lambda *_: wrong)
+    monkeypatch.setattr(planner, "made", lambda *_: Made(wrong, None))
     assert "cost table gives" in str(answer(planner, request)["invalid"])
 
 

@@ -9,7 +9,7 @@ import os
 import resource
 import signal
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ import pytest
 from ds_hydra.engine.record import pushing_s, waiting_s
 from ds_hydra.ranks.rank_stats import RankStats
 from ds_hydra.report.log import StepLog
-from ds_hydra.report.record import Event, StepRecord, format_line, is_heterogeneous, monitor_events
+from ds_hydra.report.record import Event, HighsFigures, StepRecord, format_line, is_heterogeneous, monitor_events
 from ds_hydra.zero_hetero.errors import ConfigError
 
 RECORD = StepRecord(
@@ -110,7 +110,10 @@ def test_json_record_is_valid_json_even_when_numbers_are_not() -> None:
     assert record["loss"] is None
     assert record["grad_norm"] is None
     assert record["balance"] == pytest.approx(800 / 700)
-    assert set(StepRecord.__dataclass_fields__) - {"plan"} <= set(record)
+    assert set(StepRecord.__dataclass_fields__) - {"plan", "highs"} <= set(record)
+    assert record["planner"] == {"highs": None}
+    figures = HighsFigures(3, 5, 8.0, 0.02, new_strategy=True, strategy="tp4 + 2*pp2")
+    assert replace(RECORD, highs=figures).to_dict()["planner"] == {"highs": asdict(figures)}
 
 
 def test_log_writes_line_json_plans_and_events(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

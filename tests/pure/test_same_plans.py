@@ -29,7 +29,7 @@ def knapsack(**limits: Any) -> float | None:
     """The best of x + y over x + 2 y <= 7, both whole and at most 5: 6."""
     found = solve_milp(np.array([-1.0, -1.0]), np.array([5.0, 5.0]), [[(0, 1.0), (1, 2.0)]], [0.0], [7.0],
                        integers=2, **limits)  # fmt: skip
-    return None if found is None else -found.bound
+    return None if found.point is None else -found.bound
 
 
 def test_no_part_of_the_planner_looks_at_a_clock() -> None:
@@ -90,7 +90,8 @@ def test_where_numba_cannot_compile_the_whole_job_is_planned_in_plain_python(mon
     generations = Generations(PlanRecipe(a800_planner().cost_table, a800_planner().strategies))
     recipes = {which: replace(generations[0], options=PlannerOptions(kernels=which)) for which in ("pure", "compiled")}
     assert recipes["pure"].digest != recipes["compiled"].digest
-    generations.add(generations[0].table, 4)
+    generations.use_table(generations[0].table, 4)
+    assert generations.of(4) == 1
     with pytest.raises(InvalidAnswerError, match="not this job's"):
         generations.agree(1, {"ready": recipes["compiled"].digest, "kernels": "pure"})
     assert generations.kernels == "auto"

@@ -13,7 +13,7 @@ from tools import aims, check
 # Modules of the folder that are no checks: the commands of ds_hydra as files, and what benchmarks share.
 COMMANDS = {"check_model", "convert_checkpoint", "emulate", "memory_needs", "preview_plan", "profile_schemes", "report"}
 ROOT = Path(__file__).resolve().parents[2]
-OTHERS = COMMANDS | {"aims", "check", "deepspeed_baselines", "simulate_step"}
+OTHERS = COMMANDS | {"aims", "check", "deepspeed_baselines", "planner_highs", "planner_workloads", "simulate_step"}
 
 
 def test_every_tool_is_run() -> None:

@@ -85,7 +85,13 @@ def small_config(num_ranks: int, **hydra: Any) -> dict[str, Any]:
 
 
 def small_engine(
-    rank: int, model: Any = None, config: dict[str, Any] | None = None, *, data: Any = ..., **hydra: Any
+    rank: int,
+    model: Any = None,
+    config: dict[str, Any] | None = None,
+    *,
+    data: Any = ...,
+    pre_step_callback: Any = None,
+    **hydra: Any,
 ) -> Any:
     """An engine on this rank, with `sequences()` or other training data."""
     rank_environment(rank)
@@ -101,7 +107,9 @@ def small_engine(
     ]
     data = sequences() if data is ... else data
     with shared:
-        return ds_hydra.initialize(model=model, training_data=data, config=config, model_parameters=groups)[0]
+        return ds_hydra.initialize(
+            model=model, training_data=data, config=config, model_parameters=groups, pre_step_callback=pre_step_callback
+        )[0]
 
 
 def whole_state(engine: Any) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.planner import Planner, PlannerOptions
 from ds_hydra.planner.cutting import Effort, cut_best, pipe_of
-from tools.bench_planner import DATA, Workload
+from tools.planner_workloads import DATA, Workload
 
 
 class Variant(NamedTuple):

@@ -95,7 +95,7 @@ def _job(rank: int, settings: Settings) -> dict[str, Any]:
     found: dict[str, Any] = {"plans": [], "makers": [], "recipes": [], "waited_ms": 0.0, "slices": 0}
     while engine.global_steps < settings.steps:
         engine.train_batch()
-        record, service = engine.last_step, engine.crew.plans._service
+        record, service = engine.last_step, getattr(engine.pre_step_callback, "service", None)
         found["plans"].append(record.plan_digest)
         found["makers"].append(record.planning_by)
         found["recipes"].append(record.planning_recipe)

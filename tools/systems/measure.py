@@ -18,8 +18,8 @@ from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.plan.simulate import simulate_plan
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.plan.validate import validate_plan
+from ds_hydra.planner.exact.counts import continuous_ms
 from ds_hydra.planner.kernels.problem import Batch, scheme_arrays
-from ds_hydra.planner.proposal.by_milp import continuous_ms
 from ds_hydra.simulate.step import Simulator
 from ds_hydra.zero_hetero.errors import PlanError
 from tools.systems.cells import Cell

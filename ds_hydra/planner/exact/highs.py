@@ -5,17 +5,34 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 
+Status = Literal["optimal", "target", "limit", "infeasible", "failed"]
+
 
 @dataclass(frozen=True, slots=True)
-class MilpSolution:
-    """The best point found, HiGHS's bound on the optimum, and whether the two are proven to meet."""
+class Solved:
+    """How HiGHS ended, its bound on the optimum, the nodes that it looked at, and the best point that it found, if any.
 
-    values: np.ndarray
-    bound: float
-    optimal: bool
+    "optimal": the point is proven, within the gap. "target": it is as good as was asked for. "limit": nodes or seconds
+    were up, with a point or without. "infeasible": there is none, which is proven. "failed": HiGHS solved nothing, and
+    `why` says in its words what became of it.
+    """
+
+    status: Status
+    values: np.ndarray | None = None
+    bound: float = -math.inf
+    nodes: int = 0
+    why: str = ""
+
+    @property
+    def point(self) -> np.ndarray | None:
+        """The best point; None where there is none. RuntimeError where HiGHS failed, which says nothing of points."""
+        if self.status == "failed":
+            raise RuntimeError(f"HiGHS solved no program: {self.why}")
+        return self.values
 
 
 def solve_milp(
@@ -29,16 +46,18 @@ def solve_milp(
     node_limit: int | None = None,
     seconds: float | None = None,
     gap: float = 0.0,
+    target: float | None = None,
     floor: np.ndarray | None = None,
     start: np.ndarray | None = None,
-) -> MilpSolution | None:
+) -> Solved:
     """Minimise cost @ x over row_lower <= rows <= row_upper, floor <= x <= ceiling; the first `integers` are whole.
 
-    `rows` lists (column, coefficient) pairs; `start` is a feasible point to begin from. None when HiGHS found
-    no feasible point within its limits, RuntimeError when it did not run. Only `seconds` limits its time: a limit in
-    nodes gives the same solution on a busy machine. Coefficients should be near 1: scale times before they come here.
+    `rows` lists (column, coefficient) pairs; `start` is a feasible point to begin from, and a point of `target` is good
+    enough. Only `seconds` limits its time: nodes, gap and target give the same solution on a busy machine, and no other
+    limit of HiGHS's bounds a program with whole numbers. Coefficients should be near 1: scale times before they come
+    here.
     """
-    import highspy  # here, as only proposals and exact plans need it
+    import highspy  # here: it takes a tenth of a second, and not every process needs it
 
     columns = len(cost)
     # The matrix by rows, as HiGHS stores it: row r has the entries starts[r] .. starts[r+1]-1. Rows (x0 + 2*x2), (x1)
@@ -58,34 +77,61 @@ def solve_milp(
     whole, real = highspy.HighsVarType.kInteger, highspy.HighsVarType.kContinuous
     lp.integrality_ = [whole] * integers + [real] * (columns - integers)
     # One thread and a fixed seed: the same program gives the same solution on every machine.
-    solver = highspy.Highs()
     options: dict[str, bool | int | float] = {"output_flag": False, "threads": 1, "mip_rel_gap": gap, "random_seed": 0}
     if node_limit is not None:
         options["mip_max_nodes"] = node_limit
+    if target is not None:
+        options["objective_target"] = target
     if seconds is not None:
         options["time_limit"] = float(seconds)
-    for name, option in options.items():
-        solver.setOptionValue(name, option)
-    solver.passModel(lp)
+    point = None
     if start is not None:
         point = highspy.HighsSolution()
         point.col_value = [float(x) for x in start]
+    solver = _run(lp, options, point)
+    if solver.getModelStatus() == highspy.HighsModelStatus.kUnboundedOrInfeasible:
+        solver = _run(lp, {**options, "presolve": "off"}, point)  # which of the two, only the search itself tells
+    return _solved(solver, has_integers=integers > 0)
+
+
+def _run(lp: Any, options: dict[str, Any], point: Any) -> Any:
+    """A solver that has run."""
+    import highspy
+
+    solver = highspy.Highs()
+    for name, option in options.items():
+        solver.setOptionValue(name, option)
+    solver.passModel(lp)
+    if point is not None:
         solver.setSolution(point)
-    states = highspy.HighsModelStatus
     solver.run()
-    if solver.getModelStatus() == states.kNotset:
-        # HiGHS has one pool of threads for a whole process and refuses to run with another number of them than before.
-        # A script may have used it with more.
+    # HiGHS has one pool of threads for a whole process and refuses to run with another number of them than before. The
+    # script's own programs may have used it with more, and may want to again.
+    if solver.getModelStatus() == highspy.HighsModelStatus.kNotset:
         highspy.Highs.resetGlobalScheduler(True)
         solver.run()
+    highspy.Highs.resetGlobalScheduler(True)
+    return solver
+
+
+def _solved(solver: Any, *, has_integers: bool) -> Solved:
+    import highspy
+
+    states = highspy.HighsModelStatus
+    known: dict[Any, Status] = {
+        states.kOptimal: "optimal",
+        states.kObjectiveTarget: "target",
+        states.kSolutionLimit: "limit",
+        states.kTimeLimit: "limit",
+        states.kInfeasible: "infeasible",
+    }
     status, info = solver.getModelStatus(), solver.getInfo()
-    if info.primal_solution_status != 2:  # kSolutionStatusFeasible
-        ended = [states.kInfeasible, states.kUnboundedOrInfeasible, states.kSolutionLimit]
-        if status not in [*ended, *([] if seconds is None else [states.kTimeLimit])]:
-            raise RuntimeError(f"HiGHS solved no program: its status is {solver.modelStatusToString(status)!r}")
-        return None
-    optimal = status == states.kOptimal
+    if status not in known:
+        return Solved("failed", why=f"its status is {solver.modelStatusToString(status)!r}")
+    nodes = max(0, int(info.mip_node_count))
+    if known[status] == "infeasible" or info.primal_solution_status != 2:  # kSolutionStatusFeasible
+        return Solved(known[status], nodes=nodes)
     # HiGHS keeps no dual bound for a program without whole numbers: its optimum is its bound.
-    bound = info.mip_dual_bound if integers else info.objective_function_value
+    bound = info.mip_dual_bound if has_integers else info.objective_function_value
     values = np.array(solver.getSolution().col_value)
-    return MilpSolution(values, bound if math.isfinite(bound) else -math.inf, optimal)
+    return Solved(known[status], values, bound if math.isfinite(bound) else -math.inf, nodes)

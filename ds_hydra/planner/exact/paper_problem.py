@@ -4,7 +4,7 @@ T(l) carries c for every sequence here, as printed. Planning itself charges c on
 two sequences of 3 ms in one micro-batch, Eq. 3 counts 8 ms and planning 7.
 
 The paper's method as a baseline (`by_paper`, behind the option method="paper"), HiGHS for the option
-method="exact" (`by_highs`), and our search on the same problem (`by_search`), so that the three can be compared.
+method="highs" (`by_highs`), and our search on the same problem (`by_search`), so that the three can be compared.
 """
 
 from __future__ import annotations

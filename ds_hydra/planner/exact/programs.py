@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ds_hydra.planner.exact.highs import MilpSolution, solve_milp
+from ds_hydra.planner.exact.highs import solve_milp
 from ds_hydra.planner.kernels.arrays import Floats, Ints, Items, Schemes
 from ds_hydra.planner.kernels.packing import ideal_ms, stage_ms
 from ds_hydra.planner.kernels.problem import Assignment, scheme_row
@@ -102,17 +102,17 @@ def dispatch_exactly(
         integers=len(pairs), node_limit=node_limit, seconds=seconds, gap=gap, floor=floor,
         start=_start_point(named, scaled, pp, pairs, bubble_of, columns),
     )  # fmt: skip
-    if solution is None:
+    if (point := solution.point) is None:
         return None
-    owner = _owner_of(solution, pairs, n)
-    return ExactResult(owner, dispatch_ms(times, pp, owner), solution.bound * bound_ms, solution.optimal)
+    owner = _owner_of(point, pairs, n)
+    return ExactResult(owner, dispatch_ms(times, pp, owner), solution.bound * bound_ms, solution.status == "optimal")
 
 
-def _owner_of(solution: MilpSolution, pairs: list[tuple[int, int]], n: int) -> Ints:
-    """owner[i] = j for the pairs (i, j) that the solution chose; the first columns are the pairs', near 0 or 1."""
+def _owner_of(point: Floats, pairs: list[tuple[int, int]], n: int) -> Ints:
+    """owner[i] = j for the pairs (i, j) that a point chose; the first columns are the pairs', near 0 or 1."""
     owner = np.zeros(n, dtype=np.int64)
     for at, (i, j) in enumerate(pairs):
-        if solution.values[at] > 0.5:
+        if point[at] > 0.5:
             owner[i] = j
     return owner
 
@@ -182,11 +182,11 @@ def pack_exactly(
         [1.0] * n + [-np.inf] * (2 * v), [1.0] * n + [0.0] * v + [1.0] * v,
         integers=len(pairs), node_limit=node_limit, seconds=seconds, gap=gap, floor=floor, start=point,
     )  # fmt: skip
-    if solution is None:
+    if (point := solution.point) is None:
         return None
-    owner = _owner_of(solution, pairs, n)
+    owner = _owner_of(point, pairs, n)
     largest = max(float(work[owner == j].sum()) for j in range(v))
-    return ExactResult(owner, largest, solution.bound * floor_ms, solution.optimal)
+    return ExactResult(owner, largest, solution.bound * floor_ms, solution.status == "optimal")
 
 
 def repack_slowest(

@@ -15,8 +15,8 @@ import numpy as np
 import ds_hydra.planner.kernels as kernels
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
+from ds_hydra.planner.exact.counts import counts_to_strategy
 from ds_hydra.planner.kernels.arrays import Choices
-from ds_hydra.planner.proposal.candidates import counts_to_strategy
 
 _LENGTH_STEP = 128
 _MOST_ROUNDINGS = 64  # nearby whole solutions taken from one continuous one

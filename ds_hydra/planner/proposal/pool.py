@@ -15,12 +15,11 @@ import numpy as np
 
 from ds_hydra.costs.cost_table import SchemeCost
 from ds_hydra.pipe.shape import PipelineShape, StrategyShape
+from ds_hydra.planner.exact.counts import counts_by_milp, counts_to_strategy
 from ds_hydra.planner.kernels.arrays import Prospect, Schemes
 from ds_hydra.planner.kernels.problem import Batch, PipelineKinds
 from ds_hydra.planner.one_strategy import StrategySearch
 from ds_hydra.planner.options import PlannerOptions
-from ds_hydra.planner.proposal.by_milp import counts_by_milp
-from ds_hydra.planner.proposal.candidates import counts_to_strategy
 from ds_hydra.zero_hetero.errors import PlanError
 
 Counts = tuple[int, ...]  # pipelines of each usable scheme

@@ -29,8 +29,9 @@ import numpy as np
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.data.length_sources import sample_batches
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
+from ds_hydra.planner.exact.counts import scheme_of
 from ds_hydra.planner.kernels.arrays import Schemes
-from ds_hydra.planner.proposal.candidates import scheme_of, usable_schemes
+from ds_hydra.planner.proposal.candidates import usable_schemes
 from ds_hydra.planner.proposal.pool import Counts, Pool
 from ds_hydra.planner.proposal.spaces import ElasticShapes, Space, WholeSpace
 from ds_hydra.zero_hetero.errors import PlanError

@@ -1,0 +1,145 @@
+"""One step's sequences in, the best plans under some strategies and a bound on any out. Pure: no torch.
+
+`selection` says which strategies are asked for; here each kind of them has its search, and a search its plans.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import ds_hydra.planner.kernels as kernels
+from ds_hydra.costs.cost_table import CostTable
+from ds_hydra.pipe.shape import PipelineShape, StrategyShape
+from ds_hydra.plan.phase import Phase
+from ds_hydra.plan.step_plan import StepPlan
+from ds_hydra.planner.budget import PlanBudget
+from ds_hydra.planner.composing import Composed, Composer
+from ds_hydra.planner.elastic import ElasticSearch
+from ds_hydra.planner.elastic_space import ElasticSpace, is_elastic
+from ds_hydra.planner.kernels.arrays import Schemes
+from ds_hydra.planner.kernels.problem import Assignment, Batch, PipelineKinds
+from ds_hydra.planner.options import PlannerOptions
+from ds_hydra.planner.pipelines import elastic_pipelines, whole_phase
+from ds_hydra.planner.search import Search
+
+_LEAN_TRIES = 1  # of plain Python and without effort: dispatches and cuts once
+_PROMISING = 0.99  # of what the best strategy takes as it is dispatched: a composed one must take less
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The candidates as searches see them, the same in every step."""
+
+    table: CostTable
+    options: PlannerOptions
+    schemes: Schemes  # of the table
+    num_ranks: int
+    budget: PlanBudget
+    finalists: int  # plans of either kind that are wanted
+    names: frozenset[str]  # of all candidates
+    whole: dict[int, PipelineShape]  # pipelines of the candidates of whole sequences, by their rows in the table
+
+
+class StepSearch:
+    """The searches of one step: for a batch, over candidates and then over what HiGHS composes for it."""
+
+    def __init__(
+        self, pool: Pool, space: ElasticSpace, step: int, sequence_ids: tuple[int, ...], lengths: tuple[int, ...]
+    ) -> None:
+        self._pool, self._space = pool, space
+        self._step, self._ids, self._tokens = step, sequence_ids, lengths
+        self._kernel = kernels.select(pool.options.kernels)
+        self._elastic: ElasticSearch | None = None
+        self._best_elastic: PipelineKinds | None = None
+
+    def whole(self, kinds: Sequence[PipelineKinds]) -> tuple[list[StepPlan], float]:
+        """The best plans of whole sequences, none without a strategy for it, and a bound on steps."""
+        if not kinds:
+            return [], math.inf
+        batch = self._whole_batch
+        found, bound = Search(kinds, self._pool.schemes, self._pool.options, batch).best_of(
+            range(len(kinds)), self._pool.finalists
+        )
+        return [self._plan(*self._whole_phase(batch, one)) for one in found], bound
+
+    def elastic(self, kinds: Sequence[PipelineKinds], below_ms: float) -> tuple[list[StepPlan], float]:
+        """The best plans over strategies with elastic pipelines, none without any or where nothing must be gained, and
+        a bound on steps. `below_ms` is the step of the best plan so far; infinite where there is none."""
+        # Plain Python is too slow to search in: then it only helps out.
+        if not kinds or (below_ms < math.inf and not self._searches):
+            return [], math.inf
+        self._elastic = self._elastic_search(self._pool.budget.tries)
+        bound = self._elastic.bound(kinds)
+        if bound >= below_ms:
+            return [], bound
+        return self._elastic_plans(self._elastic, kinds, self._pool.finalists), bound
+
+    def composed(self, composer: Composer, pipelines_ms: float) -> Composed:
+        """What HiGHS composes where the slowest pipeline of the best plan takes so long: of elastic pipelines where
+        their search has seen what they take."""
+        if self._elastic is not None and self._elastic.known is not None:
+            return self._elastic.composed(composer, pipelines_ms, self._pool.names)
+        pool = self._pool
+        return composer.compose(self._whole_batch, pool.schemes, pool.whole, pipelines_ms, pool.names)
+
+    def of_composed(
+        self, strategies: Collection[StrategyShape], exposed_ms: float, below_ms: float
+    ) -> tuple[list[StepPlan], float]:
+        """The best plans under composed strategies, whose messages add about so much, and a bound on steps."""
+        table, space = self._pool.table, self._space
+        whole = [PipelineKinds.of(one, table, exposed_ms) for one in strategies if not is_elastic(one)]
+        elastic = [space.kinds_of(one, exposed_ms) for one in strategies if is_elastic(one)]
+        plans, bound = self.whole(whole)
+        if not elastic or not self._searches or self._elastic is None or self._best_elastic is None:
+            return plans, bound
+        elastic = self._elastic.promising(elastic, self._best_elastic, _PROMISING)
+        search = self._elastic_search(self._pool.budget.tries // 2)
+        bound_of_elastic = search.bound(elastic)
+        if elastic and bound_of_elastic < below_ms:
+            plans += self._elastic_plans(search, elastic, self._pool.finalists)
+        return plans, min(bound, bound_of_elastic)
+
+    @property
+    def _searches(self) -> bool:
+        """Whether elastic strategies are searched for all they are worth."""
+        return self._kernel.is_compiled and self._pool.options.effort > 0
+
+    @functools.cached_property
+    def _whole_batch(self) -> Batch:
+        return Batch.of(self._tokens, self._pool.table)
+
+    @functools.cached_property
+    def _elastic_batch(self) -> Batch:
+        return self._space.batch(self._tokens)
+
+    def _elastic_search(self, tries: int) -> ElasticSearch:
+        pool, tries = self._pool, (tries if self._kernel.is_compiled else 0) or _LEAN_TRIES
+        return ElasticSearch(
+            self._space, self._kernel, self._elastic_batch,
+            num_ranks=pool.num_ranks, tries=tries, seed=pool.options.seed,
+        )  # fmt: skip
+
+    def _elastic_plans(self, search: ElasticSearch, kinds: Sequence[PipelineKinds], count: int) -> list[StepPlan]:
+        found = search.best_of(kinds, count)
+        if found and search is self._elastic:
+            self._best_elastic = found[0].kinds
+        paper, batch = self._pool.options.objective == "paper", self._elastic_batch
+        return [self._plan(*elastic_pipelines(self._space, batch, one, self._tokens, paper)) for one in found]
+
+    def _whole_phase(self, batch: Batch, best: Assignment) -> tuple[Phase, float]:
+        """The pipelines of an assignment, and their simulated time."""
+        shapes = best.kinds.strategy.pipelines
+        packed: list[dict[int, list[int]]] = [{} for _ in shapes]
+        position, rank_order = batch.position.tolist(), best.kinds.rank_order
+        for i, (p, b) in enumerate(zip(best.owner.tolist(), best.bin_of.tolist(), strict=True)):
+            packed[rank_order[p]].setdefault(b, []).append(position[i])
+        held = [[bins[b] for b in sorted(bins)] for bins in packed]
+        paper = self._pool.options.objective == "paper"
+        return whole_phase(shapes, held, self._pool.table, self._tokens, paper=paper)
+
+    def _plan(self, phase: Phase, ms: float) -> StepPlan:
+        source = "search" if self._kernel.is_compiled else "fast"
+        return StepPlan(self._step, self._ids, self._tokens, (phase,), ms, source=source)

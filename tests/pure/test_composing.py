@@ -1,0 +1,251 @@
+"""What HiGHS composes for a batch, against all counts of pipelines, and what plans make of it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ds_hydra.planner.composing as composing
+import ds_hydra.planner.kernels as kernels
+from ds_hydra.costs.cost_table import CostTable, SchemeCost
+from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
+from ds_hydra.plan.validate import validate_plan
+from ds_hydra.planner import Planner, PlannerOptions, PlannerService, PlanRecipe
+from ds_hydra.planner.budget import PlanBudget, budget_of, typical_batch
+from ds_hydra.planner.composing import COMPOSED, WORTH, Composer
+from ds_hydra.planner.exact.counts import CountsFound, counts_at, shares_at
+from ds_hydra.planner.exact.highs import Solved, solve_milp
+from ds_hydra.planner.kernels.problem import Batch, scheme_arrays
+from tests.support.planner_cases import TABLES, a800_batch
+
+SCHEMES = (ParallelScheme(1), ParallelScheme(2), ParallelScheme(4))
+SIZES = np.array([scheme.num_ranks for scheme in SCHEMES])
+# One long sequence that tp4 alone holds beside many short ones, which are best off on tp1: no candidate has both.
+TABLE = CostTable(
+    tuple(
+        SchemeCost(scheme, 0.0, b, 1.0, max_length=longest, util_length=10)
+        for scheme, b, longest in zip(SCHEMES, (1.0, 0.6, 0.35), (100, 300, 900), strict=True)
+    )
+)
+POOL = tuple(map(StrategyShape.parse, ("8*tp1", "2*tp4")))
+LENGTHS = [600, *[60] * 30]
+
+
+def planner(highs: str = "composes", **changes: object) -> Planner:
+    options = PlannerOptions(kernels="compiled", highs=highs)
+    return Planner(TABLE, POOL, options, **changes)  # type: ignore[arg-type]
+
+
+def best_by_enumeration(batch: Batch, table: CostTable, tau: float) -> float:
+    """The least time over all counts of pipelines on 8 ranks, each by a linear program without whole numbers."""
+    shares = shares_at(batch, scheme_arrays(table), np.arange(3), tau, kernels.compiled())
+    best = math.inf
+    for counts in itertools.product(*(range(8 // size + 1) for size in SIZES)):
+        if np.dot(counts, SIZES) == 8:
+            best = min(best, tau / least_rate(shares, batch, counts))
+    return best
+
+
+def least_rate(shares: np.ndarray, batch: Batch, counts: tuple[int, ...]) -> float:
+    """The largest u of [Note: u = 1/tau] for these counts, sequences dealt out one by one and in fractions."""
+    count = len(batch.merged.tokens)
+    pairs = [(k, i) for k in range(3) for i in range(count) if shares[k, i] < 1e9]
+    u = len(pairs)
+    rows: list[list[tuple[int, float]]] = [[] for _ in range(3)] + [[(u, -1.0)] for _ in range(count)]
+    for at, (k, i) in enumerate(pairs):
+        rows[k].append((at, float(shares[k, i] * batch.merged.copies[i])))
+        rows[3 + i].append((at, 1.0))
+    cost = np.zeros(u + 1)
+    cost[u] = -1.0
+    lower, upper = [-math.inf] * 3 + [0.0] * count, [*map(float, counts)] + [0.0] * count
+    found = solve_milp(cost, np.full(u + 1, np.inf), rows, lower, upper, integers=0)
+    assert found.status == "optimal"
+    assert found.values is not None
+    return max(1e-12, float(found.values[u]))
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.integers(5, 900), min_size=3, max_size=16), st.floats(0.5, 2.0))
+def test_the_counts_are_the_best_of_all_on_8_ranks(lengths: list[int], factor: float) -> None:
+    """Up to the gap of HiGHS and the bins of lengths, in which up to 30 different ones stand alone."""
+    batch = Batch.of(lengths, TABLE)
+    tau = factor * sum(lengths) * 0.15 + 250.0
+    shares = shares_at(batch, scheme_arrays(TABLE), np.arange(3), tau, kernels.compiled())
+    found = counts_at(tau, batch, shares, SIZES, 8, node_limit=100)
+    best = best_by_enumeration(batch, TABLE, tau)
+    if not found.counts:
+        assert best > 1e6
+        return
+    assert np.dot(found.counts, SIZES) == 8
+    assert best * (1.0 - 1e-6) <= found.ms <= best * 1.003
+
+
+def test_a_mix_that_nobody_proposed_is_run_where_it_is_clearly_faster() -> None:
+    before, made = planner("off").plan(0, range(31), LENGTHS), planner().made(0, range(31), LENGTHS)
+    assert made.highs is not None
+    assert made.plan.strategy == made.highs.strategy == "tp4 + 4*tp1"
+    assert (made.plan.source, made.highs.new_strategy) == (COMPOSED, True)
+    assert made.highs.gain == pytest.approx(1.0 - made.plan.predicted_ms / before.predicted_ms)
+    assert made.highs.gain > WORTH
+    assert made.highs.programs == 3
+    assert made.plan.lower_bound_ms <= made.plan.searched_ms
+    validate_plan(made.plan, TABLE, 8)
+
+
+@pytest.mark.parametrize(("highs", "room"), [("advises", ""), ("composes", "rank 3 has no room")])
+def test_where_it_may_not_run_the_candidates_plan_does_and_the_gain_is_told(highs: str, room: str) -> None:
+    made = planner(highs, room=lambda _: room).made(0, range(31), LENGTHS)
+    assert made.plan == planner("off").plan(0, range(31), LENGTHS)
+    assert made.highs is not None
+    assert (made.highs.strategy, made.highs.new_strategy) == ("tp4 + 4*tp1", False)
+    assert made.highs.gain > WORTH
+
+
+def test_highs_never_makes_a_plan_worse() -> None:
+    table = CostTable.load(TABLES / "llama_32b_a800.json")
+    strategies = [StrategyShape.parse(text) for text in ("4*tp16", "16*tp4", "8*tp4pp2", "2*tp8 + 12*tp4")]
+    plain, composing_one = (
+        Planner(table, strategies, PlannerOptions(kernels="compiled", highs=highs)) for highs in ("off", "composes")
+    )
+    used = 0
+    for step in range(6):
+        lengths = a800_batch(step, 120)
+        before, made = plain.plan(step, range(120), lengths), composing_one.made(step, range(120), lengths)
+        assert made.highs is not None
+        assert made.plan.predicted_ms <= before.predicted_ms
+        assert made.plan == before or made.highs.new_strategy
+        used += made.highs.new_strategy
+        validate_plan(made.plan, table, 64)
+    assert used, "no batch had a use for it, so this shows nothing"
+
+
+def test_chunked_pipelines_are_composed_too() -> None:
+    table = CostTable.load(TABLES / "llama_32b_a800.json")
+    strategies = [StrategyShape.parse(text) for text in ("4*tp16", "16*tp4", "8*tp4pp2/v")]
+    made = Planner(table, strategies, PlannerOptions(kernels="compiled", highs="composes", effort=1)).made(
+        0, range(60), a800_batch(3, 60)
+    )
+    assert made.highs is not None
+    assert made.highs.programs == 3
+    validate_plan(made.plan, table, 64)
+
+
+def test_a_failure_of_highs_is_told_and_the_candidates_plan_stays(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    failed = CountsFound((), math.inf, Solved("failed", why="its status is 'Not Set'"))
+    monkeypatch.setattr(composing, "counts_at", lambda *_, **__: failed)
+    made = planner().made(0, range(31), LENGTHS)
+    assert made.plan == planner("off").plan(0, range(31), LENGTHS)
+    assert "HiGHS composed nothing: its status is 'Not Set'" in caplog.text
+
+
+def test_programs_and_nodes_are_those_of_the_budget() -> None:
+    for programs in (1, 2):
+        made = planner(budget=PlanBudget(0, programs, 1)).made(0, range(31), LENGTHS)
+        assert made.highs is not None
+        assert made.highs.programs == programs
+        assert made.highs.nodes <= programs
+
+
+def test_a_budget_is_sized_by_counts_alone() -> None:
+    typical = typical_batch([100] * 30 + [0, 900], 400)
+    assert typical == [100, 100, 100]
+    assert budget_of(TABLE, POOL, 2) == PlanBudget(0, 3, 20)
+    assert budget_of(TABLE, POOL, 2, [10]).programs == 1, "a step of some ms has time for no more"
+    assert budget_of(TABLE, POOL, 2, [100] * 1000).programs == 3
+    chunked = (*POOL, StrategyShape.parse("4*pp2/list"))
+    table = CostTable((*TABLE.costs, replace(TABLE.costs[1], scheme=ParallelScheme(1, 2))))
+    assert budget_of(table, chunked, 2).tries == 2 * (900 + 150 * 4)
+    assert typical_batch([], 5000) == [1024] * 4
+
+
+def test_composing_is_the_same_in_another_process_beside_a_users_programs() -> None:
+    """The digest of a plan, before and after a user's own HiGHS with another number of threads."""
+    code = (
+        "import sys, highspy\n"
+        "from tests.pure.test_composing import LENGTHS, planner\n"
+        "def own():\n"
+        "    one = highspy.Highs()\n"
+        "    for name, value in (('threads', 4), ('parallel', 'on'), ('output_flag', False)):\n"
+        "        one.setOptionValue(name, value)\n"
+        "    x = one.addVariable(0.0, 1.0); one.maximize(x)\n"
+        "    assert one.getModelStatus() == highspy.HighsModelStatus.kOptimal\n"
+        "found = set()\n"
+        "for _ in range(2):\n"
+        "    own()\n"
+        "    found.add(planner().plan(0, range(31), LENGTHS).digest().hex())\n"
+        "own()\n"
+        "print(*found)\n"
+    )
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [planner().plan(0, range(31), LENGTHS).digest().hex()]
+
+
+@pytest.mark.parametrize("ahead", [0, 3])
+def test_what_joins_is_a_candidate_from_its_step_on_whoever_plans(ahead: int) -> None:
+    """Also for steps that were planned before it was known to join, and with other costs meanwhile."""
+    mix = StrategyShape.parse("tp4 + 4*tp1")
+    recipe = PlanRecipe(TABLE, POOL, PlannerOptions(kernels="compiled", highs="composes"))
+    slower = CostTable(tuple(replace(cost, b=2 * cost.b) for cost in TABLE.costs))
+    with PlannerService(recipe, ahead) as service:
+        for step in range(5):
+            service.submit(step, range(31), LENGTHS)
+        made = [service.get(0)]
+        service.join(mix, 0.0, 3)
+        service.use_table(slower, 2)
+        made += [service.get(step) for step in (1, 2, 3, 4)]
+    assert [one.plan.strategy for one in made] == [str(mix)] * 5
+    assert [one.plan.source for one in made] == [COMPOSED] * 3 + ["search"] * 2
+    assert made[2].plan.predicted_ms > 1.5 * made[1].plan.predicted_ms
+    assert len({one.recipe for one in made}) == 3
+    joined = Planner(slower, (*POOL, mix), recipe.options)
+    assert made[4].plan == joined.plan(4, range(31), LENGTHS)
+
+
+def test_a_composer_knows_only_the_shapes_that_it_is_given() -> None:
+    batch = Batch.of(LENGTHS, TABLE)
+    shapes = {1: PipelineShape.of(SCHEMES[1]), 2: PipelineShape.of(SCHEMES[2])}
+    composer = Composer(8, kernels.compiled(), PlanBudget(0, 3, 20))
+    found = composer.compose(batch, scheme_arrays(TABLE), shapes, 300.0, ())
+    assert found.asked == 3
+    assert {pipeline for one in found.strategies for pipeline in one.pipelines} <= set(shapes.values())
+
+
+def knapsack(most: float, **limits: float) -> Solved:
+    """The most worth of 40 things of at most so much weight."""
+    rng = np.random.default_rng(0)
+    worth, weight = rng.uniform(0.5, 1.0, 40), rng.uniform(0.5, 1.0, 40)
+    row = [(i, float(weight[i])) for i in range(40)]
+    return solve_milp(-worth, np.ones(40), [row], [-9.0], [most], integers=40, **limits)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("status", "most", "limits", "found"),
+    [
+        ("optimal", 10.0, {}, True),
+        ("infeasible", -1.0, {}, False),
+        ("target", 10.0, {"target": -1.0}, True),
+        ("limit", 10.0, {"node_limit": 0}, False),
+    ],
+)
+def test_a_status_says_one_thing(status: str, most: float, limits: dict[str, float], found: bool) -> None:
+    solved = knapsack(most, **limits)
+    assert solved.status == status
+    assert (solved.point is not None) == found
+
+
+def test_a_failure_is_never_nothing_found() -> None:
+    with pytest.raises(RuntimeError, match="Not Set"):
+        _ = Solved("failed", why="its status is 'Not Set'").point
