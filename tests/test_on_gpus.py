@@ -197,7 +197,7 @@ def test_torchs_other_nccl_is_not_taken(
     """From 2.15 on "nccl" names it: a script that has started it is refused."""
     unset.setattr(devices.torch, "__version__", type(torch.__version__)(version))
     unset.setattr(dist, "is_initialized", lambda: started)
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, logger="ds_hydra"):
         if refused:
             with pytest.raises(ConfigError, match=f"torch {version} takes it"):
                 before_devices_start(HydraConfig(10), "nccl", 2)
@@ -355,7 +355,7 @@ def test_a_rank_plans_with_the_memory_that_is_left_of_its_device(
     assert rank_memory(device, 8) == 74 * 2**30
     other = torch.tensor([[62.0 * 2**30]], dtype=torch.float64)
     channel = SimpleNamespace(rows=lambda mine: torch.cat([mine[None], other]))
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", logger="ds_hydra")
     world: Any = SimpleNamespace(device=device, node_size=8, num_ranks=2, rank=0, channel=channel)
     assert least_memory(world) == 59 * 2**30, "3 GiB are for the communicators"
     assert "of a device's 80.00 GiB rank 0 has 74.00 GiB, the rank that has least 62.00 GiB" in caplog.text

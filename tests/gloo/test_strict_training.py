@@ -106,7 +106,8 @@ def test_all_that_a_rank_starts_may_run_in_one_queue(strategy: str, node_size: i
         trade = mock.patch.object(GroupCollectives, "trade", autospec=True, side_effect=GroupCollectives.trade)
         with strict_world(rules), one_push_at_a_time(), trade as traded:
             strict = trained(rank, strategy, 4, node_size=node_size)
-        assert traded.called, "by the collective of a team's group"
+        twins = strategy != "tp2pp2/v"  # one pipeline, whose ranks share nothing
+        assert traded.called is twins, "by the collective of a team's group"
         return same(strict, trained(rank, strategy, 4, node_size=node_size))
 
     assert run_ranks(both, 4, timeout=240) == [True] * 4

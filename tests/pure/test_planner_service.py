@@ -172,7 +172,7 @@ def test_a_producer_that_is_late_is_waited_for(caplog: pytest.LogCaptureFixture)
     """It is stopped for longer than a step may be late before the log says so, but not for so long that it is frozen:
     who waits is told, and so are the others."""
     turns: list[float] = []
-    with service(frozen_s=30.0) as planner, caplog.at_level("INFO"):
+    with service(frozen_s=30.0) as planner, caplog.at_level("INFO", logger="ds_hydra"):
         steps(planner, 0, 1)
         pid = planner.producer_pid
         assert pid is not None
