@@ -77,15 +77,15 @@ class Update:
         If the loss or the gradient of any rank is not finite, nothing changes on any rank, and the norm is not finite.
         Nor does anything change if the model of any rank was changed: all ranks raise ConfigError.
         """
-        grads, model = self._masters.grads, self.model()
-        for piece in self._masters.pieces() if model.frozen else ():
-            if piece.name in model.frozen:
-                piece.grad.zero_()
         # All ranks must skip a step if one of them has a loss that is not finite, even where its gradients are finite
         # (a sequence whose weight is 0, say). To ask each other would take one more message and a wait for the device.
         # The norm is gathered from all ranks anyway, so the loss joins it as one more element: 0 * 2.3 is 0 and changes
         # nothing, 0 * inf and 0 * NaN are NaN and make the norm NaN on every rank.
         with self._watch.lap("optimizer"):
+            grads, model = self._masters.grads, self.model()
+            for piece in self._masters.pieces() if model.frozen else ():
+                if piece.name in model.frozen:
+                    piece.grad.zero_()
             shares = torch.stack([loss.detach() for loss in (*losses, *router_losses)])
             poison = shares * 0.0
             # What the ranks say of their models travels with it, too: they must freeze the same, or none goes on.

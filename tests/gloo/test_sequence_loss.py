@@ -128,14 +128,14 @@ def refused(rank: int) -> list[str]:
 
     engine = engine_of()
     weight = engine.module.lm_head.weight
-    for share, function in (
-        (good, broken if rank else torch.sin),
-        ([[5]] if rank else good, torch.sin),
-        (good, lambda losses: losses * weight.sum()),
-        (good, lambda losses: losses * weight.detach().sum()),
-        (None, torch.sin),
+    # An error of the function's own stays what it is on its rank, with the script's traceback.
+    for share, function, error in (
+        (good, broken if rank else torch.sin, KeyError if rank else RuntimeError),
+        ([[5]] if rank else good, torch.sin, ConfigError),
+        (good, lambda losses: losses * weight.sum(), ConfigError),
+        (None, torch.sin, ConfigError),
     ):
-        with pytest.raises(ConfigError) as caught:
+        with pytest.raises(error) as caught:
             engine.train_batch(share, sequence_loss=function)
         texts.append(str(caught.value))
     engine.train_batch(good, sequence_loss=torch.sin)
@@ -144,11 +144,12 @@ def refused(rank: int) -> list[str]:
 
 def test_errors_reach_all_ranks_and_training_goes_on() -> None:
     first, second = run_ranks(refused, 2)
-    assert first == second
+    assert first[1:] == second[1:]
     assert "the sequence_loss of step 1 failed on rank 1: KeyError: 'margin'" in first[0]
+    assert second[0] == "'margin'"
     assert (
         "failed on rank 1: a sequence_loss is of all sequences that are handed in, but 1 of fewer than two" in first[1]
     )
-    assert all("it seems to read values of the model" in text for text in first[2:4])
-    assert "pass them to train_batch() too" in first[4]
-    assert first[5] == "1"
+    assert "that wants a gradient" in first[2], "a value of the model"
+    assert "pass them to train_batch() too" in first[3]
+    assert first[4] == "1"

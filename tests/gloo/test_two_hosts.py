@@ -16,5 +16,5 @@ def test_hosts_of_one_name_are_told_apart_and_bytes_between_them_are_the_plans()
     (step,), (expected,) = found["slow"], found["expected"]
     for host, into in enumerate(step["into"]):
         planned = sum(kind[host] for kind in expected.values())
-        assert planned == found["least"]["2*tp1"], "each element enters a host once"
+        assert 1 <= planned / found["least"]["2*tp1"] < 1.001, "each element enters a host once, gaps between them too"
         assert abs(into / planned - 1) < aims.HOSTS_BYTES
