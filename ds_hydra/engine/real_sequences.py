@@ -87,7 +87,7 @@ class RealSequences:
                 few = with_layers(self._job.model, path, kept)
         names = {name: _in_whole(name, path, kept) for name, _ in few.named_parameters(remove_duplicate=False)}
         wanted = {source.aliases[whole] for whole in names.values()}
-        values = self._masters.gather(self._world.links, wanted)
+        values = self._masters.gather(self._world.links, wanted, [who])
         mine: Exception | None = None
         if self._world.rank == who:
             try:

@@ -91,9 +91,13 @@ class ModelMasters:
                 rule = rules[piece.name]
                 masters.load(piece.name, to_flat(drawn(piece.name), rule.dim, rule.parts))
 
-    def gather(self, transport: Transport, names: Collection[str] | None = None) -> dict[str, Tensor]:
-        """Full parameters on CPU by master name, in their own shapes, all or some; all ranks must call it."""
-        flat = self.trained.gather_full(transport, names=names) | self.frozen.gather_full(transport, names=names)
+    def gather(
+        self, transport: Transport, names: Collection[str] | None = None, ranks: Sequence[int] | None = None
+    ) -> dict[str, Tensor]:
+        """Full parameters on CPU by master name, in their own shapes, all or some; all ranks must call it, and all or
+        some (`ranks`) get them."""
+        trained = self.trained.gather_full(transport, names=names, ranks=ranks)
+        flat = trained | self.frozen.gather_full(transport, names=names, ranks=ranks)
         params = [param for bucket in self.buckets for param in bucket.params if param.name in flat]
         return {
             p.name: from_flat(flat[p.name], p.shape, p.rule.dim, p.rule.parts).contiguous().to(self.trained.flat.dtype)

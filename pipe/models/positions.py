@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -55,7 +56,9 @@ def counts_padding(model: Any, layers_path: str, start: int) -> bool:
     device, vocab = next(model.parameters()).device, known_tokens(model)
     padding = getattr(model.config.get_text_config(), "pad_token_id", None)
     padding = padding if isinstance(padding, int) and 0 <= padding < vocab else 0
-    plain = [token for token in range(vocab - 1, vocab // 2, -1) if token not in special_tokens(model)][: _LENGTHS[0]]
+    special = special_tokens(model)
+    ordinary = (token for token in range(vocab - 1, vocab // 2, -1) if token not in special)
+    plain = list(itertools.islice(ordinary, _LENGTHS[0]))
     if len(plain) < _LENGTHS[0]:
         return False
     before, length = 2, len(plain)
