@@ -33,7 +33,7 @@ from ds_hydra.zero_hetero.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 # What the four runs on one rank may take: operations of one, and memory.
-_OPERATIONS = {"cpu": 5e9, "cuda": 1e14}
+_OPERATIONS = {"cpu": 3e9, "cuda": 1e14}
 _BYTES = 4 * 2**30
 _LIVE = 40  # numbers of a token and a feature that a layer keeps, about
 

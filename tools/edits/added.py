@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import sysconfig
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -61,7 +63,8 @@ class Added(NamedTuple):
 
 def added(steps: int) -> Added:
     """Start the example's job and train this many steps after the first, which builds and compiles."""
-    found = run_ranks(_train, _RANKS, steps, timeout=3600.0)
+    with TemporaryDirectory() as cache, mock.patch.dict(os.environ, XDG_CACHE_HOME=cache):  # no verdict from before
+        found = run_ranks(_train, _RANKS, steps, timeout=3600.0)
     return Added(*(sum(of_rank) for of_rank in zip(*found, strict=True)))
 
 
