@@ -165,4 +165,5 @@ def _in_whole(name: str, path: str, kept: Sequence[int]) -> str:
 
 def _of_few(few: Any, whole: CausalLM) -> CausalLM:
     """Stages of a model in few layers that compute as those of the whole model."""
-    return CausalLM(few, replace(whole.options, token_sharding=False), token_loss=whole.token_loss)
+    options = replace(whole.options, token_sharding=False)
+    return CausalLM(few, options, token_loss=whole.token_loss, by_one_rank=True)

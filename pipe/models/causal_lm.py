@@ -62,10 +62,12 @@ class CausalLM:
         options: StageOptions = AS_WRITTEN,
         *,
         token_loss: TokenLoss | None = None,
+        by_one_rank: bool = False,
     ):
         """Copies what the model is but for its values, traces it, and refuses what cannot be packed or cut.
 
-        `token_loss` is trained on in place of the cross entropy. Raises ConfigError for models with recurrent state,
+        `token_loss` is trained on in place of the cross entropy. `by_one_rank`: stages of one rank alone are built, for
+        which nothing is found out about tensor parallelism. Raises ConfigError for models with recurrent state,
         with attention or positions that packing would change, and for attributes or hooks that cannot be copied.
         """
         refuse_unsupported(model)
@@ -101,7 +103,7 @@ class CausalLM:
         self.notes = _notes(self.flow, self.balancing)
         self.functions = Functions()
         self.plan_with(UnnamedRules())
-        self._unnamed = derive(self)
+        self._unnamed = UnnamedRules() if by_one_rank else derive(self)
         self.plan_with(self._unnamed)
         if options.token_sharding:
             self.plan_with(self._unnamed, share_tokens(self))
