@@ -105,6 +105,7 @@ class EmulatedStage(StageModule):
         self.queue = _Queue(source.clock) if splits_backward(place.schedule) else None
         self.weight_gradients = self.queue
         self.clock, self._source, self._parts = source.clock, source, tuple(parts.values())
+        self._priced = at_rank_0(place.pipeline)
 
     def forward(self, hidden: Tensor | None, batch: MicroBatch) -> Tensor:
         """See `StageModule.forward`; takes a share of the time that the cost table gives the micro-batch."""
@@ -125,12 +126,11 @@ class EmulatedStage(StageModule):
         """What each kind of action takes of all layers of the stage."""
         pack = batch.pack
         starts = (pack.past, *[0] * (len(pack.lengths) - 1))
-        pipeline = at_rank_0(self.place.pipeline)
-        load_s = self._source.prices[pipeline][self.place.index].load_ms(pack.lengths, starts) / 1e3
+        load_s = self._source.prices[self._priced][self.place.index].load_ms(pack.lengths, starts) / 1e3
         if self.place.schedule not in WEIGHED and not batch.recompute:
             return {kind: share * load_s for kind, share in SHARES.items()}
         spans = tuple(Span(0, start, start + length) for start, length in zip(starts, pack.lengths, strict=True))
-        planned, (cost, shares) = MicroBatchPlan(spans, batch.recompute), self._source.costs[pipeline]
+        planned, (cost, shares) = MicroBatchPlan(spans, batch.recompute), self._source.costs[self._priced]
         load_s *= stretch(planned, cost, shares)
         work = work_of(planned, cost, shares, parts=1, followed=False)
         return {kind: load_s * work.takes(kind) / (work.forward + work.takes("backward")) for kind in SHARES}

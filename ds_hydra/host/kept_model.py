@@ -127,20 +127,15 @@ class KeptModel:
     def _trained_now(self) -> set[str]:
         """The masters of parameters that require a gradient."""
         with torch._C.DisableTorchFunctionSubclass():
-            return {
-            self._names[name]
-            for path, module in self._modules()
-            for key, parameter in module._parameters.items()
-            if parameter is not None and (name := f"{path}.{key}" if path else key) in self._names
-            and parameter.requires_grad
-        }  # fmt: skip
-
-    def _modules(self) -> list[tuple[str, nn.Module]]:
-        return list(self._model.named_modules())
+            own = ((path, *one) for path, module in self._model.named_modules() for one in module._parameters.items())
+            trained = (
+                f"{path}.{key}" if path else key for path, key, one in own if one is not None and one.requires_grad
+            )
+            return {self._names[name] for name in trained if name in self._names}
 
     def _all(self) -> dict[str, Parts]:
         seen: dict[Any, Any] = {}
-        modules = self._modules()
+        modules = list(self._model.named_modules())
         with torch._C.DisableTorchFunctionSubclass():  # released parameters would each call Python
             found = {path: _parts(module, seen) for path, module in modules}
         for path, module in modules:

@@ -119,15 +119,12 @@ def room_beside(memory: JobMemory, table: CostTable, *, composing: bool) -> Aren
         larger = replace(memory, arena=_anywhere(memory, shapes, arena), _cache={})
         if all(_limit(larger, table, shape) >= limits[shape] for shape in shapes):
             memory, arena = larger, larger.arena
-    spare_of = {
-        # A table that was measured elsewhere may know better than the memory model, which then says nothing of it.
-        shape: [max(0, int(min(memory.capacity, _NO_LIMIT)) - needs.total(limits[shape])) for needs in stages]
-        for shape, stages in ((shape, memory.stages(shape)) for shape in shapes)
-    }
+    capacity = int(min(memory.capacity, _NO_LIMIT))
     most = {
+        # A table that was measured elsewhere may know better than the memory model, which then says nothing of it.
         str(shape): tuple(
-            needs.params + needs.grads + needs.scratch + spare
-            for needs, spare in zip(memory.stages(shape), spare_of[shape], strict=True)
+            needs.params + needs.grads + needs.scratch + max(0, capacity - needs.total(limits[shape]))
+            for needs in memory.stages(shape)
         )
         for shape in shapes
     }

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ds_hydra.pipe.models.whose_code import HOOKS
 from ds_hydra.pipe.tensor_parallel import is_linear
 
 
@@ -26,7 +27,7 @@ class PlainHead:
     @classmethod
     def of(cls, model: nn.Module, head: nn.Module) -> PlainHead | None:
         """Of a head as the user has written it, before anything is installed in the model; None if it is another."""
-        watched = any(_has_hooks(module) for module in (model, head))
+        watched = any(getattr(module, key) for module in (model, head) for key in HOOKS)
         if watched or not isinstance(head, nn.Linear) or not is_linear(head) or head.bias is not None:
             return None
         return cls(head)
@@ -82,10 +83,3 @@ class _StandIn(Tensor):
 def _place(tensor: Tensor) -> tuple[object, ...]:
     """Which bytes a tensor is made of, and how."""
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    return any(
-        getattr(module, name)
-        for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ def uncounted_tokens(model: Any, layers_path: str, first: int) -> tuple[int, ...
     """
     device, vocab = next(model.parameters()).device, known_tokens(model)
     special = sorted({n for n in (*special_tokens(model), *range(4)) if n < vocab})
-    plain = [token for token in range(vocab - 1, vocab // 2, -1) if token not in special][: _LENGTHS[0]]
+    plain = _ordinary(vocab, special)
 
     def counted(tokens: list[int]) -> bool:
         ids = torch.tensor([[plain[0], *(part for token in tokens for part in (token, plain[1])), plain[2]]]).to(device)
@@ -49,6 +49,12 @@ def special_tokens(model: Any) -> tuple[int, ...]:
     return tuple(dict.fromkeys(n for n in numbers if isinstance(n, int) and 0 <= n < vocab))
 
 
+def _ordinary(vocab: int, special: Collection[int]) -> list[int]:
+    """A few tokens from the end of the vocabulary, without the special ones."""
+    others = (token for token in range(vocab - 1, vocab // 2, -1) if token not in special)
+    return list(itertools.islice(others, _LENGTHS[0]))
+
+
 def counts_padding(model: Any, layers_path: str, start: int) -> bool:
     """Whether the model numbers padding before a sequence too, where a mask tells it and no positions are given, so
     that what enters its layers is another than without the padding. A sequence begins with the position `start`;
@@ -56,9 +62,7 @@ def counts_padding(model: Any, layers_path: str, start: int) -> bool:
     device, vocab = next(model.parameters()).device, known_tokens(model)
     padding = getattr(model.config.get_text_config(), "pad_token_id", None)
     padding = padding if isinstance(padding, int) and 0 <= padding < vocab else 0
-    special = special_tokens(model)
-    ordinary = (token for token in range(vocab - 1, vocab // 2, -1) if token not in special)
-    plain = list(itertools.islice(ordinary, _LENGTHS[0]))
+    plain = _ordinary(vocab, special_tokens(model))
     if len(plain) < _LENGTHS[0]:
         return False
     before, length = 2, len(plain)
