@@ -19,8 +19,8 @@ _PROGRAMS = 3  # at most, and one always
 _NODES = 20
 _SHORT = 1024  # tokens
 _SHARE = 0.1  # of the shortest step that typical batches have: what its programs may take
-# CPU ms of one program of so many rows and 30 bins with its 20 nodes, about the 90th percentile of batches, on one core
-# of an Intel Xeon of 2.1 GHz. They are part of the planner, not of a machine: budgets are the same everywhere.
+# CPU ms of one program of so many rows and 30 bins with its 20 nodes: rough figures, of trials on a busy machine. They
+# are part of the planner, not of a machine: budgets are the same everywhere.
 _PROGRAM_MS = ((3, 8.0), (6, 20.0), (12, 45.0), (20, 75.0), (40, 150.0))
 
 
