@@ -48,6 +48,13 @@ def test_every_folder_of_modules_is_a_package_once(arguments: dict[str, Any]) ->
         assert (ROOT / package.replace(".", "/")).resolve() == ROOT / folder
 
 
+def test_what_is_for_development_alone_is_in_no_package(arguments: dict[str, Any]) -> None:
+    tops = {folder.split("/")[0] for folder in arguments["package_dir"].values()}
+    assert tops == set(TOPS)
+    assert (ROOT / "benchmarks" / "rivals" / "__init__.py").is_file()
+    assert "recursive-include benchmarks *.py" in (ROOT / "MANIFEST.in").read_text(), "tests of an archive import it"
+
+
 def test_an_archive_without_links_gets_them_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copied = {*TOPS, "ds_hydra/commands", "examples/cost_tables"}
     for folder in copied:

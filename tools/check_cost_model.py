@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.rivals.memory import MemoryModel
 from ds_hydra.commands.figures import figures_parser, finish, print_table
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
-from ds_hydra.costs.paper_memory import MemoryModel
 from ds_hydra.costs.table_file import read_table_file
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
 from ds_hydra.planner.options import PlannerOptions

@@ -24,7 +24,8 @@ from ds_hydra.commands.figures import figures_parser, finish, guarded, print_tab
 from ds_hydra.zero_hetero.errors import ConfigError
 from tools import aims
 
-TOPS = ("ds_hydra", "pipe", "zero_hetero")
+LINKED = ("pipe", "zero_hetero")  # imported as parts of ds_hydra
+TOPS = ("ds_hydra", *LINKED, "benchmarks")
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Source:
     def name(self) -> str:
         parts = list(Path(self.path).with_suffix("").parts)
         parts = parts[:-1] if parts[-1] == "__init__" else parts
-        return ".".join(parts if parts[0] == "ds_hydra" else ["ds_hydra", *parts])
+        return ".".join(["ds_hydra", *parts] if parts[0] in LINKED else parts)
 
     @cached_property
     def tree(self) -> ast.Module:
@@ -100,7 +101,8 @@ def _walk_without_type_checking(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def read_sources(root: Path) -> list[Source]:
-    """Every module of the library in a checkout, by path; links are left out. ConfigError where there is none."""
+    """Every module of the library and of the rivals in a checkout, by path; links are left out. ConfigError where
+    there is none."""
     sources = []
     for top in TOPS:
         for path in sorted((root / top).rglob("*.py")):

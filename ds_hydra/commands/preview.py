@@ -67,7 +67,6 @@ def parse_arguments(arguments: Sequence[str] | None, name: str) -> argparse.Name
     parser.add_argument("--schedules", nargs="+", default=SCHEDULE_CHOICES, choices=SCHEDULE_CHOICES,
                         help="of proposed strategies; v: list on stages of two ranges of layers")  # fmt: skip
     parser.add_argument("--layers", type=int, default=32, help="of the model; plans may compute some of them again")
-    parser.add_argument("--objective", default="flow_shop", choices=("flow_shop", "paper"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plot", type=new_file, metavar="FILE.png")
     parser.add_argument("--json", type=new_file, metavar="FILE")
@@ -175,7 +174,7 @@ def run(args: argparse.Namespace) -> int:
     found = read_table_file(shipped(args.cost_table))
     table, cluster = found.table, _cluster(args, found)
     sample = read_lengths(shipped(args.lengths), args.context, seed=args.seed)
-    options = PlannerOptions(objective=args.objective, seed=args.seed, kernels="compiled", layers=args.layers,
+    options = PlannerOptions(seed=args.seed, kernels="compiled", layers=args.layers,
                              no_slices='--chunks is "off"' if args.chunks == "off" else "")  # fmt: skip
     print_lengths(sample, table, args.context)
     usable_schemes(table, args.gpus, args.gpus_per_node, args.tp_across_nodes)

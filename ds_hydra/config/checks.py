@@ -138,16 +138,20 @@ def setting(check: Check, default: Any = MISSING) -> Any:
     return field(default=default, metadata={"check": check})
 
 
-def parse_block(block_type: type[Block], raw: Any, place: str) -> Block:
+def parse_block(
+    block_type: type[Block], raw: Any, place: str, *, gone: Mapping[str, str] = MappingProxyType({})
+) -> Block:
     """Build the dataclass `block_type`, whose fields are `setting`s, from a mapping read from JSON.
 
     Raises ConfigError for anything but a mapping, for an unknown key (naming the nearest known one), for a
-    missing key and for each value that its check refuses.
+    missing key and for each value that its check refuses; `gone` says of earlier keys what has become of them.
     """
     if not isinstance(raw, Mapping):
         raise _wrong(place, "a block { ... }", raw)
     checks: dict[str, Any] = {f.name: f for f in fields(block_type)}  # type: ignore[arg-type]
     for key in raw:
+        if key in gone:
+            raise ConfigError(f"config: {place}.{key} {gone[key]}")
         if key not in checks:
             raise ConfigError(f"config: unknown key {key!r} in block {place!r}; {nearest(key, checks)}")
     values = {name: f.metadata["check"](raw[name], f"{place}.{name}") for name, f in checks.items() if name in raw}

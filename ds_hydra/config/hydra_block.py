@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 BLOCK = "hydra"
 WEIGHTS = "weights"
 _MAX_DEGREE_DIGITS = 6
+_GONE = {
+    "objective": 'is no setting any more: remove it. Plans are made as with "flow_shop"; "paper", Eq. 1 of Hydraulis, '
+    "is a rival to compare with",
+}
 
 
 def _planner(value: Any, place: str) -> PlannerConfig:
@@ -162,8 +166,6 @@ class HydraConfig:
     """Candidate strategies, in canonical form; () is "auto": the planner proposes them."""
     choose: str = setting(choice("best", "cycle", "replay"), "best")
     """"best": the planner's choice in each step; "cycle": in turn; "replay": as planner.replay_file says."""
-    objective: str = setting(choice("flow_shop", "paper"), "flow_shop")
-    """Time of V loads: "flow_shop" is sum + (PP - 1) * largest, "paper" is Eq. 1, largest * (PP - 1 + V)."""
     cost_table: str | None = setting(text(optional=True), None)
     """Measured coefficients (JSON); None estimates them from the model's FLOPs."""
     cost_correction: str = setting(choice("off", "report", "apply"), "report")
@@ -268,7 +270,6 @@ class HydraConfig:
 
         planner = self.planner
         return PlannerOptions(
-            objective=self.objective,
             method=planner.method,
             highs=self._highs,
             choose=self.choose,
@@ -300,7 +301,7 @@ def parse_config(raw: Mapping[str, Any]) -> ParsedConfig | None:
     _refuse_near_misses(raw)
     if BLOCK not in raw:
         return None
-    hydra = parse_block(HydraConfig, raw[BLOCK], BLOCK)
+    hydra = parse_block(HydraConfig, raw[BLOCK], BLOCK, gone=_GONE)
     settings = {key: value for key, value in raw.items() if key != BLOCK}
     deepspeed, notes = screen_deepspeed_settings(settings, hydra.total_steps)
     return ParsedConfig(hydra, deepspeed, notes, dict(raw))

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
-from ds_hydra.costs.paper_memory import MemoryModel
 from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -41,32 +40,18 @@ def analytic_cost_table(
     device_flops: float = 1.5e14,
     link_bytes_per_second: float = 1.5e11,
     layer_overhead_ms: float = 0.5,
-    device_bytes: float | None = None,
-    num_ranks: int | None = None,
-    activation_bytes: float = 40.0,
 ) -> CostTable:
     """Costs from the model's FLOPs, for when nothing has been measured.
 
     6 FLOPs per parameter and token, 7 * hidden * length^2 per layer for causal attention (forward and
     backward), the TP all-gathers and reduce-scatters and the Ulysses all-to-alls of every layer at
-    `link_bytes_per_second`, and a launch overhead per layer. Without `device_bytes` the memory is no limit and
-    a micro-batch holds up to `context_length` tokens; with it, MaxLen is the memory model's and schemes that
-    hold nothing are left out (ConfigError when none is left).
+    `link_bytes_per_second`, and a launch overhead per layer. Memory is no limit: a micro-batch holds up to
+    `context_length` tokens.
     """
     if context_length < 1:
         raise ConfigError(f"context_length must be at least 1 token but is {context_length}")
-    wanted = list(dict.fromkeys(schemes))
-    memory = None
-    if device_bytes is not None:
-        # Bytes of a layer over hidden^2, which is how the paper's model wants its constant B: 16 bytes a parameter.
-        ranks = num_ranks or max((s.num_ranks for s in wanted), default=1)
-        states = 16.0 * shape.params / (shape.layers * shape.hidden**2)
-        memory = MemoryModel(shape.hidden, shape.layers, shape.vocab, device_bytes, ranks, activation_bytes, states)
     costs = []
-    for scheme in wanted:
-        limit = min(memory.max_length(scheme), 64 * context_length) if memory else context_length
-        if limit < 1:
-            continue
+    for scheme in dict.fromkeys(schemes):
         # tp = 1, 2, 4, 8, 16 have bit lengths 1 to 5; beyond 16 the last figure stands.
         efficiency = _TP_EFFICIENCY[min(scheme.tp.bit_length() - 1, len(_TP_EFFICIENCY) - 1)]
         speed = device_flops * efficiency * scheme.num_ranks / 1e3  # FLOPs per ms, all ranks of the pipeline
@@ -83,14 +68,9 @@ def analytic_cost_table(
                 a=7.0 * shape.hidden * shape.layers / speed,
                 b=6.0 * shape.params / speed + comm,
                 c=layer_overhead_ms * stage_layers,
-                max_length=limit,
-                util_length=min(limit, 256 * scheme.tp * scheme.sp),
+                max_length=context_length,
+                util_length=min(context_length, 256 * scheme.tp * scheme.sp),
             )
-        )
-    if not costs:
-        raise ConfigError(
-            f"no scheme fits {device_bytes} bytes per device: the {shape.params} parameters' states alone need more; "
-            "use more ranks or a higher tp or pp"
         )
     return CostTable(tuple(costs), source="analytic")
 

@@ -122,10 +122,6 @@ class SchemeCost:
         """
         return math.fsum(loads) + (self.scheme.pp - 1) * max(loads) if len(loads) else 0.0
 
-    def paper_ms(self, loads: Sequence[float]) -> float:
-        """Eq. 1 of Hydraulis: max(loads) * (PP - 1 + V) for V micro-batches; 0 for none."""
-        return max(loads) * (self.scheme.pp - 1 + len(loads)) if len(loads) else 0.0
-
 
 @dataclass(frozen=True)
 class CostTable:

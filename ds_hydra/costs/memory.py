@@ -16,8 +16,6 @@ logits and the sum of the head's gradient, or what a layer's backward needs, whi
 with the stages of the embeddings and of the head counted by themselves); and it holds what is still on its way to other
 stages. Activations and transient grow with the tokens of a micro-batch; MaxLen is where the sum meets the device's
 bytes less a margin.
-
-`paper_memory.MemoryModel` is the paper's own formula with its constants A, B and alpha; this one counts a real model.
 """
 
 from __future__ import annotations

@@ -208,7 +208,7 @@ class PlanSource:
 
         def made(_: Waiting) -> PlannedStep:
             plan = self._pure.plan(*batch)
-            validate_plan(plan, self.table, self._num_ranks, self._recipe.options.objective)
+            validate_plan(plan, self.table, self._num_ranks)
             return PlannedStep(plan, 0.0, hidden=False)
 
         return self._share(0, batch, made).plan

@@ -110,7 +110,7 @@ def plan_of(
             "given, in this order"
         )
     check_runnable(plan, no_slices=recipe.options.no_slices)
-    validate_plan(plan, recipe.table, recipe.strategies[0].num_ranks, recipe.options.objective)
+    validate_plan(plan, recipe.table, recipe.strategies[0].num_ranks)
     for phase in plan.phases:
         why = room.refusal(phase.shape) if room is not None and phase.shape not in recipe.strategies else ""
         if why:

@@ -26,7 +26,7 @@ _RELATIVE = 1e-6  # how far a stated time may be from the cost model's
 Limits = CostTable | Mapping[ParallelScheme, int]
 
 
-def validate_plan(plan: StepPlan, limits: Limits, num_ranks: int, objective: str = "flow_shop") -> None:
+def validate_plan(plan: StepPlan, limits: Limits, num_ranks: int) -> None:
     """Check that ranks are tiled, every token runs exactly once, memory holds and times are those of the model.
 
     `limits` is the cost table, or just MaxLen (tokens) by scheme, in which case times are only checked for
@@ -39,7 +39,7 @@ def validate_plan(plan: StepPlan, limits: Limits, num_ranks: int, objective: str
         # and of a sequence in slices they keep all.
         if not has_formula(pipeline):
             check_room(pipeline, limits, f"{where}: {name} ({pipeline.shape})")
-    _check_times(plan, limits if isinstance(limits, CostTable) else None, objective, where)
+    _check_times(plan, limits if isinstance(limits, CostTable) else None, where)
 
 
 def check_safe(plan: StepPlan, limits: Limits, num_ranks: int) -> None:
@@ -191,16 +191,16 @@ def check_room(pipeline: PipelinePlan, limits: Limits, place: str) -> None:
         )
 
 
-def _check_times(plan: StepPlan, table: CostTable | None, objective: str, where: str) -> None:
+def _check_times(plan: StepPlan, table: CostTable | None, where: str) -> None:
     for name, pipeline in plan.named_pipelines():
         ms = pipeline.predicted_ms
         if not math.isfinite(ms) or ms < 0 or (ms > 0) != bool(pipeline.microbatches):
             raise PlanError(f"{where}: {name} runs {len(pipeline.microbatches)} micro-batches in a predicted {ms} ms")
-        expected = None if table is None else modelled_ms(pipeline, table, objective)
+        expected = None if table is None else modelled_ms(pipeline, table)
         if expected is not None and abs(ms - expected) > _RELATIVE * expected:
             raise PlanError(
                 f"{where}: {name} states {ms:.3f} ms but the cost table gives {expected:.3f} ms; plan and "
-                "job use different cost tables or objectives"
+                "job use different cost tables"
             )
     _check_prediction(plan, table, where)
     if not 0 <= plan.lower_bound_ms <= plan.searched_ms * (1 + _RELATIVE):
@@ -225,10 +225,9 @@ def _check_prediction(plan: StepPlan, table: CostTable | None, where: str) -> No
     )
 
 
-def modelled_ms(pipeline: PipelinePlan, table: CostTable, objective: str = "flow_shop") -> float:
+def modelled_ms(pipeline: PipelinePlan, table: CostTable) -> float:
     """What a pipeline states: the cost model's time in ms, simulated where no formula is near it."""
     if not has_formula(pipeline):
         return simulate_pipeline(pipeline, table)
     cost = table[pipeline.shape]
-    loads = [cost.load_ms(batch.lengths) for batch in pipeline.microbatches]
-    return cost.paper_ms(loads) if objective == "paper" else cost.pipeline_ms(loads)
+    return cost.pipeline_ms([cost.load_ms(batch.lengths) for batch in pipeline.microbatches])

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 
-from ds_hydra.costs.cost_table import CostTable, SchemeCost
+from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.planner.pipelines import whole_phase
@@ -39,24 +38,12 @@ def in_turn(bins: Bins, pipelines: int) -> list[Bins]:
     return [bins[first::pipelines] for first in range(pipelines)]
 
 
-def by_load(lengths: Sequence[int], cost: SchemeCost, pipelines: int) -> list[list[int]]:
-    """Each sequence, the dearest first, to the pipeline with the least work so far: positions by pipeline."""
-    work = cost.sequence_ms(lengths)
-    dealt: list[list[int]] = [[] for _ in range(pipelines)]
-    loads = [(0.0, index) for index in range(pipelines)]
-    for position in sorted(range(len(lengths)), key=lambda at: (-work[at], at)):
-        load, index = heapq.heappop(loads)
-        dealt[index].append(position)
-        heapq.heappush(loads, (load + float(work[position]), index))
-    return dealt
-
-
 def step_plan(
     step: int, lengths: Sequence[int], strategy: StrategyShape, dealt: Sequence[Bins], table: CostTable
 ) -> StepPlan:
     """The plan of pipelines of whole sequences under 1F1B with these micro-batches each."""
     tokens = tuple(lengths)
-    phase, predicted = whole_phase(strategy.pipelines, dealt, table, tokens, paper=False)
+    phase, predicted = whole_phase(strategy.pipelines, dealt, table, tokens)
     return StepPlan(step, tuple(range(len(tokens))), tokens, (phase,), predicted)
 
 

@@ -10,7 +10,7 @@ import math
 import numpy as np
 
 import ds_hydra.planner.kernels as kernels
-from ds_hydra.planner.exact.paper_problem import DispatchProblem
+from ds_hydra.planner.exact.dispatch_problem import DispatchProblem
 from ds_hydra.planner.exact.programs import repack_slowest
 from ds_hydra.planner.kernels.arrays import LEAN, Floats, Ints, Problem, Prospect, Schemes, SearchEffort
 from ds_hydra.planner.kernels.placing import empty_placement
@@ -76,12 +76,6 @@ class StrategySearch:
         ms = self._kernels.pack_all(problem, self.effort.levels, place)
         return Assignment(kinds, place.owner, place.bin_of, float(ms))
 
-    def assign_as_paper(self, kinds: PipelineKinds) -> Assignment | None:
-        """The paper's baseline: Algorithm 1 on Eq. 3 with its 100 trials, then packing. None as in `assign`."""
-        problem = DispatchProblem.of_batch(self._batch, kinds, self._schemes, self._kernels)
-        owner = problem.by_paper(seed=self._options.seed)
-        return None if owner is None else self.pack(kinds, owner)
-
     def improve_exactly(self, best: Assignment, bound: float) -> Assignment:
         """What HiGHS makes of a plan's dispatch and then of its slowest pipeline, where that is better.
 
@@ -90,7 +84,7 @@ class StrategySearch:
         """
         kinds, seconds = best.kinds, self._options.seconds
         nodes = self._options.node_limit if seconds is None else None
-        problem = DispatchProblem.of_batch(self._batch, kinds, self._schemes, self._kernels)
+        problem = DispatchProblem.of_batch(self._batch, kinds, self._schemes)
         # Eq. 3 is never below a bound that holds even where sequences share a c; the tenth is margin.
         found = problem.by_highs(best.owner, 0.9 * bound, node_limit=nodes, seconds=seconds)
         if found is not None:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from ds_hydra.zero_hetero.errors import ConfigError
 
 _CHOICES = {
-    "objective": ("flow_shop", "paper"),
-    "method": ("search", "paper", "highs"),
+    "method": ("search", "highs"),
     "choose": ("best", "cycle", "replay"),
     "highs": ("off", "advises", "composes"),
     "kernels": ("auto", "compiled", "pure"),
@@ -20,10 +19,8 @@ _CHOICES = {
 class PlannerOptions:
     """Settings of the planner; every limit counts work, never time, unless `seconds` is given."""
 
-    objective: str = "flow_shop"
-    """"flow_shop": sum of loads + (PP-1) * largest; "paper": Eq. 1, largest load * (PP-1+V)."""
     method: str = "search"
-    """"search": bounds, priced placement, local search; "highs": Eq. 3 by HiGHS besides; "paper": Alg. 1."""
+    """"search": bounds, priced placement, local search; "highs": Eq. 3 by HiGHS besides."""
     highs: str = "off"
     """"composes": strategies that suit a batch better than all candidates do [Note: composed strategies]; "advises":
     the same, but only candidates are run; "off": it does not."""

@@ -68,7 +68,7 @@ class PhasedPlanner:
         sources = {plan.source for plan, _ in planned}
         source = sources.pop() if len(sources) == 1 else "fast"
         whole = StepPlan(step, ids, tokens, phases, sum(plan.predicted_ms for plan, _ in planned), source=source)
-        validate_plan(whole, self._table, self._planners[0].num_ranks, self._options.objective)
+        validate_plan(whole, self._table, self._planners[0].num_ranks)
         return whole
 
 

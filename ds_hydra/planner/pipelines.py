@@ -14,7 +14,7 @@ from ds_hydra.plan.simulate import slowest_of_whole
 from ds_hydra.planner.cutting import microbatches_of
 from ds_hydra.planner.elastic_refine import Elastic
 from ds_hydra.planner.elastic_space import ElasticSpace
-from ds_hydra.planner.kernels.problem import Batch
+from ds_hydra.planner.kernels.problem import Assignment, Batch
 
 
 class TimedPipeline(NamedTuple):
@@ -32,27 +32,21 @@ def whole_pipeline(
     *,
     work: Sequence[float],
     tokens: Sequence[int],
-    paper: bool,
 ) -> TimedPipeline:
     """A pipeline of micro-batches that hold whole sequences, by their positions in the step's batch.
 
-    `work` (ms, without c) and `tokens` go by position; `paper`: by Eq. 1.
+    `work` (ms, without c) and `tokens` go by position.
     """
     loaded = [(cost.packed_ms([work[i] for i in held]), tuple(held)) for held in bins]
     ordered = order_microbatches(loaded)
     loads = [load for load, _ in ordered]
     flow_shop = cost.pipeline_ms(loads)
     batches = tuple([MicroBatchPlan.of_whole(sequences, tokens) for _, sequences in ordered])
-    return TimedPipeline(PipelinePlan(shape, batches, cost.paper_ms(loads) if paper else flow_shop), flow_shop, loads)
+    return TimedPipeline(PipelinePlan(shape, batches, flow_shop), flow_shop, loads)
 
 
 def whole_phase(
-    shapes: Sequence[PipelineShape],
-    held: Sequence[Sequence[Sequence[int]]],
-    table: CostTable,
-    tokens: Sequence[int],
-    *,
-    paper: bool,
+    shapes: Sequence[PipelineShape], held: Sequence[Sequence[Sequence[int]]], table: CostTable, tokens: Sequence[int]
 ) -> tuple[Phase, float]:
     """Pipelines of whole sequences with the micro-batches `held` by each, and their simulated time in ms."""
     timed: list[TimedPipeline] = []
@@ -61,13 +55,21 @@ def whole_phase(
         cost = table[shape]
         if cost.scheme not in work:
             work[cost.scheme] = cost.sequence_ms(tokens).tolist()
-        timed.append(whole_pipeline(shape, cost, bins, work=work[cost.scheme], tokens=tokens, paper=paper))
+        timed.append(whole_pipeline(shape, cost, bins, work=work[cost.scheme], tokens=tokens))
     return Phase(tuple(one.plan for one in timed)), _slowest(timed)
 
 
-def elastic_pipelines(
-    space: ElasticSpace, batch: Batch, found: Elastic, tokens: Sequence[int], paper: bool
-) -> tuple[Phase, float]:
+def assigned_pipelines(batch: Batch, best: Assignment, table: CostTable, tokens: Sequence[int]) -> tuple[Phase, float]:
+    """The pipelines of an assignment of whole sequences, and their simulated time in ms."""
+    shapes = best.kinds.strategy.pipelines
+    packed: list[dict[int, list[int]]] = [{} for _ in shapes]
+    position, rank_order = batch.position.tolist(), best.kinds.rank_order
+    for i, (p, b) in enumerate(zip(best.owner.tolist(), best.bin_of.tolist(), strict=True)):
+        packed[rank_order[p]].setdefault(b, []).append(position[i])
+    return whole_phase(shapes, [[bins[b] for b in sorted(bins)] for bins in packed], table, tokens)
+
+
+def elastic_pipelines(space: ElasticSpace, batch: Batch, found: Elastic, tokens: Sequence[int]) -> tuple[Phase, float]:
     """The pipelines of a plan with elastic ones, and their simulated time in ms."""
     position, rows = batch.position.tolist(), found.kinds.shape.pipeline_scheme.tolist()
     plans: list[PipelinePlan | None] = [None] * len(rows)
@@ -86,7 +88,7 @@ def elastic_pipelines(
             bins.setdefault(b, []).append(i)
         if k not in work:
             work[k] = cost.sequence_ms(tokens).tolist()
-        one = whole_pipeline(shape, cost, [bins[b] for b in sorted(bins)], work=work[k], tokens=tokens, paper=paper)
+        one = whole_pipeline(shape, cost, [bins[b] for b in sorted(bins)], work=work[k], tokens=tokens)
         plans[at] = one.plan
         whole.append(one)
     phase = Phase(tuple(plan for plan in plans if plan is not None))

@@ -54,7 +54,7 @@ def answer(planner: Planner, request: Mapping[str, Any]) -> dict[str, object]:
         return {**of, "error": str(error)}
     planning_ms = (time.perf_counter() - started) * 1e3
     try:
-        validate_plan(plan, planner.cost_table, planner.num_ranks, planner.options.objective)
+        validate_plan(plan, planner.cost_table, planner.num_ranks)
     except PlanError as error:
         return {**of, "invalid": str(error)}
     return {**of, "plan": plan.to_json(), "planning_ms": planning_ms, "highs": highs}

@@ -90,9 +90,7 @@ class Search:
         prices = {index: self._kinds[index].num_ranks.copy() for index in candidates}
         bounds = {index: self._bound(index, prices[index], 4, 8) for index in candidates}
         known = _Candidates(self._options.tolerance if count == 1 else -_CLOSE, prices, bounds)
-        if self._options.method == "paper":
-            self._as_paper(known)
-        elif self._num_sequences <= _TINY_SEQUENCES:
+        if self._num_sequences <= _TINY_SEQUENCES:
             self._by_subsets(known)
         elif self._one.is_compiled:
             self._fully(known)
@@ -143,13 +141,6 @@ class Search:
             if found is not None:
                 known.bounds[index] = found.step_ms
             known.offer(index, found)
-
-    def _as_paper(self, known: _Candidates) -> None:
-        """The paper's baseline: its greedy dispatch for every strategy that can win."""
-        for index in islice(known.worth_trying(), None if self._one.is_compiled else _LEAN_TRIES):
-            known.offer(index, self._one.assign_as_paper(self._kinds[index]))
-        if self._one.is_compiled:
-            self._raise_bounds(known)
 
     def _tighten(self, index: int, known: _Candidates) -> None:
         """A second look at a strategy's bound, from the prices of the first: cheaper than searching it in vain."""

@@ -99,7 +99,7 @@ class Planner:
             raise PlanError(f"strategies must all use the same number of ranks but use {sorted(ranks)}: {listed}")
         self.num_ranks = ranks.pop()
         self._step_ms, self._room, self._cpu_s = step_ms, room, cpu_s
-        self._schemes = scheme_arrays(cost_table, paper=self.options.objective == "paper")
+        self._schemes = scheme_arrays(cost_table)
         row = {cost.scheme: k for k, cost in enumerate(cost_table.costs)}
         self._pool = Pool(
             cost_table, self.options, self._schemes, self.num_ranks,
@@ -215,7 +215,7 @@ class Planner:
                 f"{plan.num_tokens} tokens but the step has {len(tokens)} of {sum(tokens)}, or other ids; replay "
                 "with the same data, seed and tokens_per_step"
             )
-        validate_plan(plan, self.cost_table, self.num_ranks, self.options.objective)
+        validate_plan(plan, self.cost_table, self.num_ranks)
         return replace(plan, source="replay")
 
 

@@ -244,7 +244,7 @@ class PlannerService:
             recipe, planner, began = generations[number], self._here[number], time.perf_counter()
             plan, highs = planner.made(request.step, request.ids, request.lengths)
             planning_ms = (time.perf_counter() - began) * 1e3
-            validate_plan(plan, planner.cost_table, planner.num_ranks, planner.options.objective)
+            validate_plan(plan, planner.cost_table, planner.num_ranks)
             return PlannedStep(plan, planning_ms, False, 1e3 * patience.waited_s, "here", recipe.digest, highs)
 
         with ThreadPoolExecutor(1, "planner-here") as thread:

@@ -20,9 +20,9 @@ from ds_hydra.planner.composing import Composed, Composer
 from ds_hydra.planner.elastic import ElasticSearch
 from ds_hydra.planner.elastic_space import ElasticSpace, is_elastic
 from ds_hydra.planner.kernels.arrays import Schemes
-from ds_hydra.planner.kernels.problem import Assignment, Batch, PipelineKinds
+from ds_hydra.planner.kernels.problem import Batch, PipelineKinds
 from ds_hydra.planner.options import PlannerOptions
-from ds_hydra.planner.pipelines import elastic_pipelines, whole_phase
+from ds_hydra.planner.pipelines import assigned_pipelines, elastic_pipelines
 from ds_hydra.planner.search import Search
 
 _LEAN_TRIES = 1  # of plain Python and without effort: dispatches and cuts once
@@ -63,7 +63,8 @@ class StepSearch:
         found, bound = Search(kinds, self._pool.schemes, self._pool.options, batch).best_of(
             range(len(kinds)), self._pool.finalists
         )
-        return [self._plan(*self._whole_phase(batch, one)) for one in found], bound
+        table = self._pool.table
+        return [self._plan(*assigned_pipelines(batch, one, table, self._tokens)) for one in found], bound
 
     def elastic(self, kinds: Sequence[PipelineKinds], below_ms: float) -> tuple[list[StepPlan], float]:
         """The best plans over strategies with elastic pipelines, none without any or where nothing must be gained, and
@@ -126,19 +127,8 @@ class StepSearch:
         found = search.best_of(kinds, count)
         if found and search is self._elastic:
             self._best_elastic = found[0].kinds
-        paper, batch = self._pool.options.objective == "paper", self._elastic_batch
-        return [self._plan(*elastic_pipelines(self._space, batch, one, self._tokens, paper)) for one in found]
-
-    def _whole_phase(self, batch: Batch, best: Assignment) -> tuple[Phase, float]:
-        """The pipelines of an assignment, and their simulated time."""
-        shapes = best.kinds.strategy.pipelines
-        packed: list[dict[int, list[int]]] = [{} for _ in shapes]
-        position, rank_order = batch.position.tolist(), best.kinds.rank_order
-        for i, (p, b) in enumerate(zip(best.owner.tolist(), best.bin_of.tolist(), strict=True)):
-            packed[rank_order[p]].setdefault(b, []).append(position[i])
-        held = [[bins[b] for b in sorted(bins)] for bins in packed]
-        paper = self._pool.options.objective == "paper"
-        return whole_phase(shapes, held, self._pool.table, self._tokens, paper=paper)
+        batch = self._elastic_batch
+        return [self._plan(*elastic_pipelines(self._space, batch, one, self._tokens)) for one in found]
 
     def _plan(self, phase: Phase, ms: float) -> StepPlan:
         source = "search" if self._kernel.is_compiled else "fast"

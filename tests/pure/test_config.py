@@ -104,6 +104,8 @@ def test_no_block_means_plain_deepspeed() -> None:
         ({"planner": {"method": "fast"}}, ["hydra.planner.method", '"search"']),
         ({"planner": {"method": "exact"}}, ["hydra.planner.method", '"highs"']),
         ({"planner": {"method": "paper"}}, ["hydra.planner.method", '"search"']),
+        ({"objective": "paper"}, ["hydra.objective", "remove it", '"flow_shop"', "Eq. 1"]),
+        ({"objective": "flow_shop"}, ["hydra.objective", "remove it"]),
         ({"planner": {"highs": "on"}}, ["hydra.planner.highs", "true or false"]),
         ({"choose": "bset"}, ["hydra.choose", "'bset'", "mean 'best'"]),
         ({"choose": "cycle", "strategies": "auto"}, ["hydra.choose", "hydra.strategies"]),

@@ -7,7 +7,6 @@ import pytest
 
 from ds_hydra.costs.analytic import ModelShape, analytic_cost_table
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
-from ds_hydra.costs.paper_memory import MemoryModel
 from ds_hydra.costs.shares import Shares, Terms
 from ds_hydra.costs.table_file import TableFile, read_table
 from ds_hydra.pipe.shape import ParallelScheme
@@ -22,8 +21,7 @@ def test_times_follow_the_quadratic() -> None:
     assert cost.sequence_ms([2, 4]).tolist() == [6.0, 16.0]
     assert cost.load_ms([2, 4]) == 32.0
     assert cost.pipeline_ms([32.0, 20.0]) == 32.0 + 20.0 + 2 * 32.0
-    assert cost.paper_ms([32.0, 20.0]) == 32.0 * (2 + 2)
-    assert cost.pipeline_ms([]) == cost.paper_ms([]) == 0.0
+    assert cost.pipeline_ms([]) == 0.0
 
 
 def test_slices_of_a_sequence_add_up_to_the_whole() -> None:
@@ -86,18 +84,6 @@ def test_bad_shares_are_refused(change: dict[str, object], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason) as error:
         read_table(record, "costs.json")
     assert "costs.json: schemes[0]" in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("scheme", "activation", "expected"),
-    [((1, 4), 36, 1994), ((2, 2), 36, 4045), ((4, 1), 37, 7872), ((8, 3), 42, 27288), ((16, 1), 50, 43614)],
-)
-def test_memory_model_gives_published_limits_of_32b(scheme: tuple[int, int], activation: int, expected: int) -> None:
-    capacity = 85198897152 - 10737418240 - 5242880000
-    model = MemoryModel(6656, 60, 30592, capacity, 64, activation, state_bytes=201, sharded_share=0.75)
-    assert model.max_length(ParallelScheme(*scheme)) == expected
-    table = CostTable.load(TABLES / "llama_32b_a800.json")
-    assert table[ParallelScheme(*scheme)].max_length == expected
 
 
 def test_save_and_load_give_back_the_table(tmp_path: Path) -> None:
@@ -190,13 +176,3 @@ def test_analytic_costs_fall_with_ranks_and_rise_with_length() -> None:
     for scheme in schemes[1:]:
         assert (times[scheme] < times[ParallelScheme()]).all()
     assert all(cost.max_length == 4096 for cost in table.costs)
-
-
-def test_analytic_memory_limits_and_leaves_out_what_does_not_fit() -> None:
-    big = ModelShape(6656, 60, 52, 52, 17920, 30592, 32_000_000_000)
-    schemes = [ParallelScheme(), ParallelScheme(8), ParallelScheme(16)]
-    table = analytic_cost_table(big, schemes, 32768, device_bytes=70e9, num_ranks=64)
-    assert table.schemes == (ParallelScheme(8), ParallelScheme(16))
-    assert table.costs[0].max_length < table.costs[1].max_length
-    with pytest.raises(ConfigError, match="no scheme fits"):
-        analytic_cost_table(big, schemes[:1], 32768, device_bytes=70e9, num_ranks=64)

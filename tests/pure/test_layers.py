@@ -35,6 +35,8 @@ LAYERS = (
     ("ds_hydra/emulate",),
     ("ds_hydra",),
     ("ds_hydra/commands", "ds_hydra/hugging_face"),
+    ("benchmarks/rivals",),
+    ("benchmarks",),
 )
 LEVEL = {folder: level for level, row in enumerate(LAYERS) for folder in row}
 HEAVY = ("torch", "deepspeed", "transformers")

@@ -24,7 +24,7 @@ def signature(function: types.FunctionType) -> list[tuple[object, ...]]:
 
 
 def test_the_protocol_has_the_entry_points() -> None:
-    assert len(ENTRY_POINTS) == 15
+    assert len(ENTRY_POINTS) == 12
     assert set(ENTRY_POINTS) <= set(_kernels())
 
 

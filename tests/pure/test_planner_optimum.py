@@ -42,7 +42,7 @@ def check_instance(instance: Instance) -> None:
             assert found is not None, instance
             assert found.ms >= best * (1 - 1e-9), instance
     plan = planner.plan(0, range(len(instance.lengths)), instance.lengths)
-    validate_plan(plan, instance.table, 4, instance.objective)
+    validate_plan(plan, instance.table, 4)
     assert plan.lower_bound_ms <= optimum * (1 + 1e-9), instance
     assert optimum * (1 - 1e-9) <= plan.searched_ms <= optimum * 1.01, instance
 

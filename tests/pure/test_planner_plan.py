@@ -96,16 +96,12 @@ def test_cycle_takes_turns_and_skips_what_cannot_hold_the_batch() -> None:
     assert [cycle.plan(s, [0], [15000]).strategy for s in range(4)] == ["4*tp16", "8*tp8", "8*tp8", "4*tp16"]
 
 
-@pytest.mark.parametrize("method", ["paper", "highs"])
-@pytest.mark.parametrize("objective", ["flow_shop", "paper"])
-def test_every_method_and_objective_gives_valid_plans(method: str, objective: str) -> None:
+def test_highs_gives_valid_plans_that_are_no_worse() -> None:
     lengths = a800_batch(2, 40)
-    plan = planner("tp16 + 2*tp8 + 8*tp4", method=method, objective=objective, node_limit=3).plan(0, range(40), lengths)
-    validate_plan(plan, TABLE, 64, objective)
-    fast = planner("tp16 + 2*tp8 + 8*tp4", objective=objective).plan(0, range(40), lengths)
-    assert fast.lower_bound_ms <= plan.searched_ms
-    if method == "highs":
-        assert plan.searched_ms <= fast.searched_ms * 1.005
+    plan = planner("tp16 + 2*tp8 + 8*tp4", method="highs", node_limit=3).plan(0, range(40), lengths)
+    validate_plan(plan, TABLE, 64)
+    fast = planner("tp16 + 2*tp8 + 8*tp4").plan(0, range(40), lengths)
+    assert fast.lower_bound_ms <= plan.searched_ms <= fast.searched_ms * 1.005
 
 
 @pytest.mark.parametrize(
@@ -139,8 +135,7 @@ def test_empty_steps_and_bad_strategies_are_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"objective": "speed"}, "objective must be one of flow_shop, paper"),
-        ({"method": "slow"}, "method must be one of"),
+        ({"method": "paper"}, "method must be one of search, highs"),
         ({"choose": "worst"}, "choose must be one of"),
         ({"seed": -1}, "seed must be a whole number"),
         ({"effort": 1.5}, "effort must be a whole number"),

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.rivals.proposal import propose_by_program
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.data.length_sources import read_length_file, read_lengths, sample_batches
 from ds_hydra.pipe.schedules.batches import Batches
@@ -20,7 +21,6 @@ from ds_hydra.plan.simulate import simulated_ms
 from ds_hydra.planner import Planner, PlannerOptions, validate_plan
 from ds_hydra.planner.exact.counts import counts_to_strategy
 from ds_hydra.planner.fixed_layout import packed_in_turn
-from ds_hydra.planner.proposal.by_paper import propose_by_program
 from ds_hydra.planner.proposal.candidates import usable_schemes
 from ds_hydra.planner.proposal.pool import greedy_subset
 from ds_hydra.planner.proposal.propose import QUICK, propose_strategies
@@ -89,11 +89,6 @@ def test_the_subset_is_chosen_greedily_by_the_mean_of_each_batch_s_best() -> Non
     assert greedy_subset(times, weights, 1) == [(1, 1)]
     assert greedy_subset(times, weights, 3) == [(1, 1), (1, 0), (0, 1)]
     assert greedy_subset({(1,): np.array([np.inf, 5.0]), (2,): np.array([9.0, 9.0])}, weights, 1) == [(2,)]
-
-
-def test_the_paper_s_program_with_one_scheme_gives_that_scheme() -> None:
-    only = propose_by_program(TABLE, 64, LENGTHS, 16384, [ParallelScheme(8)])
-    assert only == (StrategyShape.parse("8*tp8"),)
 
 
 def test_what_cannot_be_proposed_is_refused() -> None:

@@ -14,7 +14,7 @@ from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.planner import PhasedPlanner, validate_plan
-from ds_hydra.planner.fixed_layout import by_load, in_turn, packed
+from ds_hydra.planner.fixed_layout import in_turn, packed
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from tools.bench_systems import kept_cells, run_cells
 from tools.systems.cells import Cell, all_cells
@@ -23,7 +23,7 @@ from tools.systems.costs import WaitingCost, Way, measured, table_of
 from tools.systems.groups import mixes_of_groups
 from tools.systems.hindsight import Configuration, hindsight
 from tools.systems.measure import NAMES, OURS, RIVALS, SAME_LAYOUT, Measured, Simulators, measure
-from tools.systems.static import OPTIONS
+from tools.systems.static import OPTIONS, by_load
 from tools.systems.switching import layouts
 from tools.systems.verdicts import FLAGSHIP, Result, figures, missed_aims, notes, published_rows, system_rows
 

@@ -20,18 +20,17 @@ POOL = ("4*tp16", "tp16 + 6*tp8", "tp16 + 2*tp8 + 8*tp4", "2*tp8 + 12*tp4", "8*t
 
 @dataclass(frozen=True)
 class Instance:
-    """A table, strategies over it, lengths, and the objective."""
+    """A table, strategies over it, and lengths."""
 
     table: CostTable
     strategies: tuple[StrategyShape, ...]
     lengths: tuple[int, ...]
-    objective: str
 
     def planner(self, **options: object) -> Planner:
         return Planner(
             self.table,
             self.strategies,
-            PlannerOptions(objective=self.objective, kernels="compiled", **options),  # type: ignore[arg-type]
+            PlannerOptions(kernels="compiled", **options),  # type: ignore[arg-type]
         )
 
 
@@ -62,7 +61,7 @@ def random_instance(rng: np.random.Generator, most_sequences: int = 5) -> Instan
     longest = max(table[s].max_length for strategy in strategies for s in strategy.pipelines)
     count = int(rng.integers(1, most_sequences + 1))
     lengths = np.minimum(longest, 1 + (longest * rng.random(count) ** rng.choice([1.0, 3.0])).astype(int))
-    return Instance(table, strategies, tuple(lengths.tolist()), str(rng.choice(["flow_shop", "paper"])))
+    return Instance(table, strategies, tuple(lengths.tolist()))
 
 
 def partitions(items: tuple[int, ...]) -> Iterator[list[list[int]]]:
@@ -76,7 +75,7 @@ def partitions(items: tuple[int, ...]) -> Iterator[list[list[int]]]:
             yield [*smaller[:index], [items[0], *block], *smaller[index + 1 :]]
 
 
-def pipeline_optimum(cost: SchemeCost, lengths: tuple[int, ...], objective: str) -> float:
+def pipeline_optimum(cost: SchemeCost, lengths: tuple[int, ...]) -> float:
     """Least time of one pipeline over all packings that MaxLen and appendix D's range of V allow."""
     if not lengths:
         return 0.0
@@ -84,9 +83,7 @@ def pipeline_optimum(cost: SchemeCost, lengths: tuple[int, ...], objective: str)
     for blocks in partitions(lengths):
         if all(sum(block) <= cost.max_length for block in blocks):
             loads = [sum(cost.a * x * x + cost.b * x for x in block) + cost.c for block in blocks]
-            pp = cost.scheme.pp
-            ms = max(loads) * (pp - 1 + len(loads)) if objective == "paper" else sum(loads) + (pp - 1) * max(loads)
-            feasible.append((len(blocks), ms))
+            feasible.append((len(blocks), sum(loads) + (cost.scheme.pp - 1) * max(loads)))
     if not feasible:
         return math.inf
     most = max(min(v for v, _ in feasible), sum(lengths) // cost.util_length)
@@ -102,7 +99,7 @@ def strategy_optimum(instance: Instance, strategy: StrategyShape) -> float:
         for p, shape in enumerate(strategy.pipelines):
             own = tuple(sorted(x for x, owner in zip(instance.lengths, owners, strict=True) if owner == p))
             if (shape, own) not in known:
-                known[shape, own] = pipeline_optimum(instance.table[shape], own, instance.objective)
+                known[shape, own] = pipeline_optimum(instance.table[shape], own)
             slowest = max(slowest, known[shape, own])
         best = min(best, slowest)
     return best

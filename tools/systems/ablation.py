@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 
+from benchmarks.rivals.dispatch import ComparedDispatch
+from benchmarks.rivals.hydraulis import HydraulisPlanner
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.step_plan import StepPlan
-from ds_hydra.planner import Planner
-from ds_hydra.planner.exact.paper_problem import DispatchProblem
 from ds_hydra.planner.fixed_layout import packed, packed_in_turn, step_plan
 from ds_hydra.planner.kernels.problem import Batch
 from tools.systems.cells import Cell
@@ -20,7 +19,6 @@ from tools.systems.hindsight import Configuration, Lengths, StepMs, hindsight, p
 from tools.systems.measure import Simulators
 from tools.systems.ours import settings
 from tools.systems.published import hydraulis
-from tools.systems.static import OPTIONS
 from tools.systems.switching import layouts, long_and_short
 
 
@@ -40,11 +38,10 @@ def ablation(cell: Cell, steps: int) -> list[dict[str, object]]:
 def _ideas(cell: Cell, ms: StepMs) -> Iterator[tuple[str, Iterator[Configuration]]]:
     table = measured(cell.model, cell.gpus)
     fixed = [one for one in layouts(cell, table) if table[one.pipelines[0]].max_length >= cell.context]
-    paper = replace(OPTIONS, method="paper", objective="paper")
 
     def each(strategies: Sequence[StrategyShape]) -> Iterator[Configuration]:
         for strategy in strategies:
-            yield planned_by(str(strategy), table, Planner(table, [strategy], paper))
+            yield planned_by(str(strategy), table, HydraulisPlanner(table, [strategy]))
 
     yield (
         "static layout, packed full, dealt out in turn",
@@ -68,8 +65,8 @@ def _full(step: int, lengths: Lengths, *, strategy: StrategyShape, table: CostTa
 
 def _dispatched(step: int, lengths: Lengths, *, strategy: StrategyShape, table: CostTable) -> StepPlan:
     """Sequences dealt out by Algorithm 1 on Eq. 3, each pipeline's packed to what it holds."""
-    problem = DispatchProblem.of(lengths, strategy, table)
-    owner = problem.by_paper()
+    problem = ComparedDispatch.of(lengths, strategy, table)
+    owner = problem.by_algorithm_1()
     assert owner is not None, "every pipeline holds the context"
     position = Batch.of(lengths, table).position
     most = int(table[strategy.pipelines[0]].max_length)

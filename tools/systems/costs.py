@@ -36,9 +36,9 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.rivals.memory import MemoryModel
 from ds_hydra.commands.shipped import FOLDER, shipped
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
-from ds_hydra.costs.paper_memory import MemoryModel
 from ds_hydra.costs.table_file import read_table_file
 from ds_hydra.pipe.rows import Overlap, num_groups
 from ds_hydra.pipe.shape import ParallelScheme

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
+from benchmarks.rivals.hydraulis import HydraulisPlanner
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.planner import PhasedPlanner, Planner
@@ -29,8 +30,8 @@ class Configuration(NamedTuple):
     plan: PlanStep
 
 
-def planned_by(text: str, table: CostTable, planner: Planner | PhasedPlanner) -> Configuration:
-    """A configuration whose steps one of our planners plans."""
+def planned_by(text: str, table: CostTable, planner: Planner | PhasedPlanner | HydraulisPlanner) -> Configuration:
+    """A configuration whose steps such a planner plans."""
     return Configuration(text, table, lambda step, lengths: planner.plan(step, range(len(lengths)), lengths))
 
 

@@ -174,7 +174,7 @@ def _measured(name: str, chosen: Chosen, simulators: Simulators, cell: Cell, sec
     """Every plan is checked against the memory and the costs that it was made with, and simulated."""
     table = chosen.configuration.table
     for plan in chosen.plans:
-        validate_plan(plan, table, cell.gpus, objective="paper" if name == "Hydraulis" else "flow_shop")
+        validate_plan(plan, table, cell.gpus)
     steps = [simulators.simulated(plan, table) for plan in chosen.plans]
     return Measured(
         name, chosen.configuration.text,

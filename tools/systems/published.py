@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from benchmarks.rivals.hydraulis import HydraulisPlanner
+from benchmarks.rivals.proposal import propose_by_program
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.pipe.shape import PipelineShape, StrategyShape
 from ds_hydra.plan.phase import MicroBatchPlan, Phase, PipelinePlan
@@ -12,15 +14,12 @@ from ds_hydra.plan.simulate import simulated_ms
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.plan.validate import check_room, modelled_ms
 from ds_hydra.plan.works import has_formula
-from ds_hydra.planner import Planner
-from ds_hydra.planner.fixed_layout import by_load
-from ds_hydra.planner.proposal.by_paper import propose_by_program
 from ds_hydra.zero_hetero.errors import PlanError
 from tools.systems.cells import Cell
 from tools.systems.chunking import chunks, mesh_of
 from tools.systems.costs import NODE, Way, measured, powers_of_two, table_of
 from tools.systems.hindsight import Configuration, Lengths, PlanStep, planned_by
-from tools.systems.static import OPTIONS
+from tools.systems.static import by_load
 
 # The strategies of its repository's README, for 32B on 64 GPUs (github.com/lhy101/Hydraulis).
 HYDRAULIS_POOL = (
@@ -38,7 +37,6 @@ def hydraulis(cell: Cell) -> Iterator[Configuration]:
     the strategies that its authors published. Schemes are the measured ones: it has no CP.
     """
     table = measured(cell.model, cell.gpus)
-    options = replace(OPTIONS, method="paper", objective="paper")
     pools = [
         (
             text,
@@ -49,7 +47,7 @@ def hydraulis(cell: Cell) -> Iterator[Configuration]:
     if (cell.model, cell.gpus) == ("32b", 64):
         pools.append(("its README's", tuple(map(StrategyShape.parse, HYDRAULIS_POOL))))
     for text, strategies in pools:
-        yield planned_by(f"{len(strategies)} {text}", table, Planner(table, strategies, options))
+        yield planned_by(f"{len(strategies)} {text}", table, HydraulisPlanner(table, strategies))
 
 
 def infinipipe(cell: Cell) -> Iterator[Configuration]:

@@ -6,6 +6,7 @@ job that is set up before its data is seen must.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,7 +15,7 @@ from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.planner import Planner, PlannerOptions
-from ds_hydra.planner.fixed_layout import by_load, packed, packed_in_turn, step_plan
+from ds_hydra.planner.fixed_layout import packed, packed_in_turn, step_plan
 from tools.systems.cells import Cell
 from tools.systems.costs import Way, powers_of_two, table_of
 from tools.systems.hindsight import Configuration, PlanStep, planned_by
@@ -91,3 +92,15 @@ def _rebalanced(strategy: StrategyShape, cost: SchemeCost, table: CostTable) -> 
         return step_plan(step, lengths, strategy, bins, table)
 
     return plan
+
+
+def by_load(lengths: Sequence[int], cost: SchemeCost, pipelines: int) -> list[list[int]]:
+    """Each sequence, the dearest first, to the pipeline with the least work so far: positions by pipeline."""
+    work = cost.sequence_ms(lengths)
+    dealt: list[list[int]] = [[] for _ in range(pipelines)]
+    loads = [(0.0, index) for index in range(pipelines)]
+    for position in sorted(range(len(lengths)), key=lambda at: (-work[at], at)):
+        load, index = heapq.heappop(loads)
+        dealt[index].append(position)
+        heapq.heappush(loads, (load + float(work[position]), index))
+    return dealt

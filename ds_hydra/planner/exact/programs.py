@@ -17,7 +17,7 @@ import numpy as np
 
 from ds_hydra.planner.exact.highs import solve_milp
 from ds_hydra.planner.kernels.arrays import Floats, Ints, Items, Schemes
-from ds_hydra.planner.kernels.packing import ideal_ms, stage_ms
+from ds_hydra.planner.kernels.packing import ideal_ms, stage_ms, widest_counts
 from ds_hydra.planner.kernels.problem import Assignment, scheme_row
 
 
@@ -211,8 +211,8 @@ def repack_slowest(
     own = np.flatnonzero(plan.owner == at)
     work = items.work[plan.kinds.shape.pipeline_scheme[at]][own]
     floor = ideal_ms(one, float(work.sum()), int(items.tokens[own].sum()), float(work.max()))
-    # At its bound nothing can be gained. With PP = 1 and the flow shop the time is a plain sum, however it is packed.
-    if slowest <= floor * (1.0 + 1e-6) or (one.pp == 1 and not one.paper):
+    # At its bound nothing can be gained, and where the largest micro-batch does not count, packing changes nothing.
+    if slowest <= floor * (1.0 + 1e-6) or not widest_counts(one):
         return plan
     v = int(plan.bin_of[own].max()) + 1
     found = pack_exactly(

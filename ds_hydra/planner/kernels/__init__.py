@@ -3,8 +3,7 @@
 `protocol` lists what is called from outside. In the order of a search: `bound` (no plan is sooner done), `placing`,
 `improve` and `dispatch` (sequences to pipelines), `packing` and `repair` (micro-batches), `proof` (a better bound),
 `tiny` (few sequences, exactly). Pipelines that may cut sequences: `slots` (micro-batches to a profile), `again`
-(layers to compute again), `list_time` (what they take), `cut_moves` and `cut_search`. `greedy` and `program` are the
-paper's own methods, kept as baselines.
+(layers to compute again), `list_time` (what they take), `cut_moves` and `cut_search`.
 
 The same letters mean the same things throughout:
 

@@ -19,23 +19,21 @@ Bools = NDArray[np.bool_]
 
 
 class Scheme(NamedTuple):
-    """Constants of one scheme, and the objective: scalars, as the innermost loops want them."""
+    """Constants of one scheme: scalars, as the innermost loops want them."""
 
     c: float
     max_length: int
     util_length: int
     pp: int
-    paper: bool
 
 
 class Schemes(NamedTuple):
-    """Constants of the schemes of a cost table, (schemes,) each, and the objective."""
+    """Constants of the schemes of a cost table, (schemes,) each."""
 
     c: Floats  # ms per micro-batch
     max_length: Ints  # tokens that a micro-batch holds
     util_length: Ints  # tokens per micro-batch from which on the device is well used
     pp: Ints
-    paper: bool  # Eq. 1 in place of the flow shop
     longest: Ints  # tokens of the longest sequence; more than a micro-batch holds where sequences may be cut
 
 
@@ -124,14 +122,6 @@ class Pieces(NamedTuple):
     held: Ints  # (slots,) tokens
     again: Floats  # (slots,) share of the layers that are computed again
     counts: Ints  # (2,) pieces, slots
-
-
-class Choices(NamedTuple):
-    """How each value of the paper's proposal program came about, (units + 1, steps + 1) each."""
-
-    scheme: Ints  # that takes the last interval of lengths; -1 where the last unit of GPUs stays idle
-    tenths: Ints  # of a pipeline that it takes it with
-    rest: Ints  # length step at which that interval begins
 
 
 class SearchEffort(NamedTuple):

@@ -7,8 +7,7 @@ W <= tau - V*c - (PP-1)*(w_i + c), and L <= V*MaxLen. So with cap_i the smaller 
 sum w_i/cap_i <= 1 and sum l_i/(V*MaxLen) <= 1 over its sequences: sequence i takes the share w_i/cap_i of a
 pipeline, or l_i/(V*MaxLen). Take for every sequence and kind of pipelines the cheapest such share over V; give each
 kind a price. If, with every sequence in its cheapest kind, the priced shares exceed the priced number of pipelines,
-tau is impossible: by duality, for any prices. Prices are found by Rprop, tau is raised on every proof. Eq. 1 is never
-less than the flow shop, so the bound holds for it too.
+tau is impossible: by duality, for any prices. Prices are found by Rprop, tau is raised on every proof.
 
 Example without prices: sequences of 6, 5 and 4 ms, two equal pipelines, PP = 1, c = 0. At tau = 7 they ask for
 6/7 + 5/7 + 4/7 = 2.14 pipelines, but there are two: 7 ms are impossible. At tau = 7.5 they ask for exactly two, and

@@ -29,7 +29,7 @@ import hashlib
 import importlib.util
 import inspect
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
@@ -42,12 +42,10 @@ import ds_hydra.planner.kernels.bound as bound
 import ds_hydra.planner.kernels.cut_moves as cut_moves
 import ds_hydra.planner.kernels.cut_search as cut_search
 import ds_hydra.planner.kernels.dispatch as dispatch
-import ds_hydra.planner.kernels.greedy as greedy
 import ds_hydra.planner.kernels.improve as improve
 import ds_hydra.planner.kernels.list_time as list_time
 import ds_hydra.planner.kernels.packing as packing
 import ds_hydra.planner.kernels.placing as placing
-import ds_hydra.planner.kernels.program as program
 import ds_hydra.planner.kernels.proof as proof
 import ds_hydra.planner.kernels.repair as repair
 import ds_hydra.planner.kernels.slots as slots
@@ -55,7 +53,7 @@ import ds_hydra.planner.kernels.tiny as tiny
 from ds_hydra.planner.kernels.protocol import Kernels
 
 _MODULES = (
-    packing, bound, placing, improve, repair, dispatch, proof, tiny, greedy, program,
+    packing, bound, placing, improve, repair, dispatch, proof, tiny,
     slots, again, list_time, cut_moves, cut_search,
 )  # fmt: skip
 # Functions that a plan's check calls as well, so that it comes to the same times.
@@ -63,13 +61,14 @@ _SHARED = (list_walk, virtual, stage_work)
 _ALL = (*_SHARED, *_MODULES)
 
 
-def _global_names(modules: Sequence[ModuleType]) -> dict[str, Any]:
-    """What each name stands for in the modules of the kernels; AssertionError where two of them disagree."""
-    meaning: dict[str, Any] = {}
-    origin: dict[str, str] = {}
-    for module in modules:
+def _global_names(modules: Sequence[ModuleType], instead: Sequence[ModuleType] = ()) -> dict[str, Any]:
+    """What each name stands for in the modules of the kernels, functions that `instead` defines before all others;
+    AssertionError where two of them disagree."""
+    meaning: dict[str, Any] = {name: value for module in instead for name, value in _own(module)}
+    replaced, origin = frozenset(meaning), dict[str, str]()
+    for module in (*modules, *instead):
         for name, value in vars(module).items():
-            if name.startswith("__"):
+            if name.startswith("__") or name in replaced:
                 continue
             assert meaning.setdefault(name, value) is value, (
                 f"kernels: {name} means one thing in {origin[name]} and another in {module.__name__}; compiled kernels "
@@ -79,20 +78,22 @@ def _global_names(modules: Sequence[ModuleType]) -> dict[str, Any]:
     return meaning
 
 
-def _kernels(modules: Sequence[ModuleType] = _ALL) -> dict[str, Callable[..., Any]]:
-    """Every function that one of the modules defines, by name."""
-    defined_in = {module.__name__ for module in modules}
-    return {
-        name: value
-        for name, value in _global_names(modules).items()
-        if inspect.isfunction(value) and value.__module__ in defined_in
-    }
+def _own(module: ModuleType) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """The functions that a module defines, by name."""
+    for name, value in vars(module).items():
+        if inspect.isfunction(value) and value.__module__ == module.__name__:
+            yield name, value
+
+
+def _kernels(*instead: ModuleType) -> dict[str, Callable[..., Any]]:
+    """Every kernel by name, functions of `instead` in the place of those of the same name."""
+    return {name: function for module in (*_ALL, *instead) for name, function in _own(module)}
 
 
 @functools.cache
-def source_digest() -> str:
+def source_digest(*instead: ModuleType) -> str:
     """Changes whenever any kernel does, or the arrays they take [Note: why kernels are cloned]."""
-    text = "".join(inspect.getsource(module) for module in (*_ALL, arrays))
+    text = "".join(inspect.getsource(module) for module in (*_ALL, arrays, *instead))
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
@@ -103,16 +104,19 @@ def pure() -> Kernels:
 
 
 @functools.cache
-def compiled() -> Kernels:
-    """The kernels as numba dispatchers; the first call of each compiles it unless the cache on disk holds it."""
+def compiled(*instead: ModuleType) -> Kernels:
+    """The kernels as numba dispatchers; the first call of each compiles it unless the cache on disk holds it.
+
+    Functions of the modules `instead` are kernels too, and where one has the name of another, all call it instead.
+    """
     import numba
 
-    names = _global_names(_ALL)
+    names = _global_names(_ALL, instead)
     kernels: dict[str, Any] = {}
-    for name, function in _kernels().items():
+    for name, function in _kernels(*instead).items():
         clone = types.FunctionType(function.__code__, names, name, function.__defaults__)
         clone.__module__ = function.__module__
-        clone.__qualname__ = f"{name}_{source_digest()}"
+        clone.__qualname__ = f"{name}_{source_digest(*instead)}"
         kernels[name] = numba.njit(cache=True, nogil=True)(clone)
     names.update(kernels)  # looked up when a kernel is compiled, at its first call
     return cast(Kernels, SimpleNamespace(**kernels, is_compiled=True))

@@ -1,7 +1,7 @@
 """Kernels of packing: the sequences of one pipeline in, micro-batches out. Plain Python that numba can compile.
 
 Sequences come longest first: `work[i]` ms, `tokens[i]` tokens. A micro-batch pays c ms once and holds up to
-MaxLen tokens. Times are the flow shop's, sum + (PP-1) * max, or Eq. 1's, max * (PP-1+V), as `scheme.paper` says.
+MaxLen tokens. Times are the flow shop's, sum + (PP-1) * max.
 
 [Note: number of micro-batches]
 More micro-batches make the largest one smaller, and with it the bubble of PP-1 of them, but each costs c. Take
@@ -25,14 +25,17 @@ from ds_hydra.planner.kernels.arrays import Bins, Floats, Ints, Problem, Scheme,
 
 def scheme_at(schemes: Schemes, k: int) -> Scheme:
     """The constants of scheme k."""
-    return Scheme(schemes.c[k], schemes.max_length[k], schemes.util_length[k], schemes.pp[k], schemes.paper)
+    return Scheme(schemes.c[k], schemes.max_length[k], schemes.util_length[k], schemes.pp[k])
 
 
 def stage_ms(scheme: Scheme, total: float, widest: float, v: int) -> float:
     """Time of a pipeline with v micro-batches of `total` ms in all and `widest` ms at most, c excluded."""
-    if scheme.paper:
-        return (widest + scheme.c) * (scheme.pp - 1 + v)
     return total + v * scheme.c + (scheme.pp - 1) * (widest + scheme.c)
+
+
+def widest_counts(scheme: Scheme) -> bool:
+    """Whether `stage_ms` depends on the largest micro-batch: with PP = 1 it is a plain sum."""
+    return scheme.pp > 1
 
 
 def ideal_ms(scheme: Scheme, total: float, tokens: int, widest: float) -> float:
@@ -274,8 +277,7 @@ def pack(scheme: Scheme, work: Floats, tokens: Ints, rounds: int, out_bin: Ints)
         if not fits:
             continue
         peak = load[:v].max()
-        # With PP = 1 the flow shop is a plain sum, and the largest micro-batch does not matter.
-        if scheme.pp > 1 or scheme.paper:
+        if widest_counts(scheme):
             floor = max(widest, total / v) * (1.0 + 1e-9)
             peak = level_bins(work, tokens, v, max_length, floor, rounds, bins)
         ms = stage_ms(scheme, total, peak, v)

@@ -17,23 +17,22 @@ _EXACT_BOUND_ITEMS = 400  # more sequences than this are merged by length in the
 _MERGE_WIDTH = 1.003  # lengths within this ratio count as the shortest of them, in the bound only
 
 
-def scheme_arrays(table: CostTable, paper: bool = False) -> Schemes:
-    """The constants of every scheme of a cost table; `paper` chooses Eq. 1 as the objective."""
+def scheme_arrays(table: CostTable) -> Schemes:
+    """The constants of every scheme of a cost table."""
     costs = table.costs
     return Schemes(
         np.array([k.c for k in costs], dtype=np.float64),
         np.array([k.max_length for k in costs], dtype=np.int64),
         np.array([k.util_length for k in costs], dtype=np.int64),
         np.array([k.scheme.pp for k in costs], dtype=np.int64),
-        paper,
         np.array([k.max_length for k in costs], dtype=np.int64),
     )
 
 
 def scheme_row(schemes: Schemes, k: int) -> Scheme:
     """The constants of scheme k as Python scalars."""
-    c, max_length, util_length, pp, paper, _ = schemes
-    return Scheme(float(c[k]), int(max_length[k]), int(util_length[k]), int(pp[k]), paper)
+    c, max_length, util_length, pp, _ = schemes
+    return Scheme(float(c[k]), int(max_length[k]), int(util_length[k]), int(pp[k]))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Protocol
 
 from ds_hydra.planner.kernels.arrays import (
-    Choices,
     Floats,
     Ints,
     Items,
@@ -65,14 +64,3 @@ class Kernels(Protocol):
     def best_split(self, cost: Floats, scheme: Ints, n: int, owner: Ints) -> float: ...
 
     def pack_tiny(self, scheme: Scheme, work: Floats, tokens: Ints, bin_of: Ints) -> None: ...
-
-    # the paper's baselines: greedy.py, program.py
-    def greedy_trials(
-        self, times: Floats, tokens: Ints, max_length: Ints, pp: Ints, trials: int, seed: int, owner: Ints
-    ) -> float: ...
-
-    def interval_program(
-        self, work_below: Floats, cover: Ints, unit_gpus: Ints, best: Floats, choices: Choices
-    ) -> None: ...
-
-    def program_counts(self, choices: Choices, unit_gpus: Ints, n: int, l: int, tenths: Ints) -> None: ...

@@ -1,1 +1,1 @@
-"""Length data in, candidate strategies out; `by_paper` is the paper's method, kept as a baseline. Pure: no torch."""
+"""Length data in, candidate strategies out. Pure: no torch."""

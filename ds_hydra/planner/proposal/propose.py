@@ -1,7 +1,5 @@
 """Lengths of the data in, the candidate strategies of a training run out. Pure: no torch.
 
-This is what the product uses. `by_paper` is the method of Hydraulis, section 7, kept to compare with.
-
 [Note: proposal]
 Strategies are judged by sampled batches, not by the distribution of lengths as in the paper: a real batch has a
 longest sequence, which must be on some pipeline as a whole, and its bubble counts. Four steps:

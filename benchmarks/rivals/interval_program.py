@@ -1,4 +1,4 @@
-"""Kernels of the paper's strategy proposal (Eq. 4): the paper's baseline. Plain Python that numba can compile.
+"""Kernels of the strategy proposal of Hydraulis (Eq. 4). Plain Python that numba can compile.
 
 [Note: interval program]
 Lengths are cut into steps 1..S, and so much work is known up to each step. A solution deals intervals of lengths to
@@ -15,8 +15,17 @@ of TP2 for the long ones takes 60 ms, two of TP1 for the short ones 100 / 2 = 50
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
-from ds_hydra.planner.kernels.arrays import Choices, Floats, Ints
+from ds_hydra.planner.kernels.arrays import Floats, Ints
+
+
+class Choices(NamedTuple):
+    """How each value of the program came about, (units + 1, steps + 1) each."""
+
+    scheme: Ints  # that takes the last interval of lengths; -1 where the last unit of GPUs stays idle
+    tenths: Ints  # of a pipeline that it takes it with
+    rest: Ints  # length step at which that interval begins
 
 
 def interval_program(work_below: Floats, cover: Ints, unit_gpus: Ints, best: Floats, choices: Choices) -> None:

@@ -1,4 +1,4 @@
-"""Strategy proposal as Hydraulis has it (section 7, Eq. 4): a baseline, which no training uses. Pure: no torch.
+"""Strategy proposal as Hydraulis has it (section 7, Eq. 4). Pure: no torch.
 
 A dynamic program deals length intervals to schemes with pipelines counted in tenths; every length up to the
 context gives a solution, and every solution its nearby whole numbers: 1.3 pipelines of TP8 and 5.6 of TP4 become 1 and
@@ -12,11 +12,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-import ds_hydra.planner.kernels as kernels
+from benchmarks.rivals import kernels
+from benchmarks.rivals.interval_program import Choices
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.planner.exact.counts import counts_to_strategy
-from ds_hydra.planner.kernels.arrays import Choices
 
 _LENGTH_STEP = 128
 _MOST_ROUNDINGS = 64  # nearby whole solutions taken from one continuous one

@@ -1,7 +1,4 @@
-"""Kernel of Algorithm 1 of Hydraulis, as printed: the paper's baseline. Plain Python that numba can compile.
-
-Planning uses it with the option method="paper" only; `dispatch` is what plans are made with.
-"""
+"""Kernel of Algorithm 1 of Hydraulis, as printed. Plain Python that numba can compile."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Results that were measured, and what ours is compared with: for development, in no wheel."""

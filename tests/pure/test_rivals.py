@@ -1,0 +1,169 @@
+"""Rivals' methods: Algorithm 1 as printed, packing by Eq. 1, proposals by Eq. 4, the published memory model."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import typing
+
+import numpy as np
+import pytest
+
+import ds_hydra.planner.kernels as product
+from benchmarks.rivals import kernels
+from benchmarks.rivals.dispatch import ComparedDispatch
+from benchmarks.rivals.hydraulis import HydraulisPlanner
+from benchmarks.rivals.memory import MemoryModel
+from benchmarks.rivals.proposal import propose_by_program
+from ds_hydra.costs.cost_table import CostTable
+from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
+from ds_hydra.planner import validate_plan
+from ds_hydra.planner.exact.programs import dispatch_ms, pack_exactly
+from ds_hydra.planner.kernels.arrays import Scheme
+from ds_hydra.zero_hetero.errors import PlanError
+from tests.support.planner_cases import POOL, TABLES, a800_batch
+
+TABLE = CostTable.load(TABLES / "llama_32b_a800.json")
+
+
+def algorithm_1(
+    times: np.ndarray, tokens: list[int], limits: list[int], pp: list[int], seed: int, trials: int
+) -> list[int]:
+    """The paper's lines 1-27, without any of the shortcuts of the kernel; the same permutations."""
+    pipelines, n = times.shape
+    order, state = list(range(n)), seed + 1
+    best, best_owner = math.inf, [-1] * n
+    for _ in range(trials):
+        for i in range(n - 1, 0, -1):
+            state = (state * 6364136223846793005 + 1442695040888963407) % 4611686018427387904
+            j = (state >> 20) % (i + 1)
+            order[i], order[j] = order[j], order[i]
+        c, e, longest, owner = [0.0] * pipelines, [0.0] * pipelines, [0] * pipelines, [-1] * n
+        by_length = [{tokens[i]: times[j, i] for i in range(n)} for j in range(pipelines)]
+        for i in order:
+            least, chosen = math.inf, -1
+            for j in range(pipelines):
+                if tokens[i] > limits[j]:
+                    continue
+                c_new = c[j] + times[j, i]
+                e_new = by_length[j][max(longest[j], tokens[i])] * (pp[j] - 1)
+                worst = max([c_new + e_new, *(c[k] + e[k] for k in range(pipelines) if k != j)])
+                if worst < least:
+                    least, chosen = worst, j
+            owner[i] = chosen
+            c[chosen] += times[chosen, i]
+            longest[chosen] = max(longest[chosen], tokens[i])
+            e[chosen] = by_length[chosen][longest[chosen]] * (pp[chosen] - 1)
+        total = max(x + y for x, y in zip(c, e, strict=True))
+        if total < best:
+            best, best_owner = total, owner
+    return best_owner
+
+
+@pytest.mark.parametrize("text", ["tp16 + 2*tp8 + 8*tp4", "tp16 + 2*tp8pp3", "tp16 + tp8 + 8*tp4 + tp2pp4"])
+def test_algorithm_1_is_the_printed_one(text: str) -> None:
+    problem = ComparedDispatch.of(a800_batch(3, 80), StrategyShape.parse(text), TABLE)
+    ours = problem.by_algorithm_1(trials=5, seed=2)
+    assert ours is not None
+    printed = algorithm_1(
+        problem.times, problem.items.tokens.tolist(), problem.max_length.tolist(), problem.pp.tolist(), 2, 5
+    )
+    assert ours.tolist() == printed
+
+
+def test_ties_of_algorithm_1_go_to_the_first_pipeline() -> None:
+    problem = ComparedDispatch.of([50], StrategyShape.parse("4*tp16"), TABLE)
+    owner = problem.by_algorithm_1()
+    assert owner is not None
+    assert owner.tolist() == [0]
+
+
+def test_highs_finds_the_optimum_of_small_dispatches() -> None:
+    draw = random.Random(1)
+    for text in ("tp16 + 2*tp8", "2*tp8pp2 + 2*tp4", "tp16 + 2*tp4pp2"):
+        lengths = [draw.randrange(100, 6000) for _ in range(7)]
+        problem = ComparedDispatch.of(lengths, StrategyShape.parse(text), TABLE)
+        greedy = problem.by_algorithm_1()
+        found = problem.by_search()
+        assert greedy is not None
+        assert found is not None
+        exact = problem.by_highs(greedy, found[1])
+        assert exact is not None
+        pipelines = len(problem.pp)
+        optimum = min(
+            dispatch_ms(problem.times, problem.pp, np.array(owner))
+            for owner in itertools.product(range(pipelines), repeat=len(lengths))
+        )
+        assert exact.optimal
+        assert exact.ms == pytest.approx(optimum, rel=1e-6)
+        assert found[1] <= optimum * (1 + 1e-9)
+        assert optimum * (1 - 1e-9) <= problem.ms(found[0]) <= optimum * 1.01
+
+
+def test_search_beats_algorithm_1_and_respects_its_bound() -> None:
+    for seed in range(6):
+        problem = ComparedDispatch.of(a800_batch(seed), StrategyShape.parse("tp16 + 2*tp8 + 8*tp4"), TABLE)
+        found, greedy = problem.by_search(), problem.by_algorithm_1()
+        assert found is not None
+        assert greedy is not None
+        assert found[1] <= problem.ms(found[0]) <= problem.ms(greedy) * (1 + 1e-9)
+
+
+def test_what_is_called_from_outside_has_the_kernels_signatures() -> None:
+    for name in ("greedy_trials", "interval_program", "program_counts"):
+        (kernel,) = (vars(module)[name] for module in kernels.MODULES if name in vars(module))
+        hints = typing.get_type_hints(getattr(kernels.RivalKernels, name))
+        assert list(hints.items()) == list(typing.get_type_hints(kernel).items())
+
+
+@pytest.mark.parametrize("pp", [1, 3])
+def test_packing_by_eq_1_is_between_its_bound_and_highs(pp: int) -> None:
+    rng = np.random.default_rng(pp)
+    for _ in range(12):
+        tokens = np.sort(rng.integers(20, 900, size=10))[::-1].copy()
+        work = tokens * 0.5 + tokens**2 * 1e-4
+        scheme, bins = Scheme(30.0, 1500, 100, pp), np.zeros(10, dtype=np.int64)
+        v, ms, _ = kernels.compiled().pack(scheme, work, tokens, 40, bins)
+        loads = np.bincount(bins, weights=work, minlength=v) + 30.0
+        assert ms == pytest.approx(loads.max() * (pp - 1 + v))
+        bound = kernels.compiled().packing_bound(scheme, work, tokens, v, ms)
+        exact = pack_exactly(work, tokens, v, 1500, bins)
+        assert exact is not None
+        best = (exact.ms + 30.0) * (pp - 1 + v)
+        assert bound <= ms * (1 + 1e-9)
+        assert best * (1 - 1e-9) <= ms <= best * 1.03
+
+
+def test_packing_by_eq_1_leaves_the_planner_s_kernels_as_they_are() -> None:
+    work = np.array([6.0, 5.0, 4.0])
+    tokens = np.array([600, 500, 400], dtype=np.int64)
+    scheme, bins = Scheme(1.0, 1000, 1000, 3), np.zeros(3, dtype=np.int64)
+    assert kernels.compiled().pack(scheme, work, tokens, 40, bins)[1] == pytest.approx((9.0 + 1.0) * 4)
+    assert product.compiled().pack(scheme, work, tokens, 40, bins)[1] == pytest.approx(15.0 + 2.0 + 2 * 10.0)
+
+
+def test_hydraulis_plans_are_valid_and_state_what_they_take() -> None:
+    planner = HydraulisPlanner(TABLE, [StrategyShape.parse(text) for text in POOL])
+    for seed in range(3):
+        lengths = a800_batch(seed, 100)
+        validate_plan(planner.plan(seed, range(100), lengths), TABLE, 64)
+    with pytest.raises(PlanError, match="no strategy holds a sequence of 50000 tokens"):
+        planner.plan(0, [0], [50000])
+
+
+def test_the_paper_s_program_with_one_scheme_gives_that_scheme() -> None:
+    only = propose_by_program(TABLE, 64, a800_batch(0, 5000), 16384, [ParallelScheme(8)])
+    assert only == (StrategyShape.parse("8*tp8"),)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "activation", "expected"),
+    [((1, 4), 36, 1994), ((2, 2), 36, 4045), ((4, 1), 37, 7872), ((8, 3), 42, 27288), ((16, 1), 50, 43614)],
+)
+def test_memory_model_gives_published_limits_of_32b(scheme: tuple[int, int], activation: int, expected: int) -> None:
+    capacity = 85198897152 - 10737418240 - 5242880000
+    model = MemoryModel(6656, 60, 30592, capacity, 64, activation, state_bytes=201, sharded_share=0.75)
+    assert model.max_length(ParallelScheme(*scheme)) == expected
+    table = CostTable.load(TABLES / "llama_32b_a800.json")
+    assert table[ParallelScheme(*scheme)].max_length == expected
