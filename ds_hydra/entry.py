@@ -128,14 +128,14 @@ def _plain_deepspeed(own: Mapping[str, Any], **arguments: Any) -> tuple[Any, Any
 
 def _check(parsed: ParsedConfig) -> tuple[str, ...]:
     """Refuse what DeepSpeed, the launcher's number of ranks or missing files rule out; lines for the log."""
-    from ds_hydra.costs.cost_table import CostTable
+    from ds_hydra.costs.table_file import read_table_file
     from ds_hydra.host.launch import check_launched_ranks
     from ds_hydra.host.settings import deepspeed_config, deepspeed_defaults
 
     check_environment()
     check_launched_ranks(parsed.hydra)
     if parsed.hydra.cost_table is not None:
-        CostTable.load(parsed.hydra.cost_table)
+        read_table_file(parsed.hydra.cost_table)
     return deepspeed_defaults(parsed, deepspeed_config(parsed))
 
 

@@ -17,7 +17,7 @@ from torch.autograd import DeviceType
 from torch.utils.flop_counter import FlopCounterMode
 
 from tools import bench_gpu
-from tools.gpu import bench, launches, parts, syncs
+from tools.gpu import launches, parts, syncs
 from tools.gpu.bench import Bench, Findings, Table
 from tools.gpu.job import llama, new_model, num_matmul_parameters, training_flops
 from tools.gpu.page import page
@@ -178,14 +178,6 @@ def test_on_a_gpu_kernels_are_what_ran_there() -> None:
     everything = (kernel, copy, range_of_user, operator)
     assert [launches._counts(one, True) for one in everything] == [True, True, False, False]
     assert [launches._counts(one, False) for one in everything] == [False, False, False, True]
-
-
-@pytest.mark.parametrize(
-    ("name", "tflops"),
-    [("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA A100-SXM4-80GB", 312), ("Tesla T4", None)],
-)
-def test_peaks_are_found_by_the_devices_name(name: str, tflops: float | None) -> None:
-    assert bench.peak_tflops(name) == tflops
 
 
 def test_the_page_says_what_was_not_measured() -> None:

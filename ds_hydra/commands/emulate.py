@@ -21,7 +21,7 @@ from ds_hydra.commands.figures import figures_parser, finish, guarded, print_tab
 from ds_hydra.commands.links import add_link_options
 from ds_hydra.commands.shipped import shipped
 from ds_hydra.commands.simulate import simulated_job
-from ds_hydra.costs.table_file import read_table_file
+from ds_hydra.costs.table_file import read_table_file, told
 from ds_hydra.data.length_sources import read_lengths
 from ds_hydra.emulate.cluster import EmulatedJob, EmulatedStep, emulate
 from ds_hydra.emulate.limits import check_ranks, machine_limits
@@ -84,7 +84,7 @@ def emulated_job(args: argparse.Namespace) -> EmulatedJob:
         raise ConfigError("there is nothing to run: name strategies, or give plans with --replay")
     lengths = read_lengths(shipped(args.lengths), args.context, _SEQUENCES, args.seed).lengths
     return EmulatedJob(
-        simulated_job(args, read_table_file(shipped(args.cost_table)), strategies),
+        simulated_job(args, told(read_table_file(shipped(args.cost_table))), strategies),
         tuple(dict.fromkeys(map(str, strategies))),
         tuple(lengths[:_SEQUENCES].tolist()),
         args.tokens,

@@ -21,7 +21,7 @@ from ds_hydra.commands.figures import guarded, new_file, print_table
 from ds_hydra.commands.links import add_link_options, links_of
 from ds_hydra.commands.shipped import FILES, shipped
 from ds_hydra.costs.cost_table import CostTable
-from ds_hydra.costs.table_file import TableFile, read_table_file
+from ds_hydra.costs.table_file import TableFile, read_table_file, told
 from ds_hydra.data.length_sources import LengthSample, read_lengths
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.phase import THEN
@@ -171,7 +171,7 @@ def _counted(cluster: SimulatedJob | None) -> str:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command with its parsed options. ConfigError or PlanError if the input is refused."""
-    found = read_table_file(shipped(args.cost_table))
+    found = told(read_table_file(shipped(args.cost_table)))
     table, cluster = found.table, _cluster(args, found)
     sample = read_lengths(shipped(args.lengths), args.context, seed=args.seed)
     options = PlannerOptions(seed=args.seed, kernels="compiled", layers=args.layers,

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from ds_hydra.commands.figures import figures_parser, finish, guarded, new_file, print_table
 from ds_hydra.commands.profile_request import make_request
 from ds_hydra.commands.profile_session import Session, measure
-from ds_hydra.costs.table_file import TableFile, read_table_file
+from ds_hydra.costs.table_file import TableFile, read_table_file, told
 from ds_hydra.engine.fits import rank_memory
 from ds_hydra.profiling.entry import entry_from_record
 from ds_hydra.profiling.fit import Point
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace, name: str) -> int:
     began = time.perf_counter()
     torch.set_num_threads(1)
     request = make_request(args)
-    old = read_table_file(args.out) if args.merge and args.out.exists() else None
+    old = told(read_table_file(args.out)) if args.merge and args.out.exists() else None
     session = Session(request, args.out, args.links)
     try:
         measure(session, args.ranks or min(8, os.cpu_count() or 1))

@@ -18,11 +18,13 @@ from tqdm import tqdm
 from ds_hydra.commands.profile_request import Request
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.costs.memory import Activations, JobMemory
+from ds_hydra.costs.peak import Peak
 from ds_hydra.costs.table_file import TableFile, activations_from_record, activations_record, write_atomically
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.profiling.entry import SchemeEntry, entry_from_record
 from ds_hydra.profiling.link_timer import message_sizes, time_links
 from ds_hydra.profiling.links import Links, links_from_record, read_links
+from ds_hydra.profiling.squares import with_shared_squares
 from ds_hydra.profiling.stage_memory import measure_activations
 from ds_hydra.profiling.step_timer import step_costs
 from ds_hydra.profiling.survey import Survey
@@ -109,12 +111,15 @@ class Session:
             vocab=r.source.vocab_size or 1, grad_bytes=r.grad_dtype.itemsize if r.grad_dtype else None,
             wire_bytes=r.wire_dtype.itemsize if r.wire_dtype else None, node_size=r.node_size,
         )  # fmt: skip
-        costs, measured = [], {}
+        costs, measured, entries = [], {}, []
         for name, entry in self.done.items():
-            scheme = ParallelScheme.parse(name)
             if entry == _NO_ROOM:
                 print(f"{name}: left out, a rank ran out of memory before two lengths were measured")
-                continue
+            else:
+                entries.append(entry_from_record(ParallelScheme.parse(name), entry))
+        for whole in with_shared_squares(entries):
+            scheme, entry = whole.scheme, whole.record()
+            name = str(scheme)
             limit = memory.max_length(scheme)
             if limit < 1:
                 needs = memory.fullest(scheme, 1)
@@ -122,7 +127,7 @@ class Session:
                       f"{memory.capacity / 2**30:.2f} GiB")  # fmt: skip
                 continue
             kept = self.activations[scheme.tp, scheme.sp]
-            costs.append(entry_from_record(scheme, entry).cost(limit, kept))
+            costs.append(whole.cost(limit, kept))
             measured[name] = entry | {"memory": _memory_record(memory, scheme)}
         if not costs:
             raise ConfigError(
@@ -132,7 +137,17 @@ class Session:
         source = f"measured by ds-hydra profile on {r.job.device}, {r.num_gpus} ranks"
         return TableFile(CostTable(tuple(costs), source), r.job, measured,
                          self.links.to_record() if self.links else None, self.step,
-                         self.activations)  # fmt: skip
+                         self.activations, _peak(r))  # fmt: skip
+
+
+def _peak(request: Request) -> Peak | None:
+    """Of models whose layers attend to all tokens before, on devices whose peak is known."""
+    plan, config = request.source.plan, request.source.text_config
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    queries = [p for p in plan.buckets[len(plan.buckets) // 2].params if p.name.endswith("q_proj.weight")]
+    if kinds != {"full_attention"} or getattr(config, "sliding_window", None) or len(queries) != 1:
+        return None
+    return Peak.of(queries[0].shape[0], plan.num_layers, request.job.device)
 
 
 def _memory_record(memory: JobMemory, scheme: ParallelScheme) -> dict[str, Any]:

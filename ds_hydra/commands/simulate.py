@@ -23,7 +23,7 @@ from ds_hydra.commands.links import add_link_options, links_of
 from ds_hydra.commands.shipped import shipped
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.costs.memory import gibibytes
-from ds_hydra.costs.table_file import TableFile, read_table_file
+from ds_hydra.costs.table_file import TableFile, read_table_file, told
 from ds_hydra.data.length_sources import read_lengths, sample_batches
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.plan_file import load_plans
@@ -127,7 +127,7 @@ def run(args: argparse.Namespace, name: str) -> int:
     """Run the command with its parsed options. ConfigError or PlanError if the input is refused."""
     if args.gpus is not None and args.gpus < 1:
         raise ConfigError(f"--gpus {args.gpus}: a job needs at least 1")
-    found = read_table_file(shipped(args.cost_table))
+    found = told(read_table_file(shipped(args.cost_table)))
     recorded = load_plans(args.what) if Path(args.what).is_file() else {}
     strategies = list(dict.fromkeys(phase.shape for plan in recorded.values() for phase in plan.phases))
     strategies = strategies or list(parse_phases(args.what))

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
+from ds_hydra.costs.peak import CAUSAL_FLOPS
 from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -65,7 +66,7 @@ def analytic_cost_table(
         costs.append(
             SchemeCost(
                 scheme,
-                a=7.0 * shape.hidden * shape.layers / speed,
+                a=CAUSAL_FLOPS * shape.hidden * shape.layers / speed,
                 b=6.0 * shape.params / speed + comm,
                 c=layer_overhead_ms * stage_layers,
                 max_length=context_length,

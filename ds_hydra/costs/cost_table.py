@@ -52,6 +52,7 @@ class SchemeCost:
     max_length: int  # tokens
     util_length: int = 1  # tokens
     shares: Shares | None = None  # of forward, backward and weights' gradients, if they were measured
+    derived: str = ""  # from what and how, where these were not measured as they stand
 
     def __post_init__(self) -> None:
         # Tables are also written by hand, so each figure is checked as it comes from JSON: True is an int to Python.
@@ -100,6 +101,11 @@ class SchemeCost:
         """The length, in tokens and parts of one, of a sequence that adds this many ms: inverse of `sequence_ms`."""
         # The root of a*l^2 + b*l = ms in the form that does not divide by a, which may be 0.
         return 2.0 * ms / (self.b + math.sqrt(self.b * self.b + 4.0 * self.a * ms)) if ms > 0 else 0.0
+
+    def square_share(self, tokens: float) -> float:
+        """The share of a*l^2 in the time of one sequence of so many tokens."""
+        square = self.a * tokens * tokens
+        return square / (square + self.b * tokens + self.c)
 
     def slices_ms(self, slices: Sequence[tuple[int, int]]) -> NDArray[np.float64]:
         """What each slice (start, stop) of a sequence adds to its micro-batch, in ms; (0, l) is a whole sequence."""

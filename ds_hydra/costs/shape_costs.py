@@ -57,4 +57,5 @@ def price(pipeline: PipelineShape, table: CostTable, memory: JobMemory) -> Schem
     # Stages that differ wait for the slowest, whose shares decide when others can go on.
     slowest = max(range(len(rows)), key=lambda stage: rows[stage].b * shares[stage])
     util_length = min(max_length, max(row.util_length for row in rows))
-    return SchemeCost(pipeline, a, b, c, max_length, util_length, rows[slowest].shares)
+    derived = "the slowest of its stages: " + ", ".join(dict.fromkeys(str(row.scheme) for row in rows))
+    return SchemeCost(pipeline, a, b, c, max_length, util_length, rows[slowest].shares, derived)

@@ -8,15 +8,18 @@ their layers and by a class of devices. Since version 2 a scheme may have its me
 [Note: shares of a micro-batch]. A measured table adds its evidence: "job" says what it was measured for, "measured" how
 each entry was made, with every point, the fit, and each stage's own coefficients; "links", "step" and "activations" are
 figures that were measured beside it. Since version 3 all of a job's stage options [Note: stage options] are the
-"stages" of "job"; before, some of them stood in "job" itself, and what did not was off. A table without "job", such as
-a published one, fits any job. Keys that are not known are refused, so that a mistyped one is not silently without
-effect.
+"stages" of "job"; before, some of them stood in "job" itself, and what did not was off. Since version 4 "peak" has the
+FLOPs of the model's attention a token^2, "attention_flops", and of a "device" in a second, "device_flops"; and a scheme
+that was not measured as it stands says what it is "derived" from. A table without "job", such as a published one, fits
+any job. Rows that cannot be true are repaired as a file is read [Note: costs that can be true]. Keys that are not known
+are refused, so that a mistyped one is not silently without effect.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -26,20 +29,23 @@ from typing import Any
 
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.memory import Activations
+from ds_hydra.costs.peak import SEEN, Peak, believed
 from ds_hydra.costs.shares import Shares, Terms
 from ds_hydra.pipe.model_plan import ModelPlan
-from ds_hydra.pipe.shape import PipelineShape
+from ds_hydra.pipe.shape import ParallelScheme, PipelineShape
 from ds_hydra.pipe.stage_options import AS_WRITTEN, StageOptions
 from ds_hydra.zero_hetero.errors import ConfigError
 from ds_hydra.zero_hetero.safe_json import parse_json
 
-_FORMAT, _VERSION = "ds-hydra cost table", 3
-_READ_VERSIONS = (1, 2, 3)
+logger = logging.getLogger(__name__)
+_FORMAT, _VERSION = "ds-hydra cost table", 4
+_READ_VERSIONS = (1, 2, 3, 4)
 _TABLE_KEYS = ("format", "version", "source", "unit", "schemes")
-_EVIDENCE_KEYS = ("job", "measured", "links", "step", "activations")
+_EVIDENCE_KEYS = ("job", "measured", "links", "step", "activations", "peak")
 _COST_KEYS = ("scheme", "a", "b", "c", "max_length", "util_length")
 _SHARES_KEYS = ("forward", "weight", "until_weight", "context")
 _MORE_SHARES_KEYS = ("recomputed",)
+_MOST_FLOPS = 1e30
 _MOST = 1e15  # bytes of activations of a token: more is a mistake, and products of it would overflow
 # What must be equal between a table and a job, and what to do when it is not. Other things, such as the versions of
 # libraries, are written down for a reader and refuse nothing.
@@ -87,6 +93,8 @@ class TableFile:
     links: Mapping[str, Any] | None = None
     step: Mapping[str, float] | None = None  # what a step costs besides its pipelines
     activations: Mapping[tuple[int, int], Activations] | None = None  # by (TP, SP)
+    peak: Peak | None = None  # of the device, and what the model's attention needs of it
+    repairs: tuple[str, ...] = ()  # a line for each row that could not be true; not in the file
 
     def to_record(self) -> dict[str, Any]:
         """As the file holds it."""
@@ -98,6 +106,8 @@ class TableFile:
                 record[name] = getattr(self, name)
         if self.activations:
             record["activations"] = activations_record(self.activations)
+        if self.peak is not None:
+            record["peak"] = asdict(self.peak)
         return record
 
     def save(self, path: str | Path) -> None:
@@ -122,6 +132,7 @@ class TableFile:
             other.links or self.links,
             other.step or self.step,
             {**(self.activations or {}), **(other.activations or {})},
+            other.peak or self.peak,
         )
 
 
@@ -138,19 +149,63 @@ def table_file_from_record(record: Any, place: str) -> TableFile:
         activations = activations_from_record(record["activations"]) if "activations" in record else None
     except (AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f'{place}: "activations" cannot be read ({error}); profile again') from error
-    return TableFile(table, job, record.get("measured"), record.get("links"), record.get("step"), activations)
+    peak, measured = _read_peak(record.get("peak"), place), record.get("measured")
+    try:
+        table, repairs = believed(table, peak, _fixed(table, measured))
+    except ConfigError as error:
+        raise ConfigError(f"{place}: {error}") from error
+    lines = tuple(f"{place}: {line}" for line in repairs)
+    return TableFile(table, job, measured, record.get("links"), record.get("step"), activations, peak, lines)
 
 
 def load_table(path: str | Path) -> CostTable:
-    """The table of a file, its evidence left unread. ConfigError as `read_table_file`."""
-    return read_table(_read_json(path), str(path))
+    """The table of a file alone; what was repaired is logged. ConfigError as `read_table_file`."""
+    return told(read_table_file(path)).table
+
+
+def told(found: TableFile) -> TableFile:
+    """The same, with what was repaired logged."""
+    for line in found.repairs:
+        logger.warning("%s", line)
+    return found
+
+
+def _read_peak(record: object, place: str) -> Peak | None:
+    if record is None:
+        return None
+    names = {field.name for field in fields(Peak)}
+    numbers = [record.get(name) for name in ("attention_flops", "device_flops")] if isinstance(record, dict) else []
+    if not numbers or set(record) - names or not all(_is_above_0(number) for number in numbers):  # type: ignore[call-overload]
+        raise ConfigError(
+            f'{place}: "peak" must hold "attention_flops" and "device_flops", numbers above 0, and perhaps "device", '
+            f"but is {str(record)[:80]}"
+        )
+    return Peak(**record)  # type: ignore[arg-type]
+
+
+def _is_above_0(number: object) -> bool:
+    return not isinstance(number, bool) and isinstance(number, int | float) and 0.0 < number < _MOST_FLOPS
+
+
+def _fixed(table: CostTable, measured: object) -> set[ParallelScheme]:
+    """Schemes whose measured points fix the very a that the table has, where the square was a good part of the time."""
+    found: set[ParallelScheme] = set()
+    for scheme in table.schemes:
+        cost, entry = table[scheme], measured.get(str(scheme)) if isinstance(measured, dict) else None
+        if not isinstance(entry, dict) or "a" in entry.get("unidentified", ("a",)):
+            continue
+        fits = [stage["fit"]["a"] for stage in entry["stages"] if stage["index"] == entry["slowest_stage"]]
+        if fits == [cost.a] and cost.square_share(cost.max_length) >= SEEN:
+            found.add(scheme)
+    return found
 
 
 def table_record(table: CostTable) -> dict[str, Any]:
     """A cost table as JSON holds it; `read_table` is the inverse."""
     rows = [
         {"scheme": str(k.scheme), "a": k.a, "b": k.b, "c": k.c, "max_length": k.max_length,
-         "util_length": k.util_length, **({"shares": _shares_record(k.shares)} if k.shares else {})}
+         "util_length": k.util_length, **({"shares": _shares_record(k.shares)} if k.shares else {}),
+         **({"derived": k.derived} if k.derived else {})}
         for k in table.costs
     ]  # fmt: skip
     return {"format": _FORMAT, "version": _VERSION, "source": table.source, "unit": "ms", "schemes": rows}
@@ -172,7 +227,7 @@ def read_table(record: object, place: str) -> CostTable:
     rows = record.get("schemes")
     if not isinstance(rows, list) or not rows:
         raise ConfigError(f"{place}: 'schemes' must be a list with at least one scheme; profile again")
-    more = ("shares",) if version > 1 else ()
+    more = (("shares",) if version > 1 else ()) + (("derived",) if version > 3 else ())
     costs = tuple(_read_scheme(row, more, f"{place}: schemes[{index}]") for index, row in enumerate(rows))
     try:
         return CostTable(costs, str(record.get("source", "")))
@@ -192,7 +247,7 @@ def _read_scheme(row: object, more: tuple[str, ...], place: str) -> SchemeCost:
     try:
         shares = _read_shares(row["shares"]) if "shares" in row else None
         key, figures = PipelineShape.parse(str(row["scheme"])).cost_key, {key: row[key] for key in _COST_KEYS[1:]}
-        return SchemeCost(key, **figures, shares=shares)
+        return SchemeCost(key, **figures, shares=shares, derived=str(row.get("derived", "")))
     except ValueError as error:  # ConfigError and PlanError are ValueErrors: each gets its place
         raise ConfigError(f"{place}: {error}") from error
 

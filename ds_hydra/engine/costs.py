@@ -13,7 +13,7 @@ from ds_hydra.costs.analytic import ModelShape, analytic_cost_table
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.costs.memory import JobMemory, gibibytes
 from ds_hydra.costs.shape_costs import used_schemes, with_shapes
-from ds_hydra.costs.table_file import JobFingerprint, TableFile, check_job, read_table_file
+from ds_hydra.costs.table_file import JobFingerprint, TableFile, check_job, read_table_file, told
 from ds_hydra.engine.fingerprint import describe_job
 from ds_hydra.engine.fits import job_memory, rank_memory, within_memory
 from ds_hydra.engine.job import Job
@@ -58,6 +58,8 @@ def costs_and_memory(
     schemes = used_schemes(config.shapes) or feasible_schemes(job.source.plan, world.num_ranks, world.node_size)
     fingerprint = describe_job(job.source, world.device, job.types.compute, world.num_ranks)
     found = job_cost_table(config, shape, schemes, longest, fingerprint)
+    if world.rank == 0:
+        told(found)
     memory = _memory(job, world, found, device_bytes)
     found = replace(found, table=with_shapes(found.table, config.shapes, memory))
     return limited(job, world, found, memory), memory

@@ -32,6 +32,7 @@ class StageEntry:
     no_room_tokens: int | None = None  # tokens of the micro-batch at which the device ran out of memory
     split_points: tuple[SplitPoint, ...] = ()  # with the backward split
     split: SplitFit | None = None  # None: the model or the memory did not allow any
+    shared_square: bool = False  # a is that of all schemes with as many heads on a rank [Note: shared squares]
 
     def record(self) -> dict[str, Any]:
         """As the table file holds it."""
@@ -47,6 +48,7 @@ class StageEntry:
             "no_room_tokens": self.no_room_tokens,
             "fit": asdict(self.fit),
             "points": [asdict(point) for point in self.points],
+            **({"shared_square": True} if self.shared_square else {}),
             **split,
         }
 
@@ -81,7 +83,8 @@ class SchemeEntry:
         split, shares = self.slowest.split, None
         if split is not None and kept is not None:
             shares = Shares(split.forward, split.weight, kept.until_weight, kept.context, kept.recomputed)
-        return SchemeCost(self.scheme, a, b, fit.c, max_length, utilised_length(fit, max_length), shares)
+        derived = "a fitted with all schemes of as many heads on a rank" if self.slowest.shared_square else ""
+        return SchemeCost(self.scheme, a, b, fit.c, max_length, utilised_length(fit, max_length), shares, derived)
 
     def record(self) -> dict[str, Any]:
         """As the table file holds it."""
@@ -122,4 +125,5 @@ def _stage_from_record(stage: Mapping[str, Any], how: How) -> StageEntry:
         None if split is None else SplitFit(
             **{**split, "forward": Terms(**split["forward"]), "weight": Terms(**split["weight"])}
         ),
+        stage.get("shared_square", False),
     )  # fmt: skip

@@ -76,8 +76,11 @@ class Fit:
         return self.predict(point) / point.ms - 1.0
 
 
-def fit_points(points: Sequence[Point]) -> Fit:
-    """Fit the points that are not held out; test on those that are. PlanError for fewer than two lengths."""
+def fit_points(points: Sequence[Point], *, a: float | None = None) -> Fit:
+    """Fit the points that are not held out; test on those that are. PlanError for fewer than two lengths.
+
+    With an `a` that others have fixed, in ms per token^2, only the rest is fitted.
+    """
     used = [point for point in points if not point.held_out]
     tested = [point for point in points if point.held_out]
     for point in points:
@@ -93,36 +96,43 @@ def fit_points(points: Sequence[Point]) -> Fit:
         )
     terms = np.array([point.terms for point in used])
     times = np.array([point.ms for point in used])
-    coefficients, weights = _robust(terms / times[:, None])
-    errors = _standard_errors(terms / times[:, None], coefficients, weights)
+    relative = terms / times[:, None]
+    if a is None:
+        coefficients, weights = _robust(relative, np.ones(len(used)))
+        errors = _standard_errors(relative, coefficients, weights)
+    else:
+        left = 1.0 - a * relative[:, 0]
+        rest, weights = _robust(relative[:, 1:], left)
+        coefficients = np.array([a, *rest])
+        errors = np.array([math.inf, *_standard_errors(relative[:, 1:], rest, weights, left)])
     unidentified = tuple(
         name
-        for name, k, error in zip(NAMES, coefficients, errors, strict=False)
-        if k <= 0 or _CONFIDENCE * error > _WITHIN * k
+        for name, one, error in zip(NAMES, coefficients, errors, strict=False)
+        if one <= 0 or _CONFIDENCE * error > _WITHIN * one
     )
-    a, b, c, r = map(float, coefficients)
+    k = [float(x) for x in coefficients]
     residuals = np.abs(terms @ coefficients / times - 1.0)
-    held = np.array([abs(math.fsum(map(mul, (a, b, c, r), p.terms)) / p.ms - 1.0) for p in tested])
+    held = np.array([abs(math.fsum(map(mul, k, p.terms)) / p.ms - 1.0) for p in tested])
     return Fit(
-        a, b, c, (float(errors[0]), float(errors[1]), float(errors[2])), unidentified,
+        k[0], k[1], k[2], (float(errors[0]), float(errors[1]), float(errors[2])), unidentified,
         float(np.median(residuals)), float(residuals.max()),
-        float(np.median(held)) if len(held) else None, float(np.quantile(held, 0.9)) if len(held) else None, r,
+        float(np.median(held)) if len(held) else None, float(np.quantile(held, 0.9)) if len(held) else None, k[3],
     )  # fmt: skip
 
 
-def _robust(relative: Floats) -> tuple[Floats, Floats]:
-    """Coefficients for `relative @ k = 1` by iteratively reweighted non-negative least squares, and the weights."""
+def _robust(relative: Floats, target: Floats) -> tuple[Floats, Floats]:
+    """Coefficients for `relative @ k = target` by iteratively reweighted non-negative least squares; weights."""
     # Solve, weigh each point by how far it is off in units of the typical error, solve again. A point 10 typical errors
     # off, as a passing disturbance leaves it, gets a weight of 1.345 / 10. The typical error is taken from the median,
     # which such points do not move; 1.4826 makes it a standard deviation where errors are normal.
     weights = np.ones(len(relative))
-    coefficients = nonnegative_least_squares(relative, np.ones(len(relative)))
+    coefficients = nonnegative_least_squares(relative, target)
     for _ in range(_ROUNDS):
-        residuals = relative @ coefficients - 1.0
+        residuals = relative @ coefficients - target
         scale = max(_LEAST_NOISE, 1.4826 * float(np.median(np.abs(residuals))))
         weights = np.minimum(1.0, _HUBER * scale / np.maximum(np.abs(residuals), 1e-300))
         root = np.sqrt(weights)
-        again = nonnegative_least_squares(relative * root[:, None], root)
+        again = nonnegative_least_squares(relative * root[:, None], root * target)
         settled = np.allclose(again, coefficients, rtol=1e-9, atol=0.0)
         coefficients = again
         if settled:
@@ -154,18 +164,18 @@ def nonnegative_least_squares(matrix: Floats, target: Floats) -> Floats:
     return best / scale
 
 
-def _standard_errors(relative: Floats, coefficients: Floats, weights: Floats) -> Floats:
+def _standard_errors(relative: Floats, coefficients: Floats, weights: Floats, target: Floats | float = 1.0) -> Floats:
     """Standard errors of the coefficients; infinite where the points say nothing."""
     # A column of zeros, such as r where no loss is computed in blocks, would make the matrix singular: leave it out.
     known = np.asarray((relative != 0).any(axis=0))
     if not known.all():
         errors = np.zeros(len(known))
-        errors[known] = _standard_errors(relative[:, known], coefficients[known], weights)
+        errors[known] = _standard_errors(relative[:, known], coefficients[known], weights, target)
         return errors
     num_points, num_terms = relative.shape
     if num_points <= num_terms:
         return np.full(num_terms, math.inf)
-    residuals = relative @ coefficients - 1.0
+    residuals = relative @ coefficients - target
     freedom = max(1.0, float(weights.sum()) - num_terms)
     robust = 1.4826 * float(np.median(np.abs(residuals)))
     variance = max(_LEAST_NOISE**2, robust**2, float((weights * residuals**2).sum()) / freedom)

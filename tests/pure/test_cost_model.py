@@ -55,7 +55,7 @@ def test_measured_shares_are_kept_and_older_tables_read(tmp_path: Path) -> None:
     TableFile(table).save(tmp_path / "table.json")
     assert CostTable.load(tmp_path / "table.json") == table
     record = json.loads((tmp_path / "table.json").read_text())
-    assert record["version"] == 3
+    assert record["version"] == 4
     record["version"] = 1
     with pytest.raises(ConfigError, match=r"unknown keys \['shares'\]"):
         read_table(record, "table.json")
@@ -136,8 +136,8 @@ def test_missing_entries_are_named(tmp_path: Path, key: str) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"version": 4}, "'version' is 4 but this release reads 1 to 3"),
-        ({"version": True}, "'version' is True but this release reads 1 to 3"),
+        ({"version": 5}, "'version' is 5 but this release reads 1 to 4"),
+        ({"version": True}, "'version' is True but this release reads 1 to 4"),
         ({"format": "other"}, "give a table that `ds-hydra profile` wrote"),
         ({"schemes": []}, "at least one scheme"),
         ({"unit": "s"}, "'unit' must be 'ms'"),

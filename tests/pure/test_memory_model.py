@@ -356,7 +356,9 @@ def test_a_uniform_pipeline_that_spells_out_its_layers_needs_what_its_scheme_nee
     for scheme, shape in zip(job().stages(ParallelScheme(2, 2)), job().stages(spelled), strict=True):
         assert replace(shape, scheme=scheme.scheme) == scheme
     table = CostTable((SchemeCost(ParallelScheme(2, 2), 1e-6, 0.1, 2.0, 5000, 30),))
-    assert replace(price(spelled, table, job()), scheme=ParallelScheme(2, 2)) == table.costs[0]
+    priced = price(spelled, table, job())
+    assert replace(priced, scheme=ParallelScheme(2, 2), derived="") == table.costs[0]
+    assert priced.derived == "the slowest of its stages: tp2pp2"
 
 
 def test_a_pipeline_costs_what_its_slowest_stage_costs() -> None:

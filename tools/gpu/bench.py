@@ -13,19 +13,6 @@ import torch
 
 T = TypeVar("T")
 
-# Dense BF16 with FP32 sums, in TFLOP/s as the makers' data sheets say, by part of the device's name; the first that
-# fits counts, so a longer name stands before a shorter one that it holds.
-_PEAK_TFLOPS = (
-    ("B200", 2250.0),
-    ("H200", 989.0),
-    ("H100 PCIe", 756.0),
-    ("H100", 989.0),
-    ("H800", 989.0),
-    ("A100", 312.0),
-    ("A800", 312.0),
-    ("L40S", 362.0),
-)
-
 
 class Table(NamedTuple):
     """Columns for a reader; cells are text or numbers."""
@@ -114,11 +101,6 @@ def _wall_ms(call: Callable[[], object]) -> float:
 def device_name(device: torch.device) -> str:
     """The device's model for a reader."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-
-
-def peak_tflops(name: str) -> float | None:
-    """The data sheet's dense BF16 TFLOP/s of a device; None for one that is not listed."""
-    return next((peak for part, peak in _PEAK_TFLOPS if part in name), None)
 
 
 def median_and_p90(values: Sequence[float]) -> tuple[float, float]:

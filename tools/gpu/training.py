@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
+from ds_hydra.costs.peak import peak_tflops
 from ds_hydra.costs.table_file import TableFile
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.plan.step_plan import StepPlan
 from tools import aims
-from tools.gpu.bench import Bench, Findings, Table, device_name, gib, peak_tflops
+from tools.gpu.bench import Bench, Findings, Table, device_name, gib
 from tools.gpu.job import engine_alone, llama, new_model, num_matmul_parameters, sequences, training_flops
 from tools.gpu.plain_loop import PlainLoop, PlainPack
 

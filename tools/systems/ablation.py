@@ -19,6 +19,7 @@ from tools.systems.hindsight import Configuration, Lengths, StepMs, hindsight, p
 from tools.systems.measure import Simulators
 from tools.systems.ours import settings
 from tools.systems.published import hydraulis
+from tools.systems.rates import tflops
 from tools.systems.switching import layouts, long_and_short
 
 
@@ -31,7 +32,8 @@ def ablation(cell: Cell, steps: int) -> list[dict[str, object]]:
         chosen = hindsight(configurations, batches, simulators.ms)
         ms = statistics.fmean(simulators.ms(plan, chosen.configuration.table) for plan in chosen.plans)
         first = first or ms
-        rows.append({"step by step": text, "ms": round(ms), "times as fast as the first": f"{first / ms:.2f}"})
+        rows.append({"step by step": text, "ms": round(ms), "times as fast as the first": f"{first / ms:.2f}",
+                     "TFLOP/s": round(tflops(cell, batches, ms))})  # fmt: skip
     return rows
 
 

@@ -151,7 +151,13 @@ def _more_stages(found: CostTable, way: Way) -> Iterator[SchemeCost]:
 
 def _with_stages(cost: SchemeCost, pp: int) -> SchemeCost:
     share, scheme = cost.scheme.pp / pp, ParallelScheme(cost.uniform.tp, pp)
-    return replace(cost, scheme=scheme, a=share * cost.a, b=share * cost.b, c=share * cost.c)
+    derived = _from(cost, f"as {pp} stage{'s' if pp > 1 else ''}")
+    return replace(cost, scheme=scheme, a=share * cost.a, b=share * cost.b, c=share * cost.c, derived=derived)
+
+
+def _from(cost: SchemeCost, how: str) -> str:
+    """What a derived entry says of itself."""
+    return f"{cost.derived or f'measured {cost.scheme}'}, {how}"
 
 
 def _shared(cell: Cell, base: SchemeCost, way: Way) -> Iterator[SchemeCost]:
@@ -169,7 +175,10 @@ def _shared(cell: Cell, base: SchemeCost, way: Way) -> Iterator[SchemeCost]:
         a, b, c = more[0] * base.a / degree, more[1] * base.b / degree, more[2] * base.c
         if way.zero_3 and not way.hidden_gathers:
             c = ZERO_3_MS[cell.model] / base.scheme.pp
-        known = base.max_length, base.util_length, base.shares
+        kind = "Ulysses" if way.ulysses else "a ring"
+        how = [f"{kind} of {degree}"] * (degree > 1) + ["all layers computed again"] * way.checkpointing
+        derived = _from(base, " and ".join(how)) if how else base.derived
+        known = base.max_length, base.util_length, base.shares, derived
         if not way.ulysses and degree > 1:
             ring = _ring_ms(cell.model, base, degree)
             yield WaitingCost(scheme, a, b, c, *known, ring, alone=max(0, alone) if way.by_length else 0)

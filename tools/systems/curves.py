@@ -47,7 +47,8 @@ def curve_row(point: Point) -> dict[str, object]:
     }
     slowest = max(one.mean_ms for one in point.systems.values())
     over_ours = f"{slowest / point.systems[OURS].mean_ms:.2f}"
-    return {"changed": point.factor, "to": f"{point.value:,}", **shown, "slowest over ours": over_ours}
+    return {"changed": point.factor, "to": f"{point.value:,}", **shown, "slowest over ours": over_ours,
+            "TFLOP/s of ours": f"{point.systems[OURS].tflops:.0f}"}  # fmt: skip
 
 
 def curve_figures(points: Sequence[Point]) -> list[dict[str, object]]:

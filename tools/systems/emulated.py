@@ -18,6 +18,7 @@ from tools.systems.costs import NODE, Way, measured
 from tools.systems.hindsight import hindsight
 from tools.systems.measure import OURS, STATIC, Simulators
 from tools.systems.ours import settings
+from tools.systems.rates import tflops
 from tools.systems.static import megatron
 
 CELLS = tuple(Cell("7b", 16, context, 100_000, mix) for context in CONTEXTS for mix in MIXES)
@@ -48,5 +49,5 @@ def emulated(cell: Cell, steps: int, *, timeout_s: float) -> Iterator[dict[str, 
         simulated = 1e3 * statistics.fmean(simulator.step(plan).step_s for plan in plans)
         yield {
             "cell": str(cell), "system": name, "emulated ms": round(ms[name]), "simulated ms": round(simulated),
-            "emulated over ours": f"{ms[name] / ms[OURS]:.2f}",
+            "emulated over ours": f"{ms[name] / ms[OURS]:.2f}", "TFLOP/s": round(tflops(cell, batches, ms[name])),
         }  # fmt: skip

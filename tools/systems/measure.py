@@ -28,6 +28,7 @@ from tools.systems.groups import dynamic_context_parallel, flexsp, hybrid_data_p
 from tools.systems.hindsight import Chosen, Configuration, Lengths, hindsight
 from tools.systems.ours import all_schemes, ds_hydra
 from tools.systems.published import hydraulis, infinipipe
+from tools.systems.rates import tflops
 from tools.systems.static import batch_rebalance, deepspeed, megatron, with_our_assignment
 from tools.systems.switching import hetu_b, hotspa
 
@@ -61,6 +62,7 @@ class Measured:
     bubbles: float  # mean
     strategies: dict[str, int]
     seconds: float  # that planning took here
+    tflops: float = 0.0  # of each GPU, as `rates.tflops`; 0 in files written before it was told
 
     @property
     def mean_ms(self) -> float:
@@ -184,6 +186,7 @@ def _measured(name: str, chosen: Chosen, simulators: Simulators, cell: Cell, sec
         statistics.fmean(step.bubble_share for step in steps),
         dict(Counter(plan.strategy for plan in chosen.plans).most_common()),
         seconds,
+        tflops(cell, [plan.lengths for plan in chosen.plans], statistics.fmean(step.ms for step in steps)),
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 from tools import aims
 from tools.systems.cells import Cell, all_cells
 from tools.systems.measure import NAMES, OURS, SAME_LAYOUT, STATIC, Measured
+from tools.systems.rates import peak_tflops
 
 FLAGSHIP = Cell("32b", 64, 32768, 200_000, "CommonCrawl")
 NUM_CELLS = len(list(all_cells()))
@@ -37,7 +39,7 @@ class Result:
     def best_rival(self) -> tuple[float, str]:
         """The least gain, and over whom; another system than ours on a rival's layout counts as none."""
         gains = [(self.gain(name), name) for name in self.systems if name not in (OURS, SAME_LAYOUT)]
-        return min((gain, name) for gain, name in gains if gain is not None)
+        return min(((gain, name) for gain, name in gains if gain is not None), default=(math.inf, "nobody"))
 
 
 class Published(NamedTuple):
@@ -77,7 +79,7 @@ def system_rows(result: Result) -> list[dict[str, object]]:
             one = result.systems[name]
             rows.append({
                 "system": name, "ms": f"{one.mean_ms:,.0f}", "±": f"{one.deviation_ms:,.0f}",
-                "over ours": f"{result.gain(name):.2f}", "gap": f"{one.gap:.2f}",
+                "over ours": f"{result.gain(name):.2f}", "TFLOP/s": rate_text(one), "gap": f"{one.gap:.2f}",
                 "bubbles": f"{max(0.0, one.bubbles):.0%}", "bound": f"{result.bound_ms / one.mean_ms:.0%}",
                 "strategies": len(one.strategies),
                 "set up as": one.configuration if len(one.configuration) <= 60 else one.configuration[:57] + "...",
@@ -85,11 +87,22 @@ def system_rows(result: Result) -> list[dict[str, object]]:
     return rows
 
 
+def rate_text(one: Measured) -> str:
+    """TFLOP/s of a GPU; a dash where a file does not have it."""
+    return f"{one.tflops:.0f}" if one.tflops else "-"
+
+
 def cell_row(result: Result) -> dict[str, object]:
     """One line for a cell: ours, and the gain over every rival."""
     gains = {name: "-" if (gain := result.gain(name)) is None else f"{gain:.2f}" for name in NAMES[1:]}
     ours = result.ours
-    return {"cell": str(result.cell), "ours ms": f"{ours.mean_ms:,.0f}", "gap": f"{ours.gap:.2f}", **gains}
+    return {
+        "cell": str(result.cell),
+        "ours ms": f"{ours.mean_ms:,.0f}",
+        "TFLOP/s": rate_text(ours),
+        "gap": f"{ours.gap:.2f}",
+        **gains,
+    }
 
 
 def published_rows(results: Sequence[Result]) -> list[dict[str, object]]:
@@ -103,7 +116,7 @@ def published_rows(results: Sequence[Result]) -> list[dict[str, object]]:
             seen = {"run": run_s, "step": step_s, "rest": step_s - run_s}[what]
             rows.append({
                 "cell": str(cell), "system": system, "of": what, "paper s": f"{seconds:.2f}", "here s": f"{seen:.2f}",
-                "": f"{seen / seconds - 1:+.0%}", "where": source,
+                "": f"{seen / seconds - 1:+.0%}", "TFLOP/s": rate_text(one), "where": source,
             })  # fmt: skip
     return rows
 
@@ -115,6 +128,12 @@ def missed_aims(results: Sequence[Result]) -> list[str]:
         for result in results
         for name in NAMES[1:]
         if (gain := result.gain(name)) is not None and gain < aims.SYSTEM_NOT_SLOWER
+    ]
+    missed += [
+        f"{result.cell}: {name} would compute {one.tflops:.0f} TFLOP/s on each GPU, which has {most:.0f}"
+        for result in results
+        for name, one in result.systems.items()
+        if one.tflops > (most := peak_tflops(result.cell.model))
     ]
     for result in results:
         gain = result.gain(STATIC)

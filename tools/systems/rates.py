@@ -1,0 +1,34 @@
+"""Steps and their times in, TFLOP/s of each GPU out: what tells costs that cannot be true. Pure: no torch.
+
+A rival and ours that are priced by one wrong row are wrong together, and their ratio looks sane.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+
+from ds_hydra.commands.shipped import shipped
+from ds_hydra.costs.table_file import read_table_file
+from ds_hydra.simulate.llama import SHIPPED
+from tools.systems.cells import Cell
+
+
+def model_flops(model: str, lengths: Iterable[int]) -> float:
+    """Operations that the model needs for sequences of these lengths, as `analytic.flops_of` counts them: what is
+    computed again is not in it."""
+    shape = SHIPPED[f"a800-{model}"].shape
+    weights = shape.params - shape.vocab * shape.hidden  # a row of the embeddings is looked up
+    return sum(6.0 * length * (weights + shape.hidden * shape.layers * length) for length in lengths)
+
+
+def tflops(cell: Cell, batches: Sequence[Sequence[int]], step_ms: float) -> float:
+    """10^12 of the model's operations in a second on each GPU, where steps of these batches take `step_ms`."""
+    return statistics.fmean(model_flops(cell.model, batch) for batch in batches) / cell.gpus / (1e9 * step_ms)
+
+
+def peak_tflops(model: str) -> float:
+    """What a GPU of the model's table computes at most."""
+    peak = read_table_file(shipped(f"a800-{model}")).peak
+    assert peak is not None, "shipped tables say it"
+    return peak.device_flops / 1e12
