@@ -69,7 +69,8 @@ def refuse_leaves(losses: Tensor, leaf: Tensor, names: Callable[[], Mapping[int,
         found = getattr(node, "variable", None)
         if not isinstance(found, Tensor) or found is leaf:
             continue
-        name = names().get(memory_of(found))
+        read = getattr(found, "_hydra_name", "")  # a copy that a released parameter handed out
+        name = f"the model's {read}" if read else names().get(memory_of(found))
         said = name or f"a tensor of shape {tuple(found.shape)} that wants a gradient"
         remedy = NOT_THERE if name and name.startswith("the model's") else (
             "no optimizer of the engine trains that, so it would never change; freeze it by requires_grad_(False)"

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ds_hydra.engine.loss_watch import NOT_THERE, names_of, refuse_leaves
+from ds_hydra.engine.loss_watch import names_of, refuse_leaves
 from ds_hydra.zero_hetero.errors import ConfigError
 
 SequenceLoss = Callable[[Tensor], Tensor]
@@ -43,12 +43,7 @@ def weigh(function: SequenceLoss, sums: Tensor, model: nn.Module | None = None) 
         form = (
             "sequence_loss must map the losses of a rank's sequences (n,) to the loss of each of its groups, (groups,)"
         )
-        try:
-            losses = function(leaf)
-        except (RuntimeError, NotImplementedError) as error:
-            if "meta" not in str(error):
-                raise
-            raise ConfigError(f"{form}, but it seems to read values of the model ({error}): {NOT_THERE}") from error
+        losses = function(leaf)
         if not isinstance(losses, Tensor) or losses.dim() != 1 or not len(losses):
             what = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
             raise ConfigError(

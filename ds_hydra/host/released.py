@@ -155,6 +155,7 @@ def _value_in_a_graph(parameter: ReleasedParameter) -> Tensor:
     value = parameter._hydra_values.of(parameter._hydra_name)
     if parameter.requires_grad and torch.is_grad_enabled():
         value.requires_grad_().register_hook(lambda _: _refuse_gradient(f"the parameter {parameter._hydra_name}"))
+        value._hydra_name = parameter._hydra_name  # type: ignore[attr-defined]
     return value
 
 
