@@ -165,7 +165,7 @@ def compare(rank: int, folder: str, hidden: int, rounds: int) -> dict[str, list[
         place = fresh("plain")
         timed("as many plain bytes", lambda place=place, size=size: write_plainly(place, size))
     figures["bytes"] = [_size(f"{folder}/ours"), _size(f"{folder}/DeepSpeed")]
-    figures["parameters"] = [float(sum(bucket.numel for bucket in mine._masters.buckets))]
+    figures["parameters"] = [float(sum(bucket.numel for bucket in mine.crew.masters.buckets))]
     mine.destroy()
     return figures
 

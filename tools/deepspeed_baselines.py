@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 IGNORED = -100
 OPTIMIZER = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -124,7 +125,8 @@ class Ulysses:
     """ZeRO-1 with every sequence shared by groups of `sp` ranks through UlyssesSPAttentionHF.
 
     Its own data loader gathers tensors of unequal size, which gloo refuses: so each rank cuts its part of a sequence
-    itself. Lengths must be multiples of `sp`, as its attention asks.
+    itself. Lengths must be multiples of `sp`, as its attention asks. It puts its attention in the place of SDPA for all
+    models of the process, and here for no longer than its own steps.
     """
 
     def __init__(self, model: Any, shape: Shape, sp: int = 2):
@@ -133,10 +135,19 @@ class Ulysses:
         self.shape, self.sp = shape, sp
         model = copy.deepcopy(model)
         mpu = UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", sp, micro_batch_size=1)
+        self._attention = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        del ALL_ATTENTION_FUNCTIONS["sdpa"]
         self.engine = start(model, base_config(), mpu)
 
     def step(self, sequences: Sequence[Tensor]) -> Tensor:
         """Run one update on the whole job's sequences; returns this rank's share of the loss."""
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = self._attention
+        try:
+            return self._step(sequences)
+        finally:
+            del ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def _step(self, sequences: Sequence[Tensor]) -> Tensor:
         replica, sp_rank = divmod(dist.get_rank(), self.sp)
         num_replicas, total = dist.get_world_size() // self.sp, num_targets(sequences)
         mine = spread(sequences, num_replicas, self.shape)[replica]
