@@ -34,15 +34,15 @@ from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple
 
+from ds_hydra.pipe.schedules.registry import NAME, ranges_of
 from ds_hydra.zero_hetero.errors import PlanError
 
 DEFAULT_SCHEDULE = "1f1b"
 V_SCHEDULE = "v"
 
-_NAME = r"[a-z0-9][a-z0-9_.-]*"
-_TERM = re.compile(rf"(?:(?P<count>\d+)\*)?(?P<pipeline>[^*/]+(?:/{_NAME})?)")
+_TERM = re.compile(rf"(?:(?P<count>\d+)\*)?(?P<pipeline>[^*/]+(?:/{NAME})?)")
 _PART = re.compile(
-    rf"(?P<degrees>(?:(?:tp|pp|sp)\d+)+)(?:\[(?P<layers>\d+:\d+(?:,\d+:\d+)*)\])?(?:@(?P<device>{_NAME}))?"
+    rf"(?P<degrees>(?:(?:tp|pp|sp)\d+)+)(?:\[(?P<layers>\d+:\d+(?:,\d+:\d+)*)\])?(?:@(?P<device>{NAME}))?"
 )
 _GRAMMAR = (
     "a term is [count*] and then any of tpN, ppN, spN, each once, e.g. 'tp4 + 2*tp1pp2 + sp2'; stages that differ are "
@@ -111,7 +111,7 @@ class StageShape:
         if any(first >= last for first, last in self.layers) or edges != sorted(edges) or min(edges, default=0) < 0:
             listed = ", ".join(map(str, self.layers))
             raise PlanError(f"stage with layers {listed}: each range first:last needs first < last, in rising order")
-        if self.device and not re.fullmatch(_NAME, self.device):
+        if self.device and not re.fullmatch(NAME, self.device):
             raise PlanError(f"device class {self.device!r}: use lower-case letters, digits, '_', '.' and '-'")
 
     @property
@@ -133,7 +133,7 @@ class PipelineShape:
     def __post_init__(self) -> None:
         if not self.stages:
             raise PlanError("a pipeline needs at least one stage but has none")
-        if not re.fullmatch(_NAME, self.schedule):
+        if not re.fullmatch(NAME, self.schedule):
             raise PlanError(f"schedule {self.schedule!r}: use lower-case letters, digits, '_', '.' and '-'")
         first, plain = self.stages[0], self.schedule == DEFAULT_SCHEDULE
         # Stages made from one scheme are one object, and `count` then compares no field.
@@ -179,14 +179,14 @@ class PipelineShape:
         """Ranges of layers that each stage holds: 1, or 2 for a V [Note: virtual stages]. PlanError for others."""
         counts = {len(stage.layers) for stage in self.stages}
         if counts == {0}:
-            return 2 if self.schedule == V_SCHEDULE else 1
-        if counts == {1} and self.schedule != V_SCHEDULE:
+            return ranges_of(self.schedule)
+        if counts == {1} and ranges_of(self.schedule) == 1:
             return 1
         first = [stage.layers[0] for stage in self.stages]
         last = [stage.layers[-1] for stage in reversed(self.stages)]
         if counts != {2} or [*first, *last] != sorted([*first, *last]):
             raise PlanError(
-                f"pipeline {self}: where a stage holds several ranges of layers or the schedule is {V_SCHEDULE}, all "
+                f"pipeline {self}: where a stage holds several ranges of layers or the schedule is a V's, all "
                 "must hold two and make a V: the first ranges from the first stage to the last, and the second ones "
                 "back again"
             )

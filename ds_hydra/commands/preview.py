@@ -23,9 +23,9 @@ from ds_hydra.commands.shipped import FILES, shipped
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.costs.table_file import TableFile, read_table_file, told
 from ds_hydra.data.length_sources import LengthSample, read_lengths
+from ds_hydra.pipe.schedules.registry import proposed_schedules, weighs
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.phase import THEN
-from ds_hydra.plan.schemes import SCHEDULE_CHOICES
 from ds_hydra.planner import PlannerOptions
 from ds_hydra.planner.proposal.candidates import usable_schemes
 from ds_hydra.planner.proposal.propose import QUICK, THOROUGH, Wider, propose_strategies
@@ -64,7 +64,7 @@ def parse_arguments(arguments: Sequence[str] | None, name: str) -> argparse.Name
     add_link_options(parser)
     parser.add_argument("--tp-across-nodes", action="store_true")
     parser.add_argument("--chunks", default="auto", choices=("auto", "off"), help="whether sequences may be cut")
-    parser.add_argument("--schedules", nargs="+", default=SCHEDULE_CHOICES, choices=SCHEDULE_CHOICES,
+    parser.add_argument("--schedules", nargs="+", default=proposed_schedules(), choices=proposed_schedules(),
                         help="of proposed strategies; v: list on stages of two ranges of layers")  # fmt: skip
     parser.add_argument("--layers", type=int, default=32, help="of the model; plans may compute some of them again")
     parser.add_argument("--seed", type=int, default=0)
@@ -184,7 +184,7 @@ def run(args: argparse.Namespace) -> int:
     if not strategies:
         began = time.perf_counter()
         shapes = wider_shapes(table, args.schedules, args.layers)
-        wider = Wider(shapes, args.chunks == "auto", args.layers, plain="1f1b" in args.schedules)
+        wider = Wider(shapes, args.chunks == "auto", args.layers, plain=not all(map(weighs, args.schedules)))
         strategies = propose_strategies(
             table, args.gpus, lengths, args.tokens, args.context, node_size=args.gpus_per_node,
             tp_across_nodes=args.tp_across_nodes, count=args.count, effort=THOROUGH if args.thorough else QUICK,

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 from ds_hydra.config.checks import choice, flag, integer, number, parse_block, setting, text, whole_numbers
 from ds_hydra.config.deepspeed_settings import KNOWN_SETTINGS, screen_deepspeed_settings
 from ds_hydra.config.planner_block import PlannerConfig
+from ds_hydra.pipe.schedules.registry import proposed_schedules
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.pipe.stage_options import FUNCTIONS, StageOptions
 from ds_hydra.plan.phase import THEN
 from ds_hydra.plan.runnable import check_shape
-from ds_hydra.plan.schemes import SCHEDULE_CHOICES
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 
 if TYPE_CHECKING:
@@ -125,9 +125,9 @@ def _schedules(value: Any, place: str) -> tuple[str, ...]:
         return ()
     if not isinstance(value, (list, tuple)) or not value:
         raise ConfigError(
-            f'config: {place} must be "auto" or a non-empty list of {", ".join(SCHEDULE_CHOICES)}, but is {value!r}'
+            f'config: {place} must be "auto" or a non-empty list of {", ".join(proposed_schedules())}, but is {value!r}'
         )
-    check = choice(*SCHEDULE_CHOICES)
+    check = choice(*proposed_schedules())
     return tuple(dict.fromkeys(check(name, f"{place}[{index}]") for index, name in enumerate(value)))
 
 

@@ -30,7 +30,7 @@ from ds_hydra.pipe.loss import IGNORED
 from ds_hydra.pipe.model_plan import ModelPlan, ShardRule
 from ds_hydra.pipe.placement import Pipeline
 from ds_hydra.pipe.rows import AT_ONCE, MicroBatch
-from ds_hydra.pipe.schedules.registry import WEIGHED, splits_backward
+from ds_hydra.pipe.schedules.registry import splits_backward, weighs
 from ds_hydra.pipe.schedules.simulate import SHARES
 from ds_hydra.pipe.stage import StageModule, StagePlace
 from ds_hydra.pipe.stage_options import AS_WRITTEN, StageOptions
@@ -127,7 +127,7 @@ class EmulatedStage(StageModule):
         pack = batch.pack
         starts = (pack.past, *[0] * (len(pack.lengths) - 1))
         load_s = self._source.prices[self._priced][self.place.index].load_ms(pack.lengths, starts) / 1e3
-        if self.place.schedule not in WEIGHED and not batch.recompute:
+        if not weighs(self.place.schedule) and not batch.recompute:
             return {kind: share * load_s for kind, share in SHARES.items()}
         spans = tuple(Span(0, start, start + length) for start, length in zip(starts, pack.lengths, strict=True))
         planned, (cost, shares) = MicroBatchPlan(spans, batch.recompute), self._source.costs[self._priced]

@@ -17,9 +17,9 @@ from ds_hydra.engine.simulated import exposed_of
 from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.placement import Strategy, place_strategy
+from ds_hydra.pipe.schedules.registry import proposed_schedules, weighs
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.pipe.stage import ModelSource
-from ds_hydra.plan.schemes import SCHEDULE_CHOICES
 from ds_hydra.planner.arena_room import ArenaRoom, room_beside
 from ds_hydra.planner.proposal.propose import Wider, propose_strategies
 from ds_hydra.planner.proposal.spaces import wider_shapes
@@ -129,8 +129,8 @@ def _propose(job: Job, found: TableFile, lengths: Sequence[int], world: World) -
         )
     proposed: str | None = None
     if world.rank == 0:
-        schedules = config.schedules or SCHEDULE_CHOICES
-        if "list" in schedules and all(cost.shares is None for cost in table.costs):
+        schedules = config.schedules or proposed_schedules()
+        if any(map(weighs, schedules)) and all(cost.shares is None for cost in table.costs):
             logger.info(
                 "sequences stay whole and backwards are not split: the costs have no measured shares of forward and "
                 "backward. Measure them with `ds-hydra profile`"
@@ -145,7 +145,7 @@ def _propose(job: Job, found: TableFile, lengths: Sequence[int], world: World) -
             max(lengths),
             node_size=world.node_size,
             seed=config.planner_options().seed,
-            wider=Wider(shapes, slices, num_layers, plain="1f1b" in schedules),
+            wider=Wider(shapes, slices, num_layers, plain=not all(map(weighs, schedules))),
             exposed=exposed_of(job, world, found),
         )
         proposed = "\n".join(str(strategy) for strategy in strategies)

@@ -7,7 +7,7 @@ at most one slice in a micro-batch, and on none where the job runs whole sequenc
 
 from __future__ import annotations
 
-from ds_hydra.pipe.schedules.registry import SCHEDULES, WEIGHED
+from ds_hydra.pipe.schedules.registry import SCHEDULES
 from ds_hydra.pipe.shape import PipelineShape, StrategyShape
 from ds_hydra.plan.phase import MicroBatchPlan
 from ds_hydra.plan.step_plan import StepPlan
@@ -43,10 +43,10 @@ def _refusal(pipeline: PipelineShape) -> str | None:
     if pipeline.schedule not in SCHEDULES:
         known = ", ".join(sorted(SCHEDULES))
         return f"asks for the schedule {pipeline.schedule!r} but this release runs {known}; name one of them after '/'"
-    if pipeline.parts == 2 and pipeline.schedule not in WEIGHED:
+    if pipeline.parts == 2 and not SCHEDULES[pipeline.schedule].weighs:
         return (
             f"holds two ranges of layers in each stage, which do not run by the schedule {pipeline.schedule!r}; name "
-            f"one of {', '.join(sorted(WEIGHED))} after '/'"
+            f"one of {', '.join(name for name, one in sorted(SCHEDULES.items()) if one.weighs)} after '/'"
         )
     for index, stage in enumerate(pipeline.stages):
         if stage.device:

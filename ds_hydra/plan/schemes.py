@@ -7,9 +7,6 @@ from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.zero_hetero.errors import PlanError
 
-SCHEDULE_CHOICES = ("1f1b", "list", "v")
-"""What "hydra.schedules" may name; "v" is the list order on stages of two ranges of layers."""
-
 
 def feasible_schemes(plan: ModelPlan, num_ranks: int, node_size: int) -> tuple[ParallelScheme, ...]:
     """Every scheme of up to `num_ranks` ranks that the model can be cut by; TP and SP stay inside a node."""

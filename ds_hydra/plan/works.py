@@ -9,14 +9,14 @@ from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.shares import Shares
 from ds_hydra.costs.stage_work import UNITS, stage_costs, stage_work
 from ds_hydra.pipe.schedules.batches import Batches, Work
-from ds_hydra.pipe.schedules.registry import WEIGHED
+from ds_hydra.pipe.schedules.registry import weighs
 from ds_hydra.plan.phase import MicroBatchPlan, PipelinePlan
 
 
 def has_formula(pipeline: PipelinePlan) -> bool:
     """Whether the flow-shop formula is near its time: for whole sequences under 1F1B that recompute nothing, and for
     nothing else."""
-    return pipeline.schedule not in WEIGHED and not pipeline.in_slices and not pipeline.recomputes
+    return not weighs(pipeline.schedule) and not pipeline.in_slices and not pipeline.recomputes
 
 
 def schedule_batches(pipeline: PipelinePlan, table: CostTable) -> Batches:

@@ -20,8 +20,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+import ds_hydra.planner.kernels as kernels
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
-from ds_hydra.pipe.schedules.registry import WEIGHED
+from ds_hydra.pipe.schedules.registry import weighs
 from ds_hydra.pipe.shape import PipelineShape, StrategyShape
 from ds_hydra.planner.cutting import longest_of, pipe_of
 from ds_hydra.planner.kernels.arrays import Floats, Ints, Pipe, Schemes
@@ -34,7 +35,7 @@ _ANY_NUMBER = 1 << 40  # of tokens in a micro-batch, where only the overhead cou
 
 def is_elastic(strategy: StrategyShape) -> bool:
     """Whether some pipeline of a strategy is."""
-    return any(pipeline.schedule in WEIGHED for pipeline in strategy.pipelines)
+    return any(weighs(pipeline.schedule) for pipeline in strategy.pipelines)
 
 
 class Row(NamedTuple):
@@ -100,7 +101,7 @@ class ElasticSpace:
         share, work = self.share(batch, num_ranks), batch.items.work.copy()
         for k, row in enumerate(self.rows):
             if row.long is not None:
-                work[k] += row.long.of(kernel, share, batch.items.tokens)
+                work[k] += row.long.of(kernels.timing(kernel, row.shape.schedule), share, batch.items.tokens)
         return batch.with_work(work)
 
     def _again_ms(self, tokens: Ints) -> Floats:
@@ -140,7 +141,7 @@ class ElasticSpace:
 
 def _row(shape: PipelineShape, table: CostTable, slices: bool, layers: int) -> Row:
     cost, shares = table[shape], table.shares(shape)
-    if shape.schedule not in WEIGHED:
+    if not weighs(shape.schedule):
         return Row(shape, cost, None, int(cost.max_length), None)
     slices = slices and cost.shares is not None
     # A job that computes all layers again has none left for that: its shares say that they keep as much as ever.

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+import ds_hydra.planner.kernels as kernels
 from ds_hydra.planner.cutting import LEAN_PROFILES, PROFILES, Cutting, Effort, cut_best, improved
 from ds_hydra.planner.elastic_space import ElasticSpace
 from ds_hydra.planner.kernels.arrays import Floats, Ints, Profile
@@ -76,7 +77,8 @@ class PipelineTimes:
         assert pipe is not None, "only elastic pipelines are cut"
         self.left -= len(profiles) + effort.variations + effort.moves
         work, tokens = items.work[k][own], items.tokens[own]
-        return cut_best(self._kernel, pipe, work, tokens, profiles=profiles, effort=effort, seed=self.seed)
+        kernel = kernels.timing(self._kernel, self.space.rows[k].shape.schedule)
+        return cut_best(kernel, pipe, work, tokens, profiles=profiles, effort=effort, seed=self.seed)
 
     def timed(self, k: int, own: Ints, effort: Effort = FIRST) -> Timed:
         """What a pipeline of row k takes with these sequences; infinite where they do not fit."""
@@ -104,9 +106,9 @@ class PipelineTimes:
 
     def recut(self, k: int, timed: Timed, seed: int) -> Timed | None:
         """The same sequences in better micro-batches; None where none were found."""
-        pipe = self.space.rows[k].pipe
+        shape, pipe = self.space.rows[k].shape, self.space.rows[k].pipe
         if pipe is None or timed.cutting is None:
             return None
         self.left -= _MOVES
-        cutting = improved(self._kernel, pipe, timed.cutting, moves=_MOVES, seed=seed)
+        cutting = improved(kernels.timing(self._kernel, shape.schedule), pipe, timed.cutting, moves=_MOVES, seed=seed)
         return Timed(cutting.us / 1e3, cutting) if cutting.us < 0.9995 * timed.cutting.us else None

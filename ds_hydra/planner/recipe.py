@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib
+import inspect
 import json
 import logging
 from collections.abc import Callable, Mapping
@@ -23,6 +25,7 @@ from typing import Any
 
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.costs.table_file import read_table, table_record
+from ds_hydra.pipe.schedules.registry import modules_of
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.planner.arena_room import ArenaRoom
@@ -65,12 +68,15 @@ class PlanRecipe:
             "job": self.job,
             "room": self.room,
             "budget": self.budget,
+            "modules": self._modules,
         }
         return json.dumps(record, sort_keys=True)
 
     @classmethod
     def of_text(cls, text: str) -> PlanRecipe:
         record = json.loads(text)
+        for module in record["modules"]:
+            importlib.import_module(module)
         return cls(
             read_table(record["table"], "the cost table of a recipe"),
             tuple(StrategyShape.parse(strategy) for strategy in record["strategies"]),
@@ -84,7 +90,13 @@ class PlanRecipe:
     @functools.cached_property
     def digest(self) -> str:
         """16 hex digits of the recipe and of the versions of what computes."""
-        return hashlib.sha256("\n".join([self.text, *_versions()]).encode()).hexdigest()[:16]
+        own = (inspect.getsource(importlib.import_module(module)) for module in self._modules)
+        return hashlib.sha256("\n".join([self.text, *_versions(), *own]).encode()).hexdigest()[:16]
+
+    @property
+    def _modules(self) -> tuple[str, ...]:
+        """Those that register schedules of the strategies."""
+        return modules_of(pipeline.schedule for strategy in self.strategies for pipeline in strategy.pipelines)
 
     def settled(self) -> PlanRecipe:
         """The recipe with its kernels decided, and compiled if these are."""

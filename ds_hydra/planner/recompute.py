@@ -33,7 +33,7 @@ from ds_hydra.costs.cost_table import SchemeCost
 from ds_hydra.costs.shares import Shares
 from ds_hydra.pipe.schedules.actions import Order
 from ds_hydra.pipe.schedules.batches import Batches
-from ds_hydra.pipe.schedules.registry import WEIGHED, orders
+from ds_hydra.pipe.schedules.registry import orders, weighs
 from ds_hydra.plan.phase import MicroBatchPlan
 from ds_hydra.plan.works import batches_of
 from ds_hydra.planner.exact.highs import solve_milp
@@ -175,7 +175,7 @@ def _saved(whole: Batches, again: Batches, layers: int) -> Floats:
 
 def _windows(made: Scheduled, batches: Batches) -> list[tuple[int, frozenset[int]]]:
     """(stage, micro-batches that live there at one time); the schedules that look at the room reserve it for runs."""
-    if made.schedule in WEIGHED:
+    if weighs(made.schedule):
         return [(0, frozenset(run)) for run in batches.runs]
     of_stages = orders(made.schedule, batches, made.cost.scheme.pp)
     return [(stage, live) for stage, order in enumerate(of_stages) for live in _live_sets(order)]

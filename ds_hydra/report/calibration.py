@@ -24,7 +24,7 @@ from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.table_file import TableFile
 from ds_hydra.pipe.placement import split_layers
 from ds_hydra.pipe.schedules.batches import Batches
-from ds_hydra.pipe.schedules.registry import WEIGHED, placed
+from ds_hydra.pipe.schedules.registry import placed, weighs
 from ds_hydra.pipe.schedules.simulate import simulate_loads
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape
 from ds_hydra.plan.simulate import simulate_pipeline
@@ -144,7 +144,7 @@ class Calibration:
                 for stage in self._stages[pipeline.shape.cost_key]
             ]
             stage_ms.append(tuple(sum(row) for row in loads))
-            if pipeline.schedule in WEIGHED:
+            if weighs(pipeline.schedule):
                 pipeline_ms.append(simulate_pipeline(pipeline, self._table))
                 continue
             known = Batches(pipeline.chain)

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from itertools import accumulate, groupby, pairwise
 
 from ds_hydra.pipe.placement import Pipeline, place_pipeline
-from ds_hydra.pipe.schedules.registry import splits_backward
+from ds_hydra.pipe.schedules.registry import ranges_of, splits_backward
 from ds_hydra.pipe.schedules.virtual import virtual_stage
 from ds_hydra.pipe.shape import (
     DEFAULT_SCHEDULE,
@@ -43,7 +43,7 @@ def bare(shape: PipelineShape) -> PipelineShape:
 
 def _schedule(shape: PipelineShape) -> str:
     """The shape's schedule if it changes stages: a split backward does, and a V; any other only orders what they do."""
-    if shape.parts == 2:
+    if shape.parts > ranges_of(shape.schedule):
         return V_SCHEDULE
     return shape.schedule if splits_backward(shape.schedule) else DEFAULT_SCHEDULE
 

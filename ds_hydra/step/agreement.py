@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ds_hydra.costs.cost_table import CostTable
-from ds_hydra.pipe.schedules.registry import WEIGHED
+from ds_hydra.pipe.schedules.registry import weighs
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.zero_hetero.errors import PlanError, Told, mark_told
 
@@ -26,7 +26,7 @@ def row_of(plan: StepPlan, costs: CostTable, weight: int) -> Tensor:
     # Ranks whose plans differ would wait for messages that nobody sends, until a collective times out after minutes.
     # One row of 72 bytes from each rank finds that before the first byte of a step moves: 4 words of each digest and
     # the weight, which the ranks must add up anyway. Costs count where a schedule's order is made from them.
-    weighed = any(pipeline.schedule in WEIGHED for pipeline in plan.pipelines)
+    weighed = any(weighs(pipeline.schedule) for pipeline in plan.pipelines)
     digests = plan.digest() + (_digest(costs) if weighed else bytes(8 * _DIGEST_WORDS))
     return torch.cat((torch.frombuffer(bytearray(digests), dtype=torch.int64), torch.tensor([weight])))
 

@@ -1,18 +1,18 @@
 """Micro-batches with their times and memory in, orders that split the backward and leave few bubbles out. Pure.
 
-What a stage does whenever it is free is in [Note: the list order].
+What a stage does whenever it is free a walk says: the usual one is in [Note: the list order].
 """
 
 from __future__ import annotations
 
 from ds_hydra.pipe.schedules.actions import Action, Compute, Order
 from ds_hydra.pipe.schedules.batches import Batches
-from ds_hydra.pipe.schedules.list_walk import BACKWARD, FORWARD, NEVER, WEIGHT, Jobs, Walk, list_walk
+from ds_hydra.pipe.schedules.list_walk import BACKWARD, FORWARD, NEVER, WEIGHT, Jobs, TakeWalk, Walk, list_walk
 from ds_hydra.zero_hetero.errors import PlanError
 
 
-def list_order(batches: Batches, num_stages: int) -> tuple[Order, ...]:
-    """Each stage takes, whenever it is free, the first thing that it can do [Note: the list order].
+def list_order(batches: Batches, num_stages: int, walk: TakeWalk = list_walk) -> tuple[Order, ...]:
+    """Each stage takes, whenever it is free, what a walk says: the first thing that it can do [Note: the list order].
 
     The order follows from `works` and `room` alone, so it is the same on every rank. PlanError if these are missing, or
     a run of micro-batches does not fit the room by itself.
@@ -21,7 +21,7 @@ def list_order(batches: Batches, num_stages: int) -> tuple[Order, ...]:
     W layer by layer, last layer first, and not micro-batch by micro-batch: then the gradients of a layer are final
     early, and their push overlaps with the rest. That takes as long and needs the same memory.
     """
-    return _orders(_jobs(batches, num_stages), batches)
+    return _orders(_jobs(batches, num_stages), batches, walk)
 
 
 def list_us(batches: Batches, num_stages: int) -> int:
@@ -58,10 +58,11 @@ def _jobs(batches: Batches, num_stages: int) -> Jobs:
     )
 
 
-def _orders(jobs: Jobs, batches: Batches) -> tuple[Order, ...]:
+def _orders(jobs: Jobs, batches: Batches, take: TakeWalk) -> tuple[Order, ...]:
     walk = fresh_walk(jobs)
-    took = list_walk(jobs, walk)
-    assert took >= 0, f"the list order stands still with {batches} on {jobs.num_stages} stages"
+    took = take(jobs, walk)
+    if took < 0:
+        raise PlanError(f"the order that {take.__name__} makes stands still with {batches} on {jobs.num_stages} stages")
     most = len(walk.actions) // jobs.num_stages
     return tuple(
         tuple(_action(walk.actions[stage * most + number], jobs) for number in range(walk.num_actions[stage]))

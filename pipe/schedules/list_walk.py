@@ -26,6 +26,7 @@ are the fastest without it. An index `at` is virtual stage * n + micro-batch, n 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from ds_hydra.pipe.schedules.virtual import virtual_stage
@@ -77,6 +78,11 @@ class Walk(NamedTuple):
     owing: Numbers  # by stage * parts * n + number: `at` of a backward, in their order
     num_owing: Numbers  # by stage: backwards that have ever owed weights' gradients
     num_paid: Numbers  # by stage: those that owe none any more
+
+
+TakeWalk = Callable[[Jobs, Walk], int]
+"""Runs all micro-batches from a fresh walk, into which it writes each stage's actions: when all is done, in
+microseconds, or -1 if none can go on."""
 
 
 def list_walk(jobs: Jobs, walk: Walk) -> int:

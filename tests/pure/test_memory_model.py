@@ -19,7 +19,7 @@ from ds_hydra.pipe.model_plan import ModelPlan, ParamSpec, ShardRule, make_bucke
 from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.schedules.actions import Order, slots_from_text
 from ds_hydra.pipe.schedules.batches import Batches
-from ds_hydra.pipe.schedules.registry import SCHEDULES
+from ds_hydra.pipe.schedules.registry import SCHEDULES, Schedule
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
 from ds_hydra.plan.phase import MicroBatchPlan, Phase, PipelinePlan
 from ds_hydra.plan.simulate import simulate_plan
@@ -160,7 +160,7 @@ def test_a_stage_keeps_as_many_micro_batches_as_its_schedule_says(monkeypatch: p
     def one_at_a_time(batches: Batches, num_stages: int) -> tuple[Order, ...]:
         return (slots_from_text(" ".join(f"F{m} B{m}" for m in range(len(batches))))[0],) * num_stages
 
-    monkeypatch.setitem(SCHEDULES, "one-at-a-time", one_at_a_time)
+    monkeypatch.setitem(SCHEDULES, "one-at-a-time", Schedule("one-at-a-time", one_at_a_time))
     usual, few = job().stages(ParallelScheme(pp=4)), job().stages(PipelineShape.parse("pp4/one-at-a-time"))
     assert [needs.per_token for needs in usual] == [(4 - i) * needs.per_token for i, needs in enumerate(few)]
     with pytest.raises(PlanError, match="schedule 'none' is not known"):

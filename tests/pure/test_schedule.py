@@ -361,13 +361,14 @@ def test_only_schedules_of_bounded_memory_are_trained_by(monkeypatch: pytest.Mon
         forwards, backwards = (slots_from_text(" ".join(f"{sign}{m}" for m in range(len(batches)))) for sign in "FB")
         return ((*forwards[0], *backwards[0]),) * num_stages
 
-    monkeypatch.setitem(registry.SCHEDULES, "all forwards first", all_forwards_first)
-    assert peak_alive(orders("all forwards first", Batches.whole(6), 2)) == (6, 6)
+    schedule = registry.Schedule("forwards-first", all_forwards_first)
+    monkeypatch.setitem(registry.SCHEDULES, "forwards-first", schedule)
+    assert peak_alive(orders("forwards-first", Batches.whole(6), 2)) == (6, 6)
     with pytest.raises(
         PlanError, match=r"keeps \(4\.0, 4\.0\) micro-batches .* with 4 in a step, and \(8\.0, 8\.0\) with 8"
     ):
-        most_alive("all forwards first", 2)
+        most_alive("forwards-first", 2)
     with pytest.raises(
-        PlanError, match="schedule '1F1B' is not known; choose from 1f1b, all forwards first, list, v, zb-h1"
+        PlanError, match="schedule '1F1B' is not known; choose from 1f1b, forwards-first, list, v, zb-h1"
     ):
         schedule_named("1F1B")

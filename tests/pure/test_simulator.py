@@ -21,7 +21,7 @@ from ds_hydra.costs.table_file import TableFile
 from ds_hydra.pipe.model_plan import Bucket, ModelPlan, ParamSpec
 from ds_hydra.pipe.schedules.actions import Action, Order, Slot, slots_from_text
 from ds_hydra.pipe.schedules.batches import Batches
-from ds_hydra.pipe.schedules.registry import SCHEDULES, placed, training_slots
+from ds_hydra.pipe.schedules.registry import SCHEDULES, Schedule, placed, training_slots
 from ds_hydra.pipe.schedules.simulate import simulate_loads, simulate_slots
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
 from ds_hydra.plan.phase import MicroBatchPlan, Phase, PipelinePlan
@@ -183,7 +183,7 @@ def test_the_last_weight_gradients_push_layer_by_layer() -> None:
     def all_at_the_end(batches: Batches, num_stages: int) -> tuple[Order, ...]:
         return (slots_from_text("F0 I0 F1 I1 W0 W1")[0],)
 
-    with mock.patch.dict(SCHEDULES, {"ends-with-weights": all_at_the_end}):
+    with mock.patch.dict(SCHEDULES, {"ends-with-weights": Schedule("ends-with-weights", all_at_the_end)}):
         found = Simulator(job(LinkModel(2, Speed(0.0, 1e3)), 2)).step(
             plan_of("2*tp1/ends-with-weights", [[2, 2], [2, 2]])
         )

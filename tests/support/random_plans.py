@@ -9,7 +9,7 @@ from dataclasses import replace
 from ds_hydra.costs.analytic import ModelShape, analytic_cost_table
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.costs.table_file import TableFile
-from ds_hydra.pipe.schedules.registry import WEIGHED
+from ds_hydra.pipe.schedules.registry import weighs
 from ds_hydra.pipe.shape import DEFAULT_SCHEDULE, V_SCHEDULE, ParallelScheme, PipelineShape
 from ds_hydra.plan.phase import MicroBatchPlan, Phase, PipelinePlan
 from ds_hydra.plan.simulate import simulate_pipeline
@@ -79,7 +79,7 @@ def _phase(
         ms = table[scheme].pipeline_ms([table[scheme].load_ms(batch.lengths) for batch in held])
         schedule = rng.choice((DEFAULT_SCHEDULE, DEFAULT_SCHEDULE, "zb-h1", "list", V_SCHEDULE))
         planned = PipelinePlan(PipelineShape(PipelineShape.of(scheme).stages, schedule), held, ms)
-        if schedule in WEIGHED:
+        if weighs(schedule):
             again = tuple(replace(batch, recompute=rng.choice((0.0, 0.0, 0.5, 1.0))) for batch in held)
             planned = replace(planned, microbatches=again)
             planned = replace(planned, predicted_ms=simulate_pipeline(planned, table))

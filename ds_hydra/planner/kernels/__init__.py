@@ -16,7 +16,7 @@ And one example runs through them: three sequences of 6, 5 and 4 ms on two equal
 best plan is {6} and {5, 4}: 9 ms.
 """
 
-from ds_hydra.planner.kernels.load import compiled, pure, select
+from ds_hydra.planner.kernels.load import compiled, pure, select, timing
 from ds_hydra.planner.kernels.protocol import Kernels
 
-__all__ = ["Kernels", "compiled", "pure", "select"]
+__all__ = ["Kernels", "compiled", "pure", "select", "timing"]

@@ -28,8 +28,9 @@ import functools
 import hashlib
 import importlib.util
 import inspect
+import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
@@ -50,6 +51,8 @@ import ds_hydra.planner.kernels.proof as proof
 import ds_hydra.planner.kernels.repair as repair
 import ds_hydra.planner.kernels.slots as slots
 import ds_hydra.planner.kernels.tiny as tiny
+from ds_hydra.pipe.schedules.list_walk import TakeWalk
+from ds_hydra.pipe.schedules.registry import SCHEDULES
 from ds_hydra.planner.kernels.protocol import Kernels
 
 _MODULES = (
@@ -111,15 +114,47 @@ def compiled(*instead: ModuleType) -> Kernels:
     """
     import numba
 
-    names = _global_names(_ALL, instead)
-    kernels: dict[str, Any] = {}
-    for name, function in _kernels(*instead).items():
+    names, digest = _global_names(_ALL, instead), source_digest(*instead)
+    kernels = _clones(_kernels(*instead), names, digest, numba.njit(cache=True, nogil=True))
+    return cast(Kernels, SimpleNamespace(**kernels, is_compiled=True))
+
+
+def _clones(
+    functions: Mapping[str, Any], names: dict[str, Any], digest: str, wrap: Callable[[Any], Any]
+) -> dict[str, Any]:
+    """Copies of functions, wrapped, that see each other in `names`, which is changed."""
+    clones: dict[str, Any] = {}
+    for name, function in functions.items():
         clone = types.FunctionType(function.__code__, names, name, function.__defaults__)
         clone.__module__ = function.__module__
-        clone.__qualname__ = f"{name}_{source_digest(*instead)}"
-        kernels[name] = numba.njit(cache=True, nogil=True)(clone)
-    names.update(kernels)  # looked up when a kernel is compiled, at its first call
-    return cast(Kernels, SimpleNamespace(**kernels, is_compiled=True))
+        clone.__qualname__ = f"{name}_{digest}"
+        clones[name] = wrap(clone)
+    names.update(clones)  # looked up when a kernel is compiled, at its first call
+    return clones
+
+
+def timing(kernels: Kernels, schedule: str) -> Kernels:
+    """The same kernels, whose searches time micro-batches by a schedule's own walk."""
+    walk = SCHEDULES[schedule].walk
+    return kernels if walk in (None, list_walk.list_walk) else _timing(walk, kernels.is_compiled)
+
+
+@functools.cache
+def _timing(walk: TakeWalk, is_compiled: bool) -> Kernels:
+    """Copies of all kernels, in which the name of the usual walk means another one, whose functions are copied too."""
+    import numba
+
+    wrap = numba.njit(cache=True, nogil=True) if is_compiled else (lambda function: function)
+    module = sys.modules[walk.__module__]
+    text = source_digest() + inspect.getsource(module)
+    digest = hashlib.sha256(f"{walk.__name__} {text}".encode()).hexdigest()[:12]
+    names, own = _global_names(_ALL), dict(vars(module))
+    kernels = _clones(_kernels(), names, digest, wrap)
+    own |= {name: kernels[name] for name, value in own.items() if kernels.get(name) and value is _kernels()[name]}
+    of_walk = {name: value for name, value in own.items() if getattr(value, "__module__", "") == module.__name__}
+    called = {name: value for name, value in of_walk.items() if inspect.isfunction(value)}
+    names["list_walk"] = _clones(called, own, digest, wrap)[walk.__name__]
+    return cast(Kernels, SimpleNamespace(**kernels, is_compiled=is_compiled))
 
 
 def select(which: str) -> Kernels:

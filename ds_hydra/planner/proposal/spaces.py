@@ -9,8 +9,8 @@ import numpy as np
 
 import ds_hydra.planner.kernels as kernels
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
+from ds_hydra.pipe.schedules.registry import SCHEDULES, proposed_schedules
 from ds_hydra.pipe.shape import PipelineShape, StrategyShape
-from ds_hydra.plan.schemes import SCHEDULE_CHOICES
 from ds_hydra.planner.elastic import ElasticSearch, Overheads
 from ds_hydra.planner.elastic_space import ElasticSpace
 from ds_hydra.planner.kernels.arrays import Schemes
@@ -91,18 +91,20 @@ class ElasticShapes:
 
 
 def wider_shapes(
-    table: CostTable, schedules: Sequence[str] = SCHEDULE_CHOICES, num_layers: int | None = None
+    table: CostTable, schedules: Sequence[str] | None = None, num_layers: int | None = None
 ) -> tuple[PipelineShape, ...]:
-    """The elastic pipelines that a proposal may use: of each scheme with measured shares and more than one stage the V
-    if `schedules` names "v" and the model has layers for it, else the plain one if they name "list".
+    """The elastic pipelines that a proposal may use: each scheme with measured shares and more than one stage under
+    those of the `schedules` (None: all that may be proposed) that weigh times.
 
-    The V has half of the fill of the plain one and the same work, so it is never worse.
+    Of two schedules that differ in nothing but the ranges of layers in a stage it is the V where the model has layers
+    for it: that has half of the fill of the plain one and the same work, so it is never worse.
     """
+    weighing = [one for name in schedules or proposed_schedules() if (one := SCHEDULES[name]).weighs]
     found = []
     for scheme in table.schemes:
         if scheme.pp == 1 or table[scheme].shares is None:
             continue
-        has_v = "v" in schedules and (num_layers is None or 2 * scheme.pp <= num_layers)
-        if has_v or "list" in schedules:
-            found.append(PipelineShape(PipelineShape.of(scheme).stages, "v" if has_v else "list"))
+        held = [one for one in weighing if num_layers is None or one.ranges * scheme.pp <= num_layers]
+        best = {one.walk: one.name for one in sorted(held, key=lambda one: one.ranges)}
+        found += [PipelineShape(PipelineShape.of(scheme).stages, name) for name in best.values()]
     return tuple(found)
