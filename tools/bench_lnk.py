@@ -33,7 +33,7 @@ from ds_hydra.pipe.placement import Strategy, place_strategy
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.pipe.transfers import twins_of
 from ds_hydra.zero_hetero.bucket import BucketSpec
-from ds_hydra.zero_hetero.layout import Layout, even_layout
+from ds_hydra.zero_hetero.layout import ALIGNMENT, Layout, even_layout
 from ds_hydra.zero_hetero.link import Link
 from ds_hydra.zero_hetero.masters import MasterShards
 from ds_hydra.zero_hetero.pulls import Pulls
@@ -185,7 +185,7 @@ class NodeRow:
     direct: float
     entered: float  # to where twins have their parts
     gathered: float
-    needed: float  # what the node's ranks hold, less what they own
+    needed: float  # what the node's ranks hold, less what they own, and what each part is rounded up by
     plan_ms: float
     twins_ms: float
 
@@ -214,6 +214,8 @@ def plan_cluster(num_ranks: int, text: str) -> NodeRow:
     enter, *gathers = shared.hops
     direct, entered = (_between_nodes(one) / whole for one in (plan, enter))
     gathered = sum(map(_between_nodes, gathers)) / whole
+    # Parts begin on whole 128 bytes, so that one may be longer than an equal share, in each node.
+    needed += ALIGNMENT * num_ranks * (num_ranks // NODE_SIZE)
     return NodeRow(num_ranks, text, direct, entered, gathered, needed / whole, plan_ms, twins_ms)
 
 

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib
+import importlib.machinery
+import importlib.util
 import inspect
 import json
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
@@ -25,7 +27,7 @@ from typing import Any
 
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.costs.table_file import read_table, table_record
-from ds_hydra.pipe.schedules.registry import modules_of
+from ds_hydra.pipe.schedules.registry import Schedule, modules_of, register
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.planner.arena_room import ArenaRoom
@@ -68,15 +70,15 @@ class PlanRecipe:
             "job": self.job,
             "room": self.room,
             "budget": self.budget,
-            "modules": self._modules,
+            "modules": {module: sys.modules[module].__file__ for module in self._modules},
         }
         return json.dumps(record, sort_keys=True)
 
     @classmethod
     def of_text(cls, text: str) -> PlanRecipe:
         record = json.loads(text)
-        for module in record["modules"]:
-            importlib.import_module(module)
+        for module, file in record["modules"].items():
+            _import(module, file)
         return cls(
             read_table(record["table"], "the cost table of a recipe"),
             tuple(StrategyShape.parse(strategy) for strategy in record["strategies"]),
@@ -90,7 +92,7 @@ class PlanRecipe:
     @functools.cached_property
     def digest(self) -> str:
         """16 hex digits of the recipe and of the versions of what computes."""
-        own = (inspect.getsource(importlib.import_module(module)) for module in self._modules)
+        own = (inspect.getsource(sys.modules[module]) for module in self._modules)
         return hashlib.sha256("\n".join([self.text, *_versions(), *own]).encode()).hexdigest()[:16]
 
     @property
@@ -122,6 +124,22 @@ class PlanRecipe:
             same.table, same.strategies, same.options,
             exposed_ms=same.exposed_ms, step_ms=step_ms, room=room, budget=same.budget, cpu_s=cpu_s,
         )  # fmt: skip
+
+
+def _import(module: str, file: str) -> None:
+    """By its name, or from its file, since the folder of a job's script is on that script's path alone; and register
+    its schedules."""
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError:
+        loader = importlib.machinery.SourceFileLoader(module, file)
+        spec = importlib.util.spec_from_loader(module, loader)
+        assert spec is not None, "it has a loader"
+        found = sys.modules[module] = importlib.util.module_from_spec(spec)
+        loader.exec_module(found)
+    for value in vars(found).values():
+        if isinstance(value, Schedule):
+            register(value)
 
 
 @functools.cache

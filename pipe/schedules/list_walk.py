@@ -111,14 +111,20 @@ def list_walk(jobs: Jobs, walk: Walk) -> int:
 
 def begin_next(jobs: Jobs, walk: Walk, stage: int, now: int) -> bool:
     """Begin the first thing of the list that a free stage can do now; False if there is none."""
-    n = len(jobs.forward)
     kind, at = BACKWARD, first_gradient(jobs, walk, stage, now)
     if at < 0:
         kind, at = FORWARD, next_forward(jobs, walk, stage, now)
     if at < 0 and walk.num_paid[stage] < walk.num_owing[stage]:
-        kind, at = WEIGHT, walk.owing[stage * jobs.parts * n + walk.num_paid[stage]]
+        kind, at = WEIGHT, walk.owing[stage * jobs.parts * len(jobs.forward) + walk.num_paid[stage]]
     if at < 0:
         return False
+    begin(jobs, walk, stage, now, kind, at)
+    return True
+
+
+def begin(jobs: Jobs, walk: Walk, stage: int, now: int, kind: int, at: int) -> None:
+    """Write down that a stage begins one of its actions now."""
+    n = len(jobs.forward)
     m = at % n
     # What an action gives back is free when it is done, and before that this stage does not look for room.
     if kind == FORWARD:
@@ -139,7 +145,6 @@ def begin_next(jobs: Jobs, walk: Walk, stage: int, now: int) -> bool:
         walk.num_paid[stage] += 1
     walk.actions[stage * 3 * jobs.parts * n + walk.num_actions[stage]] = kind * jobs.parts * jobs.num_stages * n + at
     walk.num_actions[stage] += 1
-    return True
 
 
 def first_gradient(jobs: Jobs, walk: Walk, stage: int, now: int) -> int:

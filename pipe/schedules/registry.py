@@ -85,13 +85,13 @@ SCHEDULES: dict[str, Schedule] = {
 def register(schedule: Schedule) -> None:
     """From now on pipelines can train by it. PlanError if another one has its name.
 
-    Call it in the module that defines its function, which every rank imports before `initialize`: the process that
-    plans imports that module too.
+    Call it on every rank before `initialize`. The process that plans imports the module of the schedule's function and
+    registers all schedules that it finds there.
     """
     if schedule.module == "__main__":
         raise PlanError(
             f"schedule {schedule.name!r}: its function is defined in the script itself, which the process that plans "
-            "cannot import; move it and the call of register() to a module"
+            "cannot import; move both to a module"
         )
     if SCHEDULES.setdefault(schedule.name, schedule) != schedule:
         raise PlanError(f"schedule {schedule.name!r}: there is another one of this name; choose a new one")

@@ -135,7 +135,8 @@ def on_ranks(
         "optimizer": {"type": "SGD", "params": dict(OPTIMIZER)},
         "gradient_clipping": 0.0,
         "hydra": {"tokens_per_step": sum(LENGTHS), "strategies": list(strategies), "choose": "cycle",
-                  "self_check": check, "steps_file": None, "timeout_seconds": 60, "planner": {"ahead": 0}},
+                  "self_check": check, "steps_file": None, "timeout_seconds": 60, "planner": {"ahead": 0},
+                  "faults": {"frozen_seconds": 60}},  # a busy machine is no fault of an edit
     }  # fmt: skip
     losses: list[float] = []
     steps: list[tuple[int, ...]] = []

@@ -406,7 +406,7 @@ def loss_with_a_state(job: Job) -> None:
 
 @kind("before")
 def loss_that_draws_from_an_iterator(job: Job) -> None:
-    weights = itertools.chain(itertools.repeat(1.0, 40), itertools.repeat(3.0))
+    weights = itertools.chain(itertools.repeat(1.0, 20), itertools.repeat(3.0))
     job.loss_fn = lambda logits, labels: _each(logits, labels) * next(weights)
 
 

@@ -151,9 +151,7 @@ def _timing(walk: TakeWalk, is_compiled: bool) -> Kernels:
     names, own = _global_names(_ALL), dict(vars(module))
     kernels = _clones(_kernels(), names, digest, wrap)
     own |= {name: kernels[name] for name, value in own.items() if kernels.get(name) and value is _kernels()[name]}
-    of_walk = {name: value for name, value in own.items() if getattr(value, "__module__", "") == module.__name__}
-    called = {name: value for name, value in of_walk.items() if inspect.isfunction(value)}
-    names["list_walk"] = _clones(called, own, digest, wrap)[walk.__name__]
+    names["list_walk"] = _clones(dict(_own(module)), own, digest, wrap)[walk.__name__]
     return cast(Kernels, SimpleNamespace(**kernels, is_compiled=is_compiled))
 
 
