@@ -28,7 +28,7 @@ from ds_hydra.planner.cutting import longest_of, pipe_of
 from ds_hydra.planner.kernels.arrays import Floats, Ints, Pipe, Schemes
 from ds_hydra.planner.kernels.problem import Batch, PipelineKinds
 from ds_hydra.planner.kernels.protocol import Kernels
-from ds_hydra.planner.long_sequences import Surcharges
+from ds_hydra.planner.long_sequences import Surcharges, again_ms
 
 _ANY_NUMBER = 1 << 40  # of tokens in a micro-batch, where only the overhead counts
 
@@ -51,9 +51,9 @@ class Row(NamedTuple):
 class ElasticSpace:
     """The distinct pipelines of strategies as rows, and what searches want to know of all of them.
 
-    Sequences are cut only where `slices` allows it and the shares of costs were measured. `layers`: of the model, where
-    they may be computed again for sequences that do not fit else; 0: none are. `exposed_ms`: what the messages of each
-    strategy add to a step; none: nothing. PlanError as `CostTable`.
+    Sequences are cut only where `slices` allows it and the shares of costs were measured. `layers`: of the model, which
+    may be computed again where what lives at one time does not fit else; 0: none are. `exposed_ms`: what the messages
+    of each strategy add to a step; none: nothing. PlanError as `CostTable`.
     """
 
     def __init__(
@@ -108,13 +108,8 @@ class ElasticSpace:
         """The least that layers computed again take, for sequences of so many tokens: (rows, sequences) ms."""
         found = np.zeros((len(self.rows), len(tokens)))
         for k, row in enumerate(self.rows):
-            if row.pipe is None or not row.pipe.layers:
-                continue
-            costs, of_contexts = row.pipe.costs, np.maximum(tokens - row.cost.max_length, 0)  # not of the last slice
-            missing = tokens + costs.context * of_contexts - row.cost.room
-            # The first tokens have the cheapest forwards.
-            again = np.clip(missing / (1.0 - costs.recomputed), 0.0, tokens)
-            found[k] = costs.forward.a * costs.ms.a * again * again + costs.forward.b * costs.ms.b * again
+            if row.pipe is not None:
+                found[k] = again_ms(row.pipe, tokens)
         return found
 
     def by_overhead(self, overhead: Floats) -> Schemes:
@@ -149,5 +144,4 @@ def _row(shape: PipelineShape, table: CostTable, slices: bool, layers: int) -> R
     of_range = max(1, layers // (shape.pp * shape.parts)) if may else 0
     pipe = pipe_of(cost, shares, parts=shape.parts, slices=slices, layers=of_range)
     longest = longest_of(cost, shares, slices=slices, layers=shape.parts * of_range)
-    # Where layers are computed again, a sequence's work says already what that adds.
-    return Row(shape, cost, pipe, longest, None if of_range else Surcharges(pipe, longest))
+    return Row(shape, cost, pipe, longest, Surcharges(pipe, longest))

@@ -5,8 +5,9 @@ What an elastic pipeline takes beside the work of its sequences hardly depends o
 the slices of a sequence follow each other down the stages, and up again in the opposite order, so that stages wait. A
 `tp2pp4/v` pipeline of a 32B model with 2900 ms of work takes 470 ms more when all its sequences are short, 530 ms with
 one of 8,000 tokens among them and 760 ms with one of 16,000. Dispatch therefore counts 60 ms for the first and 290 ms
-for the second on top of their work. How much it is follows from simulations of pipelines with one long sequence and
-many equal short ones.
+for the second on top of their work. Layers that must be computed again, as a sequence does not fit by itself, are
+counted as its work; those that make room for others are in its surcharge. How much that is follows from simulations of
+pipelines with one long sequence and many equal short ones.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import math
 
 import numpy as np
 
+from ds_hydra.costs.stage_work import UNITS
 from ds_hydra.planner.cutting import Effort, cut_best
 from ds_hydra.planner.kernels.arrays import Floats, Ints, Pipe
 from ds_hydra.planner.kernels.protocol import Kernels
@@ -57,7 +59,9 @@ class Surcharges:
         tokens = np.array([long] + [short] * count, dtype=np.int64)
         work = np.array([self._work(length) for length in tokens.tolist()])
         found = cut_best(kernel, self._pipe, work, tokens, effort=_EFFORT)
-        return 0.0 if found is None else found.us / 1e3 - float(work.sum())
+        if found is None:
+            return 0.0
+        return found.us / 1e3 - float(work.sum()) - float(again_ms(self._pipe, tokens[:1])[0])
 
     def _work(self, length: int) -> float:
         ms = self._pipe.costs.ms
@@ -67,3 +71,16 @@ class Surcharges:
         """The length whose work is so many ms: the root that does not divide by a."""
         a, b = self._pipe.costs.ms.a, self._pipe.costs.ms.b
         return int(2.0 * work / (b + math.sqrt(b * b + 4.0 * a * work)))
+
+
+def again_ms(pipe: Pipe, tokens: Ints) -> Floats:
+    """The least that layers computed again take, for sequences of so many tokens alone, (sequences,) ms."""
+    costs = pipe.costs
+    if not pipe.layers:
+        return np.zeros(len(tokens))
+    of_contexts = np.maximum(tokens - pipe.max_length, 0)  # not of the last slice
+    missing = tokens + costs.context * of_contexts - pipe.room / UNITS
+    # The first tokens have the cheapest forwards.
+    again = np.clip(missing / (1.0 - costs.recomputed), 0.0, tokens)
+    found: Floats = costs.forward.a * costs.ms.a * again * again + costs.forward.b * costs.ms.b * again
+    return found

@@ -44,7 +44,7 @@ class PlannerOptions:
     """Why plans must hold whole sequences only; empty: a replayed plan may hold slices of them too."""
 
     layers: int = 32
-    """Layers of the model: plans may compute some of them again for sequences that no strategy holds else; 0: none."""
+    """Layers of the model: chunked pipelines may compute some of them again, where a run needs the room; 0: none."""
 
     def __post_init__(self) -> None:
         for key, known in _CHOICES.items():

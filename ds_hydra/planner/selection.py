@@ -4,8 +4,9 @@ Every strategy gets a bound; strategies are tried best bound first, and left unt
 better than the best plan found. The least bound over all strategies certifies the chosen plan.
 
 Strategies of whole sequences under 1F1B are searched first (`search`), those with elastic pipelines then (`elastic`),
-and the plan that is simulated to be done soonest wins. So elastic candidates never make a plan worse. Only for a batch
-whose longest sequence no strategy holds, elastic pipelines compute layers again.
+and the plan that is simulated to be done soonest wins. So elastic candidates never make a plan worse. Where
+a run of micro-batches does not fit a stage, they compute layers again, as few as that takes: so a long sequence may run
+where it is soonest done, and not only where there is room for all that it keeps.
 
 What messages add is known for each strategy before any of its plans is (`simulate.exposed`), but it differs from plan
 to plan: for V's of a 32B model on 32 GPUs between 102 and 196 ms of 3.7 s. So where a simulation of whole steps is at
@@ -89,8 +90,7 @@ class Planner:
         self._elastic = [index for index in range(len(self.strategies)) if index not in set(self._whole)]
         elastic = [self.strategies[index] for index in self._elastic]
         slices, of_elastic = not self.options.no_slices, [exposed[index] for index in self._elastic]
-        self._space = ElasticSpace(cost_table, elastic, slices=slices, exposed_ms=of_elastic)
-        self._again = ElasticSpace(
+        self._space = ElasticSpace(
             cost_table, elastic, slices=slices, layers=self.options.layers, exposed_ms=of_elastic
         )
         ranks = {strategy.num_ranks for strategy in self.strategies}
@@ -119,7 +119,7 @@ class Planner:
     @property
     def max_length(self) -> int:
         """The longest sequence that some strategy can hold, in tokens."""
-        return max([*self._longest.values(), *map(self._again.longest, self._again.kinds)])
+        return max(self._longest.values())
 
     def plan(self, step: int, sequence_ids: Sequence[int], lengths: Sequence[int]) -> StepPlan:
         """The plan of one step. PlanError for bad lengths and sequences that no strategy holds."""
@@ -132,10 +132,6 @@ class Planner:
             return Made(self._replayed(step, ids, tokens), None)
         longest = max(range(len(tokens)), key=tokens.__getitem__)
         feasible = [i for i in range(len(self.strategies)) if tokens[longest] <= self._longest[i]]
-        space = self._space if feasible else self._again
-        if not feasible:
-            holding = zip(self._elastic, space.kinds, strict=True)
-            feasible = [i for i, kinds in holding if tokens[longest] <= space.longest(kinds)]
         if not feasible:
             raise PlanError(
                 f"no strategy can hold sequence {ids[longest]} of {tokens[longest]} tokens: the largest MaxLen is "
@@ -144,11 +140,11 @@ class Planner:
         if self.options.choose == "cycle":
             n = len(self.strategies)
             feasible = [next(i for i in ((step + skip) % n for skip in range(n)) if i in feasible)]
-        search = StepSearch(self._pool, space, step, ids, tokens)
+        search = StepSearch(self._pool, self._space, step, ids, tokens)
         found, bound = search.whole([kinds for i, kinds in zip(self._whole, self._kinds, strict=True) if i in feasible])
         below_ms = min(map(self._estimated_ms, found), default=math.inf)
         elastic, bound_of_elastic = search.elastic(
-            [kinds for i, kinds in zip(self._elastic, space.kinds, strict=True) if i in feasible], below_ms
+            [kinds for i, kinds in zip(self._elastic, self._space.kinds, strict=True) if i in feasible], below_ms
         )
         found += elastic
         if not found:

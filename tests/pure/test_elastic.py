@@ -131,8 +131,28 @@ def test_what_no_strategy_holds_is_planned_with_layers_computed_again(lengths: l
     assert 0.0 < found.recomputed < 1.0
     with pytest.raises(PlanError, match=f"no strategy can hold sequence 0 of {longest} tokens"):
         none.plan(0, range(1), [longest])
+
+
+@settings(max_examples=10)
+@given(LENGTHS, st.integers(0, 3))
+def test_what_fits_without_is_hardly_planned_worse_where_layers_may_be_computed_again(
+    lengths: list[int], seed: int
+) -> None:
+    made, none = (planner(ELASTIC, seed=seed, layers=layers) for layers in (12, 0))
     fitting = [min(length, none.max_length) for length in lengths]
-    assert plan(made, fitting) == plan(none, fitting)
+    assert plan(made, fitting).predicted_ms <= 1.03 * plan(none, fitting).predicted_ms
+
+
+def test_a_strategy_that_holds_a_sequence_by_computing_layers_again_is_a_candidate_beside_others() -> None:
+    def changed(cost: SchemeCost) -> SchemeCost:
+        if cost.scheme == ParallelScheme(2):
+            return replace(cost, b=3.0 * cost.b)
+        return replace(cost, max_length=64) if cost.scheme == ParallelScheme(2, 2) else cost
+
+    made = planner(("4*tp2", "2*tp2pp2/v"), CostTable(tuple(map(changed, TABLE.costs))), layers=12)
+    found = plan(made, [180, 180, 40, 30])
+    assert found.strategy == "2*tp2pp2/v"
+    assert found.recomputed > 0.0
 
 
 def test_a_job_that_computes_all_layers_again_has_none_left_for_that() -> None:

@@ -54,7 +54,7 @@ class Wider:
 
     shapes: tuple[PipelineShape, ...] = ()  # elastic pipelines
     slices: bool = True  # whether they may cut sequences
-    layers: int = 32  # of the model, which they may compute again where nothing else holds the longest; 0: they may not
+    layers: int = 32  # of the model, of which they may compute some again; 0: none
     plain: bool = True  # False: these only
 
 
@@ -145,22 +145,19 @@ def propose_strategies(
 
 
 def _holding(table: CostTable, schemes: Sequence[ParallelScheme], wider: Wider, context_length: int) -> list[Space]:
-    """The spaces in which something holds the context; PlanError for none. Only where all else is too small, layers are
-    computed again."""
+    """The spaces in which something holds the context; PlanError for none."""
     spaces: list[Space] = []
     if wider.plain:
         spaces.append(WholeSpace(table, [PipelineShape.of(scheme) for scheme in schemes]))
     elastic = [shape for shape in wider.shapes if scheme_of(shape) in schemes]
     if elastic:
         elastic = [*(PipelineShape.of(scheme) for scheme in schemes if scheme.pp == 1), *elastic]
-        spaces.append(ElasticShapes(table, elastic, slices=wider.slices))
+        spaces.append(ElasticShapes(table, elastic, slices=wider.slices, layers=wider.layers))
     if not spaces:
         raise PlanError(
             "no pipeline may be proposed: without 1f1b the cost table needs schemes of several stages with measured "
             "shares; allow 1f1b, or measure them with `ds-hydra profile`"
         )
-    if elastic and max(max(space.limits) for space in spaces) < context_length:
-        spaces = [ElasticShapes(table, elastic, slices=wider.slices, layers=wider.layers)]
     holding = [space for space in spaces if max(space.limits) >= context_length]
     if not holding:
         raise PlanError(
