@@ -229,7 +229,8 @@ def install_bucket(parts: Sequence[StageModule], slots: Sequence[Slot], buffer: 
 
 
 class ModelSource(Protocol):
-    """A user's model, read once: what planning needs to know of it, its values, and how to build a stage."""
+    """A user's model, read once: what planning needs to know of it, its values, and how to build a stage. What it says
+    never changes; its values go when the masters have them."""
 
     plan: ModelPlan
     values: Mapping[str, Tensor]  # full parameters that this rank has, by master name
@@ -245,8 +246,8 @@ class ModelSource(Protocol):
 
     def build(self, place: StagePlace, device: torch.device, dtype: torch.dtype) -> StageModule: ...
 
-    def settle_for(self, options: StageOptions, why: str) -> None:
-        """Plan and build stages by these options from now on, which ask for less than the ones before."""
+    def with_options(self, options: StageOptions, why: str) -> ModelSource:
+        """Another source of the same model, whose stages compute by these options, which ask for less than its own."""
 
 
 def widths(source: ModelSource, place: StagePlace) -> tuple[int, int]:

@@ -301,7 +301,10 @@ def test_a_job_computes_as_written_what_the_self_check_refuses(tmp_path: Path, m
     job: Any = SimpleNamespace(source=source, model=model, config=SimpleNamespace(self_check="on", context_length=None))
     world: Any = SimpleNamespace(channel=None, node_size=None)
     with mock.patch("ds_hydra.pipe.models.functions._normed", with_wrong_gradient):
-        assert not check_candidates(job, world, strategies).objections()
-    assert "the self-check refuses it (tp2 trains otherwise" in str(source.functions)
-    assert not source.functions.norms
-    assert source.plan.token_sharding
+        checked, other = check_candidates(job, world, strategies)
+    assert not checked.objections()
+    assert isinstance(other, CausalLM)
+    assert "the self-check refuses it (tp2 trains otherwise" in str(other.functions)
+    assert not other.functions.norms
+    assert other.plan.token_sharding
+    assert source.functions.norms, "a source stays what it is"

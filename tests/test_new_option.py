@@ -86,8 +86,9 @@ def test_the_self_check_tries_it_and_gives_it_up_where_it_is_wrong() -> None:
     config = SimpleNamespace(self_check="on", context_length=None)
     job: Any = SimpleNamespace(source=source, model=model, config=config)
     world: Any = SimpleNamespace(channel=None, node_size=None, rank=0)
-    assert not check_candidates(job, world, strategies).objections()
-    assert source.options == replace(asked, halved=False)
+    checked, other = check_candidates(job, world, strategies)
+    assert not checked.objections()
+    assert (source.options, other.options) == (asked, replace(asked, halved=False))
 
 
 def test_the_command_checks_what_a_job_would_compute(monkeypatch: pytest.MonkeyPatch) -> None:

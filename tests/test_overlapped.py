@@ -270,5 +270,6 @@ def test_a_job_exchanges_at_once_where_the_self_check_refuses_groups(
     with mock.patch.object(ulysses, "wait", mixed_up):
         (objection,) = check_strategies(model, strategies, StageOptions(sp_overlap=True), keep=False).objections()
         assert 'hydra.sp_overlap "off"' in objection
-        assert not check_candidates(job, world, strategies).objections()
-    assert source.overlap == AT_ONCE
+        checked, other = check_candidates(job, world, strategies)
+    assert not checked.objections()
+    assert (source.overlap, other.overlap) == (Overlap(), AT_ONCE)

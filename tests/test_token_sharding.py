@@ -269,9 +269,10 @@ def test_a_job_goes_on_without_what_the_self_check_refuses(tmp_path: Path, monke
     job: Any = SimpleNamespace(source=source, model=model, config=SimpleNamespace(self_check="on", context_length=None))
     world: Any = SimpleNamespace(channel=None, node_size=None)
     with MUTANTS["gradients of rows are not added"]():
-        assert not check_candidates(job, world, strategies).objections()
-    assert "the self-check refuses it (tp2 trains otherwise" in source.plan.no_token_sharding
-    assert all(param.rule.gradient == "complete" for bucket in source.plan.buckets for param in bucket.params)
+        checked, other = check_candidates(job, world, strategies)
+    assert not checked.objections()
+    assert "the self-check refuses it (tp2 trains otherwise" in other.plan.no_token_sharding
+    assert all(param.rule.gradient == "complete" for bucket in other.plan.buckets for param in bucket.params)
 
 
 def test_a_layer_keeps_as_many_times_less() -> None:

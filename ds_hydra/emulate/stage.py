@@ -81,7 +81,7 @@ class EmulatedSource:
         """One rank's emulated stage."""
         return EmulatedStage(self, place)
 
-    def settle_for(self, options: StageOptions, why: str) -> None:
+    def with_options(self, options: StageOptions, why: str) -> EmulatedSource:
         """Nothing checks an emulated job."""
         raise AssertionError(why)
 

@@ -1,4 +1,4 @@
-"""The self-check's verdict on candidate strategies, and what a source gives up where it is refused with it."""
+"""The self-check's verdict on candidate strategies, and the source that gives up what it is refused with."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import replace
 from ds_hydra.engine.job import Job
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.shape import StrategyShape
+from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.ranks.world import World
 from ds_hydra.self_check.check import check_strategies
@@ -17,9 +18,9 @@ from ds_hydra.self_check.verdicts import CheckResult
 logger = logging.getLogger(__name__)
 
 
-def check_candidates(job: Job, world: World, candidates: Sequence[StrategyShape]) -> CheckResult:
-    """What the self-check says of the candidates. Where it finds wrong what is right by a fallback of the job's stage
-    options, the source computes by that from then on."""
+def check_candidates(job: Job, world: World, candidates: Sequence[StrategyShape]) -> tuple[CheckResult, ModelSource]:
+    """What the self-check says of the candidates, and of which source: the job's, or where it finds wrong what is right
+    by a fallback of the job's stage options, one that computes by that."""
     source = job.source
 
     def check(options: StageOptions) -> CheckResult:
@@ -40,11 +41,11 @@ def check_candidates(job: Job, world: World, candidates: Sequence[StrategyShape]
     checked = check(asked)
     objections, others = checked.objections(), asked.fallbacks()
     if not objections or not others:
-        return checked
+        return checked, source
     # Most models to which it objects are none that can be trained: that takes one more check, not one for each option.
     best, found = others[0], check(others[0])
     if len(found.objections()) == len(objections):
-        return checked
+        return checked, source
     for more in others[1:]:
         if len((other := check(more)).objections()) == len(found.objections()):
             best, found = more, other
@@ -53,5 +54,4 @@ def check_candidates(job: Job, world: World, candidates: Sequence[StrategyShape]
     if best.sp_overlap != asked.sp_overlap and world.rank == 0:
         logger.info("sequence parallel ranks exchange all heads of a layer at once: %s", why)
     given_up = {name: value for name, value, _ in best.differences(asked)}
-    source.settle_for(replace(source.options, **given_up), why)
-    return found
+    return found, source.with_options(replace(source.options, **given_up), why)

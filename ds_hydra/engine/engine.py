@@ -125,6 +125,7 @@ class HydraEngine(EngineWithWeights):
             world = self.world_of_process()
             guard = guard or self._guard(world.background, self.job.config)
             self.crew = Crew(self.job, world, self, self._signals, guard, initial=initial)
+        self.job = self.crew.job
         self.saving = Saving(self, self.crew, self._signals)
         self.steps = Steps(self, self.crew)
         if not initial:

@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 class Prepared:
     """The decisions that are made before anything is allocated."""
 
+    source: ModelSource  # the job's, or one that gives up options with which its stages would train otherwise
     found: TableFile  # the table that plans are made from, and how it was measured
     strategies: Mapping[StrategyShape, Strategy]  # candidates placed on the ranks, in the order of the config
     num_elements: int  # parameters that each rank owns
@@ -49,24 +50,25 @@ class Prepared:
 
 def prepare(job: Job, world: World) -> Prepared:
     """Decide cost table and candidates. Every rank must call it; ConfigError or PlanError is raised on all of them."""
-    config, plan, options = job.config, job.source.plan, job.source.options
+    config = job.config
     for note in job.source.notes if world.rank == 0 else ():
         logger.warning("%s", note)
     lengths = [] if job.data is None else [int(n) for n in job.data.lengths if n]
     longest = max(lengths, default=config.context_length or config.tokens_per_step)
-    shape = model_shape(plan, hidden_size(job.source), job.source.vocab_size)
-    device_bytes = least_memory(world)
-    with together(world.channel, "estimating the job's costs and memory"):
-        found, memory = costs_and_memory(job, world, shape, longest, device_bytes)
-    # Strategies are proposed by the limited table: one that does not fit must not be proposed.
-    candidates, checked = _candidates(job, world, found, lengths)
-    if job.source.options != options:  # its stages keep more than was thought: costs and memory are others
-        return prepare(job, world)
+    shape = model_shape(job.source.plan, hidden_size(job.source), job.source.vocab_size)
+    device_bytes, source = least_memory(world), None
+    while source is not job.source:  # stages that give up an option keep more: costs and memory are others
+        job = job if source is None else replace(job, source=source)
+        with together(world.channel, "estimating the job's costs and memory"):
+            found, memory = costs_and_memory(job, world, shape, longest, device_bytes)
+        # Strategies are proposed by the limited table: one that does not fit must not be proposed.
+        candidates, checked, source = _candidates(job, world, found, lengths)
+    plan = source.plan
     strategies = {c: place_strategy(c, world.num_ranks, plan.num_layers) for c in candidates}
     if world.rank == 0:
         _tell_token_sharding(plan, candidates)
-        if isinstance(job.source, CausalLM) and config.functions != "off":
-            logger.info("%s", job.source.functions)
+        if isinstance(source, CausalLM) and config.functions != "off":
+            logger.info("%s", source.functions)
     no_slices = 'hydra.chunks is "off"' if config.chunks == "off" else plan.no_slices or checked.no_slices
     uncut = no_slices or planned_whole(found.table)
     with together(world.channel, "counting the memory of all strategies together"):
@@ -79,7 +81,7 @@ def prepare(job: Job, world: World) -> Prepared:
     check_memory(found.table, memory, tuple(memory.strategies), longest, where, no_slices=whole)
     with together(world.channel, "counting the room for composed strategies"):
         room = room_beside(memory, found.table, composing=config.planner_options().highs == "composes")
-    return Prepared(found, memory.strategies, shape.params // world.num_ranks, no_slices, shape.hidden, room)
+    return Prepared(source, found, memory.strategies, shape.params // world.num_ranks, no_slices, shape.hidden, room)
 
 
 def hidden_size(source: ModelSource) -> int:
@@ -100,20 +102,20 @@ def _tell_token_sharding(plan: ModelPlan, candidates: Sequence[StrategyShape]) -
 
 def _candidates(
     job: Job, world: World, found: TableFile, lengths: Sequence[int]
-) -> tuple[tuple[StrategyShape, ...], CheckResult]:
+) -> tuple[tuple[StrategyShape, ...], CheckResult, ModelSource]:
     """The config's strategies, or proposed ones: they fit the model, and train it as one process does, as the
-    self-check that comes with them says."""
+    self-check that comes with them says. Of another source than the job's: then they are to be proposed anew."""
     config, plan = job.config, job.source.plan
     while True:
         candidates = config.shapes or _propose(job, found, lengths, world)
         for candidate in candidates:
             plan.check(place_strategy(candidate, world.num_ranks, plan.num_layers))
-        checked = check_candidates(job, world, candidates)
+        checked, source = check_candidates(job, world, candidates)
         if config.shapes:
             checked.require(candidates)
         left = tuple(cost for cost in found.table.costs if checked.allows(cost.scheme))
-        if len(left) == len(found.table.costs):
-            return candidates, checked
+        if source is not job.source or len(left) == len(found.table.costs):
+            return candidates, checked, source
         if not left:
             checked.require(candidates)
         logger.info("%s", "\n  ".join(["the self-check leaves out:", *checked.objections()]))

@@ -8,6 +8,7 @@ is silent by what their use asks for.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
@@ -22,8 +23,11 @@ from ds_hydra.pipe.loss import TokenLoss
 from ds_hydra.pipe.model_plan import ModelPlan, ParamSpec, ShardRule, make_buckets
 from ds_hydra.pipe.models.balancing import Balancing, asks_for_balance, find_balancing
 from ds_hydra.pipe.models.causal_stage import CausalStage
+from ds_hydra.pipe.models.cut import hand_on
 from ds_hydra.pipe.models.flow import Flow, trace
 from ds_hydra.pipe.models.functions import Functions
+from ds_hydra.pipe.models.kinds import find_kinds
+from ds_hydra.pipe.models.lone_rank import look
 from ds_hydra.pipe.models.meta_copy import (
     copy_to_meta,
     give_values,
@@ -50,6 +54,7 @@ _QUERY_MODULES = ("q_proj", "q_b_proj", "kv_b_proj", "o_proj", "out_proj", "dens
 _KEY_VALUE_MODULES = ("k_proj", "v_proj")
 _META = torch.device("meta")
 _Found = TypeVar("_Found")
+_Rules = TypeVar("_Rules", UnnamedRules, TokenRules)
 _ALL_TOKENS = TokenRules(obstacle='hydra.token_sharding is "off"')
 
 
@@ -101,15 +106,68 @@ class CausalLM:
         self.balancing: Balancing | None = find_balancing(self) if balances else None
         self.balances = self.balancing is not None
         self.notes = _notes(self.flow, self.balancing)
-        self.functions = Functions()
-        self.plan_with(UnnamedRules())
-        self._unnamed = UnnamedRules() if by_one_rank else derive(self)
-        self.plan_with(self._unnamed)
+        self.functions, self.unnamed, self.tokens = Functions(), UnnamedRules(), _ALL_TOKENS
+        self._plan()
+        self.kinds = find_kinds(model, self.template, self.layers_path, () if self.flow.obstacle else self.flow.ran)
+        few = self._in_few_layers()
+        if not by_one_rank:
+            self.unnamed = _of_few(derive, few, self)
+            self._plan()
+            few = few.planned(self.unnamed, _ALL_TOKENS)
         if options.token_sharding:
-            self.plan_with(self._unnamed, share_tokens(self))
+            found = _of_few(share_tokens, few, self)
+            self.tokens = replace(found, partial=frozenset(self.kinds.spread(dict.fromkeys(found.partial), self.specs)))
+            self._plan()
             self.options = replace(self.options, token_sharding=self.plan.token_sharding)
         if options.functions != "off":
-            self.functions = find_functions(self, options.functions)
+            self.functions = self._in_all_layers(find_functions(few, options.functions))
+
+    def _in_few_layers(self) -> CausalLM:
+        """The same model, of which one layer of each kind does anything, and others hand on what they are given; itself
+        where no layer is like another, or the model does not run so."""
+        if not self.kinds.like_others:
+            return self
+        few, firsts = copy.copy(self), self.kinds.in_first
+        few.template = copy_to_meta(self.template)
+        layers: Any = few.template.get_submodule(self.layers_path)
+        for index in self.kinds.like_others:
+            for held in (layers[index]._modules, layers[index]._parameters, layers[index]._buffers):
+                held.clear()
+            layers[index].forward = hand_on(self.flow.doors[index])
+        few.aliases = {path: name for path, name in self.aliases.items() if firsts(path)}
+        draws = {place: width for place, width in self.flow.draws.items() if firsts(place.module)}
+        few.flow = replace(self.flow, draws=draws)
+        if self.balancing is not None:
+            routers = {path: place for path, place in self.balancing.routers.items() if firsts(path)}
+            few.balancing = replace(self.balancing, routers=routers)
+        few._plan()
+        return self if look(few, 1).error is not None else few
+
+    def _in_all_layers(self, found: Functions) -> Functions:
+        """What was recognised in one layer of each kind, for all of them."""
+        spread, paths = self.kinds.spread, [path for path, _ in self.template.named_modules()]
+        return replace(
+            found, norms=spread(found.norms, paths), rotary=spread(found.rotary, paths),
+            gates=spread(found.gates, paths), packed=tuple(self.kinds.spread_groups(found.packed)),
+        )  # fmt: skip
+
+    def with_options(self, options: StageOptions, why: str) -> CausalLM:
+        """The same model, whose stages are planned and built by these options, which ask for less than its own."""
+        other = copy.copy(self)
+        other.options = options
+        if options.functions != self.options.functions:
+            other.functions = Functions(obstacle=why)
+        if options.sp_overlap != self.options.sp_overlap:
+            other.overlap = AT_ONCE
+        same = options.token_sharding == self.options.token_sharding
+        return other.planned(self.unnamed, self.tokens if same else TokenRules(obstacle=why))
+
+    def planned(self, unnamed: UnnamedRules, tokens: TokenRules) -> CausalLM:
+        """The same model, planned by other rules."""
+        other = copy.copy(self)
+        other.unnamed, other.tokens = unnamed, tokens
+        other._plan()
+        return other
 
     def copy_to_run(self, device: torch.device, values: Mapping[str, Tensor] | None) -> Any:
         """A copy to run once: with the values given, or with none (a repeated number; on meta no number either)."""
@@ -149,9 +207,9 @@ class CausalLM:
         with refuse_state(copied):
             return trace(copied, self.layers_path, self.first_position)
 
-    def plan_with(self, unnamed: UnnamedRules, tokens: TokenRules = _ALL_TOKENS) -> None:
+    def _plan(self) -> None:
         """Buckets and shard rules, those of parameters that the published plan does not name among them."""
-        config, model, self._tokens = self.text_config, self.template, tokens
+        config, model, unnamed, tokens = self.text_config, self.template, self.unnamed, self.tokens
         heads, kv_heads = _heads_of(config, self.flow.heads)
         units = dict.fromkeys(_QUERY_MODULES, heads) | dict.fromkeys(_KEY_VALUE_MODULES, kv_heads)
         ends = ends_of(model)
@@ -190,16 +248,6 @@ class CausalLM:
             no_token_sharding=tokens.obstacle, unread=flow.unread,
         )  # fmt: skip
         self.specs = specs
-
-    def settle_for(self, options: StageOptions, why: str) -> None:
-        """Plan and build stages by these options from now on, which ask for less than the ones before."""
-        before, self.options = self.options, options
-        if options.functions != before.functions:
-            self.functions = Functions(obstacle=why)
-        if options.sp_overlap != before.sp_overlap:
-            self.overlap = AT_ONCE
-        same = options.token_sharding == before.token_sharding
-        self.plan_with(self._unnamed, self._tokens if same else TokenRules(obstacle=why))
 
     def _kv_heads_of(self, name: str) -> dict[str, int]:
         """Key/value heads of the attention that a parameter is part of, where layers differ in them."""
@@ -242,6 +290,12 @@ class CausalLM:
         model.train()
         model.apply(_checkpoint_nothing)  # its stages do [Note: recomputed layers]
         return model
+
+
+def _of_few(find: Callable[[CausalLM], _Rules], few: CausalLM, whole: CausalLM) -> _Rules:
+    """What is found in few layers; what is in the way is told of the whole model."""
+    found = find(few)
+    return find(whole) if found.obstacle and few is not whole else found
 
 
 def _heads_of(config: Any, seen: Collection[tuple[int, int]]) -> tuple[int, int]:

@@ -87,7 +87,8 @@ class CutForward:
         layers: Sequence[nn.Module] = model.get_submodule(layers_path)
         for index in range(self._first):
             _clear_hooks(layers[index])
-            layers[index].forward = self._hand_on(index, flow.doors[index])  # type: ignore[method-assign]
+            last = index == self._first - 1
+            layers[index].forward = hand_on(flow.doors[index], self._enter if last else None)  # type: ignore[method-assign]
         body: nn.Module = model.get_submodule(flow.body)
         ending = body if self._last == len(layers) else layers[self._last - 1]
         ending.register_forward_hook(_reach)
@@ -107,23 +108,29 @@ class CutForward:
             self._received = None
         raise AssertionError(f"{type(self.model).__name__} did not run {self._flow.body}, as it did when traced")
 
-    def _hand_on(self, index: int, door: Door) -> Callable[..., Any]:
-        def stand_in(*args: Any, **kwargs: Any) -> Any:
-            hidden = args[door.key] if isinstance(door.key, int) else kwargs[door.key]
-            if index == self._first - 1:
-                self._leave_placeholders()
-                hidden = self._received
-            if door.returned is None:
-                return hidden
-            kind, length = door.returned
-            return kind((hidden, *[None] * (length - 1)))
-
-        return stand_in
+    def _enter(self, _: Any) -> Any:
+        """What the layer before the stage's first hands on."""
+        self._leave_placeholders()
+        return self._received
 
     def _leave_placeholders(self) -> None:
         if self._placeholders is not None:
             self._placeholders.__exit__(None, None, None)
             self._placeholders = None
+
+
+def hand_on(door: Door, replaced: Callable[[Any], Any] | None = None) -> Callable[..., Any]:
+    """The forward of a layer that does nothing: it hands on what it is given, or what takes its place."""
+
+    def stand_in(*args: Any, **kwargs: Any) -> Any:
+        hidden = args[door.key] if isinstance(door.key, int) else kwargs[door.key]
+        hidden = hidden if replaced is None else replaced(hidden)
+        if door.returned is None:
+            return hidden
+        kind, length = door.returned
+        return kind((hidden, *[None] * (length - 1)))
+
+    return stand_in
 
 
 def _reach(module: nn.Module, args: Any, out: Any) -> None:

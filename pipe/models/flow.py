@@ -30,6 +30,7 @@ from ds_hydra.pipe.attention.interface import let_attention_drop
 from ds_hydra.pipe.contexts import Context, Contexts
 from ds_hydra.pipe.models.draws import Place, Recorder
 from ds_hydra.pipe.models.graph import hidden_of, leaves, tensors_in
+from ds_hydra.pipe.models.kinds import Ran
 from ds_hydra.pipe.rows import Chunk, Pack
 from ds_hydra.zero_hetero.errors import ConfigError
 
@@ -73,6 +74,7 @@ class Flow:
     heads: frozenset[tuple[int, int]] = frozenset()  # of queries, and of keys and values, where layers attend
     no_slices: str = ""  # why no sequence can be cut into slices
     unread: frozenset[str] = frozenset()  # parameters that nothing was computed with
+    ran: tuple[int, ...] = ()  # of each layer the first one that ran the same functions [Note: kinds of layers]
 
 
 @dataclass
@@ -105,14 +107,17 @@ class _Watch(TorchFunctionMode):
         self.stack: list[str] = []
         self.readers: dict[str, set[str]] = {}
         self.recorder = Recorder(tokens, layers_path, self.stack)
+        self.ran = Ran(layers_path, self.names)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if getattr(func, "__name__", "") != "__get__":
-            for value in tree_leaves((args, kwargs)):
-                if isinstance(value, Tensor) and id(value) in self.names:
-                    self._touch(id(value))
+        given = [] if getattr(func, "__name__", "") == "__get__" else tree_leaves((args, kwargs))
+        for value in given:
+            if isinstance(value, Tensor) and id(value) in self.names:
+                self._touch(id(value))
         result = func(*args, **kwargs)
+        if given and self.part[0] == "layer":
+            self.ran.note(self.part[1], self.stack[-1], func, given, result)
         self.recorder.note(func, args, kwargs, result)
         return result
 
@@ -159,6 +164,7 @@ def trace(model: Any, layers_path: str, positions_from: int = 0) -> Flow:
         heads=frozenset(attended.heads),
         no_slices=_no_slices(attended.calls, model, layers_path),
         unread=frozenset(watch.names[each] for each in watch.names.keys() - _read(record, watch, logits)),
+        ran=watch.ran.firsts(len(layers)),
     )
 
 

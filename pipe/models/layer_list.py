@@ -126,9 +126,11 @@ class LayerList:
         self.draws = recorder.widths
         return widths
 
-    def settle_for(self, options: StageOptions, why: str) -> None:
-        """Build stages by these options from now on, which ask for less than the ones before."""
-        self.options, self.overlap = options, AT_ONCE
+    def with_options(self, options: StageOptions, why: str) -> LayerList:
+        """The same list, whose stages compute by these options, which ask for less than its own."""
+        other = copy.copy(self)
+        other.options, other.overlap = options, AT_ONCE
+        return other
 
     def build(self, place: StagePlace, device: torch.device, dtype: torch.dtype) -> StageModule:
         """One rank's share of a stage."""

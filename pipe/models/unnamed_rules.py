@@ -42,10 +42,7 @@ class UnnamedRules:
 
 
 def derive(source: CausalLM) -> UnnamedRules:
-    """Rules of all parameters that need one; leaves the source planned with some of them.
-
-    The obstacle is a sentence for the user.
-    """
+    """Rules of all parameters that need one. The obstacle is a sentence for the user."""
     tp = least_degree(source)
     if tp == 1 or source.plan.no_tp:
         return UnnamedRules()
@@ -57,7 +54,7 @@ def derive(source: CausalLM) -> UnnamedRules:
         if not found:
             break
         rules |= found
-        source.plan_with(UnnamedRules(dict(rules)))
+        source = source.planned(UnnamedRules(dict(rules)), source.tokens)
     return UnnamedRules(rules, _obstacle(source, tp, alone, cut))
 
 

@@ -143,16 +143,16 @@ def _with_flow(change: Callable[[Flow], Flow]) -> Any:
 
 
 def biases_of_the_head_are_whole() -> Any:
-    original = causal_lm.CausalLM.plan_with
+    original = causal_lm.CausalLM._plan
 
-    def plan(self: Any, unnamed: Any) -> None:
-        original(self, unnamed)
+    def plan(self: Any) -> None:
+        original(self)
         for bucket in self.plan.buckets:
             for param in bucket.params:
                 if param.name.startswith("cls.") and param.name.endswith("bias"):
                     object.__setattr__(param, "rule", ShardRule())
 
-    return mock.patch.object(causal_lm.CausalLM, "plan_with", plan)
+    return mock.patch.object(causal_lm.CausalLM, "_plan", plan)
 
 
 def heads_see_no_tokens() -> Any:
