@@ -40,13 +40,16 @@ def analytic_cost_table(
     *,
     device_flops: float = 1.5e14,
     link_bytes_per_second: float = 1.5e11,
+    between_bytes_per_second: float | None = None,
+    node_size: int | None = None,
     layer_overhead_ms: float = 0.5,
 ) -> CostTable:
     """Costs from the model's FLOPs, for when nothing has been measured.
 
     6 FLOPs per parameter and token, 7 * hidden * length^2 per layer for causal attention (forward and
     backward), the TP all-gathers and reduce-scatters and the Ulysses all-to-alls of every layer at
-    `link_bytes_per_second`, and a launch overhead per layer. Memory is no limit: a micro-batch holds up to
+    `link_bytes_per_second`, and a launch overhead per layer. What of an all-to-all leaves a node of `node_size`
+    ranks (None: nothing does) goes at `between_bytes_per_second`. Memory is no limit: a micro-batch holds up to
     `context_length` tokens.
     """
     if context_length < 1:
@@ -56,13 +59,18 @@ def analytic_cost_table(
         # tp = 1, 2, 4, 8, 16 have bit lengths 1 to 5; beyond 16 the last figure stands.
         efficiency = _TP_EFFICIENCY[min(scheme.tp.bit_length() - 1, len(_TP_EFFICIENCY) - 1)]
         speed = device_flops * efficiency * scheme.num_ranks / 1e3  # FLOPs per ms, all ranks of the pipeline
-        moved = 0.0  # bytes per token, layer and rank, over tp and sp
+        moved = 0.0  # seconds per token, layer and rank, over tp and sp
         if scheme.tp > 1:
-            moved += 16.0 * shape.hidden * (scheme.tp - 1) / scheme.tp
+            moved += 16.0 * shape.hidden * (scheme.tp - 1) / scheme.tp / link_bytes_per_second
         if scheme.sp > 1:
-            moved += 16.0 * shape.hidden * (scheme.sp - 1) / (scheme.sp * scheme.tp)
+            width = scheme.tp * scheme.sp
+            crosses = node_size is not None and width > node_size and between_bytes_per_second is not None
+            outside = 1.0 - node_size / width if crosses and node_size is not None else 0.0
+            of_sp = 16.0 * shape.hidden * (scheme.sp - 1) / (scheme.sp * scheme.tp)
+            moved += of_sp * (1.0 - outside) / link_bytes_per_second
+            moved += of_sp * outside / (between_bytes_per_second or link_bytes_per_second)
         stage_layers = shape.layers / scheme.pp
-        comm = stage_layers * moved / scheme.sp / (link_bytes_per_second / 1e3)
+        comm = 1e3 * stage_layers * moved / scheme.sp
         costs.append(
             SchemeCost(
                 scheme,

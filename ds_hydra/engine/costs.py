@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 # to 128 of the others, with 4 to 10 MiB for a channel and peer.
 _COMMUNICATORS = 3 << 30
 
-# Rough speeds for the analytic table, of one rank: FLOP/s and bytes/s between ranks.
-_SPEEDS = {"cuda": (1.5e14, 1.5e11), "cpu": (2e10, 1e9)}
+# Rough speeds for the analytic table, of one rank: FLOP/s, and bytes/s between ranks of a node and of two nodes.
+_SPEEDS = {"cuda": (1.5e14, 1.5e11, 2.5e10), "cpu": (2e10, 1e9, 1e9)}
 
 
 def least_memory(world: World) -> float:
@@ -57,7 +57,7 @@ def costs_and_memory(
     config = job.config
     schemes = used_schemes(config.shapes) or feasible_schemes(job.source.plan, world.num_ranks, world.node_size)
     fingerprint = describe_job(job.source, world.device, job.types.compute, world.num_ranks)
-    found = job_cost_table(config, shape, schemes, longest, fingerprint)
+    found = job_cost_table(config, shape, schemes, longest, fingerprint, node_size=world.node_size)
     if world.rank == 0:
         told(found)
     memory = _memory(job, world, found, device_bytes)
@@ -66,7 +66,13 @@ def costs_and_memory(
 
 
 def job_cost_table(
-    config: HydraConfig, shape: ModelShape, schemes: Sequence[ParallelScheme], longest: int, job: JobFingerprint
+    config: HydraConfig,
+    shape: ModelShape,
+    schemes: Sequence[ParallelScheme],
+    longest: int,
+    job: JobFingerprint,
+    *,
+    node_size: int | None = None,
 ) -> TableFile:
     """The measured table of the config, or an analytic one for sequences of up to `longest` tokens.
 
@@ -74,9 +80,13 @@ def job_cost_table(
     config uses.
     """
     if config.cost_table is None:
-        flops, link = _SPEEDS["cpu" if job.threads else "cuda"]
+        flops, link, between = _SPEEDS["cpu" if job.threads else "cuda"]
         context = max(longest, config.tokens_per_step)
-        return TableFile(analytic_cost_table(shape, schemes, context, device_flops=flops, link_bytes_per_second=link))
+        table = analytic_cost_table(
+            shape, schemes, context, device_flops=flops, link_bytes_per_second=link, between_bytes_per_second=between,
+            node_size=node_size,
+        )  # fmt: skip
+        return TableFile(table)
     found = read_table_file(config.cost_table)
     check_job(found, job, repr(config.cost_table))
     table = found.table

@@ -7,13 +7,20 @@ from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.zero_hetero.errors import PlanError
 
+MOST_SHARING = 16
+"""TP * SP at most where it is more than a node: all-to-alls over more ranks are dearer than what they save."""
+
 
 def feasible_schemes(plan: ModelPlan, num_ranks: int, node_size: int) -> tuple[ParallelScheme, ...]:
-    """Every scheme of up to `num_ranks` ranks that the model can be cut by; TP and SP stay inside a node."""
+    """Every scheme of up to `num_ranks` ranks that the model can be cut by.
+
+    TP stays inside a node, and so does TP * SP, or it fills two nodes of up to 16 ranks together: a long sequence on a
+    stage of two nodes needs half of the memory on each rank, and attention hides much of the messages between them.
+    """
     node = min(node_size, num_ranks)
     schemes: list[ParallelScheme] = []
     for tp in range(1, node + 1):
-        for sp in range(1, node // tp + 1):
+        for sp in _sequence_degrees(tp, node, num_ranks):
             for pp in range(1, min(num_ranks // (tp * sp), plan.num_layers) + 1):
                 scheme = ParallelScheme(tp, pp, sp)
                 try:
@@ -22,3 +29,9 @@ def feasible_schemes(plan: ModelPlan, num_ranks: int, node_size: int) -> tuple[P
                     continue
                 schemes.append(scheme)
     return tuple(schemes)
+
+
+def _sequence_degrees(tp: int, node: int, num_ranks: int) -> list[int]:
+    inside, two = list(range(1, node // tp + 1)), 2 * node
+    across = two <= min(num_ranks, MOST_SHARING) and two % tp == 0
+    return [*inside, two // tp] if across else inside

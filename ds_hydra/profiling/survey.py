@@ -225,7 +225,13 @@ class Survey:
 
     def _collectives_ms(self, timer: StageTimer, part: _Sampled) -> float:
         """Milliseconds of collectives that were counted and not run."""
-        return self._links.total_ms(part.calls, inter_node=self._crosses(timer.scheme.tp)) if part.calls else 0.0
+        # A TP group stands in a row; an SP group, which alone makes all-to-alls, has a rank of each of its TP groups.
+        tp, sp = timer.scheme.tp, timer.scheme.sp
+        widths = [tp * sp if call.operation == "all_to_all" else tp for call in part.calls]
+        return math.fsum(
+            self._links.ms(call, inter_node=self._crosses(width))
+            for call, width in zip(part.calls, widths, strict=True)
+        )
 
     def _message_ms(self, timer: StageTimer, tokens: int) -> float:
         """Milliseconds of a micro-batch's messages to the neighbours in its pipeline."""

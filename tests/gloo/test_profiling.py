@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.profiling.entry import entry_from_record
 from ds_hydra.profiling.hollow import hollow_source
 from ds_hydra.profiling.ladder import make_ladder
-from ds_hydra.profiling.links import LinkFigure, Links
+from ds_hydra.profiling.links import Collective, LinkFigure, Links
 from ds_hydra.profiling.stage_memory import (
     kept_bytes,
     kept_for_slices,
@@ -302,3 +303,14 @@ def test_predicted_peak_is_the_allocators(tmp_path: Path) -> None:
 
 def test_no_group_is_needed_to_measure() -> None:
     assert not dist.is_initialized()
+
+
+def test_all_to_alls_over_two_nodes_are_priced_at_the_links_between_them() -> None:
+    names, speeds = ("all_to_all", "all_reduce"), {False: 1e9, True: 1e8}
+    links = Links(tuple(LinkFigure(name, 2, 0.0, speeds[across], across) for name in names for across in speeds))
+    survey = object.__new__(Survey)
+    survey._links, survey._node_size = links, 4
+    part = SimpleNamespace(calls=(Collective("all_to_all", 2, 10**6), Collective("all_reduce", 2, 10**6)))
+    for scheme, ms in ((ParallelScheme(2, 1, 2), 2.0), (ParallelScheme(4, 1, 2), 11.0), (ParallelScheme(8), 20.0)):
+        timer = SimpleNamespace(scheme=scheme)
+        assert survey._collectives_ms(timer, part) == pytest.approx(ms)  # type: ignore[arg-type]

@@ -176,3 +176,17 @@ def test_analytic_costs_fall_with_ranks_and_rise_with_length() -> None:
     for scheme in schemes[1:]:
         assert (times[scheme] < times[ParallelScheme()]).all()
     assert all(cost.max_length == 4096 for cost in table.costs)
+
+
+def test_what_ulysses_sends_between_nodes_is_priced_at_their_links() -> None:
+    schemes = [ParallelScheme(sp=8), ParallelScheme(2, sp=8), ParallelScheme(pp=4, sp=16), ParallelScheme(16)]
+    rates = (1.5e11, 1.5e10)
+    inside, slow = (
+        analytic_cost_table(SHAPE, schemes, 4096, between_bytes_per_second=rate, node_size=8) for rate in rates
+    )
+    dearer = [after.b - before.b for before, after in zip(inside.costs, slow.costs, strict=True)]
+    assert dearer[0] == dearer[3] == 0.0, "what fills no more than a node, and TP, which is asked for"
+    # Half of the bytes leave a node of two; those of 16 ranks with 15/16 of a token's, over 4 stages.
+    sent = 16.0 * SHAPE.hidden * SHAPE.layers / 2 * (1 / 1.5e10 - 1 / 1.5e11) * 1e3
+    assert dearer[1] == pytest.approx(sent * 7 / 16 / 8)
+    assert dearer[2] == pytest.approx(sent * 15 / 16 / 16 / 4)

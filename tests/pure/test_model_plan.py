@@ -14,6 +14,7 @@ from ds_hydra.pipe.model_plan import ModelPlan, ParamSpec, ShardRule, end_of_slo
 from ds_hydra.pipe.placement import Pipeline, Stage, Strategy, place_strategy
 from ds_hydra.pipe.shape import LayerRange, ParallelScheme, StrategyShape
 from ds_hydra.pipe.transfers import bucket_places, twins_of
+from ds_hydra.plan.schemes import feasible_schemes
 from ds_hydra.zero_hetero.errors import PlanError
 from tests.support.fused_llama import llama_plan
 
@@ -258,3 +259,16 @@ def test_degrees_that_the_model_cannot_be_cut_by(scheme: ParallelScheme, words: 
 def test_degrees_that_it_can(text: tuple[int, int, int]) -> None:
     scheme = ParallelScheme(*text)
     model_plan(3, tied=True).check(place_strategy(StrategyShape.of([scheme]), scheme.num_ranks, 3))
+
+
+def test_sequence_parallelism_fills_a_node_or_two_and_tensor_parallelism_one() -> None:
+    plan = model_plan(4, tied=False)
+    inside = set(feasible_schemes(plan, 8, 8))
+    across = set(feasible_schemes(plan, 8, 2))
+    assert ParallelScheme(2, 2, 2) in inside
+    assert {scheme for scheme in across if scheme.tp * scheme.sp > 2} == {
+        ParallelScheme(tp, pp, 4 // tp) for tp in (1, 2) for pp in (1, 2)
+    }
+    assert max(scheme.tp for scheme in across) == 2
+    assert all(scheme.tp * scheme.sp <= 3 for scheme in feasible_schemes(plan, 5, 3)), "two nodes are not there"
+    assert all(scheme.tp * scheme.sp <= 12 for scheme in feasible_schemes(plan, 64, 12)), "24 ranks are too many"

@@ -17,12 +17,13 @@ from ds_hydra.planner import PhasedPlanner, validate_plan
 from ds_hydra.planner.fixed_layout import in_turn, packed
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from tools.bench_systems import kept_cells, run_cells
-from tools.systems.cells import Cell, all_cells
+from tools.systems.cells import LONG_CELLS, Cell, all_cells
 from tools.systems.chunking import chunks, mesh_of
 from tools.systems.costs import WaitingCost, Way, measured, table_of
 from tools.systems.groups import mixes_of_groups
 from tools.systems.hindsight import Configuration, hindsight
 from tools.systems.measure import NAMES, OURS, RIVALS, SAME_LAYOUT, Measured, Simulators, measure
+from tools.systems.ours import all_schemes
 from tools.systems.static import OPTIONS, by_load
 from tools.systems.switching import layouts
 from tools.systems.verdicts import FLAGSHIP, Result, figures, missed_aims, notes, published_rows, system_rows
@@ -66,6 +67,17 @@ def test_derived_costs_favour_the_rival_by_no_more_than_what_is_said() -> None:
     again = table_of(FLAGSHIP, Way((1,), checkpointing=True))[ParallelScheme(8)]
     assert again.a == pytest.approx(base.a * 4 / 3)
     assert 5 < again.max_length / base.max_length < 6
+
+
+def test_ours_has_ulysses_on_stages_of_up_to_two_nodes_with_its_waits_in_b() -> None:
+    table = all_schemes(LONG_CELLS[0])
+    pipelines = [cost for cost in table.costs if cost.uniform.sp > 1 and cost.scheme.pp > 1]
+    assert {cost.uniform.tp * cost.uniform.sp for cost in pipelines} >= {8, 16}
+    assert all(cost.uniform.tp * cost.uniform.sp <= 16 and type(cost) is SchemeCost for cost in pipelines)
+    base = table[ParallelScheme(4, 2)]
+    inside, across = (table[ParallelScheme(4, 2, degree)].b * degree / base.b - 1.0 for degree in (2, 4))
+    assert 0.0 <= inside < across, "messages between nodes are dearer"
+    assert "waits for messages in b" in table[ParallelScheme(4, 2, 4)].derived
 
 
 @pytest.mark.parametrize("name", RIVALS)
@@ -210,7 +222,7 @@ def test_published_figures_stand_beside_ours() -> None:
 
 
 def test_cells_are_those_that_were_asked_for() -> None:
-    assert len(set(all_cells())) == 48
+    assert len(set(all_cells())) == 48 + len(LONG_CELLS)
     assert FLAGSHIP in set(all_cells())
     assert set(NAMES) == {OURS, SAME_LAYOUT, *RIVALS}
 

@@ -204,6 +204,12 @@ def in_groups() -> Iterator[Case]:
     yield replace(sliced, name="groups of heads, slices, one key head", family="llama_1_key_head")
     yield replace(sliced, name="groups of heads, slices, dropout", family="dropout (Phi)", draws=True,
                   frozen=NO_GRADIENT, quick=True)  # fmt: skip
+    yield replace(sliced, name="groups of heads, slices, over nodes of 1 rank", family="llama_tied", node_size=1,
+                  quick=True)  # fmt: skip
+    yield replace(sliced, name="groups of heads, slices, over two nodes, dropout", family="dropout (Phi)", draws=True,
+                  frozen=NO_GRADIENT, node_size=2, strategies=("sp4/list", "sp4", "sp2pp2/v"))  # fmt: skip
+    yield replace(sliced, name="groups of heads, slices, over two nodes of 8 ranks", node_size=2,
+                  strategies=("sp4pp2/v", "tp2sp2pp2/v", "tp2sp4"))  # fmt: skip
     yield replace(base, name="groups of heads fp32", dtype=FLOAT32, optimizer="SGD")
     yield replace(base, name="groups of heads bf16", dtype=BFLOAT16)
     yield replace(base, name="groups of heads on 8 ranks", strategies=("sp8", "tp2sp4", "sp4pp2/v"))

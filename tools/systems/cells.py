@@ -13,9 +13,10 @@ MIXES = {
     "CommonCrawl": "lognormal:6.220,1.233",
     "Wikipedia": str(FOLDER / "wikipedia_lengths.txt"),
     "pretraining": str(FOLDER / "pretraining_length_histogram.csv"),
+    "long": "lognormal:9.2,1.4",  # half of all sequences have 10K tokens and more
 }
 CLUSTERS = (("7b", 16), ("7b", 32), ("32b", 32), ("32b", 64))
-CONTEXTS, TOKENS = (16384, 32768), (100_000, 200_000)
+CONTEXTS, TOKENS, SHORT_MIXES = (16384, 32768), (100_000, 200_000), ("CommonCrawl", "Wikipedia", "pretraining")
 EVALUATED, SEEN_BEFORE = 77, 1  # seeds of batches that are reported, and of lengths that ours may prepare with
 _SAMPLE = 60_000
 
@@ -48,7 +49,14 @@ class Cell:
         return [[int(x) for x in batch] for batch in drawn]
 
 
+LONG_CELLS = (
+    Cell("32b", 64, 131_072, 800_000, "pretraining"),
+    Cell("32b", 64, 131_072, 1_000_000, "long"),
+)
+
+
 def all_cells() -> Iterator[Cell]:
-    """Every cell, the largest cluster last."""
-    for (model, gpus), context, tokens, mix in itertools.product(CLUSTERS, CONTEXTS, TOKENS, MIXES):
+    """Every cell, the largest cluster last, and then those of long contexts."""
+    for (model, gpus), context, tokens, mix in itertools.product(CLUSTERS, CONTEXTS, TOKENS, SHORT_MIXES):
         yield Cell(model, gpus, context, tokens, mix)
+    yield from LONG_CELLS

@@ -108,7 +108,9 @@ class WaitingCost(SchemeCost):
     @property
     def without_waits(self) -> SchemeCost:
         """The same as if messages took no time."""
-        return SchemeCost(self.scheme, self.a, self.b, self.c, self.max_length, self.util_length, self.shares)
+        return SchemeCost(
+            self.scheme, self.a, self.b, self.c, self.max_length, self.util_length, self.shares, self.derived
+        )  # fmt: skip
 
 
 @lru_cache(maxsize=8)
@@ -192,6 +194,15 @@ def _shared(cell: Cell, base: SchemeCost, way: Way) -> Iterator[SchemeCost]:
             yield WaitingCost(scheme, a, b, c, *known, messages, hideable, heads=heads // degree)
         else:
             yield SchemeCost(scheme, a, b + messages, c, *known)
+
+
+def averaged(cost: SchemeCost, lengths: Sequence[int]) -> SchemeCost:
+    """The same with what its messages leave exposed added to b, as the mean over the tokens of these sequences."""
+    if not isinstance(cost, WaitingCost):
+        return cost
+    alone, tokens = cost.without_waits, np.asarray(lengths, dtype=np.float64)
+    waits = float((cost.sequence_ms(lengths) - alone.sequence_ms(lengths)).sum() / tokens.sum())
+    return replace(alone, b=alone.b + waits, derived=f"{cost.derived}, waits for messages in b")
 
 
 def _hideable(tokens: int, heads: int) -> float:

@@ -13,7 +13,7 @@ from ds_hydra.emulate.cluster import emulate_plans
 from ds_hydra.simulate.links import LinkModel
 from ds_hydra.simulate.llama import shipped_job
 from ds_hydra.simulate.step import Simulator
-from tools.systems.cells import CONTEXTS, EVALUATED, MIXES, Cell
+from tools.systems.cells import CONTEXTS, EVALUATED, SHORT_MIXES, Cell
 from tools.systems.costs import NODE, Way, measured
 from tools.systems.hindsight import hindsight
 from tools.systems.measure import OURS, STATIC, Simulators
@@ -21,7 +21,7 @@ from tools.systems.ours import settings
 from tools.systems.rates import tflops
 from tools.systems.static import megatron
 
-CELLS = tuple(Cell("7b", 16, context, 100_000, mix) for context in CONTEXTS for mix in MIXES)
+CELLS = tuple(Cell("7b", 16, context, 100_000, mix) for context in CONTEXTS for mix in SHORT_MIXES)
 _SEQUENCES = 20_000
 
 

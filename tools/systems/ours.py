@@ -7,15 +7,16 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
-from ds_hydra.costs.cost_table import CostTable
+from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.pipe.shape import StrategyShape
+from ds_hydra.plan.schemes import MOST_SHARING
 from ds_hydra.planner import Planner, PlannerOptions
 from ds_hydra.planner.proposal.propose import QUICK, ProposalEffort, Wider, propose_strategies
 from ds_hydra.planner.proposal.spaces import wider_shapes
 from ds_hydra.simulate.exposed import exposed_ms
 from ds_hydra.simulate.job import SimulatedJob
 from tools.systems.cells import SEEN_BEFORE, Cell
-from tools.systems.costs import Way, cluster_of, measured, table_of
+from tools.systems.costs import Way, averaged, cluster_of, measured, table_of
 from tools.systems.hindsight import Configuration, StepMs, hindsight, planned_by
 
 LAYERS = {"7b": 32, "32b": 60}
@@ -28,7 +29,7 @@ def ds_hydra(cell: Cell, ms: StepMs) -> Configuration:
     """The best of what `"strategies": "auto"` can be asked for, by steps of other data, simulated with their transfers.
 
     Whole sequences under 1F1B, or with slices, split backwards and V's besides; on the measured schemes of TP and PP,
-    and with Ulysses on those of one stage.
+    and with Ulysses on them: of up to two nodes where there are several stages.
     """
     return hindsight(settings(cell, all_schemes(cell), ms), cell.batches(_TRIED, SEEN_BEFORE), ms).configuration
 
@@ -43,9 +44,20 @@ def settings(cell: Cell, table: CostTable, ms: StepMs) -> Iterator[Configuration
 
 
 def all_schemes(cell: Cell) -> CostTable:
-    """The measured schemes, and Ulysses on those of one stage."""
+    """The measured schemes, and Ulysses on them.
+
+    Pipelines are searched by a, b and c alone, so there what messages leave exposed in the mean of other data is in b.
+    """
     plain, more = measured(cell.model, cell.gpus), table_of(cell, Way(_ULYSSES, ulysses=True, overlapped=True))
-    return CostTable((*plain.costs, *(cost for cost in more.costs if cost.scheme.pp == 1 and cost not in plain.costs)))
+    known = set(plain.schemes)
+    added = [cost for cost in more.costs if cost.scheme not in known and _is_used(cost)]
+    lengths = cell.lengths(SEEN_BEFORE)
+    return CostTable((*plain.costs, *(cost if cost.scheme.pp == 1 else averaged(cost, lengths) for cost in added)))
+
+
+def _is_used(cost: SchemeCost) -> bool:
+    scheme = cost.uniform
+    return scheme.pp == 1 or scheme.tp * scheme.sp <= MOST_SHARING
 
 
 def _proposed(cell: Cell, table: CostTable, effort: ProposalEffort, **more: Any) -> tuple[StrategyShape, ...]:

@@ -9,12 +9,12 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from tools import aims
-from tools.systems.cells import Cell, all_cells
+from tools.systems.cells import LONG_CELLS, Cell, all_cells
 from tools.systems.measure import NAMES, OURS, SAME_LAYOUT, STATIC, Measured
 from tools.systems.rates import peak_tflops
 
 FLAGSHIP = Cell("32b", 64, 32768, 200_000, "CommonCrawl")
-NUM_CELLS = len(list(all_cells()))
+SHORT_CELLS = frozenset(all_cells()) - frozenset(LONG_CELLS)  # means are over them
 LITTLE = 1.05  # gains over the best rival below it are named
 
 
@@ -143,8 +143,9 @@ def missed_aims(results: Sequence[Result]) -> list[str]:
         if result.fewest_sequences >= aims.ENOUGH_SEQUENCES and gap > aims.SYSTEM_GAP:
             missed.append(f"{result.cell}: our median gap is {gap:.3f}, not <= {aims.SYSTEM_GAP}")
     for name, least in aims.SYSTEM_MEANS.items():
-        gains = [gain for result in results if (gain := result.gain(name)) is not None]
-        if len(results) == NUM_CELLS and gains and statistics.fmean(gains) < least:
+        short = [result for result in results if result.cell in SHORT_CELLS]
+        gains = [gain for result in short if (gain := result.gain(name)) is not None]
+        if len(short) == len(SHORT_CELLS) and gains and statistics.fmean(gains) < least:
             missed.append(f"{name} takes {statistics.fmean(gains):.3f} of our time in the mean, not >= {least}")
     return missed
 
