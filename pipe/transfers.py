@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from fractions import Fraction
 from functools import lru_cache
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from ds_hydra.pipe.model_plan import Bucket, ModelPlan, Slot, end_of_slots
 from ds_hydra.pipe.placement import Strategy
 from ds_hydra.zero_hetero.layout import even_layout
+from ds_hydra.zero_hetero.sum_places import Place, aligned, places_of_sums
 from ds_hydra.zero_hetero.transfer_plan import TransferPlan, plan_transfer
 from ds_hydra.zero_hetero.twin_plan import TwinPull, TwinPush, Twins, plan_twin_pull, plan_twin_push
 
@@ -65,6 +67,39 @@ def bucket_places(plan: ModelPlan, strategy: Strategy, twins: Twins) -> Iterator
         size = twins.padded(end_of_slots(slots), plan.alignment)
         yield BucketPlace(bucket, slots, start, size)
         start += size
+
+
+class GradientPlaces(NamedTuple):
+    """Where a rank has what it pushes and the sums that it owns [Note: where sums lie]; of each trainable bucket."""
+
+    gradients: tuple[Place, ...]
+    sums: tuple[Place, ...]
+
+    @property
+    def pushed_bytes(self) -> int:
+        """Bytes of the gradients."""
+        return max((place.stop for place in self.gradients), default=0)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that hold both."""
+        return max((place.stop for places in self for place in places), default=0)
+
+
+def gradient_places(
+    plan: ModelPlan, strategy: Strategy, twins: Twins, *, grad_bytes: int, master_bytes: int
+) -> GradientPlaces:
+    """The places on each of these twins, with so many bytes for an element of a gradient and of a sum."""
+    trained = [place for place in bucket_places(plan, strategy, twins) if place.bucket.trainable]
+    ends = [0, *accumulate(place.size * grad_bytes for place in trained)]
+    gradients = [Place(start, stop) for start, stop in pairwise(ends)]
+    # The largest shard of all ranks, which differ by one element: so places are the same on many ranks.
+    sizes = [aligned(-(-place.bucket.numel // strategy.num_ranks) * master_bytes) for place in trained]
+    numbers = [index for index, bucket in enumerate(plan.buckets) if bucket.trainable]
+    order = [numbers.index(index) for index in push_order(plan, strategy)]
+    found = places_of_sums(tuple(gradients[i] for i in order), tuple(sizes[i] for i in order))
+    sums = dict(zip(order, found, strict=True))
+    return GradientPlaces(tuple(gradients), tuple(sums[i] for i in range(len(trained))))
 
 
 @lru_cache(maxsize=64)

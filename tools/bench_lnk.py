@@ -124,6 +124,7 @@ class Lnk:
     def __init__(self, case: Case, rank: int, plans: list[tuple[TransferPlan, Layout, TransferPlan]]):
         specs = [BucketSpec(b.name, tuple((p.name, p.numel) for p in b.params)) for b in case.plan.buckets]
         masters = MasterShards(specs, rank, case.num_ranks, "cpu")
+        masters.put_grads(None)
         transport = TorchTransport(max_open_receives=2)
         buffers = [torch.zeros(held.sizes[rank], dtype=case.dtype) for _, held, _ in plans]
         pulls = [Link(pull, rank, transport) for pull, _, _ in plans]

@@ -1,8 +1,9 @@
 """Master shards: FP32 parameters and gradients, evenly and permanently sharded over all ranks of the job.
 
 [Note: master shards] Rank r holds the r-th of N equal intervals of every bucket, whatever the strategy of a step
-(the optimization phase of Hydraulis, section 5.2). All its intervals lie in one tensor `flat`, bucket after bucket,
-and its gradients in `flat_grad` likewise; `shards[b]`, `grads[b]` and the optimizer's parameters are views.
+(the optimization phase of Hydraulis, section 5.2). All its intervals lie in one tensor `flat`, bucket after bucket;
+`shards[b]` and the optimizer's parameters are views. Its gradients have memory of their own only where they outlive a
+phase of a step; else `put_grads` says for each step where they lie [Note: where sums lie].
 
 Example: buckets of 10 and 6 elements on 2 ranks. Rank 1 holds elements 5 to 9 of the first and 3 to 5 of the second,
 and `flat` has 8 elements, which are `shards[0]` and `shards[1]`. If the first bucket has the parameters a (7 elements)
@@ -27,14 +28,14 @@ from ds_hydra.zero_hetero.transport import Transport
 
 
 class OwnedPiece(NamedTuple):
-    """The elements of one parameter that this rank owns; `shard` and `grad` are views of shape (stop - start,)."""
+    """The elements of one parameter that this rank owns; `shard` is a view of shape (stop - start,)."""
 
     bucket: int
     name: str
     start: int  # first element, counted in the parameter
     stop: int
     shard: Tensor
-    grad: Tensor
+    first: int  # element of the bucket's local shard
 
 
 class OptimizerSpan(NamedTuple):
@@ -49,7 +50,8 @@ class OptimizerSpan(NamedTuple):
 class MasterShards:
     """This rank's part of the FP32 parameters and their gradients; see [Note: master shards].
 
-    `layouts[b]`: who owns which interval of bucket b. `shards[b]`, `grads[b]`: this rank's, flat, in `dtype`.
+    `layouts[b]`: who owns which interval of bucket b. `shards[b]`, `grads[b]`: this rank's, flat, in `dtype`. There are
+    no gradients before the first `put_grads`.
     """
 
     def __init__(
@@ -59,20 +61,16 @@ class MasterShards:
         num_ranks: int,
         device: torch.device | str,
         dtype: torch.dtype = torch.float32,
-        *,
-        trained: bool = True,
     ):
-        """Without `trained` the gradients are zeros that take no memory and must not be written to."""
         self.buckets = tuple(buckets)
         self.rank = rank
         self.num_ranks = num_ranks
         self.layouts: list[Layout] = [even_layout(bucket.numel, num_ranks) for bucket in self.buckets]
         sizes = [layout.sizes[rank] for layout in self.layouts]
-        # One tensor for all buckets, so that norm and clipping run over one long interval.
         self.flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
-        self.flat_grad = torch.zeros_like(self.flat) if trained else self.flat.new_zeros(1).expand(self.flat.shape)
         self.shards: list[Tensor] = list(self.flat.split(sizes))
-        self.grads: list[Tensor] = list(self.flat_grad.split(sizes))
+        self.grads: list[Tensor] = []
+        self._own_grads: list[Tensor] = []
         self.spans: list[OptimizerSpan] = []
         self._owned = {piece.name: piece for piece in self._cut_pieces()}
         self._numels = {name: numel for bucket in self.buckets for name, numel in bucket.params}
@@ -98,14 +96,29 @@ class MasterShards:
         """What this rank owns, parameter by parameter in the order of the buckets."""
         return iter(self._owned.values())
 
+    def put_grads(self, grads: Sequence[Tensor] | None) -> None:
+        """From now on the gradients are these tensors, per bucket like `shards`; None: memory of their own, which is
+        kept from then on."""
+        if grads is None:
+            if not self._own_grads:
+                self._own_grads = list(torch.zeros_like(self.flat).split([shard.numel() for shard in self.shards]))
+            grads = self._own_grads
+        self.grads = list(grads)
+        for param, bucket, start, stop in self.spans:
+            param.grad = self.grads[bucket][start:stop]  # a view, so that a push fills it
+
+    def grad_of(self, piece: OwnedPiece) -> Tensor:
+        """The gradient of a piece, a view of its shape."""
+        return self.grads[piece.bucket][piece.first : piece.first + piece.stop - piece.start]
+
     def param_groups(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Parameter groups for any element-wise `torch.optim` optimizer, over this rank's elements only.
 
         `groups` have `names` (parameter names) and any options of the optimizer; together they name each parameter
-        once. What one group owns side by side in a bucket becomes one 1-D parameter whose data and `.grad` are
-        views of the shards: update with `step()`, and never drop the gradients with `zero_grad()`, for a push
-        overwrites them. Every group is returned, those without elements too, so that schedulers see the same
-        groups on every rank.
+        once. What one group owns side by side in a bucket becomes one 1-D parameter whose data are a view of the
+        shard, and whose `.grad` is one of what `put_grads` is given: update with `step()`, and never drop the gradients
+        with `zero_grad()`, for a push overwrites them. Every group is returned, those without elements too, so that
+        schedulers see the same groups on every rank.
         """
         group_of = self._group_of_each(groups)
         # An element-wise optimizer does not care where a parameter begins or ends. So what lies side by side in one
@@ -114,7 +127,6 @@ class MasterShards:
         self.spans = []
         for bucket, start, stop, group in self._runs(group_of):
             param = nn.Parameter(self.shards[bucket][start:stop])
-            param.grad = self.grads[bucket][start:stop]  # a view, so that a push fills it
             params[group].append(param)
             self.spans.append(OptimizerSpan(param, bucket, start, stop))
         return [
@@ -136,9 +148,7 @@ class MasterShards:
         for piece in self.pieces():
             if piece.name not in names:
                 continue
-            shard = self.shards[piece.bucket]
-            start = (piece.shard.data_ptr() - shard.data_ptr()) // shard.element_size()
-            stop = start + piece.shard.numel()
+            start, stop = piece.first, piece.first + piece.shard.numel()
             yield piece.shard
             for param, bucket, first, last in self.spans:
                 if bucket == piece.bucket and first <= start and stop <= last:
@@ -186,10 +196,9 @@ class MasterShards:
                 for (name, numel), offset in zip(bucket.params, bucket.offsets.values(), strict=True):
                     start, stop = max(piece.start, offset), min(piece.stop, offset + numel)
                     if start < stop:
-                        at = slice(start - piece.start, stop - piece.start)
-                        yield OwnedPiece(
-                            index, name, start - offset, stop - offset, self.shards[index][at], self.grads[index][at]
-                        )
+                        first, last = start - piece.start, stop - piece.start
+                        shard = self.shards[index][first:last]
+                        yield OwnedPiece(index, name, start - offset, stop - offset, shard, first)
 
     def _runs(self, group_of: Mapping[str, int]) -> Iterator[tuple[int, int, int, int]]:
         """Maximal (bucket, start, stop, group) of adjacent pieces in one group, in the local shard."""

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -127,6 +127,10 @@ class Pushes:
             self._unready[index].add(position)
         self._issue_ready()  # those that this rank holds nothing of, as far as nothing comes before them
 
+    def fill(self, masters: Sequence[Tensor]) -> None:
+        """From now on the pushes of the buckets fill these master gradients."""
+        self.buckets = tuple(replace(one, masters=to) for one, to in zip(self.buckets, masters, strict=True))
+
     def finish(self, *, accumulate: bool = False) -> None:
         """Issue every push that is left, then wait for all: the master gradients are complete.
 
@@ -149,10 +153,7 @@ class Pushes:
         handles, self._handles = self._handles[self._over :], []
         self._over = 0
         finish_steps(handles)
-        # The second loop needs more of the other ranks than the first: not only that they have sent everything, but
-        # that they have received it.
-        for handle in handles:
-            handle.wait_arrived()
+        # Each is over before the sum of the next is taken, which may lie where this one's gradients were sent from.
         for handle in handles:
             handle.wait()
 

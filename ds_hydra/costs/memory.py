@@ -1,11 +1,12 @@
 """A model's plan, a scheme and a device in; bytes on each rank and MaxLen out. Pure: no torch.
 
 [Note: memory]
-A rank holds its 1/N of the master shards (FP32 parameters, gradients and optimizer state) whatever the strategy, and
-memory for the parameters and gradients of its share of a stage, as much as the most demanding of all candidate
-strategies needs there, since strategies change within a job. In a step it holds scratch memory of pull and push, what
-that step's strategy needs, and activations. With the candidates `4*tp16` and `64*tp1` each rank has room for the whole
-model in every step, and `tp16` is left less for activations than it would have alone.
+A rank holds its 1/N of the master shards (FP32 parameters and optimizer state) whatever the strategy, and memory for
+the parameters and gradients of its share of a stage, as much as the most demanding of all candidate strategies needs
+there, since strategies change within a job; the masters' gradients lie there too [Note: where sums lie]. In a step it
+holds scratch memory of pull and push, what that step's strategy needs, and activations. With the candidates `4*tp16`
+and `64*tp1` each rank has room for the whole model in every step, and `tp16` is left less for activations than it would
+have alone.
 
 The schedule tells of how many micro-batches a stage keeps the activations at once: under 1F1B stage i of PP keeps up to
 PP - i. Where the backward is split, a part of a micro-batch stays from its input gradient to its weight gradient. Where
@@ -64,10 +65,10 @@ class Needs:
 
     scheme: Shape
     stage: int
-    masters: int  # parameters and gradients, 1/N; of frozen ones the parameters, in the compute dtype
+    masters: int  # parameters, 1/N, and gradients if they outlive a phase; of frozen ones in the compute dtype
     optimizer: int  # its state, 1/N
     params: int
-    grads: int
+    grads: int  # with those of the masters, where these lie in the same memory
     scratch: int  # of pull and push
     head: int  # the sum of the gradient of the head's weight, while it is made
     logits: float  # elements for a token
@@ -145,6 +146,7 @@ class JobMemory:
     slices: bool = False  # whether plans may cut sequences
     plain_head: bool = True  # whether head and loss are one function [Note: head and loss as one]
     serial: bool = True  # whether messages between stages end in the order of their start, as on NCCL
+    phases: bool = False  # whether steps may have several, over which the masters' gradients add up
     strategies: Mapping[StrategyShape, Strategy] = field(default_factory=dict)
     arena: tuple[tuple[int, int], ...] = ()  # elements of parameters and gradients that each rank keeps room for anyway
     _cache: dict[tuple[Shape, int], Needs] = field(default_factory=dict, compare=False, repr=False)
@@ -227,7 +229,7 @@ class JobMemory:
         return Needs(
             scheme,
             index,
-            masters=2 * share * self.master_bytes + frozen * self.param_bytes,
+            masters=(1 + self.phases) * share * self.master_bytes + frozen * self.param_bytes,
             optimizer=self.optimizer_states * share * self.master_bytes,
             params=held.params,
             grads=held.grads,

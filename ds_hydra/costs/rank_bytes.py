@@ -16,7 +16,9 @@ from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.pipe.placement import Strategy
 from ds_hydra.pipe.transfers import (
     BucketTransfers,
+    GradientPlaces,
     bucket_places,
+    gradient_places,
     plan_transfers,
     push_order,
     room_for_pushes,
@@ -42,7 +44,7 @@ class RankBytes(NamedTuple):
     """What one rank holds under one strategy, masters and activations apart."""
 
     params: int
-    grads: int
+    grads: int  # with the sums that the rank owns [Note: where sums lie]
     scratch: int  # of pulls or of pushes, whichever is more
 
     @property
@@ -77,19 +79,24 @@ def _ranks(plan: ModelPlan, strategy: Strategy, element: ElementBytes, node_size
     pulls, pushes = _scratch_of(plan, transfers, strategy, element)
     found: dict[int, _Rank] = {}
     for twins in twins_of(strategy, node_size):
-        held, trained = held_elements(plan, strategy, twins)
-        params, grads = held * element.param, trained * element.grad
+        held, _ = held_elements(plan, strategy, twins, element)
+        params, places = held * element.param, _places(plan, strategy, twins, element)
         for rank in twins.ranks:
             pull = int(pulls[rank])
-            windows = in_turn(tuple(pushes[:, rank].tolist()), room_for_pushes(params + grads, pull))
-            found[rank] = _Rank(params, grads, pull, windows)
+            windows = in_turn(tuple(pushes[:, rank].tolist()), room_for_pushes(params + places.pushed_bytes, pull))
+            found[rank] = _Rank(params, places.num_bytes, pull, windows)
     return [found[rank] for rank in range(strategy.num_ranks)]
 
 
-def held_elements(plan: ModelPlan, strategy: Strategy, twins: Twins) -> tuple[int, int]:
-    """Elements of all and of trainable parameters that each of these twins holds, with the gaps between them."""
-    places = list(bucket_places(plan, strategy, twins))
-    return sum(place.size for place in places), sum(place.size for place in places if place.bucket.trainable)
+def held_elements(plan: ModelPlan, strategy: Strategy, twins: Twins, element: ElementBytes) -> tuple[int, int]:
+    """Elements of the memory that each of these twins has for parameters, with the gaps between them, and of that for
+    gradients, with the sums that it owns."""
+    held = sum(place.size for place in bucket_places(plan, strategy, twins))
+    return held, -(-_places(plan, strategy, twins, element).num_bytes // element.grad)
+
+
+def _places(plan: ModelPlan, strategy: Strategy, twins: Twins, element: ElementBytes) -> GradientPlaces:
+    return gradient_places(plan, strategy, twins, grad_bytes=element.grad, master_bytes=element.master)
 
 
 def _scratch_of(

@@ -32,12 +32,13 @@ def job_memory(
     optimizer_states: int = 2,
     measured: Mapping[tuple[int, int], Activations] | None = None,
     serial: bool = True,
+    phases: bool = False,
 ) -> JobMemory:
     """The memory model of a job for all (tp, sp) of the schemes, with activations measured or else estimated.
 
     `dtype` is computed in, gradients add up in `grad_dtype` (None: FP32 or wider) and travel in `wire_dtype` (None: as
-    computed in); `serial` as in `Transport`. The layers of a pipeline module do not say what is inside them, so their
-    activations count as 0 bytes.
+    computed in); `serial` as in `Transport`; `phases`: whether a step may have several. The layers of a pipeline module
+    do not say what is inside them, so their activations count as 0 bytes.
     """
     config, functions = (getattr(source, name, None) for name in ("text_config", "functions"))
     figures: dict[tuple[int, int], Activations] = {}
@@ -62,7 +63,7 @@ def job_memory(
         device_bytes=device_bytes, vocab=source.vocab_size or 1,
         grad_bytes=grad_dtype.itemsize if grad_dtype else None,
         wire_bytes=wire_dtype.itemsize if wire_dtype else None, node_size=node_size,
-        plain_head=getattr(source, "token_loss", None) is None, serial=serial,
+        plain_head=getattr(source, "token_loss", None) is None, serial=serial, phases=phases,
     )  # fmt: skip
 
 

@@ -57,7 +57,8 @@ class ArenaRoom:
         for shape in strategy.pipelines:
             if str(shape) not in self.most:
                 return f"no candidate has the pipeline {shape}"
-        for rank, (needed, held) in enumerate(zip(elements_of(self.plan, placed), self.arena, strict=True)):
+        every = elements_of(self.plan, placed, self.element)
+        for rank, (needed, held) in enumerate(zip(every, self.arena, strict=True)):
             for what, more, has in zip(("parameters", "gradients"), needed, held, strict=True):
                 if more > has:
                     return f"rank {rank} has room for {has} elements of {what} but would hold {more}"
@@ -93,11 +94,11 @@ class ArenaRoom:
         )
 
 
-def elements_of(plan: ModelPlan, placed: Strategy) -> list[Elements]:
+def elements_of(plan: ModelPlan, placed: Strategy, element: ElementBytes) -> list[Elements]:
     """What every rank holds under a strategy."""
-    found = {
-        rank: held_elements(plan, placed, twins) for twins in twins_of(placed, placed.num_ranks) for rank in twins.ranks
-    }
+    found: dict[int, Elements] = {}
+    for twins in twins_of(placed, placed.num_ranks):
+        found |= dict.fromkeys(twins.ranks, held_elements(plan, placed, twins, element))
     return [found[rank] for rank in range(placed.num_ranks)]
 
 
@@ -113,7 +114,7 @@ def room_beside(memory: JobMemory, table: CostTable, *, composing: bool) -> Aren
     is what the candidates themselves need.
     """
     shapes = sorted({pipeline for strategy in memory.strategies for pipeline in strategy.pipelines}, key=str)
-    arena = largest_of(elements_of(memory.plan, placed) for placed in memory.strategies.values())
+    arena = largest_of(elements_of(memory.plan, placed, memory.element) for placed in memory.strategies.values())
     limits = {shape: _limit(memory, table, shape) for shape in shapes}
     if composing:
         larger = replace(memory, arena=_anywhere(memory, shapes, arena), _cache={})
@@ -136,12 +137,15 @@ def _anywhere(memory: JobMemory, shapes: Sequence[PipelineShape], own: tuple[Ele
     ranks, plan = memory.num_ranks, memory.plan
     params = grads = 0
     for shape in shapes:
-        placed = place_strategy(StrategyShape((shape,)), shape.num_ranks, plan.num_layers)
-        for held, trained in elements_of(plan, placed):
+        copies = max(1, ranks // shape.num_ranks)
+        placed = place_strategy(StrategyShape((shape,) * copies), copies * shape.num_ranks, plan.num_layers)
+        for held, trained in elements_of(plan, placed, memory.element):
             params, grads = max(params, held), max(grads, trained)
     # Parts of twins are equal and begin aligned: of up to as many twins as ranks, each may have a gap in each bucket.
     more = ranks * len(plan.buckets) * plan.alignment
-    return tuple((max(params + more, p), max(grads + more, g)) for p, g in own)
+    # Beside other pipelines pushes have another order, in which one more sum may find no place among the gradients.
+    shard = max(bucket.numel for bucket in plan.buckets) * memory.element.master // (ranks * memory.element.grad)
+    return tuple((max(params + more, p), max(grads + more + shard, g)) for p, g in own)
 
 
 def _limit(memory: JobMemory, table: CostTable, shape: PipelineShape) -> int:

@@ -8,23 +8,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ds_hydra.costs.rank_bytes import held_elements
+from ds_hydra.costs.rank_bytes import ElementBytes, held_elements
 from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.pipe.placement import Strategy
 from ds_hydra.pipe.transfers import twins_with
 from ds_hydra.zero_hetero.scratch import Scratch
+from ds_hydra.zero_hetero.sum_places import Place
 
 
 @dataclass
 class Arena:
-    """Memory of one rank's pulled parameters, gradients and messages; one strategy at a time uses it."""
+    """Memory of one rank's pulled parameters, gradients, sums and messages; one strategy at a time uses it."""
 
     # A step computes with one strategy and pulls its parameters anew. So five strategies that need 6, 4, 4, 3 and 2 GiB
     # of a rank share 6 GiB, where buffers of their own would take 19. To change the strategy allocates neither, so it
     # cannot leave the allocator with blocks of sizes that no longer fit.
 
     params: Tensor  # compute dtype
-    grads: Tensor  # where the gradients of micro-batches add up
+    grads: Tensor  # bytes, where the gradients of micro-batches add up, and then sums lie [Note: where sums lie]
     scratch: Scratch  # as large as the present strategy needs
     filled: tuple[object, int] | None = None  # who has pulled all of `params`, from which revision of the masters
 
@@ -38,14 +39,20 @@ class Arena:
         *,
         dtype: torch.dtype,
         grad_dtype: torch.dtype,
+        master_dtype: torch.dtype,
         least: tuple[int, int] = (0, 0),
     ) -> Arena:
         """An arena as large as the largest need of any of the strategies on this rank, and at least for so many
         parameters and gradients."""
-        found = [(strategy, twins_with(strategy, rank)) for strategy in strategies]
-        sizes = [least, *(held_elements(plan, strategy, twins) for strategy, twins in found)]
+        element = ElementBytes(dtype.itemsize, grad_dtype.itemsize, master_dtype.itemsize)
+        sizes = [least, *(held_elements(plan, one, twins_with(one, rank), element) for one in strategies)]
+        num_bytes = max(grads for _, grads in sizes) * grad_dtype.itemsize
         return cls(
             torch.zeros(max(params for params, _ in sizes), dtype=dtype, device=device),
-            torch.zeros(max(grads for _, grads in sizes), dtype=grad_dtype, device=device),
+            torch.zeros(num_bytes, dtype=torch.uint8, device=device),
             Scratch(device),
         )
+
+    def gradients_at(self, place: Place, dtype: torch.dtype) -> Tensor:
+        """The bytes of a place in the memory for gradients, flat, as elements of `dtype`."""
+        return self.grads[place.start : place.stop].view(dtype)

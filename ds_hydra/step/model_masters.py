@@ -36,7 +36,7 @@ class ModelMasters:
                 "every parameter of the model is frozen: there is nothing to train; call requires_grad_() on some"
             )
         self.trained = MasterShards(trained, rank, num_ranks, device, master)
-        self.frozen = MasterShards(kept, rank, num_ranks, device, frozen, trained=False)
+        self.frozen = MasterShards(kept, rank, num_ranks, device, frozen)
         self.revision = 0  # how often values came from elsewhere than the optimizer; equal on all ranks
         self.shards = tuple(self._pick(self.trained.shards, self.frozen.shards))
 
@@ -45,11 +45,6 @@ class ModelMasters:
         # Buckets (trained, frozen, trained) with the shards t0 t1 and f0 give t0 f0 t1.
         one, other = iter(trained), iter(frozen)
         return (next(one if bucket.trainable else other) for bucket in self.buckets)
-
-    def grad(self, bucket: int) -> Tensor:
-        """This rank's master gradient of a trainable bucket."""
-        assert self.buckets[bucket].trainable, "frozen buckets have no gradient"
-        return self.trained.grads[sum(b.trainable for b in self.buckets[:bucket])]
 
     def load(self, values: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
         """Take the initial values: each parameter's from the lowest rank of `group` that has it, as DeepSpeed does.

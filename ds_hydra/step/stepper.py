@@ -80,7 +80,7 @@ class Stepper:
         self._loss_norm, self._seed, self._loss_scale, self._update = loss_norm, seed, loss_scale, update
         self._strategies, self._activity, self._request = strategies, activity, request
         self._peak = PeakMemory(world.device)
-        self._wire_dtype = wire_dtype
+        self._grad_dtype, self._wire_dtype = grad_dtype, wire_dtype
         self._arena = Arena.for_strategies(
             source.plan,
             list(strategies.values()),
@@ -88,6 +88,7 @@ class Stepper:
             world.device,
             dtype=compute_dtype,
             grad_dtype=grad_dtype,
+            master_dtype=masters.trained.flat.dtype,
             least=least_arena,
         )
         self._runtimes: dict[str, StrategyRuntime] = {}
@@ -159,7 +160,8 @@ class Stepper:
             )  # fmt: skip
         runs: list[PhaseRun] = []
         for runtime, mine, of_schedule in phases:  # see [Note: phases of a step]
-            runs.append(self._train(runtime, mine, of_schedule, weight, accumulate=bool(runs)))
+            how = {"accumulate": bool(runs), "alone": len(phases) == 1}
+            runs.append(self._train(runtime, mine, of_schedule, weight, **how))
             self._activity.now = "optimizer"
             # The comparison comes before the update and before another pull. Until then the masters are still what the
             # pull has sent, and the buffers what it has brought; and a gradient that was computed from flipped bits
@@ -245,12 +247,12 @@ class Stepper:
         return sums, counts
 
     def _train(
-        self, runtime: StrategyRuntime, batches: RankBatches, known: Batches, weight: int, *, accumulate: bool
+        self, runtime: StrategyRuntime, batches: RankBatches, known: Batches, weight: int, **how: bool
     ) -> PhaseRun:
-        """Run a phase; `weight` is the whole step's."""
+        """Run a phase; `weight` is the whole step's, `how` as of `StrategyRuntime.train`."""
         scale = self._loss_scale.value
         self._activity.now = "pull"
-        loss, laps = runtime.train(self._normalised(batches, weight, scale), known, accumulate=accumulate)
+        loss, laps = runtime.train(self._normalised(batches, weight, scale), known, **how)
         ran = runtime.stage_runtime
         return PhaseRun(runtime, loss / scale, ran.router_loss / scale, ran.losses, laps, batches.num_padding)
 
@@ -298,6 +300,7 @@ class Stepper:
                 self._arena,
                 self._world,
                 self._activity,
+                grad_dtype=self._grad_dtype,
                 wire_dtype=self._wire_dtype,
                 turns=None if self.turns_of is None else self.turns_of(strategy),
             )

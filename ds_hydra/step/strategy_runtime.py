@@ -24,7 +24,14 @@ from torch import Tensor, nn
 from ds_hydra.pipe.runtime import Doing, StageRuntime
 from ds_hydra.pipe.schedules.registry import evaluation_slots, training_slots
 from ds_hydra.pipe.stage import ModelSource, StagePlace, install_bucket, widths
-from ds_hydra.pipe.transfers import bucket_places, plan_transfers, push_order, room_for_pushes, twins_with
+from ds_hydra.pipe.transfers import (
+    bucket_places,
+    gradient_places,
+    plan_transfers,
+    push_order,
+    room_for_pushes,
+    twins_with,
+)
 from ds_hydra.step.arena import Arena
 from ds_hydra.zero_hetero.clock import Laps, Stopwatch
 from ds_hydra.zero_hetero.link import Link
@@ -63,10 +70,12 @@ class StrategyRuntime:
         world: World,
         activity: Doing,
         *,
+        grad_dtype: torch.dtype,
         wire_dtype: torch.dtype,
         turns: Sequence[int] | None = None,
     ):
-        """`wire_dtype`: of gradients on their way to the masters; `turns` as of `Pushes`."""
+        """`grad_dtype`: of gradients where they add up; `wire_dtype`: on their way to the masters; `turns` as of
+        `Pushes`."""
         rank, groups = world.rank, world.groups
         self.strategy = strategy
         self.pipeline_index, index = strategy.locate(rank)
@@ -81,7 +90,7 @@ class StrategyRuntime:
         self.parts = tuple(source.build(place, world.device, dtype) for place in places)
         self._queues = [part.weight_gradients for part in self.parts if part.weight_gradients is not None]
         self._bucket_of: dict[str, int] = {}
-        self._num_grads = 0
+        self._grad_dtype, self._sums = grad_dtype, list[Tensor]()
         self._link(source.plan, masters, world, wire_dtype, turns)
         for part in self.parts:
             part.before_use = self._before_use
@@ -113,8 +122,10 @@ class StrategyRuntime:
         pull_links: list[PullMover] = []
         buffers: list[Tensor] = []
         pushes: list[PushBucket] = []
-        rank, held = world.rank, 0
-        places = bucket_places(plan, self.strategy, twins_with(self.strategy, rank))
+        rank, held, twins = world.rank, 0, twins_with(self.strategy, world.rank)
+        places = bucket_places(plan, self.strategy, twins)
+        sizes = self._grad_dtype.itemsize, masters.trained.flat.dtype.itemsize
+        gradients = gradient_places(plan, self.strategy, twins, grad_bytes=sizes[0], master_bytes=sizes[1])
         transfers = plan_transfers(plan, self.strategy, world.node_size)
         for index, ((_, slots, start, size), (pull, push)) in enumerate(zip(places, transfers, strict=True)):
             buffer = self._arena.params[start : start + size]
@@ -125,16 +136,17 @@ class StrategyRuntime:
             if push is None:
                 self._install(slots, buffer, None)
                 continue
-            grads = self._arena.grads[self._num_grads : self._num_grads + size]
-            self._num_grads += size
+            at, shard = len(pushes), masters.trained.shards[len(pushes)]
+            grads = self._arena.gradients_at(gradients.gradients[at], self._grad_dtype)
+            self._sums.append(self._arena.gradients_at(gradients.sums[at], shard.dtype)[: shard.numel()])
             params = self._install(slots, buffer, grads)
-            pushes.append(PushBucket(push_link(push, rank, world), tuple(params), grads, masters.grad(index)))
+            pushes.append(PushBucket(push_link(push, rank, world), tuple(params), grads, self._sums[at]))
         self._wire_dtype, scratch = wire_dtype, self._arena.scratch
         self.pulls = Pulls(
             pull_links, masters.shards, buffers, first_tag=PULL_TAG, early=world.lane.early, scratch=scratch
         )
-        held += self._num_grads * self._arena.grads.itemsize
-        room = room_for_pushes(held, self.pulls.scratch_bytes)
+        self._pushed_bytes, self.gradient_bytes = gradients.pushed_bytes, gradients.num_bytes
+        room = room_for_pushes(held + self._pushed_bytes, self.pulls.scratch_bytes)
         trained = [index for index, (_, push) in enumerate(transfers) if push is not None]
         order = [trained.index(index) for index in push_order(plan, self.strategy)]
         self.pushes = Pushes(
@@ -202,14 +214,20 @@ class StrategyRuntime:
             with self._watch.lap("pull", stage=self.stage_index):
                 self.pulls.wait(bucket)
 
-    def train(self, batches: Sequence[MicroBatch], known: Batches, *, accumulate: bool = False) -> tuple[Tensor, Laps]:
+    def train(
+        self, batches: Sequence[MicroBatch], known: Batches, *, accumulate: bool = False, alone: bool = True
+    ) -> tuple[Tensor, Laps]:
         """Pull, run every micro-batch forward and backward, push.
 
         `known` is what the schedule has to know of the micro-batches. `accumulate`: add to what the master gradients
-        hold, the sum of the step's earlier phases. Returns this rank's share of the loss, and its laps, to be read when
-        the device has passed them.
+        hold, the sum of the step's earlier phases. `alone`: the step has no other phase, so the masters' gradients
+        may lie in the arena. Returns this rank's share of the loss, and its laps, to be read when the device has passed
+        them.
         """
-        self._arena.grads[: self._num_grads].zero_()
+        masters = self._masters.trained
+        masters.put_grads(self._sums if alone else None)
+        self.pushes.fill(masters.grads)
+        self._arena.grads[: self._pushed_bytes].zero_()
         self._start_pulls()
         slots = training_slots(self.place.schedule, known, self.num_stages, self.stage_index)
         with self._watch.lap("run", stage=self.stage_index):

@@ -85,7 +85,7 @@ class Update:
             grads, model = self._masters.grads, self.model()
             for piece in self._masters.pieces() if model.frozen else ():
                 if piece.name in model.frozen:
-                    piece.grad.zero_()
+                    self._masters.grad_of(piece).zero_()
             shares = torch.stack([loss.detach() for loss in (*losses, *router_losses)])
             poison = shares * 0.0
             # What the ranks say of their models travels with it, too: they must freeze the same, or none goes on.
@@ -109,7 +109,7 @@ class Update:
     def _idle(self) -> set[str]:
         """Parameters that nothing reads, of which this rank owns a part that has no gradient."""
         unread = (piece for piece in self._masters.pieces() if piece.name in self._unread) if self._unread else ()
-        return {piece.name for piece in unread if not bool(piece.grad.any())}
+        return {piece.name for piece in unread if not bool(self._masters.grad_of(piece).any())}
 
     def _step(self, frozen: frozenset[str]) -> None:
         """The optimizer's step, which leaves frozen parameters and their states as they are."""
@@ -155,7 +155,8 @@ class Update:
         if self._loss_scale.dynamic:
             return  # skipped steps are how it finds its scale
         found = list(_not_finite(plan, runs))
-        names = [piece.name for piece in self._masters.pieces() if not bool(piece.grad.isfinite().all())]
+        masters = self._masters
+        names = [piece.name for piece in masters.pieces() if not bool(masters.grad_of(piece).isfinite().all())]
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             found.append(f"gradient of {', '.join(names[:3])}{more}")

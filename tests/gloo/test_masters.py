@@ -39,11 +39,12 @@ def train_sharded(rank: int, num_ranks: int, steps: int) -> tuple[list[float], d
     for name, value in tensors(0).items():
         masters.load(name, value)
     optimizer = torch.optim.AdamW(masters.param_groups(GROUPS), foreach=False)
+    masters.put_grads(None)
     norms = []
     for step in range(steps):
         gradients = tensors(1 + step)
         for piece in masters.pieces():
-            piece.grad.copy_(gradients[piece.name][piece.start : piece.stop])
+            masters.grad_of(piece).copy_(gradients[piece.name][piece.start : piece.stop])
         norm = global_grad_norm(masters.grads, dist.group.WORLD)
         clip_(masters.grads, norm, 1.0)
         optimizer.step()
@@ -105,6 +106,7 @@ def test_each_rank_owns_its_interval_once() -> None:
     for rank in range(num_ranks):
         masters = MasterShards(BUCKETS, rank, num_ranks, "cpu")
         groups = masters.param_groups(GROUPS)
+        masters.put_grads(None)
         assert [group["lr"] for group in groups] == [0.02, 0.01]  # also where a rank owns nothing of a group
         assert sum(p.numel() for group in groups for p in group["params"]) == masters.flat.numel()
         for param, bucket, start, stop in masters.spans:

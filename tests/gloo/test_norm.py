@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hydra.zero_hetero import grad_norm
+from ds_hydra.zero_hetero.masters import MasterShards
 from tests.support.ranks import run_ranks
 from tests.support.small_job import STRATEGIES, small_config, small_engine
 
@@ -16,7 +18,7 @@ from tests.support.small_job import STRATEGIES, small_config, small_engine
 class Watched:
     """torch.distributed as `grad_norm` sees it; keeps what it is asked for, and the rank's gradients at that moment."""
 
-    def __init__(self, gradients: Tensor) -> None:
+    def __init__(self, gradients: Callable[[], Tensor]) -> None:
         self.gradients = gradients
         self.seen: list[tuple[str, Tensor]] = []
 
@@ -26,7 +28,7 @@ class Watched:
             return found
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            self.seen.append((name, self.gradients.clone()))
+            self.seen.append((name, self.gradients()))
             return found(*args, **kwargs)
 
         return call
@@ -36,17 +38,26 @@ def norms(rank: int) -> list[tuple[list[str], bool, float, float]]:
     """Of each step: the calls for the norm, whether gradients were final by then, the norm, and one made of them."""
     config = {**small_config(2), "gradient_clipping": 0.0}
     engine = small_engine(rank, config=config)
-    gradients = engine.crew.masters.trained.flat_grad
+    masters = engine.crew.masters.trained
     steps = []
+
+    def gradients() -> Tensor:
+        return torch.cat(masters.grads)
+
+    def put(grads: Sequence[Tensor] | None) -> None:
+        MasterShards.put_grads(masters, grads)
+        for grad in masters.grads:
+            grad.fill_(7.0)  # what a push has not overwritten is seen
+
+    masters.put_grads = put  # type: ignore[method-assign]
     for _ in STRATEGIES[2]:
-        gradients.fill_(7.0)  # what a push has not overwritten is seen
         watched = Watched(gradients)
         grad_norm.dist = watched  # type: ignore[assignment]
         engine.train_batch()
         grad_norm.dist = dist
-        squares = torch.zeros(1, dtype=torch.float64) + gradients.double().square().sum()
+        squares = torch.zeros(1, dtype=torch.float64) + gradients().double().square().sum()
         dist.all_reduce(squares)
-        final = all(torch.equal(seen, gradients) and not (seen == 7.0).any() for _, seen in watched.seen)
+        final = all(torch.equal(seen, gradients()) and not (seen == 7.0).any() for _, seen in watched.seen)
         steps.append(([name for name, _ in watched.seen], final, engine.last_step.grad_norm, float(squares.sqrt())))
     engine.destroy()
     return steps

@@ -165,15 +165,17 @@ def test_a_file_with_an_empty_phase_is_refused_before_step_0(
 def only_the_last_phase_counts() -> Any:
     """Pushes of each phase overwrite the gradients of those before."""
     train = StrategyRuntime.train
-    return mock.patch.object(StrategyRuntime, "train", lambda self, *args, accumulate: train(self, *args))
+    return mock.patch.object(
+        StrategyRuntime, "train", lambda self, *args, accumulate, alone: train(self, *args, alone=alone)
+    )
 
 
 def each_phase_makes_an_update() -> Any:
     """Later phases compute with the parameters that the earlier ones have changed."""
     train = Stepper._train
 
-    def and_update(self: Any, *args: Any, accumulate: bool) -> Any:
-        run = train(self, *args, accumulate=accumulate)
+    def and_update(self: Any, *args: Any, **how: Any) -> Any:
+        run = train(self, *args, **how)
         self._update.apply([run.loss], [run.router_loss])
         return run
 
@@ -184,9 +186,9 @@ def each_phase_has_its_own_mean() -> Any:
     """The loss of a phase is divided by the phase's targets, not by the step's."""
     train = Stepper._train
 
-    def by_own(self: Any, runtime: Any, batches: Any, known: Any, weight: int, *, accumulate: bool) -> Any:
+    def by_own(self: Any, runtime: Any, batches: Any, known: Any, weight: int, **how: Any) -> Any:
         own = int(self._world.channel.rows(torch.tensor([batches.weight])).sum())
-        return train(self, runtime, batches, known, own, accumulate=accumulate)
+        return train(self, runtime, batches, known, own, **how)
 
     return mock.patch.object(Stepper, "_train", by_own)
 

@@ -4,6 +4,7 @@ pushes wait for memory."""
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import deepspeed  # noqa: F401  (before forking: the ranks share it)
@@ -18,6 +19,7 @@ from tests.support.ranks import run_ranks
 from tests.support.small_job import same, small_config, small_engine, small_source, whole_state
 
 SIZES = {"fp32": 4, "bf16": 2}
+_TRAIN = strategy_runtime.StrategyRuntime.train
 
 
 @pytest.mark.parametrize(
@@ -46,7 +48,7 @@ def test_every_rank_holds_what_is_counted(grad_dtype: str, wire: str, node_size:
             arena = stepper._arena
             held = RankBytes(
                 sum(buffer.nbytes for buffer in runtime.pulls.buffers),
-                sum(bucket.grads.nbytes for bucket in runtime.pushes.buckets),
+                runtime.gradient_bytes,
                 arena.scratch.num_bytes,
             )
             element = ElementBytes(2, SIZES[grad_dtype], wire=SIZES[wire])
@@ -87,3 +89,28 @@ def test_parameters_begin_on_128_bytes_and_are_what_they_are_side_by_side(
     side_by_side = run_ranks(run, num_ranks, timeout=120)
     assert any(askew for _, askew in side_by_side)
     assert all(same(one, other) for (one, _), (other, _) in zip(results, side_by_side, strict=True))
+
+
+@pytest.mark.parametrize(("num_ranks", "grad_dtype"), [(4, "fp32"), (4, "bf16"), (3, "bf16")])
+def test_sums_among_gradients_are_those_in_memory_of_their_own(num_ranks: int, grad_dtype: str) -> None:
+    """To the bit, under strategies that change: where sums lie [Note: where sums lie] changes no value."""
+
+    def run(rank: int, apart: bool) -> tuple[dict[str, Tensor], int]:
+        config = small_config(num_ranks) | {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": grad_dtype}}
+        engine = small_engine(rank, config=config)
+        masters, arena, among = engine.crew.masters.trained, engine.crew.stepper._arena, 0
+        for _ in range(4):
+            with mock.patch.object(strategy_runtime.StrategyRuntime, "train", _apart if apart else _TRAIN):
+                engine.train_batch()
+            among += sum(grad.untyped_storage().data_ptr() == arena.grads.data_ptr() for grad in masters.grads)
+        return whole_state(engine), among
+
+    (among, count), (apart, none) = (run_ranks(run, num_ranks, each, timeout=200)[0] for each in (False, True))
+    assert count > 0 == none
+    assert same(among, apart)
+
+
+def _apart(runtime: strategy_runtime.StrategyRuntime, *batches: Any, alone: bool, **others: Any) -> Any:
+    """A phase of a step, as if there were others."""
+    assert alone
+    return _TRAIN(runtime, *batches, alone=False, **others)

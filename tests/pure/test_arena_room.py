@@ -56,7 +56,7 @@ def test_room_costs_no_candidate_a_token_and_what_is_let_in_fits(device: float) 
         placed = place_strategy(strategy, 8, 8)
         if room.refusal(strategy):
             continue
-        needed = elements_of(memory.plan, placed)
+        needed = elements_of(memory.plan, placed, memory.element)
         assert all(p <= has_p and g <= has_g for (p, g), (has_p, has_g) in zip(needed, room.arena, strict=True))
         beside_it = with_room.together({**memory.strategies, strategy: placed})
         for shape in set(strategy.pipelines):
