@@ -15,7 +15,7 @@ without a message, what goes forward as well as its gradient.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -30,6 +30,8 @@ from ds_hydra.pipe.schedules.actions import (
     Action,
     Slot,
     backward_of_first_push,
+    first_backward,
+    forward_of_last_layers,
     last_weight_gradient,
     turns,
 )
@@ -39,9 +41,21 @@ from ds_hydra.pipe.weight_gradients import SplitBackward
 from ds_hydra.zero_hetero.clock import Kind, Stopwatch
 from ds_hydra.zero_hetero.transport import Transport, Work
 
-ArmPushes = Callable[[Collection[nn.Parameter]], None]
-"""Called when pushes may start as soon as gradients are final: that of each parameter given, when autograd or the
-stage's queue of weight gradients has added the last to it, and of others at once."""
+
+class Moments(Protocol):
+    """Who is told of moments of a run: it owns the parameters' memory and that of their gradients."""
+
+    def forwarded(self) -> None:
+        """All layers have run a forward."""
+
+    def before_gradients(self) -> None:
+        """The first gradients are computed next."""
+
+    def before_last_gradients(self, waiting: Collection[nn.Parameter]) -> None:
+        """Pushes may start as soon as gradients are final: that of each parameter given, when autograd or the stage's
+        queue of weight gradients has added the last to it, and of others at once. It is not told where messages follow
+        the last gradients."""
+
 
 _At = tuple[int, int]
 """A micro-batch and a part of the stage."""
@@ -102,17 +116,18 @@ class StageRuntime:
         self,
         slots: Sequence[Slot],
         batches: Sequence[MicroBatch],
-        arm_pushes: ArmPushes | None = None,
+        moments: Moments | None = None,
     ) -> Tensor:
         """Run a schedule over this pipeline's micro-batches and return this rank's share of the loss.
 
         The share is 0 on every stage except the last, but for the losses of its routers, which `router_loss` has apart.
         Gradients accumulate in the parameters. A schedule without
-        backward actions keeps nothing for one. `arm_pushes` is called before the backward that makes this stage's
-        gradients final, or the first of the weight gradients that do, unless messages follow it
+        backward actions keeps nothing for one. `moments` is told of the last gradients before the backward that makes
+        this stage's gradients final, or the first of the weight gradients that do, unless messages follow it
         [Note: the first push].
         """
         last, first_push = last_weight_gradient(slots), backward_of_first_push(slots)
+        forwarded, begins = forward_of_last_layers(slots), first_backward(slots)
         # In FP64, since losses of many micro-batches are added; gradients come from each loss itself, not from this.
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         split = {(microbatch, part) for slot in slots for kind, microbatch, part in slot if kind == "input_gradient"}
@@ -126,10 +141,14 @@ class StageRuntime:
         with torch.set_grad_enabled(run.trains):
             for messages, actions in turns(slots):
                 self._communicate(run, messages)
-                if first_push in actions and arm_pushes is not None:
-                    arm_pushes(self._waiting(actions))
+                if moments is not None and begins in actions:
+                    moments.before_gradients()
+                if moments is not None and first_push in actions:
+                    moments.before_last_gradients(self._waiting(actions))
                 if actions:
                     self._compute(run, actions)
+                if moments is not None and forwarded in actions:
+                    moments.forwarded()
         with self._lap("send"):
             self._end_sends(run, 0)
         self._activity.now = "push"

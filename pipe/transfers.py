@@ -20,7 +20,7 @@ from ds_hydra.zero_hetero.twin_plan import TwinPull, TwinPush, Twins, plan_twin_
 
 OPEN_AT_LEAST = 64 << 20
 """Bytes that open pushes may always take."""
-_OPEN_SHARE = 32  # and this part of the parameters and gradients that a rank holds
+_OPEN_SHARE = 96  # and this part of the parameters and gradients that a rank holds
 
 
 class BucketTransfers(NamedTuple):
@@ -148,11 +148,10 @@ def _plan_bucket(plan: ModelPlan, bucket: Bucket, strategy: Strategy, node_size:
     return BucketTransfers(pull, None if contributed is None else plan_twin_push(masters, contributed, twins))
 
 
-def room_for_pushes(held_bytes: int, pull_bytes: int) -> int:
+def room_for_pushes(held_bytes: int) -> int:
     """Bytes of scratch memory that the open pushes of a rank may take [Note: scratch memory].
 
-    `held_bytes`: parameters and gradients of its stage; `pull_bytes`: scratch memory of its pulls, which are over when
-    pushes begin. With more room more pushes are on their way while earlier ones are summed; with less there is more
-    for activations.
+    `held_bytes`: parameters and gradients of its stage. With more room more pushes are on their way while earlier ones
+    are summed; with less there is more for activations.
     """
-    return max(OPEN_AT_LEAST, held_bytes // _OPEN_SHARE, pull_bytes)
+    return max(OPEN_AT_LEAST, held_bytes // _OPEN_SHARE)

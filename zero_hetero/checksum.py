@@ -22,14 +22,15 @@ _BLOCK = 1 << 20  # elements that are widened to 64 bits at a time
 _HOP_SHIFT = 40  # messages have fewer than 2^40 elements
 
 
-def checksums_of(hops: Sequence[Hop], ranks: int) -> Tensor:
+def checksums_of(hops: Sequence[Hop], ranks: int, *, first: int = 0) -> Tensor:
     """int64 of shape (2, ranks) on CPU: of all that this rank sent to each rank, and of what it holds from each.
 
     Each of `hops` was a pull between flat tensors as they were on the wire. The sum of what rank i sent to j equals
-    that of what j holds from i, unless something was changed on the way or afterwards.
+    that of what j holds from i, unless something was changed on the way or afterwards. `first` is the number of the
+    first of the hops.
     """
     totals = torch.zeros(2, ranks, dtype=torch.int64, device=hops[0].src.device)
-    for index, (rank, sends, recvs, local, src, dst) in enumerate(hops):
+    for index, (rank, sends, recvs, local, src, dst) in enumerate(hops, start=first):
         base = index << _HOP_SHIFT
         for envelope in sends:
             totals[0, envelope.peer] += _checksum(src, envelope.parts, base)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ds_hydra.zero_hetero.checksum import checksums_of
 from ds_hydra.zero_hetero.layout import padded
-from ds_hydra.zero_hetero.mover import Hop, Movement, PullMover
+from ds_hydra.zero_hetero.mover import Movement, PullMover
 from ds_hydra.zero_hetero.scratch import Scratch
 from ds_hydra.zero_hetero.scratch_plan import end_of, side_by_side
 
@@ -43,8 +43,8 @@ class Pulls:
     ):
         """Bucket b is pulled with tag `first_tag + b`; `early`: later steps are issued at once [Note: lanes].
 
-        `scratch` is the rank's, of which the pulls take the first `scratch_bytes` while they are under way; None:
-        memory of their own.
+        `scratch` is the rank's, of which the pulls take the first `scratch_bytes` until `finish`; None: memory of their
+        own.
         """
         self.links = tuple(links)
         self.shards = tuple(shards)
@@ -86,26 +86,30 @@ class Pulls:
         if handle is not None:
             handle.wait_arrived()
 
+    def arrive(self) -> None:
+        """Return when this rank's parameters of all buckets are complete."""
+        for handle in self._handles.values():
+            handle.wait_arrived()
+
     def finish(self) -> None:
         """Wait for all that is left, of buckets that this rank only sends too: shards may change again."""
         # First all receives, then all sends: a send ends when its receiver has opened the receive, and ranks open
         # theirs by waiting for receives [Note: bounded receives].
+        self.arrive()
         handles, self._handles = self._handles, {}
-        for handle in handles.values():
-            handle.wait_arrived()
         for handle in handles.values():
             handle.wait()
 
     def checksums(self, num_ranks: int) -> Tensor:
-        """`checksums_of` the pulls that have finished, as long as neither shards nor buffers have changed.
-
-        Nothing may be under way: it takes the scratch memory again.
-        """
-        hops: list[Hop] = []
-        for index, (link, buffer) in enumerate(zip(self.links, self.buffers, strict=True)):
-            # What was on the wire is the cast, with other bits than the shard; others have written over it since.
-            hops += link.hops(self._cast(index), buffer)
-        return checksums_of(hops, num_ranks)
+        """`checksums_of` the pulls that have finished, as long as neither shards nor buffers have changed."""
+        totals, count = torch.zeros(2, num_ranks, dtype=torch.int64), 0
+        for link, shard, buffer in zip(self.links, self.shards, self.buffers, strict=True):
+            # What was on the wire is the cast, with other bits than the shard; others have written over it since. It
+            # is made once more, in memory of its own, one bucket at a time: gradients are in the scratch memory now.
+            hops = link.hops(shard.detach().to(buffer.dtype), buffer)
+            totals += checksums_of(hops, num_ranks, first=count)
+            count += len(hops)
+        return totals
 
     def _cast(self, index: int) -> Tensor:
         """The shard in the compute dtype."""

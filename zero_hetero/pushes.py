@@ -13,9 +13,9 @@ When autograd has accumulated into the last parameter of layer 2, bucket 2 leave
 1. Were layer 1 ready before layer 2, it would wait. What is left at `finish()`, such as a bucket whose parameters this
 backward did not reach, leaves then.
 
-A push of two steps, of which the second sends what the first has brought [Note: twins], goes through both of them
-before the next push starts, where later steps are issued at once: two steps of two pushes that some ranks start in one
-order and others in another could wait for each other. Elsewhere second steps begin in `finish()`.
+A push of several steps, of which the last sends what the others have brought [Note: twins], goes through all of them
+before the next push starts, where later steps are issued at once: steps of two pushes that some ranks start in one
+order and others in another could wait for each other. Elsewhere later steps begin in `finish()`, push by push.
 
 A gradient that autograd does not compute itself, but others later from what it leaves them, is final when they say so
 by `final()`; `arm()` is told which ones.
@@ -150,12 +150,10 @@ class Pushes:
         if self._mark is not None:
             self._lane.wait(self._mark)
             self._mark = None
-        handles, self._handles = self._handles[self._over :], []
-        self._over = 0
-        finish_steps(handles)
-        # Each is over before the sum of the next is taken, which may lie where this one's gradients were sent from.
-        for handle in handles:
-            handle.wait()
+        # Each is over before the sum of the next is taken, which may lie where this one's gradients were sent from. All
+        # its steps come before any of the next: a rank without memory for that one starts it only then.
+        self._end(len(self._handles))
+        self._handles, self._over = [], 0
 
     def final(self, parameter: nn.Parameter) -> None:
         """Nothing more is added to the gradient of a parameter in this phase, if the pushes are armed."""

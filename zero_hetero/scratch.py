@@ -17,6 +17,13 @@ class Scratch:
     def __init__(self, device: torch.device | str, num_bytes: int = 0):
         self._block = torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
+    @classmethod
+    def within(cls, block: Tensor) -> Scratch:
+        """Scratch memory in these bytes, which somebody else uses when nothing is under way."""
+        scratch = cls(block.device)
+        scratch._block = block
+        return scratch
+
     @property
     def num_bytes(self) -> int:
         """Bytes that are held now."""

@@ -23,6 +23,12 @@ turn, round and round. Example: room for 10, pushes of 4, 4, 4 and 2:
 
 A push larger than the room gets all the room that it needs, and is open alone.
 
+[Note: pieces]
+A trade takes as much memory as all contributions to a rank's part, which is a whole bucket: 0.4 GB for a layer of a 7B
+model in 16 bit, and as much again where it is cast. So twins trade a bucket in pieces, the same interval of every part,
+one after the other in the same memory. A piece is begun when the one before is over and added up; on a device the
+network stands still meanwhile, for about a third of what the piece takes inside a node, and little between nodes.
+
 The ranks need not agree on when a push starts. Each starts its pushes in the one order of all ranks and waits for them
 in that order. Take the earliest push that is not over on all ranks. Every rank comes to it, for those before it are
 over everywhere; so all start it, and it ends. So it goes on, whoever has room for how many.
@@ -44,6 +50,8 @@ from ds_hydra.zero_hetero.twin_plan import TwinPush
 
 LARGE = 1 << 18
 """Elements of a slice that travels by itself, without a copy; it is worth more than one operation less."""
+AT_ONCE = 1 << 24
+"""Elements that twins trade at once [Note: pieces]."""
 
 
 def runs_of(slices: Sequence[Slice]) -> tuple[tuple[Slice, ...], ...]:
@@ -121,17 +129,23 @@ def push_scratch(plan: TransferPlan, *, cast: bool) -> Column:
     )
 
 
+def piece_of(count: int, part: int) -> int:
+    """Elements of each of `count` parts that twins trade at once, except for the last time [Note: pieces]."""
+    return min(part, padded(-(-AT_ONCE // count)))
+
+
 def twin_push_windows(
     count: int, part: int, leave: int, element_bytes: tuple[int, int], *, cast: bool
 ) -> tuple[Window, ...]:
     """Windows of what one of `count` twins takes to push parts of `part` elements [Note: twins].
 
-    Its own contributions if they are `cast`, everybody's to its part, their sum, and `leave` elements with which the
-    sums leave. `element_bytes` are those on the wire of a trade, and of a sum.
+    Its own contributions to a piece if they are `cast` or lie apart, everybody's to its part of it, the sum of all
+    pieces, and `leave` elements with which the sums leave. `element_bytes` are those on the wire of a trade, and of a
+    sum.
     """
-    wire, total = element_bytes
-    whole = padded(count * part) * wire
-    return side_by_side([whole if cast else 0, whole, padded(part) * total, leave * total])
+    (wire, total), piece = element_bytes, piece_of(count, part)
+    traded = padded(count * piece) * wire
+    return side_by_side([traded if cast or piece < part else 0, traded, padded(part) * total, leave * total])
 
 
 def twin_push_bytes(plan: TwinPush, element_bytes: tuple[int, int], grad_bytes: int) -> Column:

@@ -17,7 +17,7 @@ from ds_hydra.zero_hetero.envelope import Envelope
 from ds_hydra.zero_hetero.lane import Lane
 from ds_hydra.zero_hetero.link import SUM_BLOCK_ON_CPU, Handle, Link
 from ds_hydra.zero_hetero.mover import Hop, Operations
-from ds_hydra.zero_hetero.scratch_plan import Window, end_of, twin_push_windows
+from ds_hydra.zero_hetero.scratch_plan import Window, end_of, piece_of, twin_push_windows
 from ds_hydra.zero_hetero.transport import Transport
 from ds_hydra.zero_hetero.twin_plan import Team, TwinPull, TwinPush
 
@@ -133,6 +133,7 @@ class TwinPushLink:
         self.leave = Link(plan.leave, rank, transport)
         found = plan.part_of(rank)
         self.members, self.part = (found[0].ranks, found[1]) if found is not None else ((rank,), 0)
+        self._piece = piece_of(len(self.members), self.part)
         self._collectives, self._lane = collectives, lane
 
     @property
@@ -148,7 +149,8 @@ class TwinPushLink:
     @property
     def operations(self) -> Operations:
         """See `Mover.operations`."""
-        return Operations(self.leave.operations.messages, (len(self.members),) if self.part else ())
+        pieces = -(-self.part // self._piece) if self.part else 0
+        return Operations(self.leave.operations.messages, (len(self.members),) * pieces)
 
     def push_bytes(self, src: torch.dtype, wire: torch.dtype, dst: torch.dtype) -> int:
         """Bytes of scratch memory that a push takes, for the dtypes of source, wire and destination."""
@@ -175,15 +177,28 @@ class TwinPushLink:
             return out(src, scratch=scratch)
         if scratch is None:
             scratch = torch.empty(self.push_bytes(src.dtype, wire, dst.dtype), dtype=torch.uint8, device=src.device)
-        windows = self._windows(src.dtype, wire, dst.dtype)
-        own, came, sums, rest = (scratch[window.start : window.stop] for window in windows)
-        whole = len(self.members) * self.part
-        leaving = own.view(wire)[:whole].copy_(src[:whole]) if wire != src.dtype else src[:whole]
-        contributions = came.view(wire)[:whole]
-        total = sums.view(dst.dtype)[: self.part]
-        work = self._collectives.trade(leaving, contributions, self.members, tag=tag)
-        rows = contributions.view(len(self.members), self.part)
-        return Steps(Handle(work, lambda: _sum(rows, total)), [lambda: out(total, scratch=rest)], self._lane)
+        own, came, sums, rest = (
+            scratch[window.start : window.stop] for window in self._windows(src.dtype, wire, dst.dtype)
+        )
+        members, total = len(self.members), sums.view(dst.dtype)[: self.part]
+        parts = src[: members * self.part].view(members, self.part)
+        begun: list[Handle] = []
+
+        def trade(start: int) -> Handle:
+            """Begin with the piece from element `start` of every part on; the one before is over then."""
+            for before in begun[-1:]:
+                before.wait()  # all of it: its memory is this one's
+            piece = parts[:, start : start + self._piece]
+            shape, numel = piece.shape, piece.numel()
+            if wire != src.dtype or self._piece < self.part:
+                piece = own.view(wire)[:numel].view(shape).copy_(piece)
+            rows, target = came.view(wire)[:numel].view(shape), total[start : start + shape[1]]
+            work = self._collectives.trade(piece.view(-1), rows.view(-1), self.members, tag=tag)
+            begun.append(Handle(work, lambda: _sum(rows, target)))
+            return begun[-1]
+
+        later = [partial(trade, start) for start in range(self._piece, self.part, self._piece)]
+        return Steps(trade(0), [*later, lambda: out(total, scratch=rest)], self._lane)
 
 
 def _run(team: Team, part: int, buffer: Tensor) -> Tensor:

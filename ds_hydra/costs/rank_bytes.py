@@ -16,7 +16,6 @@ from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.pipe.placement import Strategy
 from ds_hydra.pipe.transfers import (
     BucketTransfers,
-    GradientPlaces,
     bucket_places,
     gradient_places,
     plan_transfers,
@@ -28,7 +27,7 @@ from ds_hydra.zero_hetero.intervals import Column
 from ds_hydra.zero_hetero.layout import even_layout, padded
 from ds_hydra.zero_hetero.scratch_plan import Window, end_of, in_turn, pull_scratch, push_scratch, twin_push_bytes
 from ds_hydra.zero_hetero.transfer_plan import TransferPlan
-from ds_hydra.zero_hetero.twin_plan import TwinPull, Twins
+from ds_hydra.zero_hetero.twin_plan import TwinPull
 
 
 class ElementBytes(NamedTuple):
@@ -44,8 +43,8 @@ class RankBytes(NamedTuple):
     """What one rank holds under one strategy, masters and activations apart."""
 
     params: int
-    grads: int  # with the sums that the rank owns [Note: where sums lie]
-    scratch: int  # of pulls or of pushes, whichever is more
+    grads: int  # with the sums that the rank owns [Note: where sums lie]; at least what pulls take there
+    scratch: int  # of pushes
 
     @property
     def total(self) -> int:
@@ -55,7 +54,15 @@ class RankBytes(NamedTuple):
 def rank_bytes(plan: ModelPlan, strategy: Strategy, element: ElementBytes, *, node_size: int) -> tuple[RankBytes, ...]:
     """Bytes of every rank under a strategy; `node_size` consecutive ranks are a node."""
     found = _ranks(plan, strategy, element, node_size)
-    return tuple(RankBytes(one.params, one.grads, max(one.pull, end_of(one.windows))) for one in found)
+    return tuple(RankBytes(one.params, one.grads, end_of(one.windows)) for one in found)
+
+
+def held_elements(
+    plan: ModelPlan, strategy: Strategy, element: ElementBytes, *, node_size: int
+) -> tuple[tuple[int, int], ...]:
+    """Elements of every rank's memory for parameters, with the gaps between them, and of that for gradients."""
+    found = _ranks(plan, strategy, element, node_size)
+    return tuple((one.params // element.param, -(-one.grads // element.grad)) for one in found)
 
 
 def push_turns(plan: ModelPlan, strategy: Strategy, element: ElementBytes, *, node_size: int) -> Column:
@@ -70,33 +77,20 @@ class _Rank(NamedTuple):
 
     params: int
     grads: int
-    pull: int
     windows: Sequence[Window]
 
 
-def _ranks(plan: ModelPlan, strategy: Strategy, element: ElementBytes, node_size: int) -> list[_Rank]:
+def _ranks(plan: ModelPlan, strategy: Strategy, element: ElementBytes, node_size: int) -> tuple[_Rank, ...]:
     transfers = plan_transfers(plan, strategy, node_size)
     pulls, pushes = _scratch_of(plan, transfers, strategy, element)
     found: dict[int, _Rank] = {}
     for twins in twins_of(strategy, node_size):
-        held, _ = held_elements(plan, strategy, twins, element)
-        params, places = held * element.param, _places(plan, strategy, twins, element)
+        params = sum(place.size for place in bucket_places(plan, strategy, twins)) * element.param
+        places = gradient_places(plan, strategy, twins, grad_bytes=element.grad, master_bytes=element.master)
         for rank in twins.ranks:
-            pull = int(pulls[rank])
-            windows = in_turn(tuple(pushes[:, rank].tolist()), room_for_pushes(params + places.pushed_bytes, pull))
-            found[rank] = _Rank(params, places.num_bytes, pull, windows)
-    return [found[rank] for rank in range(strategy.num_ranks)]
-
-
-def held_elements(plan: ModelPlan, strategy: Strategy, twins: Twins, element: ElementBytes) -> tuple[int, int]:
-    """Elements of the memory that each of these twins has for parameters, with the gaps between them, and of that for
-    gradients, with the sums that it owns."""
-    held = sum(place.size for place in bucket_places(plan, strategy, twins))
-    return held, -(-_places(plan, strategy, twins, element).num_bytes // element.grad)
-
-
-def _places(plan: ModelPlan, strategy: Strategy, twins: Twins, element: ElementBytes) -> GradientPlaces:
-    return gradient_places(plan, strategy, twins, grad_bytes=element.grad, master_bytes=element.master)
+            windows = in_turn(tuple(pushes[:, rank].tolist()), room_for_pushes(params + places.pushed_bytes))
+            found[rank] = _Rank(params, max(places.num_bytes, int(pulls[rank])), windows)
+    return tuple(found[rank] for rank in range(strategy.num_ranks))
 
 
 def _scratch_of(

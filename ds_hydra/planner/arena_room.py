@@ -22,7 +22,6 @@ from ds_hydra.costs.rank_bytes import ElementBytes, held_elements, rank_bytes
 from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.pipe.placement import Strategy, place_strategy
 from ds_hydra.pipe.shape import PipelineShape, StrategyShape
-from ds_hydra.pipe.transfers import twins_of
 from ds_hydra.zero_hetero.errors import PlanError
 
 _PLAN = TypeAdapter(ModelPlan)
@@ -57,7 +56,7 @@ class ArenaRoom:
         for shape in strategy.pipelines:
             if str(shape) not in self.most:
                 return f"no candidate has the pipeline {shape}"
-        every = elements_of(self.plan, placed, self.element)
+        every = held_elements(self.plan, placed, self.element, node_size=self.node_size)
         for rank, (needed, held) in enumerate(zip(every, self.arena, strict=True)):
             for what, more, has in zip(("parameters", "gradients"), needed, held, strict=True):
                 if more > has:
@@ -94,15 +93,7 @@ class ArenaRoom:
         )
 
 
-def elements_of(plan: ModelPlan, placed: Strategy, element: ElementBytes) -> list[Elements]:
-    """What every rank holds under a strategy."""
-    found: dict[int, Elements] = {}
-    for twins in twins_of(placed, placed.num_ranks):
-        found |= dict.fromkeys(twins.ranks, held_elements(plan, placed, twins, element))
-    return [found[rank] for rank in range(placed.num_ranks)]
-
-
-def largest_of(each: Iterable[list[Elements]]) -> tuple[Elements, ...]:
+def largest_of(each: Iterable[Sequence[Elements]]) -> tuple[Elements, ...]:
     """The most of each rank."""
     return tuple((max(p for p, _ in held), max(g for _, g in held)) for held in zip(*each, strict=True))
 
@@ -114,7 +105,10 @@ def room_beside(memory: JobMemory, table: CostTable, *, composing: bool) -> Aren
     is what the candidates themselves need.
     """
     shapes = sorted({pipeline for strategy in memory.strategies for pipeline in strategy.pipelines}, key=str)
-    arena = largest_of(elements_of(memory.plan, placed, memory.element) for placed in memory.strategies.values())
+    node_size = memory.node_size or memory.num_ranks
+    arena = largest_of(
+        held_elements(memory.plan, placed, memory.element, node_size=node_size) for placed in memory.strategies.values()
+    )
     limits = {shape: _limit(memory, table, shape) for shape in shapes}
     if composing:
         larger = replace(memory, arena=_anywhere(memory, shapes, arena), _cache={})
@@ -129,7 +123,7 @@ def room_beside(memory: JobMemory, table: CostTable, *, composing: bool) -> Aren
         )
         for shape in shapes
     }
-    return ArenaRoom(memory.plan, memory.node_size or memory.num_ranks, memory.element, arena, most)
+    return ArenaRoom(memory.plan, node_size, memory.element, arena, most)
 
 
 def _anywhere(memory: JobMemory, shapes: Sequence[PipelineShape], own: tuple[Elements, ...]) -> tuple[Elements, ...]:
@@ -139,7 +133,7 @@ def _anywhere(memory: JobMemory, shapes: Sequence[PipelineShape], own: tuple[Ele
     for shape in shapes:
         copies = max(1, ranks // shape.num_ranks)
         placed = place_strategy(StrategyShape((shape,) * copies), copies * shape.num_ranks, plan.num_layers)
-        for held, trained in elements_of(plan, placed, memory.element):
+        for held, trained in held_elements(plan, placed, memory.element, node_size=memory.node_size or ranks):
             params, grads = max(params, held), max(grads, trained)
     # Parts of twins are equal and begin aligned: of up to as many twins as ranks, each may have a gap in each bucket.
     more = ranks * len(plan.buckets) * plan.alignment

@@ -77,6 +77,7 @@ class PipelineTiming:
         self._first_push = [backward_of_first_push(of_stage) for of_stage in slots]
         self._last_seconds = [self._from_first_push(stage) for stage in range(len(self.stages))]
         self._begun: set[tuple[int, int]] = set()  # stage and part
+        self._backward: set[int] = set()  # stages that have come to their first
         # The two edges of a stage share its ports: activations and gradients leave one after the other.
         self._out, self._in = [[Port() for _ in self.stages] for _ in range(2)]
         self._edges = {
@@ -100,8 +101,10 @@ class PipelineTiming:
                 times.waited_computing += max(0.0, arrived - now)
                 now = times.wait(now, arrived) + use.share * duration
             return ready, max(now, ready + duration)
+        if action.kind != "forward" and stage not in self._backward:
+            self._backward.add(stage)
+            ready = times.wait(ready, times.pulls_done)  # [Note: memory of pulls]
         if action == self._first_push[stage]:
-            ready = times.wait(ready, times.pulls_done)
             times.armed = now = ready
             for use in (use for part in reversed(times.uses) for use in reversed(part)):
                 now += use.share * self._last_seconds[stage] / len(times.uses)

@@ -5,7 +5,8 @@ It follows the runtime. On every rank pull, run and push of one phase come after
 
   agree       messages that compare the plans: `fixed_ms` of the table's step costs, if it has them
   pull        all buckets' steps in the order of [Note: order of pulls], each as soon as what it sends has come
-  run         the schedule's slots; the first forward waits for each layer's own bucket
+  run         the schedule's slots; the first forward waits for each layer's own bucket, the first backward for all that
+              the rank still sends of its pulls [Note: memory of pulls]
   push        from the last backward on where the schedule allows it, else after the slots; all steps of one bucket
               before the next [Note: order of pushes], each when there is memory for it [Note: scratch memory]: for that
               it waits in the lane where there is one, else what finds none begins when the slots are done; adding up

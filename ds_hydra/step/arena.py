@@ -11,7 +11,6 @@ from torch import Tensor
 from ds_hydra.costs.rank_bytes import ElementBytes, held_elements
 from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.pipe.placement import Strategy
-from ds_hydra.pipe.transfers import twins_with
 from ds_hydra.zero_hetero.scratch import Scratch
 from ds_hydra.zero_hetero.sum_places import Place
 
@@ -25,7 +24,9 @@ class Arena:
     # cannot leave the allocator with blocks of sizes that no longer fit.
 
     params: Tensor  # compute dtype
-    grads: Tensor  # bytes, where the gradients of micro-batches add up, and then sums lie [Note: where sums lie]
+    # Bytes, where the gradients of micro-batches add up. Before that pulls use them [Note: memory of pulls], and when
+    # gradients have left sums lie there [Note: where sums lie].
+    grads: Tensor
     scratch: Scratch  # as large as the present strategy needs
     filled: tuple[object, int] | None = None  # who has pulled all of `params`, from which revision of the masters
 
@@ -38,15 +39,14 @@ class Arena:
         device: torch.device,
         *,
         dtype: torch.dtype,
-        grad_dtype: torch.dtype,
-        master_dtype: torch.dtype,
+        element: ElementBytes,
+        node_size: int,
         least: tuple[int, int] = (0, 0),
     ) -> Arena:
         """An arena as large as the largest need of any of the strategies on this rank, and at least for so many
         parameters and gradients."""
-        element = ElementBytes(dtype.itemsize, grad_dtype.itemsize, master_dtype.itemsize)
-        sizes = [least, *(held_elements(plan, one, twins_with(one, rank), element) for one in strategies)]
-        num_bytes = max(grads for _, grads in sizes) * grad_dtype.itemsize
+        sizes = [least, *(held_elements(plan, one, element, node_size=node_size)[rank] for one in strategies)]
+        num_bytes = max(grads for _, grads in sizes) * element.grad
         return cls(
             torch.zeros(max(params for params, _ in sizes), dtype=dtype, device=device),
             torch.zeros(num_bytes, dtype=torch.uint8, device=device),

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ds_hydra.costs.rank_bytes import ElementBytes
 from ds_hydra.pipe.dropout import step_key
 from ds_hydra.pipe.loss import IGNORED
 from ds_hydra.pipe.placement import Strategy, place_strategy
@@ -87,8 +88,10 @@ class Stepper:
             world.rank,
             world.device,
             dtype=compute_dtype,
-            grad_dtype=grad_dtype,
-            master_dtype=masters.trained.flat.dtype,
+            element=ElementBytes(
+                compute_dtype.itemsize, grad_dtype.itemsize, masters.trained.flat.itemsize, wire_dtype.itemsize
+            ),
+            node_size=world.node_size,
             least=least_arena,
         )
         self._runtimes: dict[str, StrategyRuntime] = {}

@@ -3,19 +3,26 @@
 [Note: one strategy on one rank]
 The order of a phase, for a stage with the layers 4 and 5 and three micro-batches (1F1B, last stage):
 
-  pulls       start all | wait 4, wait 5 ................. | finish
-  computing               F0          B0   F1   B1   F2    |       B2
-  pushes                                                   | arm   5 leaves, 4 leaves | finish
+  pulls       start all | wait 4, wait 5 . | finish
+  computing               F0               |        B0   F1   B1   F2    |       B2
+  pushes                                                                 | arm   5 leaves, 4 leaves | finish
 
 A layer waits for its own parameters only, so the first forward begins while later layers are still on their way. A
 gradient leaves as soon as the last backward has passed its layer, while that backward goes on. Of a V the rank has two
 parts, each a stage by itself but for what they share: pulls, pushes, and a tied weight that both use.
+
+[Note: memory of pulls]
+What a pull sends and receives apart from parameters lies where gradients come later, so a rank's pulls have to be over,
+its sends too, before its first backward. That cannot stand still. A send ends when its receiver has opened the receive,
+which it has at the latest when all its layers have run a forward. Take a rank that waits before its first backward: the
+micro-batch of it has come through all layers of its pipeline, whose ranks have thus opened all their receives. So who
+waits for it may be in any pipeline, but what he waits for needs forwards alone, and these wait for parameters, which
+are sent whatever a rank waits for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,6 +45,7 @@ from ds_hydra.zero_hetero.link import Link
 from ds_hydra.zero_hetero.mover import PullMover, PushMover
 from ds_hydra.zero_hetero.pulls import Pulls
 from ds_hydra.zero_hetero.pushes import PushBucket, Pushes
+from ds_hydra.zero_hetero.scratch import Scratch
 from ds_hydra.zero_hetero.twin_link import TwinPullLink, TwinPushLink
 from ds_hydra.zero_hetero.twin_plan import TwinPull, TwinPush
 
@@ -101,6 +109,7 @@ class StrategyRuntime:
             self.parts, pipeline, rank, world.edges, [widths(source, place) for place in places], world.device, dtype,
             activity=activity, watch=self._watch,
         )  # fmt: skip
+        self._accumulate = self._begun = False  # of this step: as `train` was told; whether it has come to gradients
         self._awaited: set[int] = set()  # buckets whose pull this step has not yet waited for
         self._masters = masters
         self._frozen = frozenset(i for i, bucket in enumerate(source.plan.buckets) if not bucket.trainable)
@@ -142,11 +151,11 @@ class StrategyRuntime:
             params = self._install(slots, buffer, grads)
             pushes.append(PushBucket(push_link(push, rank, world), tuple(params), grads, self._sums[at]))
         self._wire_dtype, scratch = wire_dtype, self._arena.scratch
-        self.pulls = Pulls(
-            pull_links, masters.shards, buffers, first_tag=PULL_TAG, early=world.lane.early, scratch=scratch
-        )
-        self._pushed_bytes, self.gradient_bytes = gradients.pushed_bytes, gradients.num_bytes
-        room = room_for_pushes(held + self._pushed_bytes, self.pulls.scratch_bytes)
+        early, within = world.lane.early, Scratch.within(self._arena.grads)
+        self.pulls = Pulls(pull_links, masters.shards, buffers, first_tag=PULL_TAG, early=early, scratch=within)
+        self._pushed_bytes = gradients.pushed_bytes
+        self.gradient_bytes = max(gradients.num_bytes, self.pulls.scratch_bytes)
+        room = room_for_pushes(held + self._pushed_bytes)
         trained = [index for index, (_, push) in enumerate(transfers) if push is not None]
         order = [trained.index(index) for index in push_order(plan, self.strategy)]
         self.pushes = Pushes(
@@ -159,7 +168,6 @@ class StrategyRuntime:
             turns=turns,
             scratch=scratch,
         )
-        self.scratch_bytes = max(self.pulls.scratch_bytes, self.pushes.scratch_bytes)
 
     def _install(self, slots: Sequence[Slot], buffer: Tensor, grads: Tensor | None) -> list[nn.Parameter]:
         """Make the parameters of a bucket views of its buffer, and their gradients views of the gradient buffer;
@@ -180,11 +188,23 @@ class StrategyRuntime:
                 installed.append(parameter)
         return installed
 
-    def _arm_pushes(self, accumulate: bool, waiting: Collection[nn.Parameter]) -> None:
-        # Pulls and pushes use the same scratch memory. A pull of this rank may still be under way: if it only has to
-        # send, no layer has waited for it.
-        self._finish_pulls()
-        self.pushes.arm(accumulate=accumulate, waiting=waiting)
+    def forwarded(self) -> None:
+        """See `Moments`."""
+        # Parameters that no forward has read. With them every receive of this rank's pulls is open, so that nobody who
+        # waits for his sends to end waits for this rank [Note: memory of pulls].
+        with self._watch.lap("pull", stage=self.stage_index):
+            self.pulls.arrive()
+
+    def before_gradients(self) -> None:
+        """See `Moments`."""
+        if not self._begun:
+            self._begun = True
+            self._finish_pulls()
+            self._arena.grads[: self._pushed_bytes].zero_()
+
+    def before_last_gradients(self, waiting: Collection[nn.Parameter]) -> None:
+        """See `Moments`."""
+        self.pushes.arm(accumulate=self._accumulate, waiting=waiting)
 
     def _finished(self, parameter: nn.Parameter) -> None:
         # In a V both parts may use a weight, and each has a queue.
@@ -197,7 +217,7 @@ class StrategyRuntime:
         here = self._arena.filled == (self, self._masters.revision)
         self._arena.filled, self._kept = None, self._frozen if here else frozenset()
         self._awaited = set(self._bucket_of.values()) - self._kept
-        self._arena.scratch.fit(self.scratch_bytes)
+        self._arena.scratch.fit(self.pushes.scratch_bytes)
         with self._watch.lap("pull", stage=self.stage_index):
             self.pulls.start(self._kept)
 
@@ -227,14 +247,14 @@ class StrategyRuntime:
         masters = self._masters.trained
         masters.put_grads(self._sums if alone else None)
         self.pushes.fill(masters.grads)
-        self._arena.grads[: self._pushed_bytes].zero_()
+        self._accumulate, self._begun = accumulate, False
         self._start_pulls()
         slots = training_slots(self.place.schedule, known, self.num_stages, self.stage_index)
         with self._watch.lap("run", stage=self.stage_index):
-            loss = self.stage_runtime.run(slots, batches, partial(self._arm_pushes, accumulate))
-        # Once more, for a pipeline without micro-batches: it had no last backward, but its rank owns masters that
-        # others pull, and must receive what others push.
-        self._finish_pulls()
+            loss = self.stage_runtime.run(slots, batches, self)
+        # For a pipeline without micro-batches: it had no backward, but its rank owns masters that others pull, and must
+        # receive what others push.
+        self.before_gradients()
         with self._watch.lap("push", stage=self.stage_index):
             self.pushes.finish(accumulate=accumulate)
         return loss, self._watch.take()

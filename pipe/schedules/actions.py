@@ -151,6 +151,19 @@ def last_weight_gradient(slots: Sequence[Slot]) -> Action | None:
     return found[-1] if found else None
 
 
+def first_backward(slots: Sequence[Slot]) -> Action | None:
+    """The first action that computes gradients; None if there is none."""
+    return next((action for slot in slots for action in slot if action.computes and action.kind != "forward"), None)
+
+
+def forward_of_last_layers(slots: Sequence[Slot]) -> Action | None:
+    """The action with which every part of a stage has run a forward; None if there is none."""
+    first: dict[int, Action] = {}
+    for action in (action for slot in slots for action in slot if action.kind == "forward"):
+        first.setdefault(action.part, action)
+    return list(first.values())[-1] if first else None
+
+
 def backward_of_first_push(slots: Sequence[Slot]) -> Action | None:
     """The action in which a stage may start to push gradients; None: after its last slot. [Note: the first push]
 

@@ -15,6 +15,7 @@ import ds_hydra.engine.engine  # noqa: F401
 from ds_hydra.costs import rank_bytes as counts
 from ds_hydra.costs.rank_bytes import ElementBytes, RankBytes, push_turns, rank_bytes
 from ds_hydra.step import strategy_runtime
+from ds_hydra.zero_hetero import scratch_plan
 from tests.support.ranks import run_ranks
 from tests.support.small_job import same, small_config, small_engine, small_source, whole_state
 
@@ -29,6 +30,7 @@ def test_every_rank_holds_what_is_counted(grad_dtype: str, wire: str, node_size:
     def run(rank: int) -> list[tuple[RankBytes, RankBytes, int]]:
         room = 20_000  # bytes: for some pushes and not for all
         with (
+            mock.patch.object(scratch_plan, "AT_ONCE", 300),
             mock.patch.object(strategy_runtime, "room_for_pushes", return_value=room),
             mock.patch.object(counts, "room_for_pushes", return_value=room),
         ):

@@ -82,10 +82,10 @@ def test_what_once_hung_trains_to_the_same_bits(strategy: str, num_ranks: int, r
     ],
 )
 def test_with_room_for_one_push_at_a_time_the_bits_are_the_same(strategy: str, rule: str) -> None:
-    """Also where large slices travel by themselves, as those of large models do."""
+    """Also where large slices travel by themselves, and twins trade in pieces, as those of large models do."""
 
     def both(rank: int) -> bool:
-        large = mock.patch.object(scratch_plan, "LARGE", 200)
+        large = mock.patch.multiple(scratch_plan, LARGE=200, AT_ONCE=128)
         with strict_world(Rules(**{rule: True}, stall_s=100)), one_push_at_a_time(), large:
             strict = trained(rank, strategy, 4)
         return same(strict, trained(rank, strategy, 4))

@@ -10,9 +10,10 @@ import pytest
 
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.memory import JobMemory
+from ds_hydra.costs.rank_bytes import held_elements
 from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
-from ds_hydra.planner.arena_room import ArenaRoom, elements_of, room_beside
+from ds_hydra.planner.arena_room import ArenaRoom, room_beside
 from ds_hydra.planner.exact.counts import counts_to_strategy
 from tests.pure.test_memory_model import GIB, job
 
@@ -56,7 +57,7 @@ def test_room_costs_no_candidate_a_token_and_what_is_let_in_fits(device: float) 
         placed = place_strategy(strategy, 8, 8)
         if room.refusal(strategy):
             continue
-        needed = elements_of(memory.plan, placed, memory.element)
+        needed = held_elements(memory.plan, placed, memory.element, node_size=8)
         assert all(p <= has_p and g <= has_g for (p, g), (has_p, has_g) in zip(needed, room.arena, strict=True))
         beside_it = with_room.together({**memory.strategies, strategy: placed})
         for shape in set(strategy.pipelines):

@@ -45,10 +45,13 @@ def test_windows_of_transfers_that_may_be_open_together_never_meet(sizes: tuple[
 
 
 @settings(max_examples=20, deadline=None)
-@given(large_strategies(), st.sampled_from([1, 4, 64]), st.sampled_from([1, 500, 1 << 18]))
-def test_what_is_planned_is_what_links_take(strategy: Strategy, node_size: int, large: int) -> None:
+@given(
+    large_strategies(), st.sampled_from([1, 4, 64]), st.sampled_from([1, 500, 1 << 18]), st.sampled_from([300, 1 << 24])
+)
+def test_what_is_planned_is_what_links_take(strategy: Strategy, node_size: int, large: int, at_once: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scratch_plan, "LARGE", large)
+        patch.setattr(scratch_plan, "AT_ONCE", at_once)
         ranks = range(0, strategy.num_ranks, 1 + strategy.num_ranks // 5)
         transfers = plan_transfers(llama_plan(8, hidden=32, vocab=64), strategy, node_size)
         for pull, push in {id(one): one for one in transfers}.values():

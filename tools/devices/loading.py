@@ -2,8 +2,8 @@
 
 A Llama of 3 GB in FP32 is written as a folder of safetensors, a layer a file, and an engine made from it on forked CPU
 ranks; then another whose values are drawn. What counts is by how much the peak of a process's resident memory rises
-until the masters have their values; they are FP32 parameters and gradients. Beside it stands the rise until the whole
-engine is there, with gradients and the parameters of its strategy, whatever the values come from.
+until the masters have their values; they are FP32 parameters. Beside it stands the rise until the whole engine is
+there, with gradients and the parameters of its strategy, whatever the values come from.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _resident(which: str) -> int:
 
 
 def _rise(rank: int, initial_weights: str, layers: int) -> tuple[int, int, int, int]:
-    """Bytes: rise of the peak; masters with their gradients; largest parameter in FP32; rise with the whole engine."""
+    """Bytes: rise of the peak; masters; largest parameter in FP32; rise with the whole engine."""
     import ds_hydra
     from ds_hydra.engine import crew
 
@@ -100,7 +100,7 @@ def _rise(rank: int, initial_weights: str, layers: int) -> tuple[int, int, int, 
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     before = _resident("VmRSS")
     engine = ds_hydra.initialize(model=model, training_data=data, config=config)[0]
-    masters = 2 * 4 * engine.crew.masters.trained.flat.numel()
+    masters = 4 * engine.crew.masters.trained.flat.numel()
     return peak[0] - before, masters, largest, _resident("VmHWM") - before
 
 
@@ -121,7 +121,7 @@ def memory_of_loading(quick: bool) -> Table:
             rises = run_ranks(_rise, _RANKS, where, layers, timeout=1800)
             rise, masters, largest, engine = max(rises)
             ratio = rise / (masters + largest)
-            whole = sum(row[1] for row in rises) // 2
+            whole = sum(row[1] for row in rises)
             sizes = [round(number / _MIB) for number in (whole, rise, masters, largest)]
             table.rows.append([name, *sizes, round(ratio, 3), aims.LOADING, round(engine / _MIB)])
             if ratio > aims.LOADING:
