@@ -72,6 +72,7 @@ BETWEEN_STEPS = 0.02  # of a step
 BETWEEN_MESSAGES = 2  # small ones, between two steps
 HAND_OUT_MS = 5.0  # of CPU, for the buffers of a step
 CHARGED = 0.01  # of what was started, or stood still
+STATES = {4: 51.0, 2: 38.0}  # GB of a rank of 8*tp1 with a 7B model, by the bytes of an element of a gradient
 GRADIENTS_BESIDE = 0.02  # of all that a rank has: what FP32 gradients may change beside the gradients
 LINKS_BUILT_S = 1.0
 LOADING = 1.1  # the rise of a rank's peak over its masters and the largest parameter

@@ -3,6 +3,7 @@
   python -m tools.check_devices [--fast] [--quick] [--only NAME ...] [--json FILE]
 
   count      memory of 7B and 28B models on 64 ranks by count, beside ZeRO-1 and ZeRO-2
+  states     memory of a 7B model on 8 ranks by count, and what pushing every micro-batch would give and cost
   messages   CPU time of a step that hands out memory for messages
   times      to whom time is charged on a device with a queue
   peak       predicted memory of small models against the most that the allocator gave out in a run
@@ -48,6 +49,7 @@ from tools.devices.order import order
 from tools.devices.overlap import overlap
 from tools.devices.peak import predicted_and_measured
 from tools.devices.sockets import sockets
+from tools.devices.states import states
 from tools.devices.table import Table
 from tools.devices.times import time_attribution
 from tools.devices.two_hosts import two_hosts
@@ -55,6 +57,7 @@ from tools.devices.two_hosts import two_hosts
 # Each makes one table, told whether it should be quick. They run in this order.
 TABLES: dict[str, Callable[[bool], Table]] = {
     "count": by_count,
+    "states": states,
     "messages": handing_out,
     "times": time_attribution,
     "peak": predicted_and_measured,

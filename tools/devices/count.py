@@ -24,9 +24,9 @@ MODELS = {
 }
 # Candidate strategies of one job. The aims are for 7B: the most that a rank may hold, as a multiple of ZeRO-1.
 JOBS: tuple[tuple[tuple[str, ...], float | None], ...] = (
-    (("4*tp16",), 1.25),
-    (("8*tp8",), 1.18),
-    (("8*tp4pp2",), 1.18),
+    (("4*tp16",), 1.05),
+    (("8*tp8",), 1.05),
+    (("8*tp4pp2",), 1.05),
     (("64*tp1",), 1.05),
     (("tp16 + 48*tp1",), None),
     (("4*tp16", "64*tp1"), None),
@@ -41,7 +41,7 @@ def by_count(quick: bool) -> Table:
     for model in list(MODELS)[: 1 if quick else None]:
         plan = plan_of(model)
         for job, aim in JOBS:
-            found = {size: list(_needs(plan, job, size)) for size in GRADIENTS}
+            found = {size: list(needs_of(plan, job, size)) for size in GRADIENTS}
             for size, name in GRADIENTS.items():
                 for needs in found[size]:
                     *parts, ratio = _row(plan, needs, size)
@@ -64,13 +64,13 @@ def plan_of(model: str) -> ModelPlan:
         return hollow_source(path).plan
 
 
-def _needs(plan: ModelPlan, job: tuple[str, ...], grad_bytes: int) -> Iterator[Needs]:
+def needs_of(plan: ModelPlan, job: tuple[str, ...], grad_bytes: int, num_ranks: int = NUM_RANKS) -> Iterator[Needs]:
     """The fullest stage of every scheme of a job."""
     shapes = [StrategyShape.parse(text) for text in job]
     schemes = dict.fromkeys(pipeline.cost_key for shape in shapes for pipeline in shape.pipelines)
     nothing = {(tp, 1): Activations(0.0, 0.0, 0.0) for tp in (1, 4, 8, 16)}
-    memory = JobMemory(plan, NUM_RANKS, nothing, 2, grad_bytes=grad_bytes, node_size=NODE_SIZE)
-    memory = memory.together({one: place_strategy(one, NUM_RANKS, plan.num_layers) for one in shapes})
+    memory = JobMemory(plan, num_ranks, nothing, 2, grad_bytes=grad_bytes, node_size=NODE_SIZE)
+    memory = memory.together({one: place_strategy(one, num_ranks, plan.num_layers) for one in shapes})
     return (max(memory.stages(scheme), key=lambda needs: needs.states) for scheme in schemes)
 
 
@@ -79,10 +79,11 @@ def _row(plan: ModelPlan, needs: Needs, grad_bytes: int) -> list[float]:
     moments for each parameter over all ranks, which sums gradients without a buffer."""
     assert isinstance(needs.scheme, ParallelScheme)
     alone = StrategyShape.of([needs.scheme] * (NUM_RANKS // needs.scheme.num_ranks))
-    (own,) = _needs(plan, (str(alone),), grad_bytes)
+    (own,) = needs_of(plan, (str(alone),), grad_bytes)
     moments = 12 * sum(bucket.numel for bucket in plan.buckets) / NUM_RANKS
-    zero_1 = own.params + own.grads + moments
-    zero_2 = own.params + own.grads / len(alone.pipelines) + moments
+    summed = own.params // 2 * grad_bytes
+    zero_1 = own.params + summed + moments
+    zero_2 = own.params + summed / len(alone.pipelines) + moments
     parts = (needs.params, needs.grads, needs.scratch, needs.masters + needs.optimizer, needs.states, zero_1, zero_2)
     return [*(round(part / GIB, 2) for part in parts), round(needs.states / zero_1, 3)]
 
