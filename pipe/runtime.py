@@ -109,6 +109,7 @@ class StageRuntime:
         self.index = pipeline.stage_index(rank)
         self.widths, self.device, self.dtype = widths, device, dtype
         self._activity, self._watch = activity, watch
+        self.present: Action | None = None  # what it computes; of several weight gradients the first
         self.losses: dict[int, Tensor] = {}  # of this stage's micro-batches in the last run, on the last stage
         self.router_loss = torch.zeros((), dtype=torch.float64, device=device)  # of all of them, in the last run
 
@@ -145,10 +146,12 @@ class StageRuntime:
                     moments.before_gradients()
                 if moments is not None and first_push in actions:
                     moments.before_last_gradients(self._waiting(actions))
+                self.present = actions[0] if actions else None
                 if actions:
                     self._compute(run, actions)
                 if moments is not None and forwarded in actions:
                     moments.forwarded()
+        self.present = None
         with self._lap("send"):
             self._end_sends(run, 0)
         self._activity.now = "push"

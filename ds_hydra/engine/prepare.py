@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from ds_hydra.costs.analytic import model_shape
 from ds_hydra.costs.cost_table import CostTable
+from ds_hydra.costs.memory import JobMemory
 from ds_hydra.costs.table_file import TableFile
 from ds_hydra.engine.checked import check_candidates
 from ds_hydra.engine.costs import costs_and_memory, least_memory, limited, planned_whole, without_the_largest
@@ -42,6 +43,7 @@ class Prepared:
     no_slices: str  # why plans must hold whole sequences only; empty: slices of them too are run
     hidden: int  # features of a token between layers
     room: ArenaRoom  # the arena of each rank, and which strategies fit beside the candidates
+    memory: JobMemory  # with all candidates
 
     @property
     def table(self) -> CostTable:
@@ -81,7 +83,8 @@ def prepare(job: Job, world: World) -> Prepared:
     check_memory(found.table, memory, tuple(memory.strategies), longest, where, no_slices=whole)
     with together(world.channel, "counting the room for composed strategies"):
         room = room_beside(memory, found.table, composing=config.planner_options().highs == "composes")
-    return Prepared(source, found, memory.strategies, shape.params // world.num_ranks, no_slices, shape.hidden, room)
+    elements = shape.params // world.num_ranks
+    return Prepared(source, found, memory.strategies, elements, no_slices, shape.hidden, room, memory)
 
 
 def hidden_size(source: ModelSource) -> int:

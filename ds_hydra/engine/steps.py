@@ -15,6 +15,7 @@ from ds_hydra.data.tokens import Sequences
 from ds_hydra.engine.crew import Crew
 from ds_hydra.engine.evaluation import Evaluation, evaluate
 from ds_hydra.engine.handed import HandedSteps, ReadyStep, deliver_streamed
+from ds_hydra.engine.out_of_memory import explained
 from ds_hydra.engine.record import Measured, step_record
 from ds_hydra.host.host_engine import HostEngine
 from ds_hydra.pipe.predictions import TokenFunction, width_of
@@ -51,9 +52,13 @@ class Steps:
             planned, (built, weight) = self._ready(ready)
             step = host.global_steps + 1
             self._begin_next()
-            with crew.tracing.step(step):
+            stepper, prepared = crew.stepper, crew.prepared
+            no_memory = explained(
+                planned.plan, prepared.memory, crew.world.rank, lambda: stepper.running, lambda: stepper.peak_bytes
+            )
+            with crew.tracing.step(step), no_memory:
                 keep = ready is not None and ready.batches is not None
-                outcome = crew.stepper.run(built, weight, step, crew.coming.row, keep_losses=keep)
+                outcome = stepper.run(built, weight, step, crew.coming.row, keep_losses=keep)
             crew.coming.heard(outcome.coming)
             if ready is not None:
                 outcome = ready.completed(outcome)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from ds_hydra.host.loss_scale import LossScale
     from ds_hydra.pipe.rows import MicroBatch
     from ds_hydra.pipe.runtime import Doing
+    from ds_hydra.pipe.schedules.actions import Action
     from ds_hydra.pipe.schedules.batches import Batches
     from ds_hydra.pipe.stage import ModelSource
     from ds_hydra.plan.phase import Phase
@@ -49,6 +50,15 @@ logger = logging.getLogger(__name__)
 
 Floats = npt.NDArray[np.float64]
 _NUMBERS_AT_ONCE = 1 << 24
+
+
+class Running(NamedTuple):
+    """Where a rank is in a step."""
+
+    phase: int
+    pipeline: int
+    stage: int
+    action: Action | None  # of its slots; None: it is in none of them
 
 
 class Stepper:
@@ -95,6 +105,7 @@ class Stepper:
             least=least_arena,
         )
         self._runtimes: dict[str, StrategyRuntime] = {}
+        self._running: tuple[int, StrategyRuntime] | None = None  # the phase of a step, and who runs it
         # Is given the laps of every step as soon as they can be read, for a trace; otherwise they are dropped.
         self.keep_laps: Callable[[int, Laps], None] | None = None
         # Which pushes wait for which where the model is a small one that stands for another: the other's.
@@ -162,7 +173,9 @@ class Stepper:
                 step, len(plan.lengths), sum(plan.lengths), IGNORED,
             )  # fmt: skip
         runs: list[PhaseRun] = []
+        self._running = None
         for runtime, mine, of_schedule in phases:  # see [Note: phases of a step]
+            self._running = len(runs), runtime
             how = {"accumulate": bool(runs), "alone": len(phases) == 1}
             runs.append(self._train(runtime, mine, of_schedule, weight, **how))
             self._activity.now = "optimizer"
@@ -170,6 +183,7 @@ class Stepper:
             # pull has sent, and the buffers what it has brought; and a gradient that was computed from flipped bits
             # must never reach the masters.
             self._update.compare(step, runtime)
+        self._running = None
         applied = self._update.apply([run.loss for run in runs], [run.router_loss for run in runs])
         self._activity.now = "planning"
         row = coming()
@@ -188,6 +202,19 @@ class Stepper:
             rows,
             of_sequences=self._losses_of(phases, len(plan.lengths)) if keep_losses else None,
         )
+
+    @property
+    def running(self) -> Running | None:
+        """Where this rank is in a step's phases, or was when an error has ended it; None: in none."""
+        if self._running is None:
+            return None
+        phase, runtime = self._running
+        return Running(phase, runtime.pipeline_index, runtime.stage_index, runtime.stage_runtime.present)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that the allocator has given out in the step."""
+        return self._peak.read()
 
     def evaluate(self, plan: StepPlan, data: Sequences, costs: CostTable) -> float:
         """Mean loss of a batch, without an update. `costs` as in `run`."""
