@@ -16,6 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 from ds_hydra.pipe.models import causal_lm, kinds
 from ds_hydra.pipe.models.adapted import base_of
 from ds_hydra.pipe.models.causal_lm import CausalLM
+from ds_hydra.pipe.models.facts import ModelFacts
 from ds_hydra.pipe.models.kinds import LayerKinds
 from ds_hydra.pipe.stage_options import StageOptions
 from tests.support.families import build_model
@@ -47,6 +48,10 @@ def test_one_layer_of_each_kind_tells_what_all_do(family: str) -> None:
     for one in ("plan", "specs", "unnamed", "tokens", "functions", "flow", "balancing", "options", "notes"):
         assert getattr(by_kinds, one) == getattr(by_all, one), one
     assert list(by_kinds.functions.norms) == list(by_all.functions.norms)
+    told = ModelFacts.from_json(by_kinds.facts.to_json())
+    assert told == by_kinds.facts
+    from_facts = CausalLM(base_of(build_model(family, torch.float64)), ALL, facts=told)
+    assert (from_facts.plan, from_facts.options) == (by_kinds.plan, by_kinds.options)
 
 
 def source_of(family: str, found: Callable[..., LayerKinds] = causal_lm.find_kinds) -> CausalLM:

@@ -13,6 +13,10 @@ MAX_DIRECT = 8  # files directly in ds_hydra/
 MIN_COMMENTS = 0.045  # of the lines that are not empty
 MAX_POSITIONAL, MAX_WIDE = 7, 10  # a function with more parameters is wide; so many may be
 
+# Set-up: check_set_up. Files entered and calls from file to file before the first step.
+EXAMINED_S = 4.0  # of CPU, for a model of 64 layers, on the rank that looks at it
+SET_UP_FILES, SET_UP_CALLS = 200, 535
+
 QUICK_CPU_S = 120.0  # of each tool's quick form, ranks included: a minute on two cores
 
 # Predictions, relative: bench_prediction, check_cost_model, check_devices, check_chunks, bench_gpu.

@@ -18,6 +18,7 @@ from ds_hydra.emulate.transport import ClockedTransport
 from ds_hydra.engine.engine import HydraEngine
 from ds_hydra.engine.guard import Guard
 from ds_hydra.engine.job import Job
+from ds_hydra.pipe.models.facts import ModelFacts
 from ds_hydra.pipe.placement import Strategy
 from ds_hydra.ranks.world import World
 from ds_hydra.report.calibration import StepCosts, stage_loads
@@ -46,7 +47,7 @@ class EmulatedEngine(HydraEngine):
 
     module: EmulatedModel
 
-    def source_of(self, model: EmulatedModel) -> EmulatedSource:
+    def source_of(self, model: EmulatedModel, facts: ModelFacts | None = None) -> EmulatedSource:
         """See `HydraEngine`."""
         self.clock = VirtualClock()
         values = {name: parameter.detach() for name, parameter in model.named_parameters()}

@@ -22,7 +22,7 @@ from ds_hydra.engine.evaluation import Evaluation
 from ds_hydra.engine.guard import Guard
 from ds_hydra.engine.initial import give_buffers
 from ds_hydra.engine.job import Job
-from ds_hydra.engine.models import model_source
+from ds_hydra.engine.models import look_once, model_source
 from ds_hydra.engine.own_loss import same_on_all, try_loss
 from ds_hydra.engine.pre_step import Callback, PreStepCallback
 from ds_hydra.engine.saving import Saving
@@ -36,6 +36,7 @@ from ds_hydra.host.model_limits import limits_of
 from ds_hydra.pipe.loss import TokenLoss
 from ds_hydra.pipe.models.adapted import base_of
 from ds_hydra.pipe.models.causal_lm import CausalLM
+from ds_hydra.pipe.models.facts import ModelFacts
 from ds_hydra.pipe.predictions import TokenFunction
 from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.ranks.channel import Channel
@@ -100,8 +101,10 @@ class HydraEngine(EngineWithWeights):
             self.__dict__["_loss_fn"] = loss_fn  # by way of __dict__: it may be a module, but is no part of this one
             self.module, config = model, self.hydra_config
             give_buffers(base, config.initial_weights)
+        make_source = look_once(partial(self.source_of, base), base, config.stage_options, channel)
+        with together(channel, "reading the model and the data"):
             # The job is what stays the same when the ranks change; `assemble` adds what belongs to the present ranks.
-            source, clipping = self.source_of(base), self.gradient_clipping()
+            source, clipping = make_source(), self.gradient_clipping()
             if isinstance(source, CausalLM):
                 self.use_inputs(self._inputs._replace(
                     first_position=source.first_position, uncounted=source.uncounted,
@@ -131,11 +134,11 @@ class HydraEngine(EngineWithWeights):
         if not initial:
             self.watch_model()
 
-    def source_of(self, model: Any) -> ModelSource:
-        """The model as a source of stages. ConfigError if its layers cannot be found, or for a loss of its routers that
-        hydra.loss_norm does not define."""
+    def source_of(self, model: Any, facts: ModelFacts | None = None) -> ModelSource:
+        """The model as a source of stages, with what is known of it. ConfigError if its layers cannot be found, or for
+        a loss of its routers that hydra.loss_norm does not define."""
         config = self.hydra_config
-        source = model_source(model, config.stage_options, loss_fn=self._loss_fn)
+        source = model_source(model, config.stage_options, loss_fn=self._loss_fn, facts=facts)
         if source.balances and config.loss_norm == "micro_batch":
             raise ConfigError(
                 'hydra.loss_norm "micro_batch" gives a sequence in slices no share of the loss, by which its routers '

@@ -1,25 +1,37 @@
-"""The user's model in, its source of stages out."""
+"""The source of stages of the user's model; ranks that have the same model look at it once."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+from dataclasses import astuple
+from functools import partial
 from typing import Any
 
+import torch
 from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
 from ds_hydra.pipe.loss import TokenLoss
 from ds_hydra.pipe.models.adapted import base_of
 from ds_hydra.pipe.models.causal_lm import CausalLM
+from ds_hydra.pipe.models.facts import ModelFacts
 from ds_hydra.pipe.models.layer_list import LayerList
 from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.pipe.stage_options import StageOptions
+from ds_hydra.ranks.channel import Channel
+from ds_hydra.self_check.cache import fingerprint
 from ds_hydra.zero_hetero.errors import ConfigError
 
+logger = logging.getLogger(__name__)
 
-def model_source(model: Any, options: StageOptions, *, loss_fn: TokenLoss | None = None) -> ModelSource:
+
+def model_source(
+    model: Any, options: StageOptions, *, loss_fn: TokenLoss | None = None, facts: ModelFacts | None = None
+) -> ModelSource:
     """The source of stages for the kind of model that was given, trained on `loss_fn` in place of the cross entropy.
 
-    ConfigError if its layers cannot be found.
+    `facts` are what another rank has found of the same model. ConfigError if its layers cannot be found.
     """
     from transformers import PreTrainedModel
 
@@ -33,9 +45,44 @@ def model_source(model: Any, options: StageOptions, *, loss_fn: TokenLoss | None
             )
         return LayerList(model, options)
     if isinstance(model, PreTrainedModel):
-        return CausalLM(model, options, token_loss=loss_fn)
+        return CausalLM(model, options, token_loss=loss_fn, facts=facts)
     kind = type(model).__name__
     what = "a module whose layers ds_hydra cannot find" if isinstance(model, nn.Module) else "not a module"
     raise ConfigError(
         f"the model is a {kind}, {what}: give a Hugging Face causal language model or a DeepSpeed PipelineModule"
     )
+
+
+def look_once(
+    make: Callable[[ModelFacts | None], ModelSource], model: Any, options: StageOptions, channel: Channel
+) -> Callable[[], ModelSource]:
+    """How a rank gets its source: rank 0 looks at the model, and others that have the same take what it found.
+
+    Every rank of the channel must call it. `make` makes the source, with what is known. It is the same model if all is
+    equal that the facts depend on; where that cannot be told, as of code with hooks, each rank looks. Errors of `make`
+    are raised by what is returned, as ranks wait for rank 0 here.
+    """
+    if channel.num_ranks == 1:
+        return partial(make, None)
+    name = _name(model, options)
+    if channel.rank != 0:
+        of, _, text = channel.tell(None).partition("\n")
+        return partial(make, ModelFacts.from_json(text) if text and of == name else None)
+    try:
+        source = make(None)
+    except Exception:
+        channel.tell("")
+        return partial(make, None)  # which fails again
+    channel.tell(f"{name}\n{source.facts.to_json()}" if name and isinstance(source, CausalLM) else "")
+    return lambda: source
+
+
+def _name(model: Any, options: StageOptions) -> str | None:
+    """A text that changes with anything that facts depend on; None if that cannot be told."""
+    try:
+        kinds = [(str(parameter.dtype), type(parameter).__name__) for parameter in model.parameters()]
+        modes = [module.training for module in model.modules()]
+        return fingerprint(model, "facts", *astuple(options), str(torch.get_default_dtype()), kinds, modes)
+    except Exception as error:  # of a model that is refused later, with a reason
+        logger.debug("no facts are shared: %s", error)
+        return None

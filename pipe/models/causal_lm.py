@@ -24,6 +24,7 @@ from ds_hydra.pipe.model_plan import ModelPlan, ParamSpec, ShardRule, make_bucke
 from ds_hydra.pipe.models.balancing import Balancing, asks_for_balance, find_balancing
 from ds_hydra.pipe.models.causal_stage import CausalStage
 from ds_hydra.pipe.models.cut import hand_on
+from ds_hydra.pipe.models.facts import ModelFacts
 from ds_hydra.pipe.models.flow import Flow, trace
 from ds_hydra.pipe.models.functions import Functions
 from ds_hydra.pipe.models.kinds import find_kinds
@@ -68,11 +69,13 @@ class CausalLM:
         *,
         token_loss: TokenLoss | None = None,
         by_one_rank: bool = False,
+        facts: ModelFacts | None = None,
     ):
         """Copies what the model is but for its values, traces it, and refuses what cannot be packed or cut.
 
         `token_loss` is trained on in place of the cross entropy. `by_one_rank`: stages of one rank alone are built, for
-        which nothing is found out about tensor parallelism. Raises ConfigError for models with recurrent state,
+        which nothing is found out about tensor parallelism. With `facts` that were found of the same model, its layers
+        are not run again. Raises ConfigError for models with recurrent state,
         with attention or positions that packing would change, and for attributes or hooks that cannot be copied.
         """
         refuse_unsupported(model)
@@ -101,11 +104,25 @@ class CausalLM:
         self.first_position = first_position(runs, self.layers_path)
         self.counts_padding = counts_padding(runs, self.layers_path, self.first_position)
         self.uncounted = uncounted_tokens(runs, self.layers_path, self.first_position)
-        self.flow = self._trace(model)
+        self.flow = self._trace(model) if facts is None else facts.flow
         refuse_parts_in_evaluation(model, [place.module for place in self.flow.draws])
         self.balancing: Balancing | None = find_balancing(self) if balances else None
         self.balances = self.balancing is not None
         self.notes = _notes(self.flow, self.balancing)
+        if facts is None:
+            self._examine(model, by_one_rank=by_one_rank)
+        else:
+            self.unnamed, self.tokens, self.functions = facts.unnamed, facts.tokens, facts.functions
+        self._plan()
+        self.options = replace(self.options, token_sharding=self.plan.token_sharding)
+
+    @property
+    def facts(self) -> ModelFacts:
+        """What was found by running parts of it."""
+        return ModelFacts(self.flow, self.unnamed, self.tokens, self.functions)
+
+    def _examine(self, model: Any, *, by_one_rank: bool) -> None:
+        """Find what runs of parts of the model tell, as far as the options ask for it [Note: kinds of layers]."""
         self.functions, self.unnamed, self.tokens = Functions(), UnnamedRules(), _ALL_TOKENS
         self._plan()
         self.kinds = find_kinds(model, self.template, self.layers_path, () if self.flow.obstacle else self.flow.ran)
@@ -114,13 +131,12 @@ class CausalLM:
             self.unnamed = _of_few(derive, few, self)
             self._plan()
             few = few.planned(self.unnamed, _ALL_TOKENS)
-        if options.token_sharding:
+        if self.options.token_sharding:
             found = _of_few(share_tokens, few, self)
-            self.tokens = replace(found, partial=frozenset(self.kinds.spread(dict.fromkeys(found.partial), self.specs)))
-            self._plan()
-            self.options = replace(self.options, token_sharding=self.plan.token_sharding)
-        if options.functions != "off":
-            self.functions = self._in_all_layers(find_functions(few, options.functions))
+            partial = frozenset(self.kinds.spread(dict.fromkeys(found.partial), self.specs))
+            self.tokens = replace(found, partial=partial)
+        if self.options.functions != "off":
+            self.functions = self._in_all_layers(find_functions(few, self.options.functions))
 
     def _in_few_layers(self) -> CausalLM:
         """The same model, of which one layer of each kind does anything, and others hand on what they are given; itself
