@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +45,12 @@ PIPELINED = ("8*tp4pp2", "tp16 + 2*tp8pp3", "tp8pp3 + 10*tp4", "2*tp8pp2 + 8*tp4
 DISPATCHED = (
     "tp8 + 14*tp4", "2*tp8 + 12*tp4", "3*tp8 + 10*tp4", "tp16 + tp8 + tp4pp2 + 8*tp4", "tp16 + 2*tp8 + 8*tp4",
     "tp16 + tp8 + 8*tp4 + tp2pp4", "2*tp16 + tp8 + tp4pp2 + 2*tp4 + tp2pp4", *PIPELINED[:3],
+)  # fmt: skip
+
+# What growth is measured with: pinned, so that steps can be compared with those of earlier planners.
+GROWN = (
+    "tp16 + 2*tp8 + 8*tp4", "3*tp8 + 10*tp4", "2*tp8 + 12*tp4", "8*tp4pp2", "2*tp16 + 8*tp4",
+    "2*tp8 + tp4pp2 + 10*tp4", "4*tp8 + 8*tp4", "8*tp8",
 )  # fmt: skip
 
 
@@ -137,6 +143,38 @@ def bench_elastic(figures: Figures, quick: bool) -> None:
         median, most = statistics.median(cpu), 3000.0 if gpus == 1024 else 500.0
         name = f"elastic plan, CPU ms, {model} {gpus} GPUs, median"
         figures.note(name, f"{median:.0f}", f"<= {most:g}", median <= most)
+
+
+def bench_growth(figures: Figures, quick: bool) -> None:
+    """Planning of few and of many sequences on 64 ranks, and on 8,192; strategies are pinned, so that steps compare."""
+    work = Workload.of("32b", "CommonCrawl-like", 64)
+    for tokens, aim_ms in aims.GROWTH_MS.items():
+        many = tokens > max(aims.GROWTH_STEP_MS)
+        if many and quick:
+            continue
+        mean, cpu, sequences = _planned(
+            work, [StrategyShape.parse(text) for text in GROWN], tokens, 2 if many else 4 if tokens > 200_000 else 12
+        )
+        name = f"{sequences} sequences, 64 ranks"
+        figures.note(f"plan, CPU ms per step, {name}, median", f"{cpu:.1f}", f"<= {aim_ms:g}", cpu <= aim_ms)
+        if tokens in aims.GROWTH_STEP_MS:
+            share = mean / aims.GROWTH_STEP_MS[tokens]
+            figures.note(
+                f"step over that with long repairs, {name}", f"{share:.5f}", f"<= {aims.GROWTH_STEP}",
+                share <= aims.GROWTH_STEP,
+            )  # fmt: skip
+    wide = [StrategyShape(128 * StrategyShape.parse(text).pipelines) for text in GROWN]
+    _, cpu, sequences = _planned(work, wide, 128 * 200_000, 2)
+    name, aim_ms = f"plan, CPU ms per step, {sequences} sequences, 8,192 ranks, median", aims.MANY_RANKS_MS
+    figures.note(name, f"{cpu:.1f}", f"<= {aim_ms:g}", cpu <= aim_ms)
+
+
+def _planned(work: Workload, strategies: Sequence[StrategyShape], tokens: int, count: int) -> tuple[float, float, int]:
+    """Mean step (ms, as searched), median CPU ms, and sequences of so many batches of so many tokens."""
+    batches = sample_batches(work.sample(77), tokens, count, 77, CONTEXT)
+    plans = list(work.plan(tuple(strategies), [batches[0], *batches]))[1:]  # the first one warms up
+    mean = statistics.fmean(plan.searched_ms for plan, _ in plans)
+    return mean, statistics.median(ms for _, ms in plans), round(statistics.fmean(map(len, batches)))
 
 
 def bench_against_program(figures: Figures, quick: bool) -> None:
@@ -239,7 +277,7 @@ def packing_gaps(kernel: kernels.Kernels, table: CostTable, plan: StepPlan) -> I
         tokens = np.array(lengths, dtype=np.int64)
         work = table.costs[k].sequence_ms(tokens)
         bins = np.empty(len(lengths), dtype=np.int64)
-        v, ms, bound = kernel.pack(scheme_row(schemes, k), work, tokens, 40, bins)
+        v, ms, bound, _ = kernel.pack(scheme_row(schemes, k), work, tokens, 40, bins)
         if ms > bound * 1.01:
             bound = max(bound, kernel.packing_bound(scheme_row(schemes, k), work, tokens, v, ms))
         yield ms / bound - 1.0
@@ -300,6 +338,7 @@ def main() -> int:
     parts: dict[str, Callable[[Figures, bool], None]] = {
         "plans": bench_plans,
         "elastic": bench_elastic,
+        "growth": bench_growth,
         "program": bench_against_program,
         "packing": bench_packing,
         "prediction": bench_prediction,

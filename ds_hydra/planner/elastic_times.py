@@ -101,7 +101,7 @@ class PipelineTimes:
             return Timed(math.inf) if cutting is None else Timed(cutting.us / 1e3, cutting)
         items, bins = self.batch.items, np.zeros(len(own), dtype=np.int64)
         scheme = scheme_row(self.space.bounding, k)
-        _, ms, _ = self._kernel.pack(scheme, items.work[k][own], items.tokens[own], _LEVEL_ROUNDS, bins)
+        _, ms, _, _ = self._kernel.pack(scheme, items.work[k][own], items.tokens[own], _LEVEL_ROUNDS, bins)
         return Timed(float(ms), None, bins)
 
     def recut(self, k: int, timed: Timed, seed: int) -> Timed | None:

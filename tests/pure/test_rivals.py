@@ -124,7 +124,7 @@ def test_packing_by_eq_1_is_between_its_bound_and_highs(pp: int) -> None:
         tokens = np.sort(rng.integers(20, 900, size=10))[::-1].copy()
         work = tokens * 0.5 + tokens**2 * 1e-4
         scheme, bins = Scheme(30.0, 1500, 100, pp), np.zeros(10, dtype=np.int64)
-        v, ms, _ = kernels.compiled().pack(scheme, work, tokens, 40, bins)
+        v, ms, _, _ = kernels.compiled().pack(scheme, work, tokens, 40, bins)
         loads = np.bincount(bins, weights=work, minlength=v) + 30.0
         assert ms == pytest.approx(loads.max() * (pp - 1 + v))
         bound = kernels.compiled().packing_bound(scheme, work, tokens, v, ms)

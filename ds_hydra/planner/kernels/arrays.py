@@ -79,6 +79,7 @@ class Placement(NamedTuple):
     held: Ints  # (pipelines,) tokens
     widest: Floats  # (pipelines,) ms of the longest sequence
     ms: Floats  # (pipelines,) time of the pipeline
+    spent: Ints  # (2,) elementary work, such as a look at a candidate: of placing and packing so far, and of repairs
 
 
 class Bins(NamedTuple):
@@ -87,6 +88,7 @@ class Bins(NamedTuple):
     bin_of: Ints  # (items,)
     load: Floats  # (at least v,) ms of each micro-batch, without c
     used: Ints  # (at least v,) tokens of each micro-batch
+    spent: Ints  # (1,) elementary work so far, such as a look at a sequence
 
 
 class Pipe(NamedTuple):

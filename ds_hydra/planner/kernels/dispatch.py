@@ -110,5 +110,6 @@ def finish(
 def pack_all(problem: Problem, rounds: int, place: Placement) -> float:
     """Pack every pipeline's sequences. Fills place.bin_of and place.ms; returns the slowest in ms."""
     for p in range(len(problem.shape.pipeline_scheme)):
-        _, place.ms[p] = pack_pipeline(problem, p, rounds, place.owner, place.bin_of)
+        place.ms[p], spent = pack_pipeline(problem, p, rounds, place.owner, place.bin_of)
+        place.spent[0] += spent
     return place.ms.max()

@@ -56,8 +56,9 @@ def improve(problem: Problem, goal: float, budget: int, place: Placement) -> flo
         peak = place.ms[slow]
         if peak <= goal or looked >= budget:
             return peak
-        i, q, j, spent = find_exchange(problem, slow, goal, longest, second, place)
+        i, q, j, spent = find_exchange(problem, slow, goal, budget - looked, longest, second, place)
         looked += spent
+        place.spent[0] += spent + 3 * len(place.owner)  # sequences are gone through here, in the exchange, and after it
         if i < 0:
             return peak
         exchange(items, shape, i, slow, j, q, place)
@@ -67,11 +68,12 @@ def improve(problem: Problem, goal: float, budget: int, place: Placement) -> flo
 
 
 def find_exchange(
-    problem: Problem, slow: int, goal: float, longest: Ints, second: Ints, place: Placement
+    problem: Problem, slow: int, goal: float, budget: int, longest: Ints, second: Ints, place: Placement
 ) -> tuple[int, int, int, int]:
     """A move of i from `slow` to q (j = -1) or a swap with j of q after which both are sooner done than `slow` is.
 
-    The best one, or the first that is half way to `goal`. Returns (i, q, j, candidates looked at); i = -1: none.
+    The best one, the first that is half way to `goal`, or the best until `budget` candidates are looked at and those of
+    one sequence to its end. Returns (i, q, j, candidates looked at); i = -1: none.
     """
     schemes, items, shape = problem
     work, tokens, scheme, longest_held = items.work, items.tokens, shape.pipeline_scheme, schemes.longest
@@ -83,6 +85,8 @@ def find_exchange(
     for i in range(n):
         if owner[i] != slow:
             continue
+        if looked >= budget:
+            break
         rest = other_work(work, ks, longest[slow], second[slow], i)
         left, left_held = total[slow] - work[ks, i], held[slow] - tokens[i]
         without = ideal_ms(one, left, left_held, rest)

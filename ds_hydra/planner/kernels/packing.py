@@ -16,6 +16,7 @@ whose ideal time is less than the best packing found.
 
 from __future__ import annotations
 
+import heapq
 import math
 
 import numpy as np
@@ -64,21 +65,28 @@ def ideal_ms(scheme: Scheme, total: float, tokens: int, widest: float) -> float:
 
 def fill_bins(work: Floats, tokens: Ints, v: int, max_length: int, by_room: bool, bins: Bins) -> bool:
     """Put the sequences, longest first, into v bins: the least loaded, or the fullest with room. False if stuck."""
-    bin_of, load, used = bins
+    bin_of, load, used, spent = bins
+    spent[0] += 4 * len(tokens)  # a heap looks at a few bins for each sequence
     load[:v] = 0.0
     used[:v] = 0
+    # The bins that may have room, first the one to fill next; and those that had none, first the one with most room.
+    # Sequences get shorter, so a bin goes from one heap to the other at most once for each sequence that it is given.
+    ready = [(0.0, j) for j in range(v)]
+    full = [(0, 0) for j in range(0)]
     for i in range(len(tokens)):
-        chosen = -1
-        for j in range(v):
-            if used[j] + tokens[i] > max_length:
-                continue
-            if chosen < 0 or (by_room and used[j] > used[chosen]) or (not by_room and load[j] < load[chosen]):
-                chosen = j
-        if chosen < 0:
+        while len(full) > 0 and full[0][0] + tokens[i] <= max_length:
+            _, j = heapq.heappop(full)
+            heapq.heappush(ready, (-float(used[j]) if by_room else load[j], j))
+        while len(ready) > 0 and used[ready[0][1]] + tokens[i] > max_length:
+            _, j = heapq.heappop(ready)
+            heapq.heappush(full, (used[j], j))
+        if len(ready) == 0:
             return False
-        bin_of[i] = chosen
-        load[chosen] += work[i]
-        used[chosen] += tokens[i]
+        _, j = heapq.heappop(ready)
+        bin_of[i] = j
+        load[j] += work[i]
+        used[j] += tokens[i]
+        heapq.heappush(ready, (-float(used[j]) if by_room else load[j], j))
     return True
 
 
@@ -88,36 +96,44 @@ def level_bins(work: Floats, tokens: Ints, v: int, max_length: int, floor: float
     Example: bins of 6+4 and 5+2 ms. No move out of the first helps (10 becomes 11 or 13 elsewhere), but swapping
     the 6 for the 5 gives 9 and 8.
     """
-    bin_of, load, used = bins
+    bin_of, load, used, spent = bins
     n = len(tokens)
+    first = np.empty(v, dtype=np.int64)  # of each bin's sequences, the longest; after the last one comes n
+    following = np.empty(n, dtype=np.int64)
     for _ in range(rounds):
-        top = 0
-        for j in range(1, v):
-            if load[j] > load[top]:
-                top = j
+        top = int(load[:v].argmax())
         peak = load[top]
         if peak <= floor:
             return peak
+        first[:] = n
+        for i in range(n - 1, -1, -1):
+            following[i] = first[bin_of[i]]
+            first[bin_of[i]] = i
+        spent[0] += n
         # The best single exchange is made, not the first: there are few sequences in a bin, and rounds are limited.
-        # A hair below the peak, or rounding could swap two equal sequences for ever.
+        # A hair below the peak, or rounding could swap two equal sequences for ever. The lightest bins come first: an
+        # exchange leaves at least half of what it and the heaviest have together, and soon no other can do better.
         best = peak * (1.0 - 1e-12)
         best_i, best_k, best_j = -1, -1, -1
-        for i in range(n):
-            if bin_of[i] != top:
-                continue
-            for j in range(v):
-                if j != top and used[j] + tokens[i] <= max_length:
+        for j in load[:v].argsort(kind="mergesort"):
+            if 0.5 * (peak + load[j]) >= best:
+                break
+            i = first[top]
+            while i < n and j != top:
+                if used[j] + tokens[i] <= max_length:
                     after = max(peak - work[i], load[j] + work[i])
                     if after < best:
                         best, best_i, best_k, best_j = after, i, -1, j
-            # Only shorter sequences, which come later, make the heaviest bin lighter when swapped in.
-            for k in range(i + 1, n):
-                j = bin_of[k]
-                if j == top or used[j] - tokens[k] + tokens[i] > max_length:
-                    continue
-                after = max(peak - work[i] + work[k], load[j] + work[i] - work[k])
-                if after < best:
-                    best, best_i, best_k, best_j = after, i, k, j
+                k = first[j]
+                while k < n:
+                    spent[0] += 1
+                    # Only shorter sequences, which come later, make the heaviest bin lighter when swapped in.
+                    if k > i and used[j] - tokens[k] + tokens[i] <= max_length:
+                        after = max(peak - work[i] + work[k], load[j] + work[i] - work[k])
+                        if after < best:
+                            best, best_i, best_k, best_j = after, i, k, j
+                    k = following[k]
+                i = following[i]
         if best_i < 0:
             return peak
         move_item(work, tokens, best_i, best_j, bins)
@@ -128,7 +144,7 @@ def level_bins(work: Floats, tokens: Ints, v: int, max_length: int, floor: float
 
 def move_item(work: Floats, tokens: Ints, i: int, to: int, bins: Bins) -> None:
     """Sequence i leaves its bin for bin `to`."""
-    bin_of, load, used = bins
+    bin_of, load, used, _ = bins
     load[bin_of[i]] -= work[i]
     used[bin_of[i]] -= tokens[i]
     load[to] += work[i]
@@ -162,30 +178,25 @@ def bins_needed(sizes: Ints | Floats, capacity: float, slack: float) -> int:
     Example: sizes 6, 6, 6, 2 and capacity 10. Together they are 20, so the sum asks for two bins. But no two of the
     6s share a bin: three are needed.
     """
-    n = len(sizes)
-    total = 0.0
+    n, halves = len(sizes), 0
+    before = np.zeros(n + 1, dtype=np.float64)  # sum of the sizes before each
     for i in range(n):
-        total += sizes[i]
-    best = math.ceil(total / capacity - slack)
-    for split in range(n):
+        before[i + 1] = before[i] + sizes[i]
+        halves += sizes[i] + sizes[i] > capacity
+    best = math.ceil(before[n] / capacity - slack)
+    large = halves
+    for split in range(halves, n):
         # Leave out what is smaller than `small`; what is left needs no more bins than all do. Then
         # - large ones (over capacity - small) share a bin with nothing that is left,
         # - middle ones (over half of the capacity) never share one with each other or with a large one,
         # - the rest fills the room beside the middle ones; what is over needs bins of its own.
         small = sizes[split]
-        if small + small > capacity:
-            continue
-        large, middle, room, rest = 0, 0, 0.0, 0.0
-        for i in range(n):
-            if sizes[i] > capacity - small:
-                large += 1
-            elif sizes[i] + sizes[i] > capacity:
-                middle += 1
-                room += capacity - sizes[i]
-            elif sizes[i] >= small:
-                rest += sizes[i]
-        best = max(best, large + middle + math.ceil(max(0.0, rest - room) / capacity - slack))
-        if middle == 0 and large == 0:
+        while large > 0 and sizes[large - 1] <= capacity - small:
+            large -= 1
+        room = (halves - large) * capacity - (before[halves] - before[large])
+        rest = before[split + 1] - before[halves]
+        best = max(best, halves + math.ceil(max(0.0, rest - room) / capacity - slack))
+        if halves == 0:
             break  # nothing is over half of the capacity: the sum is the bound, whatever is left out
     return best
 
@@ -231,15 +242,15 @@ def packing_bound(scheme: Scheme, work: Floats, tokens: Ints, best_v: int, best_
     return bound
 
 
-def pack(scheme: Scheme, work: Floats, tokens: Ints, rounds: int, out_bin: Ints) -> tuple[int, float, float]:
-    """Pack the sequences of one pipeline: (micro-batches, ms, lower bound ms); bins go to `out_bin`.
+def pack(scheme: Scheme, work: Floats, tokens: Ints, rounds: int, out_bin: Ints) -> tuple[int, float, float, int]:
+    """Pack the sequences of one pipeline: (micro-batches, ms, lower bound ms, elementary work); bins go to `out_bin`.
 
     Tries the numbers of micro-batches of appendix D, the one with the least bound first, and stops when the
     next bound is no better than what is found. More than appendix D's are tried only when none of them fits.
     """
     n = len(tokens)
     if n == 0:
-        return 0, 0.0, 0.0
+        return 0, 0.0, 0.0, 0
     max_length, total, widest = scheme.max_length, 0.0, work.max()
     for i in range(n):
         total += work[i]  # in order: numpy's own sum rounds differently
@@ -248,7 +259,7 @@ def pack(scheme: Scheme, work: Floats, tokens: Ints, rounds: int, out_bin: Ints)
     load = np.empty(n, dtype=np.float64)
     used = np.empty(n, dtype=np.int64)
     trial = np.empty(n, dtype=np.int64)
-    bins = Bins(trial, load, used)
+    bins = Bins(trial, load, used, np.zeros(1, dtype=np.int64))
     bounds = np.empty(n + 1, dtype=np.float64)  # of each V: its micro-batches all equal, or one as long as the longest
     for v in range(fewest, n + 1):
         bounds[v] = stage_ms(scheme, total, max(widest, total / v), v)
@@ -284,15 +295,15 @@ def pack(scheme: Scheme, work: Floats, tokens: Ints, rounds: int, out_bin: Ints)
         if ms < best:
             best, best_v = ms, v
             out_bin[:n] = trial
-    return best_v, best, min(bound, best)
+    return best_v, best, min(bound, best), bins.spent[0]
 
 
-def pack_pipeline(problem: Problem, p: int, rounds: int, owner: Ints, bin_of: Ints) -> tuple[int, float]:
-    """Pack the sequences that `owner` gives to pipeline p: (micro-batches, ms); fills their bin_of."""
+def pack_pipeline(problem: Problem, p: int, rounds: int, owner: Ints, bin_of: Ints) -> tuple[float, int]:
+    """Pack the sequences that `owner` gives to pipeline p: (ms, elementary work); fills their bin_of."""
     k = problem.shape.pipeline_scheme[p]
     chosen = np.flatnonzero(owner == p)
     own_bins = np.empty(len(chosen), dtype=np.int64)
     work, tokens = problem.items.work[k][chosen], problem.items.tokens[chosen]
-    v, ms, _ = pack(scheme_at(problem.schemes, k), work, tokens, rounds, own_bins)
+    _, ms, _, spent = pack(scheme_at(problem.schemes, k), work, tokens, rounds, own_bins)
     bin_of[chosen] = own_bins
-    return v, ms
+    return ms, spent + len(owner)

@@ -24,6 +24,7 @@ def empty_placement(sequences: int, pipelines: int) -> Placement:
         np.zeros(pipelines, dtype=np.int64),
         np.zeros(pipelines, dtype=np.float64),
         np.zeros(pipelines, dtype=np.float64),
+        np.zeros(2, dtype=np.int64),
     )
 
 
@@ -65,6 +66,7 @@ def place_by_price(problem: Problem, shares: Floats, price: Floats, tau: float, 
     clear(place)
     schemes, items, shape = problem
     work, tokens, scheme, pipelines = items.work, items.tokens, shape.scheme, shape.pipelines
+    place.spent[0] += len(tokens) * len(shape.pipeline_scheme)  # at most
     kinds = len(pipelines)
     tried = np.empty(kinds, dtype=np.bool_)
     first = np.zeros(kinds, dtype=np.int64)
@@ -94,6 +96,7 @@ def place_greedily(problem: Problem, place: Placement) -> bool:
     clear(place)
     schemes, items, shape = problem
     work, tokens, total, held, widest = items.work, items.tokens, place.total, place.held, place.widest
+    place.spent[0] += len(tokens) * len(shape.pipeline_scheme)  # at most
     for i in range(len(tokens)):
         soonest, slot, first = math.inf, -1, 0
         for kind in range(len(shape.pipelines)):
