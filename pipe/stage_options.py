@@ -2,16 +2,18 @@
 
 [Note: stage options]
 The options of a job travel whole, from the config to the stages, the profiler, the self-check and the fingerprint of
-cost tables, and nobody on the way names one of them. So a new one is a field here, the setting of the same name in
-`HydraConfig`, and what it does where stages are built. Its default is what a model computes by itself.
+cost tables, and nobody on the way names one of them. So a new one is a field here, whose name `hydra.fast_paths` then
+takes, and what it does where stages are built. Its default is what a model computes by itself.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 FUNCTIONS = ("auto", "recompute", "off")
+RECOMPUTE_MLP = "recompute_mlp"  # the path of functions="recompute"
 _NEVER_GIVEN_UP = frozenset({"activation_checkpointing"})  # asked for to save memory: without it a job may not fit
 
 
@@ -25,13 +27,21 @@ class StageOptions:
     sp_overlap: bool = False  # of messages and attention [Note: exchange in groups]
 
     @classmethod
-    def of_settings(cls, settings: Any) -> StageOptions:
-        """From a config's settings, which have the same names and say "auto" or "off" of what is on or off here."""
-        asked: dict[str, Any] = {one.name: getattr(settings, one.name) for one in fields(cls)}
-        for one in fields(cls):
-            if isinstance(one.default, bool):
-                asked[one.name] = asked[one.name] in (True, "auto")
-        return cls(**asked)
+    def paths(cls) -> tuple[str, ...]:
+        """The names that `hydra.fast_paths` takes of them."""
+        return (*(one.name for one in fields(cls) if one.name not in _NEVER_GIVEN_UP), RECOMPUTE_MLP)
+
+    @classmethod
+    def of_settings(cls, activation_checkpointing: bool, paths: Collection[str]) -> StageOptions:
+        """From a config's settings."""
+        on: dict[str, Any] = {name: True for name in cls.paths() if name in paths}
+        functions = "recompute" if on.pop(RECOMPUTE_MLP, False) else "auto" if "functions" in on else "off"
+        return cls(activation_checkpointing=activation_checkpointing, **{**on, "functions": functions})
+
+    def as_paths(self) -> tuple[str, ...]:
+        """`hydra.fast_paths` that asks for these."""
+        on = [name for name in self.paths() if name != RECOMPUTE_MLP and getattr(self, name) not in (False, "off")]
+        return (*on, *[RECOMPUTE_MLP] * (self.functions == "recompute"))
 
     @classmethod
     def from_json(cls, record: Any) -> StageOptions:
@@ -42,10 +52,11 @@ class StageOptions:
             raise TypeError(f"{', '.join(wrong)} of another type than a stage's options have")
         return options
 
-    def differences(self, other: StageOptions) -> list[tuple[str, Any, Any]]:
-        """Name, own value and the other's of all that differ."""
+    def differences(self, other: StageOptions) -> list[tuple[str, Any, Any, str]]:
+        """Name, own value, the other's and the setting that says which of all that differ."""
         both = ((one.name, getattr(self, one.name), getattr(other, one.name)) for one in fields(self))
-        return [(name, own, others) for name, own, others in both if own != others]
+        settings = dict.fromkeys(self.paths(), "hydra.fast_paths")
+        return [(name, own, others, settings.get(name, f"hydra.{name}")) for name, own, others in both if own != others]
 
     def fallbacks(self) -> tuple[StageOptions, ...]:
         """What to try in place of these where a model trains otherwise with them.

@@ -31,6 +31,6 @@ class StandIn(Tensor):
         if getattr(func, "__name__", "") not in _LOOKS:
             raise ConfigError(
                 f"{getattr(func, '__name__', func)} reads what enters a block beside the block's column-parallel "
-                'layers: set hydra.token_sharding to "off"'
+                'layers: leave "token_sharding" out of hydra.fast_paths'
             )
         return super().__torch_function__(func, types, args, kwargs or {})

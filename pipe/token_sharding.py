@@ -133,7 +133,7 @@ class TokenSharding(TensorParallel):
     def _other(self, style: str, name: str, module: nn.Module, parent: nn.Module) -> None:
         raise ConfigError(
             f"{name}: the tensor parallel style {style!r} of the model's plan is not implemented for shared tokens; "
-            'set hydra.token_sharding to "off"'
+            'leave "token_sharding" out of hydra.fast_paths'
         )
 
 
@@ -232,7 +232,7 @@ class _Block:
         if not now.computed:
             now.outputs, now.computed = self._compute(now.shard), True
         if module not in now.outputs:
-            raise ConfigError(f'a layer of {self._kind} runs twice: set hydra.token_sharding to "off"')
+            raise ConfigError(f'a layer of {self._kind} runs twice: leave "token_sharding" out of hydra.fast_paths')
         return now.outputs.pop(module).view(*x.shape[:-1], -1)
 
     def share_of(self, x: Tensor) -> Tensor:
@@ -244,7 +244,7 @@ class _Block:
         if now is None or not isinstance(x, StandIn) or x.numel() != now.stand_in.numel():
             raise ConfigError(
                 f"a column-parallel layer of {self._kind} reads something else than what enters {self._kind}: "
-                'set hydra.token_sharding to "off"'
+                'leave "token_sharding" out of hydra.fast_paths'
             )
         return now
 

@@ -65,7 +65,7 @@ def test_layers_run_again_in_the_backward_pass_where_the_model_was_told_so(enabl
         model = tiny_llama()
         if enabled:
             model.gradient_checkpointing_enable()
-        hydra = {**HYDRA, "planner": {"ahead": 0}, "self_check": "off", "functions": "off"}
+        hydra = {**HYDRA, "planner": {"ahead": 0}, "self_check": "off", "fast_paths": ["token_sharding", "sp_overlap"]}
         rank_environment(0)
         engine = ds_hydra.initialize(
             model=model, training_data=[[3] * 20] * 2, config={"hydra": hydra, "optimizer": ADAMW}

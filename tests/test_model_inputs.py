@@ -98,7 +98,7 @@ def refused(rank: int) -> list[str]:
     rank_environment(rank)
     bad, good = {"input_ids": [20, 21, 1, 22, 23]}, {"input_ids": [20, 21, 22, 1], "attention_mask": [1, 1, 1, 0]}
     hydra = {"tokens_per_step": 9, "context_length": 32, "strategies": ["2*tp1"], "self_check": "off"}
-    hydra |= {"steps_file": None, "planner": {"ahead": 0}, "faults": {"heartbeat_seconds": 0}}
+    hydra |= {"steps_file": None, "planner": {"ahead": 0}, "faults": {"frozen_seconds": 0}}
     config = {"optimizer": {"type": "AdamW"}, "hydra": hydra}
     texts = []
 

@@ -1,4 +1,4 @@
-"""A setting that changes how stages compute: the field, the setting and what it does are all that is written for it."""
+"""A setting that changes how stages compute: the field and what it does are all that is written for it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from ds_hydra.commands import check as check_command
-from ds_hydra.commands import job_config
 from ds_hydra.config import hydra_block
-from ds_hydra.config.hydra_block import HydraConfig
+from ds_hydra.config.hydra_block import HydraConfig, parse_config
 from ds_hydra.costs import table_file
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.table_file import TableFile, table_file_from_record
@@ -34,13 +33,6 @@ class Options(StageOptions):
     """The field of a new option."""
 
     halved: bool = False
-
-
-@dataclass(frozen=True)
-class Config(HydraConfig):
-    """Its setting."""
-
-    halved: str = "auto"
 
 
 class Source(CausalLM):
@@ -64,17 +56,19 @@ def added(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "StageOptions", Options)
     for module in (models, subjects):
         monkeypatch.setattr(module, "CausalLM", Source)
-    monkeypatch.setattr(job_config, "HydraConfig", Config)
 
 
 def test_a_new_option_travels_from_the_config_to_the_table_and_back() -> None:
-    asked = Config(tokens_per_step=1).stage_options
+    parsed = parse_config({"hydra": {"tokens_per_step": 1, "fast_paths": "auto"}})
+    assert parsed is not None
+    asked = parsed.hydra.stage_options
     assert asked == Options(functions="auto", token_sharding=True, sp_overlap=True, halved=True)
     job, other = (
         describe_job(models.model_source(small_model(), options), torch.device("cpu"), torch.float32, 2)
         for options in (asked, replace(asked, halved=False))
     )
-    assert job.differences(other) == ["halved: the table has True, the job False (profile with the same hydra.halved)"]
+    (line,) = job.differences(other)
+    assert line == "halved: the table has True, the job False (profile with the same hydra.fast_paths)"
     table = CostTable((SchemeCost(ParallelScheme(), 1e-6, 0.1, 1.0, 1000),))
     assert table_file_from_record(TableFile(table, job).to_record(), "t").job == job
 
@@ -102,5 +96,5 @@ def test_the_command_checks_what_a_job_would_compute(monkeypatch: pytest.MonkeyP
     call = ["examples/llama_tiny.json", "--strategies", "tp1"]
     assert check_command.main(call) == 2
     assert check_command.main([*call, "--all_tokens", "--functions", "off", "--activation_checkpointing"]) == 2
-    usual = Config(tokens_per_step=1).stage_options
+    usual = HydraConfig(tokens_per_step=1).stage_options
     assert seen == [usual, replace(usual, token_sharding=False, functions="off", activation_checkpointing=True)]

@@ -260,7 +260,7 @@ def test_flash_attention_3_runs_where_it_can(hopper: list[str | None], monkeypat
             patch.setattr(torch, "empty", lambda *args, **kwargs: on_gpu(64, torch.bfloat16))
             return attention_name(source, cuda, torch.bfloat16)
 
-    without = Flags(HydraConfig(10, attention="flash_2"), cuda)
+    without = Flags(HydraConfig(10, fast_paths=()), cuda)
     assert hopper == [None]
     assert name() == "torch_varlen"
     flags_3 = Flags(HydraConfig(10), cuda)

@@ -269,7 +269,7 @@ def test_a_job_exchanges_at_once_where_the_self_check_refuses_groups(
     world: Any = SimpleNamespace(channel=None, node_size=None, rank=0)
     with mock.patch.object(ulysses, "wait", mixed_up):
         (objection,) = check_strategies(model, strategies, StageOptions(sp_overlap=True), keep=False).objections()
-        assert 'hydra.sp_overlap "off"' in objection
+        assert 'leave "sp_overlap" out of hydra.fast_paths' in objection
         checked, other = check_candidates(job, world, strategies)
     assert not checked.objections()
     assert (source.overlap, other.overlap) == (Overlap(), AT_ONCE)

@@ -61,7 +61,7 @@ def ours(rank: int, hidden: int, **hydra: Any) -> Any:
     generator = torch.Generator().manual_seed(1)
     data = [torch.randint(3, 8000, (16,), generator=generator) for _ in range(64)]
     block = {"tokens_per_step": 64, "strategies": ["2*tp1", "pp2"], "choose": "cycle", "steps_file": None,
-             "planner": {"ahead": 0}, "faults": {"heartbeat_seconds": 0}, **hydra}  # fmt: skip
+             "planner": {"ahead": 0}, "faults": {"frozen_seconds": 0}, **hydra}  # fmt: skip
     config = {"optimizer": optimizer_block(), "gradient_clipping": 1.0, "hydra": block}
     engine = ds_hydra.initialize(model=model(hidden), training_data=data, config=config)[0]
     engine.train_batch()
@@ -172,7 +172,7 @@ def compare(rank: int, folder: str, hidden: int, rounds: int) -> dict[str, list[
 
 def step_times(rank: int, hidden: int, steps: int) -> tuple[list[float], list[float]]:
     """Seconds of steps with heartbeats and checks and without, in pairs."""
-    on = ours(rank, hidden, faults={"heartbeat_seconds": 1.0, "compare_every": COMPARE_EVERY})
+    on = ours(rank, hidden, faults={"frozen_seconds": 9.0, "compare_every": COMPARE_EVERY})
     off = ours(rank, hidden)
     times: tuple[list[float], list[float]] = ([], [])
     for index in range(steps):

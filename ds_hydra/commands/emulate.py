@@ -88,8 +88,8 @@ def emulated_job(args: argparse.Namespace) -> EmulatedJob:
         tuple(dict.fromkeys(map(str, strategies))),
         tuple(lengths[:_SEQUENCES].tolist()),
         args.tokens,
-        choose="replay" if args.replay else args.choose,
-        replay_file=args.replay,
+        choose=args.choose,
+        replay=args.replay,
         seed=args.seed,
     )
 

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 
 from ds_hydra.commands.job_config import read_job
-from ds_hydra.config.hydra_block import HydraConfig
+from ds_hydra.config.hydra_block import FLASH_3, HydraConfig
 from ds_hydra.costs.shape_costs import stage_schemes
 from ds_hydra.costs.table_file import JobFingerprint
 from ds_hydra.engine.fingerprint import describe_job
@@ -72,7 +72,7 @@ def make_request(args: argparse.Namespace) -> Request:
     node_size = args.node_size or (job.hydra and job.hydra.node_size) or num_gpus
     schemes = _schemes(source, args.schemes, num_gpus, node_size)
     device = _device(args.local_rank)
-    if device.type == "cuda" and (job.hydra is None or job.hydra.attention == "auto"):
+    if device.type == "cuda" and (job.hydra is None or FLASH_3 in job.hydra.fast_paths):
         use_flash_3(device)
     return Request(
         source=source,

@@ -71,7 +71,7 @@ def _train(rank: int, job: TinyJob, data: list[torch.Tensor]) -> list[float]:
             "tokens_per_step": _TOKENS, "strategies": list(job.strategies), "choose": job.choose,
             "steps_file": job.steps_file, "total_steps": job.steps, "planner": {"ahead": 2 if job.told else 0},
             "self_check": "on" if job.told else "off",
-            "faults": {"heartbeat_seconds": 0},
+            "faults": {"frozen_seconds": 0},
         },
     }  # fmt: skip
     engine = ds_hydra.initialize(model=_model(), training_data=data, config=config)[0]

@@ -8,12 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ds_hydra.config.checks import choice, flag, integer, number, parse_block, setting, text, whole_numbers
+from ds_hydra.config.checks import AUTO, choice, flag, integer, number, parse_block, setting, text, whole_numbers
 from ds_hydra.config.deepspeed_settings import KNOWN_SETTINGS, screen_deepspeed_settings
-from ds_hydra.config.planner_block import PlannerConfig
-from ds_hydra.pipe.schedules.registry import proposed_schedules
+from ds_hydra.config.planner_block import PLANNER_GONE, PlannerConfig
 from ds_hydra.pipe.shape import StrategyShape
-from ds_hydra.pipe.stage_options import FUNCTIONS, StageOptions
+from ds_hydra.pipe.stage_options import RECOMPUTE_MLP, StageOptions
 from ds_hydra.plan.phase import THEN
 from ds_hydra.plan.runnable import check_shape
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
@@ -23,15 +22,29 @@ if TYPE_CHECKING:
 
 BLOCK = "hydra"
 WEIGHTS = "weights"
+FLASH_3 = "flash_3"
 _MAX_DEGREE_DIGITS = 6
+_FROZEN_S = 9.0
 _GONE = {
-    "objective": 'is no setting any more: remove it. Plans are made as with "flow_shop"; "paper", Eq. 1 of Hydraulis, '
-    "is a rival to compare with",
+    "objective": 'is no setting any more: remove it. Plans are made and compared as with "flow_shop"; "paper" (Eq. 1 '
+    "of Hydraulis) is a rival to compare with",
+    "schedules": "is no setting any more: list strategies under a schedule, as in 'tp2pp4/1f1b', in hydra.strategies; "
+    'hydra.chunks "off" keeps sequences whole',
+    "token_sharding": 'is a name of hydra.fast_paths now: instead of "off" list the paths there without it',
+    "sp_overlap": 'is a name of hydra.fast_paths now: instead of "off" list the paths there without it',
+    "functions": 'is a name of hydra.fast_paths now: instead of "off" list the paths there without it; "recompute" is '
+    'called "recompute_mlp"',
+    "attention": 'is the name "flash_3" of hydra.fast_paths now: instead of "flash_2" list the paths there without it',
+}
+_CHOOSE_RENAMED = {"replay": "is the setting hydra.replay now: name the file of plans there"}
+_FAULTS_GONE = {
+    "heartbeat_seconds": "is no setting any more: a rank tells a ninth of faults.frozen_seconds apart that it lives; "
+    "frozen_seconds 0 turns heartbeats off"
 }
 
 
 def _planner(value: Any, place: str) -> PlannerConfig:
-    return parse_block(PlannerConfig, value, place)
+    return parse_block(PlannerConfig, value, place, gone=PLANNER_GONE)
 
 
 def _resume(value: Any, place: str) -> bool | str:
@@ -64,11 +77,9 @@ class CheckpointConfig:
 class FaultsConfig:
     """The block "hydra.faults": when a job that cannot go on is ended, on all ranks."""
 
-    heartbeat_seconds: float = setting(number(0.0, 3600.0), 1.0)
-    """Heartbeat interval in seconds; 0 turns heartbeats off."""
-    frozen_seconds: float = setting(number(exclusive=True, maximum=86400.0), 9.0)
-    """Seconds without a heartbeat after which a rank counts as frozen and the job ends; the process that plans, which
-    tells the same, is started again."""
+    frozen_seconds: float = setting(number(maximum=86400.0), _FROZEN_S)
+    """Seconds without a heartbeat after which a rank counts as frozen and the job ends; it gives nine of them in that
+    time. The process that plans, which tells the same, is started again. 0: no heartbeats of ranks."""
     address: str | None = setting(text(optional=True), None)
     """Where rank 0 listens for heartbeats; None takes the interface over which ranks reach each other."""
     skipped_steps: int = setting(integer(1), 20)
@@ -76,13 +87,18 @@ class FaultsConfig:
     compare_every: int = setting(integer(0), 0)
     """Every N steps, check that the parameters each rank used equal the owners' masters; 0: never."""
 
+    @property
+    def silent_seconds(self) -> float:
+        """After which the process that plans is frozen: it tells that it is alive where ranks do not, too."""
+        return self.frozen_seconds or _FROZEN_S
+
 
 def _checkpoint(value: Any, place: str) -> CheckpointConfig | None:
     return None if value is None else parse_block(CheckpointConfig, value, place)
 
 
 def _faults(value: Any, place: str) -> FaultsConfig:
-    return parse_block(FaultsConfig, value, place)
+    return parse_block(FaultsConfig, value, place, gone=_FAULTS_GONE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,15 +135,14 @@ def _strategies(value: Any, place: str) -> tuple[str, ...]:
     return tuple(str(shape) for shape in shapes)
 
 
-def _schedules(value: Any, place: str) -> tuple[str, ...]:
-    """ "auto" as (); else each name once."""
-    if value == "auto":
-        return ()
-    if not isinstance(value, (list, tuple)) or not value:
-        raise ConfigError(
-            f'config: {place} must be "auto" or a non-empty list of {", ".join(proposed_schedules())}, but is {value!r}'
-        )
-    check = choice(*proposed_schedules())
+def _fast_paths(value: Any, place: str) -> tuple[str, ...]:
+    """ "auto" as the usual ones, "off" as (); else each name once."""
+    known = (*StageOptions.paths(), FLASH_3)
+    if value in (AUTO, "off"):
+        return tuple(name for name in known if name != RECOMPUTE_MLP) if value == AUTO else ()
+    if not isinstance(value, (list, tuple)):
+        raise ConfigError(f'config: {place} must be "auto", "off" or a list of {", ".join(known)}, but is {value!r}')
+    check = choice(*known)
     return tuple(dict.fromkeys(check(name, f"{place}[{index}]") for index, name in enumerate(value)))
 
 
@@ -139,7 +154,7 @@ def _shape(value: Any, place: str) -> StrategyShape:
     if THEN in value:
         raise ConfigError(
             f"config: {place} {value!r} names several phases, which only a replayed plan can have: list each phase's "
-            'strategy on its own, and set hydra.choose to "replay"'
+            "strategy on its own, and name the file of plans in hydra.replay"
         )
     try:
         shape = StrategyShape.parse(value)
@@ -164,8 +179,10 @@ class HydraConfig:
     """What to do with a sequence longer than `context_length`; truncated and skipped ones are counted in the log."""
     strategies: tuple[str, ...] = setting(_strategies, ())
     """Candidate strategies, in canonical form; () is "auto": the planner proposes them."""
-    choose: str = setting(choice("best", "cycle", "replay"), "best")
-    """"best": the planner's choice in each step; "cycle": in turn; "replay": as planner.replay_file says."""
+    choose: str = setting(choice("best", "cycle", renamed=_CHOOSE_RENAMED), "best")
+    """"best": the planner's choice in each step; "cycle": in turn."""
+    replay: str | None = setting(text(optional=True), None)
+    """Plans to run again, as a run with `plans_file` wrote them; None plans anew."""
     cost_table: str | None = setting(text(optional=True), None)
     """Measured coefficients (JSON); None estimates them from the model's FLOPs."""
     cost_correction: str = setting(choice("off", "report", "apply"), "report")
@@ -181,19 +198,19 @@ class HydraConfig:
     of the batches that a script hands in, as DeepSpeed's own loop computes it."""
     activation_checkpointing: bool = setting(flag, False)
     """Recompute each layer's activations in the backward pass, as after `model.gradient_checkpointing_enable()`."""
-    token_sharding: str = setting(choice("auto", "off"), "auto")
-    """"auto": tensor parallel ranks share the tokens between the blocks, where the model is found to allow it; then all
-    that a layer keeps for the backward is divided by tp. "off": each of them holds all tokens there."""
-    sp_overlap: str = setting(choice("auto", "off"), "auto")
-    """"auto": of long rows, sequence parallel ranks exchange the heads of attention in up to eight groups, and compute
-    one while the next ones travel. "off": all heads travel together, and nothing is computed meanwhile."""
-    functions: str = setting(choice(*FUNCTIONS), "auto")
-    """"auto": norms, rotary embeddings and linear layers that read the same rows are computed in fewer operators, which
-    keep less for the backward, where the model is found to have them. "recompute": MLPs with a gate compute their
-    product again in the backward, too, and keep gate and up alone. "off": all is computed as the model's code says."""
-    attention: str = setting(choice("auto", "flash_2"), "auto")
-    """"auto": FlashAttention 3 on GPUs that it is written for (Hopper), where `flash_attn_interface` is installed.
-    "flash_2": never; a cost table is measured with the same."""
+    fast_paths: tuple[str, ...] = setting(_fast_paths, _fast_paths(AUTO, ""))
+    """How stages compute faster, or keep less, than as the model's code is written, where the model is found to allow
+    it: "auto", "off" for none, or a list of names; "auto" is all but "recompute_mlp".
+
+    "token_sharding": tensor parallel ranks share the tokens between the blocks; then all that a layer keeps for the
+    backward is divided by tp, and else each of them holds all tokens there.
+    "sp_overlap": of long rows, sequence parallel ranks exchange the heads of attention in up to eight groups, and
+    compute one while the next ones travel.
+    "functions": norms, rotary embeddings and linear layers that read the same rows are computed in fewer operators,
+    which keep less for the backward.
+    "recompute_mlp": the same, and MLPs with a gate compute their product again in the backward, and keep gate and up
+    alone.
+    "flash_3": FlashAttention 3 on GPUs that it is written for (Hopper), where `flash_attn_interface` is installed."""
     deterministic: bool = setting(flag, False)
     """On GPUs, only kernels that add up in one order, which are slower: a run repeats itself to the bit."""
     self_check: str = setting(choice("on", "off", "full"), "on")
@@ -203,9 +220,6 @@ class HydraConfig:
     """"auto": sequences are cut into slices where that is faster, or nothing holds them whole, and the model allows it,
     which the self-check tells. It needs pipelines of the schedule "list" and a cost table with measured shares. "off":
     they stay whole, and a replayed plan with slices is refused."""
-    schedules: tuple[str, ...] = setting(_schedules, ())
-    """Schedules of the strategies that "auto" proposes: some of "1f1b", "list" (the backward split, and slices) and "v"
-    (the same on stages that hold two ranges of layers); () is "auto": all that this release runs."""
     node_size: int | None = setting(integer(1, optional=True), None)
     """Ranks per node; None takes what the launcher says, or else the names of the hosts."""
     timeout_seconds: float = setting(number(exclusive=True, maximum=86400.0), 300.0)
@@ -215,16 +229,11 @@ class HydraConfig:
     steps_file: str | None = setting(text(optional=True), "steps.jsonl")
     """One JSON record per step is appended here by rank 0; None writes none."""
     plans_file: str | None = setting(text(optional=True), None)
-    """Each step's plan is written here by rank 0, for choose: "replay"; None writes none."""
+    """Each step's plan is written here by rank 0, for `replay`; None writes none."""
     trace: TraceConfig = setting(_trace, TraceConfig())
 
     def __post_init__(self) -> None:
         """Refuse settings that contradict each other, or that would have no effect."""
-        if self.faults.heartbeat_seconds > 0 and self.faults.frozen_seconds < 3 * self.faults.heartbeat_seconds:
-            raise ConfigError(
-                f"config: hydra.faults.frozen_seconds {self.faults.frozen_seconds:g} is less than three heartbeats of "
-                f"{self.faults.heartbeat_seconds:g} s: slow ranks would count as frozen; raise it"
-            )
         if self.trace.steps and self.steps_file is None:
             raise ConfigError(
                 "config: hydra.trace writes to the folder of hydra.steps_file, which is null: name a file, or remove "
@@ -232,19 +241,12 @@ class HydraConfig:
             )
         if self.trace.profiler and not self.trace.steps:
             raise ConfigError("config: hydra.trace.profiler has no effect without hydra.trace.steps: name the steps")
-        if self.schedules and self.strategies:
-            raise ConfigError(
-                "config: hydra.schedules has no effect on strategies that hydra.strategies lists: name the schedule in "
-                "them, as in 'tp2pp4/list', or remove one of the two keys"
-            )
         if self.choose == "cycle" and not self.strategies:
             raise ConfigError('config: hydra.choose "cycle" needs a list in hydra.strategies, which is "auto"')
-        if self.choose == "replay" and self.planner.replay_file is None:
-            raise ConfigError('config: hydra.choose "replay" needs hydra.planner.replay_file, the plans to run again')
-        if self.choose != "replay" and self.planner.replay_file is not None:
+        if self.replay is not None and self.choose != "best":
             raise ConfigError(
-                f'config: hydra.planner.replay_file is given but hydra.choose is "{self.choose}": '
-                'set it to "replay" or remove the file'
+                f'config: hydra.replay names plans to run again, but hydra.choose is "{self.choose}": remove one of '
+                "the two"
             )
 
     @property
@@ -255,12 +257,12 @@ class HydraConfig:
     @property
     def stage_options(self) -> StageOptions:
         """How stages are to compute."""
-        return StageOptions.of_settings(self)
+        return StageOptions.of_settings(self.activation_checkpointing, self.fast_paths)
 
     @property
     def _highs(self) -> str:
         """What HiGHS's composed strategies are for: listed candidates are all that is run."""
-        if not self.planner.highs or self.choose != "best":
+        if not self.planner.highs or self.choose != "best" or self.replay is not None:
             return "off"
         return "advises" if self.strategies else "composes"
 
@@ -272,13 +274,10 @@ class HydraConfig:
         return PlannerOptions(
             method=planner.method,
             highs=self._highs,
-            choose=self.choose,
-            replay_file=planner.replay_file,
-            seed=self.seed if planner.seed is None else planner.seed,
-            seconds=planner.seconds,
-            tolerance=planner.tolerance,
+            choose=self.choose if self.replay is None else "replay",
+            replay_file=self.replay,
+            seed=self.seed,
             effort=planner.effort,
-            node_limit=planner.node_limit,
         )
 
 

@@ -78,7 +78,8 @@ class JobFingerprint:
             if getattr(self, name) != getattr(job, name)
         ]
         found += [
-            (name, *both, f"profile with the same hydra.{name}") for name, *both in self.stages.differences(job.stages)
+            (name, own, other, f"profile with the same {setting}")
+            for name, own, other, setting in self.stages.differences(job.stages)
         ]
         return [f"{name}: the table has {own!r}, the job {other!r} ({remedy})" for name, own, other, remedy in found]
 

@@ -43,7 +43,7 @@ class EmulatedJob:
     lengths: tuple[int, ...]  # of all sequences of the data
     tokens_per_step: int
     choose: str = "best"
-    replay_file: str | None = None
+    replay: str | None = None
     seed: int = 0
 
     def check(self) -> None:
@@ -131,7 +131,7 @@ def emulate_plans(
     strategies = tuple(dict.fromkeys(str(phase.shape) for plan in plans for phase in plan.phases))
     with tempfile.TemporaryDirectory(prefix="plans-") as folder:
         save_plans(plans, path := Path(folder) / "plans.jsonl")
-        job = EmulatedJob(cluster, strategies, tuple(lengths), tokens, choose="replay", replay_file=str(path))
+        job = EmulatedJob(cluster, strategies, tuple(lengths), tokens, replay=str(path))
         steps = emulate(job, len(plans), timeout_s=timeout_s)[0]
     faults = [step.fault for step in steps if step.fault]
     assert not faults, faults[0]
@@ -149,10 +149,11 @@ def _config(job: EmulatedJob, table: str, timeout_s: float) -> dict[str, Any]:
             "choose": job.choose,
             "seed": job.seed,
             "node_size": min(job.cluster.links.node_size, job.cluster.num_ranks),
-            "planner": {"ahead": 0, "replay_file": job.replay_file},
+            "planner": {"ahead": 0},
+            "replay": job.replay,
             "self_check": "off",  # there is no model that computes
             "cost_correction": "off",  # it would learn from the machine's time
-            "faults": {"heartbeat_seconds": 0},
+            "faults": {"frozen_seconds": 0},
             "timeout_seconds": timeout_s,
             "steps_file": None,
         },

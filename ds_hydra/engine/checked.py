@@ -53,5 +53,5 @@ def check_candidates(job: Job, world: World, candidates: Sequence[StrategyShape]
     why = f"the self-check refuses it ({objections[0]})"
     if best.sp_overlap != asked.sp_overlap and world.rank == 0:
         logger.info("sequence parallel ranks exchange all heads of a layer at once: %s", why)
-    given_up = {name: value for name, value, _ in best.differences(asked)}
+    given_up = {name: value for name, value, *_ in best.differences(asked)}
     return found, source.with_options(replace(source.options, **given_up), why)

@@ -172,7 +172,7 @@ class Crew:
     def _exposed(self) -> Callable[[StrategyShape], float] | None:
         """What the messages of a strategy add to a step, on the rank that chooses among them; None: nothing does."""
         job, few = self.job, len(self.prepared.strategies) == 1 and self.job.config.planner_options().highs == "off"
-        if self.world.rank or job.config.choose != "best" or few or job.pre_step is not None:
+        if self.world.rank or job.config.choose != "best" or job.config.replay or few or job.pre_step is not None:
             return None
         return exposed_of(job, self.world, self.prepared.found)
 

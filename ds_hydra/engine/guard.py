@@ -12,6 +12,8 @@ from ds_hydra.ranks.together import Texts
 from ds_hydra.watchdog import Activity, Watchdog
 from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError, NumericsError, PlanError, told_of
 
+_BEATS = 9  # of a rank, in the time after which it counts as frozen
+
 
 class Guard:
     """Ends the other ranks when this one cannot go on. All ranks make it together, before all else [Note: who tells].
@@ -24,7 +26,7 @@ class Guard:
         self.watchdog = Watchdog(
             channel,
             lambda: (coming_step(), activity.now),
-            heartbeat_s=config.faults.heartbeat_seconds,
+            heartbeat_s=config.faults.frozen_seconds / _BEATS,
             frozen_s=config.faults.frozen_seconds,
             still_s=config.timeout_seconds if dist.get_backend() != "gloo" else None,  # gloo itself ends a wait
             address=config.faults.address,

@@ -44,7 +44,7 @@ class PreStepCallback:
     ) -> None:
         self._sampler, self._ahead = sampler, config.planner.ahead
         self.service = PlannerService(
-            recipe, self._ahead, simulation=step_ms_of, frozen_s=config.faults.frozen_seconds,
+            recipe, self._ahead, simulation=step_ms_of, frozen_s=config.faults.silent_seconds,
             command=command_of(config), producer=producer,
         )  # fmt: skip
         self._submitted: int | None = None

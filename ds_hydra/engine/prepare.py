@@ -69,7 +69,7 @@ def prepare(job: Job, world: World) -> Prepared:
     strategies = {c: place_strategy(c, world.num_ranks, plan.num_layers) for c in candidates}
     if world.rank == 0:
         _tell_token_sharding(plan, candidates)
-        if isinstance(source, CausalLM) and config.functions != "off":
+        if isinstance(source, CausalLM) and source.options.functions != "off":
             logger.info("%s", source.functions)
     no_slices = 'hydra.chunks is "off"' if config.chunks == "off" else plan.no_slices or checked.no_slices
     uncut = no_slices or planned_whole(found.table)
@@ -79,7 +79,7 @@ def prepare(job: Job, world: World) -> Prepared:
             memory = without_the_largest(memory, found.table, longest)
         found = limited(job, world, found, memory)
     where = "sequences may have" if job.data is None else f"sequence {int(job.data.lengths.argmax())} has"
-    whole = no_slices if config.choose == "replay" else uncut  # recorded plans may hold slices all the same
+    whole = no_slices if config.replay else uncut  # recorded plans may hold slices all the same
     check_memory(found.table, memory, tuple(memory.strategies), longest, where, no_slices=whole)
     with together(world.channel, "counting the room for composed strategies"):
         room = room_beside(memory, found.table, composing=config.planner_options().highs == "composes")
@@ -134,7 +134,7 @@ def _propose(job: Job, found: TableFile, lengths: Sequence[int], world: World) -
         )
     proposed: str | None = None
     if world.rank == 0:
-        schedules = config.schedules or proposed_schedules()
+        schedules = proposed_schedules()
         if any(map(weighs, schedules)) and all(cost.shares is None for cost in table.costs):
             logger.info(
                 "sequences stay whole and backwards are not split: the costs have no measured shares of forward and "

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ds_hydra.config.hydra_block import HydraConfig
+from ds_hydra.config.hydra_block import FLASH_3, HydraConfig
 from ds_hydra.pipe.attention.flash_3 import give_flash_3_back, use_flash_3
 from ds_hydra.zero_hetero.errors import ConfigError
 
@@ -44,7 +44,7 @@ def before_devices_start(config: HydraConfig, backend: str, num_ranks: int | Non
                 f"{workspace!r}: with it cuBLAS may add up differently in each run; unset it"
             )
     _keep_first_nccl()
-    if config.faults.heartbeat_seconds > 0 and several:
+    if config.faults.frozen_seconds > 0 and several:
         _end_ranks_ourselves()
 
 
@@ -108,7 +108,7 @@ def _end_ranks_ourselves() -> None:
 class Flags:
     """torch's flags as engines need them: those of the process come back when the last engine that holds them ends.
 
-    Sums of products stay in FP32 where the library splits them; the flags of hydra.deterministic and hydra.attention.
+    Sums of products stay in FP32 where the library splits them; the flags of hydra.deterministic and hydra.fast_paths.
     """
 
     _holding = 0
@@ -133,7 +133,7 @@ class Flags:
             # Products with few rows are split along what is summed; the parts would be added in BF16.
             matmul.allow_bf16_reduced_precision_reduction = False
             matmul.allow_fp16_reduced_precision_reduction = False
-            if config.attention == "auto":
+            if FLASH_3 in config.fast_paths:
                 use_flash_3(device)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Plans in, a file of them out, and back, for `choose: "replay"`. Pure: no torch."""
+"""Plans in, a file of them out, and back, for hydra.replay. Pure: no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ds_hydra.zero_hetero.errors import PlanError
 
 
 def save_plans(plans: Iterable[StepPlan], path: str | Path) -> None:
-    """Write plans for `choose: "replay"`: one JSON object a line."""
+    """Write plans for hydra.replay: one JSON object a line."""
     Path(path).write_text("".join(plan.to_json() + "\n" for plan in plans), encoding="utf-8")
 
 

@@ -159,9 +159,9 @@ class Trial:
             return f"its degrees can each be used alone, but not together as in {scheme}"
         source, others = self._subject.source, {}
         if source.plan.token_sharding:
-            others["tp"] = ', or hydra.token_sharding "off"'
+            others["tp"] = ', or leave "token_sharding" out of hydra.fast_paths'
         if source.overlap.groups > 1:
-            others["sp"] = ', or hydra.sp_overlap "off"'
+            others["sp"] = ', or leave "sp_overlap" out of hydra.fast_paths'
         return "; ".join(f"{name}: {_REMEDIES[name]}{others.get(name, '')}" for name in failing)
 
 

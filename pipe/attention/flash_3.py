@@ -33,7 +33,7 @@ def use_flash_3(device: torch.device) -> bool:
             logger.warning("FlashAttention 3 is installed and cannot be used (%s): attention runs without it", error)
             return False
         _ours.append(NAME)
-        logger.info('attention: FlashAttention 3 (hydra.attention "flash_2" forbids it)')
+        logger.info('attention: FlashAttention 3 (hydra.fast_paths without "flash_3" forbids it)')
     return flash_3_runs()
 
 

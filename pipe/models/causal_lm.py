@@ -56,7 +56,7 @@ _KEY_VALUE_MODULES = ("k_proj", "v_proj")
 _META = torch.device("meta")
 _Found = TypeVar("_Found")
 _Rules = TypeVar("_Rules", UnnamedRules, TokenRules)
-_ALL_TOKENS = TokenRules(obstacle='hydra.token_sharding is "off"')
+_ALL_TOKENS = TokenRules(obstacle='"token_sharding" is not in hydra.fast_paths')
 
 
 class CausalLM:

@@ -21,7 +21,7 @@ STRATEGIES_OF_3 = ["tp2 + tp1", "pp2 + tp1", "3*tp1"]
 
 
 def config_of_3() -> dict[str, Any]:
-    config = small_config(4, faults={"heartbeat_seconds": 0.2})
+    config = small_config(4, faults={"frozen_seconds": 9.0})
     config["hydra"]["strategies"] = STRATEGIES_OF_3
     return config
 
@@ -47,7 +47,7 @@ def test_fewer_ranks_go_on_in_the_same_process_as_after_a_restart(tmp_path: Path
     """4 ranks train and save; the first 3 go on at once, and for comparison after a stop; equal to the bit."""
 
     def stay(rank: int) -> tuple[list[float], dict[str, Tensor]] | None:
-        engine = small_engine(rank, config=small_config(4, faults={"heartbeat_seconds": 0.2}))
+        engine = small_engine(rank, config=small_config(4, faults={"frozen_seconds": 9.0}))
         train(engine, 3)
         engine.save_checkpoint(tmp_path / "checkpoint")
         engine.crew.close()
@@ -85,7 +85,7 @@ def test_many_assemblies_leave_no_trace(tmp_path: Path) -> None:
 
     def many(rank: int) -> list[tuple[int, int, int]]:
         hydra: dict[str, Any] = {
-            "faults": {"heartbeat_seconds": 0.2},
+            "faults": {"frozen_seconds": 9.0},
             "planner": {"ahead": 1},
             "checkpoint": {"dir": str(tmp_path / "checkpoint"), "asynchronous": True, "keep_last": 1, "resume": False},
         }

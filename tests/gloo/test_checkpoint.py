@@ -338,7 +338,7 @@ def our_config() -> dict[str, Any]:
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True}},
         "gradient_clipping": 1.0,
         "hydra": {"tokens_per_step": 100, "strategies": ["pp2"], "steps_file": None, "planner": {"ahead": 0},
-                  "self_check": "off", "faults": {"heartbeat_seconds": 0}},
+                  "self_check": "off", "faults": {"frozen_seconds": 0}},
     }  # fmt: skip
 
 

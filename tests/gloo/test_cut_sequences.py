@@ -26,7 +26,7 @@ STEPS = 3
 
 
 def config(plans: Path, **hydra: Any) -> dict[str, Any]:
-    return small_config(2, seed=4, **({"choose": "replay", "planner": {"ahead": 0, "replay_file": str(plans)}} | hydra))
+    return small_config(2, seed=4, **({"planner": {"ahead": 0}, "replay": str(plans)} | hydra))
 
 
 def train(rank: int, settings: dict[str, Any]) -> tuple[dict[str, torch.Tensor], CostTable]:
@@ -40,7 +40,7 @@ def train(rank: int, settings: dict[str, Any]) -> tuple[dict[str, torch.Tensor],
 
 def test_replayed_slices_train_as_the_recorded_run_and_off_refuses_them(tmp_path: Path) -> None:
     recorded, cut = tmp_path / "plans.jsonl", tmp_path / "cut.jsonl"
-    settings = config(recorded, choose="cycle", planner={"ahead": 0}, plans_file=str(recorded))
+    settings = config(recorded, choose="cycle", replay=None, plans_file=str(recorded))
     with float64_throughout(small_model()), shared_source(small_model().double()):
         whole, table = run_ranks(train, 2, settings, timeout=120)[0]
         plans = [in_slices(plan, table) for plan in load_plans(recorded).values()]
@@ -65,7 +65,7 @@ def test_sequences_that_the_planner_cuts_train_as_whole_ones(tmp_path: Path) -> 
     costs = (SchemeCost(ParallelScheme(pp=pp), 2e-3 / pp, 0.2 / pp, 1.0 / pp, 200, 8, Shares.usual()) for pp in (1, 2))
     table, plans = tmp_path / "table.json", tmp_path / "plans.jsonl"
     TableFile(CostTable(tuple(costs), "made up")).save(table)
-    one = {"cost_table": str(table), "choose": "best", "planner": {"ahead": 0}, "plans_file": str(plans)}
+    one = {"cost_table": str(table), "choose": "best", "replay": None, "plans_file": str(plans)}
     with float64_throughout(small_model()), shared_source(small_model().double()):
         whole, _ = run_ranks(train, 2, config(plans, **one, strategies=["2*tp1"]), timeout=120)[0]
         for strategy in ("pp2/list", "pp2/v"):

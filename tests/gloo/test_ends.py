@@ -22,7 +22,7 @@ from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.ends import TRACEBACK, End, ends, mark_fault
 from tests.support.small_job import sequences, small_engine
 
-FAULTS = {"heartbeat_seconds": 0.5}
+FAULTS = {"frozen_seconds": 9.0}
 
 
 def codes(found: Sequence[End]) -> list[int | None]:

@@ -56,7 +56,7 @@ def evaluated(rank: int, own: Any) -> list[Any]:
         "self_check": "off",
         "steps_file": None,
         "planner": {"ahead": 0},
-        "faults": {"heartbeat_seconds": 0},
+        "faults": {"frozen_seconds": 0},
     }
     config = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "hydra": hydra}
     engine = ds_hydra.initialize(model=build_model("llama", torch.float64), config=config, loss_fn=own)[0]
@@ -206,7 +206,7 @@ def predicted(rank: int) -> list[Any]:
     rank_environment(rank)
     hydra = {"tokens_per_step": 300, "context_length": 128, "self_check": "off", "steps_file": None}
     hydra |= {"strategies": ["tp2pp2", "sp2 + 2*tp1", "2*pp2/v"], "planner": {"ahead": 0}}
-    config = {"optimizer": {"type": "AdamW"}, "hydra": hydra | {"faults": {"heartbeat_seconds": 0}}}
+    config = {"optimizer": {"type": "AdamW"}, "hydra": hydra | {"faults": {"frozen_seconds": 0}}}
     engine = ds_hydra.initialize(model=build_model("llama", torch.float64), config=config)[0]
     mine = [sample for number, sample in enumerate(samples()) if len(sample["input_ids"]) > 1 and number % 4 == rank]
     loss, found = engine.predict(mine, likely)

@@ -57,7 +57,7 @@ def run(folder: Path, steps: int = STEPS, **hydra: Any) -> tuple[list[float], di
 
 
 def replay(folder: Path) -> dict[str, Any]:
-    return {"choose": "replay", "planner": {"ahead": 0, "replay_file": str(folder / "phases.jsonl")}}
+    return {"planner": {"ahead": 0}, "replay": str(folder / "phases.jsonl")}
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def replayed(recorded: tuple[Path, list[float]]) -> tuple[list[float], dict[str,
     """Losses and state of the recorded steps in phases, with parameters compared; their files are in the folder."""
     folder, _ = recorded
     files: dict[str, Any] = {"steps_file": str(folder / "steps.jsonl"), "plans_file": str(folder / "again.jsonl")}
-    return run(folder, **replay(folder), **files, faults={"heartbeat_seconds": 0, "compare_every": 1})
+    return run(folder, **replay(folder), **files, faults={"frozen_seconds": 0, "compare_every": 1})
 
 
 def test_recorded_steps_run_again_in_phases(
@@ -130,7 +130,8 @@ def test_what_is_not_finite_is_told_with_its_phase(recorded: tuple[Path, list[fl
             lambda _, args, out: out * float("inf") if args[0].shape[1] in last else out
         )
         config = small_config(4, cost_table=str(folder / "table.json"), **replay(folder))
-        config["hydra"] |= {"strategies": CANDIDATES, "token_sharding": "off"}  # the hook counts all tokens
+        # The hook counts all tokens.
+        config["hydra"] |= {"strategies": CANDIDATES, "fast_paths": ["sp_overlap", "functions"]}
         engine = small_engine(rank, model, config)
         before = whole_state(engine)
         engine.train_batch()

@@ -22,7 +22,7 @@ Found = tuple[list[float], list[str], list[str]]
 def job(rank: int, fault: str) -> Found:
     """Losses, plans and who made them, of eight steps; rank 0's planning process is hurt after the third."""
     ahead = 0 if fault == "in process" else 2
-    engine: Any = small_engine(rank, planner={"ahead": ahead}, faults={"heartbeat_seconds": 0, "frozen_seconds": 2.0})
+    engine: Any = small_engine(rank, planner={"ahead": ahead}, faults={"frozen_seconds": 2.0})
     losses: list[float] = []
     plans: list[str] = []
     makers: list[str] = []
@@ -61,7 +61,7 @@ def test_training_is_the_same_to_the_bit(fault: str, maker: str, calm: Found) ->
 def slow(rank: int) -> tuple[list[str], list[str], int]:
     """Who made the plans of four steps; what a rank was doing while the third one's was late, and how often it was told
     that there is no plan yet: four times in what a collective may wait."""
-    faults = {"heartbeat_seconds": 0, "frozen_seconds": 60.0}
+    faults = {"frozen_seconds": 60.0}
     engine: Any = small_engine(rank, planner={"ahead": 1}, faults=faults, timeout_seconds=4.0)
     makers, doing = [], []
     heard: list[str] = []

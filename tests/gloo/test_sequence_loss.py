@@ -61,7 +61,7 @@ def pairs(rank: int) -> tuple[list[float], dict[str, Tensor]]:
         "self_check": "off",
         "steps_file": None,
         "planner": {"ahead": 0},
-        "faults": {"heartbeat_seconds": 0},
+        "faults": {"frozen_seconds": 0},
     }
     config = {"optimizer": {"type": "AdamW", "params": ADAMW | {"torch_adam": True}}, "hydra": hydra}
     config["gradient_clipping"] = 0.0
@@ -123,7 +123,7 @@ def refused(rank: int) -> list[str]:
 
     def engine_of(**hydra: Any) -> Any:
         block = {"tokens_per_step": 60, "strategies": ["2*tp1"], "self_check": "off", "steps_file": None}
-        quiet = {"faults": {"heartbeat_seconds": 0}, "planner": {"ahead": 0}}
+        quiet = {"faults": {"frozen_seconds": 0}, "planner": {"ahead": 0}}
         config = {"optimizer": {"type": "AdamW"}, "hydra": block | quiet | hydra}
         return ds_hydra.initialize(model=build_model("llama", torch.float32), config=config)[0]
 

@@ -201,7 +201,7 @@ def test_no_step_connects_a_pair(tmp_path: Path) -> None:
         recorded, state = steps(rank, ["tp2 + pp2"], plans_file=plans)
         dist.barrier()  # rank 0 has written the plans
         others = ["4*tp1", "pp2 + tp2"]  # neither its group nor its edges
-        replayed, again = steps(rank, others, choose="replay", planner={"ahead": 0, "replay_file": plans})
+        replayed, again = steps(rank, others, planner={"ahead": 0}, replay=plans)
         return recorded, replayed, same(state, again)
 
     for recorded, replayed, equal in run_ranks(both, 4, timeout=240):

@@ -59,7 +59,7 @@ def engine_of(rank: int, **hydra: Any) -> Any:
         "optimizer": {"type": "AdamW", "params": ADAMW | {"torch_adam": True}},
         "gradient_clipping": 1.0,
         "gradient_accumulation_steps": ACCUMULATION,
-        "hydra": settings | {"planner": {"ahead": 0}, "faults": {"heartbeat_seconds": 0}} | hydra,
+        "hydra": settings | {"planner": {"ahead": 0}, "faults": {"frozen_seconds": 0}} | hydra,
     }
     return ds_hydra.initialize(model=model, model_parameters=decay_groups(model), config=config)[0]
 

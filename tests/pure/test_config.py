@@ -44,8 +44,7 @@ def test_defaults_and_canonical_strategies() -> None:
 
 def test_stages_compute_as_the_settings_say() -> None:
     assert parse().stage_options == StageOptions(token_sharding=True, functions="auto", sp_overlap=True)
-    off = {"token_sharding": "off", "sp_overlap": "off"}
-    asked = parse(activation_checkpointing=True, functions="recompute", **off).stage_options
+    asked = parse(activation_checkpointing=True, fast_paths=["recompute_mlp"]).stage_options
     assert asked == StageOptions(activation_checkpointing=True, functions="recompute")
 
 
@@ -54,9 +53,10 @@ def test_steps_to_trace() -> None:
     assert parse(trace={"steps": [10, 20]}).trace.steps == (10, 20)
 
 
-def test_planner_seed_defaults_to_the_job_seed() -> None:
+def test_what_the_planner_is_told() -> None:
     assert parse(seed=5).planner_options().seed == 5
-    assert parse(seed=5, planner={"seed": 7, "method": "highs"}).planner_options().seed == 7
+    replaying = parse(replay="plans.jsonl").planner_options()
+    assert (replaying.choose, replaying.replay_file, replaying.highs) == ("replay", "plans.jsonl", "off")
 
 
 def test_highs_composes_where_strategies_are_proposed_and_advises_where_they_are_listed() -> None:
@@ -90,16 +90,24 @@ def test_no_block_means_plain_deepspeed() -> None:
         ({"total_steps": 0}, ["hydra.total_steps", "from 1"]),
         ({"context_length": 1}, ["hydra.context_length", "1"]),
         ({"activation_checkpointing": 1}, ["hydra.activation_checkpointing", "true or false"]),
-        ({"functions": "on"}, ["hydra.functions", "'recompute'"]),
+        ({"fast_paths": "on"}, ["hydra.fast_paths", '"auto", "off" or a list of functions']),
+        ({"fast_paths": ["function"]}, ["hydra.fast_paths[0]", "mean 'functions'"]),
+        ({"functions": "off"}, ["hydra.functions", "hydra.fast_paths", '"recompute_mlp"']),
+        ({"token_sharding": "off"}, ["hydra.token_sharding", "hydra.fast_paths"]),
+        ({"sp_overlap": "off"}, ["hydra.sp_overlap", "hydra.fast_paths"]),
+        ({"attention": "flash_2"}, ["hydra.attention", '"flash_3" of hydra.fast_paths']),
+        ({"faults": {"heartbeat_seconds": 0}}, ["hydra.faults.heartbeat_seconds", "frozen_seconds 0"]),
         ({"self_check": "of"}, ["hydra.self_check", "Did you mean 'off'"]),
         ({"self_check": False}, ["hydra.self_check", "'full'"]),
         ({"chunks": "on"}, ["hydra.chunks", "'auto'", "'off'"]),
-        ({"schedules": []}, ["hydra.schedules", "1f1b, list, v"]),
-        ({"schedules": ["1f1b", "lst"]}, ["hydra.schedules[1]", "mean 'list'"]),
-        ({"schedules": ["list"], "strategies": ["tp4"]}, ["hydra.schedules", "has no effect", "hydra.strategies"]),
+        ({"schedules": ["1f1b"]}, ["hydra.schedules", "hydra.strategies"]),
         ({"timeout_seconds": math.nan}, ["hydra.timeout_seconds", "nan"]),
         ({"timeout_seconds": 0}, ["hydra.timeout_seconds", "above 0"]),
-        ({"planner": {"seconds": math.inf}}, ["hydra.planner.seconds", "inf"]),
+        ({"timeout_seconds": math.inf}, ["hydra.timeout_seconds", "inf"]),
+        ({"planner": {"seconds": 3}}, ["hydra.planner.seconds", "remove it"]),
+        ({"planner": {"node_limit": 3}}, ["hydra.planner.node_limit", "remove it"]),
+        ({"planner": {"tolerance": 0.1}}, ["hydra.planner.tolerance", "remove it"]),
+        ({"planner": {"seed": 3}}, ["hydra.planner.seed", "hydra.seed"]),
         ({"planner": 3}, ["hydra.planner", "block"]),
         ({"planner": {"method": "fast"}}, ["hydra.planner.method", '"search"']),
         ({"planner": {"method": "exact"}}, ["hydra.planner.method", '"highs"']),
@@ -109,14 +117,15 @@ def test_no_block_means_plain_deepspeed() -> None:
         ({"planner": {"highs": "on"}}, ["hydra.planner.highs", "true or false"]),
         ({"choose": "bset"}, ["hydra.choose", "'bset'", "mean 'best'"]),
         ({"choose": "cycle", "strategies": "auto"}, ["hydra.choose", "hydra.strategies"]),
-        ({"choose": "replay"}, ["hydra.planner.replay_file"]),
-        ({"planner": {"replay_file": "x"}}, ["replay_file", 'set it to "replay"']),
+        ({"choose": "replay"}, ["hydra.choose", "hydra.replay"]),
+        ({"choose": "cycle", "replay": "x"}, ["hydra.replay", "hydra.choose"]),
+        ({"planner": {"replay_file": "x"}}, ["hydra.planner.replay_file", "hydra.replay"]),
         ({"strategies": []}, ["hydra.strategies"]),
         ({"strategies": "tp4"}, ["hydra.strategies", "list"]),
         ({"strategies": [4]}, ["hydra.strategies[0]", "string"]),
         ({"strategies": ["tp4 + tpp2"]}, ["hydra.strategies[0]", "'tpp2'"]),
         ({"strategies": ["tp4", "tp8"]}, ["strategies[0]", "4 ranks", "strategies[1]", "uses 8"]),
-        ({"strategies": ["4*tp1 then tp4"]}, ["hydra.strategies[0]", "several phases", '"replay"']),
+        ({"strategies": ["4*tp1 then tp4"]}, ["hydra.strategies[0]", "several phases", "hydra.replay"]),
         ({"strategies": ["9999999999*tp1"]}, ["hydra.strategies[0]", "digits"]),
         ({"steps_file": ""}, ["hydra.steps_file"]),
     ],

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ds_hydra.config.hydra_block import HydraConfig
+from ds_hydra.config.hydra_block import parse_config
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.table_file import JobFingerprint, TableFile, check_job, read_table_file
 from ds_hydra.pipe.shape import ParallelScheme
@@ -18,6 +18,7 @@ from ds_hydra.zero_hetero.errors import ConfigError
 
 JOB = JobFingerprint("1234", "cpu", "float32", "per_sequence_sdpa", num_ranks=4, versions=(("torch", "2"),))
 TABLE = CostTable((SchemeCost(ParallelScheme(), 1e-6, 0.1, 1.0, 1000),), "here")
+SETTINGS = dict.fromkeys(StageOptions.paths(), "fast_paths")
 NAMES = [one.name for one in fields(StageOptions)]
 
 
@@ -33,19 +34,26 @@ def test_every_option_changes_the_fingerprint(name: str, tmp_path: Path) -> None
     TableFile(TABLE, job).save(tmp_path / "t.json")
     found = read_table_file(tmp_path / "t.json")
     assert found.job == job
-    with pytest.raises(ConfigError, match=rf"{name}: .* \(profile with the same hydra\.{name}\)") as error:
+    setting = SETTINGS.get(name, name)
+    with pytest.raises(ConfigError, match=rf"{name}: .* \(profile with the same hydra\.{setting}\)") as error:
         check_job(found, JOB, "t.json")
     assert str(error.value).count("the table has") == 1
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_option_is_a_setting(name: str) -> None:
-    assert HydraConfig(1).stage_options == StageOptions.of_settings(HydraConfig(1))
-    off = {"activation_checkpointing": False}
-    settings: dict[str, Any] = {other: off.get(other, "off") for other in NAMES}
-    assert HydraConfig(1, **settings).stage_options == AS_WRITTEN
-    settings[name] = True if name in off else "auto"
-    assert HydraConfig(1, **settings).stage_options == on(name)
+    def parsed(**settings: Any) -> StageOptions:
+        found = parse_config({"hydra": {"tokens_per_step": 1, **settings}})
+        assert found is not None
+        made = found.hydra.stage_options
+        assert StageOptions.of_settings(made.activation_checkpointing, made.as_paths()) == made
+        return made
+
+    assert parsed(fast_paths="off") == AS_WRITTEN
+    assert parsed(fast_paths="auto") == parsed() == StageOptions(False, "auto", True, True)
+    asked = {name: True} if name == "activation_checkpointing" else {}
+    assert parsed(fast_paths=list(on(name).as_paths()), **asked) == on(name)
+    assert parsed(fast_paths=["recompute_mlp"]) == StageOptions(functions="recompute")
 
 
 @pytest.mark.parametrize("options", [{}, {"functions": "recompute"}, {"token_sharding": True, "functions": "auto"}])

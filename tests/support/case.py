@@ -6,6 +6,8 @@ import random
 import re
 from dataclasses import dataclass, replace
 
+from ds_hydra.pipe.stage_options import StageOptions
+
 FLOAT64, FLOAT32, BFLOAT16 = "float64", "float32", "bfloat16"
 
 _FEW = 3  # strategies
@@ -58,6 +60,11 @@ class Case:
     logits_at_once: int | None = None  # of the head, so that a micro-batch has several blocks of them
     functions: str = "auto"  # in place of the model's own operators
     quick: bool = False  # runs in every test run, and under --quick
+
+    @property
+    def options(self) -> StageOptions:
+        """How its stages are to compute."""
+        return StageOptions(self.activation_checkpointing, self.functions, self.token_sharding, self.sp_overlap)
 
     @property
     def has_tp(self) -> bool:

@@ -145,7 +145,7 @@ def _job(case: Case, rank: int, place: Path, scratch: Path) -> None:
 
     _arm(case, due)
     hydra: dict[str, Any] = {
-        "faults": {"heartbeat_seconds": HEARTBEAT_S, "frozen_seconds": FROZEN_S},
+        "faults": {"frozen_seconds": FROZEN_S},
         "checkpoint": {"dir": str(scratch / "checkpoint"), "every": 1},
         "timeout_seconds": 40,
         "planner": {"ahead": 1 if case.mode == "ahead" else 0},
@@ -156,8 +156,8 @@ def _job(case: Case, rank: int, place: Path, scratch: Path) -> None:
         "phases": {
             "strategies": ["3*tp1", "pp2 + tp1"],
             "cost_table": str(scratch / "table.json"),
-            "choose": "replay",
-            "planner": {"ahead": 0, "replay_file": str(scratch / "plans.jsonl")},
+            "planner": {"ahead": 0},
+            "replay": str(scratch / "plans.jsonl"),
         },
         "stream": {"context_length": 200},
     }

@@ -155,9 +155,7 @@ def config_of(case: Case) -> dict[str, Any]:
             "choose": "cycle",
             "loss_norm": case.loss_norm,
             "activation_checkpointing": case.activation_checkpointing,
-            "token_sharding": "auto" if case.token_sharding else "off",
-            "sp_overlap": "auto" if case.sp_overlap else "off",
-            "functions": case.functions,
+            "fast_paths": case.options.as_paths(),
             "node_size": case.node_size,
             "timeout_seconds": 60,
             "self_check": "off",  # these cases are the check
@@ -280,7 +278,7 @@ def traced_once(case: Case) -> Iterator[None]:
     if case.family == LAYER_LIST:  # DeepSpeed makes one within a process group only
         yield
         return
-    options = StageOptions.of_settings(case)
+    options = case.options
     source = _source(case.family, model_dtype(case), case.frozen, options, case.own_loss)
     with mock.patch.object(HydraEngine, "source_of", return_value=source):
         yield

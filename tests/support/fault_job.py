@@ -130,7 +130,7 @@ def _orphans(groups: Sequence[int]) -> list[int]:
 def _train(rank: int, folder: Path, place: Path, steps: int, fault: Fault | None, every: int, hydra: dict) -> None:
     from tests.support.small_job import small_engine
 
-    hydra = {"faults": {"heartbeat_seconds": 1.0}, "timeout_seconds": 30, **hydra}
+    hydra = {"faults": {"frozen_seconds": 9.0}, "timeout_seconds": 30, **hydra}
     engine = small_engine(rank, checkpoint={"dir": str(folder), "every": every, "keep_last": 3}, **hydra)
     if fault is not None and fault.rank == rank:
         _arm(engine, fault, place)

@@ -74,11 +74,11 @@ def small_config(num_ranks: int, **hydra: Any) -> dict[str, Any]:
         "hydra": {
             "tokens_per_step": 250,
             "strategies": STRATEGIES[num_ranks],
-            "choose": "cycle",
+            "choose": "best" if hydra.get("replay") else "cycle",
             "self_check": "off",  # has tests of its own
             "steps_file": None,
             "planner": {"ahead": 0},
-            "faults": {"heartbeat_seconds": 0},
+            "faults": {"frozen_seconds": 0},
             **hydra,
         },
     }

@@ -187,8 +187,8 @@ def _train(rank: int, case: Case, shares: Shares) -> int:
         TableFile(costs).save(table)
         save_plans([_plan(case, costs, step) for step in range(_STEPS)], plans)
         settings = quiet_settings(
-            sum(case.lengths), [case.shape], choose="replay", cost_table=str(table),
-            activation_checkpointing=case.checkpointing, planner={"ahead": 0, "replay_file": str(plans)},
+            sum(case.lengths), [case.shape], cost_table=str(table),
+            activation_checkpointing=case.checkpointing, planner={"ahead": 0}, replay=str(plans),
         )  # fmt: skip
         settings["bf16"] = {"enabled": case.dtype == "bf16"}
         return train_and_measure(rank, case.sizes, settings, _sequences(case.lengths), _STEPS)[0]

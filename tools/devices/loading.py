@@ -85,7 +85,7 @@ def _rise(rank: int, initial_weights: str, layers: int) -> tuple[int, int, int, 
             "self_check": "off",
             "steps_file": None,
             "planner": {"ahead": 0},
-            "faults": {"heartbeat_seconds": 0},
+            "faults": {"frozen_seconds": 0},
         },
     }
     data: list[Tensor] = [torch.arange(3, 35) for _ in range(4)]

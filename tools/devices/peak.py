@@ -166,8 +166,7 @@ def _settings(mix: Mix) -> dict[str, Any]:
             mix.strategies,
             choose="cycle",
             node_size=mix.node_size,
-            token_sharding="auto" if mix.token_sharding else "off",
-            functions=mix.functions,
+            fast_paths=StageOptions(token_sharding=mix.token_sharding, functions=mix.functions).as_paths(),
         ),
     }
 
@@ -182,9 +181,8 @@ def quiet_settings(tokens: int, strategies: Sequence[str], **hydra: Any) -> dict
             "self_check": "off",
             "steps_file": None,
             "planner": {"ahead": 0},
-            "faults": {"heartbeat_seconds": 0},
-            "token_sharding": "off",
-            "functions": "off",
+            "faults": {"frozen_seconds": 0},
+            "fast_paths": "off",
             **hydra,
         },
     }

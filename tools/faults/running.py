@@ -146,7 +146,7 @@ def check_soak(quick: bool) -> Tally:
 
             folder = Channel(None, rank, NUM_RANKS).tell(folder)
             block = {"dir": folder, "every": 10, "keep_last": 2, "asynchronous": True}
-            engine = small_engine(rank, checkpoint=block, faults={"heartbeat_seconds": 1.0})
+            engine = small_engine(rank, checkpoint=block, faults={"frozen_seconds": 9.0})
             while engine.global_steps < steps // 2:
                 engine.train_batch()
             before = _resources()

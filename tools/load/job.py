@@ -88,7 +88,7 @@ def _job(rank: int, settings: Settings) -> dict[str, Any]:
     folder = Path(settings.folder)
     config = small_config(
         2, strategies="auto", choose="best", cost_table=str(_table(folder, rank)), seed=4, loss_norm="token",
-        planner={"ahead": settings.ahead}, faults={"heartbeat_seconds": 0, "frozen_seconds": FROZEN_S},
+        planner={"ahead": settings.ahead}, faults={"frozen_seconds": FROZEN_S},
         checkpoint={"dir": str(folder / "saved"), "every": settings.every}, node_size=NUM_RANKS,
     )  # fmt: skip
     engine = small_engine(rank, config=config)

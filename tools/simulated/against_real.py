@@ -37,7 +37,7 @@ def against_real(steps: int, table: Path | None, *, quick: bool) -> Part:
         links, size = LinkModel.of_table(found.links, RANKS), torch.float32.itemsize
         cluster = SimulatedJob(source.plan, source.width(1), found, links, RANKS, size)
         plans = str(plans_of(Path(scratch) / "real.jsonl"))
-        job = EmulatedJob(cluster, tuple(STRATEGIES), tuple(lengths), TOKENS, choose="replay", replay_file=plans)
+        job = EmulatedJob(cluster, tuple(STRATEGIES), tuple(lengths), TOKENS, replay=plans)
         emulated = emulate(job, steps + WARM_UP)[0][WARM_UP:]
     steps_of = list(zip(real, emulated, strict=True))
     assert all(record["strategy"] == step.plan.strategy for record, step in steps_of), "both run the recorded plans"
