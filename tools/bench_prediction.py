@@ -52,8 +52,9 @@ def job_config(**hydra: Any) -> dict[str, Any]:
     return {
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
         "gradient_clipping": 1.0,
-        "hydra": {"tokens_per_step": TOKENS, "context_length": CONTEXT, "strategies": STRATEGIES, **hydra},
-    }
+        "hydra": {"tokens_per_step": TOKENS, "context_length": CONTEXT, "strategies": STRATEGIES,
+                  "self_check": "off", **hydra},
+    }  # fmt: skip
 
 
 class _WallClock:
@@ -168,13 +169,13 @@ def rows_of(kind: str, records: Sequence[dict[str, Any]]) -> list[tuple[object, 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, train, compare."""
     parser = figures_parser(__doc__)
-    parser.add_argument("--steps", type=int, help="of each run (default 100, with --quick 12)")
+    parser.add_argument("--steps", type=int, help="of each run (default 100, with --quick 8)")
     parser.add_argument("--table", type=Path, help="a cost table instead of measuring one now")
     parser.add_argument("--clock", choices=("auto", "wall", "cpu"), default="auto", help="of the table's measurement")
     parser.add_argument("--out", type=Path, help="keep table, records and figures in this folder")
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    steps = args.steps or (12 if args.quick else 100)
+    steps = args.steps or (8 if args.quick else 100)
     with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
         folder = args.out or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)

@@ -29,7 +29,10 @@ FOLDER = Path(__file__).parent
 # Tools whose aims are ratios of times: anything that runs beside them would be measured too.
 TIMED = ("bench_", "check_devices", "check_emulation", "check_load", "check_simulator", "check_swap")
 # Tools with more than one set of tables, and the options of each.
-SETS: dict[str, tuple[tuple[str, ...], ...]] = {"check_devices": ((), ("--fast",))}
+_NETWORKS = ("order", "overlap", "emulated", "sockets", "two_hosts")
+SETS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "check_devices": ((), ("--fast", "--without", *_NETWORKS), ("--only", *_NETWORKS)),
+}
 QUICK_LIMIT_S, LIMIT_S = 600.0, 6 * 3600.0  # for a tool that stands still
 
 

@@ -1,6 +1,6 @@
 """What a job takes on devices, shown without one: its memory beside ZeRO's, predicted against measured; times.
 
-  python -m tools.check_devices [--fast] [--quick] [--only NAME ...] [--json FILE]
+  python -m tools.check_devices [--fast] [--quick] [--only NAME ...] [--without NAME ...] [--json FILE]
 
   count      memory of 7B and 28B models on 64 ranks by count, beside ZeRO-1 and ZeRO-2
   states     memory of a 7B model on 8 ranks by count, and what pushing every micro-batch would give and cost
@@ -84,10 +84,13 @@ def main(arguments: list[str] | None = None) -> int:
     both = TABLES | FAST
     parser.add_argument("--fast", action="store_true", help=f"the tables {', '.join(FAST)}")
     parser.add_argument("--only", nargs="+", choices=both, metavar="NAME", help=f"of {', '.join(both)}")
+    parser.add_argument("--without", nargs="+", choices=both, default=(), metavar="NAME", help="of the same")
     options = parser.parse_args(arguments)
     figures: dict[str, object] = {}
     missed: list[str] = []
     for name in options.only or (FAST if options.fast else TABLES):
+        if name in options.without:
+            continue
         began = time.perf_counter()
         table = both[name](options.quick)
         print(f"{table.title} ({time.perf_counter() - began:.0f} s)")
