@@ -129,7 +129,7 @@ class _Offer(NamedTuple):
 
 
 class _Meeting:
-    """The next collective of a group: who comes last computes it for everybody, sums in the order of ranks."""
+    """A group's next collective: the last rank to join computes it for all, and sums run in the order of ranks."""
 
     def __init__(self, members: tuple[int, ...]):
         self.members = members

@@ -1,4 +1,4 @@
-"""A rank's share of some rows in, a tensor that stands for all rows, has their shape and cannot be read, out."""
+"""A tensor of the shape of all rows, without their values, for code that only looks at shapes."""
 
 from __future__ import annotations
 

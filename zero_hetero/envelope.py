@@ -1,4 +1,4 @@
-"""One rank's side of the messages of a transfer: where their elements lie in its buffer, and how they get there.
+"""Packs and unpacks one rank's messages of a transfer.
 
 A message whose elements lie side by side in the local buffer is sent from it, or received into it, as it is. Any
 other is copied through scratch memory: gathered before it is sent, scattered after it has arrived.

@@ -1,4 +1,4 @@
-"""Where the later steps of a transfer are begun: beside computing on a device, in between on a host.
+"""Begins the later steps of a transfer: on a stream of its own on a GPU, between computations on a CPU.
 
 [Note: lanes] The second step of a transfer can begin when the first has arrived. On a GPU that is a matter of queues: a
 stream of its own waits for the first step, does what has to be done between the two, and starts the second, while the

@@ -12,7 +12,7 @@ its plan and its loss weight, or that it has failed. So all ranks know whether s
 
 An error of the thread, such as one of the user's dataset, is raised in the step that it belongs to, with its own
 traceback. Nothing is consumed by being read ahead: places in the data are counted by the steps that were trained. After
-the message nothing runs in the thread any more, so it is at rest whenever a script has the word.
+the message nothing runs in the thread any more, so it is idle whenever the user's own code runs.
 
 With hydra.planner.ahead = 0 nothing is made ready; nor are steps that are handed in, and of a stream only its items are
 read ahead. Then a step makes its own batches, and the agreement takes a message more.

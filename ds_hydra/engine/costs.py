@@ -129,7 +129,7 @@ def limited(job: Job, world: World, found: TableFile, memory: JobMemory) -> Tabl
 
 
 def without_the_largest(memory: JobMemory, table: CostTable, longest: int) -> JobMemory:
-    """Of proposed strategies those that fit together: the one that needs the most memory is left out while they do not.
+    """Leaves out the proposed strategy that needs the most memory until the others fit together.
 
     A rank keeps room for the most demanding of them in every step. So a strategy that fits by itself may leave the
     others too little, or none of them enough for the longest sequence.

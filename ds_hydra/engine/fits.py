@@ -1,4 +1,4 @@
-"""Before step 0: a source, a cost table and strategies in; the table of what fits in memory, or ConfigError, out."""
+"""The memory check before step 0: limits a cost table to what fits, or raises ConfigError."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job and its world in, what simulations want to know of it out."""
+"""A running job as the step simulator wants it: sizes, costs and links."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan in; nothing out if it is right in itself and for the job, else a PlanError with the reason. Pure: no torch.
+"""Validates a plan against itself and against the job; PlanError says what is wrong. Pure: no torch.
 
 Whether the runtime can run what a right plan says is for `runnable` to tell.
 """

@@ -1,4 +1,4 @@
-"""What the user may say about planning, checked."""
+"""Settings of the planner, validated."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class PlannerOptions:
     kernels: str = "auto"
     """"compiled": numba; "pure": plain Python with less search; "auto": compiled wherever numba is."""
     no_slices: str = ""
-    """Why plans must hold whole sequences only; empty: a replayed plan may hold slices of them too."""
+    """Why no sequence may be cut into slices; empty if they may, in plans that are replayed too."""
 
     layers: int = 32
     """Layers of the model: chunked pipelines may compute some of them again, where a run needs the room; 0: none."""

@@ -142,7 +142,8 @@ def cover_exactly(problem: Covering, *, seconds: float | None = None) -> tuple[I
 
 
 def _filled(problem: Covering, begin: Ints, without: int | None = None) -> Ints:
-    """`begin`, with one layer less of a variable that then stays, and what is missing after that; nothing in vain."""
+    """A solution: `begin` with layers added until nothing is missing, less those that are then too many; `begin` itself
+    if there is none. The variable `without` gives one layer away and gets none."""
     layers, most = begin.copy(), np.full(len(begin), problem.layers)
     if without is not None:
         layers[without] -= 1

@@ -128,7 +128,7 @@ class Search:
         known.offer(index, self._one.improve_exactly(best, known.least_bound - best.kinds.exposed_ms))
 
     def _leanly(self, known: _Candidates) -> None:
-        """Plain Python kernels, while the compiled ones are not at hand: one placement for each of few strategies."""
+        """Without compiled kernels: few strategies are tried, and one placement of each."""
         for index in islice(known.worth_trying(), _LEAN_TRIES):
             known.offer(index, self._one.assign(self._kinds[index], self._prospect(index, known)))
         if self._options.method == "highs":
@@ -143,7 +143,7 @@ class Search:
             known.offer(index, found)
 
     def _tighten(self, index: int, known: _Candidates) -> None:
-        """A second look at a strategy's bound, from the prices of the first: cheaper than searching it in vain."""
+        """Improve a strategy's bound from the prices of the first one, which may save the search, which costs more."""
         again = self._bound(index, known.prices[index], 10, 12)
         known.bounds[index] = max(known.bounds[index], again)
 

@@ -1,4 +1,4 @@
-"""Sets of ranks in; their process groups, each made once for all strategies, out."""
+"""Process groups by their ranks, each made once for all strategies."""
 
 from __future__ import annotations
 

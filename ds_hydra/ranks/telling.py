@@ -1,4 +1,4 @@
-"""A text of rank 0's in, the same text on every rank out, in messages that meet no others."""
+"""Broadcasts a text from rank 0, in messages that cannot be mistaken for others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one rank could not do is told by all: a block of set-up without messages in, one error on every rank out."""
+"""Runs a block of set-up on all ranks; where it fails on one, every rank raises that error."""
 
 from __future__ import annotations
 

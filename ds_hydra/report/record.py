@@ -106,7 +106,7 @@ class StepRecord:
 
     @property
     def best_predicted_ms(self) -> float:
-        """The best prediction that there was before the step: with what earlier ones have shown, if that is known."""
+        """The prediction that knew most before the step: corrected by earlier steps, where there were any."""
         for ms in (self.corrected_step_ms, self.predicted_step_ms):
             if ms is not None:
                 return ms

@@ -1,4 +1,4 @@
-"""A model and one freshly made from its config in; what its user changed since out, to be done to a small copy too."""
+"""What a user has changed on a model since it was made from its config, so that a small copy gets the same changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model that no config makes in, a copy of it with few of its layers and of its vocabulary out, in its own widths.
+"""Shrinks a model that no config makes to a few layers and a part of its vocabulary, in its own widths.
 
 For what a user made of a model in ways that cannot be repeated in small: adapters, parametrizations, classes with
 arguments of their own, patched methods.

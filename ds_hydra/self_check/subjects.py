@@ -1,4 +1,4 @@
-"""What is tried before step 0: a small model, data for it, and what one process computes with both."""
+"""The self-check's small model, its data, and the result of one process as the reference."""
 
 from __future__ import annotations
 

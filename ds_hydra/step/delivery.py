@@ -1,4 +1,4 @@
-"""A plan, and sequences where they were handed in, in; each sequence on the ranks that run it out.
+"""Sends each sequence of a plan from the rank that was given it to the ranks that run it.
 
 A plan says which pipeline runs which sequence, and all ranks know all lengths: so both ends of every message know its
 size, and nothing is asked. Three sequences of 5, 9 and 4 tokens that rank 0 handed in, for `tp2 + tp1`, the second on

@@ -1,4 +1,4 @@
-"""A phase that a rank has run: its share of the loss, and its figures.
+"""One phase's result on one rank: its share of the loss, and its times.
 
 [Note: phases of a step]
 The phases of a step follow each other in the order of the plan. Each pulls under its own strategy, runs its pipelines,

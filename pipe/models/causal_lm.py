@@ -195,7 +195,7 @@ class CausalLM:
         return copied
 
     def without_values(self, run: Callable[[Any], _Found]) -> _Found:
-        """What `run` finds with a copy that has no values; with numbers only where the forward depends on data."""
+        """Calls `run` with a copy on the meta device, or with one that has values where the forward depends on them."""
         try:
             return run(self.copy_to_run(_META, None))
         except (NotImplementedError, RuntimeError, ValueError) as error:  # experts choose by the numbers

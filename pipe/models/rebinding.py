@@ -1,4 +1,4 @@
-"""Functions that a user hung on a model: copies that mean the copied model in; what still means the original out.
+"""Makes functions that a user attached to a model, and that were copied with it, refer to the copy.
 
 `copy.deepcopy` copies a bound method or a `functools.partial` together with its module, but a plain function by
 reference. A hook such as `lambda m, a, out: out + layer.bias.sum()` then keeps reading the original's `layer`: the copy

@@ -66,7 +66,7 @@ def copy_pieces(source: Pieces, target: Pieces) -> None:
 
 
 def copied(source: Pieces) -> Pieces:
-    """The same in arrays of its own."""
+    """A deep copy."""
     made = empty_pieces(len(source.item), len(source.before))
     copy_pieces(source, made)
     return made
