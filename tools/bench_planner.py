@@ -29,12 +29,16 @@ from benchmarks.rivals.proposal import propose_by_program
 from ds_hydra.commands.figures import figures_parser, finish, print_table
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.data.length_sources import sample_batches
+from ds_hydra.data.reorder import SortedPairs
+from ds_hydra.data.sampler import TokenBudgetSampler
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.simulate import simulate_plan
 from ds_hydra.planner import StepPlan
 from ds_hydra.planner.exact.counts import continuous_ms
 from ds_hydra.planner.kernels.problem import Batch, scheme_arrays, scheme_row
 from ds_hydra.planner.proposal.candidates import usable_schemes
+from ds_hydra.planner.proposal.propose import QUICK, Wider, propose_strategies
+from ds_hydra.planner.proposal.spaces import wider_shapes
 from ds_hydra.planner.selection import warm_up
 from tools import aims
 from tools.planner_highs import bench_highs
@@ -47,6 +51,7 @@ DISPATCHED = (
     "tp16 + tp8 + 8*tp4 + tp2pp4", "2*tp16 + tp8 + tp4pp2 + 2*tp4 + tp2pp4", *PIPELINED[:3],
 )  # fmt: skip
 
+_SMALL_STEP = 50_000  # tokens
 # What growth is measured with: pinned, so that steps can be compared with those of earlier planners.
 GROWN = (
     "tp16 + 2*tp8 + 8*tp4", "3*tp8 + 10*tp4", "2*tp8 + 12*tp4", "8*tp4pp2", "2*tp16 + 8*tp4",
@@ -175,6 +180,25 @@ def _planned(work: Workload, strategies: Sequence[StrategyShape], tokens: int, c
     plans = list(work.plan(tuple(strategies), [batches[0], *batches]))[1:]  # the first one warms up
     mean = statistics.fmean(plan.searched_ms for plan, _ in plans)
     return mean, statistics.median(ms for _, ms in plans), round(statistics.fmean(map(len, batches)))
+
+
+def bench_reordered(figures: Figures, quick: bool) -> None:
+    """Small steps as they are drawn, and sorted two by two (`hydra.reorder_steps`), of the same sequences."""
+    for model, gpus in (("7b", 32), ("32b", 64)):
+        work = Workload.of(model, "pretraining", gpus)
+        wider = None if quick else Wider(wider_shapes(work.table))
+        strategies = propose_strategies(
+            work.table, gpus, work.sample(1), _SMALL_STEP, CONTEXT, tp_across_nodes=True, effort=QUICK, wider=wider
+        )
+        drawn, paired = (TokenBudgetSampler(work.sample(77), _SMALL_STEP, 77) for _ in range(2))
+        means = []
+        for order in (drawn, SortedPairs(paired)):
+            batches = [np.array(order.batch_lengths(step)) for step in range(32)]
+            means.append(statistics.fmean(plan.predicted_ms for plan, _ in work.plan(strategies, batches)))
+        gain, least = means[0] / means[1], aims.REORDERED_GAIN
+        name = f"steps of 50K tokens, drawn over sorted two by two, {work}"
+        print(f"  {len(strategies)} strategies, step {means[0]:.0f} -> {means[1]:.0f} ms")
+        figures.note(name, f"{gain:.3f}", f">= {least}", gain >= least)
 
 
 def bench_against_program(figures: Figures, quick: bool) -> None:
@@ -339,6 +363,7 @@ def main() -> int:
         "plans": bench_plans,
         "elastic": bench_elastic,
         "growth": bench_growth,
+        "reorder": bench_reordered,
         "program": bench_against_program,
         "packing": bench_packing,
         "prediction": bench_prediction,

@@ -170,6 +170,10 @@ class HydraConfig:
 
     tokens_per_step: int = setting(integer(1))
     """A step draws sequences until it holds at least this many tokens. It may not exceed the tokens of the data."""
+    reorder_steps: int = setting(integer(1, 2), 1)
+    """2: the sequences of the first two steps, of the next two and so on are sorted by length and cut into two steps
+    again, the long ones first. No sequence moves by more than one step, and small steps wait less for their longest
+    one. It needs `training_data` that can be indexed. 1: steps are as they are drawn."""
     total_steps: int | None = setting(integer(1, optional=True), None)
     """The step that training ends with, counted from the first start and not from a restart; None leaves it to the
     script."""

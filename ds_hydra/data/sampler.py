@@ -6,7 +6,7 @@ import hashlib
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -169,6 +169,11 @@ class TokenBudgetSampler:
                 "the checkpoint was saved with a stream of data, this job has map-style data: give the data that it "
                 f"was saved with, or {RESUME_WEIGHTS}"
             )
+        if "reorder_steps" in record:
+            raise ConfigError(
+                f"the checkpoint was saved with hydra.reorder_steps {str(record['reorder_steps'])[:20]}, without which "
+                f"sequences would repeat or be left out: set it again, or {RESUME_WEIGHTS}"
+            )
         if set(record) != {each.name for each in fields(DataCursor)} or not isinstance(
             record["deferred"], list | tuple
         ):
@@ -255,6 +260,15 @@ class TokenBudgetSampler:
         return order, np.cumsum(self._lengths[order])
 
 
+class Draws(Protocol):
+    """What draws the sequences of each step from data that are known."""
+
+    @property
+    def steps_per_epoch(self) -> int: ...
+
+    def batch(self, step: int) -> tuple[int, ...]: ...
+
+
 class StepLoader:
     """The steps that a job still has to make, each as its sequence ids: `for _ in loader: engine.train_batch()`.
 
@@ -263,9 +277,7 @@ class StepLoader:
     the iteration yields are only for scripts that count or look at them.
     """
 
-    def __init__(
-        self, sampler: TokenBudgetSampler, next_step: Callable[[], int], total_steps: int | None = None
-    ) -> None:
+    def __init__(self, sampler: Draws, next_step: Callable[[], int], total_steps: int | None = None) -> None:
         self._sampler = sampler
         self._next_step = next_step
         self._total_steps = total_steps

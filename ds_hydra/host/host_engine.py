@@ -36,7 +36,7 @@ from ds_hydra.host.model_limits import limits_of
 from ds_hydra.host.optimizers import OptimizerRecipe, optimizer_recipe
 from ds_hydra.host.precision import DataTypes, choose_dtype
 from ds_hydra.host.settings import deepspeed_config, with_model_settings
-from ds_hydra.host.training_data import drawn_from, streamed
+from ds_hydra.host.training_data import drawn_from, refuse_reordering, streamed
 from ds_hydra.report.log import StepLog
 from ds_hydra.report.record import StepRecord
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -138,6 +138,7 @@ class HostEngine(DeepSpeedEngine):
         self.sampler: Order | None = None
         self.training_dataloader: StepLoader | StreamSteps | None = None
         if training_data is None:
+            refuse_reordering(self.hydra_config, "no training_data is given, and steps are handed in one by one")
             return
         if is_stream(training_data):
             self.sampler, self.training_dataloader = streamed(

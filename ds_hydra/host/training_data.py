@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ds_hydra.config.hydra_block import HydraConfig
+from ds_hydra.data.reorder import SortedPairs
 from ds_hydra.data.sampler import StepLoader, TokenBudgetSampler
 from ds_hydra.data.sequences import SequenceData
 from ds_hydra.data.stream import StreamSampler, StreamSteps
@@ -18,6 +19,7 @@ def streamed(
 ) -> tuple[StreamSampler, StreamSteps]:
     """Of data that are iterated; the rank that `reads` tells the others what comes."""
     _refuse_batches(config)
+    refuse_reordering(config, "training_data is a stream, which is read in its own order")
     sampler = StreamSampler(
         stream, config.tokens_per_step, limits, config.planner.ahead, reads=reads, saves=config.checkpoint is not None
     )
@@ -26,11 +28,21 @@ def streamed(
 
 def drawn_from(
     data: SequenceData, config: HydraConfig, next_step: Callable[[], int]
-) -> tuple[TokenBudgetSampler, StepLoader]:
+) -> tuple[TokenBudgetSampler | SortedPairs, StepLoader]:
     """Of data that can be indexed, in an order that each rank knows."""
     _refuse_batches(config)
-    sampler = TokenBudgetSampler(data.lengths, config.tokens_per_step, config.seed)
+    drawn = TokenBudgetSampler(data.lengths, config.tokens_per_step, config.seed)
+    sampler = drawn if config.reorder_steps == 1 else SortedPairs(drawn)
     return sampler, StepLoader(sampler, next_step, config.total_steps)
+
+
+def refuse_reordering(config: HydraConfig, why: str) -> None:
+    """ConfigError where steps are to be sorted two by two though the next one is not known."""
+    if config.reorder_steps != 1:
+        raise ConfigError(
+            f"hydra.reorder_steps {config.reorder_steps} needs sequences whose lengths are known ahead, but {why}: "
+            "pass training_data that can be indexed, or remove the setting"
+        )
 
 
 def _refuse_batches(config: HydraConfig) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ds_hydra.checkpoint.folder import complete_manifests
-from ds_hydra.zero_hetero.errors import CheckpointError
+from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError
 from tests.support.ranks import run_ranks
 from tests.support.small_job import same, sequences, small_engine, small_model, whole_state
 from tests.support.sources import shared_source
@@ -108,9 +108,11 @@ def test_dropout_goes_on_as_if_never_stopped(tmp_path: Path) -> None:
         assert not other_seed
 
 
-def leg(rank: int, folder: Path, steps: int) -> tuple[dict[str, Tensor], dict[str, Tensor], list[tuple[int, ...]]]:
+def leg(
+    rank: int, folder: Path, steps: int, reorder: int
+) -> tuple[dict[str, Tensor], dict[str, Tensor], list[tuple[int, ...]]]:
     """Load, train, save: state after loading, state when saved, sequences trained on."""
-    engine = small_engine(rank)
+    engine = small_engine(rank, reorder_steps=reorder)
     engine.load_checkpoint(folder)
     loaded = whole_state(engine)
     order = []
@@ -121,17 +123,48 @@ def leg(rank: int, folder: Path, steps: int) -> tuple[dict[str, Tensor], dict[st
     return loaded, whole_state(engine), order
 
 
-def test_any_number_of_ranks_goes_on(tmp_path: Path) -> None:
-    """8 -> 4 -> 6 ranks: masters and moments survive to the bit, and no sequence is repeated or left out."""
+def all_batches(rank: int, steps: int, reorder: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """The sequences of each step as they are run, and as they are drawn."""
+    samplers = [small_engine(rank, reorder_steps=way).sampler for way in (reorder, 1)]
+    made, drawn = ([sampler.batch(step) for step in range(steps)] for sampler in samplers)
+    return made, drawn
+
+
+@pytest.mark.parametrize(
+    ("ranks", "steps", "reorder"), [((8, 4, 6), (2, 2, 2), 1), pytest.param((4, 2), (1, 3), 2, id="within a pair")]
+)
+def test_any_number_of_ranks_goes_on(
+    ranks: tuple[int, ...], steps: tuple[int, ...], reorder: int, tmp_path: Path
+) -> None:
+    """Masters and moments survive to the bit, and no sequence is repeated or left out."""
     saved: dict[str, Tensor] = {}
     order: list[tuple[int, ...]] = []
-    for num_ranks in (8, 4, 6):
-        results = run_ranks(leg, num_ranks, tmp_path, 2, timeout=200)
+    for num_ranks, count in zip(ranks, steps, strict=True):
+        results = run_ranks(leg, num_ranks, tmp_path, count, reorder, timeout=200)
         loaded, after, drawn = results[0]
         assert all(same(other[0], loaded) and other[2] == drawn for other in results)
         assert not saved or same(loaded, saved)
         saved, order = after, order + drawn
-    assert order == run_ranks(lambda rank: [small_engine(rank).sampler.batch(step) for step in range(6)], 1)[0]
+    undisturbed, drawn = run_ranks(all_batches, 1, sum(steps), reorder)[0]
+    assert order == undisturbed
+    assert sorted(sum(order, ())) == sorted(sum(drawn, ()))
+
+
+def test_steps_that_are_not_known_ahead_are_not_reordered() -> None:
+    def refused(rank: int) -> list[str]:
+        given: list[Any] = [None, iter([])]
+        told = []
+        for data in given:
+            try:
+                small_engine(rank, data=data, reorder_steps=2, context_length=64)
+            except ConfigError as error:
+                told.append(str(error))
+        return told
+
+    no_data, stream = run_ranks(refused, 1)[0]
+    assert "hydra.reorder_steps 2 needs" in no_data
+    assert "handed in one by one" in no_data
+    assert "a stream" in stream
 
 
 def test_resume_happens_by_itself(states: list[dict[str, Tensor]], tmp_path: Path) -> None:

@@ -87,6 +87,7 @@ def test_no_block_means_plain_deepspeed() -> None:
         ({"tokens_per_step": 10**30}, ["hydra.tokens_per_step", "from 1 to"]),
         ({"tokens_per_step": None}, ["hydra.tokens_per_step"]),
         ({"tokens_per_step": "auto"}, ["hydra.tokens_per_step", "transformers' Trainer", "write the value"]),
+        ({"reorder_steps": 3}, ["hydra.reorder_steps", "from 1 to 2"]),
         ({"total_steps": 0}, ["hydra.total_steps", "from 1"]),
         ({"context_length": 1}, ["hydra.context_length", "1"]),
         ({"activation_checkpointing": 1}, ["hydra.activation_checkpointing", "true or false"]),

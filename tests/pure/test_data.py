@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_hydra.data.columns import IGNORE_INDEX
+from ds_hydra.data.reorder import SortedPairs, cut_in_two
 from ds_hydra.data.sampler import DataCursor, StepLoader, TokenBudgetSampler
 from ds_hydra.data.sequences import SequenceData
 from ds_hydra.data.tokens import LeftOut
@@ -336,3 +337,62 @@ def test_a_step_whose_place_is_not_known_begins_where_it_could(lengths: list[int
     assert saved["step"] == step
     assert step > 0 or saved == TokenBudgetSampler(lengths, max(1, sum(lengths) // 2)).saved(0)
     assert sampler.batch(step)
+
+
+@settings(max_examples=1000, deadline=None, derandomize=True)
+@given(jobs(), st.integers(0, 5), st.integers(0, 7))
+def test_pairs_of_steps_are_sorted_and_hold_each_sequence_once(
+    job: tuple[list[int], int], seed: int, stop: int
+) -> None:
+    """Each pair has the sequences that were drawn for it, none twice in a step; a run that stops anywhere goes on."""
+    lengths, budget = job
+    plain, pairs = (TokenBudgetSampler(lengths, budget, seed) for _ in range(2))
+    reordered = SortedPairs(pairs)
+    for first in range(0, 8, 2):
+        drawn = [plain.batch(first), plain.batch(first + 1)]
+        made = [reordered.batch(first), reordered.batch(first + 1)]
+        assert sorted(sum(made, ())) == sorted(sum(drawn, ()))
+        assert all(len(set(ids)) == len(ids) > 0 for ids in made)
+        tokens = [reordered.batch_lengths(first), reordered.batch_lengths(first + 1)]
+        assert tokens == [tuple(lengths[i] for i in ids) for ids in made]
+        if set(drawn[0]) & set(drawn[1]):
+            assert made == drawn
+            continue
+        both = tokens[0] + tokens[1]
+        assert list(both) == sorted(both, reverse=True)
+        assert abs(sum(tokens[0]) - sum(tokens[1])) <= max(tokens[0][-1], tokens[1][0])
+    saved = json.loads(json.dumps(reordered.saved(stop)))
+    again = SortedPairs(TokenBudgetSampler(lengths, budget, seed))
+    again.check_saved(saved)
+    again.restore(saved)
+    assert saved["step"] == stop
+    assert json.loads(json.dumps(again.saved(stop))) == saved
+    assert [again.batch(step) for step in range(stop, stop + 4)] == [
+        reordered.batch(step) for step in range(stop, stop + 4)
+    ]
+
+
+def test_a_pair_is_cut_nearest_to_its_middle() -> None:
+    tokens = dict(enumerate([6, 1, 2, 3, 1, 5, 2, 4]))
+    assert [list(half.values()) for half in cut_in_two(tokens)] == [[6, 5], [4, 3, 2, 2, 1, 1]]
+    assert [list(half) for half in cut_in_two(tokens)] == [[0, 5], [7, 3, 2, 6, 1, 4]]
+    assert cut_in_two({3: 1, 8: 90}) == ({8: 90}, {3: 1})
+
+
+def test_a_place_with_pairs_and_one_without_are_told_apart() -> None:
+    def plain() -> TokenBudgetSampler:
+        return TokenBudgetSampler([5, 6, 7, 8, 9], 10)
+
+    pairs = SortedPairs(plain())
+    with pytest.raises(ConfigError, match=r"without hydra.reorder_steps.*remove the setting"):
+        pairs.check_saved(plain().saved(3))
+    with pytest.raises(ConfigError, match=r"with hydra.reorder_steps 2.*set it again"):
+        plain().check_saved(pairs.saved(3))
+    for change in ({"reorder_steps": 3}, {"step": "3"}, {"epoch": 9}, {"step": 2**61}):
+        with pytest.raises(CheckpointError, match=r"saved place.*use another tag"):
+            pairs.check_saved({**pairs.saved(3), **change})
+    pairs.begin_at(5)
+    assert pairs.saved(5)["step"] == 5
+    assert pairs.ready(4)
+    assert not pairs.ready(3)
+    assert pairs.batch(5)
