@@ -30,6 +30,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ds_hydra.pipe.model_plan import ShardRule
+from ds_hydra.pipe.wrappers import wrap
 
 Rows = Callable[[Tensor], Tensor]
 Within = Callable[[], AbstractContextManager[None]]
@@ -84,8 +85,8 @@ def run_on_own_rows(lora: Any, share_of: Rows, outside: Within, gather: Rows) ->
     for name in lora.active_adapters:
         if name in lora.lora_A:
             first, last = lora.lora_dropout[name], lora.lora_B[name]
-            first.forward = _own(first.forward, share_of, outside)
-            last.forward = _gathered(last.forward, gather)
+            wrap(first, _own(first.forward, share_of, outside), "tensor parallel", "own rows")
+            wrap(last, _gathered(last.forward, gather), "tensor parallel", "all rows")
 
 
 def _own(forward: Rows, share_of: Rows, outside: Within) -> Rows:

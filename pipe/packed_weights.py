@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from ds_hydra.pipe.model_plan import Slot
 from ds_hydra.pipe.weight_gradients import Linear
+from ds_hydra.pipe.wrappers import wrap
 
 
 class Leaf(NamedTuple):
@@ -55,8 +56,8 @@ class PackedLinears(nn.Module):
         self._input: Tensor | None = None
         self._outputs: list[Tensor | None] = []
         for index, layer in enumerate(self.layers.values()):
-            layer.forward = self._forward_of(index, layer.forward)  # type: ignore[method-assign]
-        parent.forward = self._forgetting(parent.forward)  # type: ignore[method-assign]
+            wrap(layer, self._forward_of(index, layer.forward), "packed", "one of several")
+        wrap(parent, self._forgetting(parent.forward), "packed", "forgets")
 
     def install(self, slots: Mapping[str, Slot], buffer: Tensor) -> Leaf | None:
         """Cover the weights in their bucket's buffer, if they lie one after the other there."""

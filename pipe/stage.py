@@ -21,6 +21,7 @@ from ds_hydra.pipe.schedules.registry import splits_backward
 from ds_hydra.pipe.schedules.virtual import virtual_stage
 from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.pipe.weight_gradients import Linear, SplitBackward, WeightGradients, linear
+from ds_hydra.pipe.wrappers import chains
 
 GradientHook = Callable[[Tensor], Tensor | None]
 
@@ -190,6 +191,11 @@ class StageModule:
         packed = {name: each.weight for each in self.packed if each.weight is not None for name in each.layers}
         found = (packed.get(name, parameter) for name, parameter in self.parameters.items())
         return {parameter for parameter in found if parameter.requires_grad}
+
+    @property
+    def chains(self) -> dict[str, str]:
+        """What stands around the forward of its modules, by path [Note: forward wrappers]."""
+        return chains(self.module)
 
     def _use(self, name: str) -> None:
         if self.before_use is not None:

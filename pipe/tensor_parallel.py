@@ -17,6 +17,7 @@ from ds_hydra.pipe.adapters import class_path, is_lora, linear_of, linear_path, 
 from ds_hydra.pipe.collectives import Group, copy_to_ranks, gather_last_dim, split_last_dim, sum_over_ranks
 from ds_hydra.pipe.model_plan import ParamSpec, ShardRule
 from ds_hydra.pipe.weight_gradients import Linear, linear
+from ds_hydra.pipe.wrappers import wrap
 from ds_hydra.zero_hetero.errors import ConfigError
 
 # Style of a module -> rule of its parameters, by name within the module ("" stands for any other name).
@@ -134,7 +135,7 @@ class TensorParallel:
             out = forward(shared(x))
             return gather_last_dim(out, widths, self.tp_rank, self.group) if style == _GATHERED else out
 
-        module.forward = column  # type: ignore[method-assign]
+        wrap(module, column, "tensor parallel", "column")
 
     def _row(self, style: str, name: str, module: nn.Module) -> None:
         widths, inner = self._widths(name, module, 1), linear_of(module)
@@ -143,7 +144,9 @@ class TensorParallel:
             return self._linear(inner, x, None)
 
         if inner is not module:  # what stands beside it adds its own part
-            inner.forward, part = part, module.forward  # type: ignore[method-assign]
+            forward = module.forward
+            wrap(inner, part, "tensor parallel", "part of a row")
+            part = forward
 
         def row(x: Tensor) -> Tensor:
             if style != "rowwise":
@@ -152,7 +155,7 @@ class TensorParallel:
             bias = getattr(inner, "bias", None)  # once, not once a rank
             return out if bias is None else out + bias
 
-        module.forward = row  # type: ignore[method-assign]
+        wrap(module, row, "tensor parallel", "row")
 
     def _summed(self, part: Tensor) -> Tensor:
         """What leaves a row-parallel layer, of which each rank has computed a part of the sum."""
@@ -165,14 +168,14 @@ class TensorParallel:
             weights = copy_to_ranks(top_k_weights, group)
             return sum_over_ranks(forward(copy_to_ranks(hidden, group), top_k_index, weights, *rest), group)
 
-        module.forward = experts  # type: ignore[method-assign]
+        wrap(module, experts, "tensor parallel", "experts")
 
     def _other(self, style: str, name: str, module: nn.Module, parent: nn.Module) -> None:
         forward, group = module.forward, self.group
         if style == "moe_identity_expert":
-            module.forward = lambda x, *rest: forward(x / self.tp, *rest)  # type: ignore[method-assign]
+            wrap(module, lambda x, *rest: forward(x / self.tp, *rest), "tensor parallel", style)
         elif style == "all_reduce":
-            module.forward = lambda *a, **k: sum_over_ranks(forward(*a, **k), group)  # type: ignore[method-assign]
+            wrap(module, lambda *a, **k: sum_over_ranks(forward(*a, **k), group), "tensor parallel", style)
         elif style == "mla_kv_a_proj":
             rope_dim = module.config.qk_rope_head_dim if hasattr(module, "config") else parent.config.qk_rope_head_dim  # type: ignore[union-attr]
 
@@ -181,7 +184,7 @@ class TensorParallel:
                 latent, rope = out.split([out.shape[-1] - rope_dim, rope_dim], dim=-1)  # type: ignore[list-item,operator]
                 return torch.cat([latent, copy_to_ranks(rope, group)], dim=-1)
 
-            module.forward = kv_a_proj  # type: ignore[method-assign]
+            wrap(module, kv_a_proj, "tensor parallel", style)
         else:
             raise ConfigError(
                 f"{name}: the tensor parallel style {style!r} of the model's plan is not implemented; "
@@ -200,7 +203,7 @@ class TensorParallel:
             out = forward((token_ids - start).masked_fill(elsewhere, 0))
             return sum_over_ranks(out.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.group)
 
-        embedding.forward = lookup  # type: ignore[method-assign]
+        wrap(embedding, lookup, "tensor parallel", "vocabulary")
 
     def _widths(self, name: str, module: nn.Module, dim: int) -> tuple[int, ...]:
         spec = self.specs[linear_path(name, module) + ".weight"]
@@ -278,6 +281,6 @@ def _shared_copy(parent: nn.Module, group: Group) -> Callable[[Tensor], Tensor]:
         finally:
             memo.clear()  # holds an activation
 
-    parent.forward = forget  # type: ignore[method-assign]
+    wrap(parent, forget, "tensor parallel", "one copy for its columns")
     object.__setattr__(parent, "_hydra_shared_copy", copy)
     return copy

@@ -59,6 +59,7 @@ from ds_hydra.pipe.row_collectives import (
 from ds_hydra.pipe.stand_in import StandIn
 from ds_hydra.pipe.tensor_parallel import COLUMN_STYLES, TensorParallel, style_of
 from ds_hydra.pipe.weight_gradients import Product, WeightGradients
+from ds_hydra.pipe.wrappers import wrap
 from ds_hydra.zero_hetero.errors import ConfigError
 
 SHARDED_STYLES = frozenset({"colwise", "colwise_gather_output", "packed_colwise", "rowwise", "rowwise_split_input",
@@ -106,12 +107,13 @@ class TokenSharding(TensorParallel):
         def column(input: Tensor) -> Tensor:
             return block.output_of(inner, input)
 
-        inner.forward = column  # type: ignore[method-assign]
+        wrap(inner, column, "tensor parallel", "column of shared tokens")
         if inner is not module:
             run_on_own_rows(module, block.share_of, self._whereabouts.outside, partial(gather_rows, group=self.group))
         forward: Callable[[Tensor], Tensor] = module.forward
         if style != "colwise":
-            module.forward = lambda x: gather_last_dim(forward(x), widths, self.tp_rank, self.group)  # type: ignore[method-assign]
+            gathered = partial(gather_last_dim, widths=widths, rank=self.tp_rank, group=self.group)
+            wrap(module, lambda x: gathered(forward(x)), "tensor parallel", "all columns")
 
     def _summed(self, part: Tensor) -> Tensor:
         out = scatter_rows(part, self.group)
@@ -128,7 +130,7 @@ class TokenSharding(TensorParallel):
                 out = forward(rows, index, weights, *rest)
             return scatter_rows(out, self.group)
 
-        module.forward = experts  # type: ignore[method-assign]
+        wrap(module, experts, "tensor parallel", "experts of shared tokens")
 
     def _other(self, style: str, name: str, module: nn.Module, parent: nn.Module) -> None:
         raise ConfigError(
@@ -214,7 +216,7 @@ class _Block:
             with self._entered(shard) as stand_in:
                 return forward(stand_in, *args[1:], **kwargs)
 
-        module.forward = run  # type: ignore[method-assign]
+        wrap(module, run, "tensor parallel", "block of shared tokens")
 
     @contextmanager
     def _entered(self, shard: Tensor) -> Iterator[StandIn]:

@@ -32,6 +32,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ds_hydra.pipe.wrappers import wrap
+
 Linear = Callable[[nn.Module, Tensor, Tensor | None], Tensor]
 """(module, input, bias) in, the input times the module's weight, plus the bias, out."""
 
@@ -110,7 +112,7 @@ class WeightGradients:
             plain = type(module) is nn.Linear and "forward" not in vars(module) and "weight" in module._parameters
             if plain and f"{name}.weight" in paths:
                 self._places[module] = place
-                module.forward = self._forward_of(module)  # type: ignore[method-assign]
+                wrap(module, self._forward_of(module), "put off")
 
     def put_off_as(self, first: nn.Module, module: nn.Module) -> None:
         """Put the gradients of `module`, a linear layer beside the model's own, off where those of `first` are."""

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from ds_hydra.pipe.models.flow import Door, Flow
 from ds_hydra.pipe.placement import Stage
+from ds_hydra.pipe.wrappers import wrap
 
 _QUESTIONS = frozenset({"size", "dim", "numel", "stride", "element_size", "__len__", "is_floating_point", "nelement"})
 
@@ -88,7 +89,7 @@ class CutForward:
         for index in range(self._first):
             _clear_hooks(layers[index])
             last = index == self._first - 1
-            layers[index].forward = hand_on(flow.doors[index], self._enter if last else None)  # type: ignore[method-assign]
+            wrap(layers[index], hand_on(flow.doors[index], self._enter if last else None), "handed on")
         body: nn.Module = model.get_submodule(flow.body)
         ending = body if self._last == len(layers) else layers[self._last - 1]
         ending.register_forward_hook(_reach)

@@ -26,6 +26,7 @@ from ds_hydra.pipe.dropout import AttentionDropout, drop, keep_mask, place_key, 
 from ds_hydra.pipe.models.random_calls import DROPOUTS, FROM_UNIFORM, dropout_of, has_rule, random_call
 from ds_hydra.pipe.pinned import on_device
 from ds_hydra.pipe.rows import Pack
+from ds_hydra.pipe.wrappers import note
 from ds_hydra.zero_hetero.errors import ConfigError
 
 
@@ -282,6 +283,7 @@ class Notes(TorchFunctionMode):
 
 def _replace_call(module: nn.Module, call: Callable[..., Any]) -> None:
     """Not the forward: hooks draw too (noise on embeddings), and belong to the module as they do in the trace."""
+    note(module, "draws")
     object.__setattr__(module, "_call_impl", call)
 
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from ds_hydra.pipe.functions.gates import Gated
 from ds_hydra.pipe.functions.norms import rms_norm
 from ds_hydra.pipe.functions.rotary import rotate
+from ds_hydra.pipe.wrappers import wrap
 
 
 class Norm(NamedTuple):
@@ -71,17 +72,17 @@ class Functions:
         """Replace the forwards of what was recognised in a copy of the model; `packed` is the stage's to do."""
         for path, norm in self.norms.items():
             module = model.get_submodule(path)
-            module.forward = _normed(module, norm)  # type: ignore[method-assign]
+            wrap(module, _normed(module, norm), "function", "norm")
         made: dict[tuple[Any, str], Any] = {}
         for path, name in self.rotary.items():
             module = model.get_submodule(path)
             forward = type(module).forward
             if (forward, name) not in made:
                 made[forward, name] = _calling(forward, name)
-            module.forward = types.MethodType(made[forward, name], module)  # type: ignore[method-assign]
+            wrap(module, types.MethodType(made[forward, name], module), "function", "rotary")
         for path, gate in self.gates.items():
             module = model.get_submodule(path)
-            module.forward = _gated(module, gate)  # type: ignore[method-assign]
+            wrap(module, _gated(module, gate), "function", "gated MLP")
 
 
 def _normed(module: Any, norm: Norm) -> Callable[..., Any]:

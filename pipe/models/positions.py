@@ -13,6 +13,7 @@ from ds_hydra.pipe.models.graph import tensors_in
 from ds_hydra.pipe.models.refusals import known_tokens
 from ds_hydra.pipe.pinned import on_device
 from ds_hydra.pipe.rows import Pack
+from ds_hydra.pipe.wrappers import wrap
 from ds_hydra.zero_hetero.errors import ConfigError
 
 _LENGTHS = (5, 7)  # of two sequences in a row; no other dimension is likely to have 12
@@ -185,7 +186,7 @@ def split_rotary_by_length(model: nn.Module, pack_of: Callable[[], Pack]) -> Non
     for module in model.modules():
         kinds = _rotary_types(module)
         if "longrope" in kinds.values():
-            module.forward = _by_length(module, kinds, pack_of)  # type: ignore[method-assign]
+            wrap(module, _by_length(module, kinds, pack_of), "by length")
 
 
 def _rotary_types(module: nn.Module) -> dict[str | None, str]:

@@ -24,6 +24,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
+from ds_hydra.pipe.wrappers import wrap
+
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 """What a forward, and the same forward once more, run in: `context_fn` of torch's `checkpoint`."""
 
@@ -56,4 +58,4 @@ class Recomputing:
         for place, layer in enumerate(layers):
             # The forward, and not the call: hooks of the layer itself run once, as whoever set them expects, and one
             # of them ends the whole forward [Note: cutting by the forward].
-            layer.forward = partial(self.run, place, layer.forward)  # type: ignore[method-assign]
+            wrap(layer, partial(self.run, place, layer.forward), "recomputed")
