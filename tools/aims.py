@@ -85,6 +85,7 @@ STATES = {4: 51.0, 2: 38.0}  # GB of a rank of 8*tp1 with a 7B model, by the byt
 GRADIENTS_BESIDE = 0.02  # of all that a rank has: what FP32 gradients may change beside the gradients
 LINKS_BUILT_S = 1.0
 LOADING = 1.1  # the rise of a rank's peak over its masters and the largest parameter
+HEAD_TIME, HEAD_PEAK = 1.2, 0.7  # of head and loss as one function, over a plain head's
 HEAD = 1.1  # the error of a head's gradient in many blocks, to that in one
 HEARTBEATS = 0.01  # of a core
 SOCKETS = 5  # of a rank whose groups connect when they talk; a group that connects all pairs takes 11

@@ -11,6 +11,7 @@
 
 with --fast, what makes large models and many devices possible:
 
+  plain_head  time and peak memory of a head of 128K words and its loss, beside a plain head's
   loading     resident memory of each rank while a model on the meta device gets its first values
   launches    operators that a layer launches, with functions in place of the model's chains and without
   max_len     the longest sequences of a 32B model on 64 GPUs, by the memory model, beside published ones
@@ -38,7 +39,7 @@ from tools.devices.between import between_steps
 from tools.devices.count import by_count
 from tools.devices.emulated import emulated
 from tools.devices.groups import groups
-from tools.devices.head import heads
+from tools.devices.head import heads, plain_head
 from tools.devices.heartbeats import heartbeats
 from tools.devices.launches import launches
 from tools.devices.loading import memory_of_loading
@@ -64,6 +65,7 @@ TABLES: dict[str, Callable[[bool], Table]] = {
     "head": heads,
 }
 FAST: dict[str, Callable[[bool], Table]] = {
+    "plain_head": plain_head,
     "loading": memory_of_loading,
     "launches": launches,
     "max_len": longest_sequences,
