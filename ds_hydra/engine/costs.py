@@ -111,7 +111,7 @@ def _memory(job: Job, world: World, found: TableFile, device_bytes: float) -> Jo
         node_size=world.node_size,
         measured=found.activations,
         serial=world.edges.serial,
-        phases=job.config.choose == "replay" or job.pre_step is not None,
+        phases=job.config.replay is not None or job.pre_step is not None,
     )
 
 

@@ -45,6 +45,8 @@ def trained(rank: int, folder: Path, steps: int = STEPS, **hydra: Any) -> tuple[
     config = small_config(4, cost_table=str(folder / "table.json"), **hydra)
     config["hydra"]["strategies"] = CANDIDATES
     engine = small_engine(rank, config=config)
+    # Gradients that add up over phases are counted, beside the memory that they share within one.
+    assert engine.crew.prepared.memory.phases is ("replay" in hydra)
     losses = [float(engine.train_batch()) for _ in range(steps - engine.global_steps)]
     state = whole_state(engine)
     engine.destroy()
