@@ -28,7 +28,7 @@ from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.phase import THEN
 from ds_hydra.planner import PlannerOptions
 from ds_hydra.planner.proposal.candidates import usable_schemes
-from ds_hydra.planner.proposal.propose import QUICK, THOROUGH, Wider, propose_strategies
+from ds_hydra.planner.proposal.propose import THOROUGH, Wider, propose_strategies
 from ds_hydra.planner.proposal.spaces import wider_shapes
 from ds_hydra.simulate.job import SimulatedJob
 from ds_hydra.simulate.llama import SHIPPED, shipped_cluster
@@ -187,7 +187,7 @@ def run(args: argparse.Namespace) -> int:
         wider = Wider(shapes, args.chunks == "auto", args.layers, plain=not all(map(weighs, args.schedules)))
         strategies = propose_strategies(
             table, args.gpus, lengths, args.tokens, args.context, node_size=args.gpus_per_node,
-            tp_across_nodes=args.tp_across_nodes, count=args.count, effort=THOROUGH if args.thorough else QUICK,
+            tp_across_nodes=args.tp_across_nodes, count=args.count, effort=THOROUGH if args.thorough else None,
             seed=args.seed, wider=wider, exposed=Messages(cluster, args.tokens).exposed_ms,
         )  # fmt: skip
         print(f"{len(strategies)} strategies proposed in {time.perf_counter() - began:.1f} s")

@@ -28,7 +28,7 @@ from ds_hydra.planner.cutting import longest_of, pipe_of
 from ds_hydra.planner.kernels.arrays import Floats, Ints, Pipe, Schemes
 from ds_hydra.planner.kernels.problem import Batch, PipelineKinds
 from ds_hydra.planner.kernels.protocol import Kernels
-from ds_hydra.planner.long_sequences import Surcharges, again_ms
+from ds_hydra.planner.long_sequences import Surcharges, again_ms, surcharges
 
 _ANY_NUMBER = 1 << 40  # of tokens in a micro-batch, where only the overhead counts
 
@@ -144,4 +144,4 @@ def _row(shape: PipelineShape, table: CostTable, slices: bool, layers: int) -> R
     of_range = max(1, layers // (shape.pp * shape.parts)) if may else 0
     pipe = pipe_of(cost, shares, parts=shape.parts, slices=slices, layers=of_range)
     longest = longest_of(cost, shares, slices=slices, layers=shape.parts * of_range)
-    return Row(shape, cost, pipe, longest, Surcharges(pipe, longest))
+    return Row(shape, cost, pipe, longest, surcharges(pipe, longest))

@@ -13,6 +13,7 @@ pipelines with one long sequence and many equal short ones.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import numpy as np
 
@@ -26,6 +27,12 @@ _LEAST = 0.1  # of a pipeline's work: what takes less is not long
 _LENGTHS = 7  # that are simulated
 _STEP = 1.1  # works of pipelines within this ratio count as equal
 _EFFORT = Effort(variations=6, moves=0)
+
+
+@lru_cache(maxsize=256)
+def surcharges(pipe: Pipe, longest: int) -> Surcharges:
+    """Those of a pipeline, of which spaces may have the same; `longest` as `Surcharges`."""
+    return Surcharges(pipe, longest)
 
 
 class Surcharges:

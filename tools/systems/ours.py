@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -11,7 +10,7 @@ from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.schemes import MOST_SHARING
 from ds_hydra.planner import Planner, PlannerOptions
-from ds_hydra.planner.proposal.propose import QUICK, ProposalEffort, Wider, propose_strategies
+from ds_hydra.planner.proposal.propose import Wider, propose_strategies
 from ds_hydra.planner.proposal.spaces import wider_shapes
 from ds_hydra.simulate.exposed import exposed_ms
 from ds_hydra.simulate.job import SimulatedJob
@@ -22,7 +21,7 @@ from tools.systems.hindsight import Configuration, StepMs, hindsight, planned_by
 LAYERS = {"7b": 32, "32b": 60}
 _TRIED = 3  # batches by which ours is set up
 _ULYSSES = (1, 2, 4, 8, 16)
-_THOROUGH, _MOST = replace(QUICK, batches=48, rounds=4), 60  # for whole sequences, which are quick to plan
+_MOST = 60  # of whole sequences, which are quick to plan
 
 
 def ds_hydra(cell: Cell, ms: StepMs) -> Configuration:
@@ -37,9 +36,10 @@ def ds_hydra(cell: Cell, ms: StepMs) -> Configuration:
 def settings(cell: Cell, table: CostTable, ms: StepMs) -> Iterator[Configuration]:
     """What a job may choose from: plans of whole sequences only, or elastic pipelines besides."""
     layers = LAYERS[cell.model]
-    whole = _proposed(cell, table, _THOROUGH, count=_MOST)
+    whole = _proposed(cell, table, count=_MOST)
     yield _configured(cell, table, whole, ms, layers=0)
-    more = _proposed(cell, table, QUICK, wider=Wider(wider_shapes(table, num_layers=layers), layers=layers))
+    wider = Wider(wider_shapes(table, num_layers=layers), layers=layers, plain=False)
+    more = _proposed(cell, table, wider=wider)
     yield _configured(cell, table, tuple(dict.fromkeys((*whole, *more))), ms, layers=layers)
 
 
@@ -60,10 +60,10 @@ def _is_used(cost: SchemeCost) -> bool:
     return scheme.pp == 1 or scheme.tp * scheme.sp <= MOST_SHARING
 
 
-def _proposed(cell: Cell, table: CostTable, effort: ProposalEffort, **more: Any) -> tuple[StrategyShape, ...]:
+def _proposed(cell: Cell, table: CostTable, **more: Any) -> tuple[StrategyShape, ...]:
     """Strategies that are proposed for other lengths of the same data."""
     return propose_strategies(
-        table, cell.gpus, cell.lengths(SEEN_BEFORE), cell.tokens, cell.context, tp_across_nodes=True, effort=effort,
+        table, cell.gpus, cell.lengths(SEEN_BEFORE), cell.tokens, cell.context, tp_across_nodes=True,
         exposed=partial(_exposed_ms, cell), **more,
     )  # fmt: skip
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from tools import aims
 from tools.systems.cells import LONG_CELLS, Cell, all_cells
+from tools.systems.long_contexts import missed_aims_of_long
 from tools.systems.measure import NAMES, OURS, SAME_LAYOUT, STATIC, Measured
 from tools.systems.rates import peak_tflops
 
@@ -142,6 +143,9 @@ def missed_aims(results: Sequence[Result]) -> list[str]:
         gap = result.ours.gap
         if result.fewest_sequences >= aims.ENOUGH_SEQUENCES and gap > aims.SYSTEM_GAP:
             missed.append(f"{result.cell}: our median gap is {gap:.3f}, not <= {aims.SYSTEM_GAP}")
+        if result.cell in LONG_CELLS:
+            rivals = {name: one.step_ms for name, one in result.systems.items() if name != OURS}
+            missed += missed_aims_of_long(result.cell, result.ours.step_ms, rivals, result.bound_ms)
     for name, least in aims.SYSTEM_MEANS.items():
         short = [result for result in results if result.cell in SHORT_CELLS]
         gains = [gain for result in short if (gain := result.gain(name)) is not None]

@@ -79,6 +79,15 @@ class Pool:
         found = self._searches[batch].assign(kinds, Prospect(bound, price, worth))
         return found.step_ms if found else math.inf
 
+    def counts(self, strategy: StrategyShape) -> Counts:
+        """The counts of a strategy of this pool's shapes."""
+        rows = [self._row[shape] for shape in strategy.pipelines]
+        return tuple(np.bincount(rows, minlength=len(self._shapes)).tolist())
+
+    def known(self) -> list[StrategyShape]:
+        """All strategies that it has."""
+        return [self.strategy(counts) for counts in self.times]
+
     def add(self, strategies: Iterable[Counts]) -> int:
         """Time strategies that are new to the pool on every batch; how many were."""
         fresh = [counts for counts in dict.fromkeys(strategies) if counts not in self.times]
@@ -168,21 +177,21 @@ class Pool:
         best = [min(self.times, key=lambda counts: float(self.times[counts][b])) for b in range(len(self._batches))]
         return [self.strategy(counts) for counts in best]
 
-    def best_batches(self, counts: Counts, most: int) -> list[int]:
-        """The batches that a strategy suits best, beside others; none that it cannot hold."""
-        beside = self.times[counts] / self._best
-        return [int(b) for b in np.argsort(beside, kind="stable")[:most] if np.isfinite(beside[b])]
+    def promising(self, some: Sequence[Counts], within: float) -> list[Counts]:
+        """Those whose mean time is within so many times the least of all."""
+        means = {counts: float(np.minimum(ms, _NOT_HELD) @ self._weights) for counts, ms in self.times.items()}
+        return [counts for counts in some if means[counts] <= within * min(means.values())]
 
-    def correct(self, factors: Mapping[Counts, float]) -> None:
-        """Multiply the times of these strategies; all others are forgotten."""
-        self.times = {counts: factor * self.times[counts] for counts, factor in factors.items()}
+    def settle(self, times: Mapping[Counts, np.ndarray]) -> None:
+        """Keep only these strategies, with these times, (batches,) ms each."""
+        self.times = dict(times)
         self._best = np.minimum.reduce(list(self.times.values()))
 
-    def best_subset(self, count: int, kinds: int | None = None) -> list[Counts]:
+    def best_subset(self, count: int, kinds: int | None = None, begin: Sequence[Counts] = ()) -> list[Counts]:
         """Greedy choice of the strategies with the least mean time, each batch run by its best; of those with at most
-        so many `kinds` of pipelines."""
+        so many `kinds` of pipelines, and beside those that it shall `begin` with."""
         times = {c: ms for c, ms in self.times.items() if kinds is None or np.count_nonzero(c) <= kinds}
-        return greedy_subset(times, self._weights, count)
+        return greedy_subset(times, self._weights, count, begin)
 
     def cover(self, chosen: list[Counts], context_length: int, count: int) -> list[Counts]:
         """Make sure that some strategy holds the context length, at the price of the least useful one."""
@@ -203,8 +212,10 @@ class Pool:
         return [*chosen[: count - 1], fallback]
 
 
-def greedy_subset(times: dict[Counts, np.ndarray], weights: np.ndarray, count: int) -> list[Counts]:
-    """Repeatedly the strategy that lowers the weighted mean of the batchwise minimum most.
+def greedy_subset(
+    times: dict[Counts, np.ndarray], weights: np.ndarray, count: int, begin: Sequence[Counts] = ()
+) -> list[Counts]:
+    """Repeatedly the strategy that lowers the weighted mean of the batchwise minimum most, after those of `begin`.
 
     When none lowers it, the next layer begins as if nothing were chosen yet: strategies to fall back on for
     batches unlike the sampled ones.
@@ -214,9 +225,9 @@ def greedy_subset(times: dict[Counts, np.ndarray], weights: np.ndarray, count: i
     """
     names = list(times)
     table = np.minimum(np.stack([times[name] for name in names]), _NOT_HELD)
-    chosen: list[int] = []
-    current = np.full(table.shape[1], _NOT_HELD)
-    layer = 0
+    chosen = [index for index, name in enumerate(names) if name in set(begin)]
+    current = np.min([np.full(table.shape[1], _NOT_HELD), *table[chosen]], axis=0)
+    layer = len(chosen)
     while len(chosen) < min(count, len(names)):
         means = np.minimum(table, current) @ weights
         means[chosen] = math.inf

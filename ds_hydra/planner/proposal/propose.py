@@ -13,14 +13,19 @@ longest sequence, which must be on some pipeline as a whole, and its bubble coun
 
 That is done twice where pipelines may be elastic: for whole sequences under 1F1B, and for elastic pipelines. Times of
 the latter are estimates [Note: elastic pipelines]. So the pool is reduced twice: to a short list, whose strategies are
-simulated on a few batches each, which corrects their times, and then to the subset. Both subsets are candidates, so the
+simulated on all batches, and then to the subset. Both subsets are candidates, so the
 wider space takes nothing away.
+
+Elastic pipelines whose sequence parallelism reaches into a second node are a space of their own, around that without
+them: with half as many shapes again a search of as many moves misses good layouts that it found before. So the larger
+space begins with what the smaller one found, and keeps the better half of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -45,7 +50,6 @@ class ProposalEffort:
     rounds: int  # of hill climbing over all batches
     moves: int  # neighbours looked at per batch and round
     corrections: int = 0  # of what elastic pipelines are estimated to take
-    simulations: int = 1  # of each strategy on the short list
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +66,14 @@ _USUAL_BATCH = 200  # sequences; where batches are larger, fewer are sampled, as
 _FEWEST_BATCHES = 4
 _BATCHES_PER_STRATUM = 4  # drawn for each typical batch that is kept
 _CORRECTING = 6  # batches by which estimates are corrected
-_SHORTLIST = 2  # times as many strategies as are asked for are simulated, and half of that
+_PROMISING = 1.15  # times the best mean: strategies of one kind that are simulated
 _FEW_KINDS = 2  # of pipelines
 _EXPOSED_RANKS = 64  # on which messages are simulated
+_USUAL_RANKS = 128  # on more of them batches are larger and strategies more, and the quick effort takes seconds
 _RARE_WEIGHT = 0.01  # of a batch with a longer sequence than any typical one, against all typical ones
-QUICK = ProposalEffort(batches=12, milp_batches=6, node_limit=20, rounds=2, moves=60, corrections=3, simulations=2)
-THOROUGH = ProposalEffort(
-    batches=192, milp_batches=24, node_limit=100, rounds=10, moves=200, corrections=3, simulations=3
-)
+QUICK = ProposalEffort(batches=12, milp_batches=6, node_limit=20, rounds=2, moves=60, corrections=3)
+USUAL = ProposalEffort(batches=24, milp_batches=6, node_limit=20, rounds=4, moves=60)  # for whole sequences
+THOROUGH = ProposalEffort(batches=192, milp_batches=24, node_limit=100, rounds=10, moves=200, corrections=3)
 
 
 def _typical_batches(
@@ -107,7 +111,7 @@ def propose_strategies(
     node_size: int = 8,
     tp_across_nodes: bool = False,
     count: int = 20,
-    effort: ProposalEffort = QUICK,
+    effort: ProposalEffort | None = None,
     seed: int = 0,
     wider: Wider | None = None,
     exposed: Callable[[StrategyShape], float] | None = None,
@@ -117,42 +121,75 @@ def propose_strategies(
     One of them holds a sequence of `context_length` tokens; PlanError when no usable scheme does. Pipelines
     stand in rank order; TP groups stay inside nodes of `node_size` ranks unless `tp_across_nodes`. Up to as many more
     follow that have the elastic pipelines of `wider`. `exposed` tells what the messages of a strategy of one shape add
-    to a step, in ms (`simulate.exposed`); None: nothing.
+    to a step, in ms (`simulate.exposed`); None: nothing. `effort` None: what pays for so many ranks, more of it for
+    whole sequences, which are planned in a hundredth of the time.
     """
     schemes = usable_schemes(cost_table, num_ranks, node_size, tp_across_nodes)
-    holding = _holding(cost_table, schemes, wider or Wider(), context_length)
-    common = _typical_batches(lengths, tokens_per_step, effort.batches, seed, context_length)
-    added = _by_shape(holding, num_ranks, exposed)
-    found: dict[StrategyShape, None] = {}
+    holding = _holding(cost_table, schemes, wider or Wider(), context_length, node_size)
+    usual = USUAL if num_ranks <= _USUAL_RANKS else QUICK
+    job = _Job(num_ranks, lengths, tokens_per_step, context_length, seed, count, _by_shape(holding, num_ranks, exposed))
+    found: list[StrategyShape] = []
+    elastic: tuple[StrategyShape, ...] = ()
     for space in holding:
-        # 1. batches, and what each of them counts
-        rare = _rare_batches(common, sorted({min(limit, context_length) for limit in space.limits}))
-        sampled = [*common, *rare]
-        weights = np.array([1.0] * len(common) + [_RARE_WEIGHT * len(common)] * len(rare))
-        arrays = space.arrays(sampled, num_ranks)
         if isinstance(space, ElasticShapes):
-            few = [sampled[round(at)] for at in np.linspace(0, len(sampled) - 1, min(_CORRECTING, len(sampled)))]
-            for _ in range(effort.corrections):
-                tried = _searched(space, num_ranks, effort, seed, few, np.ones(len(few)), arrays, added=added)
-                arrays = space.corrected(arrays, few, tried.winners())
-        pool = _searched(space, num_ranks, effort, seed, sampled, weights, arrays, added=added)
-        if isinstance(space, ElasticShapes):
-            _correct(space, pool, sampled, arrays, effort.simulations, context_length, _SHORTLIST * count)
-        # 4. the subset, in which some strategy must hold the context
-        chosen = pool.cover(pool.best_subset(count), context_length, count)
-        found |= dict.fromkeys(pool.strategy(counts) for counts in chosen)
-    return tuple(found)
+            elastic = _chosen(space, job, effort or QUICK, elastic)
+        else:
+            found += _chosen(space, job, effort or usual, ())
+    return tuple(dict.fromkeys([*found, *elastic]))
 
 
-def _holding(table: CostTable, schemes: Sequence[ParallelScheme], wider: Wider, context_length: int) -> list[Space]:
-    """The spaces in which something holds the context; PlanError for none."""
+class _Job(NamedTuple):
+    """What strategies are proposed for; `added` is what messages add to a step, in ms, by shape."""
+
+    num_ranks: int
+    lengths: Sequence[int]
+    tokens_per_step: int
+    context_length: int
+    seed: int
+    most: int  # strategies
+    added: Mapping[PipelineShape, float]
+
+
+def _chosen(
+    space: Space, job: _Job, effort: ProposalEffort, before: Sequence[StrategyShape]
+) -> tuple[StrategyShape, ...]:
+    """The strategies of one space, best first; of those that a smaller one has chosen `before` the first half stays."""
+    # 1. batches, and what each of them counts
+    common = _typical_batches(job.lengths, job.tokens_per_step, effort.batches, job.seed, job.context_length)
+    rare = _rare_batches(common, sorted({min(limit, job.context_length) for limit in space.limits}))
+    sampled = [*common, *rare]
+    weights = np.array([1.0] * len(common) + [_RARE_WEIGHT * len(common)] * len(rare))
+    arrays, begin = space.arrays(sampled, job.num_ranks), list(before)
+    if isinstance(space, ElasticShapes):
+        few = [sampled[round(at)] for at in np.linspace(0, len(sampled) - 1, min(_CORRECTING, len(sampled)))]
+        for turn in range(1 if before else effort.corrections):
+            # Later turns know what HiGHS has found, and a smaller space has had it, too.
+            programs = 0 if begin else effort.milp_batches
+            tried = _searched(space, job, effort, few, np.ones(len(few)), arrays, begin=begin, programs=programs)
+            begin = list(dict.fromkeys([*begin, *tried.winners(), *(tried.known() if turn == 0 else ())]))
+            arrays = space.corrected(arrays, few, tried.winners())
+    pool = _searched(space, job, effort, sampled, weights, arrays, begin=begin, programs=effort.milp_batches)
+    kept = [pool.counts(strategy) for strategy in before]
+    if isinstance(space, ElasticShapes):
+        _simulate(space, job, pool, sampled, arrays, kept)
+    # 4. the subset, in which some strategy must hold the context
+    chosen = pool.best_subset(job.most, begin=kept[: job.most // 2])
+    return tuple(pool.strategy(counts) for counts in pool.cover(chosen, job.context_length, job.most))
+
+
+def _holding(
+    table: CostTable, schemes: Sequence[ParallelScheme], wider: Wider, context_length: int, node_size: int
+) -> list[Space]:
+    """The spaces in which something holds the context, a smaller one before that around it; PlanError for none."""
     spaces: list[Space] = []
     if wider.plain:
         spaces.append(WholeSpace(table, [PipelineShape.of(scheme) for scheme in schemes]))
     elastic = [shape for shape in wider.shapes if scheme_of(shape) in schemes]
     if elastic:
         elastic = [*(PipelineShape.of(scheme) for scheme in schemes if scheme.pp == 1), *elastic]
-        spaces.append(ElasticShapes(table, elastic, slices=wider.slices, layers=wider.layers))
+        inside = [shape for shape in elastic if shape.pp == 1 or _width(shape) <= node_size]
+        nested = [inside, elastic] if any(shape.pp > 1 for shape in inside) and inside != elastic else [elastic]
+        spaces += [ElasticShapes(table, shapes, slices=wider.slices, layers=wider.layers) for shapes in nested]
     if not spaces:
         raise PlanError(
             "no pipeline may be proposed: without 1f1b the cost table needs schemes of several stages with measured "
@@ -168,6 +205,12 @@ def _holding(table: CostTable, schemes: Sequence[ParallelScheme], wider: Wider, 
     return holding
 
 
+def _width(shape: PipelineShape) -> int:
+    """Ranks of a stage."""
+    scheme = scheme_of(shape)
+    return scheme.tp * scheme.sp
+
+
 def _by_shape(
     spaces: Sequence[Space], num_ranks: int, exposed: Callable[[StrategyShape], float] | None
 ) -> dict[PipelineShape, float]:
@@ -180,41 +223,45 @@ def _by_shape(
 
 
 def _searched(
-    space: Space, num_ranks: int, effort: ProposalEffort, seed: int,
-    sampled: Sequence[np.ndarray], weights: np.ndarray, arrays: Schemes, *, added: Mapping[PipelineShape, float],
+    space: Space, job: _Job, effort: ProposalEffort,
+    sampled: Sequence[np.ndarray], weights: np.ndarray, arrays: Schemes, *,
+    begin: Sequence[StrategyShape], programs: int,
 ) -> Pool:  # fmt: skip
-    """A pool of strategies for these batches: steps 2 and 3 of [Note: proposal]."""
-    batches = space.batches(sampled, num_ranks)
+    """A pool of strategies for these batches: steps 2 and 3 of [Note: proposal], from those that are known before."""
+    batches = space.batches(sampled, job.num_ranks)
     pool = Pool(
-        space.shapes, space.costs, arrays, num_ranks=num_ranks, batches=batches, weights=weights,
-        exposed_ms=[added[shape] for shape in space.shapes],
+        space.shapes, space.costs, arrays, num_ranks=job.num_ranks, batches=batches, weights=weights,
+        exposed_ms=[job.added[shape] for shape in space.shapes],
     )  # fmt: skip
     # 2. the pool to begin with: HiGHS solves batches at even ranks of their longest sequence
-    pool.add(pool.homogeneous())
+    pool.add([*pool.homogeneous(), *map(pool.counts, begin)])
     by_longest = sorted(range(len(sampled)), key=lambda b: int(sampled[b].max()))
-    for turn in np.linspace(0, len(sampled) - 1, min(effort.milp_batches, len(sampled))):
+    for turn in np.linspace(0, len(sampled) - 1, min(programs, len(sampled))):
         index = by_longest[round(turn)]
         pool.add(pool.whole_numbers(index, effort.node_limit))
     # 3. hill climbing
     for round_number in range(effort.rounds):
-        if not pool.climb(effort.moves, seed + round_number):
+        if not pool.climb(effort.moves, job.seed + round_number):
             break
     return pool
 
 
-def _correct(
-    space: ElasticShapes, pool: Pool, sampled: Sequence[np.ndarray], arrays: Schemes,
-    simulations: int, context_length: int, shortlist: int,
+def _simulate(
+    space: ElasticShapes, job: _Job, pool: Pool, sampled: Sequence[np.ndarray], arrays: Schemes,
+    kept: Sequence[Counts],
 ) -> None:  # fmt: skip
-    """Leave a short list in the pool, with times as simulations of each on the batches that suit it best tell them."""
-    factors: dict[Counts, float] = {}
-    # Estimates are too low by 1 % or 2 % more for pipelines of many kinds: those of few would not come so far.
-    listed = pool.cover(pool.best_subset(shortlist), context_length, shortlist)
-    for counts in dict.fromkeys([*listed, *pool.best_subset(shortlist // 2, kinds=_FEW_KINDS)]):
-        found = []
-        for b in pool.best_batches(counts, simulations):
-            ms = space.simulated(pool.strategy(counts), sampled[b], arrays)
-            found.append((ms + pool.exposed_ms(counts)) / float(pool.times[counts][b]))
-        if found:
-            factors[counts] = sum(found) / len(found)
-    pool.correct(factors)
+    """Leave a short list in the pool, and the `kept` ones, with what simulations say that they take for each batch.
+
+    An estimate may be off by more than what good strategies differ by, and so the winner of few batches by chance.
+    """
+    # Estimates are too low by 1 % or 2 % more for pipelines of many kinds: those of few would not come so far, least of
+    # all those of one, of which there are not many.
+    most = job.most * 5 // 4
+    listed = pool.cover(pool.best_subset(most), job.context_length, most)
+    of_few = pool.best_subset(most // 3, kinds=_FEW_KINDS)
+    simulated = {
+        counts: np.array([space.simulated(pool.strategy(counts), batch, arrays) for batch in sampled])
+        + pool.exposed_ms(counts)
+        for counts in dict.fromkeys([*listed, *of_few, *pool.promising(pool.homogeneous(), _PROMISING), *kept])
+    }
+    pool.settle(simulated)

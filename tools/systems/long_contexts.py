@@ -1,0 +1,62 @@
+"""Contexts that hardly any scheme holds whole: the bound on steps there, and aims that they miss. Pure: no torch."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from ds_hydra.pipe.shape import PipelineShape, StrategyShape
+from ds_hydra.planner.elastic_space import ElasticSpace
+from ds_hydra.planner.exact.counts import continuous_ms, scheme_of
+from ds_hydra.planner.proposal.spaces import wider_shapes
+from tools import aims
+from tools.systems.cells import Cell
+from tools.systems.costs import NODE
+from tools.systems.hindsight import Lengths
+from tools.systems.ours import LAYERS, all_schemes
+
+
+def elastic_bound_ms(cell: Cell, batches: Sequence[Lengths]) -> float:
+    """Mean over the batches of the least time in which fractions of pipelines would do all work, with slices and the
+    least layers computed again that each length asks for; without bubbles, with c as in full micro-batches.
+
+    Over schemes with SP inside nodes on stages: over two nodes it takes more GPU-seconds than it saves.
+    """
+    table, layers = all_schemes(cell), LAYERS[cell.model]
+    inside = [s for s in wider_shapes(table, num_layers=layers) if scheme_of(s).tp * scheme_of(s).sp <= NODE]
+    shapes = [*inside, *(PipelineShape.of(scheme) for scheme in table.schemes if scheme.pp == 1)]
+    space = ElasticSpace(table, [StrategyShape((shape,)) for shape in shapes], slices=True, layers=layers)
+    ones = np.ones(len(shapes), dtype=np.int64)
+    arrays = space.bounding._replace(pp=ones, c=np.zeros(len(shapes)))
+    sizes = np.array([shape.num_ranks for shape in shapes])
+    found = []
+    for lengths in batches:
+        batch = space.batch(lengths)
+        full = np.array([cost.c / cost.max_length for cost in space.costs])
+        with_c = batch.with_work(batch.items.work + full[:, None] * batch.items.tokens)
+        found.append(continuous_ms(with_c, arrays, sizes, cell.gpus))
+    return statistics.fmean(found)
+
+
+def missed_aims_of_long(
+    cell: Cell, ours: Sequence[float], rivals: Mapping[str, Sequence[float]], bound_ms: float
+) -> list[str]:
+    """The aims of a cell of long contexts that these steps miss, all in ms."""
+    mean = statistics.fmean(ours)
+    missed = [
+        f"{cell}: {name} takes {gain:.3f} of our time, not >= {least}"
+        for name, least in aims.SYSTEM_LONG[cell.mix].items()
+        if name in rivals and (gain := statistics.fmean(rivals[name]) / mean) < least
+    ]
+    most = aims.SYSTEM_LONG_BOUND[cell.mix]
+    if mean > most * bound_ms:
+        missed.append(f"{cell}: {mean / bound_ms:.3f} times the bound, not <= {most}")
+    for name in aims.SYSTEM_LONG_EACH:
+        for step, (one, other) in enumerate(zip(ours, rivals.get(name, ()), strict=False)):
+            if other < aims.SYSTEM_LONG_STEP * one:
+                missed.append(
+                    f"{cell}: in step {step} {name} takes {other / one:.3f} of our time, not >= {aims.SYSTEM_LONG_STEP}"
+                )
+    return missed
