@@ -125,7 +125,7 @@ class Strategy:
 
     @property
     def num_ranks(self) -> int:
-        return sum(len(pipeline.ranks) for pipeline in self.pipelines)
+        return sum(len(stage.ranks) for pipeline in self.pipelines for stage in pipeline.stages)
 
     def locate(self, rank: int) -> tuple[int, int]:
         """(pipeline index, stage index) of a global rank."""

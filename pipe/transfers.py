@@ -5,7 +5,7 @@ Ranks that hold the same shards of the same layers are twins, and share the work
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -69,6 +69,28 @@ def bucket_places(plan: ModelPlan, strategy: Strategy, twins: Twins) -> Iterator
         start += size
 
 
+def bucket_kinds(plan: ModelPlan) -> tuple[int, ...]:
+    """For each bucket the number of the first one with equal parameters, as those of layers are."""
+    first: dict[object, int] = {}
+    alike = (tuple((p.shape, p.rule) for p in bucket.params) for bucket in plan.buckets)
+    return tuple(first.setdefault(one, index) for index, one in enumerate(alike))
+
+
+def bucket_sizes(plan: ModelPlan, strategy: Strategy, twins: Twins, kinds: Sequence[int]) -> tuple[int, ...]:
+    """The sizes of all `bucket_places`; of buckets of one kind [`bucket_kinds`] found once."""
+    rank = twins.ranks[0]
+    stage = strategy.stage_of(rank)
+    needed, tp_rank = plan.needed(stage), stage.coordinates(rank)[0]
+    known: dict[object, int] = {}
+    sizes = []
+    for bucket, kind in zip(plan.buckets, kinds, strict=True):
+        held = (kind, *(param.name in needed for param in bucket.params))
+        if held not in known:
+            known[held] = twins.padded(end_of_slots(plan.slots(bucket, stage, tp_rank)), plan.alignment)
+        sizes.append(known[held])
+    return tuple(sizes)
+
+
 class GradientPlaces(NamedTuple):
     """Where a rank has what it pushes and the sums that it owns [Note: where sums lie]; of each trainable bucket."""
 
@@ -90,15 +112,23 @@ def gradient_places(
     plan: ModelPlan, strategy: Strategy, twins: Twins, *, grad_bytes: int, master_bytes: int
 ) -> GradientPlaces:
     """The places on each of these twins, with so many bytes for an element of a gradient and of a sum."""
-    trained = [place for place in bucket_places(plan, strategy, twins) if place.bucket.trainable]
-    ends = [0, *accumulate(place.size * grad_bytes for place in trained)]
+    sizes, order = bucket_sizes(plan, strategy, twins, bucket_kinds(plan)), push_order(plan, strategy)
+    return places_by_size(plan, sizes, order, strategy.num_ranks, grad_bytes=grad_bytes, master_bytes=master_bytes)
+
+
+def places_by_size(
+    plan: ModelPlan, sizes: Sequence[int], order: Sequence[int], num_ranks: int, *, grad_bytes: int, master_bytes: int
+) -> GradientPlaces:
+    """The same from the sizes of the buckets there, and the order of the pushes."""
+    trained = [(bucket.numel, size) for bucket, size in zip(plan.buckets, sizes, strict=True) if bucket.trainable]
+    ends = [0, *accumulate(size * grad_bytes for _, size in trained)]
     gradients = [Place(start, stop) for start, stop in pairwise(ends)]
     # The largest shard of all ranks, which differ by one element: so places are the same on many ranks.
-    sizes = [aligned(-(-place.bucket.numel // strategy.num_ranks) * master_bytes) for place in trained]
-    numbers = [index for index, bucket in enumerate(plan.buckets) if bucket.trainable]
-    order = [numbers.index(index) for index in push_order(plan, strategy)]
-    found = places_of_sums(tuple(gradients[i] for i in order), tuple(sizes[i] for i in order))
-    sums = dict(zip(order, found, strict=True))
+    shards = [aligned(-(-numel // num_ranks) * master_bytes) for numel, _ in trained]
+    numbers = {index: at for at, index in enumerate(i for i, bucket in enumerate(plan.buckets) if bucket.trainable)}
+    turns = [numbers[index] for index in order]
+    found = places_of_sums(tuple(gradients[i] for i in turns), tuple(shards[i] for i in turns))
+    sums = dict(zip(turns, found, strict=True))
     return GradientPlaces(tuple(gradients), tuple(sums[i] for i in range(len(trained))))
 
 

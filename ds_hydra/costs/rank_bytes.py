@@ -16,8 +16,9 @@ from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.pipe.placement import Strategy
 from ds_hydra.pipe.transfers import (
     BucketTransfers,
-    bucket_places,
-    gradient_places,
+    bucket_kinds,
+    bucket_sizes,
+    places_by_size,
     plan_transfers,
     push_order,
     room_for_pushes,
@@ -84,9 +85,11 @@ def _ranks(plan: ModelPlan, strategy: Strategy, element: ElementBytes, node_size
     transfers = plan_transfers(plan, strategy, node_size)
     pulls, pushes = _scratch_of(plan, transfers, strategy, element)
     found: dict[int, _Rank] = {}
+    kinds, order, num_ranks = bucket_kinds(plan), push_order(plan, strategy), strategy.num_ranks
     for twins in twins_of(strategy, node_size):
-        params = sum(place.size for place in bucket_places(plan, strategy, twins)) * element.param
-        places = gradient_places(plan, strategy, twins, grad_bytes=element.grad, master_bytes=element.master)
+        sizes = bucket_sizes(plan, strategy, twins, kinds)
+        params = sum(sizes) * element.param
+        places = places_by_size(plan, sizes, order, num_ranks, grad_bytes=element.grad, master_bytes=element.master)
         for rank in twins.ranks:
             windows = in_turn(tuple(pushes[:, rank].tolist()), room_for_pushes(params + places.pushed_bytes))
             found[rank] = _Rank(params, max(places.num_bytes, int(pulls[rank])), windows)
@@ -101,10 +104,13 @@ def _scratch_of(
     pulls = np.zeros(num_ranks, dtype=np.int64)
     pushes: dict[int, Column] = {}
     wire = element.wire or element.param
+    cast: dict[int, list[int]] = {}  # by elements of a bucket
     known: dict[int, Column] = {}  # by the plan's identity: equal buckets share their plans, which `transfers` keeps
     for index, (bucket, (pull, push)) in enumerate(zip(plan.buckets, transfers, strict=True)):
         if bucket.trainable and element.param != element.master:  # masters are cast, frozen ones are kept cast
-            pulls += [padded(size) for size in even_layout(bucket.numel, num_ranks).sizes]
+            if bucket.numel not in cast:
+                cast[bucket.numel] = [padded(size) for size in even_layout(bucket.numel, num_ranks).sizes]
+            pulls += cast[bucket.numel]
         if id(pull) not in known:
             known[id(pull)] = pull_scratch(pull.enter if isinstance(pull, TwinPull) else pull)
         pulls += known[id(pull)]

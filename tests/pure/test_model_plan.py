@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ds_hydra.pipe.model_plan import ModelPlan, ParamSpec, ShardRule, end_of_slots, make_buckets
 from ds_hydra.pipe.placement import Pipeline, Stage, Strategy, place_strategy
 from ds_hydra.pipe.shape import LayerRange, ParallelScheme, StrategyShape
-from ds_hydra.pipe.transfers import bucket_places, twins_of
+from ds_hydra.pipe.transfers import bucket_kinds, bucket_places, bucket_sizes, twins_of
 from ds_hydra.plan.schemes import feasible_schemes
 from ds_hydra.zero_hetero.errors import PlanError
 from tests.support.fused_llama import llama_plan
@@ -211,6 +211,8 @@ def test_every_parameter_begins_on_128_bytes(text: str) -> None:
     strategy = place_strategy(shape, shape.num_ranks, plan.num_layers)
     for twins in twins_of(strategy, 8):
         end = 0
+        sizes = bucket_sizes(plan, strategy, twins, bucket_kinds(plan))
+        assert sizes == tuple(place.size for place in bucket_places(plan, strategy, twins))
         for place in bucket_places(plan, strategy, twins):
             assert place.start == end, "buckets lie one after the other"
             assert [slot.param.name for slot in place.slots if (place.start + slot.offset) % 64] == []
