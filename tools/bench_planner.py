@@ -119,7 +119,7 @@ def report_workload(
         print(f"  bound over all strategies, fractions allowed: {statistics.fmean(floors):.0f} ms")
 
 
-def bench_elastic(figures: Figures, quick: bool) -> None:
+def bench_chunked(figures: Figures, quick: bool) -> None:
     """Steps with slices, split backwards and V's, against those of whole sequences on the same batches."""
     sizes = [("32b", 64, 60), ("7b", 32, 60), ("32b", 1024, 3)]
     for model, gpus, count in sizes[:1] if quick else sizes:
@@ -138,15 +138,15 @@ def bench_elastic(figures: Figures, quick: bool) -> None:
             print(f"{work}: proposed in {seconds:.1f} s, step {statistics.fmean(before):.0f} -> {mean:.0f} ms, "
                   f"gap {gap:.1%}, CPU {statistics.median(cpu):.0f} ms")  # fmt: skip
             worst = max(a / b for a, b in zip(after, before, strict=True))
-            figures.note(f"elastic step over whole one, worst of {work}", f"{worst:.3f}", "<= 1", worst <= 1.0)
+            figures.note(f"chunked step over whole one, worst of {work}", f"{worst:.3f}", "<= 1", worst <= 1.0)
             if (model, gpus) == ("32b", 64):
-                name, aim = f"elastic step ms, 32B, 64 GPUs, {data}", aims.CHUNKED_MS[data]
+                name, aim = f"chunked step ms, 32B, 64 GPUs, {data}", aims.CHUNKED_MS[data]
                 figures.note(name, f"{mean:.0f}", f"<= {aim:.0f}", mean <= aim)
             else:
                 least = aims.CHUNKED_GAIN[data] if gpus < 1024 else 0.08
-                figures.note(f"elastic step below whole one, {work}", f"{gain:.1%}", f">= {least:.0%}", gain >= least)
+                figures.note(f"chunked step below whole one, {work}", f"{gain:.1%}", f">= {least:.0%}", gain >= least)
         median, most = statistics.median(cpu), 3000.0 if gpus == 1024 else 500.0
-        name = f"elastic plan, CPU ms, {model} {gpus} GPUs, median"
+        name = f"chunked plan, CPU ms, {model} {gpus} GPUs, median"
         figures.note(name, f"{median:.0f}", f"<= {most:g}", median <= most)
 
 
@@ -361,7 +361,7 @@ def main() -> int:
     parser.add_argument("--highs-seconds", type=float, help="limit of each HiGHS solution of Eq. 3 (60; quick: 2)")
     parts: dict[str, Callable[[Figures, bool], None]] = {
         "plans": bench_plans,
-        "elastic": bench_elastic,
+        "chunked": bench_chunked,
         "growth": bench_growth,
         "reorder": bench_reordered,
         "program": bench_against_program,

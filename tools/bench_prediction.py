@@ -36,7 +36,7 @@ from tools import aims
 
 MODEL = Path(__file__).resolve().parents[1] / "examples" / "llama_tiny.json"
 STRATEGIES = ["2*tp1", "tp2", "pp2", "sp2"]
-ELASTIC = ["pp2/list", "pp2/v"]  # what cuts sequences and splits backwards
+CHUNKED = ["pp2/list", "pp2/v"]  # what cuts sequences and splits backwards
 CONTEXT, TOKENS, VOCAB = 2048, 4096, 8192
 WARM_UP = 6  # steps that build stages, allocate and load the planner's kernels
 
@@ -154,7 +154,7 @@ def stage_errors(records: Sequence[dict[str, Any]]) -> list[float]:
 def rows_of(kind: str, records: Sequence[dict[str, Any]]) -> list[tuple[object, ...]]:
     """A line per strategy, and one for all."""
     rows: list[tuple[object, ...]] = []
-    for name in [*STRATEGIES, *ELASTIC, "all"]:
+    for name in [*STRATEGIES, *CHUNKED, "all"]:
         chosen = [r for r in records if name in (r["strategy"], "all")]
         if not chosen:
             continue
@@ -190,14 +190,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lengths = web_lengths(2000)
         chosen = run(steps, "best", lengths, folder, "best", table)
         cycled = run(steps, "cycle", lengths, folder, "cycle", table)
-        elastic = run(steps, "cycle", lengths, folder, "elastic", table, ELASTIC)
+        chunked = run(steps, "cycle", lengths, folder, "chunked", table, CHUNKED)
         same = run(max(8, steps // 2), "cycle", [512] * 2000, folder, "identical", table)
         if args.out:
             draw_report(cycled, folder / "report", lengths)
     print(f"\n{os.getloadavg()[0]:.1f} processes want {os.cpu_count()} cores; error of the step's time: median / p90")
     print_table(("run", "strategy", "steps", "ms", "bias", "predicted", "corrected as it runs", "planner's own",
                  "stages' CPU time"),
-                rows_of("chosen", chosen) + rows_of("in turn", cycled) + rows_of("elastic", elastic)
+                rows_of("chosen", chosen) + rows_of("in turn", cycled) + rows_of("chunked", chunked)
                 + rows_of("identical", same))  # fmt: skip
     noise = noise_of(same)
     results = {"chosen": summarise(relative_errors(chosen)), "in_turn": summarise(relative_errors(cycled))}
@@ -210,7 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"{name}: {what} error {error:.1%} is above {aim:.0%}, but identical steps differ by {floor:.1%}")
             elif error > aim:
                 missed.append(f"{name}: {what} error {error:.1%} is above {aim:.0%}; identical steps: {floor:.1%}")
-    ratio = summarise(relative_errors(elastic))[0] / results["in_turn"][0]
+    ratio = summarise(relative_errors(chunked))[0] / results["in_turn"][0]
     if ratio > aims.CHUNKED_ERROR:
         missed.append(f"with slices and split backwards the median error is {ratio:.2f} of that without, above 1.5")
     stages = summarise(stage_errors([*chosen, *cycled]))
@@ -222,7 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     figures = {
         "errors": results,
-        "elastic_ratio": ratio,
+        "chunked_ratio": ratio,
         "noise": noise,
         "stages_cpu": stages,
         "load": os.getloadavg(),

@@ -18,7 +18,7 @@ import numpy as np
 
 from ds_hydra.planner import Planner
 from ds_hydra.planner.budget import budget_of
-from ds_hydra.planner.elastic import ElasticSearch
+from ds_hydra.planner.chunked import ChunkedSearch
 from ds_hydra.planner.kernels.problem import PipelineKinds
 from tools import aims
 from tools.planner_workloads import Figures, Workload
@@ -79,15 +79,15 @@ def _chunked(figures: Figures, proposed: Workload, come: Workload, count: int) -
     budget = budget_of(come.table, strategies, composing.options.effort)
     more = Planner(come.table, strategies, alone.options, budget=budget._replace(tries=budget.tries * 3 // 2))
     before, after, searched = [], [], 0
-    promising = ElasticSearch.promising
+    promising = ChunkedSearch.promising
     for step, batch in enumerate(batches):
         found: list[PipelineKinds] = []
 
-        def noted(search: ElasticSearch, *arguments: Any, into: list[PipelineKinds] = found) -> list[PipelineKinds]:
+        def noted(search: ChunkedSearch, *arguments: Any, into: list[PipelineKinds] = found) -> list[PipelineKinds]:
             into += promising(search, *arguments)
             return into
 
-        with mock.patch.object(ElasticSearch, "promising", noted):
+        with mock.patch.object(ChunkedSearch, "promising", noted):
             after.append(composing.plan(step, range(len(batch)), batch.tolist()).predicted_ms)
         searched += bool(found)
         control = more if found else alone

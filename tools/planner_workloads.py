@@ -66,7 +66,7 @@ class Workload:
         return sample_batches(self.sample(seed), self.tokens, count, seed, CONTEXT)
 
     def propose(self, thorough: bool, *, wider: bool = False) -> tuple[Strategies, float]:
-        """Our strategies from another sample of the data, 20 of whole sequences and as many elastic ones if `wider`,
+        """Our strategies from another sample of the data, 20 of whole sequences and as many chunked ones if `wider`,
         and the CPU seconds that took."""
         sample, started = self.sample(1), time.thread_time()
         effort, more = THOROUGH if thorough else QUICK, Wider(wider_shapes(self.table)) if wider else None

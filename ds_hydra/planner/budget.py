@@ -9,10 +9,10 @@ import numpy as np
 
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.pipe.shape import StrategyShape
-from ds_hydra.planner.elastic_space import is_elastic
+from ds_hydra.planner.chunked_space import is_chunked
 from ds_hydra.planner.kernels.arrays import Ints
 
-_TRIES = 900  # of a step's elastic search for each unit of effort, and
+_TRIES = 900  # of a step's chunked search for each unit of effort, and
 _TRIES_EACH = 150  # as many more for each pipeline of
 _COUNTED = 96  # at most: more of them differ little
 _PROGRAMS = 3  # at most, and one always
@@ -27,7 +27,7 @@ _PROGRAM_MS = ((3, 8.0), (6, 20.0), (12, 45.0), (20, 75.0), (40, 150.0))
 class PlanBudget(NamedTuple):
     """Counts that bound the planning of one step, whatever the machine."""
 
-    tries: int  # simulations of the elastic search; 0: it dispatches and cuts once
+    tries: int  # simulations of the chunked search; 0: it dispatches and cuts once
     programs: int  # that HiGHS solves to compose strategies
     nodes: int  # of each program
 
@@ -41,8 +41,8 @@ def budget_of(
     It is sized once, before step 0, by what is the same on every machine, and a checkpoint keeps it: so a restart with
     other costs plans by it too.
     """
-    elastic = [len(strategy.pipelines) for strategy in strategies if is_elastic(strategy)]
-    tries = effort * (_TRIES + _TRIES_EACH * min(max(elastic), _COUNTED)) if elastic else 0
+    chunked = [len(strategy.pipelines) for strategy in strategies if is_chunked(strategy)]
+    tries = effort * (_TRIES + _TRIES_EACH * min(max(chunked), _COUNTED)) if chunked else 0
     programs = _PROGRAMS
     if len(typical):
         shapes = {pipeline for strategy in strategies for pipeline in strategy.pipelines}

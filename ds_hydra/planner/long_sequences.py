@@ -1,7 +1,7 @@
 """A pipeline that may cut sequences in; what long ones cost it beside their work, out. Pure: no torch.
 
 [Note: surcharges]
-What an elastic pipeline takes beside the work of its sequences hardly depends on which they are, but for the long ones:
+What a chunked pipeline takes beside the work of its sequences hardly depends on which they are, but for the long ones:
 the slices of a sequence follow each other down the stages, and up again in the opposite order, so that stages wait. A
 `tp2pp4/v` pipeline of a 32B model with 2900 ms of work takes 470 ms more when all its sequences are short, 530 ms with
 one of 8,000 tokens among them and 760 ms with one of 16,000. Dispatch therefore counts 60 ms for the first and 290 ms

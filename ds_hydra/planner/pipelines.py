@@ -11,9 +11,9 @@ from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape
 from ds_hydra.plan.phase import MicroBatchPlan, Phase, PipelinePlan
 from ds_hydra.plan.simulate import slowest_of_whole
+from ds_hydra.planner.chunked_refine import Chunked
+from ds_hydra.planner.chunked_space import ChunkedSpace
 from ds_hydra.planner.cutting import microbatches_of
-from ds_hydra.planner.elastic_refine import Elastic
-from ds_hydra.planner.elastic_space import ElasticSpace
 from ds_hydra.planner.kernels.problem import Assignment, Batch
 
 
@@ -69,8 +69,8 @@ def assigned_pipelines(batch: Batch, best: Assignment, table: CostTable, tokens:
     return whole_phase(shapes, [[bins[b] for b in sorted(bins)] for bins in packed], table, tokens)
 
 
-def elastic_pipelines(space: ElasticSpace, batch: Batch, found: Elastic, tokens: Sequence[int]) -> tuple[Phase, float]:
-    """The pipelines of a plan with elastic ones, and their simulated time in ms."""
+def chunked_pipelines(space: ChunkedSpace, batch: Batch, found: Chunked, tokens: Sequence[int]) -> tuple[Phase, float]:
+    """The pipelines of a plan with chunked ones, and their simulated time in ms."""
     position, rows = batch.position.tolist(), found.kinds.shape.pipeline_scheme.tolist()
     plans: list[PipelinePlan | None] = [None] * len(rows)
     whole: list[TimedPipeline] = []

@@ -3,8 +3,8 @@
 Every strategy gets a bound; strategies are tried best bound first, and left untried once their bound is no
 better than the best plan found. The least bound over all strategies certifies the chosen plan.
 
-Strategies of whole sequences under 1F1B are searched first (`search`), those with elastic pipelines then (`elastic`),
-and the plan that is simulated to be done soonest wins. So elastic candidates never make a plan worse. Where
+Strategies of whole sequences under 1F1B are searched first (`search`), those with chunked pipelines then (`chunked`),
+and the plan that is simulated to be done soonest wins. So chunked candidates never make a plan worse. Where
 a run of micro-batches does not fit a stage, they compute layers again, as few as that takes: so a long sequence may run
 where it is soonest done, and not only where there is room for all that it keeps.
 
@@ -30,15 +30,15 @@ from ds_hydra.plan.runnable import check_runnable
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.plan.validate import check_complete, validate_plan
 from ds_hydra.planner.budget import PlanBudget, budget_of
+from ds_hydra.planner.chunked_space import ChunkedSpace, is_chunked
 from ds_hydra.planner.composing import COMPOSED, WORTH, Composer, HighsShare
-from ds_hydra.planner.elastic_space import ElasticSpace, is_elastic
 from ds_hydra.planner.kernels.problem import PipelineKinds, check_sequences, scheme_arrays
 from ds_hydra.planner.options import PlannerOptions
 from ds_hydra.planner.step_search import Pool, StepSearch
 from ds_hydra.zero_hetero.errors import PlanError
 
 logger = logging.getLogger(__name__)
-_FINALISTS = 2  # plans of whole sequences, and as many elastic ones, that are simulated with messages on
+_FINALISTS = 2  # plans of whole sequences, and as many chunked ones, that are simulated with messages on
 _FEW_RANKS = 256  # at most; on 1024 one simulation takes 0.4 s, and there is one of each kind
 
 Room = Callable[[StrategyShape], str]
@@ -85,13 +85,13 @@ class Planner:
             raise PlanError("the planner needs at least one strategy but was given none")
         exposed = list(exposed_ms) or [0.0] * len(self.strategies)
         self._exposed = dict(zip(map(str, self.strategies), exposed, strict=True))
-        self._whole = [index for index, one in enumerate(self.strategies) if not is_elastic(one)]
+        self._whole = [index for index, one in enumerate(self.strategies) if not is_chunked(one)]
         self._kinds = [PipelineKinds.of(self.strategies[index], cost_table, exposed[index]) for index in self._whole]
-        self._elastic = [index for index in range(len(self.strategies)) if index not in set(self._whole)]
-        elastic = [self.strategies[index] for index in self._elastic]
-        slices, of_elastic = not self.options.no_slices, [exposed[index] for index in self._elastic]
-        self._space = ElasticSpace(
-            cost_table, elastic, slices=slices, layers=self.options.layers, exposed_ms=of_elastic
+        self._chunked = [index for index in range(len(self.strategies)) if index not in set(self._whole)]
+        chunked = [self.strategies[index] for index in self._chunked]
+        slices, of_chunked = not self.options.no_slices, [exposed[index] for index in self._chunked]
+        self._space = ChunkedSpace(
+            cost_table, chunked, slices=slices, layers=self.options.layers, exposed_ms=of_chunked
         )
         ranks = {strategy.num_ranks for strategy in self.strategies}
         if len(ranks) > 1:
@@ -110,7 +110,7 @@ class Planner:
         )  # fmt: skip
         limits = [int(self._schemes.max_length[kinds.shape.scheme].max()) for kinds in self._kinds]
         limits += [self._space.longest(kinds) for kinds in self._space.kinds]
-        self._longest = dict(zip((*self._whole, *self._elastic), limits, strict=True))  # by number of the strategy
+        self._longest = dict(zip((*self._whole, *self._chunked), limits, strict=True))  # by number of the strategy
         self._replay = load_plans(self.options.replay_file) if self.options.replay_file else {}
         for plan in self._replay.values():
             check_runnable(plan, no_slices=self.options.no_slices)
@@ -143,10 +143,10 @@ class Planner:
         search = StepSearch(self._pool, self._space, step, ids, tokens)
         found, bound = search.whole([kinds for i, kinds in zip(self._whole, self._kinds, strict=True) if i in feasible])
         below_ms = min(map(self._estimated_ms, found), default=math.inf)
-        elastic, bound_of_elastic = search.elastic(
-            [kinds for i, kinds in zip(self._elastic, self._space.kinds, strict=True) if i in feasible], below_ms
+        chunked, bound_of_chunked = search.chunked(
+            [kinds for i, kinds in zip(self._chunked, self._space.kinds, strict=True) if i in feasible], below_ms
         )
-        found += elastic
+        found += chunked
         if not found:
             raise PlanError(
                 "no strategy was found that holds every sequence; add one with a larger tp or sp, or lower "
@@ -157,7 +157,7 @@ class Planner:
             best = min(found, key=self._step_ms)
         # The bound is over all candidates, so that of plans which lost counts too. It is one of steps, and a plan
         # states what it leaves to the plan's own pipelines.
-        bound = min(bound, bound_of_elastic) - self._exposed_ms(best)
+        bound = min(bound, bound_of_chunked) - self._exposed_ms(best)
         best = replace(best, lower_bound_ms=max(0.0, min(bound, best.searched_ms)))
         if self.options.highs == "off" or self.options.choose != "best":
             return Made(best, None)
@@ -222,7 +222,7 @@ def warm_up() -> None:
         for tp, pp in ((1, 1), (2, 1), (1, 2))
     )
     table, options = CostTable(costs, "made up to warm the cache"), PlannerOptions(kernels="compiled")
-    # Few sequences and many go different ways, and so do strategies with elastic pipelines where others may win too.
+    # Few sequences and many go different ways, and so do strategies with chunked pipelines where others may win too.
     for texts in (("tp2 + 2*tp1", "2*pp2", "2*pp2/list"), ("tp2 + pp2/list",)):
         planner = Planner(table, [StrategyShape.parse(text) for text in texts], options)
         for size in (3, 20):

@@ -16,13 +16,13 @@ from ds_hydra.pipe.shape import PipelineShape, StrategyShape
 from ds_hydra.plan.phase import Phase
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.planner.budget import PlanBudget
+from ds_hydra.planner.chunked import ChunkedSearch
+from ds_hydra.planner.chunked_space import ChunkedSpace, is_chunked
 from ds_hydra.planner.composing import Composed, Composer
-from ds_hydra.planner.elastic import ElasticSearch
-from ds_hydra.planner.elastic_space import ElasticSpace, is_elastic
 from ds_hydra.planner.kernels.arrays import Schemes
 from ds_hydra.planner.kernels.problem import Batch, PipelineKinds
 from ds_hydra.planner.options import PlannerOptions
-from ds_hydra.planner.pipelines import assigned_pipelines, elastic_pipelines
+from ds_hydra.planner.pipelines import assigned_pipelines, chunked_pipelines
 from ds_hydra.planner.search import Search
 
 _LEAN_TRIES = 1  # of plain Python and without effort: dispatches and cuts once
@@ -47,13 +47,13 @@ class StepSearch:
     """The searches of one step: for a batch, over candidates and then over what HiGHS composes for it."""
 
     def __init__(
-        self, pool: Pool, space: ElasticSpace, step: int, sequence_ids: tuple[int, ...], lengths: tuple[int, ...]
+        self, pool: Pool, space: ChunkedSpace, step: int, sequence_ids: tuple[int, ...], lengths: tuple[int, ...]
     ) -> None:
         self._pool, self._space = pool, space
         self._step, self._ids, self._tokens = step, sequence_ids, lengths
         self._kernel = kernels.select(pool.options.kernels)
-        self._elastic: ElasticSearch | None = None
-        self._best_elastic: PipelineKinds | None = None
+        self._chunked: ChunkedSearch | None = None
+        self._best_chunked: PipelineKinds | None = None
 
     def whole(self, kinds: Sequence[PipelineKinds]) -> tuple[list[StepPlan], float]:
         """The best plans of whole sequences, none without a strategy for it, and a bound on steps."""
@@ -66,23 +66,23 @@ class StepSearch:
         table = self._pool.table
         return [self._plan(*assigned_pipelines(batch, one, table, self._tokens)) for one in found], bound
 
-    def elastic(self, kinds: Sequence[PipelineKinds], below_ms: float) -> tuple[list[StepPlan], float]:
-        """The best plans over strategies with elastic pipelines, none without any or where nothing must be gained, and
+    def chunked(self, kinds: Sequence[PipelineKinds], below_ms: float) -> tuple[list[StepPlan], float]:
+        """The best plans over strategies with chunked pipelines, none without any or where nothing must be gained, and
         a bound on steps. `below_ms` is the step of the best plan so far; infinite where there is none."""
         # Plain Python is too slow to search in: then it only helps out.
         if not kinds or (below_ms < math.inf and not self._searches):
             return [], math.inf
-        self._elastic = self._elastic_search(self._pool.budget.tries)
-        bound = self._elastic.bound(kinds)
+        self._chunked = self._chunked_search(self._pool.budget.tries)
+        bound = self._chunked.bound(kinds)
         if bound >= below_ms:
             return [], bound
-        return self._elastic_plans(self._elastic, kinds, self._pool.finalists), bound
+        return self._chunked_plans(self._chunked, kinds, self._pool.finalists), bound
 
     def composed(self, composer: Composer, pipelines_ms: float) -> Composed:
-        """What HiGHS composes where the slowest pipeline of the best plan takes so long: of elastic pipelines where
+        """What HiGHS composes where the slowest pipeline of the best plan takes so long: of chunked pipelines where
         their search has seen what they take."""
-        if self._elastic is not None and self._elastic.known is not None:
-            return self._elastic.composed(composer, pipelines_ms, self._pool.names)
+        if self._chunked is not None and self._chunked.known is not None:
+            return self._chunked.composed(composer, pipelines_ms, self._pool.names)
         pool = self._pool
         return composer.compose(self._whole_batch, pool.schemes, pool.whole, pipelines_ms, pool.names)
 
@@ -91,21 +91,21 @@ class StepSearch:
     ) -> tuple[list[StepPlan], float]:
         """The best plans under composed strategies, whose messages add about so much, and a bound on steps."""
         table, space = self._pool.table, self._space
-        whole = [PipelineKinds.of(one, table, exposed_ms) for one in strategies if not is_elastic(one)]
-        elastic = [space.kinds_of(one, exposed_ms) for one in strategies if is_elastic(one)]
+        whole = [PipelineKinds.of(one, table, exposed_ms) for one in strategies if not is_chunked(one)]
+        chunked = [space.kinds_of(one, exposed_ms) for one in strategies if is_chunked(one)]
         plans, bound = self.whole(whole)
-        if not elastic or not self._searches or self._elastic is None or self._best_elastic is None:
+        if not chunked or not self._searches or self._chunked is None or self._best_chunked is None:
             return plans, bound
-        elastic = self._elastic.promising(elastic, self._best_elastic, _PROMISING)
-        search = self._elastic_search(self._pool.budget.tries // 2)
-        bound_of_elastic = search.bound(elastic)
-        if elastic and bound_of_elastic < below_ms:
-            plans += self._elastic_plans(search, elastic, self._pool.finalists)
-        return plans, min(bound, bound_of_elastic)
+        chunked = self._chunked.promising(chunked, self._best_chunked, _PROMISING)
+        search = self._chunked_search(self._pool.budget.tries // 2)
+        bound_of_chunked = search.bound(chunked)
+        if chunked and bound_of_chunked < below_ms:
+            plans += self._chunked_plans(search, chunked, self._pool.finalists)
+        return plans, min(bound, bound_of_chunked)
 
     @property
     def _searches(self) -> bool:
-        """Whether elastic strategies are searched for all they are worth."""
+        """Whether chunked strategies are searched for all they are worth."""
         return self._kernel.is_compiled and self._pool.options.effort > 0
 
     @functools.cached_property
@@ -113,22 +113,22 @@ class StepSearch:
         return Batch.of(self._tokens, self._pool.table)
 
     @functools.cached_property
-    def _elastic_batch(self) -> Batch:
+    def _chunked_batch(self) -> Batch:
         return self._space.batch(self._tokens)
 
-    def _elastic_search(self, tries: int) -> ElasticSearch:
+    def _chunked_search(self, tries: int) -> ChunkedSearch:
         pool, tries = self._pool, (tries if self._kernel.is_compiled else 0) or _LEAN_TRIES
-        return ElasticSearch(
-            self._space, self._kernel, self._elastic_batch,
+        return ChunkedSearch(
+            self._space, self._kernel, self._chunked_batch,
             num_ranks=pool.num_ranks, tries=tries, seed=pool.options.seed,
         )  # fmt: skip
 
-    def _elastic_plans(self, search: ElasticSearch, kinds: Sequence[PipelineKinds], count: int) -> list[StepPlan]:
+    def _chunked_plans(self, search: ChunkedSearch, kinds: Sequence[PipelineKinds], count: int) -> list[StepPlan]:
         found = search.best_of(kinds, count)
-        if found and search is self._elastic:
-            self._best_elastic = found[0].kinds
-        batch = self._elastic_batch
-        return [self._plan(*elastic_pipelines(self._space, batch, one, self._tokens)) for one in found]
+        if found and search is self._chunked:
+            self._best_chunked = found[0].kinds
+        batch = self._chunked_batch
+        return [self._plan(*chunked_pipelines(self._space, batch, one, self._tokens)) for one in found]
 
     def _plan(self, phase: Phase, ms: float) -> StepPlan:
         source = "search" if self._kernel.is_compiled else "fast"

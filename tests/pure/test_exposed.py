@@ -17,7 +17,7 @@ from ds_hydra.planner.proposal.propose import ProposalEffort, propose_strategies
 from ds_hydra.simulate.exposed import exposed_ms
 from ds_hydra.simulate.links import LinkModel, Speed
 from ds_hydra.simulate.step import Simulator
-from tests.pure.test_elastic import ELASTIC, TABLE, WHOLE
+from tests.pure.test_chunked import CHUNKED, TABLE, WHOLE
 from tests.pure.test_simulator import job
 
 EXPOSED = st.lists(st.floats(0.0, 300.0), min_size=len(WHOLE), max_size=len(WHOLE))
@@ -68,8 +68,8 @@ def test_the_shortest_step_is_planned_and_bounded(lengths: list[int], exposed: l
     assert found.lower_bound_ms + own <= min(steps) * (1 + 1e-9) or found.lower_bound_ms == 0.0
 
 
-def test_elastic_strategies_are_compared_by_steps_too() -> None:
-    texts, lengths = (*WHOLE, *ELASTIC), [390, 200, 120, 80, 60, 50, 30, 30, 20, 20, 10]
+def test_chunked_strategies_are_compared_by_steps_too() -> None:
+    texts, lengths = (*WHOLE, *CHUNKED), [390, 200, 120, 80, 60, 50, 30, 30, 20, 20, 10]
     strategies, options = [StrategyShape.parse(text) for text in texts], PlannerOptions(kernels="compiled")
     free = Planner(TABLE, strategies, options).plan(0, range(len(lengths)), lengths)
     best = strategies.index(free.phases[0].shape)
@@ -100,7 +100,7 @@ def test_strategies_are_proposed_by_steps() -> None:
 
 def test_simulated_steps_decide_among_the_best_plans() -> None:
     """Each finalist is of another strategy; whichever is said to be soonest done wins, and its bound still holds."""
-    texts, lengths = (*WHOLE, *ELASTIC), [390, 200, 120, 80, 60, 50, 30, 30, 20, 20, 10]
+    texts, lengths = (*WHOLE, *CHUNKED), [390, 200, 120, 80, 60, 50, 30, 30, 20, 20, 10]
     strategies, options = [StrategyShape.parse(text) for text in texts], PlannerOptions(kernels="compiled")
     estimated = Planner(TABLE, strategies, options).plan(0, range(len(lengths)), lengths)
     asked: dict[str, float] = {}

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ds_hydra.pipe.shape import PipelineShape, StrategyShape
-from ds_hydra.planner.elastic_space import ElasticSpace
+from ds_hydra.planner.chunked_space import ChunkedSpace
 from ds_hydra.planner.exact.counts import continuous_ms, scheme_of
 from ds_hydra.planner.proposal.spaces import wider_shapes
 from tools import aims
@@ -18,7 +18,7 @@ from tools.systems.hindsight import Lengths
 from tools.systems.ours import LAYERS, all_schemes
 
 
-def elastic_bound_ms(cell: Cell, batches: Sequence[Lengths]) -> float:
+def chunked_bound_ms(cell: Cell, batches: Sequence[Lengths]) -> float:
     """Mean over the batches of the least time in which fractions of pipelines would do all work, with slices and the
     least layers computed again that each length asks for; without bubbles, with c as in full micro-batches.
 
@@ -27,7 +27,7 @@ def elastic_bound_ms(cell: Cell, batches: Sequence[Lengths]) -> float:
     table, layers = all_schemes(cell), LAYERS[cell.model]
     inside = [s for s in wider_shapes(table, num_layers=layers) if scheme_of(s).tp * scheme_of(s).sp <= NODE]
     shapes = [*inside, *(PipelineShape.of(scheme) for scheme in table.schemes if scheme.pp == 1)]
-    space = ElasticSpace(table, [StrategyShape((shape,)) for shape in shapes], slices=True, layers=layers)
+    space = ChunkedSpace(table, [StrategyShape((shape,)) for shape in shapes], slices=True, layers=layers)
     ones = np.ones(len(shapes), dtype=np.int64)
     arrays = space.bounding._replace(pp=ones, c=np.zeros(len(shapes)))
     sizes = np.array([shape.num_ranks for shape in shapes])

@@ -26,7 +26,7 @@ from tools.systems.cells import LONG_CELLS, Cell
 from tools.systems.costs import WaitingCost, cluster_of
 from tools.systems.groups import dynamic_context_parallel, flexsp, hybrid_data_parallel
 from tools.systems.hindsight import Chosen, Configuration, Lengths, hindsight
-from tools.systems.long_contexts import elastic_bound_ms
+from tools.systems.long_contexts import chunked_bound_ms
 from tools.systems.ours import all_schemes, ds_hydra
 from tools.systems.published import hydraulis, infinipipe
 from tools.systems.rates import tflops
@@ -194,7 +194,7 @@ def _measured(name: str, chosen: Chosen, simulators: Simulators, cell: Cell, sec
 def bound_ms(cell: Cell, batches: Sequence[Lengths]) -> float:
     """Mean over the batches of the least time in which fractions of pipelines would do all work (GPU-seconds bound)."""
     if cell in LONG_CELLS:
-        return elastic_bound_ms(cell, batches)
+        return chunked_bound_ms(cell, batches)
     table = all_schemes(cell)
     sizes = np.array([scheme.num_ranks for scheme in table.schemes])
     # Without bubbles, of which pipelines that cut sequences or split their backwards have less than others.

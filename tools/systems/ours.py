@@ -34,7 +34,7 @@ def ds_hydra(cell: Cell, ms: StepMs) -> Configuration:
 
 
 def settings(cell: Cell, table: CostTable, ms: StepMs) -> Iterator[Configuration]:
-    """What a job may choose from: plans of whole sequences only, or elastic pipelines besides."""
+    """What a job may choose from: plans of whole sequences only, or chunked pipelines besides."""
     layers = LAYERS[cell.model]
     whole = _proposed(cell, table, count=_MOST)
     yield _configured(cell, table, whole, ms, layers=0)

@@ -11,12 +11,12 @@ longest sequence, which must be on some pipeline as a whole, and its bubble coun
 4. The pool is reduced greedily to the subset with the least mean time over all sampled batches, each batch run by its
    best strategy.
 
-That is done twice where pipelines may be elastic: for whole sequences under 1F1B, and for elastic pipelines. Times of
-the latter are estimates [Note: elastic pipelines]. So the pool is reduced twice: to a short list, whose strategies are
+That is done twice where pipelines may be chunked: for whole sequences under 1F1B, and for chunked pipelines. Times of
+the latter are estimates [Note: chunked pipelines]. So the pool is reduced twice: to a short list, whose strategies are
 simulated on all batches, and then to the subset. Both subsets are candidates, so the
 wider space takes nothing away.
 
-Elastic pipelines whose sequence parallelism reaches into a second node are a space of their own, around that without
+Chunked pipelines whose sequence parallelism reaches into a second node are a space of their own, around that without
 them: with half as many shapes again a search of as many moves misses good layouts that it found before. So the larger
 space begins with what the smaller one found, and keeps the better half of it.
 """
@@ -36,7 +36,7 @@ from ds_hydra.planner.exact.counts import scheme_of
 from ds_hydra.planner.kernels.arrays import Schemes
 from ds_hydra.planner.proposal.candidates import usable_schemes
 from ds_hydra.planner.proposal.pool import Counts, Pool
-from ds_hydra.planner.proposal.spaces import ElasticShapes, Space, WholeSpace
+from ds_hydra.planner.proposal.spaces import ChunkedShapes, Space, WholeSpace
 from ds_hydra.zero_hetero.errors import PlanError
 
 
@@ -49,14 +49,14 @@ class ProposalEffort:
     node_limit: int  # of each HiGHS solution
     rounds: int  # of hill climbing over all batches
     moves: int  # neighbours looked at per batch and round
-    corrections: int = 0  # of what elastic pipelines are estimated to take
+    corrections: int = 0  # of what chunked pipelines are estimated to take
 
 
 @dataclass(frozen=True, slots=True)
 class Wider:
     """What may be proposed besides whole sequences under 1F1B; `spaces.wider_shapes` makes the shapes."""
 
-    shapes: tuple[PipelineShape, ...] = ()  # elastic pipelines
+    shapes: tuple[PipelineShape, ...] = ()  # chunked pipelines
     slices: bool = True  # whether they may cut sequences
     layers: int = 32  # of the model, of which they may compute some again; 0: none
     plain: bool = True  # False: these only
@@ -120,7 +120,7 @@ def propose_strategies(
 
     One of them holds a sequence of `context_length` tokens; PlanError when no usable scheme does. Pipelines
     stand in rank order; TP groups stay inside nodes of `node_size` ranks unless `tp_across_nodes`. Up to as many more
-    follow that have the elastic pipelines of `wider`. `exposed` tells what the messages of a strategy of one shape add
+    follow that have the chunked pipelines of `wider`. `exposed` tells what the messages of a strategy of one shape add
     to a step, in ms (`simulate.exposed`); None: nothing. `effort` None: what pays for so many ranks, more of it for
     whole sequences, which are planned in a hundredth of the time.
     """
@@ -129,13 +129,13 @@ def propose_strategies(
     usual = USUAL if num_ranks <= _USUAL_RANKS else QUICK
     job = _Job(num_ranks, lengths, tokens_per_step, context_length, seed, count, _by_shape(holding, num_ranks, exposed))
     found: list[StrategyShape] = []
-    elastic: tuple[StrategyShape, ...] = ()
+    chunked: tuple[StrategyShape, ...] = ()
     for space in holding:
-        if isinstance(space, ElasticShapes):
-            elastic = _chosen(space, job, effort or QUICK, elastic)
+        if isinstance(space, ChunkedShapes):
+            chunked = _chosen(space, job, effort or QUICK, chunked)
         else:
             found += _chosen(space, job, effort or usual, ())
-    return tuple(dict.fromkeys([*found, *elastic]))
+    return tuple(dict.fromkeys([*found, *chunked]))
 
 
 class _Job(NamedTuple):
@@ -160,7 +160,7 @@ def _chosen(
     sampled = [*common, *rare]
     weights = np.array([1.0] * len(common) + [_RARE_WEIGHT * len(common)] * len(rare))
     arrays, begin = space.arrays(sampled, job.num_ranks), list(before)
-    if isinstance(space, ElasticShapes):
+    if isinstance(space, ChunkedShapes):
         few = [sampled[round(at)] for at in np.linspace(0, len(sampled) - 1, min(_CORRECTING, len(sampled)))]
         for turn in range(1 if before else effort.corrections):
             # Later turns know what HiGHS has found, and a smaller space has had it, too.
@@ -170,7 +170,7 @@ def _chosen(
             arrays = space.corrected(arrays, few, tried.winners())
     pool = _searched(space, job, effort, sampled, weights, arrays, begin=begin, programs=effort.milp_batches)
     kept = [pool.counts(strategy) for strategy in before]
-    if isinstance(space, ElasticShapes):
+    if isinstance(space, ChunkedShapes):
         _simulate(space, job, pool, sampled, arrays, kept)
     # 4. the subset, in which some strategy must hold the context
     chosen = pool.best_subset(job.most, begin=kept[: job.most // 2])
@@ -184,12 +184,12 @@ def _holding(
     spaces: list[Space] = []
     if wider.plain:
         spaces.append(WholeSpace(table, [PipelineShape.of(scheme) for scheme in schemes]))
-    elastic = [shape for shape in wider.shapes if scheme_of(shape) in schemes]
-    if elastic:
-        elastic = [*(PipelineShape.of(scheme) for scheme in schemes if scheme.pp == 1), *elastic]
-        inside = [shape for shape in elastic if shape.pp == 1 or _width(shape) <= node_size]
-        nested = [inside, elastic] if any(shape.pp > 1 for shape in inside) and inside != elastic else [elastic]
-        spaces += [ElasticShapes(table, shapes, slices=wider.slices, layers=wider.layers) for shapes in nested]
+    chunked = [shape for shape in wider.shapes if scheme_of(shape) in schemes]
+    if chunked:
+        chunked = [*(PipelineShape.of(scheme) for scheme in schemes if scheme.pp == 1), *chunked]
+        inside = [shape for shape in chunked if shape.pp == 1 or _width(shape) <= node_size]
+        nested = [inside, chunked] if any(shape.pp > 1 for shape in inside) and inside != chunked else [chunked]
+        spaces += [ChunkedShapes(table, shapes, slices=wider.slices, layers=wider.layers) for shapes in nested]
     if not spaces:
         raise PlanError(
             "no pipeline may be proposed: without 1f1b the cost table needs schemes of several stages with measured "
@@ -247,7 +247,7 @@ def _searched(
 
 
 def _simulate(
-    space: ElasticShapes, job: _Job, pool: Pool, sampled: Sequence[np.ndarray], arrays: Schemes,
+    space: ChunkedShapes, job: _Job, pool: Pool, sampled: Sequence[np.ndarray], arrays: Schemes,
     kept: Sequence[Counts],
 ) -> None:  # fmt: skip
     """Leave a short list in the pool, and the `kept` ones, with what simulations say that they take for each batch.

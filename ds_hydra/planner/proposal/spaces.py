@@ -11,8 +11,8 @@ import ds_hydra.planner.kernels as kernels
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.pipe.schedules.registry import SCHEDULES, proposed_schedules
 from ds_hydra.pipe.shape import PipelineShape, StrategyShape
-from ds_hydra.planner.elastic import ElasticSearch, Overheads
-from ds_hydra.planner.elastic_space import ElasticSpace
+from ds_hydra.planner.chunked import ChunkedSearch, Overheads
+from ds_hydra.planner.chunked_space import ChunkedSpace
 from ds_hydra.planner.kernels.arrays import Schemes
 from ds_hydra.planner.kernels.problem import Batch, scheme_arrays
 
@@ -50,15 +50,15 @@ class WholeSpace:
         return scheme_arrays(CostTable(self.costs))
 
 
-class ElasticShapes:
-    """Shapes of which some are elastic [Note: elastic pipelines]; schemes of one stage may be among them.
+class ChunkedShapes:
+    """Shapes of which some are chunked [Note: chunked pipelines]; schemes of one stage may be among them.
 
     Their overheads are means over sampled batches, those of typical pipelines. A strategy takes longer by some percent,
     since its sequences do not divide evenly, and its slowest pipeline counts: the more pipelines, the longer.
     """
 
     def __init__(self, table: CostTable, shapes: Sequence[PipelineShape], *, slices: bool, layers: int = 0) -> None:
-        self._space = ElasticSpace(table, [StrategyShape((shape,)) for shape in shapes], slices=slices, layers=layers)
+        self._space = ChunkedSpace(table, [StrategyShape((shape,)) for shape in shapes], slices=slices, layers=layers)
         self.shapes, self.costs = tuple(shapes), self._space.costs
         self.limits = tuple(row.longest for row in self._space.rows)
 
@@ -85,15 +85,15 @@ class ElasticShapes:
         """What a strategy takes for a batch by a dispatch and simulations, without refinement; ms."""
         return self._search(lengths, strategy.num_ranks).observe(self._space.kinds_of(strategy), arrays.c)[0]
 
-    def _search(self, lengths: np.ndarray, num_ranks: int) -> ElasticSearch:
+    def _search(self, lengths: np.ndarray, num_ranks: int) -> ChunkedSearch:
         batch = self._space.batch(lengths.tolist())
-        return ElasticSearch(self._space, kernels.compiled(), batch, num_ranks=num_ranks, tries=_NO_LIMIT)
+        return ChunkedSearch(self._space, kernels.compiled(), batch, num_ranks=num_ranks, tries=_NO_LIMIT)
 
 
 def wider_shapes(
     table: CostTable, schedules: Sequence[str] | None = None, num_layers: int | None = None
 ) -> tuple[PipelineShape, ...]:
-    """The elastic pipelines that a proposal may use: each scheme with measured shares and more than one stage under
+    """The chunked pipelines that a proposal may use: each scheme with measured shares and more than one stage under
     those of the `schedules` (None: all that may be proposed) that weigh times.
 
     Of two schedules that differ in nothing but the ranges of layers in a stage it is the V where the model has layers

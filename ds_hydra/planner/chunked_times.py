@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 import ds_hydra.planner.kernels as kernels
+from ds_hydra.planner.chunked_space import ChunkedSpace
 from ds_hydra.planner.cutting import LEAN_PROFILES, PROFILES, Cutting, Effort, cut_best, improved
-from ds_hydra.planner.elastic_space import ElasticSpace
 from ds_hydra.planner.kernels.arrays import Floats, Ints, Profile
 from ds_hydra.planner.kernels.problem import Batch, scheme_row
 from ds_hydra.planner.kernels.protocol import Kernels
@@ -37,7 +37,7 @@ class PipelineTimes:
     `left` is how many tries are left of those given; nothing here stops at 0.
     """
 
-    def __init__(self, space: ElasticSpace, kernel: Kernels, batch: Batch, *, tries: int, seed: int) -> None:
+    def __init__(self, space: ChunkedSpace, kernel: Kernels, batch: Batch, *, tries: int, seed: int) -> None:
         self.space, self.batch, self.left, self.seed = space, batch, tries, seed
         self._kernel = kernel
         self._known: dict[tuple[int, bytes], Timed] = {}
@@ -74,7 +74,7 @@ class PipelineTimes:
 
     def _cut(self, k: int, own: Ints, profiles: Sequence[Profile], effort: Effort) -> Cutting | None:
         pipe, items = self.space.rows[k].pipe, self.batch.items
-        assert pipe is not None, "only elastic pipelines are cut"
+        assert pipe is not None, "only chunked pipelines are cut"
         self.left -= len(profiles) + effort.variations + effort.moves
         work, tokens = items.work[k][own], items.tokens[own]
         kernel = kernels.timing(self._kernel, self.space.rows[k].shape.schedule)

@@ -1,7 +1,7 @@
 """A cost table and strategies in; what each of their pipelines can run, and a bound on any plan, out. Pure: no torch.
 
-[Note: elastic pipelines]
-A pipeline under the list order, a V or not, is elastic: it takes whatever micro-batches fit its memory, so a long
+[Note: chunked pipelines]
+A pipeline under the list order, a V or not, is chunked: it takes whatever micro-batches fit its memory, so a long
 sequence may be cut for it, and what it takes is known by simulation only. Its time is the work of its sequences and
 some overhead: c of each micro-batch, and the fill and drain of its stages. The overhead hardly depends on which
 sequences they are, but for long ones [Note: surcharges], so that dispatch needs no more of it than a number. With 2900
@@ -33,7 +33,7 @@ from ds_hydra.planner.long_sequences import Surcharges, again_ms, surcharges
 _ANY_NUMBER = 1 << 40  # of tokens in a micro-batch, where only the overhead counts
 
 
-def is_elastic(strategy: StrategyShape) -> bool:
+def is_chunked(strategy: StrategyShape) -> bool:
     """Whether some pipeline of a strategy is."""
     return any(weighs(pipeline.schedule) for pipeline in strategy.pipelines)
 
@@ -48,7 +48,7 @@ class Row(NamedTuple):
     long: Surcharges | None  # what long sequences cost besides; None: nothing
 
 
-class ElasticSpace:
+class ChunkedSpace:
     """The distinct pipelines of strategies as rows, and what searches want to know of all of them.
 
     Sequences are cut only where `slices` allows it and the shares of costs were measured. `layers`: of the model, which
@@ -124,7 +124,7 @@ class ElasticSpace:
     def _bounding(self) -> Schemes:
         """Costs for bounds and for packing."""
         # A stage computes all work of its sequences, and c for as many micro-batches as their tokens need at least.
-        # That is the time of a single stage, so the bound on it holds for an elastic pipeline, whatever it cuts.
+        # That is the time of a single stage, so the bound on it holds for a chunked pipeline, whatever it cuts.
         return Schemes(
             np.array([cost.c for cost in self.costs], dtype=np.float64),
             np.array([cost.max_length for cost in self.costs], dtype=np.int64),

@@ -1,7 +1,7 @@
-"""One batch and strategies with elastic pipelines in, the best plan over them and a bound on any out. Pure: no torch.
+"""One batch and strategies with chunked pipelines in, the best plan over them and a bound on any out. Pure: no torch.
 
-[Note: elastic search]
-Four steps, see [Note: elastic pipelines] for what an overhead is:
+[Note: chunked search]
+Four steps, see [Note: chunked pipelines] for what an overhead is:
 
 1. One typical pipeline of each row is searched. That tells its overhead, and which profiles suit it.
 2. Every strategy is dispatched with these overheads, which is cheap, and strategies are ranked by the times.
@@ -25,10 +25,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ds_hydra.planner.chunked_refine import Chunked, refined
+from ds_hydra.planner.chunked_space import ChunkedSpace
+from ds_hydra.planner.chunked_times import PipelineTimes
 from ds_hydra.planner.composing import Composed, Composer
-from ds_hydra.planner.elastic_refine import Elastic, refined
-from ds_hydra.planner.elastic_space import ElasticSpace
-from ds_hydra.planner.elastic_times import PipelineTimes
 from ds_hydra.planner.kernels.arrays import LEAN, Floats, Ints, Items, Problem, Prospect, SearchEffort, Shape
 from ds_hydra.planner.kernels.placing import empty_placement
 from ds_hydra.planner.kernels.problem import Batch, PipelineKinds
@@ -66,11 +66,11 @@ class Overheads:
         self.count += other.count
 
 
-class ElasticSearch:
-    """One step's search over strategies with elastic pipelines [Note: elastic search]."""
+class ChunkedSearch:
+    """One step's search over strategies with chunked pipelines [Note: chunked search]."""
 
     def __init__(
-        self, space: ElasticSpace, kernel: Kernels, batch: Batch, *, num_ranks: int, tries: int, seed: int = 0
+        self, space: ChunkedSpace, kernel: Kernels, batch: Batch, *, num_ranks: int, tries: int, seed: int = 0
     ) -> None:
         self._space, self._kernel, self._batch, self._seed = space, kernel, batch, seed
         self._dealt, self._share = space.dealt(kernel, batch, num_ranks), space.share(batch, num_ranks)
@@ -78,12 +78,12 @@ class ElasticSearch:
         self._tries = tries
         self.known: Overheads | None = None  # once `best_of` has seen some
 
-    def best_of(self, kinds: Sequence[PipelineKinds], count: int = 1) -> list[Elastic]:
+    def best_of(self, kinds: Sequence[PipelineKinds], count: int = 1) -> list[Chunked]:
         """The best plans found over these strategies: up to so many, each of another strategy, best first; none where
         no strategy holds all sequences."""
         self.known = known = self.probes(kinds)
         looked = self._looked_at(kinds, known)
-        found: list[Elastic] = []
+        found: list[Chunked] = []
         for one in _most_promising(looked):
             if found and self._times.left < _SETTLING * self._tries:
                 break
@@ -104,7 +104,7 @@ class ElasticSearch:
             return math.inf, Overheads.none(len(overhead))
         return found.promise, self._seen(found)
 
-    def _seen(self, found: Elastic) -> Overheads:
+    def _seen(self, found: Chunked) -> Overheads:
         """One observation for each row of a plan: the mean over its pipelines."""
         seen, rows = Overheads.none(len(self._space.rows)), found.kinds.shape.pipeline_scheme
         taken = np.array([one.ms for one in found.timed]) - self._work(rows, found.owner)
@@ -183,9 +183,9 @@ class ElasticSearch:
 
     # 3. a first simulation
 
-    def _looked_at(self, kinds: Sequence[PipelineKinds], known: Overheads) -> list[Elastic]:
+    def _looked_at(self, kinds: Sequence[PipelineKinds], known: Overheads) -> list[Chunked]:
         """Strategies as they are dispatched at first, simulated; what is seen is added to `known`."""
-        found: list[Elastic] = []
+        found: list[Chunked] = []
         ranked = self._ranked(kinds, known.ms)
         while ranked and (not found or self._times.left > _LOOKS * self._tries):
             ms, number, owner = ranked.pop(0)
@@ -198,14 +198,14 @@ class ElasticSearch:
                 ranked = self._ranked_again(ranked, kinds, known.ms - before)
         return found
 
-    def _simulated(self, kinds: PipelineKinds, owner: Ints) -> Elastic:
+    def _simulated(self, kinds: PipelineKinds, owner: Ints) -> Chunked:
         rows = kinds.shape.pipeline_scheme
         timed = tuple(self._times.timed(int(k), np.flatnonzero(owner == p)) for p, k in enumerate(rows))
-        return Elastic(kinds, owner, timed)
+        return Chunked(kinds, owner, timed)
 
     # 4. dispatch and simulation in turn
 
-    def _settled(self, first: Elastic, overhead: Floats) -> Elastic:
+    def _settled(self, first: Chunked, overhead: Floats) -> Chunked:
         """The most promising of a few rounds of dispatch, by what was simulated before, and simulation."""
         kinds, rows = first.kinds, first.kinds.shape.pipeline_scheme
         own_overhead, best, found = overhead[rows], first, first
@@ -243,6 +243,6 @@ class ElasticSearch:
         return place.owner if math.isfinite(ms) else None
 
 
-def _most_promising(found: list[Elastic]) -> list[Elastic]:
+def _most_promising(found: list[Chunked]) -> list[Chunked]:
     """Those that hold all sequences, the most promising first."""
     return sorted((one for one in found if math.isfinite(one.ms)), key=lambda one: one.promise)

@@ -1,4 +1,4 @@
-"""A plan of elastic pipelines in, a better one out, by simulation. Pure: no torch.
+"""A plan of chunked pipelines in, a better one out, by simulation. Pure: no torch.
 
 Only the slowest pipeline counts. Its micro-batches are changed a little while that helps; then it gives a sequence to
 another pipeline, or changes one with it.
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ds_hydra.planner.elastic_times import AGAIN, PipelineTimes, Timed
+from ds_hydra.planner.chunked_times import AGAIN, PipelineTimes, Timed
 from ds_hydra.planner.kernels.arrays import Ints
 from ds_hydra.planner.kernels.problem import PipelineKinds
 
@@ -19,7 +19,7 @@ _UNEVEN = 0.3  # of what the slowest pipeline takes more than the mean stays whe
 _EXCHANGES = 6  # that are simulated for the slowest pipeline at a time
 
 
-class Elastic(NamedTuple):
+class Chunked(NamedTuple):
     """Sequences of a batch (longest first) on a strategy's pipelines (kind by kind), with what each takes."""
 
     kinds: PipelineKinds
@@ -38,7 +38,7 @@ class Elastic(NamedTuple):
         return _UNEVEN * self.ms + (1.0 - _UNEVEN) * mean
 
 
-def refined(found: Elastic, times: PipelineTimes, spare: int = 0) -> Elastic:
+def refined(found: Chunked, times: PipelineTimes, spare: int = 0) -> Chunked:
     """Better micro-batches for the slowest pipeline, or an exchange of sequences, while more than `spare` tries are
     left."""
     owner, timed, rows = found.owner.copy(), list(found.timed), found.kinds.shape.pipeline_scheme
@@ -52,7 +52,7 @@ def refined(found: Elastic, times: PipelineTimes, spare: int = 0) -> Elastic:
         elif not _exchange(times, rows, slow, owner, timed, spare):
             # Where no other pipeline has room, better micro-batches of theirs make some.
             stuck = not _recut_others(times, rows, slow, timed)
-    return Elastic(found.kinds, owner, tuple(timed))
+    return Chunked(found.kinds, owner, tuple(timed))
 
 
 def _recut_others(times: PipelineTimes, rows: Ints, slow: int, timed: list[Timed]) -> bool:
