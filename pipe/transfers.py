@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from ds_hydra.pipe.model_plan import Bucket, ModelPlan, Slot, end_of_slots
 from ds_hydra.pipe.placement import Strategy
+from ds_hydra.pipe.schedules.registry import weighs
 from ds_hydra.zero_hetero.layout import even_layout
 from ds_hydra.zero_hetero.sum_places import Place, aligned, places_of_sums
 from ds_hydra.zero_hetero.transfer_plan import TransferPlan, plan_transfer
@@ -20,7 +21,7 @@ from ds_hydra.zero_hetero.twin_plan import TwinPull, TwinPush, Twins, plan_twin_
 
 OPEN_AT_LEAST = 64 << 20
 """Bytes that open pushes may always take."""
-_OPEN_SHARE = 96  # and this part of the parameters and gradients that a rank holds
+_OPEN_SHARE = 96  # and this part of the parameters and gradients that a rank holds, for each stage of a pipeline
 
 
 class BucketTransfers(NamedTuple):
@@ -154,15 +155,20 @@ def push_order(plan: ModelPlan, strategy: Strategy) -> tuple[int, ...]:
 
     By the time when the last of those who hold a bucket can push it, counted back from the end of the step in last
     backwards of a stage, as [Note: order of pushes] has it: the first stage pushes within its last backward, stage s
-    when its own is over, s of them before the end. The j-th of L buckets follows after j/L of one.
+    when its own is over, s of them before the end, but under a schedule that puts weights' gradients off all stages end
+    together. The j-th of L buckets follows after j/L of one.
     """
-    stages = {(index, stage.ranges): stage for one in strategy.pipelines for index, stage in enumerate(one.stages)}
+    stages = {
+        (1 if weighs(one.schedule) else max(1, index), stage.ranges): stage
+        for one in strategy.pipelines
+        for index, stage in enumerate(one.stages)
+    }
     at: dict[int, Fraction] = {}
-    for (index, _), stage in stages.items():
+    for (before_end, _), stage in stages.items():
         needed = plan.needed(stage)
         held = [number for number, bucket in enumerate(plan.buckets) if any(p.name in needed for p in bucket.params)]
         for passed, number in enumerate(reversed(held), start=1):
-            time = Fraction(passed, len(held)) - max(1, index)
+            time = Fraction(passed, len(held)) - before_end
             at[number] = max(at.get(number, time), time)
     return tuple(sorted((i for i in at if plan.buckets[i].trainable), key=lambda number: (at[number], -number)))
 
@@ -178,10 +184,12 @@ def _plan_bucket(plan: ModelPlan, bucket: Bucket, strategy: Strategy, node_size:
     return BucketTransfers(pull, None if contributed is None else plan_twin_push(masters, contributed, twins))
 
 
-def room_for_pushes(held_bytes: int) -> int:
+def room_for_pushes(held_bytes: int, strategy: Strategy) -> int:
     """Bytes of scratch memory that the open pushes of a rank may take [Note: scratch memory].
 
     `held_bytes`: parameters and gradients of its stage. With more room more pushes are on their way while earlier ones
-    are summed; with less there is more for activations.
+    are summed; with less there is more for activations. Stages push in turn, so that each has one on its way only if
+    there is room for as many as the longest pipeline has stages.
     """
-    return max(OPEN_AT_LEAST, held_bytes // _OPEN_SHARE)
+    num_stages = max(len(pipeline.stages) for pipeline in strategy.pipelines)
+    return max(OPEN_AT_LEAST, held_bytes * num_stages // _OPEN_SHARE)

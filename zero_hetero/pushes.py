@@ -5,7 +5,7 @@ in which they were started (NCCL does). A backward runs through the layers from 
 N - 1 is the first and bucket 0 the last. Stages push side by side: with 6 layers in two stages the order is not 5 4 3 2
 1 0, in which the first stage would wait with layer 2, and with the memory for it, until the other is done, but 5 2 4 1
 3 0. The last stage is done earlier, but it has messages to send until the first stage begins its last backward, within
-which that one pushes; so both begin at the same time.
+which that one pushes; so both begin at the same time. Where weights' gradients are put off, all stages end with them.
 
 Example: buckets 0 (embeddings), 1 and 2 (layers), 3 (head) on a rank that holds 0 to 2. With `arm()` bucket 3 leaves
 at once: the rank holds no parameter of it, but may own a part of its master gradient, and keeps its place in the order.

@@ -91,7 +91,7 @@ def _ranks(plan: ModelPlan, strategy: Strategy, element: ElementBytes, node_size
         params = sum(sizes) * element.param
         places = places_by_size(plan, sizes, order, num_ranks, grad_bytes=element.grad, master_bytes=element.master)
         for rank in twins.ranks:
-            windows = in_turn(tuple(pushes[:, rank].tolist()), room_for_pushes(params + places.pushed_bytes))
+            windows = in_turn(tuple(pushes[:, rank].tolist()), room_for_pushes(params + places.pushed_bytes, strategy))
             found[rank] = _Rank(params, max(places.num_bytes, int(pulls[rank])), windows)
     return tuple(found[rank] for rank in range(strategy.num_ranks))
 

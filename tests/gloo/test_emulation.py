@@ -161,6 +161,6 @@ def test_a_plan_that_does_not_fit_is_refused_by_all_ranks(tmp_path: Path) -> Non
     both = MicroBatchPlan((*first.microbatches[0].spans, *second.microbatches[0].spans))
     wrong = Phase((PipelinePlan(first.shape, (both,), 6.0), PipelinePlan(second.shape, (), 0.0), *rest))
     save_plans([replace(step.plan, phases=(wrong,), predicted_ms=6.0, lower_bound_ms=0.0)], tmp_path / "plans.jsonl")
-    replayed = replace(job, replay=str(tmp_path / "plans.jsonl"))
+    replayed = replace(job, choose="best", replay=str(tmp_path / "plans.jsonl"))
     with pytest.raises(PlanError, match="holds 6 tokens but MaxLen is 3"):
         emulate(replayed, 1)

@@ -24,6 +24,8 @@ def order_of(text: str, plan: ModelPlan) -> tuple[int, ...]:
         ("2*pp2", (5, 2, 4, 1, 3, 0)),
         # Two stages are done before the first, with buckets 0 and 1, begins its last backward; the second is done then.
         ("pp4", (5, 4, 3, 1, 2, 0)),
+        # Where weights' gradients are put off, all four stages end together.
+        ("pp4/list", (5, 1, 4, 3, 2, 0)),
         # Both stages of one hold a third of what the other pipeline holds: whoever comes last to a bucket decides.
         ("tp2 + pp2", (5, 4, 2, 1, 3, 0)),
         # The parts of a V: buckets 0, 1, 4 and 5 of the first rank, 2 and 3 of the other.
