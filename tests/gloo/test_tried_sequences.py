@@ -24,7 +24,7 @@ def tokens(length: int, pair: bool) -> Tensor:
 @pytest.fixture(autouse=True)
 def _no_other_check(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only this one: the self-check is asked for, and finds nothing."""
-    monkeypatch.setattr("ds_hydra.engine.prepare.check_candidates", lambda *_: _Nothing())
+    monkeypatch.setattr("ds_hydra.engine.prepare.check_candidates", lambda job, *_: (_Nothing(), job.source))
 
 
 class _Nothing:
