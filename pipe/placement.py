@@ -127,6 +127,11 @@ class Strategy:
     def num_ranks(self) -> int:
         return sum(len(stage.ranks) for pipeline in self.pipelines for stage in pipeline.stages)
 
+    @property
+    def most_stages(self) -> int:
+        """Stages of the longest pipeline."""
+        return max(len(pipeline.stages) for pipeline in self.pipelines)
+
     def locate(self, rank: int) -> tuple[int, int]:
         """(pipeline index, stage index) of a global rank."""
         for index, pipeline in enumerate(self.pipelines):

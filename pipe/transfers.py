@@ -184,12 +184,11 @@ def _plan_bucket(plan: ModelPlan, bucket: Bucket, strategy: Strategy, node_size:
     return BucketTransfers(pull, None if contributed is None else plan_twin_push(masters, contributed, twins))
 
 
-def room_for_pushes(held_bytes: int, strategy: Strategy) -> int:
+def room_for_pushes(held_bytes: int, most_stages: int) -> int:
     """Bytes of scratch memory that the open pushes of a rank may take [Note: scratch memory].
 
     `held_bytes`: parameters and gradients of its stage. With more room more pushes are on their way while earlier ones
     are summed; with less there is more for activations. Stages push in turn, so that each has one on its way only if
-    there is room for as many as the longest pipeline has stages.
+    there is room for as many as the longest pipeline has stages, `most_stages`.
     """
-    num_stages = max(len(pipeline.stages) for pipeline in strategy.pipelines)
-    return max(OPEN_AT_LEAST, held_bytes * num_stages // _OPEN_SHARE)
+    return max(OPEN_AT_LEAST, held_bytes * most_stages // _OPEN_SHARE)

@@ -86,12 +86,14 @@ def _ranks(plan: ModelPlan, strategy: Strategy, element: ElementBytes, node_size
     pulls, pushes = _scratch_of(plan, transfers, strategy, element)
     found: dict[int, _Rank] = {}
     kinds, order, num_ranks = bucket_kinds(plan), push_order(plan, strategy), strategy.num_ranks
+    most_stages = strategy.most_stages
     for twins in twins_of(strategy, node_size):
         sizes = bucket_sizes(plan, strategy, twins, kinds)
         params = sum(sizes) * element.param
         places = places_by_size(plan, sizes, order, num_ranks, grad_bytes=element.grad, master_bytes=element.master)
+        room = room_for_pushes(params + places.pushed_bytes, most_stages)
         for rank in twins.ranks:
-            windows = in_turn(tuple(pushes[:, rank].tolist()), room_for_pushes(params + places.pushed_bytes, strategy))
+            windows = in_turn(tuple(pushes[:, rank].tolist()), room)
             found[rank] = _Rank(params, max(places.num_bytes, int(pulls[rank])), windows)
     return tuple(found[rank] for rank in range(strategy.num_ranks))
 

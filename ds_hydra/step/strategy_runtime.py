@@ -155,7 +155,7 @@ class StrategyRuntime:
         self.pulls = Pulls(pull_links, masters.shards, buffers, first_tag=PULL_TAG, early=early, scratch=within)
         self._pushed_bytes = gradients.pushed_bytes
         self.gradient_bytes = max(gradients.num_bytes, self.pulls.scratch_bytes)
-        room = room_for_pushes(held + self._pushed_bytes, self.strategy)
+        room = room_for_pushes(held + self._pushed_bytes, self.strategy.most_stages)
         trained = [index for index, (_, push) in enumerate(transfers) if push is not None]
         order = [trained.index(index) for index in push_order(plan, self.strategy)]
         self.pushes = Pushes(
