@@ -23,15 +23,15 @@ turn, round and round. Example: room for 10, pushes of 4, 4, 4 and 2:
 
 A push larger than the room gets all the room that it needs, and is open alone.
 
-[Note: pieces]
-A trade takes as much memory as all contributions to a rank's part, which is a whole bucket: 0.4 GB for a layer of a 7B
-model in 16 bit, and as much again where it is cast. So twins trade a bucket in pieces, the same interval of every part,
-one after the other in the same memory. A piece is begun when the one before is over and added up; on a device the
-network stands still meanwhile, for about a third of what the piece takes inside a node, and little between nodes.
-
 The ranks need not agree on when a push starts. Each starts its pushes in the one order of all ranks and waits for them
 in that order. Take the earliest push that is not over on all ranks. Every rank comes to it, for those before it are
 over everywhere; so all start it, and it ends. So it goes on, whoever has room for how many.
+
+[Note: pieces]
+A trade takes as much memory as all contributions to a rank's part, which is a whole bucket: 0.4 GB for a layer of a 7B
+model in 16 bit, and as much again where it is cast. So twins trade a bucket in pieces, the same interval of every part,
+one after the other in the same memory. A piece is begun when the one before is over and added up, while the network
+stands still.
 """
 
 from __future__ import annotations

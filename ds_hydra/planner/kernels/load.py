@@ -112,11 +112,15 @@ def compiled(*instead: ModuleType) -> Kernels:
 
     Functions of the modules `instead` are kernels too, and where one has the name of another, all call it instead.
     """
+    names, digest = _global_names(_ALL, instead), source_digest(*instead)
+    kernels = _clones(_kernels(*instead), names, digest, _compiler())
+    return cast(Kernels, SimpleNamespace(**kernels, is_compiled=True))
+
+
+def _compiler() -> Callable[[Any], Any]:
     import numba
 
-    names, digest = _global_names(_ALL, instead), source_digest(*instead)
-    kernels = _clones(_kernels(*instead), names, digest, numba.njit(cache=True, nogil=True))
-    return cast(Kernels, SimpleNamespace(**kernels, is_compiled=True))
+    return numba.njit(cache=True, nogil=True)  # type: ignore[no-any-return]
 
 
 def _clones(
@@ -142,15 +146,13 @@ def timing(kernels: Kernels, schedule: str) -> Kernels:
 @functools.cache
 def _timing(walk: TakeWalk, is_compiled: bool) -> Kernels:
     """Copies of all kernels, in which the name of the usual walk means another one, whose functions are copied too."""
-    import numba
-
-    wrap = numba.njit(cache=True, nogil=True) if is_compiled else (lambda function: function)
+    wrap = _compiler() if is_compiled else (lambda function: function)
     module = sys.modules[walk.__module__]
     text = source_digest() + inspect.getsource(module)
     digest = hashlib.sha256(f"{walk.__name__} {text}".encode()).hexdigest()[:12]
-    names, own = _global_names(_ALL), dict(vars(module))
-    kernels = _clones(_kernels(), names, digest, wrap)
-    own |= {name: kernels[name] for name, value in own.items() if kernels.get(name) and value is _kernels()[name]}
+    names, own, usual = _global_names(_ALL), dict(vars(module)), _kernels()
+    kernels = _clones(usual, names, digest, wrap)
+    own |= {name: kernels[name] for name, value in own.items() if name in usual and value is usual[name]}
     names["list_walk"] = _clones(dict(_own(module)), own, digest, wrap)[walk.__name__]
     return cast(Kernels, SimpleNamespace(**kernels, is_compiled=is_compiled))
 
