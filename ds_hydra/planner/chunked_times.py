@@ -10,7 +10,7 @@ import numpy as np
 
 import ds_hydra.planner.kernels as kernels
 from ds_hydra.planner.chunked_space import ChunkedSpace
-from ds_hydra.planner.cutting import LEAN_PROFILES, PROFILES, Cutting, Effort, cut_best, improved
+from ds_hydra.planner.cutting import Cutting, Effort, cut_best, improved, profiles_of
 from ds_hydra.planner.kernels.arrays import Floats, Ints, Profile
 from ds_hydra.planner.kernels.problem import Batch, scheme_row
 from ds_hydra.planner.kernels.protocol import Kernels
@@ -59,11 +59,12 @@ class PipelineTimes:
             own = held[-1:]
         if row.pipe is None:
             return self._search(k, own, _PROBE).ms - float(counted[own].sum())
-        cutting = self._cut(k, own, PROFILES, _PROBE) if len(own) else None
+        profiles = profiles_of(row.pipe, items.tokens[own])
+        cutting = self._cut(k, own, profiles, _PROBE) if len(own) else None
         if cutting is None:
             return float(row.cost.c * row.shape.pp)
-        by_time = sorted(zip(cutting.profiles_us, range(len(PROFILES)), strict=True))
-        self._profiles[k] = (cutting.profile, *(PROFILES[index] for _, index in by_time[:_NEAR_PROFILES]))
+        by_time = sorted(zip(cutting.profiles_us, range(len(profiles)), strict=True))
+        self._profiles[k] = (cutting.profile, *(profiles[index] for _, index in by_time[:_NEAR_PROFILES]))
         return cutting.us / 1e3 - float(counted[own].sum())
 
     def _estimate(self, k: int, share: float) -> float:
@@ -92,12 +93,12 @@ class PipelineTimes:
         return self._known[key]
 
     def _search(self, k: int, own: Ints, effort: Effort) -> Timed:
-        if self.space.rows[k].pipe is not None:
-            lean = not self._kernel.is_compiled
-            profiles = LEAN_PROFILES if lean else self._profiles.get(k, PROFILES)
-            cutting = self._cut(k, own, profiles, Effort(0, 0) if lean else effort)
+        if (pipe := self.space.rows[k].pipe) is not None:
+            tokens, lean = self.batch.items.tokens[own], not self._kernel.is_compiled
+            profiles = profiles_of(pipe, tokens, lean=True) if lean else self._profiles.get(k)
+            cutting = self._cut(k, own, profiles or profiles_of(pipe, tokens), Effort(0, 0) if lean else effort)
             if cutting is None and lean:
-                cutting = self._cut(k, own, PROFILES, Effort(0, 0))
+                cutting = self._cut(k, own, profiles_of(pipe, tokens), Effort(0, 0))
             return Timed(math.inf) if cutting is None else Timed(cutting.us / 1e3, cutting)
         items, bins = self.batch.items, np.zeros(len(own), dtype=np.int64)
         scheme = scheme_row(self.space.bounding, k)

@@ -6,6 +6,7 @@ states it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -20,13 +21,12 @@ from ds_hydra.planner.kernels.arrays import Floats, Ints, Pieces, Pipe, Profile
 from ds_hydra.planner.kernels.protocol import Kernels
 from ds_hydra.planner.kernels.slots import copied, empty_pieces, most_slots
 
-PROFILES = tuple(
-    Profile(slots, first, growth, last, begin)
-    for slots in (3, 4, 5, 6, 8, 10, 13, 17)
+_MORE_SLOTS = 1.3  # times as many as in the profiles before
+_SHAPES = tuple(
+    Profile(0, first, growth, last, begin)
     for first, growth, last in ((1.0, 1.0, 1.0), (0.3, 1.5, 0.7))
     for begin in (0, 2)
 )
-LEAN_PROFILES = tuple(one for one in PROFILES if one.slots in (4, 8) and one.first < 1.0)  # for plain Python
 
 
 class Effort(NamedTuple):
@@ -46,6 +46,20 @@ class Cutting(NamedTuple):
 
 
 _USUAL = Effort()
+
+
+def profiles_of(pipe: Pipe, tokens: Ints, *, lean: bool = False) -> tuple[Profile, ...]:
+    """The profiles that are tried for sequences of these lengths; `lean`: few, for plain Python.
+
+    From about the fewest slots that hold all tokens to six times as many: where a pipeline has work for sixteen full
+    micro-batches, it is done soonest with about forty, and with eighteen it may take a tenth longer.
+    """
+    counts, fewest = [3, 4, 5, 6, 8, 10, 13, 17], math.ceil(int(tokens.sum()) / pipe.max_length)
+    while counts[1] <= fewest:
+        counts = [*counts[1:], round(_MORE_SLOTS * counts[-1])]
+    if lean:
+        return tuple(shape._replace(slots=counts[at]) for at in (1, 4) for shape in _SHAPES if shape.first < 1.0)
+    return tuple(shape._replace(slots=count) for count in counts for shape in _SHAPES)
 
 
 def pipe_of(cost: SchemeCost, shares: Shares, *, parts: int = 1, slices: bool = True, layers: int = 0) -> Pipe:
@@ -77,15 +91,16 @@ def cut_best(
     work: Floats,
     tokens: Ints,
     *,
-    profiles: Sequence[Profile] = PROFILES,
+    profiles: Sequence[Profile] | None = None,
     effort: Effort = _USUAL,
     seed: int = 0,
 ) -> Cutting | None:
     """The best micro-batches found for sequences, longest first, that add `work` ms each: (sequences,) both.
 
-    Tries all profiles, then variations of the best one, then small changes of its micro-batches. None if nothing fits
-    the memory. The same arguments give the same result.
+    Tries all profiles, those of `profiles_of` where none are given, then variations of the best one, then small changes
+    of its micro-batches. None if nothing fits the memory. The same arguments give the same result.
     """
+    profiles = profiles_of(pipe, tokens) if profiles is None else profiles
     rows = np.array([*profiles, profiles[0]], dtype=np.float64)
     most = most_slots(pipe, tokens, max(profile.slots for profile in profiles) + effort.variations)
     best, state = empty_pieces(most + len(tokens), most), np.array([seed + 1], dtype=np.int64)

@@ -16,12 +16,13 @@ from ds_hydra.pipe.schedules.list_walk import NEVER
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape
 from ds_hydra.plan.phase import MicroBatchPlan, PipelinePlan, Span
 from ds_hydra.plan.simulate import simulate_pipeline
-from ds_hydra.planner.cutting import Effort, cut_best, longest_of, microbatches_of, pipe_of
+from ds_hydra.planner.cutting import Effort, cut_best, longest_of, microbatches_of, pipe_of, profiles_of
 from ds_hydra.planner.kernels.arrays import Pieces, Profile
 from ds_hydra.planner.kernels.cut_moves import move
 from ds_hydra.planner.kernels.list_time import list_time
 from ds_hydra.planner.kernels.slots import cut, empty_pieces, most_slots, set_targets
 from ds_hydra.planner.recompute import Scheduled, cover_exactly, covering
+from tests.support.planner_cases import TABLES
 
 COST = SchemeCost(ParallelScheme(pp=3), 1e-4, 0.1, 4.0, 400, 50)
 SHARES = Shares.usual()
@@ -162,3 +163,29 @@ def test_whole_sequences_stay_whole_and_too_long_ones_are_refused() -> None:
     held = cut_best(kernel, PIPE, *longest_first([LONGEST]))
     assert held is not None
     assert held.pieces.counts[1] > 1
+
+
+def test_the_more_full_micro_batches_a_pipeline_has_work_for_the_more_slots_are_tried() -> None:
+    few, many = ({one.slots for one in profiles_of(PIPE, np.array([tokens]))} for tokens in (800, 16 * COST.max_length))
+    assert few == {3, 4, 5, 6, 8, 10, 13, 17}
+    assert len(many) == len(few), "no more tries"
+    assert min(many) <= 16
+    assert max(many) >= 5 * 16
+    lean = profiles_of(PIPE, np.array([16 * COST.max_length]), lean=True)
+    assert set(lean) < set(profiles_of(PIPE, np.array([16 * COST.max_length])))
+
+
+def test_a_pipeline_with_much_work_is_done_sooner_with_small_micro_batches() -> None:
+    """tp2pp4 of a 32B model as a V, with work for 16 full micro-batches and two sequences of a fifth of it each."""
+    cost = CostTable.load(TABLES / "llama_32b_a800.json")[ParallelScheme(2, 4)]
+    assert cost.shares is not None
+    pipe = pipe_of(cost, cost.shares, parts=2, layers=7)
+    tokens = np.array([20_000, 18_000, *[1_500] * 44], dtype=np.int64)
+    work = cost.sequence_ms(tokens)
+    kernel, effort = kernels.compiled(), Effort(6, 0)
+    coarse = [one for one in profiles_of(pipe, tokens[:1]) if one.slots <= 17]
+    before, found = (cut_best(kernel, pipe, work, tokens, profiles=some, effort=effort) for some in (coarse, None))
+    assert before is not None
+    assert found is not None
+    assert found.pieces.counts[1] > 17
+    assert found.us < 0.95 * before.us

@@ -22,7 +22,7 @@ from ds_hydra.pipe.schedules.list_order import list_us
 from ds_hydra.pipe.schedules.list_walk import NEVER
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.planner import kernels
-from ds_hydra.planner.cutting import PROFILES, Effort, cut_best, longest_of, microbatches_of, pipe_of
+from ds_hydra.planner.cutting import Effort, cut_best, longest_of, microbatches_of, pipe_of, profiles_of
 from ds_hydra.planner.kernels.arrays import Floats
 from ds_hydra.planner.kernels.list_time import list_time
 from ds_hydra.planner.recompute import (
@@ -84,7 +84,7 @@ def _cases(cost: SchemeCost, shares: Shares, between: tuple[float, ...]) -> Iter
         longest = int(least + share * (longest_of(cost, shares, layers=LAYERS // cost.scheme.pp) - least))
         held = [int(0.9 * longest), *(length for length in SHORT if length <= cost.max_length)]
         tokens = np.array(sorted(held, reverse=True), dtype=np.int64)
-        for profile in PROFILES:
+        for profile in profiles_of(pipe, tokens):
             if profile.slots in SLOTS:
                 found = cut_best(
                     kernels.compiled(), endless, cost.sequence_ms(tokens), tokens,
