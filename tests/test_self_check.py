@@ -322,10 +322,14 @@ def test_what_a_verdict_depends_on_is_in_the_fingerprint() -> None:
         "model.model.layers[1].mlp.act_fn = torch.nn.Tanh()",
         "model.model.norm.weight.requires_grad_(False)",
         "model.model.layers.append(model.model.layers[0])",
+        "model.model.layers[2].mlp.to(torch.bfloat16)",
+        "model.model.layers[2].eval()",
     ):
         assert changed(change) not in (plain, None), change
     assert changed("model.model.norm.register_forward_hook(lambda *a: None)") is None
     assert fingerprint(build_model("llama", torch.float32), "full") != plain
+    with mock.patch.object(torch, "get_default_dtype", return_value=torch.float64):
+        assert changed("") not in (plain, None)
 
 
 def test_methods_put_into_installed_classes_are_in_the_fingerprint() -> None:

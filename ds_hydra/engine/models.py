@@ -8,7 +8,6 @@ from dataclasses import astuple
 from functools import partial
 from typing import Any
 
-import torch
 from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
@@ -80,9 +79,7 @@ def look_once(
 def _name(model: Any, options: StageOptions) -> str | None:
     """A text that changes with anything that facts depend on; None if that cannot be told."""
     try:
-        kinds = [(str(parameter.dtype), type(parameter).__name__) for parameter in model.parameters()]
-        modes = [module.training for module in model.modules()]
-        return fingerprint(model, "facts", *astuple(options), str(torch.get_default_dtype()), kinds, modes)
+        return fingerprint(model, "facts", *astuple(options))
     except Exception as error:  # of a model that is refused later, with a reason
         logger.debug("no facts are shared: %s", error)
         return None

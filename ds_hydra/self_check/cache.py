@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from ds_hydra.pipe.models.whose_code import (
@@ -44,9 +45,9 @@ def cache_folder() -> Path:
 def fingerprint(model: nn.Module, *settings: Any) -> str | None:
     """A text that changes with anything that a verdict depends on; None for a model whose code cannot be told.
 
-    Module tree, shapes, attributes and buffers by value, configs, classes that are not installed packages' with all
-    that their methods name, what was put into those that are, versions, our own sources. Values of parameters count
-    for nothing: verdicts do not depend on them.
+    Module tree, shapes, types, modes (`training`), attributes and buffers by value, configs, torch's default type,
+    classes that are not installed packages' with all that their methods name, what was put into those that are,
+    versions, our own sources. Values of parameters count for nothing: verdicts do not depend on them.
     """
     hooks = [getattr(module, key) for module in model.modules() for key in HOOKS]
     hooks += [vars(nn.modules.module)[name] for name in GLOBAL_HOOKS]
@@ -57,18 +58,21 @@ def fingerprint(model: nn.Module, *settings: Any) -> str | None:
     names |= {id(p): f"parameter {name}" for name, p in model.named_parameters()}
     contents = Contents(names)
     try:
-        parts = [contents.text((settings, _versions(), _own_sources()))]
+        parts = [contents.text((settings, str(torch.get_default_dtype()), _versions(), _own_sources()))]
         for path, module in model.named_modules(remove_duplicate=False):
             held = {key: value for key, value in vars(module).items() if key not in _OWN_KEYS | _HARMLESS}
-            tensors = [
-                (n, p if p is None else (tuple(p.shape), p.requires_grad)) for n, p in module._parameters.items()
-            ]
-            parts.append(contents.text((path, type(module), held, module._modules, tensors, module._buffers)))
+            tensors = [(n, p if p is None else _kind(p)) for n, p in module._parameters.items()]
+            of_module = (path, type(module), module.training, held, module._modules, tensors, module._buffers)
+            parts.append(contents.text(of_module))
         parts += [contents.text(each) for each in _code(model)]
     except UnreadableError as error:
         logger.debug("no verdicts are kept: %s", error)
         return None
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+
+
+def _kind(parameter: nn.Parameter) -> tuple[Any, ...]:
+    return type(parameter).__name__, str(parameter.dtype), tuple(parameter.shape), parameter.requires_grad
 
 
 def _code(model: nn.Module) -> Iterator[Any]:
