@@ -22,18 +22,17 @@ from ds_hydra.report.plots import draw_report, pipeline_schemes, read_steps, rel
 from ds_hydra.report.record import SETTLED
 from ds_hydra.zero_hetero.errors import ConfigError
 
+_PREDICTIONS = ("predicted_ms", "predicted_step_ms", "expected_ms")
+
 
 def strategy_rows(records: Sequence[dict[str, Any]]) -> list[tuple[object, ...]]:
     """Steps, times and errors of each strategy."""
     rows: list[tuple[object, ...]] = []
     for name in dict.fromkeys(r["strategy"] for r in records):
         chosen = [r for r in records if r["strategy"] == name]
-        plan, step, corrected = (
-            summarise(relative_errors(chosen, key))
-            for key in ("predicted_ms", "predicted_step_ms", "corrected_step_ms")
-        )
+        plan, step, expected = (summarise(relative_errors(chosen, key)) for key in _PREDICTIONS)
         times = sorted(r["step_ms"] for r in chosen)
-        rows.append((name, len(chosen), f"{times[len(times) // 2]:.0f}", *(_pair(e) for e in (plan, step, corrected))))
+        rows.append((name, len(chosen), f"{times[len(times) // 2]:.0f}", *(_pair(e) for e in (plan, step, expected))))
     return rows
 
 
@@ -55,7 +54,7 @@ def judged(records: Sequence[dict[str, Any]]) -> list[tuple[str, str, str, bool]
     """(what, seen, aim, whether it is met) for all that the records have the data for."""
     rows: list[tuple[str, str, str, bool]] = []
     later = records[SETTLED:]
-    error, _ = summarise(relative_errors(later, "corrected_step_ms"))
+    error, _ = summarise(relative_errors(later))
     if error == error:
         rows.append((f"prediction error after {SETTLED} steps, median", f"{error:.1%}", "<= 10%", error <= 0.1))
     waits = [r["slowest_wait_ms"] / r["step_ms"] for r in records if r.get("slowest_wait_ms") and r["step_ms"] > 0]
@@ -93,18 +92,15 @@ def run(args: argparse.Namespace, name: str) -> int:
     records = records[-200:] if args.quick else records
     out = args.out or args.steps.parent / "report"
     figures = draw_report(records, out, read_lengths(args.lengths), args.step)
-    headers = ("strategy", "steps", "ms", "plan's error med / p90", "step's error", "corrected")
+    headers = ("strategy", "steps", "ms", "pipelines' error med / p90", "step's error", "expected step's")
     print_table(headers, strategy_rows(records))
     for figure in figures:
         print(f"{figure.path}: {figure.words}")
-    overall = {
-        key: summarise(relative_errors(records, key))
-        for key in ("predicted_ms", "predicted_step_ms", "corrected_step_ms")
-    }
+    overall = {key: summarise(relative_errors(records, key)) for key in _PREDICTIONS}
     schemes = sorted({scheme for r in records for scheme in pipeline_schemes(r["strategy"])})
     summary = (
         f"{len(records)} steps, {len(schemes)} schemes, step prediction error {_pair(overall['predicted_step_ms'])} "
-        f"(median / p90), corrected {_pair(overall['corrected_step_ms'])}; {broken} broken lines; {out / 'index.html'}"
+        f"(median / p90), expected {_pair(overall['expected_ms'])}; {broken} broken lines; {out / 'index.html'}"
     )
     aims = judged(records)
     print()

@@ -100,7 +100,11 @@ class Crew:
         with together(world.channel, "building the stages of all strategies"):
             build_stages(job.source, self.prepared.strategies.values(), world.rank, job.types.compute)
             self.watch = StepWatch(
-                job.config.cost_correction, self.prepared.found, plan.num_layers, self.prepared.num_elements
+                job.config.cost_correction,
+                self.prepared.found,
+                plan.num_layers,
+                self.prepared.num_elements,
+                measured=job.config.cost_table is not None,
             )
         with together(world.channel, "allocating the master shards"):
             self.masters = ModelMasters(

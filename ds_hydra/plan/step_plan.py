@@ -23,7 +23,9 @@ VERSION = 2  # of the JSON; plans of version 1 state none, and have "pipelines",
 class StepPlan:
     """Phases, sequences and predicted times of one step.
 
-    `predicted_ms` is the event simulation's. `lower_bound_ms` is a certified bound on the best possible step under any
+    `predicted_ms` is the event simulation's of the pipelines. `messages_ms` is what all else was expected to add when
+    the plan was chosen: a little below 0 where stages are faster than the slowest one, by which pipelines are
+    simulated. `lower_bound_ms` is a certified bound on the best possible step under any
     candidate strategy by the formula that the search works with, as `searched_ms` is; 0 when none was computed.
     """
 
@@ -34,6 +36,7 @@ class StepPlan:
     predicted_ms: float
     lower_bound_ms: float = 0.0
     source: str = "search"  # who made it: "search", "fast" (with less effort, in plain Python), "replay"
+    messages_ms: float = 0.0
 
     @property
     def strategy(self) -> str:
@@ -82,6 +85,7 @@ class StepPlan:
             "predicted_ms": self.predicted_ms,
             "lower_bound_ms": self.lower_bound_ms,
             "source": self.source,
+            "messages_ms": self.messages_ms,
         }
         return json.dumps(record, separators=(",", ":"), allow_nan=False)
 
@@ -103,6 +107,7 @@ class StepPlan:
                 predicted_ms=read_number(record["predicted_ms"]),
                 lower_bound_ms=read_number(record["lower_bound_ms"]),
                 source=str(record["source"]),
+                messages_ms=read_number(record.get("messages_ms", 0.0)),
             )
         except (ValueError, TypeError, KeyError, OverflowError) as error:
             raise PlanError(f"{place}: not a step plan ({type(error).__name__}: {error})") from error
@@ -127,6 +132,12 @@ class StepPlan:
                 lines.append(_table_row(index, pipeline, rank))
                 rank += pipeline.shape.num_ranks
         return "\n".join(lines)
+
+    @property
+    def step_ms(self) -> float:
+        """What the step is expected to take, by which the plan was chosen: pipelines, and pulls, pushes and messages
+        as far as their costs were known."""
+        return self.predicted_ms + self.messages_ms
 
     @property
     def searched_ms(self) -> float:

@@ -213,6 +213,8 @@ def _check_times(plan: StepPlan, table: CostTable | None, where: str) -> None:
 def _check_prediction(plan: StepPlan, table: CostTable | None, where: str) -> None:
     """The step's time is the simulation's, or the formula's own, which plans of earlier releases state."""
     stated, formula = plan.predicted_ms, plan.searched_ms
+    if not math.isfinite(plan.messages_ms) or plan.step_ms < 0:
+        raise PlanError(f"{where}: pipelines of {stated} ms and {plan.messages_ms} ms besides make no step")
     expected = simulated_ms(plan.phases, table) if table is not None else formula
     if abs(stated - expected) <= _RELATIVE * expected or abs(stated - formula) <= _RELATIVE * formula:
         return

@@ -142,7 +142,7 @@ class Planner:
             feasible = [next(i for i in ((step + skip) % n for skip in range(n)) if i in feasible)]
         search = StepSearch(self._pool, self._space, step, ids, tokens)
         found, bound = search.whole([kinds for i, kinds in zip(self._whole, self._kinds, strict=True) if i in feasible])
-        below_ms = min(map(self._estimated_ms, found), default=math.inf)
+        below_ms = min((self._estimated(plan).step_ms for plan in found), default=math.inf)
         chunked, bound_of_chunked = search.chunked(
             [kinds for i, kinds in zip(self._chunked, self._space.kinds, strict=True) if i in feasible], below_ms
         )
@@ -152,9 +152,9 @@ class Planner:
                 "no strategy was found that holds every sequence; add one with a larger tp or sp, or lower "
                 "context_length"
             )
-        best = min(found, key=self._estimated_ms)
+        best = min(map(self._estimated, found), key=_of_step)
         if self._step_ms is not None and len(found) > 1:
-            best = min(found, key=self._step_ms)
+            best = min(map(self._simulated, found), key=_of_step)
         # The bound is over all candidates, so that of plans which lost counts too. It is one of steps, and a plan
         # states what it leaves to the plan's own pipelines.
         bound = min(bound, bound_of_chunked) - self._exposed_ms(best)
@@ -176,10 +176,12 @@ class Planner:
         # What the messages of a new strategy add is not known, but hardly differs from those of the best one; where
         # whole steps are simulated, they are.
         exposed_ms = self._exposed_ms(best)
-        plans, bound = search.of_composed(composed.strategies, exposed_ms, self._estimated_ms(best))
-        of_step = self._step_ms or (lambda plan: plan.predicted_ms + exposed_ms)
-        before = of_step(best)
-        offers = sorted([(1.0 - of_step(plan) / before, plan) for plan in plans], key=lambda offer: -offer[0])
+        plans, bound = search.of_composed(composed.strategies, exposed_ms, self._estimated(best).step_ms)
+        if self._step_ms is not None:
+            best, plans = self._simulated(best), list(map(self._simulated, plans))
+        else:
+            plans = [replace(plan, messages_ms=exposed_ms) for plan in plans]
+        offers = sorted([(1.0 - plan.step_ms / best.step_ms, plan) for plan in plans], key=lambda offer: -offer[0])
         worth = [(gain, plan) for gain, plan in offers if gain >= WORTH]
         if not worth:
             return Made(best, share)
@@ -192,8 +194,14 @@ class Planner:
         bound = min(best.lower_bound_ms, bound - exposed_ms, plan.searched_ms)
         return Made(replace(plan, source=COMPOSED, lower_bound_ms=max(0.0, bound)), share)
 
-    def _estimated_ms(self, plan: StepPlan) -> float:
-        return plan.predicted_ms + self._exposed_ms(plan)
+    def _estimated(self, plan: StepPlan) -> StepPlan:
+        """The plan with what messages usually add under its strategy."""
+        return replace(plan, messages_ms=self._exposed_ms(plan))
+
+    def _simulated(self, plan: StepPlan) -> StepPlan:
+        """The plan with what messages add by a simulation of the whole step."""
+        assert self._step_ms is not None, "it is asked for where steps are simulated"
+        return replace(plan, messages_ms=self._step_ms(plan) - plan.predicted_ms)
 
     def _exposed_ms(self, plan: StepPlan) -> float:
         return self._exposed[plan.strategy]
@@ -213,6 +221,10 @@ class Planner:
             )
         validate_plan(plan, self.cost_table, self.num_ranks)
         return replace(plan, source="replay")
+
+
+def _of_step(plan: StepPlan) -> float:
+    return plan.step_ms
 
 
 def warm_up() -> None:

@@ -1,9 +1,10 @@
 """Plans and measured times in; predicted stage, pipeline and step times, and running correction factors, out. Pure.
 
 [Note: calibration]
-The planner computes a pipeline's time as if all of its stages were as slow as the slowest. A measured table knows each
-stage's own coefficients, so here a step is predicted more exactly: the schedule is simulated with each stage's own
-loads, and the step's overhead (pull, push, update, messages) is added.
+A plan states two times: that of its pipelines, as if all stages were as slow as the slowest, and that of the step, by
+which it was chosen. Where links were measured the latter is a simulation of the whole step; where they were not, the
+step is predicted here: each schedule is simulated with each stage's own loads, and the step's overhead is added. The
+third time, what is expected, is the step's corrected by what earlier steps have shown.
 
 The factor of a scheme is the median of measured / predicted over its last 32 pipelines. It shows drift: a factor of
 1.08 after an hour may be a GPU that has become hot. With `cost_correction: "apply"` it scales the table that plans are
@@ -47,13 +48,8 @@ class StepPrediction:
 
     stage_ms: tuple[tuple[float, ...], ...]
     pipeline_ms: tuple[float, ...]
-    run_ms: float  # each phase's slowest pipeline, summed over the phases
-    overhead_ms: float
-
-    @property
-    def step_ms(self) -> float:
-        """The time of the phases plus the step's overhead."""
-        return self.run_ms + self.overhead_ms
+    overhead_ms: float  # of the step, beside each phase's slowest pipeline
+    step_ms: float
 
 
 @dataclass(frozen=True)
@@ -129,12 +125,18 @@ class Calibration:
         }
 
     @property
+    def has_learnt(self) -> bool:
+        """Whether enough steps were seen for what is corrected by them to be worth telling."""
+        return sum(map(len, self._overheads.values())) >= LEAST
+
+    @property
     def factors(self) -> dict[ParallelScheme | PipelineShape, float]:
         """Measured time / time predicted by the original table, for each shape that was seen often enough."""
         return {scheme: median(ratios) for scheme, ratios in self._ratios.items() if len(ratios) >= LEAST}
 
     def predict(self, plan: StepPlan, num_elements: int = 0, moved_bytes: int = 0) -> StepPrediction:
-        """The prediction by the table as it was measured, without corrections."""
+        """The prediction by the table as it was measured, without corrections: of the step the plan's own, if that
+        knows what messages add."""
         stage_ms, pipeline_ms = [], []
         for pipeline in plan.pipelines:
             cost, shares = self._table[pipeline.shape], self._table.shares(pipeline.shape)
@@ -149,8 +151,11 @@ class Calibration:
                 continue
             known = Batches(pipeline.chain)
             pipeline_ms.append(simulate_loads(placed(pipeline.schedule, known, len(loads)), loads))
-        overhead = self._step.ms(num_elements, moved_bytes)
-        return StepPrediction(tuple(stage_ms), tuple(pipeline_ms), plan.total_ms(pipeline_ms), overhead)
+        run_ms, overhead = plan.total_ms(pipeline_ms), self._step.ms(num_elements, moved_bytes)
+        if plan.messages_ms:
+            overhead = max(0.0, plan.step_ms - run_ms)
+        step_ms = plan.step_ms if plan.messages_ms else run_ms + overhead
+        return StepPrediction(tuple(stage_ms), tuple(pipeline_ms), overhead, step_ms)
 
     def correct(self, plan: StepPlan, prediction: StepPrediction) -> float:
         """The step's time with the factors and overheads seen so far, in ms."""

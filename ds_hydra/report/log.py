@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import logging
+import math
 import os
 import sys
 import time
@@ -52,7 +53,7 @@ class RunTotals:
         self.losses.append(record.loss)
         self.step_ms.append(record.step_ms)
         self.balances.append(record.balance)
-        self.errors.append(abs(record.best_predicted_ms / record.step_ms - 1.0) if record.step_ms > 0 else 0.0)
+        self.errors.append(math.nan if record.prediction_error is None else abs(record.prediction_error))
 
     def seconds_left(self, record: StepRecord) -> float | None:
         """Until the last step, by the median of the latest ones; None when the job has no last step."""
@@ -61,10 +62,12 @@ class RunTotals:
         return max(0, record.total_steps - record.step) * median(self.step_ms[-_LATEST:]) / 1000.0
 
     def _predicted(self) -> str:
-        """How far predictions were off in the steps after those that they were learnt from, if there were any."""
-        later = self.errors[SETTLED:]
+        """How far predictions were off, in the steps after those that they were learnt from if there were any."""
+        known, later = ([e for e in errors if not math.isnan(e)] for errors in (self.errors, self.errors[SETTLED:]))
+        if not known:
+            return "no prediction"
         of = f" after {SETTLED} steps" if later else ""
-        return f"prediction error{of}: median {median(later or self.errors):.1%}, worst {max(later or self.errors):.1%}"
+        return f"prediction error{of}: median {median(later or known):.1%}, worst {max(later or known):.1%}"
 
     def _of_highs(self) -> list[str]:
         if not self.num_highs:

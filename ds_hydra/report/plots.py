@@ -59,12 +59,12 @@ def read_steps(path: str | Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def predicted(record: Record) -> float:
-    """The prediction of the whole step in ms, or the plan's if the record has no such prediction."""
-    value = record.get("predicted_step_ms")
-    return float(record["predicted_ms"] if value is None else value)
+    """What was expected of the step in ms; before that was known, or in a record of an earlier release, the plan's."""
+    known = (record.get(key) for key in ("expected_ms", "predicted_step_ms", "predicted_ms"))
+    return float(next(value for value in known if value is not None))
 
 
-def relative_errors(records: Sequence[Record], key: str = "predicted_step_ms") -> list[float]:
+def relative_errors(records: Sequence[Record], key: str = "expected_ms") -> list[float]:
     """(predicted - measured) / measured of each step that has the prediction `key`."""
     return [float(r[key]) / r["step_ms"] - 1.0 for r in records if r.get(key) is not None and r["step_ms"] > 0]
 

@@ -17,10 +17,11 @@ from ds_hydra.report.calibration import Calibration
 class StepWatch:
     """Holds the calibration of one job; `mode` is the config's `cost_correction`. All ranks give the same figures."""
 
-    def __init__(self, mode: str, found: TableFile, num_layers: int, num_elements: int) -> None:
-        """`num_elements` are the master elements of one rank."""
+    def __init__(self, mode: str, found: TableFile, num_layers: int, num_elements: int, *, measured: bool) -> None:
+        """`num_elements` are the master elements of one rank. Of costs that nobody `measured` nothing is expected until
+        steps have corrected them."""
         self.mode = mode
-        self._num_elements = num_elements
+        self._num_elements, self._measured = num_elements, measured
         self._found, self._num_layers = found, num_layers
         self.calibration = self.fresh()
 
@@ -42,17 +43,17 @@ class StepWatch:
         step_ms: float,
         moved_bytes: int,
     ) -> Mapping[str, Any]:
-        """Fields of the step's record; it learns from the step afterwards. With mode "off" there are none."""
+        """Fields of the step's record; it learns from the step afterwards, but for mode "off"."""
         if self.mode == "off":
-            return {}
+            return {"predicted_step_ms": plan.step_ms, "expected_ms": plan.step_ms if self._measured else None}
         prediction = self.calibration.predict(plan, self._num_elements, moved_bytes)
-        corrected = self.calibration.correct(plan, prediction)
-        factors = self.calibration.factors
+        expected = self.calibration.correct(plan, prediction)
+        factors, known = self.calibration.factors, self._measured or self.calibration.has_learnt
         # Only now: a prediction that had already learnt from its own step would always be right.
         self.calibration.observe(plan, prediction, pipeline_ms, step_ms)
         return {
             "predicted_step_ms": prediction.step_ms,
-            "corrected_step_ms": corrected,
+            "expected_ms": expected if known else None,
             "predicted_pipeline_ms": prediction.pipeline_ms,
             "predicted_stage_ms": prediction.stage_ms,
             "stage_ms": tuple(tuple(row) for row in stage_ms),

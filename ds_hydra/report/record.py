@@ -39,7 +39,7 @@ class StepRecord:
     strategy: str
     changed: bool  # the strategy differs from the step before
     step_ms: float  # measured, from the plan to the start of the masters' update
-    predicted_ms: float
+    predicted_ms: float  # of the slowest pipeline, each phase's, before messages
     router_loss: float = 0.0  # the part of the loss that a mixture of experts' routers have
     recomputed: float = 0.0  # share of all layers of all tokens that backwards computed again
     num_padding: int = 0  # padding tokens, computed in addition to num_tokens
@@ -69,8 +69,8 @@ class StepRecord:
     skipped: bool = False  # the gradient was not finite, so parameters stayed as they were
     skipped_steps: int = 0  # so far
     plan: str = ""  # StepPlan.to_json(), for `plans_file`
-    predicted_step_ms: float | None = None  # predicted stage by stage, with the step's overhead
-    corrected_step_ms: float | None = None  # the same, corrected by what earlier steps have shown
+    predicted_step_ms: float | None = None  # with messages and the step's overhead
+    expected_ms: float | None = None  # the same, corrected by what earlier steps have shown; None: nothing is known yet
     predicted_pipeline_ms: tuple[float, ...] = ()
     predicted_stage_ms: tuple[tuple[float, ...], ...] = ()  # of each pipeline's stages
     stage_ms: tuple[tuple[float, ...], ...] = ()  # computing, of each stage's slowest rank
@@ -105,18 +105,9 @@ class StepRecord:
         return 1000.0 * self.num_tokens / self.step_ms if self.step_ms > 0 else 0.0
 
     @property
-    def best_predicted_ms(self) -> float:
-        """The prediction that knew most before the step: corrected by earlier steps, where there were any."""
-        for ms in (self.corrected_step_ms, self.predicted_step_ms):
-            if ms is not None:
-                return ms
-        return self.predicted_ms
-
-    @property
-    def prediction_error(self) -> float:
-        """(predicted - measured) / measured, of the step's own prediction where there is one."""
-        predicted = self.predicted_ms if self.predicted_step_ms is None else self.predicted_step_ms
-        return predicted / self.step_ms - 1.0 if self.step_ms > 0 else 0.0
+    def prediction_error(self) -> float | None:
+        """(expected - measured) / measured; None where nothing was expected."""
+        return self.expected_ms / self.step_ms - 1.0 if self.expected_ms is not None and self.step_ms > 0 else None
 
     @property
     def gap(self) -> float | None:
@@ -165,7 +156,7 @@ def format_line(record: StepRecord, seconds_left: float | None = None) -> str:
 def _parts(record: StepRecord) -> dict[str, str]:
     """What a line may say, in its order."""
     total = f"/{record.total_steps}" if record.total_steps else ""
-    ms, memory = max(record.step_ms, 1e-9), record.peak_memory_bytes / 2**30
+    ms, memory, error = max(record.step_ms, 1e-9), record.peak_memory_bytes / 2**30, record.prediction_error
     parts = {
         "step": f"step {record.step}{total}",
         "loss": f"loss {record.loss:.4f}",
@@ -173,7 +164,7 @@ def _parts(record: StepRecord) -> dict[str, str]:
         "rate": f"lr {record.learning_rate:.1e}",
         "strategy": record.strategy,
         "again": f"again {record.recomputed:.0%}" if record.recomputed else "",
-        "time": f"{record.step_ms:,.0f} ms (pred {record.best_predicted_ms / ms - 1.0:+.0%})",
+        "time": f"{record.step_ms:,.0f} ms" + ("" if error is None else f" (pred {error:+.0%})"),
         "wait": f"wait {record.slowest_wait_ms / ms:.0%}",
         "speed": f"{_thousands(record.tokens_per_second)} tok/s",
         "flops": f"{record.tflops:.0f} TFLOP/s" if record.tflops else "",
@@ -209,7 +200,7 @@ def monitor_events(record: StepRecord, num_sequences_so_far: int) -> list[Event]
         "Train/Samples/lr": record.learning_rate,
         "Train/Samples/grad_norm": record.grad_norm,
         "Train/Samples/elapsed_time_ms_step": record.step_ms,
-        "Train/Hydra/predicted_ms": record.predicted_ms,
+        "Train/Hydra/expected_ms": record.expected_ms,
         "Train/Hydra/prediction_error": record.prediction_error,
         "Train/Hydra/balance": record.balance,
         "Train/Hydra/tokens": record.num_tokens,

@@ -13,6 +13,7 @@ from ds_hydra.costs.table_file import TableFile
 from ds_hydra.engine.simulated import exposed_of, simulated_job
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.plan.plan_file import load_plans
+from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.planner import Planner
 from ds_hydra.profiling.links import LinkFigure, Links
 from ds_hydra.simulate.job_record import read_job
@@ -56,7 +57,10 @@ def planned(rank: int, folder: Path, ahead: int) -> Any:
         told = read_job(json.loads(recipe.text)["job"])
         plans = load_plans(folder / "plans").values()
         same = [plan == here.plan(plan.step, plan.sequence_ids, plan.lengths) for plan in plans]
-        found = engine.last_step.planning_by, told == cluster, same
+        last = engine.last_step
+        assert last.predicted_step_ms == StepPlan.from_json(last.plan).step_ms != last.predicted_ms
+        assert last.expected_ms == pytest.approx(last.predicted_step_ms), "no step has corrected it yet"
+        found = last.planning_by, told == cluster, same
     engine.destroy()
     return found
 

@@ -119,6 +119,7 @@ def test_simulated_steps_decide_among_the_best_plans() -> None:
         chosen = Planner(TABLE, strategies, options, step_ms=partial(other_than, wanted))
         found = chosen.plan(0, range(len(lengths)), lengths)
         assert found.strategy == wanted
+        assert found.step_ms == pytest.approx(0.0), "it states what it was chosen by"
         validate_plan(found, TABLE, 8)
         assert found.lower_bound_ms <= min(asked.values())
 

@@ -297,6 +297,10 @@ def test_stages_of_their_own_predict_less_than_the_slowest_for_all() -> None:
     assert finer.pipeline_ms[0] < plain.pipeline_ms[0]
     assert finer.overhead_ms == pytest.approx(3.0)
     assert finer.step_ms == pytest.approx(finer.pipeline_ms[0] + 3.0)
+    # A plan that was chosen with its messages knows better.
+    chosen = Calibration(TABLE, 4, stage_table()).predict(replace(PLAN, messages_ms=9.0), num_elements=10)
+    assert chosen.step_ms == PLAN.predicted_ms + 9.0
+    assert chosen.overhead_ms == pytest.approx(chosen.step_ms - chosen.pipeline_ms[0])
 
 
 def test_factors_follow_what_was_measured() -> None:

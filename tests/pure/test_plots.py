@@ -21,7 +21,7 @@ def record(step: int, **changes: Any) -> dict[str, Any]:
     pipelines = 1 if strategy == "tp2" else 2
     return {
         "step": step, "strategy": strategy, "step_ms": 100.0 + step, "predicted_ms": 90.0, "num_tokens": 4000 + step,
-        "predicted_step_ms": 99.0, "corrected_step_ms": 100.5 + step, "num_sequences": 10, "planning_ms": 2.0,
+        "predicted_step_ms": 99.0, "expected_ms": 100.5 + step, "num_sequences": 10, "planning_ms": 2.0,
         "planning_hidden": True, "loss": 9.0 - 0.1 * step, "learning_rate": 1e-3, "slowest_wait_ms": 5.0,
         "balance": 1.1, "changed": True, "pipeline_ms": [95.0] * pipelines,
         "predicted_pipeline_ms": [93.0] * pipelines, **changes,
@@ -77,7 +77,7 @@ def test_a_resumed_run_counts_each_step_once_and_broken_lines_are_told(tmp_path:
 
 
 def test_errors_are_relative_to_the_measured_time() -> None:
-    records = [record(1, step_ms=100.0, predicted_step_ms=110.0), record(2, step_ms=100.0, predicted_step_ms=80.0)]
+    records = [record(1, step_ms=100.0, expected_ms=110.0), record(2, step_ms=100.0, expected_ms=80.0)]
     assert relative_errors(records) == pytest.approx([0.1, -0.2])
     assert summarise([0.1, -0.2, 0.05]) == pytest.approx((0.1, 0.2))
 
@@ -96,7 +96,7 @@ def test_the_tool_prints_a_summary_and_refuses_what_is_no_steps_file(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"corrected_step_ms": 150.0}, "prediction error after 10 steps"),
+        ({"expected_ms": 150.0}, "prediction error after 10 steps"),
         ({"slowest_wait_ms": 60.0}, "waiting for the slowest pipeline"),
         ({"planning_hidden": False}, "steps whose planning was hidden: 0%"),
         ({"loss": 5.0}, "mean loss of the last quarter, after the first: 5.000 after 5.000"),

@@ -31,7 +31,8 @@ RECORD = StepRecord(
     strategy="tp4 + 2*pp2",
     changed=True,
     step_ms=800.0,
-    predicted_ms=760.0,
+    predicted_ms=700.0,
+    expected_ms=760.0,
     num_padding=1000,
     pipeline_ms=(600.0, 700.0, 800.0),
     searched_ms=770.0,
@@ -47,11 +48,12 @@ def test_line() -> None:
         "11.2k tok/s | pad 10%"
     )
     known = replace(RECORD, total_steps=44, slowest_wait_ms=96.0, peak_memory_bytes=3 << 29, predicted_step_ms=500.0,
-                    corrected_step_ms=808.0, num_padding=0, changed=False)  # fmt: skip
+                    expected_ms=808.0, num_padding=0, changed=False)  # fmt: skip
     assert format_line(known, 3909.4) == (
         "step 1/44 | loss 2.3456 | norm 1.25 | lr 1.0e-04 | tp4 + 2*pp2 | 800 ms (pred +1%) | wait 12% | "
         "11.2k tok/s | 1.5 GiB | 1:05:09 left"
     )
+    assert "| 800 ms | wait" in format_line(replace(RECORD, expected_ms=None)), "nothing is known of the costs yet"
     assert "| norm - |" in format_line(replace(RECORD, grad_norm=None))
     assert "| 11.2k tok/s | 312 TFLOP/s |" in format_line(replace(RECORD, tflops=312.4))
     unusual = replace(RECORD, planning_hidden=False, skipped=True, recomputed=0.125)
