@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_hydra.data.tokens import TokenSequence
+from ds_hydra.engine.real_sequences import stages_of_few
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.self_check.few_layers import with_layers
@@ -110,3 +111,12 @@ def test_a_copy_in_few_layers_has_their_values() -> None:
     values["model.norm.weight"] = values["model.norm.weight"] * float("nan")
     with pytest.raises(FloatingPointError):
         difference_on(own, real_data(vocab_size("llama")), torch.float32, CPU)
+
+
+@pytest.mark.parametrize("family", ["llama_8_layers", "gemma2"])
+def test_a_copy_in_few_layers_computes_by_what_was_recognised_in_the_whole(family: str) -> None:
+    model, options = build_model(family, torch.float32), StageOptions(functions="kernels")
+    kept = [1, model.config.num_hidden_layers - 1]
+    whole, few = CausalLM(model, options), with_layers(model, "model.layers", kept)
+    assert whole.functions.norms
+    assert stages_of_few(few, "model.layers", kept, whole).functions == CausalLM(few, options).functions

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,20 +82,21 @@ class RealSequences:
         if not fitting:
             return
         path, num_layers = source.layers_path, source.plan.num_layers
-        few = self._job.model
-        if self._world.rank == who or len(kept) < num_layers:
-            with torch._C.DisableTorchFunctionSubclass():  # to it a released parameter is one of the meta device
-                few = with_layers(self._job.model, path, kept)
-        names = {name: _in_whole(name, path, kept) for name, _ in few.named_parameters(remove_duplicate=False)}
+        everywhere = [name for name, _ in self._job.model.named_parameters(remove_duplicate=False)]
+        names = {few: name for name in everywhere if (few := _in_few(name, path, kept)) is not None}
         wanted = {source.aliases[whole] for whole in names.values()}
         values = self._masters.gather(self._world.links, wanted, [who])
         mine: Exception | None = None
         if self._world.rank == who:
             try:
+                with torch._C.DisableTorchFunctionSubclass():  # to it a released parameter is one of the meta device
+                    few = with_layers(self._job.model, path, kept)
                 # The shortest on both sides: what stands before a sequence may change it, and what comes after another.
                 data = RealData.of([load(at) for at in (0, fitting - 1, 0)])
                 given = {name: values[source.aliases[whole]] for name, whole in names.items()}
-                stages = (lambda: copy.copy(source)) if len(kept) == num_layers else (lambda: _of_few(few, source))
+                stages = partial(
+                    copy.copy if len(kept) == num_layers else partial(stages_of_few, few, path, kept), source
+                )
                 mine = self._difference(lambda: OwnModel(few, given, stages()), data, len(kept) < num_layers)
             except Exception as raised:  # the other ranks wait for this one
                 mine = raised
@@ -155,15 +157,18 @@ class RealSequences:
         return low
 
 
-def _in_whole(name: str, path: str, kept: Sequence[int]) -> str:
-    """The name in the user's model of a parameter of a copy with some of its layers."""
+def _in_few(name: str, path: str, kept: Sequence[int]) -> str | None:
+    """The name, in a copy with some of the layers at `path`, of what has this one; None: it is in another layer."""
     if not name.startswith(f"{path}."):
         return name
     index, dot, rest = name.removeprefix(f"{path}.").partition(".")
-    return f"{path}.{kept[int(index)]}{dot}{rest}"
+    return f"{path}.{kept.index(int(index))}{dot}{rest}" if int(index) in kept else None
 
 
-def _of_few(few: Any, whole: CausalLM) -> CausalLM:
-    """Stages of a model in few layers that compute as those of the whole model."""
-    options = replace(whole.options, token_sharding=False)
-    return CausalLM(few, options, token_loss=whole.token_loss, by_one_rank=True)
+def stages_of_few(few: Any, path: str, kept: Sequence[int], whole: CausalLM) -> CausalLM:
+    """Stages of a model in few layers that compute as those of the whole model, with what was recognised there."""
+    options = replace(whole.options, token_sharding=False, functions="off")
+    source = CausalLM(few, options, token_loss=whole.token_loss, by_one_rank=True)
+    source.functions = whole.functions.moved(partial(_in_few, path=path, kept=kept))
+    source.options = replace(source.options, functions=whole.options.functions)
+    return source

@@ -124,6 +124,8 @@ class CausalLM:
     def _examine(self, model: Any, *, by_one_rank: bool) -> None:
         """Find what runs of parts of the model tell, as far as the options ask for it [Note: kinds of layers]."""
         self.functions, self.unnamed, self.tokens = Functions(), UnnamedRules(), _ALL_TOKENS
+        if by_one_rank and not self.options.token_sharding and self.options.functions == "off":
+            return
         self._plan()
         self.kinds = find_kinds(model, self.template, self.layers_path, () if self.flow.obstacle else self.flow.ran)
         few = self._in_few_layers()

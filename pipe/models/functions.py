@@ -68,6 +68,16 @@ class Functions:
             return f"all is computed as the model's code says: {self.obstacle or 'nothing that it has is recognised'}"
         return f"computed in fewer operators than the model's code has: {found}"
 
+    def moved(self, to: Callable[[str], str | None]) -> Functions:
+        """The same of modules at other paths, by their paths here; None: a module that is not there."""
+
+        def within(found: Mapping[str, Any]) -> dict[str, Any]:
+            return {path: one for name, one in found.items() if (path := to(name)) is not None}
+
+        groups = (tuple(path for name in group if (path := to(name)) is not None) for group in self.packed)
+        packed = tuple(group for group in groups if group)
+        return Functions(within(self.norms), within(self.rotary), within(self.gates), packed, self.obstacle)
+
     def install(self, model: nn.Module) -> None:
         """Replace the forwards of what was recognised in a copy of the model; `packed` is the stage's to do."""
         for path, norm in self.norms.items():

@@ -31,6 +31,8 @@ TORCHS = frozenset(vars(nn.Module()))
 HOOKS = tuple(key for key in TORCHS if key.startswith(("_forward_", "_backward_")) and key.endswith("_hooks"))
 GLOBAL_HOOKS = tuple(key for key in vars(nn.modules.module) if key.startswith("_global_") and key.endswith("_hooks"))
 _DEPTH = 4  # functions called by functions that are looked into
+_NO_FUNCTIONS = frozenset({type(None), bool, int, float, str, bytes, dict, list, tuple, set, frozenset, type,
+                           torch.dtype, types.ModuleType, types.BuiltinFunctionType})  # fmt: skip
 
 
 @functools.cache
@@ -186,7 +188,8 @@ def _reached(value: Any, attribute: Callable[[str], Any], seen: set[int], depth:
     held += (value for _, value in globals_of(function))
     held += map(attribute, function.__code__.co_names)
     for one in held:
-        yield from _reached(one, attribute, seen, depth + 1)
+        if type(one) not in _NO_FUNCTIONS:  # as four of five
+            yield from _reached(one, attribute, seen, depth + 1)
 
 
 def globals_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
