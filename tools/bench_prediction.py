@@ -6,7 +6,7 @@ First a cost table of tp1, tp2, pp2 and sp2 is measured (or --table is read). Th
 sequences of web-like lengths under 2*tp1, tp2, pp2 and sp2: once with the planner's choice of the strategy, once with
 all four in turn. The prediction is the one made before the step, from the table alone. Then pipelines under the list
 order and V's train, which cut sequences and split backwards. Last, identical steps are repeated: what they differ by is
-the machine's noise, which no prediction can be better than. On a machine that others use too, the CPU time of the
+the machine's noise, which no prediction can be better than. The quick form trains on shorter sequences. On a machine that others use too, the CPU time of the
 stages, which does not see other processes, is compared with its prediction as well.
 Exits non-zero when the error is above 8% in the median or 20% at p90, and above the noise, or with slices and split
 backwards more than 1.5 times that without.
@@ -38,13 +38,14 @@ MODEL = Path(__file__).resolve().parents[1] / "examples" / "llama_tiny.json"
 STRATEGIES = ["2*tp1", "tp2", "pp2", "sp2"]
 CHUNKED = ["pp2/list", "pp2/v"]  # what cuts sequences and splits backwards
 CONTEXT, TOKENS, VOCAB = 2048, 4096, 8192
+QUICK_CONTEXT, QUICK_TOKENS = 768, 1536  # so that table and steps take two minutes of CPU
 WARM_UP = 6  # steps that build stages, allocate and load the planner's kernels
 
 
-def web_lengths(count: int) -> list[int]:
+def web_lengths(count: int, context: int) -> list[int]:
     """Log-normal lengths as of web pages, cut at the context length."""
     rng = np.random.default_rng(11)
-    return [int(n) for n in np.clip(rng.lognormal(5.6, 1.1, count), 16, CONTEXT)]
+    return [int(n) for n in np.clip(rng.lognormal(5.6, 1.1, count), 16, context)]
 
 
 def job_config(**hydra: Any) -> dict[str, Any]:
@@ -119,14 +120,14 @@ def plans_of(steps_file: Path) -> Path:
 
 
 def run(
-    steps: int, choose: str, lengths: Sequence[int], folder: Path, name: str, table: Path,
-    strategies: Sequence[str] = STRATEGIES,
+    steps: int, choose: str, lengths: Sequence[int], folder: Path, name: str, strategies: Sequence[str] = STRATEGIES,
+    **hydra: Any,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Records of a training run, its first steps left out."""
     steps_file = folder / f"{name}.jsonl"
     for file in (steps_file, plans_of(steps_file)):
         file.unlink(missing_ok=True)
-    hydra = {"choose": choose, "strategies": list(strategies), "cost_table": str(table)}
+    hydra |= {"choose": choose, "strategies": list(strategies)}
     run_ranks(train, 2, steps + WARM_UP, hydra, lengths, str(steps_file), timeout=1800)
     return read_steps(steps_file)[0][WARM_UP:]
 
@@ -176,22 +177,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     steps = args.steps or (8 if args.quick else 100)
+    context, tokens = (QUICK_CONTEXT, QUICK_TOKENS) if args.quick else (CONTEXT, TOKENS)
+    sizes: dict[str, Any] = {"context_length": context, "tokens_per_step": tokens}
     with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
         folder = args.out or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
         table = args.table or folder / "cost_table.json"
         if args.table is None:
             config = folder / "ds_hydra.json"
-            config.write_text(json.dumps(job_config()))
+            config.write_text(json.dumps(job_config(**sizes)))
             command = ["--model", str(MODEL), "--deepspeed_config", str(config), "--ranks", "2", "--out", str(table),
                        "--clock", args.clock, "--schemes", "tp1", "tp2", "pp2", "sp2"]  # fmt: skip
             if profile.main([*command, "--quick"] if args.quick else command) > 1:
                 return 2
-        lengths = web_lengths(2000)
-        chosen = run(steps, "best", lengths, folder, "best", table)
-        cycled = run(steps, "cycle", lengths, folder, "cycle", table)
-        chunked = run(steps, "cycle", lengths, folder, "chunked", table, CHUNKED)
-        same = run(max(8, steps // 2), "cycle", [512] * 2000, folder, "identical", table)
+        lengths, sizes = web_lengths(2000, context), sizes | {"cost_table": str(table)}
+        chosen = run(steps, "best", lengths, folder, "best", **sizes)
+        cycled = run(steps, "cycle", lengths, folder, "cycle", **sizes)
+        chunked = run(steps, "cycle", lengths, folder, "chunked", CHUNKED, **sizes)
+        same = run(max(8, steps // 2), "cycle", [context // 4] * 2000, folder, "identical", **sizes)
         if args.out:
             draw_report(cycled, folder / "report", lengths)
     print(f"\n{os.getloadavg()[0]:.1f} processes want {os.cpu_count()} cores; error of the step's time: median / p90")

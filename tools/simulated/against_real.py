@@ -18,7 +18,7 @@ from ds_hydra.report.plots import summarise
 from ds_hydra.simulate.job import SimulatedJob
 from ds_hydra.simulate.links import LinkModel
 from tools import aims
-from tools.bench_prediction import MODEL, STRATEGIES, TOKENS, WARM_UP, job_config, plans_of, run, web_lengths
+from tools.bench_prediction import CONTEXT, MODEL, STRATEGIES, TOKENS, WARM_UP, job_config, plans_of, run, web_lengths
 from tools.simulated.part import Part
 
 RANKS = 2
@@ -27,10 +27,10 @@ RANKS = 2
 def against_real(steps: int, table: Path | None, *, quick: bool) -> Part:
     """Measure a table, unless one is given, train `steps` steps by all strategies in turn, emulate the same plans."""
     torch.set_num_threads(1)
-    lengths = web_lengths(2000)
+    lengths = web_lengths(2000, CONTEXT)
     with tempfile.TemporaryDirectory(prefix="real-") as scratch:
         table = table or _measured(Path(scratch), quick=quick)
-        real = run(steps, "cycle", lengths, Path(scratch), "real", table)
+        real = run(steps, "cycle", lengths, Path(scratch), "real", cost_table=str(table))
         found = read_table_file(table)
         assert found.job is not None
         source = hollow_source(MODEL, found.job.stages)
