@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from ds_hydra.pipe.contexts import Contexts
     from ds_hydra.pipe.predictions import Predictions
+    from ds_hydra.pipe.scores import Scored
 
 Positions = NDArray[np.int64]
 
@@ -153,6 +154,7 @@ class MicroBatch:
     token_losses: Tensor | None = None  # (T_local,) where the last stage writes each token's loss, if they are wanted
     balance: Balance | None = None  # of a model whose routers are to use all experts alike, in training
     predictions: Predictions | None = None  # takes the logits on the last stage, if something of them is wanted
+    scored: Scored | None = None  # what takes the place of the cross entropy; last stage only
     recompute: float = 0.0  # share of each stage's layers that the backward computes again [Note: recomputed layers]
 
 

@@ -73,6 +73,10 @@ DEEPSPEED_AGREEMENT = 1e-5  # of loss and gradient norm from equal parameters in
 GPU_LOSS_AGREEMENT = 5e-3  # of the first step's loss: BF16, other orders of sums
 GPU_ATTENTION = 2e-2  # BF16 against FP32, relative to the largest entry
 
+# Post-training: check_post_training, tests/gloo/test_post_training.py.
+POST_TRAINING = 1e-9  # of losses, gradients, log-probabilities and entropies in FP64, by the largest entry
+SCORES_MEMORY, SCORES_TIME = 0.4, 1.0  # over gathered logits, vocabulary 150K, 4K tokens, TP 4
+
 # What runs cost: bench_checkpoint, bench_lnk, check_chunks, check_edits, check_devices, bench_gpu.
 SAVE = 1.0  # the time and the bytes of a checkpoint over DeepSpeed's
 EDITS_AT_START, EDITS_IN_STEP = 0.20, 0.005  # what looks at a script's model and data, of the self-check, of a step

@@ -107,6 +107,19 @@ class MasterShards:
         for param, bucket, start, stop in self.spans:
             param.grad = self.grads[bucket][start:stop]  # a view, so that a push fills it
 
+    @property
+    def dropped_grads(self) -> bool:
+        """Whether who has the optimizer has dropped the gradients, as its `zero_grad` does."""
+        return bool(self.grads) and any(span.param.grad is None for span in self.spans)
+
+    def keep_grads(self) -> None:
+        """Move the gradients to memory of their own, if they lie elsewhere."""
+        before = self.grads
+        self.put_grads(None)
+        for kept, grad in zip(self.grads, before, strict=True):
+            if kept is not grad and kept.data_ptr() != grad.data_ptr():
+                kept.copy_(grad)
+
     def grad_of(self, piece: OwnedPiece) -> Tensor:
         """The gradient of a piece, a view of its shape."""
         return self.grads[piece.bucket][piece.first : piece.first + piece.stop - piece.start]

@@ -48,9 +48,13 @@ class Item(NamedTuple):
 
     def sequence(self, part: int) -> tuple[Int64Array, Int64Array]:
         """Token ids and labels of one of its sequences."""
+        tokens = self.tokens(part)
+        return self.input_ids[tokens], self.labels[tokens]
+
+    def tokens(self, part: int) -> slice:
+        """The places of one of its sequences."""
         start = sum(self.lengths[:part])
-        stop = start + self.lengths[part]
-        return self.input_ids[start:stop], self.labels[start:stop]
+        return slice(start, start + self.lengths[part])
 
 
 def as_array(values: Any) -> npt.NDArray[Any]:

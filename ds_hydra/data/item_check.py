@@ -47,8 +47,9 @@ class ItemCheck:
         self._labels, self._same, self._next, self._before = 0, 0, 0, 0
         self._padding_told = False
 
-    def check(self, item: Any, read: Item, index: int) -> list[str]:
-        """Lines for the log about item `index`, as it is and as it was read.
+    def check(self, item: Any, read: Item, index: int, *, reads_fields: bool = False) -> list[str]:
+        """Lines for the log about item `index`, as it is and as it was read; with `reads_fields` a loss is given all
+        columns that say nothing of tokens and labels.
 
         Raises ConfigError for a column that the model's forward takes, and for one that looks as if it decided which
         tokens are learnt or belong together: by its name, or because it holds a 0 or 1 for each token.
@@ -68,7 +69,11 @@ class ItemCheck:
         lines = self._shifted(read, index) if "labels" in names else []
         if "labels" in names and "attention_mask" in names and not self._padding_told:
             lines += self._padding(item, index)
-        if names not in self._seen:
+        if reads_fields:
+            for name in names:
+                if name not in READ:
+                    self._refuse_argument(name, item[name], index)
+        elif names not in self._seen:
             self._seen.add(names)
             unread = sorted(name for name in names if name not in READ)
             for name in unread:
@@ -97,12 +102,15 @@ class ItemCheck:
             "without it"
         )
 
-    def _check_column(self, name: str, value: Any, input_ids: Any, index: int) -> None:
+    def _refuse_argument(self, name: str, value: Any, index: int) -> None:
         if name in self._inputs.arguments and name != _TYPES and not isinstance(value, str):
             raise ConfigError(
                 f"item {index} of the data has a column {name!r}, which the model's forward takes, but ds_hydra does "
                 "not hand it on: take the column out of the data, if the model is to be trained without it"
             )
+
+    def _check_column(self, name: str, value: Any, input_ids: Any, index: int) -> None:
+        self._refuse_argument(name, value, index)
         if name not in _HARMLESS and _looks_like_a_mask(name, value, input_ids):
             raise ConfigError(
                 f"item {index} of the data has a column {name!r}, which looks like a mask but is not one that ds_hydra "

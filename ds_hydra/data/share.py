@@ -21,8 +21,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ds_hydra.data.columns import IGNORE_INDEX, Item, read_item
+from ds_hydra.data.fields import FieldItem, Reads, layout_of, read_fields, with_fields
 from ds_hydra.data.item_check import ItemCheck
 from ds_hydra.data.tokens import LeftOut, Limits, TokenSequence
+from ds_hydra.pipe.fields import FieldLayout
 from ds_hydra.zero_hetero.errors import ConfigError
 
 
@@ -50,37 +52,61 @@ class Share(NamedTuple):
     left_out: LeftOut
     num_items: int
     notes: tuple[str, ...] = ()  # lines for the log
+    layout: FieldLayout | None = None  # of the sequences' fields, if they were read and there are sequences
 
     @property
     def num_targets(self) -> int:
         return sum(int((sequence.labels != IGNORE_INDEX).sum()) for sequence in self.sequences)
 
+    @property
+    def num_learnt(self) -> int:
+        """Sequences that have a target."""
+        return sum(bool((sequence.labels != IGNORE_INDEX).any()) for sequence in self.sequences)
 
-def read_share(handed: Any, limits: Limits, *, first: int = 0, check: ItemCheck | None = None) -> Share:
+
+def read_share(
+    handed: Any,
+    limits: Limits,
+    *,
+    first: int = 0,
+    check: ItemCheck | None = None,
+    fields: Reads | None = None,
+) -> Share:
     """Read all items of a share [Note: what can be handed in]; they are counted from `first` on in errors.
 
-    `check` has looked at the items of the shares before this one.
+    `check` has looked at the items of the shares before this one. With `fields` the other columns of the items are
+    fields [Note: fields].
 
     Raises ConfigError, naming the item, for what is no sequence, does not fit the model, or is too long where
     `limits.too_long` is "error".
     """
     found: list[tuple[Item, int, str]] = []  # each sequence: its item, its part of it, its name
     check, notes = check or ItemCheck(limits.inputs), list[str]()
-    items = list(items_of(handed))
+    items, told = list(items_of(handed)), list[FieldItem]()
     for index, item in enumerate(items, start=first):
         read = read_item(item, index)
-        notes += check.check(item, read, index)
+        notes += check.check(item, read, index, reads_fields=fields is not None)
+        if fields is not None:
+            told += [read_fields(item, index, fields)] * len(read.lengths)
         for part in range(len(read.lengths)):
             among = f" (sequence {part} in it)" if len(read.lengths) > 1 else ""
             found.append((read, part, f"item {index} of the data{among}"))
     full = np.array([item.lengths[part] for item, part, _ in found], dtype=np.int64)
     kept, left_out = limits.usable(full, lambda number: found[number][2])
+    used = [number for number, length in enumerate(kept.tolist()) if length]
     sequences = tuple(
-        limits.sequence(*item.sequence(part), length, place, weight=item.weight)
-        for (item, part, place), length in zip(found, kept.tolist(), strict=True)
-        if length
+        limits.sequence(*item.sequence(part), int(kept[number]), place, weight=item.weight)
+        for number in used
+        for item, part, place in (found[number],)
     )
-    return Share(sequences, left_out, len(items), tuple(notes))
+    if fields is None:
+        return Share(sequences, left_out, len(items), tuple(notes))
+    layout = layout_of(told)
+    sequences = tuple(
+        with_fields(sequence, told[number].values, layout, found[number][0].tokens(found[number][1]))
+        for sequence, number in zip(sequences, used, strict=True)
+    )
+    return Share(sequences, left_out, len(items), tuple(notes), layout if told else None)
 
 
 def items_of(handed: Any) -> Iterator[Any]:

@@ -13,6 +13,8 @@ from ds_hydra.data.columns import IGNORE_INDEX, Int64Array, Item
 from ds_hydra.data.item_check import TOKENS_ONLY, ModelInput
 from ds_hydra.zero_hetero.errors import ConfigError
 
+Float64Array = npt.NDArray[np.float64]
+
 
 class TokenSequence(NamedTuple):
     """A sequence as it is trained on; both arrays are (tokens,)."""
@@ -20,6 +22,7 @@ class TokenSequence(NamedTuple):
     input_ids: Int64Array
     labels: Int64Array  # at each position the token to predict; IGNORE_INDEX where nothing is learnt
     weight: float = 1.0  # its tokens' losses count this many times; the number of targets that divides them stays
+    fields: Float64Array | None = None  # (tokens, columns) [Note: fields], shifted as labels are
 
 
 class LeftOut(NamedTuple):

@@ -24,13 +24,13 @@ from ds_hydra.engine.initial import give_buffers
 from ds_hydra.engine.job import Job
 from ds_hydra.engine.models import look_once, model_source
 from ds_hydra.engine.own_loss import same_on_all, try_loss
+from ds_hydra.engine.part_by_part import EngineInParts
 from ds_hydra.engine.pre_step import Callback, PreStepCallback
 from ds_hydra.engine.saving import Saving
 from ds_hydra.engine.scanning import read_twice, scan_together
 from ds_hydra.engine.sequence_loss import SequenceLoss
 from ds_hydra.engine.signals import Signals
 from ds_hydra.engine.steps import Handed, Steps
-from ds_hydra.engine.weights import EngineWithWeights
 from ds_hydra.host.environment import launched_node_size
 from ds_hydra.host.model_limits import limits_of
 from ds_hydra.pipe.loss import TokenLoss
@@ -50,7 +50,7 @@ from ds_hydra.zero_hetero.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 
-class HydraEngine(EngineWithWeights):
+class HydraEngine(EngineInParts):
     """Trains a model by heterogeneous strategies that change from step to step.
 
     Made by `ds_hydra.initialize`. The model's own parameters move to the meta device: from then on the master

@@ -41,7 +41,7 @@ def evaluate(crew: Crew, data: SequenceData, tokens_at_once: int) -> Evaluation:
     sums, counts = np.zeros(len(data)), np.zeros(len(data), dtype=np.int64)
     for ids in _parts(data, tokens_at_once):
         plan = crew.plans.plan_once(ids, tuple(int(data.lengths[i]) for i in ids))
-        found = crew.stepper.sequence_losses(plan, data, crew.plans.table)
+        found = crew.stepper.forwards.sequence_losses(plan, data, crew.plans.table)
         sums[list(ids)], counts[list(ids)] = found
     return Evaluation(sums, counts)
 

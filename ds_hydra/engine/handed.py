@@ -13,42 +13,24 @@ Until the last of these nothing of the engine has changed: a script may catch th
 
 from __future__ import annotations
 
-import json
-import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import accumulate, pairwise, starmap
 from typing import Any, NamedTuple
 
 import torch
 
-from ds_hydra.data.item_check import ItemCheck
-from ds_hydra.data.share import Share, Tally, read_share
-from ds_hydra.data.stream import StreamSampler
 from ds_hydra.data.tokens import LeftOut, Limits, Sequences, TokenSequence
 from ds_hydra.engine.crew import Crew
 from ds_hydra.engine.intake import Intake
 from ds_hydra.engine.sequence_loss import SequenceLoss, Weighed, weigh
+from ds_hydra.engine.shares import Gathered, Mine, Shares
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.planner import PlannedStep
 from ds_hydra.ranks.together import agree
-from ds_hydra.step.delivery import Delivered, deliver
+from ds_hydra.step.delivery import Delivered
 from ds_hydra.step.outcome import Outcome, mean_of
 from ds_hydra.zero_hetero.errors import ConfigError
-
-logger = logging.getLogger(__name__)
-
-
-class Mine(NamedTuple):
-    """What this rank's script handed in for a step."""
-
-    batches: tuple[tuple[Share, float], ...] = ()  # with the factors of their losses
-    ended: bool = False  # there is nothing, because its iterator has ended
-    error: Exception | None = None  # there is nothing, because this happened
-
-    @property
-    def sequences(self) -> list[TokenSequence]:
-        return [sequence for share, _ in self.batches for sequence in share.sequences]
 
 
 class ReadyStep(NamedTuple):
@@ -67,16 +49,6 @@ class ReadyStep(NamedTuple):
         return replace(outcome, other_loss=self.loss, batch_losses=own)
 
 
-class Gathered(NamedTuple):
-    """What every rank knows of the sequences of a step: those of rank 0 come first, in the order handed in."""
-
-    lengths: tuple[int, ...]  # in tokens
-    owners: tuple[int, ...]  # the rank that has each
-    begins: tuple[int, ...]  # of each rank's sequences
-    num_targets: int  # of all ranks
-    num_batches: int  # of all ranks, that have a target
-
-
 class HandedSteps:
     """Makes steps of what scripts hand in [Note: a step that is handed in]. Every rank must call the same methods.
 
@@ -85,10 +57,8 @@ class HandedSteps:
     """
 
     def __init__(self, crew: Crew, limits: Limits):
-        self._crew, self._limits, self._intake = crew, limits, Intake()
-        self._check = ItemCheck(limits.inputs)
+        self._crew, self._intake, self.shares = crew, Intake(), Shares(crew, limits)
         self._by_batch = crew.job.config.loss_norm == "batch"
-        self._tally = Tally()
 
     def next(self, step: int, handed: Any, sequence_loss: SequenceLoss | None = None) -> ReadyStep:
         """Plan and deliver `step`, counted from 0, from what this rank's script passed to `train_batch`.
@@ -99,26 +69,25 @@ class HandedSteps:
         mine = self._taken(handed)
         if sequence_loss is None:
             return self._planned(step, mine)
-        gathered = self._gather(self._all_of(mine), f"step {step + 1}")
+        gathered = self.shares.gather(self._all_of(mine), f"step {step + 1}")
         planned = self._crew.plans.given(step, gathered.lengths)
         return self._weighed_by(sequence_loss, step, planned, mine, gathered)
 
     def collected(self, step: int, batches: Iterable[tuple[Any, float]]) -> ReadyStep:
         """Plan and deliver `step` from this rank's batches and the factors of their losses."""
-        return self._planned(step, self._read(batches), keeps_losses=True)
+        return self._planned(step, self.shares.read(batches), keeps_losses=True)
 
     def evaluated(self, batch: Any) -> tuple[StepPlan, Delivered, slice]:
         """Plan and deliver a batch of this rank for an evaluation; the slice says which of the plan's sequences it
         holds."""
-        mine = self._read([(batch, 1.0)])
-        gathered = self._gather(mine, "evaluation")
+        mine = self.shares.read([(batch, 1.0)])
+        gathered = self.shares.gather(mine, "evaluation")
         plan = self._crew.plans.plan_once(tuple(range(len(gathered.lengths))), gathered.lengths)
-        begin = gathered.begins[self._crew.world.rank]
-        return plan, self._deliver(plan, mine.sequences, gathered), slice(begin, begin + len(mine.sequences))
+        return plan, self.shares.deliver(plan, mine.sequences, gathered), gathered.own(self._crew.world.rank)
 
     def _taken(self, handed: Any) -> Mine:
         try:
-            return self._read([(self._intake.take(handed), 1.0)])
+            return self.shares.read([(self._intake.take(handed), 1.0)])
         except StopIteration:
             return Mine(ended=True)
         except Exception as raised:  # of the script's own iterator: the other ranks wait for this one
@@ -131,18 +100,22 @@ class HandedSteps:
                 f"batch {empty[0]} has no target, so the mean over its targets is no number, but hydra.loss_norm is "
                 '"batch": hand in none without targets, or use "token"'
             ))  # fmt: skip
-        gathered = self._gather(mine, f"step {step + 1}")
+        gathered = self.shares.gather(mine, f"step {step + 1}")
         planned = self._crew.plans.given(step, gathered.lengths)
         sizes = (len(share.sequences) for share, _ in mine.batches)
         begins = accumulate(sizes, initial=gathered.begins[self._crew.world.rank])
         own = tuple(starmap(slice, pairwise(begins))) if keeps_losses else None
-        return ReadyStep(planned, self._deliver(planned.plan, self._weighed(mine, gathered), gathered), batches=own)
+        return ReadyStep(
+            planned, self.shares.deliver(planned.plan, self._weighed(mine, gathered), gathered), batches=own
+        )
 
     def _all_of(self, mine: Mine) -> Mine:
         """An error in place of a share that a loss of whole sequences cannot be computed on."""
-        config, left_out = self._crew.job.config, sum((share.left_out for share, _ in mine.batches), LeftOut())
-        if left_out != LeftOut() and mine.error is None:
-            return Mine(error=ConfigError(f"a sequence_loss is of all sequences that are handed in, but {left_out}"))
+        config = self._crew.job.config
+        if mine.left_out != LeftOut() and mine.error is None:
+            return Mine(
+                error=ConfigError(f"a sequence_loss is of all sequences that are handed in, but {mine.left_out}")
+            )
         if config.loss_norm in ("sequence", "micro_batch"):
             return Mine(error=ConfigError(
                 f'a sequence_loss says itself what sequences count, but hydra.loss_norm is "{config.loss_norm}": leave '
@@ -160,10 +133,10 @@ class HandedSteps:
     ) -> ReadyStep:
         """Run a step's sequences forward, and let their tokens count what the function makes of the sums."""
         crew, plan, channel = self._crew, planned.plan, self._crew.world.channel
-        delivered = self._deliver(plan, mine.sequences, gathered)
+        delivered = self.shares.deliver(plan, mine.sequences, gathered)
         with crew.together("evaluation"):
-            sums, _ = crew.stepper.sequence_losses(plan, delivered, crew.plans.table_of(step), step=step + 1)
-        own = slice(*gathered.begins[channel.rank : channel.rank + 2])
+            sums, _ = crew.stepper.forwards.sequence_losses(plan, delivered, crew.plans.table_of(step), step=step + 1)
+        own = gathered.own(channel.rank)
         factors = torch.tensor([sequence.weight for sequence in mine.sequences], dtype=torch.float64)
         weighed, error = Weighed(0.0, 0, factors), None
         try:
@@ -181,45 +154,6 @@ class HandedSteps:
         weights = {number: count * scale for number, count in zip(plan.sequence_ids, counts, strict=True)}
         return ReadyStep(planned, delivered.weighed(weights), total / num_groups)
 
-    def _read(self, batches: Iterable[tuple[Any, float]]) -> Mine:
-        read: list[tuple[Share, float]] = []
-        try:
-            for batch, factor in batches:
-                first = sum(share.num_items for share, _ in read)
-                share = read_share(batch, self._limits, first=first, check=self._check)
-                read.append((share, factor))
-                for line in share.notes if self._crew.world.rank == 0 else ():
-                    logger.warning("%s", line)
-        except Exception as raised:  # whatever a batch does when it is looked at
-            return Mine(error=raised)
-        return Mine(tuple(read))
-
-    def _gather(self, mine: Mine, what: str) -> Gathered:
-        """Tell all ranks the lengths of this rank's sequences, or its error, in one small message."""
-        lengths = [len(sequence.input_ids) for sequence in mine.sequences]
-        targets = [share.num_targets for share, _ in mine.batches if share.num_targets]
-        left_out = sum((share.left_out for share, _ in mine.batches), LeftOut())
-        told = json.dumps([mine.ended, left_out, sum(targets), len(targets), lengths], separators=(",", ":"))
-        texts = agree(self._crew.world.channel, mine.error, f"reading the sequences of {what}", told, alike=True)
-        ended, lost, num_targets, num_batches, by_rank = zip(*map(json.loads, texts), strict=True)
-        left_out = sum((LeftOut(*of_rank) for of_rank in lost), LeftOut())
-        if self._tally.add(left_out) and self._crew.world.rank == 0:
-            logger.warning("of the sequences handed in so far: %s", self._tally.total)
-        if not any(by_rank):
-            if all(ended):
-                raise StopIteration("the iterators of all ranks have ended")
-            raise ConfigError(
-                f"{what}: no rank handed in a sequence of at least two tokens ({left_out}): give sequences on one rank "
-                "at least"
-            )
-        return Gathered(
-            tuple(length for of_rank in by_rank for length in of_rank),
-            tuple(rank for rank, of_rank in enumerate(by_rank) for _ in of_rank),
-            tuple(accumulate(map(len, by_rank), initial=0)),
-            sum(num_targets),
-            sum(num_batches),
-        )
-
     def _weighed(self, mine: Mine, gathered: Gathered) -> list[TokenSequence]:
         """This rank's sequences, with what their losses count [Note: three calls]."""
         weighed: list[TokenSequence] = []
@@ -230,17 +164,3 @@ class HandedSteps:
                 factor *= gathered.num_targets / max(1, gathered.num_batches * share.num_targets)
             weighed += [sequence._replace(weight=sequence.weight * factor) for sequence in share.sequences]
         return weighed
-
-    def _deliver(self, plan: StepPlan, mine: Sequence[TokenSequence], gathered: Gathered) -> Delivered:
-        begin = gathered.begins[self._crew.world.rank]
-        return _deliver(self._crew, plan, gathered.owners, dict(enumerate(mine, start=begin)))
-
-
-def deliver_streamed(crew: Crew, plan: StepPlan, stream: StreamSampler) -> Delivered:
-    """The sequences of a planned step of a stream, from the rank that reads to those that run them."""
-    return _deliver(crew, plan, (0,) * len(plan.lengths), stream.taken(plan.step))
-
-
-def _deliver(crew: Crew, plan: StepPlan, owners: Sequence[int], mine: Mapping[int, TokenSequence]) -> Delivered:
-    strategies = [crew.stepper.strategy_of(phase) for phase in plan.phases]
-    return deliver(plan, strategies, owners, mine, crew.world.channel)

@@ -24,9 +24,10 @@ NOT_THERE = (
 class Watch(TorchDispatchMode):
     """Sees all that torch computes within it, and what of that must not be part of a loss."""
 
-    def __init__(self, names: Mapping[int, str]):
+    def __init__(self, names: Mapping[int, str], form: str = f"{FORM} made of the token's logits alone"):
+        """`form` says, for errors, what the loss is to be."""
         super().__init__()
-        self._names, self._fault = names, ""
+        self._names, self._form, self._fault = names, form, ""
         self._drawn = _random_state()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -50,7 +51,7 @@ class Watch(TorchDispatchMode):
         if not self._fault and _random_state() != self._drawn:
             self._fault = "it draws random numbers of Python or NumPy: leave noise out"
         if self._fault:
-            raise ConfigError(f"{FORM} made of the token's logits alone, but {self._fault}")
+            raise ConfigError(f"{self._form}, but {self._fault}")
 
 
 def refuse_leaves(losses: Tensor, leaf: Tensor, names: Callable[[], Mapping[int, str]], what: str) -> None:

@@ -186,12 +186,13 @@ class PlanSource:
         assert self._sampler is not None, "plans of steps need a sampler"
         return _Batch(step, self._sampler.batch(step), self._sampler.batch_lengths(step))
 
-    def given(self, step: int, lengths: tuple[int, ...]) -> PlannedStep:
-        """A plan for sequences 0, 1, 2, ... of these lengths, which are known only now. Every rank must call it.
+    def given(self, step: int, lengths: tuple[int, ...], first: int = 0) -> PlannedStep:
+        """A plan for sequences of these lengths, which are known only now; `first` were given for the step before, so
+        their ids are first, first + 1, ... Every rank must call it.
 
         PlanError is raised on all ranks where no strategy holds the longest sequence.
         """
-        batch = _Batch(step, tuple(range(len(lengths))), lengths)
+        batch = _Batch(step, tuple(range(first, first + len(lengths))), lengths)
         with self._activity(f"waiting for plan {step + 1}"):
             return self._share(step, batch, lambda waiting: self._planned(batch, waiting))
 

@@ -14,15 +14,16 @@ from ds_hydra.data.stream import StreamSampler
 from ds_hydra.data.tokens import Sequences
 from ds_hydra.engine.crew import Crew
 from ds_hydra.engine.evaluation import Evaluation, evaluate
-from ds_hydra.engine.handed import HandedSteps, ReadyStep, deliver_streamed
+from ds_hydra.engine.handed import HandedSteps, ReadyStep
 from ds_hydra.engine.out_of_memory import explained
+from ds_hydra.engine.parts import Parts
 from ds_hydra.engine.record import Measured, step_record
+from ds_hydra.engine.shares import deliver_streamed
 from ds_hydra.host.host_engine import HostEngine
 from ds_hydra.pipe.predictions import TokenFunction, width_of
 from ds_hydra.planner import PlannedStep
 from ds_hydra.step.built import Built
-from ds_hydra.step.outcome import Outcome, mean_of
-from ds_hydra.step.stepper import Floats
+from ds_hydra.step.outcome import Floats, Outcome, mean_of
 from ds_hydra.zero_hetero.errors import ConfigError
 
 Handed = Callable[[], ReadyStep]
@@ -32,16 +33,18 @@ class Steps:
     """Runs the steps and evaluations of a host on its crew. Every rank must call the same methods."""
 
     def __init__(self, host: HostEngine, crew: Crew):
-        self._host, self._crew = host, crew
+        self.host, self.crew = host, crew
         self.handed = HandedSteps(crew, host.limits())
+        self.parts = Parts(self)
 
     def train(self, handed: Handed | None = None) -> Outcome:
         """Run the next step: what `handed` gives, or of the training data where it is None.
 
         Raises NumericsError when too many steps in a row were skipped.
         """
-        host, crew = self._host, self._crew
-        self._refuse(handed)
+        host, crew = self.host, self.crew
+        self.parts.refuse_if_any("a whole step")
+        self.refuse(handed=handed is not None)
         began = time.perf_counter()
         ready = None
         # Errors of what is handed in are raised on all ranks alike, and nothing has changed: a script may go on.
@@ -62,7 +65,7 @@ class Steps:
             crew.coming.heard(outcome.coming)
             if ready is not None:
                 outcome = ready.completed(outcome)
-            self._record(planned, outcome, time.perf_counter() - began)
+            self.record(planned, outcome, time.perf_counter() - began)
             # Counting raises an error when too many steps in a row were skipped. It comes after the record, so that the
             # step which ended the job stands in the log and in `steps_file`.
             crew.update.count(step, outcome.grad_norm)
@@ -71,51 +74,52 @@ class Steps:
     def evaluate_handed(self, batch: Any) -> tuple[float, float]:
         """Mean losses of what the ranks hand in, without an update: over this rank's targets, and over all; NaN where
         there are none."""
-        with self._crew.activity("evaluation"):
+        with self.crew.activity("evaluation"):
             plan, data, own = self.handed.evaluated(batch)
-        with self._crew.together("evaluation"):
-            found = self._crew.stepper.sequence_losses(plan, data, self._crew.plans.table)
+        with self.crew.together("evaluation"):
+            found = self.crew.stepper.forwards.sequence_losses(plan, data, self.crew.plans.table)
         return mean_of(found, own), mean_of(found)
 
     def predict_handed(self, batch: Any, function: TokenFunction) -> tuple[float, Floats]:
         """Mean loss of the batches that the ranks hand in, and what a function of logits gives for each token of this
         rank's: (tokens, k), sequence after sequence."""
-        width = width_of(function, self._crew.job.source.vocab_size or 2)
-        with self._crew.activity("evaluation"):
+        width = width_of(function, self.crew.job.source.vocab_size or 2)
+        with self.crew.activity("evaluation"):
             plan, data, own = self.handed.evaluated(batch)
-        with self._crew.together("evaluation"):
-            loss, found = self._crew.stepper.predictions(plan, data, self._crew.plans.table, function, width)
+        with self.crew.together("evaluation"):
+            loss, found = self.crew.stepper.forwards.predictions(plan, data, self.crew.plans.table, function, width)
         begin = sum(plan.lengths[: own.start])
         return loss, found[begin : begin + sum(plan.lengths[own])]
 
     def evaluate_batch(self, batch: Any) -> float:
         """Mean loss of a dataset that all ranks have, run at once."""
-        data = self._host.sequences(batch)
+        data = self.host.sequences(batch)
         ids = tuple(i for i, length in enumerate(data.lengths) if length)
-        with self._crew.together("evaluation"):
-            plan = self._crew.plans.plan_once(ids, tuple(int(data.lengths[i]) for i in ids))
-            return self._crew.stepper.evaluate(plan, data, self._crew.plans.table)
+        with self.crew.together("evaluation"):
+            plan = self.crew.plans.plan_once(ids, tuple(int(data.lengths[i]) for i in ids))
+            return self.crew.stepper.forwards.evaluate(plan, data, self.crew.plans.table)
 
     def evaluate(self, dataset: Any) -> Evaluation:
         """The loss of each sequence of a dataset that all ranks have, some at a time."""
-        data = self._host.sequences(dataset)
-        with self._crew.together("evaluation"):
-            return evaluate(self._crew, data, self._host.hydra_config.tokens_per_step)
+        data = self.host.sequences(dataset)
+        with self.crew.together("evaluation"):
+            return evaluate(self.crew, data, self.host.hydra_config.tokens_per_step)
 
-    def _refuse(self, handed: Handed | None) -> None:
-        host = self._host
+    def refuse(self, *, handed: bool) -> None:
+        """ConfigError where no step can come, or none that is handed in or of the training data."""
+        host = self.host
         host.refuse_further_steps()
-        if handed is not None and host.sampler is not None:
+        if handed and host.sampler is not None:
             raise ConfigError(
                 "sequences cannot be handed in beside training_data: call train_batch(), or leave training_data out of "
                 "initialize()"
             )
-        if handed is None and host.sampler is None:
+        if not handed and host.sampler is None:
             raise ConfigError("train_batch() needs sequences: pass them, or training_data to initialize()")
 
     def _ready(self, handed: ReadyStep | None) -> tuple[PlannedStep, tuple[Built, int]]:
         """The next step with its micro-batches and its loss weight."""
-        host, crew = self._host, self._crew
+        host, crew = self.host, self.crew
         made = crew.coming.take(host.global_steps) if handed is None else None
         if made is not None and made.built is not None:
             return made.planned, made.built
@@ -128,23 +132,23 @@ class Steps:
 
     def _begin_next(self) -> None:
         """Make the step after the present one ready, if it can be and there is one."""
-        host, total = self._host, self._host.hydra_config.total_steps
+        host, total = self.host, self.host.hydra_config.total_steps
         step = host.global_steps + 1
-        if self._crew.plans.makes_ready and host.data is not None and (total is None or step < total):
-            self._crew.coming.begin(step, host.data)
+        if self.crew.plans.makes_ready and host.data is not None and (total is None or step < total):
+            self.crew.coming.begin(step, host.data)
 
     def _drawn(self, planned: PlannedStep | None) -> tuple[PlannedStep, Sequences]:
         """The next step of the training data, `planned` if it is already."""
-        host = self._host
-        planned = planned or self._crew.plans.next(host.global_steps)
+        host = self.host
+        planned = planned or self.crew.plans.next(host.global_steps)
         if isinstance(host.sampler, StreamSampler):
-            return planned, deliver_streamed(self._crew, planned.plan, host.sampler)
+            return planned, deliver_streamed(self.crew, planned.plan, host.sampler)
         assert host.data is not None, "data that are not streamed are map-style"
         return planned, host.data
 
-    def _record(self, planned: PlannedStep, outcome: Outcome, seconds: float) -> None:
-        """Record a step that took `seconds` since it was asked for."""
-        host, crew = self._host, self._crew
+    def record(self, planned: PlannedStep, outcome: Outcome, seconds: float, *, schedule: bool = True) -> None:
+        """Record a step that took `seconds` since it was asked for; `schedule` as of `HostEngine.finish_step`."""
+        host, crew = self.host, self.crew
         step, measured = host.global_steps + 1, Measured.of(outcome, seconds)
         watched = crew.watch.fields(
             planned.plan,
@@ -164,12 +168,12 @@ class Steps:
             flops=self._flops(planned.plan.lengths),
             watched=watched,
         )
-        host.finish_step(record)
+        host.finish_step(record, schedule=schedule)
         crew.tracing.write(step, planned.plan, crew.plans.table_of(step - 1))
         crew.learned.learn(step, planned.plan)
 
     def _flops(self, lengths: Sequence[int]) -> float | None:
         """Of the model, for these sequences; None on CPUs, whose speed nobody asks for, or where it is not known."""
-        crew = self._crew
+        crew = self.crew
         on_gpu = crew.world.device.type == "cuda"
         return flops_of(crew.job.source.plan, crew.prepared.hidden, lengths) if on_gpu else None

@@ -201,10 +201,10 @@ class HostEngine(DeepSpeedEngine):
         """Raise ConfigError when the job has made all steps that the config asks for."""
         refusals.step_beyond(self.hydra_config.total_steps, self.global_steps + 1)
 
-    def finish_step(self, record: StepRecord) -> None:
+    def finish_step(self, record: StepRecord, *, schedule: bool = True) -> None:
         """Record a finished step: counters, gradient norm, LR schedule, log line, JSON line, monitors.
 
-        The LR schedule does not move in a skipped step, as in DeepSpeed.
+        The LR schedule does not move in a skipped step, as in DeepSpeed, nor where `schedule` says so.
         """
         assert record.step == self.global_steps + 1, f"step {record.step} follows step {self.global_steps}"
         self.global_steps = record.step
@@ -215,7 +215,7 @@ class HostEngine(DeepSpeedEngine):
         self._step_applied = not record.skipped
         if self.optimizer is not None:
             vars(self.optimizer)["overflow"] = record.skipped
-        if self.lr_scheduler is not None and not record.skipped:
+        if self.lr_scheduler is not None and schedule and not record.skipped:
             self.lr_scheduler.step()
         self.last_step = replace(record, total_steps=self.hydra_config.total_steps)
         self.step_log.add(self.last_step)

@@ -9,7 +9,7 @@ batch, 7; a slice of one is `[7, 0, 4096]`. A micro-batch that recomputes is `{"
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import repeat
 from typing import NamedTuple
@@ -133,6 +133,23 @@ class Phase:
     def mean_ms(self) -> float:
         """Mean time of the pipelines, idle ones included."""
         return sum(pipeline.predicted_ms for pipeline in self.pipelines) / len(self.pipelines)
+
+    def at(self, positions: Sequence[int]) -> Phase:
+        """The phase with these positions in a batch in place of 0, 1, 2, ..., for which it was planned alone."""
+        return Phase(
+            tuple(
+                replace(
+                    pipeline,
+                    microbatches=tuple(
+                        replace(
+                            batch, spans=tuple(one._replace(sequence=positions[one.sequence]) for one in batch.spans)
+                        )
+                        for batch in pipeline.microbatches
+                    ),
+                )
+                for pipeline in self.pipelines
+            )
+        )
 
 
 THEN = " then "

@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice, pairwise
 
 from ds_hydra.plan.phase import THEN, Phase, PipelinePlan, phase_record, read_number, read_phase, read_whole
 from ds_hydra.zero_hetero.errors import PlanError
@@ -153,6 +153,22 @@ class StepPlan:
     def balance(self) -> float:
         """Largest pipeline time over the mean, idle pipelines included, each summed over the phases; 1 is perfect."""
         return self.searched_ms / sum(phase.mean_ms for phase in self.phases)
+
+
+def joined(plans: Sequence[StepPlan]) -> StepPlan:
+    """The plan of a step whose parts are these, one after the other: its phases are those of all of them."""
+    if len(plans) == 1:
+        return plans[0]
+    ends = accumulate((len(plan.lengths) for plan in plans), initial=0)
+    return StepPlan(
+        plans[0].step,
+        tuple(one for plan in plans for one in plan.sequence_ids),
+        tuple(one for plan in plans for one in plan.lengths),
+        tuple(phase.at(range(*own)) for plan, own in zip(plans, pairwise(ends), strict=True) for phase in plan.phases),
+        sum(plan.predicted_ms for plan in plans),
+        sum(plan.lower_bound_ms for plan in plans) if all(plan.lower_bound_ms for plan in plans) else 0.0,
+        plans[0].source,
+    )
 
 
 def _read_phases(record: dict[str, object], lengths: tuple[int, ...]) -> tuple[Phase, ...]:

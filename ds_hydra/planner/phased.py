@@ -12,7 +12,6 @@ from dataclasses import replace
 
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.pipe.shape import StrategyShape
-from ds_hydra.plan.phase import Phase
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.plan.validate import validate_plan
 from ds_hydra.planner.options import PlannerOptions
@@ -64,25 +63,9 @@ class PhasedPlanner:
             for planner, own in zip(self._planners, members, strict=True)
             if own
         ]
-        phases = tuple(_in_batch(phase, own) for plan, own in planned for phase in plan.phases)
+        phases = tuple(phase.at(own) for plan, own in planned for phase in plan.phases)
         sources = {plan.source for plan, _ in planned}
         source = sources.pop() if len(sources) == 1 else "fast"
         whole = StepPlan(step, ids, tokens, phases, sum(plan.predicted_ms for plan, _ in planned), source=source)
         validate_plan(whole, self._table, self._planners[0].num_ranks)
         return whole
-
-
-def _in_batch(phase: Phase, own: Sequence[int]) -> Phase:
-    """A phase that was planned for some positions of a batch alone, with these positions in place of 0, 1, 2, ..."""
-    return Phase(
-        tuple(
-            replace(
-                pipeline,
-                microbatches=tuple(
-                    replace(batch, spans=tuple(span._replace(sequence=own[span.sequence]) for span in batch.spans))
-                    for batch in pipeline.microbatches
-                ),
-            )
-            for pipeline in phase.pipelines
-        )
-    )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Literal, NamedTuple
 
-from ds_hydra.plan.step_plan import StepPlan
+from ds_hydra.plan.step_plan import StepPlan, joined
 from ds_hydra.plan.validate import check_safe
 from ds_hydra.planner.composing import HighsShare
 from ds_hydra.planner.recipe import PlanRecipe
@@ -47,6 +48,17 @@ class PlannedStep:
             **fields_told,
             highs=None if highs is None else HighsShare(*highs),
         )
+
+
+def joined_steps(parts: Sequence[PlannedStep]) -> PlannedStep:
+    """The plan of a step in parts, and how it came about: its times are those of all, the rest is the last one's."""
+    return replace(
+        parts[-1],
+        plan=joined([part.plan for part in parts]),
+        planning_ms=sum(part.planning_ms for part in parts),
+        waited_ms=sum(part.waited_ms for part in parts),
+        hidden=all(part.hidden for part in parts),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -12,12 +13,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ds_hydra.data.tokens import TokenSequence
+from ds_hydra.data.tokens import Float64Array, TokenSequence
 from ds_hydra.pipe.contexts import Contexts
 from ds_hydra.pipe.dropout import sequence_key
 from ds_hydra.pipe.loss import IGNORED
 from ds_hydra.pipe.pinned import readable
 from ds_hydra.pipe.rows import Balance, Chunk, MicroBatch, Pack, position_ids
+from ds_hydra.pipe.scores import Objective, Scored
 from ds_hydra.pipe.stage import StagePlace
 from ds_hydra.plan.phase import MicroBatchPlan, Span
 
@@ -41,6 +43,20 @@ class RankBatches:
     def keeping_losses(self) -> RankBatches:
         """The same batches with room for the loss of each token, where this rank has labels."""
         return replace(self, batches=tuple(map(_with_room, self.batches)))
+
+    def keeping_scores(self) -> RankBatches:
+        """The same batches, on the device, with room for the scores of each token, where this rank has labels."""
+        return replace(self, batches=tuple(map(_with_room_for_scores, self.batches)))
+
+    def scores(self) -> list[Float64Array]:
+        """The scores that were kept, (tokens, num_scores) of each micro-batch, without padding."""
+        found = []
+        for batch, row in zip(self.batches, self.rows, strict=True):
+            if batch.scored is not None and batch.scored.found is not None:
+                start, stop = batch.pack.local
+                held = min(stop, sum(span.stop - span.start for span in row)) - start  # padding stands at the end
+                found.append(batch.scored.found[: max(0, held)].cpu().numpy())
+        return found
 
     def places(self, offsets: Sequence[int]) -> list[npt.NDArray[np.int64]]:
         """For each micro-batch, where its tokens on this rank stand among all of the plan's, (T_local,); -1: padding.
@@ -92,35 +108,49 @@ def build_batches(
     *,
     step_key: int = 0,
     balances: bool = False,
+    objective: Objective | None = None,
 ) -> RankBatches:
     """Pack the micro-batches of one pipeline for one rank of it: all slices of a sequence, or the whole of it.
 
     Each rank reads the sequences that it has tokens of: later stages may look tokens up too (an embedding of every
     layer's own), only the last reads labels. What is drawn at random for a sequence follows from `step_key` and its id.
-    Where the model `balances` its routers, each rank learns what its sequences count.
+    Where the model `balances` its routers, each rank learns what its sequences count. With an `objective` the last
+    stage gets the sequences' fields.
     The tensors are in the host's memory, where `device` can read them by itself. A thread may call this.
     """
     load = cache(load)  # once for all slices of a sequence
     contexts = _contexts(microbatches)
     built: list[tuple[MicroBatch, int, int]] = []
-    rows: list[tuple[Span, ...]] = []
-    for batch in microbatches:
-        spans = tuple(sorted(batch.spans, key=lambda span: span.sequence not in contexts))
+    rows = rows_of(microbatches)
+    for batch, spans in zip(microbatches, rows, strict=True):
         first = spans[0]
         own = contexts.get(first.sequence)
         ids = tuple(sequence_ids[span.sequence] for span in spans)
         keys = tuple(sequence_key(step_key, sequence) for sequence in ids)
         row = _Row(spans, ids, keys, None if own is None else Chunk(first.start, first.stop, own))
-        made, counted, padding = _build(row, place, load, loss_norm, device)
+        made, counted, padding = _build(row, place, load, loss_norm, device, objective)
         balance = _balance(row, made.pack, load, loss_norm, device) if balances else None
         built.append((replace(made, recompute=batch.recompute, balance=balance), counted, padding))
-        rows.append(spans)
     return RankBatches(
-        tuple(batch for batch, _, _ in built),
-        sum(w for _, w, _ in built),
-        sum(pad for _, _, pad in built),
-        tuple(rows),
+        tuple(batch for batch, _, _ in built), sum(w for _, w, _ in built), sum(pad for _, _, pad in built), rows
     )
+
+
+def rows_of(microbatches: Sequence[MicroBatchPlan]) -> tuple[tuple[Span, ...], ...]:
+    """The spans of each micro-batch of a pipeline in the order of its row: a slice stands in front of whole sequences.
+
+    In a valid plan a sequence that several spans name runs in slices.
+    """
+    counts = Counter(span.sequence for batch in microbatches for span in batch.spans)
+    return tuple(tuple(sorted(batch.spans, key=lambda span: counts[span.sequence] == 1)) for batch in microbatches)
+
+
+def _with_room_for_scores(batch: MicroBatch) -> MicroBatch:
+    if batch.scored is None or batch.labels is None:
+        return batch
+    shape = len(batch.labels), batch.scored.objective.num_scores
+    found = torch.zeros(shape, dtype=torch.float64, device=batch.labels.device)
+    return replace(batch, scored=replace(batch.scored, found=found))
 
 
 def _with_room(batch: MicroBatch) -> MicroBatch:
@@ -139,7 +169,7 @@ def _contexts(microbatches: Sequence[MicroBatchPlan]) -> dict[int, Contexts]:
 
 
 def _build(
-    row: _Row, place: StagePlace, load: Load, loss_norm: str, device: torch.device
+    row: _Row, place: StagePlace, load: Load, loss_norm: str, device: torch.device, objective: Objective | None
 ) -> tuple[MicroBatch, int, int]:
     # Every sequence parallel rank must hold a token: many kernels refuse an empty tensor. A row of T tokens is cut at
     # T * rank // sp, which gives everybody one as soon as T >= sp. With sp = 4 a row of 3 tokens would be cut into
@@ -153,13 +183,16 @@ def _build(
     pack = Pack(lengths, place.sp_rank, place.stage.sp, place.sp_group, keys, row.chunk, place.overlap)
     start, stop = pack.local
     positions = readable(torch.from_numpy(position_ids(lengths, start, stop, past=pack.past)), device).unsqueeze(0)
-    labels = weights = None
-    tokens, targets, scale, counted = _fill(row, pack, place, load, loss_norm)
+    labels = weights = scored = None
+    numbers = np.zeros((pack.num_tokens, 0 if objective is None else objective.layout.num_columns))
+    tokens, targets, scale, counted = _fill(row, pack, place, load, loss_norm, numbers)
     input_ids = readable(torch.from_numpy(tokens[start:stop]), device).unsqueeze(0)
     if place.is_last:
         labels = readable(torch.from_numpy(targets[start:stop]), device)
         weights = readable(torch.from_numpy(scale[start:stop]), device)
-    return MicroBatch(pack, positions, input_ids, labels, weights), counted, padding
+        if objective is not None:
+            scored = Scored(objective, readable(torch.from_numpy(numbers[start:stop]), device))
+    return MicroBatch(pack, positions, input_ids, labels, weights, scored=scored), counted, padding
 
 
 def _balance(row: _Row, pack: Pack, load: Load, loss_norm: str, device: torch.device) -> Balance:
@@ -170,7 +203,7 @@ def _balance(row: _Row, pack: Pack, load: Load, loss_norm: str, device: torch.de
         # With the last slice of a sequence each rank counts what it held of all slices, of this one tokens or none.
         in_slices = index == 0 and pack.chunk is not None
         if in_slices or (offsets[index] < stop and offsets[index + 1] > start):
-            _, targets, weight = load(sequence_id)
+            _, targets, weight, _ = load(sequence_id)
             count = int((targets != IGNORED).sum())
             counts = count if loss_norm == "token" else min(1, count)
             weights[index] = weight * counts / pack.whole_lengths[index] ** 2
@@ -189,13 +222,15 @@ def _copy(batch: MicroBatch, device: torch.device) -> MicroBatch:
         labels=moved(batch.labels),
         weights=moved(batch.weights),
         balance=batch.balance and Balance(*(part.to(device, non_blocking=True) for part in batch.balance)),
+        scored=batch.scored and replace(batch.scored, numbers=batch.scored.numbers.to(device, non_blocking=True)),
     )
 
 
 def _fill(
-    row: _Row, pack: Pack, place: StagePlace, load: Load, loss_norm: str
-) -> tuple[Tokens, Tokens, npt.NDArray[np.float64], int]:
-    """Tokens, labels and unnormalised loss weights of the whole row, filled in where this rank needs them."""
+    row: _Row, pack: Pack, place: StagePlace, load: Load, loss_norm: str, numbers: Float64Array
+) -> tuple[Tokens, Tokens, Float64Array, int]:
+    """Tokens, labels and unnormalised loss weights of the whole row, filled in where this rank needs them; so are the
+    `numbers` of their fields, (num_tokens, columns)."""
     num_tokens = pack.num_tokens
     start, stop = pack.local
     tokens = np.zeros(num_tokens, dtype=np.int64)
@@ -209,10 +244,12 @@ def _fill(
         # rank 0 holds the tokens 0..3 and reads the first sequence only, rank 1 reads both.
         if whole or (begin < stop and end > start):
             # Labels are cut after they were made: the target of a slice's last token is the next slice's first.
-            all_tokens, all_targets, weight = load(sequence_id)
+            all_tokens, all_targets, weight, fields = load(sequence_id)
             tokens[begin:end] = all_tokens[span.start : span.stop]
             targets[begin:end] = all_targets[span.start : span.stop]
             scale[begin:end] = weight
+            if place.is_last and fields is not None:
+                numbers[begin:end] = fields[span.start : span.stop]
             if loss_norm == "sequence":
                 count = int((all_targets != IGNORED).sum())
                 scale[begin:end] /= max(1, count)

@@ -53,10 +53,12 @@ def deliver(
     owners: Sequence[int],
     mine: Mapping[int, TokenSequence],
     channel: Channel,
+    columns: int = 0,
 ) -> Delivered:
     """Hand every sequence of a plan to the ranks that run it; every rank must call it, with the same plan.
 
-    `owners` are the ranks that hold the sequences, by position in the plan; `mine` are this rank's, by position.
+    `owners` are the ranks that hold the sequences, by position in the plan; `mine` are this rank's, by position. Their
+    fields have so many `columns`.
     """
     rank = channel.rank
     outgoing: dict[int, list[int]] = {}  # receiver -> positions
@@ -71,29 +73,38 @@ def deliver(
         elif rank in ranks:
             incoming.setdefault(owner, []).append(position)
     parcels = {receiver: _pack([mine[position] for position in of]) for receiver, of in outgoing.items()}
-    sizes = {sender: sum(1 + 2 * plan.lengths[position] for position in of) for sender, of in incoming.items()}
+    of_token = 2 + columns
+    sizes = {sender: sum(1 + of_token * plan.lengths[at] for at in positions) for sender, positions in incoming.items()}
     for sender, parcel in channel.exchange(parcels, sizes).items():
         positions = incoming[sender]
-        held.update(zip(positions, _unpack(parcel, [plan.lengths[position] for position in positions]), strict=True))
+        found = _unpack(parcel, [plan.lengths[position] for position in positions], columns)
+        held.update(zip(positions, found, strict=True))
     return Delivered({plan.sequence_ids[position]: sequence for position, sequence in held.items()})
 
 
 def _pack(sequences: Sequence[TokenSequence]) -> Tensor:
-    """The numbers of all these sequences, one after the other; a weight travels as the bits of an FP64 number."""
+    """The numbers of all these sequences, one after the other; FP64 numbers, of weights and fields, travel as bits."""
     parts = [
         part
-        for input_ids, labels, weight in sequences
-        for part in (np.array([weight], dtype=np.float64).view(np.int64), input_ids, labels)
+        for input_ids, labels, weight, fields in sequences
+        for part in (
+            np.array([weight], dtype=np.float64).view(np.int64),
+            input_ids,
+            labels,
+            np.zeros(0, dtype=np.int64) if fields is None else np.ascontiguousarray(fields).ravel().view(np.int64),
+        )
     ]
     return torch.from_numpy(np.concatenate(parts))
 
 
-def _unpack(parcel: Tensor, lengths: Sequence[int]) -> list[TokenSequence]:
-    """Inverse of `_pack` for sequences of these lengths."""
+def _unpack(parcel: Tensor, lengths: Sequence[int], columns: int) -> list[TokenSequence]:
+    """Inverse of `_pack` for sequences of these lengths, whose fields have so many columns."""
     numbers, begin, found = parcel.numpy(), 0, []
     for length in lengths:
         ids, labels = begin + 1, begin + 1 + length
         weight = float(numbers[begin : begin + 1].view(np.float64)[0])
-        begin = labels + length
-        found.append(TokenSequence(numbers[ids:labels], numbers[labels:begin], weight))
+        behind = labels + length
+        begin = behind + length * columns
+        fields = numbers[behind:begin].view(np.float64).reshape(length, columns) if columns else None
+        found.append(TokenSequence(numbers[ids:labels], numbers[labels:behind], weight, fields))
     return found

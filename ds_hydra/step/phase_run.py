@@ -21,6 +21,11 @@ What may overlap, and what may not:
   part of its masters have sent their gradients, which is about when the slowest pipeline has run its last backward;
   its pull of the next phase then brings each bucket as soon as the owners have come to that pull themselves.
 - Masters keep their values until all phases are over. So it does not matter for a result which rank is in which phase.
+
+[Note: a step in parts]
+A script may give the sequences of a step in parts, by one call each, and end it by another. The phases of a part follow
+those of the parts before as if they were one plan's, and their gradients add up as those do. Between two parts other
+plans may run forward; they use the memory in which a single phase leaves its sums, so these move before that.
 """
 
 from __future__ import annotations

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -18,13 +15,14 @@ from ds_hydra.costs.rank_bytes import ElementBytes
 from ds_hydra.pipe.dropout import step_key
 from ds_hydra.pipe.loss import IGNORED
 from ds_hydra.pipe.placement import Strategy, place_strategy
-from ds_hydra.pipe.predictions import Predictions, TokenFunction
+from ds_hydra.plan.step_plan import joined
 from ds_hydra.plan.works import schedule_batches
 from ds_hydra.ranks.rank_stats import RankStats, gather_stats
 from ds_hydra.step.arena import Arena
 from ds_hydra.step.batching import RankBatches, build_batches
 from ds_hydra.step.built import Built, build_together
 from ds_hydra.step.connections import connections_of
+from ds_hydra.step.forwards import Forwards
 from ds_hydra.step.outcome import Outcome, PhaseOutcome
 from ds_hydra.step.peak_memory import PeakMemory
 from ds_hydra.step.phase_run import PhaseRun
@@ -39,6 +37,7 @@ if TYPE_CHECKING:
     from ds_hydra.pipe.runtime import Doing
     from ds_hydra.pipe.schedules.actions import Action
     from ds_hydra.pipe.schedules.batches import Batches
+    from ds_hydra.pipe.scores import Objective
     from ds_hydra.pipe.stage import ModelSource
     from ds_hydra.plan.phase import Phase
     from ds_hydra.plan.step_plan import StepPlan
@@ -48,9 +47,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Floats = npt.NDArray[np.float64]
-_NUMBERS_AT_ONCE = 1 << 24
-
 
 class Running(NamedTuple):
     """Where a rank is in a step."""
@@ -59,6 +55,15 @@ class Running(NamedTuple):
     pipeline: int
     stage: int
     action: Action | None  # of its slots; None: it is in none of them
+
+
+class _Part(NamedTuple):
+    """What ran between two calls of a script; the runs of all parts of a step go into its update."""
+
+    plan: StepPlan
+    weight: int
+    runs: tuple[PhaseRun, ...]
+    kept: tuple[tuple[StrategyRuntime, RankBatches, Batches], ...]  # what ran, where losses of sequences were kept
 
 
 class Stepper:
@@ -106,6 +111,8 @@ class Stepper:
         )
         self._runtimes: dict[str, StrategyRuntime] = {}
         self._running: tuple[int, StrategyRuntime] | None = None  # the phase of a step, and who runs it
+        self._parts: list[_Part] = []  # of a step that is to end in an update [Note: a step in parts]
+        self.forwards = Forwards(self, world)
         # Is given the laps of every step as soon as they can be read, for a trace; otherwise they are dropped.
         self.keep_laps: Callable[[int, Laps], None] | None = None
         # Which pushes wait for which where the model is a small one that stands for another: the other's.
@@ -119,8 +126,18 @@ class Stepper:
         """Whether all strategies of a plan were used before, so that `build` sends no message; equal on all ranks."""
         return all(str(phase.shape) in self._runtimes for phase in plan.phases)
 
-    def build(self, plan: StepPlan, data: Sequences, costs: CostTable, step: int = 0) -> Built:
-        """This rank's micro-batches of a step, whose schedules are made from `costs` where they weigh times."""
+    def build(
+        self,
+        plan: StepPlan,
+        data: Sequences,
+        costs: CostTable,
+        step: int = 0,
+        objective: Objective | None = None,
+    ) -> Built:
+        """This rank's micro-batches of a step, whose schedules are made from `costs` where they weigh times.
+
+        With an `objective`, each target counts once, whatever the job's loss norm.
+        """
         key = step_key(self._seed, step)
         return Built(
             plan,
@@ -131,21 +148,29 @@ class Stepper:
                     plan.sequence_ids,
                     runtime.place,
                     data.load_sequence,
-                    self._loss_norm,
+                    self._loss_norm if objective is None else "token",
                     self._world.device,
                     step_key=key,
                     balances=self._source.balances,
+                    objective=objective,
                 )
                 for phase, runtime in ((phase, self._runtime(phase)) for phase in plan.phases)
             ),
         )
 
-    def build_together(self, plan: StepPlan, data: Sequences, costs: CostTable, step: int = 0) -> tuple[Built, int]:
+    def build_together(
+        self,
+        plan: StepPlan,
+        data: Sequences,
+        costs: CostTable,
+        step: int = 0,
+        objective: Objective | None = None,
+    ) -> tuple[Built, int]:
         """`build`, and the step's loss weight, on which all ranks agree.
 
         Raises PlanError on all ranks when their plans differ or one cannot load its sequences.
         """
-        return build_together(plan, costs, lambda: self.build(plan, data, costs, step), self._world.channel)
+        return build_together(plan, costs, lambda: self.build(plan, data, costs, step, objective), self._world.channel)
 
     def run(
         self,
@@ -161,11 +186,32 @@ class Stepper:
         `coming` returns this rank's row of agreement on the next step, which goes along with the step's figures; None
         on all ranks if there is none. With `keep_losses` the outcome has the losses of each sequence.
         """
-        self._peak.restart()
+        self.forget()
+        self.forward_backward(built, weight, step, keep_losses=keep_losses)
+        return self.update(step, coming)
+
+    def forward_backward(
+        self,
+        built: Built,
+        weight: int,
+        step: int,
+        *,
+        normaliser: float | None = None,
+        keep_losses: bool = False,
+    ) -> None:
+        """Add the gradients of a part of a step to the masters' [Note: a step in parts].
+
+        Its losses are divided by the `normaliser`, or by its `weight` where there is none.
+        """
+        parts, self._parts = self._parts, []  # an error leaves none: what the masters hold is no gradient then
+        if not parts:
+            self._peak.restart()
+        else:
+            self._masters.trained.keep_grads()
         if keep_losses:
             on_device = (batches.on(self._world.device) for batches in built.batches)
             built = replace(built, batches=tuple(batches.keeping_losses() for batches in on_device))
-        plan, phases = built.plan, self._phases(built)
+        plan, phases = built.plan, self.phases(built)
         if weight == 0 and self._world.rank == 0:
             logger.warning(
                 "step %d: none of its %d sequences (%d tokens) has a target, all labels are %d: the loss is 0, and the "
@@ -176,14 +222,36 @@ class Stepper:
         self._running = None
         for runtime, mine, of_schedule in phases:  # see [Note: phases of a step]
             self._running = len(runs), runtime
-            how = {"accumulate": bool(runs), "alone": len(phases) == 1}
-            runs.append(self._train(runtime, mine, of_schedule, weight, **how))
+            how = {"accumulate": bool(parts or runs), "alone": not parts and len(phases) == 1}
+            runs.append(self._train(runtime, mine, of_schedule, normaliser or max(1, weight), **how))
             self._activity.now = "optimizer"
             # The comparison comes before the update and before another pull. Until then the masters are still what the
             # pull has sent, and the buffers what it has brought; and a gradient that was computed from flipped bits
             # must never reach the masters.
             self._update.compare(step, runtime)
         self._running = None
+        self._parts = [*parts, _Part(plan, weight, tuple(runs), tuple(phases) if keep_losses else ())]
+
+    @property
+    def loss_of_part(self) -> float:
+        """This rank's share of the loss of the last part, where a tensor parallel group counts it once; it waits for
+        the device."""
+        return sum(float(run.loss) for run in self._parts[-1].runs if run.runtime.place.tp_rank == 0)
+
+    @property
+    def plans(self) -> tuple[StepPlan, ...]:
+        """Of the parts that are waiting for an update."""
+        return tuple(part.plan for part in self._parts)
+
+    def forget(self) -> None:
+        """Drop the gradients of all parts: the next part's overwrite them."""
+        self._parts = []
+
+    def update(self, step: int, coming: Callable[[], Tensor | None] = lambda: None) -> Outcome:
+        """Update the masters by the gradients of all parts since the last update; `coming` as in `run`."""
+        parts, self._parts = self._parts, []
+        plan = joined([part.plan for part in parts])
+        runs = [run for part in parts for run in part.runs]
         applied = self._update.apply([run.loss for run in runs], [run.router_loss for run in runs])
         self._activity.now = "planning"
         row = coming()
@@ -193,14 +261,15 @@ class Stepper:
         # the bit, and the gradients are still there: a skipped step leaves them as they were.
         if not math.isfinite(applied.norm):
             self._update.explain(step, plan, runs)
+        kept = [one for part in parts for one in part.kept]
         return Outcome(
             tuple(PhaseOutcome(run.runtime.strategy, of_ranks) for run, of_ranks in zip(runs, stats, strict=True)),
-            weight,
+            sum(part.weight for part in parts),
             applied.norm,
             sum(run.runtime.pull_bytes for run in runs),
             sum(run.runtime.push_bytes for run in runs),
             rows,
-            of_sequences=self._losses_of(phases, len(plan.lengths)) if keep_losses else None,
+            of_sequences=self.forwards.losses_of(kept, len(plan.lengths)) if kept else None,
         )
 
     @property
@@ -216,78 +285,23 @@ class Stepper:
         """The most that the allocator has given out in the step."""
         return self._peak.read()
 
-    def evaluate(self, plan: StepPlan, data: Sequences, costs: CostTable) -> float:
-        """Mean loss of a batch, without an update. `costs` as in `run`."""
-        built, weight = self.build_together(plan, data, costs)
-        share = 0.0
-        for runtime, mine, of_schedule in self._phases(built):
-            loss = runtime.evaluate(self._normalised(mine, weight), of_schedule)
-            share += float(loss) if runtime.place.tp_rank == 0 else 0.0  # a tensor parallel group counts it once
-        return sum(self._world.channel.rows(torch.tensor([share], dtype=torch.float64)).flatten().tolist())
-
-    def predictions(
-        self, plan: StepPlan, data: Sequences, costs: CostTable, function: TokenFunction, width: int
-    ) -> tuple[float, Floats]:
-        """Mean loss of a batch, and the numbers that a function gives for each token, (tokens, width), in the order of
-        the plan's sequences."""
-        built, weight = self.build_together(plan, data, costs)
-        offsets = [0, *accumulate(plan.lengths)]
-        found, share = np.zeros((offsets[-1], width)), 0.0
-        for runtime, mine, of_schedule in self._phases(built):
-            taking = [replace(batch, predictions=Predictions(function)) for batch in self._normalised(mine, weight)]
-            loss = runtime.evaluate(taking, of_schedule)
-            if runtime.place.tp_rank > 0:  # equal to those of the first
-                continue
-            share += float(loss)
-            for batch, places in zip(taking, mine.places(offsets), strict=True):
-                if batch.labels is not None and batch.predictions is not None:
-                    values = batch.predictions.found().double().cpu().numpy()
-                    found[places[places >= 0]] = values[places >= 0]
-        return self._sum([share]).item(), self._sum(found)
-
-    def _sum(self, mine: Any) -> Floats:
-        """The sum of all ranks' arrays, some rows at a time: every rank holds those of all while they are added."""
-        rows = torch.from_numpy(np.asarray(mine, dtype=np.float64))
-        at_once = max(1, _NUMBERS_AT_ONCE // (self._world.num_ranks * max(1, rows[:1].numel())))
-        return torch.cat([self._world.channel.rows(part).sum(dim=0) for part in rows.split(at_once)]).numpy()
-
-    def sequence_losses(
-        self, plan: StepPlan, data: Sequences, costs: CostTable, *, step: int | None = None
-    ) -> tuple[Floats, Floats]:
-        """The sum of each sequence's token losses, and how many it has, both (sequences,) in the order of the plan.
-
-        With a `step` they are those of its training, dropout included.
-        """
-        built, _ = self.build_together(plan, data, costs, step or 0)
-        kept = []
-        for runtime, mine, of_schedule in self._phases(built):
-            kept.append((runtime, mine.on(self._world.device).keeping_losses(), of_schedule))
-            runtime.evaluate(kept[-1][1].batches, of_schedule, training=step is not None)
-        return self._losses_of(kept, len(plan.lengths))
-
-    def _losses_of(
-        self, ran: Iterable[tuple[StrategyRuntime, RankBatches, Batches]], num_sequences: int
-    ) -> tuple[Floats, Floats]:
-        """What was kept of the losses of a step's sequences, of all ranks: sums and counts, (sequences,)."""
-        found = np.zeros((2, num_sequences))
-        for runtime, batches, _ in ran:
-            if runtime.place.tp_rank == 0:  # a tensor parallel group counts them once
-                batches.add_losses(found)
-        sums, counts = self._world.channel.rows(torch.from_numpy(found)).sum(dim=0).numpy()
-        return sums, counts
-
     def _train(
-        self, runtime: StrategyRuntime, batches: RankBatches, known: Batches, weight: int, **how: bool
+        self, runtime: StrategyRuntime, batches: RankBatches, known: Batches, normaliser: float, **how: bool
     ) -> PhaseRun:
-        """Run a phase; `weight` is the whole step's, `how` as of `StrategyRuntime.train`."""
+        """Run a phase; `normaliser` is the whole step's, `how` as of `StrategyRuntime.train`."""
         scale = self._loss_scale.value
         self._activity.now = "pull"
-        loss, laps = runtime.train(self._normalised(batches, weight, scale), known, **how)
+        loss, laps = runtime.train(self.normalised(batches, normaliser, scale), known, **how)
         ran = runtime.stage_runtime
         return PhaseRun(runtime, loss / scale, ran.router_loss / scale, ran.losses, laps, batches.num_padding)
 
-    def _phases(self, built: Built) -> list[tuple[StrategyRuntime, RankBatches, Batches]]:
-        """What runs each phase, its micro-batches, and what the schedule of this rank's pipeline has to know."""
+    def phases(self, built: Built) -> list[tuple[StrategyRuntime, RankBatches, Batches]]:
+        """What runs each phase, its micro-batches, and what the schedule of this rank's pipeline has to know.
+
+        Call it before they run: gradients that wait for an update leave the memory that runs use.
+        """
+        if self._parts:
+            self._masters.trained.keep_grads()
         runtimes = [self._runtime(phase) for phase in built.plan.phases]
         known = [
             schedule_batches(phase.pipelines[runtime.pipeline_index], built.costs)
@@ -295,7 +309,7 @@ class Stepper:
         ]
         return list(zip(runtimes, built.batches, known, strict=True))
 
-    def _normalised(self, batches: RankBatches, total: int, scale: float = 1.0) -> tuple[MicroBatch, ...]:
+    def normalised(self, batches: RankBatches, normaliser: float, scale: float = 1.0) -> tuple[MicroBatch, ...]:
         """The micro-batches on the device, their loss weights divided by the step's normaliser and multiplied by a loss
         scale, in place.
 
@@ -306,7 +320,7 @@ class Stepper:
         for batch in batches.batches:
             for weights in (batch.weights, batch.balance and batch.balance.weights):
                 if weights is not None:
-                    weights.div_(max(1, total) / scale)
+                    weights.div_(normaliser / scale)
         return batches.on(self._world.device).batches
 
     def strategy_of(self, phase: Phase) -> Strategy:

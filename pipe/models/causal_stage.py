@@ -22,6 +22,7 @@ from ds_hydra.pipe.models.recompute import Recomputing
 from ds_hydra.pipe.packed_weights import PackedLinears
 from ds_hydra.pipe.row_collectives import all_rows
 from ds_hydra.pipe.rows import MicroBatch, Pack
+from ds_hydra.pipe.scores import scored_loss, token_scores
 from ds_hydra.pipe.stage import StageModule, StagePlace
 from ds_hydra.pipe.tensor_parallel import TensorParallel
 from ds_hydra.pipe.token_sharding import TokenSharding, enter_with_own_rows, with_blocks
@@ -116,7 +117,7 @@ class CausalStage(StageModule):
             return to_wire(hidden_in(out), self._doors[self.place.stage.last_layer])
         rows = self._all_rows(hidden_in(out))
         input_ids = _tokens(batch)
-        self.plain_head = self._plain_head is not None and batch.predictions is None
+        self.plain_head = self._plain_head is not None and batch.predictions is None and batch.scored is None
         if self._plain_head is not None and self.plain_head:
             few = rows[:, :1].detach().clone()
             self.plain_head = self._plain_head.is_all(few, lambda: self._head(with_hidden(out, few), input_ids[:, :1]))
@@ -131,6 +132,11 @@ class CausalStage(StageModule):
                 batch.predictions.take(of_all, batch.labels[tokens])
             return logits
 
+        if batch.scored is not None:
+            assert batch.labels is not None, "the last stage was given no labels"
+            assert batch.weights is not None, "the last stage was given no weights"
+            given = (batch.scored, batch.labels, batch.weights)
+            return scored_loss(rows, *given, head, self._token_scores, vocab=sum(self._widths))
         return blockwise_loss(rows, batch, head, self._token_losses, vocab=self._logits_at_once)
 
     def take_router_loss(self) -> Tensor | None:
@@ -142,6 +148,10 @@ class CausalStage(StageModule):
         if self._own_loss is None:
             return token_losses(logits, labels, self.vocab[0], group)
         return own_token_losses(self._own_loss, logits, labels, self._widths, self.place.tp_rank, group)
+
+    def _token_scores(self, logits: Tensor, words: Tensor, temperature: Tensor | None) -> Tensor:
+        """Of the last stage: the scores of each token, equal on all tensor parallel ranks."""
+        return token_scores(logits, words, self.vocab[0], self.place.tp_group, temperature)
 
     def logits(self, hidden: Tensor | None, batch: MicroBatch) -> Tensor:
         """Of the last stage: logits (1, T_local, V_local) of this rank's vocabulary rows, all in memory at once."""

@@ -38,7 +38,7 @@ class Items(list[Any]):
 
 def test_labels_are_the_next_tokens_of_the_same_sequence() -> None:
     data = SequenceData([[5, 6, 7], [8, 9]], vocab_size=10)
-    ids, labels, _ = data.load_sequence(0)
+    ids, labels, *_ = data.load_sequence(0)
     assert ids.tolist() == [5, 6, 7]
     assert labels.tolist() == [6, 7, IGNORE_INDEX]
 
@@ -46,7 +46,7 @@ def test_labels_are_the_next_tokens_of_the_same_sequence() -> None:
 def test_users_labels_are_shifted_and_padding_is_taken_out() -> None:
     item = {"input_ids": [3, 4, 5, 0], "labels": [IGNORE_INDEX, 4, 5, IGNORE_INDEX], "attention_mask": [1, 1, 1, 0]}
     data = SequenceData([item])
-    ids, labels, _ = data.load_sequence(0)
+    ids, labels, *_ = data.load_sequence(0)
     assert ids.tolist() == [3, 4, 5]
     assert labels.tolist() == [4, 5, IGNORE_INDEX]
     prompt = {"input_ids": [3, 4, 5], "labels": [IGNORE_INDEX, IGNORE_INDEX, 5]}
@@ -130,7 +130,7 @@ def test_truncate_and_skip_are_counted() -> None:
     cut = SequenceData(items, context_length=10, too_long="truncate")
     assert cut.lengths.tolist() == [5, 10, 0, 0, 10]
     assert cut.counts.left_out == LeftOut(truncated=2, short=2, tokens=22)
-    ids, labels, _ = cut.load_sequence(1)
+    ids, labels, *_ = cut.load_sequence(1)
     assert (len(ids), labels[-1], labels[-2]) == (10, IGNORE_INDEX, 9)
     skipped = SequenceData(items, context_length=10, too_long="skip")
     assert skipped.lengths.tolist() == [5, 0, 0, 0, 0]

@@ -24,7 +24,7 @@ LAYERS = (
     ("pipe",),
     ("pipe/attention", "pipe/functions"),
     ("pipe/models",),
-    ("ds_hydra/ranks", "ds_hydra/data", "ds_hydra/costs"),
+    ("ds_hydra/ranks", "ds_hydra/data", "ds_hydra/costs", "ds_hydra/losses"),
     ("ds_hydra/watchdog", "ds_hydra/plan", "ds_hydra/planner/kernels"),
     ("ds_hydra/step", "ds_hydra/report", "ds_hydra/planner/exact"),
     ("ds_hydra/planner",),

@@ -1,0 +1,82 @@
+"""The scores of a rank's sequences and a loss that mixes their tokens in; what each score counts in it out.
+
+See [Note: losses of log-probabilities].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ds_hydra.data.columns import IGNORE_INDEX
+from ds_hydra.data.tokens import Float64Array, TokenSequence
+from ds_hydra.engine.loss_watch import names_of, refuse_leaves
+from ds_hydra.engine.objectives import Asked, check_returned, fields_of, released_on_meta
+from ds_hydra.pipe.fields import SEQUENCE, Field, FieldLayout
+from ds_hydra.pipe.scores import ENTROPY, LOG_PROB, Objective
+
+MIXING_FORM = (
+    "a loss that mixes tokens must be a function of the log_probs (T,), entropy (T,) and fields of all targets that a "
+    "rank has handed in that returns losses (n,), whose sum over the normaliser is trained on"
+)
+_GRADIENTS = "gradients of the loss by the scores"
+
+
+class Mixed(NamedTuple):
+    """What a loss that mixes tokens makes of those of one rank."""
+
+    total: float  # of its losses
+    num_losses: int
+    sequences: list[TokenSequence]  # with what their scores count, in two more columns
+
+
+def counted(sequence: TokenSequence, gradients: Float64Array | None = None) -> TokenSequence:
+    """A sequence with what its scores count, (tokens, 2), behind its fields: nothing, unless it is given."""
+    beside = np.zeros((len(sequence.labels), 2)) if gradients is None else gradients
+    return sequence._replace(fields=np.column_stack([fields_of(sequence), beside]))
+
+
+def mix(
+    asked: Asked,
+    layout: FieldLayout,
+    sequences: Sequence[TokenSequence],
+    scores: Sequence[Float64Array],
+    model: nn.Module | None,
+    device: torch.device,
+) -> Mixed:
+    """Call a loss that mixes tokens on the scores of this rank's sequences, (tokens, 2) each. ConfigError for what it
+    must not return or read."""
+    known = [one.labels != IGNORE_INDEX for one in sequences]
+    numbers = np.concatenate([fields_of(one)[of] for one, of in zip(sequences, known, strict=True)])
+    numbers = np.column_stack([numbers, np.repeat(np.arange(len(known)), [int(of.sum()) for of in known])])
+    found = np.concatenate([one[of] for one, of in zip(scores, known, strict=True)])
+    leaf = torch.from_numpy(found).to(device).requires_grad_()
+    fields = Objective(layout=layout.and_also(Field(SEQUENCE, 0, True))).fields(
+        torch.from_numpy(numbers).to(device), torch.float64
+    )
+    with torch.enable_grad(), released_on_meta():
+        losses = asked.loss(leaf[:, LOG_PROB], leaf[:, ENTROPY], fields)
+        check_returned(losses, leaf, MIXING_FORM, None)
+        refuse_leaves(losses, leaf, lambda: names_of(model), "a loss that mixes tokens")
+        (gradients,) = torch.autograd.grad(losses.double().sum(), leaf)
+    counts = iter(np.split(gradients.cpu().numpy(), np.cumsum([int(of.sum()) for of in known])[:-1]))
+    weighed = []
+    for sequence, of in zip(sequences, known, strict=True):
+        beside: Float64Array = np.zeros((len(of), 2))
+        beside[of] = next(counts)
+        weighed.append(counted(sequence, beside))
+    return Mixed(float(losses.detach().double().sum()), len(losses), weighed)
+
+
+def of_mixed(layout: FieldLayout) -> Objective:
+    """The second run of a loss that mixes tokens, whose sequences `mix` has given."""
+    return Objective(_by_gradients, layout.and_also(Field(_GRADIENTS, 2, False)))
+
+
+def _by_gradients(log_probs: Tensor, entropy: Tensor, fields: dict[str, Tensor]) -> Tensor:
+    of_log_prob, of_entropy = fields[_GRADIENTS].unbind(dim=-1)
+    return of_log_prob * log_probs + of_entropy * entropy

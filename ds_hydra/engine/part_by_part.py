@@ -1,0 +1,97 @@
+"""What a script calls that makes a step of parts, and computes losses of log-probabilities."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_hydra.engine.scoring import TokenScores
+from ds_hydra.engine.steps import Steps
+from ds_hydra.engine.weights import EngineWithWeights
+from ds_hydra.pipe.scores import ScoreLoss
+from ds_hydra.zero_hetero.errors import CheckpointError
+
+
+class EngineInParts(EngineWithWeights):
+    """An engine whose steps a script may make in parts [Note: a step in parts]. Every rank must make the same calls."""
+
+    steps: Steps
+
+    def forward_backward(
+        self,
+        sequences: Any,
+        loss: ScoreLoss | None = None,
+        *,
+        normaliser: float | None = None,
+        temperature: float | None = None,
+        mixes_tokens: bool | None = None,
+    ) -> Tensor:
+        """Add the gradient of the loss of some sequences to those that wait for `optimizer_step`; returns the loss, a
+        scalar in FP32, equal on all ranks.
+
+        `sequences` are this rank's, a list or a collated batch as for `train_batch`, or an empty list; it may be called
+        any number of times before an update. `loss` is called as loss(log_probs, entropy, fields) and returns one loss
+        for each token [Note: losses of log-probabilities]: `log_probs` (T,) are those of the tokens that are learnt,
+        `entropy` (T,) that of the distribution which each is drawn from, and `fields` the items' other columns by name,
+        (T,) or (T, k) [Note: fields]. Without one it is the job's own, such as the cross entropy.
+
+        Their sum over all ranks is divided by `normaliser`, a number that is equal on all of them; without one by the
+        number of targets that all ranks hand in with this call, or by what the loss names (`ds_hydra.losses`). So a
+        step of several calls gives them the count of all its tokens. `temperature` divides the logits; a column of that
+        name does so for each sequence or token.
+
+        A loss that needs other tokens too, of the sequence or of its group, says so by `mixes_tokens`, or by an
+        attribute of that name: it is called once on each rank, with all targets of the sequences that the rank hands
+        in, `fields["sequence"]` numbering these, and may return any number of losses (n,); their number on all ranks is
+        the normaliser, unless one is given. It costs one more forward.
+
+        ConfigError on all ranks, which names rank and item, and nothing has changed: for sequences that cannot be
+        trained on; for a field of another length than the tokens, that some items or ranks lack, or that is not finite;
+        and for a loss that looks at other tokens and does not say so, reads the model, or draws random numbers.
+        """
+        found = self.steps.parts.forward_backward(sequences, loss, normaliser, temperature, mixes_tokens)
+        return torch.tensor(found, dtype=torch.float32)
+
+    def optimizer_step(self) -> float:
+        """Update the parameters by the gradients of all `forward_backward` calls since the last update; returns their
+        norm before clipping. If that is not finite, nothing changes and the step counts as skipped.
+
+        It counts as a step and is recorded as one; the LR schedule moves by `lr_scheduler.step()` alone. ConfigError if
+        there are no gradients.
+        """
+        self.lent.take_back()
+        outcome = self.steps.parts.optimizer_step()
+        self.saving.when_due(outcome.request)
+        return outcome.grad_norm
+
+    def zero_grad(self, *_: Any, **__: Any) -> None:
+        """Drop the gradients of `forward_backward` calls since the last update; a step of `train_batch` or of the three
+        calls begins with gradients of its own."""
+        self.steps.parts.forget()
+
+    def log_probs(self, sequences: Any, *, entropy: bool = False, temperature: float | None = None) -> TokenScores:
+        """The log-probability of each token of this rank's sequences, given those before it, and the entropy of what it
+        is drawn from, in the mode of an evaluation; see `TokenScores`.
+
+        `sequences` and `temperature` as of `forward_backward`; other columns than those for tokens, labels and masks
+        are not read. ConfigError where a sequence would be truncated or left out.
+        """
+        return self.steps.parts.scoring.log_probs(sequences, temperature, entropy=entropy)
+
+    def save_checkpoint(self, save_dir: str | Path, *arguments: Any, **named: Any) -> bool:
+        """See `EngineWithWeights`. CheckpointError while gradients wait for an update, which no checkpoint holds."""
+        self.steps.parts.refuse_if_any("save_checkpoint()", CheckpointError)
+        return super().save_checkpoint(save_dir, *arguments, **named)
+
+    def load_checkpoint(self, load_dir: str | Path, *arguments: Any, **named: Any) -> tuple[str | None, dict[str, Any]]:
+        """See `EngineWithWeights`. CheckpointError while gradients wait for an update."""
+        self.steps.parts.refuse_if_any("load_checkpoint()", CheckpointError)
+        return super().load_checkpoint(load_dir, *arguments, **named)
+
+    def load_16bit_model(self, load_dir: str | Path) -> None:
+        """See `EngineWithWeights`. CheckpointError while gradients wait for an update."""
+        self.steps.parts.refuse_if_any("load_16bit_model()", CheckpointError)
+        super().load_16bit_model(load_dir)

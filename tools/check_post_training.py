@@ -1,0 +1,157 @@
+"""Post-training: losses of log-probabilities, steps in parts and fields, against one process of plain torch.
+
+  python -m tools.check_post_training [--quick] [--json FILE] [--only PART ...]
+
+  equality   every loss that is shipped, and two of a user's own, under strategies with slices, a V, shared tokens,
+             recomputed layers, several phases and adapters: loss and all gradients, in FP64
+  scores     what `log_probs` gives, and its entropies, under the same
+  splits     steps of one call against steps of three with other ranks' sequences, and evaluations between them
+  strict     some of these under a transport that lets go on nothing before its order
+  memory     bytes at once for log-probabilities and entropy of a large vocabulary, beside gathered logits; CPU time
+  refusals   fields and losses that cannot be trained on: refused on all ranks alike, and nothing has changed
+
+Exits non-zero where an aim is missed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from ds_hydra.commands.figures import figures_parser, finish, print_table
+from ds_hydra.pipe.model_plan import LOGITS_AT_ONCE
+from tests.support.strict import Rules
+from tools import aims
+from tools.post_training import equality, memory, refusals
+from tools.post_training.plain import LOSSES
+
+Found = tuple[dict[str, object], list[str]]
+"""Figures of a part, and what it misses."""
+
+VARIANTS = ("DPO, smoothed", "IPO", "distillation, reverse", "distillation, no tail", "every option")
+LARGE = memory.Shape(150_000, 4096, 4)
+TIMED, QUICK_TIMED = memory.Shape(150_000, 1024, 4), memory.Shape(50_000, 256, 4)
+
+
+def check_equality(*, quick: bool) -> Found:
+    layouts = equality.QUICK if quick else equality.LAYOUTS
+    rows, slices = equality.compare("llama", layouts, [name for name in LOSSES if name not in VARIANTS or not quick])
+    rows += equality.compare("llama", layouts[:1], list(VARIANTS))[0] if quick else []
+    few = [layouts[i] for i in (0, 1, 4)]
+    rows += equality.compare("lora", few if quick else layouts, ["PPO", "DPO"] if quick else list(LOSSES))[0]
+    families = () if quick else ("llama_tied", "gemma2", "qwen3")
+    for family in families:
+        rows += equality.compare(family, layouts, ["PPO", "GSPO", "distillation"])[0]
+    missed = [] if slices else ["no sequence ran in slices"]
+    for row in rows:
+        worst = max(row.of_loss, row.of_gradients)
+        if not worst <= aims.POST_TRAINING:
+            missed.append(f"{row.loss} of {row.family} under {row.layout}: {worst:.1e}, not <= {aims.POST_TRAINING}")
+    print_table(
+        ("model", "layout", "losses", "loss apart", "gradients apart"),
+        [
+            (family, layout, len(of), max(row.of_loss for row in of), max(row.of_gradients for row in of))
+            for (family, layout) in dict.fromkeys((row.family, row.layout) for row in rows)
+            for of in ([row for row in rows if (row.family, row.layout) == (family, layout)],)
+        ],
+    )
+    return {"equality": [row._asdict() for row in rows]}, missed
+
+
+def check_scores(*, quick: bool) -> Found:
+    rows = equality.scores(equality.QUICK[:6] if quick else equality.LAYOUTS)
+    print_table(("layout", "log-probabilities apart", "entropies apart"), rows)
+    return {"scores": rows}, _beyond(rows)
+
+
+def check_splits(*, quick: bool) -> Found:
+    rows = equality.splits([equality.LAYOUTS[i] for i in ((1, 6) if quick else range(len(equality.LAYOUTS)))])
+    print_table(("layout", "loss", "three calls to one", "to one process"), rows)
+    return {"splits": rows}, _beyond(rows)
+
+
+def check_strict(*, quick: bool) -> Found:
+    rules = [Rules(blocking=True), Rules(connect=True)]
+    found = []
+    for rule, which in zip(rules, (1, 3), strict=True):
+        layouts = [equality.LAYOUTS[which]] if quick else list(equality.LAYOUTS)
+        found += equality.compare("llama", layouts, ["GRPO", "DPO"], strict=rule)[0]
+    rows = [(row.layout, row.loss, row.of_loss, row.of_gradients) for row in found]
+    print_table(("layout, strict transport", "loss", "loss apart", "gradients apart"), rows)
+    return {"strict": rows}, _beyond(rows)
+
+
+def _beyond(rows: list[tuple[str, str, float, float]] | list[tuple[str, float, float]]) -> list[str]:
+    found = []
+    for row in rows:
+        worst = max(cell for cell in row if isinstance(cell, float))
+        if not worst <= aims.POST_TRAINING:
+            name = ", ".join(str(cell) for cell in row if isinstance(cell, str))
+            found.append(f"{name}: {worst:.1e}, not <= {aims.POST_TRAINING}")
+    return found
+
+
+def check_memory(*, quick: bool) -> Found:
+    ours, gathered = memory.most_bytes(LARGE)
+    _, in_block = memory.most_bytes(LARGE._replace(tokens=max(1, LOGITS_AT_ONCE // LARGE.vocabulary)))
+    shape = QUICK_TIMED if quick else TIMED
+    timed = memory.timed(shape)
+    shares = ours / in_block, timed.ours / timed.gathered
+    print_table(
+        ("vocabulary", "tokens", "TP", "what", "ours", "gathered", "ours over it"),
+        [
+            (LARGE.vocabulary, LARGE.tokens, LARGE.tp, "MiB, at once", ours / 2**20, gathered / 2**20, ours / gathered),
+            (LARGE.vocabulary, LARGE.tokens, LARGE.tp, "MiB, in blocks", ours / 2**20, in_block / 2**20, shares[0]),
+            (shape.vocabulary, shape.tokens, shape.tp, "CPU s", timed.ours, timed.gathered, shares[1]),
+        ],
+    )
+    missed = [
+        f"log-probabilities and entropy take {share:.2f} of the {what} of gathering, not <= {aim}"
+        for what, share, aim in zip(("memory", "time"), shares, (aims.SCORES_MEMORY, aims.SCORES_TIME), strict=True)
+        if not share <= aim
+    ]
+    if not timed.apart <= aims.POST_TRAINING:
+        missed.append(f"gradients of both ways are {timed.apart:.1e} apart")
+    return {"memory": [ours, gathered, in_block, *timed]}, missed
+
+
+def check_refusals(*, quick: bool) -> Found:
+    found = refusals.refused()
+    print_table(
+        ("refused", "alike", "unchanged", "what all ranks are told"),
+        [(one.name, len(set(one.texts)) == 1, one.unchanged, one.texts[0][:110]) for one in found],
+    )
+    missed = [
+        f"{one.name}: {one.texts}, unchanged {one.unchanged}, lacks {one.missing}" for one in found if not one.right
+    ]
+    return {"refusals": [one._asdict() for one in found]}, missed
+
+
+PARTS: dict[str, Callable[..., Found]] = {
+    "equality": check_equality,
+    "scores": check_scores,
+    "splits": check_splits,
+    "strict": check_strict,
+    "memory": check_memory,
+    "refusals": check_refusals,
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The exit code: 0, or 1 if an aim is missed."""
+    parser = figures_parser(__doc__, "python -m tools.check_post_training")
+    parser.add_argument("--only", nargs="+", choices=list(PARTS), metavar="PART", help="these parts")
+    options = parser.parse_args(arguments)
+    figures: dict[str, object] = {}
+    missed: list[str] = []
+    for name in options.only or PARTS:
+        print(f"\n{name}", flush=True)
+        found, lacking = PARTS[name](quick=options.quick)
+        figures |= found
+        missed += lacking
+    parts = len(options.only or PARTS)
+    return finish("check_post_training", f"{parts} parts, {len(LOSSES)} losses", figures, missed, options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Parts of tools.check_post_training."""
