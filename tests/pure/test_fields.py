@@ -73,8 +73,10 @@ def test_every_token_is_found_by_one_rank() -> None:
     """Slices, sequence parallel ranks, padding that ranks which share tokens need, and two phases."""
     shapes = [StrategyShape.parse("sp2tp2pp2"), StrategyShape.parse("tp2pp2 + 2*sp2")]
     lengths = (5, 3, 9, 1)
-    rows = [[(Span(0, 0, 5), Span(1, 0, 3)), (Span(2, 0, 4),), (Span(2, 4, 9), Span(3, 0, 1))]]
-    other = [[(Span(0, 0, 5),)], [(Span(1, 0, 3),)], [(Span(2, 0, 9), Span(3, 0, 1))]]
+    rows: list[list[tuple[Span, ...]]] = [
+        [(Span(0, 0, 5), Span(1, 0, 3)), (Span(2, 0, 4),), (Span(2, 4, 9), Span(3, 0, 1))]
+    ]
+    other: list[list[tuple[Span, ...]]] = [[(Span(0, 0, 5),)], [(Span(1, 0, 3),)], [(Span(2, 0, 9), Span(3, 0, 1))]]
     plans = [
         StepPlan(0, (0, 1, 2, 3), lengths, (Phase(tuple(
             PipelinePlan(pipeline, tuple(MicroBatchPlan(row) for row in of), 1.0)
