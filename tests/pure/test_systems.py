@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,8 @@ from ds_hydra.planner import PhasedPlanner, validate_plan
 from ds_hydra.planner.fixed_layout import in_turn, packed
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from tools.bench_systems import kept_cells, run_cells
-from tools.systems.cells import LONG_CELLS, Cell, all_cells
+from tools.systems.as_made import AS_MADE
+from tools.systems.cells import LONG_CELLS, WIDE_CELLS, Cell, all_cells
 from tools.systems.chunking import chunks, mesh_of
 from tools.systems.costs import WaitingCost, Way, measured, table_of
 from tools.systems.groups import mixes_of_groups
@@ -26,7 +28,17 @@ from tools.systems.measure import NAMES, OURS, RIVALS, SAME_LAYOUT, Measured, Si
 from tools.systems.ours import all_schemes
 from tools.systems.static import OPTIONS, by_load
 from tools.systems.switching import layouts
-from tools.systems.verdicts import FLAGSHIP, Result, figures, missed_aims, notes, published_rows, system_rows
+from tools.systems.verdicts import (
+    BALANCED,
+    FLAGSHIP,
+    SHORT_CELLS,
+    Result,
+    figures,
+    missed_aims,
+    notes,
+    published_rows,
+    system_rows,
+)
 
 CELL = Cell("7b", 8, 16384, 40_000, "CommonCrawl")
 BATCHES = CELL.batches(2)
@@ -80,7 +92,7 @@ def test_ours_has_ulysses_on_stages_of_up_to_two_nodes_with_its_waits_in_b() -> 
     assert "waits for messages in b" in table[ParallelScheme(4, 2, 4)].derived
 
 
-@pytest.mark.parametrize("name", RIVALS)
+@pytest.mark.parametrize("name", [*RIVALS, *AS_MADE])
 def test_every_rival_makes_valid_plans_within_memory(name: str) -> None:
     found = measure(CELL, 2, name)
     assert name in found
@@ -195,6 +207,18 @@ def test_aims_that_are_missed_are_named() -> None:
     assert "Hydraulis takes 1.020 of our time in the mean" in missed_aims([slow] * 48)[-1]
 
 
+def test_aims_over_dynamic_context_parallelism_are_means_of_a_model_and_of_a_context() -> None:
+    (missed,) = missed_aims([result(BalancedCPScheduler=1340.0)])
+    assert "BalancedCPScheduler takes 1.340 of our time, not >= 1.35" in missed
+    every = [replace(result(**{BALANCED: 1900.0, "dynamic CP": 1005.0}), cell=cell) for cell in SHORT_CELLS]
+    assert missed_aims(every) == [
+        "32b: BalancedCPScheduler takes 1.900 of our time in the mean, not >= 1.95",
+        "32K: dynamic CP and hybrid DP takes 1.005 of our time in the mean, not >= 1.01",
+    ]
+    some = [one for one in every if one.cell.tokens == 100_000]
+    assert missed_aims(some) == [], "means are over all cells"
+
+
 def test_a_comparison_that_was_stopped_goes_on_with_the_cells_of_its_file(tmp_path: Path) -> None:
     path, systems = tmp_path / "cells.json", [OURS, "FlexSP"]
     assert kept_cells(path, [FLAGSHIP], 2, systems) == {}
@@ -222,9 +246,9 @@ def test_published_figures_stand_beside_ours() -> None:
 
 
 def test_cells_are_those_that_were_asked_for() -> None:
-    assert len(set(all_cells())) == 48 + len(LONG_CELLS)
+    assert len(set(all_cells())) == 48 + len(LONG_CELLS) + len(WIDE_CELLS)
     assert FLAGSHIP in set(all_cells())
-    assert set(NAMES) == {OURS, SAME_LAYOUT, *RIVALS}
+    assert set(NAMES) == {OURS, SAME_LAYOUT, *RIVALS, *AS_MADE}
 
 
 def test_times_are_those_of_the_simulator_with_pulls_and_pushes() -> None:

@@ -19,20 +19,28 @@ CLUSTERS = (("7b", 16), ("7b", 32), ("32b", 32), ("32b", 64))
 CONTEXTS, TOKENS, SHORT_MIXES = (16384, 32768), (100_000, 200_000), ("CommonCrawl", "Wikipedia", "pretraining")
 EVALUATED, SEEN_BEFORE = 77, 1  # seeds of batches that are reported, and of lengths that ours may prepare with
 _SAMPLE = 60_000
+_BETWEEN = 25.0
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One comparison; `model` is "7b" or "32b" of the A800 tables."""
+    """One comparison; `model` is "7b" or "32b" of the A800 tables, or of H100s ("7b H100").
+
+    `keys`: heads of keys and values over those of queries; `between`: GB/s of each GPU between nodes.
+    """
 
     model: str
     gpus: int
     context: int
     tokens: int
     mix: str
+    keys: float = 1.0
+    between: float = 25.0
 
     def __str__(self) -> str:
-        return f"{self.model} {self.gpus} GPUs {self.context // 1024}K {self.tokens // 1000}K {self.mix}"
+        text = f"{self.model} {self.gpus} GPUs {self.context // 1024}K {self.tokens // 1000}K {self.mix}"
+        text += f" GQA {self.keys:g}" if self.keys < 1.0 else ""
+        return text + (f" {self.between:g} GB/s" if self.between != _BETWEEN else "")
 
     def lengths(self, seed: int) -> list[int]:
         """A sample of the data: tokens of sequences within the context."""
@@ -55,8 +63,22 @@ LONG_CELLS = (
 )
 
 
+# One thing changed at a time: keys and values shared by eight heads, small steps, slow links, other devices, and the
+# longest context.
+WIDE_CELLS = (
+    Cell("32b", 64, 131_072, 800_000, "pretraining", keys=1 / 8),
+    Cell("7b", 32, 32768, 50_000, "pretraining"),
+    Cell("32b", 64, 32768, 50_000, "pretraining"),
+    Cell("32b", 64, 32768, 200_000, "pretraining", between=12.0),
+    Cell("7b H100", 32, 32768, 200_000, "pretraining", between=50.0),
+    Cell("32b H100", 64, 32768, 200_000, "pretraining", between=50.0),
+    Cell("32b", 64, 524_288, 4_000_000, "long"),
+)
+
+
 def all_cells() -> Iterator[Cell]:
-    """Every cell, the largest cluster last, and then those of long contexts."""
+    """Every cell: the largest cluster last, then those of long contexts, and then what is changed beside them."""
     for (model, gpus), context, tokens, mix in itertools.product(CLUSTERS, CONTEXTS, TOKENS, SHORT_MIXES):
         yield Cell(model, gpus, context, tokens, mix)
     yield from LONG_CELLS
+    yield from WIDE_CELLS

@@ -37,15 +37,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.rivals.memory import MemoryModel
-from ds_hydra.commands.shipped import FOLDER, shipped
+from ds_hydra.commands.shipped import FOLDER
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
-from ds_hydra.costs.table_file import read_table_file
 from ds_hydra.pipe.rows import Overlap, num_groups
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.simulate.job import SimulatedJob
 from ds_hydra.simulate.links import BETWEEN, INSIDE, LinkModel
 from ds_hydra.simulate.llama import shipped_cluster
 from tools.systems.cells import Cell
+from tools.systems.devices import base_model, found_of, inside_of
 
 NODE = 8  # GPUs
 # 10^9 bytes a second of each GPU in an all-to-all over so many, rows of 4096 tokens (FlexSP, branch flexsp of
@@ -115,14 +115,15 @@ class WaitingCost(SchemeCost):
 
 @lru_cache(maxsize=8)
 def _constants(model: str) -> dict[str, float]:
-    found: dict[str, float] = json.loads((FOLDER / "a800_memory.json").read_text(encoding="utf-8"))["models"][model]
+    known = json.loads((FOLDER / "a800_memory.json").read_text(encoding="utf-8"))["models"]
+    found: dict[str, float] = known[base_model(model)]
     return found
 
 
 @lru_cache(maxsize=64)
 def measured(model: str, gpus: int) -> CostTable:
     """The measured schemes that fit so many GPUs, with MaxLen for that number."""
-    found = CostTable.load(shipped(f"a800-{model}"))
+    found = found_of(model).table
     costs = [cost for cost in found.costs if cost.scheme.num_ranks <= gpus]
     return CostTable(tuple(_limited(costs, model, gpus, Way(), found)), found.source)
 
@@ -130,7 +131,7 @@ def measured(model: str, gpus: int) -> CostTable:
 @lru_cache(maxsize=64)
 def table_of(cell: Cell, way: Way) -> CostTable:
     """All schemes within the cell's GPUs that the measured ones become that way [Note: costs of other systems]."""
-    found = CostTable.load(shipped(f"a800-{cell.model}"))
+    found = found_of(cell.model).table
     wanted = [cost for base in _more_stages(found, way) for cost in _shared(cell, base, way)]
     fitting = [cost for cost in wanted if cost.scheme.num_ranks <= cell.gpus]
     return CostTable(tuple(_limited(fitting, cell.model, cell.gpus, way, found)), found.source)
@@ -165,29 +166,30 @@ def _from(cost: SchemeCost, how: str) -> str:
 def _shared(cell: Cell, base: SchemeCost, way: Way) -> Iterator[SchemeCost]:
     """A scheme with its sequences shared by 1, 2, ... times as many ranks."""
     shares = base.shares
-    assert shares is not None, "the shipped tables have shares"
+    assert shares is not None, "the tables have shares"
+    base = with_keys(base, cell.keys)
     more = (1.0 + shares.forward.a, 1.0 + shares.forward.b, 1.0 + shares.forward.c) if way.checkpointing else (1, 1, 1)
     alone = max_length(cell.model, cell.gpus, ParallelScheme(base.uniform.tp, base.scheme.pp), kept=_kept(base, way))
     of_unit = replace(base, a=more[0] * base.a, b=more[1] * base.b)
     if math.isfinite(way.alone_ms):
         alone = min(alone, int(of_unit.tokens_in(way.alone_ms / base.scheme.pp)))
-    heads = _HEADS[cell.model] // base.uniform.tp
+    heads = _HEADS[base_model(cell.model)] // base.uniform.tp
     for degree in way.degrees:
         scheme = ParallelScheme(base.uniform.tp, base.scheme.pp, degree)
         a, b, c = more[0] * base.a / degree, more[1] * base.b / degree, more[2] * base.c
         if way.zero_3 and not way.hidden_gathers:
-            c = ZERO_3_MS[cell.model] / base.scheme.pp
+            c = ZERO_3_MS[base_model(cell.model)] / base.scheme.pp
         kind = "Ulysses" if way.ulysses else "a ring"
         how = [f"{kind} of {degree}"] * (degree > 1) + ["all layers computed again"] * way.checkpointing
         derived = _from(base, " and ".join(how)) if how else base.derived
         known = base.max_length, base.util_length, base.shares, derived
         if not way.ulysses and degree > 1:
-            ring = _ring_ms(cell.model, base, degree)
+            ring = _ring_ms(cell, base, degree)
             yield WaitingCost(scheme, a, b, c, *known, ring, alone=max(0, alone) if way.by_length else 0)
             continue
         if degree > heads:
             continue
-        messages = _all_to_all_ms(cell.model, base, degree)
+        messages = _all_to_all_ms(cell, base, degree)
         if way.overlapped and degree > 1:
             tokens = cell.tokens * base.uniform.tp / cell.gpus  # of a rank in the step
             hideable = _hideable(int(tokens / math.ceil(tokens / max(1, alone))), heads // degree)
@@ -215,24 +217,38 @@ def _kept(cost: SchemeCost, way: Way) -> float:
     return cost.shares.recomputed if way.checkpointing and cost.shares is not None else 1.0
 
 
-def _ring_ms(model: str, base: SchemeCost, degree: int) -> float:
+def _ring_ms(cell: Cell, base: SchemeCost, degree: int) -> float:
     """What the ring takes for a token of a sequence on one stage, in ms: its slowest hop decides."""
-    k, tp = _constants(model), base.uniform.tp
-    of_layer = _RING * _BYTES * k["hidden"] / tp * (degree - 1) / degree
-    rate = (INSIDE if tp * degree <= NODE else BETWEEN).bytes_per_s
+    k, tp = _constants(cell.model), base.uniform.tp
+    of_layer = cell.keys * _RING * _BYTES * k["hidden"] / tp * (degree - 1) / degree
+    rate = inside_of(cell.model).bytes_per_s if tp * degree <= NODE else 1e9 * cell.between
     return 1e3 * of_layer * k["layers"] / base.scheme.pp / rate
 
 
-def _all_to_all_ms(model: str, base: SchemeCost, degree: int) -> float:
-    """What the all-to-alls of a token take one stage, in ms."""
+def _all_to_all_ms(cell: Cell, base: SchemeCost, degree: int) -> float:
+    """What the all-to-alls of a token take one stage, in ms; ranks that share a head of keys all receive it."""
     if degree == 1:
         return 0.0
-    k, tp = _constants(model), base.uniform.tp
+    k, tp = _constants(cell.model), base.uniform.tp
     # Where TP groups fill nodes, as large a part of the bytes leaves the node as with Ulysses over TP * degree GPUs.
     across = degree if tp * degree <= NODE else tp * degree
-    of_layer = _TENSORS * _BYTES * k["hidden"] / (tp * degree)
-    rate = next(rate for gpus, rate in sorted(ALL_TO_ALL.items()) if gpus >= min(across, max(ALL_TO_ALL)))
+    keys = min(1.0, max(cell.keys, tp * degree / _HEADS[base_model(cell.model)]))
+    of_layer = (0.5 + 0.5 * keys) * _TENSORS * _BYTES * k["hidden"] / (tp * degree)
+    gpus, rate = next(row for row in sorted(ALL_TO_ALL.items()) if row[0] >= min(across, max(ALL_TO_ALL)))
+    rate *= (
+        cell.between * 1e9 / BETWEEN.bytes_per_s
+        if gpus > NODE
+        else (inside_of(cell.model).bytes_per_s / INSIDE.bytes_per_s)
+    )
     return 1e3 * of_layer * k["layers"] / base.scheme.pp / (1e9 * rate)
+
+
+def with_keys(cost: SchemeCost, keys: float) -> SchemeCost:
+    """The same where keys and values have this share of the queries' heads: their gradients, which stages keep for
+    slices, are smaller. What their weights take less is not counted."""
+    if keys == 1.0 or cost.shares is None:
+        return cost
+    return replace(cost, shares=replace(cost.shares, context=keys * cost.shares.context))
 
 
 def _limited(costs: Iterable[SchemeCost], model: str, gpus: int, way: Way, found: CostTable) -> Iterator[SchemeCost]:
@@ -262,6 +278,6 @@ def powers_of_two(most: int) -> tuple[int, ...]:
 
 def cluster_of(cell: Cell, table: CostTable) -> SimulatedJob:
     """The cell's model and GPUs, with these costs and the links that all systems are simulated with."""
-    name = f"a800-{cell.model}"
-    found = replace(read_table_file(shipped(name)), table=table)
-    return shipped_cluster(name, found, LinkModel.of_table(None, NODE), cell.gpus)
+    found = replace(found_of(cell.model), table=table)
+    links = LinkModel(NODE, inside_of(cell.model), BETWEEN._replace(bytes_per_s=1e9 * cell.between))
+    return shipped_cluster(f"a800-{base_model(cell.model)}", found, links, cell.gpus)

@@ -14,6 +14,7 @@ from ds_hydra.planner.proposal.spaces import wider_shapes
 from tools import aims
 from tools.systems.cells import Cell
 from tools.systems.costs import NODE
+from tools.systems.devices import base_model
 from tools.systems.hindsight import Lengths
 from tools.systems.ours import LAYERS, all_schemes
 
@@ -24,7 +25,7 @@ def chunked_bound_ms(cell: Cell, batches: Sequence[Lengths]) -> float:
 
     Over schemes with SP inside nodes on stages: over two nodes it takes more GPU-seconds than it saves.
     """
-    table, layers = all_schemes(cell), LAYERS[cell.model]
+    table, layers = all_schemes(cell), LAYERS[base_model(cell.model)]
     inside = [s for s in wider_shapes(table, num_layers=layers) if scheme_of(s).tp * scheme_of(s).sp <= NODE]
     shapes = [*inside, *(PipelineShape.of(scheme) for scheme in table.schemes if scheme.pp == 1)]
     space = ChunkedSpace(table, [StrategyShape((shape,)) for shape in shapes], slices=True, layers=layers)

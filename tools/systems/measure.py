@@ -22,6 +22,7 @@ from ds_hydra.planner.exact.counts import continuous_ms
 from ds_hydra.planner.kernels.problem import Batch, scheme_arrays
 from ds_hydra.simulate.step import Simulator
 from ds_hydra.zero_hetero.errors import PlanError
+from tools.systems.as_made import AS_MADE, as_made
 from tools.systems.cells import LONG_CELLS, Cell
 from tools.systems.costs import WaitingCost, cluster_of
 from tools.systems.groups import dynamic_context_parallel, flexsp, hybrid_data_parallel
@@ -47,7 +48,7 @@ RIVALS: dict[str, System] = {
     "Hydraulis": lambda cell, _: hydraulis(cell),
     "InfiniPipe": lambda cell, _: infinipipe(cell),
 }
-NAMES = (OURS, STATIC, SAME_LAYOUT, *list(RIVALS)[1:])
+NAMES = (OURS, STATIC, SAME_LAYOUT, *list(RIVALS)[1:], *AS_MADE)
 _TASKS_OF_A_WORKER = 48  # then another process takes its place, without what it has kept
 
 
@@ -122,6 +123,8 @@ def measure(cell: Cell, steps: int, name: str) -> dict[str, Measured]:
         return {}
     else:
         try:
+            if name in AS_MADE:
+                return {name: _made(name, cell, batches)}
             chosen = hindsight(RIVALS[name](cell, batches), batches, simulators.ms)
         except PlanError as error:
             print(f"  {cell}: {name} is left out: {error}", flush=True)
@@ -191,9 +194,20 @@ def _measured(name: str, chosen: Chosen, simulators: Simulators, cell: Cell, sec
     )  # fmt: skip
 
 
+def _made(name: str, cell: Cell, batches: Sequence[Lengths]) -> Measured:
+    """A system whose steps are no plans of ours. PlanError where nothing holds the batches."""
+    began, made = time.thread_time(), as_made(cell, batches, name)
+    step_ms = tuple(one.ms + made.exposed_ms for one in made.ran)
+    return Measured(
+        name, str(made.units), step_ms, statistics.fmean(one.ms for one in made.ran), made.gap, made.idle,
+        {f"{made.units.count}*{made.units.unit}": len(step_ms)}, time.thread_time() - began,
+        tflops(cell, batches, statistics.fmean(step_ms)),
+    )  # fmt: skip
+
+
 def bound_ms(cell: Cell, batches: Sequence[Lengths]) -> float:
     """Mean over the batches of the least time in which fractions of pipelines would do all work (GPU-seconds bound)."""
-    if cell in LONG_CELLS:
+    if cell.context >= LONG_CELLS[0].context:
         return chunked_bound_ms(cell, batches)
     table = all_schemes(cell)
     sizes = np.array([scheme.num_ranks for scheme in table.schemes])

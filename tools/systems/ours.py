@@ -15,7 +15,8 @@ from ds_hydra.planner.proposal.spaces import wider_shapes
 from ds_hydra.simulate.exposed import exposed_ms
 from ds_hydra.simulate.job import SimulatedJob
 from tools.systems.cells import SEEN_BEFORE, Cell
-from tools.systems.costs import Way, averaged, cluster_of, measured, table_of
+from tools.systems.costs import Way, averaged, cluster_of, measured, table_of, with_keys
+from tools.systems.devices import base_model
 from tools.systems.hindsight import Configuration, StepMs, hindsight, planned_by
 
 LAYERS = {"7b": 32, "32b": 60}
@@ -35,9 +36,11 @@ def ds_hydra(cell: Cell, ms: StepMs) -> Configuration:
 
 def settings(cell: Cell, table: CostTable, ms: StepMs) -> Iterator[Configuration]:
     """What a job may choose from: plans of whole sequences only, or chunked pipelines besides."""
-    layers = LAYERS[cell.model]
-    whole = _proposed(cell, table, count=_MOST)
-    yield _configured(cell, table, whole, ms, layers=0)
+    layers = LAYERS[base_model(cell.model)]
+    whole: tuple[StrategyShape, ...] = ()
+    if max(cost.max_length for cost in table.costs) >= cell.context:
+        whole = _proposed(cell, table, count=_MOST)
+        yield _configured(cell, table, whole, ms, layers=0)
     wider = Wider(wider_shapes(table, num_layers=layers), layers=layers, plain=False)
     more = _proposed(cell, table, wider=wider)
     yield _configured(cell, table, tuple(dict.fromkeys((*whole, *more))), ms, layers=layers)
@@ -52,7 +55,8 @@ def all_schemes(cell: Cell) -> CostTable:
     known = set(plain.schemes)
     added = [cost for cost in more.costs if cost.scheme not in known and _is_used(cost)]
     lengths = cell.lengths(SEEN_BEFORE)
-    return CostTable((*plain.costs, *(cost if cost.scheme.pp == 1 else averaged(cost, lengths) for cost in added)))
+    own = [with_keys(cost, cell.keys) for cost in plain.costs]
+    return CostTable((*own, *(cost if cost.scheme.pp == 1 else averaged(cost, lengths) for cost in added)))
 
 
 def _is_used(cost: SchemeCost) -> bool:

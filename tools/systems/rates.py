@@ -8,16 +8,14 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Sequence
 
-from ds_hydra.commands.shipped import shipped
-from ds_hydra.costs.table_file import read_table_file
-from ds_hydra.simulate.llama import SHIPPED
 from tools.systems.cells import Cell
+from tools.systems.devices import found_of, shape_of
 
 
 def model_flops(model: str, lengths: Iterable[int]) -> float:
     """Operations that the model needs for sequences of these lengths, as `analytic.flops_of` counts them: what is
     computed again is not in it."""
-    shape = SHIPPED[f"a800-{model}"].shape
+    shape = shape_of(model)
     weights = shape.params - shape.vocab * shape.hidden  # a row of the embeddings is looked up
     return sum(6.0 * length * (weights + shape.hidden * shape.layers * length) for length in lengths)
 
@@ -29,6 +27,6 @@ def tflops(cell: Cell, batches: Sequence[Sequence[int]], step_ms: float) -> floa
 
 def peak_tflops(model: str) -> float:
     """What a GPU of the model's table computes at most."""
-    peak = read_table_file(shipped(f"a800-{model}")).peak
+    peak = found_of(model).peak
     assert peak is not None, "shipped tables say it"
     return peak.device_flops / 1e12

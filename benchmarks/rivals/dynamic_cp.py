@@ -1,0 +1,163 @@
+"""Dynamic context parallelism as Megatron-Core schedules it: lengths in, who computes which of them in turn out.
+
+A unit is one rank of the group of data and context parallelism: TP ranks, or a pipeline of them. Both schedulers count
+the work of a sequence that k units share as l * l / k, so that short ones look free. `BalancedCPScheduler` is the class
+of the published package itself; its successor, `next_hdp_group_packing_aware` of the development branch, stands here by
+its rules, as no package for all of our versions of Python has it. Pure: torch comes with Megatron-Core when it is used.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ds_hydra.zero_hetero.errors import PlanError
+
+_SLACK = 1.05  # of what a unit may get in one turn, by the successor's rules
+
+
+class Group(NamedTuple):
+    """So many units in a row, and the positions of the sequences that all of them share, in the order of computing."""
+
+    units: int
+    positions: tuple[int, ...]
+
+
+Turn = tuple[Group, ...]  # all units, in order
+
+
+class _Ranks(NamedTuple):
+    """Stands for a process group, of which the scheduler asks the size."""
+
+    units: int
+
+    def size(self) -> int:
+        return self.units
+
+
+def balanced_turns(lengths: Sequence[int], units: int, most: int) -> list[Turn]:
+    """Turns by Megatron-Core's `BalancedCPScheduler`, with at most so many tokens of a sequence on a unit: each
+    sequence is a micro-batch, and all units wait for each other after a turn.
+
+    PlanError where a sequence fits nowhere, or where the scheduler itself fails.
+    """
+    _check_longest(lengths, 1 << (units.bit_length() - 1), most)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it tells what else it would like to find installed
+        from megatron.core.pipeline_parallel.hybrid_cp_schedule import BalancedCPScheduler
+    try:
+        _, found = BalancedCPScheduler(most, _Ranks(units)).get_groups_and_subsamples(list(enumerate(lengths)), None)
+    except AssertionError as error:
+        raise PlanError(f"BalancedCPScheduler fails on {units} units: {error}") from error
+    return [_in_groups(turn) for turn in found]
+
+
+def _in_groups(turn: Sequence[Sequence[int]]) -> Turn:
+    """Neighbours with the same sequences as groups."""
+    groups: list[Group] = []
+    for positions in map(tuple, turn):
+        if groups and groups[-1].positions == positions:
+            groups[-1] = Group(groups[-1].units + 1, positions)
+        else:
+            groups.append(Group(1, positions))
+    return tuple(groups)
+
+
+def packed_turns(lengths: Sequence[int], units: int, most: int) -> list[Turn]:
+    """Turns by the successor's rules: what a group gets in a turn is one micro-batch, of at most so many tokens on a
+    unit. PlanError where a sequence fits nowhere."""
+    _check_longest(lengths, units, most)
+    left = sorted(range(len(lengths)), key=lambda position: -lengths[position])
+    turns = []
+    while left:
+        turn, left = _packed_turn(left, lengths, units, most)
+        turns.append(turn)
+    return turns
+
+
+@dataclass
+class _Growing:
+    """A group that is being filled."""
+
+    units: int
+    positions: list[int] = field(default_factory=list)
+    tokens: float = 0.0  # on each of its units
+    work: float = 0.0
+
+    def add(self, position: int, length: int) -> None:
+        self.positions.append(position)
+        self.tokens += length / self.units
+        self.work += length * length / self.units
+
+
+def _packed_turn(order: Sequence[int], lengths: Sequence[int], units: int, most: int) -> tuple[Turn, list[int]]:
+    """A turn for these sequences, longest first, and those that are left for later ones.
+
+    The longest one takes as few units as hold it. Each other one goes where the busiest unit gets least: to a group,
+    or to units that are free, as few as hold it or twice, four times ... as many; but nowhere where a unit would get
+    more than a full one of tokens of the longest one's kind.
+    """
+    longest = lengths[order[0]]
+    cap = _SLACK * longest * most
+    groups = [_Growing(_needed(longest, most, units))]
+    groups[0].add(order[0], longest)
+    left: list[int] = []
+    for position in order[1:]:
+        length = lengths[position]
+        free, busiest = units - sum(group.units for group in groups), max(group.work for group in groups)
+        best: tuple[float, _Growing] | None = None
+        for size in _sizes(units):
+            if size < _needed(length, most, units):
+                continue
+            known = [one for one in groups if one.units == size and one.tokens + length / size <= most]
+            for group in [*known, *([_Growing(size)] if size <= free else [])]:
+                after = max(busiest, group.work + length * length / size)
+                if after <= cap and (best is None or after < best[0]):
+                    best = after, group
+        if best is None:
+            left.append(position)
+            continue
+        best[1].add(position, length)
+        if len(best[1].positions) == 1:
+            groups.append(best[1])
+    if not _fill(groups, units):
+        # No group may grow so that all units have work: one of all of them takes what it holds.
+        everyone, left = _Growing(units), []
+        for position in order:
+            if everyone.tokens + lengths[position] / units <= most:
+                everyone.add(position, lengths[position])
+            else:
+                left.append(position)
+        groups = [everyone]
+    return tuple(Group(group.units, tuple(group.positions)) for group in groups), left
+
+
+def _fill(groups: Sequence[_Growing], units: int) -> bool:
+    """Let the smallest groups grow to the next size until no unit is without work; False if that does not do it."""
+    while (free := units - sum(group.units for group in groups)) > 0:
+        smallest = min(groups, key=lambda group: group.units)
+        larger = [size for size in _sizes(units) if size > smallest.units]
+        if not larger or larger[0] - smallest.units > free:
+            return False
+        smallest.units = larger[0]
+    return True
+
+
+def _sizes(units: int) -> list[int]:
+    """Of groups: powers of two, and all units."""
+    return sorted({*(1 << n for n in range(units.bit_length()) if 1 << n <= units), units})
+
+
+def _needed(length: int, most: int, units: int) -> int:
+    """The smallest group that holds a sequence."""
+    return next(size for size in _sizes(units) if size * most >= length)
+
+
+def _check_longest(lengths: Sequence[int], units: int, most: int) -> None:
+    if (longest := max(lengths)) > units * most:
+        raise PlanError(
+            f"a sequence of {longest} tokens does not fit {units} units with {most} tokens on each; give units of more "
+            "ranks"
+        )
