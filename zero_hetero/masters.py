@@ -190,17 +190,23 @@ class MasterShards:
             if not any(wanted_here):
                 continue
             local = (self.shards if source is None else source)[bucket].detach()
-            # A whole bucket is a layout too: everything on the receivers, nothing elsewhere.
-            wanted = [(0, spec.numel if rank in receivers else 0) for rank in range(self.num_ranks)]
-            plan = plan_transfer(self.layouts[bucket], layout_of_intervals(spec.numel, wanted))
-            whole = torch.empty(wanted[self.rank][1], dtype=local.dtype, device=local.device)
-            Link(plan, self.rank, transport).pull(local, whole).wait()
+            whole = self.gather_bucket(bucket, local, transport, receivers)
             if self.rank in receivers:
                 values = whole.cpu().split([numel for _, numel in spec.params])
                 # Cloned, so that who keeps one parameter does not keep the whole bucket.
                 triples = zip(spec.params, values, wanted_here, strict=True)
                 gathered |= {name: value.clone() for (name, _), value, asked in triples if asked}
         return gathered
+
+    def gather_bucket(self, bucket: int, local: Tensor, transport: Transport, receivers: Collection[int]) -> Tensor:
+        """A whole bucket, flat, on the receivers, and nothing elsewhere; `local` is what this rank has of it."""
+        # A whole bucket is a layout too: everything on the receivers, nothing elsewhere.
+        numel = self.buckets[bucket].numel
+        wanted = [(0, numel if rank in receivers else 0) for rank in range(self.num_ranks)]
+        plan = plan_transfer(self.layouts[bucket], layout_of_intervals(numel, wanted))
+        whole = torch.empty(wanted[self.rank][1], dtype=local.dtype, device=local.device)
+        Link(plan, self.rank, transport).pull(local, whole).wait()
+        return whole
 
     def _cut_pieces(self) -> Iterator[OwnedPiece]:
         """This rank's interval of every bucket, cut where parameters begin."""

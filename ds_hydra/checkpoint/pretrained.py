@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,27 @@ def gather_weights(
         name: from_flat(value, params[name].shape, params[name].rule.dim, params[name].rule.parts).contiguous()
         for name, value in flat.items()
     }
+
+
+def stored_weights(
+    masters: ModelMasters, transport: Transport, dtype: torch.dtype, model: Any, ranks: Sequence[int] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """What a folder of the model holds, by the names it has there, one bucket at a time: weights that the model has
+    stacked (of experts, say) as `from_pretrained` found them. Tied parameters come once.
+
+    All ranks take the same buckets in step; those that are not in `ranks` (None: all) get none of them.
+    """
+    from transformers import PreTrainedModel
+    from transformers.core_model_loading import revert_weight_conversion
+
+    for values in masters.whole_buckets(transport, dtype, ranks):
+        if values and isinstance(model, PreTrainedModel):
+            with torch._C.DisableTorchFunctionSubclass():  # it reads no value of the model's own parameters
+                values = revert_weight_conversion(model, values)
+        # Copies, so that who keeps the last one does not keep the bucket, which is gone before the next one comes.
+        while values:
+            name = next(iter(values))
+            yield name, values.pop(name).clone(memory_format=torch.contiguous_format)
 
 
 def write_pretrained(

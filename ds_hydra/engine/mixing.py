@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ds_hydra.data.columns import IGNORE_INDEX
 from ds_hydra.data.tokens import Float64Array, TokenSequence
-from ds_hydra.engine.loss_watch import names_of, refuse_leaves
+from ds_hydra.engine.loss_watch import Watch, names_of, refuse_leaves
 from ds_hydra.engine.objectives import Asked, check_returned, fields_of, released_on_meta
 from ds_hydra.pipe.fields import SEQUENCE, Field, FieldLayout
 from ds_hydra.pipe.scores import ENTROPY, LOG_PROB, Objective
@@ -59,7 +59,13 @@ def mix(
         torch.from_numpy(numbers).to(device), torch.float64
     )
     with torch.enable_grad(), released_on_meta():
-        losses = asked.loss(leaf[:, LOG_PROB], leaf[:, ENTROPY], fields)
+        watch = Watch(names_of(model), MIXING_FORM)
+        try:
+            with watch:
+                losses = asked.loss(leaf[:, LOG_PROB], leaf[:, ENTROPY], fields)
+        except Exception:
+            watch.refuse()  # which says more than an error by what it has read
+            raise
         check_returned(losses, leaf, MIXING_FORM, None)
         refuse_leaves(losses, leaf, lambda: names_of(model), "a loss that mixes tokens")
         (gradients,) = torch.autograd.grad(losses.double().sum(), leaf)

@@ -15,6 +15,7 @@ its gradients by them are plain numbers, by which the tokens count in a second r
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import is_dataclass
@@ -181,7 +182,8 @@ def _run(objective: Objective, scores: Tensor, numbers: Tensor, names: dict[int,
     leaf = scores.clone().requires_grad_()
     given, watch = leaf * 1, Watch(names, FORM)
     try:
-        with torch.enable_grad(), watch:
+        with torch.enable_grad(), watch, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a deviation of one number, say: no step has asked for it
             losses = objective.losses(given, numbers.clone())
     except Exception as error:
         watch.refuse()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,18 @@ class EngineInParts(EngineWithWeights):
         are not read. ConfigError where a sequence would be truncated or left out.
         """
         return self.steps.parts.scoring.log_probs(sequences, temperature, entropy=entropy)
+
+    def full_parameters(
+        self, *, dtype: torch.dtype | None = None, ranks: Sequence[int] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The weights for an inference engine: (name, whole tensor on the device) one after the other, in the type that
+        the model is computed in, or in `dtype`; no rank has more than one bucket (some layers) at a time.
+
+        Names are those of the model's Hugging Face folder, as `save_16bit_model` writes it, with experts one by one;
+        tied parameters come once. The order is the same on all ranks, and all must take all of them; `ranks` are those
+        that get them (default: all), others get none. ConfigError for a PEFT model.
+        """
+        return self.saving.full_parameters(dtype, ranks)
 
     def save_checkpoint(self, save_dir: str | Path, *arguments: Any, **named: Any) -> bool:
         """See `EngineWithWeights`. CheckpointError while gradients wait for an update, which no checkpoint holds."""

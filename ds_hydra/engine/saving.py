@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from ds_hydra.checkpoint.loading import PartsToLoad
-from ds_hydra.checkpoint.pretrained import gather_weights, load_pretrained, write_pretrained
+from ds_hydra.checkpoint.pretrained import gather_weights, load_pretrained, stored_weights, write_pretrained
 from ds_hydra.config.hydra_block import WEIGHTS
 from ds_hydra.engine.crew import Crew
 from ds_hydra.engine.signals import LEAVE, NOTHING, Signals
 from ds_hydra.host.host_engine import HostEngine
 from ds_hydra.pipe.models.adapted import is_peft_model, names_with_adapters
-from ds_hydra.zero_hetero.errors import CheckpointError
+from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -117,6 +120,16 @@ class Saving:
             except (OSError, CheckpointError) as raised:
                 error = raised
             world.channel.settle(error, f"saving the model in {str(folder)!r}")
+
+    def full_parameters(self, dtype: torch.dtype | None, ranks: Sequence[int] | None) -> Iterator[tuple[str, Tensor]]:
+        """See `EngineInParts.full_parameters`."""
+        crew = self._crew
+        if is_peft_model(self._host.module):
+            raise ConfigError(
+                "full_parameters() of a PEFT model is not supported, whose weights an inference engine takes as "
+                "adapters: write them by save_16bit_model(), which it can load"
+            )
+        return stored_weights(crew.masters, crew.world.links, dtype or crew.job.types.compute, self._host.module, ranks)
 
     def load_pretrained(self, folder: str | Path) -> None:
         """Load the parameters of a Hugging Face folder; each rank reads only what it owns."""

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_hydra.pipe.model_plan import Bucket
 from ds_hydra.pipe.stage import ModelSource, from_flat, to_flat
 from ds_hydra.zero_hetero.bucket import BucketSpec
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -86,6 +87,24 @@ class ModelMasters:
                 rule = rules[piece.name]
                 masters.load(piece.name, to_flat(drawn(piece.name), rule.dim, rule.parts))
 
+    def whole_buckets(
+        self, transport: Transport, dtype: torch.dtype, ranks: Sequence[int] | None = None
+    ) -> Iterator[dict[str, Tensor]]:
+        """Full parameters by master name, in their own shapes and in `dtype`, on the device; one bucket at a time, in
+        memory that its parameters share.
+
+        All ranks must take all of them, in step; all or some (`ranks`) get the parameters, the others empty ones.
+        """
+        receivers = range(self.trained.num_ranks) if ranks is None else ranks
+        trained = frozen = 0
+        for bucket in self.buckets:
+            masters, index = (self.trained, trained) if bucket.trainable else (self.frozen, frozen)
+            trained, frozen = trained + bucket.trainable, frozen + (not bucket.trainable)
+            # Cast before they travel: half the bytes on the wire. Nothing of a bucket is kept here beyond its turn.
+            yield _in_shapes(
+                bucket, masters.gather_bucket(index, masters.shards[index].detach().to(dtype), transport, receivers)
+            )
+
     def gather(
         self, transport: Transport, names: Collection[str] | None = None, ranks: Sequence[int] | None = None
     ) -> dict[str, Tensor]:
@@ -98,3 +117,12 @@ class ModelMasters:
             p.name: from_flat(flat[p.name], p.shape, p.rule.dim, p.rule.parts).contiguous().to(self.trained.flat.dtype)
             for p in params
         }
+
+
+def _in_shapes(bucket: Bucket, whole: Tensor) -> dict[str, Tensor]:
+    """The parameters of a bucket by name, in their own shapes, as views; none of an empty one."""
+    values = whole.split([param.numel for param in bucket.params]) if len(whole) else ()
+    return {
+        param.name: from_flat(value, param.shape, param.rule.dim, param.rule.parts)
+        for param, value in zip(bucket.params, values, strict=False)
+    }

@@ -9,14 +9,18 @@ from unittest import mock
 
 import deepspeed  # noqa: F401  (before forking: the ranks share it)
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import ds_hydra.engine.engine  # noqa: F401
 from ds_hydra.zero_hetero.errors import ConfigError
+from tests.support.families import build_model
 from tests.support.ranks import rank_environment, run_ranks
 from tests.support.small_job import same, small_engine, whole_state
 from tools import aims
 from tools.post_training import equality, refusals
 from tools.post_training.equality import Layout
+from tools.post_training.memory import Live
 from tools.post_training.rollouts import rollouts, share
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -110,3 +114,27 @@ def test_optimizer_step_needs_gradients() -> None:
         return str(caught.value)
 
     assert "has no gradients to apply" in run_ranks(refused, 1)[0]
+
+
+@pytest.mark.parametrize("family", ["llama_tied", "qwen3_moe"])
+def test_full_parameters_are_what_a_folder_of_the_model_holds(family: str, tmp_path: Path) -> None:
+    def given(rank: int) -> tuple[list[str], dict[str, torch.Tensor], int]:
+        engine = small_engine(rank, model=build_model(family, torch.float32), data=None, strategies=["tp2", "2*tp1"])
+        engine.train_batch([[5, 6, 7, 8]] * 3)
+        engine.save_16bit_model(tmp_path)
+        masters = engine.crew.masters
+        largest = 4 * max(sum(param.numel for param in bucket.params) for bucket in masters.buckets)
+        with Live() as live:
+            for _ in engine.full_parameters():
+                pass
+        assert live.most - masters.trained.flat.nbytes < 2 * largest, "a bucket at a time"
+        found = dict(engine.full_parameters())
+        return list(found), found if rank else {}, len(list(engine.full_parameters(ranks=[1])))
+
+    (names, _, none), (others, found, count) = run_ranks(given, 2, timeout=120)
+    assert names == others
+    assert (none, count) == (0, len(names))
+    folder = load_file(tmp_path / "model.safetensors")
+    assert folder.keys() == found.keys()
+    assert all(torch.equal(folder[name], found[name]) for name in folder)
+    assert family != "qwen3_moe" or any("experts.3." in name for name in names)

@@ -92,7 +92,7 @@ class Planned:
         return recomputing(plan, self.table) if self.layout.recompute else plan
 
 
-def engine_of(rank: int, family: str, planned: Planned | None, dtype: torch.dtype = torch.float64, **hydra: Any) -> Any:
+def engine_of(rank: int, family: str, planned: Planned, optimizer: dict[str, Any] | None = None) -> Any:
     """An engine of this rank that trains on what is handed in, under any of the layouts."""
     rank_environment(rank)
     shapes = dict.fromkeys(str(shape) for one in LAYOUTS for shape in parse_phases(one.strategy))
@@ -105,10 +105,9 @@ def engine_of(rank: int, family: str, planned: Planned | None, dtype: torch.dtyp
         "planner": {"ahead": 0},
         "faults": {"frozen_seconds": 0},
     }
-    config = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "hydra": block | hydra}
-    engine = ds_hydra.initialize(model=build_model(family, dtype), config=config, pre_step_callback=planned)[0]
-    if planned is not None:
-        planned.table = engine.crew.plans.table
+    config = {"optimizer": optimizer or {"type": "AdamW"}, "gradient_clipping": 1.0, "hydra": block}
+    engine = ds_hydra.initialize(model=build_model(family, torch.float64), config=config, pre_step_callback=planned)[0]
+    planned.table = engine.crew.plans.table
     return engine
 
 
