@@ -14,7 +14,8 @@ later. So a block's logits become its loss, and at once, in their own memory, th
 
 A backward multiplies both by the gradient of the loss, a number. Where a schedule runs several forwards before the
 first backward, only one of them holds its dW, as large as the head in FP32; the others make their gradients when their
-backward comes, with the first product once more. Both ways give the same bits.
+backward comes, with the first product once more. Both ways give the same bits. A slice of a sequence that others follow
+never holds one: their backwards come before its own, and would make theirs beside it.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ class HeadLoss:
         assert weights is not None, "the last stage was given no weights"
         targets = _Targets.of(labels, weights, self._vocab_start, len(weight), self._group)
         rows = copy_to_ranks(hidden.squeeze(0), self._group)
-        loss, losses = _HeadLoss.apply(rows, weight, targets, self)
+        chunk = batch.pack.chunk
+        loss, losses = _HeadLoss.apply(rows, weight, targets, self, chunk is not None and not chunk.is_last)
         if batch.token_losses is not None:
             batch.token_losses.copy_(losses)
         return loss  # type: ignore[no-any-return]
@@ -64,9 +66,9 @@ class HeadLoss:
         for block in _blocks(len(rows), self._widest, HEAD_LOGITS_AT_ONCE):
             yield block, rows[block] @ weight.t()
 
-    def gradients(self, rows: Tensor, weight: Tensor, needed: tuple[bool, bool]) -> _Gradients | None:
-        """What a forward adds its gradients up in; None if another one's backward is still to come."""
-        if not any(needed) or (self._holds is not None and self._holds() is not None):
+    def gradients(self, rows: Tensor, weight: Tensor, needed: tuple[bool, bool], followed: bool) -> _Gradients | None:
+        """What a forward adds its gradients up in; None if another one's backward comes before its own, or may."""
+        if not any(needed) or followed or (self._holds is not None and self._holds() is not None):
             return None
         made = _Gradients.of(rows, weight, needed)
         self._holds = weakref.ref(made)
@@ -164,10 +166,12 @@ class _HeadLoss(torch.autograd.Function):
     """See [Note: head and loss as one]. Returns the loss, and the losses (T,) of the tokens."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, targets: _Targets, head: HeadLoss) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, targets: _Targets, head: HeadLoss, followed: bool
+    ) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(rows.dtype, torch.float32)
         found = _Statistics(*torch.empty((3, len(rows)), dtype=wide, device=rows.device))
-        ctx.sums = head.gradients(rows, weight, ctx.needs_input_grad[:2])
+        ctx.sums = head.gradients(rows, weight, ctx.needs_input_grad[:2], followed)
         for block, logits in head.logits(rows, weight):
             part = found.part(block)
             part.fill(logits, targets.part(block))
@@ -182,7 +186,7 @@ class _HeadLoss(torch.autograd.Function):
         return (losses * targets.weights).sum(), losses
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         sums, ctx.sums = ctx.sums, None
         if sums is None:
             rows, weight = ctx.saved_tensors
@@ -190,7 +194,7 @@ class _HeadLoss(torch.autograd.Function):
             for block, logits in ctx.head.logits(rows, weight):
                 ctx.found.part(block).to_gradient(logits, ctx.targets.part(block))
                 sums.add(block, logits, rows, weight)
-        return *sums.scaled(grad, ctx.dtype), None, None
+        return *sums.scaled(grad, ctx.dtype), None, None, None
 
 
 def _blocks(num_rows: int, width: int, at_once: int) -> Iterator[slice]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from ds_hydra.pipe import head_loss
+from ds_hydra.pipe.contexts import Contexts
 from ds_hydra.pipe.head_loss import HeadLoss
 from ds_hydra.pipe.loss import blockwise_loss, token_losses
 from ds_hydra.pipe.models.plain_head import PlainHead
-from ds_hydra.pipe.rows import MicroBatch, Pack
+from ds_hydra.pipe.rows import Chunk, MicroBatch, Pack
 
 Results = tuple[Tensor, Tensor | None, Tensor | None, Tensor]
 TOKENS, WIDTH, VOCAB = 97, 32, 53
@@ -125,6 +127,23 @@ def test_of_forwards_that_wait_for_their_backwards_one_holds_a_weights_gradient(
     del dropped, loss, losses
     gc.collect()
     assert head(inputs[0], weight, batch).grad_fn.sums is not None, "what nobody goes back through holds nothing"  # type: ignore[union-attr]
+
+
+def test_of_a_sequence_in_slices_the_last_one_holds_the_weights_gradient() -> None:
+    """Its backward is the first: by the time of the others' nothing is held beside what they make."""
+    head, contexts = HeadLoss(0, VOCAB, None), Contexts(2 * TOKENS)
+    hidden, weight = values(TOKENS, WIDTH, VOCAB)
+    weight.requires_grad_()
+    whole = micro_batch(TOKENS, VOCAB, torch.float64)
+    cut = [replace(whole, pack=Pack((TOKENS,), chunk=Chunk(start, start + TOKENS, contexts))) for start in (0, TOKENS)]
+    losses = [head(hidden.clone().requires_grad_(), weight, batch) for batch in cut]
+    assert [loss.grad_fn.sums is not None for loss in losses] == [False, True]  # type: ignore[union-attr]
+    found = []
+    for loss in reversed(losses):
+        loss.backward()
+        found.append(weight.grad)
+        weight.grad = None
+    assert torch.equal(*found)  # type: ignore[arg-type]
 
 
 class Model(nn.Module):
