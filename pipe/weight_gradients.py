@@ -36,6 +36,7 @@ from ds_hydra.pipe.wrappers import wrap
 
 Linear = Callable[[nn.Module, Tensor, Tensor | None], Tensor]
 """(module, input, bias) in, the input times the module's weight, plus the bias, out."""
+_ADDED_AT_ONCE = 1 << 18  # elements of a gradient, on a CPU
 
 
 def linear(module: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -236,7 +237,7 @@ class WeightGradients:
             if total.dtype == x.dtype:
                 total.addmm_(dy.t(), x)
             else:
-                total.add_(dy.t() @ x)
+                add_to_sum(total, dy.t() @ x)
 
 
 class _PutOff(torch.autograd.Function):
@@ -261,6 +262,17 @@ class _PutOff(torch.autograd.Function):
             ctx.queue.add(ctx.module, x, rows)
         bias = rows.sum(0) if ctx.needs_input_grad[2] else None
         return dy @ weight, None, bias, None, None
+
+
+def add_to_sum(total: Tensor, gradient: Tensor) -> None:
+    """Add a gradient to a sum in a wider type."""
+    if total.is_cuda or gradient.numel() <= _ADDED_AT_ONCE:
+        total.add_(gradient)
+        return
+    # Between types a CPU makes a wide copy first, which for embeddings would be the largest tensor of a backward.
+    rows = max(1, _ADDED_AT_ONCE * len(gradient) // gradient.numel())
+    for part, added in zip(total.split(rows), gradient.split(rows), strict=True):
+        part.add_(added)
 
 
 def _joined(factors: Sequence[tuple[Tensor, Tensor]], total: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -22,7 +22,8 @@ from ds_hydra.pipe import weight_gradients
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.shape import PipelineShape
 from ds_hydra.pipe.stage_options import StageOptions
-from ds_hydra.pipe.weight_gradients import WeightGradients
+from ds_hydra.pipe.weight_gradients import WeightGradients, add_to_sum
+from ds_hydra.profiling.allocations import Allocations
 from ds_hydra.self_check.compare import compare
 from ds_hydra.self_check.runs import Data, Outcome, run_pipeline, uneven_data
 from ds_hydra.self_check.schemes import uneven_pipeline
@@ -341,3 +342,17 @@ def test_a_wrong_sum_is_found(wrong: Callable[..., None]) -> None:
         what = off(build_model("llama", torch.float64), "pp3/zb-h1")
     assert what is not None
     assert "gradient of" in what
+
+
+def test_a_gradient_is_added_to_a_wider_sum_without_a_wide_copy_of_it() -> None:
+    gradient = torch.randn(1024, 2048).bfloat16()
+    sums = [torch.randn(1024, 2048), torch.randn(2048, 1024).t(), torch.randn(1024, 2048, 1)[..., 0]]
+    for total in sums:
+        expected = total + gradient
+        with Allocations(torch.device("cpu")) as found:
+            add_to_sum(total, gradient)
+        assert torch.equal(total, expected)
+        assert found.peak <= expected.nbytes // 4
+    for few in (torch.ones(()), torch.ones(3)):
+        add_to_sum(few, torch.ones_like(few, dtype=torch.bfloat16))
+        assert torch.equal(few, torch.full_like(few, 2.0))

@@ -39,6 +39,7 @@ from ds_hydra.pipe.transfers import (
     room_for_pushes,
     twins_with,
 )
+from ds_hydra.pipe.weight_gradients import add_to_sum
 from ds_hydra.step.arena import Arena
 from ds_hydra.zero_hetero.clock import Laps, Stopwatch
 from ds_hydra.zero_hetero.link import Link
@@ -304,7 +305,7 @@ def _accumulate_into(total: Tensor) -> Callable[[Tensor], None]:
 
     def accumulate(parameter: Tensor) -> None:
         assert parameter.grad is not None, "called after autograd has made it"
-        total.add_(parameter.grad)
+        add_to_sum(total, parameter.grad)
         parameter.grad = None
 
     return accumulate
