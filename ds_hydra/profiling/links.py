@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +28,14 @@ class Collective(NamedTuple):
     operation: str
     group_size: int
     num_bytes: int
+
+
+class Counted(NamedTuple):
+    """A collective that was counted and not run; times in seconds of computing since its part of a stage began."""
+
+    call: Collective
+    started_s: float
+    waited_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +113,29 @@ class Links:
             f.operation == operation and f.group_size == group_size for f in self.figures
         )
 
-    def total_ms(self, calls: Iterable[Collective], *, inter_node: bool = False) -> float:
-        """Milliseconds of calls made one after the other."""
-        return math.fsum(self.ms(call, inter_node=inter_node) for call in calls)
-
     def to_record(self) -> dict[str, Any]:
         """As the links file holds it."""
         return {"source": self.source, "node_size": self.node_size, "links": [asdict(f) for f in self.figures]}
+
+
+def exposed_ms(counted: Sequence[Counted], ms: Sequence[float]) -> float:
+    """What collectives that take so many milliseconds add to the computing around them.
+
+    A group does one after the other. A gather of 3 ms that is waited for when 2 ms more have been computed adds 1 ms;
+    one that is waited for at once adds all of it.
+    """
+    # Those of sequence parallel ranks, which alone make all-to-alls, go over a communicator of their own.
+    free, ends, added = {True: 0.0, False: 0.0}, [0.0] * len(ms), 0.0
+    moments = [(begun, number, 0) for number, (_, begun, _) in enumerate(counted)]
+    moments += [(waited, number, 1) for number, (_, _, waited) in enumerate(counted)]
+    for moment, number, waits in sorted(moments):
+        now = 1e3 * moment + added
+        if waits:
+            added += max(0.0, ends[number] - now)
+            continue
+        group = counted[number].call.operation == "all_to_all"
+        ends[number] = free[group] = max(now, free[group]) + ms[number]
+    return added
 
 
 def read_links(path: str | Path) -> Links:

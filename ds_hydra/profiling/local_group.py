@@ -1,35 +1,57 @@
-"""A process group of any size in one process: collectives move nothing, but are counted with their bytes.
+"""A process group of any size in one process: collectives move nothing, but are counted with their bytes, and with what
+is computed before each is waited for.
 
 It lets one rank compute its true share of a stage [Note: how an entry is made].
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_hydra.profiling.links import Collective
-from ds_hydra.zero_hetero.clock import Clock, Laps, Stopwatch
+from ds_hydra.profiling.links import Collective, Counted
+from ds_hydra.zero_hetero.clock import Clock, Moment
 
 
 class _Done(dist.Work):
+    """What was asked of a group: when its copies began, when it started for good, and when it is waited for."""
+
+    def __init__(self, group: LocalGroup, call: Collective) -> None:
+        super().__init__()
+        self._group, self.call = group, call
+        self.asked = self.started = group.clock.now()
+        group.asked.append((self, self.started, False))
+
     def wait(self, timeout: Any = None) -> bool:
+        self._group.asked.append((self, self._group.clock.now(), True))
         return True
 
 
 class StoodIn(NamedTuple):
-    """What was asked of a group, and the copies that it made for that."""
+    """What was asked of a group, and the copies that it made for that; the device must have done all of it."""
 
-    calls: tuple[Collective, ...]
-    laps: Laps
+    clock: Clock
+    asked: tuple[tuple[_Done, Moment, bool], ...]  # each with its moment, and whether that is of a wait, in order
 
     @property
     def seconds(self) -> float:
-        """What standing in took; the device must have done all that was started."""
-        return sum(spent.whole_s for spent in self.laps.spent().values())
+        """What standing in took."""
+        return sum(self.clock.seconds(one.asked, one.started) for one, _, waits in self.asked if not waits)
+
+    def calls(self, since: Moment) -> tuple[Counted, ...]:
+        """All that was asked for since a moment, in order."""
+        copied, started, waited = 0.0, dict[_Done, float](), dict[_Done, float]()
+        for one, moment, waits in self.asked:
+            if waits:
+                waited.setdefault(one, self.clock.seconds(since, moment) - copied)
+            else:
+                copied += self.clock.seconds(one.asked, one.started)
+                started[one] = self.clock.seconds(since, one.started) - copied
+        return tuple(Counted(one.call, begun, waited.get(one, begun)) for one, begun in started.items())
 
 
 class LocalGroup(dist.ProcessGroup):
@@ -44,43 +66,44 @@ class LocalGroup(dist.ProcessGroup):
 
     def __init__(self, rank: int, num_ranks: int, clock: Clock) -> None:
         super().__init__(rank, num_ranks)  # type: ignore[call-arg]
-        self.num_ranks = num_ranks
-        self._watch = Stopwatch(clock)
-        self._calls: list[Collective] = []
+        self.num_ranks, self.clock = num_ranks, clock
+        self.asked: list[tuple[_Done, Moment, bool]] = []
 
     def take(self) -> StoodIn:
         """All since it was last taken."""
-        calls, self._calls = tuple(self._calls), []
-        return StoodIn(calls, self._watch.take())
+        asked, self.asked = tuple(self.asked), []
+        return StoodIn(self.clock, asked)
+
+    @contextmanager
+    def _instead_of(self, operation: str, num_bytes: int) -> Iterator[_Done]:
+        """Copies that stand in for what the network would have brought: their time is not the stage's own."""
+        done = _Done(self, Collective(operation, self.num_ranks, num_bytes))
+        yield done
+        done.started = self.clock.now()
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> _Done:  # type: ignore[override]
-        for tensor in tensors:
-            self._calls.append(Collective("all_reduce", self.num_ranks, tensor.nbytes))
-        return _Done()
+        (tensor,) = tensors
+        return _Done(self, Collective("all_reduce", self.num_ranks, tensor.nbytes))
 
     def allgather(  # type: ignore[override]
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
     ) -> _Done:
-        # The copies below stand in for what the network would have brought: their time is not the stage's own.
-        with self._watch.lap("receive"):
-            for parts, mine in zip(outputs, inputs, strict=True):
-                self._calls.append(Collective("all_gather", self.num_ranks, mine.nbytes * self.num_ranks))
-                for part in parts:
-                    part.copy_(mine)
-        return _Done()
+        ((parts, mine),) = zip(outputs, inputs, strict=True)
+        with self._instead_of("all_gather", mine.nbytes * self.num_ranks) as done:
+            for part in parts:
+                part.copy_(mine)
+        return done
 
     def all_gather_single(self, output: Tensor, source: Tensor, opts: Any = None) -> _Done:
-        self._calls.append(Collective("all_gather", self.num_ranks, output.nbytes))
-        with self._watch.lap("receive"):
+        with self._instead_of("all_gather", output.nbytes) as done:
             output.view(self.num_ranks, -1).copy_(source.view(1, -1))
-        return _Done()
+        return done
 
     def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> _Done:
         # In a ring each rank passes as many parts on as in a gather; no figure of its own is measured.
-        self._calls.append(Collective("all_gather", self.num_ranks, source.nbytes))
-        with self._watch.lap("receive"):
+        with self._instead_of("all_gather", source.nbytes) as done:
             output.copy_(source[: output.numel()])
-        return _Done()
+        return done
 
     # What torch before 2.13 calls them.
     _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single  # type: ignore[assignment]
@@ -88,10 +111,9 @@ class LocalGroup(dist.ProcessGroup):
     def alltoall_base(
         self, output: Tensor, source: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], opts: Any = None
     ) -> _Done:
-        self._calls.append(Collective("all_to_all", self.num_ranks, max(output.nbytes, source.nbytes)))
         # Uneven all-to-alls receive more or less than they send: what there is no value for is filled with ones.
         shared = min(output.numel(), source.numel())
-        with self._watch.lap("receive"):
+        with self._instead_of("all_to_all", max(output.nbytes, source.nbytes)) as done:
             output[:shared].copy_(source[:shared])
             output[shared:].fill_(1.0)
-        return _Done()
+        return done

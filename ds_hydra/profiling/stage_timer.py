@@ -17,8 +17,8 @@ from ds_hydra.pipe.placement import Stage, place_pipeline
 from ds_hydra.pipe.rows import Chunk, MicroBatch, Pack, position_ids
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape
 from ds_hydra.pipe.stage import ModelSource, StageModule, StagePlace, install_bucket
-from ds_hydra.pipe.weight_gradients import SplitBackward
-from ds_hydra.profiling.links import Collective, Links
+from ds_hydra.pipe.weight_gradients import SplitBackward, add_to_sum
+from ds_hydra.profiling.links import Collective, Counted, Links
 from ds_hydra.profiling.local_group import LocalGroup
 from ds_hydra.zero_hetero.clock import Clock, clock_of
 
@@ -30,7 +30,7 @@ class Timing:
     """A micro-batch on one stage, or a part of one: `ms` without collectives that did not really run."""
 
     ms: float
-    calls: tuple[Collective, ...]  # collectives that were counted, not run
+    calls: tuple[Counted, ...]  # collectives that were counted, not run
 
 
 class StageTimer:
@@ -176,7 +176,7 @@ class StageTimer:
         return tuple(
             Timing(
                 1e3 * (self._clock.seconds(begin, end) - sum(each.seconds for each in stood)),
-                tuple(call for each in stood for call in each.calls),
+                tuple(call for each in stood for call in each.calls(begin)),
             )
             for (begin, end), stood in zip(pairwise(moments), stood_in, strict=True)
         )
@@ -238,7 +238,7 @@ def _collect(module: StageModule, parameter: nn.Parameter, gradients: Tensor) ->
 
     def accumulate(_: Tensor) -> None:
         assert parameter.grad is not None, "called after autograd has made it"
-        gradients.add_(parameter.grad)
+        add_to_sum(gradients, parameter.grad)
         parameter.grad = None
 
     parameter.register_post_accumulate_grad_hook(accumulate)

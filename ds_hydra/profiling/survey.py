@@ -23,7 +23,7 @@ from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.profiling.entry import How, SchemeEntry, StageEntry
 from ds_hydra.profiling.fit import Point, fit_points
 from ds_hydra.profiling.ladder import Rung, beyond_block, split_rungs
-from ds_hydra.profiling.links import Collective, Links
+from ds_hydra.profiling.links import Counted, Links, exposed_ms
 from ds_hydra.profiling.split_fit import SplitPoint, fit_split
 from ds_hydra.profiling.stage_timer import StageTimer, Timing
 from ds_hydra.profiling.within_memory import free_unused, within_memory
@@ -45,10 +45,10 @@ class RepeatBudget:
 
 
 class _Sampled(NamedTuple):
-    """One part of a micro-batch: milliseconds of each repeat, and the collectives that were counted, not run."""
+    """One part of a micro-batch: milliseconds of each repeat, and what collectives add that were counted, not run."""
 
     ms: list[float]
-    calls: tuple[Collective, ...]
+    collectives_ms: float
 
 
 def distinct_stages(num_layers: int, scheme: ParallelScheme) -> tuple[int, ...]:
@@ -150,7 +150,7 @@ class Survey:
         return partial(timer, tp_group=tp_group, sp_group=sp_group, tp_rank=tp_rank, sp_rank=sp_rank)
 
     def _samples(
-        self, measure: Callable[[], tuple[Timing, ...]], num_parts: int, most: int | None = None
+        self, timer: StageTimer, measure: Callable[[], tuple[Timing, ...]], num_parts: int, most: int | None = None
     ) -> tuple[_Sampled, ...] | None:
         """Each part's times of one micro-batch: the slowest rank's in each repeat, of which there are `most`, if given.
 
@@ -160,7 +160,7 @@ class Survey:
         # The first run tells how many there are time for. All ranks must agree on that number, or some would wait in a
         # collective for ever, so it follows from the slowest rank's time.
         rows: list[list[float]] = []
-        calls: list[tuple[Collective, ...]] = []
+        added = [0.0] * num_parts
         repeats = 1
         while len(rows) < repeats:
             self._meet()
@@ -168,11 +168,12 @@ class Survey:
             rows.append(self._over_ranks([math.inf] * num_parts if timings is None else [part.ms for part in timings]))
             if timings is None or math.inf in rows[-1]:
                 return None
-            calls = [part.calls for part in timings]
+            added = [self._collectives_ms(timer, part.calls) for part in timings]
             if len(rows) == 1:
                 repeats = min(self._budget.repeats(sum(rows[0])), most or self._budget.most)
         self._on_point()
-        return tuple(_Sampled([row[part] for row in rows], asked) for part, asked in enumerate(calls))
+        # How much is hidden depends on what a rank has measured, and all are to know the same.
+        return tuple(_Sampled([row[part] for row in rows], ms) for part, ms in enumerate(self._over_ranks(added)))
 
     def _run(self, measure: Callable[[], tuple[Timing, ...]]) -> tuple[Timing, ...] | None:
         """Time one micro-batch on this rank; None if it has no memory for it."""
@@ -185,12 +186,12 @@ class Survey:
 
     def _point(self, timer: StageTimer, rung: Rung) -> Point | None:
         """One micro-batch, forward and backward; None where there is no memory for it."""
-        found = self._samples(lambda: (timer.time(rung.lengths, warm_up=0),), 1)
+        found = self._samples(timer, lambda: (timer.time(rung.lengths, warm_up=0),), 1)
         if found is None:
             return None
         (whole,), tokens = found, sum(rung.lengths)
         compute, least = statistics.median(whole.ms), min(whole.ms)
-        comm = self._collectives_ms(timer, whole) + self._message_ms(timer, tokens)
+        comm = whole.collectives_ms + self._message_ms(timer, tokens)
         chunked = self._in_blocks(timer, tokens)
         return Point(rung.lengths, compute + comm, compute, comm, compute / least - 1.0, rung.held_out, chunked)
 
@@ -202,13 +203,11 @@ class Survey:
             tokens = sum(rung.lengths)
             if rung.start + tokens >= most or (rung.start and timer.source.plan.no_slices):
                 continue
-            parts = self._samples(partial(timer.time_parts, rung.lengths, rung.start), 3, self._budget.least)
+            parts = self._samples(timer, partial(timer.time_parts, rung.lengths, rung.start), 3, self._budget.least)
             if parts is None:
                 most = rung.start + tokens  # split, it keeps more than in one
                 continue
-            forward, backward, weight = (
-                statistics.median(part.ms) + self._collectives_ms(timer, part) for part in parts
-            )
+            forward, backward, weight = (statistics.median(part.ms) + part.collectives_ms for part in parts)
             message = self._message_ms(timer, tokens) / 2  # the hidden states, and then their gradients
             found.append(
                 SplitPoint(
@@ -223,15 +222,14 @@ class Survey:
         """Whether a micro-batch computes its head twice."""
         return timer.block_tokens is not None and tokens > timer.block_tokens
 
-    def _collectives_ms(self, timer: StageTimer, part: _Sampled) -> float:
-        """Milliseconds of collectives that were counted and not run."""
+    def _collectives_ms(self, timer: StageTimer, counted: Sequence[Counted]) -> float:
+        """Milliseconds that collectives which were counted and not run add: what is computed meanwhile hides them."""
         # A TP group stands in a row; an SP group, which alone makes all-to-alls, has a rank of each of its TP groups.
         tp, sp = timer.scheme.tp, timer.scheme.sp
-        widths = [tp * sp if call.operation == "all_to_all" else tp for call in part.calls]
-        return math.fsum(
-            self._links.ms(call, inter_node=self._crosses(width))
-            for call, width in zip(part.calls, widths, strict=True)
-        )
+        calls = [one.call for one in counted]
+        widths = [tp * sp if call.operation == "all_to_all" else tp for call in calls]
+        ms = [self._links.ms(call, inter_node=self._crosses(w)) for call, w in zip(calls, widths, strict=True)]
+        return exposed_ms(counted, ms)
 
     def _message_ms(self, timer: StageTimer, tokens: int) -> float:
         """Milliseconds of a micro-batch's messages to the neighbours in its pipeline."""

@@ -14,6 +14,9 @@ It follows the runtime. On every rank pull, run and push of one phase come after
   norm        one all-gather over all ranks, so the latest decides
   optimizer   over the rank's own masters
 
+A stage computes for as long as its costs say. Collectives of its tensor and sequence parallel ranks are in them, as far
+as it waits for them [Note: how an entry is made].
+
 What is not exact: the ranks of a stage are taken as one, since their collectives keep them in step: it begins a layer
 when the last of them has it, and its messages take what the busiest of them sends. Layers take equal shares of a
 stage's time, embeddings and head none of it. Pulls and pushes do not slow down messages between stages, nor computing.

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import ds_hydra
@@ -29,7 +30,7 @@ from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.profiling.entry import entry_from_record
 from ds_hydra.profiling.hollow import hollow_source
 from ds_hydra.profiling.ladder import make_ladder
-from ds_hydra.profiling.links import Collective, LinkFigure, Links
+from ds_hydra.profiling.links import Collective, Counted, LinkFigure, Links
 from ds_hydra.profiling.stage_memory import (
     kept_bytes,
     kept_for_slices,
@@ -72,16 +73,39 @@ def wider(tmp_path: Path) -> CausalLM:
     return hollow_source(path)
 
 
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += func._schema.name in ("aten::mm", "aten::addmm_")
+        return func(*args, **(kwargs or {}))
+
+
 def test_collectives_are_counted_with_the_bytes_of_the_real_ones(source: CausalLM) -> None:
     timing = StageTimer(source, ParallelScheme(tp=2), 0, CPU, torch.float32).time((40, 24))
     hidden = 64 * 32 * 4
-    sizes = sorted(call.num_bytes for call in timing.calls)
-    assert {call.operation for call in timing.calls} == {"all_reduce"}
+    sizes = sorted(one.call.num_bytes for one in timing.calls)
+    assert {one.call.operation for one in timing.calls} == {"all_reduce"}
     assert sizes.count(hidden) == 4 * 4 + 1 + 1  # layers forward and backward, embeddings, head's backward
     timing = StageTimer(source, ParallelScheme(sp=2), 0, CPU, torch.float32).time((40, 24))
-    assert [call.operation for call in timing.calls] == [
+    assert [one.call.operation for one in timing.calls] == [
         "all_to_all"
     ] * 4 * 4  # q, k, v there and back, output likewise
+
+
+def test_of_shared_tokens_the_messages_beside_products_are_hidden(model: Path) -> None:
+    """By a clock that counts matrix products: of the ten collectives of a layer those of its blocks' backward, the rows
+    that travel while their gradient is computed, and its sum, while the weights' gradients are."""
+    products = Products()
+    source = hollow_source(model, StageOptions(token_sharding=True))
+    clock = HostClock(lambda: float(products.number))
+    timer = StageTimer(source, ParallelScheme(tp=2, pp=4), 1, CPU, torch.float32, clock=clock)
+    with products:
+        calls = timer.time((40, 24)).calls
+    assert len(calls) == 10
+    assert [one.waited_s - one.started_s for one in calls] == [0] * 5 + [2, 2, 0, 3, 3], calls
 
 
 @pytest.mark.parametrize("scheme", [ParallelScheme(sp=2), ParallelScheme(tp=2)])
@@ -108,7 +132,7 @@ def test_parts_make_the_whole_and_ask_for_the_same_collectives(source: CausalLM)
     calls, whole = timer.time((40, 24), warm_up=0).calls, gradients()
     torch.manual_seed(7)
     parts, split = timer.time_parts((40, 24)), gradients()
-    assert sorted(call for part in parts for call in part.calls) == sorted(calls)
+    assert sorted(one.call for part in parts for one in part.calls) == sorted(one.call for one in calls)
     assert not parts[2].calls, "no weight's gradient waits for a message"
     assert all(part.ms > 0 for part in parts)
     assert not timer.queue.unfinished
@@ -310,7 +334,7 @@ def test_all_to_alls_over_two_nodes_are_priced_at_the_links_between_them() -> No
     links = Links(tuple(LinkFigure(name, 2, 0.0, speeds[across], across) for name in names for across in speeds))
     survey = object.__new__(Survey)
     survey._links, survey._node_size = links, 4
-    part = SimpleNamespace(calls=(Collective("all_to_all", 2, 10**6), Collective("all_reduce", 2, 10**6)))
+    calls = [Counted(Collective(name, 2, 10**6), 0.0, 0.0) for name in names]
     for scheme, ms in ((ParallelScheme(2, 1, 2), 2.0), (ParallelScheme(4, 1, 2), 11.0), (ParallelScheme(8), 20.0)):
         timer = SimpleNamespace(scheme=scheme)
-        assert survey._collectives_ms(timer, part) == pytest.approx(ms)  # type: ignore[arg-type]
+        assert survey._collectives_ms(timer, calls) == pytest.approx(ms)  # type: ignore[arg-type]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ds_hydra.profiling.links import Collective, LinkFigure, Links
+from ds_hydra.profiling.links import Collective, Counted, LinkFigure, Links, exposed_ms
 from ds_hydra.simulate.links import BETWEEN, LinkModel, Port, Speed
 from ds_hydra.zero_hetero.errors import ConfigError
 
@@ -54,3 +54,20 @@ def test_collectives_are_those_of_the_table_or_else_rings() -> None:
 def test_bad_links_are_refused(make: object, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         make()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("moments", "ms", "added"),
+    [
+        ([("all_gather", 0.0, 0.0)], [3.0], 3.0),
+        ([("all_gather", 0.0, 0.002)], [3.0], 1.0),
+        ([("all_gather", 0.0, 0.004), ("all_reduce", 0.0, 0.004)], [3.0, 3.0], 2.0),  # one after the other
+        ([("all_gather", 0.0, 0.004), ("all_to_all", 0.0, 0.004)], [3.0, 3.0], 0.0),  # over two communicators
+        ([("all_gather", 0.0, 0.0), ("all_gather", 0.001, 0.002)], [3.0, 2.0], 4.0),  # the first holds up the second
+    ],
+)
+def test_computing_between_start_and_wait_hides_a_collective(
+    moments: list[tuple[str, float, float]], ms: list[float], added: float
+) -> None:
+    counted = [Counted(Collective(operation, 4, 8), begun, waited) for operation, begun, waited in moments]
+    assert exposed_ms(counted, ms) == pytest.approx(added)
