@@ -8,12 +8,15 @@ neighbours sit closest together: rank = first + (stage * sp + sp_rank) * tp + tp
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from ds_hydra.pipe.schedules.virtual import place_of, virtual_stage
 from ds_hydra.pipe.shape import DEFAULT_SCHEDULE, LayerRange, PipelineShape, StrategyShape
 from ds_hydra.zero_hetero.errors import PlanError
+
+_ROUNDING = 1e-6  # layers: a share of 2/3 of 3 layers is 2 of them, whatever a float makes of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,3 +209,8 @@ def place_strategy(shape: StrategyShape, num_ranks: int, num_layers: int) -> Str
             for pipeline, first_rank in zip(shape.pipelines, first_ranks, strict=False)
         )
     )
+
+
+def whole_layers(share: float, layers: int) -> int:
+    """How many of so many layers a share of them is, rounded up [Note: recomputed layers]."""
+    return math.ceil(share * layers - _ROUNDING)

@@ -10,18 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ds_hydra.pipe.models.recompute import Recomputing, again
+from ds_hydra.pipe.models.recompute import Recomputing
+from ds_hydra.pipe.placement import whole_layers
 
 
 @given(st.integers(1, 200), st.data())
 def test_a_share_of_whole_layers_is_that_many(layers: int, data: st.DataObject) -> None:
     number = data.draw(st.integers(0, layers))
-    assert again(number / layers, layers) == number
-    assert again((number + 0.1) / (layers + 1), layers) <= layers
+    assert whole_layers(number / layers, layers) == number
+    assert whole_layers((number + 0.1) / (layers + 1), layers) <= layers
 
 
 def test_other_shares_are_rounded_up() -> None:
-    assert [again(share, 7) for share in (0.0, 0.01, 0.5, 0.99, 1.0)] == [0, 1, 4, 7, 7]
+    assert [whole_layers(share, 7) for share in (0.0, 0.01, 0.5, 0.99, 1.0)] == [0, 1, 4, 7, 7]
 
 
 @pytest.mark.parametrize(("share", "twice"), [(0.0, 0), (0.3, 2), (0.5, 2), (1.0, 4)])

@@ -22,7 +22,7 @@ bytes less a margin.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -71,6 +71,7 @@ class Needs:
     grads: int  # with those of the masters, where these lie in the same memory
     scratch: int  # of pull and push
     head: int  # the sum of the gradient of the head's weight, while it is made
+    embeddings: int  # their gradient, at the end of a backward
     logits: float  # elements for a token
     blocks: tuple[tuple[int, int], ...]  # elements of these that are there at once at most, with bytes of each
     per_token: float  # activations that are kept, of all micro-batches under way
@@ -93,8 +94,17 @@ class Needs:
 
     def held(self, kept_tokens: float, num_tokens: int) -> int:
         """All bytes with so many tokens kept at once, while one of micro-batches of up to `num_tokens` computes."""
-        on_top = max(self._head(num_tokens), self.transient * num_tokens) + self.sent * num_tokens
-        return self.states + math.ceil(self.per_token / self.alive * kept_tokens + on_top)
+        return self.states + math.ceil(self.per_token / self.alive * kept_tokens + self.on_top(num_tokens))
+
+    def on_top(self, num_tokens: int, *, again: bool = False, given_back: float = 0.0) -> float:
+        """Bytes beside what is kept, while one of micro-batches of up to so many tokens computes.
+
+        `again`: its backward computes the layer that it comes to first again. `given_back`: what its layers have kept,
+        which is free when the embeddings' gradient is made.
+        """
+        layer = self.transient + again * self.layer * (1.0 - self.recomputed)
+        most = max(self._head(num_tokens), layer * num_tokens, self.embeddings - given_back)
+        return most + self.sent * num_tokens
 
     def max_length(self, capacity: float) -> int:
         """Most tokens of a micro-batch within `capacity` bytes; 0 when the states alone do not fit."""
@@ -218,7 +228,7 @@ class JobMemory:
             most_sent(one.schedule, shape.pp, one.parts, serial=self.serial)[index] if shape.pp > 1 else 0
             for one in alike
         )
-        of_head, rows, wide = self._head_width(), math.ceil(self.vocab / stage.tp), max(4, self.param_bytes)
+        of_head, rows, wide = self._width_of(self.plan.last), math.ceil(self.vocab / stage.tp), max(4, self.param_bytes)
         blocks: tuple[tuple[int, int], ...]
         if self.plain_head:
             blocks = (max(HEAD_LOGITS_AT_ONCE, rows), self.param_bytes), (max(LOGITS_AT_ONCE, rows), wide)
@@ -235,6 +245,7 @@ class JobMemory:
             grads=held.grads,
             scratch=held.scratch,
             head=rows * of_head.trained * (wide if self.plain_head else 2 * self.param_bytes) if last else 0,
+            embeddings=rows * self._width_of(self.plan.first).trained * self.param_bytes if index == 0 else 0,
             logits=rows / stage.sp if last else 0.0,
             blocks=blocks if last else (),
             per_token=alive * per_batch,
@@ -247,11 +258,12 @@ class JobMemory:
             sent=sent * of_head.width * self.param_bytes / (stage.sp * shards),
         )
 
-    def _head_width(self) -> _Width:
-        """Features of the hidden states, as the head's weight tells them, and of its gradient; 0: it is not known."""
+    def _width_of(self, names: Collection[str]) -> _Width:
+        """Features of the hidden states, as the head's weight or the embeddings tell them, and of its gradient; 0: it
+        is not known."""
         for bucket in self.plan.buckets:
             for param in bucket.params:
-                if param.name in self.plan.last and len(param.shape) == 2 and param.shape[0] == self.vocab:
+                if param.name in names and len(param.shape) == 2 and param.shape[0] == self.vocab:
                     return _Width(param.shape[1], param.shape[1] if param.trainable else 0)
         return _Width(0, 0)
 

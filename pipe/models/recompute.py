@@ -14,7 +14,6 @@ the room for what one layer keeps while it is computed again.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -24,17 +23,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
+from ds_hydra.pipe.placement import whole_layers
 from ds_hydra.pipe.wrappers import wrap
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 """What a forward, and the same forward once more, run in: `context_fn` of torch's `checkpoint`."""
-
-_ROUNDING = 1e-6  # layers: a share of 2/3 of 3 layers is 2 of them, whatever a float makes of it
-
-
-def again(share: float, layers: int) -> int:
-    """How many of so many layers a share of them is, rounded up."""
-    return math.ceil(share * layers - _ROUNDING)
 
 
 class Recomputing:
@@ -45,7 +38,7 @@ class Recomputing:
 
     def take(self, share: float) -> None:
         """From now on, this share of the layers is computed again; none to begin with."""
-        self._first = again(share, self._layers)
+        self._first = whole_layers(share, self._layers)
 
     def run(self, place: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What the forward of the layer at a place returns."""

@@ -158,6 +158,16 @@ def test_first_stage_keeps_the_most_micro_batches() -> None:
     assert (needs[-1].logits, needs[-1].head) == (1000.0, 4 * 1000 * 64)
 
 
+def test_the_embeddings_gradient_counts_where_a_small_micro_batch_ends_beside_others() -> None:
+    first, *others = job().stages(ParallelScheme(2, 4))
+    assert (first.embeddings, {needs.embeddings for needs in others}) == (2 * 1000 * 64 // 2, {0})
+    kept = first.per_token / first.alive
+    assert first.held(100, 1) == first.states + math.ceil(100 * kept + first.embeddings), "whoever computes beside it"
+    few, many = 1000, 10_000
+    assert first.on_top(10, given_back=few) == first.embeddings - few
+    assert first.on_top(many, given_back=many * kept) == many * first.transient
+
+
 def test_a_stage_keeps_as_many_micro_batches_as_its_schedule_says(monkeypatch: pytest.MonkeyPatch) -> None:
     def one_at_a_time(batches: Batches, num_stages: int) -> tuple[Order, ...]:
         return (slots_from_text(" ".join(f"F{m} B{m}" for m in range(len(batches))))[0],) * num_stages

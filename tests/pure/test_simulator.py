@@ -251,23 +251,24 @@ def test_memory_follows_the_micro_batches_that_are_alive() -> None:
         assert peaks([64] * 5)[stage] == needs.total(64) - needs.states, "what MaxLen was made for"
 
 
-def test_layers_computed_again_take_a_forward_more_and_keep_less() -> None:
-    """Two of four layers of a stage: of 100 bytes half stays whole, a quarter of the rest too, and while a layer of 25
-    bytes is computed again its other three quarters are there; logits are six bytes a token."""
-    plan, kept = layers(4, 8), {(1, 1): Activations(0.25, 0.0, 0.0, recomputed=0.25)}
+@pytest.mark.parametrize(("share", "held"), [(0.5, 50 + 50 / 4), (0.3, 50 + 50 / 4), (1.0, 100 / 4 + 25 * 3 / 4)])
+def test_layers_computed_again_take_a_forward_more_and_keep_less(share: float, held: float) -> None:
+    """Of four layers of a stage with 25 bytes each, and seven a token while one computes. Of two of them a quarter
+    stays, and when these are computed again the others are gone; of all four, three quarters of one are there then."""
+    plan, kept = layers(4, 8), {(1, 1): Activations(0.25, 0.0, 0.0, 7.0, recomputed=0.25)}
     memory = JobMemory(plan, 1, kept, param_bytes=2)
     simulator = Simulator(dataclasses.replace(job(FREE, 1, count=4), memory=memory))
     whole = plan_of("tp1", [[100]])
     (pipeline,) = whole.pipelines
-    batches = (dataclasses.replace(pipeline.microbatches[0], recompute=0.5),)
+    batches = (dataclasses.replace(pipeline.microbatches[0], recompute=share),)
     again = dataclasses.replace(whole, phases=(Phase((dataclasses.replace(pipeline, microbatches=batches),)),))
     found, before = simulator.step(again), simulator.step(whole)
     assert found.peak_bytes is not None
     states = memory.needs(ParallelScheme(), 0).states
-    assert float(found.peak_bytes[0] - states) == 50 + 50 / 4 + 25 * 3 / 4 + 6 * 100
+    assert float(found.peak_bytes[0] - states) == held + 7 * 100
     assert "B0 recomputed" in [span.name for span in step_spans(found)]
     took, took_before = ([t.stop - t.start for t in step.phases[0].pipelines[0][0].actions] for step in (found, before))
-    assert sum(took) == pytest.approx(sum(took_before) * (1 + 0.5 * 0.35), rel=1e-3)
+    assert sum(took) == pytest.approx(sum(took_before) * (1 + share * 0.35), rel=1e-3)
 
 
 @settings(max_examples=25, deadline=None)
