@@ -5,8 +5,11 @@ from __future__ import annotations
 from threading import Thread
 
 import torch
+import torch.distributed as dist
 
+from ds_hydra.pipe.row_collectives import start_sum
 from ds_hydra.profiling.allocations import Allocations
+from tests.support.ranks import run_ranks
 
 SIZE = 1 << 18
 
@@ -34,3 +37,21 @@ def test_what_another_thread_frees_does_not_count_for_ever() -> None:
             thread.start()
             thread.join()
     assert SIZE <= found.peak <= 20 * SIZE
+
+
+def test_what_was_sent_is_gone_with_the_last_thread_that_lets_go_of_it_and_gloos_copies_do_not_count() -> None:
+    def run(rank: int) -> tuple[list[int], int]:
+        with Allocations(torch.device("cpu"), sends=True) as found:
+            held = [block()]
+            dist.broadcast(held[0], src=0)
+            thread = Thread(target=held.clear)
+            thread.start()
+            thread.join()
+            torch.empty(0)  # any operation
+            found.mark()
+            sent = block()[:, None]
+            came = start_sum(sent, dist.group.WORLD).wait()
+            assert torch.equal(came, sent)
+        return found.held, found.peak
+
+    assert run_ranks(run, 1) == [([0], 2 * SIZE)]
