@@ -23,6 +23,7 @@ QUICK_CPU_S = 120.0  # of each tool's quick form, ranks included: a minute on tw
 STEP_MEDIAN, STEP_P90 = 0.08, 0.20  # of a step's time
 CHUNKED_ERROR = 1.5  # times that error, with chunks and split backwards
 MEMORY = 0.08  # of a rank's peak
+LAYOUT_MEMORY = 0.05  # the same, in drawn layouts, followed through their schedules
 HELD_OUT_MEDIAN, HELD_OUT_P90 = 0.05, 0.12  # of micro-batches that a cost table was not fitted to
 COEFFICIENT = 0.05  # of one that a fit calls identifiable, from times with 3 % noise
 PUBLISHED_CHOICE = 0.03  # by how much the fastest may be faster than what a paper chose, by the model

@@ -6,6 +6,7 @@
   states     memory of a 7B model on 8 ranks by count, and what pushing every micro-batch would give and cost
   messages   CPU time of a step that hands out memory for messages
   times      to whom time is charged on a device with a queue
+  layouts    predicted memory of small models in drawn layouts against the allocator's most
   peak       predicted memory of small models against the most that the allocator gave out in a run
   head       the gradient of a large head in many blocks: its error, CPU time and memory, beside autograd's
 
@@ -42,6 +43,7 @@ from tools.devices.groups import groups
 from tools.devices.head import heads, plain_head
 from tools.devices.heartbeats import heartbeats
 from tools.devices.launches import launches
+from tools.devices.layouts import drawn_layouts
 from tools.devices.loading import memory_of_loading
 from tools.devices.max_len import longest_sequences
 from tools.devices.messages import handing_out
@@ -62,6 +64,7 @@ TABLES: dict[str, Callable[[bool], Table]] = {
     "messages": handing_out,
     "times": time_attribution,
     "peak": predicted_and_measured,
+    "layouts": drawn_layouts,
     "head": heads,
 }
 FAST: dict[str, Callable[[bool], Table]] = {

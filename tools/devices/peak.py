@@ -119,9 +119,12 @@ def _train(rank: int, mix: Mix) -> _Peak:
 
 
 def train_and_measure(
-    rank: int, sizes: dict[str, Any], settings: dict[str, Any], sequences: Sequence[Tensor], steps: int
+    rank: int, sizes: dict[str, Any], settings: dict[str, Any], sequences: Sequence[Tensor], steps: int, **more: Any
 ) -> tuple[int, list[str]]:
-    """Train a model of these sizes on this rank: the most bytes at one time beside the model, and the steps' plans."""
+    """Train a model of these sizes on this rank: the most bytes at one time beside the model, and the steps' plans.
+
+    `more` is given to `ds_hydra.initialize`.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     import ds_hydra
@@ -134,8 +137,8 @@ def train_and_measure(
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
     kept = [parameter.data for parameter in model.parameters()]  # what it frees was not given out by then
     plans = []
-    with Allocations(torch.device("cpu")) as found:
-        engine = ds_hydra.initialize(model=model, training_data=sequences, config=settings)[0]
+    with Allocations(torch.device("cpu"), sends=True) as found:
+        engine = ds_hydra.initialize(model=model, training_data=sequences, config=settings, **more)[0]
         for _ in range(steps):
             engine.train_batch()
             plans.append(engine.last_step.plan)
