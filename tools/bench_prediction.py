@@ -6,8 +6,9 @@ First a cost table of tp1, tp2, pp2 and sp2 is measured (or --table is read). Th
 sequences of web-like lengths under 2*tp1, tp2, pp2 and sp2: once with the planner's choice of the strategy, once with
 all four in turn. The prediction is the one made before the step, from the table alone. Then pipelines under the list
 order and V's train, which cut sequences and split backwards. Last, identical steps are repeated: what they differ by is
-the machine's noise, which no prediction can be better than. The quick form trains on shorter sequences. On a machine that others use too, the CPU time of the
-stages, which does not see other processes, is compared with its prediction as well.
+the machine's noise, which no prediction can be better than. The quick form trains on shorter sequences. On a machine
+that others use too, the CPU time of the stages, which does not see other processes, is compared with its prediction as
+well.
 Exits non-zero when the error is above 8% in the median or 20% at p90, and above the noise, or with slices and split
 backwards more than 1.5 times that without.
 """
