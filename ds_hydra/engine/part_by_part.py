@@ -49,6 +49,9 @@ class EngineInParts(EngineWithWeights):
         in, `fields["sequence"]` numbering these, and may return any number of losses (n,); their number on all ranks is
         the normaliser, unless one is given. It costs one more forward.
 
+        Where a step has several calls, or an evaluation follows one of them, each rank keeps its 1/N of the gradients
+        in memory of their own from then on, one number a parameter, which predictions of memory do not count.
+
         ConfigError on all ranks, which names rank and item, and nothing has changed: for sequences that cannot be
         trained on; for a field of another length than the tokens, that some items or ranks lack, or that is not finite;
         and for a loss that looks at other tokens and does not say so, reads the model, or draws random numbers.
