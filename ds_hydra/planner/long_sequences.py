@@ -24,7 +24,7 @@ from ds_hydra.planner.kernels.protocol import Kernels
 
 _SHORT = 48  # equal sequences that make up a pipeline's work without a long one
 _LEAST = 0.1  # of a pipeline's work: what takes less is not long
-_LENGTHS = 7  # that are simulated
+_LENGTHS, _MORE_LENGTHS = 7, 3  # that are simulated, and of those that only fit with layers computed again
 _STEP = 1.1  # works of pipelines within this ratio count as equal
 _EFFORT = Effort(variations=6, moves=0)
 
@@ -54,7 +54,13 @@ class Surcharges:
         least = max(self._length(_LEAST * share), self._pipe.util_length)
         if least >= self._longest:
             return np.array([0.0]), np.array([0.0])
-        lengths = np.geomspace(least, self._longest, _LENGTHS).astype(np.int64)
+        # Up to what fits without layers that are computed again the lengths are those of a pipeline that has none: so
+        # what it deals out is dealt out in the same way where some may be.
+        fits = min(int(self._pipe.room / UNITS / (1.0 + self._pipe.costs.context)), self._longest)
+        lengths = np.geomspace(least, max(fits, least + 1), _LENGTHS).astype(np.int64)
+        if fits < self._longest:
+            more = np.geomspace(lengths[-1], self._longest, _MORE_LENGTHS + 1)[1:]
+            lengths = np.concatenate((lengths, more.astype(np.int64)))
         ms = np.array([self._overhead(kernel, share, int(length)) for length in lengths])
         # What is found is the best of some tries: a longer sequence may seem cheaper than a shorter one by chance.
         return lengths.astype(np.float64), np.maximum.accumulate(ms - ms[0])
