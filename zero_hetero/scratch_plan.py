@@ -86,12 +86,15 @@ def in_turn(sizes: tuple[int, ...], room: int) -> tuple[Window, ...]:
     """Windows of these sizes for transfers that start, and end, in this order; see [Note: scratch memory]."""
     room = max([room, *sizes])
     windows: list[Window] = []
-    start = 0
+    start, round_begin = 0, 0
     for size in sizes:
         if start + size > room:
-            start = 0
-        before = [index for index, w in enumerate(windows) if w.start < start + size and start < w.stop]
-        windows.append(Window(start, start + size, 1 + max(before, default=-1)))
+            start, round_begin = 0, len(windows)
+        # Those of this round lie before it. Of earlier ones the last that it meets is sought, mostly the round before.
+        last = round_begin - 1
+        while last >= 0 and not (windows[last].start < start + size and start < windows[last].stop):
+            last -= 1
+        windows.append(Window(start, start + size, 1 + last))
         start += size
     return tuple(windows)
 
