@@ -75,7 +75,7 @@ def bench_plans(figures: Figures, quick: bool) -> None:
                 for kind in {False, thorough}:
                     strategies, seconds = work.propose(kind)
                     proposal.setdefault((gpus, kind), []).append(seconds)
-                batches = work.batches((20 if quick else 60) if gpus == 64 else (4 if quick else 12))
+                batches = work.batches((15 if quick else 60) if gpus == 64 else (4 if quick else 12))
                 plans = list(work.plan(strategies, batches))
                 simulated = [plan.total_ms(simulate_plan(plan, work.table)) for plan, _ in plans]
                 cpu += [ms for _, ms in plans]

@@ -34,15 +34,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the parts and print their tables."""
     parser = figures_parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=(*PARTS, "real"), default=PARTS)
-    parser.add_argument("--plans", type=int, help="random plans (default 100, with --quick 8)")
+    parser.add_argument("--plans", type=int, help="random plans (default 100, with --quick 6)")
     parser.add_argument("--steps", type=int, help="of the soak and of chunked plans (default 300)")
     parser.add_argument("--table", type=Path, help="for the real steps, instead of measuring one now")
     parser.add_argument("--timeout", type=float, default=3600.0, metavar="S", help="real seconds for one cluster")
     args = parser.parse_args(arguments)
     quick = args.quick
     parts: dict[str, Callable[[], Part]] = {
-        "simulator": lambda: against_simulator(args.plans or (8 if quick else 100), timeout_s=args.timeout),
-        "soak": lambda: soak(args.steps or (30 if quick else 300), timeout_s=args.timeout),
+        "simulator": lambda: against_simulator(args.plans or (6 if quick else 100), timeout_s=args.timeout),
+        "soak": lambda: soak(args.steps or (24 if quick else 300), timeout_s=args.timeout),
         "chunked": lambda: chunked(args.steps or (12 if quick else 300), timeout_s=args.timeout),
         "real": lambda: against_real(12 if quick else 60, args.table, quick=quick),
     }
