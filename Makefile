@@ -1,6 +1,7 @@
 # make venv: set up .venv       make demo: what this is for, in minutes   make train: train the example
 # make test: linters and tests  make bench: ours and every rival
 # make first-hour: what the first hour on GPUs should show, row by row
+# make docs: the documentation, docs/build/index.html
 # make check: every tool's quick form, in minutes   make check-all: their whole forms, in hours
 # PIP_ARGS goes to every pip install, e.g. PIP_ARGS="--index-url ..." for another build of torch.
 
@@ -16,7 +17,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_AR
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch_extensions
 export PYTHONUNBUFFERED := 1
 
-.PHONY: venv demo train bench first-hour check check-all test test-training test-jobs test-ranks test-models test-pure lint kernels clean
+.PHONY: venv demo train bench first-hour check check-all docs test test-training test-jobs test-ranks test-models test-pure lint kernels clean
 
 venv: $(STAMP)
 
@@ -53,6 +54,10 @@ check: $(STAMP) kernels
 
 check-all: $(STAMP) kernels
 	$(BIN)/python -m tools.check
+
+docs: $(STAMP)
+	$(BIN)/python -m ds_hydra.commands settings > docs/settings.md
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/build
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -122,11 +122,14 @@ def test_example_config_shows_what_it_should() -> None:
 
 
 def test_the_pages_name_files_that_exist() -> None:
-    """Every path in backquotes on a page, and the data that README's command names."""
+    """Every path in backquotes on a page, the pages that it links to, and the data that README's command names."""
     missing = []
-    for page in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md"):
+    pages = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md")
+    for page in (*pages, *(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))):
         named = re.findall(r"`([a-z_0-9]+/[\w/.-]*)`", (ROOT / page).read_text())
         missing += [f"{page}: {path}" for path in named if not (ROOT / path).exists()]
+        linked = re.findall(r"\]\(([\w./-]+\.md)", (ROOT / page).read_text())
+        missing += [f"{page}: {path}" for path in linked if not (ROOT / page).parent.joinpath(path).exists()]
     assert not missing
     (pattern,) = re.findall(r"--data '([^']+)'", (ROOT / "README.md").read_text())
     assert len(list(ROOT.glob(pattern))) > 10

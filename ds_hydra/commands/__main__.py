@@ -18,6 +18,7 @@ COMMANDS = {
     "simulate": "what a step would do on every rank: times, waits, memory, a trace; without a device",
     "memory": "what each parallel scheme of a model needs on a rank",
     "check": "whether a model trains under strategies as in one process",
+    "settings": 'all settings of the block "hydra", a sentence each, or as a JSON Schema',
     "profile": "measure a cost table on this machine",
     "emulate": "a job on a cluster that is not there: the real engine, on virtual time",
     "report": "draw the figures of a run from its step records",
