@@ -86,7 +86,7 @@ def _rank(settings: Settings, index: int, local: int) -> None:
             figures = timed(engine.train_batch)
             last = engine.last_step
             found.append(figures | {"strategy": last.strategy, "plan": last.plan, "pull_ms": last.pull_ms,
-                                    "push_ms": last.push_ms})  # fmt: skip
+                                    "push_ms": last.push_ms, "stage_ms": last.stage_ms})  # fmt: skip
         return found
 
     cycle(FAST_MEGABITS)  # builds all that a strategy needs
