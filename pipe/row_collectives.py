@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hydra.pipe.collectives import Group
+from ds_hydra.pipe.rows import Pack
 
 
 def sharers(group: Group) -> dist.ProcessGroup:
@@ -125,3 +126,28 @@ def own_rows(x: Tensor, group: Group) -> Tensor:
 def all_rows(x: Tensor, group: Group) -> Tensor:
     """The rows of all ranks, with which each goes on to compute the same: the backward takes the own rows' gradient."""
     return _AllRows.apply(x, group)
+
+
+class _AllOfRow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, pack: Pack) -> Tensor:
+        ctx.pack = pack
+        most = max(pack.tokens)
+        padded = x.new_zeros((most, *x.shape[1:]))  # gathered is what is equally large
+        padded[: len(x)] = x
+        parts = [torch.empty_like(padded) for _ in pack.tokens]
+        dist.all_gather(parts, padded, group=pack.sp_group)
+        return torch.cat([part[:tokens] for part, tokens in zip(parts, pack.tokens, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        grad = grad.contiguous()
+        dist.all_reduce(grad, group=ctx.pack.sp_group)
+        start, stop = ctx.pack.local
+        return grad[start:stop], None
+
+
+def all_of_row(x: Tensor, dim: int, pack: Pack) -> Tensor:
+    """The tokens of all sequence parallel ranks along a dimension, of which each goes on to compute with some: the
+    backward adds their gradients. Ranks may have a token more than others."""
+    return x if pack.sp == 1 else _AllOfRow.apply(x.movedim(dim, 0), pack).movedim(0, dim)

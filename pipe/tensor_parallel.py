@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -70,6 +71,16 @@ def shard_rule(plan: Mapping[str, str], name: str, shape: tuple[int, ...], units
     if rule.dim is not None and heads and style in ("colwise", "rowwise"):
         return ShardRule(rule.dim, rule.parts, heads, rule.gradient)
     return rule
+
+
+def gate_beside_up(model: nn.Module, name: str, rule: ShardRule) -> ShardRule:
+    """The rule of stacked experts' first matrix, where a plan cuts it as one though it holds gates and what these are
+    multiplied by: it has twice the rows (experts, 2 inner, in) that the last one has columns (experts, out, inner)."""
+    path, _, leaf = name.rpartition(".")
+    beside = [p for key, p in model.get_submodule(path)._parameters.items() if p is not None and key != leaf]
+    whole = model.get_parameter(name).shape
+    twice = any(p.dim() == 3 and len(whole) == 3 and whole[1] == 2 * p.shape[2] for p in beside)
+    return replace(rule, parts=2) if rule.dim == 1 and rule.parts == 1 and twice else rule
 
 
 class TensorParallel:
@@ -225,6 +236,8 @@ def tensor_parallel_obstacle(model: nn.Module, plan: Mapping[str, str], ends: Se
         style = style_of(plan, name)
         if trained_copy(module) in ends or style is None:
             continue
+        if style == "all_reduce" and any(p is not None for p in module._parameters.values()):
+            return f"the plan sums over ranks what {name} makes of parameters that no layer of its own holds; {remedy}"
         cut = style in _LINEAR_RULES and _LINEAR_RULES[style] != _LINEAR_RULES["replicated_with_grad_allreduce"]
         if cut and is_lora(module) and _summed_bias(style, module):
             return f"{name} sums over ranks what its adapter makes, and with it the bias of its lora_B; {remedy}"

@@ -20,6 +20,7 @@ from torch import nn
 WRAPPERS: Mapping[str, str] = {
     "function": "first: what was recognised is a class's own forward, which it replaces, and others take as their own",
     "draws": "around the call and not the forward, since hooks draw too: counted whatever the forward becomes",
+    "boxed": "inside what is computed again: each sequence is given its own part of what the layer is handed",
     "recomputed": "after what stands for the layer's own code, which is what the backward computes again",
     "put off": "of linear layers that are plain so far: what wraps them hands its input to it and reads its output",
     "packed": "after it, since layers that are computed together put their gradients off together",

@@ -74,7 +74,8 @@ GROWTH_BYTES = 4 << 20  # of a rank, in the last two thirds of many steps
 # Equality with other programs: check_swap, check_families, bench_deepspeed, bench_gpu, tests/gpu/.
 SWAP_LOSS = 1e-6  # of FP32 losses, relative
 SWAP_WEIGHTS = 1e-4  # of FP32 weights: Adam makes a step of what rounding leaves of a gradient that is nearly zero
-FAMILIES_EQUAL = 80  # classes of models that are equal under all shapes
+FAMILIES_EQUAL = 150  # classes of models that are equal under all shapes
+PACKS_OVER_PLAIN = 1.0  # CPU time of a step on packs over that of plain transformers, a sequence at a time
 DEEPSPEED_AGREEMENT = 1e-5  # of loss and gradient norm from equal parameters in FP32
 GPU_LOSS_AGREEMENT = 5e-3  # of the first step's loss: BF16, other orders of sums
 GPU_ATTENTION = 2e-2  # BF16 against FP32, relative to the largest entry

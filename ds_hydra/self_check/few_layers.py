@@ -29,7 +29,7 @@ def copy_in_few_layers(
 
     It knows the first tokens of the model's: `vocabulary` or some more.
     """
-    path = find_layers(model, model.config.get_text_config().num_hidden_layers)
+    path = find_layers(model)
     layers: Any = model.get_submodule(path)
     kept, kinds = kept_layers(model, layers, max(2, *(scheme.parts * scheme.pp for scheme in schemes)))
     small = with_layers(model, path, kept)

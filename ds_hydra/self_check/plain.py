@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from ds_hydra.pipe.dropout import AttentionDropout, sequence_key
 from ds_hydra.pipe.loss import IGNORED
 from ds_hydra.pipe.models.balancing import Balancing
-from ds_hydra.pipe.models.draws import Draws, Keys, Place
+from ds_hydra.pipe.models.draws import Draws, Keys, Place, of_attention
 from ds_hydra.pipe.models.random_calls import DROPOUTS, FROM_UNIFORM, dropout_of
 from ds_hydra.pipe.rows import Pack
 from ds_hydra.self_check.precision import doubled
@@ -169,7 +169,7 @@ class _PlainDraws(Draws):
         if func in DROPOUTS:
             x, rate, _ = dropout_of(args, kwargs)
             row = self._current(module).row
-            if x.dim() == 4 and x.shape[2:] == (len(row), len(row)):
+            if of_attention(x, len(row)):
                 drop = AttentionDropout(rate, row, self._count(module).key)
                 with torch._C.DisableTorchFunction():
                     return drop(x, first_token=0, first_query=0, first_key=0)

@@ -68,6 +68,13 @@ _RULES: tuple[tuple[str, Any], ...] = (
         lambda to, _: to.positions,
     ),
     (r"(sliding_window(_size)?|window_size|attention_chunk_size|local_attention)$", lambda _, old: min(old, WINDOW)),
+    # What a token sees of those before it: of an indexer, of a recurrence at once, of an attention in blocks.
+    (r"^(index_topk|indexer_budget|block_size|floor_scale)$", lambda _, old: min(old, 4)),
+    (r"^(mamba_)?chunk_size$", lambda _, old: min(old, 8)),
+    (r"^(mamba_d_state|ssm_state_size|state_size)$", lambda _, old: min(old, 8)),
+    (r"^(mamba_n_groups|mamba_ngroups|n_groups)$", lambda _, old: min(old, 1)),
+    (r"^(index|indexer)_n_heads$|^indexer_compress_ratio$", lambda _, old: min(old, 2)),
+    (r"^indexer_kv_heads$", lambda _, old: min(old, 1)),
     (r"^hidden_size_per_layer_input$|^(altup|laurel)", lambda _, old: min(old, 8)),
     (r"^num_kv_shared_layers$", lambda _, old: min(old, 1)),
     (r"^rotary_dim$", 4),
@@ -184,6 +191,20 @@ def _agree(config: Any) -> None:
             values["qk_head_dim"] = HEAD_DIM + values["qk_rope_head_dim"]
     elif "head_dim" in values and values["head_dim"] is None:
         values["head_dim"] = HEAD_DIM
+    if isinstance(values.get("hidden_size"), int):
+        _agree_state_space(values)
+
+
+_SSM_HEADS = {"mamba_n_heads": "mamba_d_head", "mamba_num_heads": "mamba_head_dim", "n_mamba_heads": "mamba_headdim"}
+
+
+def _agree_state_space(values: dict[str, Any]) -> None:
+    """Heads of a state space layer, whose widths are together those of the layer, times what it expands by."""
+    width = int(values.get("mamba_expand") or values.get("expand") or 2) * values["hidden_size"]
+    for heads, size in _SSM_HEADS.items():
+        if isinstance(values.get(heads), int) and size in values:
+            values[heads], values[size] = width // HEAD_DIM, HEAD_DIM
+            values |= {"mamba_d_ssm": width} if isinstance(values.get("mamba_d_ssm"), int) else {}
 
 
 def _rotary_kind(parameters: Any) -> Any:

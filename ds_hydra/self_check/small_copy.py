@@ -66,7 +66,7 @@ def _small_widths(model: Any, schemes: Sequence[PipelineShape], positions: int, 
         changes = changes_since(model, _made_by(model, model.config, torch.device("meta")))
         if changes is None:
             raise NoCopyError("it is not made in small: its parameters or methods are not those that its config makes")
-        path = find_layers(model, text.num_hidden_layers)
+        path = find_layers(model)
         whole: Any = model.get_submodule(path)
         for layers in enough_layers(model, whole, num_layers(schemes)):
             config = shrunk_config(model.config, layers, fewer, positions, vocabulary)

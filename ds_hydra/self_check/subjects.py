@@ -17,6 +17,7 @@ from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.self_check.layer_lists import short_layer_list
 from ds_hydra.self_check.plain import Plain
+from ds_hydra.self_check.precision import doubled
 from ds_hydra.self_check.reach import LONGEST, affordable, affordable_alone, lengthened
 from ds_hydra.self_check.runs import Data, Outcome, run_pipeline
 from ds_hydra.self_check.schemes import BASE, uneven_pipeline
@@ -85,12 +86,15 @@ def _of_model(
 ) -> Subject:  # fmt: skip
     small = small_copy(model, schemes, memory_bytes, positions=POSITIONS + min(longest, LONGEST), vocabulary=vocabulary)
     try:
-        source = CausalLM(small.model, options)
+        with doubled():
+            source = CausalLM(small.model, options)
     except Exception as error:
         raise RefusedError(told(error)) from error
     known = known_tokens(small.model)
     data_of = partial(tried_data, known, special=special_tokens(small.model), left_out=source.uncounted)
     data = data_of(_LENGTHS)
+    if source.boxes:  # they take their sequences' part of what layers are handed, also where they run again
+        data = replace(data, microbatches=tuple(replace(batch, recompute=0.5) for batch in data.microbatches))
     plain = Plain(small.model, source.flow.draws, source.layers_path, source.balancing)
     before = {name: value.clone() for name, value in small.model.state_dict().items()}
     if longest:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -16,9 +18,14 @@ from ds_hydra.zero_hetero.errors import ConfigError
 
 ATTENTION_NAME = "hydra_varlen"
 _DROPS = "_hydra_attention_dropout"
+_PACK = "_hydra_pack"
 
 # A rate and the heads that these ranks compute -> their dropout; None: none is to be computed.
 MakeDropout = Callable[[float, int], AttentionDropout | None]
+
+
+class NotPackedError(ConfigError):
+    """A module does not attend in a way that packed attention implements."""
 
 
 # Keywords that Hugging Face passes along and that change nothing here (positions are already in q and k). Any other one
@@ -56,7 +63,7 @@ def hydra_attention(
 
     query (1, heads, T_local, d), key and value (1, kv_heads, T_local, d), after rotary embedding;
     returns (1, T_local, heads, d_v). `s_aux` (heads,) are attention sinks. Raises ConfigError on a feature that is not
-    implemented.
+    implemented. The pack is the one that the module was told of, or the keyword `hydra` of a layer list.
     """
     if not getattr(module, "is_causal", True):
         raise ConfigError(
@@ -67,13 +74,21 @@ def hydra_attention(
     unknown = {name for name, given in features.items() if given is not None and name not in _HARMLESS}
     if unknown or attention_mask is not None or features.get("is_causal") is False:
         what = ", ".join(sorted(unknown)) or ("attention_mask" if attention_mask is not None else "is_causal=False")
-        raise ConfigError(
+        raise NotPackedError(
             f"{type(module).__name__} uses the attention feature {what}, which packed attention does not "
             "implement; ignoring it would train another model"
         )
-    # Some models pass only the keywords on that they know. Without the pack, sequences of a row would see each other.
-    if hydra is None:
-        raise ConfigError(f"{type(module).__name__} did not pass the keyword argument 'hydra' on to its attention")
+    told: Callable[[], Pack] | None = getattr(module, _PACK, None)
+    hydra = told() if hydra is None and told is not None else hydra
+    if hydra is None:  # sequences of a row would see each other
+        raise NotPackedError(
+            f"{type(module).__name__} attends for a module that is none of the model's, which knows of no pack"
+        )
+    if key.shape[2] != query.shape[2]:  # of tokens that are put together, say
+        raise NotPackedError(
+            f"{type(module).__name__} attends to {key.shape[2]} keys for {query.shape[2]} tokens: which of them are of "
+            "which sequence of a pack is not known"
+        )
     drop = _dropout_of(module, dropout, query.shape[1])
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # (T_local, heads, d)
     if hydra.sp == 1 and torch.is_grad_enabled():
@@ -125,12 +140,56 @@ def _dropout_of(module: nn.Module, rate: float, heads: int) -> AttentionDropout 
     return make(rate, heads) if rate and make is not None else None
 
 
-def use_in(model: nn.Module) -> None:
-    """Make a copy of a model call `hydra_attention`; the model that it was copied from keeps its own."""
+def tell_pack(model: nn.Module, pack_of: Callable[[], Pack]) -> None:
+    """Let all modules that call `hydra_attention` know the pack that runs. It is asked for when a module attends, also
+    where a layer is computed again, in whatever thread."""
+    for module in model.modules():
+        object.__setattr__(module, _PACK, pack_of)
+
+
+def use_in(model: nn.Module, name: str = ATTENTION_NAME) -> None:
+    """Make a copy of a model attend by what Hugging Face knows by this name; the model that it was copied from keeps
+    its own."""
     for module in model.modules():
         config = getattr(module, "config", None)
         if hasattr(config, "_attn_implementation"):
-            config._attn_implementation = ATTENTION_NAME  # type: ignore[union-attr]
+            config._attn_implementation = name  # type: ignore[union-attr]
+
+
+def for_boxes(model: Any) -> str:
+    """What a model attends by where it runs one sequence at a time: what it does now, if that runs on any device."""
+    name = model.config.get_text_config()._attn_implementation
+    return name if name in ("eager", "sdpa") else "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
+
+
+def packed_configs(model: nn.Module) -> list[Any]:
+    """The configs of a model's modules that attend by `hydra_attention`."""
+    found = {id(config): config for config in (getattr(module, "config", None) for module in model.modules())}
+    return [each for each in found.values() if getattr(each, "_attn_implementation", None) == ATTENTION_NAME]
+
+
+@contextmanager
+def attending_by(name: str, configs: Sequence[Any]) -> Iterator[None]:
+    """Within it, modules with these configs attend by what has this name, so that masks are made for that."""
+    for config in configs:
+        config._attn_implementation_internal = name
+    try:
+        yield
+    finally:
+        for config in configs:
+            config._attn_implementation_internal = ATTENTION_NAME
+
+
+def let_attend_alone(module: nn.Module, name: str) -> None:
+    """Make one module of a copy, and what is in it, attend by what Hugging Face knows by this name."""
+    copies: dict[int, Any] = {}
+    for each in module.modules():
+        config = getattr(each, "config", None)
+        if hasattr(config, "_attn_implementation"):
+            if id(config) not in copies:
+                copies[id(config)] = copy.copy(config)
+                copies[id(config)]._attn_implementation_internal = name
+            each.config = copies[id(config)]
 
 
 @cache

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ds_hydra.pipe.attention.interface import tell_pack, use_in
+from ds_hydra.pipe.models.boxes import Boxes
 from ds_hydra.pipe.models.state import refuse_state
 from ds_hydra.pipe.router_loss import Routed, balanced, totals_of
 from ds_hydra.pipe.rows import MicroBatch, Pack
@@ -99,7 +101,7 @@ def _function_beside(kind: type) -> Callable[..., Tensor] | None:
 def _routers(source: CausalLM) -> tuple[dict[str, int], int]:
     """Which modules route, with the place of their logits in what they return; and their number of experts."""
     try:
-        made, logits = source.without_values(partial(_run, first_position=source.first_position))
+        made, logits = source.without_values(partial(_run, first_position=source.first_position, boxes=source.boxes))
     except Exception as error:
         raise ConfigError(f"{source.name} does not return its routers' logits ({error}): {_REMEDY}") from error
     places = [made.get(id(of_one)) for of_one in logits]
@@ -110,7 +112,7 @@ def _routers(source: CausalLM) -> tuple[dict[str, int], int]:
     return routers, experts.pop()
 
 
-def _run(copied: Any, first_position: int) -> tuple[dict[int, tuple[str, int]], tuple[Tensor, ...]]:
+def _run(copied: Any, first_position: int, boxes: Boxes) -> tuple[dict[int, tuple[str, int]], tuple[Tensor, ...]]:
     """One forward of a few tokens: module and place that first returned each tensor, and the routers' logits."""
     tokens, device = 5, next(copied.parameters()).device
     made: dict[int, tuple[str, int]] = {}
@@ -126,8 +128,12 @@ def _run(copied: Any, first_position: int) -> tuple[dict[int, tuple[str, int]], 
         module.register_forward_hook(lambda _module, _args, out, path=path: note(path, out))
     ids = torch.arange(3, 3 + tokens, device=device)[None]
     positions = torch.arange(tokens, device=device)[None] + first_position
+    tell_pack(copied, lambda: Pack((tokens,)))
+    if boxes:
+        use_in(copied, boxes.attention)
+    numbered = {"position_ids": positions} if boxes.packed else {}
     with torch.no_grad(), torch.random.fork_rng(devices=[]), refuse_state(copied):
-        out = copied(input_ids=ids, position_ids=positions, use_cache=False, hydra=Pack((tokens,)), **{_FLAG: True})
+        out = copied(input_ids=ids, use_cache=False, **numbered, **{_FLAG: True})
     return made, tuple(out.router_logits)
 
 

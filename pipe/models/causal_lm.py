@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Collection, Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from ds_hydra.pipe.adapters import adapter_rule, ends_of, linear_of, plain_name
+from ds_hydra.pipe.adapters import adapter_rule, ends_of, plain_name
 from ds_hydra.pipe.attention import interface as attention
 from ds_hydra.pipe.loss import TokenLoss
 from ds_hydra.pipe.model_plan import ModelPlan, ParamSpec, ShardRule, make_buckets
@@ -27,8 +29,9 @@ from ds_hydra.pipe.models.cut import hand_on
 from ds_hydra.pipe.models.facts import ModelFacts
 from ds_hydra.pipe.models.flow import Flow, trace
 from ds_hydra.pipe.models.functions import Functions
+from ds_hydra.pipe.models.heads import Heads
 from ds_hydra.pipe.models.kinds import find_kinds
-from ds_hydra.pipe.models.lone_rank import look
+from ds_hydra.pipe.models.lone_rank import cannot_run, look
 from ds_hydra.pipe.models.meta_copy import (
     copy_to_meta,
     give_values,
@@ -40,19 +43,20 @@ from ds_hydra.pipe.models.positions import counts_padding, first_position, refus
 from ds_hydra.pipe.models.recognise import find_functions
 from ds_hydra.pipe.models.refusals import find_layers, known_tokens, refuse_parts_in_evaluation, refuse_unsupported
 from ds_hydra.pipe.models.state import refuse_reading, refuse_state
+from ds_hydra.pipe.models.three_ways import find_ways
 from ds_hydra.pipe.models.token_rules import TokenRules, share_tokens
 from ds_hydra.pipe.models.unnamed_rules import UnnamedRules, derive
 from ds_hydra.pipe.models.unset import stand_in_values
 from ds_hydra.pipe.rows import AT_ONCE, Overlap
 from ds_hydra.pipe.stage import StageModule, StagePlace
 from ds_hydra.pipe.stage_options import AS_WRITTEN, StageOptions
-from ds_hydra.pipe.tensor_parallel import shard_rule, style_of, tensor_parallel_obstacle
+from ds_hydra.pipe.tensor_parallel import gate_beside_up, shard_rule, tensor_parallel_obstacle
 from ds_hydra.zero_hetero.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_QUERY_MODULES = ("q_proj", "q_b_proj", "kv_b_proj", "o_proj", "out_proj", "dense", "query_key_value")
-_KEY_VALUE_MODULES = ("k_proj", "v_proj")
+# What a model that is given no positions makes of them: it begins at 0, or does as it likes with each sequence.
+_NOT_NUMBERED: tuple[int, bool, tuple[int, ...]] = (0, True, ())
 _META = torch.device("meta")
 _Found = TypeVar("_Found")
 _Rules = TypeVar("_Rules", UnnamedRules, TokenRules)
@@ -91,20 +95,23 @@ class CausalLM:
         self.aliases: Mapping[str, str] = _aliases(model)
         self.template = copy_to_meta(model)
         balances = asks_for_balance(self.template)
+        self.own_attention = attention.for_boxes(self.template)
         attention.use_in(self.template)
         self.config = self.template.config
         self.text_config = self.config.get_text_config()
-        self.layers_path = find_layers(model, self.text_config.num_hidden_layers)
+        self.layers_path = find_layers(model)
         self.vocab_size: int | None = known_tokens(model)
         self.style_plan: Mapping[str, str] = dict(model.tp_plan or {})
         refuse_dynamic_rotary(model)
         values = stand_in_values(model)
         device = next(iter(values.values())).device
-        runs = self.copy_to_run(device, values)
-        self.first_position = first_position(runs, self.layers_path)
-        self.counts_padding = counts_padding(runs, self.layers_path, self.first_position)
-        self.uncounted = uncounted_tokens(runs, self.layers_path, self.first_position)
-        self.flow = self._trace(model) if facts is None else facts.flow
+        self.first_position, self.counts_padding, self.uncounted = _NOT_NUMBERED
+        self.boxes, self.flow = find_ways(self, model, values) if facts is None else (facts.boxes, facts.flow)
+        if self.boxes and not self.boxes.packed:
+            self.first_position, self.counts_padding, self.uncounted = _NOT_NUMBERED
+        elif facts is not None:
+            self.number(self.copy_to_run(device, values))
+        self._box()
         refuse_parts_in_evaluation(model, [place.module for place in self.flow.draws])
         self.balancing: Balancing | None = find_balancing(self) if balances else None
         self.balances = self.balancing is not None
@@ -119,7 +126,22 @@ class CausalLM:
     @property
     def facts(self) -> ModelFacts:
         """What was found by running parts of it."""
-        return ModelFacts(self.flow, self.unnamed, self.tokens, self.functions)
+        return ModelFacts(self.flow, self.unnamed, self.tokens, self.functions, self.boxes)
+
+    def number(self, runs: Any) -> None:
+        """Find how the model numbers tokens, by a copy with values. Raises NotPackedError."""
+        self.first_position = first_position(runs, self.layers_path)
+        self.counts_padding = counts_padding(runs, self.layers_path, self.first_position)
+        self.uncounted = uncounted_tokens(runs, self.layers_path, self.first_position)
+
+    def _box(self) -> None:
+        """Let boxes attend by the model's own attention, and take them out of what tensor parallel ranks share."""
+        paths = self.boxes.paths(self.layers_path)
+        for path in paths:
+            attention.let_attend_alone(self.template.get_submodule(path), self.boxes.attention)
+        if paths:
+            inside = tuple(f"{_generic(path)}." for path in paths)
+            self.style_plan = {k: s for k, s in self.style_plan.items() if not f"{_generic(k)}.".startswith(inside)}
 
     def _examine(self, model: Any, *, by_one_rank: bool) -> None:
         """Find what runs of parts of the model tell, as far as the options ask for it [Note: kinds of layers]."""
@@ -129,10 +151,16 @@ class CausalLM:
         self._plan()
         self.kinds = find_kinds(model, self.template, self.layers_path, () if self.flow.obstacle else self.flow.ran)
         few = self._in_few_layers()
+        if self.boxes and (why := cannot_run(few)):
+            raise ConfigError(f"{self.name} cannot run once for each sequence of a pack: {why}")
         if not by_one_rank:
             self.unnamed = _of_few(derive, few, self)
             self._plan()
             few = few.planned(self.unnamed, _ALL_TOKENS)
+        if self.boxes:
+            obstacle = "layers have modules in which tokens meet, each run for a sequence at a time"
+            self.tokens, self.functions = TokenRules(obstacle=obstacle), Functions(obstacle=obstacle)
+            return
         if self.options.token_sharding:
             found = _of_few(share_tokens, few, self)
             partial = frozenset(self.kinds.spread(dict.fromkeys(found.partial), self.specs))
@@ -155,6 +183,8 @@ class CausalLM:
         few.aliases = {path: name for path, name in self.aliases.items() if firsts(path)}
         draws = {place: width for place, width in self.flow.draws.items() if firsts(place.module)}
         few.flow = replace(self.flow, draws=draws)
+        like = self.kinds.like_others
+        few.boxes = replace(self.boxes, of=tuple(() if i in like else b for i, b in enumerate(self.boxes.of)))
         if self.balancing is not None:
             routers = {path: place for path, place in self.balancing.routers.items() if firsts(path)}
             few.balancing = replace(self.balancing, routers=routers)
@@ -204,32 +234,35 @@ class CausalLM:
             logger.debug("a run needs numbers: %s", error)
             return run(self.copy_to_run(torch.device("cpu"), None))
 
-    def _trace(self, original: Any) -> Flow:
-        """Run a few tokens."""
+    def trace(self, original: Any, *, alone: bool = False) -> Flow:
+        """Run a few tokens of one sequence: packed, or `alone` by the model's own attention. Raises NotPackedError."""
         named = [*original.named_parameters(), *original.named_buffers()]
         reading = refuse_reading({id(tensor): name for name, tensor in named})
         try:
             with reading:
-                found = self.without_values(self._trace_of)
+                found = self.without_values(partial(self._trace_of, alone=alone))
         except ConfigError:
             raise
         except Exception as error:
-            raise ConfigError(
+            raise attention.NotPackedError(
                 f"{self.name} cannot run one packed sequence by its own forward: {type(error).__name__}: {error}"
             ) from error
         if not found.body:
             raise ConfigError(f"{self.name} computes its logits in the module that runs its layers: not supported")
         return found
 
-    def _trace_of(self, copied: Any) -> Flow:
+    def _trace_of(self, copied: Any, *, alone: bool) -> Flow:
+        if alone:
+            attention.use_in(copied, self.own_attention)
+            with refuse_state(copied):
+                return trace(copied, self.layers_path, alone=True)
         with refuse_state(copied):
             return trace(copied, self.layers_path, self.first_position)
 
     def _plan(self) -> None:
         """Buckets and shard rules, those of parameters that the published plan does not name among them."""
         config, model, unnamed, tokens = self.text_config, self.template, self.unnamed, self.tokens
-        heads, kv_heads = _heads_of(config, self.flow.heads)
-        units = dict.fromkeys(_QUERY_MODULES, heads) | dict.fromkeys(_KEY_VALUE_MODULES, kv_heads)
+        found = Heads(config, model, self.flow.heads, attends=not self.boxes or bool(self.flow.heads))
         ends = ends_of(model)
         modules = {id(module): path for path, module in model.named_modules()}
         vocabulary = {modules[id(module)] for module in ends}
@@ -244,9 +277,8 @@ class CausalLM:
                 rule = ShardRule()
             else:
                 plain = plain_name(name)
-                own = units | self._kv_heads_of(plain)
-                found = adapter_rule(name, shard_rule(self.style_plan, plain, shape, own))
-                rule = unnamed.rule(name) or found
+                own = adapter_rule(name, shard_rule(self.style_plan, plain, shape, found.units(plain)))
+                rule = unnamed.rule(name) or gate_beside_up(model, name, own)
                 rule = ShardRule(gradient="partial") if name in tokens.partial else rule
             specs[name] = ParamSpec(name, shape, rule, parameter.requires_grad)
         flow = self.flow
@@ -261,34 +293,18 @@ class CausalLM:
         beside = {name for name in frozenset(specs) - everywhere if specs[name].trainable}
         self.plan = ModelPlan(
             make_buckets(groups, specs), flow.first, flow.layers, flow.last | beside,
-            heads, kv_heads, self._heads_cut(specs),
+            found.heads, found.kv_heads, found.cut(self.style_plan, specs, f"{self.layers_path}."),
             no_tp=styled or unnamed.obstacle, no_pp=self._pipeline_obstacle(), no_slices=flow.no_slices,
             no_token_sharding=tokens.obstacle, unread=flow.unread,
         )  # fmt: skip
         self.specs = specs
 
-    def _kv_heads_of(self, name: str) -> dict[str, int]:
-        """Key/value heads of the attention that a parameter is part of, where layers differ in them."""
-        attention_path, _, module = name.rpartition(".")[0].rpartition(".")
-        if module not in _KEY_VALUE_MODULES:
-            return {}
-        owner: Any = self.template.get_submodule(attention_path)
-        size, keys = getattr(owner, "head_dim", None), linear_of(getattr(owner, "k_proj", owner))
-        rows = keys.weight.shape[0] if isinstance(keys, torch.nn.Linear) else 0
-        if not isinstance(size, int) or not rows or rows % size:
-            return {}
-        return dict.fromkeys(_KEY_VALUE_MODULES, rows // size)
-
-    def _heads_cut(self, names: Mapping[str, ParamSpec]) -> bool:
-        sample = f"{self.layers_path}.0."
-        modules = {plain_name(name).rpartition(".")[0] for name in names if name.startswith(sample)}
-        return any(
-            style_of(self.style_plan, module) == "colwise"
-            and module.rpartition(".")[2] in (*_QUERY_MODULES, *_KEY_VALUE_MODULES)
-            for module in modules
-        )
-
     def _pipeline_obstacle(self) -> str:
+        if self.boxes and not self.boxes.by_length:
+            return (
+                f"{self.name} cannot be cut into stages: its layers are handed what follows from the token ids, which "
+                "later stages do not have; use strategies with pp1 for this model"
+            )
         if not self.flow.obstacle:
             return ""
         return f"{self.name} cannot be cut into stages: {self.flow.obstacle}; use strategies with pp1 for this model"
@@ -316,13 +332,6 @@ def _of_few(find: Callable[[CausalLM], _Rules], few: CausalLM, whole: CausalLM) 
     return find(whole) if found.obstacle and few is not whole else found
 
 
-def _heads_of(config: Any, seen: Collection[tuple[int, int]]) -> tuple[int, int]:
-    """Heads of queries, and of keys and values: as the config says, if layers attend with so many."""
-    heads = int(getattr(config, "num_attention_heads", 0) or 0)
-    said = heads, int(getattr(config, "num_key_value_heads", None) or heads)
-    return said if said in seen or not seen or not heads else min(seen)
-
-
 def _notes(flow: Flow, balancing: Balancing | None) -> tuple[str, ...]:
     notes = [] if balancing is None or balancing.is_models_own else [balancing.difference]
     if rate := flow.attention_dropout:
@@ -337,6 +346,11 @@ def _notes(flow: Flow, balancing: Balancing | None) -> tuple[str, ...]:
 def _checkpoint_nothing(module: Any) -> None:
     if getattr(module, "gradient_checkpointing", False):
         module.gradient_checkpointing = False
+
+
+def _generic(path: str) -> str:
+    """A path with `*` for layer numbers, as plans have it."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
 
 
 def _aliases(model: Any) -> dict[str, str]:

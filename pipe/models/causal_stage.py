@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ds_hydra.pipe.adapters import ends_of
+from ds_hydra.pipe.attention.interface import tell_pack
 from ds_hydra.pipe.collectives import gather_last_dim
 from ds_hydra.pipe.head_loss import HeadLoss
 from ds_hydra.pipe.loss import blockwise_loss, own_token_losses, token_losses
 from ds_hydra.pipe.models.balancing import Routers
+from ds_hydra.pipe.models.boxed_stage import StageBoxes
 from ds_hydra.pipe.models.cut import CutForward, Given, from_wire, hidden_in, to_wire, with_hidden
 from ds_hydra.pipe.models.draws import Draws, Keys
 from ds_hydra.pipe.models.plain_head import PlainHead
@@ -49,6 +51,10 @@ class CausalStage(StageModule):
         self._routers = None if source.balancing is None else Routers(source.balancing, place)
         if self._routers is not None:
             self._routers.install(model)
+        self._boxes: StageBoxes | None = None
+        if source.boxes:
+            self._boxes = StageBoxes(source.boxes, source.flow, place.stage, self._draws)
+            self._boxes.install(layers)
         self._recomputing = Recomputing(len(own), self._checkpointed)
         self._recomputing.install(own)
         self._recomputes_all = source.options.activation_checkpointing
@@ -76,8 +82,11 @@ class CausalStage(StageModule):
         parallel.install(model, embedding, head, needed=frozenset(names))
         self._doors, self._first_position = source.flow.doors, source.first_position
         split_rotary_by_length(model, lambda: self._pack)
+        tell_pack(model, lambda: self._pack)
         self._pack = Pack((0,))
         self._cut = CutForward(model, source.flow, source.layers_path, place.stage, device)
+        if self._boxes is not None:
+            self._boxes.enter(layers, self._cut)
         if shards and place.is_first:
             enter_with_own_rows(layers[0], self._doors[0].key, place.tp_group)
         if place.is_last:
@@ -172,20 +181,34 @@ class CausalStage(StageModule):
     def _checkpointed(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """What a layer that is computed again runs in, the first time and the second."""
         first, again = self._draws.checkpointed()
+        again = self._again(again, self._pack, nullcontext() if self._boxes is None else self._boxes.again())
         return first, again if self._routers is None else self._routers.recomputing(again)
+
+    @contextmanager
+    def _again(
+        self, draws: AbstractContextManager[Any], pack: Pack, boxes: AbstractContextManager[Any]
+    ) -> Iterator[None]:
+        """Within it, layers are computed again for a micro-batch that is not the last one that ran."""
+        before, self._pack = self._pack, pack
+        try:
+            with draws, boxes:
+                yield
+        finally:
+            self._pack = before
 
     def _run_layers(self, hidden: Tensor | None, batch: MicroBatch, keys: Keys | None) -> Any:
         self._pack = batch.pack
+        self._recomputing.take(0.0)
+        run = None if self._boxes is None else self._boxes.captured(batch, keys)
         self._recomputing.take(1.0 if self._recomputes_all else batch.recompute)
         routing = nullcontext() if self._routers is None else self._routers.of(batch)
+        received = None if hidden is None else from_wire(hidden, self._doors[self.place.stage.first_layer])
+        positions = batch.position_ids + self._first_position
+        inputs: dict[str, Any] = {"input_ids": _tokens(batch), "position_ids": positions, "use_cache": False}
         with self._draws.of(keys), routing:
-            return self._cut(
-                None if hidden is None else from_wire(hidden, self._doors[self.place.stage.first_layer]),
-                input_ids=_tokens(batch),
-                position_ids=batch.position_ids + self._first_position,
-                use_cache=False,
-                hydra=batch.pack,
-            )
+            if self._boxes is not None and run is not None:
+                return self._boxes(received, batch, run, inputs)
+            return self._cut(received, **inputs)
 
     def _head(self, below: Any, input_ids: Tensor) -> Tensor:
         """Logits of this rank's vocabulary rows, by the model's own forward after its layers."""

@@ -15,9 +15,11 @@ No layer, norm or embedding needs a name for this, and nothing that follows the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
@@ -26,6 +28,8 @@ from ds_hydra.pipe.models.flow import Door, Flow
 from ds_hydra.pipe.placement import Stage
 from ds_hydra.pipe.wrappers import wrap
 
+_NUMBERS = frozenset({"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__contains__"})
+_COLLECTIVES = dist.all_reduce.__module__
 _QUESTIONS = frozenset({"size", "dim", "numel", "stride", "element_size", "__len__", "is_floating_point", "nelement"})
 
 
@@ -52,12 +56,18 @@ class Placeholders(TorchFunctionMode):
         flat, structure = tree_flatten((args, kwargs))
         if not any(isinstance(value, Tensor) and value.is_meta for value in flat):
             return func(*args, **kwargs)
+        if getattr(func, "__module__", "") == _COLLECTIVES:  # of ranks that all have nothing to tell
+            return None
         if func is Tensor.device.__get__:  # type: ignore[attr-defined]
             return self.device
         if getattr(func, "__name__", "") in _QUESTIONS or getattr(func, "__name__", "") == "__get__":
             answer = func(*args, **kwargs)
             if not isinstance(answer, Tensor):
                 return answer
+        if getattr(func, "__name__", "") in _NUMBERS:  # what the placeholders would answer
+            zeros = [torch.zeros(v.shape, dtype=v.dtype) if isinstance(v, Tensor) else v for v in flat]
+            given, named = tree_unflatten(zeros, structure)
+            return func(*given, **named)
         meta_args, meta_kwargs = tree_unflatten([self._on_meta(value) for value in flat], structure)
         with torch.no_grad():
             return tree_map(self._real, func(*meta_args, **meta_kwargs))
@@ -83,6 +93,7 @@ class CutForward:
         self.model, self._flow = model, flow
         self._received: Tensor | None = None
         self._placeholders: Placeholders | None = None
+        self._capturing = False
         self._device = device
         self._first, self._last = stage.first_layer, stage.last_layer
         layers: Sequence[nn.Module] = model.get_submodule(layers_path)
@@ -94,27 +105,40 @@ class CutForward:
         ending = body if self._last == len(layers) else layers[self._last - 1]
         ending.register_forward_hook(_reach)
 
-    def __call__(self, received: Tensor | None, **inputs: Any) -> Any:
-        """What the stage's last layer, or the model below its head, returns."""
+    def __call__(self, received: Tensor | None, *, hollow: bool = False, **inputs: Any) -> Any:
+        """What the stage's last layer, or the model below its head, returns. `hollow`: what comes before the stage's
+        layers is not computed, and its results are on the meta device; the first layer's door calls `leave`."""
         self._received = received
         try:
-            if self._first:
-                self._placeholders = Placeholders(self._device)
+            if self._first or hollow:
+                self._placeholders = Placeholders(torch.device("meta") if hollow else self._device)
                 self._placeholders.__enter__()
             self.model(**inputs)
         except _Reached as reached:
             return reached.value
         finally:
-            self._leave_placeholders()
+            self.leave()
             self._received = None
         raise AssertionError(f"{type(self.model).__name__} did not run {self._flow.body}, as it did when traced")
 
-    def _enter(self, _: Any) -> Any:
+    def capture(self, **inputs: Any) -> None:
+        """Run the model for what its layers are handed; who asks ends the forward by an exception."""
+        self._capturing = True
+        try:
+            with Placeholders(self._device) if self._first else nullcontext():
+                self.model(**inputs)
+        finally:
+            self._capturing = False
+
+    def _enter(self, hidden: Any) -> Any:
         """What the layer before the stage's first hands on."""
-        self._leave_placeholders()
+        if self._capturing:
+            return hidden
+        self.leave()
         return self._received
 
-    def _leave_placeholders(self) -> None:
+    def leave(self) -> None:
+        """From here on everything is computed."""
         if self._placeholders is not None:
             self._placeholders.__exit__(None, None, None)
             self._placeholders = None

@@ -70,6 +70,7 @@ class _Running:
     # draws of this forward so far, by layer and module
     counts: dict[tuple[int | None, str], int] = field(default_factory=dict)
     module: str | None = None  # whose random calls are answered
+    alone: bool = False  # whether on one whole sequence, as in a box [Note: boxes]
 
 
 class Draws:
@@ -103,6 +104,19 @@ class Draws:
         """Within it, one entry of a layer list draws for these tokens; its modules count together."""
         return self._running(_Running(keys, index, module=None if keys is None else str(index)))
 
+    @property
+    def counts(self) -> dict[tuple[int | None, str], int]:
+        """The draws of this forward so far, by layer and module."""
+        return dict(self._now.counts)
+
+    @contextmanager
+    def alone(self, keys: Keys, counted: Mapping[tuple[int | None, str], int]) -> Iterator[None]:
+        """Within it, a module runs on one sequence of the row, after so many draws: as many as before any other."""
+        whole, mine = self._now.counts, dict(counted)
+        with self._running(replace(self._now, keys=keys, own=False, counts=mine, alone=True)):
+            yield
+        whole.update(mine)
+
     def inside(self) -> AbstractContextManager[None]:
         """See `Whereabouts`."""
         return self._running(replace(self._now, own=False))
@@ -133,6 +147,9 @@ class Draws:
         with torch._C.DisableTorchFunction():
             if func in DROPOUTS:
                 x, rate, inplace = dropout_of(args, kwargs)
+                if self._now.alone and of_attention(x, len(self._current(module).row)):
+                    found = self.attention(module, rate, x.shape[1])
+                    return x if found is None else found(x, first_token=0, first_query=0, first_key=0)
                 place, columns = self._next(module, random_call(func, args, kwargs), x)
                 if x.is_meta:
                     return func(*args, **kwargs)
@@ -220,9 +237,11 @@ class Draws:
 class Recorder(Draws):
     """Notes what a model draws when it is traced, and leaves the drawing to torch."""
 
-    def __init__(self, tokens: int, layers_path: str, stack: Sequence[str]):
-        """`stack` holds the paths of the modules that are running, whenever something is noted."""
+    def __init__(self, tokens: int, layers_path: str, stack: Sequence[str], *, alone: bool = False):
+        """`stack` holds the paths of the modules that are running, whenever something is noted. `alone`: the model runs
+        one sequence by its own attention, which drops its whole matrix of probabilities at once."""
         super().__init__({})
+        self._alone = alone
         self._tokens, self._prefix, self._stack = tokens, f"{layers_path}.", stack
         self.obstacle = ""  # the first draw that cannot be placed, as a sentence for the user
         self.attention_rate = 0.0  # largest of the attention's dropout
@@ -237,6 +256,8 @@ class Recorder(Draws):
                 f"{module or 'the model'} draws random numbers ({call}) that would depend on which rank draws them: "
                 "set its rate to 0 in the model's config, or let it use torch.nn.functional.dropout"
             )
+        elif self._alone and func in DROPOUTS and of_attention(result, self._tokens):
+            self.attention(module, dropout_of(args, kwargs)[1], result.shape[1])
         elif not _holds_tokens(result, self._tokens):
             self.obstacle = without_tokens(module, call)
         else:
@@ -293,6 +314,11 @@ def without_tokens(module: str, call: str) -> str:
         f"{module} draws random numbers ({call}) for rows that are not the tokens of the batch, so that they would "
         "depend on what else is in it: set its rate to 0"
     )
+
+
+def of_attention(x: Tensor, tokens: int) -> bool:
+    """Whether `x` is the probabilities (1, heads, T, T) of one sequence."""
+    return x.dim() == 4 and x.shape[2:] == (tokens, tokens)
 
 
 def _holds_tokens(x: Tensor, tokens: int) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from ds_hydra.pipe.model_plan import ShardRule
+from ds_hydra.pipe.models.boxes import Box, Boxes
 from ds_hydra.pipe.models.draws import Place
 from ds_hydra.pipe.models.flow import Door, Flow
 from ds_hydra.pipe.models.functions import Functions, Gate, Norm
@@ -26,6 +27,7 @@ class ModelFacts:
     unnamed: UnnamedRules
     tokens: TokenRules
     functions: Functions
+    boxes: Boxes
 
     def to_json(self) -> str:
         """A text from which `from_json` makes an equal object, in an equal order."""
@@ -41,7 +43,7 @@ class ModelFacts:
 
 _KINDS: Mapping[str, Any] = {
     kind.__name__: kind
-    for kind in (ModelFacts, Flow, Door, Place, UnnamedRules, ShardRule, TokenRules, Functions, Norm, Gate,
+    for kind in (ModelFacts, Boxes, Box, Flow, Door, Place, UnnamedRules, ShardRule, TokenRules, Functions, Norm, Gate,
                  tuple, list, frozenset, dict)
 }  # fmt: skip
 

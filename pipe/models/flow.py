@@ -15,8 +15,7 @@ parameters and those used under `no_grad` leave no graph: so every function that
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -26,8 +25,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from ds_hydra.pipe.attention.interface import let_attention_drop
-from ds_hydra.pipe.contexts import Context, Contexts
+from ds_hydra.pipe.attention.interface import let_attention_drop, tell_pack
+from ds_hydra.pipe.models.attended import Attended, Where
 from ds_hydra.pipe.models.draws import Place, Recorder
 from ds_hydra.pipe.models.graph import hidden_of, leaves, tensors_in
 from ds_hydra.pipe.models.kinds import Ran
@@ -75,6 +74,7 @@ class Flow:
     no_slices: str = ""  # why no sequence can be cut into slices
     unread: frozenset[str] = frozenset()  # parameters that nothing was computed with
     ran: tuple[int, ...] = ()  # of each layer the first one that ran the same functions [Note: kinds of layers]
+    unattended: frozenset[int] = frozenset()  # layers that did not attend by the attention interface
 
 
 @dataclass
@@ -96,7 +96,7 @@ class _Record:
 class _Watch(TorchFunctionMode):
     """Notes which parameters any function is handed, by part of the forward, and what draws random numbers."""
 
-    def __init__(self, model: nn.Module, layers_path: str, tokens: int) -> None:
+    def __init__(self, model: nn.Module, layers_path: str, tokens: int, *, alone: bool) -> None:
         super().__init__()
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.owners: dict[int, set[str]] = {}
@@ -106,7 +106,7 @@ class _Watch(TorchFunctionMode):
         self.touched: dict[tuple[str, int], set[int]] = {}
         self.stack: list[str] = []
         self.readers: dict[str, set[str]] = {}
-        self.recorder = Recorder(tokens, layers_path, self.stack)
+        self.recorder = Recorder(tokens, layers_path, self.stack, alone=alone)
         self.ran = Ran(layers_path, self.names)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -130,9 +130,10 @@ class _Watch(TorchFunctionMode):
         return self.touched.get((kind, index), set())
 
 
-def trace(model: Any, layers_path: str, positions_from: int = 0) -> Flow:
+def trace(model: Any, layers_path: str, positions_from: int = 0, *, alone: bool = False) -> Flow:
     """Run a few tokens through a copy of the model whose parameters are leaves, and tell what happened.
 
+    `alone`: by the attention that the copy has, and with the positions that it makes of none given.
     Hooks stay on the copy: it is of no other use. Errors of the model's own forward pass through.
     """
     device = next(model.parameters()).device
@@ -140,7 +141,7 @@ def trace(model: Any, layers_path: str, positions_from: int = 0) -> Flow:
     record = _Record()
     hidden = int(model.config.get_text_config().hidden_size)
     tokens = next(count for count in TOKEN_COUNTS if count not in (hidden, len(layers)))
-    watch = _Watch(model, layers_path, tokens)
+    watch = _Watch(model, layers_path, tokens, alone=alone)
     keep_stack(model, watch.stack)
     for name, module in model.named_modules():
         let_attention_drop(module, partial(watch.recorder.attention, name))
@@ -149,20 +150,24 @@ def trace(model: Any, layers_path: str, positions_from: int = 0) -> Flow:
     ids = torch.arange(3, 3 + tokens, device=device)[None]
     positions = torch.arange(positions_from, positions_from + tokens, device=device)[None]
     model.train()
-    attended = _Attended(tokens)
+    attended = Attended(tokens)
     pack = Pack((tokens,), chunk=Chunk(0, tokens, attended))
+    tell_pack(model, lambda: pack)
+    numbered = {} if alone else {"position_ids": positions}
     with torch.random.fork_rng(devices=[]), watch:
-        out = model(input_ids=ids, position_ids=positions, use_cache=False, hydra=pack)
+        out = model(input_ids=ids, use_cache=False, **numbered)
     if watch.recorder.obstacle:
         raise ConfigError(watch.recorder.obstacle)
     logits = out.logits if hasattr(out, "logits") else out[0]
     found = _conclude(model, layers_path, record, watch, logits)
+    where = Where(attended, model, layers_path)
     return replace(
         found,
         attention_dropout=watch.recorder.attention_rate,
         vocabulary=logits.shape[-1],
         heads=frozenset(attended.heads),
-        no_slices=_no_slices(attended.calls, model, layers_path),
+        no_slices=where.no_slices,
+        unattended=where.unattended,
         unread=frozenset(watch.names[each] for each in watch.names.keys() - _read(record, watch, logits)),
         ran=watch.ran.firsts(len(layers)),
     )
@@ -172,39 +177,6 @@ def _read(record: _Record, watch: _Watch, logits: Tensor) -> set[int]:
     """Identities of all that something was computed with."""
     parts = (record.entering, record.inside, record.beside, watch.touched)
     return leaves([logits]).union(*(found for part in parts for found in part.values()))
-
-
-class _Attended(Contexts):
-    """Notes which modules attend, and with how many heads."""
-
-    def __init__(self, total: int):
-        super().__init__(total)
-        self.calls: Counter[Hashable] = Counter()
-        self.heads: set[tuple[int, int]] = set()
-
-    def note_heads(self, heads: int, kv_heads: int) -> None:
-        self.heads.add((heads, kv_heads))
-
-    def of(self, module: Hashable) -> Context:
-        self.calls[module] += 1
-        return super().of(module)
-
-
-def _no_slices(calls: Mapping[Hashable, int], model: Any, layers_path: str) -> str:
-    """Why the tokens of a slice would not see those before it; empty if they would, as far as a trace tells.
-
-    A context is that of a module, so each may attend once [Note: contexts]. A layer that does not attend may look at
-    other tokens in ways that are not known here, such as a recurrent state.
-    """
-    names: dict[Hashable, str] = {module: name for name, module in model.named_modules()}
-    for module, count in calls.items():
-        if count > 1:
-            return f"{names.get(module, type(module).__name__)} attends {count} times in one forward"
-    for index in range(len(model.get_submodule(layers_path))):
-        inside = f"{layers_path}.{index}."
-        if not any(f"{names.get(module, '')}.".startswith(inside) for module in calls):
-            return f"layer {index} does not attend by Hugging Face's attention interface"
-    return ""
 
 
 def keep_stack(model: nn.Module, stack: list[str]) -> None:

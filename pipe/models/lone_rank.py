@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,23 @@ def look(source: CausalLM, tp: int, **how: Any) -> Seen:
     return _run(source, tp, torch.device("cpu"), **how) if numbers else seen
 
 
+def cannot_run(source: CausalLM) -> str:
+    """Why one stage of a model with boxes cannot run a pack; empty if it can."""
+    error = _run(source, 1, torch.device("cpu"), within=_Apart()).error
+    return "" if error is None else f"{type(error).__name__}: {error}"
+
+
+class _Apart(TorchFunctionMode):
+    """Within it, nothing is computed of numbers and of what has none: in place, torch would not say that it did not."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        hollow = {value.is_meta for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)}
+        if len(hollow) > 1 and getattr(func, "__name__", "") not in ("to", "_to"):
+            raise ConfigError(f"{getattr(func, '__name__', func)} is given what was not computed before the layers")
+        return func(*args, **kwargs)
+
+
 def _run(
     source: CausalLM,
     tp: int,
@@ -59,6 +77,7 @@ def _run(
     token_sharding: bool = False,
     linear: bool = False,
     prepare: Callable[[nn.Module], None] = lambda module: None,
+    within: AbstractContextManager[Any] | None = None,
 ) -> Seen:
     """One forward of all layers; `linear`: linear layers and embeddings meet their input too; `prepare` is called with
     the stage's module before it runs."""
@@ -78,7 +97,7 @@ def _run(
         ids = torch.arange(3, 3 + tokens, device=device)
         weights = torch.ones(tokens, dtype=torch.float64, device=device)
         positions = torch.arange(tokens, device=device)[None]
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), watch:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), watch, within or nullcontext():
             built.forward(None, MicroBatch(Pack((tokens,)), positions, ids[None], ids, weights))
     except Exception as error:  # of the model's own forward: whatever it is, it is told to the user
         seen.error = error

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ds_hydra.pipe.attention.interface import NotPackedError, tell_pack
 from ds_hydra.pipe.models.graph import tensors_in
 from ds_hydra.pipe.models.refusals import known_tokens
 from ds_hydra.pipe.pinned import on_device
@@ -96,8 +97,8 @@ def first_position(model: Any, layers_path: str) -> int:
     """What the model counts as a sequence's first position when it is given none: 0, or padding_idx + 1 (RoBERTa).
 
     Compared is what enters the first layer: for one sequence alone without positions, and for two in one row with
-    positions that restart. Raises ConfigError where neither numbering gives the same: packing would then train another
-    model. `model` holds real values.
+    positions that restart. Raises NotPackedError where neither numbering gives the same: packing would then train
+    another model. `model` holds real values.
     """
     name = type(model).__name__
     device = next(model.parameters()).device
@@ -120,7 +121,7 @@ def first_position(model: Any, layers_path: str) -> int:
             continue
         if _same_rows(alone, packed):
             return first
-    raise ConfigError(
+    raise NotPackedError(
         f"{name} numbers the tokens of a sequence neither from 0 nor from its padding token, or ignores position_ids: "
         "packed sequences would be trained at other positions than alone; not supported"
     )
@@ -138,9 +139,10 @@ def _entering(
     handle = model.get_submodule(layers_path)[0].register_forward_pre_hook(enter, with_kwargs=True)
     given |= {} if positions is None else {"position_ids": positions}
     training = model.training
+    tell_pack(model, lambda: Pack(lengths))
     try:
         with torch.no_grad():
-            model.eval()(input_ids=ids, use_cache=False, hydra=Pack(lengths), **given)
+            model.eval()(input_ids=ids, use_cache=False, **given)
     except _Entered as entered:
         return entered.tensors
     finally:

@@ -21,24 +21,16 @@ _EMBEDDINGS = {
     "scale_grad_by_freq": "its gradient would depend on which sequences are packed together",
     "sparse": "gradients are summed in dense buffers",
 }
+_LAYER_COUNTS = ("num_hidden_layers", "decoder_layers", "num_decoder_layers", "num_layers", "num_blocks")
 _GROUPED_ALIGNMENT = 16  # bytes
 _KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
 def refuse_unsupported(model: Any) -> None:
     """ConfigError for what can be told from the model's class and config, before anything is run."""
-    name, config = type(model).__name__, model.config.get_text_config()
-    if getattr(model, "_is_stateful", False):
-        raise ConfigError(f"{name} carries a recurrent state, which would cross packed sequences: not supported")
+    name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
         raise ConfigError(f"{name} is an encoder-decoder; only causal language models are supported")
-    kinds = set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYER_TYPES
-    if kinds:
-        raise ConfigError(
-            f"{name} has layers of type {', '.join(sorted(kinds))}; supported: " + ", ".join(sorted(_KNOWN_LAYER_TYPES))
-        )
-    if not getattr(model, "_supports_attention_backend", False):
-        raise ConfigError(f"{name} does not use Hugging Face's attention interface, so sequences cannot be packed")
     if model.get_output_embeddings() is None:
         raise ConfigError(f"{name} has no language modelling head; use its ...ForCausalLM class")
     if getattr(model, "is_quantized", False):
@@ -47,6 +39,13 @@ def refuse_unsupported(model: Any) -> None:
     _refuse_own_attention(model)
     refuse_adapters(model)
     _refuse_embeddings(model)
+
+
+def may_mix_otherwise(model: Any) -> bool:
+    """Whether the model's class or config says that tokens may meet otherwise than by the attention interface."""
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - _KNOWN_LAYER_TYPES
+    interface = getattr(model, "_supports_attention_backend", False)
+    return bool(kinds) or getattr(model, "_is_stateful", False) or not interface
 
 
 def refuse_parts_in_evaluation(model: nn.Module, drawing: Collection[str]) -> None:
@@ -112,12 +111,18 @@ def known_tokens(model: Any) -> int:
     return int(model.config.get_text_config().vocab_size if weight is None else weight.shape[0])
 
 
-def find_layers(model: nn.Module, num_layers: int) -> str:
-    """Path of the decoder layers: the outermost module list of the configured length."""
-    paths = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers]
-    if not paths:
-        raise ConfigError(f"{type(model).__name__} has no module list of its {num_layers} layers to cut into stages")
-    return min(paths, key=lambda path: path.count("."))
+def find_layers(model: Any) -> str:
+    """Path of the decoder layers: the outermost module list of a length that the config has for them."""
+    config = model.config.get_text_config()
+    # Decoders of encoder-decoder kinds have a number of their own.
+    numbers = dict.fromkeys(getattr(config, key, None) for key in _LAYER_COUNTS)
+    for number in numbers:
+        paths = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == number]
+        if paths:
+            return min(paths, key=lambda path: path.count("."))
+    raise ConfigError(
+        f"{type(model).__name__} has no module list of its {config.num_hidden_layers} layers to cut into stages"
+    )
 
 
 def refuse_misaligned_experts(model: nn.Module, specs: Iterable[ParamSpec], tp: int, dtype: torch.dtype) -> None:

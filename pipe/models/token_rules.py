@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ds_hydra.pipe.adapters import plain_name
+from ds_hydra.pipe.attention.interface import tell_pack
 from ds_hydra.pipe.models.cut import hidden_in
 from ds_hydra.pipe.models.lone_rank import Seen, look
 from ds_hydra.pipe.models.meta_copy import give_values, place_on
@@ -229,9 +230,10 @@ def _below_head(source: CausalLM, model: Any, hidden: Tensor, layers: TorchFunct
     ]
     ids = torch.arange(3, 9)[None]
     positions = torch.arange(6)[None] + source.first_position
+    tell_pack(model, lambda: Pack((6,)))
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            model(input_ids=ids, position_ids=positions, use_cache=False, hydra=Pack((6,)))
+            model(input_ids=ids, position_ids=positions, use_cache=False)
     except _BelowHead as reached:
         return reached.hidden
     finally:

@@ -76,6 +76,8 @@ def _obstacle(source: CausalLM, tp: int, alone: Seen, cut: Seen) -> str:
 def least_degree(source: CausalLM) -> int:
     """The least TP degree above 1 that the model's heads can be cut by; 1 where there is none."""
     heads, kv_heads = source.plan.num_heads, source.plan.num_kv_heads
+    if not heads and source.boxes:  # no rank has a part of the heads: any degree is as good
+        return 2
     fit = (tp for tp in range(2, heads + 1) if heads % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0))
     return next(fit, 1)
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import chain
 
 from tests.support.adapted_models import ADAPTED, ADAPTED_WITHOUT_TP
-from tests.support.case import AMPLIFYING, BFLOAT16, CHANGING, CHANGING_8, FLOAT32, NO_GRADIENT, UNUSUAL, Case
+from tests.support.case import AMPLIFYING, BFLOAT16, CHANGING, CHANGING_8, FLOAT32, FLOAT64, NO_GRADIENT, UNUSUAL, Case
 from tests.support.changed_models import CHANGED, CHANGED_LINEARS
 from tests.support.families import BALANCED, FAMILIES, LAYER_LIST, OTHER_SIZES
 from tests.support.losses import OWN
@@ -216,6 +216,25 @@ def _balanced() -> Iterator[Case]:
     yield replace(base, name="balanced fp32", dtype=FLOAT32)
 
 
+def _boxed() -> Iterator[Case]:
+    """Modules in which tokens meet, run once for each sequence: in all layers or in some."""
+    base = Case("", "bloom", CHANGING, steps=3, optimizer="SGD", dtype=FLOAT32)
+    yield replace(
+        base, name="boxes", strategies=("tp2pp2", "sp2 + 2*tp1"), dtype=FLOAT64, optimizer="AdamW", quick=True
+    )
+    yield replace(base, name="boxes, V", strategies=("pp2/v + sp2", "tp2pp2/zb-h1"), recompute=True)
+    yield replace(base, name="boxes, checkpointed", activation_checkpointing=True)
+    yield replace(base, name="boxes, phases", strategies=("4*tp1 then 2*tp2 then tp4",))
+    yield replace(base, name="boxes, dropout", family="gptj, dropout", draws=True)
+    for family in ("lfm2", "qwen3_next", "falcon_h1"):
+        yield replace(base, name=f"hybrid, {family}", family=family)
+        yield replace(base, name=f"hybrid, {family}, V", family=family, strategies=("pp2/v + sp2", "pp4/zb-h1"))
+    hybrid = replace(base, family="lfm2")
+    yield replace(hybrid, name="hybrid", strategies=("tp2pp2/v", "sp2 + pp2"), recompute=True, steps=2, quick=True)
+    yield replace(hybrid, name="hybrid on 8 ranks", strategies=CHANGING_8)
+    yield replace(hybrid, name="hybrid, checkpointed", activation_checkpointing=True)
+
+
 _WITH_FUNCTIONS = ("llama", "llama_tied", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "olmo2", "mixtral",
                    "phi3", "cohere", "glm4")  # fmt: skip
 
@@ -292,5 +311,5 @@ def _some_otherwise(cases: Iterable[Case]) -> Iterator[Case]:
 _TABLE = chain(
     _fixed(), _families(), _unusual(), _drawing(), _options(), _heads(), _losses(), _functions(), _phased(), scheduled()
 )
-CASES: tuple[Case, ...] = (*_some_otherwise(_TABLE), *_adapted(), *_balanced(), *in_groups())
+CASES: tuple[Case, ...] = (*_some_otherwise(_TABLE), *_adapted(), *_balanced(), *_boxed(), *in_groups())
 assert len({case.name for case in CASES}) == len(CASES), "every row has a name of its own"

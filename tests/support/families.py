@@ -1,8 +1,8 @@
 """Tiny models of many families for tests: a name in, a freshly initialised model out, the same in every process.
 
-Names are keys of FAMILIES, of BALANCED, of HARD_MODELS, of CHANGED and CHANGED_LINEARS (a Llama that was changed), of
-ADAPTED and ADAPTED_WITHOUT_TP (a model with PEFT's adapters), "layer_list" for a DeepSpeed `PipelineModule` with a tied
-layer, or the path of a Hugging Face config file.
+Names are keys of FAMILIES, of BALANCED, of BOXED, of HARD_MODELS, of CHANGED and CHANGED_LINEARS (a Llama that was
+changed), of ADAPTED and ADAPTED_WITHOUT_TP (a model with PEFT's adapters), "layer_list" for a DeepSpeed
+`PipelineModule` with a tied layer, or the path of a Hugging Face config file.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from ds_hydra.pipe.attention.backends import varlen_attention
 from ds_hydra.pipe.models.adapted import base_of
 from ds_hydra.pipe.rows import Pack
 from tests.support.adapted_models import adapted, base_family
+from tests.support.boxed_models import BOXED
 from tests.support.changed_models import CHANGED, CHANGED_LINEARS
 from tests.support.hard_models import HARD_MODELS
 
@@ -86,12 +87,13 @@ BALANCED: Mapping[str, tuple[str, dict[str, Any]]] = {
 }
 # Model types whose attention feature (softcap, sinks) Hugging Face's SDPA drops or refuses.
 NEEDS_EAGER = frozenset({"gemma2", "gpt_oss"})
+NOT_BY_INTERFACE = frozenset({"bloom", "gptj"})  # they attend by code of their own
 
 
 def hf_config(family: str) -> Any:
     """The Hugging Face config of a family, or of a config file."""
     family = "llama" if family in CHANGED or family in CHANGED_LINEARS else base_family(family)
-    listed = FAMILIES.get(family) or HARD_MODELS.get(family) or BALANCED.get(family)
+    listed = FAMILIES.get(family) or HARD_MODELS.get(family) or BALANCED.get(family) or BOXED.get(family)
     if listed:
         model_type, settings = listed
         return AutoConfig.for_model(model_type, **settings)
@@ -133,6 +135,8 @@ def reference_model(family: str, dtype: torch.dtype) -> nn.Module:
     config = hf_config(family)
     if config.model_type in NEEDS_EAGER or getattr(config, "attention_dropout", False):
         attention = "eager" if dtype != torch.float64 else "dense"  # eager has an FP32 softmax in any dtype
+    if config.model_type in NOT_BY_INTERFACE:
+        attention = "eager"
     return base_of(build_model(family, dtype, attention))
 
 

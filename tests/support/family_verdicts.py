@@ -21,6 +21,7 @@ from ds_hydra.pipe.shape import PipelineShape
 from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.self_check.compare import compare, finite
 from ds_hydra.self_check.plain import Plain
+from ds_hydra.self_check.precision import doubled
 from ds_hydra.self_check.runs import Data, Outcome, run_pipeline
 from ds_hydra.self_check.tried_tokens import tried_data
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
@@ -49,9 +50,8 @@ EQUAL, DIFFERS, CRASHES = "equal", "differs", "crashes"
 # What a refusal's sentence must hold -> the reason that the list gives.
 REASONS = (
     ("no tiny model", "a tiny config of it is at odds with itself"),
-    ("recurrent state", "it carries a state from token to token"),
-    ("attention interface|did not pass the keyword", "its attention cannot be replaced"),
-    ("has layers of type|the attention feature|is not causal", "its attention has a feature that packs lack"),
+    ("once for each sequence", "its layers cannot run once for each sequence of a pack"),
+    ("is not causal", "its attention has a feature that packs lack"),
     ("draws random numbers|of type 'dynamic'", "plain training of it depends on chance or order"),
     ("with tp1 for this model", "tensor parallel ranks cannot share it"),
     ("with pp1 for this model", "its layers cannot be cut apart"),
@@ -100,7 +100,8 @@ def _verdicts(name: str, shapes: Mapping[str, str]) -> dict[str, str]:
     except Exception as error:
         return dict.fromkeys(shapes, _reason(f"no tiny model ({type(error).__name__}: {error})"))
     try:
-        source = CausalLM(model, StageOptions(token_sharding=True))
+        with doubled():
+            source = CausalLM(model, StageOptions(token_sharding=True))
     except Exception as error:
         return dict.fromkeys(shapes, _told(error))
     data = tried_data(96, [(6, 33, 2), (12,)], special=special_tokens(model), left_out=source.uncounted)

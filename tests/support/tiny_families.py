@@ -16,6 +16,10 @@ from ds_hydra.self_check.shrink import shrunk_config
 
 HEADS, KV_HEADS, LAYERS, HEAD_DIM = 6, 3, 4, 8
 _DECODER: dict[str, Any] = {"is_decoder": True}
+# What a token sees of those before it is limited, and every limit is to be smaller than the sequences that are tried,
+# or nobody would notice what it does: indexers that keep a few tokens, chunks of recurrences, windows.
+_INDEXER: dict[str, Any] = {"index_topk": 4, "index_n_heads": 2, "index_head_dim": 8}
+_SSM: dict[str, Any] = {"mamba_d_state": 8, "mamba_chunk_size": 8, "mamba_n_heads": 12, "mamba_d_head": 8}
 # Model type -> what its tiny config needs beside the sizes.
 _SETTINGS: Mapping[str, dict[str, Any]] = {
     "bert": _DECODER,
@@ -39,6 +43,43 @@ _SETTINGS: Mapping[str, dict[str, Any]] = {
     "diffllama": {"num_key_value_heads": 6},
     "dots1": {"n_routed_experts": 6, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "full_attn_idxs": [1, 3]},
+    "axk2": _INDEXER,
+    "deepseek_v32": _INDEXER,
+    "glm_moe_dsa": _INDEXER,
+    "hy_v4": _INDEXER,
+    "deepseek_v4": {
+        "head_dim": 8,
+        "index_topk": 4,
+        "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
+    },
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 4,
+        "indexer_compress_ratio": 2,
+    },
+    "doge": {"keep_window_size": 4},
+    "minimax": {"block_size": 4},
+    "llama4_text": {"floor_scale": 4},
+    "bamba": _SSM | {"attn_layer_indices": [1, 3]},
+    "granitemoehybrid": _SSM | {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "falcon_h1": _SSM | {"mamba_d_ssm": 96},
+    "jamba": {"mamba_d_state": 8, "attn_layer_period": 4, "attn_layer_offset": 2},
+    "nemotron_h": {"chunk_size": 8, "ssm_state_size": 8, "mamba_num_heads": 16, "mamba_head_dim": 8},
+    "zamba2": {
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "layer_types": ["linear_attention", "hybrid"] * 2,
+        "hybrid_layer_ids": [1, 3],
+        "attention_hidden_size": 96,
+        "attention_head_dim": 16,
+        "n_mamba_heads": 12,
+        "mamba_headdim": 8,
+        "chunk_size": 8,
+        "mamba_d_state": 8,
+    },
+    "codegen": {"n_head": 4, "num_attention_heads": 4, "n_embd": 48, "rotary_dim": 4},
     "nemotron": {"num_key_value_heads": 3},
     "xlm": {"emb_dim": 48},
     "gemma3n_text": {"num_kv_shared_layers": 0},
@@ -49,10 +90,16 @@ _STATE = {"vocab_size": 96, "hidden_size": 48, "num_hidden_layers": LAYERS, "sta
 _SIZES: Mapping[str, dict[str, Any]] = {
     "mamba": _STATE,
     "falcon_mamba": _STATE,
-    "mamba2": _STATE | {"num_heads": 6, "head_dim": 16, "n_groups": 1},
+    "mamba2": _STATE | {"num_heads": 6, "head_dim": 16, "n_groups": 1, "chunk_size": 8},
     "rwkv": {"vocab_size": 96, "hidden_size": 48, "num_hidden_layers": LAYERS, "context_length": 64},
-    "xlstm": {"vocab_size": 96, "hidden_size": 48, "num_hidden_layers": LAYERS, "num_heads": 6},
-}
+    "xlstm": {"vocab_size": 96, "hidden_size": 48, "num_hidden_layers": LAYERS, "num_heads": 6,
+              "chunk_size": 8},
+    "dbrx": {
+        "vocab_size": 96, "d_model": 48, "n_heads": HEADS, "n_layers": LAYERS, "max_seq_len": 64,
+        "attn_config": {"kv_n_heads": KV_HEADS, "clip_qkv": 8, "rope_theta": 10000.0},
+        "ffn_config": {"ffn_hidden_size": 72, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 48},
+    },
+}  # fmt: skip
 _HEADS = re.compile(r"^(n_heads?|num_heads)$|attention_heads$")
 _KV_HEADS = re.compile(r"(num_key_value_heads|num_kv_heads|n_head_kv|num_query_groups|kv_n_heads|n_kv_heads?)$")
 _RATES = re.compile(r"drop(out)?|jitter")

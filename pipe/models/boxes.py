@@ -1,0 +1,316 @@
+"""Modules in which tokens meet, each called as it is once for each sequence of a pack.
+
+[Note: boxes]
+Between its mixers a model treats every token alone, so a packed row may run through it as if it were one sequence. A
+mixer that does not go by Hugging Face's attention interface knows nothing of packs: a recurrence would carry its state
+from one sequence into the next, a convolution would look over the boundary. Such a module is a box. It is given what
+the model would give it if each sequence ran alone, one after the other, and its outputs are put back into a row:
+
+  row           A A A B B B B B C C      hidden states, whatever stands between the boxes computes them
+  box           A A A                    with the masks, positions and rotary tables of a sequence of 3 tokens
+                      B B B B B          of 5
+                                C C      of 2
+
+What a layer is handed beside the hidden states comes from captures: the model's own forward runs for one sequence with
+layers that do nothing but note what they are called with. Of sequences of one length it is the same, as a rule.
+Sequence parallel ranks gather the row, and each computes the sequences that overlap its own tokens. Tensor parallel
+ranks all compute the whole of a box.
+
+Which modules are boxes, and which of their arguments are what, is found by trying: `mixers.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ds_hydra.pipe.models.draws import Draws, Keys
+from ds_hydra.pipe.models.flow import Door
+from ds_hydra.pipe.row_collectives import all_of_row
+from ds_hydra.pipe.rows import Pack
+from ds_hydra.pipe.wrappers import wrap
+from ds_hydra.zero_hetero.errors import ConfigError
+
+Leaves = list[Any]  # all that a call is handed, or returns, without its nesting
+_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
+
+
+@dataclass(frozen=True)
+class Box:
+    """A mixer of a layer. Leaves are counted in the order in which nested arguments are taken apart."""
+
+    path: str  # within the layer; empty: the layer itself
+    handed: tuple[tuple[int, ...], ...]  # of each leaf of its arguments the dimensions that count tokens
+    sources: tuple[int | None, ...]  # of each: which leaf of its layer's arguments it is; None: computed in the layer
+    returned: tuple[tuple[int, ...], ...]  # of each leaf of what it returns the dimensions that count tokens
+    batched: bool = False  # whether sequences of one length may be rows of one call
+
+
+@dataclass(frozen=True)
+class Boxes:
+    """What was found of a model's mixers: the boxes of each layer; nothing where all attend by the interface."""
+
+    of: tuple[tuple[Box, ...], ...] = ()
+    packed: bool = True  # whether what comes before the layers is computed for the row, with the sequences' positions
+    by_length: bool = True  # whether what layers are handed beside the hidden states follows from the length alone
+    heads: frozenset[tuple[int, int]] = frozenset()  # of queries, and of keys and values, where layers attend by it
+
+    attention: str = ""  # what Hugging Face calls the attention of boxes
+
+    def __bool__(self) -> bool:
+        return any(self.of)
+
+    def paths(self, layers_path: str) -> tuple[str, ...]:
+        """The modules that are boxes, by their paths in the model."""
+        return tuple(
+            f"{layers_path}.{index}.{box.path}".rstrip(".") for index, boxes in enumerate(self.of) for box in boxes
+        )
+
+    def told(self, layers_path: str) -> str:
+        """What is run once for each sequence, in a sentence."""
+        paths = sorted({re.sub(r"\.\d+(?=\.|$)", ".*", path) for path in self.paths(layers_path)})
+        return f"run once for each sequence of a pack, as it is: {', '.join(paths)}"
+
+
+class Reached(BaseException):
+    """Ends a capture. Not an `Exception`: a model's own handlers must not swallow it."""
+
+
+@dataclass
+class Capture:
+    """What layers are called with when one sequence runs alone."""
+
+    entered: Tensor | None = None  # the first layer's hidden states
+    layers: dict[int, Leaves] = field(default_factory=dict)
+
+
+@dataclass
+class Run:
+    """One micro-batch on its way through the boxes."""
+
+    pack: Pack
+    captures: Sequence[Capture]  # by sequence
+    keys: Keys | None = None  # what random calls of its tokens draw from
+    # Stand-ins for what a box returns of each sequence that no row can hold, by identity: what they stand for.
+    apart: dict[int, tuple[Tensor, Mapping[int, Any]]] = field(default_factory=dict)
+
+
+class BoxedLayers:
+    """Runs the boxes of some layers [Note: boxes]."""
+
+    def __init__(self, boxes: Boxes, doors: Sequence[Door], draws: Draws | None = None):
+        self._boxes, self._doors, self._draws = boxes, doors, draws
+        self._run: Run | None = None
+        self._capture: Capture | None = None
+        self._wanted: Collection[int] = ()
+
+    def install(self, layers: Mapping[int, nn.Module]) -> None:
+        """Let these layers, by their number in the model, run their boxes; they are changed in place."""
+        for index, layer in layers.items():
+            whole = None
+            for box in self._boxes.of[index]:
+                if box.path:
+                    module = layer.get_submodule(box.path)
+                    wrap(module, partial(self._call, box, index, module.forward), "boxed")
+                else:
+                    whole = partial(self._call, box, index, layer.forward)
+            wrap(layer, partial(self._enter, index, whole or layer.forward), "boxed", "notes what it is handed")
+
+    @contextmanager
+    def of(self, run: Run | None) -> Iterator[None]:
+        """Within it, boxes run on the sequences of a micro-batch."""
+        before, self._run = self._run, run
+        try:
+            yield
+        finally:
+            self._run = before
+
+    @property
+    def running(self) -> Run | None:
+        """The micro-batch whose forward runs."""
+        return self._run
+
+    @contextmanager
+    def capturing(self, wanted: Collection[int]) -> Iterator[Capture]:
+        """A block that runs the model for one sequence, as far as the last layer of `wanted`: nothing is computed in
+        the layers, and what these are handed is noted."""
+        self._capture, self._wanted = Capture(), wanted
+        try:
+            yield self._capture
+        except Reached:
+            pass
+        finally:
+            self._capture = None
+
+    def _enter(self, index: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The forward of a layer."""
+        if self._capture is None:
+            if self._run is not None and not self._boxes.packed:
+                args, kwargs = self._as_captured(index, args, kwargs)
+            return forward(*args, **kwargs)
+        door = self._doors[index]
+        hidden = args[door.key] if isinstance(door.key, int) else kwargs[door.key]
+        if self._capture.entered is None:
+            self._capture.entered = hidden
+        if index in self._wanted:
+            self._capture.layers[index] = tree_flatten((args, kwargs))[0]
+        if index >= max(self._wanted, default=0):
+            raise Reached
+        return hidden if door.returned is None else door.returned[0]((hidden, *[None] * (door.returned[1] - 1)))
+
+    def _as_captured(self, index: int, args: Any, kwargs: Any) -> Any:
+        """What a layer is handed where nothing was computed for the row, but for what Python's values tell: a mask may
+        be none, for a sequence alone."""
+        assert self._run is not None, "asked before"
+        flat, spec = tree_flatten((args, kwargs))
+        captured = self._run.captures[0].layers[index]
+        if len(flat) != len(captured):
+            raise ConfigError(
+                f"layer {index} is handed {len(flat)} values for a pack, and {len(captured)} for a sequence"
+            )
+        # What another layer has made is there, and is no part of a capture.
+        pairs = (
+            (v, own, is_plain(v) or (isinstance(v, Tensor) and v.is_meta))
+            for v, own in zip(flat, captured, strict=True)
+        )
+        return tree_unflatten([own if is_plain(own) and hollow else v for v, own, hollow in pairs], spec)
+
+    def _call(self, box: Box, index: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The forward of a box."""
+        run = self._run
+        if run is None or self._capture is not None:
+            return forward(*args, **kwargs)
+        flat, spec = tree_flatten((args, kwargs))
+        if len(flat) != len(box.sources):
+            raise ConfigError(
+                f"layer {index} calls {box.path or 'itself'} with {len(flat)} values, and with {len(box.sources)} when "
+                "it was examined: a module in which tokens meet must be called alike for all sequences"
+            )
+        cut = _Cut(run, box, index, flat)
+        outs: dict[int, Leaves] = {}
+        counts = None if self._draws is None else self._draws.counts
+        out_spec = spec
+        for group in cut.groups(alone=run.keys is not None):
+            given, named = tree_unflatten(cut.arguments(group), spec)
+            with self._alone(run, group[0], counts):
+                returned, out_spec = tree_flatten(forward(*given, **named))
+            for place, sequence in enumerate(group):
+                outs[sequence] = [_row(value, dims, place, len(group)) for value, dims in cut.pairs(returned)]
+        return tree_unflatten(cut.joined(outs), out_spec)
+
+    def _alone(self, run: Run, sequence: int, counts: Any) -> Any:
+        """Within it, a sequence draws what it draws where it runs alone."""
+        if self._draws is None or run.keys is None:
+            return nullcontext()
+        start, stop = run.pack.offsets[sequence : sequence + 2]
+        return self._draws.alone(Keys(run.keys.row[start:stop], run.keys.row[start:stop]), counts)
+
+
+class _Cut:
+    """A box's call for a row, taken apart into calls for its sequences."""
+
+    def __init__(self, run: Run, box: Box, index: int, flat: Leaves):
+        self.run, self.box, self.index, self.flat = run, box, index, flat
+        pack = run.pack
+        self.start, self.stop = pack.local
+        self.offsets = pack.offsets
+        # A rank without tokens takes part in the gathering, and in its backward.
+        ends = enumerate(pairwise(self.offsets))
+        self.here = [sequence for sequence, (a, b) in ends if a < self.stop and b > self.start] or [0]
+        self.rows: dict[int, Tensor] = {}
+        for place, (value, dims, source) in enumerate(zip(flat, box.handed, box.sources, strict=True)):
+            if source is None and dims and isinstance(value, Tensor) and id(value) not in run.apart:
+                if len(dims) > 1 and pack.sp > 1:
+                    raise ConfigError(
+                        f"layer {index} hands {box.path} a tensor {tuple(value.shape)} of tokens by tokens that it has "
+                        "computed itself: sequence parallel ranks have a part of it only; use strategies with sp1"
+                    )
+                self.rows[place] = all_of_row(value, dims[0], pack) if len(dims) == 1 else value
+
+    def groups(self, *, alone: bool) -> list[list[int]]:
+        """The sequences of each call; `alone`: one by one."""
+        if alone or not self.box.batched:
+            return [[sequence] for sequence in self.here]
+        length = self.run.pack.lengths.__getitem__
+        return [list(group) for _, group in groupby(sorted(self.here, key=length), key=length)]
+
+    def arguments(self, group: Sequence[int]) -> Leaves:
+        """What the box is handed for sequences of one length."""
+        return [self._of(place, group) for place in range(len(self.flat))]
+
+    def _of(self, place: int, group: Sequence[int]) -> Any:
+        value, source, run = self.flat[place], self.box.sources[place], self.run
+        each: list[Any]
+        if source is not None:
+            each = [run.captures[sequence].layers[self.index][source] for sequence in group]
+        elif place in self.rows:
+            each = []
+            for sequence in group:
+                part = self.rows[place]
+                for dim in self.box.handed[place]:
+                    part = part.narrow(dim, self.offsets[sequence], run.pack.lengths[sequence])
+                each.append(part)
+        elif id(value) in run.apart:
+            each = [run.apart[id(value)][1][sequence] for sequence in group]
+        else:
+            return value
+        one = each[0]
+        if len(each) == 1 or not isinstance(one, Tensor) or one.dim() < 2 or one.shape[0] != 1:
+            return one
+        if all(other is one for other in each):
+            return one.expand(len(each), *one.shape[1:])
+        return torch.cat(each)
+
+    def pairs(self, returned: Leaves) -> Iterator[tuple[Any, tuple[int, ...]]]:
+        """What a call returned, each with its dimensions of tokens."""
+        dims = (*self.box.returned, *[()] * len(returned))
+        yield from zip(returned, dims, strict=False)
+
+    def joined(self, outs: Mapping[int, Leaves]) -> Leaves:
+        """What the row returns of what its sequences did."""
+        found: Leaves = []
+        for place, values in enumerate(zip(*(outs[sequence] for sequence in self.here), strict=True)):
+            dims = self.box.returned[place] if place < len(self.box.returned) else ()
+            if not dims or not isinstance(values[0], Tensor):
+                found.append(values[0])  # a parameter, a number: of each sequence the same
+            elif self._is_row(place, values, dims):
+                row = torch.cat(values, dims[0])
+                tokens = self.stop - self.start
+                skipped = max(0, self.start - self.offsets[self.here[0]]) if tokens else 0
+                found.append(row.narrow(dims[0], skipped, tokens))
+            else:  # of tokens by tokens, or of a size that follows from the length: of use to another box only
+                stand_in = values[0].new_empty(0)
+                self.run.apart[id(stand_in)] = (stand_in, dict(zip(self.here, values, strict=True)))
+                found.append(stand_in)
+        return found
+
+    def _is_row(self, place: int, values: Sequence[Tensor], dims: tuple[int, ...]) -> bool:
+        """Whether what the sequences return is to be put into a row: all tensors of hidden states, and others that
+        differ in the number of tokens only."""
+        if len(dims) > 1 or (place and self.run.pack.sp > 1):  # what fits would be another thing on each rank
+            return False
+        dim = dims[0]
+        rest = {(*value.shape[:dim], *value.shape[dim + 1 :]) for value in values}
+        lengths = (self.run.pack.lengths[sequence] for sequence in self.here)
+        return len(rest) == 1 and all(value.shape[dim] == n for value, n in zip(values, lengths, strict=True))
+
+
+def _row(value: Any, dims: tuple[int, ...], place: int, rows: int) -> Any:
+    """Of what several sequences returned together, what one did."""
+    if rows == 1 or not dims or not isinstance(value, Tensor):
+        return value
+    return value.narrow(0, place, 1)
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is one of Python's, of which there is no telling one from another."""
+    return isinstance(value, _PLAIN)

@@ -1,0 +1,56 @@
+"""Tiny models whose tokens meet otherwise than by the attention interface, in some layers or in all: by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.1,  # so that what tokens do to each other counts
+    "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_DELTA: dict[str, Any] = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "output_router_logits": False,
+}
+_MIXED: dict[str, Any] = {"layer_types": ["linear_attention", "full_attention"] * 2}
+
+# Name -> model type and settings, as in FAMILIES. A word in brackets tells what is a box.
+BOXED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "bloom": (
+        "bloom",
+        {"vocab_size": 97, "hidden_size": 64, "n_layer": 4, "n_head": 8, "initializer_range": 0.1,
+         "hidden_dropout": 0.0, "attention_dropout": 0.0},
+    ),
+    "gptj, dropout": (
+        "gptj",
+        {"vocab_size": 97, "n_embd": 64, "n_layer": 4, "n_head": 8, "n_positions": 1024, "rotary_dim": 4,
+         "initializer_range": 0.1, "attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1},
+    ),
+    "qwen3_next": ("qwen3_next", _SIZES | _DELTA | _EXPERTS | _MIXED),
+    "lfm2": ("lfm2", _SIZES | {"layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 3}),
+    "falcon_h1": (
+        "falcon_h1",
+        _SIZES | {"head_dim": 8, "mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8,
+                  "mamba_chunk_size": 8, "mamba_n_groups": 1},
+    ),
+}  # fmt: skip

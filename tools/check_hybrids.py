@@ -1,0 +1,68 @@
+"""Models whose tokens meet otherwise than by the attention interface: what trains as one process does, and its cost.
+
+  python -m tools.check_hybrids [--quick] [--json FILE] [--only PART ...]
+
+ways     how tokens meet in each layer of some models, found by trying: by the interface, or in which boxes
+classes  hybrids and models with attention of their own under TP 3, PP 3, SP 3 and a mix, against the plain model
+costs    CPU time of a training step on packs over that of plain transformers, one sequence at a time, in FP64; and
+         operators for each sequence and layer
+
+`--quick` takes fewer classes and the small packs. What stages with boxes must not do is a mutant in
+`tests/test_boxes.py`, each refused before step 0. Exits non-zero if an aim is missed.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ds_hydra.commands.figures import figures_parser, finish, guarded, print_table
+from tests.support.family_verdicts import EQUAL, SHAPES, entry, judge
+from tools.hybrids.costs import costs
+from tools.hybrids.ways import ways
+
+# Delta rules, recurrences of Mamba-2's kind, short convolutions, lightning attention; and attention of their own.
+QUICK = ("Lfm2ForCausalLM", "NemotronHForCausalLM", "BloomForCausalLM")
+CLASSES = (*QUICK, "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "OlmoHybridForCausalLM", "BambaForCausalLM", "FalconH1ForCausalLM",
+           "GraniteMoeHybridForCausalLM", "Zamba2ForCausalLM", "JambaForCausalLM", "MiniMaxForCausalLM",
+           "Mamba2ForCausalLM", "RwkvForCausalLM", "RecurrentGemmaForCausalLM", "GPTJForCausalLM",
+           "FalconForCausalLM", "DeepseekV32ForCausalLM")  # fmt: skip
+
+
+def classes(quick: bool, missed: list[str]) -> list[dict[str, Any]]:
+    """A verdict by class and shape."""
+    with multiprocessing.get_context("fork").Pool(2, maxtasksperchild=4) as pool:
+        found = dict(pool.imap(judge, QUICK if quick else CLASSES))
+    missed += [f"{name}: {entry(verdicts)}" for name, verdicts in found.items() if entry(verdicts) != EQUAL]
+    return [{"class": name} | {shape: verdicts[shape][:40] for shape in SHAPES} for name, verdicts in found.items()]
+
+
+PARTS: dict[str, Callable[[bool, list[str]], list[dict[str, Any]]]] = {
+    "ways": ways,
+    "classes": classes,
+    "costs": costs,
+}
+
+
+def main() -> int:
+    """The exit code: 0, or 1 if an aim was missed."""
+    parser = figures_parser(__doc__, "python -m tools.check_hybrids")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="run these parts only")
+    options = parser.parse_args()
+    began = time.perf_counter()
+    missed: list[str] = []
+    record: dict[str, Any] = {}
+    for name in options.only:
+        rows = record[name] = PARTS[name](options.quick, missed)
+        print(f"{name}:")
+        print_table(list(rows[0]), [list(row.values()) for row in rows])
+        print(flush=True)
+    summary = f"{', '.join(options.only)} in {time.perf_counter() - began:.0f} s"
+    return finish("check_hybrids", summary, record, missed, options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(guarded("check_hybrids", main))

@@ -1,0 +1,107 @@
+"""CPU time and operators of packs whose sequences meet in boxes, against plain transformers one at a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ds_hydra.pipe.in_process import InProcessRanks
+from ds_hydra.pipe.models.causal_lm import CausalLM
+from ds_hydra.self_check.plain import Plain
+from ds_hydra.self_check.runs import Data, RankOfPipeline, _flat_values, uneven_data
+from ds_hydra.self_check.schemes import BASE, uneven_pipeline
+from tools import aims
+
+_VIEWS = frozenset({"view", "t", "transpose", "permute", "slice", "select", "expand", "unsqueeze", "squeeze", "detach",
+                    "alias", "as_strided", "_unsafe_view", "split", "split_with_sizes", "unbind", "narrow",
+                    "_reshape_alias", "unfold"})  # fmt: skip
+_LAYERS = 4
+# What is measured -> model type and what its config has beside the sizes.
+_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "interface": ("llama", {}),
+    "boxes": ("stablelm", {}),
+    "hybrid": (
+        "qwen3_next",
+        {"head_dim": 32, "linear_num_key_heads": 3, "linear_num_value_heads": 6, "linear_key_head_dim": 32,
+         "linear_value_head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96,
+         "shared_expert_intermediate_size": 96, "layer_types": ["linear_attention"] * 3 + ["full_attention"]},
+    ),
+}  # fmt: skip
+
+
+class _Count(TorchDispatchMode):
+    """Counts the operators that compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += func._schema.name.split("::")[1] not in _VIEWS
+        return func(*args, **(kwargs or {}))
+
+
+def costs(quick: bool, missed: list[str]) -> list[dict[str, Any]]:
+    """A row for each kind of layers and each pack: CPU seconds of a step over those of plain transformers."""
+    torch.set_num_threads(1)
+    rows = []
+    for sequences, length, width in ((32, 64, 192),) if quick else ((32, 64, 192), (32, 256, 512)):
+        for kind in _MODELS:
+            row = _row(kind, sequences, length, width)
+            rows.append(row)
+            aim = aims.PACKS_OVER_PLAIN
+            if row["over plain"] > aim:
+                missed.append(f"{kind}, {sequences} x {length}: {row['over plain']:.2f} of plain, not <= {aim}")
+    return rows
+
+
+def _row(kind: str, sequences: int, length: int, width: int) -> dict[str, Any]:
+    model_type, own = _MODELS[kind]
+    config = AutoConfig.for_model(
+        model_type, vocab_size=96, hidden_size=width, intermediate_size=512, num_hidden_layers=_LAYERS,
+        num_attention_heads=6 if width % 6 == 0 else 8, num_key_value_heads=3 if width % 6 == 0 else 4,
+        max_position_embeddings=4096, **own,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    extra = {"experts_implementation": "eager"} if model_type == "qwen3_next" else {}
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", **extra).double()
+    data = uneven_data(96, [(length,) * sequences])
+    packs, operators = _of_packs(CausalLM(model), data)
+    plain = Plain(model)
+    alone = _best(lambda: plain._train(data, range(sequences)))
+    each = operators / (sequences * _LAYERS)
+    return {"layers": kind, "sequences": sequences, "tokens": length, "width": width, "packs, s": packs,
+            "plain, s": alone, "over plain": packs / alone, "operators a sequence and layer": each}  # fmt: skip
+
+
+def _of_packs(source: CausalLM, data: Data) -> tuple[float, int]:
+    """CPU seconds of a training step as one stage, and its operators."""
+    ranks = InProcessRanks(1)
+    found: list[tuple[float, int]] = []
+
+    def body(rank: int) -> None:
+        worker = RankOfPipeline(source, uneven_pipeline(BASE, source.plan.num_layers), rank, ranks)
+        worker.install(_flat_values(source), {})
+        best = _best(lambda: worker.train(data))
+        with _Count() as count:
+            worker.train(data)
+        found.append((best, count.number))
+
+    ranks.run(body)
+    return found[0]
+
+
+def _best(run: Callable[[], object]) -> float:
+    """CPU seconds of this thread, the least of two runs after one."""
+    run()
+    times = []
+    for _ in range(2):
+        began = time.thread_time()
+        run()
+        times.append(time.thread_time() - began)
+    return min(times)
