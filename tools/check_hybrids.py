@@ -26,10 +26,12 @@ from tools.hybrids.ways import ways
 
 # Delta rules, recurrences of Mamba-2's kind, short convolutions, lightning attention; and attention of their own.
 QUICK = ("Lfm2ForCausalLM", "NemotronHForCausalLM", "BloomForCausalLM")
-CLASSES = (*QUICK, "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "OlmoHybridForCausalLM", "BambaForCausalLM", "FalconH1ForCausalLM",
-           "GraniteMoeHybridForCausalLM", "Zamba2ForCausalLM", "JambaForCausalLM", "MiniMaxForCausalLM",
-           "Mamba2ForCausalLM", "RwkvForCausalLM", "RecurrentGemmaForCausalLM", "GPTJForCausalLM",
-           "FalconForCausalLM", "DeepseekV32ForCausalLM")  # fmt: skip
+CLASSES = (*QUICK,
+           "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "OlmoHybridForCausalLM",
+           "BambaForCausalLM", "FalconH1ForCausalLM", "GraniteMoeHybridForCausalLM",
+           "Zamba2ForCausalLM", "JambaForCausalLM", "MiniMaxForCausalLM", "Mamba2ForCausalLM",
+           "RwkvForCausalLM", "RecurrentGemmaForCausalLM", "GPTJForCausalLM", "FalconForCausalLM",
+           "DeepseekV32ForCausalLM")  # fmt: skip
 
 
 def classes(quick: bool, missed: list[str]) -> list[dict[str, Any]]:
