@@ -25,6 +25,7 @@ ADAPTED_WITHOUT_TP: dict[str, tuple[str, dict[str, Any]]] = {
     "lora of the ends": ("llama", {"target_modules": ["embed_tokens", "q_proj", "lm_head"]}),
     "lora of Conv1D": ("gpt2", {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}),
     "lora with biases of its own": ("qwen2", {"target_modules": _ATTENTION, "lora_bias": True}),
+    "lora in boxes": ("lfm2", {"target_modules": "all-linear"}),
 }
 
 
