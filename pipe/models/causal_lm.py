@@ -152,7 +152,7 @@ class CausalLM:
         self.kinds = find_kinds(model, self.template, self.layers_path, () if self.flow.obstacle else self.flow.ran)
         few = self._in_few_layers()
         if self.boxes and (why := cannot_run(few)):
-            raise ConfigError(f"{self.name} cannot run once for each sequence of a pack: {why}")
+            raise ConfigError(f"{self.name} cannot run once for each sequence of a pack ({why}): not supported")
         if not by_one_rank:
             self.unnamed = _of_few(derive, few, self)
             self._plan()

@@ -130,7 +130,7 @@ def _tried(
             why = reason or why
         trial.end()
     if left:
-        raise ConfigError(f"layer {min(left)} cannot run once for each sequence of a pack: {why}")
+        raise ConfigError(f"layer {min(left)} cannot run once for each sequence of a pack ({why}): not supported")
     return Boxes(tuple(proved[first] for first in alone.firsts), packed, by_length)
 
 

@@ -54,7 +54,7 @@ def look(source: CausalLM, tp: int, **how: Any) -> Seen:
 def cannot_run(source: CausalLM) -> str:
     """Why one stage of a model with boxes cannot run a pack; empty if it can."""
     error = _run(source, 1, torch.device("cpu"), within=_Apart()).error
-    return "" if error is None else f"{type(error).__name__}: {error}"
+    return "" if error is None else f"{type(error).__name__}: {str(error).partition('. ')[0]}"  # torch's go on for long
 
 
 class _Apart(TorchFunctionMode):
