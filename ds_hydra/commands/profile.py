@@ -100,7 +100,7 @@ def show(made: TableFile, args: argparse.Namespace, name: str, seconds: float) -
         no_room = [s["no_room_tokens"] for s in entry["stages"] if s.get("no_room_tokens")]
         how += f", out of memory at {min(no_room):,} tokens" if no_room else ""
         known = ((fit.a, fit.standard_errors[0]), (fit.b, fit.standard_errors[1]), (fit.c, fit.standard_errors[2]))
-        within = " ".join(f"{error / k:.0%}" if k else "-" for k, error in known)
+        within = " ".join(f"{error / k:.0%}" if k and error is not None else "-" for k, error in known)
         rows.append((str(cost.scheme), f"{cost.a:.3e}", f"{cost.b:.4e}", f"{cost.c:.3f}", within,
                      " ".join(entry["unidentified"]) or "-", cost.max_length, cost.util_length,
                      *("-" if entry[key] is None else f"{entry[key]:.1%}" for key in

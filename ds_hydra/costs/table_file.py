@@ -113,7 +113,7 @@ class TableFile:
 
     def save(self, path: str | Path) -> None:
         """Write whole or not at all: the old file stays when the new one cannot be written."""
-        write_atomically(path, json.dumps(self.to_record(), indent=1) + "\n")
+        write_atomically(path, json.dumps(self.to_record(), indent=1, allow_nan=False) + "\n")
 
     def merged(self, other: TableFile) -> TableFile:
         """This table extended by another's schemes, whose entries win. ConfigError when they are for different jobs."""

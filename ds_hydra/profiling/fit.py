@@ -59,7 +59,7 @@ class Fit:
     a: float
     b: float
     c: float
-    standard_errors: tuple[float, float, float]  # of a, b, c, in their own units
+    standard_errors: tuple[float | None, ...]  # of a, b, c, in their own units; None: the points say nothing of it
     unidentified: tuple[str, ...]  # names of coefficients that the points do not fix to within 5%
     residual_median: float
     residual_worst: float
@@ -114,7 +114,7 @@ def fit_points(points: Sequence[Point], *, a: float | None = None) -> Fit:
     residuals = np.abs(terms @ coefficients / times - 1.0)
     held = np.array([abs(math.fsum(map(mul, k, p.terms)) / p.ms - 1.0) for p in tested])
     return Fit(
-        k[0], k[1], k[2], (float(errors[0]), float(errors[1]), float(errors[2])), unidentified,
+        k[0], k[1], k[2], tuple(float(e) if math.isfinite(e) else None for e in errors[:3]), unidentified,
         float(np.median(residuals)), float(residuals.max()),
         float(np.median(held)) if len(held) else None, float(np.quantile(held, 0.9)) if len(held) else None, k[3],
     )  # fmt: skip

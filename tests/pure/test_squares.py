@@ -11,6 +11,7 @@ from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.profiling.entry import SchemeEntry, StageEntry, entry_from_record
 from ds_hydra.profiling.fit import Point, fit_points
 from ds_hydra.profiling.squares import with_shared_squares
+from ds_hydra.zero_hetero.safe_json import parse_json
 
 OF_LAYER, LAYERS = 2.5e-7, 60  # ms a token^2, of one rank
 
@@ -38,7 +39,8 @@ def test_a_square_of_one_percent_of_the_time_is_that_of_its_siblings() -> None:
     assert (same, alone) == (long, other), "what is seen well, or has no siblings, is left"
     assert "as many heads" in fitted.cost(1_994).derived
     assert not same.cost(65_536).derived
-    assert entry_from_record(fitted.scheme, json.loads(json.dumps(fitted.record()))) == fitted
+    # As a table's file is read: it may not hold infinity, where the error of what others fixed is not known.
+    assert entry_from_record(fitted.scheme, parse_json(json.dumps(fitted.record()))) == fitted
 
 
 def test_siblings_that_all_show_little_have_one_square_together() -> None:
