@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parts: dict[str, Callable[[], Part]] = {
         "simulator": lambda: against_simulator(args.plans or (6 if quick else 100), timeout_s=args.timeout),
         "soak": lambda: soak(args.steps or (24 if quick else 300), timeout_s=args.timeout),
-        "chunked": lambda: chunked(args.steps or (12 if quick else 300), timeout_s=args.timeout),
+        "chunked": lambda: chunked(args.steps or (9 if quick else 300), timeout_s=args.timeout),
         "real": lambda: against_real(12 if quick else 60, args.table, quick=quick),
     }
 

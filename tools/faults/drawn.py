@@ -7,7 +7,7 @@ from collections import Counter
 from ds_hydra.commands.figures import print_table
 from tools.faults.tally import Tally
 
-CASES, QUICK = 200, 8
+CASES, QUICK = 200, 6
 
 
 def check_drawn(quick: bool, cases: int | None = None) -> Tally:
