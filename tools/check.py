@@ -12,6 +12,7 @@ Exits non-zero if a tool does, stands still or, in its quick form, computes for 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -52,7 +53,7 @@ def tool_names(folder: Path = FOLDER) -> list[str]:
     return sorted(
         path.stem
         for path in folder.glob("*.py")
-        if path.stem != Path(__file__).stem and "figures_parser(" in path.read_text(encoding="utf-8")
+        if path.stem != Path(__file__).stem and re.search(r"(figures_parser|run_parts)\(", path.read_text("utf-8"))
     )
 
 

@@ -16,10 +16,9 @@ Exits non-zero if an aim is missed.
 from __future__ import annotations
 
 import sys
-import time
 from typing import Any
 
-from ds_hydra.commands.figures import figures_parser, finish, guarded, print_table
+from ds_hydra.commands.figures import guarded, run_parts
 from tools import aims
 from tools.chunks.contexts import long_contexts
 from tools.chunks.overheads import overheads
@@ -75,19 +74,7 @@ PARTS = {
 
 def main() -> int:
     """The exit code: 0, or 1 if an aim was missed."""
-    parser = figures_parser(__doc__, "python -m tools.check_chunks")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="run these parts only")
-    args = parser.parse_args()
-    began = time.perf_counter()
-    missed: list[str] = []
-    record: dict[str, Any] = {}
-    for name in args.only:
-        rows = record[name] = PARTS[name](args.quick, missed)
-        print(f"{name}:")
-        print_table(list(rows[0]), [[f"{v:.3f}" if isinstance(v, float) else v for v in row.values()] for row in rows])
-        print(flush=True)
-    summary = f"{', '.join(args.only)} in {time.perf_counter() - began:.0f} s"
-    return finish("check_chunks", summary, record, missed, args.json)
+    return run_parts("check_chunks", __doc__, PARTS)
 
 
 if __name__ == "__main__":

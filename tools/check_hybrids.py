@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import multiprocessing
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
-from ds_hydra.commands.figures import figures_parser, finish, guarded, print_table
+from ds_hydra.commands.figures import guarded, run_parts
 from tests.support.family_verdicts import EQUAL, SHAPES, entry, judge
 from tools.hybrids.costs import costs
 from tools.hybrids.ways import ways
@@ -51,19 +50,7 @@ PARTS: dict[str, Callable[[bool, list[str]], list[dict[str, Any]]]] = {
 
 def main() -> int:
     """The exit code: 0, or 1 if an aim was missed."""
-    parser = figures_parser(__doc__, "python -m tools.check_hybrids")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="run these parts only")
-    options = parser.parse_args()
-    began = time.perf_counter()
-    missed: list[str] = []
-    record: dict[str, Any] = {}
-    for name in options.only:
-        rows = record[name] = PARTS[name](options.quick, missed)
-        print(f"{name}:")
-        print_table(list(rows[0]), [list(row.values()) for row in rows])
-        print(flush=True)
-    summary = f"{', '.join(options.only)} in {time.perf_counter() - began:.0f} s"
-    return finish("check_hybrids", summary, record, missed, options.json)
+    return run_parts("check_hybrids", __doc__, PARTS)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -69,3 +70,24 @@ def finish(name: str, summary: str, figures: Mapping[str, Any], missed: Sequence
             json.dumps({"name": name, "summary": summary, "missed": list(missed), **figures}, indent=1)
         )
     return 1 if missed else 0
+
+
+Part = Callable[[bool, list[str]], list[dict[str, Any]]]
+"""Whether in the quick form, and what is missed so far, to be added to; the rows of a table."""
+
+
+def run_parts(name: str, description: str | None, parts: Mapping[str, Part]) -> int:
+    """Run the parts that the command line names, all without one; the exit code: 0, or 1 if an aim was missed."""
+    parser = figures_parser(description, f"python -m tools.{name}")
+    parser.add_argument("--only", nargs="+", choices=parts, default=list(parts), help="run these parts only")
+    options = parser.parse_args()
+    began = time.perf_counter()
+    missed: list[str] = []
+    record: dict[str, Any] = {}
+    for part in options.only:
+        rows = record[part] = parts[part](options.quick, missed)
+        print(f"{part}:")
+        print_table(list(rows[0]), [[f"{v:.3f}" if isinstance(v, float) else v for v in row.values()] for row in rows])
+        print(flush=True)
+    summary = f"{', '.join(options.only)} in {time.perf_counter() - began:.0f} s"
+    return finish(name, summary, record, missed, options.json)

@@ -11,7 +11,7 @@ import itertools
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any, get_args, get_type_hints
 
 from ds_hydra.config.hydra_block import BLOCK, HydraConfig
@@ -37,15 +37,14 @@ def settings(block: type = HydraConfig, place: str = BLOCK) -> Iterator[Setting]
     sentences, kinds = _sentences(block), get_type_hints(block)
     inner: list[Setting] = []
     for one in fields(block):
-        of_type = tuple(get_args(kinds[one.name]) or (kinds[one.name],))
+        of_type = _kinds_of(kinds[one.name])
         known = inspect.getclosurevars(one.metadata["check"]).nonlocals
         found = Setting(
             f"{place}.{one.name}", of_type, one.default, sentences.get(one.name, ""),
             tuple(known.get("known", ())), known.get("minimum"),
         )  # fmt: skip
-        blocks = [kind for kind in of_type if isinstance(kind, type) and is_dataclass(kind)]
-        if blocks:
-            inner += settings(blocks[0], found.place)
+        if (within := _block_of(of_type)) is not None:
+            inner += settings(within, found.place)
         else:
             yield found
     yield from inner
@@ -57,7 +56,7 @@ def page() -> str:
     for one in settings():
         block, _, name = one.place.rpartition(".")
         blocks.setdefault(block, []).append(f"`{name}`{_default_text(one)}\n: {one.sentence}\n")
-    own = {f"{BLOCK}.{each.name}": _class_of(each) for each in fields(HydraConfig)}
+    own = {f"{BLOCK}.{name}": _block_of(_kinds_of(kind)) for name, kind in get_type_hints(HydraConfig).items()}
     lines = ["# Settings", "", "All keys of the block `\"hydra\"`. `ds-hydra settings --schema` prints them as a JSON "
              "Schema, which editors check configs by as they are written.", ""]  # fmt: skip
     for block, rows in blocks.items():
@@ -114,9 +113,14 @@ def _default_text(one: Setting) -> str:
     return f", default `{json.dumps(one.default)}`" + (f", one of {words}" if words else "")
 
 
-def _class_of(each: Field[Any]) -> type | None:
-    kind = get_type_hints(HydraConfig)[each.name]
-    return next((one for one in (get_args(kind) or (kind,)) if is_dataclass(one) and isinstance(one, type)), None)
+def _kinds_of(kind: Any) -> tuple[Any, ...]:
+    """The types of which a value may be any."""
+    return get_args(kind) or (kind,)
+
+
+def _block_of(kinds: tuple[Any, ...]) -> type | None:
+    """The block that a setting is, if it is one."""
+    return next((kind for kind in kinds if isinstance(kind, type) and is_dataclass(kind)), None)
 
 
 def _sentences(block: type) -> dict[str, str]:
