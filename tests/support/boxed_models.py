@@ -5,19 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-_SIZES: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 1024,
-    "initializer_range": 0.1,  # so that what tokens do to each other counts
-    "pad_token_id": None,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+from tests.support.hard_models import COMMON
+
+_SIZES = COMMON | {"initializer_range": 0.1}  # so that what tokens do to each other counts
 _DELTA: dict[str, Any] = {
     "head_dim": 16,
     "linear_num_key_heads": 2,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertForMaskedLM
 
-_COMMON: dict[str, Any] = {
+COMMON: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -20,8 +20,8 @@ _COMMON: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": None,
 }
-_BERT = _COMMON | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "pad_token_id": 0}
-_OPT = _COMMON | {"ffn_dim": 96, "attention_dropout": 0.0, "dropout": 0.0, "pad_token_id": 1}
+_BERT = COMMON | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "pad_token_id": 0}
+_OPT = COMMON | {"ffn_dim": 96, "attention_dropout": 0.0, "dropout": 0.0, "pad_token_id": 1}
 _GPT2 = {"vocab_size": 97, "n_embd": 64, "n_layer": 4, "n_head": 8, "n_positions": 1024, "attn_pdrop": 0.0}
 _LONGROPE = {
     "rope_type": "longrope",
@@ -35,25 +35,25 @@ _DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0, "origi
 
 # Name -> (model type of Hugging Face, settings).
 HARD_MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    "final norm without parameters": ("olmo", _COMMON),
-    "one norm before and after the layers": ("nanochat", _COMMON),
-    "activation with parameters": ("apertus", _COMMON),
+    "final norm without parameters": ("olmo", COMMON),
+    "one norm before and after the layers": ("nanochat", COMMON),
+    "activation with parameters": ("apertus", COMMON),
     "norms of queries and keys (GLM-4.5)": (
         "glm4_moe",
-        _COMMON | {"use_qk_norm": True, "n_routed_experts": 4, "moe_intermediate_size": 48, "num_experts_per_tok": 2},
+        COMMON | {"use_qk_norm": True, "n_routed_experts": 4, "moe_intermediate_size": 48, "num_experts_per_tok": 2},
     ),
     "norms of queries and keys (Phi)": (
         "phi",
-        _COMMON | {"qk_layernorm": True, "attention_dropout": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
+        COMMON | {"qk_layernorm": True, "attention_dropout": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
     ),
-    "norms of each head (Command R+)": ("cohere", _COMMON | {"use_qk_norm": True}),
-    "longrope": ("llama", _COMMON | {"rope_parameters": _LONGROPE}),
-    "dynamic rope": ("llama", _COMMON | {"rope_parameters": _DYNAMIC}),
+    "norms of each head (Command R+)": ("cohere", COMMON | {"use_qk_norm": True}),
+    "longrope": ("llama", COMMON | {"rope_parameters": _LONGROPE}),
+    "dynamic rope": ("llama", COMMON | {"rope_parameters": _DYNAMIC}),
     "dropout": ("gpt2", _GPT2 | {"resid_pdrop": 0.3, "embd_pdrop": 0.3}),
     "dropout by a function": ("opt", _OPT | {"dropout": 0.1}),
-    "dropout (Phi)": ("phi", _COMMON | {"attention_dropout": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1}),
-    "noise on what is routed": ("mixtral", _COMMON | {"num_local_experts": 4, "router_jitter_noise": 0.1}),
-    "bidirectional": ("gemma3_text", _COMMON | {"head_dim": 16, "use_bidirectional_attention": True}),
+    "dropout (Phi)": ("phi", COMMON | {"attention_dropout": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1}),
+    "noise on what is routed": ("mixtral", COMMON | {"num_local_experts": 4, "router_jitter_noise": 0.1}),
+    "bidirectional": ("gemma3_text", COMMON | {"head_dim": 16, "use_bidirectional_attention": True}),
     "masked language model": ("bert-mlm", _BERT),
     "positions from the padding id": ("roberta", _BERT | {"pad_token_id": 1, "is_decoder": True}),
     "BERT as a decoder": ("bert", _BERT | {"is_decoder": True}),
@@ -63,12 +63,12 @@ HARD_MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         {"vocab_size": 97, "n_embd": 64, "n_layer": 4, "n_head": 8, "n_positions": 1024, "dff": 96}
         | {"resid_pdrop": 0.0, "embd_pdrop": 0.0},
     ),
-    "layers called by keyword": ("modernbert-decoder", _COMMON | {"local_attention": 8, "pad_token_id": 0}),
+    "layers called by keyword": ("modernbert-decoder", COMMON | {"local_attention": 8, "pad_token_id": 0}),
     "embeddings of each layer": (
         "gemma4_text",
-        _COMMON | {"head_dim": 16, "vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 8},
+        COMMON | {"head_dim": 16, "vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 8},
     ),
-    "random routing": ("phimoe", _COMMON | {"num_local_experts": 4}),
+    "random routing": ("phimoe", COMMON | {"num_local_experts": 4}),
 }
 
 
