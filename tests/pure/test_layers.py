@@ -26,6 +26,7 @@ LAYERS = (
     ("pipe/models",),
     ("ds_hydra/ranks", "ds_hydra/data", "ds_hydra/costs", "ds_hydra/losses"),
     ("ds_hydra/watchdog", "ds_hydra/plan", "ds_hydra/planner/kernels"),
+    ("ds_hydra/elastic",),
     ("ds_hydra/step", "ds_hydra/report", "ds_hydra/planner/exact"),
     ("ds_hydra/planner",),
     ("ds_hydra/planner/proposal", "ds_hydra/config"),

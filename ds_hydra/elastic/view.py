@@ -1,0 +1,147 @@
+"""What the members of an elastic job agree on, and what training sees of the agreement: types only. Pure.
+
+[Note: members and ranks]
+A member is a process, with an id that no other process of the job ever has. A view is the set of members that train
+together in an epoch; a member's rank is its position there. So of the members 0 1 2 3 of epoch 0, when 1 has died,
+epoch 1 has the members 0 2 3 with the ranks 0 1 2; a process that joins in epoch 2 becomes member 4, with rank 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from typing import Any, Protocol
+
+from pydantic import TypeAdapter
+
+NOTHING_HELD = -1  # steps committed, and epoch of its layout, of a process that joins
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A process, where it listens for the others, and what tells it from any other process of its host."""
+
+    id: int
+    host: str  # as `watchdog.host.host` names it; members with one name are in one node
+    address: tuple[str, int]
+    pid: int = 0
+    started: str = ""  # in clock ticks since the host's boot
+
+
+@dataclass(frozen=True, slots=True)
+class NormTable:
+    """What all ranks said of their gradients in a step: the vote that the step is complete everywhere.
+
+    A rank's row is the sum of its squares and its word, as `zero_hetero.grad_norm.norm_and_words` gathers them.
+    """
+
+    step: int
+    rows: tuple[tuple[float, float], ...]  # by rank
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a member holds while its training stands still, told to all that go on with it."""
+
+    committed: int = NOTHING_HELD  # steps whose update it has applied
+    table: NormTable | None = None  # of the open step, if whole: that of step `committed`, counted from 0
+    last: NormTable | None = None  # of the step before
+    layout_epoch: int = NOTHING_HELD  # the epoch in which the cut of its masters was made
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Who trains together from here on. Equal, field by field, on all members that install it."""
+
+    epoch: int  # larger than that of any view before; epochs may be left out
+    members: tuple[Member, ...]  # by rank, ids ascending
+    former: tuple[Member, ...]  # by rank, of the epoch of the newest layout that a report names; () at the start
+    store: tuple[str, int]  # where a store for this epoch's groups listens
+    reports: Mapping[int, Report] = field(default_factory=dict)  # by id, of all members; a joiner's has `committed` -1
+
+    def rank_of(self, member: int) -> int:
+        """Rank of the member with this id; ValueError where it is none."""
+        return [one.id for one in self.members].index(member)
+
+    def to_wire(self) -> dict[str, Any]:
+        """As JSON can hold it. Tables, of which the reports of N members hold 2 N, are there once each."""
+        tables: dict[str, tuple[int, NormTable]] = {}
+
+        def index(table: NormTable | None) -> int | None:
+            # Compared as text: a row may hold NaN, which equals nothing, and 0.0 equals -0.0.
+            return None if table is None else tables.setdefault(repr(table), (len(tables), table))[0]
+
+        reports = {
+            str(member): [report.committed, index(report.table), index(report.last), report.layout_epoch]
+            for member, report in self.reports.items()
+        }
+        return {
+            "epoch": self.epoch,
+            "members": [asdict(member) for member in self.members],
+            "former": [asdict(member) for member in self.former],
+            "store": list(self.store),
+            "reports": reports,
+            "tables": [[table.step, [list(row) for row in table.rows]] for _, table in tables.values()],
+        }
+
+    @classmethod
+    def from_wire(cls, wire: Mapping[str, Any]) -> View:
+        """What `to_wire` made; ValueError (pydantic's, KeyError, IndexError also) for anything else."""
+        tables = [{"step": step, "rows": rows} for step, rows in wire["tables"]]
+        reports = {
+            int(member): {
+                "committed": committed,
+                "table": None if table is None else tables[table],
+                "last": None if last is None else tables[last],
+                "layout_epoch": layout_epoch,
+            }
+            for member, (committed, table, last, layout_epoch) in wire["reports"].items()
+        }
+        return _adapter().validate_python({**{key: wire[key] for key in _PLAIN}, "reports": reports})
+
+
+_PLAIN = ("epoch", "members", "former", "store")
+
+
+@cache
+def _adapter() -> TypeAdapter[View]:
+    return TypeAdapter(View)
+
+
+class Agent(Protocol):
+    """This process among the members, as its training sees it."""
+
+    @property
+    def view(self) -> View:
+        """The view that was installed last."""
+        ...
+
+    @property
+    def wanted(self) -> bool:
+        """Whether a process waits to join. If it holds on the coordinator, all are to `park` at the step's end."""
+        ...
+
+    def fault(self, within: float) -> bool:
+        """Whether the present view is over by a fault, which may become known within so many seconds."""
+        ...
+
+    def park(self, report: Report) -> View:
+        """Say that this thread is out of all communication; return when the next view is installed.
+
+        Without a fault it asks all to park at the end of their step, as for a joiner. The process ends with code 75
+        where it is left behind, or too few members are left to go on.
+        """
+        ...
+
+    def rebuilt(self) -> None:
+        """Say that the view is in use: groups are made, masters are cut anew."""
+        ...
+
+    def on_abort(self, callback: Callable[[], None]) -> None:
+        """Call this once for each fault, on the agent's own thread; it must not take long."""
+        ...
+
+    def close(self) -> None:
+        """Leave the job in good order."""
+        ...
