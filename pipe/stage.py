@@ -185,6 +185,17 @@ class StageModule:
         found = [packed.install(by_name, buffer) for packed in self.packed]
         return [leaf for leaf in found if leaf is not None]
 
+    def close(self) -> None:
+        """Let go of modules, parameters and groups; it cannot run afterwards."""
+        # Modules, the wrappers around their forwards and the hooks of their parameters hold each other and, in
+        # closures, the groups. Python's garbage collector does not see through hooks of tensors, and a group that is
+        # held keeps its threads and sockets. So every one is emptied.
+        for parameter in self.parameters.values():
+            drop_hooks(parameter)
+        for held in (*self.module.modules(), self.weight_gradients, self.linear_queue, self):
+            if held is not None:
+                vars(held).clear()
+
     @property
     def leaves(self) -> set[nn.Parameter]:
         """What autograd accumulates the gradients of its parameters in."""
@@ -211,6 +222,14 @@ class StageModule:
     def forward(self, hidden: Tensor | None, batch: MicroBatch) -> Tensor:
         """Received hidden states (1, T_local, H) or None -> hidden states, or the loss on the last stage."""
         raise NotImplementedError("stages are built by their model's source")
+
+
+def drop_hooks(parameter: Tensor) -> None:
+    """Drop the gradient of a parameter, and what its hooks hold."""
+    parameter.grad = None
+    for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
+        if hooks is not None:
+            hooks.clear()
 
 
 def install(parts: Sequence[StageModule], slot: Slot, buffer: Tensor) -> nn.Parameter:

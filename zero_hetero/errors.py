@@ -77,3 +77,19 @@ def mark_told(error: Any, told: Told) -> Any:
 def told_of(error: BaseException) -> Told | None:
     """What all ranks know of an error; None where it is this rank's alone, as far as anybody knows."""
     return getattr(error, "hydra_told", None)
+
+
+def release(error: BaseException | None) -> None:
+    """Let go of what the frames of an error hold, and of those errors it follows from: whole worlds, where it goes on.
+
+    Call it outside of the `except` block. A frame that keeps the error in a variable keeps itself alive by it.
+    """
+    seen: list[BaseException] = []
+    left = [error]
+    while left:
+        one = left.pop()
+        if one is not None and one not in seen:
+            seen.append(one)
+            left += [one.__cause__, one.__context__]
+            traceback.clear_frames(one.__traceback__)
+            one.__traceback__ = None

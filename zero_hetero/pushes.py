@@ -107,8 +107,7 @@ class Pushes:
             for index, bucket in enumerate(self.buckets)
             for position, param in enumerate(bucket.params)
         }
-        for param in self._places:
-            param.register_post_accumulate_grad_hook(self._hook())
+        self._hooks = [param.register_post_accumulate_grad_hook(self._hook()) for param in self._places]
 
     def arm(self, *, accumulate: bool = False, waiting: Collection[nn.Parameter] | None = None) -> None:
         """From now on a gradient is final once autograd has accumulated into it: this backward is the last.
@@ -154,6 +153,11 @@ class Pushes:
         # its steps come before any of the next: a rank without memory for that one starts it only then.
         self._end(len(self._handles))
         self._handles, self._over = [], 0
+
+    def close(self) -> None:
+        """Take the hooks off; no push is waited for."""
+        for handle in self._hooks:
+            handle.remove()
 
     def final(self, parameter: nn.Parameter) -> None:
         """Nothing more is added to the gradient of a parameter in this phase, if the pushes are armed."""

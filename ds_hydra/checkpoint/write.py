@@ -8,6 +8,7 @@ without an error knows that the whole checkpoint is durable. See [Note: whole or
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import logging
@@ -95,6 +96,11 @@ class Writer:
         error, self._error = self._error, None
         if error is not None:
             raise error
+
+    def drop(self) -> None:
+        """Return when no save is under way; one that fails is forgotten, with its error."""
+        with contextlib.suppress(Exception):
+            self.wait()
 
     def _run(self, saving: Saving) -> None:
         """The thread; an error is kept for whoever waits."""

@@ -36,7 +36,7 @@ from ds_hydra.step.agreement import FAILED, LATER, row_of, row_without_plan
 from ds_hydra.step.built import Built, settled
 from ds_hydra.step.stepper import Stepper
 from ds_hydra.watchdog import Activity
-from ds_hydra.zero_hetero.errors import told_of
+from ds_hydra.zero_hetero.errors import release, told_of
 
 
 class Ready(NamedTuple):
@@ -121,6 +121,13 @@ class Coming:
         """Drop what was made ready, if anything was: training goes on elsewhere."""
         if self._making is not None:
             self._making.wait()
+            self._making = None
+
+    def drop(self) -> None:
+        """Drop what was made ready, and what its error holds."""
+        if self._making is not None:
+            self._making.wait()
+            release(self._making.error)
             self._making = None
 
     def _make(self, making: _Making) -> None:

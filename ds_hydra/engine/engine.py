@@ -134,6 +134,18 @@ class HydraEngine(EngineInParts):
         if not initial:
             self.watch_model()
 
+    def drop(self) -> None:
+        """Let go of the present ranks' parts and groups, in whatever state an error has left them; after torch's own
+        group has been destroyed `assemble` may follow.
+
+        The caller must have left the `except` block of that error, and released it (`zero_hetero.errors.release`).
+        """
+        self.__dict__.pop("saving", None)
+        if (steps := self.__dict__.pop("steps", None)) is not None:
+            steps.drop()
+        if (crew := self.__dict__.pop("crew", None)) is not None:
+            crew.drop()
+
     def source_of(self, model: Any, facts: ModelFacts | None = None) -> ModelSource:
         """The model as a source of stages, with what is known of it. ConfigError if its layers cannot be found, or for
         a loss of its routers that hydra.loss_norm does not define."""

@@ -37,6 +37,11 @@ class Steps:
         self.handed = HandedSteps(crew, host.limits())
         self.parts = Parts(self)
 
+    def drop(self) -> None:
+        """Let go of the crew: its parts hold each other, and it."""
+        for held in (self.parts, self):
+            vars(held).clear()
+
     def train(self, handed: Handed | None = None) -> Outcome:
         """Run the next step: what `handed` gives, or of the training data where it is None.
 

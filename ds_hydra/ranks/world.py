@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # before there are groups: defaults of its arguments hold the one that there is
 
 from ds_hydra.pipe.placement import Strategy
 from ds_hydra.ranks.channel import AHEAD_TAG, Channel
@@ -149,6 +150,11 @@ class World:
         transport.exchange(sends, receives, tag=_CONNECT_TAG).wait()
 
     def close(self) -> None:
-        """Destroy the groups that were made for this world; it cannot be used afterwards."""
+        """Destroy the groups that were made for this world, and let go of torch's; it cannot be used afterwards."""
         while self._made:
             dist.destroy_process_group(self._made.pop())
+        # A group keeps its threads and sockets for as long as anybody holds it, and an object that holds the world, or
+        # its channels, may live on: an error with its traceback does.
+        for held in (self.channel, self.ahead, self.background, self.groups, self.teams, self.links, self.edges,
+                     self.collectives, self):  # fmt: skip
+            vars(held).clear()

@@ -243,6 +243,13 @@ class Stepper:
         """Of the parts that are waiting for an update."""
         return tuple(part.plan for part in self._parts)
 
+    def close(self) -> None:
+        """Let go of all strategies, their memory and their groups; it cannot be used afterwards."""
+        for runtime in self._runtimes.values():
+            runtime.close()
+        for held in (self.forwards, self._update, self._arena, self):
+            vars(held).clear()
+
     def forget(self) -> None:
         """Drop the gradients of all parts: the next part's overwrite them."""
         self._parts = []

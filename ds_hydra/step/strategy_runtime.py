@@ -273,6 +273,14 @@ class StrategyRuntime:
             part.module.train()
         return loss
 
+    def close(self) -> None:
+        """Let go of stage, links and groups, in whatever state an error has left them; it cannot be used afterwards."""
+        self.pushes.close()
+        for part in self.parts:
+            part.close()
+        for held in (self.pulls, self.pushes, self.stage_runtime, self):
+            vars(held).clear()
+
     @property
     def pull_bytes(self) -> int:
         """Bytes that this rank received in the last pull."""

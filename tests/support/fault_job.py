@@ -151,8 +151,8 @@ def digest(engine: Any) -> str:
     return hashlib.sha256(b"".join(part.numpy().tobytes() for part in parts)).hexdigest()
 
 
-def _arm(engine: Any, fault: Fault, place: Path) -> None:
-    """Set the fault off on entry to its phase, once, in the step it is meant for or the next one to reach it."""
+def entry_of(phase: str, engine: Any) -> tuple[Any, str]:
+    """The class or module, and the name of its function, by whose call a rank enters a phase."""
     from ds_hydra.checkpoint import write
     from ds_hydra.pipe.runtime import StageRuntime
     from ds_hydra.step.update import Update
@@ -168,7 +168,13 @@ def _arm(engine: Any, fault: Fault, place: Path) -> None:
         "optimizer": (Update, "apply"),
         "saving": (write, "write_shard"),
     }
-    owner, name = owners[fault.phase]
+    return owners[phase]
+
+
+def _arm(engine: Any, fault: Fault, place: Path) -> None:
+    """Set the fault off on entry to its phase, once, in the step it is meant for or the next one to reach it."""
+
+    owner, name = entry_of(fault.phase, engine)
     original = getattr(owner, name)
     begun = engine.global_steps
 

@@ -1,0 +1,98 @@
+"""After a fault in any phase of a step nothing of the ranks' world is left, and they can be assembled anew."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+import ds_hydra.engine.engine  # noqa: F401  so that forked ranks need not import it
+from ds_hydra.ranks.freeing import Freeing
+from ds_hydra.zero_hetero.errors import release
+from tests.support.fault_job import PHASES, entry_of
+from tests.support.ranks import run_ranks
+from tests.support.small_job import small_config, small_engine
+
+STRATEGIES = ["tp2 + tp1", "pp2/v + tp1", "sp2 + tp1"]
+
+
+def parts_of(engine: Any) -> dict[str, weakref.ref]:
+    """What must not outlive its world."""
+    crew = engine.crew
+    world, stepper = crew.world, crew.stepper
+    groups = dict.fromkeys([dist.group.WORLD, *world._made, *world.groups, *world.teams])
+    found: dict[str, Any] = {f"group {index}": group for index, group in enumerate(groups)}
+    found |= {"crew": crew, "world": world, "stepper": stepper, "arena": stepper._arena.params}
+    found |= {"masters": crew.masters, "update": crew.update, "plans": crew.plans}
+    found |= {f"strategy {name}": runtime for name, runtime in stepper._runtimes.items()}
+    return {name: weakref.ref(part) for name, part in found.items()}
+
+
+def aborted(rank: int, folder: Path) -> list[tuple[str, list[str], str, int, int]]:
+    """In each phase in turn rank 1 fails, and the others wait for it until they are freed. By phase: what is left of
+    their world, without garbage collection; the kind of this rank's error; threads and descriptors."""
+    gc.disable()
+    checkpoint = {"dir": str(folder / "checkpoint"), "asynchronous": True, "every": 1, "resume": False}
+    config = small_config(3, strategies=STRATEGIES, timeout_seconds=60, checkpoint=checkpoint)
+    freeing = Freeing(20.0, lambda: os._exit(9))
+
+    def begin(epoch: int) -> None:
+        store = dist.FileStore(str(folder / f"store{epoch}"), 3)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
+
+    found = []
+    dist.destroy_process_group()
+    with freeing.making():
+        begin(0)
+        engine = small_engine(rank, config=config)
+    for epoch, phase in enumerate(PHASES, start=1):
+        for _ in range(3):
+            engine.train_batch()
+        owner, name = entry_of(phase, engine)
+        original, error = getattr(owner, name), None
+        if rank == 1:
+            setattr(owner, name, _fails)
+        known = threading.Timer(0.2, freeing.begin)
+        known.start()
+        try:
+            while True:
+                engine.train_batch()
+        except Exception as raised:
+            error = raised
+        setattr(owner, name, original)
+        parts, kind = parts_of(engine), type(error).__name__
+        release(error)
+        known.join()
+        engine.drop()
+        freeing.park()
+        dist.destroy_process_group()
+        freeing.forget()
+        left = [name for name, part in parts.items() if part() is not None]
+        time.sleep(0.1)  # for threads that are about to end
+        found.append((phase, left, kind, len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))))
+        with freeing.making():
+            begin(epoch)
+            engine.assemble(engine.job)
+    engine.destroy()
+    return found
+
+
+def _fails(*_: Any, **__: Any) -> Any:
+    raise ValueError("a fault that was set off")
+
+
+def test_nothing_is_left_of_worlds_that_faults_have_ended(tmp_path: Path) -> None:
+    for rank, found in enumerate(run_ranks(aborted, 3, tmp_path, timeout=120)):
+        for phase, left, kind, _, _ in found:
+            assert left == [], (rank, phase)
+            own = "CheckpointError" if phase == "saving" else "ValueError" if rank == 1 else "RuntimeError"
+            assert kind == own, (rank, phase)
+        threads, descriptors = zip(*(one[3:] for one in found), strict=True)
+        assert max(threads[1:]) <= threads[0], found
+        assert max(descriptors[1:]) <= descriptors[0], found
