@@ -90,6 +90,8 @@ def fresh_walk(jobs: Jobs) -> Walk:
         forward_stop=[NEVER] * (virtual * n),
         backward_stop=[NEVER] * (virtual * n),
         next_forward=[0] * virtual,
+        coming=[0] * (virtual * n),
+        num_coming=[0] * virtual,
         first_open=[0] * virtual,
         free=free,
         used=used,

@@ -70,7 +70,9 @@ class Walk(NamedTuple):
     forward_stop: Numbers  # by `at`: when it is done, NEVER before it has begun
     backward_stop: Numbers
     next_forward: Numbers  # by virtual stage
-    first_open: Numbers  # by virtual stage: all micro-batches before have begun their backward
+    coming: Numbers  # by virtual stage * n + number: micro-batches in the order in which their gradients come
+    num_coming: Numbers  # by virtual stage
+    first_open: Numbers  # by virtual stage: of those that come, all before have begun their backward
     free: Numbers  # by stage: when it can do something else
     used: Numbers  # by stage: units
     actions: Numbers  # by stage * 3 * parts * n + number: kind * virtual stages * n + at
@@ -125,12 +127,15 @@ def begin_next(jobs: Jobs, walk: Walk, stage: int, now: int) -> bool:
 def begin(jobs: Jobs, walk: Walk, stage: int, now: int, kind: int, at: int) -> None:
     """Write down that a stage begins one of its actions now."""
     n = len(jobs.forward)
-    m = at % n
+    virtual = at // n
+    m = at - virtual * n
     # What an action gives back is free when it is done, and before that this stage does not look for room.
     if kind == FORWARD:
         walk.free[stage] = walk.forward_stop[at] = now + jobs.forward[m]
-        walk.next_forward[at // n] += 1
-        walk.used[stage] += jobs.reserved[m] if at // n == stage else 0
+        walk.next_forward[virtual] += 1
+        walk.used[stage] += jobs.reserved[m] if virtual == stage else 0
+        if virtual == jobs.parts * jobs.num_stages - 1:
+            will_come(walk, virtual, n, m)
     elif kind == BACKWARD:
         walk.free[stage] = walk.backward_stop[at] = now + jobs.backward[m]
         if jobs.weight[m] > 0:
@@ -139,6 +144,8 @@ def begin(jobs: Jobs, walk: Walk, stage: int, now: int, kind: int, at: int) -> N
             walk.num_owing[stage] += 1
         else:
             walk.used[stage] -= jobs.kept[m]
+        if virtual > 0:
+            will_come(walk, virtual - 1, n, m)
     else:
         walk.free[stage] = now + jobs.weight[m]
         walk.used[stage] -= jobs.until_weight[m]
@@ -147,24 +154,34 @@ def begin(jobs: Jobs, walk: Walk, stage: int, now: int, kind: int, at: int) -> N
     walk.num_actions[stage] += 1
 
 
+def will_come(walk: Walk, virtual: int, n: int, m: int) -> None:
+    """The gradient of a micro-batch, or its loss, is the next that comes to a virtual stage."""
+    walk.coming[virtual * n + walk.num_coming[virtual]] = m
+    walk.num_coming[virtual] += 1
+
+
 def first_gradient(jobs: Jobs, walk: Walk, stage: int, now: int) -> int:
     """`at` of the backward that a stage can run whose gradient came first; -1 for none."""
     n, last = len(jobs.forward), jobs.parts * jobs.num_stages - 1
-    forward_stop, backward_stop = walk.forward_stop, walk.backward_stop
     found, came = -1, NEVER
     for part in range(jobs.parts):
         virtual = virtual_stage(stage, part, jobs.num_stages)
-        first = virtual * n
-        while walk.first_open[virtual] < n and backward_stop[first + walk.first_open[virtual]] < NEVER:
-            walk.first_open[virtual] += 1
-        for m in range(walk.first_open[virtual], walk.next_forward[virtual]):
-            at = first + m
-            arrival = forward_stop[at] if virtual == last else backward_stop[at + n]
-            if arrival > now or arrival >= came or backward_stop[at] < NEVER:
-                continue
-            if jobs.after[m] >= 0 and backward_stop[first + jobs.after[m]] > now:
-                continue
-            found, came = at, arrival
+        first, stop = virtual * n, walk.num_coming[virtual]
+        number = walk.first_open[virtual]
+        while number < stop and walk.backward_stop[first + walk.coming[first + number]] < NEVER:
+            number += 1
+        walk.first_open[virtual] = number
+        # One stage computes all gradients that come here, so they come in the order in which it began them.
+        while number < stop:
+            m = walk.coming[first + number]
+            arrival = walk.forward_stop[first + m] if virtual == last else walk.backward_stop[first + n + m]
+            if arrival > now or arrival >= came:
+                break
+            begun = walk.backward_stop[first + m] < NEVER
+            if not begun and (jobs.after[m] < 0 or walk.backward_stop[first + jobs.after[m]] <= now):
+                found, came = first + m, arrival
+                break
+            number += 1
     return found
 
 

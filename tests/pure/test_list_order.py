@@ -13,10 +13,12 @@ from ds_hydra.pipe.schedules.actions import Order, slots_as_text, slots_from_tex
 from ds_hydra.pipe.schedules.batches import Batches, Work
 from ds_hydra.pipe.schedules.check import place
 from ds_hydra.pipe.schedules.list_order import list_order
+from ds_hydra.pipe.schedules.list_walk import BACKWARD, FORWARD, NEVER, WEIGHT, Jobs, Walk, begin, next_forward
 from ds_hydra.pipe.schedules.lower import lower
 from ds_hydra.pipe.schedules.registry import evaluation_slots, orders, training_slots
 from ds_hydra.pipe.schedules.rendezvous import check_slots
 from ds_hydra.pipe.schedules.simulate import peak_units, simulate_works
+from ds_hydra.pipe.schedules.virtual import virtual_stage
 from ds_hydra.zero_hetero.errors import PlanError
 from tests.support.schedule_cases import bound, mutants, random_works, refused
 
@@ -43,6 +45,39 @@ def test_the_list_order_ends_within_memory_and_above_the_bound(batches: Batches,
     assert max(map(peak_units, made, [batches] * num_stages)) <= batches.room
     assert simulate_works(made, batches) >= bound(batches, num_stages)
     assert made == list_order(Batches(batches.before, batches.parts, batches.works, batches.room), num_stages)
+
+
+def walked_by_all(jobs: Jobs, walk: Walk) -> int:
+    """The list order by its definition: for each action of a stage all its micro-batches are looked at."""
+    n, now, stages = len(jobs.forward), 0, range(jobs.num_stages)
+    while now < NEVER:
+        for stage in stages:
+            if walk.free[stage] > now:
+                continue
+            came: dict[int, int] = {}
+            for part in range(jobs.parts):
+                first = virtual_stage(stage, part, jobs.num_stages) * n
+                for m in range(n):
+                    at, after, is_last = first + m, jobs.after[m], first == (jobs.parts * jobs.num_stages - 1) * n
+                    arrival = walk.forward_stop[at] if is_last else walk.backward_stop[at + n]
+                    waits = after >= 0 and walk.backward_stop[first + after] > now
+                    if arrival <= now and walk.backward_stop[at] == NEVER and not waits:
+                        came[at] = arrival
+            forward = next_forward(jobs, walk, stage, now)
+            if came:
+                begin(jobs, walk, stage, now, BACKWARD, min(came, key=came.__getitem__))
+            elif forward >= 0:
+                begin(jobs, walk, stage, now, FORWARD, forward)
+            elif walk.num_paid[stage] < walk.num_owing[stage]:
+                owing = walk.owing[stage * jobs.parts * n + walk.num_paid[stage]]
+                begin(jobs, walk, stage, now, WEIGHT, owing)
+        stop, now = now, min((free for one in stages if (free := walk.free[one]) > now), default=NEVER)
+    return stop
+
+
+@given(any_works(), st.integers(1, 5))
+def test_gradients_come_in_order_so_that_not_all_are_looked_at(batches: Batches, num_stages: int) -> None:
+    assert list_order(batches, num_stages) == list_order(batches, num_stages, walked_by_all)
 
 
 @given(any_works(most=4), st.integers(1, 3), st.randoms(use_true_random=False))

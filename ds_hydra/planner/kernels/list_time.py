@@ -71,6 +71,8 @@ def fresh_list_walk(jobs: Jobs) -> Walk:
         np.full(virtual * n, NEVER),
         np.full(virtual * n, NEVER),
         np.zeros(virtual, dtype=np.int64),
+        np.zeros(virtual * n, dtype=np.int64),
+        np.zeros(virtual, dtype=np.int64),
         np.zeros(virtual, dtype=np.int64),
         np.zeros(stages, dtype=np.int64),
         np.zeros(stages, dtype=np.int64),

@@ -96,7 +96,7 @@ def _kernels(*instead: ModuleType) -> dict[str, Callable[..., Any]]:
 @functools.cache
 def source_digest(*instead: ModuleType) -> str:
     """Changes whenever any kernel does, or the arrays they take [Note: why kernels are cloned]."""
-    text = "".join(inspect.getsource(module) for module in (*_ALL, arrays, *instead))
+    text = "".join(inspect.getsource(module) for module in (*_ALL, arrays, *instead)) + inspect.getsource(_compiler)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
@@ -118,9 +118,20 @@ def compiled(*instead: ModuleType) -> Kernels:
 
 
 def _compiler() -> Callable[[Any], Any]:
+    """What compiles a clone [Note: why kernels are cloned]."""
     import numba
 
-    return numba.njit(cache=True, nogil=True)  # type: ignore[no-any-return]
+    shared = {module.__name__ for module in _SHARED}
+
+    def compiled_clone(clone: types.FunctionType) -> Any:
+        # Each access to an array in a tuple counts references, which takes ten times what a walk does with the number
+        # that it reads. Functions that make no arrays need no counting, and those of a walk are called in its loops.
+        options: dict[str, Any] = {"_nrt": False} if clone.__module__ in shared else {}
+        if options and clone.__name__ != list_walk.list_walk.__name__:
+            options["inline"] = "always"
+        return numba.njit(cache=True, nogil=True, **options)(clone)
+
+    return compiled_clone
 
 
 def _clones(
