@@ -15,6 +15,7 @@ from ds_hydra.pipe.model_plan import Bucket, ModelPlan, Slot, end_of_slots
 from ds_hydra.pipe.placement import Strategy
 from ds_hydra.pipe.schedules.registry import weighs
 from ds_hydra.zero_hetero.layout import even_layout
+from ds_hydra.zero_hetero.nodes import NodeSize
 from ds_hydra.zero_hetero.sum_places import Place, aligned, places_of_sums
 from ds_hydra.zero_hetero.transfer_plan import TransferPlan, plan_transfer
 from ds_hydra.zero_hetero.twin_plan import TwinPull, TwinPush, Twins, plan_twin_pull, plan_twin_push
@@ -35,7 +36,7 @@ class BucketTransfers(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def twins_of(strategy: Strategy, node_size: int) -> tuple[Twins, ...]:
+def twins_of(strategy: Strategy, node_size: NodeSize) -> tuple[Twins, ...]:
     """The twins of a strategy, by their first rank; every rank is among one of them."""
     found: dict[object, list[int]] = {}
     for stage in (stage for pipeline in strategy.pipelines for stage in pipeline.stages):
@@ -134,8 +135,8 @@ def places_by_size(
 
 
 @lru_cache(maxsize=64)
-def plan_transfers(plan: ModelPlan, strategy: Strategy, node_size: int) -> tuple[BucketTransfers, ...]:
-    """The transfers of every bucket; `node_size` consecutive ranks are a node."""
+def plan_transfers(plan: ModelPlan, strategy: Strategy, node_size: NodeSize) -> tuple[BucketTransfers, ...]:
+    """The transfers of every bucket, among ranks on such nodes."""
     stages = [stage for pipeline in strategy.pipelines for stage in pipeline.stages]
     needs = [plan.needed(stage) for stage in {s.ranges: s for s in stages}.values()]
     known: dict[object, BucketTransfers] = {}
@@ -173,7 +174,7 @@ def push_order(plan: ModelPlan, strategy: Strategy) -> tuple[int, ...]:
     return tuple(sorted((i for i in at if plan.buckets[i].trainable), key=lambda number: (at[number], -number)))
 
 
-def _plan_bucket(plan: ModelPlan, bucket: Bucket, strategy: Strategy, node_size: int) -> BucketTransfers:
+def _plan_bucket(plan: ModelPlan, bucket: Bucket, strategy: Strategy, node_size: NodeSize) -> BucketTransfers:
     masters, held = even_layout(bucket.numel, strategy.num_ranks), plan.pull_layout(bucket, strategy)
     twins = twins_of(strategy, node_size)
     contributed = plan.push_layout(bucket, strategy) if bucket.trainable else None

@@ -39,7 +39,8 @@ def test_every_setting_has_a_sentence_and_a_place_in_the_schema() -> None:
         for one in fields(block):  # type: ignore[arg-type]
             kind = get_type_hints(block)[one.name]
             inner = [each for each in (get_args(kind) or (kind,)) if is_dataclass(each) and isinstance(each, type)]
-            found += places(inner[0], f"{place}.{one.name}") if inner else [f"{place}.{one.name}"]
+            each = f"{place}.{one.name}" + ("[]" if inner and Ellipsis in get_args(kind) else "")
+            found += places(inner[0], each) if inner else [each]
         return found
 
     described = list(settings())
@@ -49,10 +50,12 @@ def test_every_setting_has_a_sentence_and_a_place_in_the_schema() -> None:
     for one in described:
         node = root
         for name in one.place.split("."):
-            node = node["properties"][name]
+            node = node["properties"][name.removesuffix("[]")]
+            node = node["items"] if name.endswith("[]") else node
         assert node["description"] == one.sentence
     block = root["properties"]["hydra"]
     assert block["required"] == ["tokens_per_step"]
+    assert block["properties"]["cluster"]["items"]["required"] == ["ranks"]
     assert block["properties"]["too_long"]["enum"] == ["error", "truncate", "skip"]
     assert block["properties"]["planner"]["properties"]["ahead"]["default"] == 2
     example = read_config(config=str(ROOT / "examples" / "ds_hydra.json"))["hydra"]

@@ -39,6 +39,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ds_hydra.zero_hetero.layout import Layout, Piece, padded
+from ds_hydra.zero_hetero.nodes import NodeSize, node_of
 from ds_hydra.zero_hetero.transfer_plan import SliceColumns, TransferPlan, plan_transfer
 
 
@@ -58,11 +59,11 @@ class Twins:
     nodes: int  # in which they gather: 1 if they do so in one step
 
     @classmethod
-    def of(cls, ranks: Sequence[int], node_size: int) -> Twins:
-        """These ranks, in the order of their parts; `node_size` consecutive ranks are a node."""
+    def of(cls, ranks: Sequence[int], node_size: NodeSize) -> Twins:
+        """These ranks, in the order of their parts; in two steps where every node has equally many of them."""
         by_node: dict[int, list[int]] = {}
         for rank in sorted(ranks):
-            by_node.setdefault(rank // node_size, []).append(rank)
+            by_node.setdefault(node_of(rank, node_size), []).append(rank)
         if len({len(members) for members in by_node.values()}) > 1:
             return cls(tuple(sorted(ranks)), 1)
         # Two nodes with the twins 0 1 2 and 8 9 10: in the order 0 8 1 9 2 10, those who gather across the nodes have

@@ -14,6 +14,7 @@ from ds_hydra.pipe.stage_options import AS_WRITTEN
 from ds_hydra.profiling.hollow import hollow_source
 from ds_hydra.simulate.job import NO_LIMIT, SimulatedJob
 from ds_hydra.simulate.links import LinkModel
+from ds_hydra.zero_hetero.nodes import node_size_of
 
 
 def job_of_config(
@@ -36,7 +37,7 @@ def job_of_config(
     types = read_job(config, dtype)
     memory = job_memory(
         source, [ParallelScheme(stage.tp, 1, stage.sp) for stage in stages], num_ranks, NO_LIMIT, dtype,
-        grad_dtype=types.grad_dtype, wire_dtype=types.wire_dtype, node_size=min(links.node_size, num_ranks),
+        grad_dtype=types.grad_dtype, wire_dtype=types.wire_dtype, node_size=node_size_of(num_ranks, links.node_size),
         measured=found.activations,
     )  # fmt: skip
     job = SimulatedJob(

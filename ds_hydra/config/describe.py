@@ -17,6 +17,7 @@ from typing import Any, get_args, get_type_hints
 from ds_hydra.config.hydra_block import BLOCK, HydraConfig
 
 _JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
+LIST = "[]"  # behind the name of a setting that is a list of blocks
 _WORDS = {"strategies": ["auto"], "fast_paths": ["auto", "off"]}  # that stand for a list
 
 
@@ -44,7 +45,7 @@ def settings(block: type = HydraConfig, place: str = BLOCK) -> Iterator[Setting]
             tuple(known.get("known", ())), known.get("minimum"),
         )  # fmt: skip
         if (within := _block_of(of_type)) is not None:
-            inner += settings(within, found.place)
+            inner += settings(within, found.place + (LIST if Ellipsis in of_type else ""))
         else:
             yield found
     yield from inner
@@ -56,7 +57,8 @@ def page() -> str:
     for one in settings():
         block, _, name = one.place.rpartition(".")
         blocks.setdefault(block, []).append(f"`{name}`{_default_text(one)}\n: {one.sentence}\n")
-    own = {f"{BLOCK}.{name}": _block_of(_kinds_of(kind)) for name, kind in get_type_hints(HydraConfig).items()}
+    kinds = {name: _kinds_of(kind) for name, kind in get_type_hints(HydraConfig).items()}
+    own = {f"{BLOCK}.{name}{LIST if Ellipsis in of else ''}": _block_of(of) for name, of in kinds.items()}
     lines = ["# Settings", "", "All keys of the block `\"hydra\"`. `ds-hydra settings --schema` prints them as a JSON "
              "Schema, which editors check configs by as they are written.", ""]  # fmt: skip
     for block, rows in blocks.items():
@@ -71,13 +73,19 @@ def schema() -> str:
     for one in settings():
         node = tree
         for name in one.place.split(".")[1:-1]:
-            node = node["properties"].setdefault(name, _object(""))
+            inner = node["properties"].setdefault(name.removesuffix(LIST), _inner(name))
+            node = inner["items"] if name.endswith(LIST) else inner
         name = one.place.rpartition(".")[2]
         node["properties"][name] = _described(one)
         if one.default is MISSING:
             node.setdefault("required", []).append(name)
     whole = {"$schema": "https://json-schema.org/draft/2020-12/schema", "type": "object", "properties": {BLOCK: tree}}
     return json.dumps(whole, indent=2) + "\n"
+
+
+def _inner(name: str) -> dict[str, Any]:
+    """A block within another, or a list of blocks."""
+    return {"type": ["array", "null"], "items": _object("")} if name.endswith(LIST) else _object("")
 
 
 def _object(words: str) -> dict[str, Any]:

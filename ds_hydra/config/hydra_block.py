@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ds_hydra.config.checks import AUTO, choice, flag, integer, number, parse_block, setting, text, whole_numbers
+from ds_hydra.config.cluster_block import NodesConfig, read_cluster
 from ds_hydra.config.deepspeed_settings import KNOWN_SETTINGS, screen_deepspeed_settings
 from ds_hydra.config.planner_block import PLANNER_GONE, PlannerConfig
 from ds_hydra.pipe.shape import StrategyShape
@@ -226,6 +227,7 @@ class HydraConfig:
     they stay whole, and a replayed plan with slices is refused."""
     node_size: int | None = setting(integer(1, optional=True), None)
     """Ranks per node; None takes what the launcher says, or else the names of the hosts."""
+    cluster: tuple[NodesConfig, ...] = setting(read_cluster, ())
     timeout_seconds: float = setting(number(exclusive=True, maximum=86400.0), 300.0)
     """How long a collective, or on GPUs a part of a step, may wait for a rank before the job is given up."""
     checkpoint: CheckpointConfig | None = setting(_checkpoint, None)
@@ -247,6 +249,8 @@ class HydraConfig:
             raise ConfigError("config: hydra.trace.profiler has no effect without hydra.trace.steps: name the steps")
         if self.choose == "cycle" and not self.strategies:
             raise ConfigError('config: hydra.choose "cycle" needs a list in hydra.strategies, which is "auto"')
+        if self.cluster and self.node_size is not None:
+            raise ConfigError("config: hydra.cluster says how many ranks each node has: remove hydra.node_size")
         if self.replay is not None and self.choose != "best":
             raise ConfigError(
                 f'config: hydra.replay names plans to run again, but hydra.choose is "{self.choose}": remove one of '

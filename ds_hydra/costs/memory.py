@@ -33,6 +33,7 @@ from ds_hydra.pipe.placement import Strategy, place_pipeline, place_strategy
 from ds_hydra.pipe.schedules.registry import most_alive, most_sent
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
 from ds_hydra.zero_hetero.errors import ConfigError
+from ds_hydra.zero_hetero.nodes import NodeSize
 
 Shape = ParallelScheme | PipelineShape
 
@@ -152,7 +153,7 @@ class JobMemory:
     vocab: int = 1
     grad_bytes: int | None = None  # of an element where gradients add up; None: the wider of the other two
     wire_bytes: int | None = None  # of an element of a gradient on its way; None: as in the compute dtype
-    node_size: int | None = None  # ranks of a node; None: all of them
+    node_size: NodeSize | None = None  # None: all ranks are on one
     slices: bool = False  # whether plans may cut sequences
     plain_head: bool = True  # whether head and loss are one function [Note: head and loss as one]
     serial: bool = True  # whether messages between stages end in the order of their start, as on NCCL

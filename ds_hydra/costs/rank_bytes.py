@@ -26,6 +26,7 @@ from ds_hydra.pipe.transfers import (
 )
 from ds_hydra.zero_hetero.intervals import Column
 from ds_hydra.zero_hetero.layout import even_layout, padded
+from ds_hydra.zero_hetero.nodes import NodeSize
 from ds_hydra.zero_hetero.scratch_plan import Window, end_of, in_turn, pull_scratch, push_scratch, twin_push_bytes
 from ds_hydra.zero_hetero.transfer_plan import TransferPlan
 from ds_hydra.zero_hetero.twin_plan import TwinPull
@@ -52,21 +53,23 @@ class RankBytes(NamedTuple):
         return sum(self)
 
 
-def rank_bytes(plan: ModelPlan, strategy: Strategy, element: ElementBytes, *, node_size: int) -> tuple[RankBytes, ...]:
-    """Bytes of every rank under a strategy; `node_size` consecutive ranks are a node."""
+def rank_bytes(
+    plan: ModelPlan, strategy: Strategy, element: ElementBytes, *, node_size: NodeSize
+) -> tuple[RankBytes, ...]:
+    """Bytes of every rank under a strategy, of ranks on such nodes."""
     found = _ranks(plan, strategy, element, node_size)
     return tuple(RankBytes(one.params, one.grads, end_of(one.windows)) for one in found)
 
 
 def held_elements(
-    plan: ModelPlan, strategy: Strategy, element: ElementBytes, *, node_size: int
+    plan: ModelPlan, strategy: Strategy, element: ElementBytes, *, node_size: NodeSize
 ) -> tuple[tuple[int, int], ...]:
     """Elements of every rank's memory for parameters, with the gaps between them, and of that for gradients."""
     found = _ranks(plan, strategy, element, node_size)
     return tuple((one.params // element.param, -(-one.grads // element.grad)) for one in found)
 
 
-def push_turns(plan: ModelPlan, strategy: Strategy, element: ElementBytes, *, node_size: int) -> Column:
+def push_turns(plan: ModelPlan, strategy: Strategy, element: ElementBytes, *, node_size: NodeSize) -> Column:
     """How many pushes must be over on a rank before it has memory for one: shape (num_pushes, num_ranks), in the order
     of starting [Note: scratch memory]."""
     turns = [[window.after for window in one.windows] for one in _ranks(plan, strategy, element, node_size)]
@@ -81,7 +84,7 @@ class _Rank(NamedTuple):
     windows: Sequence[Window]
 
 
-def _ranks(plan: ModelPlan, strategy: Strategy, element: ElementBytes, node_size: int) -> tuple[_Rank, ...]:
+def _ranks(plan: ModelPlan, strategy: Strategy, element: ElementBytes, node_size: NodeSize) -> tuple[_Rank, ...]:
     transfers = plan_transfers(plan, strategy, node_size)
     pulls, pushes = _scratch_of(plan, transfers, strategy, element)
     found: dict[int, _Rank] = {}

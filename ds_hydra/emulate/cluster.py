@@ -28,6 +28,7 @@ from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.ranks.forked import rank_environment, run_ranks
 from ds_hydra.simulate.job import SimulatedJob
 from ds_hydra.zero_hetero.errors import ConfigError
+from ds_hydra.zero_hetero.nodes import Cluster, node_size_of
 
 _ROUNDING = 1e-4  # of FP32 sums
 
@@ -108,7 +109,7 @@ def emulate(
     model, links = EmulatedModel(job.cluster), job.cluster.links
     for text in job.strategies:
         strategy = place_strategy(StrategyShape.parse(text), job.cluster.num_ranks, job.cluster.plan.num_layers)
-        plan_transfers(model.small.plan, strategy, min(links.node_size, job.cluster.num_ranks))
+        plan_transfers(model.small.plan, strategy, node_size_of(job.cluster.num_ranks, links.node_size))
     with tempfile.TemporaryDirectory(prefix="emulated-") as folder:
         table = Path(folder) / "costs.json"
         # Without its evidence, which names another job than the small model's, and without what follows from the rest.
@@ -139,6 +140,7 @@ def emulate_plans(
 
 
 def _config(job: EmulatedJob, table: str, timeout_s: float) -> dict[str, Any]:
+    sizes = Cluster.of(job.cluster.num_ranks, job.cluster.links.node_size).sizes
     return {
         "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},
         "gradient_clipping": 0.0,
@@ -148,7 +150,7 @@ def _config(job: EmulatedJob, table: str, timeout_s: float) -> dict[str, Any]:
             "tokens_per_step": job.tokens_per_step,
             "choose": job.choose,
             "seed": job.seed,
-            "node_size": min(job.cluster.links.node_size, job.cluster.num_ranks),
+            "cluster": [{"ranks": size} for size in sizes],
             "planner": {"ahead": 0},
             "replay": job.replay,
             "self_check": "off",  # there is no model that computes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -21,6 +22,7 @@ from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.plan.schemes import feasible_schemes
 from ds_hydra.ranks.world import World
 from ds_hydra.zero_hetero.errors import ConfigError
+from ds_hydra.zero_hetero.nodes import Cluster, NodeSize, largest_node, listed
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +38,7 @@ def least_memory(world: World) -> float:
     """Bytes that every rank may use."""
     # Devices of one kind may differ by some MiB, and by what others use. MaxLen must not: schedules are made from it,
     # the same on every rank.
-    mine = rank_memory(world.device, world.node_size)
+    mine = rank_memory(world.device, world.cluster.ranks_beside(world.rank))
     least = float(world.channel.rows(torch.tensor([mine], dtype=torch.float64)).min())
     if world.device.type != "cuda":
         return least
@@ -55,6 +57,7 @@ def costs_and_memory(
 ) -> tuple[TableFile, JobMemory]:
     """The cost table, its MaxLen within memory, and the memory model."""
     config = job.config
+    refuse_mixed(world.cluster)
     schemes = used_schemes(config.shapes) or feasible_schemes(job.source.plan, world.num_ranks, world.node_size)
     fingerprint = describe_job(job.source, world.device, job.types.compute, world.num_ranks)
     found = job_cost_table(config, shape, schemes, longest, fingerprint, node_size=world.node_size)
@@ -65,6 +68,19 @@ def costs_and_memory(
     return limited(job, world, found, memory), memory
 
 
+def refuse_mixed(cluster: Cluster) -> None:
+    """ConfigError for devices of several classes, by whose costs this release cannot plan."""
+    # They would train in silence with equal shares, and the faster ones would wait for the slower ones in each step.
+    if cluster.mixed:
+        alike = sorted(set.intersection(*(set(re.split("[-_]", name)) for name in cluster.classes)))
+        raise ConfigError(
+            f"the job has devices of {len(cluster.classes)} classes: {listed(cluster)}. Plans would give them equal "
+            "shares, and the faster ones would wait: start ranks of one class only, or, to let them train at the pace "
+            "of the slowest, call them alike in hydra.cluster"
+            + (f" (such as {alike[0]!r})" if alike else ", by a word that all their names have")
+        )
+
+
 def job_cost_table(
     config: HydraConfig,
     shape: ModelShape,
@@ -72,7 +88,7 @@ def job_cost_table(
     longest: int,
     job: JobFingerprint,
     *,
-    node_size: int | None = None,
+    node_size: NodeSize | None = None,
 ) -> TableFile:
     """The measured table of the config, or an analytic one for sequences of up to `longest` tokens.
 
@@ -84,7 +100,7 @@ def job_cost_table(
         context = max(longest, config.tokens_per_step)
         table = analytic_cost_table(
             shape, schemes, context, device_flops=flops, link_bytes_per_second=link, between_bytes_per_second=between,
-            node_size=node_size,
+            node_size=None if node_size is None else largest_node(node_size),
         )  # fmt: skip
         return TableFile(table)
     found = read_table_file(config.cost_table)

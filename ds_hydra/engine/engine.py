@@ -13,12 +13,12 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ds_hydra.config.hydra_block import HydraConfig, ParsedConfig
 from ds_hydra.engine.crew import Crew
 from ds_hydra.engine.evaluation import Evaluation
+from ds_hydra.engine.fingerprint import device_name
 from ds_hydra.engine.guard import Guard
 from ds_hydra.engine.initial import give_buffers
 from ds_hydra.engine.job import Job
@@ -40,7 +40,7 @@ from ds_hydra.pipe.models.facts import ModelFacts
 from ds_hydra.pipe.predictions import TokenFunction
 from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.ranks.channel import Channel
-from ds_hydra.ranks.nodes import ranks_of_a_node
+from ds_hydra.ranks.nodes import GivenNode, Standing, cluster_of
 from ds_hydra.ranks.together import Texts, first_channel, together
 from ds_hydra.ranks.world import World
 from ds_hydra.step.outcome import Outcome
@@ -160,15 +160,15 @@ class HydraEngine(EngineInParts):
 
     def world_of_process(self) -> World:
         """The world of torch's default process group; each of its ranks must call it. ConfigError where ranks stand on
-        hosts so that nodes cannot be told."""
-        config = self.job.config
-        node_size = config.node_size or launched_node_size()
-        if node_size is None:
-            with first_channel() as channel:
-                node_size = ranks_of_a_node(channel.texts(host()))
+        hosts so that nodes cannot be told, or otherwise than the config says."""
+        config, name = self.job.config, "" if self.device.type == "cpu" else device_name(self.device)
+        given = [GivenNode(of.ranks, of.device) for of in config.cluster for _ in range(of.nodes)]
+        with first_channel() as channel:
+            told = channel.texts(Standing(host(), launched_node_size(), name).to_text())
+            cluster = cluster_of([Standing.of_text(text) for text in told], node_size=config.node_size, given=given)
         if self.global_rank == 0:
-            logger.info("%d ranks, nodes of %d", dist.get_world_size(), node_size)
-        return World.of_process(self.device, node_size=node_size, timeout_s=config.timeout_seconds)
+            logger.info("%s", cluster)
+        return World.of_process(self.device, cluster, timeout_s=config.timeout_seconds)
 
     @property
     def pre_step_callback(self) -> PreStepCallback | Callback | None:

@@ -15,6 +15,7 @@ from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.planner.cutting import longest_of
 from ds_hydra.zero_hetero.errors import ConfigError
+from ds_hydra.zero_hetero.nodes import NodeSize
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +29,7 @@ def job_memory(
     *,
     grad_dtype: torch.dtype | None = None,
     wire_dtype: torch.dtype | None = None,
-    node_size: int | None = None,
+    node_size: NodeSize | None = None,
     optimizer_states: int = 2,
     measured: Mapping[tuple[int, int], Activations] | None = None,
     serial: bool = True,

@@ -51,12 +51,13 @@ def step_record(
     learning_rate: float,
     skipped_steps: int,
     flops: float | None = None,
+    cluster: bytes = b"",
     watched: Mapping[str, Any],
 ) -> StepRecord:
     """The record of a step.
 
     `flops` are the model's for all sequences, on all ranks; `skipped_steps` counts the steps that were skipped before
-    this one; `watched` holds the fields of the `StepWatch`.
+    this one; `cluster` is the digest of the job's cluster; `watched` holds the fields of the `StepWatch`.
     """
     plan, num_ranks = planned.plan, max(len(phase.stats) for phase in outcome.phases)
     return StepRecord(
@@ -85,7 +86,7 @@ def step_record(
         planning_by=planned.made_by,
         highs=None if planned.highs is None else HighsFigures(*planned.highs),
         planning_recipe=planned.recipe,
-        plan_digest=plan.digest().hex(),
+        plan_digest=plan.digest(cluster).hex(),
         ids_digest=hashlib.sha256(repr(plan.sequence_ids).encode()).hexdigest()[:16],
         num_micro_batches=tuple(len(pipeline.microbatches) for pipeline in plan.pipelines),
         pull_ms=1e3 * sum(max(rank.exposed_pull_s for rank in phase.stats) for phase in outcome.phases),

@@ -171,6 +171,7 @@ class Steps:
             learning_rate=host.get_lr()[0],
             skipped_steps=host.skipped_steps,
             flops=self._flops(planned.plan.lengths),
+            cluster=crew.world.cluster.digest,
             watched=watched,
         )
         host.finish_step(record, schedule=schedule)

@@ -6,18 +6,19 @@ from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.zero_hetero.errors import PlanError
+from ds_hydra.zero_hetero.nodes import NodeSize, largest_node
 
 MOST_SHARING = 16
 """TP * SP at most where it is more than a node: all-to-alls over more ranks are dearer than what they save."""
 
 
-def feasible_schemes(plan: ModelPlan, num_ranks: int, node_size: int) -> tuple[ParallelScheme, ...]:
+def feasible_schemes(plan: ModelPlan, num_ranks: int, node_size: NodeSize) -> tuple[ParallelScheme, ...]:
     """Every scheme of up to `num_ranks` ranks that the model can be cut by.
 
     TP stays inside a node, and so does TP * SP, or it fills two nodes of up to 16 ranks together: a long sequence on a
     stage of two nodes needs half of the memory on each rank, and attention hides much of the messages between them.
     """
-    node = min(node_size, num_ranks)
+    node = min(largest_node(node_size), num_ranks)
     schemes: list[ParallelScheme] = []
     for tp in range(1, node + 1):
         for sp in _sequence_degrees(tp, node, num_ranks):

@@ -89,9 +89,9 @@ class StepPlan:
         }
         return json.dumps(record, separators=(",", ":"), allow_nan=False)
 
-    def digest(self) -> bytes:
-        """SHA-256 of the canonical JSON; ranks compare it before the first byte moves."""
-        return hashlib.sha256(self.to_json().encode()).digest()
+    def digest(self, cluster: bytes = b"") -> bytes:
+        """SHA-256 of the canonical JSON and of the digest of the `cluster`, by which its shapes are placed on ranks."""
+        return hashlib.sha256(self.to_json().encode() + cluster).digest()
 
     @classmethod
     def from_json(cls, text: str | bytes, place: str = "plan") -> StepPlan:

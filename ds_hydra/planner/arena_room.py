@@ -23,6 +23,7 @@ from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.pipe.placement import Strategy, place_strategy
 from ds_hydra.pipe.shape import PipelineShape, StrategyShape
 from ds_hydra.zero_hetero.errors import PlanError
+from ds_hydra.zero_hetero.nodes import NodeSize
 
 _PLAN = TypeAdapter(ModelPlan)
 _NO_LIMIT = 2.0**62  # bytes
@@ -35,7 +36,7 @@ class ArenaRoom:
     """What a job's ranks have room for [Note: room for composed strategies]."""
 
     plan: ModelPlan
-    node_size: int
+    node_size: NodeSize
     element: ElementBytes
     arena: tuple[Elements, ...]  # of each rank
     most: Mapping[str, tuple[int, ...]]  # of each pipeline, by its text: bytes of all that is no activation, by stage
@@ -86,7 +87,7 @@ class ArenaRoom:
         """KeyError or ValueError for what `to_record` does not give."""
         return cls(
             _PLAN.validate_python(record["plan"]),
-            record["node_size"],
+            size if isinstance(size := record["node_size"], int) else tuple(size),
             ElementBytes(*record["element"]),
             tuple((params, grads) for params, grads in record["arena"]),
             {shape: tuple(most) for shape, most in record["most"].items()},

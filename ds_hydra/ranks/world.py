@@ -28,6 +28,7 @@ from ds_hydra.ranks.telling import Telling
 from ds_hydra.zero_hetero.clock import Clock, clock_of
 from ds_hydra.zero_hetero.collectives import Collectives, GroupCollectives, MessageCollectives
 from ds_hydra.zero_hetero.lane import DeviceLane, HostLane, Lane
+from ds_hydra.zero_hetero.nodes import Cluster, NodeSize
 from ds_hydra.zero_hetero.transport import TorchTransport, Transport
 
 _OPEN_RECEIVES = 2  # buckets whose receives are open at once on gloo, which becomes slower with more of them
@@ -42,7 +43,8 @@ class World:
 
     rank: int
     num_ranks: int
-    node_size: int  # ranks of a node, consecutive; the last node may have fewer
+    cluster: Cluster
+    node_size: NodeSize  # the cluster's: which ranks share a node
     device: torch.device
     group: dist.ProcessGroup | None  # all ranks, tensors on `device`; None for a rank alone
     channel: Channel  # small messages of training
@@ -60,10 +62,11 @@ class World:
     _made: list[dist.ProcessGroup] = field(repr=False)
 
     @classmethod
-    def of_process(cls, device: torch.device, *, node_size: int, timeout_s: float) -> World:
+    def of_process(cls, device: torch.device, cluster: Cluster, *, timeout_s: float) -> World:
         """The world of torch's default process group, which must exist; every process of it must call this.
 
-        `timeout_s` bounds what a rank waits for others in one collective of the groups made here.
+        `cluster` has its ranks; `timeout_s` bounds what a rank waits for others in one collective of the groups made
+        here.
         """
         everyone = dist.group.WORLD
         assert everyone is not None, "init_distributed has made it"
@@ -98,7 +101,8 @@ class World:
         return cls(
             rank=rank,
             num_ranks=num_ranks,
-            node_size=node_size,
+            cluster=cluster,
+            node_size=cluster.node_size,
             device=device,
             group=everyone if num_ranks > 1 else None,
             channel=Channel(control, rank, num_ranks),

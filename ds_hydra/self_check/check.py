@@ -24,6 +24,7 @@ from ds_hydra.self_check.teams import teams
 from ds_hydra.self_check.trial import Trial, UntryableError
 from ds_hydra.self_check.verdicts import CheckResult, Verdict
 from ds_hydra.zero_hetero.errors import message_of
+from ds_hydra.zero_hetero.nodes import NodeSize
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ def check_strategies(
     context_length: int | None = None,
     loss_given: bool = False,
     channel: Channel | None = None,
-    node_size: int | None = None,
+    node_size: NodeSize | None = None,
     keep: bool = True,
 ) -> CheckResult:
     """Verdicts on all schemes of `strategies`, from running them on a small copy of the model.
@@ -53,8 +54,8 @@ def check_strategies(
     however few the tokens. `context_length` is the longest sequence's, so far is tried what the model has
     [Note: code of a script]. With `loss_given` a loss of the user's own is trained on, and the model's counts for
     nothing. `channel` shares the runs out over its ranks, all of which must call this and get the same result;
-    `node_size` of them are on one node (None: all). `keep` uses the cache. Nothing of `model` is changed or kept, nor
-    are torch's random numbers.
+    `node_size` says which of them share a node (None: all). `keep` uses the cache. Nothing of `model` is changed or
+    kept, nor are torch's random numbers.
     """
     began = time.perf_counter()
     if mode == "off":

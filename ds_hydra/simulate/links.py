@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 from ds_hydra.profiling.links import OPERATIONS, Collective, LinkFigure, Links, links_from_record
 from ds_hydra.zero_hetero.errors import ConfigError
+from ds_hydra.zero_hetero.nodes import NodeSize, node_of
 
 
 class Speed(NamedTuple):
@@ -44,19 +45,19 @@ INSIDE, BETWEEN = Speed(10e-6, 1.5e11), Speed(20e-6, 2.5e10)
 
 @dataclass(frozen=True)
 class LinkModel:
-    """Latency and bandwidth between any two ranks; `node_size` consecutive ranks are a node.
+    """Latency and bandwidth between any two ranks, on one node or on two.
 
     Collectives take what `figures`, those of a measured cost table, say; where these say nothing, what a ring takes.
     """
 
-    node_size: int
+    node_size: NodeSize
     inside: Speed = INSIDE
     between: Speed = BETWEEN
     figures: Links = field(default_factory=lambda: Links(()))
 
     def __post_init__(self) -> None:
-        if self.node_size < 1:
-            raise ConfigError(f"links: a node of {self.node_size} ranks; give the ranks of one machine, at least 1")
+        if min(sizes := (self.node_size,) if isinstance(self.node_size, int) else self.node_size) < 1:
+            raise ConfigError(f"links: a node of {min(sizes)} ranks; give the ranks of one machine, at least 1")
         for name, (latency, rate) in (("inside a node", self.inside), ("between nodes", self.between)):
             if not (math.isfinite(latency) and latency >= 0 and math.isfinite(rate) and rate > 0):
                 raise ConfigError(
@@ -68,7 +69,7 @@ class LinkModel:
     def of_table(
         cls,
         links: Mapping[str, Any] | None,
-        node_size: int,
+        node_size: NodeSize,
         *,
         inside: Speed | None = None,
         between: Speed | None = None,
@@ -89,11 +90,12 @@ class LinkModel:
 
     def crosses(self, ranks: Sequence[int]) -> bool:
         """Whether these ranks lie on more than one node."""
-        return len({rank // self.node_size for rank in ranks}) > 1
+        return len({node_of(rank, self.node_size) for rank in ranks}) > 1
 
     def speed(self, sender: int, receiver: int) -> Speed:
         """Of the link from one rank to another."""
-        return self.inside if sender // self.node_size == receiver // self.node_size else self.between
+        node_size = self.node_size
+        return self.inside if node_of(sender, node_size) == node_of(receiver, node_size) else self.between
 
     def transfer_s(self, sender: int, receiver: int, num_bytes: float) -> float:
         """Seconds from the start of a lone transfer to its arrival; 0 for a rank's own."""

@@ -16,6 +16,7 @@ from ds_hydra.pipe.model_plan import Bucket, ModelPlan, ParamSpec, ShardRule
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.simulate.job import NO_LIMIT, SimulatedJob
 from ds_hydra.simulate.links import LinkModel
+from ds_hydra.zero_hetero.nodes import node_size_of
 
 
 class ShippedModel(NamedTuple):
@@ -70,7 +71,7 @@ def shipped_job(
     }
     memory = JobMemory(
         plan, job.num_ranks, activations, param_bytes=2, device_bytes=NO_LIMIT, vocab=shape.vocab,
-        grad_bytes=grad_bytes, wire_bytes=wire_bytes, node_size=min(links.node_size, num_ranks),
+        grad_bytes=grad_bytes, wire_bytes=wire_bytes, node_size=node_size_of(num_ranks, links.node_size),
     )  # fmt: skip
     return replace(job, memory=memory).with_costs_of(strategies)
 

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds_hydra.simulate.links import LinkModel
+from ds_hydra.zero_hetero.nodes import nodes_of
 from ds_hydra.zero_hetero.transfer_plan import TransferPlan
 
 Ints = NDArray[np.int64]
@@ -52,7 +53,7 @@ class Parcels(NamedTuple):
         first = _begins((src * n + far)[order])
         elements = np.add.reduceat(length[order], first) if len(first) else length
         src, dst, far = (column[order][first] for column in (src, dst, far))
-        crosses = src // links.node_size != dst // links.node_size
+        crosses = nodes_of(src, links.node_size) != nodes_of(dst, links.node_size)
         latency = np.where(crosses, links.between.latency_s, links.inside.latency_s)
         rate = np.where(crosses, links.between.bytes_per_s, links.inside.bytes_per_s)
         wire = elements * element_bytes / rate

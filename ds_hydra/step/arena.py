@@ -11,6 +11,7 @@ from torch import Tensor
 from ds_hydra.costs.rank_bytes import ElementBytes, held_elements
 from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.pipe.placement import Strategy
+from ds_hydra.zero_hetero.nodes import NodeSize
 from ds_hydra.zero_hetero.scratch import Scratch
 from ds_hydra.zero_hetero.sum_places import Place
 
@@ -40,7 +41,7 @@ class Arena:
         *,
         dtype: torch.dtype,
         element: ElementBytes,
-        node_size: int,
+        node_size: NodeSize,
         least: tuple[int, int] = (0, 0),
     ) -> Arena:
         """An arena as large as the largest need of any of the strategies on this rank, and at least for so many

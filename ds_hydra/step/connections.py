@@ -19,6 +19,7 @@ from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.pipe.p2p import edge, parts_of
 from ds_hydra.pipe.placement import Stage, Strategy
 from ds_hydra.pipe.transfers import plan_transfers, twins_of
+from ds_hydra.zero_hetero.nodes import NodeSize
 from ds_hydra.zero_hetero.twin_plan import TwinPull, TwinPush
 
 Pairs = frozenset[tuple[int, int]]
@@ -33,7 +34,7 @@ class Connections(NamedTuple):
     teams: tuple[tuple[int, ...], ...]  # ranks that gather or trade in pulls and pushes [Note: twins]
 
 
-def connections_of(plan: ModelPlan, strategies: Iterable[Strategy], node_size: int) -> Connections:
+def connections_of(plan: ModelPlan, strategies: Iterable[Strategy], node_size: NodeSize) -> Connections:
     """All pairs that steps under these strategies use, whatever their batches; see [Note: connections]."""
     links: set[tuple[int, int]] = set()
     edges: set[tuple[int, int]] = set()
@@ -45,7 +46,7 @@ def connections_of(plan: ModelPlan, strategies: Iterable[Strategy], node_size: i
     return Connections(frozenset(links), frozenset(edges), tuple(teams))
 
 
-def link_pairs(plan: ModelPlan, strategy: Strategy, node_size: int) -> Pairs:
+def link_pairs(plan: ModelPlan, strategy: Strategy, node_size: NodeSize) -> Pairs:
     """Pairs of the pulls and pushes of all buckets under one strategy; teams talk apart from them."""
     found: set[tuple[int, int]] = set()
     distinct = {id(transfers): transfers for transfers in plan_transfers(plan, strategy, node_size)}
@@ -56,7 +57,7 @@ def link_pairs(plan: ModelPlan, strategy: Strategy, node_size: int) -> Pairs:
     return frozenset(found)
 
 
-def teams_of(strategy: Strategy, node_size: int) -> Iterator[tuple[int, ...]]:
+def teams_of(strategy: Strategy, node_size: NodeSize) -> Iterator[tuple[int, ...]]:
     """Teams of the pulls and pushes under one strategy, in one order; those of one step have no rank in common."""
     found = [twins for twins in twins_of(strategy, node_size) if len(twins.ranks) > 1]
     for step in range(2):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -20,10 +21,10 @@ from ds_hydra.ranks import channel as channels
 from ds_hydra.ranks import world as worlds
 from ds_hydra.ranks.channel import Channel
 from ds_hydra.ranks.groups import GroupCache, apart, make_groups, needed_groups
-from ds_hydra.ranks.nodes import ranks_of_a_node
 from ds_hydra.ranks.world import World
 from ds_hydra.step.connections import teams_of
 from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError
+from ds_hydra.zero_hetero.nodes import Cluster, NodeSize
 from ds_hydra.zero_hetero.transport import Parcel, TorchTransport, Work
 from tests.support.ranks import run_ranks
 from tests.support.small_job import small_engine
@@ -108,7 +109,7 @@ def test_connecting_uses_every_group_and_pair_once() -> None:
     strategies = [place_strategy(StrategyShape.parse(text), 4, 2) for text in ("tp2pp2", "sp2 + tp2")]
 
     def connect(rank: int) -> tuple[list[int], list[tuple[int, ...]], list[tuple[int, ...]]]:
-        world = World.of_process(torch.device("cpu"), node_size=4, timeout_s=30)
+        world = World.of_process(torch.device("cpu"), Cluster.of(4, 4), timeout_s=30)
         groups: list[int] = []
         pairs: list[list[tuple[int, ...]]] = [[], []]
         reduce, exchange = dist.all_reduce, TorchTransport.exchange
@@ -138,7 +139,7 @@ def test_worlds_are_given_back_whole() -> None:
     def many(rank: int) -> list[tuple[int, int]]:
         seen = []
         for turn in range(10):
-            world = World.of_process(torch.device("cpu"), node_size=2, timeout_s=30)
+            world = World.of_process(torch.device("cpu"), Cluster.of(4, 2), timeout_s=30)
             world.groups.create([(0, 1, 2, 3)] if turn % 2 else [(0, 1), (2, 3)])
             assert world.channel.texts(str(rank)) == ["0", "1", "2", "3"]
             assert world.background.tell("x" if rank == 0 else None) == "x"
@@ -162,7 +163,7 @@ def test_twins_have_groups_of_their_own_beside_those_of_sequence_parallel_ranks(
 
     def others(rank: int) -> bool:
         with mock.patch.object(worlds, "dist", OnDevices()):
-            world = World.of_process(torch.device("cpu"), node_size=2, timeout_s=60)
+            world = World.of_process(torch.device("cpu"), Cluster.of(4, 2), timeout_s=60)
             world.connect([placed], links=(), edges=(), teams=tuple(teams_of(placed, 2)))
         ranks = (0, 1) if rank < 2 else (2, 3)
         different = world.groups.of_team(ranks) is not world.teams.of_team(ranks)
@@ -179,35 +180,58 @@ def test_groups_for_small_messages_connect_pairs_when_they_talk() -> None:
         assert closed < made < talks <= aims.SOCKETS
 
 
-@pytest.mark.parametrize(
-    ("hosts", "size", "words"),
-    [
-        ("aaaa", 4, ""),
-        ("aabb", 2, ""),
-        ("aaabbbc", 3, ""),  # the last node has fewer
-        ("abab", 0, "hosts alternate .rank 0 on a, rank 1 on b.*hydra.node_size"),
-        ("aabbaa", 0, "hosts alternate"),
-        ("aabbbb", 0, "different numbers of them .2 on a, 4 on b.*start equally many"),
-        ("aaabbccc", 0, "different numbers of them .3 on a, 2 on b, 3 on c"),
-    ],
-)
-def test_hosts_tell_the_size_of_a_node_where_the_launcher_does_not(hosts: str, size: int, words: str) -> None:
-    names = [f"{name}/boot" for name in hosts]
-    if not words:
-        assert ranks_of_a_node(names) == size
-        return
-    with pytest.raises(ConfigError, match=words):
-        ranks_of_a_node(names)
-
-
 @pytest.mark.parametrize(("launcher", "size"), [({}, 2), ({"LOCAL_WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "x"}, 4)])
 def test_a_job_asks_the_hosts_for_the_size_of_its_nodes(launcher: dict[str, str], size: int) -> None:
-    def start(rank: int) -> int:
+    def start(rank: int) -> NodeSize:
         os.environ.update(launcher)
         with mock.patch.object(engines, "host", return_value="ab"[rank // 2]):
             return small_engine(rank).crew.world.node_size
 
     assert run_ranks(start, 4) == [size] * 4
+
+
+def test_a_job_on_uneven_nodes_trains_as_one_on_even_ones() -> None:
+    """Launchers tell each rank of its own node alone: ranks that took it for everybody's would wait for each other."""
+
+    def train(rank: int, sizes: tuple[int, ...]) -> tuple[tuple[int, ...], float, str]:
+        own = sizes[0] if rank < sizes[0] else sizes[1]
+        os.environ |= {"LOCAL_WORLD_SIZE": str(own), "TORCHELASTIC_RUN_ID": "x"}
+        engine = small_engine(rank, strategies=["2*sp2", "tp2 + 2*tp1", "4*tp1"], choose="cycle")
+        for _ in range(3):
+            engine.train_batch()
+        assert engine.last_step is not None
+        found = engine.crew.world.cluster.sizes, engine.last_step.loss, engine.last_step.plan_digest
+        engine.destroy()
+        return found
+
+    (even, even_loss, even_digest), *_ = run_ranks(train, 4, (2, 2))
+    (sizes, loss, digest), *others = run_ranks(train, 4, (1, 3))
+    assert (even, sizes) == ((2, 2), (1, 3))
+    assert loss == pytest.approx(even_loss, rel=1e-5)
+    assert digest != even_digest
+    assert {other[2] for other in others} == {digest}
+
+
+@pytest.mark.parametrize(
+    ("cluster", "words"),
+    [
+        ([{"ranks": 2, "nodes": 2, "device": "cpu"}], ""),
+        ([{"ranks": 2}], "nodes of 2 = 2 ranks but the job has 4"),
+        ([{"ranks": 2, "device": "h800"}, {"ranks": 2, "device": "h20"}],
+         r"devices of 2 classes: 2 of h800 .ranks 0\.\.1., 2 of h20 .ranks 2\.\.3.*start ranks of one class only"),
+    ],
+)  # fmt: skip
+def test_a_cluster_that_is_not_so_or_mixed_is_refused_on_all_ranks(cluster: list[Any], words: str) -> None:
+    def start(rank: int) -> str:
+        try:
+            small_engine(rank, cluster=cluster).destroy()
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    for refusal in run_ranks(start, 4):
+        assert bool(refusal) == bool(words)
+        assert re.search(words, refusal)
 
 
 class Nccl:
@@ -237,7 +261,7 @@ def test_groups_take_as_much_of_a_device_as_their_part_allows() -> None:
             mock.patch.object(dist, "ProcessGroupNCCL", Nccl, create=True),
             mock.patch.object(dist, "new_group", new_group),
         ):
-            world = World.of_process(torch.device("cpu"), node_size=2, timeout_s=60)
+            world = World.of_process(torch.device("cpu"), Cluster.of(4, 2), timeout_s=60)
             world.groups.create(needed_groups(placed))
             world.teams.create(teams_of(placed, 2))
         assert world.links.group is not dist.group.WORLD  # type: ignore[attr-defined]

@@ -75,7 +75,7 @@ def _memory_model(engine: Any) -> Any:
         job.source,
         [_ALONE],
         world.num_ranks,
-        rank_memory(world.device, world.node_size),
+        rank_memory(world.device, world.cluster.ranks_beside(world.rank)),
         job.types.compute,
         measured=found.activations,
     )

@@ -8,16 +8,17 @@ from __future__ import annotations
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.zero_hetero.errors import PlanError
+from ds_hydra.zero_hetero.nodes import NodeSize, largest_node
 
 
 def usable_schemes(
-    cost_table: CostTable, num_ranks: int, node_size: int = 8, tp_across_nodes: bool = False
+    cost_table: CostTable, num_ranks: int, node_size: NodeSize = 8, tp_across_nodes: bool = False
 ) -> tuple[ParallelScheme, ...]:
     """The cost table's schemes that fit the ranks and the placement rule, in the table's order."""
     usable = tuple(
         scheme
         for scheme in cost_table.schemes
-        if scheme.num_ranks <= num_ranks and (tp_across_nodes or scheme.tp <= node_size)
+        if scheme.num_ranks <= num_ranks and (tp_across_nodes or scheme.tp <= largest_node(node_size))
     )
     if not usable:
         raise PlanError(

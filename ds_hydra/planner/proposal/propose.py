@@ -38,6 +38,7 @@ from ds_hydra.planner.proposal.candidates import usable_schemes
 from ds_hydra.planner.proposal.pool import Counts, Pool
 from ds_hydra.planner.proposal.spaces import ChunkedShapes, Space, WholeSpace
 from ds_hydra.zero_hetero.errors import PlanError
+from ds_hydra.zero_hetero.nodes import NodeSize, largest_node
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,7 @@ def propose_strategies(
     tokens_per_step: int,
     context_length: int,
     *,
-    node_size: int = 8,
+    node_size: NodeSize = 8,
     tp_across_nodes: bool = False,
     count: int = 20,
     effort: ProposalEffort | None = None,
@@ -119,7 +120,7 @@ def propose_strategies(
     """Up to `count` strategies for data with these lengths [Note: proposal], the most useful first.
 
     One of them holds a sequence of `context_length` tokens; PlanError when no usable scheme does. Pipelines
-    stand in rank order; TP groups stay inside nodes of `node_size` ranks unless `tp_across_nodes`. Up to as many more
+    stand in rank order; TP groups stay inside nodes of `node_size` unless `tp_across_nodes`. Up to as many more
     follow that have the chunked pipelines of `wider`. `exposed` tells what the messages of a strategy of one shape add
     to a step, in ms (`simulate.exposed`); None: nothing. `effort` None: what pays for so many ranks, more of it for
     whole sequences, which are planned in a hundredth of the time.
@@ -178,7 +179,7 @@ def _chosen(
 
 
 def _holding(
-    table: CostTable, schemes: Sequence[ParallelScheme], wider: Wider, context_length: int, node_size: int
+    table: CostTable, schemes: Sequence[ParallelScheme], wider: Wider, context_length: int, node_size: NodeSize
 ) -> list[Space]:
     """The spaces in which something holds the context, a smaller one before that around it; PlanError for none."""
     spaces: list[Space] = []
@@ -187,7 +188,7 @@ def _holding(
     chunked = [shape for shape in wider.shapes if scheme_of(shape) in schemes]
     if chunked:
         chunked = [*(PipelineShape.of(scheme) for scheme in schemes if scheme.pp == 1), *chunked]
-        inside = [shape for shape in chunked if shape.pp == 1 or _width(shape) <= node_size]
+        inside = [shape for shape in chunked if shape.pp == 1 or _width(shape) <= largest_node(node_size)]
         nested = [inside, chunked] if any(shape.pp > 1 for shape in inside) and inside != chunked else [chunked]
         spaces += [ChunkedShapes(table, shapes, slices=wider.slices, layers=wider.layers) for shapes in nested]
     if not spaces:
