@@ -15,7 +15,8 @@ MAX_POSITIONAL, MAX_WIDE = 7, 10  # a function with more parameters is wide; so 
 
 # Set-up: check_set_up. Files entered and calls from file to file before the first step.
 EXAMINED_S = 4.0  # of CPU, for a model of 64 layers, on the rank that looks at it
-# They grow for what a start must know besides, as which ranks share a node: what it does fills 28,000 lines, 140 a file; in 110 files, as was aimed at, it would be 255.
+# They grow by what a start must know besides, such as which ranks share a node: what it does fills 28,000 lines, 140 a
+# file; in 110 files, as was aimed at, it would be 255.
 SET_UP_FILES, SET_UP_CALLS = 205, 573
 
 QUICK_CPU_S = 120.0  # of each tool's quick form, ranks included: a minute on two cores
