@@ -32,6 +32,10 @@ PUBLISHED_CHOICE = 0.03  # by how much the fastest may be faster than what a pap
 
 HOSTS_BYTES, HOSTS_STEP = 0.02, 0.10  # of bytes between two hosts; of a step's time there, the median strategy
 
+# Machines that have lost a rank: bench_hetero. Tokens per second and rank over the full machine's, by ranks.
+ODD_NODES = {7: 0.95, 15: 0.95, 31: 0.97, 63: 0.97}
+ODD_NODES_QUICK = (7, 15, 31)
+
 # The planner: bench_planner, bench_systems, check_chunks, check_swap.
 PLAN_MS = {64: 10.0, 1024: 150.0}  # of CPU, by ranks, the median step
 GROWTH_MS = {200_000: 10.0, 2_000_000: 200.0, 20_000_000: 2500.0}  # of CPU, by tokens: 190, 1,900 and 19,000 sequences

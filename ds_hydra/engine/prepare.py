@@ -21,6 +21,7 @@ from ds_hydra.pipe.placement import Strategy, place_strategy
 from ds_hydra.pipe.schedules.registry import proposed_schedules, weighs
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.pipe.stage import ModelSource
+from ds_hydra.plan.rank_order import crossings, ordered
 from ds_hydra.planner.arena_room import ArenaRoom, room_beside
 from ds_hydra.planner.proposal.propose import Wider, propose_strategies
 from ds_hydra.planner.proposal.spaces import wider_shapes
@@ -68,6 +69,7 @@ def prepare(job: Job, world: World) -> Prepared:
     plan = source.plan
     strategies = {c: place_strategy(c, world.num_ranks, plan.num_layers) for c in candidates}
     if world.rank == 0:
+        _tell_crossings(candidates, world)
         _tell_token_sharding(plan, candidates)
         if isinstance(source, CausalLM) and source.options.functions != "off":
             logger.info("%s", source.functions)
@@ -91,6 +93,16 @@ def hidden_size(source: ModelSource) -> int:
     """Features of a token between layers, the most of any two; of a model of one layer, those that enter it."""
     num_layers = source.plan.num_layers
     return max(1, *(source.width(layer) for layer in range(min(1, num_layers - 1), num_layers)))
+
+
+def _tell_crossings(candidates: Sequence[StrategyShape], world: World) -> None:
+    """Which strategies lay tensor parallel groups across nodes, and an order of their pipelines that does not."""
+    for strategy in candidates:
+        across = next(crossings(strategy, world.node_size), None)
+        if across is not None:
+            better = ordered(strategy, world.node_size)
+            hint = "" if better is None else f"; in the order '{better}' none would"
+            logger.warning("strategy '%s': %s lie on two nodes, where messages are slow%s", strategy, across, hint)
 
 
 def _tell_token_sharding(plan: ModelPlan, candidates: Sequence[StrategyShape]) -> None:

@@ -22,6 +22,7 @@ from ds_hydra.costs.rank_bytes import ElementBytes, held_elements, rank_bytes
 from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.pipe.placement import Strategy, place_strategy
 from ds_hydra.pipe.shape import PipelineShape, StrategyShape
+from ds_hydra.plan.rank_order import crossings
 from ds_hydra.zero_hetero.errors import PlanError
 from ds_hydra.zero_hetero.nodes import NodeSize
 
@@ -52,6 +53,11 @@ class ArenaRoom:
             except PlanError as error:
                 self._known[strategy] = str(error)
         return self._known[strategy]
+
+    def refusal_of_composed(self, strategy: StrategyShape) -> str:
+        """The same of a strategy that nobody asked for: its tensor parallel groups stay inside nodes."""
+        across = next(crossings(strategy, self.node_size), None)
+        return self.refusal(strategy) if across is None else f"{across} lie on two nodes"
 
     def _missing(self, strategy: StrategyShape, placed: Strategy) -> str:
         for shape in strategy.pipelines:

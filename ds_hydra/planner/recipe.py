@@ -119,7 +119,7 @@ class PlanRecipe:
         if same.job is not None:
             assert simulation is not None, "a recipe with a job's record needs a simulation"
             step_ms = simulation(same.job, same.table)
-        room = (lambda _: "") if same.room is None else ArenaRoom.of_record(same.room).refusal
+        room = (lambda _: "") if same.room is None else ArenaRoom.of_record(same.room).refusal_of_composed
         return Planner(
             same.table, same.strategies, same.options,
             exposed_ms=same.exposed_ms, step_ms=step_ms, room=room, budget=same.budget, cpu_s=cpu_s,

@@ -71,6 +71,10 @@ def test_what_does_not_fit_is_refused_with_its_numbers() -> None:
     refusal = room.refusal(StrategyShape.parse("8*tp1"))
     assert refusal.startswith("rank 0 has room for ")
     assert "elements of parameters but would hold" in refusal
+    # Composed strategies keep tensor parallel groups inside nodes; what a user lists may lay them across.
+    assert room.refusal_of_composed(StrategyShape.parse("2*tp4")) == room.refusal(StrategyShape.parse("2*tp4")) == ""
+    odd = replace(room, node_size=7)
+    assert odd.refusal_of_composed(StrategyShape.parse("2*tp4")).startswith("the ranks 4..7 of a tensor parallel group")
     assert "no candidate has the pipeline pp2" in room.refusal(StrategyShape.parse("tp4 + 2*tp1 + pp2"))
     at_its_limit, _, _ = beside(GIB)  # MaxLen takes all memory there is
     assert "activations" in at_its_limit.refusal(StrategyShape.parse("2*tp4"))

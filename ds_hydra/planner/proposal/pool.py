@@ -15,12 +15,14 @@ import numpy as np
 
 from ds_hydra.costs.cost_table import SchemeCost
 from ds_hydra.pipe.shape import PipelineShape, StrategyShape
+from ds_hydra.plan.rank_order import fillings, most_used, ordered, stays_inside
 from ds_hydra.planner.exact.counts import counts_by_milp, counts_to_strategy
 from ds_hydra.planner.kernels.arrays import Prospect, Schemes
 from ds_hydra.planner.kernels.problem import Batch, PipelineKinds
 from ds_hydra.planner.one_strategy import StrategySearch
 from ds_hydra.planner.options import PlannerOptions
 from ds_hydra.zero_hetero.errors import PlanError
+from ds_hydra.zero_hetero.nodes import NodeSize, node_ranks
 
 Counts = tuple[int, ...]  # pipelines of each usable scheme
 _NOT_HELD = 1e12  # ms on a batch that a strategy cannot hold: finite, so that means can still be compared
@@ -39,11 +41,14 @@ class Pool:
         batches: Sequence[Batch],
         weights: np.ndarray,
         exposed_ms: Sequence[float] = (),
+        node_size: NodeSize = 8,
     ) -> None:
         self._shapes, self._costs, self._arrays = tuple(shapes), tuple(costs), arrays
         self._sizes = np.array([shape.num_ranks for shape in shapes], dtype=np.int64)
         self._row = {shape: k for k, shape in enumerate(self._shapes)}
-        self._num_ranks = num_ranks
+        self._num_ranks, self._node_size = num_ranks, node_size
+        self._inside = stays_inside(self._shapes, node_size)
+        self._orders: dict[Counts, StrategyShape | None] = {}
         self._exposed = tuple(exposed_ms) or (0.0,) * len(self._shapes)
         self._weights = weights / weights.sum()
         self._batches = tuple(batches)
@@ -64,7 +69,20 @@ class Pool:
 
     def strategy(self, counts: Counts) -> StrategyShape:
         """So many pipelines of each shape, in rank order."""
-        return counts_to_strategy(counts, self._shapes)
+        if self._inside:
+            return counts_to_strategy(counts, self._shapes)
+        found = self._ordered(counts)
+        assert found is not None, "no strategy whose tensor parallel groups cross nodes gets into the pool"
+        return found
+
+    def _ordered(self, counts: Counts) -> StrategyShape | None:
+        if counts not in self._orders:
+            self._orders[counts] = ordered(counts_to_strategy(counts, self._shapes), self._node_size)
+        return self._orders[counts]
+
+    def _stands(self, counts: Counts) -> bool:
+        """Whether the pipelines can stand so that tensor parallel groups stay inside nodes."""
+        return self._inside or self._ordered(counts) is not None
 
     def time(self, counts: Counts, batch: int, worth: float) -> float:
         """Planned time on a batch in ms where the bound allows less than `worth`, else the bound.
@@ -91,6 +109,7 @@ class Pool:
     def add(self, strategies: Iterable[Counts]) -> int:
         """Time strategies that are new to the pool on every batch; how many were."""
         fresh = [counts for counts in dict.fromkeys(strategies) if counts not in self.times]
+        fresh = [counts for counts in fresh if self._stands(counts)]
         for counts in fresh:
             # Exact times matter near the best plan of a batch only: further off the bound will do.
             times = [self.time(counts, b, 1.02 * self._best[b]) for b in range(len(self._batches))]
@@ -104,6 +123,27 @@ class Pool:
         for k, size in enumerate(self._sizes.tolist()):
             if self._num_ranks % size == 0:
                 found.append(tuple(self._num_ranks // size if j == k else 0 for j in range(len(self._sizes))))
+        return found
+
+    def begin(self) -> list[Counts]:
+        """What to begin with: homogeneous strategies, and some more where nodes are odd or there are none of these.
+
+        PlanError where no pipelines use all ranks.
+        """
+        found = self.homogeneous()
+        if self._inside and found:
+            return found
+        sizes, nodes = self._sizes.tolist(), [len(node) for node in node_ranks(self._num_ranks, self._node_size)]
+        found += fillings(sizes, self._num_ranks, self._node_size, nodes)
+        if not any(map(self._stands, found)):
+            used, on = most_used(sizes, self._num_ranks), " and ".join(map(str, dict.fromkeys(nodes)))
+            spare = self._num_ranks - used
+            why = f"{spare} of them would be spare" if spare else "tensor parallel groups would lie on two nodes"
+            raise PlanError(
+                f"no strategy uses all {self._num_ranks} ranks on nodes of {on}: "
+                f"{why}, as pipelines of the cost table have {', '.join(map(str, sorted(set(sizes))))} ranks; measure "
+                f"schemes of other sizes, such as tp1 or pp3, or start {used or sizes[0]} ranks"
+            )
         return found
 
     def whole_numbers(self, batch: int, node_limit: int) -> list[Counts]:
@@ -153,7 +193,7 @@ class Pool:
                     break
                 found[after] = None
                 times *= 2
-        listed = [after for after in found if after not in self.times]
+        listed = [after for after in found if after not in self.times and self._stands(after)]
         if len(listed) > most:
             listed = [listed[i] for i in sorted(rng.choice(len(listed), size=most, replace=False))]
         return listed

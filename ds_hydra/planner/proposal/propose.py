@@ -128,7 +128,8 @@ def propose_strategies(
     schemes = usable_schemes(cost_table, num_ranks, node_size, tp_across_nodes)
     holding = _holding(cost_table, schemes, wider or Wider(), context_length, node_size)
     usual = USUAL if num_ranks <= _USUAL_RANKS else QUICK
-    job = _Job(num_ranks, lengths, tokens_per_step, context_length, seed, count, _by_shape(holding, num_ranks, exposed))
+    added = _by_shape(holding, num_ranks, exposed)
+    job = _Job(num_ranks, lengths, tokens_per_step, context_length, seed, count, added, node_size)
     found: list[StrategyShape] = []
     chunked: tuple[StrategyShape, ...] = ()
     for space in holding:
@@ -149,6 +150,7 @@ class _Job(NamedTuple):
     seed: int
     most: int  # strategies
     added: Mapping[PipelineShape, float]
+    node_size: NodeSize
 
 
 def _chosen(
@@ -232,10 +234,10 @@ def _searched(
     batches = space.batches(sampled, job.num_ranks)
     pool = Pool(
         space.shapes, space.costs, arrays, num_ranks=job.num_ranks, batches=batches, weights=weights,
-        exposed_ms=[job.added[shape] for shape in space.shapes],
+        exposed_ms=[job.added[shape] for shape in space.shapes], node_size=job.node_size,
     )  # fmt: skip
     # 2. the pool to begin with: HiGHS solves batches at even ranks of their longest sequence
-    pool.add([*pool.homogeneous(), *map(pool.counts, begin)])
+    pool.add([*pool.begin(), *map(pool.counts, begin)])
     by_longest = sorted(range(len(sampled)), key=lambda b: int(sampled[b].max()))
     for turn in np.linspace(0, len(sampled) - 1, min(programs, len(sampled))):
         index = by_longest[round(turn)]

@@ -1,0 +1,123 @@
+"""Pipelines and nodes in; an order of the pipelines in which no tensor parallel group lies on two nodes out. Pure.
+
+Pipelines stand on consecutive ranks [Note: rank order], so their order alone decides which groups lie within a node.
+Widest first does on nodes of 2, 4, 8 ... ranks. On two nodes of 7, 2*tp4 + 2*tp2 + 2*tp1 in that order would put the
+second tp4 on ranks 4 to 7, of which the last is on the other node; tp4 + tp2 + tp1 + tp4 + tp2 + tp1 keeps all inside.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from ds_hydra.pipe.shape import PipelineShape, StrategyShape
+from ds_hydra.zero_hetero.nodes import NodeSize, largest_node, node_of
+
+_MOST_PLACES = 20_000  # of pipelines that are looked at for one order
+
+
+class Crossing(NamedTuple):
+    """A tensor parallel group on more nodes than its ranks need."""
+
+    pipeline: int
+    ranks: range
+
+    def __str__(self) -> str:
+        return f"the ranks {self.ranks[0]}..{self.ranks[-1]} of a tensor parallel group of pipeline {self.pipeline}"
+
+
+def crossings(strategy: StrategyShape, node_size: NodeSize) -> Iterator[Crossing]:
+    """The tensor parallel groups that lie on more nodes than they must."""
+    first = 0
+    for index, pipeline in enumerate(strategy.pipelines):
+        yield from (Crossing(index, ranks) for ranks in _groups(pipeline, first) if _crosses(ranks, node_size))
+        first += pipeline.num_ranks
+
+
+def ordered(strategy: StrategyShape, node_size: NodeSize) -> StrategyShape | None:
+    """The same pipelines, in the first order found in which no group crosses; as they are, if none does; None if no
+    order is found."""
+    if next(crossings(strategy, node_size), None) is None:
+        return strategy
+    kinds = Counter(strategy.pipelines)
+    shapes = list(kinds)
+    # Depth first, kinds in the order given. How many of each kind are left says where the next one stands, so what led
+    # nowhere once leads nowhere again.
+    left, chosen, at = [kinds[shape] for shape in shapes], list[int](), 0
+    turn, dead, looked = [0], set[tuple[int, ...]](), 0
+    while turn:
+        if len(chosen) == len(strategy.pipelines):
+            return StrategyShape(tuple(shapes[kind] for kind in chosen))
+        kind, looked = turn[-1], looked + 1
+        if kind == len(shapes) or tuple(left) in dead or looked > _MOST_PLACES:
+            dead.add(tuple(left))
+            turn.pop()
+            if chosen:
+                back = chosen.pop()
+                left[back] += 1
+                at -= shapes[back].num_ranks
+            continue
+        turn[-1] += 1
+        if left[kind] and not any(_crosses(ranks, node_size) for ranks in _groups(shapes[kind], at)):
+            left[kind] -= 1
+            at += shapes[kind].num_ranks
+            chosen.append(kind)
+            turn.append(0)
+    return None
+
+
+def stays_inside(shapes: Sequence[PipelineShape], node_size: NodeSize) -> bool:
+    """Whether widest first keeps the groups of any of these pipelines inside nodes: where all widths are powers of two.
+
+    The last node may have any number of ranks: what is left for it is as wide as what stands before it, or narrower.
+    """
+    widths = {stage.tp for shape in shapes for stage in shape.stages}
+    return isinstance(node_size, int) and all(width & (width - 1) == 0 for width in (*widths, node_size))
+
+
+def fillings(sizes: Sequence[int], num_ranks: int, node_size: NodeSize, nodes: Sequence[int]) -> list[tuple[int, ...]]:
+    """Some numbers of pipelines with these ranks each that use all ranks: as many of one kind as can be, beside as few
+    others as can be; and as few as can be on each of the `nodes`, which have so many ranks. None if nothing does."""
+    fewest = _fewest(sizes, max(num_ranks, largest_node(node_size)))
+    found: dict[tuple[int, ...], None] = {}
+    for kind, size in enumerate(sizes):
+        for count in range(num_ranks // size, 0, -1):
+            rest = fewest[num_ranks - count * size]
+            if rest is not None:
+                found[tuple(more + count * (k == kind) for k, more in enumerate(rest))] = None
+                break
+    each = [fewest[node] for node in nodes]
+    if all(counts is not None for counts in each):
+        found[tuple(map(sum, zip(*(counts for counts in each if counts is not None), strict=True)))] = None
+    return list(found)
+
+
+def most_used(sizes: Sequence[int], num_ranks: int) -> int:
+    """The most ranks, of so many, that pipelines with these ranks each can use."""
+    fewest = _fewest(sizes, num_ranks)
+    return next(used for used in range(num_ranks, -1, -1) if fewest[used] is not None)
+
+
+def _fewest(sizes: Sequence[int], most: int) -> list[tuple[int, ...] | None]:
+    """For 0, 1, ... `most` ranks the fewest pipelines that use just these, as counts; None where none do."""
+    found: list[tuple[int, ...] | None] = [(0,) * len(sizes)]
+    for ranks in range(1, most + 1):
+        before = [(k, counts) for k, size in enumerate(sizes)
+                  if size <= ranks and (counts := found[ranks - size]) is not None]  # fmt: skip
+        more = [tuple(count + (j == k) for j, count in enumerate(counts)) for k, counts in before]
+        found.append(min(more, key=sum, default=None))
+    return found
+
+
+def _groups(pipeline: PipelineShape, first: int) -> Iterator[range]:
+    """The tensor parallel groups of a pipeline that begins with this rank."""
+    for stage in pipeline.stages:
+        for _ in range(stage.sp):
+            yield range(first, first + stage.tp)
+            first += stage.tp
+
+
+def _crosses(ranks: range, node_size: NodeSize) -> bool:
+    needed = -(-len(ranks) // largest_node(node_size))
+    return node_of(ranks[-1], node_size) - node_of(ranks[0], node_size) >= needed

@@ -1,0 +1,109 @@
+"""Clusters that are not uniform: what plans make of nodes of seven and of numbers of ranks that nothing divides.
+
+  python -m tools.bench_hetero [--quick] [--json FILE] [--only PART ...]
+
+nodes    a 7B model on 7, 15, 31 and 63 ranks of nodes that have lost one, on pretraining lengths up to 16K, 3,125
+         tokens a rank: tokens per second and rank by the step simulator over those of the full machine
+
+Costs follow from FLOPs (`costs/analytic.py`: 0.15 PFLOP/s a device, 150 GB/s inside a node, 25 GB/s between two), and
+MaxLen from the memory model with 80 GB and the activations that Hydraulis published. `--quick` leaves 63 ranks out.
+Exits non-zero if an aim is missed.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+from ds_hydra.commands.figures import guarded, run_parts
+from ds_hydra.commands.shipped import shipped
+from ds_hydra.costs.analytic import analytic_cost_table
+from ds_hydra.costs.memory import Activations, JobMemory
+from ds_hydra.costs.table_file import TableFile
+from ds_hydra.data.length_sources import read_lengths, sample_batches
+from ds_hydra.engine.fits import within_memory
+from ds_hydra.pipe.shape import StrategyShape
+from ds_hydra.plan.rank_order import crossings
+from ds_hydra.plan.schemes import feasible_schemes
+from ds_hydra.planner import Planner, PlannerOptions
+from ds_hydra.planner.proposal.propose import propose_strategies
+from ds_hydra.simulate.job import SimulatedJob
+from ds_hydra.simulate.links import LinkModel
+from ds_hydra.simulate.llama import SHIPPED, llama_plan
+from ds_hydra.simulate.preview import Messages
+from ds_hydra.zero_hetero.nodes import NodeSize
+from tools import aims
+
+CONTEXT, TOKENS_OF_A_RANK, STEPS, COUNT = 16384, 3125, 12, 10
+DEVICE_BYTES = 80e9
+MOST_STAGES = 4
+SMALLER: tuple[tuple[int, NodeSize, int], ...] = ((7, 7, 8), (15, (8, 7), 16), (15, (7, 8), 16), (31, (8, 8, 7, 8), 32),
+                                                  (63, (*(8,) * 3, 7, *(8,) * 4), 64))  # fmt: skip
+
+
+def cluster(num_ranks: int, node_size: NodeSize) -> SimulatedJob:
+    """The 7B model on such nodes, with every scheme of few stages that its memory allows."""
+    sizes, kept = SHIPPED["a800-7b"]
+    plan, links = llama_plan(sizes), LinkModel(node_size)
+    schemes = [
+        scheme
+        for scheme in feasible_schemes(plan, num_ranks, node_size)
+        if scheme.pp <= MOST_STAGES and scheme.tp & (scheme.tp - 1) == 0 and scheme.sp == 1
+    ]
+    activations = {(one.tp, 1): Activations(kept[one.tp] * sizes.hidden / one.tp, 0.0, 0.0) for one in schemes}
+    memory = JobMemory(plan, num_ranks, activations, param_bytes=2, device_bytes=DEVICE_BYTES, vocab=sizes.vocab,
+                       node_size=node_size)  # fmt: skip
+    table = within_memory(analytic_cost_table(sizes, schemes, CONTEXT), memory)
+    return SimulatedJob(plan, sizes.hidden, TableFile(table), links, num_ranks)
+
+
+def tokens_per_second(num_ranks: int, node_size: NodeSize) -> tuple[float, StrategyShape, float]:
+    """Of one rank, in steps of other data than the strategies were chosen for; the strategy that won most of them, and
+    the CPU time of the proposal."""
+    job = cluster(num_ranks, node_size)
+    sample = read_lengths(shipped("pretraining"), CONTEXT, count=50_000).lengths.tolist()
+    tokens, messages = TOKENS_OF_A_RANK * num_ranks, Messages(job, TOKENS_OF_A_RANK * num_ranks)
+    began = time.process_time()
+    strategies = propose_strategies(job.table, num_ranks, sample, tokens, CONTEXT, node_size=node_size, count=COUNT,
+                                    exposed=messages.exposed_ms)  # fmt: skip
+    proposed_s = time.process_time() - began
+    assert not any(list(crossings(strategy, node_size)) for strategy in strategies), "no TP group lies on two nodes"
+    planner = Planner(job.table, strategies, PlannerOptions(kernels="compiled"),
+                      exposed_ms=[messages.exposed_ms(one) for one in strategies])  # fmt: skip
+    rates, won = [], dict.fromkeys(strategies, 0)
+    for step, batch in enumerate(sample_batches(sample, tokens, STEPS, 1, CONTEXT)):
+        plan = planner.plan(step, range(len(batch)), batch.tolist())
+        rates.append(plan.num_tokens / messages.step_ms(plan) * 1e3 / num_ranks)
+        won[plan.phases[0].shape] += 1
+    return float(np.mean(rates)), max(won, key=lambda strategy: won[strategy]), proposed_s
+
+
+def nodes(quick: bool, missed: list[str]) -> list[dict[str, Any]]:
+    """Tokens per second and rank on machines that have lost a rank, over the full ones'."""
+    full: dict[int, float] = {}
+    rows = []
+    for num_ranks, node_size, whole in SMALLER:
+        if quick and num_ranks > max(aims.ODD_NODES_QUICK):
+            continue
+        if whole not in full:
+            full[whole] = tokens_per_second(whole, 8)[0]
+        rate, best, proposed_s = tokens_per_second(num_ranks, node_size)
+        share, aim = rate / full[whole], aims.ODD_NODES[num_ranks]
+        if share < aim:
+            missed.append(f"{num_ranks} ranks: {share:.3f} of the full machine's throughput a rank, less than {aim}")
+        on = node_size if isinstance(node_size, int) else "+".join(map(str, node_size))
+        rows.append({"ranks": num_ranks, "nodes": str(on), "of": whole, "tokens/s a rank": f"{rate:.0f}",
+                     "share": share, "aim": aim, "proposed s": proposed_s, "most often": str(best)})  # fmt: skip
+    return rows
+
+
+def main() -> int:
+    """The exit code: 0, or 1 if an aim was missed."""
+    return run_parts("bench_hetero", __doc__, {"nodes": nodes})
+
+
+if __name__ == "__main__":
+    sys.exit(guarded("bench_hetero", main))
