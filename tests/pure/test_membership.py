@@ -1,0 +1,203 @@
+"""Who goes on when members die, freeze, part or join: one machine by itself, and many over a made-up network."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_hydra.elastic import messages as m
+from ds_hydra.elastic.membership import Membership
+from ds_hydra.elastic.rounds import Patience, State
+from ds_hydra.elastic.view import Member, Report, View
+from tests.support.simulated_members import KINDS, Cluster, befall, tried, wrong_in
+
+
+def test_orders_of_events_that_are_drawn_leave_one_view_or_none() -> None:
+    wrong = [f"{seed} ({kinds}): {what}" for seed in range(150) for what, kinds, _ in [tried(seed)] if what]
+    assert not wrong
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(KINDS), st.floats(0, 12)), max_size=6),
+    st.integers(1, 6), st.booleans(), st.integers(0, 2**32),
+)  # fmt: skip
+def test_whatever_befalls_members_they_end_in_one_view(
+    what: list[tuple[str, float]], num: int, folder: bool, seed: int
+) -> None:
+    cluster, rng = Cluster(seed, num, folder=folder), random.Random(seed)
+    for kind, when in what:
+        befall(cluster, rng, kind, lambda when=when: 1.0 + when)  # type: ignore[misc]
+    assert not wrong_in(cluster, {kind for kind, _ in what})
+
+
+@pytest.mark.parametrize("folder", [True, False])
+@pytest.mark.parametrize("sides", [((0, 1), (2, 3)), ((0,), (1, 2, 3)), ((3,), (0, 1, 2)), ((1, 3), (0, 2))])
+@pytest.mark.parametrize("heals", [None, 0.5, 20.0])
+def test_of_a_job_in_two_parts_one_side_goes_on_at_most(
+    sides: Sequence[Sequence[int]], folder: bool, heals: float | None
+) -> None:
+    for seed in range(5):
+        cluster = Cluster(seed, 4, folder=folder)
+        cluster.at(1.0, lambda c=cluster: c.partition(sides))  # type: ignore[misc]
+        if heals is not None:
+            cluster.at(1.0 + heals, lambda c=cluster: c.partition([]))  # type: ignore[misc]
+        assert not wrong_in(cluster, {"partition"})
+        on = cluster.survivors
+        if heals == 0.5:
+            assert on == [0, 1, 2, 3], "nobody was silent for long"
+        elif len(sides[0]) == len(sides[1]):
+            assert on in ([sorted(side) for side in sides] if folder else [[]]), "half may only go on by the folder"
+        else:
+            assert on == list(sides[1]), "more than half may"
+
+
+def test_all_but_one_may_die_at_once_where_that_is_known() -> None:
+    for folder in (True, False):
+        cluster = Cluster(0, 5, folder=folder)
+        for key in (0, 1, 3, 4):
+            cluster.at(1.0, lambda c=cluster, k=key: c.kill(k))  # type: ignore[misc]
+        assert not wrong_in(cluster, set() if folder else {"partition"})
+        assert cluster.survivors == ([2] if folder else [])
+
+
+@pytest.mark.parametrize("again", [0.05, 0.3, 0.6, 1.0])
+def test_a_second_death_in_whatever_state_is_survived(again: float) -> None:
+    for seed, (first, second) in enumerate([(0, 1), (1, 0), (4, 0), (2, 3)]):
+        cluster = Cluster(seed, 5, folder=seed % 2 == 0)
+        cluster.at(1.0, lambda c=cluster, k=first: c.kill(k))  # type: ignore[misc]
+        cluster.at(1.0 + again, lambda c=cluster, k=second: c.kill(k))  # type: ignore[misc]
+        assert not wrong_in(cluster, {"kill"})
+        assert cluster.survivors == sorted({0, 1, 2, 3, 4} - {first, second})
+
+
+def test_joiners_get_new_ids_and_the_last_ranks() -> None:
+    cluster = Cluster(0, 2, folder=False)
+    cluster.at(1.0, lambda: cluster.join(100))
+    cluster.at(9.0, lambda: cluster.join(101))
+    cluster.at(5.0, lambda: cluster.kill(1) if cluster.nodes[100].goes_on else None)
+    cluster.run(30.0)
+    assert not cluster.end()
+    view = cluster.nodes[0].views[-1]
+    assert [one.id for one in view.members] == [0, 2, 3], "id 1 has been used"
+    assert view.reports[3] == Report()
+    assert [one.id for one in view.former] == [0, 2]
+    assert cluster.nodes[101].views == [view]
+
+
+# One machine, by hand.
+
+
+def members(count: int) -> tuple[Member, ...]:
+    return tuple(Member(number, "host", ("host", number + 1), pid=number) for number in range(count))
+
+
+START = m.Roster(0, members(4), 4)
+
+
+def machine(number: int, *, folder: bool = False) -> Membership:
+    return Membership(START.members[number], START, folder=folder)
+
+
+def stop(number: int, candidate: int) -> m.Stop:
+    return m.Stop(m.Ballot(number, candidate), START, planned=False)
+
+
+def sent(actions: Sequence[m.Action], kind: type) -> list[Any]:
+    return [one.message for one in actions if isinstance(one, m.Send) and isinstance(one.message, kind)]
+
+
+SECOND = m.Roster(1, members(3), 4)
+
+
+def install(number: int, candidate: int) -> m.Install:
+    view = View(1, SECOND.members, START.members, ("store", 1), {one.id: Report() for one in SECOND.members})
+    return m.Install(m.Ballot(number, candidate), SECOND, view)
+
+
+def test_who_has_voted_again_goes_on_by_the_later_round_only() -> None:
+    """The later candidate tells the others this member's report, which an install of the older round makes false."""
+    mine = machine(2)
+    mine.handle(m.Heard(0, stop(1, 0)))
+    assert mine.state is State.ABORTING
+    assert sent(mine.handle(m.Parked(Report(7))), m.Vote)[0].ballot == m.Ballot(1, 0)
+    assert sent(mine.handle(m.Heard(1, stop(2, 1))), m.Vote)[0].ballot == m.Ballot(2, 1)
+    assert not any(isinstance(one, m.GoOn) for one in mine.handle(m.Heard(0, install(1, 0))))
+    assert mine.state is State.VOTED
+    assert any(isinstance(one, m.GoOn) for one in mine.handle(m.Heard(1, install(2, 1))))
+    assert mine.state is State.REBUILDING
+
+
+def test_who_has_promised_accepts_nothing_older() -> None:
+    mine = machine(2)
+    mine.handle(m.Heard(1, stop(2, 1)))
+    assert sent(mine.handle(m.Heard(0, stop(1, 0))), m.Nack)
+    assert not mine.handle(m.Heard(0, m.Propose(m.Ballot(1, 0), 0, SECOND)))
+    assert sent(mine.handle(m.Heard(1, m.Propose(m.Ballot(2, 1), 0, SECOND))), m.Accept)
+
+
+def test_what_was_accepted_before_is_proposed_again_and_never_installed() -> None:
+    voter, candidate = machine(2), machine(1)
+    voter.handle(m.Heard(0, stop(1, 0)))
+    voter.handle(m.Heard(0, m.Propose(m.Ballot(1, 0), 0, SECOND)))
+    candidate.handle(m.Parked(Report(7)))
+    (called,) = {one.ballot for one in sent(candidate.handle(m.Lost(0, dead=True)), m.Stop)}
+    voter.handle(m.Parked(Report(7)))
+    (vote,) = sent(voter.handle(m.Heard(1, m.Stop(called, START, planned=False))), m.Vote)
+    assert vote.accepted == (m.Ballot(1, 0), SECOND)
+    candidate.handle(m.Heard(3, m.Vote(called, START, None, Report(7), START.members)))
+    proposed = sent(candidate.handle(m.Heard(2, vote)), m.Propose)
+    assert {one.roster for one in proposed} == {SECOND}
+    actions = candidate.handle(m.Heard(2, m.Accept(called))) + candidate.handle(m.Heard(3, m.Accept(called)))
+    assert candidate.roster == SECOND
+    assert sent(actions, m.Stop), "its successor is sought"
+    assert not any(isinstance(one, m.OpenStore | m.GoOn) for one in actions)
+
+
+def test_training_that_cannot_be_freed_ends_its_process() -> None:
+    mine = machine(2)
+    mine.handle(m.Heard(0, stop(1, 0)))
+    ended = [turn for turn in range(30) for one in mine.handle(m.Tick()) if isinstance(one, m.Exit)]
+    assert ended[0] == Patience().stuck - 1
+
+
+def test_what_an_old_epoch_says_is_answered_by_what_is_so_now() -> None:
+    mine = machine(0)
+    mine.handle(m.Heard(1, m.Over(SECOND)))
+    for old in (m.Fault(0, planned=False), m.Beat(0, 0), stop(5, 3)):
+        (answer,) = sent(mine.handle(m.Heard(3, old)), m.Over)
+        assert answer.roster == SECOND
+    assert any(isinstance(one, m.Exit) for one in machine(3).handle(m.Heard(0, answer)))
+
+
+def test_a_frozen_member_is_killed_by_one_of_its_host() -> None:
+    mine = machine(0)
+    assert mine.handle(m.Silent(2)) == [m.KillProcess(START.members[2])]
+    assert mine.state is State.RUNNING, "until its death is known"
+    mine.handle(m.Lost(2, dead=True))
+    assert mine.state is State.ABORTING
+
+
+def _counts_nobody(self: Membership) -> None:
+    current = self.round
+    if current is not None and current.value is None and self.roster.ids - self.lost <= set(current.votes):
+        current.value = self._next_roster(current)
+        self._decided(current.value)
+
+
+def _takes_its_own(self: Membership, epoch: int, roster: m.Roster | None) -> None:
+    if epoch == self.roster.epoch and self.round is not None and self.round.value is not None:
+        self._decided(self.round.value)
+
+
+@pytest.mark.parametrize(("part", "mutant"), [("_token", _takes_its_own), ("_count", _counts_nobody)])
+def test_a_machine_with_a_mistake_is_found(
+    part: str, mutant: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Membership, part, mutant)
+    assert any("has two views" in tried(seed)[0] for seed in range(300))

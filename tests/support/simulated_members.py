@@ -1,0 +1,382 @@
+"""Members of an elastic job over a network that is not there: delays, lost connections, deaths, partitions, joiners.
+
+The machines are the real ones; the network, the folder and the training of each member are made of a seed.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from ds_hydra.elastic import messages as m
+from ds_hydra.elastic.membership import TURN_S, Membership
+from ds_hydra.elastic.rounds import State
+from ds_hydra.elastic.view import Member, NormTable, Report, View
+
+FROZEN_S = 3.0
+CONNECT_S = 2.0
+
+
+@dataclass
+class Node:
+    """A process: its machine, and what its training does."""
+
+    key: int  # of the process: its id, where it was there at the start
+    machine: Membership
+    alive: bool = True
+    frozen: bool = False
+    told: str = ""  # why it ended by itself
+    parked: int = 0  # how often its training has parked
+    views: list[View] = field(default_factory=list)
+    asked: int = 0  # the view whose end was asked for
+    stuck: bool = False  # its training can never be freed
+    silent: dict[int, float] = field(default_factory=dict)  # since when those that it watches are
+
+    @property
+    def goes_on(self) -> bool:
+        return self.alive and bool(self.views) and self.machine.state is State.RUNNING
+
+
+class Wrong(AssertionError):
+    """What members may never do."""
+
+
+class Cluster:
+    """So many members, in hosts of so many."""
+
+    def __init__(self, seed: int, num_members: int, *, folder: bool, per_host: int = 2, stuck: float = 0.0):
+        self.random, self.now, self._order = random.Random(seed), 0.0, 0
+        self.changed = 0.0  # when a member's training last went on, or a member ended
+        self.folder, self.stuck, self.delay_s = folder, stuck, 0.1
+        self.tokens: dict[int, m.Roster] = {}
+        self.folder_fails: set[int] = set()  # keys of nodes that do not see it
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._last: dict[tuple[int, int], float] = defaultdict(float)  # when the last message of a pair comes
+        self._broken: dict[tuple[int, int], float] = defaultdict(float)  # messages sent before are gone
+        self.cut: set[frozenset[int]] = set()  # pairs that cannot reach each other
+        self.per_host = per_host
+        members = tuple(self.process(key, key) for key in range(num_members))
+        start = m.Roster(0, members, num_members)
+        self.nodes = {one.id: Node(one.id, Membership(one, start, folder=folder)) for one in members}
+        view = View(0, members, (), ("start", 0))
+        for node in self.nodes.values():
+            node.views.append(view)
+        self.epochs: dict[int, View] = {0: view}
+        self.owners: dict[int, int] = {one.id: one.id for one in members}  # keys, by id
+        for key in self.nodes:
+            self._tick(key)
+
+    def process(self, key: int, number: int) -> Member:
+        return Member(number, f"host{key // self.per_host}", ("host", key + 1), pid=key)
+
+    # What befalls them.
+
+    def at(self, when: float, what: Callable[[], None]) -> None:
+        self._order += 1
+        heapq.heappush(self._queue, (when, self._order, what))
+
+    def run(self, until: float) -> None:
+        while self._queue and self._queue[0][0] <= until:
+            self.now, _, what = heapq.heappop(self._queue)
+            what()
+        self.now = until
+
+    def kill(self, key: int) -> None:
+        self.nodes[key].alive = False
+
+    def freeze(self, key: int) -> None:
+        self.nodes[key].frozen = True
+
+    def partition(self, sides: Sequence[Iterable[int]]) -> None:
+        """Members of different sides cannot reach each other; who is on no side reaches all."""
+        of = {key: side for side, keys in enumerate(sides) for key in keys}
+        self.cut = {frozenset((a, b)) for a in of for b in of if of[a] != of[b]}
+
+    def break_connection(self, a: int, b: int) -> None:
+        """All that is under way between them is lost; they can connect again."""
+        self._broken[a, b] = self._broken[b, a] = self.now
+
+    def thaw(self, key: int) -> None:
+        self.nodes[key].frozen = False
+
+    def suspect(self, key: int, other: int) -> None:
+        """A member takes a living one for lost."""
+        self._lost(self.nodes[key], other, False, 0.0)
+
+    def join(self, key: int) -> None:
+        me = self.process(key, -1)
+        self.nodes[key] = Node(key, Membership(me, None, folder=self.folder))
+        self._tick(key)
+
+    # What the network, the folder and training do.
+
+    def _reach(self, a: int, b: int) -> bool:
+        return frozenset((a, b)) not in self.cut
+
+    def _event(self, key: int, event: m.Event) -> None:
+        node = self.nodes[key]
+        if node.frozen and node.alive:
+            self.at(self.now + 0.1, lambda: self._event(key, event))  # it lies unread
+        elif node.alive:
+            actions = node.machine.handle(event)
+            if (me := node.machine.me.id) >= 0 and self.owners.setdefault(me, key) != key:
+                raise Wrong(f"id {me} has two processes")
+            for action in actions:
+                self._do(node, action)
+
+    def _do(self, node: Node, action: m.Action) -> None:
+        if not node.alive:
+            return
+        later = self.random.uniform
+        match action:
+            case m.Send(to, message):
+                self._send(node, to.pid if to.host else self.owners[to.id], message)
+            case m.Abort():
+                if not node.stuck and self.random.random() >= self.stuck:
+                    self.at(self.now + later(0.05, 0.9), lambda: self._park(node, len(node.views)))
+                else:
+                    node.stuck = True
+            case m.GoOn(view):
+                self._goes_on(node, view)
+            case m.TakeToken(epoch, roster):
+                if self.folder_fails & {node.key}:
+                    self.at(self.now + later(0, 0.2), lambda: self._event(node.key, m.Token(epoch, None)))
+                else:
+                    self.at(self.now + later(0, 0.1), lambda: self._take(node, epoch, roster))
+            case m.OpenStore(epoch):
+                opened = m.Opened(epoch, (f"store{node.key}", epoch))
+                self.at(self.now + later(0, 0.1), lambda: self._event(node.key, opened))
+            case m.KillProcess(member):
+                if self.process(member.pid, -1).host != node.machine.me.host:
+                    raise Wrong(f"{node.key} is to kill a process of another host")
+                self.kill(member.pid)
+            case m.Exit(why):
+                node.alive, node.told, self.changed = False, why, self.now
+
+    def _take(self, node: Node, epoch: int, roster: m.Roster) -> None:
+        if not node.alive:
+            return
+        decided = self.tokens.setdefault(epoch, roster)
+        self.at(self.now + self.random.uniform(0, 0.1), lambda: self._event(node.key, m.Token(epoch, decided)))
+
+    def _send(self, node: Node, to: int, message: m.Message) -> None:
+        sender, pair = node.machine.me.id, (node.key, to)
+        other = self.nodes.get(to)
+        if not self._reach(*pair):
+            self.at(self.now + CONNECT_S, lambda: None if self._reach(*pair) else self._lost(node, to, False, 0.5))
+        elif other is None or not other.alive:
+            self._lost(node, to, True, 0.05)
+        else:
+            # In order, as over one connection.
+            self._last[pair] = max(self._last[pair], self.now + self.random.uniform(0.0, self.delay_s))
+            sent = self.now
+            self.at(self._last[pair], lambda: self._comes(pair, sent, sender, message))
+
+    def _comes(self, pair: tuple[int, int], sent: float, sender: int, message: m.Message) -> None:
+        if self._reach(*pair) and self._broken[pair] <= sent:
+            told = message if isinstance(message, m.Beat) else m.from_wire(m.to_wire(message))
+            self._event(pair[1], m.Heard(sender, told))
+
+    def _lost(self, node: Node, key: int, dead: bool, within: float) -> None:
+        for member in node.machine.roster.members:
+            if member.pid == key:
+                self.at(
+                    self.now + self.random.uniform(0, within), partial(self._event, node.key, m.Lost(member.id, dead))
+                )
+
+    def _tick(self, key: int) -> None:
+        node = self.nodes[key]
+        if not node.alive:
+            return
+        self.at(self.now + TURN_S * self.random.uniform(0.8, 1.2), lambda: self._tick(key))
+        if node.frozen:
+            return
+        self._event(key, m.Tick())
+        if node.machine.me.id < 0:
+            self._knock(node)
+        watched = {one.pid for one in node.machine.watched}
+        watchers = {
+            other.key
+            for other in self.nodes.values()
+            if other.alive and node.machine.me in other.machine.watched and self._reach(key, other.key)
+        }
+        for other in watched | watchers:
+            self._send(node, other, node.machine.beat())
+        self._listen(node, watched)
+        if node.alive and node.machine.wanted and node.asked < len(node.views):
+            others = [self.nodes[one.pid] for one in node.machine.roster.members]
+            if all(each.goes_on and each.machine.installed == node.machine.installed for each in others):
+                node.asked = len(node.views)  # the wish travels with a step that all complete
+                for each in others:
+                    self._park_planned(each, len(each.views))
+
+    def _listen(self, node: Node, watched: set[int]) -> None:
+        """Who is silent for long is told."""
+        node.silent = {other: node.silent.get(other, self.now) for other in watched}
+        for other in watched:
+            if self.nodes[other].alive and not self.nodes[other].frozen and self._reach(node.key, other):
+                node.silent[other] = self.now
+            elif self.now - node.silent[other] > FROZEN_S and self.nodes[other].alive:
+                self._event(node.key, m.Silent(next(one.id for one in node.machine.watched if one.pid == other)))
+
+    def _knock(self, node: Node) -> None:
+        for other in self.nodes.values():
+            machine = other.machine
+            if other.goes_on and machine.coordinator == machine.me.id and self._reach(node.key, other.key):
+                self._event(other.key, m.Knock(node.machine.me))
+
+    def _park(self, node: Node, views: int) -> None:
+        """Training is free, unless it has gone on since."""
+        if node.alive and len(node.views) == views and node.machine.report is None:
+            if node.frozen:
+                self.at(self.now + 0.2, lambda: self._park(node, views))
+                return
+            node.parked += 1
+            epoch = node.views[-1].epoch if node.views else -1
+            self._event(node.key, m.Parked(Report(node.parked, NormTable(node.key, ()), None, epoch)))
+
+    def _park_planned(self, node: Node, views: int) -> None:
+        """Training parks at the end of its step."""
+        if node.alive and len(node.views) == views and node.machine.report is None:
+            if node.goes_on and not node.frozen and self.random.random() < 0.5:
+                self._park(node, views)
+            else:
+                self.at(self.now + 0.2, lambda: self._park_planned(node, views))
+
+    def _goes_on(self, node: Node, view: View) -> None:
+        known = self.epochs.setdefault(view.epoch, view)
+        if repr(known) != repr(view):
+            raise Wrong(f"epoch {view.epoch} has two views: {known} and {view}")
+        me = node.machine.me.id
+        if node.views and view.epoch <= node.views[-1].epoch:
+            raise Wrong(f"member {me} went from epoch {node.views[-1].epoch} to {view.epoch}")
+        mine = view.reports[me]
+        if node.views and mine.committed != node.parked:
+            raise Wrong(f"epoch {view.epoch} has a report of member {me} that is old: {mine}, not {node.parked}")
+        newest = max((report.layout_epoch for report in view.reports.values()), default=-1)
+        if view.former != self.epochs[newest].members:
+            raise Wrong(f"epoch {view.epoch} names the wrong former members")
+        node.views.append(view)
+        self.changed = self.now
+        count = len(node.views)
+        self.at(self.now + self.random.uniform(0, 0.6), lambda: self._rebuilt(node, count))
+
+    def _rebuilt(self, node: Node, views: int) -> None:
+        if len(node.views) == views:
+            self._event(node.key, m.Rebuilt())
+
+    # What must hold.
+
+    def end(self) -> str:
+        """What is wrong once all is quiet; "" if nothing is."""
+        living = [node for node in self.nodes.values() if node.alive and not node.frozen and node.views]
+        waiting = [node for node in living if not node.goes_on]
+        if waiting:
+            return f"members {[node.key for node in waiting]} neither go on nor end"
+        epochs = {node.views[-1].epoch for node in living}
+        if len(epochs) > 1:
+            return f"two sides go on: {[(node.key, node.views[-1].epoch) for node in living]}"
+        if living and living[0].machine.roster.ids != {node.machine.me.id for node in living}:
+            return f"the last view holds {sorted(living[0].machine.roster.ids)}, and {[n.key for n in living]} live"
+        return ""
+
+    @property
+    def survivors(self) -> list[int]:
+        return [node.key for node in self.nodes.values() if node.goes_on]
+
+
+KINDS = (
+    "kill", "kill", "freeze", "thaw", "partition", "break", "join", "folder", "cut", "suspect", "suspect", "slow",
+    "storm",
+)  # fmt: skip
+KIND_TO_ALL = {"kill", "break", "join"}  # with which, and a folder, nobody but the dead may end
+
+
+def befall(cluster: Cluster, rng: random.Random, kind: str, soon: Callable[[], float]) -> None:
+    """Draw when, whom and how."""
+    num = len([key for key in cluster.nodes if key < 100])
+    a, b, when, passes = rng.randrange(num), rng.randrange(num), soon(), rng.random() < 0.5
+    then = when + rng.choice([0.1, 1.0, 8.0]) * rng.random()
+    match kind:
+        case "kill":
+            cluster.at(when, lambda: cluster.kill(a))
+        case "freeze" | "thaw":
+            cluster.at(when, lambda: cluster.freeze(a))
+            if kind == "thaw":
+                cluster.at(then, lambda: cluster.thaw(a))
+        case "partition":
+            keys = rng.sample(range(num), num)
+            middle = rng.randint(0, num)
+            cluster.at(when, lambda: cluster.partition([keys[:middle], keys[middle:]]))
+            if passes:
+                cluster.at(then, lambda: cluster.partition([]))
+        case "break":
+            for _ in range(5):
+                cluster.at(soon(), lambda: cluster.break_connection(a, b))
+        case "cut" if a != b:
+            cluster.at(when, lambda: cluster.cut.add(frozenset((a, b))))
+            if passes:
+                cluster.at(then, lambda: cluster.cut.discard(frozenset((a, b))))
+        case "join":
+            key = 100 + rng.randrange(100)
+            cluster.at(when, lambda: cluster.join(key) if key not in cluster.nodes else None)
+        case "folder" if cluster.folder:
+            cluster.at(when, lambda: cluster.folder_fails.add(a))
+        case "suspect":
+            for _ in range(4):
+                cluster.at(soon(), lambda: cluster.suspect(rng.randrange(num), rng.randrange(num)))
+        case "slow":
+            cluster.delay_s = 1.5
+        case "storm":
+            # Members take each other for lost, again and again, while half of what they say is lost or late.
+            cluster.delay_s = 1.0
+            for _ in range(40):
+                x, y = rng.randrange(num), rng.randrange(num)
+                cluster.at(1.0 + rng.uniform(0, 6), lambda x=x, y=y: cluster.suspect(x, y))  # type: ignore[misc]
+                cluster.at(1.0 + rng.uniform(0, 6), lambda x=y, y=x: cluster.break_connection(x, y))  # type: ignore[misc]
+
+
+def drawn(seed: int) -> tuple[Cluster, str]:
+    """A cluster with what befalls it, drawn by a seed; and the kinds of it, in words."""
+    rng = random.Random(seed)
+    num, folder = rng.randint(1, 7), rng.random() < 0.5
+    cluster = Cluster(seed, num, folder=folder, per_host=rng.randint(1, 3), stuck=rng.choice([0, 0, 0.05]))
+    kinds = {"stuck"} if cluster.stuck else set()
+    # Often within one change of views: what is rare in time is what is hard.
+    span = rng.choice([0.3, 1.0, 3.0, 12.0])
+
+    def soon() -> float:
+        return 1.0 + rng.uniform(0, span)
+
+    for _ in range(rng.choice([1, 2, 3, 5, 8])):
+        kind = rng.choice(KINDS)
+        kinds.add(kind)
+        befall(cluster, rng, kind, soon)
+    return cluster, " ".join(sorted(kinds))
+
+
+FAULTS_S, QUIET_S = 22.0, 150.0  # by when all has befallen it; by when it has to be quiet
+
+
+def tried(seed: int) -> tuple[str, str, Cluster]:
+    """What is wrong in a drawn cluster, or ""; the kinds of what befell it; and the cluster."""
+    cluster, kinds = drawn(seed)
+    return wrong_in(cluster, set(kinds.split())), kinds, cluster
+
+
+def wrong_in(cluster: Cluster, kinds: set[str]) -> str:
+    """Run a cluster, which things of these kinds befall, until all is quiet; what is wrong, or ""."""
+    try:
+        cluster.run(FAULTS_S)
+        while cluster.now < QUIET_S and (cluster.end() or cluster.now - cluster.changed < 10.0):
+            cluster.run(cluster.now + 2.0)
+    except AssertionError as error:
+        return str(error)
+    ended = [node for node in cluster.nodes.values() if node.told]
+    if ended and cluster.folder and kinds <= KIND_TO_ALL:
+        return f"member {ended[0].key} ended ({ended[0].told}), and nobody was cut off"
+    return cluster.end()
