@@ -31,6 +31,7 @@ WHOLE = (
     ("32b", 64, SHIFT, "pretraining", aims.COMPOSED_SHIFT_GAIN),
 )
 CHUNKED = (("32b", 64, SHIFT, SHIFT), ("7b", 16, "pretraining", "pretraining"), ("32b", 64, SHIFT, "pretraining"))
+_STEPS = 10  # in which a few have a use for composed strategies: of three, one decides
 _PLANS = "from tools.planner_highs import digest_of_plans; print(digest_of_plans())"
 
 
@@ -39,8 +40,7 @@ def bench_highs(figures: Figures, quick: bool) -> None:
     for model, gpus, proposed, come, aim in WHOLE:
         _whole(figures, Workload.of(model, proposed, gpus), Workload.of(model, come, gpus), aim)
     for model, gpus, proposed, come in CHUNKED[:2] if quick else CHUNKED:
-        count = 3 if quick else 10
-        _chunked(figures, Workload.of(model, proposed, gpus), Workload.of(model, come, gpus), count)
+        _chunked(figures, Workload.of(model, proposed, gpus), Workload.of(model, come, gpus))
     _busy(figures)
 
 
@@ -72,9 +72,9 @@ def _whole(figures: Figures, proposed: Workload, come: Workload, aim: float) -> 
     )
 
 
-def _chunked(figures: Figures, proposed: Workload, come: Workload, count: int) -> None:
+def _chunked(figures: Figures, proposed: Workload, come: Workload) -> None:
     """Default candidates. Where composed strategies were searched, the candidates alone get as many tries."""
-    strategies, batches = proposed.propose(False, wider=True)[0], come.batches(count)
+    strategies, batches = proposed.propose(False, wider=True)[0], come.batches(_STEPS)
     composing, alone = come.planner(strategies, highs="composes"), come.planner(strategies)
     budget = budget_of(come.table, strategies, composing.options.effort)
     more = Planner(come.table, strategies, alone.options, budget=budget._replace(tries=budget.tries * 3 // 2))

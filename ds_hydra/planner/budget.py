@@ -12,8 +12,8 @@ from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.planner.chunked_space import is_chunked
 from ds_hydra.planner.kernels.arrays import Ints
 
-_TRIES = 900  # of a step's chunked search for each unit of effort, and
-_TRIES_EACH = 150  # as many more for each pipeline of
+_TRIES = 1800  # of a step's chunked search for each unit of effort, and
+_TRIES_EACH = 300  # as many more for each pipeline of
 _COUNTED = 96  # at most: more of them differ little
 _PROGRAMS = 3  # at most, and one always
 _NODES = 20

@@ -15,6 +15,9 @@ estimate is a mean over their kinds, and less wrong for equal pipelines, which w
 
 A try is one cut and its simulation, and a step has a budget of tries: a third of it for step 3, a fifth for step 4, the
 rest for step 5. So the same batch gives the same plan on every machine.
+
+Where HiGHS composes strategies that promise more, the search goes on with these: steps 3 and 4 for the new ones, step 5
+for the two best of all. Else tries that only the new ones have would often have made more of the candidates' own plan.
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ _SETTLING = 0.5  # of the tries are left when no more of them are dispatched aga
 _ROUNDS = 2  # rounds of dispatch and simulation
 _REFINED = 2  # strategies
 _HOPELESS = 1.06  # a strategy whose dispatch takes so much longer than the best plan is not simulated
+_OTHER_NUMBERS = 1 << 16  # from one search's seeds to those of the next
 _LEARNT = 0.7  # of an overhead comes from the last simulation
 _FEW_PIPELINES = 40  # up to here each pipeline has an overhead of its own
 _RANKING = SearchEffort(restarts=2, moves=20_000, levels=0, repackings=0, packs=False)
@@ -76,24 +80,38 @@ class ChunkedSearch:
         self._dealt, self._share = space.dealt(kernel, batch, num_ranks), space.share(batch, num_ranks)
         self._times = PipelineTimes(space, kernel, batch, tries=tries, seed=seed)
         self._tries = tries
+        self._turns = 0  # searches before this one, which draw other numbers
+        self._best: list[Chunked] = []  # of all strategies that were refined
         self.known: Overheads | None = None  # once `best_of` has seen some
 
     def best_of(self, kinds: Sequence[PipelineKinds], count: int = 1) -> list[Chunked]:
         """The best plans found over these strategies: up to so many, each of another strategy, best first; none where
         no strategy holds all sequences."""
-        self.known = known = self.probes(kinds)
-        looked = self._looked_at(kinds, known)
-        found: list[Chunked] = []
+        self.known = self.probes(kinds)
+        return self._searched(kinds)[:count]
+
+    def beside(self, kinds: Sequence[PipelineKinds], tries: int) -> list[Chunked]:
+        """The search goes on with so many tries for further strategies of rows that `best_of` has seen, and for the
+        best ones that it found: better plans of either, each of another strategy, best first."""
+        self._tries = self._times.left = tries
+        self._turns += 1
+        return self._searched(kinds)
+
+    def _searched(self, kinds: Sequence[PipelineKinds]) -> list[Chunked]:
+        assert self.known is not None, "overheads are known before strategies are ranked"
+        looked, found = self._looked_at(kinds, self.known), list(self._best)
         for one in _most_promising(looked):
             if found and self._times.left < _SETTLING * self._tries:
                 break
-            found.append(self._settled(one, known.ms))
+            found.append(self._settled(one, self.known.ms))
         best = _most_promising(found)[:_REFINED]
         for number, one in enumerate(best):
             spare = self._times.left * (len(best) - number - 1) // (len(best) - number)
-            found.append(refined(one, self._times, spare))
+            found.append(refined(one, self._times, spare, self._turns * _OTHER_NUMBERS))
         of_strategy = {one.kinds.strategy: one for one in sorted(found, key=lambda one: -one.ms)}
-        return list(reversed(of_strategy.values()))[:count]
+        by_ms = list(reversed(of_strategy.values()))
+        self._best = by_ms[:_REFINED]
+        return by_ms
 
     def observe(self, kinds: PipelineKinds, overhead: Floats) -> tuple[float, Overheads]:
         """What a strategy promises to take when it is dispatched by these overheads, (rows,), and simulated, in ms; and

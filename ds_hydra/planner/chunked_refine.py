@@ -38,11 +38,11 @@ class Chunked(NamedTuple):
         return _UNEVEN * self.ms + (1.0 - _UNEVEN) * mean
 
 
-def refined(found: Chunked, times: PipelineTimes, spare: int = 0) -> Chunked:
+def refined(found: Chunked, times: PipelineTimes, spare: int = 0, turn: int = 0) -> Chunked:
     """Better micro-batches for the slowest pipeline, or an exchange of sequences, while more than `spare` tries are
-    left."""
+    left. What is drawn at random is another from another `turn` on."""
     owner, timed, rows = found.owner.copy(), list(found.timed), found.kinds.shape.pipeline_scheme
-    turn, stuck = 0, False
+    stuck = False
     while times.left > spare and not stuck:
         turn += 1
         slow = max(range(len(timed)), key=lambda p: timed[p].ms)

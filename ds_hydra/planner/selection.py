@@ -153,7 +153,8 @@ class Planner:
                 "context_length"
             )
         best = min(map(self._estimated, found), key=_of_step)
-        if self._step_ms is not None and len(found) > 1:
+        several = self._step_ms is not None and len(found) > 1
+        if several:
             best = min(map(self._simulated, found), key=_of_step)
         # The bound is over all candidates, so that of plans which lost counts too. It is one of steps, and a plan
         # states what it leaves to the plan's own pipelines.
@@ -161,10 +162,11 @@ class Planner:
         best = replace(best, lower_bound_ms=max(0.0, min(bound, best.searched_ms)))
         if self.options.highs == "off" or self.options.choose != "best":
             return Made(best, None)
-        return self._composed(search, best)
+        return self._composed(search, best, simulated=several)
 
-    def _composed(self, search: StepSearch, best: StepPlan) -> Made:
-        """The best plan, or that of a composed strategy where that is worth it [Note: composed strategies]."""
+    def _composed(self, search: StepSearch, best: StepPlan, *, simulated: bool) -> Made:
+        """The best plan, whose step may have been simulated, or that of a composed strategy where that is worth it
+        [Note: composed strategies]."""
         began = self._cpu_s()
         composed = search.composed(Composer(self.num_ranks, kernels.select(self.options.kernels), self._pool.budget),
                                    best.predicted_ms)  # fmt: skip
@@ -178,9 +180,11 @@ class Planner:
         exposed_ms = self._exposed_ms(best)
         plans, bound = search.of_composed(composed.strategies, exposed_ms, self._estimated(best).step_ms)
         if self._step_ms is not None:
-            best, plans = self._simulated(best), list(map(self._simulated, plans))
+            best, plans = best if simulated else self._simulated(best), list(map(self._simulated, plans))
         else:
-            plans = [replace(plan, messages_ms=exposed_ms) for plan in plans]
+            plans = [replace(plan, messages_ms=self._exposed.get(plan.strategy, exposed_ms)) for plan in plans]
+        best = self._sooner(best, [plan for plan in plans if plan.strategy in self._exposed])
+        plans = [plan for plan in plans if plan.strategy not in self._exposed]
         offers = sorted([(1.0 - plan.step_ms / best.step_ms, plan) for plan in plans], key=lambda offer: -offer[0])
         worth = [(gain, plan) for gain, plan in offers if gain >= WORTH]
         if not worth:
@@ -191,8 +195,14 @@ class Planner:
         share = share._replace(gain=gain, new_strategy=bool(allowed), strategy=plan.strategy)
         if not allowed:
             return Made(best, share)
-        bound = min(best.lower_bound_ms, bound - exposed_ms, plan.searched_ms)
+        bound = min(best.lower_bound_ms, bound - self._exposed_ms(best), plan.searched_ms)
         return Made(replace(plan, source=COMPOSED, lower_bound_ms=max(0.0, bound)), share)
+
+    def _sooner(self, best: StepPlan, plans: Sequence[StepPlan]) -> StepPlan:
+        """The soonest of these plans of candidates, with the bound that holds for the best one before."""
+        sooner = min([best, *plans], key=_of_step)
+        bound = best.lower_bound_ms + self._exposed_ms(best) - self._exposed_ms(sooner)
+        return replace(sooner, lower_bound_ms=max(0.0, min(bound, sooner.searched_ms)))
 
     def _estimated(self, plan: StepPlan) -> StepPlan:
         """The plan with what messages usually add under its strategy."""

@@ -17,6 +17,7 @@ from ds_hydra.plan.phase import Phase
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.planner.budget import PlanBudget
 from ds_hydra.planner.chunked import ChunkedSearch
+from ds_hydra.planner.chunked_refine import Chunked
 from ds_hydra.planner.chunked_space import ChunkedSpace, is_chunked
 from ds_hydra.planner.composing import Composed, Composer
 from ds_hydra.planner.kernels.arrays import Schemes
@@ -72,11 +73,13 @@ class StepSearch:
         # Plain Python is too slow to search in: then it only helps out.
         if not kinds or (below_ms < math.inf and not self._searches):
             return [], math.inf
-        self._chunked = self._chunked_search(self._pool.budget.tries)
+        self._chunked = self._chunked_search()
         bound = self._chunked.bound(kinds)
         if bound >= below_ms:
             return [], bound
-        return self._chunked_plans(self._chunked, kinds, self._pool.finalists), bound
+        found = self._chunked.best_of(kinds, self._pool.finalists)
+        self._best_chunked = found[0].kinds if found else None
+        return self._as_plans(found), bound
 
     def composed(self, composer: Composer, pipelines_ms: float) -> Composed:
         """What HiGHS composes where the slowest pipeline of the best plan takes so long: of chunked pipelines where
@@ -89,7 +92,11 @@ class StepSearch:
     def of_composed(
         self, strategies: Collection[StrategyShape], exposed_ms: float, below_ms: float
     ) -> tuple[list[StepPlan], float]:
-        """The best plans under composed strategies, whose messages add about so much, and a bound on steps."""
+        """The best plans under composed strategies, whose messages add about so much, and a bound on steps.
+
+        Where they are searched, so are the best candidates, whose plans may be among them: tries of either are worth as
+        much.
+        """
         table, space = self._pool.table, self._space
         whole = [PipelineKinds.of(one, table, exposed_ms) for one in strategies if not is_chunked(one)]
         chunked = [space.kinds_of(one, exposed_ms) for one in strategies if is_chunked(one)]
@@ -97,10 +104,10 @@ class StepSearch:
         if not chunked or not self._searches or self._chunked is None or self._best_chunked is None:
             return plans, bound
         chunked = self._chunked.promising(chunked, self._best_chunked, _PROMISING)
-        search = self._chunked_search(self._pool.budget.tries // 2)
-        bound_of_chunked = search.bound(chunked)
+        bound_of_chunked = self._chunked.bound(chunked)
         if chunked and bound_of_chunked < below_ms:
-            plans += self._chunked_plans(search, chunked, self._pool.finalists)
+            found = self._chunked.beside(chunked, self._pool.budget.tries // 2)
+            plans += self._as_plans(found[: self._pool.finalists + 1])
         return plans, min(bound, bound_of_chunked)
 
     @property
@@ -116,17 +123,15 @@ class StepSearch:
     def _chunked_batch(self) -> Batch:
         return self._space.batch(self._tokens)
 
-    def _chunked_search(self, tries: int) -> ChunkedSearch:
-        pool, tries = self._pool, (tries if self._kernel.is_compiled else 0) or _LEAN_TRIES
+    def _chunked_search(self) -> ChunkedSearch:
+        pool = self._pool
         return ChunkedSearch(
             self._space, self._kernel, self._chunked_batch,
-            num_ranks=pool.num_ranks, tries=tries, seed=pool.options.seed,
+            num_ranks=pool.num_ranks, tries=(pool.budget.tries if self._kernel.is_compiled else 0) or _LEAN_TRIES,
+            seed=pool.options.seed,
         )  # fmt: skip
 
-    def _chunked_plans(self, search: ChunkedSearch, kinds: Sequence[PipelineKinds], count: int) -> list[StepPlan]:
-        found = search.best_of(kinds, count)
-        if found and search is self._chunked:
-            self._best_chunked = found[0].kinds
+    def _as_plans(self, found: Sequence[Chunked]) -> list[StepPlan]:
         batch = self._chunked_batch
         return [self._plan(*chunked_pipelines(self._space, batch, one, self._tokens)) for one in found]
 

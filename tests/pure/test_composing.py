@@ -18,9 +18,12 @@ import ds_hydra.planner.composing as composing
 import ds_hydra.planner.kernels as kernels
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
+from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.plan.validate import validate_plan
 from ds_hydra.planner import Planner, PlannerOptions, PlannerService, PlanRecipe
 from ds_hydra.planner.budget import PlanBudget, budget_of, typical_batch
+from ds_hydra.planner.chunked import ChunkedSearch
+from ds_hydra.planner.chunked_space import ChunkedSpace
 from ds_hydra.planner.composing import COMPOSED, WORTH, Composer
 from ds_hydra.planner.exact.counts import CountsFound, counts_at, shares_at
 from ds_hydra.planner.exact.highs import Solved, solve_milp
@@ -101,6 +104,20 @@ def test_a_mix_that_nobody_proposed_is_run_where_it_is_clearly_faster() -> None:
     validate_plan(made.plan, TABLE, 8)
 
 
+def test_the_step_of_each_plan_is_simulated_once() -> None:
+    seen, lengths = list[str](), [290, *[90] * 20]
+
+    def step_ms(plan: StepPlan) -> float:
+        seen.append(plan.strategy)
+        return plan.predicted_ms
+
+    pool, options = ("tp4 + 2*tp2", "tp4 + tp2 + 2*tp1"), PlannerOptions(kernels="compiled", highs="composes")
+    made = Planner(TABLE, [*map(StrategyShape.parse, pool)], options, step_ms=step_ms).made(0, range(21), lengths)
+    assert made.plan.source == COMPOSED
+    assert len(seen) > 2
+    assert sorted(seen) == sorted(set(seen))
+
+
 @pytest.mark.parametrize(("highs", "room"), [("advises", ""), ("composes", "rank 3 has no room")])
 def test_where_it_may_not_run_the_candidates_plan_does_and_the_gain_is_told(highs: str, room: str) -> None:
     made = planner(highs, room=lambda _: room).made(0, range(31), LENGTHS)
@@ -139,6 +156,22 @@ def test_chunked_pipelines_are_composed_too() -> None:
     validate_plan(made.plan, table, 64)
 
 
+def test_a_search_of_composed_strategies_goes_on_with_the_candidates_too() -> None:
+    """Tries that only the composed ones get may do less than the same tries for what is known."""
+    table = CostTable.load(TABLES / "llama_32b_a800.json")
+    pool, other = ["4*tp2pp4/v + 8*tp4", "tp16 + 6*tp4pp2/v"], StrategyShape.parse("tp4pp2/v + 12*tp4 + tp2pp4/v")
+    space, better = ChunkedSpace(table, list(map(StrategyShape.parse, pool)), slices=True), 0
+    for step in range(6):
+        batch = space.batch(a800_batch(step, 120))
+        search = ChunkedSearch(space, kernels.compiled(), batch, num_ranks=64, tries=400)
+        before = {str(one.kinds.strategy): one.ms for one in search.best_of(space.kinds, 2)}
+        after = {str(one.kinds.strategy): one.ms for one in search.beside([space.kinds_of(other)], 400)}
+        assert set(before) <= set(after) <= {*before, str(other)}
+        assert all(after[name] <= ms for name, ms in before.items())
+        better += any(after[name] < ms for name, ms in before.items())
+    assert better, "no plan of a candidate became better, so this shows nothing"
+
+
 def test_a_failure_of_highs_is_told_and_the_candidates_plan_stays(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -165,7 +198,7 @@ def test_a_budget_is_sized_by_counts_alone() -> None:
     assert budget_of(TABLE, POOL, 2, [100] * 1000).programs == 3
     chunked = (*POOL, StrategyShape.parse("4*pp2/list"))
     table = CostTable((*TABLE.costs, replace(TABLE.costs[1], scheme=ParallelScheme(1, 2))))
-    assert budget_of(table, chunked, 2).tries == 2 * (900 + 150 * 4)
+    assert budget_of(table, chunked, 2).tries == 2 * (1800 + 300 * 4)
     assert typical_batch([], 5000) == [1024] * 4
 
 
