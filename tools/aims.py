@@ -34,7 +34,6 @@ HOSTS_BYTES, HOSTS_STEP = 0.02, 0.10  # of bytes between two hosts; of a step's 
 
 # Machines that have lost a rank: bench_hetero. Tokens per second and rank over the full machine's, by ranks.
 ODD_NODES = {7: 0.95, 15: 0.95, 31: 0.97, 63: 0.97}
-ODD_NODES_QUICK = (7, 15, 31)
 
 # The planner: bench_planner, bench_systems, check_chunks, check_swap.
 PLAN_MS = {64: 10.0, 1024: 150.0}  # of CPU, by ranks, the median step

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from ds_hydra.planner import PlannedStep
 from ds_hydra.report.record import HighsFigures, StepRecord
+from ds_hydra.report.stragglers import StageTime
 
 if TYPE_CHECKING:
+    from ds_hydra.plan.step_plan import StepPlan
     from ds_hydra.ranks.rank_stats import RankStats
     from ds_hydra.step.outcome import Outcome
+
+StageMs = Sequence[Sequence[float]]  # of each stage of each pipeline
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,15 @@ def step_record(
         plan=plan.to_json(),
         **watched,
     )
+
+
+def stage_times(outcome: Outcome, plan: StepPlan, measured: Measured, predicted_ms: StageMs) -> Iterator[StageTime]:
+    """Every stage of every pipeline of a step, for those who look for slow ranks [Note: slow ranks]."""
+    placed = [pipeline for phase in outcome.phases for pipeline in phase.strategy.pipelines]
+    times = zip(placed, plan.pipelines, predicted_ms, measured.stage_ms, strict=True)
+    for pipeline, planned, predicted, computed in times:
+        for index, stage in enumerate(pipeline.stages):
+            yield StageTime((planned.shape, index), stage.ranks, predicted[index], computed[index])
 
 
 def waiting_s(stats: Sequence[RankStats]) -> list[float]:

@@ -5,6 +5,7 @@ Start reading at `Steps.train`, whose lines stand in the order in which a step h
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from ds_hydra.engine.evaluation import Evaluation, evaluate
 from ds_hydra.engine.handed import HandedSteps, ReadyStep
 from ds_hydra.engine.out_of_memory import explained
 from ds_hydra.engine.parts import Parts
-from ds_hydra.engine.record import Measured, step_record
+from ds_hydra.engine.record import Measured, stage_times, step_record
 from ds_hydra.engine.shares import deliver_streamed
 from ds_hydra.host.host_engine import HostEngine
 from ds_hydra.pipe.predictions import TokenFunction, width_of
@@ -26,6 +27,7 @@ from ds_hydra.step.built import Built
 from ds_hydra.step.outcome import Floats, Outcome, mean_of
 from ds_hydra.zero_hetero.errors import ConfigError
 
+logger = logging.getLogger(__name__)
 Handed = Callable[[], ReadyStep]
 
 
@@ -162,6 +164,9 @@ class Steps:
             step_ms=measured.step_ms,
             moved_bytes=outcome.pull_bytes + outcome.push_bytes,
         )
+        if crew.world.rank == 0 and (predicted := watched.get("predicted_stage_ms")):
+            for line in crew.watch.slow_ranks(stage_times(outcome, planned.plan, measured, predicted)):
+                logger.warning("%s", line)
         record = step_record(
             planned,
             outcome,

@@ -5,13 +5,15 @@ The engine hands every step to it. `calibration` decides what is learnt from a s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.costs.table_file import TableFile
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.report.calibration import Calibration
+from ds_hydra.report.stragglers import StageTime, Stragglers
 
 
 class StepWatch:
@@ -24,6 +26,14 @@ class StepWatch:
         self._num_elements, self._measured = num_elements, measured
         self._found, self._num_layers = found, num_layers
         self.calibration = self.fresh()
+
+    @cached_property
+    def _stragglers(self) -> Stragglers:
+        return Stragglers()
+
+    def slow_ranks(self, stages: Iterable[StageTime]) -> list[str]:
+        """A step's stages in, lines on ranks that have become slow out; none where nobody measured the costs."""
+        return self._stragglers.observe(stages) if self._measured else []
 
     @property
     def applies(self) -> bool:
