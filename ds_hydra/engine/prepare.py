@@ -97,7 +97,7 @@ def hidden_size(source: ModelSource) -> int:
 
 def _tell_crossings(candidates: Sequence[StrategyShape], world: World) -> None:
     """Which strategies lay tensor parallel groups across nodes, and an order of their pipelines that does not."""
-    for strategy in candidates:
+    for strategy in candidates if len(world.cluster.sizes) > 1 else ():
         across = next(crossings(strategy, world.node_size), None)
         if across is not None:
             better = ordered(strategy, world.node_size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import re
 from collections.abc import Sequence
@@ -210,6 +211,21 @@ def test_a_job_on_uneven_nodes_trains_as_one_on_even_ones() -> None:
     assert loss == pytest.approx(even_loss, rel=1e-5)
     assert digest != even_digest
     assert {other[2] for other in others} == {digest}
+
+
+def test_a_listed_strategy_that_lays_a_tensor_parallel_group_over_two_nodes_is_told() -> None:
+    def start(rank: int) -> list[str]:
+        lines: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("ds_hydra").addHandler(handler)
+        small_engine(rank, strategies=["tp1 + tp2 + tp1", "tp2 + 2*tp1"], node_size=2).destroy()
+        return [line for line in lines if "lie on two nodes" in line]
+
+    (told,), *others = run_ranks(start, 4)
+    assert told.startswith("strategy 'tp1 + tp2 + tp1': the ranks 1..2 of a tensor parallel group of pipeline 1 lie")
+    assert told.endswith("in the order '2*tp1 + tp2' none would")
+    assert others == [[], [], []]
 
 
 @pytest.mark.parametrize(
