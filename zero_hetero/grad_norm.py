@@ -17,8 +17,18 @@ def global_grad_norm(grads: Iterable[Tensor], group: dist.ProcessGroup | None) -
 
 
 def norm_and_words(grads: Iterable[Tensor], group: dist.ProcessGroup | None, word: float) -> tuple[Tensor, Tensor]:
-    """L2 norm of the gradients of the whole job, a float64 scalar, equal to the bit on all ranks; and what each rank
-    has said besides, (ranks,) float64.
+    """L2 norm of the gradients of the whole job, a float64 scalar; and what each rank has said besides, (ranks,)."""
+    table = norm_table(grads, group, word)
+    return norm_of(table), table[:, 1]
+
+
+def norm_of(table: Tensor) -> Tensor:
+    """L2 norm of the gradients of the whole job, of a `norm_table`: a float64 scalar, equal to the bit on all ranks."""
+    return table[:, 0].contiguous().sum().sqrt()
+
+
+def norm_table(grads: Iterable[Tensor], group: dist.ProcessGroup | None, *words: float | Tensor) -> Tensor:
+    """The sum of the squares of each rank's gradients, and what it has said besides: (ranks, 1 + words) float64.
 
     `grads`: what this rank owns, flat tensors of any dtype, at least one, possibly empty. Squares are summed in
     FP64, over the ranks of `group` in rank order. `group` None is a rank alone.
@@ -28,13 +38,13 @@ def norm_and_words(grads: Iterable[Tensor], group: dist.ProcessGroup | None, wor
         squares = sum_of_squares(grad)
         total = squares if total is None else total + squares
     assert total is not None, "give the gradient shard even where it is empty"
-    own = torch.stack((total, total.new_tensor(word)))
+    own = torch.stack((total, *(torch.as_tensor(word).to(total) for word in words)))
     if group is None or dist.get_world_size(group) == 1:
-        return total.sqrt(), own[1:]
-    parts = total.new_empty(dist.get_world_size(group), 2)
+        return own[None]
+    table = total.new_empty(dist.get_world_size(group), len(own))
     # Gathered and not all-reduced: every rank adds the same numbers in the same order, whatever the backend.
-    dist.all_gather(list(parts.unbind()), own, group=group)
-    return parts[:, 0].contiguous().sum().sqrt(), parts[:, 1]
+    dist.all_gather(list(table.unbind()), own, group=group)
+    return table
 
 
 def sum_of_squares(values: Tensor) -> Tensor:

@@ -60,7 +60,7 @@ class Checkpointer:
         self._loss_scale, self._planning = loss_scale, planning
         self.writer = Writer(channel)
         self.folder: Path | None = None  # where the last save went
-        self._stage = 0  # how often weights alone were gone on from [Note: stages]
+        self.stage = 0  # how often weights alone were gone on from [Note: stages]
 
     def save(
         self,
@@ -130,7 +130,7 @@ class Checkpointer:
         loading.install(self._engine, self._masters, self._loss_scale)
         manifest = loading.manifest
         if parts.progress:
-            self._stage = manifest.stage
+            self.stage = manifest.stage
             self._planning.restore(planning)
         if self._channel.rank == 0:
             if manifest.config_sha256 != config_digest(self._engine.config):
@@ -189,9 +189,9 @@ class Checkpointer:
                 if not self._is_of_another_job(error):
                     raise
         found = self.load(folder, tag, PartsToLoad(progress=False))[0]
-        self._stage = stage + 1
+        self.stage = stage + 1
         if self._channel.rank == 0:
-            logger.warning("stage %d begins at step 0 with the weights of %s", self._stage, folder / tag)
+            logger.warning("stage %d begins at step 0 with the weights of %s", self.stage, folder / tag)
         return found
 
     def _is_of_another_job(self, error: CheckpointError) -> bool:
@@ -293,7 +293,7 @@ class Checkpointer:
             aliases=dict(self._aliases),
             config_sha256=config_digest(engine.config),
             client_state=client_state,
-            stage=self._stage,
+            stage=self.stage,
             planning=self._planning.saved(),
         )
 

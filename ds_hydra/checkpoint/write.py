@@ -8,7 +8,6 @@ without an error knows that the whole checkpoint is durable. See [Note: whole or
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import logging
@@ -61,6 +60,7 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._host: dict[str, torch.Tensor] = {}  # what the last save in the background was copied to
+        self.dropped = False  # a save that was under way, with the world
         self.seconds = 0.0  # that the last save took, its last rename included
 
     def save(self, saving: Saving) -> None:
@@ -98,9 +98,11 @@ class Writer:
             raise error
 
     def drop(self) -> None:
-        """Return when no save is under way; one that fails is forgotten, with its error."""
-        with contextlib.suppress(Exception):
+        """Return when no save is under way; one that fails is `dropped`, with its error."""
+        try:
             self.wait()
+        except Exception:
+            self.dropped = True
 
     def _run(self, saving: Saving) -> None:
         """The thread; an error is kept for whoever waits."""

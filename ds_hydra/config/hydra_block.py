@@ -112,6 +112,39 @@ class TraceConfig:
     """In these steps run torch's profiler too; each rank writes profile_stepN_rankR.json."""
 
 
+def _strategies_by_ranks(value: Any, place: str) -> tuple[tuple[int, tuple[str, ...]], ...]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f'config: {place} must be a block such as {{"3": ["3*tp1"]}}, but is {value!r}')
+    found: dict[int, tuple[str, ...]] = {}
+    for key, listed in value.items():
+        if not (isinstance(key, str) and key.isdecimal() and int(key) > 0):
+            raise ConfigError(f"config: {place} has the key {key!r}, which is no number of ranks")
+        found[int(key)] = strategies = _strategies(listed, f"{place}.{key}")
+        used = StrategyShape.parse(strategies[0]).num_ranks if strategies else int(key)
+        if used != int(key):
+            raise ConfigError(f"config: {place}.{key} lists {strategies[0]!r}, which uses {used} ranks and not {key}")
+    return tuple(sorted(found.items()))
+
+
+@dataclass(frozen=True, slots=True)
+class ElasticConfig:
+    """The block "hydra.elastic": training goes on in the other processes when a rank is lost. Each rank keeps a copy of
+    another one's masters and optimizer state, so that no step is lost. It takes agents beside the ranks, which agree on
+    who goes on; where the launcher has started none, the job is refused before step 0."""
+
+    strategies: tuple[tuple[int, tuple[str, ...]], ...] = setting(_strategies_by_ranks, ())
+    """Candidate strategies by the number of ranks that are left, such as {"3": ["3*tp1"]}; "auto" proposes them, as it
+    does for a number that is not listed."""
+    compare_every: int = setting(integer(0), 100)
+    """Every N steps, check that the copies equal their owners' masters and optimizer states; 0: never."""
+    stuck_seconds: float = setting(number(exclusive=True, maximum=86400.0), 10.0)
+    """A rank that has not come out of its step so long after another one was lost ends itself, and is lost too."""
+
+
+def _elastic(value: Any, place: str) -> ElasticConfig | None:
+    return None if value is None else parse_block(ElasticConfig, value, place)
+
+
 def _trace(value: Any, place: str) -> TraceConfig:
     return parse_block(TraceConfig, value, place)
 
@@ -232,6 +265,7 @@ class HydraConfig:
     """How long a collective, or on GPUs a part of a step, may wait for a rank before the job is given up."""
     checkpoint: CheckpointConfig | None = setting(_checkpoint, None)
     faults: FaultsConfig = setting(_faults, FaultsConfig())
+    elastic: ElasticConfig | None = setting(_elastic, None)
     steps_file: str | None = setting(text(optional=True), "steps.jsonl")
     """One JSON record per step is appended here by rank 0; None writes none."""
     plans_file: str | None = setting(text(optional=True), None)
@@ -247,6 +281,10 @@ class HydraConfig:
             )
         if self.trace.profiler and not self.trace.steps:
             raise ConfigError("config: hydra.trace.profiler has no effect without hydra.trace.steps: name the steps")
+        if self.elastic is not None and self.replay is not None:
+            raise ConfigError(
+                "config: hydra.replay has plans for one number of ranks, which hydra.elastic changes: remove one"
+            )
         if self.choose == "cycle" and not self.strategies:
             raise ConfigError('config: hydra.choose "cycle" needs a list in hydra.strategies, which is "auto"')
         if self.cluster and self.node_size is not None:

@@ -8,7 +8,7 @@ epoch 1 has the members 0 2 3 with the ranks 0 1 2; a process that joins in epoc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import Any, Protocol
@@ -33,11 +33,12 @@ class Member:
 class NormTable:
     """What all ranks said of their gradients in a step: the vote that the step is complete everywhere.
 
-    A rank's row is the sum of its squares and its word, as `zero_hetero.grad_norm.norm_and_words` gathers them.
+    A rank's row is the sum of its squares, its word and its share of the loss, as `zero_hetero.grad_norm.norm_table`
+    gathers them.
     """
 
     step: int
-    rows: tuple[tuple[float, float], ...]  # by rank
+    rows: tuple[tuple[float, float, float], ...]  # by rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +141,10 @@ class Agent(Protocol):
 
     def on_abort(self, callback: Callable[[], None]) -> None:
         """Call this once for each fault, on the agent's own thread; it must not take long."""
+        ...
+
+    def sockets(self) -> Collection[int]:
+        """Descriptors of the agent's own sockets, which are spared when those of the groups are shut."""
         ...
 
     def close(self) -> None:

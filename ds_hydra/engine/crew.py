@@ -12,6 +12,7 @@ Every part needs some of those before it, and what can be refused is refused bef
   optimizer     over views of the masters; the LR scheduler is made on it
   loss scale    knows its type and its config from the engine
   update        masters, optimizer and loss scale
+  copy          of another rank's masters, where training goes on without it [Note: copies]
   stepper       update and the placed strategies; allocates the arena, once the masters have shown that they fit, and
                 then connects what steps use
   tracing       keeps the stepper's laps in the steps that the config names
@@ -40,6 +41,7 @@ from pathlib import Path
 
 from ds_hydra.checkpoint.checkpointer import Checkpointer
 from ds_hydra.engine.coming import Coming
+from ds_hydra.engine.copies import Copy
 from ds_hydra.engine.guard import Guard
 from ds_hydra.engine.initial import give_masters
 from ds_hydra.engine.job import Job
@@ -74,16 +76,31 @@ logger = logging.getLogger(__name__)
 class Crew:
     """All parts that train a job on one world. All ranks of the world make it together, and close it together."""
 
-    def __init__(self, job: Job, world: World, host: HostEngine, signals: Signals, guard: Guard, *, initial: bool):
+    def __init__(
+        self,
+        job: Job,
+        world: World,
+        host: HostEngine,
+        signals: Signals,
+        guard: Guard,
+        *,
+        initial: bool,
+        shift: int = 1,
+    ):
         """Assemble everything, in the order of [Note: order of assembly]. `host` is given the optimizer.
 
-        With `initial` the masters take their first values; otherwise a checkpoint must be loaded. Raises ConfigError or
-        PlanError when the job does not fit the world.
+        `shift` says who keeps whose copy [Note: buddies]. With `initial` the masters take their first values; otherwise
+        they must be given some. Raises ConfigError or PlanError when the job does not fit the world.
         """
-        self.job, self.world = job, world
+        self.job, self.world, self.shift = job, world, shift
         self.activity, self.watchdog, self.together = guard.activity, guard.watchdog, guard.together
-        with guard.assembling():
-            self._assemble(host, signals, initial=initial)
+        try:
+            with guard.assembling():
+                self._assemble(host, signals, initial=initial)
+        except BaseException:
+            if not initial:
+                self.drop()  # others may go on, and assemble once more
+            raise
         self._at_exit = partial(_wait_at_exit, weakref.ref(self))
         atexit.register(self._at_exit)
 
@@ -122,6 +139,12 @@ class Crew:
             self.update = Update(
                 self.masters.trained, optimizer, job.clipping, self.loss_scale, world, job.config.faults, plan.unread
             )
+        self.copy: Copy | None = None
+        if job.config.elastic is not None and world.num_ranks > 1:
+            with together(world.channel, "allocating the copy of another rank's masters"):
+                names = [{"names": group.names} for group in job.recipe.groups]
+                self.copy = Copy(job.source, names, self.masters, optimizer, world, self.shift)
+                self.update.copy = self.copy
         with together(world.channel, "allocating parameters and gradients"):
             self.stepper = Stepper(
                 job.source,

@@ -19,6 +19,7 @@ from ds_hydra.config.hydra_block import HydraConfig, ParsedConfig
 from ds_hydra.engine.crew import Crew
 from ds_hydra.engine.evaluation import Evaluation
 from ds_hydra.engine.fingerprint import device_name
+from ds_hydra.engine.going_on import GoingOn, first_assembly
 from ds_hydra.engine.guard import Guard
 from ds_hydra.engine.initial import give_buffers
 from ds_hydra.engine.job import Job
@@ -57,6 +58,8 @@ class HydraEngine(EngineInParts):
     shards are the parameters, and `fp32_state_dict` gathers them.
     """
 
+    going_on: GoingOn | None = None  # without lost ranks, where hydra.elastic asks for it
+
     def __init__(
         self,
         parsed: ParsedConfig,
@@ -73,7 +76,7 @@ class HydraEngine(EngineInParts):
                 self.job = replace(self.job, pre_step=pre_step_callback)
         with guard.assembling():
             self._signals = Signals(self.global_rank)
-            self.assemble(guard=guard)
+            first_assembly(self, guard)
             # The masters have taken the values. Dropping both references frees the model's own parameters: otherwise
             # each rank would hold the whole model beside its share of it.
             self.job.source.values = {}
@@ -127,24 +130,13 @@ class HydraEngine(EngineInParts):
         with torch._C.DisableTorchFunctionSubclass():  # to it a released parameter is one of the meta device
             world = self.world_of_process()
             guard = guard or self._guard(world.background, self.job.config)
-            self.crew = Crew(self.job, world, self, self._signals, guard, initial=initial)
+            shift = 1 if self.going_on is None else self.going_on.shift
+            self.crew = Crew(self.job, world, self, self._signals, guard, initial=initial, shift=shift)
         self.job = self.crew.job
         self.saving = Saving(self, self.crew, self._signals)
         self.steps = Steps(self, self.crew)
         if not initial:
             self.watch_model()
-
-    def drop(self) -> None:
-        """Let go of the present ranks' parts and groups, in whatever state an error has left them; after torch's own
-        group has been destroyed `assemble` may follow.
-
-        The caller must have left the `except` block of that error, and released it (`zero_hetero.errors.release`).
-        """
-        self.__dict__.pop("saving", None)
-        if (steps := self.__dict__.pop("steps", None)) is not None:
-            steps.drop()
-        if (crew := self.__dict__.pop("crew", None)) is not None:
-            crew.drop()
 
     def source_of(self, model: Any, facts: ModelFacts | None = None) -> ModelSource:
         """The model as a source of stages, with what is known of it. ConfigError if its layers cannot be found, or for
@@ -194,6 +186,8 @@ class HydraEngine(EngineInParts):
 
     def _train(self, handed: Handed | None) -> Outcome:
         self.lent.take_back()
+        if self.going_on is not None:
+            return self.going_on.train()
         outcome = self.steps.train(handed)
         self.saving.when_due(outcome.request)
         return outcome
@@ -247,4 +241,6 @@ class HydraEngine(EngineInParts):
         if crew is not None:
             self._signals.remove()
             crew.close()
+            if self.going_on is not None:
+                self.going_on.agent.close()
         super().destroy()

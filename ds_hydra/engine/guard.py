@@ -23,11 +23,12 @@ class Guard:
 
     def __init__(self, channel: Texts, config: HydraConfig, coming_step: Callable[[], int]):
         self.activity = activity = Activity()  # the watchdog's thread must not hold this guard
+        frozen_s = config.faults.frozen_seconds if config.elastic is None else 0.0  # else members watch each other
         self.watchdog = Watchdog(
             channel,
             lambda: (coming_step(), activity.now),
-            heartbeat_s=config.faults.frozen_seconds / _BEATS,
-            frozen_s=config.faults.frozen_seconds,
+            heartbeat_s=frozen_s / _BEATS,
+            frozen_s=frozen_s,
             still_s=config.timeout_seconds if dist.get_backend() != "gloo" else None,  # gloo itself ends a wait
             address=config.faults.address,
             remedy=_remedy(config),

@@ -8,11 +8,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from ds_hydra.costs.analytic import flops_of
 from ds_hydra.data.stream import StreamSampler
 from ds_hydra.data.tokens import Sequences
+from ds_hydra.elastic.view import NormTable
 from ds_hydra.engine.crew import Crew
 from ds_hydra.engine.evaluation import Evaluation, evaluate
 from ds_hydra.engine.handed import HandedSteps, ReadyStep
@@ -21,14 +24,36 @@ from ds_hydra.engine.parts import Parts
 from ds_hydra.engine.record import Measured, stage_times, step_record
 from ds_hydra.engine.shares import deliver_streamed
 from ds_hydra.host.host_engine import HostEngine
+from ds_hydra.pipe.placement import Strategy
 from ds_hydra.pipe.predictions import TokenFunction, width_of
 from ds_hydra.planner import PlannedStep
+from ds_hydra.ranks.rank_stats import RankStats
 from ds_hydra.step.built import Built
-from ds_hydra.step.outcome import Floats, Outcome, mean_of
+from ds_hydra.step.outcome import Floats, Outcome, PhaseOutcome, mean_of
 from ds_hydra.zero_hetero.errors import ConfigError
+from ds_hydra.zero_hetero.grad_norm import norm_of
 
 logger = logging.getLogger(__name__)
 Handed = Callable[[], ReadyStep]
+
+
+class OpenStep(NamedTuple):
+    """A step that was begun."""
+
+    step: int  # counted from 0
+    planned: PlannedStep
+    weight: int
+    began: float  # by `time.perf_counter`
+    strategies: tuple[Strategy, ...]  # of its phases
+
+    def voted(self, table: NormTable, scale: float) -> Outcome:
+        """What is known of it by the vote alone: loss and norm; `scale` was the loss scale [Note: the vote]."""
+        nothing = dict.fromkeys(RankStats._fields, 0.0)
+        stats = [tuple(RankStats(**nothing) for _ in table.rows) for _ in self.strategies]
+        stats[0] = tuple(RankStats(**{**nothing, "loss": loss}) for _, _, loss in table.rows)
+        norm = float(norm_of(torch.tensor(table.rows, dtype=torch.float64))) / scale
+        phases = tuple(PhaseOutcome(*one) for one in zip(self.strategies, stats, strict=True))
+        return Outcome(phases, self.weight, norm, 0, 0, None)
 
 
 class Steps:
@@ -36,6 +61,7 @@ class Steps:
 
     def __init__(self, host: HostEngine, crew: Crew):
         self.host, self.crew = host, crew
+        self.open: OpenStep | None = None  # the last step that was begun
         self.handed = HandedSteps(crew, host.limits())
         self.parts = Parts(self)
 
@@ -59,8 +85,10 @@ class Steps:
             with crew.activity("reading sequences"):
                 ready = handed()
         with crew.together("planning"):
+            self._protect()
             planned, (built, weight) = self._ready(ready)
-            step = host.global_steps + 1
+            step, strategies = host.global_steps + 1, map(crew.stepper.strategy_of, planned.plan.phases)
+            self.open = OpenStep(host.global_steps, planned, weight, began, tuple(strategies))
             self._begin_next()
             stepper, prepared = crew.stepper, crew.prepared
             no_memory = explained(
@@ -77,6 +105,17 @@ class Steps:
             # step which ended the job stands in the log and in `steps_file`.
             crew.update.count(step, outcome.grad_norm)
         return outcome
+
+    def _protect(self) -> None:
+        """Make the copies whole, if the masters have got other values, and compare them when that is due."""
+        crew, step, elastic = self.crew, self.host.global_steps, self.host.hydra_config.elastic
+        if crew.copy is None or elastic is None:
+            return
+        if crew.copy.stale:
+            crew.copy.refresh()
+            crew.update.committed = step
+        elif elastic.compare_every and step % elastic.compare_every == 0:
+            crew.copy.compare(step)
 
     def evaluate_handed(self, batch: Any) -> tuple[float, float]:
         """Mean losses of what the ranks hand in, without an update: over this rank's targets, and over all; NaN where

@@ -130,6 +130,18 @@ class EngineWithWeights(ThreeCallEngine):
         )
         release(base_of(self.module), self.lent, self.job.source.aliases)
 
+    def drop(self) -> None:
+        """Let go of the present ranks' parts and groups, in whatever state an error has left them; after torch's own
+        group has been destroyed `assemble` may follow.
+
+        The caller must have left the `except` block of that error, and released it (`zero_hetero.errors.release`).
+        """
+        self.__dict__.pop("saving", None)
+        if (steps := self.__dict__.pop("steps", None)) is not None:
+            steps.drop()
+        if (crew := self.__dict__.pop("crew", None)) is not None:
+            crew.drop()
+
     def watch_model(self) -> None:
         """From now on every update asks what a script has changed in its model since."""
         optimizer = self.crew.update.optimizer

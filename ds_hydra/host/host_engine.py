@@ -103,7 +103,7 @@ class HostEngine(DeepSpeedEngine):
         refusals.foreign_scheduler(lr_scheduler, optimizer)
         self._inputs = limits_of(self.hydra_config, model).inputs
         self._configure_data(training_data, scanned)
-        self._configure_reports()
+        self.configure_reports()
 
     def _set_deepspeed_defaults(self) -> None:
         """Attributes that DeepSpeedEngine's methods and its users read."""
@@ -117,8 +117,7 @@ class HostEngine(DeepSpeedEngine):
         self.lr_scheduler: Any = None
         self.checkpoint_engine = None
         self.dist_backend = get_accelerator().communication_backend_name()
-        self.mpu = None
-        self.collate_fn = None
+        self.mpu = self.collate_fn = None
         self.has_moe_layers = False
         self.pipeline_parallelism = True
         self.warn_unscaled_loss = False
@@ -167,7 +166,8 @@ class HostEngine(DeepSpeedEngine):
         elif isinstance(self.sampler, StreamSampler):
             self.sampler.use_inputs(inputs)
 
-    def _configure_reports(self) -> None:
+    def configure_reports(self) -> None:
+        """Make monitors and log of this rank; rank 0's alone write."""
         self.monitor = MonitorMaster(self._config.monitor_config)
         self.step_log = StepLog(
             self.global_rank,

@@ -55,6 +55,11 @@ class Freeing:
                 self._made |= self._opened()
                 self._before = None
 
+    def adopt(self) -> None:
+        """All sockets that are open now, but those that are spared, are those of groups."""
+        with self._lock:
+            self._made |= {one for one in open_sockets() if one[0] not in self._spared()}
+
     def begin(self) -> None:
         """A fault is known: free the thread that trains, in a thread of its own. More calls do nothing until `park`."""
         with self._lock:

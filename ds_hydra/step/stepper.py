@@ -247,7 +247,7 @@ class Stepper:
         """Let go of all strategies, their memory and their groups; it cannot be used afterwards."""
         for runtime in self._runtimes.values():
             runtime.close()
-        for held in (self.forwards, self._update, self._arena, self):
+        for held in (self.forwards, self._arena, self):
             vars(held).clear()
 
     def forget(self) -> None:
@@ -259,7 +259,10 @@ class Stepper:
         parts, self._parts = self._parts, []
         plan = joined([part.plan for part in parts])
         runs = [run for part in parts for run in part.runs]
-        applied = self._update.apply([run.loss for run in runs], [run.router_loss for run in runs])
+        counted = [run.loss.detach() for run in runs if run.runtime.place.tp_rank == 0]
+        applied = self._update.apply(
+            [run.loss for run in runs], [run.router_loss for run in runs], sum(counted, torch.zeros(()))
+        )
         self._activity.now = "planning"
         row = coming()
         self._activity.now = "report"

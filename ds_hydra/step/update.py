@@ -1,4 +1,12 @@
-"""A step's loss and gradients in, updated masters out; or all ranks skip the step, and say why."""
+"""A step's loss and gradients in, updated masters out; or all ranks skip the step, and say why.
+
+[Note: the vote]
+Where each rank keeps a copy of another one's masters, it gives its row of the gradient norm only when all that was
+pushed to it is summed, and the gradient of its copy is there. So a rank that has the rows of all knows that every
+shard's gradient of the step exists twice, and it will until all ranks begin the next step. If a rank dies, the step is
+complete if any survivor has the table: the others take it from that one and make the update, too (`complete`). If
+none has it, nobody has changed anything, and the step is run again.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +14,17 @@ import hashlib
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ds_hydra.elastic.view import NormTable
 from ds_hydra.ranks.rank_stats import unequal_pairs
 from ds_hydra.zero_hetero.clock import Laps, Stopwatch
 from ds_hydra.zero_hetero.errors import ConfigError, NumericsError
-from ds_hydra.zero_hetero.grad_norm import clip_, norm_and_words
+from ds_hydra.zero_hetero.grad_norm import clip_, norm_of, norm_table
 
 if TYPE_CHECKING:
     from ds_hydra.config.hydra_block import FaultsConfig
@@ -49,6 +58,16 @@ class ModelNow(NamedTuple):
     frozen: frozenset[str] = frozenset()  # parameters with masters that are not to be trained now
 
 
+class Copied(Protocol):
+    """The copy that this rank keeps of another one's masters (`engine.copies`)."""
+
+    def exchange_grads(self, grads: Sequence[Tensor]) -> None:
+        """Send this rank's summed gradients to who keeps its copy, and get those of its own copy."""
+
+    def side(self, optimizer: Optimizer) -> tuple[MasterShards, Optimizer]:
+        """Masters and optimizer of the copy, which updates as `optimizer` does now."""
+
+
 class Update:
     """Updates the masters of this rank. Every rank must call the same methods; all come to the same decision."""
 
@@ -65,14 +84,20 @@ class Update:
         """`clipping` is the largest norm of the gradient; 0 does not clip. Parameters that are `unread` have no
         gradient in torch, so that no optimizer touches them: nor does it here, while theirs are zeros."""
         self._masters, self.optimizer, self._clipping = masters, optimizer, clipping
-        self._loss_scale, self._world, self._faults, self._unread = loss_scale, world, faults, unread
-        self._skipped_in_a_row = 0
+        self.loss_scale, self._world, self._faults, self._unread = loss_scale, world, faults, unread
+        self.skipped_in_a_row = 0
+        self.copy: Copied | None = (
+            None  # of another rank's masters, which is updated like the own ones [Note: the vote]
+        )
+        self.committed = 0  # steps whose update was made, counted where there is a copy
+        self.table: NormTable | None = None  # of the step that is open, if it is whole
+        self.last: NormTable | None = None  # of the step before
         self._watch = Stopwatch(world.clock)
         self.model: Callable[[], ModelNow] = ModelNow  # asked before each update
 
-    def apply(self, losses: Sequence[Tensor], router_losses: Sequence[Tensor]) -> Applied:
+    def apply(self, losses: Sequence[Tensor], router_losses: Sequence[Tensor], share: Tensor | float = 0.0) -> Applied:
         """Clip the gradient and make an optimizer step; `losses` are this rank's shares, a scalar of each phase, and
-        `router_losses` the parts of them that routers have.
+        `router_losses` the parts of them that routers have; `share` is what this rank adds to the step's loss.
 
         If the loss or the gradient of any rank is not finite, nothing changes on any rank, and the norm is not finite.
         Nor does anything change if the model of any rank was changed: all ranks raise ConfigError.
@@ -88,43 +113,48 @@ class Update:
                     self._masters.grad_of(piece).zero_()
             shares = torch.stack([loss.detach() for loss in (*losses, *router_losses)])
             poison = shares * 0.0
+            if self.copy is not None:
+                self.copy.exchange_grads(grads)
             # What the ranks say of their models travels with it, too: they must freeze the same, or none goes on.
-            norm, words = norm_and_words([*grads, poison], self._world.group, _word(model))
-            norm = norm / self._loss_scale.value
+            said = (_word(model),) if self.copy is None else (_word(model), share)
+            table = norm_table([*grads, poison], self._world.group, *said)
+            norm, words = norm_of(table) / self.loss_scale.value, table[:, 1]
+            if self.copy is not None:
+                self.table = NormTable(self.committed, tuple(map(tuple, table.tolist())))
             figures = torch.cat((torch.stack((norm, words.min(), words.max())), shares.to(norm)))
         # The one moment of a step at which the host waits for the device. Reading the loss apart from the norm would be
         # another: after the update, it would wait for that too, and the device would idle until the next step begins.
         value, least, most, *found = figures.tolist()
         laps = self._watch.take()
         if least < 0 or least != most:
+            self.table = None
             self._refuse(model)
-        if math.isfinite(value):
-            with self._watch.lap("optimizer"):
-                self._loss_scale.unscale(grads)
-                if self._clipping > 0:
-                    clip_(grads, norm, self._clipping)
-                self._step(model.frozen | self._idle())
+        with self._watch.lap("optimizer"):
+            self._make(norm, value, model.frozen)
         return Applied(value, tuple(found[: len(losses)]), tuple(found[len(losses) :]), laps)
 
-    def _idle(self) -> set[str]:
-        """Parameters that nothing reads, of which this rank owns a part that has no gradient."""
-        unread = (piece for piece in self._masters.pieces() if piece.name in self._unread) if self._unread else ()
-        return {piece.name for piece in unread if not bool(self._masters.grad_of(piece).any())}
+    def complete(self, table: NormTable) -> None:
+        """Make the update of the open step, for which another rank has the table of all ranks [Note: the vote]."""
+        self.table = table
+        rows = torch.tensor(table.rows, dtype=torch.float64, device=self._masters.flat.device)
+        norm = norm_of(rows) / self.loss_scale.value
+        self._make(norm, norm.item(), self.model().frozen)
 
-    def _step(self, frozen: frozenset[str]) -> None:
-        """The optimizer's step, which leaves frozen parameters and their states as they are."""
-        if not frozen:
-            self.optimizer.step()
-            return
-        # It runs over long intervals of many parameters, so what it must not touch is put back. A state that it has
-        # made just now is what it is at first, zeros.
-        views = self._masters.state_of(self.optimizer, frozen)
-        before = {view.data_ptr(): view.detach().clone() for view in views}
-        self.optimizer.step()
-        with torch.no_grad():
-            for view in self._masters.state_of(self.optimizer, frozen):
-                kept = before.get(view.data_ptr())
-                view.copy_(kept) if kept is not None else view.zero_()
+    def _make(self, norm: Tensor, value: float, frozen: frozenset[str]) -> None:
+        """Update masters and copy by the gradients' norm; `value` is the number that it holds."""
+        sides = [(self._masters, self.optimizer)] + ([] if self.copy is None else [self.copy.side(self.optimizer)])
+        for masters, optimizer in sides if math.isfinite(value) else ():
+            self.loss_scale.unscale(masters.grads)
+            if self._clipping > 0:
+                clip_(masters.grads, norm, self._clipping)
+            _step(masters, optimizer, frozen | self._idle(masters))
+        if self.copy is not None:
+            self.committed, self.last, self.table = self.committed + 1, self.table, None
+
+    def _idle(self, masters: MasterShards) -> set[str]:
+        """Parameters that nothing reads, of which these masters have a part without a gradient."""
+        unread = (piece for piece in masters.pieces() if piece.name in self._unread) if self._unread else ()
+        return {piece.name for piece in unread if not bool(masters.grad_of(piece).any())}
 
     def _refuse(self, model: ModelNow) -> NoReturn:
         """Raise what the ranks have found in their models, on all of them."""
@@ -152,7 +182,7 @@ class Update:
 
     def explain(self, step: int, plan: StepPlan, runs: Sequence[PhaseRun]) -> None:
         """Log what was not finite: micro-batches with their sequences, and parameters with such a gradient."""
-        if self._loss_scale.dynamic:
+        if self.loss_scale.dynamic:
             return  # skipped steps are how it finds its scale
         found = list(_not_finite(plan, runs))
         masters = self._masters
@@ -168,17 +198,32 @@ class Update:
 
     def count(self, step: int, norm: float) -> None:
         """Record whether `step` was skipped. Raises NumericsError when too many steps in a row were."""
-        self._loss_scale.update(overflow=not math.isfinite(norm))
-        if self._loss_scale.dynamic:
+        self.loss_scale.update(overflow=not math.isfinite(norm))
+        if self.loss_scale.dynamic:
             return
-        self._skipped_in_a_row = 0 if math.isfinite(norm) else self._skipped_in_a_row + 1
+        self.skipped_in_a_row = 0 if math.isfinite(norm) else self.skipped_in_a_row + 1
         limit = self._faults.skipped_steps
-        if self._skipped_in_a_row >= limit:
+        if self.skipped_in_a_row >= limit:
             raise NumericsError(
                 f"{limit} steps in a row were skipped, the last is step {step}: losses or gradients are not finite. "
                 "Look at the sequences and parameters named above, lower the learning rate, or raise "
                 "hydra.faults.skipped_steps"
             )
+
+
+def _step(masters: MasterShards, optimizer: Optimizer, frozen: frozenset[str]) -> None:
+    """The optimizer's step, which leaves frozen parameters and their states as they are."""
+    if not frozen:
+        optimizer.step()
+        return
+    # It runs over long intervals of many parameters, so what it must not touch is put back. A state that it has made
+    # just now is what it is at first, zeros.
+    before = {view.data_ptr(): view.detach().clone() for view in masters.state_of(optimizer, frozen)}
+    optimizer.step()
+    with torch.no_grad():
+        for view in masters.state_of(optimizer, frozen):
+            kept = before.get(view.data_ptr())
+            view.copy_(kept) if kept is not None else view.zero_()
 
 
 def _word(model: ModelNow) -> float:

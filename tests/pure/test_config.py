@@ -48,6 +48,13 @@ def test_stages_compute_as_the_settings_say() -> None:
     assert asked == StageOptions(activation_checkpointing=True, functions="recompute")
 
 
+def test_strategies_by_the_ranks_that_are_left() -> None:
+    assert parse().elastic is None
+    block = parse(elastic={"strategies": {"3": ["3*tp1"], "2": "auto"}}).elastic
+    assert block is not None
+    assert block.strategies == ((2, ()), (3, ("3*tp1",)))
+
+
 def test_steps_to_trace() -> None:
     assert parse().trace.steps == ()
     assert parse(trace={"steps": [10, 20]}).trace.steps == (10, 20)
@@ -79,6 +86,10 @@ def test_no_block_means_plain_deepspeed() -> None:
         ({"trace": {"steps": 5}}, ["hydra.trace.steps", "a list of whole numbers"]),
         ({"trace": {"steps": [2, 2]}}, ["hydra.trace.steps", "twice"]),
         ({"trace": {"steps": [2]}, "steps_file": None}, ["hydra.trace", "hydra.steps_file"]),
+        ({"elastic": {"strategies": ["3*tp1"]}}, ["hydra.elastic.strategies", "must be a block"]),
+        ({"elastic": {"strategies": {"x": ["3*tp1"]}}}, ["'x'", "no number of ranks"]),
+        ({"elastic": {"strategies": {"2": ["3*tp1"]}}}, ["hydra.elastic.strategies.2", "uses 3 ranks and not 2"]),
+        ({"elastic": {}, "replay": "plans.jsonl"}, ["hydra.replay", "hydra.elastic"]),
         ({"trace": {"profiler": True}}, ["hydra.trace.profiler", "hydra.trace.steps"]),
         ({"planner": {"ahed": 1}}, ["ahed", "hydra.planner", "did you mean 'ahead'"]),
         ({"tokens_per_step": True}, ["hydra.tokens_per_step", "whole number", "True"]),

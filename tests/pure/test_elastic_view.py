@@ -20,7 +20,9 @@ def view_of(*tables: NormTable) -> View:
 
 
 def test_a_view_is_the_same_after_its_travel() -> None:
-    table, last = (NormTable(step, ((0.1 + 0.2, 0.0), (5e-324, 3.0), (math.inf, 0.0))) for step in (4, 3))
+    table, last = (
+        NormTable(step, ((0.1 + 0.2, 0.0, 1.5), (5e-324, 3.0, 0.0), (math.inf, 0.0, 0.0))) for step in (4, 3)
+    )
     view = view_of(table, last)
     wire = json.loads(json.dumps(view.to_wire()))
     assert View.from_wire(wire) == view
@@ -29,7 +31,7 @@ def test_a_view_is_the_same_after_its_travel() -> None:
 
 
 def test_tables_that_only_compare_equal_stay_apart() -> None:
-    view = view_of(NormTable(4, ((0.0, math.nan),)), NormTable(4, ((-0.0, math.nan),)))
+    view = view_of(NormTable(4, ((0.0, math.nan, 0.0),)), NormTable(4, ((-0.0, math.nan, 0.0),)))
     assert repr(View.from_wire(json.loads(json.dumps(view.to_wire())))) == repr(view)
 
 

@@ -1,0 +1,93 @@
+"""Who keeps whose copy, what survivors hold, and which of them complete the open step."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from ds_hydra.elastic.buddies import check_nothing_lost, held_layout, shift_of, wards_first
+from ds_hydra.elastic.resume import newest_layout, table_to_apply, usable
+from ds_hydra.elastic.view import NormTable, Report
+from ds_hydra.zero_hetero.errors import PlanError
+from ds_hydra.zero_hetero.layout import even_layout
+from ds_hydra.zero_hetero.transfer_plan import plan_transfer
+
+
+@pytest.mark.parametrize(
+    ("hosts", "shift"),
+    [
+        ("a", 0),
+        ("aa", 1),
+        ("aaaa", 1),
+        ("aabb", 2),
+        ("aaabbb", 3),
+        ("aaabb", 3),
+        ("aabbccd", 2),
+        ("aaaaaaabbbbbbbb", 8),
+    ],
+)
+def test_a_copy_is_kept_in_another_node_where_there_is_room(hosts: str, shift: int) -> None:
+    assert shift_of(hosts) == shift
+    largest = max(hosts.count(host) for host in hosts)
+    if len(hosts) >= 2 * largest and len(set(hosts)) > 1:
+        assert all(hosts[rank] != hosts[(rank + shift) % len(hosts)] for rank in range(len(hosts)))
+
+
+@pytest.mark.parametrize(("num_ranks", "shift"), [(2, 1), (3, 1), (4, 1), (4, 2), (5, 2), (6, 3), (7, 2)])
+@pytest.mark.parametrize("numel", [0, 3, 10, 101])
+def test_survivors_hold_every_element_unless_neighbours_are_lost(num_ranks: int, shift: int, numel: int) -> None:
+    """All losses of one and two members, with ids that have gaps; values arrive in their places."""
+    former = tuple(range(10, 10 + 2 * num_ranks, 2))
+    values = list(range(numel))
+    for lost in (*itertools.combinations(former, 1), *itertools.combinations(former, 2)):
+        members = [member for member in former if member not in lost]
+        ranks = [former.index(member) for member in lost]
+        neighbours = any((a + shift) % num_ranks == b for a, b in itertools.permutations(ranks, 2))
+        if neighbours or not members:
+            with pytest.raises(PlanError, match=r"members .* are gone"):
+                check_nothing_lost(former, members, shift)
+            continue
+        check_nothing_lost(former, members, shift)
+        source, target = held_layout(numel, former, members, shift), even_layout(numel, len(members))
+        plan, shares = plan_transfer(source, target), even_layout(numel, num_ranks)
+        found = [[-1] * size for size in target.sizes]
+        held = []
+        for member in members:
+            pieces = [shares.pieces[rank] for rank in wards_first(member, former, members, shift)]
+            held.append(
+                [value for of_rank in pieces for piece in of_rank for value in values[piece.start : piece.stop]]
+            )
+        for message in plan.messages:
+            for piece in message.slices:
+                moved = held[message.src][piece.src_offset : piece.src_offset + piece.length]
+                found[message.dst][piece.dst_offset : piece.dst_offset + piece.length] = moved
+        assert [value for part in found for value in part] == values
+
+
+def table(step: int, *words: float) -> NormTable:
+    return NormTable(step, tuple((1.0, word, 0.5) for word in words or (0.0, 0.0)))
+
+
+def test_all_survivors_complete_the_open_step_or_none() -> None:
+    """One in any state: it has no table of step 4, has one, or has applied it."""
+    behind, voted = Report(4, None, table(3)), Report(4, table(4), table(3))
+    applied, joins = Report(5, None, table(4)), Report()
+    for reports in itertools.product((behind, voted, applied, joins), repeat=3):
+        living = [report for report in reports if report is not joins]
+        if not living:
+            continue
+        found = {table_to_apply(report, reports) for report in living if report.committed == 4}
+        assert found <= ({None} if all(report is behind for report in living) else {table(4)})
+        assert all(table_to_apply(report, reports) is None for report in living if report is applied)
+
+
+def test_who_has_taken_a_cut_proves_it_for_all() -> None:
+    assert newest_layout([Report(4, None, None, 2), Report(4, None, None, 3), Report()]) == 3
+
+
+def test_a_step_that_all_refuse_is_not_applied() -> None:
+    assert usable(None) is None
+    assert usable(table(4, -1.0, -1.0)) is None
+    assert usable(table(4, 0.0, 7.0)) is None
+    assert usable(table(4, 7.0, 7.0)) == table(4, 7.0, 7.0)
