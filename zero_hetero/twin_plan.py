@@ -34,6 +34,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -192,6 +193,14 @@ def _end(piece: Piece) -> int:
     return piece.offset + piece.stop - piece.start
 
 
+@lru_cache(maxsize=2)
+def _pairs(count: int) -> tuple[np.ndarray, np.ndarray]:
+    """All ordered pairs of so many members, none with itself; read only."""
+    i, j = np.nonzero(~np.eye(count, dtype=bool))
+    i.flags.writeable = j.flags.writeable = False
+    return i, j
+
+
 def _all_pairs(
     num_ranks: int, teams: Sequence[tuple[Sequence[int], int, int]], *, traded: bool = False
 ) -> TransferPlan:
@@ -202,7 +211,7 @@ def _all_pairs(
     columns: list[tuple[np.ndarray, ...]] = []
     for ranks, numel, offset in teams:
         members = np.array(ranks, dtype=np.int64)
-        i, j = np.nonzero(~np.eye(len(members), dtype=bool))
+        i, j = _pairs(len(members))
         sent = j if traded else i
         length = np.full(len(i), numel)
         columns.append((members[i], members[j], offset + sent * numel, offset + i * numel, length))

@@ -10,7 +10,7 @@ from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.pipe.placement import Stage, Strategy
 from ds_hydra.pipe.transfers import BucketTransfers, plan_transfers, push_order
 from ds_hydra.simulate.links import LinkModel
-from ds_hydra.simulate.wires import Parcels
+from ds_hydra.simulate.wires import Parcels, Routes
 from ds_hydra.zero_hetero.intervals import Column
 from ds_hydra.zero_hetero.transfer_plan import TransferPlan
 
@@ -42,7 +42,8 @@ class StrategyTransfers:
         """Layers that travel alike have the same transfers, of which each is looked at once."""
         planned = plan_transfers(plan, strategy, links.node_size)
         sizes = element.param, element.wire or element.param
-        made = {id(one): _parcels(one, links, sizes) for one in {id(one): one for one in planned}.values()}
+        known: list[Routes] = []
+        made = {id(one): _parcels(one, links, sizes, known) for one in {id(one): one for one in planned}.values()}
         pulls, pushes = zip(*(made[id(one)] for one in planned), strict=True)
         order = push_order(plan, strategy)
         return cls(pulls, pushes, order, push_turns(plan, strategy, element, node_size=links.node_size))
@@ -68,13 +69,13 @@ def bucket_uses(plan: ModelPlan, stage: Stage) -> tuple[BucketUse, ...]:
 
 
 def _parcels(
-    transfers: BucketTransfers, links: LinkModel, element_bytes: tuple[int, int]
+    transfers: BucketTransfers, links: LinkModel, element_bytes: tuple[int, int], known: list[Routes]
 ) -> tuple[tuple[Parcels, ...], tuple[Parcels, ...] | None]:
     pull, push = transfers
     pulled, pushed = element_bytes
     hops = (pull,) if isinstance(pull, TransferPlan) else pull.hops
-    pulls = tuple(Parcels.of_plan(hop, links, pulled) for hop in hops)
+    pulls = tuple(Parcels.of_plan(hop, links, pulled, known) for hop in hops)
     if push is None or isinstance(push, TransferPlan):
-        return pulls, None if push is None else (Parcels.of_plan(push, links, pushed),)
+        return pulls, None if push is None else (Parcels.of_plan(push, links, pushed, known),)
     trade, leave = push.hops
-    return pulls, (Parcels.of_plan(trade, links, pushed), Parcels.of_plan(leave, links, SUM_BYTES))
+    return pulls, (Parcels.of_plan(trade, links, pushed, known), Parcels.of_plan(leave, links, SUM_BYTES, known))

@@ -28,7 +28,7 @@ class Parcels(NamedTuple):
     `sent` and `received` are the wire times of all messages of each rank in `senders` and `receivers`. The other
     columns are by message, those of one receiver one after the other from `first` on: `sender` is an index into
     `senders`, `lead` how much later than the sender begins the head comes, `wire` the wire time and `earlier` that of
-    the receiver's messages before this one.
+    the receiver's messages before this one. `each` receiver has so many messages; 0: not all have as many.
     """
 
     senders: Ints
@@ -40,32 +40,81 @@ class Parcels(NamedTuple):
     lead: Floats
     wire: Floats
     earlier: Floats
+    each: int
 
     @classmethod
-    def of_plan(cls, plan: TransferPlan, links: LinkModel, element_bytes: int) -> Parcels:
-        """The messages between ranks of a transfer plan; what a rank keeps for itself is none."""
-        n, slices = plan.num_ranks, plan.slices
+    def of_plan(
+        cls, plan: TransferPlan, links: LinkModel, element_bytes: int, known: list[Routes] | None = None
+    ) -> Parcels:
+        """The messages between ranks of a transfer plan; what a rank keeps for itself is none.
+
+        `known` are the routes of plans before, over the same links; those of this one are added.
+        """
+        slices, known = plan.slices, [] if known is None else known
         remote = np.flatnonzero(slices.src != slices.dst)
         src, dst, length = slices.src[remote], slices.dst[remote], slices.length[remote]
-        far = (dst - src) % n
-        order = _sorted_by(src, far, n)
+        routes = next((one for one in known if one.join(src, dst)), None)
+        if routes is None:
+            routes = Routes.of(src, dst, plan.num_ranks, links)
+            known.append(routes)
+        elements = np.add.reduceat(length[routes.slices], routes.first) if len(routes.first) else length
+        wire = elements * element_bytes / routes.rate
+        sent, before = _running(wire, routes.first_out)
+        wire = wire[routes.order]
+        received, earlier = _running(wire, routes.first_in)
+        lead = (before + routes.latency)[routes.order]
+        return cls(
+            routes.senders, sent, routes.receivers, received, routes.first_in, routes.sender, lead, wire, earlier,
+            routes.each,
+        )  # fmt: skip
+
+
+class Routes(NamedTuple):
+    """Between whom the messages of a transfer plan go, whatever they hold: layers and embeddings have the same.
+
+    `src` and `dst` are the plan's columns; a message is of the slices from one of `first` on, in the order `slices`.
+    By message, as they leave: `latency` in seconds and `rate` in bytes/s; `order` is how they come.
+    """
+
+    src: Ints
+    dst: Ints
+    slices: Ints
+    first: Ints
+    latency: Floats
+    rate: Floats
+    senders: Ints
+    first_out: Ints
+    order: Ints
+    receivers: Ints
+    first_in: Ints
+    sender: Ints
+    each: int
+
+    @classmethod
+    def of(cls, src: Ints, dst: Ints, n: int, links: LinkModel) -> Routes:
+        """Of slices from ranks to others, of `n`."""
+        given, far = (src, dst), (dst - src) % n
+        slices = _sorted_by(src, far, n)
         # Slices of one pair stand next to each other now, and are one message.
-        first = _begins((src * n + far)[order])
-        elements = np.add.reduceat(length[order], first) if len(first) else length
-        src, dst, far = (column[order][first] for column in (src, dst, far))
+        first = _begins((src * n + far)[slices])
+        src, dst, far = (column[slices][first] for column in (src, dst, far))
         crosses = nodes_of(src, links.node_size) != nodes_of(dst, links.node_size)
         latency = np.where(crosses, links.between.latency_s, links.inside.latency_s)
         rate = np.where(crosses, links.between.bytes_per_s, links.inside.bytes_per_s)
-        wire = elements * element_bytes / rate
-        first_out = _begins(src)
-        sent, before = _running(wire, first_out)
-        order = _sorted_by(dst, far, n)
-        first_in = _begins(dst[order])
-        wire = wire[order]
-        received, earlier = _running(wire, first_in)
+        first_out, order = _begins(src), _sorted_by(dst, far, n)
+        coming = dst[order]
+        first_in = _begins(coming)
         sender = np.repeat(np.arange(len(first_out)), np.diff(first_out, append=len(src)))[order]
-        lead = (before + latency)[order]
-        return cls(src[first_out], sent, dst[order][first_in], received, first_in, sender, lead, wire, earlier)
+        counts = np.diff(first_in, append=len(coming))
+        each = int(counts[0]) if len(counts) and (counts == counts[0]).all() else 0
+        return cls(
+            *given, slices, first, latency, rate, src[first_out], first_out, order, coming[first_in], first_in, sender,
+            each,
+        )  # fmt: skip
+
+    def join(self, src: Ints, dst: Ints) -> bool:
+        """Whether slices of these columns go the same ways."""
+        return np.array_equal(self.src, src) and np.array_equal(self.dst, dst)
 
 
 def _sorted_by(first: Ints, then: Ints, n: int) -> Ints:
@@ -122,7 +171,7 @@ class Wires:
         self._out_free[senders] = left[senders]
         heads = np.take(begin, parcels.sender, mode="clip")  # without a check of each index: half of the time
         heads += parcels.lead
-        begin = np.maximum(self._in_free[receivers], np.minimum.reduceat(heads, parcels.first))
+        begin = np.maximum(self._in_free[receivers], _of_each(np.minimum, heads, parcels.first, parcels.each))
         came_from[receivers] = begin
         came[receivers] = self._in_free[receivers] = _served(parcels, heads, begin)
         return Exchanged(left_from, left, came_from, came)
@@ -134,13 +183,23 @@ def _served(parcels: Parcels, heads: Floats, begin: Floats) -> Floats:
     # where no head comes later than begin + the wire times before it: so it is for most receivers of most exchanges.
     through = begin + parcels.received
     slack = heads - parcels.earlier
-    idle = np.maximum.reduceat(slack, parcels.first) > begin + _ROUNDING * through
+    idle = _of_each(np.maximum, slack, parcels.first, parcels.each) > begin + _ROUNDING * through
     if idle.any():
-        counts = _counts(parcels.first, len(heads))
-        some = np.flatnonzero(np.repeat(idle, counts))
-        wires = parcels.wire[some]
-        through[idle] = _with_pauses(heads[some], wires, np.cumsum(counts[idle]) - counts[idle], through[idle])
+        if parcels.each:
+            heads, wires = (column.reshape(-1, parcels.each)[idle].ravel() for column in (heads, parcels.wire))
+            first = np.arange(0, len(heads), parcels.each)
+        else:
+            counts = _counts(parcels.first, len(heads))
+            some = np.flatnonzero(np.repeat(idle, counts))
+            heads, wires, first = heads[some], parcels.wire[some], np.cumsum(counts[idle]) - counts[idle]
+        through[idle] = _with_pauses(heads, wires, first, parcels.each, through[idle])
     return through
+
+
+def _of_each(pick: np.ufunc, column: Floats, first: Ints, each: int) -> Floats:
+    """The largest, or the least, entry of each receiver's messages."""
+    # Rows of one length are reduced without looking up where each begins.
+    return pick.reduce(column.reshape(-1, each), axis=1) if each else pick.reduceat(column, first)
 
 
 def _counts(first: Ints, end: int) -> Ints:
@@ -151,7 +210,7 @@ def _counts(first: Ints, end: int) -> Ints:
     return counts
 
 
-def _with_pauses(heads: Floats, wire: Floats, first: Ints, least: Floats) -> Floats:
+def _with_pauses(heads: Floats, wire: Floats, first: Ints, each: int, least: Floats) -> Floats:
     """When ports are through that may stand idle, but not before `least`: begin + all wire times."""
     # From the last moment on at which a port stood idle, it has worked without a pause. So it is through at the largest
     # of `least` and, for each head h, h + the wire times of what comes at h or later. Example with wire times of 4 and
@@ -162,7 +221,7 @@ def _with_pauses(heads: Floats, wire: Floats, first: Ints, least: Floats) -> Flo
     # later: in the example, only what comes after 19 - 12 = 7 is looked at.
     counts = _counts(first, len(heads))
     total = np.add.reduceat(wire, first)
-    least = np.maximum(least, np.maximum.reduceat(heads + wire, first))
+    least = np.maximum(least, _of_each(np.maximum, heads + wire, first, each))
     late = np.flatnonzero(heads > np.repeat(least - total, counts))
     if not len(late):
         return least

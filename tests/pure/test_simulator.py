@@ -6,7 +6,6 @@ import dataclasses
 import random
 import re
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -35,7 +34,7 @@ from ds_hydra.simulate.links import LinkModel, Port, Speed
 from ds_hydra.simulate.llama import SHIPPED, llama_plan
 from ds_hydra.simulate.spans import step_spans
 from ds_hydra.simulate.step import Simulator
-from ds_hydra.simulate.wires import Parcels, Wires
+from ds_hydra.simulate.wires import Parcels, Routes, Wires
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from ds_hydra.zero_hetero.layout import even_layout, layout_of_intervals
 from ds_hydra.zero_hetero.transfer_plan import TransferPlan, plan_transfer
@@ -101,15 +100,19 @@ def test_an_exchange_is_what_ports_make_of_its_messages(seed: int) -> None:
     links = LinkModel(
         rng.randint(1, size), Speed(rng.random(), rng.uniform(1, 9)), Speed(rng.random(), rng.uniform(1, 9))
     )
-    plans, ready = [], []
+    plans, ready, known = [], [], list[Routes]()
+    cuts: list[list[int]] = []
     for _ in range(3):
-        cuts: list[Any] = [sorted(rng.sample(range(numel + 1), 2)) for _ in range(size)]
-        plan = plan_transfer(even_layout(numel, size), layout_of_intervals(numel, [tuple(cut) for cut in cuts]))
+        if not cuts or rng.random() < 0.5:
+            cuts = [sorted(rng.sample(range(numel + 1), 2)) for _ in range(size)]
+        times = rng.randint(1, 3)  # as large messages, which may go the same ways
+        layout = layout_of_intervals(times * numel, [(times * start, times * stop) for start, stop in cuts])
+        plan = plan_transfer(even_layout(times * numel, size), layout)
         plans.append(plan if rng.random() < 0.5 else plan.transposed())
         ready.append([rng.choice([0.0, 20 * rng.random()]) for _ in range(size)])
     wires = Wires(size)
     for plan, begin, (left, came) in zip(plans, ready, by_ports(plans, ready, links), strict=True):
-        found = wires.exchange(Parcels.of_plan(plan, links, 1), np.array(begin))
+        found = wires.exchange(Parcels.of_plan(plan, links, 1, known), np.array(begin))
         assert found.left == pytest.approx(left)
         assert found.came == pytest.approx(came)
         assert (found.left_from <= found.left).all()
