@@ -259,9 +259,11 @@ class Stepper:
         parts, self._parts = self._parts, []
         plan = joined([part.plan for part in parts])
         runs = [run for part in parts for run in part.runs]
-        counted = [run.loss.detach() for run in runs if run.runtime.place.tp_rank == 0]
+        counted = [run.loss for run in runs if run.runtime.place.tp_rank == 0]
         applied = self._update.apply(
-            [run.loss for run in runs], [run.router_loss for run in runs], sum(counted, torch.zeros(()))
+            [run.loss for run in runs],
+            [run.router_loss for run in runs],
+            lambda: sum((loss.detach() for loss in counted), torch.zeros(())),
         )
         self._activity.now = "planning"
         row = coming()

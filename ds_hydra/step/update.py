@@ -95,9 +95,11 @@ class Update:
         self._watch = Stopwatch(world.clock)
         self.model: Callable[[], ModelNow] = ModelNow  # asked before each update
 
-    def apply(self, losses: Sequence[Tensor], router_losses: Sequence[Tensor], share: Tensor | float = 0.0) -> Applied:
+    def apply(
+        self, losses: Sequence[Tensor], router_losses: Sequence[Tensor], share: Callable[[], Tensor | float] = float
+    ) -> Applied:
         """Clip the gradient and make an optimizer step; `losses` are this rank's shares, a scalar of each phase, and
-        `router_losses` the parts of them that routers have; `share` is what this rank adds to the step's loss.
+        `router_losses` the parts of them that routers have; `share` gives what this rank adds to the loss.
 
         If the loss or the gradient of any rank is not finite, nothing changes on any rank, and the norm is not finite.
         Nor does anything change if the model of any rank was changed: all ranks raise ConfigError.
@@ -116,7 +118,7 @@ class Update:
             if self.copy is not None:
                 self.copy.exchange_grads(grads)
             # What the ranks say of their models travels with it, too: they must freeze the same, or none goes on.
-            said = (_word(model),) if self.copy is None else (_word(model), share)
+            said = (_word(model),) if self.copy is None else (_word(model), share())
             table = norm_table([*grads, poison], self._world.group, *said)
             norm, words = norm_of(table) / self.loss_scale.value, table[:, 1]
             if self.copy is not None:
