@@ -39,7 +39,7 @@ from tools import aims
 
 CONTEXT, TOKENS_OF_A_RANK, STEPS, COUNT = 16384, 3125, 12, 10
 DEVICE_BYTES = 80e9
-MOST_STAGES = 4
+DEEPEST = 4
 SMALLER: tuple[tuple[int, NodeSize, int], ...] = ((7, 7, 8), (15, (8, 7), 16), (15, (7, 8), 16), (31, (8, 8, 7, 8), 32),
                                                   (63, (*(8,) * 3, 7, *(8,) * 4), 64))  # fmt: skip
 
@@ -53,7 +53,7 @@ def cluster(num_ranks: int, node_size: NodeSize) -> SimulatedJob:
     schemes = [
         scheme
         for scheme in feasible_schemes(plan, num_ranks, node_size)
-        if scheme.pp <= MOST_STAGES and scheme.tp & (scheme.tp - 1) == 0 and scheme.sp == 1
+        if scheme.pp <= DEEPEST and scheme.tp & (scheme.tp - 1) == 0 and scheme.sp == 1
     ]
     activations = {(one.tp, 1): Activations(kept[one.tp] * sizes.hidden / one.tp, 0.0, 0.0) for one in schemes}
     memory = JobMemory(plan, num_ranks, activations, param_bytes=2, device_bytes=DEVICE_BYTES, vocab=sizes.vocab,
