@@ -17,7 +17,7 @@ _READ = 65536
 _MAC_BYTES, NONCE_BYTES = 16, 16
 
 
-_OPEN: weakref.WeakSet[Connection] = weakref.WeakSet()
+_OPEN: weakref.WeakSet[Connection | socket.socket] = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
@@ -30,6 +30,12 @@ def _close_in_child() -> None:
         connection.close()
 
 
+def closed_in_children(sock: socket.socket) -> socket.socket:
+    """A socket, such as one that listens, which forked children close in the same way."""
+    _OPEN.add(sock)
+    return sock
+
+
 os.register_at_fork(after_in_child=_close_in_child)
 
 
@@ -39,6 +45,7 @@ class Connection:
     def __init__(self, sock: socket.socket, *, server: bool):
         sock.setblocking(False)
         self.socket, self._server = sock, server
+        self.max_frame = _MAX_FRAME  # bytes; more only of a peer that has shown that it knows the secret
         _OPEN.add(self)
         self._key: bytes | None = None
         self._in, self._out = bytearray(), bytearray()
@@ -69,7 +76,7 @@ class Connection:
 
     def send_body(self, body: bytes) -> None:
         """Send what `encoded` has made of a message, which is the same for all who get it."""
-        assert len(body) + _MAC_BYTES <= _MAX_FRAME, "messages are short"
+        assert len(body) + _MAC_BYTES <= self.max_frame, "messages are short"
         self._out += (len(body) + _MAC_BYTES).to_bytes(4, "big") + body + self._mac(self._server, self._sent, body)
         self._sent += 1
         self.flush()
@@ -79,7 +86,7 @@ class Connection:
         with contextlib.suppress(OSError):
             while self._out:
                 del self._out[: self.socket.send(self._out)]
-        if len(self._out) > 64 * _MAX_FRAME:
+        if len(self._out) > 64 * self.max_frame:
             # Nobody reads at the other end. The stream is broken from here on, which only matters to a rank that
             # has been silent for so long that it counts as frozen anyway; memory must not grow until then.
             self._out.clear()
@@ -92,7 +99,7 @@ class Connection:
                 if not data:
                     return False
                 self._in += data
-                if len(self._in) > 64 * _MAX_FRAME:
+                if len(self._in) > 64 * self.max_frame:
                     return False
                 if len(data) < _READ:
                     return True  # that was all; what comes later wakes the selector again
@@ -105,7 +112,7 @@ class Connection:
         """Complete frames; ValueError for one that is not from this job."""
         while len(self._in) >= 4:
             size = int.from_bytes(self._in[:4], "big")
-            if not _MAC_BYTES < size <= _MAX_FRAME:
+            if not _MAC_BYTES < size <= self.max_frame:
                 raise ValueError("a frame of impossible size")
             if len(self._in) < 4 + size:
                 return

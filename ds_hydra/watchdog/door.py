@@ -6,25 +6,23 @@ import contextlib
 import logging
 import secrets
 import selectors
+import socket
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Any, Generic, TypeVar
 
 from ds_hydra.watchdog.connection import NONCE_BYTES, Connection
-from ds_hydra.watchdog.tree import Peer
-
-if TYPE_CHECKING:
-    from ds_hydra.watchdog.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 _HANDSHAKE_S = 10.0
 _MAX_STRANGERS = 64
 _TOLD = frozenset(10**power for power in range(10))  # counts of refused strangers that are worth a line
 _PUSHED_OUT_S = 1.0  # after which a stranger has to go where many others wait
 
 
-class Door:
+class Door(Generic[T]):
     """Accepts connections; `enter` is called for each rank that has come in and may have said more."""
 
     # [Note: handshake] Whoever connects is a stranger until it has shown that it knows the job's secret:
@@ -36,10 +34,21 @@ class Door:
     # and B differ; one recorded on this connection fails by its number (`Connection._mac`). A port scanner, or another
     # job that was given the same port, sends no such frame and is dropped after 10 s at the latest.
 
-    def __init__(self, dog: Watchdog, selector: selectors.BaseSelector, enter: Callable[[Peer], None]):
-        self.dog, self.selector, self._enter = dog, selector, enter
-        assert dog.listener is not None, "there are ranks below"
-        self._listener = dog.listener
+    def __init__(
+        self,
+        listener: socket.socket,
+        secret: bytes,
+        selector: selectors.BaseSelector,
+        admit: Callable[[Connection, dict[str, Any]], T],
+        enter: Callable[[T], None],
+    ):
+        """`admit` makes a peer of a connection and its first message; ValueError or LookupError where it may not enter.
+
+        Its socket stands in `selector` with that peer from then on.
+        """
+        self.secret, self.selector, self._admit, self._enter = secret, selector, admit, enter
+        self.expected = 0  # that may connect at the same time
+        self._listener = listener
         self._listener.setblocking(False)
         selector.register(self._listener, selectors.EVENT_READ, None)
         self.strangers: dict[Connection, tuple[float, bytes]] = {}
@@ -68,7 +77,7 @@ class Door:
             while True:
                 sock, _ = self._listener.accept()
                 # Each open socket takes one of this process's descriptors, which training needs too.
-                if len(self.strangers) >= _MAX_STRANGERS + len(self.dog.below):
+                if len(self.strangers) >= _MAX_STRANGERS + self.expected:
                     oldest, (since, _) = next(iter(self.strangers.items()))
                     if time.monotonic() - since < _PUSHED_OUT_S:
                         sock.close()  # a rank comes again
@@ -88,13 +97,10 @@ class Door:
             if not connection.keyed:
                 theirs = connection.take_raw(NONCE_BYTES)
                 if theirs is not None:
-                    connection.set_key(self.dog.secret, nonce + theirs)
+                    connection.set_key(self.secret, nonce + theirs)
             if connection.keyed:
                 for message in connection.messages():
-                    peer = self.dog.below[int(message["rank"])]
-                    if peer.connection is not None or peer.left:
-                        raise ValueError("that rank is here already")
-                    peer.connection, peer.heard = connection, time.monotonic()
+                    peer = self._admit(connection, message)
                     del self.strangers[connection]
                     self.selector.modify(connection.socket, selectors.EVENT_READ, peer)
                     self._enter(peer)

@@ -66,7 +66,7 @@ def greet(address: tuple[str, int], secret: bytes, rank: int) -> Connection:
     deadline = time.monotonic() + START_S
     while True:
         try:
-            return _greeted(address, secret, rank, max(1.0, deadline - time.monotonic()))
+            return greeted(address, secret, rank, max(1.0, deadline - time.monotonic()))
         except OSError as error:
             # Too many strangers may stand before its door. They are sent away after a while.
             if time.monotonic() > deadline:
@@ -78,7 +78,8 @@ def greet(address: tuple[str, int], secret: bytes, rank: int) -> Connection:
             time.sleep(_AGAIN_S)
 
 
-def _greeted(address: tuple[str, int], secret: bytes, rank: int, patience_s: float) -> Connection:
+def greeted(address: tuple[str, int], secret: bytes, rank: int, patience_s: float) -> Connection:
+    """One try of `greet`; OSError where it fails within `patience_s`, ConnectionRefusedError where nobody listens."""
     sock = socket.create_connection(address, timeout=patience_s)
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

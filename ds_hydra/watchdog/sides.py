@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from ds_hydra.watchdog.connection import encoded
+from ds_hydra.watchdog.connection import Connection, encoded
 from ds_hydra.watchdog.door import Door
 from ds_hydra.watchdog.tree import Peer, Verdict
 
@@ -33,7 +33,11 @@ class Side:
     def __init__(self, dog: Watchdog):
         self.dog = dog
         self.selector = selectors.DefaultSelector()
-        self.door = Door(dog, self.selector, self._hear) if dog.below else None
+        self.door: Door[Peer] | None = None
+        if dog.below:
+            assert dog.listener is not None, "there are ranks below"
+            self.door = Door(dog.listener, dog.secret, self.selector, self._admit, self._hear)
+            self.door.expected = len(dog.below)
         if dog.above is not None:
             assert dog.above.connection is not None, "connected by the watchdog's constructor"
             self.selector.register(dog.above.connection.socket, selectors.EVENT_READ, dog.above)
@@ -85,6 +89,13 @@ class Side:
             self._hear(key.data)
         elif self.door is not None:
             self.door.ready(key.data)
+
+    def _admit(self, connection: Connection, message: dict[str, Any]) -> Peer:
+        peer = self.dog.below[int(message["rank"])]
+        if peer.connection is not None or peer.left:
+            raise ValueError("that rank is here already")
+        peer.connection, peer.heard = connection, time.monotonic()
+        return peer
 
     def _hear(self, peer: Peer) -> None:
         connection = peer.connection

@@ -1,0 +1,295 @@
+"""The thread that runs the membership machine beside training: sockets and processes in, views out."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import secrets
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from ds_hydra.elastic import messages as m
+from ds_hydra.elastic.links import Links
+from ds_hydra.elastic.membership import TURN_S, Membership
+from ds_hydra.elastic.rounds import Patience
+from ds_hydra.elastic.view import Member, Report, View
+from ds_hydra.ranks.together import Texts, agree
+from ds_hydra.watchdog.host import EXIT_CODE, Identity, end_process, kill, listen, own_address, say
+from ds_hydra.watchdog.watchdog import beat_seconds
+
+logger = logging.getLogger(__name__)
+
+_READ_S = 2.0  # within which a token that exists has to be whole
+Store = tuple[tuple[str, int], Any]  # where it listens, and what keeps it open
+
+
+@dataclass(frozen=True, slots=True)
+class Invitation:
+    """What a process needs to join a job. It holds the job's secret: hand it to nobody else."""
+
+    secret: str
+    members: tuple[Member, ...]
+    folder: str | None
+    run: str
+
+    def write(self, path: Path) -> None:
+        """Readable for this user only, and whole at any moment."""
+        new = path.with_name(f"{path.name}.{os.getpid()}")
+        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            json.dump(asdict(self), file)
+        new.replace(path)
+
+    @classmethod
+    def read(cls, path: Path) -> Invitation:
+        return TypeAdapter(cls).validate_python(json.loads(path.read_text()))
+
+
+def open_store(host: str) -> Store:
+    """A store of torch's for the groups of an epoch, on a free port."""
+    import torch.distributed as dist
+
+    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    return (host, store.port), store
+
+
+class MemberAgent:
+    """This process among the members (`view.Agent`)."""
+
+    def __init__(
+        self,
+        me: Member,
+        links: Links,
+        invitation: Invitation,
+        roster: m.Roster | None,
+        *,
+        patience: Patience | None = None,
+        heartbeat_s: float = 1.0,
+        end: Callable[[str], None] | None = None,
+        store: Callable[[str], Store] = open_store,
+    ):
+        """Use `start` or `join`. `end` replaces the end of the process; `store` opens stores."""
+        self._machine = Membership(me, roster, folder=invitation.folder is not None, patience=patience)
+        self._links, self._invitation, self._end, self._open_store = links, invitation, end, store
+        self._store: Store | None = None
+        self._heartbeat_s, self._beat_in = heartbeat_s, 0.0
+        self._inbox: queue.SimpleQueue[m.Event] = queue.SimpleQueue()
+        self._fault, self._closing, self._installed = threading.Event(), threading.Event(), threading.Condition()
+        self._callbacks: list[Callable[[], None]] = []
+        self._view: View | None = None
+        if roster is not None:
+            self._view = View(roster.epoch, roster.members, (), (roster.members[0].address[0], 0))
+        self._thread = threading.Thread(target=self._live, daemon=True, name="membership")
+        self._thread.start()
+
+    @classmethod
+    def start(
+        cls, channel: Texts, *, folder: Path | None, frozen_s: float = 9.0, address: str | None = None, **more: Any
+    ) -> MemberAgent:
+        """Every rank of the job's start must call it; ranks become ids. `folder`: one that all of them see, or None."""
+        mine = Identity.of_self()
+        hosts = [json.loads(text) for text in agree(channel, None, "meeting", json.dumps(mine.host))]
+        one_host = len(set(hosts)) == 1
+        listener, failed = None, None
+        try:
+            listener = listen(address or ("127.0.0.1" if one_host else own_address()))
+        except (ValueError, OSError) as error:
+            failed = error
+        told: dict[str, Any] = {}
+        if failed is None and listener is not None:
+            me = Member(channel.rank, mine.host, listener.getsockname()[:2], mine.pid, mine.started)
+            told = {"member": asdict(me)}
+        if channel.rank == 0:
+            # On one host all see one folder, if only this one.
+            common = str(folder) if folder else tempfile.mkdtemp(prefix="ds_hydra-") if one_host else None
+            told |= {"secret": secrets.token_hex(32), "run": secrets.token_hex(8), "folder": common}
+        texts = [json.loads(text) for text in agree(channel, failed, "listening for members", json.dumps(told))]
+        members = tuple(TypeAdapter(Member).validate_python(text["member"]) for text in texts)
+        first, roster = texts[0], m.Roster(0, members, len(members))
+        invitation = Invitation(first["secret"], members, first["folder"], first["run"])
+        assert listener is not None, "all listen"
+        links = Links(listener, bytes.fromhex(first["secret"]), frozen_s=frozen_s)
+        return cls(members[channel.rank], links, invitation, roster, **more)
+
+    @classmethod
+    def join(
+        cls, invitation: Invitation, *, frozen_s: float = 9.0, address: str | None = None, **more: Any
+    ) -> MemberAgent:
+        """As a process that wants to join; its first `park` returns when it is a member."""
+        mine = Identity.of_self()
+        alone = all(one.host == mine.host for one in invitation.members)
+        listener = listen(address or ("127.0.0.1" if alone else own_address()))
+        me = Member(-1, mine.host, listener.getsockname()[:2], mine.pid, mine.started)
+        links = Links(listener, bytes.fromhex(invitation.secret), frozen_s=frozen_s)
+        return cls(me, links, invitation, None, **more)
+
+    # What training calls (`view.Agent`).
+
+    @property
+    def view(self) -> View:
+        assert self._view is not None, "a process that joins has a view after its first `park`"
+        return self._view
+
+    @property
+    def wanted(self) -> bool:
+        return self._machine.wanted
+
+    @property
+    def invitation(self) -> Invitation:
+        """For processes that are to join."""
+        return replace(self._invitation, members=self._machine.roster.members or self._invitation.members)
+
+    def fault(self, within: float) -> bool:
+        if not self._fault.is_set():
+            self._tell(m.Failed())
+        return self._fault.wait(within)
+
+    def park(self, report: Report) -> View:
+        with self._installed:
+            before = self._view
+            self._tell(m.Parked(report))
+            self._installed.wait_for(lambda: self._view is not before or self._closing.is_set())
+            if self._view is before or self._view is None:
+                raise SystemExit(EXIT_CODE)  # left behind, or closed by another thread
+            return self._view
+
+    def rebuilt(self) -> None:
+        self._tell(m.Rebuilt())
+
+    def on_abort(self, callback: Callable[[], None]) -> None:
+        self._callbacks.append(callback)
+
+    def close(self) -> None:
+        self._closing.set()
+        self._links.wake()
+        self._thread.join(timeout=5.0)
+        with self._installed:
+            self._installed.notify_all()
+
+    # Living: one thread.
+
+    def _tell(self, event: m.Event) -> None:
+        self._inbox.put(event)
+        self._links.wake()
+
+    def _live(self) -> None:
+        try:
+            self._run()
+        except Exception as error:
+            logger.exception("the thread of the membership has ended")
+            self._leave(f"the thread of the membership has ended: {error!r}")
+
+    def _run(self) -> None:
+        last = time.monotonic()
+        while not self._closing.is_set():
+            for event in self._links.wait(max(0.0, last + TURN_S - time.monotonic())):
+                self._handle(event)
+            while not self._inbox.empty():
+                self._handle(self._inbox.get())
+            now = time.monotonic()
+            if now - last >= TURN_S:
+                if now - last > 8 * TURN_S:  # this process was suspended: it is the one that did not listen
+                    self._links.listened()
+                last = now
+                self._turn()
+        bye = m.Bye(self._machine.roster.epoch)
+        self._links.close(bye)
+
+    def _turn(self) -> None:
+        self._handle(m.Tick())
+        machine = self._machine
+        self._links.me, self._links.roster = machine.me, machine.roster
+        if machine.me.id < 0:
+            self._links.knock(machine.me, self._invitation.members)
+            return
+        for event in self._links.watch(machine.watched):
+            self._handle(event)
+        self._beat_in -= TURN_S
+        if self._beat_in <= 0:
+            self._beat_in = beat_seconds(len(machine.watched), self._heartbeat_s, self._links.frozen_s)
+            self._links.beat(machine.beat())
+
+    def _handle(self, event: m.Event) -> None:
+        machine = self._machine
+        self._links.coordinator = next((o for o in machine.roster.members if o.id == machine.coordinator), None)
+        joins = machine.me.id < 0
+        actions = machine.handle(event)
+        self._links.me, self._links.roster = machine.me, machine.roster
+        if joins and machine.me.id >= 0:
+            self._links.joined()
+        for action in actions:
+            self._do(action)
+
+    def _do(self, action: m.Action) -> None:
+        match action:
+            case m.Send(to, message):
+                self._links.send(to, message)
+            case m.Abort():
+                self._fault.set()
+                for callback in self._callbacks:
+                    callback()
+            case m.GoOn(view):
+                with self._installed:
+                    self._view = view
+                    self._fault.clear()
+                    self._installed.notify_all()
+            case m.TakeToken(epoch, roster):
+                threading.Thread(target=self._take_token, args=(epoch, roster), daemon=True).start()
+            case m.OpenStore(epoch):
+                self._store = self._open_store(self._machine.me.address[0])
+                self._inbox.put(m.Opened(epoch, self._store[0]))
+                self._links.wake()
+            case m.KillProcess(member):
+                kill(Identity(member.host, member.pid, member.started))
+            case m.Exit(why):
+                self._leave(why)
+
+    def _leave(self, why: str) -> None:
+        if self._end is not None:
+            self._closing.set()
+            self._end(why)
+            with self._installed:
+                self._installed.notify_all()
+            return
+        say(f"member {self._machine.me.id} ends: {why}. Restart the job: it resumes from the newest checkpoint")
+        end_process(EXIT_CODE)
+
+    def _take_token(self, epoch: int, roster: m.Roster) -> None:
+        assert self._invitation.folder is not None, "asked for with a folder only"
+        try:
+            found = take_token(Path(self._invitation.folder), f"{self._invitation.run}-{epoch}", roster)
+        except (OSError, ValueError) as error:
+            logger.error("no token for the epoch after %d: %s", epoch, error)
+            found = None
+        self._tell(m.Token(epoch, found))
+
+
+def take_token(folder: Path, name: str, roster: m.Roster) -> m.Roster:
+    """Write this roster as a file that only one process can make; the roster that stands there.
+
+    OSError or ValueError where the folder cannot be used, or whoever made the file has not finished it.
+    """
+    place, adapter = folder / "epochs" / name, TypeAdapter(m.Roster)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        handle = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        deadline = time.monotonic() + _READ_S
+        while not (text := place.read_text()).endswith("\n"):
+            if time.monotonic() > deadline:
+                raise ValueError(f"{place} is not whole: whoever made it has died") from None
+            time.sleep(0.05)
+        return adapter.validate_json(text)
+    with os.fdopen(handle, "wb") as file:
+        file.write(adapter.dump_json(roster) + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+    return roster
