@@ -116,5 +116,6 @@ GROUPS, MEETINGS, PAIRS, GROUP_SOCKETS = 24, 24, 256, 64  # of a rank, or of all
 GPU_TRAINING = 1.0  # our tokens per second over the plain loop's
 GPU_LEFT_OVER = 256 * 2**20  # bytes after an engine was destroyed: cuBLAS keeps workspaces
 
-# After a fault: check_faults, tests/gloo/.
+# After a fault: check_faults, check_elastic, tests/gloo/.
+VIEW_MEDIAN_S, VIEW_WORST_S = 1.0, 3.0  # from a member's death to the others' next view, or from when it is frozen
 DEAD_S, FROZEN_S = 3.0, 12.0  # until all ranks have ended, where one is dead, or stands still

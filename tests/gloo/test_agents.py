@@ -42,7 +42,13 @@ def train(agent: MemberAgent, name: str, place: Path, *, until: int) -> None:
 
 
 def run(
-    tmp_path: Path, num: int, lost: dict[int, tuple[float, str]], until: int, *, joins: bool = False
+    tmp_path: Path,
+    num: int,
+    lost: dict[int, tuple[float, str]],
+    until: int,
+    *,
+    joins: bool = False,
+    frozen_s: float = 1.5,
 ) -> tuple[list[End], dict[str, list[Any]], float]:
     """Ranks that end so many seconds after the start, and in which way; views, and the time of the first end."""
 
@@ -50,14 +56,14 @@ def run(
         if rank >= num:  # a process that joins
             while not (tmp_path / "invitation").exists():
                 time.sleep(0.02)
-            agent = MemberAgent.join(Invitation.read(tmp_path / "invitation"), frozen_s=1.5, heartbeat_s=0.25)
+            agent = MemberAgent.join(Invitation.read(tmp_path / "invitation"), frozen_s=frozen_s, heartbeat_s=0.25)
             view = agent.park(Report())
             (tmp_path / f"{rank}.views").write_text(json.dumps([time.time(), view.to_wire()]) + "\n")
             agent.rebuilt()
             time.sleep(0.5)
             return
         with first_channel() as channel:
-            agent = MemberAgent.start(channel, folder=tmp_path, frozen_s=1.5, heartbeat_s=0.25)
+            agent = MemberAgent.start(channel, folder=tmp_path, frozen_s=frozen_s, heartbeat_s=0.25)
         if joins and rank == 0:
             agent.invitation.write(tmp_path / "invitation")
         if rank in lost:

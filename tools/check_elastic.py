@@ -1,0 +1,94 @@
+"""Members of an elastic job that die, freeze, part or join: one view on all that go on, and how soon.
+
+  python -m tools.check_elastic [--quick] [--json FILE] [--only PART ...]
+
+membership  drawn orders of events through the machines of up to seven members over a made-up network
+partitions  four members in two parts, for good or for a while, with and without a folder that all see
+agents      real processes and sockets, four members: from the death of one to the last survivor's next view
+
+Exits non-zero if an aim is missed.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from ds_hydra.commands.figures import guarded, run_parts
+from tests.support.simulated_members import Cluster, tried, wrong_in
+from tools import aims
+
+SIDES = (((0, 1), (2, 3)), ((0,), (1, 2, 3)), ((3,), (0, 1, 2)), ((1, 3), (0, 2)))
+FROZEN_S = 1.5  # after which agents here count a silent one as frozen
+
+
+def membership(quick: bool, missed: list[str]) -> list[dict[str, Any]]:
+    """A row for each kind of what befell members: how many orders had it, and how many ended as they may."""
+    rows: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
+    for seed in range(1000 if quick else 10_000):
+        wrong, kinds, cluster = tried(seed)
+        if wrong:
+            missed.append(f"order {seed} ({kinds}): {wrong}")
+        for kind in ("all", *kinds.split()):
+            row = rows[kind]
+            row[:] = row[0] + 1, row[1] + (not wrong), row[2] + bool(cluster.survivors)
+    return [{"kind": kind, "orders": of, "held": held, "went on": on} for kind, (of, held, on) in sorted(rows.items())]
+
+
+def partitions(quick: bool, missed: list[str]) -> list[dict[str, Any]]:
+    """A row for each way to part: how often which side went on."""
+    rows = []
+    for sides in SIDES:
+        for folder in (True, False):
+            for heals in (None, 3.0, 20.0):
+                ends: dict[str, int] = defaultdict(int)
+                for seed in range(10 if quick else 100):
+                    cluster = Cluster(seed, 4, folder=folder)
+                    cluster.at(1.0, lambda c=cluster, s=sides: c.partition(s))  # type: ignore[misc]
+                    if heals is not None:
+                        cluster.at(1.0 + heals, lambda c=cluster: c.partition([]))  # type: ignore[misc]
+                    if wrong := wrong_in(cluster, {"partition"}):
+                        missed.append(f"{sides}, folder {folder}, for {heals} s: {wrong}")
+                    ends["+".join(map(str, cluster.survivors)) or "none"] += 1
+                told = ", ".join(f"{who}: {count}" for who, count in sorted(ends.items()))
+                rows.append({"parts": str(sides), "folder": folder, "for, s": heals or "good", "went on": told})
+    return rows
+
+
+def agents(quick: bool, missed: list[str]) -> list[dict[str, Any]]:
+    """A row for each way to die and each place: seconds to the next view, median and worst."""
+    from tests.gloo.test_agents import run, same_last
+
+    rows = []
+    for how in ("SIGKILL", "SIGSTOP"):
+        for lost in (0, 1, 3):
+            times = []
+            for number in range(2 if quick else 34 if how == "SIGKILL" else 10):
+                with tempfile.TemporaryDirectory() as folder:
+                    _, seen, gone = run(Path(folder), 4, {lost: (0.4 + 0.01 * number, how)}, until=3, frozen_s=FROZEN_S)
+                stay = [rank for rank in range(4) if rank != lost]
+                if [one.id for one in same_last(seen, stay).members] != stay:
+                    missed.append(f"{how} of {lost}: the last view is not that of {stay}")
+                times.append(max(seen[str(rank)][-1][0] for rank in stay) - gone)
+            more = FROZEN_S if how == "SIGSTOP" else 0.0
+            median, worst = statistics.median(times), max(times)
+            if median > more + aims.VIEW_MEDIAN_S or worst > more + aims.VIEW_WORST_S:
+                missed.append(f"{how} of {lost}: {median:.2f} s in the median, {worst:.2f} s at worst until a view")
+            rows.append({"death": how, "of": lost, "repeats": len(times), "median, s": median, "worst, s": worst})
+    return rows
+
+
+PARTS = {"membership": membership, "partitions": partitions, "agents": agents}
+
+
+def main() -> int:
+    """The exit code."""
+    return run_parts("check_elastic", __doc__, PARTS)
+
+
+if __name__ == "__main__":
+    sys.exit(guarded("check_elastic", main))
