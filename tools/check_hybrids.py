@@ -4,8 +4,8 @@
 
 ways     how tokens meet in each layer of some models, found by trying: by the interface, or in which boxes
 classes  hybrids and models with attention of their own under TP 3, PP 3, SP 3 and a mix, against the plain model
-costs    CPU time of a training step on packs over that of plain transformers, one sequence at a time, in FP64; and
-         operators for each sequence and layer
+costs    CPU time of a training step on packs over that of plain transformers, one sequence at a time, in FP64; the
+         share of it that products and attention alone take, below which no pack comes; operators a sequence and layer
 
 `--quick` takes fewer classes and the small packs. What stages with boxes must not do is a mutant in
 `tests/test_boxes.py`, each refused before step 0. Exits non-zero if an aim is missed.

@@ -20,6 +20,7 @@ from tools import aims
 _VIEWS = frozenset({"view", "t", "transpose", "permute", "slice", "select", "expand", "unsqueeze", "squeeze", "detach",
                     "alias", "as_strided", "_unsafe_view", "split", "split_with_sizes", "unbind", "narrow",
                     "_reshape_alias", "unfold"})  # fmt: skip
+_FLOOR = ("mm", "addmm", "addmm_", "bmm", "baddbmm")  # operators whose arithmetic packing can only make wider
 _LAYERS, _SHORT = 4, 64
 # What is measured -> model type and what its config has beside the sizes.
 _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -35,15 +36,21 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class _Count(TorchDispatchMode):
-    """Counts the operators that compute."""
+    """Counts the operators that compute, and the CPU seconds of those that no pack can save."""
 
     def __init__(self) -> None:
         super().__init__()
         self.number = 0
+        self.floor = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.number += func._schema.name.split("::")[1] not in _VIEWS
-        return func(*args, **(kwargs or {}))
+        name = func._schema.name.split("::")[1]
+        self.number += name not in _VIEWS
+        began = time.thread_time()
+        result = func(*args, **(kwargs or {}))
+        if name in _FLOOR or "attention" in name:
+            self.floor += time.thread_time() - began
+        return result
 
 
 def costs(quick: bool, missed: list[str]) -> list[dict[str, Any]]:
@@ -71,18 +78,19 @@ def _row(kind: str, sequences: int, length: int, width: int) -> dict[str, Any]:
     extra = {"experts_implementation": "eager"} if model_type == "qwen3_next" else {}
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", **extra).double()
     data = uneven_data(96, [(length,) * sequences])
-    packs, operators = _of_packs(CausalLM(model), data)
+    packs, floor, operators = _of_packs(CausalLM(model), data)
     plain = Plain(model)
     alone = _best(lambda: plain._train(data, range(sequences)))
     each = operators / (sequences * _LAYERS)
     return {"layers": kind, "sequences": sequences, "tokens": length, "width": width, "packs, s": packs,
-            "plain, s": alone, "over plain": packs / alone, "operators a sequence and layer": each}  # fmt: skip
+            "plain, s": alone, "products and attention over plain": floor / alone, "over plain": packs / alone,
+            "operators a sequence and layer": each}  # fmt: skip
 
 
-def _of_packs(source: CausalLM, data: Data) -> tuple[float, int]:
-    """CPU seconds of a training step as one stage, and its operators."""
+def _of_packs(source: CausalLM, data: Data) -> tuple[float, float, int]:
+    """CPU seconds of a training step as one stage, those of its products and attention alone, and its operators."""
     ranks = InProcessRanks(1)
-    found: list[tuple[float, int]] = []
+    found: list[tuple[float, float, int]] = []
 
     def body(rank: int) -> None:
         worker = RankOfPipeline(source, uneven_pipeline(BASE, source.plan.num_layers), rank, ranks)
@@ -90,7 +98,7 @@ def _of_packs(source: CausalLM, data: Data) -> tuple[float, int]:
         best = _best(lambda: worker.train(data))
         with _Count() as count:
             worker.train(data)
-        found.append((best, count.number))
+        found.append((best, count.floor, count.number))
 
     ranks.run(body)
     return found[0]
