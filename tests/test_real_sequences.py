@@ -31,7 +31,7 @@ def real_data(vocabulary: int, lengths: tuple[int, ...] = (7, 90, 7)) -> RealDat
         tokens[1:3] = PAIR
         labels = np.append(tokens[1:], -100)
         labels[: length // 3] = -100
-        sequences.append(TokenSequence(tokens, labels, 3.0))
+        sequences.append(TokenSequence(tokens, labels, 3.0, np.ones((length, 2))))  # fields, which no model reads
     return RealData.of(sequences)
 
 

@@ -9,6 +9,7 @@
   replay     30 updates of recorded rollouts by a loop of GRPO, padded, in parts, two epochs: parameters
   strict     some of these under a transport that lets go on nothing before its order
   memory     bytes at once for log-probabilities and entropy of a large vocabulary, beside gathered logits; CPU time
+  trl        GRPO, RLOO and DPO by TRL's trainers on two ranks, against TRL's own in one process: losses, parameters
   refusals   fields and losses that cannot be trained on: refused on all ranks alike, and nothing has changed
 
 Exits non-zero where an aim is missed.
@@ -23,7 +24,7 @@ from ds_hydra.commands.figures import figures_parser, finish, print_table
 from ds_hydra.pipe.model_plan import LOGITS_AT_ONCE
 from tests.support.strict import Rules
 from tools import aims
-from tools.post_training import equality, memory, refusals, replay
+from tools.post_training import equality, memory, refusals, replay, trl_trainers
 from tools.post_training.plain import LOSSES
 
 Found = tuple[dict[str, object], list[str]]
@@ -128,6 +129,17 @@ def check_memory(*, quick: bool) -> Found:
     return {"memory": [ours, gathered, in_block, *timed]}, missed
 
 
+def check_trl(*, quick: bool) -> Found:
+    rows = trl_trainers.compare(trl_trainers.QUICK if quick else list(trl_trainers.CASES))
+    print_table(("TRL's trainer", "loss apart", "parameters apart", "they moved by"), rows)
+    missed = [
+        f"{row.case}: losses {row.of_loss:.1e} and parameters {row.of_parameters:.1e} apart, not <= {aims.TRL_TRAINERS}"
+        for row in rows
+        if not max(row.of_loss, row.of_parameters) <= aims.TRL_TRAINERS
+    ]
+    return {"trl": [row._asdict() for row in rows]}, missed
+
+
 def check_refusals(*, quick: bool) -> Found:
     found = refusals.refused()
     print_table(
@@ -147,6 +159,7 @@ PARTS: dict[str, Callable[..., Found]] = {
     "replay": check_replay,
     "strict": check_strict,
     "memory": check_memory,
+    "trl": check_trl,
     "refusals": check_refusals,
 }
 

@@ -5,6 +5,7 @@ See [Note: losses of log-probabilities].
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -61,7 +62,7 @@ def mix(
     with torch.enable_grad(), released_on_meta():
         watch = Watch(names_of(model), MIXING_FORM)
         try:
-            with watch:
+            with watch if asked.watched else contextlib.nullcontext():
                 losses = asked.loss(leaf[:, LOG_PROB], leaf[:, ENTROPY], fields)
         except Exception:
             watch.refuse()  # which says more than an error by what it has read

@@ -47,6 +47,7 @@ class Asked(NamedTuple):
     mixes: bool
     candidates: str
     normaliser: float | str  # a number, or what is counted: "tokens", "sequences"; of a loss that mixes, "losses"
+    watched: bool = True  # for what it reads beside its arguments; a trainer's whole loss computes references, metrics
 
     @classmethod
     def of(cls, loss: Any, normaliser: float | None, mixes_tokens: bool | None) -> Asked:
@@ -61,7 +62,8 @@ class Asked(NamedTuple):
         counted = "losses" if mixes else str(getattr(loss, "normaliser", "tokens"))
         if counted not in ("losses", "tokens", "sequences"):
             raise ConfigError(f'the normaliser of a loss must be "tokens" or "sequences", but is {counted!r}')
-        return cls(loss, mixes, candidates, counted if normaliser is None else checked_normaliser(normaliser))
+        divisor = counted if normaliser is None else checked_normaliser(normaliser)
+        return cls(loss, mixes, candidates, divisor, bool(getattr(loss, "watched", True)) or not mixes)
 
     def __str__(self) -> str:
         plain = getattr(self.loss, "__qualname__", None) or type(self.loss).__qualname__

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import deepspeed
 import torch
 from accelerate import Accelerator, PartialState
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from ds_hydra.engine.engine import HydraEngine
@@ -29,7 +30,30 @@ def in_place_of_deepspeed(loss_fn: TokenLoss | None = None) -> Iterator[None]:
         deepspeed.initialize = plain
         return initialize(**arguments, loss_fn=loss_fn)
 
-    deepspeed.initialize = lent
+    with _lent(lent):
+        yield
+
+
+@contextmanager
+def without_engine() -> Iterator[None]:
+    """Within it `deepspeed.initialize`, by which TRL makes an engine for a reference's scores, only places the model on
+    this rank's device, which holds it whole, where the config has the block "hydra"."""
+
+    plain = deepspeed.initialize
+
+    def placed(model: Any, config: Any, **arguments: Any) -> Any:
+        if "hydra" not in config:
+            return plain(model=model, config=config, **arguments)
+        return model.to(get_accelerator().current_device_name()), None, None, None
+
+    with _lent(placed):
+        yield
+
+
+@contextmanager
+def _lent(function: Callable[..., Any]) -> Iterator[None]:
+    plain = deepspeed.initialize
+    deepspeed.initialize = function
     try:
         yield
     finally:

@@ -53,8 +53,8 @@ class RealData(Data):
         return RealData(data.sequences, data.microbatches, tuple(sequences))
 
     def load(self, sequence: int) -> TokenSequence:
-        """A sequence, with its tokens counted once."""
-        return self.given[sequence]._replace(weight=1.0)
+        """A sequence, with its tokens counted once, for the cross entropy."""
+        return self.given[sequence]._replace(weight=1.0, fields=None)
 
     @property
     def num_targets(self) -> int:

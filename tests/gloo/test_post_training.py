@@ -18,7 +18,7 @@ from tests.support.families import build_model
 from tests.support.ranks import rank_environment, run_ranks
 from tests.support.small_job import same, small_engine, whole_state
 from tools import aims
-from tools.post_training import equality, refusals
+from tools.post_training import equality, refusals, trl_trainers
 from tools.post_training.equality import Layout
 from tools.post_training.memory import Live
 from tools.post_training.rollouts import rollouts, share
@@ -39,6 +39,12 @@ def test_losses_are_those_of_one_process(family: str, layouts: list[Layout], los
     assert len(rows) == len(layouts) * len(losses)
     assert slices > 0 or family == "lora"
     assert max(max(row.of_loss, row.of_gradients) for row in rows) <= aims.POST_TRAINING, rows
+
+
+def test_trainers_of_trl_train_as_in_one_process() -> None:
+    rows = trl_trainers.compare(trl_trainers.QUICK)
+    assert max(max(row.of_loss, row.of_parameters) for row in rows) <= aims.TRL_TRAINERS, rows
+    assert min(row.moved for row in rows) > 1e-3
 
 
 def test_a_step_may_be_split_into_any_calls_with_evaluations_between_them() -> None:

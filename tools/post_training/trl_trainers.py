@@ -1,0 +1,142 @@
+"""TRL's trainers of preferences and policies on two ranks of the engine, against TRL's own in one process."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from typing import Any, NamedTuple
+
+import torch
+from datasets import Dataset, load_from_disk
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from tests.support.families import build_model
+from tests.support.ranks import rank_environment, run_ranks
+
+STEPS, WORDS = 3, 90
+CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "zero_optimization": {"stage": 1},
+    "hydra": {
+        "tokens_per_step": 512,
+        "strategies": ["tp2", "2*tp1"],
+        "self_check": "off",
+        "steps_file": None,
+        "planner": {"ahead": 0},
+    },
+}
+# Name -> trainer, and what its config has beside the sizes.
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "GRPO, reference": ("GRPO", {"beta": 0.1, "loss_type": "grpo"}),
+    "GRPO, DAPO": ("GRPO", {"loss_type": "dapo", "top_entropy_quantile": 0.5, "gradient_accumulation_steps": 1}),
+    "GRPO, CISPO, older policy": ("GRPO", {"loss_type": "cispo", "num_iterations": 2}),
+    "RLOO": ("RLOO", {}),
+    "DPO": ("DPO", {"max_length": 32}),
+    "DPO, reference before": ("DPO", {"max_length": 32, "precompute_ref_log_probs": True, "loss_type": "ipo"}),
+}
+QUICK = ["GRPO, CISPO, older policy", "DPO"]
+
+
+class Row(NamedTuple):
+    """A trainer on the engine beside TRL's own."""
+
+    case: str
+    of_loss: float  # the largest difference of a logged loss
+    of_parameters: float  # the largest difference, relative to how far the parameters have moved
+    moved: float
+
+
+def compare(cases: list[str]) -> list[Row]:
+    """A row for each of these cases."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = build_model("llama", torch.float64)
+        model.save_pretrained(folder)
+        _data("DPO").save_to_disk(f"{folder}/pairs")
+        start = model.state_dict()
+        rows = []
+        for number, case in enumerate(cases):
+            (losses, found), (expected, plain) = (
+                run_ranks(_train, ranks, case, folder, f"{folder}/{number}-{ranks}", ranks, timeout=300)[0]
+                for ranks in (2, 1)
+            )
+            moved = max(float((plain[name] - start[name]).abs().max()) for name in plain)
+            apart = max(float((found[name] - plain[name]).abs().max()) for name in plain)
+            of_loss = max(abs(a - b) for a, b in zip(losses, expected, strict=True))
+            rows.append(Row(case, of_loss, apart / moved, moved))
+    return rows
+
+
+def _train(
+    rank: int, case: str, model: str, folder: str, num_ranks: int
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The losses that are logged, and the parameters at the end."""
+    rank_environment(rank)
+    if num_ranks == 1:
+        del os.environ["LOCAL_RANK"]  # by which Accelerate tells a job of several processes
+    import trl
+
+    from ds_hydra.hugging_face import scores
+
+    kind, own = CASES[case]
+    policy = kind != "DPO"
+    settings = {
+        "max_steps": STEPS, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 8 // num_ranks,
+        "optim": "sgd", "learning_rate": 0.1, "weight_decay": 0.1, "warmup_steps": 1, "max_grad_norm": 0.5,
+        "logging_steps": 1,
+        "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True, "bf16": False,
+        "gradient_checkpointing": False, "output_dir": folder,
+    }  # fmt: skip
+    if num_ranks > 1:
+        settings["deepspeed"] = CONFIG
+    if policy:
+        settings |= {"num_generations": 4, "max_completion_length": 16}
+    of = scores if num_ranks > 1 else trl
+    trainer: Any = getattr(of, f"Hydra{kind}Trainer" if num_ranks > 1 else f"{kind}Trainer")(
+        AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64),
+        args=getattr(trl, f"{kind}Config")(**settings | own),
+        train_dataset=_data(kind) if policy else load_from_disk(f"{model}/pairs"),
+        processing_class=_tokenizer(),
+        **({"reward_funcs": _reward} if policy else {}),
+    )
+    if policy:
+        trainer._generate_single_turn = _answers if kind == "RLOO" else lambda *given: (_answers(*given), None)
+    trainer.train()
+    values = trainer.deepspeed.fp32_state_dict() if num_ranks > 1 else trainer.model.state_dict()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses, {name: value.detach().clone() for name, value in values.items()}
+
+
+def _answers(prompts: list[list[int]], *_: Any) -> list[list[int]]:
+    """An answer to each prompt, one of four; they depend on nothing that a number of ranks changes."""
+    found = []
+    for number, prompt in enumerate(prompts):
+        drawn = sum(prompt) + 17 * (number % 4)
+        length = drawn % 11 + 2
+        found.append([(3 * length + 5 * token + drawn) % WORDS + 3 for token in range(length)] + [1])
+    return found
+
+
+def _reward(completions: list[str], **_: Any) -> list[float]:
+    return [float(len(words) + sum(len(word) for word in words) % 5) for words in map(str.split, completions)]
+
+
+def _data(kind: str) -> Dataset:
+    def text(of: int, length: int) -> str:
+        return " ".join(f"w{(7 * of + 3 * token * (of + 1)) % WORDS + 3}" for token in range(length))
+
+    prompts = [{"prompt": text(number, 3 + number % 5)} for number in range(24)]
+    if kind != "DPO":
+        return Dataset.from_list(prompts)
+    chosen = [{"chosen": " " + text(number + 5, 2 + number % 7)} for number in range(24)]
+    rejected = [{"rejected": " " + text(number + 9, 1 + number % 4)} for number in range(24)]
+    return Dataset.from_list([a | b | c for a, b, c in zip(prompts, chosen, rejected, strict=True)])
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    """A word for each id."""
+    tokenizer = Tokenizer(models.WordLevel({f"w{number}": number for number in range(96)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0", eos_token="w1", unk_token="w0")
