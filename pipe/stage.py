@@ -105,6 +105,10 @@ class StagePlace:
         return self.part == 1 and self.index == len(self.pipeline.stages) - 1
 
 
+# Modules that only hold others: no hook of theirs is ever called, however their parameters are read.
+_NEVER_RUN = (nn.ParameterDict, nn.ParameterList, nn.ModuleDict, nn.ModuleList)
+
+
 class StageModule:
     """A rank's share of a stage, or of one part of it: a module on the meta device whose parameters are views of
     pulled buffers."""
@@ -132,10 +136,13 @@ class StageModule:
             self._owners.setdefault(name, []).append((model.get_submodule(owner), leaf))
         self.parameters: dict[str, nn.Parameter] = {}
         self.before_use: Callable[[str], None] | None = None  # called with a master name before it computes
+        self.used_by_none: list[str] = []  # by no module that runs, as far as is known: there before anything runs
         for name, owners in self._owners.items():
             users = {module for module, _ in owners} | {
                 model.get_submodule(path) for path in (readers or {}).get(name, ())
             }
+            if all(isinstance(module, _NEVER_RUN) for module in users):
+                self.used_by_none.append(name)
             for module in users:  # ahead of the user's hooks, which may read the parameter
                 module.register_forward_pre_hook(lambda _module, _args, name=name: self._use(name), prepend=True)
         self.weight_gradients: SplitBackward | None = None  # where the schedule splits backwards

@@ -31,7 +31,7 @@ from ds_hydra.costs.shares import CONTEXT, RECOMPUTED, UNTIL_WEIGHT
 from ds_hydra.pipe.model_plan import HEAD_LOGITS_AT_ONCE, LOGITS_AT_ONCE, ModelPlan
 from ds_hydra.pipe.placement import Strategy, place_pipeline, place_strategy
 from ds_hydra.pipe.schedules.registry import most_alive, most_sent
-from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
+from ds_hydra.pipe.shape import DEFAULT_SCHEDULE, ParallelScheme, PipelineShape, StrategyShape
 from ds_hydra.zero_hetero.errors import ConfigError
 from ds_hydra.zero_hetero.nodes import NodeSize
 
@@ -210,7 +210,12 @@ class JobMemory:
         # Costs have one key for all pipelines of the same stages: of their schedules the one that keeps the most is
         # counted, and of a V's stages what they hold more than others.
         pipelines = {pipeline for strategy in self.strategies for pipeline in strategy.pipelines}
-        alike = {pipeline for pipeline in pipelines if pipeline.cost_key == shape.cost_key} | {shape}
+        alike = {pipeline for pipeline in pipelines if pipeline.cost_key == shape.cost_key}
+        if shape.parts == 1:
+            alike.add(shape)
+        elif shape.schedule == DEFAULT_SCHEDULE:  # the key of a V, which that schedule cannot run
+            shape = replace(shape, schedule="list")
+            alike.add(shape)
         placed = [place_pipeline(pipeline, 0, self.plan.num_layers).stages[index] for pipeline in alike]
         held = max(
             (self._held(pipeline, index) for pipeline in alike if pipeline == shape or pipeline.parts == 2),

@@ -197,6 +197,8 @@ class CausalStage(StageModule):
             self._pack = before
 
     def _run_layers(self, hidden: Tensor | None, batch: MicroBatch, keys: Keys | None) -> Any:
+        for name in self.used_by_none:
+            self._use(name)
         self._pack = batch.pack
         self._recomputing.take(0.0)
         run = None if self._boxes is None else self._boxes.captured(batch, keys)

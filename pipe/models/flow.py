@@ -111,11 +111,12 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = [] if getattr(func, "__name__", "") == "__get__" else tree_leaves((args, kwargs))
-        for value in given:
+        attribute = getattr(func, "__name__", "") == "__get__"
+        given = [] if attribute else tree_leaves((args, kwargs))
+        result = func(*args, **kwargs)
+        for value in args if attribute and isinstance(result, Tensor) else given:  # .T reads it, .shape does not
             if isinstance(value, Tensor) and id(value) in self.names:
                 self._touch(id(value))
-        result = func(*args, **kwargs)
         if given and self.part[0] == "layer":
             self.ran.note(self.part[1], self.stack[-1], func, given, result)
         self.recorder.note(func, args, kwargs, result)

@@ -98,7 +98,7 @@ class Case:
         if self.dtype == FLOAT32 and self.wire is not None:
             return Aims(1e-6, 1e-3, 2.0**-8, None, None)
         if self.dtype == FLOAT32:
-            return Aims(1e-6, 1e-5, 1e-5, 1e-5 if self.optimizer == "SGD" else None, None)
+            return Aims(1e-6, 1e-5, 1e-5, 1e-5 if self.optimizer == "SGD" and not self.amplifies else None, None)
         return Aims(5e-3, 5e-2, 1e-1 if self.steps <= 10 else None, None, None)
 
 

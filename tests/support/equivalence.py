@@ -51,7 +51,7 @@ from tests.support.strict_world import strict_world
 ADAMW = {"lr": 2e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
 SGD = {"lr": 1.0, "momentum": 0.9, "weight_decay": 0.01}
 MOMENTS = {"AdamW": ("exp_avg", "exp_avg_sq"), "SGD": ("momentum_buffer",)}
-_APART = 1.5  # two BF16 runs with independent roundings are about sqrt(2) times as far apart as each is from FP32
+_APART = 1.5  # two runs with independent roundings are about sqrt(2) times as far apart as each is from a wider type
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Difference:
     moment: float = 0.0
     worst: dict[str, str] = field(default_factory=dict)  # what -> name of the worst tensor
     shares_tokens: bool = False  # whether tensor parallel ranks did in the run
-    rounding: float = 0.0  # of a BF16 case: the largest difference of its reference's gradients from those of FP32
+    rounding: float = 0.0  # the largest difference of the reference's gradients from those of a wider type, if any
 
     def missed(self, case: Case) -> list[str]:
         """Aims of the case that are not met, in words."""
@@ -316,7 +316,8 @@ def difference(case: Case, data: Sequence[Sample], run: RankRun) -> Difference:
     follow = (
         _reference(case) if case.dtype != FLOAT64 or case.amplifies else None
     )  # takes the ranks' parameters before each step
-    exact = _reference(replace(case, dtype=FLOAT32)) if case.dtype == BFLOAT16 and case.aims.gradient else None
+    wider = {BFLOAT16: FLOAT32, FLOAT32: FLOAT64 if case.amplifies else None}.get(case.dtype)
+    exact = _reference(replace(case, dtype=wider)) if wider and case.aims.gradient else None
     for number, step in enumerate(run.steps, start=1):
         samples = [data[i] for i in step.ids]
         weights = token_weights(samples, step.microbatches, case.loss_norm)
@@ -328,7 +329,8 @@ def difference(case: Case, data: Sequence[Sample], run: RankRun) -> Difference:
             follow.load(step.before)
             expected = follow.gradients(samples, weights, keys)
         if exact is not None:
-            exact.load({name: value.bfloat16().to(value.dtype) for name, value in step.before.items()})
+            own = torch.bfloat16 if case.dtype == BFLOAT16 else torch.float32
+            exact.load({name: value.to(own).to(getattr(torch, str(wider))) for name, value in step.before.items()})
             unrounded = exact.gradients(samples, weights, keys).gradients
             apart = (relative(value, unrounded[name]) for name, value in expected.gradients.items())
             found.rounding = max(found.rounding, *apart)
