@@ -17,7 +17,7 @@ import datasets
 import pytest
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import LlamaConfig, PreTrainedModel, Trainer
 
 from tools.structure import Source, read_sources
 
@@ -70,7 +70,8 @@ def holders() -> list[Any]:
     parameter = torch.nn.Parameter(torch.zeros(1))
     dataset = datasets.Dataset.from_list([{"a": 1}])
     return [torch, torch.autograd.Variable, torch.distributed.distributed_c10d, torch.nn.Linear(1, 1), parameter,
-            LlamaConfig(), PreTrainedModel, DeepSpeedEngine, dataset, dataset.to_iterable_dataset()]  # fmt: skip
+            LlamaConfig(), PreTrainedModel, Trainer, DeepSpeedEngine, dataset,
+            dataset.to_iterable_dataset()]  # fmt: skip
 
 
 def test_private_names_of_other_packages_are_there() -> None:

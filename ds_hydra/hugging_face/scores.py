@@ -49,7 +49,7 @@ class Scores:
 
     @property
     def mean_logits(self) -> Tensor:
-        """Zeros: no rank has the logits, of which TRL only logs something; see `HydraDPOTrainer.log`."""
+        """Zeros: no rank has the logits, of which TRL only logs something; see `_ScoresTrainer.log`."""
         return torch.zeros_like(self.log_probs)
 
     @property
@@ -194,6 +194,13 @@ class _ScoresTrainer(HydraTrainer):
                 model.lr_scheduler.step()
         return losses[0].detach()
 
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Trainer's own; what TRL would need the logits for is left out."""
+        unknown = _OF_LOGITS if self.plans_steps else ()
+        super().log(
+            {name: of for name, of in logs.items() if name.removeprefix("eval_") not in unknown}, *args, **kwargs
+        )
+
     def _loss_of(self, scores: Any, model: Any, inputs: dict[str, Any], num_items_in_batch: Any) -> Tensor:
         """The trainer's own loss of a batch, with `scores` called in the place of the model; divided as Trainer does
         where it is not of the whole update."""
@@ -252,13 +259,6 @@ class HydraDPOTrainer(_InPlaceOfModel, DPOTrainer, _ScoresTrainer):
     With `precompute_ref_log_probs` each rank computes its share by the whole model, before the engine is made. What TRL
     logs of the logits themselves is left out: their means, and `mean_token_accuracy`.
     """
-
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """As TRL's, without what needs the logits."""
-        for found in self._metrics.values() if self.plans_steps else ():
-            for name in _OF_LOGITS:
-                found.pop(name, None)
-        super().log(logs, *args, **kwargs)
 
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
         with without_engine():

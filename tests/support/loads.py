@@ -66,7 +66,7 @@ def state_of(engine: Any, client: Any = None) -> State:
         "random": torch.get_rng_state(),
         "scale": crew.loss_scale.state_dict(),
         "planning": [crew.plans.tables, crew.watch.calibration.state()],
-        "stage": crew.checkpoints._stage,
+        "stage": crew.checkpoints.stage,
         "client": client,
     }
     return {name: hashlib.sha256(_bytes(part)).hexdigest()[:12] for name, part in parts.items()}
