@@ -130,7 +130,7 @@ def _strategies_by_ranks(value: Any, place: str) -> tuple[tuple[int, tuple[str, 
 class ElasticConfig:
     """The block "hydra.elastic": training goes on in the other processes when a rank is lost. Each rank keeps a copy of
     another one's masters and optimizer state, so that no step is lost. It takes agents beside the ranks, which agree on
-    who goes on; where the launcher has started none, the job is refused before step 0."""
+    who goes on; no launcher starts them yet, and a job with this block is refused before step 0."""
 
     strategies: tuple[tuple[int, tuple[str, ...]], ...] = setting(_strategies_by_ranks, ())
     """Candidate strategies by the number of ranks that are left, such as {"3": ["3*tp1"]}; "auto" proposes them, as it

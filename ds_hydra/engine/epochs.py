@@ -53,7 +53,10 @@ class Carried:
 
 def start_agent() -> Agent:
     """This process's agent among the members of its job. ConfigError where none was started."""
-    raise ConfigError("hydra.elastic needs a launcher that lets survivors live: start the job by `ds-hydra launch`")
+    raise ConfigError(
+        "hydra.elastic needs a launcher that lets survivors live and starts agents beside the ranks, and this version "
+        "has none: take the block out; a job goes on from its newest checkpoint with any number of ranks"
+    )
 
 
 def config_for(config: HydraConfig, num_ranks: int) -> HydraConfig:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.elastic_job import Loss, restarted, run_elastic
 from tests.support.ranks import run_ranks
 from tests.support.small_job import small_engine
@@ -84,3 +85,12 @@ def test_a_share_that_is_lost_with_its_copy_ends_the_job(tmp_path: Path) -> None
     result = run_elastic(tmp_path / "job", 4, 3, lost, elastic=ELASTIC, strategies=OF_4)
     assert result.codes == [75, -9, -9, 75]
     assert "members 1 and 2 are gone" in result.told[0]
+
+
+def test_a_job_whose_launcher_ends_survivors_is_refused_before_step_0() -> None:
+    def refused(rank: int) -> str:
+        with pytest.raises(ConfigError) as caught:
+            small_engine(rank, strategies=["2*tp1"], elastic=ELASTIC)
+        return str(caught.value)
+
+    assert all("a launcher that lets survivors live" in text for text in run_ranks(refused, 2))
