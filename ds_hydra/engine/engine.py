@@ -76,7 +76,10 @@ class HydraEngine(EngineInParts):
                 self.job = replace(self.job, pre_step=pre_step_callback)
         with guard.assembling():
             self._signals = Signals(self.global_rank)
-            first_assembly(self, guard)
+            if self.hydra_config.elastic is None:
+                self.assemble(guard=guard)
+            else:
+                first_assembly(self, self.hydra_config.elastic, guard)
             # The masters have taken the values. Dropping both references frees the model's own parameters: otherwise
             # each rank would hold the whole model beside its share of it.
             self.job.source.values = {}

@@ -52,12 +52,8 @@ _KNOWN_S = 5.0  # within which a fault is known that has ended a rank's wait
 Result = TypeVar("Result")
 
 
-def first_assembly(engine: HydraEngine, guard: Guard) -> None:
-    """Assemble an engine, which goes on without ranks that it loses if its config says so."""
-    elastic = engine.hydra_config.elastic
-    if elastic is None:
-        engine.assemble(guard=guard)
-        return
+def first_assembly(engine: HydraEngine, elastic: ElasticConfig, guard: Guard) -> None:
+    """Assemble an engine that goes on without ranks that it loses."""
     engine.going_on = GoingOn(engine, elastic, epochs.start_agent())
     engine.going_on.begin(guard)
 
