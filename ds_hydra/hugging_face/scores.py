@@ -28,6 +28,7 @@ from trl import DPOTrainer, GRPOTrainer, RLOOTrainer
 
 from ds_hydra.hugging_face.accelerator import without_engine
 from ds_hydra.hugging_face.trainer import HydraTrainer
+from ds_hydra.pipe.models.adapted import is_peft_model
 from ds_hydra.zero_hetero.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ class _ScoresTrainer(HydraTrainer):
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         if self.plans_steps:
             compared = getattr(self, "beta", 0.0) != 0.0 and not getattr(self, "precompute_ref_logps", False)
-            if compared and getattr(self, "ref_model", None) is None and hasattr(self.model, "peft_config"):
+            if compared and getattr(self, "ref_model", None) is None and is_peft_model(self.model):
                 raise ConfigError(
                     "the reference of an adapter is the model with its adapter switched off, which the engine cannot "
                     "compute: set precompute_ref_log_probs=True (DPO) or beta=0 (GRPO, RLOO), or pass a ref_model"

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,7 +17,7 @@ import torch.distributed as dist
 
 from ds_hydra.elastic.view import Member, Report, View
 from ds_hydra.watchdog.host import host
-from tests.support.ends import live
+from tests.support.ends import ends
 from tests.support.fault_job import digest, entry_of
 
 _TURN_S = 0.02
@@ -124,7 +122,7 @@ class Loss:
 class Result:
     """Exit codes, and what each rank wrote; of those that finished, digests of masters and moments, and losses."""
 
-    codes: list[int]
+    codes: list[int | None]
     told: list[str]
     digests: list[str]
     losses: list[list[float]]
@@ -136,27 +134,11 @@ def run_elastic(folder: Path, num_ranks: int, steps: int, losses: Sequence[Loss]
     import tests.support.small_job  # noqa: F401
 
     folder.mkdir(parents=True, exist_ok=True)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    pids = []
-    for rank in range(num_ranks):
-        pid = os.fork()
-        if pid == 0:
-            live(partial(_train, rank, num_ranks, folder, steps, losses, hydra), rank, num_ranks, folder)
-        pids.append(pid)
-    codes, deadline = [], time.time() + 90
-    for pid in pids:
-        done = 0
-        while not done:
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if not done and time.time() > deadline:
-                os.kill(pid, signal.SIGKILL)
-            time.sleep(0.01)
-        codes.append(os.waitstatus_to_exitcode(status))
-    told = [(folder / f"stderr{rank}").read_text() for rank in range(num_ranks)]
-    ends = {rank: folder / f"end{rank}" for rank in range(num_ranks)}
-    ended = {rank: json.loads(path.read_text()) for rank, path in ends.items() if path.exists()}
-    return Result(codes, told, [one["digest"] for one in ended.values()], [one["losses"] for one in ended.values()])
+    left = ends(lambda rank, _: _train(rank, num_ranks, folder, steps, losses, hydra), num_ranks, limit_s=90.0)
+    written = [folder / f"end{rank}" for rank in range(num_ranks)]
+    ended = [json.loads(path.read_text()) for path in written if path.exists()]
+    digests, found = [one["digest"] for one in ended], [one["losses"] for one in ended]
+    return Result([one.code for one in left], [one.told for one in left], digests, found)
 
 
 def _train(rank: int, num_ranks: int, folder: Path, steps: int, losses: Sequence[Loss], hydra: dict) -> None:
