@@ -2,7 +2,8 @@
 
 python -m tools.check_swap [--quick] [--json FILE] [--only PART ...]
 
-scripts  those of examples/swap with the lines of their diffs changed: losses of 10 updates, evaluations among them
+scripts  those of examples/swap with the lines of their diffs changed: losses of 10 updates, evaluations among them; of
+         the loop of GRPO losses and norms, against plain DeepSpeed on 2 ranks
 stream   streams, those of datasets and torchdata among them, stopped in the middle and resumed, against the undisturbed
          run, to the bit
 handed   train_batch(sequences) dealt out to ranks in several ways against map-style data, to the bit
@@ -45,7 +46,7 @@ from tests.support.ranks import run_ranks
 from tests.support.small_job import same, sequences, small_engine, whole_state
 from tests.support.streams import REAL_STREAMS, STREAMS, Stateful, of_datasets
 from tools import aims
-from tools.swap.scripts import accelerated, lora, sft, three_calls, trainer
+from tools.swap.scripts import accelerated, grpo, lora, sft, three_calls, trainer
 
 STRATEGIES_64 = ("4*tp16", "8*tp8", "2*tp16 + 8*tp4", "tp16 + 4*tp8 + 4*tp4", "16*tp4")
 
@@ -55,17 +56,17 @@ Rows = list[dict[str, Any]]
 
 
 def check_scripts(quick: bool, missed: list[str]) -> Rows:
-    """The scripts of examples/swap, each with the one line of its diff changed, on 2 ranks."""
+    """The scripts of examples/swap, each with its diff, on 2 ranks."""
     rows: Rows = []
-    for run in (three_calls, trainer) if quick else (three_calls, lora, trainer, sft, accelerated):
+    for run in (three_calls, trainer, grpo) if quick else (three_calls, lora, trainer, sft, accelerated, grpo):
         with contextlib.redirect_stdout(io.StringIO()):
             found, expected, *saved = run(4 if quick else 10)
         apart = [abs(one - other) / abs(other) for one, other in zip(found, expected, strict=True)]
         row = {"script": run.__name__, "losses": len(found)}
-        row |= {"last, swapped": f"{found[-1]:.7f}", "last, one process": f"{expected[-1]:.7f}"}
+        row |= {"last, swapped": f"{found[-1]:.7f}", "last, unswapped": f"{expected[-1]:.7f}"}
         rows.append(row | {"most apart": f"{max(apart):.1e}", "saved file": f"{saved[0]:.1e}" if saved else ""})
         if not max(apart) <= aims.SWAP_LOSS:
-            missed.append(f"{run.__name__}.py: losses {found} after the swap, {expected} in one process")
+            missed.append(f"{run.__name__}.py: losses {found} after the swap, {expected} without it")
         if saved and not saved[0] <= aims.SWAP_WEIGHTS:
             missed.append(f"{run.__name__}.py: the weights that it saves are {saved[0]:.1e} off")
     return rows

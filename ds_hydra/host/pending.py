@@ -182,8 +182,9 @@ class PendingLoss(Tensor):
     def logits(self) -> NoReturn:
         raise ConfigError(
             "logits are not handed out: the last stage of a pipeline has them, a block at a time, after all batches of "
-            "a step were collected. For a loss of your own pass loss_fn(logits, labels) to ds_hydra.initialize(); for "
-            "metrics call engine.evaluate(dataset)"
+            "a step were collected. For a loss of log-probabilities, as policies have it, call "
+            "engine.forward_backward(batch, loss) and engine.optimizer_step(); for another one pass loss_fn(logits, "
+            "labels) to ds_hydra.initialize(); for metrics call engine.evaluate(dataset)"
         )
 
     def _part(self, key: Any) -> Tensor:

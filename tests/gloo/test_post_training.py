@@ -22,6 +22,7 @@ from tools.post_training import equality, refusals, trl_trainers
 from tools.post_training.equality import Layout
 from tools.post_training.memory import Live
 from tools.post_training.rollouts import rollouts, share
+from tools.swap import scripts
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 3
@@ -110,6 +111,12 @@ def test_the_example_learns() -> None:
     first, *_, last = run_ranks(example, 2, timeout=200)[0]
     assert first < 0.7
     assert last > 0.85
+
+
+def test_a_public_loop_of_grpo_trains_after_its_diff_as_on_plain_deepspeed() -> None:
+    found, expected = scripts.grpo(4)
+    assert len(found) == len(expected) == 8
+    assert found == pytest.approx(expected, rel=aims.SWAP_LOSS)
 
 
 def test_optimizer_step_needs_gradients() -> None:

@@ -105,7 +105,7 @@ def test_it_stands_for_the_whole_output() -> None:
     assert loss.loss is loss[0] is loss["loss"] is loss
     assert ("loss" in loss, "logits" in loss, loss[None].shape) == (True, False, (1,))
     for read in (lambda: loss.logits, lambda: loss[1], lambda: loss["logits"], lambda: loss[:2], lambda: list(loss)):
-        with pytest.raises(ConfigError, match=r"loss_fn\(logits, labels\)"):
+        with pytest.raises(ConfigError, match=r"forward_backward\(batch, loss\).*loss_fn\(logits, labels\)"):
             read()
 
 
