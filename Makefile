@@ -13,7 +13,9 @@ PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS) --constraint constraints.txt
+USABLE := $(VENV)/.usable
+# What pip does is shown: it takes minutes.
+PIP := $(BIN)/python -m pip --disable-pip-version-check install $(PIP_ARGS) --constraint constraints.txt
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch_extensions
 export PYTHONUNBUFFERED := 1
 
@@ -21,13 +23,17 @@ export PYTHONUNBUFFERED := 1
 
 venv: $(STAMP)
 
-# torch comes first: DeepSpeed's set-up looks for it.
-$(STAMP): setup.py pyproject.toml constraints.txt
+# What users need, without what developers need besides. torch comes first: DeepSpeed's set-up looks for it.
+$(USABLE): setup.py pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "Python 3.10 or newer is needed")'
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) setuptools wheel
+	$(PIP) --quiet setuptools wheel
 	$(PIP) torch
-	$(PIP) --no-build-isolation --editable '.[dev]'
+	$(PIP) --no-build-isolation --editable .
+	touch $@
+
+$(STAMP): $(USABLE)
+	$(PIP) --quiet --no-build-isolation --editable '.[dev]'
 	touch $@
 
 # Without a GPU for every rank the ranks share the CPU, one thread each.
@@ -38,7 +44,7 @@ train: $(STAMP)
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/deepspeed --num_gpus $(RANKS) --master_port $$PORT \
 		examples/train.py --deepspeed_config examples/ds_hydra.json $(TRAIN_ARGS)
 
-demo: $(STAMP)
+demo: $(USABLE)
 	$(BIN)/ds-hydra demo
 
 bench: $(STAMP)

@@ -35,5 +35,8 @@ setup(
     packages=list(PACKAGES),
     package_dir=PACKAGES,
     # Cost tables and lengths that commands know by name, as in `ds-hydra preview --cost-table a800-32b`.
-    package_data={"ds_hydra": ["py.typed"], "ds_hydra.commands": ["tables/llama_*.json", "tables/*.csv"]},
+    package_data={
+        "ds_hydra": ["py.typed"],
+        "ds_hydra.commands": ["tables/llama_*.json", "tables/demo_*.json", "tables/*.csv"],
+    },
 )

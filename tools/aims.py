@@ -21,6 +21,11 @@ SET_UP_FILES, SET_UP_CALLS = 205, 573
 
 QUICK_CPU_S = 120.0  # of each tool's quick form, ranks included: a minute on two cores
 
+# What newcomers see: check_gains, tests/test_front_door.py.
+SHIPPED_OFF = 1e-3  # of a step's time in the figures that come with the package
+FIRST_FIGURE_CPU_S = 5.0  # of `ds-hydra demo`, on one core
+SILENT_S = 10.0
+
 # Predictions, relative: bench_prediction, check_cost_model, check_devices, check_chunks, bench_gpu.
 STEP_MEDIAN, STEP_P90 = 0.08, 0.20  # of a step's time
 CHUNKED_ERROR = 1.5  # times that error, with chunks and split backwards

@@ -1,41 +1,77 @@
-"""Part one: a step of a large model on measured costs, as a fixed layout takes it and as ds-hydra does."""
+"""Part one: steps of a large model on measured costs, as a fixed layout takes them and as ds-hydra does.
+
+The figures are shipped, as computing them takes minutes; `python -m tools.check_gains` says whether they are still what
+is computed, and writes them.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-import numpy as np
+from ds_hydra.commands.preview import Previewed, comparison, parse_arguments, previewed, print_bars
+from ds_hydra.commands.shipped import FOLDER
 
-from ds_hydra.commands.preview import comparison, print_bars
-from ds_hydra.commands.shipped import shipped
-from ds_hydra.costs.table_file import read_table_file
-from ds_hydra.data.length_sources import read_lengths
-from ds_hydra.pipe.shape import StrategyShape
-from ds_hydra.planner import PlannerOptions
-from ds_hydra.simulate.links import LinkModel
-from ds_hydra.simulate.llama import shipped_cluster
-from ds_hydra.simulate.preview import preview_steps
-
-GPUS, TOKENS, CONTEXT, STEPS = 64, 200_000, 32768, 12
-# Of those that `ds-hydra preview` proposes for these lengths, whole sequences under 1F1B.
-STRATEGIES = ("tp8 + 14*tp4", "2*tp8 + 12*tp4", "3*tp8 + 10*tp4", "tp16 + tp8 + 10*tp4", "tp16 + 12*tp4", "4*tp16")
+FIGURES = FOLDER / "demo_gains.json"
+OPTIONS = ("--cost-table", "a800-32b", "--gpus", "64", "--tokens", "200000", "--context", "32768", "--tp-across-nodes")
 
 
-def preview() -> dict[str, Any]:
+class Gain(NamedTuple):
+    """One row of README's table, times in ms: means of 60 steps, and ours of the first few by itself."""
+
+    lengths: str  # in words
+    source: str  # as `ds-hydra preview --lengths` takes it
+    fixed: str
+    strategies: tuple[str, ...]
+    full_ms: float  # under the fixed layout, packed full and dealt out in turn
+    balanced_ms: float  # under the same, sequences assigned by ds-hydra
+    ours_ms: float
+    first_ms: tuple[float, ...]
+
+    @property
+    def gain(self) -> float:
+        """Over the fixed layout with balanced sequences, so that it is what mixing layouts brings."""
+        return self.balanced_ms / self.ours_ms
+
+    @property
+    def bars(self) -> list[tuple[str, float]]:
+        """What `print_bars` takes."""
+        packed = f"{self.fixed} in every step, packed full and dealt out in turn"
+        balanced = f"{self.fixed} in every step, sequences balanced as well as they can be"
+        return [
+            (packed, self.full_ms),
+            (balanced, self.balanced_ms),
+            ("ds-hydra: another mix in each step", self.ours_ms),
+        ]
+
+
+def shipped_gains() -> list[Gain]:
+    """The rows that come with the package."""
+    return [
+        Gain(**{**row, "strategies": tuple(row["strategies"]), "first_ms": tuple(row["first_ms"])})
+        for row in json.loads(FIGURES.read_text())
+    ]
+
+
+def computed(lengths: str, source: str, strategies: Sequence[str] = (), steps: int = 60, first: int = 2) -> Gain:
+    """The same, computed: by these strategies, or by those that are proposed. ConfigError for bad lengths."""
+    named = ("--strategies", *strategies) if strategies else ()
+    arguments = (*OPTIONS, "--lengths", source, "--steps", str(steps), *named)
+    done: Previewed = previewed(parse_arguments(arguments, "ds-hydra preview"), told_lengths=False)
+    preview = done.preview
+    assert preview.fixed is not None, "a fixed layout holds the context"
+    full, balanced, ours = (ms for _, ms in comparison(preview))
+    return Gain(
+        lengths, source, preview.fixed, tuple(map(str, done.strategies)), full, balanced, ours,
+        tuple(preview.step_ms[:first].tolist()),
+    )  # fmt: skip
+
+
+def print_gain(gain: Gain, how: str) -> dict[str, Any]:
     """Print the comparison; returns mean ms of a step by what runs it."""
-    print(f"\n1. LLaMA 32B on {GPUS} A800 GPUs: measured costs, simulated steps of {TOKENS:,} tokens, web-like lengths")
-    name = "a800-32b"
-    found = read_table_file(shipped(name))
-    cluster = shipped_cluster(name, found, LinkModel(8), GPUS)
-    sample = read_lengths("lognormal:6.22,1.233", CONTEXT)
-    short = float(np.mean(sample.lengths <= 4096))
-    print(f"   {short:.0%} of the sequences have at most 4,096 tokens, but one of {CONTEXT:,} must fit. Compared is")
-    print("   the fastest layout of TP and PP that holds it; 25 GB/s for each GPU between nodes.\n")
-    strategies = [StrategyShape.parse(text) for text in STRATEGIES]
-    options = PlannerOptions(kernels="compiled", layers=60)
-    steps = preview_steps(
-        found.table, strategies, sample.lengths.tolist(), TOKENS, CONTEXT, STEPS, options, cluster=cluster
-    )
-    rows = comparison(steps)
-    print_bars(rows)
-    return dict(rows)
+    print(f"\n1. LLaMA 32B on 64 A800 GPUs, simulated steps of 200,000 tokens, context 32K: {how}")
+    print(f"   Lengths of {gain.lengths}; costs as published, 25 GB/s for each GPU")
+    print("   between nodes. The fixed layout is the fastest of TP and PP that holds every sequence.\n")
+    print_bars(gain.bars)
+    return {**dict(gain.bars), "gain": gain.gain}

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -169,14 +170,25 @@ def _counted(cluster: SimulatedJob | None) -> str:
     return f"in these times: {inside:g} GB/s for each GPU inside a node, {between:g} GB/s between nodes"
 
 
-def run(args: argparse.Namespace) -> int:
-    """Run the command with its parsed options. ConfigError or PlanError if the input is refused."""
+class Previewed(NamedTuple):
+    """What a command line asks for, computed."""
+
+    sample: LengthSample
+    table: CostTable
+    cluster: SimulatedJob | None
+    strategies: tuple[StrategyShape, ...]
+    preview: Preview
+
+
+def previewed(args: argparse.Namespace, told_lengths: bool = True) -> Previewed:
+    """Propose strategies if none are named, and plan the steps. ConfigError or PlanError if the input is refused."""
     found = told(read_table_file(shipped(args.cost_table)))
     table, cluster = found.table, _cluster(args, found)
     sample = read_lengths(shipped(args.lengths), args.context, seed=args.seed)
     options = PlannerOptions(seed=args.seed, kernels="compiled", layers=args.layers,
                              no_slices='--chunks is "off"' if args.chunks == "off" else "")  # fmt: skip
-    print_lengths(sample, table, args.context)
+    if told_lengths:
+        print_lengths(sample, table, args.context)
     usable_schemes(table, args.gpus, args.gpus_per_node, args.tp_across_nodes)
     lengths = np.random.default_rng(args.seed).permutation(sample.lengths)[:200_000].tolist()
     phased = [text for text in args.strategies or () if THEN in text]
@@ -190,8 +202,15 @@ def run(args: argparse.Namespace) -> int:
             tp_across_nodes=args.tp_across_nodes, count=args.count, effort=THOROUGH if args.thorough else None,
             seed=args.seed, wider=wider, exposed=Messages(cluster, args.tokens).exposed_ms,
         )  # fmt: skip
-        print(f"{len(strategies)} strategies proposed in {time.perf_counter() - began:.1f} s")
+        if told_lengths:
+            print(f"{len(strategies)} strategies proposed in {time.perf_counter() - began:.1f} s")
     preview = preview_steps(table, strategies, lengths, args.tokens, args.context, args.steps, options, phased, cluster)
+    return Previewed(sample, table, cluster, strategies, preview)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command with its parsed options. ConfigError or PlanError if the input is refused."""
+    sample, table, cluster, strategies, preview = previewed(args)
     print_preview(preview, [str(strategy) for strategy in strategies])
     print("\npulls, pushes and messages between stages are " + _counted(cluster))
     if args.plot:

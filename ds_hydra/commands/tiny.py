@@ -13,6 +13,7 @@ import deepspeed  # noqa: F401  (before forking: the ranks share it)
 import torch
 
 import ds_hydra.engine.engine  # noqa: F401  (the same)
+from ds_hydra.commands.moving import moving
 from ds_hydra.ranks.forked import rank_environment, run_ranks
 
 RANKS, STEPS = 8, 8
@@ -35,7 +36,10 @@ class TinyJob:
 def equal() -> dict[str, Any]:
     """Print the losses of one rank and of eight ranks in four layouts, step by step; returns them."""
     print(f"\n3. A tiny Llama trained on Python sources: one rank, and {RANKS} ranks that change layout in every step")
-    alone, together = train(1, TinyJob(("tp1",), STEPS)), train(RANKS, TinyJob(LAYOUTS, STEPS))
+    with moving("training on one rank"):
+        alone = train(1, TinyJob(("tp1",), STEPS))
+    with moving(f"training on {RANKS} ranks"):
+        together = train(RANKS, TinyJob(LAYOUTS, STEPS))
     print("   step  one rank  eight ranks")
     for step, (one, other) in enumerate(zip(alone, together, strict=True)):
         same = "=" if f"{one:.4f}" == f"{other:.4f}" else "DIFFERENT"
