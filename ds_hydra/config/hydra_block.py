@@ -26,6 +26,7 @@ WEIGHTS = "weights"
 FLASH_3 = "flash_3"
 _MAX_DEGREE_DIGITS = 6
 _FROZEN_S = 9.0
+_ELASTIC_TIMEOUT_S = 30.0
 _GONE = {
     "objective": 'is no setting any more: remove it. Plans are made and compared as with "flow_shop"; "paper" (Eq. 1 '
     "of Hydraulis) is a rival to compare with",
@@ -129,8 +130,8 @@ def _strategies_by_ranks(value: Any, place: str) -> tuple[tuple[int, tuple[str, 
 @dataclass(frozen=True, slots=True)
 class ElasticConfig:
     """The block "hydra.elastic": training goes on in the other processes when a rank is lost. Each rank keeps a copy of
-    another one's masters and optimizer state, so that no step is lost. It takes agents beside the ranks, which agree on
-    who goes on; no launcher starts them yet, and a job with this block is refused before step 0."""
+    another one's masters and optimizer state, so that no step is lost. It takes a launcher that lets survivors live,
+    `ds-hydra launch`; under any other the job is refused before step 0."""
 
     strategies: tuple[tuple[int, tuple[str, ...]], ...] = setting(_strategies_by_ranks, ())
     """Candidate strategies by the number of ranks that are left, such as {"3": ["3*tp1"]}; "auto" proposes them, as it
@@ -138,7 +139,8 @@ class ElasticConfig:
     compare_every: int = setting(integer(0), 100)
     """Every N steps, check that the copies equal their owners' masters and optimizer states; 0: never."""
     stuck_seconds: float = setting(number(exclusive=True, maximum=86400.0), 10.0)
-    """A rank that has not come out of its step so long after another one was lost ends itself, and is lost too."""
+    """A rank that has not come out of its step, or of what the script does between steps, so long after another one was
+    lost ends itself, and is lost too."""
 
 
 def _elastic(value: Any, place: str) -> ElasticConfig | None:
@@ -262,7 +264,8 @@ class HydraConfig:
     """Ranks per node; None takes what the launcher says, or else the names of the hosts."""
     cluster: tuple[NodesConfig, ...] = setting(read_cluster, ())
     timeout_seconds: float = setting(number(exclusive=True, maximum=86400.0), 300.0)
-    """How long a collective, or on GPUs a part of a step, may wait for a rank before the job is given up."""
+    """How long a collective, or on GPUs a part of a step, may wait for a rank before the job is given up. In an elastic
+    job 30, and no more: what cannot be freed otherwise waits so long."""
     checkpoint: CheckpointConfig | None = setting(_checkpoint, None)
     faults: FaultsConfig = setting(_faults, FaultsConfig())
     elastic: ElasticConfig | None = setting(_elastic, None)
@@ -281,6 +284,11 @@ class HydraConfig:
             )
         if self.trace.profiler and not self.trace.steps:
             raise ConfigError("config: hydra.trace.profiler has no effect without hydra.trace.steps: name the steps")
+        if self.elastic is not None and self.timeout_seconds > _ELASTIC_TIMEOUT_S:
+            raise ConfigError(
+                f"config: hydra.timeout_seconds is {self.timeout_seconds:g}, and an elastic job may wait "
+                f"{_ELASTIC_TIMEOUT_S:g} at most for ranks that are lost: lower it, or remove it"
+            )
         if self.elastic is not None and self.replay is not None:
             raise ConfigError(
                 "config: hydra.replay has plans for one number of ranks, which hydra.elastic changes: remove one"
@@ -346,7 +354,10 @@ def parse_config(raw: Mapping[str, Any]) -> ParsedConfig | None:
     _refuse_near_misses(raw)
     if BLOCK not in raw:
         return None
-    hydra = parse_block(HydraConfig, raw[BLOCK], BLOCK, gone=_GONE)
+    block = raw[BLOCK]
+    if isinstance(block, Mapping) and block.get("elastic") is not None:
+        block = {"timeout_seconds": _ELASTIC_TIMEOUT_S, **block}
+    hydra = parse_block(HydraConfig, block, BLOCK, gone=_GONE)
     settings = {key: value for key, value in raw.items() if key != BLOCK}
     deepspeed, notes = screen_deepspeed_settings(settings, hydra.total_steps)
     return ParsedConfig(hydra, deepspeed, notes, dict(raw))

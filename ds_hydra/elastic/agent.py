@@ -7,7 +7,6 @@ import logging
 import os
 import queue
 import secrets
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -83,7 +82,7 @@ class MemberAgent:
         self._heartbeat_s, self._beat_in = heartbeat_s, 0.0
         self._inbox: queue.SimpleQueue[m.Event] = queue.SimpleQueue()
         self._fault, self._closing, self._installed = threading.Event(), threading.Event(), threading.Condition()
-        self._callbacks: list[Callable[[], None]] = []
+        self._callbacks: list[tuple[Callable[[], None], Callable[[], None]]] = []
         self._view: View | None = None
         if roster is not None:
             self._view = View(roster.epoch, roster.members, (), (roster.members[0].address[0], 0))
@@ -92,9 +91,19 @@ class MemberAgent:
 
     @classmethod
     def start(
-        cls, channel: Texts, *, folder: Path | None, frozen_s: float = 9.0, address: str | None = None, **more: Any
+        cls,
+        channel: Texts,
+        *,
+        folder: Path | None,
+        scratch: Path | None = None,
+        frozen_s: float = 9.0,
+        address: str | None = None,
+        **more: Any,
     ) -> MemberAgent:
-        """Every rank of the job's start must call it; ranks become ids. `folder`: one that all of them see, or None."""
+        """Every rank of the job's start must call it; ranks become ids.
+
+        `folder`: one that all of them see, or None; then `scratch`, if all of them are on one host, which sees it.
+        """
         mine = Identity.of_self()
         hosts = [json.loads(text) for text in agree(channel, None, "meeting", json.dumps(mine.host))]
         one_host = len(set(hosts)) == 1
@@ -108,9 +117,8 @@ class MemberAgent:
             me = Member(channel.rank, mine.host, listener.getsockname()[:2], mine.pid, mine.started)
             told = {"member": asdict(me)}
         if channel.rank == 0:
-            # On one host all see one folder, if only this one.
-            common = str(folder) if folder else tempfile.mkdtemp(prefix="ds_hydra-") if one_host else None
-            told |= {"secret": secrets.token_hex(32), "run": secrets.token_hex(8), "folder": common}
+            common = folder or (scratch if one_host else None)
+            told |= {"secret": secrets.token_hex(32), "run": secrets.token_hex(8), "folder": common and str(common)}
         texts = [json.loads(text) for text in agree(channel, failed, "listening for members", json.dumps(told))]
         members = tuple(TypeAdapter(Member).validate_python(text["member"]) for text in texts)
         first, roster = texts[0], m.Roster(0, members, len(members))
@@ -164,8 +172,15 @@ class MemberAgent:
     def rebuilt(self) -> None:
         self._tell(m.Rebuilt())
 
-    def on_abort(self, callback: Callable[[], None]) -> None:
-        self._callbacks.append(callback)
+    def on_abort(self, callback: Callable[[], None], installed: Callable[[], None]) -> None:
+        self._callbacks.append((callback, installed))
+        if self._fault.is_set():
+            callback()
+
+    def addresses(self) -> frozenset[tuple[str, int]]:
+        machine = self._machine
+        members = (machine.me, *machine.roster.members, *self._invitation.members)
+        return frozenset(one.address for one in members)
 
     def close(self) -> None:
         self._closing.set()
@@ -234,9 +249,11 @@ class MemberAgent:
                 self._links.send(to, message)
             case m.Abort():
                 self._fault.set()
-                for callback in self._callbacks:
+                for callback, _ in self._callbacks:
                     callback()
             case m.GoOn(view):
+                for _, installed in self._callbacks:
+                    installed()
                 with self._installed:
                     self._view = view
                     self._fault.clear()

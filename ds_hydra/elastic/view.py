@@ -139,12 +139,13 @@ class Agent(Protocol):
         """Say that the view is in use: groups are made, masters are cut anew."""
         ...
 
-    def on_abort(self, callback: Callable[[], None]) -> None:
-        """Call this once for each fault, on the agent's own thread; it must not take long."""
+    def on_abort(self, callback: Callable[[], None], installed: Callable[[], None]) -> None:
+        """Call `callback` once for each fault, and `installed` before each `park` returns with a view, both on the
+        agent's own thread, but for a fault that is known already; they must not take long."""
         ...
 
-    def sockets(self) -> Collection[int]:
-        """Descriptors of the agent's own sockets, which are spared when those of the groups are shut."""
+    def addresses(self) -> Collection[tuple[str, int]]:
+        """Where agents listen: their connections are spared when those of the groups are shut."""
         ...
 
     def close(self) -> None:

@@ -245,5 +245,5 @@ class HydraEngine(EngineInParts):
             self._signals.remove()
             crew.close()
             if self.going_on is not None:
-                self.going_on.agent.close()
+                self.going_on.close()
         super().destroy()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import logging
+import math
 import os
 import sys
 from collections.abc import Mapping
@@ -17,6 +18,8 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from ds_hydra.engine.copies import like
+from ds_hydra.host.environment import members_folder
+from ds_hydra.ranks.together import first_channel
 from ds_hydra.watchdog.host import EXIT_CODE, end_process, say
 from ds_hydra.zero_hetero.errors import ConfigError
 
@@ -25,6 +28,10 @@ if TYPE_CHECKING:
     from ds_hydra.elastic.view import Agent, View
     from ds_hydra.engine.crew import Crew
     from ds_hydra.engine.engine import HydraEngine
+
+_LEAST_RANKS = 2
+_LATER = 8  # turns after `Freeing`, which knows of what training is stuck in, an agent gives its own process up
+_BEATS = 9  # of a member, in the time after which it counts as frozen
 
 
 @dataclass
@@ -51,12 +58,45 @@ class Carried:
         crew.learned.restore(crew.learned.read(json.loads(told)))
 
 
-def start_agent() -> Agent:
-    """This process's agent among the members of its job. ConfigError where none was started."""
-    raise ConfigError(
-        "hydra.elastic needs a launcher that lets survivors live and starts agents beside the ranks, and this version "
-        "has none: take the block out; a job goes on from its newest checkpoint with any number of ranks"
-    )
+def start_agent(engine: HydraEngine) -> Agent:
+    """This process's agent among the members of its job; every rank must call it. ConfigError, on all of them, where
+    the job could not go on without some of its ranks, or whoever started them would end those."""
+    from ds_hydra.elastic.agent import MemberAgent
+    from ds_hydra.elastic.membership import TURN_S
+    from ds_hydra.elastic.rounds import Patience
+
+    config = engine.hydra_config
+    assert config.elastic is not None, "only elastic jobs have agents"
+    if engine.data is None:
+        raise ConfigError(
+            "hydra.elastic needs map-style training_data: sequences that are streamed or handed in are lost with the "
+            "rank that has them"
+        )
+    if dist.get_backend() != "gloo":
+        raise ConfigError("hydra.elastic runs over gloo only in this release: remove it from the config")
+    place, usual = members_folder(), Patience()
+    if place is None:
+        raise ConfigError(
+            "hydra.elastic needs a launcher that lets survivors live, which 'deepspeed' and 'torchrun' do not: start "
+            "the job by 'ds-hydra launch' in place of 'deepspeed', with the same options, or remove hydra.elastic"
+        )
+    if dist.get_world_size() < _LEAST_RANKS:
+        raise ConfigError(
+            f"hydra.elastic needs at least {_LEAST_RANKS} ranks, of which one may be lost, and the job has "
+            f"{dist.get_world_size()}: start more, or remove the block"
+        )
+    stuck = math.ceil(config.elastic.stuck_seconds / TURN_S) + _LATER
+    frozen_s = config.faults.frozen_seconds or math.inf
+    with first_channel() as channel:
+        return MemberAgent.start(
+            channel,
+            folder=None if config.checkpoint is None else Path(config.checkpoint.dir),
+            scratch=place,
+            frozen_s=frozen_s,
+            heartbeat_s=min(frozen_s / _BEATS, 1.0),
+            address=config.faults.address if channel.rank == 0 else None,
+            patience=replace(usual, stuck=stuck, give_up=max(usual.give_up, 2 * stuck)),
+        )
 
 
 def config_for(config: HydraConfig, num_ranks: int) -> HydraConfig:

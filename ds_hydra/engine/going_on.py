@@ -18,6 +18,7 @@ is, and this rank is lost to the others.
 
 from __future__ import annotations
 
+import atexit
 import copy
 import logging
 import os
@@ -37,7 +38,7 @@ from ds_hydra.engine.record import Measured, step_record
 from ds_hydra.engine.steps import OpenStep
 from ds_hydra.ranks.freeing import Freeing
 from ds_hydra.watchdog.host import host
-from ds_hydra.zero_hetero.errors import ConfigError, PlanError, release, told_of
+from ds_hydra.zero_hetero.errors import PlanError, release, told_of
 
 if TYPE_CHECKING:
     from ds_hydra.config.hydra_block import ElasticConfig
@@ -53,8 +54,9 @@ Result = TypeVar("Result")
 
 
 def first_assembly(engine: HydraEngine, elastic: ElasticConfig, guard: Guard) -> None:
-    """Assemble an engine that goes on without ranks that it loses."""
-    engine.going_on = GoingOn(engine, elastic, epochs.start_agent())
+    """Assemble an engine that goes on without ranks that it loses. ConfigError, on all ranks, for a job that cannot go
+    on without some of its ranks."""
+    engine.going_on = GoingOn(engine, elastic, epochs.start_agent(engine))
     engine.going_on.begin(guard)
 
 
@@ -62,16 +64,8 @@ class GoingOn:
     """Of one engine, whose calls it repeats until they succeed."""
 
     def __init__(self, engine: HydraEngine, config: ElasticConfig, agent: Agent):
-        """ConfigError, on all ranks, for a job that cannot go on without some of its ranks."""
-        if engine.data is None:
-            raise ConfigError(
-                "hydra.elastic needs map-style training_data: sequences that are streamed or handed in are lost with "
-                "the rank that has them"
-            )
-        if dist.get_backend() != "gloo":
-            raise ConfigError("hydra.elastic runs over gloo only in this release: remove it from the config")
         self._engine, self.agent = engine, agent
-        self._freeing = Freeing(config.stuck_seconds, epochs.end_stuck, agent.sockets)
+        self._freeing = Freeing(config.stuck_seconds, epochs.end_stuck, agent.addresses)
         self._freeing.adopt()
         self.shift = shift_of([one.host for one in agent.view.members])  # who keeps whose copy [Note: buddies]
         self._held: Held | None = None
@@ -82,15 +76,27 @@ class GoingOn:
         self._voted: Outcome | None = None  # of a step that was completed by the vote
         self._began_at = 0  # the steps that were made when the present call began
         self._save_again = False
-        agent.on_abort(self._freeing.begin)
+        agent.on_abort(self._freeing.begin, self._freeing.resume)
 
     def begin(self, guard: Guard) -> None:
         """The first assembly."""
         view = self.agent.view
-        with self._freeing.making():
-            self._engine.assemble(guard=guard)
+        atexit.register(self.agent.close)  # a script that ends by itself leaves in good order
+        try:
+            with self._freeing.making():
+                self._engine.assemble(guard=guard)
+        except Exception as error:
+            if told_of(error) is None and self.agent.fault(within=_KNOWN_S):
+                epochs.end_lost("ranks were lost before the job's first step")
+            self.close()
+            raise
         self._held, self._update = self._now(view), self._engine.crew.update
         self.agent.rebuilt()
+
+    def close(self) -> None:
+        """Leave the members in good order."""
+        atexit.unregister(self.agent.close)
+        self.agent.close()
 
     def train(self) -> Outcome:
         """The next step, and its save if it is due."""
@@ -124,12 +130,12 @@ class GoingOn:
                 error = raised
             # Outside of the `except` block, whose traceback holds all frames of the step.
             if told_of(error) is not None or not self.agent.fault(within=_KNOWN_S):
-                self.agent.close()
+                self.close()
                 raise error
             began, text = time.perf_counter(), f"{type(error).__name__}"
             self._leave(error)
             del error
-            view = self._park()
+            view = self.agent.park(self._report())
             logger.info("epoch %d: %d ranks go on after a fault (%s), parked for %.2f s", view.epoch, len(view.members),
                         text, time.perf_counter() - began)  # fmt: skip
 
@@ -151,11 +157,6 @@ class GoingOn:
             dist.destroy_process_group()
         self._freeing.park()
         self._freeing.forget()
-
-    def _park(self) -> View:
-        view = self.agent.park(self._report())
-        self._freeing.park()  # of a callback that came late: it was the old fault's
-        return view
 
     def _report(self) -> Report:
         update, held = self._update, self._held

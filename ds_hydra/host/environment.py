@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from ds_hydra.zero_hetero.errors import ConfigError
+
+MEMBERS_FOLDER = "DS_HYDRA_MEMBERS"
 
 # The least and the most that each may be.
 _NUMBERS = {
@@ -41,6 +44,13 @@ def launched_node_size() -> int | None:
     # Accelerate sets LOCAL_WORLD_SIZE to 1 on CPUs where no launcher has set it, however many ranks there are.
     guessed = size == 1 and "TORCHELASTIC_RUN_ID" not in os.environ
     return own or (None if guessed and (launched_number("WORLD_SIZE") or 1) > 1 else size)
+
+
+def members_folder() -> Path | None:
+    """Where processes of this host that train together tell others of it how to join them, if whoever started them
+    lets survivors live (`ds-hydra launch` does); None where it ends them all with the first that dies."""
+    text = os.environ.get(MEMBERS_FOLDER)
+    return Path(text) if text else None
 
 
 def check_environment() -> None:

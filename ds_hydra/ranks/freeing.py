@@ -5,8 +5,9 @@ gloo cannot abort, and a thread that waits for a living neighbour, which itself 
 the groups' time-out. When the sockets of its groups are shut, each wait ends with an ordinary RuntimeError.
 
   whose      of the groups alone: what was opened while groups were made, known by descriptor and inode, so that a
-             number that has been used again is left alone. The membership's own sockets are spared
-  never      a listening socket: gloo ends the process when one of its own is shut
+             number that has been used again is left alone. Connections of the membership, from or to one of its
+             addresses, are spared, those too that its threads make meanwhile
+  never      a listening socket: gloo ends the process when one of its own is shut. It has no peer, which tells it
   when       `WAIT_S` after the fault is known. If a socket is shut just while gloo handles the end of its peer, a wait
              may be lost
   how often  again and again until the thread is parked: it may be about to make groups, which opens sockets
@@ -24,17 +25,21 @@ from contextlib import contextmanager
 
 WAIT_S = 0.25
 _Socket = tuple[int, str]  # descriptor, and "socket:[inode]"
+_Address = tuple[str, int]
 
 
 class Freeing:
     """Frees the thread that trains, on behalf of another one. It begins anew with each fault.
 
-    `stuck` is called if the thread is not parked `stuck_s` seconds after `begin`; `spared` gives the descriptors that
-    are never shut.
+    `stuck` is called if the thread is not parked `stuck_s` seconds after `begin`; `spared` gives the addresses of which
+    no connection is shut.
     """
 
     def __init__(
-        self, stuck_s: float, stuck: Callable[[], None], spared: Callable[[], Collection[int]] = frozenset[int]
+        self,
+        stuck_s: float,
+        stuck: Callable[[], None],
+        spared: Callable[[], Collection[_Address]] = frozenset[_Address],
     ) -> None:
         self._stuck_s, self._stuck, self._spared = stuck_s, stuck, spared
         self._made: set[_Socket] = set()
@@ -56,15 +61,15 @@ class Freeing:
                 self._before = None
 
     def adopt(self) -> None:
-        """All sockets that are open now, but those that are spared, are those of groups."""
+        """All sockets that are open now are those of groups, if they are not spared."""
         with self._lock:
-            self._made |= {one for one in open_sockets() if one[0] not in self._spared()}
+            self._made |= open_sockets()
 
     def begin(self) -> None:
-        """A fault is known: free the thread that trains, in a thread of its own. More calls do nothing until `park`."""
+        """A fault is known: free the thread that trains, in a thread of its own. More calls do nothing until `resume`,
+        nor does the first one where that thread is parked."""
         with self._lock:
-            if self._thread is None:
-                self._parked.clear()
+            if self._thread is None and not self._parked.is_set():
                 self._thread = threading.Thread(target=self._free, daemon=True, name="freeing")
                 self._thread.start()
 
@@ -75,8 +80,12 @@ class Freeing:
             thread = self._thread
         if thread is not None:
             thread.join()
+
+    def resume(self) -> None:
+        """The thread that was parked is about to go on: the next fault is another one."""
         with self._lock:
             self._thread = None
+            self._parked.clear()
 
     def forget(self) -> None:
         """All groups are gone, and with them their sockets."""
@@ -108,12 +117,12 @@ def open_sockets() -> set[_Socket]:
     return found
 
 
-def shut(sockets: Collection[_Socket], spared: Collection[int] = ()) -> None:
+def shut(sockets: Collection[_Socket], spared: Collection[_Address] = ()) -> None:
     """Shut those of the sockets that are still open, but none that listens [Note: freeing a thread]."""
     for descriptor, target in sockets:
-        if descriptor in spared:
-            continue
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
             still_it = os.readlink(f"/proc/self/fd/{connection.fileno()}") == target
-            if still_it and not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                connection.shutdown(socket.SHUT_RDWR)
+            if still_it and connection.family in (socket.AF_INET, socket.AF_INET6):
+                ends = {connection.getsockname()[:2], connection.getpeername()[:2]}
+                if ends.isdisjoint(spared):
+                    connection.shutdown(socket.SHUT_RDWR)

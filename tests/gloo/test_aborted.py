@@ -71,10 +71,13 @@ def aborted(rank: int, folder: Path) -> list[tuple[str, list[str], str, int, int
         known.join()
         engine.drop()
         freeing.park()
+        freeing.resume()
         dist.destroy_process_group()
         freeing.forget()
-        left = [name for name, part in parts.items() if part() is not None]
-        time.sleep(0.1)  # for threads that are about to end
+        deadline = time.monotonic() + 2.0  # for threads that are about to end
+        while (left := [name for name, part in parts.items() if part() is not None]) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(0.1)
         found.append((phase, left, kind, len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))))
         with freeing.making():
             begin(epoch)

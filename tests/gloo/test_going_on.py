@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
+from ds_hydra.host.environment import MEMBERS_FOLDER
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.elastic_job import Loss, restarted, run_elastic
 from tests.support.ranks import run_ranks
@@ -87,10 +89,18 @@ def test_a_share_that_is_lost_with_its_copy_ends_the_job(tmp_path: Path) -> None
     assert "members 1 and 2 are gone" in result.told[0]
 
 
-def test_a_job_whose_launcher_ends_survivors_is_refused_before_step_0() -> None:
+@pytest.mark.parametrize(
+    ("num", "launched", "said"),
+    [(2, False, "'ds-hydra launch' in place of 'deepspeed'"), (1, True, "at least 2 ranks")],
+)
+def test_a_job_that_could_not_go_on_is_refused_before_step_0(
+    num: int, launched: bool, said: str, tmp_path: Path
+) -> None:
     def refused(rank: int) -> str:
+        if launched:
+            os.environ[MEMBERS_FOLDER] = str(tmp_path)
         with pytest.raises(ConfigError) as caught:
-            small_engine(rank, strategies=["2*tp1"], elastic=ELASTIC)
+            small_engine(rank, strategies=[f"{num}*tp1"], elastic=ELASTIC)
         return str(caught.value)
 
-    assert all("a launcher that lets survivors live" in text for text in run_ranks(refused, 2))
+    assert all(said in text for text in run_ranks(refused, num))

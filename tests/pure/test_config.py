@@ -53,6 +53,8 @@ def test_strategies_by_the_ranks_that_are_left() -> None:
     block = parse(elastic={"strategies": {"3": ["3*tp1"], "2": "auto"}}).elastic
     assert block is not None
     assert block.strategies == ((2, ()), (3, ("3*tp1",)))
+    assert parse(elastic={}).timeout_seconds == 30
+    assert parse(elastic={}, timeout_seconds=20).timeout_seconds == 20
 
 
 def test_steps_to_trace() -> None:
@@ -90,6 +92,7 @@ def test_no_block_means_plain_deepspeed() -> None:
         ({"elastic": {"strategies": {"x": ["3*tp1"]}}}, ["'x'", "no number of ranks"]),
         ({"elastic": {"strategies": {"2": ["3*tp1"]}}}, ["hydra.elastic.strategies.2", "uses 3 ranks and not 2"]),
         ({"elastic": {}, "replay": "plans.jsonl"}, ["hydra.replay", "hydra.elastic"]),
+        ({"elastic": {}, "timeout_seconds": 31}, ["hydra.timeout_seconds is 31", "30 at most"]),
         ({"trace": {"profiler": True}}, ["hydra.trace.profiler", "hydra.trace.steps"]),
         ({"planner": {"ahed": 1}}, ["ahed", "hydra.planner", "did you mean 'ahead'"]),
         ({"tokens_per_step": True}, ["hydra.tokens_per_step", "whole number", "True"]),

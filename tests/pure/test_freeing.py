@@ -1,0 +1,50 @@
+"""Which sockets are shut to free a thread, and when."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+from ds_hydra.ranks.freeing import WAIT_S, Freeing, open_sockets, shut
+
+
+def pair(listener: socket.socket) -> tuple[socket.socket, socket.socket]:
+    """Both ends of a connection to it."""
+    made = socket.create_connection(listener.getsockname())
+    return made, listener.accept()[0]
+
+
+def is_shut(one: socket.socket) -> bool:
+    one.settimeout(0.05)
+    try:
+        return one.recv(1) == b""
+    except TimeoutError:
+        return False
+
+
+def test_listeners_and_the_connections_of_members_are_spared() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as members, socket.create_server(("127.0.0.1", 0)) as groups:
+        made, taken = pair(members)
+        of_groups, other = pair(groups)
+        left, right = socket.socketpair()
+        shut(open_sockets(), {members.getsockname()})
+        assert is_shut(of_groups)
+        assert is_shut(other)
+        assert not any(map(is_shut, (made, taken, left, right)))
+        again, _ = pair(groups)  # it listens still
+        for one in (made, taken, of_groups, other, left, right, again):
+            one.close()
+
+
+def test_who_is_parked_is_not_freed_until_it_goes_on() -> None:
+    stuck: list[float] = []
+    freeing = Freeing(WAIT_S, lambda: stuck.append(time.monotonic()))
+    freeing.park()
+    freeing.begin()  # a fault that becomes known when its thread has come out already
+    time.sleep(3 * WAIT_S)
+    assert not stuck
+    freeing.resume()
+    freeing.begin()
+    freeing.begin()
+    time.sleep(3 * WAIT_S)
+    assert len(stuck) == 1, "a thread that is not parked in time is told to be stuck, once"
