@@ -21,7 +21,7 @@ from ds_hydra.engine.job import Job
 from ds_hydra.pipe.models.facts import ModelFacts
 from ds_hydra.pipe.placement import Strategy
 from ds_hydra.ranks.world import World
-from ds_hydra.report.calibration import StepCosts, stage_loads
+from ds_hydra.report.calibration import StepCosts, folded, stage_loads
 from ds_hydra.simulate.job import SimulatedJob
 from ds_hydra.zero_hetero.collectives import MessageCollectives
 
@@ -83,7 +83,8 @@ class EmulatedEngine(HydraEngine):
         for shape, strategy in crew.prepared.strategies.items():
             for piece, pipeline in zip(shape.pipelines, strategy.pipelines, strict=True):
                 cost, shares = crew.prepared.table[piece], crew.prepared.table.shares(piece)
-                source.prices[at_rank_0(pipeline)] = stage_loads(cost, source.plan.num_layers, cluster.found)
+                loads = stage_loads(cost, source.plan.num_layers, cluster.found)
+                source.prices[at_rank_0(pipeline)] = folded(loads, piece.parts)
                 source.costs[at_rank_0(pipeline)] = cost, shares
         self._step_costs = StepCosts.of(cluster.found.step)
         owned = sum(bucket.numel for bucket in cluster.plan.buckets if bucket.trainable) / cluster.num_ranks

@@ -143,7 +143,7 @@ class Calibration:
             batches = [(one.lengths, one.starts, stretch(one, cost, shares)) for one in pipeline.microbatches]
             loads = [
                 [more * stage.load_ms(lengths, starts) for lengths, starts, more in batches]
-                for stage in self._stages[pipeline.shape.cost_key]
+                for stage in folded(self._stages[pipeline.shape.cost_key], pipeline.shape.parts)
             ]
             stage_ms.append(tuple(sum(row) for row in loads))
             if weighs(pipeline.schedule):
@@ -234,3 +234,12 @@ def stage_loads(cost: SchemeCost, num_layers: int, found: TableFile | None) -> t
         a, b, c, r = (share * float(row["fit"].get(name, 0.0)) for name in ("a", "b", "c", "r"))
         stages.append(StageLoad(a, b, c, r, row.get("chunk_tokens")))
     return tuple(stages)
+
+
+def folded(loads: tuple[StageLoad, ...], parts: int) -> tuple[StageLoad, ...]:
+    """The same stages' costs where each holds so many ranges of layers [Note: virtual stages].
+
+    In a V the first stage has the head too, which costs far more than embeddings, and the last one has neither: each
+    computes about what the other does where a stage holds one range.
+    """
+    return loads if parts == 1 else (loads[-1], *loads[1:-1], loads[0])

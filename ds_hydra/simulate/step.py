@@ -35,7 +35,7 @@ from ds_hydra.pipe.shape import ParallelScheme, PipelineShape
 from ds_hydra.plan.phase import Phase, PipelinePlan
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.plan.works import schedule_batches, stretch
-from ds_hydra.report.calibration import StageLoad, StepCosts, stage_loads
+from ds_hydra.report.calibration import StageLoad, StepCosts, folded, stage_loads
 from ds_hydra.simulate.job import SimulatedJob
 from ds_hydra.simulate.outcome import PhaseTimes, SimulatedStep
 from ds_hydra.simulate.pipeline import PipelineTiming, StageTimes
@@ -156,7 +156,7 @@ class Simulator:
         key = shape.cost_key
         if key not in self._loads:
             self._loads[key] = stage_loads(self.job.table[shape], self.job.plan.num_layers, self.job.found)
-        return self._loads[key]
+        return folded(self._loads[key], shape.parts)
 
 
 class Networks(NamedTuple):

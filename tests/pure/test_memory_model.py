@@ -305,6 +305,10 @@ def test_stages_of_their_own_predict_less_than_the_slowest_for_all() -> None:
     assert plain.stage_ms == ((30.0, 30.0),)
     assert finer.stage_ms == ((15.0, 30.0),)
     assert finer.pipeline_ms[0] < plain.pipeline_ms[0]
+    (pipeline,) = PLAN.pipelines
+    in_v = replace(PLAN, phases=(Phase((replace(pipeline, shape=PipelineShape.parse("pp2/v")),)),))
+    # The first stage of a V computes the loss, too.
+    assert Calibration(TABLE, 4, stage_table()).predict(in_v).stage_ms == ((30.0, 15.0),)
     assert finer.overhead_ms == pytest.approx(3.0)
     assert finer.step_ms == pytest.approx(finer.pipeline_ms[0] + 3.0)
     # A plan that was chosen with its messages knows better.
