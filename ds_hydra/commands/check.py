@@ -1,7 +1,7 @@
 """Does training a model under these strategies equal one process's training? What the self-check finds, without a job.
 
-  ds-hydra check my_model/ --strategies "tp4 + 2*pp2" "sp4 + 4*tp1" [--activation_checkpointing]
-      [--all_tokens] [--functions off|recompute] [--deepspeed_config FILE] [--full] [--no_cache]
+  ds-hydra check my_model/ --strategies "tp4 + 2*pp2" "sp4 + 4*tp1" [--activation-checkpointing]
+      [--all-tokens] [--functions off|recompute] [--deepspeed-config FILE] [--full] [--no-cache]
 
 The model is a config JSON or a checkpoint folder; no value of a checkpoint is read. What `hydra.self_check` does before
 step 0 of a job is done here and printed: a small copy of the model is trained for a step and evaluated under each
@@ -33,12 +33,12 @@ def main(arguments: Sequence[str] | None = None, *, name: str = "ds-hydra check"
     parser = figures_parser(__doc__, name)
     parser.add_argument("model", help="config JSON, or checkpoint folder")
     parser.add_argument("--strategies", nargs="+", required=True, help='such as "tp4 + 2*pp2"')
-    parser.add_argument("--activation_checkpointing", action="store_true", help="as hydra.activation_checkpointing")
-    parser.add_argument("--all_tokens", action="store_true", help='hydra.fast_paths without "token_sharding"')
+    parser.add_argument("--activation-checkpointing", action="store_true", help="as hydra.activation_checkpointing")
+    parser.add_argument("--all-tokens", action="store_true", help='hydra.fast_paths without "token_sharding"')
     parser.add_argument("--functions", choices=FUNCTIONS, help='"recompute": hydra.fast_paths with "recompute_mlp"')
-    parser.add_argument("--deepspeed_config", help="the job's config: how its stages compute")
+    parser.add_argument("--deepspeed-config", help="the job's config: how its stages compute")
     parser.add_argument("--full", action="store_true", help="every scheme with all its stages and ranks")
-    parser.add_argument("--no_cache", action="store_true", help="check anew what is known from earlier checks")
+    parser.add_argument("--no-cache", action="store_true", help="check anew what is known from earlier checks")
     args = parser.parse_args(arguments)
     return guarded(name, lambda: run(args, name))
 

@@ -13,12 +13,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ds_hydra.commands.figures import guarded
+from ds_hydra.commands.figures import CommandParser, guarded
 
 
 def main(arguments: Sequence[str] | None = None, *, name: str = "ds-hydra convert") -> int:
     """Convert and print the new folder; 2 for a checkpoint that is refused."""
-    parser = argparse.ArgumentParser(prog=name, description=(__doc__ or "").splitlines()[0])
+    parser = CommandParser(prog=name, description=(__doc__ or "").splitlines()[0])
     parser.add_argument("direction", choices=("from-universal", "to-universal"))
     parser.add_argument("source", type=Path, help="universal: its tag's folder; ds-hydra: the folder with the tags")
     parser.add_argument("target", type=Path, help="folder in which the new tag appears")

@@ -1,8 +1,8 @@
 """A job on a cluster that is not there: the real engine in forked processes, on virtual time.
 
-  ds-hydra emulate "4*tp8" "2*tp4pp2 + 2*tp8" --ranks 32 --cost-table a800-7b --lengths pretraining --tokens 100000 \\
+  ds-hydra emulate "4*tp8" "2*tp4pp2 + 2*tp8" --gpus 32 --cost-table a800-7b --lengths pretraining --tokens 100000 \\
       --context 8192 [--steps 10] [--choose cycle] [--json FILE]
-  ds-hydra emulate --replay plans.jsonl --ranks 32 --cost-table table.json --model my_model/ --lengths lengths.txt \\
+  ds-hydra emulate --replay plans.jsonl --gpus 32 --cost-table table.json --model my_model/ --lengths lengths.txt \\
       --tokens 100000 --context 8192
 
 Plans, schedules, pulls, pushes and messages between stages are those of training; a stage's computing is replaced by
@@ -37,8 +37,11 @@ _SEQUENCES = 20_000  # of the emulated data
 def main(arguments: Sequence[str] | None = None, *, name: str = "ds-hydra emulate") -> int:
     """Print the table; 1 when a step went wrong, 2 for input that is refused."""
     parser = figures_parser(__doc__, name)
-    parser.add_argument("strategies", nargs="*", help="candidates (default: those of the plans to replay)")
-    parser.add_argument("--ranks", dest="gpus", type=int, required=True, metavar="N", help="processes to fork")
+    parser.add_argument("named", nargs="*", metavar="STRATEGY", help="the same as --strategies")
+    parser.add_argument(
+        "--strategies", nargs="+", default=[], metavar="TEXT", help="candidates (default: the plans' own)"
+    )
+    parser.add_argument("--gpus", type=int, required=True, metavar="N", help="processes to fork")
     add_link_options(parser)
     parser.add_argument("--cost-table", required=True, help="a file of ds-hydra profile, or a shipped one")
     parser.add_argument("--model", help="config JSON or checkpoint folder (default: the model of a shipped table)")
@@ -51,6 +54,7 @@ def main(arguments: Sequence[str] | None = None, *, name: str = "ds-hydra emulat
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="real seconds for all steps")
     args = parser.parse_args(arguments)
+    args.strategies = [*args.named, *args.strategies]
     return guarded(name, lambda: run(args, name))
 
 

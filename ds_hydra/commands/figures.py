@@ -8,15 +8,37 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError, PlanError
 
 
-def figures_parser(description: str | None, prog: str | None = None) -> argparse.ArgumentParser:
+class CommandParser(argparse.ArgumentParser):
+    """Options have one spelling in all commands, with dashes; underscores and earlier names are read too."""
+
+    earlier: ClassVar = {"--node-size": "--gpus-per-node", "--ranks": "--gpus"}  # where a command has the second only
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """As argparse does it."""
+        given = sys.argv[1:] if args is None else args
+        return super().parse_known_args([self._spelled(text) for text in given], namespace)
+
+    def _spelled(self, text: str) -> str:
+        """An option as it is called here; all else as it is."""
+        option, equals, value = text.partition("=")
+        if not option.startswith("--") or option in self._option_string_actions:
+            return text
+        dashed = "--" + option[2:].replace("_", "-")
+        known = next((o for o in (dashed, self.earlier.get(dashed, "")) if o in self._option_string_actions), option)
+        return known + equals + value
+
+
+def figures_parser(description: str | None, prog: str | None = None) -> CommandParser:
     """A parser with the options of every tool: `--quick` and `--json FILE`."""
     first_line = (description or "").strip().splitlines()[0]
-    parser = argparse.ArgumentParser(prog=prog, description=first_line)
+    parser = CommandParser(prog=prog, description=first_line)
     parser.add_argument("--quick", action="store_true", help="fewer and smaller cases, within a minute")
     parser.add_argument("--json", type=new_file, metavar="FILE", help="also write the figures to FILE")
     return parser

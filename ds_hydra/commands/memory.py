@@ -1,7 +1,7 @@
 """Memory that each parallel scheme of a model needs on a rank, activations included, before anything is started.
 
-  ds-hydra memory --model my_model/ --gpus 8 [--device_memory GIB] [--tokens N] [--strategies TEXT ...]
-      [--deepspeed_config FILE] [--measure] [--quick] [--json FILE]
+  ds-hydra memory --model my_model/ --gpus 8 [--device-memory GIB] [--tokens N] [--strategies TEXT ...]
+      [--deepspeed-config FILE] [--measure] [--quick] [--json FILE]
 
 Like DeepSpeed's estimators, for every scheme: master shards, optimizer state, pulled parameters, gradients, scratch
 memory of messages, activations of the fullest stage, and MaxLen. Activations are an estimate for Llama-like layers, or
@@ -34,12 +34,12 @@ def main(arguments: Sequence[str] | None = None, *, name: str = "ds-hydra memory
     parser = figures_parser(__doc__, name)
     parser.add_argument("--model", required=True, help="config JSON, or checkpoint folder")
     parser.add_argument("--gpus", type=int, required=True, help="ranks of the job")
-    parser.add_argument("--node_size", type=int, help="ranks of a node: TP and SP stay inside (default: 8 at most)")
-    parser.add_argument("--device_memory", type=float, metavar="GIB", help="of one rank (default: what is here)")
+    parser.add_argument("--gpus-per-node", type=int, help="TP and SP stay inside a node (default: 8 at most)")
+    parser.add_argument("--device-memory", type=float, metavar="GIB", help="of one rank (default: what is here)")
     parser.add_argument("--tokens", type=int, default=4096, help="of a micro-batch, for the column of activations")
     parser.add_argument("--strategies", nargs="+", metavar="TEXT", help="candidates of one job (default: the config's)")
     parser.add_argument("--dtype", choices=DTYPES, help="of computing (default: the config, or bf16)")
-    parser.add_argument("--deepspeed_config", help="the job's config: types, checkpointing, strategies")
+    parser.add_argument("--deepspeed-config", help="the job's config: types, checkpointing, strategies")
     parser.add_argument("--measure", action="store_true", help="count activations by running the layers (slower)")
     args = parser.parse_args(arguments)
     return guarded(name, lambda: run(args, name))
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace, name: str) -> int:
     job = read_job(args.deepspeed_config, torch.bfloat16)
     dtype = DTYPES[args.dtype] if args.dtype else job.dtype
     source = hollow_source(args.model, job.stage_options)
-    node = args.node_size or min(args.gpus, 8)
+    node = args.gpus_per_node or min(args.gpus, 8)
     schemes = feasible_schemes(source.plan, args.gpus, node)
     device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
     memory_bytes = args.device_memory * 2**30 if args.device_memory else rank_memory(device, node)

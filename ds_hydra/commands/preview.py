@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ds_hydra.commands.figures import guarded, new_file, print_table
+from ds_hydra.commands.figures import CommandParser, guarded, new_file, print_table
 from ds_hydra.commands.links import add_link_options, links_of
 from ds_hydra.commands.shipped import FILES, shipped
 from ds_hydra.costs.cost_table import CostTable
@@ -43,7 +43,7 @@ OURS = "ds-hydra: layouts mixed and chosen anew in every step"
 def parse_arguments(arguments: Sequence[str] | None, name: str) -> argparse.Namespace:
     """Read the command line; tables and lengths are files, or names of shipped ones."""
     tables = ", ".join(key for key, file in FILES.items() if file.endswith(".json"))
-    parser = argparse.ArgumentParser(prog=name, description=(__doc__ or "").splitlines()[0])
+    parser = CommandParser(prog=name, description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--cost-table", required=True, help=f"a file that ds-hydra profile wrote, or one of {tables}")
     parser.add_argument(
         "--lengths",

@@ -1,6 +1,6 @@
 """Measure a cost table on this machine: time and memory of every parallel scheme of a model.
 
-  ds-hydra profile --model my_model/ --deepspeed_config ds.json --out cost_table.json
+  ds-hydra profile --model my_model/ --deepspeed-config ds.json --out cost_table.json
       [--gpus N] [--links links.json] [--merge] [--quick]
   deepspeed --module ds_hydra.commands.profile ...             on the ranks of a launcher
 
@@ -37,13 +37,13 @@ def parse_args(arguments: Sequence[str] | None, name: str) -> argparse.Namespace
     """Command line; the launcher adds --local_rank."""
     parser = figures_parser(__doc__, name)
     parser.add_argument("--model", required=True, help="config JSON, or checkpoint folder")
-    parser.add_argument("--deepspeed_config", help="the job's config: dtype, checkpointing, context length")
+    parser.add_argument("--deepspeed-config", help="the job's config: dtype, checkpointing, context length")
     parser.add_argument("--out", type=new_file, default=Path("cost_table.json"))
     parser.add_argument(
         "--gpus", type=int, help="ranks of the job (default: of the config's strategies, or those here)"
     )
     parser.add_argument("--schemes", nargs="+", metavar="SCHEME", help="only these, e.g. tp2 tp4pp2")
-    parser.add_argument("--node_size", type=int, help="ranks of a node: TP and SP stay inside (default: --gpus)")
+    parser.add_argument("--gpus-per-node", type=int, help="TP and SP stay inside a node (default: --gpus)")
     parser.add_argument("--links", type=Path, help="link figures (JSON) instead of measuring them")
     parser.add_argument("--longest", type=int, help="longest sequence to measure, in tokens")
     parser.add_argument("--rungs", type=int, help="lengths on the ladder (default 7, with --quick 5)")
@@ -51,9 +51,9 @@ def parse_args(arguments: Sequence[str] | None, name: str) -> argparse.Namespace
     clock_help = "cpu: CPU time and local shapes, for a machine that others use too; auto: cpu there"
     parser.add_argument("--clock", choices=("auto", "wall", "cpu"), default="auto", help=clock_help)
     parser.add_argument("--ranks", type=int, help="ranks to start here (CPU; default: the cores, 8 at most)")
-    parser.add_argument("--device_memory", type=float, metavar="GIB", help="of one rank (default: what is there)")
+    parser.add_argument("--device-memory", type=float, metavar="GIB", help="of one rank (default: what is there)")
     parser.add_argument("--merge", action="store_true", help="extend --out, keeping its other schemes")
-    parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--local-rank", type=int, default=0, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
 

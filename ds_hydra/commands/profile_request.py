@@ -69,7 +69,7 @@ def make_request(args: argparse.Namespace) -> Request:
     job = read_job(args.deepspeed_config, torch.float32)
     source = hollow_source(args.model, job.stage_options)
     num_gpus = args.gpus or _ranks_of(job.hydra) or _world_size()
-    node_size = args.node_size or (job.hydra and job.hydra.node_size) or num_gpus
+    node_size = args.gpus_per_node or (job.hydra and job.hydra.node_size) or num_gpus
     schemes = _schemes(source, args.schemes, num_gpus, node_size)
     device = _device(args.local_rank)
     if device.type == "cuda" and (job.hydra is None or FLASH_3 in job.hydra.fast_paths):

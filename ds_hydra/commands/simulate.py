@@ -44,14 +44,15 @@ _HEADERS = ("step", "strategy", "ms", "plan ms", "bubbles", "gap", "exposed ms",
 def parse_arguments(arguments: Sequence[str] | None, name: str) -> argparse.Namespace:
     """Read the command line."""
     parser = figures_parser(__doc__, name)
-    parser.add_argument("what", help="a strategy such as 'tp4 + 2*pp2', 'A then B' for phases, or a run's plans_file")
+    parser.add_argument("what", nargs="?", help="the same as --strategies, or a run's plans_file")
+    parser.add_argument("--strategies", metavar="TEXT", help="one, such as 'tp4 + 2*pp2'; 'A then B' for phases")
     parser.add_argument(
         "--cost-table", required=True, help=f"a file of ds-hydra profile, or one of {', '.join(SHIPPED)}"
     )
     parser.add_argument("--gpus", type=int, help="ranks of the job (default: those of the strategy)")
     add_link_options(parser)
     parser.add_argument("--model", help="config JSON or checkpoint folder (default: the model of a shipped table)")
-    parser.add_argument("--deepspeed_config", help="the job's config: types of gradients, in memory and on their way")
+    parser.add_argument("--deepspeed-config", help="the job's config: types of gradients, in memory and on their way")
     parser.add_argument("--lengths", help="of sequences to plan for, as in ds-hydra preview")
     parser.add_argument("--tokens", type=int, help="of a step to plan")
     parser.add_argument("--context", type=int, help="longest sequence to plan for, in tokens")
@@ -61,7 +62,11 @@ def parse_arguments(arguments: Sequence[str] | None, name: str) -> argparse.Name
     parser.add_argument("--trace", type=new_file, metavar="FILE.json", help="write the step for Perfetto")
     parser.add_argument("--gantt", type=new_file, metavar="FILE.png", help="draw the step")
     parser.add_argument("--all-ranks", action="store_true", help="draw every rank, not only the first of each stage")
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    if (args.what is None) == (args.strategies is None):
+        parser.error("name one strategy, or a plans_file")
+    args.what = args.what or args.strategies
+    return args
 
 
 def plan_steps(args: argparse.Namespace, phases: Sequence[StrategyShape], table: CostTable) -> dict[int, StepPlan]:

@@ -11,7 +11,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from ds_hydra.commands.figures import guarded, new_file
+from ds_hydra.commands.figures import CommandParser, guarded, new_file
 from ds_hydra.commands.on_cpus import on_cpus
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -26,7 +26,7 @@ _USUAL = {  # strategies by the number of ranks
 
 def main(arguments: Sequence[str] | None = None, *, name: str = "ds-hydra train-tiny") -> int:
     """Train and print each step's line; 1 when the loss has not fallen."""
-    parser = argparse.ArgumentParser(prog=name, description=(__doc__ or "").splitlines()[0])
+    parser = CommandParser(prog=name, description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ranks", type=int, default=4, help="forked on this machine (default 4)")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--strategies", nargs="+", metavar="TEXT", help="of as many ranks, run in turn")

@@ -20,6 +20,11 @@ _JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", 
 LIST = "[]"  # behind the name of a setting that is a list of blocks
 _WORDS = {"strategies": ["auto"], "fast_paths": ["auto", "off"]}  # that stand for a list
 
+_WORDS_LINKED = "Words: " + ", ".join(
+    f"[{word}](glossary.md#{word.replace(' ', '-')})"
+    for word in ("strategy", "scheme", "masters", "slice", "self-check", "compose", "elastic")
+) + "."  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -60,7 +65,7 @@ def page() -> str:
     kinds = {name: _kinds_of(kind) for name, kind in get_type_hints(HydraConfig).items()}
     own = {f"{BLOCK}.{name}{LIST if Ellipsis in of else ''}": _block_of(of) for name, of in kinds.items()}
     lines = ["# Settings", "", "All keys of the block `\"hydra\"`. `ds-hydra settings --schema` prints them as a JSON "
-             "Schema, which editors check configs by as they are written.", ""]  # fmt: skip
+             "Schema, which editors check configs by as they are written.", "", _WORDS_LINKED, ""]  # fmt: skip
     for block, rows in blocks.items():
         kind = own.get(block)
         lines += [f"## {block}", "", *([inspect.getdoc(kind) or "", ""] if kind else []), *rows]

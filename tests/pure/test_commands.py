@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from ds_hydra.commands.__main__ import COMMANDS, main
+from ds_hydra.commands.figures import CommandParser
 from ds_hydra.commands.shipped import FILES, shipped
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.data.length_sources import read_lengths
@@ -39,7 +40,31 @@ def test_each_command_has_help_of_its_own(command: str, capsys: pytest.CaptureFi
     with pytest.raises(SystemExit) as left:
         main([command, "--help"])
     assert left.value.code == 0
-    assert f"usage: ds-hydra {command}" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert f"usage: ds-hydra {command}" in told
+    assert not re.findall(r"--\w*_\w*", told), "options have one spelling, with dashes"
+
+
+def test_options_are_read_as_they_were_spelled_before() -> None:
+    parser = CommandParser()
+    parser.add_argument("--gpus-per-node", type=int)
+    parser.add_argument("--gpus", type=int)
+    parser.add_argument("--own_way")
+    for given in (["--gpus_per_node=8", "--gpus", "3"], ["--node_size", "8", "--ranks", "3"]):
+        read = parser.parse_args([*given, "--own_way", "is"])
+        assert (read.gpus_per_node, read.gpus, read.own_way) == (8, 3, "is")
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--own-ways", "1"])
+
+
+def test_strategies_are_named_by_one_option_in_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("simulate", "emulate", "preview", "check", "memory", "train-tiny"):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        assert " --strategies TEXT" in capsys.readouterr().out.replace("STRATEGIES", "TEXT"), command
+    with pytest.raises(SystemExit, match="2"):
+        main(["simulate", "4*tp4", "--strategies", "8*tp2", *SIMULATED])
+    assert "name one strategy" in capsys.readouterr().err
 
 
 def test_the_tools_of_the_same_commands_are_their_front_doors() -> None:

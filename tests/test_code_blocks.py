@@ -1,0 +1,230 @@
+"""Every code block and command on a page: run or read by its own parser here, or told which test runs it, or why none.
+
+A block that nothing here can judge has a comment above it: `<!-- run by: tests/FILE.py -->` or `<!-- not run: why -->`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+import shlex
+import shutil
+from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import hjson
+import pytest
+import torch
+
+import ds_hydra
+from ds_hydra.commands.__main__ import COMMANDS, main
+from ds_hydra.config.hydra_block import parse_config
+from ds_hydra.costs.cost_table import CostTable
+from ds_hydra.pipe.shape import StrategyShape
+from ds_hydra.plan.plan_file import load_plans, save_plans
+from ds_hydra.planner import Planner, PlannerOptions
+from tests.support.ranks import run_ranks
+from tests.support.small_job import LENGTHS, small_config, small_engine, small_model, small_source
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = ("README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in ROOT.glob("docs/*.md")))
+TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
+LAUNCHERS = {"deepspeed": "tests/test_examples.py", "torchrun": "tests/gloo/test_launchers.py"}  # who starts by them
+PLACEHOLDERS = ("COMMAND", "launch")  # the second is named by a setting that is refused until there is a launcher
+SHELL = ("bash", "")  # a block without a language is one of commands if its first word is one
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its page, language and text, and the comment just above it."""
+
+    page: str
+    language: str
+    text: str
+    comment: str
+
+    def __str__(self) -> str:
+        return f"{self.page}: {self.text.splitlines()[0][:60]}"
+
+
+def blocks() -> Iterator[Block]:
+    fenced = re.compile(r"(?:^<!-- ([^\n]*) -->\n\n?)?^```(\S*)\n(.*?)^```", re.M | re.S)
+    for page in PAGES:
+        for found in fenced.finditer((ROOT / page).read_text("utf-8")):
+            if not found[2].startswith("{"):  # a directive of MyST
+                yield Block(page, found[2], found[3], found[1] or "")
+
+
+BLOCKS = list(blocks())
+
+
+def command_lines(text: str) -> list[str]:
+    """Lines of a shell block, continued ones joined, without comments."""
+    return [line for line in re.sub(r"\\\n\s*", "", text).splitlines() if line.strip() and not line.startswith("#")]
+
+
+def parsed(line: str) -> bool:
+    """Whether this is a command of ours; its parser refuses what it does not know. Nothing is run."""
+    words = shlex.split(line, comments=True)
+    if words[0] == "make":
+        assert {word for word in words[1:] if "=" not in word} <= TARGETS, line
+    elif words[0] == "ds-hydra":
+        assert words[1] in COMMANDS, line
+        _parse(f"ds_hydra.commands.{words[1].replace('-', '_')}", lambda: main(words[1:]), line)
+    elif words[:2] == ["python", "-m"] and words[2].startswith("tools."):
+        assert importlib.util.find_spec(words[2]), line
+        source = importlib.util.find_spec(words[2]).origin or ""  # type: ignore[union-attr]
+        known = Path(source).read_text() + "--quick --json --only"
+        assert not [word for word in words[3:] if word.startswith("--") and word not in known], line
+    elif words[0] in LAUNCHERS:
+        assert (ROOT / LAUNCHERS[words[0]]).is_file()
+    else:
+        return words[0] == "pip"
+    return True
+
+
+def _parse(module: str, call: Any, line: str) -> None:
+    told = StringIO()
+    with (
+        mock.patch.object(importlib.import_module(module), "guarded", return_value=0, create=True),
+        redirect_stderr(told),
+        redirect_stdout(told),
+    ):
+        try:
+            code: Any = call()
+        except SystemExit as left:
+            code = left.code
+    assert code == 0, f"{line}: {told.getvalue()}"
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_a_block_is_judged_or_says_why_not(block: Block) -> None:
+    if block.comment.startswith("not run: "):
+        assert len(block.comment) > len("not run: ") + 10, f"{block}: say why"
+    elif block.comment.startswith("run by: "):
+        for file in re.findall(r"[\w/.-]+\.py", block.comment):
+            assert (ROOT / file).is_file(), f"{block}: there is no {file}"
+    elif block.language == "python":
+        assert str(block) in RUN, f"{block}: no test runs it: add it to RUN, or say why not"
+    elif block.language in ("json", "jsonc"):
+        assert accepted(block.text), block
+    elif block.language == "diff":
+        added = [line[1:] for line in block.text.splitlines() if line.startswith("+")]
+        for line in added:
+            compile(line, str(block), "exec")
+            exec(line, {})
+    else:
+        assert block.language in SHELL, f"{block}: nothing judges this language"
+        for line in command_lines(block.text):
+            for part in line.split(" && ") if block.language else [line]:
+                assert parsed(part), f"{block}: what runs {part!r}?"
+
+
+def accepted(text: str) -> bool:
+    """Whether a config with this block, or with this setting of it, is read."""
+    block = hjson.loads("{" + text + "}")
+    block = block.get("hydra", block)
+    return parse_config({"hydra": {"tokens_per_step": 1000, **block}}) is not None
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_within_sentences_are_known(page: str) -> None:
+    text = re.sub(r"^```.*?^```", "", (ROOT / page).read_text("utf-8"), flags=re.M | re.S)
+    for line in re.findall(r"`((?:ds-hydra|make|python -m tools\.)[^`\n]*)`", text):
+        words = shlex.split(line.split(" >")[0])
+        assert words[0] != "make" or {w for w in words[1:2] if "=" not in w} <= TARGETS, line
+        if words[0] == "ds-hydra" and len(words) > 1:
+            assert words[1] in (*COMMANDS, *PLACEHOLDERS), line
+            help_text = _help(words[1]) if words[1] in COMMANDS else "--help"
+            assert not [w for w in words if w.startswith("--") and w not in help_text], line
+        if words[0] == "python":
+            assert importlib.util.find_spec(words[2]), line
+
+
+def _help(command: str) -> str:
+    told = StringIO()
+    with redirect_stdout(told), pytest.raises(SystemExit):
+        main([command, "--help"])
+    return told.getvalue()
+
+
+def phased(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the block about phases finds: a table and the plans of a run."""
+    file = ROOT / "examples" / "cost_tables" / "example_cpu.json"
+    shutil.copy(file, folder / "cost_table.json")
+    table = CostTable.load(file)
+    planner = Planner(table, [StrategyShape.parse("4*tp1")], PlannerOptions())
+    save_plans([planner.plan(0, range(4), [200, 900, 2000, 6000])], folder / "plans.jsonl")
+    monkeypatch.chdir(folder)
+    return {}
+
+
+def on_one_rank(rank: int, text: str, make: Any) -> list[float]:
+    """Run a block on a rank with the names that it takes as given; the losses of the steps that it made."""
+    given = make(rank)
+    exec(text, given)
+    engine = given["engine"]
+    return [float(engine.last_step.loss)]
+
+
+def in_a_script(rank: int) -> dict[str, Any]:
+    config = small_config(1)
+    initialize = mock.Mock(side_effect=lambda **given: ds_hydra.initialize(config=config, **given))
+    return {"ds_hydra": mock.Mock(initialize=initialize), "args": None, "model": small_model(), "total_steps": 2,
+            "dataset": [torch.arange(3, 3 + n % 90) for n in LENGTHS]}  # fmt: skip
+
+
+def items() -> list[dict[str, Any]]:
+    tokens = torch.arange(3, 43)
+    return [{"input_ids": tokens, "labels": tokens} for _ in range(4)]
+
+
+def in_pairs(rank: int) -> dict[str, Any]:
+    return {"torch": torch, "beta": 0.1, "reference_losses": torch.zeros(4), "pairs": items(),
+            "engine": small_engine(rank, data=None)}  # fmt: skip
+
+
+def of_rollouts(rank: int) -> dict[str, Any]:
+    ones = torch.ones(40)
+    more = {"completion_mask": ones.long(), "advantages": ones, "reference_log_probs": -ones}
+    return {"engine": small_engine(rank, data=None), "mini_batches": lambda items: [items],
+            "items": [{"input_ids": one["input_ids"], **more} for one in items()]}  # fmt: skip
+
+
+RUN: dict[str, Any] = {
+    "docs/strategies.md: from ds_hydra.costs.cost_table import CostTable": phased,
+    "docs/script.md: engine, optimizer, loader, lr_scheduler = ds_hydra.initializ": in_a_script,
+    "docs/losses.md: def preference(losses):  # of chosen and rejected in turn": in_pairs,
+    "docs/losses.md: from ds_hydra.losses import grpo": of_rollouts,
+    'docs/weights.md: with torch.device("meta"):': None,
+}
+"""Python blocks that run here: what makes the names that they take as given, on one rank where they have an engine."""
+
+
+def test_python_blocks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = {str(block): block.text for block in BLOCKS if block.language == "python" and not block.comment}
+    assert set(RUN) == set(texts), "a block is gone or new"
+    small_source()  # found once, for all ranks that are forked
+    for name, make in RUN.items():
+        if make is phased:
+            exec(texts[name], phased(tmp_path, monkeypatch))
+            (plan,) = load_plans(tmp_path / "phases.jsonl").values()
+            assert str(plan.strategy) == "4*tp1 then 2*tp2 then tp4"
+        elif make is None:
+            from transformers import AutoConfig, AutoModelForCausalLM
+
+            small_model().config.save_pretrained(tmp_path / "my_model")
+            monkeypatch.chdir(tmp_path)
+            classes = {"AutoConfig": AutoConfig, "AutoModelForCausalLM": AutoModelForCausalLM}
+            given: dict[str, Any] = {"torch": torch, **classes}
+            exec(texts[name], given)
+            assert {one.device.type for one in given["model"].parameters()} == {"meta"}
+        else:
+            ((loss,),) = run_ranks(on_one_rank, 1, texts[name], make)
+            assert loss == loss, name
