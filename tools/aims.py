@@ -96,6 +96,7 @@ GPU_ATTENTION = 2e-2  # BF16 against FP32, relative to the largest entry
 # Post-training: check_post_training, tests/gloo/test_post_training.py.
 POST_TRAINING = 1e-9  # of losses, gradients, log-probabilities and entropies in FP64, by the largest entry
 TRL_TRAINERS = 1e-6  # TRL's own head computes in FP32: of losses, and of parameters over how far they moved
+STAYS_ON_DEVICE = 0.02  # of an engine's bytes, when its states are on the host: tests/gloo/test_away.py
 SCORES_MEMORY, SCORES_TIME = 0.4, 1.0  # over gathered logits, vocabulary 150K, 4K tokens, TP 4
 
 # What runs cost: bench_checkpoint, bench_lnk, check_chunks, check_edits, check_devices, bench_gpu.

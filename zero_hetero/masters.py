@@ -120,6 +120,12 @@ class MasterShards:
             if kept is not grad and kept.data_ptr() != grad.data_ptr():
                 kept.copy_(grad)
 
+    def forget_grads(self) -> None:
+        """Let go of the gradients and of their memory, until the next `put_grads`."""
+        self.grads, self._own_grads = [], []
+        for span in self.spans:
+            span.param.grad = None
+
     def grad_of(self, piece: OwnedPiece) -> Tensor:
         """The gradient of a piece, a view of its shape."""
         return self.grads[piece.bucket][piece.first : piece.first + piece.stop - piece.start]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -21,6 +21,9 @@ from ds_hydra.pipe.models.adapted import NAMES_OF_PEFT, base_of, is_peft_model
 from ds_hydra.step.update import ModelNow
 from ds_hydra.zero_hetero.errors import CheckpointError
 
+if TYPE_CHECKING:
+    from ds_hydra.engine.away import Away
+
 
 class EngineWithWeights(ThreeCallEngine):
     """An engine whose parameters are the master shards of its crew."""
@@ -29,6 +32,7 @@ class EngineWithWeights(ThreeCallEngine):
     crew: Crew
     saving: Saving
     lent: Values  # to the script, by the model's parameters
+    away: Away | None = None  # states that are on the host, once there were some
 
     def fp32_state_dict(self) -> dict[str, Tensor]:
         """Full parameters on CPU by the model's own names, tied ones under each of theirs; FP64 for an FP64 model.
@@ -129,6 +133,41 @@ class EngineWithWeights(ThreeCallEngine):
             dtype=self.types.compute,
         )
         release(base_of(self.module), self.lent, self.job.source.aliases)
+
+    def to(self, device: Any, model: bool = True, optimizer: bool = True, grad: bool = True) -> Any:  # type: ignore[override]  # moves no module
+        """Move states to the host ("cpu") or back to the engine's device; returns the engine. Ranks need not agree.
+
+        `model`: the parameters, and all memory that steps use; `optimizer`: its states; `grad`: gradients that wait for
+        an update. The host keeps this rank's 1/N in pinned memory, and training goes on as if nothing had been moved,
+        to the bit. A call that needs what is on the host brings it back by itself: bring it back before, where others
+        use the memory of the device. On CPUs "cpu" does the same, by copies. ConfigError for another device or a type.
+        """
+        from ds_hydra.engine.away import Away, kinds_of, wants_host
+
+        kinds = kinds_of(model=model, optimizer=optimizer, grad=grad)
+        if self.away is None or self.away.crew is not self.crew:
+            self.away = Away(self.crew)
+        if not wants_host(device, self.device):
+            self.away.bring_back(kinds)
+            return self
+        self.lent.take_back()
+        if not self.away.kinds and self.crew.masters.trained.dropped_grads:  # by the optimizer's own zero_grad
+            self.zero_grad()
+        self.away.put(kinds)
+        return self
+
+    def offload_states(self, include: Any = None, device: Any = "cpu", **_: Any) -> None:
+        """DeepSpeed's name of `to("cpu")`; `include` are members of its OffloadStateTypeEnum (default: all)."""
+        names = ["hp_params", "lp_params", "optim_states", "lp_grads", "contiguous_grad_buffer"]
+        kinds = zip(names, ("model", "model", "optimizer", "grad", "grad"), strict=True)
+        asked = {getattr(one, "value", one) for one in (names if include is None else include)}
+        wanted = {kind for name, kind in kinds if name in asked}
+        self.to(getattr(device, "value", device), **{kind: kind in wanted for kind in ("model", "optimizer", "grad")})
+
+    def reload_states(self, **_: Any) -> None:
+        """DeepSpeed's name of what brings all states back to the device."""
+        if self.away is not None and self.away.crew is self.crew:
+            self.away.bring_back()
 
     def drop(self) -> None:
         """Let go of the present ranks' parts and groups, in whatever state an error has left them; after torch's own

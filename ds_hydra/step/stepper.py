@@ -97,7 +97,7 @@ class Stepper:
         self._strategies, self._activity, self._request = strategies, activity, request
         self._peak = PeakMemory(world.device)
         self._grad_dtype, self._wire_dtype = grad_dtype, wire_dtype
-        self._arena = Arena.for_strategies(
+        self.arena = Arena.for_strategies(
             source.plan,
             list(strategies.values()),
             world.rank,
@@ -247,7 +247,7 @@ class Stepper:
         """Let go of all strategies, their memory and their groups; it cannot be used afterwards."""
         for runtime in self._runtimes.values():
             runtime.close()
-        for held in (self.forwards, self._arena, self):
+        for held in (self.forwards, self.arena, self):
             vars(held).clear()
 
     def forget(self) -> None:
@@ -353,7 +353,7 @@ class Stepper:
                 strategy,
                 self._source,
                 self._masters,
-                self._arena,
+                self.arena,
                 self._world,
                 self._activity,
                 grad_dtype=self._grad_dtype,

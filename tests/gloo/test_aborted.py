@@ -28,7 +28,7 @@ def parts_of(engine: Any) -> dict[str, weakref.ref]:
     world, stepper = crew.world, crew.stepper
     groups = dict.fromkeys([dist.group.WORLD, *world._made, *world.groups, *world.teams])
     found: dict[str, Any] = {f"group {index}": group for index, group in enumerate(groups)}
-    found |= {"crew": crew, "world": world, "stepper": stepper, "arena": stepper._arena.params}
+    found |= {"crew": crew, "world": world, "stepper": stepper, "arena": stepper.arena.params}
     found |= {"masters": crew.masters, "update": crew.update, "plans": crew.plans}
     found |= {f"strategy {name}": runtime for name, runtime in stepper._runtimes.items()}
     return {name: weakref.ref(part) for name, part in found.items()}

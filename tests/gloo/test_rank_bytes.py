@@ -47,7 +47,7 @@ def test_every_rank_holds_what_is_counted(grad_dtype: str, wire: str, node_size:
             engine.train_batch()
             stepper, world = engine.crew.stepper, engine.crew.world
             runtime = stepper._runtimes[engine.last_step.strategy]
-            arena = stepper._arena
+            arena = stepper.arena
             held = RankBytes(
                 sum(buffer.nbytes for buffer in runtime.pulls.buffers),
                 runtime.gradient_bytes,
@@ -100,7 +100,7 @@ def test_sums_among_gradients_are_those_in_memory_of_their_own(num_ranks: int, g
     def run(rank: int, apart: bool) -> tuple[dict[str, Tensor], int]:
         config = small_config(num_ranks) | {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": grad_dtype}}
         engine = small_engine(rank, config=config)
-        masters, arena, among = engine.crew.masters.trained, engine.crew.stepper._arena, 0
+        masters, arena, among = engine.crew.masters.trained, engine.crew.stepper.arena, 0
         for _ in range(4):
             with mock.patch.object(strategy_runtime.StrategyRuntime, "train", _apart if apart else _TRAIN):
                 engine.train_batch()

@@ -65,7 +65,7 @@ def test_building_a_strategy_in_the_background_communicates_nothing() -> None:
         with no_messages():
             for text, strategy in stepper._strategies.items():
                 built[text] = StrategyRuntime(
-                    strategy, engine.job.source, crew.masters, stepper._arena, world, crew.activity,
+                    strategy, engine.job.source, crew.masters, stepper.arena, world, crew.activity,
                     grad_dtype=stepper._grad_dtype, wire_dtype=stepper._wire_dtype,
                 )  # fmt: skip
         losses = [float(engine.train_batch()) for _ in range(2)]

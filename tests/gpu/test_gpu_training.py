@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tools import aims
+
 pytestmark = pytest.mark.gpu
 
 
@@ -79,3 +81,19 @@ def test_a_restarted_job_goes_on(tmp_path: Path) -> None:
     through = losses(6)
     assert losses(3, checkpoint=checkpoint) == pytest.approx(through[:3], rel=2e-3)
     assert losses(3, checkpoint=checkpoint) == pytest.approx(through[3:], rel=2e-3)
+
+
+def test_the_device_is_empty_while_states_are_on_the_host() -> None:
+    right = losses(4)
+    torch.mm(*torch.ones(2, 64, 64, device="cuda", requires_grad=True)).sum().backward()  # libraries have their room
+    before = torch.cuda.memory_allocated()
+    engine = start()
+    found = [float(engine.train_batch()) for _ in range(2)]
+    full = torch.cuda.memory_allocated() - before
+    engine.to("cpu")
+    stays = torch.cuda.memory_allocated() - before
+    engine.to("cuda")
+    found += [float(engine.train_batch()) for _ in range(2)]
+    engine.destroy()
+    assert stays <= aims.STAYS_ON_DEVICE * full
+    assert found == right
