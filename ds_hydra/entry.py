@@ -134,8 +134,9 @@ def _check(parsed: ParsedConfig) -> tuple[str, ...]:
 
     check_environment()
     check_launched_ranks(parsed.hydra)
-    if parsed.hydra.cost_table is not None:
-        read_table_file(parsed.hydra.cost_table)
+    table = parsed.hydra.cost_table
+    for path in table.values() if isinstance(table, Mapping) else (table,) if table else ():
+        read_table_file(path)
     return deepspeed_defaults(parsed, deepspeed_config(parsed))
 
 

@@ -15,6 +15,7 @@ from itertools import accumulate, pairwise
 from ds_hydra.pipe.schedules.virtual import place_of, virtual_stage
 from ds_hydra.pipe.shape import DEFAULT_SCHEDULE, LayerRange, PipelineShape, StrategyShape
 from ds_hydra.zero_hetero.errors import PlanError
+from ds_hydra.zero_hetero.nodes import Cluster
 
 _ROUNDING = 1e-6  # layers: a share of 2/3 of 3 layers is 2 of them, whatever a float makes of it
 
@@ -191,10 +192,11 @@ def _layers_of_stages(shape: PipelineShape, num_layers: int) -> list[tuple[Layer
     return [tuple(ranges[virtual_stage(stage, part, shape.pp)] for part in range(parts)) for stage in range(shape.pp)]
 
 
-def place_strategy(shape: StrategyShape, num_ranks: int, num_layers: int) -> Strategy:
-    """Put the pipelines of a strategy on ranks 0..num_ranks-1, in order [Note: rank order].
+def place_strategy(shape: StrategyShape, num_ranks: int, num_layers: int, cluster: Cluster | None = None) -> Strategy:
+    """Put the pipelines of a strategy on ranks 0..num_ranks-1, in order [Note: rank order]; stages that ask for a class
+    of devices on ranks of `cluster` that have them (`on_devices.py`).
 
-    Raises PlanError when the pipelines' ranks do not add up to `num_ranks`.
+    Raises PlanError when the pipelines' ranks do not add up to `num_ranks`, or to those of each class.
     """
     needed = shape.num_ranks
     if needed != num_ranks:
@@ -202,6 +204,10 @@ def place_strategy(shape: StrategyShape, num_ranks: int, num_layers: int) -> Str
             f"strategy {str(shape)!r} uses {needed} ranks but the job has {num_ranks}: "
             + (f"add pipelines for {num_ranks - needed} more" if needed < num_ranks else f"remove {needed - num_ranks}")
         )
+    if shape.devices or (cluster is not None and cluster.devices and cluster.mixed):
+        from ds_hydra.pipe.on_devices import place_on  # it builds on this module, and few jobs have such devices
+
+        return place_on(shape, cluster, num_layers)
     first_ranks = accumulate((pipeline.num_ranks for pipeline in shape.pipelines), initial=0)
     return Strategy(
         tuple(

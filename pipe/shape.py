@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple
@@ -201,6 +201,13 @@ class PipelineShape:
         )
 
     @property
+    def anywhere(self) -> PipelineShape:
+        """The same on devices of any class."""
+        if not any(stage.device for stage in self.stages):
+            return self
+        return replace(self, stages=tuple(replace(stage, device="") for stage in self.stages))
+
+    @property
     def num_layers(self) -> int | None:
         """Layers of the model that it was made for; None when it can be any number."""
         return max((layers.last for stage in self.stages for layers in stage.layers), default=None)
@@ -261,6 +268,11 @@ class StrategyShape:
     @property
     def num_ranks(self) -> int:
         return sum(pipeline.num_ranks for pipeline in self.pipelines)
+
+    @property
+    def devices(self) -> frozenset[str]:
+        """The classes of devices that stages ask for."""
+        return frozenset(stage.device for pipeline in self.pipelines for stage in pipeline.stages if stage.device)
 
     def __str__(self) -> str:
         """Runs of equal pipelines become one term."""

@@ -358,7 +358,7 @@ def test_a_rank_plans_with_the_memory_that_is_left_of_its_device(
     channel = SimpleNamespace(rows=lambda mine: torch.cat([mine[None], other]))
     caplog.set_level("INFO", logger="ds_hydra")
     world: Any = SimpleNamespace(device=device, cluster=Cluster.of(2, 8), num_ranks=2, rank=0, channel=channel)
-    assert least_memory(world) == 59 * 2**30, "3 GiB are for the communicators"
+    assert least_memory(world) == (59 * 2**30, {}), "3 GiB are for the communicators"
     assert "of a device's 80.00 GiB rank 0 has 74.00 GiB, the rank that has least 62.00 GiB" in caplog.text
 
 

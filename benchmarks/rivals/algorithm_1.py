@@ -10,7 +10,7 @@ from ds_hydra.planner.kernels.arrays import Floats, Ints
 
 
 def greedy_trials(
-    times: Floats, tokens: Ints, max_length: Ints, pp: Ints, trials: int, seed: int, owner: Ints
+    times: Floats, tokens: Ints, max_length: Ints, pp: Floats, trials: int, seed: int, owner: Ints
 ) -> float:
     """Algorithm 1 (appendix E.2): best of random greedy dispatches under Eq. 3; fills owner, returns its ms.
 

@@ -16,7 +16,7 @@ class RivalKernels(Kernels, Protocol):
     """The planner's kernels by Eq. 1, and the rivals' own."""
 
     def greedy_trials(
-        self, times: Floats, tokens: Ints, max_length: Ints, pp: Ints, trials: int, seed: int, owner: Ints
+        self, times: Floats, tokens: Ints, max_length: Ints, pp: Floats, trials: int, seed: int, owner: Ints
     ) -> float: ...
 
     def interval_program(

@@ -10,13 +10,14 @@ import inspect
 import itertools
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any, get_args, get_type_hints
 
 from ds_hydra.config.hydra_block import BLOCK, HydraConfig
 
-_JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
+_JSON_TYPES: dict[Any, str] = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null",
+               Mapping[str, str]: "object"}  # fmt: skip
 LIST = "[]"  # behind the name of a setting that is a list of blocks
 _WORDS = {"strategies": ["auto"], "fast_paths": ["auto", "off"]}  # that stand for a list
 

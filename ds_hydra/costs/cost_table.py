@@ -4,8 +4,9 @@
 A micro-batch costs one pipeline stage, forward plus backward, `sum(a*l*l + b*l) + c` milliseconds over its
 sequences of l tokens: c is paid once per micro-batch (Hydraulis, appendix C.2, prints T(l) with c inside). A
 pipeline runs its micro-batches one after the other and drains once, so its time is
-`sum(loads) + (PP - 1) * largest load`. MaxLen, the tokens that a micro-batch may hold, follows from the memory
-model (appendix C.1) and is a hard limit.
+`sum(loads) + (PP - 1) * largest load`. Where stages differ, the costs are those of the slowest, and PP - 1 is what the
+others take of its time, added up: of stages that take 10, 5 and 8 ms, 1.3. MaxLen, the tokens that a micro-batch may
+hold, follows from the memory model (appendix C.1) and is a hard limit.
 
 Example, c = 5: sequences that cost 20 and 10 ms in one micro-batch are a load of 35 ms, in two they are 25 and 15. A
 pipeline of two stages takes 35 + 35 = 70 ms for the first and 40 + 25 = 65 ms for the second, because its stages work
@@ -53,6 +54,7 @@ class SchemeCost:
     util_length: int = 1  # tokens
     shares: Shares | None = None  # of forward, backward and weights' gradients, if they were measured
     derived: str = ""  # from what and how, where these were not measured as they stand
+    stages: tuple[float, ...] = ()  # what each stage takes, as a share of these costs; empty: all of them, each
 
     def __post_init__(self) -> None:
         # Tables are also written by hand, so each figure is checked as it comes from JSON: True is an int to Python.
@@ -75,6 +77,11 @@ class SchemeCost:
                 raise ConfigError(
                     f"scheme {self.scheme}: {key} counts tokens and must be a whole number, not {getattr(self, key)}"
                 )
+        if self.stages and not (len(self.stages) == self.scheme.pp and all(0.0 < one <= 1.0 for one in self.stages)):
+            raise ConfigError(
+                f"scheme {self.scheme}: stages must have a share above 0 and of at most 1 for each of its "
+                f"{self.scheme.pp} stages but is {self.stages}"
+            )
         if not 1 <= self.util_length <= self.max_length:
             raise ConfigError(
                 f"scheme {self.scheme}: needs 1 <= util_length <= max_length but has util_length="
@@ -86,6 +93,17 @@ class SchemeCost:
         """`scheme` where all of its stages are alike, as in every shipped table."""
         assert isinstance(self.scheme, ParallelScheme), f"the stages of {self.scheme} differ"
         return self.scheme
+
+    @property
+    def fills(self) -> float:
+        """How many times the load of the slowest stage the first micro-batch takes until all stages are through with
+        it: PP where they are alike [Note: cost model]."""
+        return 1.0 + sum(self.stages) - max(self.stages) if self.stages else self.scheme.pp
+
+    @property
+    def stage_shares(self) -> tuple[float, ...]:
+        """What each stage takes, as a share of these costs."""
+        return self.stages or (1.0,) * self.scheme.pp
 
     @property
     def room(self) -> int:
@@ -124,9 +142,10 @@ class SchemeCost:
     def pipeline_ms(self, loads: Sequence[float]) -> float:
         """Time of micro-batches with these loads, all in ms: sum(loads) + (PP - 1) * max(loads); 0 for none.
 
-        The flow-shop formula: a stage works through all loads, and the pipeline drains over the largest of them.
+        The flow-shop formula: a stage works through all loads, and the pipeline drains over the largest of them. Where
+        stages differ, the slowest one works, and the others take their shares of the largest load besides.
         """
-        return math.fsum(loads) + (self.scheme.pp - 1) * max(loads) if len(loads) else 0.0
+        return math.fsum(loads) + (self.fills - 1) * max(loads) if len(loads) else 0.0
 
 
 @dataclass(frozen=True)
@@ -164,7 +183,7 @@ class CostTable:
             if cost.scheme == scheme:
                 return cost
         raise PlanError(
-            f"the cost table has no entry for scheme {scheme}: it has {', '.join(map(str, self.schemes))}; "
+            f"the cost table has no entry for scheme {scheme}: it has {', '.join(str(k.scheme) for k in self.costs)}; "
             "measure that scheme too, or take it out of the strategies"
         )
 

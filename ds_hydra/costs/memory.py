@@ -33,7 +33,7 @@ from ds_hydra.pipe.placement import Strategy, place_pipeline, place_strategy
 from ds_hydra.pipe.schedules.registry import most_alive, most_sent
 from ds_hydra.pipe.shape import DEFAULT_SCHEDULE, ParallelScheme, PipelineShape, StrategyShape
 from ds_hydra.zero_hetero.errors import ConfigError
-from ds_hydra.zero_hetero.nodes import NodeSize
+from ds_hydra.zero_hetero.nodes import Cluster, NodeSize
 
 Shape = ParallelScheme | PipelineShape
 
@@ -149,6 +149,8 @@ class JobMemory:
     master_bytes: int = 4
     optimizer_states: int = 2  # tensors of the masters' size, such as Adam's two moments
     device_bytes: float = math.inf
+    class_bytes: Mapping[str, float] = field(default_factory=dict)  # of devices of classes that differ
+    cluster: Cluster | None = None  # where devices are of several classes: which rank has which
     margin: float = 0.05  # share of the device left for fragmentation and what is not counted
     vocab: int = 1
     grad_bytes: int | None = None  # of an element where gradients add up; None: the wider of the other two
@@ -173,8 +175,17 @@ class JobMemory:
 
     @property
     def capacity(self) -> float:
-        """Bytes that may be planned with."""
+        """Bytes that may be planned with on every rank."""
         return self.device_bytes * (1.0 - self.margin)
+
+    def capacity_of(self, scheme: Shape, stage_index: int) -> float:
+        """Bytes that may be planned with on the devices of one stage."""
+        device = "" if isinstance(scheme, ParallelScheme) else scheme.stages[stage_index].device
+        return self.class_bytes.get(device, self.device_bytes) * (1.0 - self.margin)
+
+    def over(self, needs: Needs, num_tokens: int = 1) -> float:
+        """Bytes that a stage needs beyond those that it has, with micro-batches of so many tokens."""
+        return needs.total(num_tokens) - self.capacity_of(needs.scheme, needs.stage)
 
     def needs(self, scheme: Shape, stage_index: int) -> Needs:
         """Bytes of the fullest rank of one stage. ConfigError when (tp, sp) has no activation figures."""
@@ -188,14 +199,17 @@ class JobMemory:
         return tuple(self.needs(scheme, index) for index in range(scheme.pp))
 
     def fullest(self, scheme: Shape, num_tokens: int) -> Needs:
-        """The stage that needs the most for micro-batches of this many tokens."""
+        """The stage that needs the most for micro-batches of this many tokens; where devices differ, beyond what its
+        own have."""
+        if self.class_bytes:
+            return max(self.stages(scheme), key=lambda needs: self.over(needs, num_tokens))
         return max(self.stages(scheme), key=lambda needs: needs.total(num_tokens))
 
     def max_length(self, scheme: Shape) -> int:
         """MaxLen in tokens: the least of the stages'; 0 when the model states of one do not fit."""
         if math.isinf(self.device_bytes):
             raise ConfigError("memory model: there is no MaxLen without device_bytes; give the device's memory")
-        return min(needs.max_length(self.capacity) for needs in self.stages(scheme))
+        return min(needs.max_length(self.capacity_of(scheme, needs.stage)) for needs in self.stages(scheme))
 
     def _count(self, scheme: Shape, index: int) -> Needs:
         shape = PipelineShape.of(scheme) if isinstance(scheme, ParallelScheme) else scheme
@@ -277,6 +291,8 @@ class JobMemory:
         """Of the ranks that hold this stage in some strategy, the needs of the one that needs the most."""
         candidates = {one: placed for one, placed in self.strategies.items() if shape in one.pipelines}
         if not candidates:
+            # Which rank has which device does not change what each of them holds.
+            shape = shape.anywhere
             copies = max(1, self.num_ranks // shape.num_ranks)
             alone = StrategyShape((shape,) * copies)
             candidates = {alone: place_strategy(alone, copies * shape.num_ranks, self.plan.num_layers)}

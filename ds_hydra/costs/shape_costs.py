@@ -2,20 +2,30 @@
 
 [Note: costs of stages that differ]
 The table's costs of <TP, PP, SP> are those of a stage with 1/PP of the layers. So stage s of a shape with S stages
-costs as a stage of <TP_s, S, SP_s>, times its layers over an even share of them; and as the planner takes all stages
-of a pipeline to be as slow as the slowest, each coefficient is the largest of the stages'. An example with 4 layers:
-in `(sp2[0:1] > tp2[1:4])` stage 0 has 1/2 of an even share and costs half of a stage of sp2pp2, stage 1 has 3/2 of one
-and costs 1.5 times a stage of tp2pp2.
+costs as a stage of <TP_s, S, SP_s>, times its layers over an even share of them. The costs of the pipeline are those of
+the slowest stage: each coefficient is the largest of the stages'. What the others take of its time for a micro-batch of
+half MaxLen are their shares, from which the drain follows [Note: cost model]. An example with 4 layers: in
+`(sp2[0:1] > tp2[1:4])` stage 0 has 1/2 of an even share and costs half of a stage of sp2pp2, stage 1 has 3/2 of one and
+costs 1.5 times a stage of tp2pp2; if these two cost the same, the shares are 1/3 and 1, and the pipeline drains over a
+third of its largest micro-batch.
+
+A stage on devices of a class costs as the table's row of that class, whose text names it, such as `tp4pp2@h20`. Of a
+class one row for each <TP, SP> is enough: that with as many stages, or else the one nearest to it, as what a layer
+takes does not depend on how many stages there are. So any split of the layers has a price, also one that was never
+measured. A row's MaxLen was found for an even share of the layers on a first stage, which keeps PP micro-batches of
+them; a stage that keeps more layers at once holds as much less.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.memory import JobMemory
 from ds_hydra.pipe.placement import place_pipeline
-from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
+from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StageShape, StrategyShape
+from ds_hydra.zero_hetero.errors import PlanError
 
 
 def stage_schemes(pipeline: PipelineShape) -> Iterator[ParallelScheme]:
@@ -24,15 +34,45 @@ def stage_schemes(pipeline: PipelineShape) -> Iterator[ParallelScheme]:
 
 
 def used_schemes(strategies: Iterable[StrategyShape]) -> tuple[ParallelScheme, ...]:
-    """The schemes whose costs these strategies need, in rising order."""
+    """The schemes whose costs these strategies need, in rising order; those of device classes are not among them."""
     pipelines = {pipeline for strategy in strategies for pipeline in strategy.pipelines}
-    return tuple(sorted({scheme for pipeline in pipelines for scheme in stage_schemes(pipeline)}))
+    return tuple(sorted({
+        scheme
+        for pipeline in pipelines
+        for stage, scheme in zip(pipeline.stages, stage_schemes(pipeline), strict=True)
+        if not stage.device
+    }))  # fmt: skip
+
+
+def of_class(table: CostTable, device: str) -> CostTable:
+    """The rows of a table as those of devices of one class: `tp4pp2` becomes `tp4pp2@h20`. PlanError for rows that name
+    another one."""
+    return CostTable(tuple(replace(cost, scheme=_named(cost.scheme, device)) for cost in table.costs), table.source)
+
+
+def _named(scheme: ParallelScheme | PipelineShape, device: str) -> PipelineShape:
+    shape = PipelineShape.of(scheme) if isinstance(scheme, ParallelScheme) else scheme
+    if others := {stage.device for stage in shape.stages} - {"", device}:
+        raise PlanError(f"{shape} is of the class {min(others)!r} and not of {device!r}")
+    return replace(shape, stages=tuple(replace(stage, device=device) for stage in shape.stages))
+
+
+def class_rows(table: CostTable) -> Mapping[StageShape, Mapping[int, SchemeCost]]:
+    """A table's rows of device classes whose stages are all alike: by stage, and by their number."""
+    found: dict[StageShape, dict[int, SchemeCost]] = {}
+    for cost in table.costs:
+        if isinstance(cost.scheme, PipelineShape):
+            first = cost.scheme.stages[0]
+            if first.device and not first.layers and cost.scheme.stages.count(first) == cost.scheme.pp:
+                found.setdefault(first, {})[cost.scheme.pp] = cost
+    return found
 
 
 def with_shapes(table: CostTable, strategies: Iterable[StrategyShape], memory: JobMemory) -> CostTable:
     """The table, with a further entry for each pipeline of the strategies that is not uniform.
 
-    Raises PlanError when it lacks a scheme of `used_schemes`, or a shape does not fit the model's number of layers.
+    Raises PlanError when it lacks a scheme of `used_schemes` or a row of a class, or a shape does not fit the model's
+    number of layers.
     """
     known = {cost.scheme for cost in table.costs}
     keys = dict.fromkeys(pipeline.cost_key for strategy in strategies for pipeline in strategy.pipelines)
@@ -48,14 +88,45 @@ def price(pipeline: PipelineShape, table: CostTable, memory: JobMemory) -> Schem
     """
     num_layers = memory.plan.num_layers
     stages = place_pipeline(pipeline, 0, num_layers).stages
-    shares = [len(stages) * stage.num_layers / num_layers for stage in stages]
-    rows = [table[scheme] for scheme in stage_schemes(pipeline)]
-    a, b, c = (
-        max(getattr(row, name) * share for row, share in zip(rows, shares, strict=True)) for name in ("a", "b", "c")
-    )
-    max_length = max(1, min(memory.max_length(pipeline), *(row.max_length for row in rows)))
+    rows = list(_rows(pipeline, table))
+    shares = [row.scheme.pp * stage.num_layers / num_layers for row, stage in zip(rows, stages, strict=True)]
+    scaled = [tuple(getattr(row, name) * share for name in "abc") for row, share in zip(rows, shares, strict=True)]
+    a, b, c = map(max, zip(*scaled, strict=True))
+    limits = [
+        row.max_length
+        if not shape.device
+        else int(row.max_length * min(1.0, num_layers / ((pipeline.pp - at) * stage.num_layers)))
+        for at, (row, stage, shape) in enumerate(zip(rows, stages, pipeline.stages, strict=True))
+    ]
+    max_length = max(1, min(memory.max_length(pipeline), *limits))
     # Stages that differ wait for the slowest, whose shares decide when others can go on.
     slowest = max(range(len(rows)), key=lambda stage: rows[stage].b * shares[stage])
     util_length = min(max_length, max(row.util_length for row in rows))
     derived = "the slowest of its stages: " + ", ".join(dict.fromkeys(str(row.scheme) for row in rows))
-    return SchemeCost(pipeline, a, b, c, max_length, util_length, rows[slowest].shares, derived)
+    tokens = max(1, max_length // 2)
+    most = (a * tokens + b) * tokens + c
+    takes = tuple(min(1.0, ((x * tokens + y) * tokens + z) / most) for x, y, z in scaled)
+    return SchemeCost(
+        pipeline, a, b, c, max_length, util_length, rows[slowest].shares, derived, takes if min(takes) < 1.0 else ()
+    )
+
+
+def _rows(pipeline: PipelineShape, table: CostTable) -> Iterator[SchemeCost]:
+    """For each stage the costs that price it, times what its layers are of an even share of that row's stages."""
+    known = class_rows(table) if any(stage.device for stage in pipeline.stages) else {}
+    for stage, scheme in zip(pipeline.stages, stage_schemes(pipeline), strict=True):
+        if not stage.device:
+            yield table[scheme]
+            continue
+        rows = known.get(StageShape(stage.tp, stage.sp, (), stage.device))
+        if rows is None:
+            of_it = [str(cost.scheme) for one, found in known.items() if one.device == stage.device
+                     for cost in found.values()]  # fmt: skip
+            raise PlanError(
+                f"the cost table has no row of tp{stage.tp} sp{stage.sp} on devices of class {stage.device!r}, which "
+                f"{pipeline} needs: "
+                + (f"of that class it has {', '.join(of_it)}" if of_it else "it has none of that class")
+                + "; measure it with `ds-hydra profile` on such a device"
+            )
+        # The nearest number of stages by ratio; of two that are as near, the smaller one.
+        yield rows[min(rows, key=lambda pp: (max(pp / pipeline.pp, pipeline.pp / pp), pp))]

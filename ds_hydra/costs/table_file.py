@@ -10,7 +10,8 @@ each entry was made, with every point, the fit, and each stage's own coefficient
 figures that were measured beside it. Since version 3 all of a job's stage options [Note: stage options] are the
 "stages" of "job"; before, some of them stood in "job" itself, and what did not was off. Since version 4 "peak" has the
 FLOPs of the model's attention a token^2, "attention_flops", and of a "device" in a second, "device_flops"; and a scheme
-that was not measured as it stands says what it is "derived" from. A table without "job", such as a published one, fits
+that was not measured as it stands says what it is "derived" from, and perhaps which share of its costs each of its
+"stages" takes. A table without "job", such as a published one, fits
 any job. Rows that cannot be true are repaired as a file is read [Note: costs that can be true]. Keys that are not known
 are refused, so that a mistyped one is not silently without effect.
 """
@@ -206,7 +207,7 @@ def table_record(table: CostTable) -> dict[str, Any]:
     rows = [
         {"scheme": str(k.scheme), "a": k.a, "b": k.b, "c": k.c, "max_length": k.max_length,
          "util_length": k.util_length, **({"shares": _shares_record(k.shares)} if k.shares else {}),
-         **({"derived": k.derived} if k.derived else {})}
+         **({"derived": k.derived} if k.derived else {}), **({"stages": k.stages} if k.stages else {})}
         for k in table.costs
     ]  # fmt: skip
     return {"format": _FORMAT, "version": _VERSION, "source": table.source, "unit": "ms", "schemes": rows}
@@ -228,7 +229,7 @@ def read_table(record: object, place: str) -> CostTable:
     rows = record.get("schemes")
     if not isinstance(rows, list) or not rows:
         raise ConfigError(f"{place}: 'schemes' must be a list with at least one scheme; profile again")
-    more = (("shares",) if version > 1 else ()) + (("derived",) if version > 3 else ())
+    more = (("shares",) if version > 1 else ()) + (("derived", "stages") if version > 3 else ())
     costs = tuple(_read_scheme(row, more, f"{place}: schemes[{index}]") for index, row in enumerate(rows))
     try:
         return CostTable(costs, str(record.get("source", "")))
@@ -248,9 +249,16 @@ def _read_scheme(row: object, more: tuple[str, ...], place: str) -> SchemeCost:
     try:
         shares = _read_shares(row["shares"]) if "shares" in row else None
         key, figures = PipelineShape.parse(str(row["scheme"])).cost_key, {key: row[key] for key in _COST_KEYS[1:]}
-        return SchemeCost(key, **figures, shares=shares, derived=str(row.get("derived", "")))
+        stages = tuple(map(_share_of_costs, row.get("stages", ())))
+        return SchemeCost(key, **figures, shares=shares, derived=str(row.get("derived", "")), stages=stages)
     except ValueError as error:  # ConfigError and PlanError are ValueErrors: each gets its place
         raise ConfigError(f"{place}: {error}") from error
+
+
+def _share_of_costs(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f'"stages" must hold a number for each stage but holds {value!r}')
+    return float(value)
 
 
 def _shares_record(shares: Shares) -> dict[str, Any]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -18,11 +17,11 @@ from ds_hydra.costs.table_file import JobFingerprint, TableFile, check_job, read
 from ds_hydra.engine.fingerprint import describe_job
 from ds_hydra.engine.fits import job_memory, rank_memory, within_memory
 from ds_hydra.engine.job import Job
-from ds_hydra.pipe.shape import ParallelScheme
+from ds_hydra.pipe.shape import ParallelScheme, StageShape
 from ds_hydra.plan.schemes import feasible_schemes
 from ds_hydra.ranks.world import World
 from ds_hydra.zero_hetero.errors import ConfigError
-from ds_hydra.zero_hetero.nodes import Cluster, NodeSize, largest_node, listed
+from ds_hydra.zero_hetero.nodes import Cluster, largest_node
 
 logger = logging.getLogger(__name__)
 
@@ -34,14 +33,16 @@ _COMMUNICATORS = 3 << 30
 _SPEEDS = {"cuda": (1.5e14, 1.5e11, 2.5e10), "cpu": (2e10, 1e9, 1e9)}
 
 
-def least_memory(world: World) -> float:
-    """Bytes that every rank may use."""
+def least_memory(world: World) -> tuple[float, dict[str, float]]:
+    """Bytes that every rank may use; and those that every one of a class may, where devices are of several."""
     # Devices of one kind may differ by some MiB, and by what others use. MaxLen must not: schedules are made from it,
     # the same on every rank.
     mine = rank_memory(world.device, world.cluster.ranks_beside(world.rank))
-    least = float(world.channel.rows(torch.tensor([mine], dtype=torch.float64)).min())
+    every = world.channel.rows(torch.tensor([mine], dtype=torch.float64)).flatten()
+    least, classes = float(every.min()), world.cluster.classes if world.cluster.mixed else {}
+    by_class = {device: float(every[list(ranks)].min()) for device, ranks in classes.items()}
     if world.device.type != "cuda":
-        return least
+        return least, by_class
     later = _COMMUNICATORS if world.num_ranks > 1 else 0
     if world.rank == 0:
         _, whole = torch.cuda.mem_get_info(world.device)
@@ -49,36 +50,31 @@ def least_memory(world: World) -> float:
             "of a device's %s rank 0 has %s, the rank that has least %s; %s of it are left to communicators",
             *map(gibibytes, (whole, mine, least, later)),
         )
-    return least - later
+    return least - later, {device: held - later for device, held in by_class.items()}
 
 
 def costs_and_memory(
-    job: Job, world: World, shape: ModelShape, longest: int, device_bytes: float
+    job: Job, world: World, shape: ModelShape, longest: int, device_bytes: float, class_bytes: Mapping[str, float]
 ) -> tuple[TableFile, JobMemory]:
-    """The cost table, its MaxLen within memory, and the memory model."""
-    config = job.config
-    refuse_mixed(world.cluster)
+    """The cost table, its MaxLen within memory, and the memory model; `class_bytes` as `least_memory`."""
+    config, cluster = job.config, world.cluster
+    classes = cluster.mixed or isinstance(config.cost_table, Mapping) or any("@" in one for one in config.strategies)
+    if classes:
+        from ds_hydra.engine.classes import check_classes, check_rows, of_cluster
+
+        check_classes(config, cluster, job.source.plan.num_layers)
     schemes = used_schemes(config.shapes) or feasible_schemes(job.source.plan, world.num_ranks, world.node_size)
     fingerprint = describe_job(job.source, world.device, job.types.compute, world.num_ranks)
-    found = job_cost_table(config, shape, schemes, longest, fingerprint, node_size=world.node_size)
+    own = cluster.devices[world.rank] if cluster.devices else ""
+    found = job_cost_table(config, shape, schemes, longest, fingerprint, own, cluster)
     if world.rank == 0:
         told(found)
     memory = _memory(job, world, found, device_bytes)
+    if classes:
+        check_rows(found.table, cluster, repr(config.cost_table))
+        memory = of_cluster(memory, cluster, class_bytes)
     found = replace(found, table=with_shapes(found.table, config.shapes, memory))
     return limited(job, world, found, memory), memory
-
-
-def refuse_mixed(cluster: Cluster) -> None:
-    """ConfigError for devices of several classes, by whose costs this release cannot plan."""
-    # They would train in silence with equal shares, and the faster ones would wait for the slower ones in each step.
-    if cluster.mixed:
-        alike = sorted(set.intersection(*(set(re.split("[-_]", name)) for name in cluster.classes)))
-        raise ConfigError(
-            f"the job has devices of {len(cluster.classes)} classes: {listed(cluster)}. Plans would give them equal "
-            "shares, and the faster ones would wait: start ranks of one class only, or, to let them train at the pace "
-            "of the slowest, call them alike in hydra.cluster"
-            + (f" (such as {alike[0]!r})" if alike else ", by a word that all their names have")
-        )
 
 
 def job_cost_table(
@@ -87,10 +83,11 @@ def job_cost_table(
     schemes: Sequence[ParallelScheme],
     longest: int,
     job: JobFingerprint,
-    *,
-    node_size: NodeSize | None = None,
+    own: str = "",
+    cluster: Cluster | None = None,
 ) -> TableFile:
-    """The measured table of the config, or an analytic one for sequences of up to `longest` tokens.
+    """The measured table of the config, or an analytic one for sequences of up to `longest` tokens; `own` is the class
+    of this rank's device.
 
     Raises ConfigError when the measured table was made for another job, or lacks a scheme that a strategy of the
     config uses.
@@ -100,9 +97,14 @@ def job_cost_table(
         context = max(longest, config.tokens_per_step)
         table = analytic_cost_table(
             shape, schemes, context, device_flops=flops, link_bytes_per_second=link, between_bytes_per_second=between,
-            node_size=None if node_size is None else largest_node(node_size),
+            node_size=None if cluster is None else largest_node(cluster.node_size),
         )  # fmt: skip
         return TableFile(table)
+    if isinstance(config.cost_table, Mapping):
+        from ds_hydra.engine.classes import class_tables
+
+        assert cluster is not None, "the engine knows it"
+        return class_tables(config.cost_table, job, own, cluster)
     found = read_table_file(config.cost_table)
     check_job(found, job, repr(config.cost_table))
     table = found.table
@@ -110,7 +112,8 @@ def job_cost_table(
     if missing:
         raise ConfigError(
             f"cost table {config.cost_table!r} has no entry for {', '.join(map(str, missing))}, which "
-            f"hydra.strategies use; it has {', '.join(map(str, table.schemes))}. Measure them, or leave them out"
+            f"hydra.strategies use; it has {', '.join(str(cost.scheme) for cost in table.costs)}. Measure them, or "
+            "leave them out"
         )
     return found
 
@@ -118,7 +121,7 @@ def job_cost_table(
 def _memory(job: Job, world: World, found: TableFile, device_bytes: float) -> JobMemory:
     return job_memory(
         job.source,
-        found.table.schemes,
+        _degrees(found.table),
         world.num_ranks,
         device_bytes,
         job.types.compute,
@@ -129,6 +132,13 @@ def _memory(job: Job, world: World, found: TableFile, device_bytes: float) -> Jo
         serial=world.edges.serial,
         phases=job.config.replay is not None or job.pre_step is not None,
     )
+
+
+def _degrees(table: CostTable) -> list[ParallelScheme | StageShape]:
+    """What has each <TP, SP> of a table's stages."""
+    shapes = (cost.scheme for cost in table.costs)
+    each = ((one,) if isinstance(one, ParallelScheme) else one.stages for one in shapes)
+    return [one for stages in each for one in stages]
 
 
 def limited(job: Job, world: World, found: TableFile, memory: JobMemory) -> TableFile:

@@ -47,7 +47,7 @@ from ds_hydra.engine.initial import give_masters
 from ds_hydra.engine.job import Job
 from ds_hydra.engine.learned import Learned
 from ds_hydra.engine.plan_source import PlanSource
-from ds_hydra.engine.prepare import Prepared, prepare
+from ds_hydra.engine.prepare import Prepared, planner_options, prepare
 from ds_hydra.engine.producer import start_producer
 from ds_hydra.engine.real_sequences import RealSequences
 from ds_hydra.engine.signals import Signals
@@ -178,7 +178,7 @@ class Crew:
         cluster, exposed = simulated_job(job, world, self.prepared.found), self._exposed()
         self.tracing = Tracing(config.trace, Path(config.steps_file or "").parent, world, self.stepper, cluster)
         options = replace(
-            config.planner_options(), no_slices=self.prepared.no_slices, layers=job.source.plan.num_layers
+            planner_options(job, world), no_slices=self.prepared.no_slices, layers=job.source.plan.num_layers
         )
         lengths = () if job.data is None else job.data.lengths
         typical = typical_batch(lengths, config.tokens_per_step)
@@ -198,7 +198,7 @@ class Crew:
 
     def _exposed(self) -> Callable[[StrategyShape], float] | None:
         """What the messages of a strategy add to a step, on the rank that chooses among them; None: nothing does."""
-        job, few = self.job, len(self.prepared.strategies) == 1 and self.job.config.planner_options().highs == "off"
+        job, few = self.job, len(self.prepared.strategies) == 1 and planner_options(self.job, self.world).highs == "off"
         if self.world.rank or job.config.choose != "best" or job.config.replay or few or job.pre_step is not None:
             return None
         return exposed_of(job, self.world, self.prepared.found)

@@ -11,7 +11,7 @@ import torch
 
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.costs.memory import Activations, JobMemory, Shape, estimate_activations, gibibytes
-from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
+from ds_hydra.pipe.shape import ParallelScheme, StageShape, StrategyShape
 from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.planner.cutting import longest_of
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 def job_memory(
     source: ModelSource,
-    schemes: Sequence[ParallelScheme],
+    schemes: Sequence[ParallelScheme | StageShape],
     num_ranks: int,
     device_bytes: float,
     dtype: torch.dtype,
@@ -92,9 +92,10 @@ def within_memory(table: CostTable, memory: JobMemory) -> CostTable:
     if not costs:
         least = min((cost.scheme for cost in table.costs), key=lambda scheme: memory.fullest(scheme, 1).total(1))
         needs = memory.fullest(least, 1)
+        capacity = gibibytes(memory.capacity_of(least, needs.stage))
         raise ConfigError(
-            f"no scheme fits: the least, {least}, needs {gibibytes(needs.total(1))} of a rank's "
-            f"{gibibytes(memory.capacity)} for its model states and one token; use more ranks or a smaller model"
+            f"no scheme fits: the least, {least}, needs {gibibytes(needs.total(1))} of a rank's {capacity} for its "
+            "model states and one token; use more ranks or a smaller model"
         )
     return CostTable(tuple(costs), table.source)
 
@@ -117,12 +118,12 @@ def check_memory(
     for index, strategy in enumerate(strategies):
         for scheme in dict.fromkeys(pipeline.cost_key for pipeline in strategy.pipelines):
             needs = memory.fullest(scheme, 1)
-            least = needs.total(1)
-            if least > memory.capacity:
+            least, capacity = needs.total(1), memory.capacity_of(scheme, needs.stage)
+            if least > capacity:
                 lines.append(
                     f"hydra.strategies[{index}] {str(strategy)!r}: stage {needs.stage} of {scheme} needs "
-                    f"{gibibytes(least)} for its model states and one token, {gibibytes(least - memory.capacity)} more "
-                    f"than the {gibibytes(memory.capacity)} that a rank may use"
+                    f"{gibibytes(least)} for its model states and one token, {gibibytes(least - capacity)} more "
+                    f"than the {gibibytes(capacity)} that a rank may use"
                 )
     if lines:
         raise ConfigError(
@@ -167,7 +168,8 @@ def _too_long(table: CostTable, memory: JobMemory, best: Shape, longest: int, no
         total = needs.held(kept, max_length)
         limit = f"in slices of up to {max_length}, which live together on each stage, with all layers computed again"
         what, hint = "all slices of that sequence and the gradients of their keys and values", ""
-    over = f", {gibibytes(total - memory.capacity)} more than a rank may use" if total > memory.capacity else ""
+    capacity = memory.capacity_of(best, needs.stage)
+    over = f", {gibibytes(total - capacity)} more than a rank may use" if total > capacity else ""
     return (
         f"{limit}: with {what} stage {needs.stage} of {best} needs about {gibibytes(total)}{over}. {hint}Add a "
         "strategy with larger tp, sp or pp, set hydra.activation_checkpointing, or lower hydra.context_length"

@@ -23,6 +23,7 @@ from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.plan.rank_order import crossings, ordered
 from ds_hydra.planner.arena_room import ArenaRoom, room_beside
+from ds_hydra.planner.options import PlannerOptions
 from ds_hydra.planner.proposal.propose import Wider, propose_strategies
 from ds_hydra.planner.proposal.spaces import wider_shapes
 from ds_hydra.ranks.together import together
@@ -59,17 +60,17 @@ def prepare(job: Job, world: World) -> Prepared:
     lengths = [] if job.data is None else [int(n) for n in job.data.lengths if n]
     longest = max(lengths, default=config.context_length or config.tokens_per_step)
     shape = model_shape(job.source.plan, hidden_size(job.source), job.source.vocab_size)
-    device_bytes, source = least_memory(world), None
+    (device_bytes, class_bytes), source = least_memory(world), None
     while source is not job.source:  # stages that give up an option keep more: costs and memory are others
         job = job if source is None else replace(job, source=source)
         with together(world.channel, "estimating the job's costs and memory"):
-            found, memory = costs_and_memory(job, world, shape, longest, device_bytes)
+            found, memory = costs_and_memory(job, world, shape, longest, device_bytes, class_bytes)
         # Strategies are proposed by the limited table: one that does not fit must not be proposed.
         candidates, checked, source = _candidates(job, world, found, lengths)
     plan = source.plan
-    strategies = {c: place_strategy(c, world.num_ranks, plan.num_layers) for c in candidates}
+    strategies = {c: place_strategy(c, world.num_ranks, plan.num_layers, world.cluster) for c in candidates}
     if world.rank == 0:
-        _tell_crossings(candidates, world)
+        _tell_crossings(strategies, world)
         _tell_token_sharding(plan, candidates)
         if isinstance(source, CausalLM) and source.options.functions != "off":
             logger.info("%s", source.functions)
@@ -84,9 +85,16 @@ def prepare(job: Job, world: World) -> Prepared:
     whole = no_slices if config.replay else uncut  # recorded plans may hold slices all the same
     check_memory(found.table, memory, tuple(memory.strategies), longest, where, no_slices=whole)
     with together(world.channel, "counting the room for composed strategies"):
-        room = room_beside(memory, found.table, composing=config.planner_options().highs == "composes")
+        room = room_beside(memory, found.table, composing=planner_options(job, world).highs == "composes")
     elements = shape.params // world.num_ranks
     return Prepared(source, found, memory.strategies, elements, no_slices, shape.hidden, room, memory)
+
+
+def planner_options(job: Job, world: World) -> PlannerOptions:
+    """The settings that the planner works by. On devices of several classes nothing is composed: HiGHS's programs know
+    how many ranks there are, and not how many of each class."""
+    options = job.config.planner_options()
+    return replace(options, highs="off") if world.cluster.mixed else options
 
 
 def hidden_size(source: ModelSource) -> int:
@@ -95,9 +103,17 @@ def hidden_size(source: ModelSource) -> int:
     return max(1, *(source.width(layer) for layer in range(min(1, num_layers - 1), num_layers)))
 
 
-def _tell_crossings(candidates: Sequence[StrategyShape], world: World) -> None:
+def _tell_crossings(strategies: Mapping[StrategyShape, Strategy], world: World) -> None:
     """Which strategies lay tensor parallel groups across nodes, and an order of their pipelines that does not."""
-    for strategy in candidates if len(world.cluster.sizes) > 1 else ():
+    if world.cluster.mixed:
+        from ds_hydra.pipe.on_devices import crossing_groups
+
+        for strategy, placed in strategies.items():
+            if (group := next(crossing_groups(placed, world.node_size), None)) is not None:
+                logger.warning("strategy '%s': the tensor parallel group of ranks %s lies on two nodes, where messages "
+                               "are slow", strategy, ", ".join(map(str, group)))  # fmt: skip
+        return
+    for strategy in strategies if len(world.cluster.sizes) > 1 else ():
         across = next(crossings(strategy, world.node_size), None)
         if across is not None:
             better = ordered(strategy, world.node_size)
@@ -124,7 +140,7 @@ def _candidates(
     while True:
         candidates = config.shapes or _propose(job, found, lengths, world)
         for candidate in candidates:
-            plan.check(place_strategy(candidate, world.num_ranks, plan.num_layers))
+            plan.check(place_strategy(candidate, world.num_ranks, plan.num_layers, world.cluster))
         checked, source = check_candidates(job, world, candidates)
         if config.shapes:
             checked.require(candidates)
@@ -140,6 +156,11 @@ def _candidates(
 def _propose(job: Job, found: TableFile, lengths: Sequence[int], world: World) -> tuple[StrategyShape, ...]:
     """Strategies for `strategies: "auto"`. Rank 0 proposes them, so that only one process compiles and searches."""
     config, num_layers, table = job.config, job.source.plan.num_layers, found.table
+    if world.cluster.mixed:
+        raise ConfigError(
+            f'hydra.strategies "auto" proposes none for devices of several classes ({world.cluster}): list '
+            "strategies whose stages name them, such as '(tp4[0:7]@h20 > tp4[7:30]@h800)'"
+        )
     if not lengths:
         raise ConfigError(
             'hydra.strategies "auto" needs training_data to propose strategies for; list strategies instead'

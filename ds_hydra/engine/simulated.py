@@ -26,6 +26,7 @@ def simulated_job(job: Job, world: World, found: TableFile) -> SimulatedJob:
         gradient_bytes=types.wire.itemsize,
         sum_bytes=types.grads.itemsize,
         lanes=world.lane.early,
+        cluster=world.cluster if world.cluster.devices else None,
     )
 
 

@@ -29,7 +29,8 @@ def check_runnable(plan: StepPlan, *, no_slices: str = "") -> None:
 
 def check_shape(shape: StrategyShape, before: str = "") -> None:
     """Raise PlanError, which starts with `before`, for a pipeline that cannot be run. Stages may differ in their
-    degrees and in how many layers they hold, and hold two ranges of them that make a V."""
+    degrees, devices and in how many layers they hold, and hold two ranges of them that make a V. Whether the job has
+    such devices shows where it is placed on them."""
     for pipeline in dict.fromkeys(shape.pipelines):
         try:
             reason = _refusal(pipeline)
@@ -48,12 +49,6 @@ def _refusal(pipeline: PipelineShape) -> str | None:
             f"holds two ranges of layers in each stage, which do not run by the schedule {pipeline.schedule!r}; name "
             f"one of {', '.join(name for name, one in sorted(SCHEDULES.items()) if one.weighs)} after '/'"
         )
-    for index, stage in enumerate(pipeline.stages):
-        if stage.device:
-            return (
-                f"asks for devices of class {stage.device!r} in stage {index} but this release takes all devices as "
-                "equal; leave '@...' out"
-            )
     return None
 
 

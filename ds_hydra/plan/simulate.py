@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import lru_cache
 
-from ds_hydra.costs.cost_table import CostTable
+from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.pipe.schedules.batches import Batches
 from ds_hydra.pipe.schedules.registry import orders, placed
 from ds_hydra.pipe.schedules.simulate import simulate_loads, simulate_works
@@ -33,7 +33,7 @@ def simulate_pipeline(pipeline: PipelinePlan, cost_table: CostTable) -> float:
     cost, num_stages = cost_table[pipeline.shape], pipeline.shape.pp
     if has_formula(pipeline):
         loads = [cost.load_ms(batch.lengths) for batch in pipeline.microbatches]
-        return _simulated(pipeline.shape, loads)
+        return _simulated(pipeline.shape, loads, cost)
     return _simulated_us(pipeline.schedule, schedule_batches(pipeline, cost_table), num_stages) / 1e3
 
 
@@ -43,9 +43,10 @@ def _simulated_us(schedule: str, batches: Batches, num_stages: int) -> int:
     return simulate_works(orders(schedule, batches, num_stages), batches)
 
 
-def _simulated(shape: PipelineShape, loads: list[float]) -> float:
+def _simulated(shape: PipelineShape, loads: list[float], cost: SchemeCost) -> float:
     batches = Batches.whole(len(loads))
-    return simulate_loads(placed(shape.schedule, batches, shape.pp), [loads] * shape.pp)
+    of_stages = [loads if share == 1.0 else [share * load for load in loads] for share in cost.stage_shares]
+    return simulate_loads(placed(shape.schedule, batches, shape.pp), of_stages)
 
 
 def _slowest_ms(phase: Phase, cost_table: CostTable) -> float:
@@ -55,20 +56,21 @@ def _slowest_ms(phase: Phase, cost_table: CostTable) -> float:
         if has_formula(pipeline):
             cost = cost_table[pipeline.shape]
             loads = [cost.load_ms(batch.lengths) for batch in pipeline.microbatches]
-            whole.append((cost.pipeline_ms(loads), pipeline.shape, loads))
+            whole.append((cost.pipeline_ms(loads), pipeline.shape, loads, cost))
         else:
             slowest = max(slowest, simulate_pipeline(pipeline, cost_table))
     return max(slowest, slowest_of_whole(whole))
 
 
-def slowest_of_whole(pipelines: Iterable[tuple[float, PipelineShape, list[float]]]) -> float:
-    """Simulated ms of the slowest of pipelines that have a formula, each as (its time by the formula, shape, loads)."""
+def slowest_of_whole(pipelines: Iterable[tuple[float, PipelineShape, list[float], SchemeCost]]) -> float:
+    """Simulated ms of the slowest of pipelines that have a formula, each as (its time by the formula, shape, loads,
+    costs)."""
     # The formula is near the simulation and hardly ever below it. So pipelines are simulated in the order of their
     # formulas, until the rest cannot be slower: of 40 pipelines a few.
     slowest = 0.0
-    for formula, shape, loads in sorted(pipelines, key=lambda row: -row[0]):
+    for formula, shape, loads, cost in sorted(pipelines, key=lambda row: -row[0]):
         if formula * _NO_LONGER_THAN_FORMULA < slowest:
             break
         # One stage runs its loads one after the other: there is nothing to simulate.
-        slowest = max(slowest, _simulated(shape, loads) if shape.pp > 1 else formula)
+        slowest = max(slowest, _simulated(shape, loads, cost) if shape.pp > 1 else formula)
     return slowest

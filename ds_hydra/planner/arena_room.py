@@ -17,16 +17,16 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from ds_hydra.costs.cost_table import CostTable
-from ds_hydra.costs.memory import JobMemory, gibibytes
+from ds_hydra.costs.memory import JobMemory, Needs, gibibytes
 from ds_hydra.costs.rank_bytes import ElementBytes, held_elements, rank_bytes
 from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.pipe.placement import Strategy, place_strategy
 from ds_hydra.pipe.shape import PipelineShape, StrategyShape
 from ds_hydra.plan.rank_order import crossings
 from ds_hydra.zero_hetero.errors import PlanError
-from ds_hydra.zero_hetero.nodes import NodeSize
+from ds_hydra.zero_hetero.nodes import Cluster, NodeSize
 
-_PLAN = TypeAdapter(ModelPlan)
+_PLAN, _CLUSTER = TypeAdapter(ModelPlan), TypeAdapter(Cluster)
 _NO_LIMIT = 2.0**62  # bytes
 Elements = tuple[int, int]
 """Of parameters and of gradients, on one rank."""
@@ -41,13 +41,14 @@ class ArenaRoom:
     element: ElementBytes
     arena: tuple[Elements, ...]  # of each rank
     most: Mapping[str, tuple[int, ...]]  # of each pipeline, by its text: bytes of all that is no activation, by stage
+    cluster: Cluster | None = None  # where devices are of several classes: which rank has which
     _known: dict[StrategyShape, str] = field(default_factory=dict, compare=False, repr=False)
 
     def refusal(self, strategy: StrategyShape) -> str:
         """Why a strategy cannot be run; "" if it can."""
         if strategy not in self._known:
             try:
-                placed = place_strategy(strategy, len(self.arena), self.plan.num_layers)
+                placed = place_strategy(strategy, len(self.arena), self.plan.num_layers, self.cluster)
                 self.plan.check(placed)
                 self._known[strategy] = self._missing(strategy, placed)
             except PlanError as error:
@@ -86,6 +87,7 @@ class ArenaRoom:
             "element": self.element,
             "arena": self.arena,
             "most": dict(self.most),
+            **({"cluster": _CLUSTER.dump_python(self.cluster, mode="json")} if self.cluster else {}),
         }
 
     @classmethod
@@ -97,6 +99,7 @@ class ArenaRoom:
             ElementBytes(*record["element"]),
             tuple((params, grads) for params, grads in record["arena"]),
             {shape: tuple(most) for shape, most in record["most"].items()},
+            _CLUSTER.validate_python(record["cluster"]) if "cluster" in record else None,
         )
 
 
@@ -121,16 +124,19 @@ def room_beside(memory: JobMemory, table: CostTable, *, composing: bool) -> Aren
         larger = replace(memory, arena=_anywhere(memory, shapes, arena), _cache={})
         if all(_limit(larger, table, shape) >= limits[shape] for shape in shapes):
             memory, arena = larger, larger.arena
-    capacity = int(min(memory.capacity, _NO_LIMIT))
     most = {
         # A table that was measured elsewhere may know better than the memory model, which then says nothing of it.
         str(shape): tuple(
-            needs.params + needs.grads + needs.scratch + max(0, capacity - needs.total(limits[shape]))
+            needs.params + needs.grads + needs.scratch + max(0, _capacity(memory, needs) - needs.total(limits[shape]))
             for needs in memory.stages(shape)
         )
         for shape in shapes
     }
-    return ArenaRoom(memory.plan, node_size, memory.element, arena, most)
+    return ArenaRoom(memory.plan, node_size, memory.element, arena, most, memory.cluster)
+
+
+def _capacity(memory: JobMemory, needs: Needs) -> int:
+    return int(min(memory.capacity_of(needs.scheme, needs.stage), _NO_LIMIT))
 
 
 def _anywhere(memory: JobMemory, shapes: Sequence[PipelineShape], own: tuple[Elements, ...]) -> tuple[Elements, ...]:
@@ -139,7 +145,7 @@ def _anywhere(memory: JobMemory, shapes: Sequence[PipelineShape], own: tuple[Ele
     params = grads = 0
     for shape in shapes:
         copies = max(1, ranks // shape.num_ranks)
-        placed = place_strategy(StrategyShape((shape,) * copies), copies * shape.num_ranks, plan.num_layers)
+        placed = place_strategy(StrategyShape((shape.anywhere,) * copies), copies * shape.num_ranks, plan.num_layers)
         for held, trained in held_elements(plan, placed, memory.element, node_size=memory.node_size or ranks):
             params, grads = max(params, held), max(grads, trained)
     # Parts of twins are equal and begin aligned: of up to as many twins as ranks, each may have a gap in each bucket.

@@ -119,7 +119,7 @@ class ChunkedSpace:
     def of_pipelines(self, rows: Ints, overhead: Floats) -> Schemes:
         """The same for pipelines of these rows, each with an overhead of its own, (pipelines,) ms."""
         ones = np.ones(len(rows), dtype=np.int64)
-        return Schemes(overhead.copy(), _ANY_NUMBER * ones, ones, ones, self._longest[rows])
+        return Schemes(overhead.copy(), _ANY_NUMBER * ones, ones, np.ones(len(rows)), self._longest[rows])
 
     def _bounding(self) -> Schemes:
         """Costs for bounds and for packing."""
@@ -129,7 +129,7 @@ class ChunkedSpace:
             np.array([cost.c for cost in self.costs], dtype=np.float64),
             np.array([cost.max_length for cost in self.costs], dtype=np.int64),
             np.array([cost.util_length for cost in self.costs], dtype=np.int64),
-            np.array([row.shape.pp if row.pipe is None else 1 for row in self.rows], dtype=np.int64),
+            np.array([row.cost.fills if row.pipe is None else 1.0 for row in self.rows], dtype=np.float64),
             self._longest,
         )
 

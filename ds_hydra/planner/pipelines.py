@@ -23,6 +23,7 @@ class TimedPipeline(NamedTuple):
     plan: PipelinePlan
     flow_shop: float  # ms
     loads: list[float]  # ms of each micro-batch
+    cost: SchemeCost
 
 
 def whole_pipeline(
@@ -42,7 +43,7 @@ def whole_pipeline(
     loads = [load for load, _ in ordered]
     flow_shop = cost.pipeline_ms(loads)
     batches = tuple([MicroBatchPlan.of_whole(sequences, tokens) for _, sequences in ordered])
-    return TimedPipeline(PipelinePlan(shape, batches, flow_shop), flow_shop, loads)
+    return TimedPipeline(PipelinePlan(shape, batches, flow_shop), flow_shop, loads, cost)
 
 
 def whole_phase(
@@ -96,7 +97,7 @@ def chunked_pipelines(space: ChunkedSpace, batch: Batch, found: Chunked, tokens:
 
 
 def _slowest(timed: Sequence[TimedPipeline]) -> float:
-    return slowest_of_whole((one.flow_shop, one.plan.shape, one.loads) for one in timed)
+    return slowest_of_whole((one.flow_shop, one.plan.shape, one.loads, one.cost) for one in timed)
 
 
 def order_microbatches(loaded: list[tuple[float, tuple[int, ...]]]) -> list[tuple[float, tuple[int, ...]]]:

@@ -222,7 +222,8 @@ def stage_loads(cost: SchemeCost, num_layers: int, found: TableFile | None) -> t
     measured: Mapping[str, object] = (found.measured or {}).get(str(cost.scheme), {}) if found is not None else {}
     rows = measured.get("stages")
     if not isinstance(rows, list) or pp > num_layers:
-        return (StageLoad(cost.a, cost.b, cost.c),) * pp
+        shares = cost.stages or (1.0,) * pp
+        return tuple(StageLoad(share * cost.a, share * cost.b, share * cost.c) for share in shares)
     known = {row["index"]: row for row in rows}
     counts = split_layers(num_layers, pp)
     between = [index for index in known if 0 < index < pp - 1]

@@ -12,13 +12,14 @@ from ds_hydra.costs.rank_bytes import ElementBytes
 from ds_hydra.costs.shape_costs import with_shapes
 from ds_hydra.costs.table_file import TableFile
 from ds_hydra.pipe.model_plan import ModelPlan
-from ds_hydra.pipe.placement import place_strategy
+from ds_hydra.pipe.placement import Strategy, place_strategy
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.plan.validate import validate_plan
 from ds_hydra.simulate.links import LinkModel
 from ds_hydra.simulate.order import check_order
 from ds_hydra.zero_hetero.errors import ConfigError
+from ds_hydra.zero_hetero.nodes import Cluster
 
 NO_LIMIT = 2.0**62  # bytes of a device, for memory models: what limits a simulated plan is the table's MaxLen
 
@@ -36,6 +37,7 @@ class SimulatedJob:
     memory: JobMemory | None = None
     gradient_bytes: int | None = None  # of gradients on their way; None: as many
     sum_bytes: int = 4  # of gradients where those of micro-batches add up
+    cluster: Cluster | None = None  # which rank has a device of which class, where they are of several
     lanes: bool = True  # whether pushes wait for memory beside computing, as on devices [Note: lanes]
 
     def __post_init__(self) -> None:
@@ -51,6 +53,10 @@ class SimulatedJob:
     def table(self) -> CostTable:
         """The costs that plans are simulated with."""
         return self.found.table
+
+    def placed(self, shape: StrategyShape) -> Strategy:
+        """A strategy's stages on the job's ranks; PlanError for other ranks."""
+        return place_strategy(shape, self.num_ranks, self.plan.num_layers, self.cluster)
 
     def check(self, plan: StepPlan) -> None:
         """PlanError for a plan that is not right in itself, of other ranks, above MaxLen, or that would stand still.
@@ -68,7 +74,7 @@ class SimulatedJob:
         """
         if self.memory is None:
             return self
-        placed = {one: place_strategy(one, self.num_ranks, self.plan.num_layers) for one in strategies}
+        placed = {one: self.placed(one) for one in strategies}
         memory = self.memory.together(placed)
         table = with_shapes(self.table, strategies, memory)
         return replace(self, found=replace(self.found, table=table), memory=memory)

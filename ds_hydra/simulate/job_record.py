@@ -11,8 +11,9 @@ from ds_hydra.costs.table_file import table_file_from_record
 from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.simulate.job import SimulatedJob
 from ds_hydra.simulate.links import LinkModel
+from ds_hydra.zero_hetero.nodes import Cluster
 
-_PLAN, _LINKS = TypeAdapter(ModelPlan), TypeAdapter(LinkModel)
+_PLAN, _LINKS, _CLUSTER = TypeAdapter(ModelPlan), TypeAdapter(LinkModel), TypeAdapter(Cluster)
 _NUMBERS = ("hidden", "num_ranks", "element_bytes", "gradient_bytes", "sum_bytes", "lanes")
 
 
@@ -22,6 +23,7 @@ def job_record(job: SimulatedJob) -> dict[str, Any]:
         "plan": _PLAN.dump_python(job.plan, mode="json"),
         "links": _LINKS.dump_python(job.links, mode="json"),
         "found": job.found.to_record(),
+        **({"cluster": _CLUSTER.dump_python(job.cluster, mode="json")} if job.cluster else {}),
         **{name: getattr(job, name) for name in _NUMBERS},
     }
 
@@ -32,5 +34,6 @@ def read_job(record: Mapping[str, Any]) -> SimulatedJob:
         plan=_PLAN.validate_python(record["plan"]),
         links=_LINKS.validate_python(record["links"]),
         found=table_file_from_record(record["found"], "the simulated job's costs"),
+        cluster=_CLUSTER.validate_python(record["cluster"]) if "cluster" in record else None,
         **{name: record[name] for name in _NUMBERS},
     )

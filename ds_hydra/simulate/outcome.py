@@ -33,11 +33,17 @@ class PhaseTimes:
         """When the slowest pipeline is done with its schedule."""
         return max(times.stop for stages in self.pipelines for times in stages)
 
-    def stages(self) -> Iterator[tuple[PipelinePlan, StageTimes, slice]]:
+    def stages(self) -> Iterator[tuple[PipelinePlan, StageTimes, slice | list[int]]]:
         """Each stage with the plan of its pipeline, and its ranks."""
         for plan, stages in zip(self.phase.pipelines, self.pipelines, strict=True):
             for times in stages:
-                yield plan, times, slice(times.stage.ranks[0], times.stage.ranks[-1] + 1)
+                yield plan, times, slice_of(times.stage.ranks)
+
+
+def slice_of(ranks: tuple[int, ...]) -> slice | list[int]:
+    """The ranks of a stage as an index of arrays; they follow each other but where several nodes share a stage."""
+    follow = ranks == tuple(range(ranks[0], ranks[0] + len(ranks)))
+    return slice(ranks[0], ranks[-1] + 1) if follow else list(ranks)
 
 
 @dataclass(frozen=True, eq=False)

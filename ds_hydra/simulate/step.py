@@ -25,11 +25,11 @@ stage's time, embeddings and head none of it. Pulls and pushes do not slow down 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ds_hydra.pipe.placement import Pipeline, Stage, Strategy, place_strategy
+from ds_hydra.pipe.placement import Pipeline, Stage, Strategy
 from ds_hydra.pipe.schedules.registry import training_slots
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape
 from ds_hydra.plan.phase import Phase, PipelinePlan
@@ -37,7 +37,7 @@ from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.plan.works import schedule_batches, stretch
 from ds_hydra.report.calibration import StageLoad, StepCosts, folded, stage_loads
 from ds_hydra.simulate.job import SimulatedJob
-from ds_hydra.simulate.outcome import PhaseTimes, SimulatedStep
+from ds_hydra.simulate.outcome import PhaseTimes, SimulatedStep, slice_of
 from ds_hydra.simulate.pipeline import PipelineTiming, StageTimes
 from ds_hydra.simulate.transfers import BucketUse, StrategyTransfers, bucket_uses
 from ds_hydra.simulate.wires import Exchanged, Floats, Parcels, Wires
@@ -112,7 +112,7 @@ class Simulator:
         return self._strategies[key]
 
     def _placed(self, phase: Phase) -> Strategy:
-        strategy = place_strategy(phase.shape, self.job.num_ranks, self.job.plan.num_layers)
+        strategy = self.job.placed(phase.shape)
         self.job.plan.check(strategy)
         return strategy
 
@@ -121,9 +121,11 @@ class Simulator:
     ) -> tuple[StageTimes, ...]:
         stages = []
         for index, stage in enumerate(placed.stages):
-            ranks = slice(stage.ranks[0], stage.ranks[-1] + 1)
+            ranks = slice_of(stage.ranks)
             uses = tuple(self._bucket_uses(stage.part(part)) for part in range(placed.parts))
-            ready = tuple(tuple(arrived[[use.bucket for use in part], ranks].max(axis=1).tolist()) for part in uses)
+            ready = tuple(
+                tuple(arrived[_at([use.bucket for use in part], ranks)].max(axis=1).tolist()) for part in uses
+            )
             start, pulled = float(started[ranks].max()), float(done[ranks].max())
             stages.append(StageTimes(stage, index, uses, start, ready, pulled))
         batches, table, shape = planned.microbatches, self.job.table, planned.shape
@@ -201,6 +203,11 @@ def push_in_order(
     return done
 
 
+def _at(rows: list[int], ranks: slice | list[int]) -> Any:
+    """The index of these rows of an array, and in them of these ranks."""
+    return (rows, ranks) if isinstance(ranks, slice) else np.ix_(rows, ranks)
+
+
 def _over(hops: Sequence[Exchanged]) -> Floats:
     """When all steps have come and left, by rank."""
     return np.max([np.maximum(hop.came, hop.left) for hop in hops], axis=0)
@@ -220,12 +227,12 @@ def _push_ready(stages: list[StageTimes], transfers: StrategyTransfers, done: Fl
     ready, computed = np.zeros((len(transfers.pushes), len(done))), done.copy()
     order = list(transfers.order)
     for times in stages:
-        ranks = slice(times.stage.ranks[0], times.stage.ranks[-1] + 1)
+        ranks = slice_of(times.stage.ranks)
         computed[ranks] = np.maximum(done[ranks], times.stop)
         if times.armed is None:
             ready[:, ranks] = computed[ranks]
             continue
         own = np.full(len(ready), times.armed)
         own[list(times.gradients)] = list(times.gradients.values())
-        ready[order, ranks] = np.maximum.accumulate(own[order])[:, None]
+        ready[_at(order, ranks)] = np.maximum.accumulate(own[order])[:, None]
     return ready, computed

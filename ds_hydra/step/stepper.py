@@ -338,7 +338,9 @@ class Stepper:
     def strategy_of(self, phase: Phase) -> Strategy:
         """A phase's strategy, placed on the ranks."""
         placed = self._strategies.get(str(phase.shape))
-        return placed or place_strategy(phase.shape, self._world.num_ranks, self._source.plan.num_layers)
+        return placed or place_strategy(
+            phase.shape, self._world.num_ranks, self._source.plan.num_layers, self._world.cluster
+        )
 
     def _runtime(self, phase: Phase) -> StrategyRuntime:
         # A strategy that is no candidate, as HiGHS composes them and replayed plans may bring one, is connected at its

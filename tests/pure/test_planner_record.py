@@ -158,7 +158,6 @@ REFUSED = {
         tiny_plan("(tp1[0:1,3:4] > tp1[1:2,2:3])"),
         "do not run by the schedule '1f1b'; name one of list, v",
     ),
-    "devices": (tiny_plan("(tp2@h100 > tp2@l40)"), "devices of class 'h100' in stage 0"),
 }
 
 
@@ -192,7 +191,7 @@ def test_slices_run_unless_the_job_cannot_cut_sequences(tmp_path: Path) -> None:
         Planner(table, strategies, dataclasses.replace(options, no_slices="layer 3 forgets"))
 
 
-@pytest.mark.parametrize("name", ["a schedule", "no V", "a V by 1F1B", "devices"])
+@pytest.mark.parametrize("name", ["a schedule", "no V", "a V by 1F1B"])
 def test_strategies_that_cannot_run_are_refused_in_the_config(name: str) -> None:
     plan, reason = REFUSED[name]
     with pytest.raises(PlanError, match=reason):

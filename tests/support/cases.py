@@ -14,6 +14,7 @@ from tests.support.case import AMPLIFYING, BFLOAT16, CHANGING, CHANGING_8, FLOAT
 from tests.support.changed_models import CHANGED, CHANGED_LINEARS
 from tests.support.families import BALANCED, FAMILIES, LAYER_LIST, OTHER_SIZES
 from tests.support.losses import OWN
+from tests.support.mixed_cases import mixed
 from tests.support.scheduled_cases import in_groups, scheduled
 
 FIXED_STRATEGIES = (
@@ -313,5 +314,5 @@ def _some_otherwise(cases: Iterable[Case]) -> Iterator[Case]:
 _TABLE = chain(
     _fixed(), _families(), _unusual(), _drawing(), _options(), _heads(), _losses(), _functions(), _phased(), scheduled()
 )
-CASES: tuple[Case, ...] = (*_some_otherwise(_TABLE), *_adapted(), *_balanced(), *_boxed(), *in_groups())
+CASES: tuple[Case, ...] = (*_some_otherwise(_TABLE), *_adapted(), *_balanced(), *_boxed(), *in_groups(), *mixed())
 assert len({case.name for case in CASES}) == len(CASES), "every row has a name of its own"

@@ -51,6 +51,7 @@ from tests.support.strict_world import strict_world
 ADAMW = {"lr": 2e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
 SGD = {"lr": 1.0, "momentum": 0.9, "weight_decay": 0.01}
 MOMENTS = {"AdamW": ("exp_avg", "exp_avg_sq"), "SGD": ("momentum_buffer",)}
+MIXED_COSTS = Path(__file__).with_name("mixed_costs.json")
 _APART = 1.5  # two runs with independent roundings are about sqrt(2) times as far apart as each is from a wider type
 
 
@@ -157,12 +158,18 @@ def config_of(case: Case) -> dict[str, Any]:
             "activation_checkpointing": case.activation_checkpointing,
             "fast_paths": case.options.as_paths(),
             "node_size": case.node_size,
+            **(_mixed(case.cluster) if case.cluster else {}),
             "timeout_seconds": 60,
             "self_check": "off",  # these cases are the check
             "steps_file": None,
             "planner": {"ahead": 0},
         },
     }
+
+
+def _mixed(cluster: Sequence[tuple[int, str]]) -> dict[str, Any]:
+    nodes = [{"ranks": ranks, "device": device} for ranks, device in cluster]
+    return {"cluster": nodes, "cost_table": str(MIXED_COSTS)}
 
 
 def model_dtype(case: Case) -> torch.dtype:

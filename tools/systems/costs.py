@@ -185,7 +185,7 @@ def _shared(cell: Cell, base: SchemeCost, way: Way) -> Iterator[SchemeCost]:
         known = base.max_length, base.util_length, base.shares, derived
         if not way.ulysses and degree > 1:
             ring = _ring_ms(cell, base, degree)
-            yield WaitingCost(scheme, a, b, c, *known, ring, alone=max(0, alone) if way.by_length else 0)
+            yield WaitingCost(scheme, a, b, c, *known, message=ring, alone=max(0, alone) if way.by_length else 0)
             continue
         if degree > heads:
             continue
@@ -193,7 +193,7 @@ def _shared(cell: Cell, base: SchemeCost, way: Way) -> Iterator[SchemeCost]:
         if way.overlapped and degree > 1:
             tokens = cell.tokens * base.uniform.tp / cell.gpus  # of a rank in the step
             hideable = _hideable(int(tokens / math.ceil(tokens / max(1, alone))), heads // degree)
-            yield WaitingCost(scheme, a, b, c, *known, messages, hideable, heads=heads // degree)
+            yield WaitingCost(scheme, a, b, c, *known, message=messages, hideable=hideable, heads=heads // degree)
         else:
             yield SchemeCost(scheme, a, b + messages, c, *known)
 

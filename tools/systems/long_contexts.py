@@ -29,7 +29,7 @@ def chunked_bound_ms(cell: Cell, batches: Sequence[Lengths]) -> float:
     inside = [s for s in wider_shapes(table, num_layers=layers) if scheme_of(s).tp * scheme_of(s).sp <= NODE]
     shapes = [*inside, *(PipelineShape.of(scheme) for scheme in table.schemes if scheme.pp == 1)]
     space = ChunkedSpace(table, [StrategyShape((shape,)) for shape in shapes], slices=True, layers=layers)
-    ones = np.ones(len(shapes), dtype=np.int64)
+    ones = np.ones(len(shapes))
     arrays = space.bounding._replace(pp=ones, c=np.zeros(len(shapes)))
     sizes = np.array([shape.num_ranks for shape in shapes])
     found = []

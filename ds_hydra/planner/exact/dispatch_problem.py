@@ -42,7 +42,7 @@ class DispatchProblem:
         return np.ascontiguousarray(self.items.work[self.kinds.shape.pipeline_scheme])
 
     @property
-    def pp(self) -> Ints:
+    def pp(self) -> Floats:
         return self.schemes.pp[self.kinds.shape.pipeline_scheme]
 
     @property

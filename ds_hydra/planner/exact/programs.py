@@ -52,7 +52,7 @@ def dispatch_exactly(
     times: Floats,
     tokens: Ints,
     max_length: Ints,
-    pp: Ints,
+    pp: Floats,
     kind_sizes: Ints,
     start: Ints,
     bound_ms: float,
@@ -117,7 +117,7 @@ def _owner_of(point: Floats, pairs: list[tuple[int, int]], n: int) -> Ints:
     return owner
 
 
-def dispatch_ms(times: Floats, pp: Ints, owner: Ints) -> float:
+def dispatch_ms(times: Floats, pp: Floats, owner: Ints) -> float:
     """Eq. 3 of a placement: slowest pipeline of sum T + (PP-1) * T of its longest sequence, in ms."""
     slowest = 0.0
     for j in range(len(times)):
@@ -128,7 +128,7 @@ def dispatch_ms(times: Floats, pp: Ints, owner: Ints) -> float:
 
 
 def _start_point(
-    owner: Ints, scaled: Floats, pp: Ints, pairs: list[tuple[int, int]], bubble_of: dict[int, int], columns: int
+    owner: Ints, scaled: Floats, pp: Floats, pairs: list[tuple[int, int]], bubble_of: dict[int, int], columns: int
 ) -> Floats:
     """The placement as a point of the program, every column filled, so that HiGHS begins with a solution."""
     point = np.zeros(columns)

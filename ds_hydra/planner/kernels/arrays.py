@@ -24,7 +24,7 @@ class Scheme(NamedTuple):
     c: float
     max_length: int
     util_length: int
-    pp: int
+    pp: float  # of stages that differ less than their number: `SchemeCost.fills`
 
 
 class Schemes(NamedTuple):
@@ -33,7 +33,7 @@ class Schemes(NamedTuple):
     c: Floats  # ms per micro-batch
     max_length: Ints  # tokens that a micro-batch holds
     util_length: Ints  # tokens per micro-batch from which on the device is well used
-    pp: Ints
+    pp: Floats  # as `Scheme.pp`
     longest: Ints  # tokens of the longest sequence; more than a micro-batch holds where sequences may be cut
 
 

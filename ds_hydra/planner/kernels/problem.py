@@ -24,7 +24,7 @@ def scheme_arrays(table: CostTable) -> Schemes:
         np.array([k.c for k in costs], dtype=np.float64),
         np.array([k.max_length for k in costs], dtype=np.int64),
         np.array([k.util_length for k in costs], dtype=np.int64),
-        np.array([k.scheme.pp for k in costs], dtype=np.int64),
+        np.array([k.fills for k in costs], dtype=np.float64),
         np.array([k.max_length for k in costs], dtype=np.int64),
     )
 
@@ -32,7 +32,7 @@ def scheme_arrays(table: CostTable) -> Schemes:
 def scheme_row(schemes: Schemes, k: int) -> Scheme:
     """The constants of scheme k as Python scalars."""
     c, max_length, util_length, pp, _ = schemes
-    return Scheme(float(c[k]), int(max_length[k]), int(util_length[k]), int(pp[k]))
+    return Scheme(float(c[k]), int(max_length[k]), int(util_length[k]), float(pp[k]))
 
 
 @dataclass(frozen=True)
