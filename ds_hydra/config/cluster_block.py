@@ -1,9 +1,9 @@
-"""The list "hydra.cluster" of a config in, the nodes that it names in turn out. Pure."""
+"""The list "hydra.cluster" of a config in, the nodes that it names in turn out; and cost tables by class. Pure."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,3 +44,12 @@ def read_cluster(value: Any, place: str) -> tuple[NodesConfig, ...]:
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         raise ConfigError(f"config: {place} must be a list of nodes such as {_EXAMPLE}, but is {value!r}")
     return tuple(parse_block(NodesConfig, block, f"{place}[{index}]") for index, block in enumerate(value))
+
+
+def read_tables(value: Any, place: str) -> str | Mapping[str, str] | None:
+    """A cost table's file; or one of each class of devices."""
+    if not isinstance(value, Mapping):
+        return text(optional=True)(value, place)  # type: ignore[no-any-return]
+    if not value:
+        raise ConfigError(f"config: {place} must be a file, or name one of each class of devices, but is {value!r}")
+    return {str(name): text()(path, f"{place}.{name}") for name, path in value.items()}

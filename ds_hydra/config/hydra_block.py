@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ds_hydra.config.checks import AUTO, choice, flag, integer, number, parse_block, setting, text, whole_numbers
-from ds_hydra.config.cluster_block import NodesConfig, read_cluster
+from ds_hydra.config.cluster_block import NodesConfig, read_cluster, read_tables
 from ds_hydra.config.deepspeed_settings import KNOWN_SETTINGS, screen_deepspeed_settings
 from ds_hydra.config.planner_block import PLANNER_GONE, PlannerConfig
 from ds_hydra.pipe.shape import StrategyShape
@@ -182,15 +182,6 @@ def _fast_paths(value: Any, place: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(check(name, f"{place}[{index}]") for index, name in enumerate(value)))
 
 
-def _cost_table(value: Any, place: str) -> str | Mapping[str, str] | None:
-    """A file; or a file of each class of devices."""
-    if not isinstance(value, Mapping):
-        return text(optional=True)(value, place)  # type: ignore[no-any-return]
-    if not value:
-        raise ConfigError(f"config: {place} must be a file, or name one of each class of devices, but is {value!r}")
-    return {str(name): text()(path, f"{place}.{name}") for name, path in value.items()}
-
-
 def _shape(value: Any, place: str) -> StrategyShape:
     if not isinstance(value, str):
         raise ConfigError(f'config: {place} must be a string such as "tp4 + 2*tp1pp2", but is {value!r}')
@@ -232,7 +223,7 @@ class HydraConfig:
     """"best": the planner's choice in each step; "cycle": in turn."""
     replay: str | None = setting(text(optional=True), None)
     """Plans to run again, as a run with `plans_file` wrote them; None plans anew."""
-    cost_table: str | Mapping[str, str] | None = setting(_cost_table, None)
+    cost_table: str | Mapping[str, str] | None = setting(read_tables, None)
     """Measured coefficients (JSON); None estimates them from the model's FLOPs. Where devices are of several classes, a
     file of each, such as {"h800": "h800.json", "h20": "h20.json"}, or one whose rows name their class, as "tp4@h20"."""
     cost_correction: str = setting(choice("off", "report", "apply"), "report")
