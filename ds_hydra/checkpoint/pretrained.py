@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,17 +49,27 @@ def gather_weights(
 
 
 def stored_weights(
-    masters: ModelMasters, transport: Transport, dtype: torch.dtype, model: Any, ranks: Sequence[int] | None = None
+    masters: ModelMasters,
+    transport: Transport,
+    dtype: torch.dtype,
+    model: Any,
+    ranks: Sequence[int] | None = None,
+    merge: Callable[[Collection[str], dict[str, Tensor]], dict[str, Tensor]] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """What a folder of the model holds, by the names it has there, one bucket at a time: weights that the model has
     stacked (of experts, say) as `from_pretrained` found them. Tied parameters come once.
 
-    All ranks take the same buckets in step; those that are not in `ranks` (None: all) get none of them.
+    All ranks take the same buckets in step; those that are not in `ranks` (None: all) get none of them. `merge` makes
+    of the names of a bucket's parameters and their values those of `model`.
     """
     from transformers import PreTrainedModel
     from transformers.core_model_loading import revert_weight_conversion
 
-    for values in masters.whole_buckets(transport, dtype, ranks):
+    whole = masters.whole_buckets(transport, dtype, ranks)
+    for bucket in masters.buckets:
+        values = next(whole)  # a `zip` would keep them until the next ones are there
+        if merge is not None:
+            values = merge([param.name for param in bucket.params], values)
         if values and isinstance(model, PreTrainedModel):
             with torch._C.DisableTorchFunctionSubclass():  # it reads no value of the model's own parameters
                 values = revert_weight_conversion(model, values)

@@ -86,16 +86,18 @@ class EngineInParts(EngineWithWeights):
         return self.steps.parts.scoring.log_probs(sequences, temperature, entropy=entropy)
 
     def full_parameters(
-        self, *, dtype: torch.dtype | None = None, ranks: Sequence[int] | None = None
+        self, *, dtype: torch.dtype | None = None, ranks: Sequence[int] | None = None, adapters: str = "merged"
     ) -> Iterator[tuple[str, Tensor]]:
         """The weights for an inference engine: (name, whole tensor on the device) one after the other, in the type that
         the model is computed in, or in `dtype`; no rank has more than one bucket (some layers) at a time.
 
         Names are those of the model's Hugging Face folder, as `save_16bit_model` writes it, with experts one by one;
         tied parameters come once. The order is the same on all ranks, and all must take all of them; `ranks` are those
-        that get them (default: all), others get none. ConfigError for a PEFT model.
+        that get them (default: all), others get none. Of a PEFT model `adapters` are "merged" into their layers, under
+        the names of the model without them, or come "alone", as a folder of adapters holds them. ConfigError for
+        adapters that cannot be merged.
         """
-        return self.saving.full_parameters(dtype, ranks)
+        return self.saving.full_parameters(dtype, ranks, adapters)
 
     def save_checkpoint(self, save_dir: str | Path, *arguments: Any, **named: Any) -> bool:
         """See `EngineWithWeights`. CheckpointError while gradients wait for an update, which no checkpoint holds."""

@@ -17,7 +17,7 @@ from ds_hydra.config.hydra_block import WEIGHTS
 from ds_hydra.engine.crew import Crew
 from ds_hydra.engine.signals import LEAVE, NOTHING, Signals
 from ds_hydra.host.host_engine import HostEngine
-from ds_hydra.pipe.models.adapted import is_peft_model, names_with_adapters
+from ds_hydra.pipe.models.adapted import base_of, is_peft_model, names_with_adapters
 from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
@@ -121,15 +121,26 @@ class Saving:
                 error = raised
             world.channel.settle(error, f"saving the model in {str(folder)!r}")
 
-    def full_parameters(self, dtype: torch.dtype | None, ranks: Sequence[int] | None) -> Iterator[tuple[str, Tensor]]:
+    def full_parameters(
+        self, dtype: torch.dtype | None, ranks: Sequence[int] | None, adapters: str
+    ) -> Iterator[tuple[str, Tensor]]:
         """See `EngineInParts.full_parameters`."""
-        crew = self._crew
-        if is_peft_model(self._host.module):
-            raise ConfigError(
-                "full_parameters() of a PEFT model is not supported, whose weights an inference engine takes as "
-                "adapters: write them by save_16bit_model(), which it can load"
-            )
-        return stored_weights(crew.masters, crew.world.links, dtype or crew.job.types.compute, self._host.module, ranks)
+        crew, model, dtype = self._crew, self._host.module, dtype or self._crew.job.types.compute
+        masters, links, aliases = crew.masters, crew.world.links, crew.job.source.aliases
+        if adapters not in ("merged", "alone"):
+            raise ConfigError(f'full_parameters(adapters=...) is "merged" or "alone", and not {adapters!r}')
+        if not is_peft_model(model):
+            if adapters == "alone":
+                raise ConfigError('full_parameters(adapters="alone") is of a PEFT model, and this one is none')
+            return stored_weights(masters, links, dtype, model, ranks)
+        from ds_hydra.checkpoint.adapted_weights import Merged, adapters_alone
+
+        base = base_of(model)
+        if adapters == "merged":
+            return stored_weights(masters, links, dtype, base, ranks, Merged(base, aliases))
+        names = names_with_adapters(base, aliases)
+        values = masters.gather(links, frozenset(names.values()), ranks)
+        return adapters_alone(model, values, names, dtype, crew.world.device)
 
     def load_pretrained(self, folder: str | Path) -> None:
         """Load the parameters of a Hugging Face folder; each rank reads only what it owns."""

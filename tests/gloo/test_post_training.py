@@ -10,7 +10,9 @@ from unittest import mock
 import deepspeed  # noqa: F401  (before forking: the ranks share it)
 import pytest
 import torch
+from peft import set_peft_model_state_dict
 from safetensors.torch import load_file
+from torch import Tensor
 
 import ds_hydra.engine.engine  # noqa: F401
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -151,3 +153,46 @@ def test_full_parameters_are_what_a_folder_of_the_model_holds(family: str, tmp_p
     assert folder.keys() == found.keys()
     assert all(torch.equal(folder[name], found[name]) for name in folder)
     assert family != "qwen3_moe" or any("experts.3." in name for name in names)
+
+
+@pytest.mark.parametrize("family", ["lora and whole modules", "lora of the ends", "lora beside another"])
+def test_full_parameters_of_a_peft_model(family: str, tmp_path: Path) -> None:
+    def given(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
+        model = build_model(family, torch.float32)
+        engine = small_engine(rank, model=model, data=None, strategies=["2*tp1", "pp2"])
+        engine.train_batch([[5, 6, 7, 8]] * 3)
+        engine.save_16bit_model(tmp_path)
+        found = [dict(engine.full_parameters(adapters=how)) for how in ("merged", "alone")]
+        none = [list(engine.full_parameters(adapters=how, ranks=[1])) for how in ("merged", "alone")]
+        return (found[0], found[1], 0) if rank else ({}, {}, len(none[0]) + len(none[1]))
+
+    (_, _, none), (merged, alone, _) = run_ranks(given, 2, timeout=120)
+    assert none == 0
+    folder = load_file(tmp_path / "adapter_model.safetensors")
+    assert folder.keys() == alone.keys()
+    assert all(torch.equal(folder[name], alone[name]) for name in folder)
+    again = build_model(family, torch.float32)
+    set_peft_model_state_dict(again, folder)
+    right = again.merge_and_unload().state_dict()
+    assert right.keys() == merged.keys()
+    assert all(torch.allclose(right[name], merged[name], rtol=1e-6, atol=1e-7) for name in right)
+
+
+def test_what_cannot_be_merged_is_refused() -> None:
+    def refused(rank: int) -> list[str]:
+        found = []
+        for family in ("lora with biases of its own", "llama"):
+            engine = small_engine(rank, model=build_model(family, torch.float32), data=None)
+            for how in ("merged", "alone", "both"):
+                try:
+                    found.append(str(len(dict(engine.full_parameters(adapters=how)))))
+                except ConfigError as error:
+                    found.append(str(error))
+        return found
+
+    biases, alone, both, whole, none, _ = run_ranks(refused, 1)[0]
+    assert 'has a bias and the layer none, so it cannot be merged: take adapters "alone"' in biases
+    assert int(alone) > 0
+    assert int(whole) > 0
+    assert '"merged" or "alone", and not \'both\'' in both
+    assert "of a PEFT model, and this one is none" in none
