@@ -4,8 +4,8 @@
 
 Loss, learning rate and tokens a second over the steps, the pipelines of one step, predicted against measured time,
 errors by strategy and scheme, balance, strategies, lengths, planning time. `--lengths` takes a text file with one
-sequence length a line. `--quick` draws the last 200 steps only. The run is judged by aims, which are printed: exit code
-1 when one is missed.
+sequence length a line. `--quick` draws the last 200 steps only. A run of twenty steps and more is judged by aims, which
+are printed: exit code 1 when one is missed.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from statistics import fmean, median_high
 from typing import Any
 
 from ds_hydra.commands.figures import figures_parser, finish, guarded, print_table
-from ds_hydra.report.plots import draw_report, pipeline_schemes, read_steps, relative_errors, summarise
+from ds_hydra.report.plots import draw_report, foretold, pipeline_schemes, read_steps, relative_errors, summarise
 from ds_hydra.report.record import SETTLED
 from ds_hydra.zero_hetero.errors import ConfigError
 
+LEAST = 2 * SETTLED  # steps: what predictions are learnt from, and as many that they are judged by
 _PREDICTIONS = ("predicted_ms", "predicted_step_ms", "expected_ms")
 
 
@@ -30,7 +31,7 @@ def strategy_rows(records: Sequence[dict[str, Any]]) -> list[tuple[object, ...]]
     rows: list[tuple[object, ...]] = []
     for name in dict.fromkeys(r["strategy"] for r in records):
         chosen = [r for r in records if r["strategy"] == name]
-        plan, step, expected = (summarise(relative_errors(chosen, key)) for key in _PREDICTIONS)
+        plan, step, expected = (summarise(relative_errors(foretold(chosen), key)) for key in _PREDICTIONS)
         times = sorted(r["step_ms"] for r in chosen)
         rows.append((name, len(chosen), f"{times[len(times) // 2]:.0f}", *(_pair(e) for e in (plan, step, expected))))
     return rows
@@ -96,16 +97,20 @@ def run(args: argparse.Namespace, name: str) -> int:
     print_table(headers, strategy_rows(records))
     for figure in figures:
         print(f"{figure.path}: {figure.words}")
-    overall = {key: summarise(relative_errors(records, key)) for key in _PREDICTIONS}
+    overall = {key: summarise(relative_errors(foretold(records), key)) for key in _PREDICTIONS}
     schemes = sorted({scheme for r in records for scheme in pipeline_schemes(r["strategy"])})
     summary = (
         f"{len(records)} steps, {len(schemes)} schemes, step prediction error {_pair(overall['predicted_step_ms'])} "
         f"(median / p90), expected {_pair(overall['expected_ms'])}; {broken} broken lines; {out / 'index.html'}"
     )
-    aims = judged(records)
     print()
-    print_table(("judged by", "seen", "aim", "met"), [(*row[:3], "yes" if row[3] else "NO") for row in aims])
-    missed = [f"{what}: {seen}, not {aim}" for what, seen, aim, met in aims if not met]
+    missed: list[str] = []
+    if len(records) < LEAST:
+        print(f"too short to be judged: {len(records)} steps, of at least {LEAST}")
+    else:
+        aims = judged(records)
+        print_table(("judged by", "seen", "aim", "met"), [(*row[:3], "yes" if row[3] else "NO") for row in aims])
+        missed = [f"{what}: {seen}, not {aim}" for what, seen, aim, met in aims if not met]
     return finish(name, summary, {"errors": overall, "steps": len(records)}, missed, args.json)
 
 

@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,6 +25,7 @@ from ds_hydra.zero_hetero.errors import ConfigError
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 Record = Mapping[str, Any]
+Drawing = Callable[[Any], str]  # matplotlib's axes in; what was drawn on them, in words, out
 
 
 @dataclass(frozen=True)
@@ -58,10 +60,9 @@ def read_steps(path: str | Path) -> tuple[list[dict[str, Any]], int]:
     return [steps[step] for step in sorted(steps)], broken
 
 
-def predicted(record: Record) -> float:
-    """What was expected of the step in ms; before that was known, or in a record of an earlier release, the plan's."""
-    known = (record.get(key) for key in ("expected_ms", "predicted_step_ms", "predicted_ms"))
-    return float(next(value for value in known if value is not None))
+def foretold(records: Sequence[Record]) -> list[Record]:
+    """Those of which something was expected: a job without a measured cost table learns it in its first steps."""
+    return [r for r in records if r.get("expected_ms") is not None and r["step_ms"] > 0]
 
 
 def relative_errors(records: Sequence[Record], key: str = "expected_ms") -> list[float]:
@@ -77,25 +78,18 @@ def summarise(errors: Sequence[float]) -> tuple[float, float]:
     return median(ordered), ordered[min(len(ordered) - 1, math.ceil(0.9 * len(ordered)) - 1)]
 
 
-def draw_report(
-    records: Sequence[Record], folder: str | Path, lengths: Sequence[int] = (), step: int | None = None
-) -> list[Figure]:
-    """Draw every figure that the records have the data for into `folder`, and index.html. Returns what was drawn.
+def drawings_of(
+    records: Sequence[Record], lengths: Sequence[int] = (), step: int | None = None
+) -> list[tuple[str, str, Drawing]]:
+    """(name, title, what draws on given axes and returns the drawing in words) of every figure.
 
-    `lengths` (tokens, of all sequences) draws the histogram; without it the steps' means are drawn. `step` is the one
-    whose pipelines are drawn; ConfigError when it is not there, the last one when none is named.
+    ConfigError when there is no record of `step`.
     """
     shown = next((r for r in records if r["step"] == step), None) if step is not None else records[-1]
     if shown is None:
         raise ConfigError(f"there is no record of step {step}: there are {records[0]['step']} to {records[-1]['step']}")
-    plt = pyplot()
-    out = Path(folder)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"cannot make the folder {out}: {error.strerror}") from error
-    figures: list[Figure] = []
-    drawings: list[tuple[str, str, Callable[..., str], tuple[Any, ...]]] = [
+    look = _Look.of(records)
+    figures: list[tuple[str, str, Callable[..., str], tuple[Any, ...]]] = [
         ("learning", "Loss and learning rate", draw_learning, ()),
         ("speed", "Tokens a second", draw_speed, ()),
         ("pipelines", f"Step {shown['step']}: what each pipeline did", draw_pipelines, (shown,)),
@@ -107,11 +101,33 @@ def draw_report(
         ("lengths", "Sequence lengths", _lengths, (tuple(lengths),)),
         ("planning", "Planning time against step time", _planning, ()),
     ]
-    look = _Look.of(records)
-    for name, title, draw, extra in drawings:
+    return [(name, title, partial(_drawn, draw, records, look, extra)) for name, title, draw, extra in figures]
+
+
+def _drawn(draw: Callable[..., str], records: Sequence[Record], look: _Look, extra: tuple[Any, ...], axes: Any) -> str:
+    return draw(axes, records, look, *extra)
+
+
+def draw_report(
+    records: Sequence[Record], folder: str | Path, lengths: Sequence[int] = (), step: int | None = None
+) -> list[Figure]:
+    """Draw every figure that the records have the data for into `folder`, and index.html. Returns what was drawn.
+
+    `lengths` (tokens, of all sequences) draws the histogram; without it the steps' means are drawn. `step` is the one
+    whose pipelines are drawn; ConfigError when it is not there, the last one when none is named.
+    """
+    drawings = drawings_of(records, lengths, step)
+    plt = pyplot()
+    out = Path(folder)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make the folder {out}: {error.strerror}") from error
+    figures: list[Figure] = []
+    for name, title, draw in drawings:
         figure, axes = plt.subplots(figsize=(8.0, 4.2), layout="constrained")
         try:
-            words = draw(axes, records, look, *extra)
+            words = draw(axes)
             axes.set_title(title)
             path = out / f"{name}.png"
             figure.savefig(path, dpi=110)
@@ -141,23 +157,25 @@ class _Look:
 
 
 def _scatter(axes: Any, records: Sequence[Record], look: _Look) -> str:
-    top = 1.05 * max(max(predicted(r), r["step_ms"]) for r in records)
+    records = foretold(records)
+    if not records:
+        return _nothing(axes, "nothing was predicted of these steps")
+    top = 1.05 * max(max(r["expected_ms"], r["step_ms"]) for r in records)
     axes.fill_between([0, top], [0, 0.9 * top], [0, 1.1 * top], color="0.9", label="±10%")
     axes.plot([0, top], [0, top], color="0.5", linewidth=1)
     for name in look.strategies:
         chosen = [r for r in records if r["strategy"] == name]
-        axes.scatter([r["step_ms"] for r in chosen], [predicted(r) for r in chosen], s=16,
-                     color=look.colour(name), marker=look.marker(name), label=name)  # fmt: skip
+        axes.scatter([r["step_ms"] for r in chosen], [r["expected_ms"] for r in chosen], s=16, color=look.colour(name),
+                     marker=look.marker(name), label=name if chosen else None)  # fmt: skip
     axes.set(xlabel="measured step time, ms", ylabel="predicted step time, ms", xlim=(0, top), ylim=(0, top))
     axes.legend(fontsize=8)
-    middle, high = summarise([predicted(r) / r["step_ms"] - 1.0 for r in records if r["step_ms"] > 0])
+    middle, high = summarise(relative_errors(records))
     return f"{len(records)} steps; the error's median is {middle:.1%}, its 90th percentile {high:.1%}."
 
 
 def _residuals(axes: Any, records: Sequence[Record], look: _Look) -> str:
-    timed = [r for r in records if r["step_ms"] > 0]
     errors = {
-        name: [100.0 * (predicted(r) / r["step_ms"] - 1.0) for r in timed if r["strategy"] == name]
+        name: [100.0 * error for error in relative_errors([r for r in records if r["strategy"] == name])]
         for name in look.strategies
     }
     return _boxes(axes, errors, look.colour, "predicted less measured, % of measured", 0.0)
@@ -266,12 +284,7 @@ def pipeline_schemes(strategy: str) -> list[str]:
 
 def page(records: Sequence[Record], figures: Sequence[Figure]) -> str:
     """One HTML page that shows the figures with their words; it needs nothing from the network."""
-    middle, high = summarise([predicted(r) / r["step_ms"] - 1.0 for r in records if r["step_ms"] > 0])
-    tokens, seconds = sum(r["num_tokens"] for r in records), sum(r["step_ms"] for r in records) / 1e3
-    head = (
-        f"{len(records)} steps, {tokens:,} tokens in {seconds:.1f} s; prediction error median {middle:.1%}, "
-        f"p90 {high:.1%}"
-    )
+    head = heading(records)
     parts = [
         f"<section><h2>{html.escape(f.title)}</h2><p>{html.escape(f.words)}</p>"
         f'<img src="{html.escape(f.path.name)}" alt="{html.escape(f.title + ". " + f.words)}"></section>'
@@ -283,6 +296,14 @@ def page(records: Sequence[Record], figures: Sequence[Figure]) -> str:
         f"<style>{style}</style></head><body><h1>ds-hydra run</h1><p>{html.escape(head)}</p>"
         + "".join(parts) + "</body></html>\n"
     )  # fmt: skip
+
+
+def heading(records: Sequence[Record]) -> str:
+    """A run in one line."""
+    tokens, seconds = sum(r["num_tokens"] for r in records), sum(r["step_ms"] for r in records) / 1e3
+    middle, high = summarise(relative_errors(records))
+    error = f"prediction error median {middle:.1%}, p90 {high:.1%}" if middle == middle else "nothing was predicted"
+    return f"{len(records)} steps, {tokens:,} tokens in {seconds:.1f} s; {error}"
 
 
 def pyplot() -> Any:

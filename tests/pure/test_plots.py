@@ -82,6 +82,19 @@ def test_errors_are_relative_to_the_measured_time() -> None:
     assert summarise([0.1, -0.2, 0.05]) == pytest.approx((0.1, 0.2))
 
 
+def test_a_short_run_without_predictions_is_not_judged_and_has_no_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = [record(i, expected_ms=None, planning_hidden=False, slowest_wait_ms=90.0) for i in range(1, 5)]
+    assert report.main([str(write(tmp_path / "steps.jsonl", bad))]) == 0
+    said = capsys.readouterr().out
+    assert "too short to be judged: 4 steps, of at least 20" in said
+    assert "step prediction error - (median / p90), expected -" in said
+    told = (tmp_path / "report" / "index.html").read_text()
+    assert "nothing was predicted" in told
+    assert not [line for line in (*said.splitlines(), told) if "error" in line and "%" in line.split("error")[1][:12]]
+
+
 def test_the_tool_prints_a_summary_and_refuses_what_is_no_steps_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
