@@ -1,7 +1,7 @@
 """Dry run of the planner: which strategies a job would use, how fast its steps would be, and why.
 
   ds-hydra preview --cost-table a800-32b --lengths lognormal:6.22,1.233 --gpus 64 --tokens 200000 --context 32768 \\
-      [--tp-across-nodes] [--strategies "4*tp16" ...] [--plot out.png]
+      [--tp-across-nodes] [--strategies "4*tp16" ...] [--plot out.png] [--html page.html]
 
 Needs numpy, numba and highspy (and matplotlib for --plot); no GPU, no torch.
 """
@@ -28,6 +28,8 @@ from ds_hydra.pipe.schedules.registry import proposed_schedules, weighs
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.phase import THEN
 from ds_hydra.planner import PlannerOptions
+from ds_hydra.planner.fixed_layout import layouts_by_length
+from ds_hydra.planner.kernels.arrays import Floats
 from ds_hydra.planner.proposal.candidates import usable_schemes
 from ds_hydra.planner.proposal.propose import THOROUGH, Wider, propose_strategies
 from ds_hydra.planner.proposal.spaces import wider_shapes
@@ -70,6 +72,7 @@ def parse_arguments(arguments: Sequence[str] | None, name: str) -> argparse.Name
     parser.add_argument("--layers", type=int, default=32, help="of the model; plans may compute some of them again")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plot", type=new_file, metavar="FILE.png")
+    parser.add_argument("--html", type=new_file, metavar="FILE", help="write one page that shows all of it")
     parser.add_argument("--json", type=new_file, metavar="FILE")
     return parser.parse_args(arguments)
 
@@ -109,13 +112,18 @@ def print_preview(preview: Preview, strategies: Sequence[str]) -> None:
 
 def comparison(preview: Preview) -> list[tuple[str, float]]:
     """(what, mean ms of a step), the fixed layout first and ours last."""
+    return [(what, float(ms.mean())) for what, ms in _rows(preview)]
+
+
+def _rows(preview: Preview) -> list[tuple[str, Floats]]:
+    """(what, ms of each step), in that order."""
     rows = []
     if preview.fixed is not None:
         rows.append((f"{preview.fixed} in every step, packed full and dealt out in turn", preview.packed_full_ms))
         rows.append((f"{preview.fixed} in every step, sequences assigned by ds-hydra", preview.assigned_ms))
     rows += [(f"{text}, each sequence in the first phase that holds it", ms) for text, ms in preview.phased_ms.items()]
     rows.append((OURS, preview.step_ms))
-    return [(what, float(ms.mean())) for what, ms in rows]
+    return rows
 
 
 def print_bars(rows: Sequence[tuple[str, float]]) -> None:
@@ -192,6 +200,8 @@ def previewed(args: argparse.Namespace, told_lengths: bool = True) -> Previewed:
     usable_schemes(table, args.gpus, args.gpus_per_node, args.tp_across_nodes)
     lengths = np.random.default_rng(args.seed).permutation(sample.lengths)[:200_000].tolist()
     phased = [text for text in args.strategies or () if THEN in text]
+    if args.html and not phased and (switched := layouts_by_length(table, args.gpus, args.context)):
+        phased.append(THEN.join(map(str, switched)))
     strategies = tuple(StrategyShape.parse(text) for text in args.strategies or () if text not in phased)
     if not strategies:
         began = time.perf_counter()
@@ -213,6 +223,18 @@ def run(args: argparse.Namespace) -> int:
     sample, table, cluster, strategies, preview = previewed(args)
     print_preview(preview, [str(strategy) for strategy in strategies])
     print("\npulls, pushes and messages between stages are " + _counted(cluster))
+    if args.html:
+        from ds_hydra.commands.preview_page import write_preview
+
+        write_preview(
+            args.html,
+            sample.lengths.tolist(),
+            table,
+            {what: ms.tolist() for what, ms in _rows(preview)},
+            preview.plans,
+            preview.wins,
+        )
+        print(f"{args.html}: the page")
     if args.plot:
         plot(args.plot, sample, table, preview, args.context)
     if args.json:

@@ -1,6 +1,7 @@
 """Draw a run from its step records: figures as PNG and one HTML page.
 
   ds-hydra report runs/steps.jsonl [--out FOLDER] [--step N] [--lengths FILE] [--json FILE] [--quick]
+      [--html FILE.html [--plans plans.jsonl --cost-table table.json]]
 
 Loss, learning rate and tokens a second over the steps, the pipelines of one step, predicted against measured time,
 errors by strategy and scheme, balance, strategies, lengths, planning time. `--lengths` takes a text file with one
@@ -17,7 +18,11 @@ from pathlib import Path
 from statistics import fmean, median_high
 from typing import Any
 
-from ds_hydra.commands.figures import figures_parser, finish, guarded, print_table
+from ds_hydra.commands.figures import figures_parser, finish, guarded, new_file, print_table
+from ds_hydra.commands.report_page import write_report
+from ds_hydra.commands.shipped import shipped
+from ds_hydra.costs.table_file import read_table_file, told
+from ds_hydra.plan.plan_file import load_plans
 from ds_hydra.report.plots import draw_report, foretold, pipeline_schemes, read_steps, relative_errors, summarise
 from ds_hydra.report.record import SETTLED
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -83,6 +88,9 @@ def main(arguments: Sequence[str] | None = None, *, name: str = "ds-hydra report
     parser.add_argument("--out", type=Path, help="folder of the figures (default: beside the file, report/)")
     parser.add_argument("--step", type=int, help="whose pipelines to draw (default: the last)")
     parser.add_argument("--lengths", type=Path, help="sequence lengths of the data, one a line")
+    parser.add_argument("--html", type=new_file, metavar="FILE", help="write one page that shows all of it")
+    parser.add_argument("--plans", type=Path, metavar="FILE", help="what hydra.plans_file wrote, for --html")
+    parser.add_argument("--cost-table", help="costs by which --html tells what a fixed layout would have taken")
     args = parser.parse_args(arguments)
     return guarded(name, lambda: run(args, name))
 
@@ -97,6 +105,11 @@ def run(args: argparse.Namespace, name: str) -> int:
     print_table(headers, strategy_rows(records))
     for figure in figures:
         print(f"{figure.path}: {figure.words}")
+    if args.html:
+        table = told(read_table_file(shipped(args.cost_table))).table if args.cost_table else None
+        plans = load_plans(args.plans) if args.plans else None
+        write_report(args.html, records, read_lengths(args.lengths), args.step, table, plans)
+        print(f"{args.html}: the page")
     overall = {key: summarise(relative_errors(foretold(records), key)) for key in _PREDICTIONS}
     schemes = sorted({scheme for r in records for scheme in pipeline_schemes(r["strategy"])})
     summary = (

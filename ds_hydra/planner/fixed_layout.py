@@ -56,3 +56,27 @@ def packed_in_turn(
     """
     bins = packed(range(len(lengths)), lengths, capacity)
     return step_plan(step, lengths, strategy, in_turn(bins, len(strategy.pipelines)), table)
+
+
+def layouts_that_hold(table: CostTable, num_ranks: int, longest: int) -> list[StrategyShape]:
+    """Every layout of one scheme for all ranks whose pipelines hold a sequence of `longest` tokens."""
+    return [
+        StrategyShape.of([cost.uniform] * (num_ranks // cost.scheme.num_ranks))
+        for cost in table.costs
+        if num_ranks % cost.scheme.num_ranks == 0 and cost.max_length >= longest
+    ]
+
+
+def layouts_by_length(table: CostTable, num_ranks: int, longest: int) -> list[StrategyShape]:
+    """Layouts of pipelines of one stage, small ones first, each with a larger MaxLen, up to one that holds `longest`.
+
+    As systems have them that switch the layout within a step (HotSPa). Empty where fewer than two are needed, or no
+    such layout holds the longest sequence.
+    """
+    found: list[StrategyShape] = []
+    most = 0
+    for cost in sorted(table.costs, key=lambda cost: cost.scheme.num_ranks):
+        if cost.scheme.pp == 1 and num_ranks % cost.scheme.num_ranks == 0 and cost.max_length > most and most < longest:
+            found.append(StrategyShape.of([cost.uniform] * (num_ranks // cost.scheme.num_ranks)))
+            most = int(cost.max_length)
+    return found if len(found) > 1 and most >= longest else []

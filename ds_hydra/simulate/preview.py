@@ -42,6 +42,7 @@ class Preview:
     assigned_ms: Floats  # with our assignment of sequences to its pipelines
     packed_full_ms: Floats  # as other systems run it: batches packed full and dealt out in turn
     phased_ms: dict[str, Floats]  # rivals of several phases, such as "4*tp1 then tp4"
+    plans: tuple[StepPlan, ...]  # ours, one of each step
 
 
 def preview_steps(
@@ -83,6 +84,7 @@ def preview_steps(
         np.array(assigned),
         full,
         {text: _phased(cost_table, text, planner.num_ranks, batches, options, messages) for text in phased},
+        tuple(plans),
     )
 
 

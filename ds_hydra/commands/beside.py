@@ -1,0 +1,111 @@
+"""What a step takes under layouts that other systems would run, as rows and as drawings. Pure but for matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from ds_hydra.costs.cost_table import CostTable
+from ds_hydra.pipe.shape import StrategyShape
+from ds_hydra.planner import PhasedPlanner, Planner, PlannerOptions
+from ds_hydra.planner.fixed_layout import layouts_by_length, layouts_that_hold, packed_in_turn
+
+OURS, FULL, BALANCED = "ds-hydra", "packed full and dealt out in turn, as trainers do", "with balanced sequences"
+_BAR, _OURS, _MARK = "#56B4E9", "#009E73", "#D55E00"
+
+
+def rivals(table: CostTable, num_ranks: int, batches: Sequence[Sequence[int]], longest: int) -> dict[str, list[float]]:
+    """ms of each batch's computing by how other systems run it; empty where no layout of one scheme holds `longest`.
+
+    The fixed layout is the one that is fastest over all batches once their sequences are balanced.
+    """
+    options = PlannerOptions()
+    held: dict[StrategyShape, list[float]] = {}
+    for shape in layouts_that_hold(table, num_ranks, longest):
+        planner = Planner(table, [shape], options)
+        held[shape] = [planner.plan(0, range(len(batch)), batch).predicted_ms for batch in batches]
+    if not held:
+        return {}
+    fixed = min(held, key=lambda shape: sum(held[shape]))
+    most = int(table[fixed.pipelines[0]].max_length)
+    packings = [
+        [packed_in_turn(0, batch, fixed, table, capacity).predicted_ms for batch in batches]
+        for capacity in sorted({longest, most})
+    ]
+    found = {f"{fixed}, {FULL}": min(packings, key=sum), f"{fixed}, {BALANCED}": held[fixed]}
+    if phases := layouts_by_length(table, num_ranks, longest):
+        switching = PhasedPlanner(table, phases, options)
+        name = " then ".join(map(str, phases)) + ", as HotSPa switches"
+        found[name] = [switching.plan(0, range(len(batch)), batch).predicted_ms for batch in batches]
+    return found
+
+
+def rows(times: Mapping[str, Sequence[float]]) -> list[list[str]]:
+    """A table of mean times; the last is what the others are compared with."""
+    ours = fmean(list(times.values())[-1])
+    told = [[name, f"{fmean(ms):,.0f} ms", f"{fmean(ms) / ours:.2f}"] for name, ms in times.items()]
+    return [["what runs the steps", "mean step", "times as long"], *told]
+
+
+def draw_means(axes: Any, times: Mapping[str, Sequence[float]]) -> str:
+    """A bar of each mean; ours is the last."""
+    means = [fmean(ms) for ms in times.values()]
+    colours = [_BAR] * (len(means) - 1) + [_OURS]
+    axes.barh(range(len(means)), means, color=colours, height=0.6)
+    for row, (name, mean) in enumerate(zip(times, means, strict=True)):
+        axes.text(0, row - 0.36, name, fontsize=9, va="bottom")
+        axes.text(mean, row, f" {mean:,.0f} ms", fontsize=9, va="center")
+    axes.set(ylim=(len(means) - 0.5, -0.7), xlim=(0, 1.18 * max(means)), xlabel="ms of a step, mean")
+    axes.set_yticks([])
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    least = min(means[:-1])
+    return f"The fastest of the others takes {least / means[-1]:.2f} times as long as ds-hydra."
+
+
+def draw_steps(axes: Any, times: Mapping[str, Sequence[float]], steps: Sequence[int]) -> str:
+    """A line of each over the steps; ours, the last, is the thick one."""
+    colours = ("#E69F00", _BAR, "#CC79A7", _OURS)
+    for (name, ms), colour in zip(times.items(), (*colours[: len(times) - 1], _OURS), strict=True):
+        axes.plot(steps, ms, color=colour, linewidth=2.2 if name == list(times)[-1] else 1.3, label=name)
+    axes.set(xlabel="step", ylabel="ms", ylim=(0, 1.35 * max(max(ms) for ms in times.values())))
+    axes.legend(fontsize=8, loc="upper left")
+    return f"{len(steps)} steps; the thick line is ds-hydra."
+
+
+def draw_lengths(axes: Any, lengths: Sequence[int], table: CostTable | None = None) -> str:
+    """Shares of sequences and of tokens by length, with every MaxLen."""
+    import numpy as np
+
+    values = np.asarray(lengths)
+    edges = np.geomspace(max(1, values.min()), values.max() + 1, 32)
+    for weights, name, colour in ((None, "sequences", _BAR), (values, "tokens", "#E69F00")):
+        heights, _ = np.histogram(values, bins=edges, weights=weights)
+        axes.stairs(heights / heights.sum(), edges, label=f"{name}, share", color=colour, fill=weights is None,
+                    alpha=0.8)  # fmt: skip
+    top = axes.get_ylim()[1]
+    last = float(values.min())
+    for cost in sorted(table.costs if table else (), key=lambda cost: cost.max_length):
+        if cost.max_length > 1.3 * last and cost.max_length < 1.5 * values.max():  # others would lie on each other
+            last = cost.max_length
+            axes.axvline(last, color=_MARK, linewidth=0.6)
+            axes.text(last, top, f" {cost.scheme}", rotation=90, va="top", ha="right", fontsize=8)
+    axes.set(xscale="log", xlabel="tokens of a sequence; lines: the most that a scheme holds", ylabel="share")
+    axes.legend(loc="upper left", fontsize=8)
+    short = float(np.mean(values <= values.max() / 8))
+    return (
+        f"{len(values):,} sequences: median {np.median(values):,.0f} tokens, longest {values.max():,}; {short:.0%} of "
+        "them are no longer than an eighth of it."
+    )
+
+
+def draw_waits(axes: Any, waits: Mapping[str, Sequence[float]]) -> str:
+    """Who waited: by scheme, the shares of each step for which its pipelines were done and others were not."""
+    means = {scheme: 100.0 * fmean(shares) for scheme, shares in waits.items() if shares}
+    if not means:
+        axes.set_axis_off()
+        return "No step ran several pipelines side by side, so none waited for another."
+    axes.barh(list(means), list(means.values()), color=_MARK, height=0.5)
+    axes.set(xlim=(0, max(100.0 if max(means.values()) > 50 else 50.0, 1.0)), xlabel="% of the step, mean")
+    most = max(means, key=means.__getitem__)
+    return f"Pipelines of {most} waited longest for the slowest one: {means[most]:.1f} % of a step in the mean."
