@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ds_hydra.commands.__main__ import main as command
 from ds_hydra.pipe import runtime
+from ds_hydra.pipe.models.adapted import base_of
 from ds_hydra.pipe.models.draws import Draws
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
 from ds_hydra.pipe.stage_options import StageOptions
@@ -29,6 +30,7 @@ from ds_hydra.self_check.check import check_strategies
 from ds_hydra.self_check.verdicts import CheckResult, Verdict
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support import mutants
+from tests.support.adapted_models import adapted
 from tests.support.families import build_model
 from tests.support.hard_models import hard_model
 
@@ -187,6 +189,14 @@ def test_a_gradient_hook_that_is_lost_is_refused() -> None:
     with mutants.hooks_of_gradients_are_lost():
         objection = check(model, "pp2", keep=False).objection(strategies("pp2")[0])
     assert "the gradient of model.layers.1.mlp.up_proj.weight is" in (objection or "")
+
+
+def test_a_parameter_that_is_read_before_it_arrived_is_refused() -> None:
+    model = base_of(adapted("lora of the ends", build_model("llama", torch.float32)))
+    assert check(model, "pp2", keep=False).objections() == []
+    with mutants.nobody_is_seen_to_read_parameters_of_others():
+        (objection,) = check(model, "pp2", keep=False).objections()
+    assert "a parameter is read before the stage waits for it" in objection
 
 
 @pytest.mark.parametrize("family", ["llama_tied", "gemma3_text", "gpt2", "qwen3_moe"])

@@ -42,6 +42,8 @@ def compare(right: Outcome, other: Outcome) -> Difference:
     for off in (training, evaluation, *gradients.values()):
         worst = off if off != off or off > worst else worst  # not a number counts as largest
     found = partial(Difference, worst, tolerance=allowed.of_itself)
+    if training != training and right.loss == right.loss:
+        return found("the loss is not a number, as where a parameter is read before the stage waits for it", "training")
     if not training <= allowed.of_itself:
         return found(f"the loss is {training:.1e} off", "training")
     if not evaluation <= allowed.of_itself:

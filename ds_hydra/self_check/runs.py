@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import TypeVar
 
@@ -201,27 +203,39 @@ class RankOfPipeline:
         self.place = places[-1]  # that of the loss, if the rank has it
         self.parts: tuple[StageModule, ...] = tuple(source.build(place, device, dtype) for place in places)
         self._grads: dict[str, Tensor] = {}
+        self._coming: dict[str, Callable[[], None]] = {}  # by bucket, what fills it
+        self._bucket_of = {param.name: bucket.name for bucket in self._plan.buckets for param in bucket.params}
+        for part in self.parts:
+            part.before_use = self._before_use
         self._runtime = StageRuntime(
             self.parts, pipeline, rank, ranks.transport(rank), [widths(source, place) for place in places], device,
             dtype, activity=Activity(), watch=Stopwatch(None),
         )  # fmt: skip
 
     def install(self, values: Mapping[str, Tensor], shards: Shards) -> None:
-        """Give the stage its shards of the buckets' values; ranks with the same ones share them in memory."""
+        """Give the stage its shards of the buckets' values; ranks with the same ones share them in memory.
+
+        As in training a bucket is there when the stage has said that it is about to use it: what is read without a word
+        is not a number.
+        """
         for bucket in self._plan.buckets:
             layout = self._plan.pull_layout(bucket, self._strategy)
             pieces = tuple(layout.pieces[self.rank])
             if (bucket.name, pieces) not in shards:
-                buffer = torch.empty(layout.sizes[self.rank], dtype=self._dtype, device=self._device)
-                for start, stop, offset in pieces:
-                    buffer[offset : offset + stop - start] = values[bucket.name][start:stop]
-                shards[bucket.name, pieces] = buffer
+                size = layout.sizes[self.rank]
+                shards[bucket.name, pieces] = torch.full((size,), math.nan, dtype=self._dtype, device=self._device)
             buffer = shards[bucket.name, pieces]
+            self._coming[bucket.name] = partial(_fill, buffer, pieces, values[bucket.name])
             grads = self._grads[bucket.name] = torch.zeros_like(buffer)
             slots = self._plan.slots(bucket, self._strategy.stage_of(self.rank), self.place.tp_rank)
             for leaf in install_bucket(self.parts, slots, buffer):
                 if bucket.trainable:
                     leaf.parameter.grad = leaf.view(grads)
+
+    def _before_use(self, name: str) -> None:
+        fill = self._coming.pop(self._bucket_of[name], None)
+        if fill is not None:
+            fill()
 
     def contribute(self, totals: dict[str, Tensor]) -> None:
         """Add this rank's share of the gradients to each bucket's, as a push would."""
@@ -276,3 +290,8 @@ class RankOfPipeline:
     def _run(self, slots: Sequence[Slot], batches: Sequence[MicroBatch]) -> float:
         loss = self._runtime.run(slots, batches)
         return float(loss) if self.place.tp_rank == 0 else 0.0  # equal on all tensor parallel ranks
+
+
+def _fill(buffer: Tensor, pieces: Iterable[Piece], values: Tensor) -> None:
+    for start, stop, offset in pieces:
+        buffer[offset : offset + stop - start] = values[start:stop]

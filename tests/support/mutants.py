@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from ds_hydra.pipe import collectives, contexts
+from ds_hydra.pipe import collectives, contexts, stage
 from ds_hydra.pipe.attention.interface import ATTENTION_NAME, hydra_attention
 from ds_hydra.pipe.loss import IGNORED
 from ds_hydra.pipe.model_plan import ShardRule
@@ -140,6 +140,13 @@ def what_is_declared_first_runs_first() -> Any:
 def _with_flow(change: Callable[[Flow], Flow]) -> Any:
     original = causal_lm.trace
     return mock.patch.object(causal_lm, "trace", lambda *args: change(original(*args)))
+
+
+@contextlib.contextmanager
+def nobody_is_seen_to_read_parameters_of_others() -> Iterator[None]:
+    """A stage does not wait for a parameter whose owner never runs."""
+    with _with_flow(lambda flow: replace(flow, readers={})), mock.patch.object(stage, "_NEVER_RUN", ()):
+        yield
 
 
 def biases_of_the_head_are_whole() -> Any:
