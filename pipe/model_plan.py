@@ -31,13 +31,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import PlainSerializer
 
 from ds_hydra.pipe.placement import Stage, Strategy
 from ds_hydra.zero_hetero.errors import PlanError
 from ds_hydra.zero_hetero.layout import ALIGNMENT, Layout, Piece, padded
 
 Gradient = Literal["complete", "partial"]
+Names = Annotated[frozenset[str], PlainSerializer(sorted)]  # equal in every process, whatever Python's hashes there
 
 LOGITS_AT_ONCE = 1 << 25
 """Elements, 128 MiB in FP32, of what a loss holds at a time beside the logits. Where autograd goes through these, a
@@ -158,9 +161,9 @@ class ModelPlan:
     """
 
     buckets: tuple[Bucket, ...]
-    first: frozenset[str]
-    layers: tuple[frozenset[str], ...]
-    last: frozenset[str]
+    first: Names
+    layers: tuple[Names, ...]
+    last: Names
     num_heads: int = 0  # 0: the layers say nothing of attention heads
     num_kv_heads: int = 0
     heads_cut: bool = False  # tensor parallelism cuts the attention heads, not only the linear layers
@@ -168,7 +171,7 @@ class ModelPlan:
     no_pp: str = ""  # the same of pipeline stages
     no_slices: str = ""  # the same of sequences that are cut into slices
     no_token_sharding: str = "nothing is known of it"  # the same of ranks that share tokens [Note: token sharding]
-    unread: frozenset[str] = frozenset()  # parameters that no forward was seen to read
+    unread: Names = frozenset()  # parameters that no forward was seen to read
     alignment: int = ALIGNMENT  # in elements, of parameters and buckets in a rank's buffers [Note: gaps]
 
     @property
