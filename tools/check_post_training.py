@@ -10,6 +10,7 @@
   strict     some of these under a transport that lets go on nothing before its order
   memory     bytes at once for log-probabilities and entropy of a large vocabulary, beside gathered logits; CPU time
   trl        GRPO, RLOO and DPO by TRL's trainers on two ranks, against TRL's own in one process: losses, parameters
+  rollouts   updates of 7B and 32B on 64 simulated GPUs, by lengths of reasoning models: ours beside hosts' ways
   refusals   fields and losses that cannot be trained on: refused on all ranks alike, and nothing has changed
 
 Exits non-zero where an aim is missed.
@@ -24,7 +25,7 @@ from ds_hydra.commands.figures import figures_parser, finish, print_table
 from ds_hydra.pipe.model_plan import LOGITS_AT_ONCE
 from tests.support.strict import Rules
 from tools import aims
-from tools.post_training import equality, memory, refusals, replay, trl_trainers
+from tools.post_training import equality, long_tail, memory, refusals, replay, trl_trainers
 from tools.post_training.plain import LOSSES
 
 Found = tuple[dict[str, object], list[str]]
@@ -152,6 +153,25 @@ def check_refusals(*, quick: bool) -> Found:
     return {"refusals": [one._asdict() for one in found]}, missed
 
 
+def check_rollouts(*, quick: bool) -> Found:
+    rows = [long_tail.updates(model, 3 if quick else 12, systems=not quick) for model in ("7b", "32b")[: 2 - quick]]
+    print_table(
+        ("model", "sequences", "ours, ms", "of it planning", *("over ours: " + name for name in
+          ("equal counts", "equal tokens", "bound of dynamic CP", "dynamic CP"))), rows,
+    )  # fmt: skip
+    missed = [
+        f"{row.model}: equal counts take {row.counts:.2f} times as long, not >= {aims.ROLLOUTS_OVER_COUNTS}"
+        for row in rows if not row.counts >= aims.ROLLOUTS_OVER_COUNTS
+    ] + [
+        f"{row.model}: planning is {row.exposed:.2%} of an update, not <= {aims.ROLLOUTS_PLANNING:.0%}"
+        for row in rows if not row.exposed <= aims.ROLLOUTS_PLANNING
+    ]  # fmt: skip
+    dynamic = [row.dynamic for row in rows if row.dynamic is not None]
+    if dynamic and not sum(dynamic) / len(dynamic) >= aims.ROLLOUTS_OVER_DYNAMIC:
+        missed.append(f"dynamic context parallelism takes {dynamic} of our time, not >= {aims.ROLLOUTS_OVER_DYNAMIC}")
+    return {"rollouts": [row._asdict() for row in rows]}, missed
+
+
 PARTS: dict[str, Callable[..., Found]] = {
     "equality": check_equality,
     "scores": check_scores,
@@ -161,6 +181,7 @@ PARTS: dict[str, Callable[..., Found]] = {
     "memory": check_memory,
     "trl": check_trl,
     "refusals": check_refusals,
+    "rollouts": check_rollouts,
 }
 
 

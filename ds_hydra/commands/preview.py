@@ -33,6 +33,7 @@ from ds_hydra.planner.kernels.arrays import Floats
 from ds_hydra.planner.proposal.candidates import usable_schemes
 from ds_hydra.planner.proposal.propose import THOROUGH, Wider, propose_strategies
 from ds_hydra.planner.proposal.spaces import wider_shapes
+from ds_hydra.simulate.hosts import DEALT
 from ds_hydra.simulate.job import SimulatedJob
 from ds_hydra.simulate.llama import SHIPPED, shipped_cluster
 from ds_hydra.simulate.preview import Messages, Preview, length_histogram, preview_steps
@@ -47,11 +48,16 @@ def parse_arguments(arguments: Sequence[str] | None, name: str) -> argparse.Name
     tables = ", ".join(key for key, file in FILES.items() if file.endswith(".json"))
     parser = CommandParser(prog=name, description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--cost-table", required=True, help=f"a file that ds-hydra profile wrote, or one of {tables}")
-    parser.add_argument(
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument(
         "--lengths",
-        required=True,
         help="lognormal:MU,SIGMA, a file with a length a line, a histogram as .csv, or pretraining (shipped)",
     )
+    source.add_argument(
+        "--rollouts", nargs="?", const="rollouts", metavar="LENGTHS",
+        help="lengths of answers in reinforcement learning, as for --lengths (default: of reasoning models, shipped); "
+        "what its hosts do with them is shown beside ours",
+    )  # fmt: skip
     parser.add_argument("--gpus", type=int, required=True)
     parser.add_argument("--tokens", type=int, required=True, help="tokens of a step")
     parser.add_argument("--context", type=int, required=True, help="longest sequence, in tokens")
@@ -74,7 +80,9 @@ def parse_arguments(arguments: Sequence[str] | None, name: str) -> argparse.Name
     parser.add_argument("--plot", type=new_file, metavar="FILE.png")
     parser.add_argument("--html", type=new_file, metavar="FILE", help="write one page that shows all of it")
     parser.add_argument("--json", type=new_file, metavar="FILE")
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    args.lengths = args.lengths or args.rollouts
+    return args
 
 
 def print_lengths(sample: LengthSample, table: CostTable, context: int) -> None:
@@ -122,6 +130,8 @@ def _rows(preview: Preview) -> list[tuple[str, Floats]]:
         rows.append((f"{preview.fixed} in every step, packed full and dealt out in turn", preview.packed_full_ms))
         rows.append((f"{preview.fixed} in every step, sequences assigned by ds-hydra", preview.assigned_ms))
     rows += [(f"{text}, each sequence in the first phase that holds it", ms) for text, ms in preview.phased_ms.items()]
+    rows += [(f"{way.layout} in every step, rollouts dealt out in {name}" if name in DEALT
+              else f"{name}: {way.layout}", way.step_ms) for name, way in preview.hosts.items()]  # fmt: skip
     rows.append((OURS, preview.step_ms))
     return rows
 
@@ -214,7 +224,10 @@ def previewed(args: argparse.Namespace, told_lengths: bool = True) -> Previewed:
         )  # fmt: skip
         if told_lengths:
             print(f"{len(strategies)} strategies proposed in {time.perf_counter() - began:.1f} s")
-    preview = preview_steps(table, strategies, lengths, args.tokens, args.context, args.steps, options, phased, cluster)
+    preview = preview_steps(
+        table, strategies, lengths, args.tokens, args.context, args.steps, options, phased, cluster,
+        hosts=args.rollouts is not None,
+    )  # fmt: skip
     return Previewed(sample, table, cluster, strategies, preview)
 
 
@@ -243,6 +256,7 @@ def run(args: argparse.Namespace) -> int:
             "step_ms": preview.step_ms.tolist(), "gaps": preview.gaps.tolist(), "fixed": preview.fixed,
             "assigned_ms": preview.assigned_ms.tolist(), "packed_full_ms": preview.packed_full_ms.tolist(),
             "phased_ms": {text: times.tolist() for text, times in preview.phased_ms.items()},
+            "hosts_ms": {name: way.step_ms.tolist() for name, way in preview.hosts.items()},
         }  # fmt: skip
         args.json.write_text(json.dumps(record, indent=1))
     return 0

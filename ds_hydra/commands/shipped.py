@@ -9,6 +9,7 @@ FILES = {
     "a800-7b": "llama_7b_a800.json",  # LLaMA 7B and 32B on A800-80GB, as Hydraulis published them
     "a800-32b": "llama_32b_a800.json",
     "pretraining": "pretraining_length_histogram.csv",  # lengths of 13 million documents
+    "rollouts": "rollout_length_histogram.csv",  # of reasoning models, a distribution fitted to published quantiles
 }
 
 

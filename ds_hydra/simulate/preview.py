@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 import numpy as np
 
 from ds_hydra.costs.cost_table import CostTable
+from ds_hydra.costs.table_file import TableFile
 from ds_hydra.data.length_sources import sample_batches
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.phase import parse_phases
@@ -25,6 +26,7 @@ from ds_hydra.planner.options import PlannerOptions
 from ds_hydra.planner.phased import PhasedPlanner
 from ds_hydra.planner.selection import Planner
 from ds_hydra.simulate.exposed import exposed_ms
+from ds_hydra.simulate.hosts import HostWay, hosts_ways
 from ds_hydra.simulate.job import SimulatedJob
 from ds_hydra.simulate.step import Simulator
 from ds_hydra.zero_hetero.errors import PlanError
@@ -43,6 +45,7 @@ class Preview:
     packed_full_ms: Floats  # as other systems run it: batches packed full and dealt out in turn
     phased_ms: dict[str, Floats]  # rivals of several phases, such as "4*tp1 then tp4"
     plans: tuple[StepPlan, ...]  # ours, one of each step
+    hosts: dict[str, HostWay]  # what hosts of reinforcement learning do, if it was asked for
 
 
 def preview_steps(
@@ -55,9 +58,12 @@ def preview_steps(
     options: PlannerOptions,
     phased: Sequence[str] = (),
     cluster: SimulatedJob | None = None,
+    *,
+    hosts: bool = False,
 ) -> Preview:
     """Plan `steps` random batches of the data with these strategies, on the best fixed layout, and with the phases that
-    `phased` names. `cluster` is the job whose messages count; None: none do."""
+    `phased` names; with `hosts` by what hosts of reinforcement learning do, too. `cluster` is the job whose messages
+    count; None: none do."""
     # Batches are drawn by another seed than the one that strategies were proposed with. Measured on the batches that
     # they were chosen for, they would look better than they are.
     messages = Messages(cluster, tokens_per_step)
@@ -85,6 +91,7 @@ def preview_steps(
         full,
         {text: _phased(cost_table, text, planner.num_ranks, batches, options, messages) for text in phased},
         tuple(plans),
+        hosts_ways(cost_table, planner.num_ranks, batches, context_length, options, messages.of_costs) if hosts else {},
     )
 
 
@@ -94,6 +101,7 @@ class Messages:
     def __init__(self, cluster: SimulatedJob | None, tokens_per_step: int) -> None:
         self._cluster, self._tokens = cluster, tokens_per_step
         self._simulator = None if cluster is None else Simulator(cluster)
+        self._others: dict[int, tuple[CostTable, Simulator]] = {}  # the costs too, so that no other gets the id of one
 
     def exposed_ms(self, strategy: StrategyShape) -> float:
         """Of any step under a strategy, about."""
@@ -102,6 +110,14 @@ class Messages:
     def step_ms(self, plan: StepPlan) -> float:
         """Of one step, with its computing."""
         return plan.predicted_ms if self._simulator is None else self._simulator.step_ms(plan)
+
+    def of_costs(self, plan: StepPlan, table: CostTable) -> float:
+        """The same by other costs than the job's."""
+        if self._cluster is None or table is self._cluster.table:
+            return self.step_ms(plan)
+        if id(table) not in self._others:
+            self._others[id(table)] = table, Simulator(replace(self._cluster, found=TableFile(table)))
+        return self._others[id(table)][1].step_ms(plan)
 
 
 def _phased(

@@ -13,6 +13,7 @@ MIXES = {
     "CommonCrawl": "lognormal:6.220,1.233",
     "Wikipedia": str(FOLDER / "wikipedia_lengths.txt"),
     "pretraining": str(FOLDER / "pretraining_length_histogram.csv"),
+    "rollouts": str(FOLDER / "rollout_length_histogram.csv"),
     "long": "lognormal:9.2,1.4",  # half of all sequences have 10K tokens and more
 }
 CLUSTERS = (("7b", 16), ("7b", 32), ("32b", 32), ("32b", 64))
