@@ -39,6 +39,10 @@ HOSTS_BYTES, HOSTS_STEP = 0.02, 0.10  # of bytes between two hosts; of a step's 
 
 # Machines that have lost a rank: bench_hetero. Tokens per second and rank over the full machine's, by ranks.
 ODD_NODES = {7: 0.95, 15: 0.95, 31: 0.97, 63: 0.97}
+# Devices of two classes: bench_hetero.
+UNEQUAL_PLANS, UNEQUAL_MEDIAN, UNEQUAL_P95 = 1000, 0.02, 0.08  # the planner's time against the simulation's
+MIXED_GAP, UNIFORM_LAYOUT = 0.03, 1.3  # of plans; the best layout of one scheme over ours, on as many of either class
+HETU_PLAN, MIXED_PLANNING_S = 1.02, 1.0  # of a step by Hetu's own plan; of CPU, a proposal and the step's plan
 
 # The planner: bench_planner, bench_systems, check_chunks, check_swap.
 PLAN_MS = {64: 10.0, 1024: 150.0}  # of CPU, by ranks, the median step

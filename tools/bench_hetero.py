@@ -1,13 +1,19 @@
-"""Clusters that are not uniform: what plans make of nodes of seven and of numbers of ranks that nothing divides.
+"""Clusters that are not uniform: nodes of seven, numbers of ranks that nothing divides, devices of two classes.
 
   python -m tools.bench_hetero [--quick] [--json FILE] [--only PART ...]
 
-nodes    a 7B model on 7, 15, 31 and 63 ranks of nodes that have lost one, on pretraining lengths up to 16K, 3,125
-         tokens a rank: tokens per second and rank by the step simulator over those of the full machine
+nodes      a 7B model on 7, 15, 31 and 63 ranks of nodes that have lost one, on pretraining lengths up to 16K, 3,125
+           tokens a rank: tokens per second and rank by the step simulator over those of the full machine
+formula    the planner's time of 1,000 drawn pipelines whose stages differ, against a simulation of every action
+published  Hetu v2's twelve clusters: a step of 64 sequences of 4K in s by our plan, proposed for the cluster, and by
+           Hetu's own layout; Megatron's and DeepSpeed's over ours; where copies of masters have room
+skewed     pretraining lengths up to 16K on four of them, 6,250 tokens a rank: mean step in s, and over it those of the
+           best layout of one scheme, of equal shares of tokens for all ranks, and of each class alone
 
-Costs follow from FLOPs (`costs/analytic.py`: 0.15 PFLOP/s a device, 150 GB/s inside a node, 25 GB/s between two), and
-MaxLen from the memory model with 80 GB and the activations that Hydraulis published. `--quick` takes 7, 15 and 31 ranks
-alone. Exits non-zero if an aim is missed.
+Costs of `nodes` follow from FLOPs (`costs/analytic.py`: 0.15 PFLOP/s a device, 150 GB/s inside a node, 25 GB/s between
+two), and MaxLen from the memory model with 80 GB and the activations that Hydraulis published. What the others assume
+of H800 and H20 is in `tools/hetero/clusters.py`, and printed. `--quick` takes fewer rows of each. Exits non-zero if an
+aim is missed.
 """
 
 from __future__ import annotations
@@ -36,6 +42,10 @@ from ds_hydra.simulate.llama import SHIPPED, llama_plan
 from ds_hydra.simulate.preview import Messages
 from ds_hydra.zero_hetero.nodes import NodeSize
 from tools import aims
+from tools.hetero import clusters
+from tools.hetero.formula import formula
+from tools.hetero.published import published
+from tools.hetero.skewed import skewed
 
 CONTEXT, TOKENS_OF_A_RANK, STEPS, COUNT = 16384, 3125, 12, 10
 DEVICE_BYTES = 80e9
@@ -104,7 +114,9 @@ def nodes(quick: bool, missed: list[str]) -> list[dict[str, Any]]:
 
 def main() -> int:
     """The exit code: 0, or 1 if an aim was missed."""
-    return run_parts("bench_hetero", __doc__, {"nodes": nodes})
+    print((clusters.__doc__ or "").partition("\n\n")[2])
+    parts = {"nodes": nodes, "formula": formula, "published": published, "skewed": skewed}
+    return run_parts("bench_hetero", __doc__, parts)
 
 
 if __name__ == "__main__":

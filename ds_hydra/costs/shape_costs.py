@@ -86,7 +86,12 @@ def price(pipeline: PipelineShape, table: CostTable, memory: JobMemory) -> Schem
     MaxLen is the least of the schemes' and of what the memory model counts for the pipeline itself; at least 1, so
     that what does not fit at all can be refused with its bytes.
     """
-    num_layers = memory.plan.num_layers
+    list(_rows(pipeline, table))  # what has no costs is refused as that, before its memory is counted
+    return priced(pipeline, table, memory.plan.num_layers, memory.max_length(pipeline))
+
+
+def priced(pipeline: PipelineShape, table: CostTable, num_layers: int, most: int) -> SchemeCost:
+    """The same where stages have memory for micro-batches of so many tokens."""
     stages = place_pipeline(pipeline, 0, num_layers).stages
     rows = list(_rows(pipeline, table))
     shares = [row.scheme.pp * stage.num_layers / num_layers for row, stage in zip(rows, stages, strict=True)]
@@ -98,7 +103,7 @@ def price(pipeline: PipelineShape, table: CostTable, memory: JobMemory) -> Schem
         else int(row.max_length * min(1.0, num_layers / ((pipeline.pp - at) * stage.num_layers)))
         for at, (row, stage, shape) in enumerate(zip(rows, stages, pipeline.stages, strict=True))
     ]
-    max_length = max(1, min(memory.max_length(pipeline), *limits))
+    max_length = max(1, min(most, *limits))
     # Stages that differ wait for the slowest, whose shares decide when others can go on.
     slowest = max(range(len(rows)), key=lambda stage: rows[stage].b * shares[stage])
     util_length = min(max_length, max(row.util_length for row in rows))

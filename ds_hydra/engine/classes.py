@@ -76,6 +76,17 @@ def of_cluster(memory: JobMemory, cluster: Cluster, class_bytes: Mapping[str, fl
     return replace(memory, cluster=cluster, class_bytes=class_bytes)
 
 
+def propose_for(
+    cluster: Cluster, table: CostTable, memory: JobMemory, lengths: Sequence[int], config: HydraConfig
+) -> str:
+    """Strategies for "strategies": "auto" on such a cluster, a line each. PlanError as `propose_mixed`."""
+    from ds_hydra.planner.proposal.mixed import propose_mixed
+
+    seed = config.planner_options().seed
+    found = propose_mixed(cluster, table, memory, lengths, config.tokens_per_step, max(lengths), seed=seed)
+    return "\n".join(map(str, found))
+
+
 def _most(steps: Sequence[Mapping[str, float]]) -> Mapping[str, float] | None:
     # The update waits for the slowest rank.
     return {name: max(one.get(name, 0.0) for one in steps) for step in steps for name in step} or None

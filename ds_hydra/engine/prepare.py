@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from ds_hydra.costs.analytic import model_shape
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.costs.memory import JobMemory
+from ds_hydra.costs.shape_costs import with_shapes
 from ds_hydra.costs.table_file import TableFile
 from ds_hydra.engine.checked import check_candidates
 from ds_hydra.engine.costs import costs_and_memory, least_memory, limited, planned_whole, without_the_largest
@@ -66,8 +67,11 @@ def prepare(job: Job, world: World) -> Prepared:
         with together(world.channel, "estimating the job's costs and memory"):
             found, memory = costs_and_memory(job, world, shape, longest, device_bytes, class_bytes)
         # Strategies are proposed by the limited table: one that does not fit must not be proposed.
-        candidates, checked, source = _candidates(job, world, found, lengths)
+        candidates, checked, source = _candidates(job, world, found, memory, lengths)
     plan = source.plan
+    if world.cluster.mixed and not config.shapes:
+        with together(world.channel, "counting the costs of proposed strategies"):
+            found = replace(found, table=with_shapes(found.table, candidates, memory))
     strategies = {c: place_strategy(c, world.num_ranks, plan.num_layers, world.cluster) for c in candidates}
     if world.rank == 0:
         _tell_crossings(strategies, world)
@@ -132,13 +136,13 @@ def _tell_token_sharding(plan: ModelPlan, candidates: Sequence[StrategyShape]) -
 
 
 def _candidates(
-    job: Job, world: World, found: TableFile, lengths: Sequence[int]
+    job: Job, world: World, found: TableFile, memory: JobMemory, lengths: Sequence[int]
 ) -> tuple[tuple[StrategyShape, ...], CheckResult, ModelSource]:
     """The config's strategies, or proposed ones: they fit the model, and train it as one process does, as the
     self-check that comes with them says. Of another source than the job's: then they are to be proposed anew."""
     config, plan = job.config, job.source.plan
     while True:
-        candidates = config.shapes or _propose(job, found, lengths, world)
+        candidates = config.shapes or _propose(job, found, memory, lengths, world)
         for candidate in candidates:
             plan.check(place_strategy(candidate, world.num_ranks, plan.num_layers, world.cluster))
         checked, source = check_candidates(job, world, candidates)
@@ -153,20 +157,21 @@ def _candidates(
         found = replace(found, table=CostTable(left, found.table.source))
 
 
-def _propose(job: Job, found: TableFile, lengths: Sequence[int], world: World) -> tuple[StrategyShape, ...]:
+def _propose(
+    job: Job, found: TableFile, memory: JobMemory, lengths: Sequence[int], world: World
+) -> tuple[StrategyShape, ...]:
     """Strategies for `strategies: "auto"`. Rank 0 proposes them, so that only one process compiles and searches."""
     config, num_layers, table = job.config, job.source.plan.num_layers, found.table
-    if world.cluster.mixed:
-        raise ConfigError(
-            f'hydra.strategies "auto" proposes none for devices of several classes ({world.cluster}): list '
-            "strategies whose stages name them, such as '(tp4[0:7]@h20 > tp4[7:30]@h800)'"
-        )
     if not lengths:
         raise ConfigError(
             'hydra.strategies "auto" needs training_data to propose strategies for; list strategies instead'
         )
     proposed: str | None = None
-    if world.rank == 0:
+    if world.rank == 0 and world.cluster.mixed:
+        from ds_hydra.engine.classes import propose_for
+
+        proposed = propose_for(world.cluster, table, memory, lengths, config)
+    elif world.rank == 0:
         schedules = proposed_schedules()
         if any(map(weighs, schedules)) and all(cost.shares is None for cost in table.costs):
             logger.info(
@@ -187,5 +192,6 @@ def _propose(job: Job, found: TableFile, lengths: Sequence[int], world: World) -
             exposed=exposed_of(job, world, found),
         )
         proposed = "\n".join(str(strategy) for strategy in strategies)
+    if proposed is not None:
         logger.info("strategies proposed for these lengths:\n  %s", proposed.replace("\n", "\n  "))
     return tuple(StrategyShape.parse(line) for line in world.channel.tell(proposed).split("\n"))

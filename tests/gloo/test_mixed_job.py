@@ -55,6 +55,29 @@ def test_each_class_is_given_work_by_its_own_speed() -> None:
     assert same == pytest.approx(loss, rel=1e-5)
 
 
+def test_strategies_are_proposed_for_the_classes() -> None:
+    def train(rank: int) -> tuple[tuple[str, ...], list[float], str]:
+        engine = small_engine(rank, strategies="auto", choose="best", cluster=CLUSTER, cost_table=str(MIXED_COSTS))
+        losses = [engine.train_batch().item() for _ in range(2)]
+        found = tuple(map(str, engine.crew.prepared.strategies)), losses, engine.last_step.plan_digest
+        engine.destroy()
+        return found
+
+    first, *others = run_ranks(train, 4)
+    assert others == [first] * 3
+    strategies, losses, _ = first
+    assert len(strategies) > 2
+    assert all("@slow" in one and "@fast" in one for one in strategies)
+
+    def alike(rank: int) -> list[float]:
+        engine = small_engine(rank, strategies=["2*tp2"], choose="best")
+        losses = [engine.train_batch().item() for _ in range(2)]
+        engine.destroy()
+        return losses
+
+    assert losses == pytest.approx(run_ranks(alike, 4)[0], rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("hydra", "words"),
     [
@@ -67,7 +90,6 @@ def test_each_class_is_given_work_by_its_own_speed() -> None:
         ({"cluster": CLUSTER, "strategies": ["sp2@slow + (tp1@fast > tp1@fast)"], "cost_table": {"slow": ...}},
          "class 'slow' and not of|of the class 'fast' and not of 'slow'"),
         ({"cluster": [{"ranks": 4}], "strategies": STRATEGIES[:1]}, "all devices of the job are alike"),
-        ({"cluster": CLUSTER, "strategies": "auto", "cost_table": ...}, "list strategies whose stages name them"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_the_cluster_is_refused_on_all_ranks(

@@ -1,0 +1,1 @@
+"""Parts of `tools.bench_hetero` on devices of several classes."""
