@@ -47,7 +47,9 @@ def read_fields(item: Any, index: int, reads: Reads) -> FieldItem:
         num_tokens = len(as_array(item["input_ids"]))
         mask = item.get("attention_mask")
         kept = np.ones(num_tokens, dtype=np.bool_) if mask is None else as_array(mask) != 0
-        names = (str(name) for name in item if name not in READ and item[name] is not None)
+        names = [name for name in item if name not in READ and item[name] is not None]
+        if unnamed := [name for name in names if not isinstance(name, str)]:
+            raise ConfigError(f"{place} has a column {unnamed[0]!r}, and a field is called by its name: {_REMEDY}")
         for name in sorted(name for name in names if reads.only is None or name in reads.only):
             if name in given:
                 raise ConfigError(f"{place} has a column {name!r}, which the call gives as an argument too: keep one")

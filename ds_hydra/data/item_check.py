@@ -56,7 +56,7 @@ class ItemCheck:
         """
         if not isinstance(item, Mapping):
             return []
-        names = tuple(str(name) for name in item if item[name] is not None)
+        names = tuple(name for name in item if isinstance(name, str) and item[name] is not None)
         if _TYPES in names and _TYPES in self._inputs.arguments:
             self._check_types(item[_TYPES], index)
         if "position_ids" in names and self._inputs.first_position:

@@ -55,7 +55,9 @@ class Asked(NamedTuple):
         loss, and for another normaliser."""
         if not callable(loss):
             raise ConfigError(f"{FORM}, but is a {type(loss).__name__}")
-        mixes = bool(getattr(loss, "mixes_tokens", False) if mixes_tokens is None else mixes_tokens)
+        mixes = getattr(loss, "mixes_tokens", False) if mixes_tokens is None else mixes_tokens
+        if not isinstance(mixes, bool):
+            raise ConfigError(f"mixes_tokens says whether a loss looks at other tokens: True or False, not {mixes!r}")
         candidates = str(getattr(loss, "candidates", ""))
         if mixes and candidates:
             raise ConfigError("a loss that mixes tokens cannot have candidates: treat each token alone")

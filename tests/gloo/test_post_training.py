@@ -15,10 +15,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import ds_hydra.engine.engine  # noqa: F401
+from ds_hydra.losses import GSPO
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.families import build_model
 from tests.support.ranks import rank_environment, run_ranks
-from tests.support.small_job import same, small_engine, whole_state
+from tests.support.small_job import same, small_engine, small_model, whole_state
 from tools import aims
 from tools.post_training import equality, refusals, trl_trainers
 from tools.post_training.equality import Layout
@@ -196,3 +197,38 @@ def test_what_cannot_be_merged_is_refused() -> None:
     assert int(whole) > 0
     assert '"merged" or "alone", and not \'both\'' in both
     assert "of a PEFT model, and this one is none" in none
+
+
+def test_engines_of_one_process_group_train_as_if_each_were_alone() -> None:
+    """Actor, critic and reference of a loop: models of their own, whose calls alternate."""
+
+    def started(rank: int, which: int) -> Any:
+        strategies = [["2*tp1", "pp2"], ["tp2", "2*tp1"], ["pp2"]][which]
+        return small_engine(rank, data=None, model=small_model(hidden=32 + 16 * which), strategies=strategies)
+
+    def stepped(engine: Any, rank: int, which: int, step: int, reference: list[Tensor]) -> None:
+        items = share(rank, rollouts(10 * which + step))
+        assert len(reference) in (0, len(items))
+        engine.forward_backward(items, GSPO())
+        engine.optimizer_step()
+
+    def job(rank: int) -> list[bool]:
+        alone = []
+        for which in range(2):
+            engine = started(rank, which)
+            for step in range(2):
+                stepped(engine, rank, which, step, [])
+            alone.append(whole_state(engine))
+            engine.destroy()
+        engines = [started(rank, which) for which in range(3)]
+        kept = whole_state(engines[2])
+        for step in range(2):
+            engines[2].to("cpu")
+            for which in range(2):
+                stepped(engines[which], rank, which, step, engines[2].log_probs(share(rank, rollouts(step))).log_probs)
+        found = [whole_state(engine) for engine in engines]
+        for engine in engines:
+            engine.destroy()
+        return [same(one, other) for one, other in zip([*alone, kept], found, strict=True)]
+
+    assert run_ranks(job, 2, timeout=200) == [[True] * 3] * 2

@@ -41,6 +41,10 @@ def _same(item: dict[str, Any]) -> dict[str, Any]:
     return item
 
 
+def _unnamed(item: dict[Any, Any]) -> dict[Any, Any]:
+    return item | {7: 1.0}
+
+
 def normalised(log_probs: Tensor, entropy: Tensor, fields: dict[str, Tensor]) -> Tensor:
     """A loss that looks at other tokens and does not say so."""
     return -(fields["advantages"] - fields["advantages"].mean()) * log_probs
@@ -71,6 +75,8 @@ REFUSALS = (
     Refusal("field of one item", _with(margin=1.0), ("rank 1", ITEM, "margin")),
     Refusal("wider field", _with(advantages=[[1.0, 2.0]] * 6), ("rank 1", ITEM, "advantages (2 a token)")),
     Refusal("taken name", _with(num_targets=3), ("rank 1", ITEM, "'num_targets'", "rename it")),
+    Refusal("a column without a name", _unnamed, ("rank 1", ITEM, "a column 7", "called by its name")),
+    Refusal("mixes_tokens of text", _same, ("rank 1", "True or False, not 'no'"), dapo(), {"mixes_tokens": "no"}),
     Refusal("temperature of 0", _with(temperature=0.0), ("rank 1", ITEM, "temperature must be a positive number")),
     Refusal("temperature twice", _with(temperature=1.0), ("rank 1", ITEM, "as an argument too"), dapo(),
             {"temperature": 0.5}),
