@@ -21,6 +21,12 @@ ROOT = Path(__file__).resolve().parents[1]
 def test_the_documentation_builds_without_a_warning(tmp_path: Path) -> None:
     assert sphinx(["-W", "--keep-going", "-q", "-b", "html", str(ROOT / "docs"), str(tmp_path)]) == 0
     assert "post-training" in (tmp_path / "losses.html").read_text().lower()
+    listed = (tmp_path / "llms.txt").read_text()
+    pages = {path.stem for path in (ROOT / "docs").glob("*.md")}
+    assert {line.split("](_sources/")[1].split(".md")[0] for line in listed.splitlines()[4:]} == pages
+    assert all((tmp_path / "_sources" / f"{page}.md.txt").is_file() for page in pages)
+    assert "HydraEngine" in (tmp_path / "api.html").read_text()
+    assert all((tmp_path / "_images" / picture).is_file() for picture in ("step.png", "gains.png"))
 
 
 def test_a_newcomer_reads_no_more_than_a_few_screens() -> None:

@@ -14,6 +14,7 @@ MIXES = {
     "Wikipedia": str(FOLDER / "wikipedia_lengths.txt"),
     "pretraining": str(FOLDER / "pretraining_length_histogram.csv"),
     "rollouts": str(FOLDER / "rollout_length_histogram.csv"),
+    "tail": str(FOLDER / "tail_length_histogram.csv"),  # 1.95 % above 32K: bench_tail
     "long": "lognormal:9.2,1.4",  # half of all sequences have 10K tokens and more
 }
 CLUSTERS = (("7b", 16), ("7b", 32), ("32b", 32), ("32b", 64))
