@@ -56,6 +56,9 @@ def test_stages_stand_on_ranks_of_their_class_and_inside_nodes() -> None:
     across = place_strategy(StrategyShape.parse("tp4@h20 + tp4@h800"), 8, 8, APART)
     assert list(crossing_groups(across, 2)) == [], "on nodes of two it must"
     assert list(crossing_groups(across, APART.node_size)) == [(0, 1, 6, 7)]
+    # Sequence parallel ranks of a stage stay together, too: on the node of four, not on that of two and a half of it.
+    uneven = Cluster((2, 4, 2), ("h20",) * 6 + ("h800",) * 2)
+    assert ranks_of("tp2sp2@h20 + tp2@h20 + tp2@h800", uneven) == [(2, 3, 4, 5), (0, 1), (6, 7)]
     # Of a stage that no node holds each group stays inside one.
     assert ranks_of("tp2sp2@h20 + 4*tp1@h800", APART)[0] == (0, 1, 6, 7)
 
