@@ -34,7 +34,7 @@ from ds_hydra.checkpoint.format import (
 from ds_hydra.checkpoint.optimizer_state import merge_groups
 from ds_hydra.checkpoint.shard_file import Source, write_shard
 from ds_hydra.ranks.channel import Channel
-from ds_hydra.zero_hetero.errors import CheckpointError, message_of
+from ds_hydra.zero_hetero.errors import CheckpointError, message_of, release
 
 logger = logging.getLogger(__name__)
 
@@ -99,10 +99,12 @@ class Writer:
 
     def drop(self) -> None:
         """Return when no save is under way; one that fails is `dropped`, with its error."""
+        error: Exception | None = None
         try:
             self.wait()
-        except Exception:
-            self.dropped = True
+        except Exception as raised:
+            error, self.dropped = raised, True
+        release(error)  # or it holds the frames of the save, and the groups in them
 
     def _run(self, saving: Saving) -> None:
         """The thread; an error is kept for whoever waits."""

@@ -22,6 +22,7 @@ COMMANDS = {
     "settings": 'all settings of the block "hydra", a sentence each, or as a JSON Schema',
     "profile": "measure a cost table on this machine",
     "emulate": "a job on a cluster that is not there: the real engine, on virtual time",
+    "launch": "start a job whose survivors live on when a rank dies, with the options of deepspeed",
     "report": "draw the figures of a run from its step records",
     "convert": "checkpoints from DeepSpeed's universal form, and to it",
 }

@@ -160,6 +160,7 @@ class JobMemory:
     plain_head: bool = True  # whether head and loss are one function [Note: head and loss as one]
     serial: bool = True  # whether messages between stages end in the order of their start, as on NCCL
     phases: bool = False  # whether steps may have several, over which the masters' gradients add up
+    copies: bool = False  # whether a rank keeps another one's masters, states and summed gradient, too
     strategies: Mapping[StrategyShape, Strategy] = field(default_factory=dict)
     arena: tuple[tuple[int, int], ...] = ()  # elements of parameters and gradients that each rank keeps room for anyway
     _cache: dict[tuple[Shape, int], Needs] = field(default_factory=dict, compare=False, repr=False)
@@ -259,8 +260,9 @@ class JobMemory:
         return Needs(
             scheme,
             index,
-            masters=(1 + self.phases) * share * self.master_bytes + frozen * self.param_bytes,
-            optimizer=self.optimizer_states * share * self.master_bytes,
+            masters=(1 + self.phases + 2 * self.copies) * share * self.master_bytes
+            + (1 + self.copies) * frozen * self.param_bytes,
+            optimizer=(1 + self.copies) * self.optimizer_states * share * self.master_bytes,
             params=held.params,
             grads=held.grads,
             scratch=held.scratch,

@@ -27,6 +27,7 @@ from ds_hydra.watchdog.watchdog import beat_seconds
 
 logger = logging.getLogger(__name__)
 
+_UNANSWERED = 40  # times that a process which wants to join has asked in vain, one after the other
 _READ_S = 2.0  # within which a token that exists has to be whole
 Store = tuple[tuple[str, int], Any]  # where it listens, and what keeps it open
 
@@ -39,6 +40,7 @@ class Invitation:
     members: tuple[Member, ...]
     folder: str | None
     run: str
+    job: str = ""  # what must be equal on who joins, as the job's start tells it
 
     def write(self, path: Path) -> None:
         """Readable for this user only, and whole at any moment."""
@@ -61,7 +63,7 @@ def open_store(host: str) -> Store:
 
 
 class MemberAgent:
-    """This process among the members (`view.Agent`)."""
+    """This process among the members, as its training sees it."""
 
     def __init__(
         self,
@@ -98,6 +100,7 @@ class MemberAgent:
         scratch: Path | None = None,
         frozen_s: float = 9.0,
         address: str | None = None,
+        job: str = "",
         **more: Any,
     ) -> MemberAgent:
         """Every rank of the job's start must call it; ranks become ids.
@@ -122,7 +125,7 @@ class MemberAgent:
         texts = [json.loads(text) for text in agree(channel, failed, "listening for members", json.dumps(told))]
         members = tuple(TypeAdapter(Member).validate_python(text["member"]) for text in texts)
         first, roster = texts[0], m.Roster(0, members, len(members))
-        invitation = Invitation(first["secret"], members, first["folder"], first["run"])
+        invitation = Invitation(first["secret"], members, first["folder"], first["run"], job)
         assert listener is not None, "all listen"
         links = Links(listener, bytes.fromhex(first["secret"]), frozen_s=frozen_s)
         return cls(members[channel.rank], links, invitation, roster, **more)
@@ -133,21 +136,23 @@ class MemberAgent:
     ) -> MemberAgent:
         """As a process that wants to join; its first `park` returns when it is a member."""
         mine = Identity.of_self()
-        alone = all(one.host == mine.host for one in invitation.members)
-        listener = listen(address or ("127.0.0.1" if alone else own_address()))
+        others = [one.address[0] for one in invitation.members if one.host != mine.host]
+        listener = listen(address or (own_address(others[0]) if others else "127.0.0.1"))
         me = Member(-1, mine.host, listener.getsockname()[:2], mine.pid, mine.started)
         links = Links(listener, bytes.fromhex(invitation.secret), frozen_s=frozen_s)
         return cls(me, links, invitation, None, **more)
 
-    # What training calls (`view.Agent`).
+    # What training calls.
 
     @property
     def view(self) -> View:
+        """The view that was installed last."""
         assert self._view is not None, "a process that joins has a view after its first `park`"
         return self._view
 
     @property
     def wanted(self) -> bool:
+        """Whether a process waits to join. If it holds on the coordinator, all are to `park` at the step's end."""
         return self._machine.wanted
 
     @property
@@ -155,12 +160,23 @@ class MemberAgent:
         """For processes that are to join."""
         return replace(self._invitation, members=self._machine.roster.members or self._invitation.members)
 
+    @property
+    def faulty(self) -> bool:
+        """Whether the present view is known to be over by a fault."""
+        return self._fault.is_set()
+
     def fault(self, within: float) -> bool:
+        """Whether the present view is over by a fault, which may become known within so many seconds."""
         if not self._fault.is_set():
             self._tell(m.Failed())
         return self._fault.wait(within)
 
     def park(self, report: Report) -> View:
+        """Say that this thread is out of all communication; return when the next view is installed.
+
+        Without a fault it asks all to park at the end of their step, as for a process that joins. The process ends with
+        code 75 where it is left behind, or too few members are left to go on.
+        """
         with self._installed:
             before = self._view
             self._tell(m.Parked(report))
@@ -170,19 +186,24 @@ class MemberAgent:
             return self._view
 
     def rebuilt(self) -> None:
+        """Say that the view is in use: groups are made, masters are cut anew."""
         self._tell(m.Rebuilt())
 
     def on_abort(self, callback: Callable[[], None], installed: Callable[[], None]) -> None:
+        """Call `callback` once for each fault, and `installed` before each `park` returns with a view, both on the
+        agent's own thread, but for a fault that is known already; they must not take long."""
         self._callbacks.append((callback, installed))
         if self._fault.is_set():
             callback()
 
     def addresses(self) -> frozenset[tuple[str, int]]:
+        """Where agents listen: their connections are spared when those of the groups are shut."""
         machine = self._machine
         members = (machine.me, *machine.roster.members, *self._invitation.members)
         return frozenset(one.address for one in members)
 
     def close(self) -> None:
+        """Leave the job in good order."""
         self._closing.set()
         self._links.wake()
         self._thread.join(timeout=5.0)
@@ -224,6 +245,8 @@ class MemberAgent:
         self._links.me, self._links.roster = machine.me, machine.roster
         if machine.me.id < 0:
             self._links.knock(machine.me, self._invitation.members)
+            if self._links.unanswered > _UNANSWERED:
+                self._leave("no member of the job answers any more: it has ended")
             return
         for event in self._links.watch(machine.watched):
             self._handle(event)

@@ -58,6 +58,7 @@ class Links:
         self._wakes.setblocking(False)
         self._selector.register(self._awake, selectors.EVENT_READ, self)
         self._asked = 0  # members at which this process has knocked
+        self.unanswered = 0  # of these the last ones, where nobody was
 
     def wake(self) -> None:
         """End a wait; any thread may call it."""
@@ -156,7 +157,9 @@ class Links:
         waiting = self._connecting.pop(to.id, [])
         if isinstance(made, OSError):
             self._events.append(m.Lost(to.id, dead=isinstance(made, ConnectionRefusedError)))
+            self.unanswered += 1
             return
+        self.unanswered = 0
         if self.me is not None and self.me.id != number:  # it has become a member meanwhile
             made.close()
             self._connect(to, waiting)

@@ -24,7 +24,7 @@ class Roster:
     """Who is in an epoch: the part of a view that is decided, before reports and a store make a view of it."""
 
     epoch: int
-    members: tuple[Member, ...]  # ids ascending
+    members: tuple[Member, ...]  # by rank; the first has the lowest id
     next_id: int  # of the next process that joins
 
     @property

@@ -192,6 +192,9 @@ class Rounds:
         first = self.roster.next_id
         joiners = list(self.knocks.values()) if current.planned else []
         members += [replace(joiner, id=first + index) for index, joiner in enumerate(joiners)]
+        # Ranks of a host lie side by side, and the first one is no joiner's.
+        of_host = {one.host: one.id for one in sorted(members, key=lambda one: -one.id)}
+        members.sort(key=lambda one: (of_host[one.host], one.id))
         return Roster(current.ballot.number, tuple(members), first + len(joiners))
 
     def _proposal(self, current: _Round) -> m.Propose:

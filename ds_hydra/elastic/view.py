@@ -2,16 +2,17 @@
 
 [Note: members and ranks]
 A member is a process, with an id that no other process of the job ever has. A view is the set of members that train
-together in an epoch; a member's rank is its position there. So of the members 0 1 2 3 of epoch 0, when 1 has died,
-epoch 1 has the members 0 2 3 with the ranks 0 1 2; a process that joins in epoch 2 becomes member 4, with rank 3.
+together in an epoch; a member's rank is its position there, where those of a host lie side by side. So of the members
+0 1 2 3 of epoch 0, when 1 has died, epoch 1 has the members 0 2 3 with the ranks 0 1 2; a process that joins in epoch 2
+becomes member 4, with rank 3.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -56,7 +57,7 @@ class View:
     """Who trains together from here on. Equal, field by field, on all members that install it."""
 
     epoch: int  # larger than that of any view before; epochs may be left out
-    members: tuple[Member, ...]  # by rank, ids ascending
+    members: tuple[Member, ...]  # by rank; the first has the lowest id
     former: tuple[Member, ...]  # by rank, of the epoch of the newest layout that a report names; () at the start
     store: tuple[str, int]  # where a store for this epoch's groups listens
     reports: Mapping[int, Report] = field(default_factory=dict)  # by id, of all members; a joiner's has `committed` -1
@@ -108,46 +109,3 @@ _PLAIN = ("epoch", "members", "former", "store")
 @cache
 def _adapter() -> TypeAdapter[View]:
     return TypeAdapter(View)
-
-
-class Agent(Protocol):
-    """This process among the members, as its training sees it."""
-
-    @property
-    def view(self) -> View:
-        """The view that was installed last."""
-        ...
-
-    @property
-    def wanted(self) -> bool:
-        """Whether a process waits to join. If it holds on the coordinator, all are to `park` at the step's end."""
-        ...
-
-    def fault(self, within: float) -> bool:
-        """Whether the present view is over by a fault, which may become known within so many seconds."""
-        ...
-
-    def park(self, report: Report) -> View:
-        """Say that this thread is out of all communication; return when the next view is installed.
-
-        Without a fault it asks all to park at the end of their step, as for a joiner. The process ends with code 75
-        where it is left behind, or too few members are left to go on.
-        """
-        ...
-
-    def rebuilt(self) -> None:
-        """Say that the view is in use: groups are made, masters are cut anew."""
-        ...
-
-    def on_abort(self, callback: Callable[[], None], installed: Callable[[], None]) -> None:
-        """Call `callback` once for each fault, and `installed` before each `park` returns with a view, both on the
-        agent's own thread, but for a fault that is known already; they must not take long."""
-        ...
-
-    def addresses(self) -> Collection[tuple[str, int]]:
-        """Where agents listen: their connections are spared when those of the groups are shut."""
-        ...
-
-    def close(self) -> None:
-        """Leave the job in good order."""
-        ...

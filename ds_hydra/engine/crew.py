@@ -160,7 +160,7 @@ class Crew:
                 loss_scale=self.loss_scale,
                 update=self.update,
                 activity=self.activity,
-                request=lambda: signals.request,
+                request=signals.asked,
                 least_arena=self.prepared.room.arena[world.rank],
             )
         self.stepper.connect()

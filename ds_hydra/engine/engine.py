@@ -19,7 +19,6 @@ from ds_hydra.config.hydra_block import HydraConfig, ParsedConfig
 from ds_hydra.engine.crew import Crew
 from ds_hydra.engine.evaluation import Evaluation
 from ds_hydra.engine.fingerprint import device_name
-from ds_hydra.engine.going_on import GoingOn, first_assembly
 from ds_hydra.engine.guard import Guard
 from ds_hydra.engine.initial import give_buffers
 from ds_hydra.engine.job import Job
@@ -58,8 +57,6 @@ class HydraEngine(EngineInParts):
     shards are the parameters, and `fp32_state_dict` gathers them.
     """
 
-    going_on: GoingOn | None = None  # without lost ranks, where hydra.elastic asks for it
-
     def __init__(
         self,
         parsed: ParsedConfig,
@@ -76,10 +73,13 @@ class HydraEngine(EngineInParts):
                 self.job = replace(self.job, pre_step=pre_step_callback)
         with guard.assembling():
             self._signals = Signals(self.global_rank)
+            joined = False
             if self.hydra_config.elastic is None:
                 self.assemble(guard=guard)
             else:
-                first_assembly(self, self.hydra_config.elastic, guard)
+                from ds_hydra.engine.going_on import first_assembly
+
+                joined = first_assembly(self, self.hydra_config.elastic, guard)
             # The masters have taken the values. Dropping both references frees the model's own parameters: otherwise
             # each rank would hold the whole model beside its share of it.
             self.job.source.values = {}
@@ -87,7 +87,7 @@ class HydraEngine(EngineInParts):
             self.watch_model()
             if self.job.config.checkpoint is not None:
                 self._signals.install()
-            with self.crew.together("loading"):
+            if not joined:
                 self.saving.resume()
 
     def _guard(self, channel: Texts, config: HydraConfig) -> Guard:

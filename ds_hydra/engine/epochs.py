@@ -5,10 +5,10 @@ from __future__ import annotations
 import atexit
 import json
 import logging
-import math
 import os
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from ds_hydra.engine.copies import like
+from ds_hydra.engine.record import Measured, step_record
 from ds_hydra.host.environment import members_folder
 from ds_hydra.ranks.together import first_channel
 from ds_hydra.watchdog.host import EXIT_CODE, end_process, say
@@ -25,13 +26,17 @@ from ds_hydra.zero_hetero.errors import ConfigError
 
 if TYPE_CHECKING:
     from ds_hydra.config.hydra_block import HydraConfig
-    from ds_hydra.elastic.view import Agent, View
+    from ds_hydra.elastic.agent import MemberAgent
+    from ds_hydra.elastic.view import View
     from ds_hydra.engine.crew import Crew
     from ds_hydra.engine.engine import HydraEngine
+    from ds_hydra.engine.steps import OpenStep
+    from ds_hydra.step.outcome import Outcome
+    from ds_hydra.step.update import Update
 
 _LEAST_RANKS = 2
-_LATER = 8  # turns after `Freeing`, which knows of what training is stuck in, an agent gives its own process up
-_BEATS = 9  # of a member, in the time after which it counts as frozen
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -46,24 +51,34 @@ class Carried:
     folder: Path | None
     complete: bool = False  # but for planning, and where it saves
 
-    def give_to(self, engine: HydraEngine, crew: Crew) -> None:
-        """Let the next crew go on with it; every rank must call it."""
+    def give_to(self, engine: HydraEngine, crew: Crew, *, joins: bool, joiners: bool) -> None:
+        """Let the next crew go on with it; every rank must call it. A process that `joins` takes all of it from rank 0,
+        which tells it where there are `joiners`."""
+        from ds_hydra.engine.joining import progress_of, take_progress
+
+        record: dict[str, Any] = {"planning": self.planning}
+        if joiners:
+            folder = self.folder and str(self.folder)
+            record |= {"schedule": self.schedule, "loss_scale": self.loss_scale, "stage": self.stage, "folder": folder,
+                       "skipped_in_a_row": self.skipped_in_a_row, **progress_of(engine)}  # fmt: skip
+        told = json.loads(crew.world.channel.tell(json.dumps(record) if crew.world.rank == 0 else None))
+        crew.learned.restore(crew.learned.read(told["planning"]))
+        if joins:
+            take_progress(engine, crew, told)
+            return
         if self.schedule is not None:
             engine.lr_scheduler.load_state_dict(self.schedule)
         if self.loss_scale is not None:
             crew.loss_scale.load_state_dict(self.loss_scale)
         crew.update.skipped_in_a_row = self.skipped_in_a_row
         crew.checkpoints.stage, crew.checkpoints.folder = self.stage, self.folder
-        told = crew.world.channel.tell(json.dumps(self.planning) if crew.world.rank == 0 else None)
-        crew.learned.restore(crew.learned.read(json.loads(told)))
 
 
-def start_agent(engine: HydraEngine) -> Agent:
+def start_agent(engine: HydraEngine) -> MemberAgent:
     """This process's agent among the members of its job; every rank must call it. ConfigError, on all of them, where
     the job could not go on without some of its ranks, or whoever started them would end those."""
     from ds_hydra.elastic.agent import MemberAgent
-    from ds_hydra.elastic.membership import TURN_S
-    from ds_hydra.elastic.rounds import Patience
+    from ds_hydra.engine.joining import job_print, living
 
     config = engine.hydra_config
     assert config.elastic is not None, "only elastic jobs have agents"
@@ -74,7 +89,7 @@ def start_agent(engine: HydraEngine) -> Agent:
         )
     if dist.get_backend() != "gloo":
         raise ConfigError("hydra.elastic runs over gloo only in this release: remove it from the config")
-    place, usual = members_folder(), Patience()
+    place = members_folder()
     if place is None:
         raise ConfigError(
             "hydra.elastic needs a launcher that lets survivors live, which 'deepspeed' and 'torchrun' do not: start "
@@ -85,24 +100,22 @@ def start_agent(engine: HydraEngine) -> Agent:
             f"hydra.elastic needs at least {_LEAST_RANKS} ranks, of which one may be lost, and the job has "
             f"{dist.get_world_size()}: start more, or remove the block"
         )
-    stuck = math.ceil(config.elastic.stuck_seconds / TURN_S) + _LATER
-    frozen_s = config.faults.frozen_seconds or math.inf
     with first_channel() as channel:
         return MemberAgent.start(
             channel,
             folder=None if config.checkpoint is None else Path(config.checkpoint.dir),
             scratch=place,
-            frozen_s=frozen_s,
-            heartbeat_s=min(frozen_s / _BEATS, 1.0),
             address=config.faults.address if channel.rank == 0 else None,
-            patience=replace(usual, stuck=stuck, give_up=max(usual.give_up, 2 * stuck)),
+            job=json.dumps(job_print(engine)),
+            **living(config),
         )
 
 
 def config_for(config: HydraConfig, num_ranks: int) -> HydraConfig:
     """The job's config for the ranks that are left. Their hosts tell the nodes, whose sizes the config has no more."""
     assert config.elastic is not None, "only elastic jobs change it"
-    strategies = dict(config.elastic.strategies).get(num_ranks, ())
+    at_start = config.strategies and config.shapes[0].num_ranks == num_ranks
+    strategies = dict(config.elastic.strategies).get(num_ranks, config.strategies if at_start else ())
     choose = config.choose if strategies else "best"
     return replace(config, strategies=strategies, choose=choose, node_size=None, cluster=())
 
@@ -138,6 +151,33 @@ def make_default_group(view: View, rank: int, timeout_s: float) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(len(view.members)))
     for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):  # what the launcher said of nodes holds no more
         os.environ.pop(name, None)
+
+
+def record_voted(engine: HydraEngine, update: Update, opened: OpenStep) -> Outcome:
+    """Record a step that was completed by the vote alone, unless it was recorded before; its outcome."""
+    assert update.last is not None, "it was voted for"
+    outcome = opened.voted(update.last, update.loss_scale.value)
+    if engine.global_steps < update.committed:
+        engine.finish_step(step_record(
+            opened.planned, outcome, Measured.of(outcome, time.perf_counter() - opened.began),
+            step=update.committed, previous=engine.last_step, learning_rate=engine.get_lr()[0],
+            skipped_steps=engine.skipped_steps, watched={},
+        ))  # fmt: skip
+        update.count(update.committed, outcome.grad_norm)
+    return outcome
+
+
+def tell(view: View, came: Collection[int], since: tuple[float, float], *, step: int, protected: bool) -> None:
+    """One line on what has happened, how long that took, and whether the job can bear more of it; `since` are when
+    training had stopped and when the view was there."""
+    (stopped, began), now, ids = since, time.perf_counter(), {one.id for one in view.members}
+    gone = [one.id for one in view.former if one.id not in ids]
+    lost, joined = (", ".join(map(str, sorted(some))) or "none" for some in (gone, came))
+    held = "each rank's share has a copy" if protected else "not protected: a further loss ends the job"
+    logger.info(
+        "epoch %d: lost members: %s, new ones: %s; %d ranks go on with step %d after %.2f s (assembled in %.2f s); %s",
+        view.epoch, lost, joined, len(ids), step, now - stopped, now - began, held,
+    )  # fmt: skip
 
 
 def end_stuck() -> NoReturn:

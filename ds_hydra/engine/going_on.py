@@ -23,29 +23,28 @@ import copy
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
-from ds_hydra.elastic.buddies import check_nothing_lost, shift_of
-from ds_hydra.elastic.resume import newest_layout, table_to_apply, usable
-from ds_hydra.elastic.view import NOTHING_HELD, Agent, Report, View
-from ds_hydra.engine import epochs
-from ds_hydra.engine.held import Held
-from ds_hydra.engine.record import Measured, step_record
+from ds_hydra.elastic.agent import MemberAgent
+from ds_hydra.elastic.buddies import shift_of
+from ds_hydra.elastic.view import NOTHING_HELD, View
+from ds_hydra.engine import epochs, joining
+from ds_hydra.engine.standing import Standing
 from ds_hydra.engine.steps import OpenStep
+from ds_hydra.host.environment import joins
 from ds_hydra.ranks.freeing import Freeing
 from ds_hydra.watchdog.host import host
-from ds_hydra.zero_hetero.errors import PlanError, release, told_of
+from ds_hydra.zero_hetero.errors import release, told_of
 
 if TYPE_CHECKING:
     from ds_hydra.config.hydra_block import ElasticConfig
     from ds_hydra.engine.engine import HydraEngine
     from ds_hydra.engine.guard import Guard
     from ds_hydra.step.outcome import Outcome
-    from ds_hydra.step.update import Update
 
 logger = logging.getLogger(__name__)
 
@@ -53,45 +52,67 @@ _KNOWN_S = 5.0  # within which a fault is known that has ended a rank's wait
 Result = TypeVar("Result")
 
 
-def first_assembly(engine: HydraEngine, elastic: ElasticConfig, guard: Guard) -> None:
-    """Assemble an engine that goes on without ranks that it loses. ConfigError, on all ranks, for a job that cannot go
-    on without some of its ranks."""
+def first_assembly(engine: HydraEngine, elastic: ElasticConfig, guard: Guard) -> bool:
+    """Assemble an engine that goes on without ranks that it loses; whether it has joined a job that runs.
+
+    ConfigError, on all ranks, for a job that cannot go on without some of its ranks; or for a process that would join
+    another job.
+    """
+    if joins():
+        engine.going_on = GoingOn(engine, elastic, joining.join_members(engine))
+        engine.going_on.join(guard)
+        return True
     engine.going_on = GoingOn(engine, elastic, epochs.start_agent(engine))
     engine.going_on.begin(guard)
+    return False
 
 
 class GoingOn:
     """Of one engine, whose calls it repeats until they succeed."""
 
-    def __init__(self, engine: HydraEngine, config: ElasticConfig, agent: Agent):
+    def __init__(self, engine: HydraEngine, config: ElasticConfig, agent: MemberAgent):
         self._engine, self.agent = engine, agent
         self._freeing = Freeing(config.stuck_seconds, epochs.end_stuck, agent.addresses)
         self._freeing.adopt()
-        self.shift = shift_of([one.host for one in agent.view.members])  # who keeps whose copy [Note: buddies]
-        self._held: Held | None = None
-        self._update: Update | None = None
-        self._aside: tuple[Held, Update] | None = None  # of a cut that may not be whole on all ranks
+        self.shift = 0  # who keeps whose copy [Note: buddies]
+        self._standing = Standing()
         self._open: OpenStep | None = None
         self._carried: epochs.Carried | None = None
         self._voted: Outcome | None = None  # of a step that was completed by the vote
         self._began_at = 0  # the steps that were made when the present call began
         self._save_again = False
+        self._stopped = 0.0  # when training stopped last, by `time.perf_counter`
         agent.on_abort(self._freeing.begin, self._freeing.resume)
+        engine._signals.wanted = lambda: agent.wanted
+        atexit.register(agent.close)  # a script that ends by itself leaves in good order
 
     def begin(self, guard: Guard) -> None:
         """The first assembly."""
         view = self.agent.view
-        atexit.register(self.agent.close)  # a script that ends by itself leaves in good order
+        self.shift = shift_of([one.host for one in view.members])
         try:
             with self._freeing.making():
                 self._engine.assemble(guard=guard)
+            joining.check_can_be_told(self._engine)
         except Exception as error:
             if told_of(error) is None and self.agent.fault(within=_KNOWN_S):
                 epochs.end_lost("ranks were lost before the job's first step")
             self.close()
             raise
-        self._held, self._update = self._now(view), self._engine.crew.update
+        self._standing.put_aside(view, self._engine.crew)
+        self._standing.take_aside()
         self.agent.rebuilt()
+        joining.invite(self.agent)
+
+    def join(self, guard: Guard) -> None:
+        """The first assembly of a process that joins; it returns when the process is a member [Note: joining]."""
+        guard.watchdog.close()
+        logger.warning("waiting to join the job")
+        try:
+            self.run(lambda: None, parks=True)
+        except Exception:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Leave the members in good order."""
@@ -115,13 +136,21 @@ class GoingOn:
             engine.saving.when_due(outcome.request)
             return outcome
 
-        return self.run(step)
+        found = self.run(step)
+        if found.wanted:
+            self.run(lambda: None, parks=True)
+        return found
 
-    def run(self, part: Callable[[], Result]) -> Result:
-        """What `part` returns, called again after each fault, when the ranks that are left have been assembled."""
+    def run(self, part: Callable[[], Result], *, parks: bool = False) -> Result:
+        """What `part` returns, called again after each fault, when the ranks that are left have been assembled.
+
+        `parks`: as all others do without a fault, for a process that joins.
+        """
         view: View | None = None
         while True:
             try:
+                if parks:
+                    parks, view = False, self._parked()
                 if view is not None:
                     self._rebuild(view)
                     view = None
@@ -132,25 +161,30 @@ class GoingOn:
             if told_of(error) is not None or not self.agent.fault(within=_KNOWN_S):
                 self.close()
                 raise error
-            began, text = time.perf_counter(), f"{type(error).__name__}"
-            self._leave(error)
+            release(error)
             del error
-            view = self.agent.park(self._report())
-            logger.info("epoch %d: %d ranks go on after a fault (%s), parked for %.2f s", view.epoch, len(view.members),
-                        text, time.perf_counter() - began)  # fmt: skip
+            view = self._parked()
 
-    def _leave(self, error: Exception) -> None:
-        """Let go of the world, and of what the error holds of it."""
+    def _parked(self) -> View:
+        """Let go of all that belongs to the present ranks; the view with which to go on."""
+        self._stopped = time.perf_counter()
+        self._leave()
+        return self.agent.park(self._standing.report())
+
+    def _leave(self) -> None:
+        """Let go of the world."""
         engine = self._engine
         steps, crew = vars(engine).get("steps"), vars(engine).get("crew")
         if steps is not None:
             self._open = steps.open or self._open
         planning: dict[str, Any] = {}
-        if crew is not None and crew.update is self._update:
+        if crew is not None and crew.update is self._standing.update:
             planning = crew.learned.saved()
             self._carried = epochs.Carried(None, None, planning, 0, crew.checkpoints.stage, crew.checkpoints.folder)
         writer = None if crew is None else crew.checkpoints.writer
-        release(error)
+        if crew is not None and not self.agent.faulty:  # all do so
+            crew.coming.forget()
+            crew.checkpoints.writer.wait()
         engine.drop()
         self._save_again |= writer is not None and writer.dropped
         if dist.is_initialized():
@@ -158,89 +192,52 @@ class GoingOn:
         self._freeing.park()
         self._freeing.forget()
 
-    def _report(self) -> Report:
-        update, held = self._update, self._held
-        assert update is not None and held is not None, "the first assembly was over"  # noqa: PT018
-        whole = held.copy is None or not held.copy.stale
-        return Report(update.committed, update.table, update.last, held.epoch if whole else NOTHING_HELD)
-
     def _rebuild(self, view: View) -> None:
         """See [Note: going on], from the view on."""
         began, engine = time.perf_counter(), self._engine
         ids = [member.id for member in view.members]
         own = next(m.id for m in view.members if (m.pid, m.host) == (os.getpid(), host()))
-        self._settle(view, own, ids)
-        held, update = self._held, self._update
-        assert held is not None and update is not None, "the first assembly was over"  # noqa: PT018
+        held, update = self._standing.settle(view, own, ids), self._standing.update
+        came = {id for id, report in view.reports.items() if report.committed == NOTHING_HELD}
         hosts = [member.host for member in view.members]
         self.shift = shift_of(hosts)
         with self._freeing.making():
             epochs.make_default_group(view, ids.index(own), engine.job.config.timeout_seconds)
             epochs.take_rank(engine, ids.index(own), len(ids))
             carried = self._complete()
-            held.optimizer = epochs.detached(held.optimizer, engine.client_optimizer)
+            if held.optimizer is not None:
+                held.optimizer = epochs.detached(held.optimizer, engine.client_optimizer)
             engine.assemble(replace(engine.job, config=epochs.config_for(engine.hydra_config, len(ids))))
             crew = engine.crew
             held.cut_anew(own, ids, crew.masters, crew.update.optimizer, crew.world)
-            carried.give_to(engine, crew)
-            crew.update.committed, crew.update.last = update.committed, update.last
-            self._aside = self._now(view), crew.update
+            carried.give_to(engine, crew, joins=update is None, joiners=bool(came))
+            if update is not None:
+                crew.update.committed, crew.update.last = update.committed, update.last
+            self._standing.put_aside(view, crew)
             if crew.copy is not None:
                 crew.copy.refresh()
-        self._take_aside()
+        self._standing.take_aside()
+        self._carried = None
         self.agent.rebuilt()
+        joining.invite(self.agent)
         if engine.global_rank == 0:
-            protected = "each rank's share has a copy" if crew.copy else "a further loss ends the job"
-            logger.info("epoch %d: %d ranks assembled in %.2f s, going on with step %d; %s", view.epoch, len(ids),
-                        time.perf_counter() - began, engine.global_steps + 1, protected)  # fmt: skip
-
-    def _settle(self, view: View, own: int, ids: Sequence[int]) -> None:
-        """Hold the newest cut, at the newest step, as all other ranks of the view. Ends the process where that was lost
-        with the ranks that are gone."""
-        newest = newest_layout(view.reports.values())
-        if newest == NOTHING_HELD:
-            epochs.end_lost("ranks were lost before each rank's share of the model had a copy")
-        if self._aside is not None and self._aside[0].epoch == newest:
-            self._take_aside()
-        held, update = self._held, self._update
-        assert held is not None and update is not None and held.epoch == newest, "a cut that was taken is there"  # noqa: PT018
-        try:
-            check_nothing_lost(held.members, ids, held.shift)
-        except PlanError as error:
-            epochs.end_lost(str(error))
-        table = usable(table_to_apply(view.reports[own], view.reports.values()))
-        if table is not None:
-            update.complete(table)
-        update.table = None
+            since = self._stopped, began
+            epochs.tell(view, came, since, step=engine.global_steps + 1, protected=crew.copy is not None)
 
     def _complete(self) -> epochs.Carried:
         """Record the step that was completed by the vote, unless it was recorded before; what the old crew leaves."""
-        engine, update, opened = self._engine, self._update, self._open
-        assert update is not None and self._carried is not None, "the first assembly was over"  # noqa: PT018
+        engine, update, opened = self._engine, self._standing.update, self._open
+        if update is None:
+            return epochs.Carried(None, None, {}, 0, 0, None)  # a process that joins takes rank 0's
+        assert self._carried is not None, "it has left a crew"
         if self._carried.complete:
             return self._carried
         if opened is not None and opened.step + 1 == update.committed and update.last is not None:
             self._open = None
-            outcome = opened.voted(update.last, update.loss_scale.value)
-            if engine.global_steps < update.committed:
-                engine.finish_step(step_record(
-                    opened.planned, outcome, Measured.of(outcome, time.perf_counter() - opened.began),
-                    step=update.committed, previous=engine.last_step, learning_rate=engine.get_lr()[0],
-                    skipped_steps=engine.skipped_steps, watched={},
-                ))  # fmt: skip
-                update.count(update.committed, outcome.grad_norm)
+            outcome = epochs.record_voted(engine, update, opened)
             if self._began_at < update.committed:
                 self._voted = outcome
         schedule = engine.lr_scheduler and copy.deepcopy(engine.lr_scheduler.state_dict())
         self._carried = replace(self._carried, schedule=schedule, loss_scale=update.loss_scale.state_dict(),
                                 skipped_in_a_row=update.skipped_in_a_row, complete=True)  # fmt: skip
         return self._carried
-
-    def _now(self, view: View) -> Held:
-        crew = self._engine.crew
-        members = tuple(member.id for member in view.members)
-        return Held(view.epoch, members, crew.shift, crew.masters, crew.update.optimizer, crew.copy)
-
-    def _take_aside(self) -> None:
-        assert self._aside is not None, "it was made"
-        (self._held, self._update), self._aside, self._carried = self._aside, None, None

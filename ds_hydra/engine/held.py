@@ -18,13 +18,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ds_hydra.checkpoint.optimizer_state import build_state, install_optimizer
-from ds_hydra.elastic.buddies import held_layout, wards_first
+from ds_hydra.elastic.buddies import held_layout, shift_of, wards_first
+from ds_hydra.elastic.resume import newest_layout
 from ds_hydra.engine.copies import Copy, told_state
 from ds_hydra.zero_hetero.layout import even_layout
 from ds_hydra.zero_hetero.link import Link
 from ds_hydra.zero_hetero.transfer_plan import plan_transfer
 
 if TYPE_CHECKING:
+    from ds_hydra.elastic.view import View
     from ds_hydra.ranks.world import World
     from ds_hydra.step.model_masters import ModelMasters
     from ds_hydra.zero_hetero.masters import MasterShards
@@ -37,9 +39,16 @@ class Held:
     epoch: int
     members: tuple[int, ...]
     shift: int
-    masters: ModelMasters
-    optimizer: Optimizer
+    masters: ModelMasters | None  # None, as the optimizer: of a process that joins
+    optimizer: Optimizer | None
     copy: Copy | None
+
+    @classmethod
+    def of_joiner(cls, view: View) -> Held:
+        """What a process holds that joins: nothing of a cut that the others have."""
+        former = view.former
+        shift = shift_of([one.host for one in former])
+        return cls(newest_layout(view.reports.values()), tuple(one.id for one in former), shift, None, None, None)
 
     def cut_anew(
         self, own: int, members: Sequence[int], masters: ModelMasters, optimizer: Optimizer, world: World
@@ -48,20 +57,21 @@ class Held:
 
         `own` is this rank's id, `members` those of all ranks of the world.
         """
-        keys, groups = told_state(self.masters.trained, self.optimizer, world.channel)
+        held, states_of = self.masters or masters, self.optimizer or optimizer
+        keys, groups = told_state(held.trained, states_of, world.channel)
         with_copy = len(wards_first(own, self.members, members, self.shift)) > 1
         copied = self.copy if with_copy else None
         states: dict[str, list[Tensor]] = {}
         with torch.no_grad():
             for new, old, kept in (
-                (masters.trained, self.masters.trained, copied and copied.masters.trained),
-                (masters.frozen, self.masters.frozen, copied and copied.masters.frozen),
+                (masters.trained, held.trained, copied and copied.masters.trained),
+                (masters.frozen, held.frozen, copied and copied.masters.frozen),
             ):
                 values = self._moved(members, old.shards, kept.shards if kept else None, new, world)
                 for shard, value in zip(new.shards, values, strict=True):
                     shard.copy_(value)
             for key, dtype in keys.items():
-                mine = [state.to(dtype) for state in self.masters.trained.optimizer_state(self.optimizer, key)]
+                mine = [state.to(dtype) for state in held.trained.optimizer_state(states_of, key)]
                 theirs = None
                 if copied is not None:
                     theirs = [s.to(dtype) for s in copied.masters.trained.optimizer_state(copied.optimizer, key)]
@@ -80,7 +90,9 @@ class Held:
         """Values per bucket as the present ranks hold them."""
         moved = []
         for index, bucket in enumerate(new.buckets):
-            source = own[index].detach() if copied is None else torch.cat((own[index].detach(), copied[index].detach()))
+            source = own[index].detach() if self.masters is not None else own[index].new_empty(0)
+            if copied is not None:
+                source = torch.cat((source, copied[index].detach()))
             plan = plan_transfer(
                 held_layout(bucket.numel, self.members, members, self.shift), even_layout(bucket.numel, len(members))
             )

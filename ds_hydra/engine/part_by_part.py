@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,11 +15,15 @@ from ds_hydra.engine.weights import EngineWithWeights
 from ds_hydra.pipe.scores import ScoreLoss
 from ds_hydra.zero_hetero.errors import CheckpointError
 
+if TYPE_CHECKING:
+    from ds_hydra.engine.going_on import GoingOn
+
 
 class EngineInParts(EngineWithWeights):
     """An engine whose steps a script may make in parts [Note: a step in parts]. Every rank must make the same calls."""
 
     steps: Steps
+    going_on: GoingOn | None = None  # without lost ranks, where hydra.elastic asks for it
 
     def forward_backward(
         self,

@@ -67,9 +67,10 @@ class Saving:
         if config is None:
             return
         checkpoints, folder = self._crew.checkpoints, Path(config.dir)
-        checkpoints.check_folder(folder)
-        if config.resume and checkpoints.resume(folder, weights=config.resume == WEIGHTS) is not None:
-            self._moved()
+        with self._crew.together("loading"):
+            checkpoints.check_folder(folder)
+            if config.resume and checkpoints.resume(folder, weights=config.resume == WEIGHTS) is not None:
+                self._moved()
 
     def _moved(self) -> None:
         """Tell the log that training continues at another step."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from ds_hydra.zero_hetero.errors import ConfigError
 
 MEMBERS_FOLDER = "DS_HYDRA_MEMBERS"
+JOINS = "DS_HYDRA_JOINS"
 
 # The least and the most that each may be.
 _NUMBERS = {
@@ -18,13 +19,17 @@ _NUMBERS = {
     "LOCAL_SIZE": (1, None),
     "MASTER_PORT": (0, 65535),
 }
+_OF_JOINERS = {"RANK": -1, "WORLD_SIZE": None}
 
 
 def launched_number(name: str) -> int | None:
     """The value of one of the launcher's variables; None where it is not set. ConfigError if it is none of its values.
 
-    `LOCAL_SIZE` is DeepSpeed's name of `LOCAL_WORLD_SIZE`.
+    `LOCAL_SIZE` is DeepSpeed's name of `LOCAL_WORLD_SIZE`. A process that joins a job has the rank -1 until it has
+    joined, and is not told how many ranks there are.
     """
+    if name in _OF_JOINERS and joins():
+        return _OF_JOINERS[name]
     text, (least, most) = os.environ.get(name), _NUMBERS[name]
     if not text:
         return None
@@ -51,6 +56,11 @@ def members_folder() -> Path | None:
     lets survivors live (`ds-hydra launch` does); None where it ends them all with the first that dies."""
     text = os.environ.get(MEMBERS_FOLDER)
     return Path(text) if text else None
+
+
+def joins() -> bool:
+    """Whether this process was started to join a job that runs."""
+    return JOINS in os.environ
 
 
 def check_environment() -> None:

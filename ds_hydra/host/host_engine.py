@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
 from typing import Any, NoReturn
@@ -32,10 +33,11 @@ from ds_hydra.data.stream import StreamSampler, StreamSteps, is_stream
 from ds_hydra.data.tokens import Limits
 from ds_hydra.host import refusals
 from ds_hydra.host.devices import Flags
+from ds_hydra.host.environment import JOINS
 from ds_hydra.host.model_limits import limits_of
 from ds_hydra.host.optimizers import OptimizerRecipe, optimizer_recipe
 from ds_hydra.host.precision import DataTypes, choose_dtype
-from ds_hydra.host.settings import deepspeed_config, with_model_settings
+from ds_hydra.host.settings import NO_MONITORS, deepspeed_config, with_model_settings
 from ds_hydra.host.training_data import drawn_from, refuse_reordering, streamed
 from ds_hydra.report.log import StepLog
 from ds_hydra.report.record import StepRecord
@@ -47,11 +49,12 @@ logger = logging.getLogger(__name__)
 class HostEngine(DeepSpeedEngine):
     """The surface of a DeepSpeedEngine over an engine that plans whole steps.
 
-    A subclass implements `train_batch`, `eval_batch` and `fp32_state_dict`. In its constructor it makes the
-    master shards of `recipe.groups` and hands them to `install_optimizer`; after each step it calls
-    `finish_step`. `scanned` are the lengths of training data that do not tell theirs, where they are known. Needs an
-    initialized process group (`init_distributed`).
+    A subclass implements `train_batch`, `eval_batch` and `fp32_state_dict`, makes the master shards of `recipe.groups`
+    for `install_optimizer`, and calls `finish_step` after each step. `scanned` are the lengths of training data that
+    do not tell theirs, where they are known. Needs an initialized process group (`init_distributed`).
     """
+
+    global_rank: int
 
     def __init__(
         self,
@@ -65,11 +68,7 @@ class HostEngine(DeepSpeedEngine):
         args: Any = None,
         scanned: ItemLengths | None = None,
     ) -> None:
-        # nn.Module's constructor, and not DeepSpeedEngine's, which takes the model as it will stay: it casts it, moves
-        # all of it to the device, broadcasts it over one data parallel group in which every rank holds the same, and
-        # flattens it for ZeRO. Here ranks hold different parts, other ones in the next step; a model that fits only as
-        # shards would not survive the move. What DeepSpeed's methods need of its work is done by the lines below:
-        # config, defaults, arguments, ranks, logging.
+        # Not DeepSpeedEngine's, which moves and flattens the model. What its methods need of that is done below.
         nn.Module.__init__(self)
         self.hydra_config = with_model_settings(parsed.hydra, model)
         self.config = parsed.source
@@ -80,6 +79,7 @@ class HostEngine(DeepSpeedEngine):
         self._do_args_sanity_check(args)
         self._configure_with_arguments(args, None)
         self._set_distributed_vars(args)
+        self.global_rank = -1 if JOINS in os.environ else self.global_rank  # so that it neither reports nor reads
         if self.log_level() is not None:
             set_log_level_from_string(self.log_level())
         self._configure_python_gc()
@@ -168,7 +168,7 @@ class HostEngine(DeepSpeedEngine):
 
     def configure_reports(self) -> None:
         """Make monitors and log of this rank; rank 0's alone write."""
-        self.monitor = MonitorMaster(self._config.monitor_config)
+        self.monitor = MonitorMaster(self._config.monitor_config if self.global_rank >= 0 else NO_MONITORS)
         self.step_log = StepLog(
             self.global_rank,
             steps_file=self.hydra_config.steps_file,

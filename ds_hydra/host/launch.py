@@ -22,7 +22,7 @@ from deepspeed.accelerator import get_accelerator
 
 from ds_hydra.config.hydra_block import HydraConfig, check_num_ranks
 from ds_hydra.host.devices import before_devices_start
-from ds_hydra.host.environment import launched_number
+from ds_hydra.host.environment import joins, launched_number
 from ds_hydra.zero_hetero.errors import ConfigError
 
 _LISTENING_S, _ANSWER_S = 2.0, 8.0  # until a connection to MASTER_PORT, and an answer there, count as not coming
@@ -50,7 +50,8 @@ def init_distributed(config: HydraConfig, *, port: int, required: bool | None = 
         timeout=timedelta(seconds=config.timeout_seconds),
         verbose=False,
     )
-    check_num_ranks(config, dist.get_world_size())
+    if not joins():
+        check_num_ranks(config, dist.get_world_size())
     if "LOCAL_RANK" not in os.environ:  # the script itself started torch.distributed, without a launcher
         os.environ["LOCAL_RANK"] = str(dist.get_rank() % max(1, accelerator.device_count()))
 

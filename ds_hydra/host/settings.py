@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from deepspeed.monitor.config import DeepSpeedMonitorConfig
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 
@@ -17,6 +18,7 @@ from ds_hydra.config.checks import nearest
 from ds_hydra.config.hydra_block import HydraConfig, ParsedConfig
 from ds_hydra.zero_hetero.errors import ConfigError
 
+NO_MONITORS = DeepSpeedMonitorConfig()
 _MONITOR_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
 
 

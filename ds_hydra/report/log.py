@@ -212,7 +212,8 @@ class StepLog:
 
 
 def show_log(rank: int) -> None:
-    """Make the package's INFO lines visible: under DeepSpeed's launcher only warnings would be.
+    """Make the package's INFO lines visible: under DeepSpeed's launcher only warnings would be. A process that joins a
+    job has the rank -1.
 
     A logger that the application has already configured is left as it is, apart from an unset level.
     """
@@ -221,5 +222,6 @@ def show_log(rank: int) -> None:
         package.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     if not package.hasHandlers():
         handler = logging.StreamHandler(sys.stdout)
-        handler.setFormatter(logging.Formatter(f"[%(asctime)s] [rank {rank}] %(message)s", datefmt="%H:%M:%S"))
+        who = f"rank {rank}" if rank >= 0 else "joins"
+        handler.setFormatter(logging.Formatter(f"[%(asctime)s] [{who}] %(message)s", datefmt="%H:%M:%S"))
         package.addHandler(handler)

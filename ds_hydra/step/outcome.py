@@ -24,6 +24,9 @@ class PhaseOutcome(NamedTuple):
     stats: tuple[RankStats, ...]  # of every rank
 
 
+WANTED = 4  # added to what a signal has asked a rank for: a process waits to join
+
+
 @dataclass(frozen=True)
 class Outcome:
     """The results of a step; equal on all ranks, except for the two counts of bytes and the batches' losses."""
@@ -60,7 +63,12 @@ class Outcome:
     @property
     def request(self) -> int:
         """The largest request that a signal has made on any rank (`engine.signals`)."""
-        return int(max(rank.request for rank in self.stats))
+        return max(int(rank.request) % WANTED for rank in self.stats)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether a process waits to join."""
+        return any(rank.request >= WANTED for rank in self.stats)
 
 
 def mean_of(losses: tuple[Floats, Floats], sequences: slice = slice(None)) -> float:

@@ -78,9 +78,10 @@ def _status(pid: int) -> list[str]:
         return []
 
 
-def own_address() -> str:
-    """This host's address on the interface over which the others were told to reach rank 0."""
-    target = os.environ.get("MASTER_ADDR", "127.0.0.1")
+def own_address(target: str | None = None) -> str:
+    """This host's address on the interface that leads to a target: where the others were told to reach rank 0, if none
+    is given."""
+    target = target or os.environ.get("MASTER_ADDR", "127.0.0.1")
     # To connect a UDP socket sends nothing: the system only chooses the interface, and with it the own address.
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -7,6 +7,8 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +59,8 @@ def aborted(rank: int, folder: Path) -> list[tuple[str, list[str], str, int, int
         owner, name = entry_of(phase, engine)
         original, error = getattr(owner, name), None
         if rank == 1:
-            setattr(owner, name, _fails)
-        known = threading.Timer(0.2, freeing.begin)
+            setattr(owner, name, partial(_fails, folder / f"failed{epoch}"))
+        known = threading.Thread(target=_known, args=(folder / f"failed{epoch}", freeing.begin))
         known.start()
         try:
             while True:
@@ -86,7 +88,15 @@ def aborted(rank: int, folder: Path) -> list[tuple[str, list[str], str, int, int
     return found
 
 
-def _fails(*_: Any, **__: Any) -> Any:
+def _known(failed: Path, begin: Callable[[], None]) -> None:
+    """Soon after the fault it is known to all."""
+    while not failed.exists():
+        time.sleep(0.02)
+    begin()
+
+
+def _fails(failed: Path, *_: Any, **__: Any) -> Any:
+    failed.touch()
     raise ValueError("a fault that was set off")
 
 
@@ -94,8 +104,10 @@ def test_nothing_is_left_of_worlds_that_faults_have_ended(tmp_path: Path) -> Non
     for rank, found in enumerate(run_ranks(aborted, 3, tmp_path, timeout=120)):
         for phase, left, kind, _, _ in found:
             assert left == [], (rank, phase)
-            own = "CheckpointError" if phase == "saving" else "ValueError" if rank == 1 else "RuntimeError"
-            assert kind == own, (rank, phase)
+            own = {"ValueError" if rank == 1 else "RuntimeError"}
+            if phase == "saving":  # in the background: the next step may be freed before the save tells its error
+                own = {"CheckpointError", "RuntimeError"}
+            assert kind in own, (rank, phase)
         threads, descriptors = zip(*(one[3:] for one in found), strict=True)
         assert max(threads[1:]) <= threads[0], found
         assert max(descriptors[1:]) <= descriptors[0], found

@@ -89,6 +89,26 @@ def test_a_share_that_is_lost_with_its_copy_ends_the_job(tmp_path: Path) -> None
     assert "members 1 and 2 are gone" in result.told[0]
 
 
+def test_a_process_joins_at_the_end_of_a_step_and_one_of_another_job_is_refused(tmp_path: Path) -> None:
+    def stopped_at_3(rank: int) -> list[float]:
+        engine = small_engine(rank, strategies=OF_3)
+        losses = [float(engine.train_batch()) for _ in range(3)]
+        engine.save_checkpoint(tmp_path / "stopped")
+        engine.destroy()
+        return losses
+
+    losses = run_ranks(stopped_at_3, 3)[0]
+    ends = run_ranks(restarted, 4, tmp_path / "stopped", "global_step3", STEPS, OF_4)
+    elastic = {"strategies": {"4": OF_4}, "compare_every": 1}
+    result = run_elastic(tmp_path / "job", 3, STEPS, [], joins_in=2, elastic=elastic, strategies=OF_3)
+    assert result.codes == [0, 0, 0, 0, 78], result.told
+    assert "its model" in result.told[4]
+    assert "which goes on without it" in result.told[4]
+    assert result.digests == [digest for digest, _ in ends]
+    assert result.losses[0] == pytest.approx([*losses, *ends[0][1]], rel=1e-6)
+    assert result.losses[3] == pytest.approx(ends[0][1], rel=1e-6)
+
+
 @pytest.mark.parametrize(
     ("num", "launched", "said"),
     [(2, False, "'ds-hydra launch' in place of 'deepspeed'"), (1, True, "at least 2 ranks")],

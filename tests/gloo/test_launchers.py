@@ -5,7 +5,9 @@ What their jobs are compared with runs on forked ranks: a launcher's ranks take 
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -14,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tests.support import restarted_job, torchrun_job
+from tests.support import launched_job, restarted_job, torchrun_job
 from tests.support.ranks import run_ranks
 from tests.support.sources import shared_source
 
@@ -64,6 +66,26 @@ def test_ranks_of_two_launchers_equal_those_of_one_machine(tmp_path: Path) -> No
     assert launched["parameters"].keys() == forked["parameters"].keys()
     for name, value in forked["parameters"].items():
         assert torch.equal(value, launched["parameters"][name]), name
+
+
+def test_survivors_live_on_and_a_process_comes_back_in_place_of_one_that_died(tmp_path: Path) -> None:
+    """Of two ranks one is killed: the other goes on by itself, until it has a new fellow."""
+    command = ["launch", "--respawn", "1", "--num_gpus", "2", "--master_port", str(free_port()), "--no_local_rank"]
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "ds_hydra.commands", *command, launched_job.__file__, str(tmp_path), "6"],
+        env=environment, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    assert "of rank 1 was ended by SIGKILL" in done.stdout
+    assert re.search(r"lost members: 1, new ones: none; 1 ranks go on with step 3 .*; not protected", done.stdout)
+    assert re.search(r"lost members: none, new ones: 2; 2 ranks go on with step 6 .*; each rank's share", done.stdout)
+    ended = [json.loads((tmp_path / f"end{rank}").read_text()) for rank in range(2)]
+    assert [(one["first"], one["joined"]) for one in ended] == [(0, False), (5, True)]
 
 
 def test_a_launcher_restarts_what_has_died(tmp_path: Path) -> None:

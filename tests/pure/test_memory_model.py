@@ -75,6 +75,9 @@ def test_states_follow_the_real_split() -> None:
     assert alone.params == 2 * total
     assert alone.grads == 4 * (total + 1000 * 64)  # the first sum, of the head, has no gradients to lie among
     assert job(1, phases=True).needs(ParallelScheme(), 0).masters == 2 * 4 * total
+    alone, copied = (job(2, copies=copies).needs(ParallelScheme(), 0) for copies in (False, True))
+    more = copied.masters + copied.optimizer - alone.masters - alone.optimizer
+    assert more == 16 * math.ceil(total / 2)  # another rank's masters, gradient and two moments
     shared = job(8).needs(ParallelScheme(2, 2), 0)
     assert shared.masters == 4 * total // 8
     assert shared.params == 2 * (1000 * 64 + 4 * 12 * 64 * 64) // 2  # embeddings and half of the layers, by tp

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ds_hydra.host.environment import MEMBERS_FOLDER
-from tests.support.ends import ends
+from ds_hydra.host.environment import JOINS, MEMBERS_FOLDER
+from ds_hydra.zero_hetero.errors import ConfigError
+from tests.support.ends import End, ends, live
 from tests.support.fault_job import digest, entry_of
 
 
@@ -35,20 +38,62 @@ class Result:
     losses: list[list[float]]
 
 
-def run_elastic(folder: Path, num_ranks: int, steps: int, losses: Sequence[Loss], **hydra: Any) -> Result:
-    """Train a small elastic job to `steps` steps, while ranks die."""
+def run_elastic(
+    folder: Path, num_ranks: int, steps: int, losses: Sequence[Loss], *, joins_in: int | None = None, **hydra: Any
+) -> Result:
+    """Train a small elastic job to `steps` steps, while ranks die.
+
+    With `joins_in` a process joins at the end of that step (counted from 0), and a process with another model is
+    refused before; both stand behind the ranks in what is returned.
+    """
     import ds_hydra.engine.engine  # noqa: F401  so that forked ranks need not import it
     import tests.support.small_job  # noqa: F401
 
     folder.mkdir(parents=True, exist_ok=True)
-    left = ends(lambda rank, _: _train(rank, folder, steps, losses, hydra), num_ranks, limit_s=90.0)
-    written = [folder / f"end{rank}" for rank in range(num_ranks)]
+    others = [
+        _forked(partial(_join, folder, steps, hidden, hydra), folder / f"apart{hidden}")
+        for hidden in ((32, 64) if joins_in is not None else ())
+    ]
+    left = ends(lambda rank, _: _train(rank, folder, steps, losses, hydra, joins_in), num_ranks, limit_s=90.0)
+    for pid, place in others:
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        left.append(End(code, 0.0, (place / "stderr0").read_text()))
+    written = [folder / f"end{rank}" for rank in range(num_ranks + len(others))]
     ended = [json.loads(path.read_text()) for path in written if path.exists()]
     digests, found = [one["digest"] for one in ended], [one["losses"] for one in ended]
     return Result([one.code for one in left], [one.told for one in left], digests, found)
 
 
-def _train(rank: int, folder: Path, steps: int, losses: Sequence[Loss], hydra: dict) -> None:
+def _forked(program: Callable[[], None], place: Path) -> tuple[int, Path]:
+    """A process that is a job of one rank; its id, and the folder in which it writes."""
+    place.mkdir()
+    pid = os.fork()
+    if pid == 0:
+        live(program, 0, 1, place)
+    return pid, place
+
+
+def _join(folder: Path, steps: int, hidden: int, hydra: dict) -> None:
+    """The life of a process that joins, with the job's model or another one."""
+    from tests.support.small_job import small_engine, small_model
+
+    os.environ |= {MEMBERS_FOLDER: str(folder), JOINS: "1"}
+    while not (folder / "invitation.json").exists():
+        time.sleep(0.02)
+    if hidden == 32:
+        while not (folder / "refused").exists():
+            time.sleep(0.02)
+    try:
+        engine = small_engine(0, None if hidden == 32 else small_model(hidden=hidden), **hydra)
+    except ConfigError:
+        (folder / "refused").touch()
+        raise
+    _to_the_end(engine, folder, steps, engine.global_rank)
+
+
+def _train(
+    rank: int, folder: Path, steps: int, losses: Sequence[Loss], hydra: dict, joins_in: int | None = None
+) -> None:
     from tests.support.small_job import small_engine
 
     os.environ[MEMBERS_FOLDER] = str(folder)
@@ -56,12 +101,18 @@ def _train(rank: int, folder: Path, steps: int, losses: Sequence[Loss], hydra: d
     for loss in losses:
         if loss.member == rank:
             _arm(engine, loss)
+    _to_the_end(engine, folder, steps, rank, joins_in)
+
+
+def _to_the_end(engine: Any, folder: Path, steps: int, name: int, joins_in: int | None = None) -> None:
     found = []
     while engine.global_steps < steps:
+        while name == 0 and engine.global_steps == joins_in and not engine.going_on.agent.wanted:
+            time.sleep(0.02)  # all others wait for this rank within the step
         found.append(float(engine.train_batch()))
     engine.wait_for_checkpoint()
     record = {"digest": digest(engine), "losses": found}
-    (folder / f"end{rank}").write_text(json.dumps(record))
+    (folder / f"end{name}").write_text(json.dumps(record))
     engine.destroy()
 
 

@@ -1,0 +1,203 @@
+"""The ranks of one node, each of which lives for itself: `python -m ds_hydra.commands.launch_node`, called by `launch`.
+
+Each rank has a context of `torch.distributed.elastic.multiprocessing` of its own, since a context ends all its
+processes with the first one that fails. The arguments are those of `deepspeed.launcher.launch`, and --respawn.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ds_hydra.host.environment import JOINS, MEMBERS_FOLDER
+from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError, PlanError
+
+_TURN_S = 0.1
+_BEFORE_AGAIN_S = 2.0  # until a process is started in place of one that has died: others may be about to end, too
+_REFUSED = frozenset(kind.exit_code for kind in (ConfigError, PlanError, CheckpointError))
+
+
+@dataclass
+class Job:
+    """What all ranks of this node are started with."""
+
+    command: tuple[str, ...]
+    first: int  # rank of this node's first
+    num_local: int
+    num_ranks: int
+    environment: dict[str, str]
+    cores: str | None  # that ranks are bound to; "": all of them, None: they are not bound
+    logs: str | None  # folder of their output
+    folder: Path  # where they say how to join them
+
+    def of_rank(self, local: int) -> dict[str, str]:
+        """The environment of a rank of the job's start."""
+        return {**self.environment, "RANK": str(self.first + local), "WORLD_SIZE": str(self.num_ranks),
+                "LOCAL_RANK": str(local), "LOCAL_SIZE": str(self.num_local)}  # fmt: skip
+
+    def of_joiner(self, local: int) -> dict[str, str]:
+        """The environment of a process that joins: until it does it is a job of one rank."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "WORLD_SIZE": "1", JOINS: "1"}
+        return {**self.of_rank(local), **alone, "LOCAL_SIZE": "1"}
+
+    def start(self, local: int, environment: Mapping[str, str]) -> Any:
+        """The context of one process."""
+        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, start_processes
+
+        words, environment = [word.replace("%LOCAL_RANK%", str(local)) for word in self.command], dict(environment)
+        if self.cores is not None:
+            from deepspeed.utils.numa import get_numactl_cmd
+
+            cores, before = get_numactl_cmd(self.cores or None, self.num_local, local)
+            words, environment["OMP_NUM_THREADS"] = [*before, *words], str(cores)
+        logs = DefaultLogsSpecs(self.logs, redirects=Std.ALL) if self.logs else DefaultLogsSpecs(os.devnull)
+        return start_processes(
+            name=f"rank{environment['RANK']}", entrypoint=words[0], args={0: tuple(words[1:])},
+            envs={0: environment}, logs_specs=logs,
+        )  # fmt: skip
+
+
+@dataclass
+class Node:
+    """The processes of this node, by their place among them, and how those ended that have."""
+
+    job: Job
+    respawn: int
+    running: dict[int, Any] = field(default_factory=dict)
+    again: dict[int, float] = field(default_factory=dict)  # places whose process is started again, and when
+    ended: list[int] = field(default_factory=list)  # exit codes, as they came
+    began: float = field(default_factory=time.monotonic)
+    signalled: bool = False
+
+    def run(self) -> int:
+        """Start all, and return when none runs any more: the exit code of the job, as far as this node knows."""
+        from torch.distributed.elastic.multiprocessing import SignalException
+
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # `_ended` says it
+        try:
+            for local in range(self.job.num_local):
+                self.running[local] = self.job.start(local, self.job.of_rank(local))
+            while self.running or self.again:
+                try:
+                    self._turn()
+                    time.sleep(_TURN_S)
+                except SignalException as told:
+                    self._pass_on(told.sigval)
+        finally:
+            for context in self.running.values():
+                context.close(signal.SIGKILL)
+        return code_of(self.ended)
+
+    def _turn(self) -> None:
+        for local, context in list(self.running.items()):
+            pid, found = context.pids()[0], context.wait(0)
+            if found is not None:
+                del self.running[local]
+                failure = found.failures.get(0)
+                self._ended(local, pid, 0 if failure is None else failure.exitcode)
+        if self.again and not self.running:
+            _say("no rank of this node lives any more, and none is started again")
+            self.again.clear()
+        for local in [local for local, at in self.again.items() if time.monotonic() > at]:
+            del self.again[local]
+            self.running[local] = self.job.start(local, self.job.of_joiner(local))
+
+    def _ended(self, local: int, pid: int, code: int) -> None:
+        self.ended.append(code)
+        if code == 0:
+            return
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"has ended with exit code {code}"
+        then = ""
+        if self.respawn > 0 and code not in _REFUSED and not self.signalled and 0 not in self.ended:
+            self.respawn -= 1
+            self.again[local] = time.monotonic() + _BEFORE_AGAIN_S
+            then = f"; a process that joins in its place starts in {_BEFORE_AGAIN_S:.0f} s, {self.respawn} more may"
+        _say(f"process {pid} of rank {self.job.first + local} {how} after {time.monotonic() - self.began:.1f} s, "
+             f"{len(self.running)} of {self.job.num_local} live{then}")  # fmt: skip
+
+    def _pass_on(self, told: signal.Signals) -> None:
+        """The first signal goes to all ranks, which may save and leave by it; a second one ends them."""
+        self.again.clear()
+        for context in self.running.values():
+            if self.signalled:
+                context.close(signal.SIGKILL)
+            else:
+                os.kill(context.pids()[0], told)
+        self.signalled = True
+
+
+def code_of(ended: Sequence[int]) -> int:
+    """The exit code for ranks that have ended with these, in this order.
+
+    Who ends before the first that finishes was lost to a job that went on. Otherwise it has failed as the last one has.
+    """
+    finished = ended.index(0) if 0 in ended else None
+    failed = [code for code in ended[finished or 0 :] if code]
+    last = ended[-1] if ended else 1
+    code = last if finished is None else (*failed, 0)[0]
+    return code if code >= 0 else 128 - code
+
+
+def job_of(args: Namespace, folder: Path) -> Job:
+    """What DeepSpeed's options for a node say."""
+    from deepspeed.accelerator import get_accelerator
+
+    world = json.loads(base64.urlsafe_b64decode(args.world_info))
+    slots = list(world.values())
+    own = slots[args.node_rank]
+    environment: dict[str, str] = {}
+    get_accelerator().set_visible_devices_envs(environment, own)
+    environment |= {
+        "MASTER_ADDR": args.master_addr, "MASTER_PORT": str(args.master_port), "CROSS_RANK": str(args.node_rank),
+        "CROSS_SIZE": str(len(slots)), MEMBERS_FOLDER: str(folder),
+    }  # fmt: skip
+    if args.no_python and args.module:
+        raise ConfigError("--no_python and --module contradict each other: remove one")
+    python = () if args.no_python else (sys.executable, "-u", *(("-m",) if args.module else ()))
+    local = () if args.no_local_rank else ("--local_rank=%LOCAL_RANK%",)
+    command = (*python, args.training_script, *local, *args.training_script_args)
+    logs = None if args.enable_each_rank_log == "None" else args.enable_each_rank_log
+    before = sum(map(len, slots[: args.node_rank]))
+    cores = (args.bind_core_list or "") if args.bind_cores_to_rank else None
+    return Job(command, before, len(own), sum(map(len, slots)), environment, cores, logs, folder)
+
+
+def _say(text: str) -> None:
+    print(f"[ds-hydra launch] {text}", file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    """The exit code."""
+    from deepspeed.launcher import launch
+
+    respawn = 0
+    if len(sys.argv) > 1 and sys.argv[1].startswith("--respawn="):
+        respawn = int(sys.argv.pop(1).partition("=")[2])
+    folder = Path(tempfile.mkdtemp(prefix="ds_hydra-"))  # for this user only
+    try:
+        return Node(job_of(launch.parse_args(), folder), respawn).run()
+    except ConfigError as refused:
+        _say(str(refused))
+        return ConfigError.exit_code
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

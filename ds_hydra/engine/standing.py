@@ -1,0 +1,66 @@
+"""What this rank holds between two views, and what it makes of all reports: the newest cut at the newest step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ds_hydra.elastic.buddies import check_nothing_lost
+from ds_hydra.elastic.resume import newest_layout, table_to_apply, usable
+from ds_hydra.elastic.view import NOTHING_HELD, Report, View
+from ds_hydra.engine.epochs import end_lost
+from ds_hydra.engine.held import Held
+from ds_hydra.zero_hetero.errors import PlanError
+
+if TYPE_CHECKING:
+    from ds_hydra.engine.crew import Crew
+    from ds_hydra.step.update import Update
+
+
+class Standing:
+    """Masters and their update, and those of a further cut that may not be whole on all ranks; none where it joins."""
+
+    def __init__(self) -> None:
+        self.held: Held | None = None
+        self.update: Update | None = None
+        self._aside: tuple[Held, Update] | None = None
+
+    def report(self) -> Report:
+        """What is told to the others while training stands still."""
+        update, held = self.update, self.held
+        if update is None or held is None:
+            return Report()
+        whole = held.copy is None or not held.copy.stale
+        return Report(update.committed, update.table, update.last, held.epoch if whole else NOTHING_HELD)
+
+    def settle(self, view: View, own: int, ids: Sequence[int]) -> Held:
+        """Hold the newest cut, at the newest step, as all other ranks of the view. Ends the process where that was lost
+        with the ranks that are gone."""
+        newest = newest_layout(view.reports.values())
+        if newest == NOTHING_HELD:
+            end_lost("ranks were lost before each rank's share of the model had a copy")
+        if self._aside is not None and self._aside[0].epoch == newest:
+            self.take_aside()
+        held, update = self.held or Held.of_joiner(view), self.update
+        assert held.epoch == newest, "a cut that was taken is there"
+        try:
+            check_nothing_lost(held.members, ids, held.shift)
+        except PlanError as error:
+            end_lost(str(error))
+        if update is not None:
+            table = usable(table_to_apply(view.reports[own], view.reports.values()))
+            if table is not None:
+                update.complete(table)
+            update.table = None
+        return held
+
+    def put_aside(self, view: View, crew: Crew) -> None:
+        """Keep what has been cut for a view: whether all have theirs, only the next message tells."""
+        members = tuple(member.id for member in view.members)
+        held = Held(view.epoch, members, crew.shift, crew.masters, crew.update.optimizer, crew.copy)
+        self._aside = held, crew.update
+
+    def take_aside(self) -> None:
+        """Hold what was put aside, and nothing else."""
+        assert self._aside is not None, "it was made"
+        (self.held, self.update), self._aside = self._aside, None

@@ -1,0 +1,93 @@
+"""`ds-hydra launch`: whose options are whose, what is started, and the exit code of a job."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+from pathlib import Path
+
+import pytest
+
+from ds_hydra.commands.launch import as_ours, main, without_respawn
+from ds_hydra.commands.launch_node import Job, code_of, job_of
+from ds_hydra.host.environment import JOINS, MEMBERS_FOLDER
+from ds_hydra.zero_hetero.errors import ConfigError
+
+
+def parse(words: list[str]) -> argparse.Namespace:
+    """As DeepSpeed's parser: its options, the script, and what follows it."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--num_gpus")
+    parser.add_argument("script")
+    parser.add_argument("user_args", nargs=argparse.REMAINDER)
+    return parser.parse_args(words)
+
+
+@pytest.mark.parametrize(
+    ("given", "theirs", "ours"),
+    [
+        ("--num_gpus 2 a.py --x 1", "--num_gpus 2 a.py --x 1", []),
+        ("--respawn 3 --num_gpus 2 a.py --x 1", "--num_gpus 2 a.py --x 1", ["--respawn=3"]),
+        ("--num_gpus 2 --respawn=3 a.py", "--num_gpus 2 a.py", ["--respawn=3"]),
+        ("--num_gpus 2 a.py --respawn 3", "--num_gpus 2 a.py --respawn 3", []),
+        ("--respawn 1 a.py --respawn x", "a.py --respawn x", ["--respawn=1"]),
+    ],
+)
+def test_what_follows_the_script_is_the_scripts(given: str, theirs: str, ours: list[str]) -> None:
+    assert without_respawn(given.split(), parse) == (theirs.split(), ours)
+
+
+def test_a_number_is_asked_for() -> None:
+    with pytest.raises(ConfigError, match="--respawn takes how often"):
+        without_respawn(["--respawn", "often", "a.py"], parse)
+
+
+def test_deepspeeds_command_for_a_node_starts_ours_there() -> None:
+    command = ["python", "-m", "deepspeed.launcher.launch", "--world_info=x", "a.py"]
+    assert as_ours(command, ["--respawn=2"]) == [
+        "python", "-m", "ds_hydra.commands.launch_node", "--respawn=2", "--world_info=x", "a.py",
+    ]  # fmt: skip
+    assert as_ours(["pkill -f ", "-m\\ deepspeed.launcher.launch\\ x"], ["--respawn=2"])[1].endswith("launch_node\\ x")
+
+
+@pytest.mark.parametrize("words", [["--launcher", "openmpi", "a.py"], ["--autotuning", "run", "a.py"]])
+def test_what_would_start_ranks_otherwise_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    assert words[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("ended", "code"),
+    [
+        ([0, 0], 0),
+        ([-9, 0, 0], 0),  # lost, and the others went on
+        ([-9, 75, 0], 0),
+        ([0, 1], 1),  # failed when the job was over
+        ([-9, 75, 75], 75),
+        ([78, 78], 78),
+        ([-9, -9], 137),
+        ([], 1),
+    ],
+)
+def test_the_exit_code_is_the_survivors(ended: list[int], code: int) -> None:
+    assert code_of(ended) == code
+
+
+def test_ranks_of_a_node_and_who_joins(tmp_path: Path) -> None:
+    world = base64.urlsafe_b64encode(json.dumps({"a": [0, 1, 2], "b": [0, 1]}).encode()).decode()
+    args = argparse.Namespace(
+        world_info=world, node_rank=1, master_addr="a", master_port=29500, no_python=False, module=False,
+        no_local_rank=False, bind_cores_to_rank=False, bind_core_list=None, enable_each_rank_log="None",
+        training_script="a.py", training_script_args=["--x"],
+    )  # fmt: skip
+    job: Job = job_of(args, tmp_path)
+    assert job.command[-3:] == ("a.py", "--local_rank=%LOCAL_RANK%", "--x")
+    second = job.of_rank(1)
+    expected = {"RANK": "4", "WORLD_SIZE": "5", "LOCAL_RANK": "1", "LOCAL_SIZE": "2", "MASTER_ADDR": "a"}
+    assert expected.items() <= second.items()
+    assert second[MEMBERS_FOLDER] == str(tmp_path)
+    assert JOINS not in second
+    joiner = job.of_joiner(1)
+    assert {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "1", JOINS: "1"}.items() <= joiner.items()
+    assert joiner["MASTER_PORT"] != second["MASTER_PORT"]
