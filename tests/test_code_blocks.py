@@ -21,9 +21,11 @@ from unittest import mock
 import hjson
 import pytest
 import torch
+from deepspeed.launcher.runner import parse_args
 
 import ds_hydra
 from ds_hydra.commands.__main__ import COMMANDS, main
+from ds_hydra.commands.launch import without_respawn
 from ds_hydra.config.hydra_block import parse_config
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.pipe.shape import StrategyShape
@@ -36,7 +38,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in ROOT.glob("docs/*.md")))
 TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
 LAUNCHERS = {"deepspeed": "tests/test_examples.py", "torchrun": "tests/gloo/test_launchers.py"}  # who starts by them
-PLACEHOLDERS = ("COMMAND", "launch")  # the second is named by a setting that is refused until there is a launcher
+PLACEHOLDERS = ("COMMAND",)
 SHELL = ("bash", "")  # a block without a language is one of commands if its first word is one
 
 
@@ -74,6 +76,8 @@ def parsed(line: str) -> bool:
     words = shlex.split(line, comments=True)
     if words[0] == "make":
         assert {word for word in words[1:] if "=" not in word} <= TARGETS, line
+    elif words[:2] == ["ds-hydra", "launch"]:  # reads DeepSpeed's options and runs at once
+        parse_args(without_respawn(words[2:], parse_args)[0])
     elif words[0] == "ds-hydra":
         assert words[1] in COMMANDS, line
         _parse(f"ds_hydra.commands.{words[1].replace('-', '_')}", lambda: main(words[1:]), line)
