@@ -148,7 +148,12 @@ def test_commands_within_sentences_are_known(page: str) -> None:
             help_text = _help(words[1]) if words[1] in COMMANDS else "--help"
             assert not [w for w in words if w.startswith("--") and w not in help_text], line
         if words[0] == "python":
-            assert importlib.util.find_spec(words[2]), line
+            found = importlib.util.find_spec(words[2])
+            assert found, line
+            assert found.origin, line
+            named = words[words.index("--only") + 1 :] if "--only" in words else []
+            parts = [part for word in named for part in word.split(",") if part.islower()]  # others stand for a name
+            assert all(f'"{part}"' in Path(found.origin).read_text() for part in parts), line
 
 
 def _help(command: str) -> str:
