@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,13 @@ _LINEAR_RULES: dict[str, dict[str, ShardRule]] = {
     "rowwise_split_input": {"weight": ShardRule(dim=1), "": ShardRule()},
     "embedding_rowwise": {"": ShardRule(dim=0)},
     "replicated_with_grad_allreduce": {"": ShardRule(gradient="partial")},
+}
+# The same of experts in one parameter: (experts, out, in); or (experts, in, out), where "rowwise" cuts what comes out.
+_STACKED_RULES: dict[str, ShardRule] = {
+    "colwise": ShardRule(dim=1),
+    "packed_colwise": ShardRule(dim=1, parts=2),
+    "rowwise": ShardRule(dim=2),
+    "packed_rowwise": ShardRule(dim=2, parts=2),
 }
 _GATHERED = "colwise_gather_output"
 COLUMN_STYLES = frozenset({"colwise", _GATHERED})
@@ -58,13 +66,13 @@ def shard_rule(plan: Mapping[str, str], name: str, shape: tuple[int, ...], units
     style = own or style_of(plan, module)
     if style is None or style in _REPLICATED:
         return ShardRule()
+    if own and len(shape) == 3 and style in _STACKED_RULES:
+        return _STACKED_RULES[style]
     if style not in _LINEAR_RULES:
         raise ConfigError(
             f"{name}: the tensor parallel style {style!r} of the model's plan is not implemented; "
             f"use strategies with tp1, or one of {', '.join(sorted(_LINEAR_RULES))}"
         )
-    if own and len(shape) == 3:  # experts stacked in front: (experts, out, in)
-        return ShardRule(dim={"rowwise": 2}.get(style, 1), parts=2 if style == "packed_colwise" else 1)
     rules = _LINEAR_RULES[style]
     rule = rules.get(leaf, rules[""])
     heads = units.get(module.rpartition(".")[2])
@@ -175,9 +183,13 @@ class TensorParallel:
     def _experts(self, module: nn.Module) -> None:
         forward, group = module.forward, self.group
 
-        def experts(hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *rest: Any) -> Tensor:
-            weights = copy_to_ranks(top_k_weights, group)
-            return sum_over_ranks(forward(copy_to_ranks(hidden, group), top_k_index, weights, *rest), group)
+        def experts(
+            hidden: Tensor, top_k_index: Tensor | None = None, top_k_weights: Tensor | None = None, *rest: Any
+        ) -> Tensor:
+            hidden = copy_to_ranks(hidden, group)
+            if top_k_index is None or top_k_weights is None:  # what comes in is sorted by expert, and weighted
+                return sum_over_ranks(forward(hidden), group)
+            return sum_over_ranks(forward(hidden, top_k_index, copy_to_ranks(top_k_weights, group), *rest), group)
 
         wrap(module, experts, "tensor parallel", "experts")
 
@@ -186,7 +198,14 @@ class TensorParallel:
         if style == "moe_identity_expert":
             wrap(module, lambda x, *rest: forward(x / self.tp, *rest), "tensor parallel", style)
         elif style == "all_reduce":
-            wrap(module, lambda *a, **k: sum_over_ranks(forward(*a, **k), group), "tensor parallel", style)
+            # Layers within it take care of what enters them; parameters of its own read it as it comes.
+            entered = partial(_copied, group=group) if _own_parameters(module) else lambda value: value
+
+            def summed(*args: Any, **kwargs: Any) -> Tensor:
+                named = {key: entered(value) for key, value in kwargs.items()}
+                return sum_over_ranks(forward(*map(entered, args), **named), group)
+
+            wrap(module, summed, "tensor parallel", style)
         elif style == "mla_kv_a_proj":
             rope_dim = module.config.qk_rope_head_dim if hasattr(module, "config") else parent.config.qk_rope_head_dim  # type: ignore[union-attr]
 
@@ -228,15 +247,17 @@ def tensor_parallel_obstacle(model: nn.Module, plan: Mapping[str, str], ends: Se
     LoRA around one: any other adapter or parametrization has parameters of which the plan says nothing.
     """
     remedy = "use strategies with tp1 for this model"
+    stacked = {name for name, parameter in model.named_parameters() if parameter.dim() == 3}
     for name in (*(name for name, _ in model.named_modules()), *(name for name, _ in model.named_parameters())):
         style = style_of(plan, name)
-        if style is not None and style not in _LINEAR_RULES and style not in _REPLICATED:
+        known = style in _LINEAR_RULES or style in _REPLICATED or (name in stacked and style in _STACKED_RULES)
+        if style is not None and not known:
             return f"{name}: the tensor parallel style {style!r} of the model's plan is not implemented; {remedy}"
     for name, module in model.named_modules():
         style = style_of(plan, name)
         if trained_copy(module) in ends or style is None:
             continue
-        if style == "all_reduce" and any(p is not None for p in module._parameters.values()):
+        if style == "all_reduce" and any(style_of(plan, f"{name}.{own}") is None for own in _own_parameters(module)):
             return f"the plan sums over ranks what {name} makes of parameters that no layer of its own holds; {remedy}"
         cut = style in _LINEAR_RULES and _LINEAR_RULES[style] != _LINEAR_RULES["replicated_with_grad_allreduce"]
         if cut and is_lora(module) and _summed_bias(style, module):
@@ -250,6 +271,16 @@ def tensor_parallel_obstacle(model: nn.Module, plan: Mapping[str, str], ends: Se
         if not plain or "weight" not in end._parameters:
             return f"{paths[id(end)]} is a {type(end).__name__}, whose rows cannot be told apart; {remedy}"
     return ""
+
+
+def _own_parameters(module: nn.Module) -> list[str]:
+    """Names of the parameters that the module holds itself."""
+    return [name for name, parameter in module._parameters.items() if parameter is not None]
+
+
+def _copied(value: Any, group: Group) -> Any:
+    """What every rank reads whole, and of whose gradient each has a part."""
+    return copy_to_ranks(value, group) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def _summed_bias(style: str, module: Any) -> bool:

@@ -22,6 +22,18 @@ def test_attention_hands_on_rows_that_can_be_viewed_as_features() -> None:
     assert judge("AfmoeForCausalLM", {"sp3": "sp3"})[1]["sp3"] == EQUAL  # its code has `view` where others reshape
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "AriaTextForCausalLM",  # experts stored (experts, in, out)
+        "Gemma3nForCausalLM",  # a mean over features of which a rank has a part: its MLP is computed whole
+        "InklingForCausalLM",  # parameters of its own in what the plan sums, and a norm within the embeddings
+    ],
+)
+def test_tensor_parallel_ranks_share_it(name: str) -> None:
+    assert judge(name, {"tp3": "tp3"})[1]["tp3"] == EQUAL
+
+
 def test_the_list_names_every_class_with_few_reasons() -> None:
     listed = expected()
     assert set(listed) == set(class_names())

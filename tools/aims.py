@@ -88,7 +88,7 @@ GROWTH_BYTES = 4 << 20  # of a rank, in the last two thirds of many steps
 # Equality with other programs: check_swap, check_families, bench_deepspeed, bench_gpu, tests/gpu/.
 SWAP_LOSS = 1e-6  # of FP32 losses, relative
 SWAP_WEIGHTS = 1e-4  # of FP32 weights: Adam makes a step of what rounding leaves of a gradient that is nearly zero
-FAMILIES_EQUAL = 160  # classes of models that are to be equal under all shapes; 154 are
+FAMILIES_EQUAL = 160  # classes of models that are to be equal under all shapes
 # Of 64 tokens a sequence. An earlier 0.5 and 0.65 were set against eager attention on a busy machine: the products and
 # the attention alone, which a pack makes wider but not fewer, take 0.55 of what plain transformers take with SDPA.
 PACKS_OVER_PLAIN = {"interface": 0.75, "boxes": 0.8, "hybrid": 0.6}

@@ -88,7 +88,7 @@ def shrunk_config(
     """A copy of a config with `layers` layers and small widths. Raises ValueError where it has no attention heads."""
     small = copy.deepcopy(config)
     text = small.get_text_config()
-    heads, hidden = getattr(text, "num_attention_heads", None), getattr(text, "hidden_size", None)
+    heads, hidden = _usual(text, "num_attention_heads"), _usual(text, "hidden_size")
     if not isinstance(heads, int) or not isinstance(hidden, int):
         raise ValueError("the config does not say how wide a layer is and how many attention heads it has")
     kept = kept_layers(text, layers)
@@ -112,6 +112,12 @@ def kept_layers(config: Any, count: int) -> tuple[int, ...]:
     chosen = [layer for layer in range(number) if kinds[layer] not in kinds[:layer]][:count]
     chosen += [layer for layer in range(number) if layer not in chosen][: count - len(chosen)]
     return tuple(sorted((chosen * count)[:count]))
+
+
+def _usual(config: Any, key: str) -> Any:
+    """A value by its usual name; where layers differ in it, which configs do not tell by `getattr`, the others'."""
+    own = getattr(config, "attribute_map", {}).get(key, key)
+    return vars(config)[own] if own in vars(config) else getattr(config, key, None)
 
 
 def _overrides(config: Any) -> dict[int, dict[str, Any]]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -45,7 +44,7 @@ from ds_hydra.pipe.models.refusals import find_layers, known_tokens, refuse_part
 from ds_hydra.pipe.models.state import refuse_reading, refuse_state
 from ds_hydra.pipe.models.three_ways import find_ways
 from ds_hydra.pipe.models.token_rules import TokenRules, share_tokens
-from ds_hydra.pipe.models.unnamed_rules import UnnamedRules, derive
+from ds_hydra.pipe.models.unnamed_rules import UnnamedRules, derive, without
 from ds_hydra.pipe.models.unset import stand_in_values
 from ds_hydra.pipe.rows import AT_ONCE, Overlap
 from ds_hydra.pipe.stage import StageModule, StagePlace
@@ -102,6 +101,7 @@ class CausalLM:
         self.layers_path = find_layers(model)
         self.vocab_size: int | None = known_tokens(model)
         self.style_plan: Mapping[str, str] = dict(model.tp_plan or {})
+        self._published_plan = self.style_plan
         refuse_dynamic_rotary(model)
         values = stand_in_values(model)
         device = next(iter(values.values())).device
@@ -139,9 +139,7 @@ class CausalLM:
         paths = self.boxes.paths(self.layers_path)
         for path in paths:
             attention.let_attend_alone(self.template.get_submodule(path), self.boxes.attention)
-        if paths:
-            inside = tuple(f"{_generic(path)}." for path in paths)
-            self.style_plan = {k: s for k, s in self.style_plan.items() if not f"{_generic(k)}.".startswith(inside)}
+        self._published_plan = without(self._published_plan, paths)
 
     def _examine(self, model: Any, *, by_one_rank: bool) -> None:
         """Find what runs of parts of the model tell, as far as the options ask for it [Note: kinds of layers]."""
@@ -262,6 +260,7 @@ class CausalLM:
     def _plan(self) -> None:
         """Buckets and shard rules, those of parameters that the published plan does not name among them."""
         config, model, unnamed, tokens = self.text_config, self.template, self.unnamed, self.tokens
+        self.style_plan = without(self._published_plan, unnamed.whole)
         found = Heads(config, model, self.flow.heads, attends=not self.boxes or bool(self.flow.heads))
         ends = ends_of(model)
         modules = {id(module): path for path, module in model.named_modules()}
@@ -275,6 +274,8 @@ class CausalLM:
                 rule = ShardRule(dim=0)
             elif styled:
                 rule = ShardRule()
+            elif name.startswith(modules[id(ends[0])] + ".") and plain_name(name) == name:
+                rule = ShardRule(gradient="partial")  # it sees the tokens whose rows the rank holds
             else:
                 plain = plain_name(name)
                 own = adapter_rule(name, shard_rule(self.style_plan, plain, shape, found.units(plain)))
@@ -346,11 +347,6 @@ def _notes(flow: Flow, balancing: Balancing | None) -> tuple[str, ...]:
 def _checkpoint_nothing(module: Any) -> None:
     if getattr(module, "gradient_checkpointing", False):
         module.gradient_checkpointing = False
-
-
-def _generic(path: str) -> str:
-    """A path with `*` for layer numbers, as plans have it."""
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
 
 
 def _aliases(model: Any) -> dict[str, str]:

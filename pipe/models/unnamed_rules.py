@@ -9,16 +9,16 @@ rank of several, both without data, and what enters each module is compared. For
     q_norm          (1, T, 6, 8)   (1, T, 2, 8)   weight (8,)      partial: the ranks' gradients add up
     q_norm          (1, T, 6, 8)   (1, T, 2, 8)   weight (6, 8)    cut along dimension 0, in 6 units
 
-A mean, a norm or another statistic over features of which each rank has only a part is another number than alone: a
-layer that takes one cannot be cut, and is told by the sizes that its functions reduce.
+A mean, a norm or another statistic over features of which each rank has only a part is another number than alone. Who
+takes one is told by the sizes that its functions reduce: a module of a layer is then computed whole by every rank.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 from ds_hydra.pipe.model_plan import ShardRule
 from ds_hydra.pipe.models.lone_rank import Seen, look
@@ -31,14 +31,25 @@ _ATTEMPTS = 5  # a rule that was found lets the forward run on to the next param
 
 @dataclass(frozen=True)
 class UnnamedRules:
-    """Rules by the parameter's name with `*` for layer numbers, and why tensor parallelism is impossible, if it is."""
+    """Rules by the parameter's name with `*` for layer numbers, and why tensor parallelism is impossible, if it is.
+
+    Modules in `whole`, by their paths, with `*` again, are computed by each rank as if it were alone, whatever the plan
+    says.
+    """
 
     rules: Mapping[str, ShardRule] = field(default_factory=dict)
     obstacle: str = ""
+    whole: frozenset[str] = frozenset()
 
     def rule(self, name: str) -> ShardRule | None:
         """The rule of a parameter, if it has one."""
         return self.rules.get(_generic(name))
+
+
+def without(plan: Mapping[str, str], modules: Iterable[str]) -> dict[str, str]:
+    """A plan of styles without what it says of modules, by their paths, and of what is in them."""
+    inside = tuple(_generic(f"{path}.") for path in modules)
+    return {key: style for key, style in plan.items() if not _generic(f"{key}.").startswith(inside)}
 
 
 def derive(source: CausalLM) -> UnnamedRules:
@@ -47,15 +58,37 @@ def derive(source: CausalLM) -> UnnamedRules:
     if tp == 1 or source.plan.no_tp:
         return UnnamedRules()
     alone = look(source, 1)
-    rules: dict[str, ShardRule] = {}
+    known = UnnamedRules()
     for _ in range(_ATTEMPTS):
         cut = look(source, tp)
-        found = dict(_new_rules(source, alone, cut, rules))
-        if not found:
+        rules = dict(_new_rules(source, alone, cut, known.rules))
+        part = _of_a_part(alone, cut)
+        inside = part is not None and re.match(rf"{re.escape(source.layers_path)}\.\d+\.", part.module)
+        if rules:
+            known = replace(known, rules={**known.rules, **rules})
+        elif part is not None and inside and cut.error is None:
+            known = replace(known, whole=known.whole | {_generic(f"{part.module}.").rstrip(".")})
+        else:
             break
-        rules |= found
-        source = source.planned(UnnamedRules(dict(rules)), source.tokens)
-    return UnnamedRules(rules, _obstacle(source, tp, alone, cut))
+        source = source.planned(known, source.tokens)
+    return replace(known, obstacle=_obstacle(source, tp, alone, cut))
+
+
+class _Part(NamedTuple):
+    """A module that takes a mean or its like over features, of which a rank has only some."""
+
+    module: str
+    function: str
+    sizes: tuple[object, object]
+
+
+def _of_a_part(alone: Seen, cut: Seen) -> _Part | None:
+    """The first of them."""
+    for (module, function), sizes in alone.reduced.items():
+        parts = cut.reduced.get((module, function), [])
+        if len(parts) == len(sizes) and parts != sizes:
+            return _Part(module, function, next(pair for pair in zip(sizes, parts, strict=True) if pair[0] != pair[1]))
+    return None
 
 
 def _obstacle(source: CausalLM, tp: int, alone: Seen, cut: Seen) -> str:
@@ -65,12 +98,10 @@ def _obstacle(source: CausalLM, tp: int, alone: Seen, cut: Seen) -> str:
             f"one forward of {source.name} as a rank of tp={tp} fails ({type(cut.error).__name__}: {cut.error}): its "
             f"tensor parallel plan does not fit it; {remedy}"
         )
-    for (module, function), sizes in alone.reduced.items():
-        parts = cut.reduced.get((module, function), [])
-        if len(parts) == len(sizes) and parts != sizes:
-            whole, part = next(pair for pair in zip(sizes, parts, strict=True) if pair[0] != pair[1])
-            return f"{module} takes a {function} over {whole}, of which a rank of tp={tp} has only {part}; {remedy}"
-    return ""
+    if (part := _of_a_part(alone, cut)) is None:
+        return ""
+    whole, some = part.sizes
+    return f"{part.module} takes a {part.function} over {whole}, of which a rank of tp={tp} has only {some}; {remedy}"
 
 
 def least_degree(source: CausalLM) -> int:

@@ -68,6 +68,13 @@ _SETTINGS: Mapping[str, dict[str, Any]] = {
     "falcon_h1": _SSM | {"mamba_d_ssm": 96},
     "jamba": {"mamba_d_state": 8, "attn_layer_period": 4, "attn_layer_offset": 2},
     "nemotron_h": {"chunk_size": 8, "ssm_state_size": 8, "mamba_num_heads": 16, "mamba_head_dim": 8},
+    "zamba": {
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "attention_hidden_size": 96,
+        "attention_head_dim": 16,
+        "n_mamba_heads": 2,
+        "mamba_d_state": 8,
+    },
     "zamba2": {
         "layers_block_type": ["linear_attention", "hybrid"] * 2,
         "layer_types": ["linear_attention", "hybrid"] * 2,
@@ -78,6 +85,12 @@ _SETTINGS: Mapping[str, dict[str, Any]] = {
         "mamba_headdim": 8,
         "chunk_size": 8,
         "mamba_d_state": 8,
+    },
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in ("sliding_attention", "full_attention")
+        },
     },
     "codegen": {"n_head": 4, "num_attention_heads": 4, "n_embd": 48, "rotary_dim": 4},
     "nemotron": {"num_key_value_heads": 3},
