@@ -101,7 +101,7 @@ GPU_ATTENTION = 2e-2  # BF16 against FP32, relative to the largest entry
 POST_TRAINING = 1e-9  # of losses, gradients, log-probabilities and entropies in FP64, by the largest entry
 TRL_TRAINERS = 1e-6  # TRL's own head computes in FP32: of losses, and of parameters over how far they moved
 ROLLOUTS_OVER_COUNTS, ROLLOUTS_PLANNING = 1.3, 0.01  # times of equal counts over ours; of an update, 64 GPUs
-ROLLOUTS_OVER_DYNAMIC = 0.99  # dynamic context parallelism's time over ours, the mean of 7B and 32B
+ROLLOUTS_OVER_DYNAMIC = 0.99  # dynamic context parallelism's time over ours, each model
 STAYS_ON_DEVICE = 0.02  # of an engine's bytes, when its states are on the host: tests/gloo/test_away.py
 SCORES_MEMORY, SCORES_TIME = 0.4, 1.0  # over gathered logits, vocabulary 150K, 4K tokens, TP 4
 
