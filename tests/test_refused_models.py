@@ -135,7 +135,6 @@ def unknown_style(model: Any) -> None:
 
 
 DEGREES = [  # refused under some strategies, equal under the other
-    (lambda: gemma3n(activation_sparsity_pattern=[0.9] * 4), "tp2", "pp2", r"layers\.0\.mlp takes a mean over \(96,\)"),
     (lambda: gemma3n(num_kv_shared_layers=2), "pp2", "tp2", "layer [12] uses what layer [01] computed beside"),
     (lambda: llama(parallel_lists), "pp2", "sp2", r"layer 2 .*was computed around layer 0|the list|around the hidden"),
     (lambda: llama(lambda m: m.model.layers.__setitem__(2, m.model.layers[0])), "pp2", "tp2", "runs twice"),
@@ -159,6 +158,13 @@ def test_refused_under_some_strategies(build: Callable[[], Any], refused: str, e
     with pytest.raises(PlanError, match=told):
         plan.check(place_strategy(StrategyShape.parse(refused), 2, plan.num_layers))
     plan.check(place_strategy(StrategyShape.parse(equal), 2, plan.num_layers))
+
+
+def test_a_statistic_over_features_that_ranks_share_is_taken_by_each_of_them() -> None:
+    source = CausalLM(gemma3n(activation_sparsity_pattern=[0.9] * 4))
+    assert source.unnamed.whole == {f"{source.layers_path}.*.mlp"}
+    assert {name for name, spec in source.specs.items() if ".mlp." in name and spec.rule.dim is not None} == set()
+    source.plan.check(place_strategy(StrategyShape.parse("tp2"), 2, source.plan.num_layers))
 
 
 def test_nothing_is_dropped_in_an_evaluation() -> None:
