@@ -61,7 +61,7 @@ def _beside(ran: Sequence[tuple[Record, StepPlan]], table: CostTable | None) -> 
     """The same steps under fixed layouts: by the table, scaled as our steps were measured over predicted."""
     if table is None or not ran:
         return [Section(_TITLE, "Give --plans (what hydra.plans_file wrote) and --cost-table to see it.")]
-    num_ranks = ran[0][1].phases[0].shape.num_ranks
+    num_ranks = max(phase.shape.num_ranks for phase in ran[0][1].phases)
     batches = [plan.lengths for _, plan in ran]
     longest = max(max(batch) for batch in batches)
     found = beside.rivals(table, num_ranks, batches, longest)

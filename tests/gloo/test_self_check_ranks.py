@@ -70,7 +70,7 @@ def test_a_job_is_refused_on_all_ranks_before_step_0() -> None:
 
 
 def test_auto_leaves_out_what_is_refused() -> None:
-    def propose(config: Any, found: Any, lengths: Any, world: Any) -> Any:
+    def propose(config: Any, found: Any, *_: Any) -> Any:
         best = "pp2" if ParallelScheme(pp=2) in found.table.schemes else "2*tp1"
         return (StrategyShape.parse(best),)
 
