@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -97,6 +97,19 @@ def draw_lengths(axes: Any, lengths: Sequence[int], table: CostTable | None = No
         f"{len(values):,} sequences: median {np.median(values):,.0f} tokens, longest {values.max():,}; {short:.0%} of "
         "them are no longer than an eighth of it."
     )
+
+
+def waits_of(
+    names: Sequence[str], ran_ms: Sequence[float], counts: Sequence[int], step_ms: float
+) -> Iterator[tuple[str, float]]:
+    """(scheme, share of the step that it waits for the slowest one of its phase) of each pipeline; `counts` are the
+    phases' numbers of pipelines."""
+    first = 0
+    for count in counts:
+        slowest = max(ran_ms[first : first + count])
+        for place in range(first, first + count):
+            yield names[place], (slowest - ran_ms[place]) / step_ms
+        first += count
 
 
 def draw_waits(axes: Any, waits: Mapping[str, Sequence[float]]) -> str:

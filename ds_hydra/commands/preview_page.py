@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,16 +50,11 @@ def _rows(plan: StepPlan) -> int:
     return min(_MOST, sum(len(phase.pipelines) for phase in plan.phases))
 
 
-def _waits(plan: StepPlan, table: CostTable) -> list[tuple[str, float]]:
+def _waits(plan: StepPlan, table: CostTable) -> Iterator[tuple[str, float]]:
     """(scheme, share of the step that it waits) of each pipeline."""
     ran = list(simulate_plan(plan, table))
-    total, first, found = plan.total_ms(ran), 0, list[tuple[str, float]]()
-    names = pipeline_schemes(plan.strategy)
-    for phase in plan.phases:
-        own = ran[first : first + len(phase.pipelines)]
-        found += [(names[first + place], (max(own) - ms) / total) for place, ms in enumerate(own)]
-        first += len(own)
-    return found
+    counts = [len(phase.pipelines) for phase in plan.phases]
+    return beside.waits_of(pipeline_schemes(plan.strategy), ran, counts, plan.total_ms(ran))
 
 
 def draw_plan(axes: Any, plan: StepPlan, table: CostTable) -> str:

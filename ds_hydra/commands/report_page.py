@@ -48,12 +48,8 @@ def waits_of(records: Sequence[Record]) -> dict[str, list[float]]:
         names = pipeline_schemes(record["strategy"])
         if len(ran) != len(names) or len(ran) < 2:
             continue
-        first = 0
-        for count in counts:
-            slowest = max(ran[first : first + count])
-            for place in range(first, first + count):
-                found.setdefault(names[place], []).append((slowest - ran[place]) / record["step_ms"])
-            first += count
+        for scheme, share in beside.waits_of(names, ran, counts, record["step_ms"]):
+            found.setdefault(scheme, []).append(share)
     return found
 
 

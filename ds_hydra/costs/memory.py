@@ -177,12 +177,15 @@ class JobMemory:
     @property
     def capacity(self) -> float:
         """Bytes that may be planned with on every rank."""
-        return self.device_bytes * (1.0 - self.margin)
+        return self.capacity_on("")
+
+    def capacity_on(self, device: str) -> float:
+        """Bytes that may be planned with on devices of a class; of no class, on every rank."""
+        return self.class_bytes.get(device, self.device_bytes) * (1.0 - self.margin)
 
     def capacity_of(self, scheme: Shape, stage_index: int) -> float:
         """Bytes that may be planned with on the devices of one stage."""
-        device = "" if isinstance(scheme, ParallelScheme) else scheme.stages[stage_index].device
-        return self.class_bytes.get(device, self.device_bytes) * (1.0 - self.margin)
+        return self.capacity_on("" if isinstance(scheme, ParallelScheme) else scheme.stages[stage_index].device)
 
     def over(self, needs: Needs, num_tokens: int = 1) -> float:
         """Bytes that a stage needs beyond those that it has, with micro-batches of so many tokens."""

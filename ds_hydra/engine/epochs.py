@@ -63,15 +63,18 @@ class Carried:
                        "skipped_in_a_row": self.skipped_in_a_row, **progress_of(engine)}  # fmt: skip
         told = json.loads(crew.world.channel.tell(json.dumps(record) if crew.world.rank == 0 else None))
         crew.learned.restore(crew.learned.read(told["planning"]))
+        left = self
         if joins:
             take_progress(engine, crew, told)
-            return
-        if self.schedule is not None:
-            engine.lr_scheduler.load_state_dict(self.schedule)
-        if self.loss_scale is not None:
-            crew.loss_scale.load_state_dict(self.loss_scale)
-        crew.update.skipped_in_a_row = self.skipped_in_a_row
-        crew.checkpoints.stage, crew.checkpoints.folder = self.stage, self.folder
+            folder = told["folder"] and Path(told["folder"])
+            left = Carried(told["schedule"], told["loss_scale"], told["planning"], told["skipped_in_a_row"],
+                           told["stage"], folder)  # fmt: skip
+        if left.schedule is not None:
+            engine.lr_scheduler.load_state_dict(left.schedule)
+        if left.loss_scale is not None:
+            crew.loss_scale.load_state_dict(left.loss_scale)
+        crew.update.skipped_in_a_row = left.skipped_in_a_row
+        crew.checkpoints.stage, crew.checkpoints.folder = left.stage, left.folder
 
 
 def start_agent(engine: HydraEngine) -> MemberAgent:

@@ -15,7 +15,6 @@ import math
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -116,16 +115,9 @@ def progress_of(engine: HydraEngine) -> dict[str, Any]:
 
 
 def take_progress(engine: HydraEngine, crew: Crew, told: Mapping[str, Any]) -> None:
-    """Go on as rank 0 has told by `progress_of` and of what its last crew left."""
+    """Go on at the step and the place in the data that rank 0 has told by `progress_of`."""
     assert engine.sampler is not None, "elastic jobs have map-style data"
     engine.global_steps, engine.global_samples, engine.micro_steps, engine.skipped_steps = told["steps"]
     engine.sampler.check_saved(told["data"])
     engine.sampler.restore(told["data"])
-    if told["schedule"] is not None:
-        engine.lr_scheduler.load_state_dict(told["schedule"])
-    if told["loss_scale"] is not None:
-        crew.loss_scale.load_state_dict(told["loss_scale"])
-    crew.update.skipped_in_a_row = told["skipped_in_a_row"]
     crew.update.committed = engine.global_steps
-    crew.checkpoints.stage = told["stage"]
-    crew.checkpoints.folder = None if told["folder"] is None else Path(told["folder"])

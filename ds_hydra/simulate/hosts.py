@@ -26,7 +26,7 @@ import numpy as np
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.plan.step_plan import StepPlan
-from ds_hydra.planner.fixed_layout import packed, step_plan
+from ds_hydra.planner.fixed_layout import layouts_that_hold, packed, step_plan
 from ds_hydra.planner.kernels.arrays import Floats
 from ds_hydra.planner.options import PlannerOptions
 from ds_hydra.planner.selection import Planner
@@ -73,8 +73,8 @@ def hosts_ways(
     found: dict[str, HostWay] = {}
     for name, deal in ((EQUAL_COUNTS, in_equal_counts), (EQUAL_TOKENS, in_equal_tokens)):
         dealt = [
-            (str(strategy), [_dealt(deal, step, batch, strategy, cost, table) for step, batch in enumerate(batches)])
-            for strategy, cost in _layouts(table, num_ranks, context)
+            (str(strategy), [_dealt(deal, step, batch, strategy, table) for step, batch in enumerate(batches)])
+            for strategy in layouts_that_hold(table, num_ranks, context)
         ]
         found |= _best(name, [(text, [step_ms(plan, table) for plan in plans]) for text, plans in dealt])
     shared = []
@@ -91,23 +91,11 @@ def _best(name: str, tried: Sequence[tuple[str, Sequence[float]]]) -> dict[str, 
     return {name: min(ways, key=lambda way: fmean(way.step_ms))} if ways else {}
 
 
-def _layouts(table: CostTable, num_ranks: int, context: int) -> Iterator[tuple[StrategyShape, SchemeCost]]:
-    for scheme in table.schemes:
-        cost = table[scheme]
-        if num_ranks % scheme.num_ranks == 0 and cost.max_length >= context:
-            yield StrategyShape.of([scheme] * (num_ranks // scheme.num_ranks)), cost
-
-
 def _dealt(
-    deal: Callable[[Lengths, int], Dealt],
-    step: int,
-    lengths: Lengths,
-    strategy: StrategyShape,
-    cost: SchemeCost,
-    table: CostTable,
+    deal: Callable[[Lengths, int], Dealt], step: int, lengths: Lengths, strategy: StrategyShape, table: CostTable
 ) -> StepPlan:
-    own = deal(lengths, len(strategy.pipelines))
-    return step_plan(step, lengths, strategy, [packed(one, lengths, cost.max_length) for one in own], table)
+    own, most = deal(lengths, len(strategy.pipelines)), table[strategy.pipelines[0]].max_length
+    return step_plan(step, lengths, strategy, [packed(one, lengths, most) for one in own], table)
 
 
 def _mixes(table: CostTable, num_ranks: int, context: int) -> Iterator[tuple[str, CostTable, list[StrategyShape]]]:

@@ -100,8 +100,7 @@ class CausalLM:
         self.text_config = self.config.get_text_config()
         self.layers_path = find_layers(model)
         self.vocab_size: int | None = known_tokens(model)
-        self.style_plan: Mapping[str, str] = dict(model.tp_plan or {})
-        self._published_plan = self.style_plan
+        self._published_plan: Mapping[str, str] = dict(model.tp_plan or {})
         refuse_dynamic_rotary(model)
         values = stand_in_values(model)
         device = next(iter(values.values())).device
@@ -260,7 +259,7 @@ class CausalLM:
     def _plan(self) -> None:
         """Buckets and shard rules, those of parameters that the published plan does not name among them."""
         config, model, unnamed, tokens = self.text_config, self.template, self.unnamed, self.tokens
-        self.style_plan = without(self._published_plan, unnamed.whole)
+        self.style_plan: Mapping[str, str] = without(self._published_plan, unnamed.whole)
         found = Heads(config, model, self.flow.heads, attends=not self.boxes or bool(self.flow.heads))
         ends = ends_of(model)
         modules = {id(module): path for path, module in model.named_modules()}

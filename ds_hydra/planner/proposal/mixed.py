@@ -75,8 +75,7 @@ class _Job:
     def left(self, stage: StageShape, layers: int, *, end: bool) -> float:
         """Bytes that the states of so many layers leave to activations, about."""
         element, held = self.memory.element, layers * self.layer_params + end * self.outer_params
-        capacity = self.memory.class_bytes.get(stage.device, self.memory.device_bytes) * (1.0 - self.memory.margin)
-        return capacity - self.masters - held * (element.param + element.grad) / stage.tp
+        return self.memory.capacity_on(stage.device) - self.masters - held * (element.param + element.grad) / stage.tp
 
     def most_layers(self, stage: StageShape, kept: int, *, end: bool) -> int:
         """Layers that a stage has memory for, with `kept` micro-batches of the usual length at once."""
