@@ -5,11 +5,11 @@
 First a cost table of tp1, tp2, pp2 and sp2 is measured (or --table is read). Then the example's model trains on
 sequences of web-like lengths under 2*tp1, tp2, pp2 and sp2: once with the planner's choice of the strategy, once with
 all four in turn. The prediction is the one made before the step, from the table alone. Then pipelines under the list
-order and V's train, which cut sequences and split backwards. Last, identical steps are repeated: what they differ by is
-the machine's noise, which no prediction can be better than. The CPU time of the stages, which does not see other
-processes, is compared with its prediction as well. The quick form trains on shorter sequences: of its steps of 300 ms
-messages and update are a tenth, and what else runs on the machine changes them more than that, so only its stages are
-judged.
+order and V's train, which cut sequences and split backwards. Last, not in the quick form, identical steps are repeated:
+what they differ by is the machine's noise, which no prediction can be better than. The CPU time of the stages, which
+does not see other processes, is compared with its prediction as well. The quick form trains on shorter sequences: of
+its steps of 300 ms messages and update are a tenth, and what else runs on the machine changes them more than that, so
+only its stages are judged.
 Exits non-zero when the error of the stages' CPU time is above 8% in the median or 20% at p90; in the whole form also
 when that of the steps' time is, and above the noise, or with slices and split backwards more than 1.5 times that
 without.
@@ -197,7 +197,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         chosen = run(steps, "best", lengths, folder, "best", **sizes)
         cycled = run(steps, "cycle", lengths, folder, "cycle", **sizes)
         chunked = run(steps, "cycle", lengths, folder, "chunked", CHUNKED, **sizes)
-        same = run(max(8, steps // 2), "cycle", [context // 4] * 2000, folder, "identical", **sizes)
+        same: list[dict[str, Any]] = []
+        if not args.quick:  # whose steps' time is not judged
+            same = run(max(8, steps // 2), "cycle", [context // 4] * 2000, folder, "identical", **sizes)
         if args.out:
             draw_report(cycled, folder / "report", lengths)
     print(f"\n{os.getloadavg()[0]:.1f} processes want {os.cpu_count()} cores; error of the step's time: median / p90")
@@ -228,13 +230,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     summary = (
         f"{steps} steps each; error {results['chosen'][0]:.1%} / {results['chosen'][1]:.1%} (planner's choice), "
         f"{results['in_turn'][0]:.1%} / {results['in_turn'][1]:.1%} (all four in turn), {ratio:.2f} times "
-        f"that with slices and split backwards; noise of identical steps "
-        f"{noise[0]:.1%} / {noise[1]:.1%}; CPU time of stages {stages[0]:.1%} / {stages[1]:.1%}"
+        f"that with slices and split backwards; "
+        + (f"noise of identical steps {noise[0]:.1%} / {noise[1]:.1%}; " if same else "")
+        + f"CPU time of stages {stages[0]:.1%} / {stages[1]:.1%}"
     )
     figures = {
         "errors": results,
         "chunked_ratio": ratio,
-        "noise": noise,
+        "noise": noise if same else None,
         "stages_cpu": stages,
         "load": os.getloadavg(),
         "steps": steps,

@@ -96,7 +96,7 @@ def settings(
     swap: Swap, config: Mapping[str, Any], lengths: Sequence[int], gpus: int, tokens: int | None
 ) -> list[Setting]:
     """The block's settings for a first run, at most five."""
-    longest, mean = max(lengths), float(np.mean(lengths))
+    longest, mean, whose = max(lengths), float(np.mean(lengths)), "your lengths"
     sequences = _batch(config, gpus)
     if tokens is not None:
         why = "as --tokens says"
@@ -108,12 +108,13 @@ def settings(
         why = "the config does not say how large a batch is: a long sequence, or 8,192 tokens, for each GPU"
     if swap.handed_in:
         why = f"an estimate, which planning begins with; your script hands its batches in, which are the steps ({why})"
+        whose = "lengths of web pages (a job does not know what will be handed in)"
     else:
         why = f"a step draws sequences until it holds as many tokens: {why}"
     found = [
         Setting("tokens_per_step", tokens, why),
         Setting("context_length", longest, "the longest sequence of your data, in tokens"),
-        Setting("strategies", "auto", "candidates follow from your lengths, model and GPUs; the planner mixes them"),
+        Setting("strategies", "auto", f"candidates follow from {whose}, model and GPUs; the planner mixes them"),
     ]
     if swap.kind == CALLS:
         why = "the mean of the batches' means, as DeepSpeed's own loop has it; remove it for the mean over all tokens"

@@ -30,7 +30,7 @@ class JobConfig:
     @property
     def stage_options(self) -> StageOptions:
         """How stages are to compute; without a "hydra" block as its defaults say."""
-        return (self.hydra or HydraConfig(tokens_per_step=1)).stage_options
+        return (self.hydra or HydraConfig()).stage_options
 
 
 def read_job(path: str | None, default: torch.dtype) -> JobConfig:

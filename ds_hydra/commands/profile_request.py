@@ -80,7 +80,7 @@ def make_request(args: argparse.Namespace) -> Request:
         num_gpus=num_gpus,
         node_size=node_size,
         rungs=_rungs(source, args, job.hydra.context_length if job.hydra else None, device),
-        most_tokens=job.hydra.tokens_per_step if job.hydra else None,
+        most_tokens=(job.hydra and job.hydra.tokens_per_step) or None,
         budget=RepeatBudget(args.seconds or (0.1 if args.quick else 0.35), 3, 5 if args.quick else 15),
         clock=_clock(args.clock, device),
         dtype=job.dtype,

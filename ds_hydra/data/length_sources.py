@@ -21,6 +21,7 @@ from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 _LOGNORMAL = re.compile(r"lognormal:([^,]+),([^,]+)")
+_WEB = 6.220, 1.233  # mean and spread of the natural log of the tokens of CommonCrawl's pages
 _RANGE = re.compile(r"\[\s*(\d+)\s*,\s*(\d+)\s*\]")
 
 
@@ -53,6 +54,12 @@ def read_lengths(spec: str, context_length: int, count: int = 100_000, seed: int
             f"has {lengths.min()}"
         )
     return LengthSample(fitting, len(lengths) - len(fitting))
+
+
+def assumed_lengths(longest: int) -> list[int]:
+    """Lengths of web pages, up to `longest` tokens and one of so many, for jobs that do not know theirs yet."""
+    drawn = np.random.default_rng(0).lognormal(*_WEB, size=10_000)
+    return [*np.clip(drawn, 1, longest).astype(int).tolist(), longest]
 
 
 def sample_batches(

@@ -11,6 +11,7 @@ from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.costs.memory import JobMemory
 from ds_hydra.costs.shape_costs import with_shapes
 from ds_hydra.costs.table_file import TableFile
+from ds_hydra.data.length_sources import assumed_lengths
 from ds_hydra.engine.checked import check_candidates
 from ds_hydra.engine.costs import costs_and_memory, least_memory, limited, planned_whole, without_the_largest
 from ds_hydra.engine.fits import check_memory
@@ -30,7 +31,6 @@ from ds_hydra.planner.proposal.spaces import wider_shapes
 from ds_hydra.ranks.together import together
 from ds_hydra.ranks.world import World
 from ds_hydra.self_check.verdicts import CheckResult
-from ds_hydra.zero_hetero.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +60,10 @@ def prepare(job: Job, world: World) -> Prepared:
         logger.warning("%s", note)
     lengths = [] if job.data is None else [int(n) for n in job.data.lengths if n]
     longest = max(lengths, default=config.context_length or config.tokens_per_step)
+    if not lengths and not config.shapes:
+        lengths = assumed_lengths(longest)
+        if world.rank == 0:
+            logger.info("lengths are not known yet: strategies are proposed for web pages of up to %d tokens", longest)
     shape = model_shape(job.source.plan, hidden_size(job.source), job.source.vocab_size)
     (device_bytes, class_bytes), source = least_memory(world), None
     while source is not job.source:  # stages that give up an option keep more: costs and memory are others
@@ -162,10 +166,6 @@ def _propose(
 ) -> tuple[StrategyShape, ...]:
     """Strategies for `strategies: "auto"`. Rank 0 proposes them, so that only one process compiles and searches."""
     config, num_layers, table = job.config, job.source.plan.num_layers, found.table
-    if not lengths:
-        raise ConfigError(
-            'hydra.strategies "auto" needs training_data to propose strategies for; list strategies instead'
-        )
     proposed: str | None = None
     if world.rank == 0 and world.cluster.mixed:
         from ds_hydra.engine.classes import propose_for

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
 from typing import Any, NoReturn
 
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -38,7 +39,7 @@ from ds_hydra.host.model_limits import limits_of
 from ds_hydra.host.optimizers import OptimizerRecipe, optimizer_recipe
 from ds_hydra.host.precision import DataTypes, choose_dtype
 from ds_hydra.host.settings import NO_MONITORS, deepspeed_config, with_model_settings
-from ds_hydra.host.training_data import drawn_from, refuse_reordering, streamed
+from ds_hydra.host.training_data import drawn_from, refuse_reordering, sized, streamed
 from ds_hydra.report.log import StepLog
 from ds_hydra.report.record import StepRecord
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -70,7 +71,7 @@ class HostEngine(DeepSpeedEngine):
     ) -> None:
         # Not DeepSpeedEngine's, which moves and flattens the model. What its methods need of that is done below.
         nn.Module.__init__(self)
-        self.hydra_config = with_model_settings(parsed.hydra, model)
+        self.hydra_config = sized(with_model_settings(parsed.hydra, model), training_data, dist.get_world_size())
         self.config = parsed.source
         self._config = deepspeed_config(parsed)
         self.client_optimizer = optimizer

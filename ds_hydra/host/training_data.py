@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from ds_hydra.config.hydra_block import HydraConfig
@@ -12,6 +13,29 @@ from ds_hydra.data.sequences import SequenceData
 from ds_hydra.data.stream import StreamSampler, StreamSteps
 from ds_hydra.data.tokens import Limits
 from ds_hydra.zero_hetero.errors import ConfigError
+
+_A_RANK = 8192  # tokens of a step that is not known yet, unless sequences are shorter
+
+
+def sized(config: HydraConfig, training_data: Any, num_ranks: int) -> HydraConfig:
+    """A config with `tokens_per_step`, an estimate where steps are handed in and it is 0.
+
+    Raises ConfigError where training data need it, or nothing says how long a sequence may be.
+    """
+    if config.tokens_per_step:
+        return config
+    if training_data is not None:
+        raise ConfigError(
+            "hydra.tokens_per_step is missing: a step draws sequences of training_data until it holds so many tokens; "
+            "add it"
+        )
+    if config.context_length is None:
+        raise ConfigError(
+            "hydra.context_length is missing: steps are handed in, and nothing says how long a sequence may be; add "
+            "it, in tokens"
+        )
+    longest = config.context_length
+    return replace(config, tokens_per_step=max(longest, num_ranks * min(longest, _A_RANK)))
 
 
 def streamed(

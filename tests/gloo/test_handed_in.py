@@ -19,6 +19,7 @@ from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.phase import MicroBatchPlan, Phase, PipelinePlan
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.step.delivery import runners
+from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.ranks import run_ranks
 from tests.support.small_job import same, sequences, small_engine, whole_state
 from tests.support.strict import Rules
@@ -175,3 +176,32 @@ def test_only_the_ranks_that_run_a_sequence_get_it() -> None:
     )
     plan = StepPlan(0, (7, 8, 9), lengths, (Phase(pipelines),), 1.0)
     assert runners(plan, [place_strategy(shape, 4, 4)]) == [{0, 1}, {2}, {0, 1}]
+
+
+def test_what_a_step_has_need_not_be_known_before() -> None:
+    """The first job that a user writes: a context, and nothing else; candidates are proposed all the same."""
+
+    def run(rank: int) -> tuple[int, list[str], float]:
+        block = {"context_length": 128, "self_check": "off", "steps_file": None}
+        engine = small_engine(rank, data=None, config={"optimizer": {"type": "AdamW"}, "hydra": block})
+        loss = float(engine.train_batch([one.tolist() for one in sequences()[rank::2]]))
+        return engine.hydra_config.tokens_per_step, list(map(str, engine.crew.prepared.strategies)), loss
+
+    (tokens, candidates, loss), other = run_ranks(run, 2)
+    assert (tokens, candidates, loss) == other
+    assert tokens == 2 * 128
+    assert candidates
+    assert 3.0 < loss < 6.0
+
+
+@pytest.mark.parametrize(
+    ("data", "missing"), [([[1, 2, 3]] * 9, "hydra.tokens_per_step"), (None, "hydra.context_length")]
+)
+def test_sizes_that_nothing_tells_are_asked_for(data: Any, missing: str) -> None:
+    def run(rank: int) -> str:
+        with pytest.raises(ConfigError) as raised:
+            small_engine(rank, data=data, config={"optimizer": {"type": "AdamW"}, "hydra": {"strategies": ["2*tp1"]}})
+        return str(raised.value)
+
+    for text in run_ranks(run, 2):
+        assert f"{missing} is missing" in text

@@ -98,7 +98,7 @@ def test_no_block_means_plain_deepspeed() -> None:
         ({"tokens_per_step": True}, ["hydra.tokens_per_step", "whole number", "True"]),
         ({"tokens_per_step": 1e6}, ["hydra.tokens_per_step", "write 1000000"]),
         ({"tokens_per_step": -1}, ["hydra.tokens_per_step", "-1"]),
-        ({"tokens_per_step": 10**30}, ["hydra.tokens_per_step", "from 1 to"]),
+        ({"tokens_per_step": 10**30}, ["hydra.tokens_per_step", "from 0 to"]),
         ({"tokens_per_step": None}, ["hydra.tokens_per_step"]),
         ({"tokens_per_step": "auto"}, ["hydra.tokens_per_step", "transformers' Trainer", "write the value"]),
         ({"reorder_steps": 3}, ["hydra.reorder_steps", "from 1 to 2"]),
@@ -150,8 +150,7 @@ def test_bad_settings_are_refused_by_name(settings: dict[str, Any], words: list[
     assert all(word in message for word in words), message
 
 
-def test_required_setting() -> None:
-    assert "tokens_per_step" in refusal({"hydra": {}})
+def test_the_block_is_a_mapping() -> None:
     assert "block" in refusal({"hydra": [1]})
 
 

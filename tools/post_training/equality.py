@@ -127,14 +127,12 @@ class Row(NamedTuple):
     of_gradients: float
 
 
-def compare(
-    family: str, layouts: Sequence[Layout], losses: Sequence[str], strict: Rules | None = None
-) -> tuple[list[Row], int]:
-    """Rows for each layout and loss, and how many spans were no whole sequences."""
+def compare(family: str, cases: Sequence[tuple[Layout, str]], strict: Rules | None = None) -> tuple[list[Row], int]:
+    """A row for each layout and loss by its name, and how many spans were no whole sequences."""
     items = rollouts()
     model = reference_model(family, torch.float64)
     with float64_throughout(model), shared_source(build_model(family, torch.float64)):
-        known = {name: expected(model, LOSSES[name], items) for name in losses}
+        known = {name: expected(model, LOSSES[name], items) for name in dict.fromkeys(name for _, name in cases)}
 
         def on_ranks(rank: int) -> tuple[list[Row], int]:
             with strict_world(strict) if strict is not None else contextlib.nullcontext():
@@ -142,8 +140,7 @@ def compare(
                 engine = engine_of(rank, family, planned)
                 rows = [
                     _row(engine, planned, family, layout, name, known[name], share(rank, items))
-                    for layout in layouts
-                    for name in losses
+                    for layout, name in cases
                 ]
                 return rows, planned.slices
 

@@ -7,10 +7,12 @@ import tempfile
 from typing import Any, NamedTuple
 
 import torch
+import trl
 from datasets import Dataset, load_from_disk
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from ds_hydra.hugging_face import scores
 from tests.support.families import build_model
 from tests.support.ranks import rank_environment, run_ranks
 
@@ -76,10 +78,6 @@ def _train(
     rank_environment(rank)
     if num_ranks == 1:
         del os.environ["LOCAL_RANK"]  # by which Accelerate tells a job of several processes
-    import trl
-
-    from ds_hydra.hugging_face import scores
-
     kind, own = CASES[case]
     policy = kind != "DPO"
     settings = {
