@@ -173,13 +173,13 @@ def rows_of(kind: str, records: Sequence[dict[str, Any]]) -> list[tuple[object, 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, train, compare."""
     parser = figures_parser(__doc__)
-    parser.add_argument("--steps", type=int, help="of each run (default 100, with --quick 8)")
+    parser.add_argument("--steps", type=int, help="of each run (default 100, with --quick 6)")
     parser.add_argument("--table", type=Path, help="a cost table instead of measuring one now")
     parser.add_argument("--clock", choices=("auto", "wall", "cpu"), default="auto", help="of the table's measurement")
     parser.add_argument("--out", type=Path, help="keep table, records and figures in this folder")
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    steps = args.steps or (8 if args.quick else 100)
+    steps = args.steps or (6 if args.quick else 100)
     context, tokens = (QUICK_CONTEXT, QUICK_TOKENS) if args.quick else (CONTEXT, TOKENS)
     sizes: dict[str, Any] = {"context_length": context, "tokens_per_step": tokens}
     with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
@@ -191,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             config.write_text(json.dumps(job_config(**sizes)))
             command = ["--model", str(MODEL), "--deepspeed_config", str(config), "--ranks", "2", "--out", str(table),
                        "--clock", args.clock, "--schemes", "tp1", "tp2", "pp2", "sp2"]  # fmt: skip
-            if profile.main([*command, "--quick"] if args.quick else command) > 1:
+            if profile.main([*command, "--quick", "--rungs", "4"] if args.quick else command) > 1:
                 return 2
         lengths, sizes = web_lengths(2000, context), sizes | {"cost_table": str(table)}
         chosen = run(steps, "best", lengths, folder, "best", **sizes)

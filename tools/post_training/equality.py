@@ -201,12 +201,13 @@ def _once_by(engine: Any, planned: Planned) -> Iterator[None]:
         del plans.plan_once
 
 
-def splits(layouts: Sequence[Layout]) -> list[tuple[str, str, float, float]]:
+def splits(
+    layouts: Sequence[Layout], names: Sequence[str] = ("PPO", "GRPO", "DPO")
+) -> list[tuple[str, str, float, float]]:
     """For each layout and some losses: gradients of one call against those of three, whose parts stand on other ranks,
     with an evaluation between them, and both against one process."""
     items = rollouts()
     model = reference_model("llama", torch.float64)
-    names = ("PPO", "GRPO", "DPO")
     with float64_throughout(model), shared_source(build_model("llama", torch.float64)):
         known = {name: expected(model, LOSSES[name], items) for name in names}
 
