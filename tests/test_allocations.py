@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ds_hydra.pipe.row_collectives import start_sum
 from ds_hydra.profiling.allocations import Allocations
-from tests.support.ranks import run_ranks
+from ds_hydra.testing import run_ranks
 
 SIZE = 1 << 18
 

@@ -31,7 +31,7 @@ from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.plan_file import load_plans, save_plans
 from ds_hydra.planner import Planner, PlannerOptions
-from tests.support.ranks import run_ranks
+from ds_hydra.testing import run_ranks
 from tests.support.small_job import LENGTHS, small_config, small_engine, small_model, small_source
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointError
 
-import tests.support.reference  # noqa: F401  (the attention "dense")
 from ds_hydra.pipe import dropout
 from ds_hydra.pipe.models import draws
 from ds_hydra.pipe.models.causal_lm import CausalLM
@@ -28,7 +27,7 @@ from ds_hydra.self_check.precision import doubled
 from ds_hydra.self_check.runs import run_pipeline, uneven_data
 from ds_hydra.self_check.schemes import uneven_pipeline
 from ds_hydra.step import batching
-from tests.support.drawing import drawing
+from ds_hydra.testing.drawing import drawing
 from tests.support.families import build_model, mean_loss
 
 DATA = uneven_data(97, ((5, 33, 2), (12,)))

@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import threading
@@ -22,6 +21,7 @@ from ds_hydra.config.hydra_block import check_num_ranks, parse_config
 from ds_hydra.costs.shape_costs import used_schemes
 from ds_hydra.host.environment import launched_node_size, launched_number
 from ds_hydra.report.record import is_heterogeneous
+from ds_hydra.testing import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
@@ -154,12 +154,6 @@ def environment(cache: Path) -> dict[str, str]:
     return {**os.environ, **settings, "PATH": path}
 
 
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
 def config_file(folder: Path, **settings: Any) -> Path:
     optimizer = {"type": "AdamW", "params": {"lr": 3e-3, "torch_adam": True}}
     file = folder / "config.json"
@@ -184,7 +178,7 @@ def test_script_under_the_launcher(texts: Path, tmp_path: Path) -> None:
     }
     before = shared_memory()
     command = [
-        *("deepspeed", "--num_gpus", "2", "--master_port", free_port(), str(EXAMPLES / "train.py")),
+        *("deepspeed", "--num_gpus", "2", "--master_port", str(free_port()), str(EXAMPLES / "train.py")),
         *("--deepspeed_config", str(config_file(tmp_path, hydra=hydra)), "--data", str(texts), "--steps", "8"),
     ]
     done = subprocess.run(
@@ -210,7 +204,13 @@ def test_script_on_plain_deepspeed(texts: Path, tmp_path: Path) -> None:
         "import_module('deepspeed.comm.torch').build_shm_op = lambda: None; "
         f"sys.path.insert(0, {str(EXAMPLES)!r}); runpy.run_path({str(EXAMPLES / 'train.py')!r}, run_name='__main__')"
     )
-    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    ranks = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": f"{free_port()}",
+    }
     command = [*(sys.executable, "-c", run, "--deepspeed_config", str(plain)), "--data", str(texts), "--steps", "3"]
     done = subprocess.run(
         command, capture_output=True, text=True, env=environment(tmp_path / "cache") | ranks, cwd=tmp_path, timeout=300

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ds_hydra
 from ds_hydra.data.sampler import StepLoader
 from ds_hydra.host.settings import deepspeed_config, deepspeed_defaults, with_model_settings
+from ds_hydra.testing import rank_environment
 from ds_hydra.zero_hetero.errors import ConfigError
-from tests.support.ranks import rank_environment
 from tests.support.still_engine import ADAMW, HYDRA, make_engine, on_one_rank, parsed_config
 
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds_hydra.pipe.models.unset import drawn_parameter, set_buffers, unset_buffers
+from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError
 from tests.support.families import FAMILIES
-from tests.support.ranks import run_ranks
 from tests.support.small_job import small_engine, small_model
 
 

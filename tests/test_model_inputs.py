@@ -16,7 +16,7 @@ import ds_hydra.engine.engine
 from ds_hydra.config.hydra_block import HydraConfig
 from ds_hydra.host.model_limits import arguments_of, limits_of
 from ds_hydra.pipe.models.causal_lm import CausalLM
-from tests.support.ranks import rank_environment, run_ranks
+from ds_hydra.testing import rank_environment, run_ranks
 from tests.support.sources import shared_source
 
 SIZES = {"vocab_size": 60, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}

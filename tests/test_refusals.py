@@ -15,6 +15,7 @@ import pytest
 import ds_hydra
 from ds_hydra.host import launch, uncaught
 from ds_hydra.host.environment import check_environment, launched_node_size, launched_number
+from ds_hydra.testing import free_port
 from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError, PlanError
 
 BLOCK = {"tokens_per_step": 20, "strategies": ["tp1"], "steps_file": None}
@@ -74,9 +75,7 @@ def test_other_errors_and_sessions_are_left_alone() -> None:
     [(("same", "same"), ["same"]), (("one", "two"), ["one", "two"]), (("", "only rank 1"), ["only rank 1"])],
 )
 def test_ranks_that_have_met_tell_each_refusal_once(texts: tuple[str, str], told: list[str]) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", MET, *texts],

@@ -54,7 +54,7 @@ def ours(rank: int, hidden: int, **hydra: Any) -> Any:
     import torch
 
     import ds_hydra
-    from tests.support.ranks import rank_environment
+    from ds_hydra.testing import rank_environment
 
     rank_environment(rank)
     logging.getLogger("ds_hydra").setLevel(logging.WARNING)
@@ -73,7 +73,7 @@ def theirs(rank: int, hidden: int) -> Any:
     import deepspeed
     import torch
 
-    from tests.support.ranks import rank_environment
+    from ds_hydra.testing import rank_environment
 
     rank_environment(rank)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -195,7 +195,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--hidden", type=int, help="hidden size of the model, a multiple of 8 (default: 1664)")
     options = parser.parse_args(arguments)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from tests.support.ranks import run_ranks
+    from ds_hydra.testing import run_ranks
 
     hidden, rounds, steps = (256, 6, 300) if options.quick else (1664, 16, 300)
     hidden = options.hidden or hidden

@@ -37,7 +37,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ds_hydra.commands.figures import figures_parser, finish, print_table
-from tests.support.ranks import rank_environment, run_ranks
+from ds_hydra.testing import rank_environment, run_ranks
 from tools.deepspeed_baselines import (
     GRADIENT_CLIPPING,
     OPTIMIZER,

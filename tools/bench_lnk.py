@@ -32,6 +32,7 @@ from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.pipe.placement import Strategy, place_strategy
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.pipe.transfers import twins_of
+from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero.bucket import BucketSpec
 from ds_hydra.zero_hetero.layout import ALIGNMENT, Layout, even_layout
 from ds_hydra.zero_hetero.link import Link
@@ -42,7 +43,6 @@ from ds_hydra.zero_hetero.transfer_plan import TransferPlan, plan_transfer
 from ds_hydra.zero_hetero.transport import TorchTransport
 from ds_hydra.zero_hetero.twin_plan import plan_twin_pull
 from tests.support.fused_llama import llama_plan
-from tests.support.ranks import run_ranks
 from tools import aims
 
 STRATEGIES = {4: ("4*tp1", "2*tp2", "tp2 + 2*tp1", "tp2pp2"), 8: ("8*tp1", "tp4 + 2*tp1pp2")}

@@ -34,7 +34,7 @@ import torch
 from ds_hydra.commands import profile
 from ds_hydra.commands.figures import figures_parser, finish, print_table
 from ds_hydra.report.plots import draw_report, read_steps, relative_errors, summarise
-from tests.support.ranks import rank_environment, run_ranks
+from ds_hydra.testing import rank_environment, run_ranks
 from tools import aims
 
 MODEL = Path(__file__).resolve().parents[1] / "examples" / "llama_tiny.json"

@@ -102,8 +102,12 @@ def case_digests(quick: bool) -> Iterator[tuple[str, str, float]]:
 def _trained(case: Any) -> str:
     equivalence = "tests.support.equivalence", "tests.equivalence"
     samples_of, num_ranks = (_first(*(f"{e}:{name}" for e in equivalence)) for name in ("samples_of", "num_ranks"))
-    run_ranks = _first("tests.support.ranks:run_ranks", "tests.ranks:run_ranks")
-    exactly = _first("tests.support.reference:float64_throughout", "tests.reference:float64_throughout")
+    run_ranks = _first("ds_hydra.testing:run_ranks", "tests.support.ranks:run_ranks", "tests.ranks:run_ranks")
+    exactly = _first(
+        "ds_hydra.testing:float64_throughout",
+        "tests.support.reference:float64_throughout",
+        "tests.reference:float64_throughout",
+    )
     reference_model = _first("tests.support.families:reference_model", "tests.families:reference_model")
     data = samples_of(case)
     with exactly(reference_model(case.family, torch.float64)):

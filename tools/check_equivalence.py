@@ -33,9 +33,10 @@ import torch
 import ds_hydra.engine.engine  # noqa: F401
 from ds_hydra.commands.figures import figures_parser, finish, print_table
 from ds_hydra.pipe.shape import StrategyShape
+from ds_hydra.testing import Difference
 from tests.support.case import FLOAT32, FLOAT64, Case
 from tests.support.cases import CASES
-from tests.support.equivalence import Difference, compare, num_ranks
+from tests.support.equivalence import compare, num_ranks
 from tests.support.random_cases import random_case
 from tests.support.strict import Rules
 
@@ -67,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
         began = time.perf_counter()
         try:
             found = compare(case, timeout=options.timeout, strict=_rules(options))
-            short = found.missed(case)
+            short = found.missed(case.aims, case.name)
         except Exception as error:
             traceback.print_exc()
             found = Difference(math.nan, math.nan, math.nan, math.nan, math.nan)

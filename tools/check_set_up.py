@@ -68,7 +68,7 @@ def examine(layers: int) -> tuple[float, float]:
 
 def entered() -> tuple[int, int]:
     """Files that set-up enters, and calls between them, on a rank of its own."""
-    from tests.support.ranks import run_ranks
+    from ds_hydra.testing import run_ranks
 
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = folder  # without what an earlier job has kept

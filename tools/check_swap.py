@@ -36,13 +36,13 @@ from ds_hydra.engine.plan_source import PlanSource
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.planner import PlanRecipe
 from ds_hydra.ranks.channel import Channel
+from ds_hydra.testing import run_ranks
 from ds_hydra.watchdog import Activity
 from tests.support.adapted_models import ADAPTED, ADAPTED_WITHOUT_TP
 from tests.support.case import Case
 from tests.support.cases import CASES
 from tests.support.equivalence import compare
 from tests.support.families import BALANCED
-from tests.support.ranks import run_ranks
 from tests.support.small_job import same, sequences, small_engine, whole_state
 from tests.support.streams import REAL_STREAMS, STREAMS, Stateful, of_datasets
 from tools import aims
@@ -149,7 +149,7 @@ def compared(cases: Sequence[Case], quick: bool, missed: list[str]) -> Rows:
     rows: Rows = []
     for case in [case for case in cases if case.quick][:2] if quick else cases:
         found = compare(case.shortened() if quick else case, timeout=300)
-        missed += found.missed(case)
+        missed += found.missed(case.aims, case.name)
         what = ("loss", "gradient", "parameter")
         rows.append({"case": case.name} | {name: f"{getattr(found, name):.1e}" for name in what})
     return rows

@@ -12,7 +12,6 @@ import logging
 import os
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -22,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ds_hydra.host.environment import JOINS, MEMBERS_FOLDER
+from ds_hydra.host.environment import JOINS, MEMBERS_FOLDER, free_port
 from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError, PlanError
 
 _TURN_S = 0.1
@@ -50,10 +49,13 @@ class Job:
 
     def of_joiner(self, local: int) -> dict[str, str]:
         """The environment of a process that joins: until it does it is a job of one rank."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "WORLD_SIZE": "1", JOINS: "1"}
+        alone = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            JOINS: "1",
+        }
         return {**self.of_rank(local), **alone, "LOCAL_SIZE": "1"}
 
     def start(self, local: int, environment: Mapping[str, str]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -20,6 +21,13 @@ _NUMBERS = {
     "MASTER_PORT": (0, 65535),
 }
 _OF_JOINERS = {"RANK": -1, "WORLD_SIZE": None}
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def launched_number(name: str) -> int | None:

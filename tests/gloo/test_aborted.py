@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 import ds_hydra.engine.engine  # noqa: F401  so that forked ranks need not import it
 from ds_hydra.ranks.freeing import Freeing
+from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero.errors import release
 from tests.support.fault_job import PHASES, entry_of
-from tests.support.ranks import run_ranks
 from tests.support.small_job import small_config, small_engine
 
 STRATEGIES = ["tp2 + tp1", "pp2/v + tp1", "sp2 + tp1"]

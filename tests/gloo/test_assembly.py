@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ds_hydra.config.hydra_block import HydraConfig, parse_config
 from ds_hydra.host.released import ReleasedParameter
-from tests.support.ranks import rank_environment, run_ranks
+from ds_hydra.testing import rank_environment, run_ranks
 from tests.support.small_job import same, small_config, small_engine, small_model, whole_state
 
 STRATEGIES_OF_3 = ["tp2 + tp1", "pp2 + tp1", "3*tp1"]

@@ -18,9 +18,9 @@ from torch import Tensor
 import ds_hydra.engine.engine  # noqa: F401
 from ds_hydra.engine import away
 from ds_hydra.losses import dapo
+from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.families import build_model
-from tests.support.ranks import run_ranks
 from tests.support.small_job import same, small_engine, small_model, whole_state
 from tools import aims
 from tools.post_training.rollouts import rollouts, share

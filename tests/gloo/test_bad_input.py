@@ -24,10 +24,10 @@ from ds_hydra.costs.table_file import TableFile
 from ds_hydra.pipe.models import three_ways
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
+from ds_hydra.testing import RankError, run_ranks
 from ds_hydra.watchdog import watchdog
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.families import LAYERS, VOCAB, Block, build_model
-from tests.support.ranks import RankError, run_ranks
 from tests.support.sources import shared_source
 
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-3}}

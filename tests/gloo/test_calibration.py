@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ds_hydra.report import calibration
-from tests.support.ranks import run_ranks
+from ds_hydra.testing import run_ranks
 from tests.support.small_job import small_engine
 
 

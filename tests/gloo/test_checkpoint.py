@@ -20,8 +20,8 @@ from torch import Tensor
 from ds_hydra.checkpoint.folder import complete_tags
 from ds_hydra.checkpoint.universal import from_universal, to_universal
 from ds_hydra.ranks.channel import Channel
+from ds_hydra.testing import rank_environment, run_ranks
 from ds_hydra.zero_hetero.errors import CheckpointError
-from tests.support.ranks import rank_environment, run_ranks
 from tests.support.saver import Saver
 from tests.support.small_job import same, sequences, small_engine, small_model, whole_state
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ds_hydra.ranks.channel import AHEAD_TAG, Channel
 from ds_hydra.ranks.telling import Telling
-from tests.support.ranks import run_ranks
+from ds_hydra.testing import run_ranks
 from tests.support.small_job import LENGTHS, same, sequences, small_engine, whole_state
 
 STEPS, STOP, USED_BEFORE = 6, 4, 3  # strategies take turns: each was used once before this step

@@ -15,8 +15,8 @@ from ds_hydra.engine import joined, prepare
 from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.planner import Planner, PlannerOptions, StepPlan
 from ds_hydra.planner.composing import COMPOSED
+from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero.errors import PlanError
-from tests.support.ranks import run_ranks
 from tests.support.small_job import same, small_engine, whole_state
 
 POOL = tuple(map(StrategyShape.parse, ("2*tp2", "4*tp1")))

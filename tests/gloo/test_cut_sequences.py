@@ -15,10 +15,9 @@ from ds_hydra.costs.shares import Shares
 from ds_hydra.costs.table_file import TableFile
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.planner import load_plans, save_plans
+from ds_hydra.testing import float64_throughout, run_ranks
 from ds_hydra.zero_hetero.errors import PlanError
 from tests.support.cut_plans import in_slices, num_slices
-from tests.support.ranks import run_ranks
-from tests.support.reference import float64_throughout
 from tests.support.small_job import small_config, small_engine, small_model, whole_state
 from tests.support.sources import shared_source
 

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from ds_hydra.ranks.channel import Channel
 from ds_hydra.step.strategy_runtime import StrategyRuntime
+from ds_hydra.testing import run_ranks
 from ds_hydra.watchdog import IDLE, Watchdog
 from ds_hydra.zero_hetero.errors import NumericsError
 from tests.support.fault_job import Fault, run_job
-from tests.support.ranks import run_ranks
 from tests.support.small_job import same, small_config, small_engine, whole_state
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from ds_hydra.host.environment import MEMBERS_FOLDER
+from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.elastic_job import Loss, restarted, run_elastic
-from tests.support.ranks import run_ranks
 from tests.support.small_job import small_engine
 
 OF_4, OF_3, OF_2 = ["tp2 + 2*tp1", "pp2 + 2*tp1", "4*tp1"], ["3*tp1", "tp2 + tp1"], ["tp2", "2*tp1"]

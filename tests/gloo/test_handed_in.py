@@ -19,8 +19,8 @@ from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.plan.phase import MicroBatchPlan, Phase, PipelinePlan
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.step.delivery import runners
+from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError
-from tests.support.ranks import run_ranks
 from tests.support.small_job import same, sequences, small_engine, whole_state
 from tests.support.strict import Rules
 from tests.support.strict_world import strict_world

@@ -21,9 +21,9 @@ from transformers.trainer_utils import EvalPrediction
 
 import ds_hydra.engine.engine  # noqa: F401
 from ds_hydra.hugging_face import HydraTrainer
+from ds_hydra.testing import rank_environment, run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.losses import focal
-from tests.support.ranks import rank_environment, run_ranks
 from tests.support.small_job import same, sequences, small_model
 from tests.support.sources import shared_source
 

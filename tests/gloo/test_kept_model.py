@@ -16,8 +16,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
 from ds_hydra.host.kept_model import KeptModel
+from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError
-from tests.support.ranks import run_ranks
 from tests.support.small_job import small_engine, small_model, whole_state
 
 

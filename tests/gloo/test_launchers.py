@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,19 +15,13 @@ from typing import Any
 
 import torch
 
+from ds_hydra.testing import free_port, run_ranks
 from tests.support import launched_job, restarted_job, torchrun_job
-from tests.support.ranks import run_ranks
 from tests.support.sources import shared_source
 
 ROOT = Path(__file__).parents[2]
 
 Process = subprocess.Popen[str]
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def launch(*job: object, ranks: int, num_nodes: int = 1, node: int = 0, port: int, restarts: int = 0) -> Process:

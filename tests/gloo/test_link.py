@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero import scratch_plan
 from ds_hydra.zero_hetero.errors import PlanError
 from ds_hydra.zero_hetero.layout import ALIGNMENT, Layout, Piece, even_layout, layout_of_intervals
@@ -16,7 +17,6 @@ from ds_hydra.zero_hetero.link import Handle, Link
 from ds_hydra.zero_hetero.transfer_plan import TransferPlan, plan_transfer
 from ds_hydra.zero_hetero.transport import InProcessTransport, Post, TorchTransport, Transport
 from tests.support.layouts import NUMELS, contribution, expected_sum, full_tensor, heterogeneous, local_values
-from tests.support.ranks import run_ranks
 
 
 def pull_and_push(

@@ -15,8 +15,8 @@ from ds_hydra.engine.models import look_once, model_source
 from ds_hydra.pipe.models import causal_lm
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.ranks.channel import Channel
+from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError
-from tests.support.ranks import run_ranks
 from tests.support.small_job import small_model
 from tests.support.sources import USUAL
 

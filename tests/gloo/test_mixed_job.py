@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from ds_hydra.plan.step_plan import StepPlan
+from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from tests.support.cases import CASES
 from tests.support.equivalence import MIXED_COSTS, compare
-from tests.support.ranks import run_ranks
 from tests.support.small_job import small_engine
 from tests.support.strict import Rules
 
@@ -26,7 +26,7 @@ STRATEGIES = ["(tp2[0:1]@slow > tp2[1:4]@fast)", "2*(tp1[0:1]@slow > tp1[1:4]@fa
 def test_stages_of_two_classes_break_no_rule_of_nccl(name: str) -> None:
     (case,) = (case for case in CASES if case.name == name)
     case = replace(case, steps=2, tokens_per_step=250, lengths=tuple(-(-length // 4) for length in case.lengths))
-    assert compare(case, strict=Rules(blocking=True)).missed(case) == []
+    assert compare(case, strict=Rules(blocking=True)).missed(case.aims, case.name) == []
 
 
 def test_each_class_is_given_work_by_its_own_speed() -> None:

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero import grad_norm
 from ds_hydra.zero_hetero.masters import MasterShards
-from tests.support.ranks import run_ranks
 from tests.support.small_job import STRATEGIES, small_config, small_engine
 
 

@@ -14,7 +14,7 @@ import ds_hydra.engine.engine  # noqa: F401
 from ds_hydra.pipe.runtime import StageRuntime
 from ds_hydra.step.peak_memory import PeakMemory
 from ds_hydra.step.update import Update
-from tests.support.ranks import run_ranks
+from ds_hydra.testing import run_ranks
 from tests.support.small_job import LENGTHS, small_engine
 
 FULL = "CUDA out of memory. Tried to allocate 2.00 GiB"

@@ -20,11 +20,11 @@ from torch import Tensor
 import ds_hydra
 import ds_hydra.engine.engine
 from ds_hydra.engine.own_loss import check_token_loss
+from ds_hydra.pipe.loss import IGNORED
+from ds_hydra.testing import float64_throughout, rank_environment, run_ranks, token_losses
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.families import build_model, reference_model
 from tests.support.losses import OWN, by_word
-from tests.support.ranks import rank_environment, run_ranks
-from tests.support.reference import IGNORED, float64_throughout, token_losses
 from tests.support.small_job import small_model
 from tests.support.sources import shared_source
 

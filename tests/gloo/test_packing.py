@@ -20,9 +20,8 @@ from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.placement import Pipeline, Stage
 from ds_hydra.pipe.rows import MicroBatch, Overlap, Pack, position_ids, split_tokens
 from ds_hydra.pipe.stage import StageModule, StagePlace, to_flat
+from ds_hydra.testing import float64_throughout, run_ranks
 from tests.support.families import VOCAB, build_model, reference_model
-from tests.support.ranks import run_ranks
-from tests.support.reference import float64_throughout
 
 FLOAT64 = torch.float64
 

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 
 from ds_hydra.ranks.telling import Telling
-from tests.support.ranks import run_ranks
+from ds_hydra.testing import run_ranks
 from tests.support.small_job import small_engine
 
 NONSENSE = (sys.executable, "-c", "import sys; print('nonsense', flush=True); sys.stdin.read()")

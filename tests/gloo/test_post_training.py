@@ -17,9 +17,9 @@ from torch import Tensor
 
 import ds_hydra.engine.engine  # noqa: F401
 from ds_hydra.losses import GSPO
+from ds_hydra.testing import rank_environment, run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.families import build_model
-from tests.support.ranks import rank_environment, run_ranks
 from tests.support.small_job import same, small_engine, small_model, whole_state
 from tools import aims
 from tools.post_training import equality, refusals, trl_trainers

@@ -41,9 +41,9 @@ from ds_hydra.profiling.stage_memory import (
 )
 from ds_hydra.profiling.stage_timer import StageTimer
 from ds_hydra.profiling.survey import RepeatBudget, Survey, distinct_stages
+from ds_hydra.testing import rank_environment, run_ranks
 from ds_hydra.zero_hetero.clock import HostClock
 from ds_hydra.zero_hetero.errors import ConfigError
-from tests.support.ranks import rank_environment, run_ranks
 
 CPU = torch.device("cpu")
 LINKS = Links(tuple(LinkFigure(op, 2, 100.0, 1e9) for op in ("all_reduce", "all_gather", "all_to_all", "p2p")))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero.lane import HostLane
 from ds_hydra.zero_hetero.layout import even_layout, layout_of_intervals
 from ds_hydra.zero_hetero.link import Link
@@ -18,7 +19,6 @@ from ds_hydra.zero_hetero.pulls import Pulls
 from ds_hydra.zero_hetero.pushes import PushBucket, Pushes
 from ds_hydra.zero_hetero.transfer_plan import plan_transfer
 from ds_hydra.zero_hetero.transport import InProcessTransport, Post, TorchTransport, Transport, Work
-from tests.support.ranks import run_ranks
 
 WIDTH = 6
 NUM_LAYERS = 4

@@ -15,8 +15,8 @@ import ds_hydra.engine.engine  # noqa: F401
 from ds_hydra.costs import rank_bytes as counts
 from ds_hydra.costs.rank_bytes import ElementBytes, RankBytes, push_turns, rank_bytes
 from ds_hydra.step import strategy_runtime
+from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero import scratch_plan
-from tests.support.ranks import run_ranks
 from tests.support.small_job import same, small_config, small_engine, small_source, whole_state
 
 SIZES = {"fp32": 4, "bf16": 2}

@@ -21,8 +21,8 @@ from deepspeed.utils import (
 from torch import Tensor, nn
 
 import ds_hydra.host.lent_values
+from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError
-from tests.support.ranks import run_ranks
 from tests.support.small_job import small_engine, small_model
 
 

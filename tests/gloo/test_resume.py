@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ds_hydra.checkpoint.folder import complete_manifests
+from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError
-from tests.support.ranks import run_ranks
 from tests.support.small_job import same, sequences, small_engine, small_model, whole_state
 from tests.support.sources import shared_source
 

@@ -20,11 +20,11 @@ from ds_hydra.self_check.cache import cache_folder
 from ds_hydra.self_check.check import check_strategies
 from ds_hydra.self_check.layer_lists import short_layer_list
 from ds_hydra.self_check.verdicts import CheckResult
+from ds_hydra.testing import rank_environment, run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support import mutants
 from tests.support.families import LAYER_LIST, Block, build_model, mean_loss
 from tests.support.hard_models import hard_model
-from tests.support.ranks import rank_environment, run_ranks
 
 
 @pytest.fixture(autouse=True)

@@ -18,10 +18,10 @@ from ds_hydra.pipe.schedules.batches import Batches, Work
 from ds_hydra.pipe.schedules.registry import training_slots
 from ds_hydra.pipe.shape import PipelineShape
 from ds_hydra.pipe.stage import StagePlace
+from ds_hydra.testing import run_ranks
 from ds_hydra.watchdog import Activity
 from ds_hydra.zero_hetero.clock import Stopwatch
 from ds_hydra.zero_hetero.transport import TorchTransport, Transport
-from tests.support.ranks import run_ranks
 from tests.support.strict import StrictTransport
 
 STAGES, COUNT, WIDTH = 4, 32, 3

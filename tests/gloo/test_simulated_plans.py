@@ -18,7 +18,7 @@ from ds_hydra.planner import Planner
 from ds_hydra.profiling.links import LinkFigure, Links
 from ds_hydra.simulate.job_record import read_job
 from ds_hydra.simulate.step import Simulator
-from tests.support.ranks import run_ranks
+from ds_hydra.testing import run_ranks
 from tests.support.small_job import small_config, small_engine
 
 LINKS = Links(tuple(LinkFigure(op, 2, 100.0, 1e7) for op in ("all_reduce", "all_gather", "all_to_all", "p2p")))

@@ -12,7 +12,7 @@ from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.table_file import TableFile
 from ds_hydra.pipe.models.causal_stage import CausalStage
 from ds_hydra.pipe.shape import ParallelScheme
-from tests.support.ranks import run_ranks
+from ds_hydra.testing import run_ranks
 from tests.support.small_job import small_engine
 
 SLOW = 2

@@ -16,9 +16,9 @@ import torch.distributed as dist
 import ds_hydra
 from ds_hydra.pipe.models.causal_stage import CausalStage
 from ds_hydra.step.strategy_runtime import StrategyRuntime
+from ds_hydra.testing import rank_environment, run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError
 from tests.support.families import FAMILIES, build_model
-from tests.support.ranks import rank_environment, run_ranks
 
 STRATEGIES = ["2*tp1", "tp2", "pp2", "sp2"]
 MESSAGES = (

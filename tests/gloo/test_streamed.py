@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import ds_hydra.engine.engine  # noqa: F401
-from tests.support.ranks import run_ranks
+from ds_hydra.testing import run_ranks
 from tests.support.small_job import same, sequences, small_engine, whole_state
 from tests.support.streams import Plain, Stateful
 

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ds_hydra.engine.engine  # noqa: F401
+from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero.layout import even_layout
 from ds_hydra.zero_hetero.transfer_plan import plan_transfer
 from ds_hydra.zero_hetero.transport import Transport
 from tests.gloo import test_link
-from tests.support.ranks import run_ranks
 from tests.support.small_job import same, small_engine, whole_state
 from tests.support.strict import Rules, StrictError, StrictMemory, StrictTransport
 from tests.support.strict_collectives import StrictCollectives, strict_collectives

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero import pushes
 from ds_hydra.zero_hetero.pulls import Pulls
 from ds_hydra.zero_hetero.pushes import Pushes
@@ -16,7 +17,6 @@ from ds_hydra.zero_hetero.scratch_plan import Window
 from ds_hydra.zero_hetero.transport import TorchTransport, Transport
 from tests.gloo import test_push
 from tests.gloo.test_strict import communicator
-from tests.support.ranks import run_ranks
 from tests.support.strict import Rules, StrictError, StrictMemory
 
 

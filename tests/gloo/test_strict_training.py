@@ -14,13 +14,13 @@ from torch import Tensor
 
 import ds_hydra.engine.engine  # noqa: F401
 from ds_hydra.step.strategy_runtime import StrategyRuntime
+from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero import scratch_plan
 from ds_hydra.zero_hetero.collectives import GroupCollectives
 from tests.support.case import Case
 from tests.support.cases import CASES
 from tests.support.equivalence import compare
 from tests.support.mutated_order import train_with_polls
-from tests.support.ranks import run_ranks
 from tests.support.small_job import same, sequences, small_config, small_engine, whole_state
 from tests.support.strict import Rules, StrictError
 from tests.support.strict_memory import StrictLane
@@ -227,5 +227,5 @@ def rows() -> list[tuple[Case, str]]:
 def test_rows_of_the_table(case: Case, rule: str) -> None:
     missed = compare(
         case.shortened(), timeout=240, strict=Rules(**dict.fromkeys(rule.split(), True), stall_s=100)
-    ).missed(case)
+    ).missed(case.aims, case.name)
     assert not missed, missed

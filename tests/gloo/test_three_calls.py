@@ -12,10 +12,11 @@ from torch import Tensor
 
 import ds_hydra
 import ds_hydra.engine.engine
+from ds_hydra.pipe.loss import IGNORED
+from ds_hydra.testing import OneProcess, Sample, float64_throughout, rank_environment, run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError
+from tests.support.equivalence import decay_groups
 from tests.support.families import build_model, reference_model, vocab_size
-from tests.support.ranks import rank_environment, run_ranks
-from tests.support.reference import IGNORED, Reference, Sample, decay_groups, float64_throughout
 from tests.support.sources import shared_source
 
 FAMILY, RANKS, ACCUMULATION, STEPS = "llama", 2, 2, 3
@@ -90,7 +91,9 @@ def trained(rank: int, loss_norm: str, by_hand: bool) -> tuple[list[Any], dict[s
 
 def expected(loss_norm: str) -> tuple[list[Any], dict[str, Tensor]]:
     """One process, one sequence at a time; what each counts is written out here. Losses of steps and of batches."""
-    reference = Reference(FAMILY, torch.float64, lambda groups: torch.optim.AdamW(groups, **ADAMW), clip=1.0)
+    reference = OneProcess(
+        reference_model(FAMILY, torch.float64), lambda model: torch.optim.AdamW(decay_groups(model), **ADAMW), clip=1.0
+    )
     losses = []
     for step in range(STEPS):
         batches = [
@@ -109,7 +112,7 @@ def expected(loss_norm: str) -> tuple[list[Any], dict[str, Tensor]]:
 
 
 @torch.no_grad()
-def mean_of(reference: Reference, batch: Sequence[Sample]) -> float:
+def mean_of(reference: OneProcess, batch: Sequence[Sample]) -> float:
     """As the model's own forward gives it."""
     outputs = reference.model(**collated(batch), use_cache=False)
     return float(outputs.loss)
@@ -150,7 +153,9 @@ def evaluated(rank: int) -> list[Any]:
 
 
 def test_a_loss_is_a_tensor_of_its_own_batch_in_collectives_too() -> None:
-    reference = Reference(FAMILY, torch.float64, lambda groups: torch.optim.AdamW(groups), clip=1.0)
+    reference = OneProcess(
+        reference_model(FAMILY, torch.float64), lambda model: torch.optim.AdamW(model.parameters()), clip=1.0
+    )
     losses = [
         [mean_of(reference, batch_of(0, rank, number)) for number in range(ACCUMULATION)] for rank in range(RANKS)
     ]

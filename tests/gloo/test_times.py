@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from ds_hydra.step.peak_memory import PeakMemory
+from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero.clock import HostClock
 from tests.support.device_steps import EACH_S, EXPECTED_STAGE_S, Step, engine_steps, stage_times
 from tests.support.fake_device import FakeDevice, FakeDeviceClock
-from tests.support.ranks import run_ranks
 from tests.support.small_job import small_engine
 
 

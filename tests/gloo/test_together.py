@@ -19,8 +19,8 @@ from ds_hydra.plan.phase import Phase, PipelinePlan
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.ranks.together import first_channel, together
 from ds_hydra.step.agreement import agreed, row_of
+from ds_hydra.testing import rank_environment, run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
-from tests.support.ranks import rank_environment, run_ranks
 from tests.support.small_job import small_config, small_engine, small_model
 
 

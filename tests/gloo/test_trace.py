@@ -8,8 +8,8 @@ from typing import Any
 
 from ds_hydra.engine.tracing import measured_spans
 from ds_hydra.report.trace import trace_faults
+from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero.clock import HostClock, Stopwatch
-from tests.support.ranks import run_ranks
 from tests.support.small_job import small_engine
 
 

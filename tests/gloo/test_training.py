@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 import ds_hydra.engine.engine  # noqa: F401
+from ds_hydra.testing import RankRun, run_ranks
 from tests.support.case import FLOAT32, Case
 from tests.support.cases import CASES
-from tests.support.equivalence import RankRun, compare, difference, num_ranks, samples_of, traced_once, train
+from tests.support.equivalence import compare, difference, num_ranks, samples_of, traced_once, train
 from tests.support.random_cases import random_case
-from tests.support.ranks import run_ranks
 
 QUICK = [case for case in CASES if case.quick]
 
@@ -22,14 +22,14 @@ QUICK = [case for case in CASES if case.quick]
 @pytest.mark.parametrize("case", QUICK, ids=lambda case: case.name)
 def test_same_as_one_process(case: Case) -> None:
     case = case.shortened()
-    missed = compare(case).missed(case)
+    missed = compare(case).missed(case.aims, case.name)
     assert not missed, missed
 
 
 @pytest.mark.parametrize("seed", [9, 14, 22])
 def test_cases_drawn_at_random(seed: int) -> None:
     case = replace(random_case(seed), steps=2)
-    missed = compare(case).missed(case)
+    missed = compare(case).missed(case.aims, case.name)
     assert not missed, missed
 
 
@@ -57,22 +57,22 @@ def test_comparison_sees_small_errors() -> None:
     )
     data = samples_of(case)
     run: RankRun = run_ranks(train, 1, case, data, timeout=120)[0]
-    assert not difference(case, data, run).missed(case)
+    assert not difference(case, data, run).missed(case.aims, case.name)
     step = run.steps[-1]
     name = "model.layers.1.self_attn.o_proj.weight"
     for tensors, what in ((step.result.gradients, "gradient"), (run.parameters, "parameter"), (step.before, None)):
         saved = tensors[name]
         tensors[name] = saved.clone()
         tensors[name][3, 5] += 3e-5 * saved.abs().max() if what else 0.5
-        missed = difference(case, data, run).missed(case)
+        missed = difference(case, data, run).missed(case.aims, case.name)
         tensors[name] = saved
         if what is not None:
             assert any(f"{what} differs" in line and name in line for line in missed), missed
         else:
             assert missed, "other parameters have other gradients"
-    assert not difference(case, data, run).missed(case)
+    assert not difference(case, data, run).missed(case.aims, case.name)
     dropped = step.result.gradients.pop(name)
     with pytest.raises(AssertionError, match="on one side only"):
         difference(case, data, run)
     step.result.gradients[name] = dropped * float("nan")
-    assert difference(case, data, run).missed(case)
+    assert difference(case, data, run).missed(case.aims, case.name)

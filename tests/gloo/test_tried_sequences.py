@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import ds_hydra.engine.real_sequences
+from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero.errors import ConfigError
-from tests.support.ranks import run_ranks
 from tests.support.small_job import small_config, small_engine, small_model
 from tests.test_real_sequences import PAIR, counts_pairs
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ds_hydra.ranks.channel import Channel
 from ds_hydra.ranks.rank_stats import unequal_pairs
+from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero import scratch_plan
 from ds_hydra.zero_hetero.checksum import checksums_of
 from ds_hydra.zero_hetero.collectives import GroupCollectives, MessageCollectives
@@ -20,7 +21,6 @@ from ds_hydra.zero_hetero.transport import TorchTransport
 from ds_hydra.zero_hetero.twin_link import TwinPullLink, TwinPushLink
 from ds_hydra.zero_hetero.twin_plan import Twins, plan_twin_pull, plan_twin_push
 from tests.support.layouts import NUMELS, contribution, expected_sum, full_tensor, local_values
-from tests.support.ranks import run_ranks
 
 
 def replicas(num_ranks: int) -> tuple[Layout, tuple[tuple[int, ...], ...]]:

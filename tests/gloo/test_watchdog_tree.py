@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from ds_hydra.ranks.channel import Channel
 from ds_hydra.ranks.once import first, first_on_host
+from ds_hydra.testing import run_ranks
 from ds_hydra.watchdog import Watchdog, host, meeting
 from ds_hydra.watchdog.host import listen
-from tests.support.ranks import run_ranks
 
 HOSTS = ("a", "a", "b", "b", "b")  # rank 0 hears 1 and 2, rank 2 hears 3 and 4
 FROZEN_S = 2.0

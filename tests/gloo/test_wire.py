@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tests.support.equivalence import whole_gradients
-from tests.support.ranks import run_ranks
+from ds_hydra.testing import run_ranks, whole_gradients
 from tests.support.small_job import small_config, small_engine
 
 

@@ -24,10 +24,10 @@ from ds_hydra.ranks.channel import Channel
 from ds_hydra.ranks.groups import GroupCache, apart, make_groups, needed_groups
 from ds_hydra.ranks.world import World
 from ds_hydra.step.connections import teams_of
+from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError
 from ds_hydra.zero_hetero.nodes import Cluster, NodeSize
 from ds_hydra.zero_hetero.transport import Parcel, TorchTransport, Work
-from tests.support.ranks import run_ranks
 from tests.support.small_job import small_engine
 from tests.support.strict_world import OnDevices
 from tools import aims

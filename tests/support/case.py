@@ -7,23 +7,13 @@ import re
 from dataclasses import dataclass, replace
 
 from ds_hydra.pipe.stage_options import StageOptions
+from ds_hydra.testing import Aims
 
 FLOAT64, FLOAT32, BFLOAT16 = "float64", "float32", "bfloat16"
 
 _FEW = 3  # strategies
 MOST = 10**6  # tokens that no sequence has
 LONG_TAILED = (3, 5, 700, 33, 120, 64, 9, 400, 31, 77, 250, 8, 90, 12, 333, 45) * 3
-
-
-@dataclass(frozen=True)
-class Aims:
-    """Largest difference allowed, relative to the largest entry of the reference's tensor; None: printed only."""
-
-    loss: float
-    norm: float
-    gradient: float | None
-    parameter: float | None
-    moment: float | None
 
 
 @dataclass(frozen=True)

@@ -1,49 +1,34 @@
-"""Runs a case on forked ranks and in the reference; how far they are apart.
-
-The ranks' parameters before every step, and their gradients, come back with the results: FP32 gradients are compared
-from the same parameters, so that rounding of earlier steps does not count.
-"""
+"""Runs a case on forked ranks and in the reference, of the same config and values; how far they are apart."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import logging
-import math
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import nn
 
+from ds_hydra import testing
 from ds_hydra.engine.models import model_source
 from ds_hydra.pipe import head_loss, loss
-from ds_hydra.pipe.dropout import sequence_key, step_key, token_keys
-from ds_hydra.pipe.models.adapted import NAMES_OF_PEFT
-from ds_hydra.pipe.stage import ModelSource, from_flat
+from ds_hydra.pipe.loss import IGNORED
+from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.plan.phase import THEN
-from ds_hydra.planner import PhasedPlanner, Span, parse_phases, save_plans
+from ds_hydra.planner import PhasedPlanner, parse_phases, save_plans
+from ds_hydra.testing import Difference, OneProcess, RankRun, Sample, float64_throughout, note_training, run_ranks
 from tests.support.case import BFLOAT16, FLOAT32, FLOAT64, SHARES, Case
 from tests.support.cut_plans import in_slices, num_slices, recomputing, replaying
 from tests.support.families import LAYER_LIST, build_model, reference_model, vocab_size
 from tests.support.losses import OWN
-from tests.support.ranks import run_ranks
-from tests.support.reference import (
-    IGNORED,
-    Reference,
-    Sample,
-    Step,
-    decay_groups,
-    float64_throughout,
-    freeze,
-    token_weights,
-)
 from tests.support.strict import Rules
 from tests.support.strict_world import strict_world
 
@@ -52,69 +37,6 @@ ADAMW = {"lr": 2e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
 SGD = {"lr": 1.0, "momentum": 0.9, "weight_decay": 0.01}
 MOMENTS = {"AdamW": ("exp_avg", "exp_avg_sq"), "SGD": ("momentum_buffer",)}
 MIXED_COSTS = Path(__file__).with_name("mixed_costs.json")
-_APART = 1.5  # two runs with independent roundings are about sqrt(2) times as far apart as each is from a wider type
-
-
-@dataclass(frozen=True)
-class RankStep:
-    """One step as the ranks saw it; tensors by parameter name."""
-
-    strategy: str
-    ids: tuple[int, ...]
-    microbatches: tuple[tuple[Span, ...], ...]
-    before: dict[str, Tensor]  # parameters
-    result: Step
-
-
-@dataclass(frozen=True)
-class RankRun:
-    """What rank 0 brings home of a run."""
-
-    steps: tuple[RankStep, ...]
-    parameters: dict[str, Tensor]
-    moments: dict[str, dict[str, Tensor]]
-    shares_tokens: bool  # whether tensor parallel ranks did, where there were any
-
-
-@dataclass
-class Difference:
-    """The largest differences of a run, relative to the largest entry of the reference's tensor, and where."""
-
-    loss: float = 0.0
-    norm: float = 0.0
-    gradient: float = 0.0
-    parameter: float = 0.0
-    moment: float = 0.0
-    worst: dict[str, str] = field(default_factory=dict)  # what -> name of the worst tensor
-    shares_tokens: bool = False  # whether tensor parallel ranks did in the run
-    rounding: float = 0.0  # the largest difference of the reference's gradients from those of a wider type, if any
-
-    def missed(self, case: Case) -> list[str]:
-        """Aims of the case that are not met, in words."""
-        aims = case.aims
-        if aims.gradient is not None:
-            aims = replace(aims, gradient=max(aims.gradient, _APART * self.rounding))
-        return [
-            f"{case.name}: {what} differs by {value:.1e} (aim {aim:.0e}) in {self.worst.get(what, 'all')}"
-            for what in ("loss", "norm", "gradient", "parameter", "moment")
-            if (aim := getattr(aims, what)) is not None and not (value := getattr(self, what)) <= aim
-        ]
-
-    def take(self, what: str, name: str, value: Tensor, reference: Tensor) -> None:
-        """Note the difference of two tensors."""
-        if value.shape != reference.shape:
-            raise AssertionError(f"{what} {name} has shape {tuple(value.shape)}, not {tuple(reference.shape)}")
-        ratio = relative(value, reference)
-        if not ratio <= getattr(self, what):  # a NaN is the worst there is
-            setattr(self, what, ratio)
-            self.worst[what] = name
-
-
-def relative(value: Tensor, reference: Tensor) -> float:
-    """The largest difference of two tensors, over the reference's largest entry."""
-    largest = float(reference.abs().max()) if reference.numel() else 0.0
-    apart = float((value - reference).abs().max()) if reference.numel() else 0.0
-    return apart / largest if largest > 0 else (0.0 if apart == 0 else math.inf)
 
 
 def samples_of(case: Case) -> list[Sample]:
@@ -134,11 +56,27 @@ def samples_of(case: Case) -> list[Sample]:
     return samples
 
 
-def optimizer_of(case: Case) -> Callable[[list[dict[str, Any]]], torch.optim.Optimizer]:
-    """A case's optimizer over parameter groups."""
+def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """The usual two parameter groups: no weight decay for norms and biases."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return [
+        {"params": [parameter for parameter in trained if parameter.dim() > 1]},
+        {"params": [parameter for parameter in trained if parameter.dim() <= 1], "weight_decay": 0.0},
+    ]
+
+
+def freeze(model: nn.Module, words: Sequence[str]) -> None:
+    """No gradient for the parameters whose name holds one of `words`."""
+    for name, parameter in model.named_parameters():
+        if any(word in name for word in words):
+            parameter.requires_grad_(False)
+
+
+def optimizer_of(case: Case) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    """A case's optimizer of a model."""
     if case.optimizer == "AdamW":
-        return lambda groups: torch.optim.AdamW(groups, **ADAMW)  # type: ignore[arg-type]
-    return lambda groups: torch.optim.SGD(groups, **SGD)  # type: ignore[arg-type]
+        return lambda model: torch.optim.AdamW(decay_groups(model), **ADAMW)  # type: ignore[arg-type]
+    return lambda model: torch.optim.SGD(decay_groups(model), **SGD)  # type: ignore[arg-type]
 
 
 def config_of(case: Case) -> dict[str, Any]:
@@ -224,21 +162,12 @@ def num_ranks(case: Case) -> int:
     return parse_phases(case.strategies[0])[0].num_ranks
 
 
-def whole_gradients(engine: Any) -> dict[str, Tensor]:
-    """The last step's gradients by parameter name, as the optimizer got them; on rank 0. All ranks must call it."""
-    return _whole(engine, engine.crew.masters.trained.grads)
-
-
-def _whole(engine: Any, source: Sequence[Tensor]) -> dict[str, Tensor]:
-    flat = engine.crew.masters.trained.gather_full(engine.crew.world.links, source=source, ranks=[0])
-    specs = [param for bucket in engine.job.source.plan.buckets for param in bucket.params if param.name in flat]
-    return {p.name: from_flat(flat[p.name], p.shape, p.rule.dim, p.rule.parts).contiguous() for p in specs}
-
-
 def train(rank: int, case: Case, data: Sequence[Sample], strict: Rules | None = None) -> RankRun | None:
     """One rank's whole run, under a strict transport with these rules; rank 0 returns what is compared."""
     with contextlib.nullcontext() if strict is None else strict_world(strict), _in_blocks(case.logits_at_once):
-        return _train(rank, case, data)
+        run = note_training(make_engine(case, data), case.steps, MOMENTS[case.optimizer])
+        shares = case.has_tp and run.shares_tokens
+        return replace(run, shares_tokens=shares) if rank == 0 else None
 
 
 @contextlib.contextmanager
@@ -253,27 +182,6 @@ def _in_blocks(logits_at_once: int | None) -> Iterator[None]:
         mock.patch.object(head_loss, "LOGITS_AT_ONCE", logits_at_once // 3),
     ):
         yield
-
-
-def _train(rank: int, case: Case, data: Sequence[Sample]) -> RankRun | None:
-    from ds_hydra.planner import StepPlan
-
-    engine = make_engine(case, data)
-    steps: list[RankStep] = []
-    for _ in range(case.steps):
-        before = _whole(engine, engine.crew.masters.trained.shards)
-        engine.train_batch()
-        record = engine.last_step
-        plan = StepPlan.from_json(record.plan, "the step's plan")
-        microbatches = tuple(batch.spans for pipeline in plan.pipelines for batch in pipeline.microbatches)
-        result = Step(record.loss, record.grad_norm, whole_gradients(engine), record.router_loss)
-        steps.append(RankStep(plan.strategy, plan.sequence_ids, microbatches, before, result))
-    masters, optimizer = engine.crew.masters.trained, engine.optimizer
-    moments = {key: _whole(engine, masters.optimizer_state(optimizer, key)) for key in MOMENTS[case.optimizer]}
-    parameters = {name.removeprefix(NAMES_OF_PEFT): value for name, value in engine.fp32_state_dict().items()}
-    assert not any(torch.isnan(value).any() for value in parameters.values()), "parameters are finite"
-    shares = case.has_tp and engine.job.source.plan.token_sharding
-    return RankRun(tuple(steps), parameters, moments, shares) if rank == 0 else None
 
 
 @contextlib.contextmanager
@@ -316,70 +224,20 @@ def compare(case: Case, timeout: float = 120, strict: Rules | None = None) -> Di
 
 def difference(case: Case, data: Sequence[Sample], run: RankRun) -> Difference:
     """A run's largest differences from the reference's run over the same steps."""
-    found = Difference(shares_tokens=run.shares_tokens)
-    reference = _reference(case)
-    initial = {name: parameter.detach() for name, parameter in reference.masters.items()}
-    _take_all(found, "parameter", run.steps[0].before, initial)
-    follow = (
-        _reference(case) if case.dtype != FLOAT64 or case.amplifies else None
-    )  # takes the ranks' parameters before each step
+    follow = _reference(case) if case.dtype != FLOAT64 or case.amplifies else None
     wider = {BFLOAT16: FLOAT32, FLOAT32: FLOAT64 if case.amplifies else None}.get(case.dtype)
     exact = _reference(replace(case, dtype=wider)) if wider and case.aims.gradient else None
-    for number, step in enumerate(run.steps, start=1):
-        samples = [data[i] for i in step.ids]
-        weights = token_weights(samples, step.microbatches, case.loss_norm)
-        if case.weighted:
-            weights = [weight * float(s["sequence_weight"]) for weight, s in zip(weights, samples, strict=True)]
-        keys = _token_keys(number, step.ids, samples) if case.draws else None
-        expected = reference.step(samples, weights, keys)
-        if follow is not None:
-            follow.load(step.before)
-            expected = follow.gradients(samples, weights, keys)
-        if exact is not None:
-            own = torch.bfloat16 if case.dtype == BFLOAT16 else torch.float32
-            exact.load({name: value.to(own).to(getattr(torch, str(wider))) for name, value in step.before.items()})
-            unrounded = exact.gradients(samples, weights, keys).gradients
-            apart = (relative(value, unrounded[name]) for name, value in expected.gradients.items())
-            found.rounding = max(found.rounding, *apart)
-        _take_step(found, step, expected)
-    whole = reference.masters is reference.parameters
-    state = dict(reference.model.named_parameters(remove_duplicate=False) if whole else reference.masters)
-    _take_all(found, "parameter", {name: run.parameters[name] for name in state}, state)
-    for key, values in run.moments.items():
-        _take_all(found, "moment", values, reference.moments(key))
-    return found
-
-
-def _token_keys(step: int, ids: Sequence[int], samples: Sequence[Sample]) -> list[Tensor]:
-    """What the random numbers of each sample follow from in a step of a job with the seed 0."""
-    key = step_key(0, step)
-    return [
-        token_keys([len(sample["input_ids"])], [sequence_key(key, number)])
-        for number, sample in zip(ids, samples, strict=True)
-    ]
-
-
-def _take_step(found: Difference, step: RankStep, expected: Step) -> None:
-    wide = torch.float64
-    for what, value, reference in (
-        ("loss", step.result.loss, expected.loss),
-        ("loss", step.result.router_loss, expected.router_loss),
-        ("norm", step.result.norm, expected.norm),
-    ):
-        found.take(what, step.strategy, torch.tensor(value, dtype=wide), torch.tensor(reference, dtype=wide))
-    _take_all(found, "gradient", step.result.gradients, expected.gradients)
-
-
-def _take_all(found: Difference, what: str, values: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> None:
-    if set(values) != set(reference):
-        raise AssertionError(f"{what}s of {sorted(set(values) ^ set(reference))} are on one side only")
-    for name, value in values.items():
-        found.take(what, name, value.double(), reference[name].detach().double())
-
-
-def _reference(case: Case) -> Reference:
-    compute = {FLOAT64: torch.float64, FLOAT32: torch.float32, BFLOAT16: torch.bfloat16}[case.dtype]
-    return Reference(
-        case.family, compute, optimizer_of(case), clip=case.clip, frozen=case.frozen, masters=model_dtype(case),
-        token_loss=OWN.get(case.own_loss),
+    return testing.difference(
+        run, data, _reference(case), loss_norm=case.loss_norm, seed=0 if case.draws else None, follow=follow,
+        exact=exact,
     )  # fmt: skip
+
+
+def _reference(case: Case) -> OneProcess:
+    compute = {FLOAT64: torch.float64, FLOAT32: torch.float32, BFLOAT16: torch.bfloat16}[case.dtype]
+    model, masters = reference_model(case.family, compute), None
+    if model_dtype(case) != compute:
+        masters = reference_model(case.family, model_dtype(case))
+        freeze(masters, case.frozen)
+    freeze(model, case.frozen)
+    return OneProcess(model, optimizer_of(case), clip=case.clip, masters=masters, token_loss=OWN.get(case.own_loss))

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import tests.support.dense  # noqa: F401  (registers the attention "dense")
 from ds_hydra.pipe.attention.backends import varlen_attention
 from ds_hydra.pipe.models.adapted import base_of
 from ds_hydra.pipe.rows import Pack

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero.errors import CheckpointError
 from tests.support.damages import damage
 from tests.support.forgeries import forge
-from tests.support.ranks import run_ranks
 from tests.support.small_job import sequences, small_config, small_engine
 from tests.support.streams import Stateful
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
+from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero.pushes import Pushes
-from tests.support.ranks import run_ranks
 from tests.support.small_job import small_engine
 from tests.support.strict import Rules
 from tests.support.strict_world import one_push_at_a_time, strict_world

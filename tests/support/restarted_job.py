@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 import ds_hydra
+from ds_hydra.testing import rank_environment
 from tests.support.fault_job import digest
-from tests.support.ranks import rank_environment
 from tests.support.small_job import sequences, small_config, small_model
 
 STEPS = 5

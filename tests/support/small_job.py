@@ -15,7 +15,7 @@ import ds_hydra
 from ds_hydra.engine import engine as engines
 from ds_hydra.engine.models import model_source
 from ds_hydra.pipe.stage import ModelSource
-from tests.support.ranks import rank_environment
+from ds_hydra.testing import rank_environment
 from tests.support.sources import USUAL, in_place_of_model_source
 
 STRATEGIES = {

@@ -12,7 +12,7 @@ from ds_hydra.config.hydra_block import ParsedConfig, parse_config
 from ds_hydra.host.host_engine import HostEngine
 from ds_hydra.host.launch import init_distributed
 from ds_hydra.report.record import StepRecord
-from tests.support.ranks import run_ranks
+from ds_hydra.testing import run_ranks
 
 HYDRA = {"tokens_per_step": 20, "strategies": ["tp1"], "steps_file": None}
 ADAMW = {"type": "AdamW", "params": {"lr": 0.1, "weight_decay": 0.5}}

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from ds_hydra.testing import rank_environment
 from tests.support.case import Case
 from tests.support.equivalence import make_engine, model_dtype, samples_of
 from tests.support.families import build_model
-from tests.support.ranks import rank_environment
 
 LAUNCHED = Case(
     "launched",

@@ -35,7 +35,7 @@ from ds_hydra.plan.simulate import simulate_pipeline, simulated_ms
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.plan.works import UNITS, batches_of, has_formula
 from ds_hydra.profiling.stage_memory import measure_activations
-from tests.support.ranks import run_ranks
+from ds_hydra.testing import run_ranks
 from tools import aims
 from tools.devices.peak import MIB, quiet_settings, source_of, train_and_measure
 

@@ -31,7 +31,7 @@ from ds_hydra.pipe.runtime import StageRuntime
 from ds_hydra.ranks.channel import Channel
 from ds_hydra.ranks.telling import Telling
 from ds_hydra.step.update import Update
-from tests.support.ranks import rank_environment, run_ranks
+from ds_hydra.testing import rank_environment, run_ranks
 from tools import aims
 from tools.devices.table import Table
 

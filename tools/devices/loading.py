@@ -22,7 +22,7 @@ import ds_hydra.engine.engine  # noqa: F401
 from ds_hydra.engine.job import Job
 from ds_hydra.ranks.world import World
 from ds_hydra.step.model_masters import ModelMasters
-from tests.support.ranks import rank_environment, run_ranks
+from ds_hydra.testing import rank_environment, run_ranks
 from tools import aims
 from tools.devices.table import Table
 

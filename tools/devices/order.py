@@ -68,7 +68,7 @@ def run(case: Case, rules: Rules) -> tuple[bool, list[str]]:
     try:
         # Slices travel by themselves, as those of large models do.
         with one_push_at_a_time(), mock.patch.object(scratch_plan, "LARGE", 200):
-            return False, compare(case, timeout=_TIMEOUT_S, strict=rules).missed(case)
+            return False, compare(case, timeout=_TIMEOUT_S, strict=rules).missed(case.aims, case.name)
     except (StrictError, TimeoutError) as error:
         return True, [f"{case.name}, {' | '.join(case.strategies)}: {error}"]
 

@@ -33,7 +33,7 @@ from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.profiling.allocations import Allocations
 from ds_hydra.profiling.hollow import hollow_source
 from ds_hydra.profiling.stage_memory import measure_activations
-from tests.support.ranks import rank_environment, run_ranks
+from ds_hydra.testing import rank_environment, run_ranks
 from tools import aims
 from tools.devices.table import Table
 

@@ -12,8 +12,8 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from ds_hydra.ranks.forked import run_ranks
 from ds_hydra.ranks.together import first_channel
+from ds_hydra.testing import run_ranks
 from tools import aims
 from tools.devices.table import Table
 

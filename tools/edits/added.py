@@ -30,7 +30,7 @@ from ds_hydra.engine import prepare
 from ds_hydra.engine.real_sequences import RealSequences
 from ds_hydra.host.kept_model import KeptModel
 from ds_hydra.pipe.models import causal_lm
-from ds_hydra.ranks.forked import rank_environment, run_ranks
+from ds_hydra.testing import rank_environment, run_ranks
 
 _EXAMPLE = Path(__file__).resolve().parents[2] / "examples"
 _RANKS, _FILES = 8, 300

@@ -125,7 +125,7 @@ def on_ranks(
     """One rank of the engine under strategies in turn; `check` is hydra.self_check."""
     import ds_hydra
     from ds_hydra.plan.step_plan import StepPlan
-    from ds_hydra.ranks.forked import rank_environment
+    from ds_hydra.testing import rank_environment
     from tools.edits.slices import replay_in_slices
 
     rank_environment(rank)

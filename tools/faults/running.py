@@ -80,8 +80,8 @@ def check_resume(quick: bool) -> Tally:
 
 def check_resharding(quick: bool) -> Tally:
     """8 -> 4 -> 6 -> 8 ranks: masters and moments after each load, and the order of the data."""
+    from ds_hydra.testing import run_ranks
     from tests.gloo.test_resume import leg
-    from tests.support.ranks import run_ranks
     from tests.support.small_job import same, small_engine
 
     tally = Tally("resharding")
@@ -133,7 +133,7 @@ def check_false_alarms(quick: bool) -> Tally:
 
 def check_soak(quick: bool) -> Tally:
     """Many steps, another strategy in each, saved in the background: memory, descriptors and threads stay flat."""
-    from tests.support.ranks import run_ranks
+    from ds_hydra.testing import run_ranks
     from tests.support.small_job import small_engine
 
     tally = Tally("soak")

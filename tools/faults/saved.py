@@ -38,9 +38,9 @@ def check_damage(quick: bool) -> Tally:
     """Every kind of damage is refused with a message that names the file and the remedy."""
     import shutil
 
+    from ds_hydra.testing import run_ranks
     from ds_hydra.zero_hetero.errors import CheckpointError
     from tests.gloo.test_checkpoint import DAMAGES, saved
-    from tests.support.ranks import run_ranks
     from tests.support.small_job import small_engine
 
     tally = Tally("damage")

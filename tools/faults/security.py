@@ -17,9 +17,9 @@ def check_security(quick: bool) -> Tally:
     """Payloads, tags that are paths, foreign clients on the heartbeat port: none accepted."""
     from ds_hydra.checkpoint.format import check_tag, parse_json
     from ds_hydra.checkpoint.universal import from_universal
+    from ds_hydra.testing import run_ranks
     from ds_hydra.watchdog import Watchdog
     from ds_hydra.zero_hetero.errors import CheckpointError
-    from tests.support.ranks import run_ranks
 
     tally = Tally("security")
     for tag in ("../x", "/etc/passwd", "a/b", "..", ".x", "a\0b", "x" * 200, "latest"):

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from ds_hydra.report.plots import read_steps
-from tools.gpu.job import LAUNCHER, free_port
+from ds_hydra.testing import free_port
+from tools.gpu.job import LAUNCHER
 from tools.gpu.several import ROOT, STRATEGIES
 
 FREE = 0.97  # of a device's memory, before anything runs on it

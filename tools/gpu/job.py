@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from ds_hydra.testing import free_port
 from tools.gpu.bench import Bench
 
 OPTIMIZER: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -116,10 +116,3 @@ def engine_config(tokens_per_step: int, **hydra: Any) -> dict[str, Any]:
         "bf16": {"enabled": True},
         "hydra": {"tokens_per_step": tokens_per_step, "self_check": "off", "steps_file": None, **hydra},
     }
-
-
-def free_port() -> int:
-    """A port of this machine that nobody listens at."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])

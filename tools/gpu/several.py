@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from ds_hydra.report.plots import read_steps
+from ds_hydra.testing import free_port
 from tools.gpu.bench import Bench, Findings, Table, gib
-from tools.gpu.job import LAUNCHER, free_port
+from tools.gpu.job import LAUNCHER
 
 ROOT = Path(__file__).resolve().parents[2]
 STRATEGIES = {

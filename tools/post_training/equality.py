@@ -13,11 +13,9 @@ from torch import Tensor
 import ds_hydra
 from ds_hydra.pipe.models.adapted import NAMES_OF_PEFT
 from ds_hydra.planner import PhasedPlanner, StepPlan, parse_phases
-from ds_hydra.ranks.forked import rank_environment, run_ranks
+from ds_hydra.testing import float64_throughout, rank_environment, run_ranks, whole_gradients
 from tests.support.cut_plans import in_slices, num_slices, recomputing
-from tests.support.equivalence import whole_gradients
 from tests.support.families import build_model, reference_model
-from tests.support.reference import float64_throughout
 from tests.support.sources import shared_source
 from tests.support.strict import Rules
 from tests.support.strict_world import strict_world

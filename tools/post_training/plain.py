@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ds_hydra.losses import DPO, GSPO, Distillation, PolicyLoss, dapo, dr_grpo, grpo, ppo
-from tests.support.reference import IGNORED
+from ds_hydra.pipe.loss import IGNORED
 
 Item = dict[str, Any]
 Scores = tuple[Tensor, Tensor, Tensor]

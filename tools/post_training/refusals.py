@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ds_hydra.losses import DPO, GSPO, Distillation, dapo, grpo
-from ds_hydra.ranks.forked import run_ranks
+from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError
 from tests.support.families import build_model
 from tests.support.small_job import same, small_engine, whole_state

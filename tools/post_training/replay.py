@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from ds_hydra.losses import grpo
-from ds_hydra.ranks.forked import run_ranks
+from ds_hydra.testing import float64_throughout, run_ranks
 from tests.support.families import build_model, reference_model
-from tests.support.reference import float64_throughout
 from tests.support.sources import shared_source
 from tools.post_training.equality import LAYOUTS, RANKS, Planned, apart, engine_of
 from tools.post_training.plain import LOSSES

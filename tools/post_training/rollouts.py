@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_hydra.pipe.loss import IGNORED
 from tests.support.families import VOCAB
-from tests.support.reference import IGNORED
 
 PER_RANK = (4, 0, 8, 2)  # sequences that each rank hands in, in pairs
 PROMPT, TOP = 3, 4

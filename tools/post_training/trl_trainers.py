@@ -13,8 +13,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from ds_hydra.hugging_face import scores
+from ds_hydra.testing import rank_environment, run_ranks
 from tests.support.families import build_model
-from tests.support.ranks import rank_environment, run_ranks
 
 STEPS, WORDS = 3, 90
 CONFIG: dict[str, Any] = {

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tests.support.ranks import rank_environment, run_ranks
+from ds_hydra.testing import rank_environment, run_ranks
 
 SWAP = Path(__file__).resolve().parents[2] / "examples" / "swap"
 

@@ -1,30 +1,24 @@
-"""The reference of every training test: one process, plain Hugging Face, one sequence at a time.
+"""Training in one process, in plain torch, one sequence at a time: what a run on ranks is compared with.
 
 It knows nothing of packs, plans or ranks: only which sequences a step has and what a token's loss counts.
 """
 
 from __future__ import annotations
 
-import contextlib
-import inspect
-import re
-import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface
 
+from ds_hydra.pipe.loss import IGNORED, TokenLoss
 from ds_hydra.plan.phase import Span
-from tests.support.drawing import drawing
-from tests.support.families import reference_model
+from ds_hydra.testing.drawing import drawing
 
-Sample = Mapping[str, Tensor]  # input_ids and labels, both (length,), labels not shifted
-TokenLoss = Callable[[Tensor, Tensor], Tensor]
-IGNORED = -100
+Sample = Mapping[str, Tensor]  # input_ids and labels, both (length,), labels not shifted; perhaps sequence_weight
+Optimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
@@ -37,54 +31,31 @@ class Step:
     router_loss: float = 0.0  # the part of the loss that routers have
 
 
-def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """The usual two parameter groups: no weight decay for norms and biases."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return [
-        {"params": [parameter for parameter in trained if parameter.dim() > 1]},
-        {"params": [parameter for parameter in trained if parameter.dim() <= 1], "weight_decay": 0.0},
-    ]
-
-
-def freeze(model: nn.Module, words: Sequence[str]) -> None:
-    """No gradient for the parameters whose name holds one of `words`."""
-    for name, parameter in model.named_parameters():
-        if any(word in name for word in words):
-            parameter.requires_grad_(False)
-
-
-class Reference:
+class OneProcess:
     """A model and its optimizer in one process."""
 
     def __init__(
         self,
-        family: str,
-        dtype: torch.dtype,
-        optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+        model: nn.Module,
+        optimizer: Optimizer,
         *,
         clip: float,
-        frozen: Sequence[str] = (),
-        masters: torch.dtype | None = None,
+        masters: nn.Module | None = None,
         token_loss: TokenLoss | None = None,
     ):
-        """`masters`: dtype of the parameters that the optimizer moves, if not the model's own.
+        """`model` maps (1, T) token ids to (1, T, vocab) logits, or to an output that has them.
 
-        `token_loss`: logits (T, V) and labels (T,) to the loss of each token, if not the cross entropy.
+        `optimizer` is made of the model whose parameters it moves: `masters`, with the same values in another type, if
+        that is not the model itself. `token_loss`: logits (T, V) and labels (T,) to the loss of each token, if not the
+        cross entropy.
         """
-        self.token_loss = token_loss
-        self.model = reference_model(family, dtype)
-        freeze(self.model, frozen)
-        self.router_loss = RouterLoss.of(self.model)
-        self.clip = clip
-        self.parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self.model, self.clip, self.token_loss = model, clip, token_loss
+        self.router_loss = RouterLoss.of(model)
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.masters = self.parameters
-        if masters is not None and masters != dtype:
-            wide = reference_model(family, masters)
-            freeze(wide, frozen)
-            self.masters = {name: p for name, p in wide.named_parameters() if p.requires_grad}
-            self.optimizer = optimizer(decay_groups(wide))
-        else:
-            self.optimizer = optimizer(decay_groups(self.model))
+        if masters is not None:
+            self.masters = {name: p for name, p in masters.named_parameters() if p.requires_grad}
+        self.optimizer = optimizer(model if masters is None else masters)
 
     def load(self, values: Mapping[str, Tensor]) -> None:
         """Take parameters from elsewhere."""
@@ -200,79 +171,3 @@ def token_weights(samples: Sequence[Sample], microbatches: Sequence[Sequence[Spa
         for i, start, stop in batch:
             weights[i][start:stop] = 1.0 / (max(1, count) * some)
     return weights
-
-
-def dense_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    dropout: float = 0.0,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Softcapped, windowed, causal attention with sinks over the whole score matrix, in the dtype of its inputs."""
-    assert attention_mask is None, "no mask function is registered for it"
-    groups = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
-    scores = query @ key.transpose(-1, -2) * scaling
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    distance = torch.arange(query.shape[2])[:, None] - torch.arange(query.shape[2])[None]
-    hidden = distance < 0
-    if sliding_window is not None:
-        hidden |= distance >= sliding_window
-    scores = scores.masked_fill(hidden, float("-inf"))
-    if s_aux is not None:  # a score of each head for a key without a value
-        scores = torch.cat((scores, s_aux[None, :, None, None].expand(1, -1, len(distance), 1)), dim=-1)
-    weights = F.dropout(torch.softmax(scores, dim=-1)[..., : len(distance)], dropout)
-    return (weights @ value).transpose(1, 2), None
-
-
-AttentionInterface.register("dense", dense_attention)
-
-
-@contextlib.contextmanager
-def float64_throughout(model: nn.Module) -> Iterator[None]:
-    """Within it, the methods of the model's classes that go down to FP32 (norms, routers) compute in FP64.
-
-    Hugging Face's norms round to FP32 whatever the model's dtype. Two runs that differ by 1e-16 then differ by 1e-7 as
-    soon as one number falls to the other side of a rounding border, so a comparison of FP64 runs would say
-    little. Forked ranks inherit the change.
-    """
-    changed: list[tuple[Any, str, Any]] = []
-    try:
-        for cls in {type(module) for module in model.modules()}:
-            if not cls.__module__.startswith("transformers.models.") or "Rotary" in cls.__name__:
-                continue
-            home = inspect.getmodule(cls)
-            for owner, name in ((cls, "forward"), (cls, "_norm"), (home, "apply_rotary_pos_emb")):
-                method = vars(owner).get(name)
-                wide = _widened(method)
-                if wide is not None:
-                    changed.append((owner, name, method))
-                    setattr(owner, name, wide)
-        yield
-    finally:
-        for owner, name, method in changed:
-            setattr(owner, name, method)
-
-
-def _widened(function: Any) -> Any:
-    """The function with FP64 where its source says FP32; None if it does not, or was replaced before."""
-    if not inspect.isfunction(function) or "widened" in vars(function):
-        return None
-    source = textwrap.dedent(inspect.getsource(function))
-    wide = re.sub(r"torch\.float(32)?\b", "torch.float64", source).replace(".float()", ".double()")
-    if wide == source or "super()" in source:
-        return None
-    space: dict[str, Any] = {}
-    body = wide[wide.index("def ") :]
-    exec(compile(body, function.__code__.co_filename, "exec"), function.__globals__, space)
-    space[function.__name__].widened = True
-    return space[function.__name__]
