@@ -127,8 +127,7 @@ class HostEngine(DeepSpeedEngine):
         self.tput_timer = ThroughputTimer(self._config.timers_config, batch_size=1)  # idle: steps tell their speed
         self._global_grad_norm: float | None = None
         self._step_applied = False
-        self._is_compiled = False
-        self._deepcompile_active = False
+        self._is_compiled = self._deepcompile_active = False
         self._is_gradient_accumulation_boundary = True
         self._python_gc_generation: int | None = None
 
