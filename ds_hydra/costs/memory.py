@@ -30,8 +30,8 @@ from ds_hydra.costs.rank_bytes import ElementBytes, RankBytes, rank_bytes
 from ds_hydra.costs.shares import CONTEXT, RECOMPUTED, UNTIL_WEIGHT
 from ds_hydra.pipe.model_plan import HEAD_LOGITS_AT_ONCE, LOGITS_AT_ONCE, ModelPlan
 from ds_hydra.pipe.placement import Strategy, place_pipeline, place_strategy
-from ds_hydra.pipe.schedules.registry import most_alive, most_sent
-from ds_hydra.pipe.shape import DEFAULT_SCHEDULE, ParallelScheme, PipelineShape, StrategyShape
+from ds_hydra.pipe.schedules.registry import most_alive, most_sent, weighs
+from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
 from ds_hydra.zero_hetero.errors import ConfigError
 from ds_hydra.zero_hetero.nodes import Cluster, NodeSize
 
@@ -225,15 +225,7 @@ class JobMemory:
             raise ConfigError(
                 f"memory model: no activation figures for tp{stage.tp}sp{stage.sp}; it has {known}"
             ) from None
-        # Costs have one key for all pipelines of the same stages: of their schedules the one that keeps the most is
-        # counted, and of a V's stages what they hold more than others.
-        pipelines = {pipeline for strategy in self.strategies for pipeline in strategy.pipelines}
-        alike = {pipeline for pipeline in pipelines if pipeline.cost_key == shape.cost_key}
-        if shape.parts == 1:
-            alike.add(shape)
-        elif shape.schedule == DEFAULT_SCHEDULE:  # the key of a V, which that schedule cannot run
-            shape = replace(shape, schedule="list")
-            alike.add(shape)
+        shape, alike = self._alike(shape)
         placed = [place_pipeline(pipeline, 0, self.plan.num_layers).stages[index] for pipeline in alike]
         held = max(
             (self._held(pipeline, index) for pipeline in alike if pipeline == shape or pipeline.parts == 2),
@@ -282,6 +274,21 @@ class JobMemory:
             layer=kept.layer,
             sent=sent * of_head.width * self.param_bytes / (stage.sp * shards),
         )
+
+    def _alike(self, shape: PipelineShape) -> tuple[PipelineShape, set[PipelineShape]]:
+        """A shape as it can be run, and the pipelines with its costs.
+
+        Costs have one key for all pipelines of the same stages: of their schedules the one that keeps the most is
+        counted, and of a V's stages what they hold more than others.
+        """
+        pipelines = {pipeline for strategy in self.strategies for pipeline in strategy.pipelines}
+        alike = {pipeline for pipeline in pipelines if pipeline.cost_key == shape.cost_key}
+        if shape.parts == 1:
+            alike.add(shape)
+        elif not weighs(shape.schedule):  # the key of a V, which only a schedule that weighs times can run
+            shape = replace(shape, schedule="list")
+            alike.add(shape)
+        return shape, alike
 
     def _width_of(self, names: Collection[str]) -> _Width:
         """Features of the hidden states, as the head's weight or the embeddings tell them, and of its gradient; 0: it
