@@ -133,4 +133,6 @@ GPU_LEFT_OVER = 256 * 2**20  # bytes after an engine was destroyed: cuBLAS keeps
 
 # After a fault: check_faults, check_elastic, tests/gloo/.
 VIEW_MEDIAN_S, VIEW_WORST_S = 1.0, 3.0  # from a member's death to the others' next view, or from when it is frozen
+PLAN_MEDIAN_S, PLAN_WORST_S = 1.5, 3.5  # from a member's death to the plan of the next step of those that are left
+TURNS_RESIDENT = 1.05  # memory after many losses and joins, over that after some
 DEAD_S, FROZEN_S = 3.0, 12.0  # until all ranks have ended, where one is dead, or stands still

@@ -1,10 +1,16 @@
-"""Members of an elastic job that die, freeze, part or join: one view on all that go on, and how soon.
+"""An elastic job whose members die, freeze, part or join: one view on all that go on, how soon, and the same training.
 
   python -m tools.check_elastic [--quick] [--json FILE] [--only PART ...]
 
 membership  drawn orders of events through the machines of up to seven members over a made-up network
 partitions  four members in two parts, for good or for a while, with and without a folder that all see
 agents      real processes and sockets, four members: from the death of one to the last survivor's next view
+losses      training jobs of four ranks: faults of every kind, in every phase, of the first, a middle and the last
+            member, in jobs of every mode, drawn; each compared to the bit with a stop and a restart on those that are
+            left. The whole form names the cells that it has not run
+turns       a job that loses a rank and gets one again, over and over: from each death to the next step's plan, and
+            threads, descriptors, memory and process groups that are left
+courses     two at once, a node of two, a second loss in each state of the first, 8, 7, 6, 4, 6 and 8 ranks
 
 Exits non-zero if an aim is missed.
 """
@@ -82,7 +88,75 @@ def agents(quick: bool, missed: list[str]) -> list[dict[str, Any]]:
     return rows
 
 
-PARTS = {"membership": membership, "partitions": partitions, "agents": agents}
+def losses(quick: bool, missed: list[str]) -> list[dict[str, Any]]:
+    """A row for each value of each coordinate: how many cells had it, and how many went on as they must."""
+    from tests.support import elastic_cells as cells
+
+    drawn, rows = cells.drawn(4 if quick else 240), dict[str, list[int]]()
+    with tempfile.TemporaryDirectory() as folder:
+        judge = cells.Judge(Path(folder))
+        for cell in drawn:
+            wrong = judge.wrong(cell.course)
+            missed += [f"{cell}: {what}" for what in wrong]
+            for value in ("all", cell.kind, cell.phase, cell.place, cell.mode):
+                row = rows.setdefault(value, [0, 0])
+                row[:] = row[0] + 1, row[1] + (not wrong)
+    left = cells.not_run(drawn)
+    print(f"cells that were not run: {sum(map(len, left.values())):,} of {len(cells.all_cells()):,}")
+    for where, others in left.items() if not quick else ():
+        print(f"  {where}: {', '.join(others)}")
+    for mode, why in cells.NOT_RUN.items():
+        print(f"  {mode}: {why}")
+    return [{"of": value, "cells": of, "as they must": held} for value, (of, held) in rows.items()]
+
+
+def courses(quick: bool, missed: list[str]) -> list[dict[str, Any]]:
+    """A row for each course."""
+    from tests.support import elastic_cells as cells
+
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        judge = cells.Judge(Path(folder))
+        for course in cells.COURSES[:1] if quick else cells.COURSES:
+            wrong = judge.wrong(course)
+            missed += [f"{course.name}: {what}" for what in wrong]
+            rows.append({"course": course.name, "ranks": course.ranks, "as it must": "no" if wrong else "yes"})
+    return rows
+
+
+def turns(quick: bool, missed: list[str]) -> list[dict[str, Any]]:
+    """A row for each figure of a member that lives through all losses and joins: at first, and in the end."""
+    from tests.support.elastic_turns import run_turns
+
+    of = 2 if quick else 50
+    with tempfile.TemporaryDirectory() as folder:
+        found = run_turns(Path(folder) / "job", of)
+    own = found.noted[0] if found.noted else []
+    if len(own) != 2 * of + 3:
+        missed.append(f"{of} losses and joins: exit codes {found.result.codes}")
+        return [{"figure": "none", "at first": "", "in the end": ""}]
+    median, worst = statistics.median(found.seconds), max(found.seconds)
+    if median > aims.PLAN_MEDIAN_S or worst > aims.PLAN_WORST_S:
+        missed.append(f"{median:.2f} s in the median, {worst:.2f} s at worst from a death to the next step's plan")
+    rows: list[dict[str, Any]] = [
+        {"figure": f"s from a death to the next plan, {of} turns: median, worst", "at first": median,
+         "in the end": worst}
+    ]  # fmt: skip
+    for name in ("threads", "descriptors", "shared", "resident", "old_groups"):
+        # In the same place of a turn, as whole as the job was at first: four ranks, in a step before a loss.
+        seen = [getattr(one, name) for one in own[2::2]]
+        first, last = max(seen[: max(1, len(seen) // 4)]), max(seen[-max(1, len(seen) // 4) :])
+        limit = aims.TURNS_RESIDENT * first if name == "resident" else first
+        if last > limit:
+            missed.append(f"{name} grow from {first:,} to {last:,} in {of} losses and joins")
+        rows.append({"figure": name.replace("_", " "), "at first": first, "in the end": last})
+    return rows
+
+
+PARTS = {
+    "membership": membership, "partitions": partitions, "agents": agents, "losses": losses, "courses": courses,
+    "turns": turns,
+}  # fmt: skip
 
 
 def main() -> int:

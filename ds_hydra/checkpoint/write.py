@@ -60,7 +60,8 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._host: dict[str, torch.Tensor] = {}  # what the last save in the background was copied to
-        self.dropped = False  # a save that was under way, with the world
+        self.step = -1  # of the last save in the background
+        self.dropped = False  # that save, with the world
         self.seconds = 0.0  # that the last save took, its last rename included
 
     def save(self, saving: Saving) -> None:
@@ -78,6 +79,7 @@ class Writer:
         self.wait()
         self._host = {name: _copied(source, self._host.get(name)) for name, source in saving.tensors.items()}
         held = {name: Source.of(value) for name, value in self._host.items()}
+        self.step = saving.manifest.step
         self._thread = threading.Thread(
             target=self._run, args=(replace(saving, tensors=held),), name="checkpoint", daemon=True
         )

@@ -18,6 +18,7 @@ COMMANDS = {
     "preview": "what a job would do: strategies, step times, gains; without a device",
     "simulate": "what a step would do on every rank: times, waits, memory, a trace; without a device",
     "memory": "what each parallel scheme of a model needs on a rank",
+    "layout": "which rank holds which interval of a parameter, as masters, as copies, and under strategies",
     "check": "whether a model trains under strategies as in one process",
     "settings": 'all settings of the block "hydra", a sentence each, or as a JSON Schema',
     "profile": "measure a cost table on this machine",

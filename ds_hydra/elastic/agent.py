@@ -76,8 +76,11 @@ class MemberAgent:
         heartbeat_s: float = 1.0,
         end: Callable[[str], None] | None = None,
         store: Callable[[str], Store] = open_store,
+        place: Path | None = None,
     ):
-        """Use `start` or `join`. `end` replaces the end of the process; `store` opens stores."""
+        """Use `start` or `join`. `end` replaces the end of the process; `store` opens stores; `place` has the newest
+        invitation, for a process that joins."""
+        self._place = place
         self._machine = Membership(me, roster, folder=invitation.folder is not None, patience=patience)
         self._links, self._invitation, self._end, self._open_store = links, invitation, end, store
         self._store: Store | None = None
@@ -131,16 +134,16 @@ class MemberAgent:
         return cls(members[channel.rank], links, invitation, roster, **more)
 
     @classmethod
-    def join(
-        cls, invitation: Invitation, *, frozen_s: float = 9.0, address: str | None = None, **more: Any
-    ) -> MemberAgent:
-        """As a process that wants to join; its first `park` returns when it is a member."""
+    def join(cls, place: Path, *, frozen_s: float = 9.0, address: str | None = None, **more: Any) -> MemberAgent:
+        """As a process that wants to join by the invitation in this file; its first `park` returns when it is a
+        member."""
+        invitation = Invitation.read(place)
         mine = Identity.of_self()
         others = [one.address[0] for one in invitation.members if one.host != mine.host]
         listener = listen(address or (own_address(others[0]) if others else "127.0.0.1"))
         me = Member(-1, mine.host, listener.getsockname()[:2], mine.pid, mine.started)
         links = Links(listener, bytes.fromhex(invitation.secret), frozen_s=frozen_s)
-        return cls(me, links, invitation, None, **more)
+        return cls(me, links, invitation, None, place=place, **more)
 
     # What training calls.
 
@@ -244,6 +247,8 @@ class MemberAgent:
         machine = self._machine
         self._links.me, self._links.roster = machine.me, machine.roster
         if machine.me.id < 0:
+            if self._links.unanswered and self._place is not None and self._place.exists():
+                self._invitation = Invitation.read(self._place)  # others may be members now
             self._links.knock(machine.me, self._invitation.members)
             if self._links.unanswered > _UNANSWERED:
                 self._leave("no member of the job answers any more: it has ended")

@@ -2,26 +2,58 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from ds_hydra.engine.job import Job
 from ds_hydra.pipe.models.causal_lm import CausalLM
-from ds_hydra.pipe.shape import StrategyShape
+from ds_hydra.pipe.shape import PipelineShape, StrategyShape
 from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.pipe.stage_options import StageOptions
+from ds_hydra.ranks.together import Texts
 from ds_hydra.ranks.world import World
 from ds_hydra.self_check.check import check_strategies
-from ds_hydra.self_check.verdicts import CheckResult
+from ds_hydra.self_check.verdicts import CheckResult, Verdict
 
 logger = logging.getLogger(__name__)
 
 
+def listed_for_others(job: Job) -> list[StrategyShape]:
+    """Strategies of other numbers of ranks, which training may go on with."""
+    listed = () if job.config.elastic is None else job.config.elastic.strategies
+    return [StrategyShape.parse(text) for _, strategies in listed for text in strategies]
+
+
+def taught(job: Job, channel: Texts) -> Job:
+    """An elastic job with what an assembly before has found of its strategies: a process that has joined since is told
+    by the others. Every rank must call it."""
+    record = ""
+    if job.checked is not None:
+        verdicts = {str(shape): verdict.to_json() for shape, verdict in job.checked.verdicts.items()}
+        record = json.dumps([verdicts, job.checked.no_slices, asdict(job.source.options)])
+    told = next((text for text in channel.texts(record) if text), "")
+    if job.checked is not None or not told:
+        return job
+    verdicts, no_slices, given = json.loads(told)
+    known = {PipelineShape.parse(shape): Verdict.from_json(raw) for shape, raw in verdicts.items()}
+    source, options = job.source, StageOptions.from_json(given)
+    if options != source.options:
+        source = source.with_options(options, "the self-check at the job's start refuses it")
+    return replace(job, source=source, checked=CheckResult(known, no_slices=no_slices))
+
+
 def check_candidates(job: Job, world: World, candidates: Sequence[StrategyShape]) -> tuple[CheckResult, ModelSource]:
     """What the self-check says of the candidates, and of which source: the job's, or where it finds wrong what is right
-    by a fallback of the job's stage options, one that computes by that."""
+    by a fallback of the job's stage options, one that computes by that.
+
+    With the candidates of a job's start go those that it may go on with: after a loss nothing is checked again.
+    """
     source = job.source
+    if job.checked is not None and job.checked.knows(candidates):
+        return job.checked, source
+    candidates = [*candidates, *listed_for_others(job)]
 
     def check(options: StageOptions) -> CheckResult:
         return check_strategies(

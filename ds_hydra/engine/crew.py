@@ -112,7 +112,7 @@ class Crew:
                 # Also where something below is refused; not at exit, which forks of this process may come to first.
                 weakref.finalize(self, producer.stop).atexit = False
         self.prepared: Prepared = prepare(job, world)
-        self.job = job = replace(job, source=self.prepared.source)
+        self.job = job = replace(job, source=self.prepared.source, checked=self.prepared.checked)
         plan = job.source.plan
         with together(world.channel, "building the stages of all strategies"):
             build_stages(job.source, self.prepared.strategies.values(), world.rank, job.types.compute)

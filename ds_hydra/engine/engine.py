@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ds_hydra.config.hydra_block import HydraConfig, ParsedConfig
+from ds_hydra.engine.calls import Call
 from ds_hydra.engine.crew import Crew
 from ds_hydra.engine.evaluation import Evaluation
 from ds_hydra.engine.fingerprint import device_name
@@ -212,14 +213,14 @@ class HydraEngine(EngineInParts):
         batch = next(data_iter) if hasattr(data_iter, "__next__") else data_iter
         if batch is None:
             raise ConfigError("eval_batch() needs sequences: a dataset, a list of token lists, or an iterator of them")
-        return torch.tensor(self.steps.evaluate_batch(batch), dtype=torch.float32)
+        return torch.tensor(self.on_all(Call(lambda: self.steps.evaluate_batch(batch))), dtype=torch.float32)
 
     def evaluate(self, dataset: Any) -> Evaluation:
         """Loss, perplexity and the loss of each sequence of a map-style dataset, without an update.
 
         About hydra.tokens_per_step tokens run at a time. Every rank must call it with the same dataset.
         """
-        return self.steps.evaluate(dataset)
+        return self.on_all(Call(lambda: self.steps.evaluate(dataset), Evaluation.to_json, Evaluation.from_json))
 
     def predict(self, batch: Any, function: TokenFunction) -> tuple[Tensor, Tensor]:
         """Mean loss of the batches of all ranks, (), and what `function` gives for each token of this rank's, (tokens,
@@ -231,7 +232,7 @@ class HydraEngine(EngineInParts):
         """
         if not isinstance(self.job.source, CausalLM):
             raise ConfigError("predict() needs a Hugging Face model: the layers of a PipelineModule end in its loss")
-        loss, found = self.steps.predict_handed(batch, function)
+        loss, found = self.on_all(Call(lambda: self.steps.predict_handed(batch, function), once="predict"))
         return torch.tensor(loss, dtype=torch.float32), torch.from_numpy(found)
 
     def destroy(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import copy
 import json
 import logging
 import os
@@ -50,6 +51,11 @@ class Carried:
     stage: int
     folder: Path | None
     complete: bool = False  # but for planning, and where it saves
+
+    @classmethod
+    def left_by(cls, crew: Crew) -> Carried:
+        """What is to be read of it before it is dropped."""
+        return cls(None, None, crew.learned.saved(), 0, crew.checkpoints.stage, crew.checkpoints.folder)
 
     def give_to(self, engine: HydraEngine, crew: Crew, *, joins: bool, joiners: bool) -> None:
         """Let the next crew go on with it; every rank must call it. A process that `joins` takes all of it from rank 0,
@@ -168,6 +174,25 @@ def record_voted(engine: HydraEngine, update: Update, opened: OpenStep) -> Outco
         ))  # fmt: skip
         update.count(update.committed, outcome.grad_norm)
     return outcome
+
+
+def complete(
+    engine: HydraEngine, update: Update | None, opened: OpenStep | None, left: Carried | None
+) -> tuple[Carried, Outcome | None]:
+    """What the old crew has `left`, whole; and what a step came to that the vote has completed, if there is one, which
+    is recorded unless it was before. `update` is None for a process that joins: it takes rank 0's."""
+    if update is None:
+        return Carried(None, None, {}, 0, 0, None), None
+    assert left is not None, "it has left a crew"
+    if left.complete:
+        return left, None
+    outcome = None
+    if opened is not None and opened.step + 1 == update.committed and update.last is not None:
+        outcome = record_voted(engine, update, opened)
+    schedule = engine.lr_scheduler and copy.deepcopy(engine.lr_scheduler.state_dict())
+    whole = replace(left, schedule=schedule, loss_scale=update.loss_scale.state_dict(),
+                    skipped_in_a_row=update.skipped_in_a_row, complete=True)  # fmt: skip
+    return whole, outcome
 
 
 def tell(view: View, came: Collection[int], since: tuple[float, float], *, step: int, protected: bool) -> None:

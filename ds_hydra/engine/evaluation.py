@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,16 @@ class Evaluation:
 
     sums: npt.NDArray[np.float64]  # (sequences,) of its targets' losses
     num_targets: npt.NDArray[np.int64]  # (sequences,) 0 for a sequence that was left out, or has none
+
+    def to_json(self) -> list[Any]:
+        """As JSON holds it."""
+        return [self.sums.tolist(), self.num_targets.tolist()]
+
+    @classmethod
+    def from_json(cls, told: Sequence[Any]) -> Evaluation:
+        """What `to_json` made."""
+        sums, counts = told
+        return cls(np.array(sums, dtype=np.float64), np.array(counts, dtype=np.int64))
 
     @property
     def loss(self) -> float:

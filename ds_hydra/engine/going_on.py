@@ -19,13 +19,12 @@ is, and this rank is lost to the others.
 from __future__ import annotations
 
 import atexit
-import copy
 import logging
 import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 
@@ -33,10 +32,12 @@ from ds_hydra.elastic.agent import MemberAgent
 from ds_hydra.elastic.buddies import shift_of
 from ds_hydra.elastic.view import NOTHING_HELD, View
 from ds_hydra.engine import epochs, joining
+from ds_hydra.engine.calls import Call, Calls
 from ds_hydra.engine.standing import Standing
 from ds_hydra.engine.steps import OpenStep
 from ds_hydra.host.environment import joins
 from ds_hydra.ranks.freeing import Freeing
+from ds_hydra.ranks.together import first_channel
 from ds_hydra.watchdog.host import host
 from ds_hydra.zero_hetero.errors import release, told_of
 
@@ -55,8 +56,7 @@ Result = TypeVar("Result")
 def first_assembly(engine: HydraEngine, elastic: ElasticConfig, guard: Guard) -> bool:
     """Assemble an engine that goes on without ranks that it loses; whether it has joined a job that runs.
 
-    ConfigError, on all ranks, for a job that cannot go on without some of its ranks; or for a process that would join
-    another job.
+    ConfigError, on all ranks, for a job that cannot go on without some of its ranks, or a process of another job.
     """
     if joins():
         engine.going_on = GoingOn(engine, elastic, joining.join_members(engine))
@@ -73,14 +73,15 @@ class GoingOn:
     def __init__(self, engine: HydraEngine, config: ElasticConfig, agent: MemberAgent):
         self._engine, self.agent = engine, agent
         self._freeing = Freeing(config.stuck_seconds, epochs.end_stuck, agent.addresses)
-        self._freeing.adopt()
+        with first_channel() as channel:
+            self._freeing.adopt(channel)
         self.shift = 0  # who keeps whose copy [Note: buddies]
         self._standing = Standing()
         self._open: OpenStep | None = None
         self._carried: epochs.Carried | None = None
         self._voted: Outcome | None = None  # of a step that was completed by the vote
         self._began_at = 0  # the steps that were made when the present call began
-        self._save_again = False
+        self._calls = Calls()
         self._stopped = 0.0  # when training stopped last, by `time.perf_counter`
         agent.on_abort(self._freeing.begin, self._freeing.resume)
         engine._signals.wanted = lambda: agent.wanted
@@ -95,7 +96,7 @@ class GoingOn:
                 self._engine.assemble(guard=guard)
             joining.check_can_be_told(self._engine)
         except Exception as error:
-            if told_of(error) is None and self.agent.fault(within=_KNOWN_S):
+            if told_of(error) is None and self._by_fault(error):
                 epochs.end_lost("ranks were lost before the job's first step")
             self.close()
             raise
@@ -126,19 +127,30 @@ class GoingOn:
 
         def step() -> Outcome:
             nonlocal outcome
-            engine = self._engine
+            engine, calls = self._engine, self._calls
             outcome, self._voted = outcome or self._voted, None
-            if self._save_again and engine.job.config.checkpoint is not None:
+            if calls.behind:
+                assert outcome is not None, "a step that others have left is complete"
+                return outcome
+            if calls.save_again and engine.job.config.checkpoint is not None:
                 engine.saving.save(engine.job.config.checkpoint.dir)
-                self._save_again = False
+                calls.save_again = False
             if outcome is None:
                 outcome = engine.steps.train()
-            engine.saving.when_due(outcome.request)
+            calls.request = max(calls.request, outcome.request)
+            engine.saving.when_due(calls.request)
             return outcome
 
         found = self.run(step)
-        if found.wanted:
+        if found.wanted and not self._calls.behind:
             self.run(lambda: None, parks=True)
+        self._calls.left()
+        return found
+
+    def call(self, call: Call[Result]) -> Result:
+        """What a call of all ranks comes to, which is begun again after each fault [Note: calls]."""
+        found = self.run(lambda: call.begin(self._calls))
+        self._calls.left(None if call.once else call.close(found))
         return found
 
     def run(self, part: Callable[[], Result], *, parks: bool = False) -> Result:
@@ -158,12 +170,20 @@ class GoingOn:
             except Exception as raised:
                 error = raised
             # Outside of the `except` block, whose traceback holds all frames of the step.
-            if told_of(error) is not None or not self.agent.fault(within=_KNOWN_S):
+            told = told_of(error)
+            if told is not None and view is not None and self._standing.held is not None:
+                epochs.end_lost(f"the ranks that are left cannot go on: {told.text}")
+            if told or not self._by_fault(error):
                 self.close()
                 raise error
             release(error)
             del error
             view = self._parked()
+
+    def _by_fault(self, error: Exception) -> bool:
+        """Whether an error of this rank is that of a wait which a fault has ended."""
+        # Those of gloo, of torch's stores and of sockets; any other is known to be this rank's own at once.
+        return self.agent.fault(within=_KNOWN_S if isinstance(error, (RuntimeError, OSError)) else 0.0)
 
     def _parked(self) -> View:
         """Let go of all that belongs to the present ranks; the view with which to go on."""
@@ -177,16 +197,15 @@ class GoingOn:
         steps, crew = vars(engine).get("steps"), vars(engine).get("crew")
         if steps is not None:
             self._open = steps.open or self._open
-        planning: dict[str, Any] = {}
         if crew is not None and crew.update is self._standing.update:
-            planning = crew.learned.saved()
-            self._carried = epochs.Carried(None, None, planning, 0, crew.checkpoints.stage, crew.checkpoints.folder)
+            self._carried = epochs.Carried.left_by(crew)
         writer = None if crew is None else crew.checkpoints.writer
         if crew is not None and not self.agent.faulty:  # all do so
             crew.coming.forget()
             crew.checkpoints.writer.wait()
         engine.drop()
-        self._save_again |= writer is not None and writer.dropped
+        if writer is not None and writer.step >= 0:
+            self._calls.saved(writer.step, whole=not writer.dropped)
         if dist.is_initialized():
             dist.destroy_process_group()
         self._freeing.park()
@@ -204,13 +223,19 @@ class GoingOn:
         with self._freeing.making():
             epochs.make_default_group(view, ids.index(own), engine.job.config.timeout_seconds)
             epochs.take_rank(engine, ids.index(own), len(ids))
-            carried = self._complete()
+            carried, outcome = epochs.complete(engine, update, self._open, self._carried)
+            if update is not None:
+                self._carried = carried
+            if outcome is not None:
+                self._open = None
+                self._voted = outcome if self._began_at < engine.global_steps else None
             if held.optimizer is not None:
                 held.optimizer = epochs.detached(held.optimizer, engine.client_optimizer)
             engine.assemble(replace(engine.job, config=epochs.config_for(engine.hydra_config, len(ids))))
             crew = engine.crew
             held.cut_anew(own, ids, crew.masters, crew.update.optimizer, crew.world)
             carried.give_to(engine, crew, joins=update is None, joiners=bool(came))
+            self._calls.agree(crew.world.channel, joins=update is None)
             if update is not None:
                 crew.update.committed, crew.update.last = update.committed, update.last
             self._standing.put_aside(view, crew)
@@ -223,21 +248,3 @@ class GoingOn:
         if engine.global_rank == 0:
             since = self._stopped, began
             epochs.tell(view, came, since, step=engine.global_steps + 1, protected=crew.copy is not None)
-
-    def _complete(self) -> epochs.Carried:
-        """Record the step that was completed by the vote, unless it was recorded before; what the old crew leaves."""
-        engine, update, opened = self._engine, self._standing.update, self._open
-        if update is None:
-            return epochs.Carried(None, None, {}, 0, 0, None)  # a process that joins takes rank 0's
-        assert self._carried is not None, "it has left a crew"
-        if self._carried.complete:
-            return self._carried
-        if opened is not None and opened.step + 1 == update.committed and update.last is not None:
-            self._open = None
-            outcome = epochs.record_voted(engine, update, opened)
-            if self._began_at < update.committed:
-                self._voted = outcome
-        schedule = engine.lr_scheduler and copy.deepcopy(engine.lr_scheduler.state_dict())
-        self._carried = replace(self._carried, schedule=schedule, loss_scale=update.loss_scale.state_dict(),
-                                skipped_in_a_row=update.skipped_in_a_row, complete=True)  # fmt: skip
-        return self._carried

@@ -12,6 +12,7 @@ from ds_hydra.engine.pre_step import Callback
 from ds_hydra.host.optimizers import OptimizerRecipe
 from ds_hydra.host.precision import DataTypes
 from ds_hydra.pipe.stage import ModelSource
+from ds_hydra.self_check.verdicts import CheckResult
 
 
 @dataclass(frozen=True)
@@ -27,3 +28,4 @@ class Job:
     types: DataTypes
     clipping: float  # largest norm of a step's gradient; 0 does not clip
     pre_step: Callback | None = None  # the user's own; None: the job plans by itself
+    checked: CheckResult | None = None  # what an assembly for other ranks has found of its strategies

@@ -75,7 +75,7 @@ def join_members(engine: HydraEngine) -> MemberAgent:
         )
     invitation = Invitation.read(folder / _INVITATION)
     check_same_job(job_print(engine), json.loads(invitation.job))
-    return MemberAgent.join(invitation, **living(engine.hydra_config))
+    return MemberAgent.join(folder / _INVITATION, **living(engine.hydra_config))
 
 
 def check_same_job(own: Mapping[str, str], theirs: Mapping[str, str]) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from ds_hydra.engine.calls import Call
 from ds_hydra.engine.scoring import TokenScores
 from ds_hydra.engine.steps import Steps
 from ds_hydra.engine.weights import EngineWithWeights
@@ -18,12 +20,18 @@ from ds_hydra.zero_hetero.errors import CheckpointError
 if TYPE_CHECKING:
     from ds_hydra.engine.going_on import GoingOn
 
+Result = TypeVar("Result")
+
 
 class EngineInParts(EngineWithWeights):
     """An engine whose steps a script may make in parts [Note: a step in parts]. Every rank must make the same calls."""
 
     steps: Steps
     going_on: GoingOn | None = None  # without lost ranks, where hydra.elastic asks for it
+
+    def on_all(self, call: Call[Result]) -> Result:
+        """What a call of all ranks returns; where some are lost in it, for those that are left [Note: calls]."""
+        return call.part() if self.going_on is None else self.going_on.call(call)
 
     def forward_backward(
         self,
@@ -87,7 +95,8 @@ class EngineInParts(EngineWithWeights):
         `sequences` and `temperature` as of `forward_backward`; other columns than those for tokens, labels and masks
         are not read. ConfigError where a sequence would be truncated or left out.
         """
-        return self.steps.parts.scoring.log_probs(sequences, temperature, entropy=entropy)
+        scoring = self.steps.parts.scoring
+        return self.on_all(Call(lambda: scoring.log_probs(sequences, temperature, entropy=entropy), once="log_probs"))
 
     def full_parameters(
         self, *, dtype: torch.dtype | None = None, ranks: Sequence[int] | None = None, adapters: str = "merged"
@@ -106,14 +115,20 @@ class EngineInParts(EngineWithWeights):
     def save_checkpoint(self, save_dir: str | Path, *arguments: Any, **named: Any) -> bool:
         """See `EngineWithWeights`. CheckpointError while gradients wait for an update, which no checkpoint holds."""
         self.steps.parts.refuse_if_any("save_checkpoint()", CheckpointError)
-        return super().save_checkpoint(save_dir, *arguments, **named)
+        return self.on_all(Call(partial(super().save_checkpoint, save_dir, *arguments, **named)))
 
     def load_checkpoint(self, load_dir: str | Path, *arguments: Any, **named: Any) -> tuple[str | None, dict[str, Any]]:
         """See `EngineWithWeights`. CheckpointError while gradients wait for an update."""
         self.steps.parts.refuse_if_any("load_checkpoint()", CheckpointError)
-        return super().load_checkpoint(load_dir, *arguments, **named)
+        return self.on_all(
+            Call(partial(super().load_checkpoint, load_dir, *arguments, **named), once="load_checkpoint")
+        )
 
     def load_16bit_model(self, load_dir: str | Path) -> None:
         """See `EngineWithWeights`. CheckpointError while gradients wait for an update."""
         self.steps.parts.refuse_if_any("load_16bit_model()", CheckpointError)
-        super().load_16bit_model(load_dir)
+        self.on_all(Call(partial(super().load_16bit_model, load_dir), once="load_16bit_model"))
+
+    def save_16bit_model(self, save_dir: str | Path, *arguments: Any, **named: Any) -> bool:
+        """See `EngineWithWeights`."""
+        return self.on_all(Call(partial(super().save_16bit_model, save_dir, *arguments, **named)))

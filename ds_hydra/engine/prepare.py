@@ -12,7 +12,7 @@ from ds_hydra.costs.memory import JobMemory
 from ds_hydra.costs.shape_costs import with_shapes
 from ds_hydra.costs.table_file import TableFile
 from ds_hydra.data.length_sources import assumed_lengths
-from ds_hydra.engine.checked import check_candidates
+from ds_hydra.engine.checked import check_candidates, listed_for_others, taught
 from ds_hydra.engine.costs import costs_and_memory, least_memory, limited, planned_whole, without_the_largest
 from ds_hydra.engine.fits import check_memory
 from ds_hydra.engine.job import Job
@@ -47,6 +47,7 @@ class Prepared:
     hidden: int  # features of a token between layers
     room: ArenaRoom  # the arena of each rank, and which strategies fit beside the candidates
     memory: JobMemory  # with all candidates
+    checked: CheckResult
 
     @property
     def table(self) -> CostTable:
@@ -56,6 +57,8 @@ class Prepared:
 def prepare(job: Job, world: World) -> Prepared:
     """Decide cost table and candidates. Every rank must call it; ConfigError or PlanError is raised on all of them."""
     config = job.config
+    if config.elastic is not None:
+        job = taught(job, world.channel)
     for note in job.source.notes if world.rank == 0 else ():
         logger.warning("%s", note)
     lengths = [] if job.data is None else [int(n) for n in job.data.lengths if n]
@@ -95,7 +98,7 @@ def prepare(job: Job, world: World) -> Prepared:
     with together(world.channel, "counting the room for composed strategies"):
         room = room_beside(memory, found.table, composing=planner_options(job, world).highs == "composes")
     elements = shape.params // world.num_ranks
-    return Prepared(source, found, memory.strategies, elements, no_slices, shape.hidden, room, memory)
+    return Prepared(source, found, memory.strategies, elements, no_slices, shape.hidden, room, memory, checked)
 
 
 def planner_options(job: Job, world: World) -> PlannerOptions:
@@ -149,6 +152,8 @@ def _candidates(
         candidates = config.shapes or _propose(job, found, memory, lengths, world)
         for candidate in candidates:
             plan.check(place_strategy(candidate, world.num_ranks, plan.num_layers, world.cluster))
+        for other in [] if world.cluster.mixed else listed_for_others(job):
+            plan.check(place_strategy(other, other.num_ranks, plan.num_layers))
         checked, source = check_candidates(job, world, candidates)
         if config.shapes:
             checked.require(candidates)

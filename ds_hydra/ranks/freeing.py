@@ -4,9 +4,9 @@
 gloo cannot abort, and a thread that waits for a living neighbour, which itself waits for the dead one, would wait for
 the groups' time-out. When the sockets of its groups are shut, each wait ends with an ordinary RuntimeError.
 
-  whose      of the groups alone: what was opened while groups were made, known by descriptor and inode, so that a
-             number that has been used again is left alone. Connections of the membership, from or to one of its
-             addresses, are spared, those too that its threads make meanwhile
+  whose      of the groups alone: what was opened while groups were made, and what at the start has its other end in a
+             rank, known by descriptor and inode, so that a number that has been used again is left alone. Connections
+             of the membership, from or to one of its addresses, are spared, those too that its threads make meanwhile
   never      a listening socket: gloo ends the process when one of its own is shut. It has no peer, which tells it
   when       `WAIT_S` after the fault is known. If a socket is shut just while gloo handles the end of its peer, a wait
              may be lost
@@ -17,11 +17,16 @@ the groups' time-out. When the sockets of its groups are shut, each wait ends wi
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ds_hydra.ranks.together import Texts
 
 WAIT_S = 0.25
 _Socket = tuple[int, str]  # descriptor, and "socket:[inode]"
@@ -60,10 +65,15 @@ class Freeing:
                 self._made |= self._opened()
                 self._before = None
 
-    def adopt(self) -> None:
-        """All sockets that are open now are those of groups, if they are not spared."""
+    def adopt(self, channel: Texts) -> None:
+        """What is open now between ranks belongs to their groups, if it is not spared; every rank must call it. Other
+        connections, such as those of a script to a database, are left alone."""
+        own = {ends: one for one in open_sockets() if (ends := _ends(one)) is not None}
+        texts = channel.texts(json.dumps(list(own)))
+        told = [json.loads(text) for rank, text in enumerate(texts) if rank != channel.rank]
+        others = {(_address(there), _address(here)) for ends in told for here, there in ends}
         with self._lock:
-            self._made |= open_sockets()
+            self._made |= {one for ends, one in own.items() if ends in others}
 
     def begin(self) -> None:
         """A fault is known: free the thread that trains, in a thread of its own. More calls do nothing until `resume`,
@@ -115,6 +125,19 @@ def open_sockets() -> set[_Socket]:
             if target.startswith("socket:"):
                 found.add((int(name), target))
     return found
+
+
+def _ends(one: _Socket) -> tuple[_Address, _Address] | None:
+    """This process's address of a TCP connection and the other end's; None for any other socket."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(one[0])) as connection:
+        if connection.family in (socket.AF_INET, socket.AF_INET6):
+            return _address(connection.getsockname()), _address(connection.getpeername())
+    return None
+
+
+def _address(given: Sequence[Any]) -> _Address:
+    """Host and port, alike for both families."""
+    return str(given[0]).removeprefix("::ffff:"), int(given[1])
 
 
 def shut(sockets: Collection[_Socket], spared: Collection[_Address] = ()) -> None:

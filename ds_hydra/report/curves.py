@@ -22,6 +22,29 @@ def running_median(values: Sequence[float], width: int = _SMOOTHED) -> list[floa
     return [median(values[max(0, end - width) : end]) for end in range(1, len(values) + 1)]
 
 
+def ranks_of(record: Record) -> int:
+    """How many ranks trained a step: all are in its strategy."""
+    return parse_phases(record["strategy"])[0].num_ranks
+
+
+def changes_of_ranks(records: Sequence[Record]) -> list[tuple[int, int]]:
+    """(step, ranks) of the first step, and of each that other ranks trained than the one before."""
+    counts = [ranks_of(record) for record in records]
+    pairs = zip(records, counts, [0, *counts], strict=False)
+    return [(record["step"], now) for record, now, before in pairs if now != before]
+
+
+def mark_ranks(axes: Any, records: Sequence[Record]) -> str:
+    """A line at each step from which on other ranks trained; the changes in words, empty for none."""
+    first, *changes = changes_of_ranks(records) or [(0, 0)]
+    for step, ranks in changes:
+        axes.axvline(step, color="0.4", linewidth=0.8, linestyle=":")
+        axes.annotate(f"{ranks} ranks", (step, 0.99), xycoords=("data", "axes fraction"), rotation=90, fontsize=7,
+                      ha="right", va="top", color="0.3")  # fmt: skip
+    told = ", ".join(f"{ranks} from step {step}" for step, ranks in changes)
+    return f" {first[1]} ranks trained at first, {told}." if changes else ""
+
+
 def draw_learning(axes: Any, records: Sequence[Record], look: Any) -> str:
     """Loss by step with its running median, and the learning rate."""
     known = [r for r in records if r.get("loss") is not None]
@@ -39,7 +62,8 @@ def draw_learning(axes: Any, records: Sequence[Record], look: Any) -> str:
     rates.set(ylabel="learning rate (dashed)", ylim=(0, None))
     skipped = sum(bool(r.get("skipped")) for r in records)
     axes.legend(fontsize=8)
-    return f"The loss went from {losses[0]:.3f} to {losses[-1]:.3f} in {len(known)} steps; {skipped} were skipped."
+    went = f"The loss went from {losses[0]:.3f} to {losses[-1]:.3f} in {len(known)} steps; {skipped} were skipped."
+    return went + mark_ranks(axes, records)
 
 
 def draw_speed(axes: Any, records: Sequence[Record], look: Any) -> str:
@@ -59,7 +83,7 @@ def draw_speed(axes: Any, records: Sequence[Record], look: Any) -> str:
     shares.set(ylabel="% waited for the slowest pipeline (dotted)", ylim=(0, 100))
     return (
         f"{median(rate):,.0f} tokens a second in the median; ranks waited for the slowest pipeline for "
-        f"{median(waits):.0f} % of a step."
+        f"{median(waits):.0f} % of a step.{mark_ranks(axes, records)}"
     )
 
 

@@ -63,6 +63,10 @@ class CheckResult:
         refused = {stand_in(known) for known, verdict in self.verdicts.items() if verdict.state != "equal"}
         return stand_in(PipelineShape.of(shape) if isinstance(shape, ParallelScheme) else shape) not in refused
 
+    def knows(self, strategies: Sequence[StrategyShape]) -> bool:
+        """Whether there is a verdict on each of their pipelines."""
+        return all(pipeline in self.verdicts for strategy in strategies for pipeline in strategy.pipelines)
+
     def objections(self) -> list[str]:
         """A line for each scheme that must not be used."""
         return [text for scheme in self.verdicts if (text := self.objection(StrategyShape((scheme,)))) is not None]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ds_hydra.elastic.agent import Invitation, MemberAgent, take_token
+from ds_hydra.elastic.agent import MemberAgent, take_token
 from ds_hydra.elastic.messages import Roster
 from ds_hydra.elastic.view import Member, Report, View
 from ds_hydra.ranks.together import first_channel
@@ -56,7 +56,7 @@ def run(
         if rank >= num:  # a process that joins
             while not (tmp_path / "invitation").exists():
                 time.sleep(0.02)
-            agent = MemberAgent.join(Invitation.read(tmp_path / "invitation"), frozen_s=frozen_s, heartbeat_s=0.25)
+            agent = MemberAgent.join(tmp_path / "invitation", frozen_s=frozen_s, heartbeat_s=0.25)
             view = agent.park(Report())
             (tmp_path / f"{rank}.views").write_text(json.dumps([time.time(), view.to_wire()]) + "\n")
             agent.rebuilt()

@@ -3,115 +3,131 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ds_hydra.config.hydra_block import HydraConfig
+from ds_hydra.engine import epochs
 from ds_hydra.host.environment import MEMBERS_FOLDER
 from ds_hydra.testing import run_ranks
-from ds_hydra.zero_hetero.errors import ConfigError
-from tests.support.elastic_job import Loss, restarted, run_elastic
-from tests.support.small_job import small_engine
+from ds_hydra.zero_hetero.errors import ConfigError, PlanError
+from tests.support.elastic_cells import COURSES, MODES, PHASES, PLACES, PLAIN, Cell, Course, Judge, drawn
+from tests.support.elastic_job import Loss, run_elastic
+from tests.support.small_job import sequences, small_engine
 
-OF_4, OF_3, OF_2 = ["tp2 + 2*tp1", "pp2 + 2*tp1", "4*tp1"], ["3*tp1", "tp2 + tp1"], ["tp2", "2*tp1"]
-ELASTIC = {"strategies": {"3": OF_3, "2": OF_2}, "compare_every": 1}
 STEPS = 5
 
 
 @pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
-    """Checkpoints of an undisturbed run after two and three steps, and its losses."""
-    folder = tmp_path_factory.mktemp("stopped")
-
-    def train(rank: int) -> list[float]:
-        engine, losses = small_engine(rank, strategies=OF_4), []
-        for _ in range(3):
-            losses.append(float(engine.train_batch()))
-            engine.save_checkpoint(folder)
-        engine.destroy()
-        return losses
-
-    return folder, run_ranks(train, 4)[0]
-
-
-@pytest.fixture(scope="module")
-def of_3(stopped: tuple[Path, list[float]]) -> dict[int, tuple[list[str], list[float]]]:
-    """Digests by rank, and all losses, of a restart on three ranks after that many steps."""
-    folder, losses = stopped
-    found = {}
-    for step in (2, 3):
-        ends = run_ranks(restarted, 3, folder, f"global_step{step}", STEPS, OF_3)
-        found[step] = [digest for digest, _ in ends], [*losses[:step], *ends[0][1]]
-    return found
+def judge(tmp_path_factory: pytest.TempPathFactory) -> Judge:
+    return Judge(tmp_path_factory.mktemp("stopped"))
 
 
 @pytest.mark.parametrize(
-    ("phase", "member", "kind", "first"),
+    "cell",
     [
-        ("planning", 3, "SIGKILL", 2),
-        ("pull", 0, "SIGSEGV", 2),
-        ("forward", 1, "exception", 2),
-        ("push", 0, "SIGKILL", 2),
-        ("buddy", 2, "SIGKILL", 2),
-        ("update", 0, "SIGKILL", 3),  # all have voted: the others complete the step
-        ("after the update", 1, "SIGKILL", 3),
+        Cell("SIGKILL", "planning", "last", "plain"),
+        Cell("SIGSEGV", "pull", "coordinator", "plain"),
+        Cell("exception", "forward", "middle", "plain"),
+        Cell("SIGKILL", "update", "coordinator", "plain"),  # all have voted: the others complete the step
+        Cell("os._exit", "saving", "middle", "slices"),
+        Cell("SIGSTOP", "push", "coordinator", "plain"),
+        Cell("SIGKILL", "joining", "middle", "plain"),
     ],
+    ids=str,
 )
-def test_the_others_go_on(
-    phase: str, member: int, kind: str, first: int, of_3: dict[int, tuple[list[str], list[float]]], tmp_path: Path
-) -> None:
-    result = run_elastic(tmp_path / "job", 4, STEPS, [Loss(phase, member, 2, kind)], elastic=ELASTIC, strategies=OF_4)
-    assert [code for rank, code in enumerate(result.codes) if rank != member] == [0, 0, 0], result.told
-    assert result.codes[member] != 0
-    digests, losses = of_3[first]
-    assert result.digests == digests
-    for own in result.losses:
-        assert own == pytest.approx(losses, rel=1e-6)
+def test_the_others_go_on(cell: Cell, judge: Judge) -> None:
+    assert judge.wrong(cell.course) == []
 
 
-@pytest.mark.parametrize("phase", ["re-sharding", "copying"])
-def test_a_second_loss_while_the_first_is_dealt_with(
-    phase: str, stopped: tuple[Path, list[float]], tmp_path: Path
-) -> None:
-    """Members 1 and 3 of 4, of which neither keeps the other's copy."""
-    folder, _ = stopped
-    ends = run_ranks(restarted, 2, folder, "global_step2", STEPS, OF_2)
-    lost = [Loss("forward", 1, 2), Loss(phase, 3, 2)]
-    result = run_elastic(tmp_path / "job", 4, STEPS, lost, elastic=ELASTIC, strategies=OF_4)
-    assert result.codes == [0, -9, 0, -9], result.told
-    assert result.digests == [digest for digest, _ in ends]
+@pytest.mark.parametrize(
+    "course", [one for one in COURSES if one.ranks == 4 and "re-sharding" not in one.name], ids=lambda one: one.name
+)
+def test_what_befalls_a_job(course: Course, judge: Judge) -> None:
+    assert judge.wrong(course) == []
 
 
-def test_a_share_that_is_lost_with_its_copy_ends_the_job(tmp_path: Path) -> None:
-    lost = [Loss("forward", 1, 1), Loss("re-sharding", 2, 1)]
-    result = run_elastic(tmp_path / "job", 4, 3, lost, elastic=ELASTIC, strategies=OF_4)
-    assert result.codes == [75, -9, -9, 75]
-    assert "members 1 and 2 are gone" in result.told[0]
+def test_the_judgement_can_fail(judge: Judge) -> None:
+    """Of a job that lost nobody; and steps of other ranks come to other bits."""
+    course = Course("nothing", ())
+    assert judge.wrong(course) == ["nothing was lost"]
+    assert judge.of_legs("plain", [(4, 2), (3, STEPS)])[0] != judge.of_legs("plain", [(4, 3), (3, STEPS)])[0]
 
 
-def test_a_process_joins_at_the_end_of_a_step_and_one_of_another_job_is_refused(tmp_path: Path) -> None:
-    def stopped_at_3(rank: int) -> list[float]:
-        engine = small_engine(rank, strategies=OF_3)
-        losses = [float(engine.train_batch()) for _ in range(3)]
-        engine.save_checkpoint(tmp_path / "stopped")
-        engine.destroy()
-        return losses
+def test_drawn_cells_are_of_every_kind() -> None:
+    cells = drawn(60)
+    assert {cell.phase for cell in cells} == set(PHASES)
+    assert {cell.place for cell in cells} == set(PLACES)
+    assert {cell.mode for cell in cells} == set(MODES)
+    assert cells == drawn(60)
 
-    losses = run_ranks(stopped_at_3, 3)[0]
-    ends = run_ranks(restarted, 4, tmp_path / "stopped", "global_step3", STEPS, OF_4)
-    elastic = {"strategies": {"4": OF_4}, "compare_every": 1}
-    result = run_elastic(tmp_path / "job", 3, STEPS, [], joins_in=2, elastic=elastic, strategies=OF_3)
+
+def test_a_rank_that_has_left_a_save_goes_on_with_those_that_have_not(tmp_path: Path) -> None:
+    """Member 3 dies when it has sent the last message of a save to members 0 and 1, and not to 2."""
+    job = replace(PLAIN, hydra={"checkpoint": {"dir": str(tmp_path / "checkpoints"), "every": 1, "resume": False}})
+    lost = [Loss("saved", 3, 2), Loss("saved", 2, 2, "behind")]
+    result = run_elastic(tmp_path / "job", 4, STEPS, lost, job=job)
+    assert result.codes == [0, 0, 0, -9], result.told
+    assert result.legs(4, STEPS) == [(4, 2), (3, STEPS)]
+
+
+@pytest.mark.parametrize(
+    "lost",
+    [[Loss("evaluating", 1, 2)], [Loss("evaluated", 3, 2), Loss("evaluated", 2, 2, "behind")]],
+    ids=["within it", "at its end"],
+)
+def test_an_evaluation_is_made_again_or_told(lost: list[Loss], tmp_path: Path) -> None:
+    result = run_elastic(tmp_path / "job", 4, STEPS, lost, job=replace(PLAIN, after_step=_evaluated))
+    assert sorted(result.codes, key=str) == [-9, 0, 0, 0], result.told
+    assert len(result.noted[0]) == STEPS
+    assert result.noted == [result.noted[0]] * 3
+
+
+def _evaluated(engine: Any) -> Any:
+    return engine.evaluate(sequences()[:6]).to_json()
+
+
+def test_where_no_strategy_fits_those_that_are_left_all_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unfit(config: HydraConfig, num_ranks: int) -> HydraConfig:
+        return replace(config, strategies=(f"tp{num_ranks}",))  # 3, of 4 heads of keys and values
+
+    monkeypatch.setattr(epochs, "config_for", unfit)
+    result = run_elastic(tmp_path / "job", 4, STEPS, [Loss("forward", 1, 2)], job=PLAIN)
+    assert result.codes == [75, -9, 75, 75], result.told
+    assert "the ranks that are left cannot go on" in result.told[0]
+
+
+def test_strategies_to_go_on_with_are_checked_before_step_0_and_not_again(tmp_path: Path) -> None:
+    """Nor where a process joins, which is told."""
+    checked = replace(PLAIN, strategies={3: ["3*tp1"], 2: ["tp2"]}, hydra={"self_check": "on"})
+    result = run_elastic(tmp_path / "job", 3, 5, [Loss("forward", 1, 1)], job=checked, joins_in=[2])
+    assert result.codes == [0, -9, 0, 0], result.told
+    assert "".join(result.told).count("kinds of pipelines train as one process does") == 1
+    assert result.legs(3, 5) == [(3, 1), (2, 3), (3, 5)]
+
+
+def test_a_process_joins_at_the_end_of_a_step_and_one_of_another_job_is_refused(tmp_path: Path, judge: Judge) -> None:
+    result = run_elastic(tmp_path / "job", 3, STEPS, [], job=PLAIN, joins_in=[2], refuses=True)
     assert result.codes == [0, 0, 0, 0, 78], result.told
     assert "its model" in result.told[4]
     assert "which goes on without it" in result.told[4]
-    assert result.digests == [digest for digest, _ in ends]
-    assert result.losses[0] == pytest.approx([*losses, *ends[0][1]], rel=1e-6)
-    assert result.losses[3] == pytest.approx(ends[0][1], rel=1e-6)
+    assert result.legs(3, STEPS) == [(3, 3), (4, STEPS)]
+    digests, losses = judge.of_legs("plain", [(3, 3), (4, STEPS)])
+    assert result.digests == digests
+    assert result.losses[0] == pytest.approx(losses, rel=1e-6)
+    assert result.losses[3] == pytest.approx(losses[3:], rel=1e-6)
 
 
 @pytest.mark.parametrize(
     ("num", "launched", "said"),
-    [(2, False, "'ds-hydra launch' in place of 'deepspeed'"), (1, True, "at least 2 ranks")],
+    [
+        (2, False, "'ds-hydra launch' in place of 'deepspeed'"),
+        (1, True, "at least 2 ranks"),
+        (2, True, "tp=3"),  # of 4 heads of keys and values
+    ],
 )
 def test_a_job_that_could_not_go_on_is_refused_before_step_0(
     num: int, launched: bool, said: str, tmp_path: Path
@@ -119,8 +135,8 @@ def test_a_job_that_could_not_go_on_is_refused_before_step_0(
     def refused(rank: int) -> str:
         if launched:
             os.environ[MEMBERS_FOLDER] = str(tmp_path)
-        with pytest.raises(ConfigError) as caught:
-            small_engine(rank, strategies=[f"{num}*tp1"], elastic=ELASTIC)
+        with pytest.raises((ConfigError, PlanError)) as caught:
+            small_engine(rank, strategies=[f"{num}*tp1"], elastic={"strategies": {"3": ["tp3"]}})
         return str(caught.value)
 
     assert all(said in text for text in run_ranks(refused, num))

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from ds_hydra.planner import Planner, PlannerOptions
 from ds_hydra.report.trace import trace_faults
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
+TINY = str(TOOLS.parent / "examples" / "llama_tiny.json")
 SIMULATED = ("--cost-table", "a800-7b", "--lengths", "pretraining", "--tokens", "20000", "--context", "4096")
 
 
@@ -58,7 +60,7 @@ def test_options_are_read_as_they_were_spelled_before() -> None:
 
 
 def test_strategies_are_named_by_one_option_in_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("simulate", "emulate", "preview", "check", "memory", "train-tiny"):
+    for command in ("simulate", "emulate", "preview", "check", "memory", "layout", "train-tiny"):
         with pytest.raises(SystemExit):
             main([command, "--help"])
         assert " --strategies TEXT" in capsys.readouterr().out.replace("STRATEGIES", "TEXT"), command
@@ -73,7 +75,7 @@ def test_the_tools_of_the_same_commands_are_their_front_doors() -> None:
     opened = re.findall(
         r"from ds_hydra.commands.(\w+) import main", "\n".join(p.read_text() for p in TOOLS.glob("*.py"))
     )
-    only = {"demo", "init", "launch", "train_tiny", "settings"}
+    only = {"demo", "init", "launch", "layout", "train_tiny", "settings"}
     assert set(opened) == set(modules.values()) - only, "these are commands only"
 
 
@@ -84,6 +86,9 @@ def test_the_tools_of_the_same_commands_are_their_front_doors() -> None:
         (["convert", "to-universal", "MISSING", "OUT"], "holds no checkpoint"),
         (["check", "MISSING", "--strategies", "tp1"], "does not exist"),
         (["memory", "--model", "MISSING", "--gpus", "4"], "does not exist"),
+        (["layout", "NAME", "--model", "MISSING", "--gpus", "4"], "does not exist"),
+        (["layout", "proj.weight", "--model", TINY, "--gpus", "4"], "parameters have the name"),
+        (["layout", "norm.weight", "--model", TINY, "--gpus", "4", "--strategies", "tp2"], "uses 2 ranks but"),
         (["profile", "--model", "MISSING"], "does not exist"),
         (["preview", "--cost-table", "MISSING", "--lengths", "pretraining", "--gpus", "8", "--tokens", "9",
           "--context", "9"], "cannot read the cost table"),
@@ -187,3 +192,23 @@ def test_memory_of_gradients_on_their_way_is_counted(tmp_path: Path) -> None:
         return max(float(row["scratch"]) for row in json.loads(figures.read_text())["rows"])
 
     assert scratch({"communication_data_type": "fp32"}) > scratch({})
+
+
+def test_each_layout_holds_a_parameter_once_in_each_pipeline(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    given = ["layout", "layers.1.self_attn.o_proj.weight", "--model", TINY, "--gpus", "4", "--gpus-per-node", "2"]
+    assert main([*given, "--strategies", "2*tp2", "4*tp1", "--json", str(figures)]) == 0
+    held = json.loads(figures.read_text())["held"]
+
+    def whole(*ranks: list[list[int]]) -> list[list[int]]:
+        """Their intervals one after the other, joined."""
+        pieces = sorted(piece for own in ranks for piece in own)
+        assert all(one[1] == other[0] for one, other in pairwise(pieces)), "a gap, or a part twice"
+        return [[pieces[0][0], pieces[-1][1]]]
+
+    (all_of_it,) = whole(*held["masters"])
+    assert all_of_it[0] == 0
+    assert held["copy"] == [held["masters"][(rank - 2) % 4] for rank in range(4)]  # of a rank in the other node
+    assert whole(*held["2*tp2"][:2]) == whole(*held["2*tp2"][2:]) == [all_of_it]
+    assert len(held["2*tp2"][0]) > 1, "tensor parallel ranks hold columns of it"
+    assert all(own == [all_of_it] for own in held["4*tp1"])

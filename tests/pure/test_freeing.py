@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import time
 
@@ -48,3 +49,29 @@ def test_who_is_parked_is_not_freed_until_it_goes_on() -> None:
     freeing.begin()
     time.sleep(3 * WAIT_S)
     assert len(stuck) == 1, "a thread that is not parked in time is told to be stuck, once"
+
+
+class Told:
+    """All ranks' texts: this one's, and that of a rank which has these connections."""
+
+    rank, num_ranks = 0, 2
+
+    def __init__(self, *theirs: socket.socket):
+        self.theirs = [(one.getsockname(), one.getpeername()) for one in theirs]
+
+    def texts(self, text: str) -> list[str]:
+        return [text, json.dumps(self.theirs)]
+
+
+def test_at_the_start_what_leads_to_another_rank_is_shut_and_nothing_of_a_script() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as of_rank, socket.create_server(("127.0.0.1", 0)) as database:
+        mine, theirs = pair(of_rank)
+        own, answers = pair(database)
+        freeing = Freeing(WAIT_S, lambda: None)
+        freeing.adopt(Told(theirs))
+        freeing.begin()
+        time.sleep(3 * WAIT_S)
+        assert is_shut(mine)
+        assert not is_shut(own)
+        for one in (mine, theirs, own, answers):
+            one.close()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ds_hydra.commands import report
+from ds_hydra.report.curves import changes_of_ranks
 from ds_hydra.report.plots import draw_report, read_steps, relative_errors, summarise
 from ds_hydra.zero_hetero.errors import ConfigError
 
@@ -64,6 +65,15 @@ def test_records_without_predictions_and_single_pipelines_still_draw(tmp_path: P
     ]
     words = [figure.words for figure in draw_report(plain, tmp_path)]
     assert sum(text.startswith("Nothing to draw") for text in words) == 2
+
+
+def test_where_other_ranks_train_from_a_step_on_is_marked(tmp_path: Path) -> None:
+    names = ["4*tp1", "2*tp2", "3*tp1", "3*tp1", "tp2 + 2*tp1"]
+    records = [record(step, strategy=name, pipeline_ms=[]) for step, name in enumerate(names, start=1)]
+    assert changes_of_ranks(records) == [(1, 4), (3, 3), (5, 4)]
+    figures = draw_report(records, tmp_path)
+    assert all("4 ranks trained at first, 3 from step 3, 4 from step 5." in figure.words for figure in figures[:2])
+    assert changes_of_ranks(records[:2]) == [(1, 4)]
 
 
 def test_a_resumed_run_counts_each_step_once_and_broken_lines_are_told(tmp_path: Path) -> None:

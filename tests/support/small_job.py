@@ -73,7 +73,7 @@ def small_config(num_ranks: int, **hydra: Any) -> dict[str, Any]:
         "gradient_clipping": 1.0,
         "hydra": {
             "tokens_per_step": 250,
-            "strategies": STRATEGIES[num_ranks],
+            "strategies": hydra.get("strategies") or STRATEGIES[num_ranks],
             "choose": "best" if hydra.get("replay") else "cycle",
             "self_check": "off",  # has tests of its own
             "steps_file": None,

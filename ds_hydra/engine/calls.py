@@ -1,0 +1,84 @@
+"""A script's calls of all ranks, counted; a rank that a loss has reached in an earlier call than others is told of it.
+
+[Note: calls]
+All ranks make the same calls: a step, an evaluation, a save. When one is lost, a rank may still wait in a call for the
+last message, while others have left it and are in the next one. A call that some rank has left is complete: what it
+comes to is equal on all ranks, so those behind are told it by one that is ahead, and do not begin it again. No rank is
+more than one call ahead, since each of these calls has a message of all ranks to all.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from ds_hydra.ranks.together import Texts
+
+Result = TypeVar("Result")
+
+
+def _same(found: Any) -> Any:
+    return found
+
+
+@dataclass
+class Call(Generic[Result]):
+    """One that a script makes on all ranks."""
+
+    part: Callable[[], Result]
+    close: Callable[[Any], Any] = _same  # makes JSON of what it returns
+    read: Callable[[Any], Any] = _same  # reads that
+    once: str = ""  # the name of one that cannot be begun again: then the process ends
+    _began: bool = False
+
+    def begin(self, calls: Calls) -> Result:
+        """What it returns, on this rank or one that is ahead."""
+        from ds_hydra.engine.epochs import end_lost  # what only elastic jobs enter
+
+        if self._began and self.once:
+            end_lost(f"ranks were lost in {self.once}(), which cannot be begun again")
+        self._began = True
+        found: Result = self.read(calls.result) if calls.behind else self.part()
+        return found
+
+
+class Calls:
+    """Those of this rank."""
+
+    def __init__(self) -> None:
+        self.made = 0  # calls that this rank has left
+        self.behind = False  # whether another rank has left the call in which this one is
+        self.result: Any = None  # of the last call that was made, or that others have made; as JSON holds it
+        self.request = 0  # what a signal has asked for in the step that was open
+        self.save_again = False  # whether a save in the background was lost with the ranks
+        self._begun = self._whole = -1  # steps of the last save in the background: that was begun, that is durable
+
+    def left(self, result: Any = None) -> None:
+        """This rank is about to leave a call."""
+        self.made, self.behind, self.result, self.request = self.made + 1, False, result, 0
+
+    def saved(self, step: int, *, whole: bool) -> None:
+        """A save in the background of a crew that is gone was of this step, and is durable if it is `whole`."""
+        self._begun = step
+        if whole:
+            self._whole = step
+
+    def agree(self, channel: Texts, *, joins: bool) -> None:
+        """Find out with the others of a new view who is behind. A process that `joins` comes at the end of a step."""
+        own = [-1, 0, -1, -1] if joins else [self.made, self.request, self._begun, self._whole]
+        told = [json.loads(text) for text in channel.texts(json.dumps(own))]
+        newest = max(made for made, *_ in told)
+        if any(0 <= made < newest for made, *_ in told):
+            results = channel.texts(json.dumps(self.result))
+            self.result = json.loads(results[[made for made, *_ in told].index(newest)])
+        if joins:
+            self.made = newest + 1
+            return
+        assert newest - self.made <= 1, f"{self.made} calls, others {newest}: more than one apart"
+        self.behind = self.made < newest
+        self.request = max(request for made, request, *_ in told if made == self.made)
+        self._begun, self._whole = (max(one[at] for one in told) for at in (2, 3))
+        self.save_again = self._begun > self._whole
