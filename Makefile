@@ -1,5 +1,4 @@
 # make venv: set up .venv       make demo: what this is for, in minutes   make train: train the example
-# make demo-elastic: ranks are killed and come back, and no step is lost
 # make test: linters and tests  make bench: ours and every rival
 # make first-hour: what the first hour on GPUs should show, row by row
 # make docs: the documentation, docs/build/index.html
@@ -20,7 +19,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install $(PIP_ARGS) --co
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch_extensions
 export PYTHONUNBUFFERED := 1
 
-.PHONY: venv demo demo-elastic train bench first-hour check check-all docs test test-training test-jobs test-ranks test-models test-pure lint kernels clean
+.PHONY: venv demo train bench first-hour check check-all docs test test-training test-jobs test-ranks test-models test-pure lint kernels clean
 
 venv: $(STAMP)
 
@@ -47,10 +46,6 @@ train: $(STAMP)
 
 demo: $(USABLE)
 	$(BIN)/ds-hydra demo
-
-# Ranks of the example are killed and come back while it trains, on the CPU.
-demo-elastic: $(STAMP)
-	$(BIN)/python -m tools.demo_elastic
 
 bench: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tools.bench_systems --ablation --curves 10 --emulate 5 \

@@ -134,5 +134,6 @@ GPU_LEFT_OVER = 256 * 2**20  # bytes after an engine was destroyed: cuBLAS keeps
 # After a fault: check_faults, check_elastic, tests/gloo/.
 VIEW_MEDIAN_S, VIEW_WORST_S = 1.0, 3.0  # from a member's death to the others' next view, or from when it is frozen
 PLAN_MEDIAN_S, PLAN_WORST_S = 1.5, 3.5  # from a member's death to the plan of the next step of those that are left
+CUT_ANEW_SHARES = 3.0  # of a rank's values and states: its own and a lost one's that move, and its new copy
 TURNS_RESIDENT = 1.05  # memory after many losses and joins, over that after some
 DEAD_S, FROZEN_S = 3.0, 12.0  # until all ranks have ended, where one is dead, or stands still

@@ -8,6 +8,7 @@ agents      real processes and sockets, four members: from the death of one to t
 losses      training jobs of four ranks: faults of every kind, in every phase, of the first, a middle and the last
             member, in jobs of every mode, drawn; each compared to the bit with a stop and a restart on those that are
             left. The whole form names the cells that it has not run
+counted     what a loss moves, of a 32B model on 64 and 1,024 ranks: bytes, messages, seconds over links of 25 GB/s
 turns       a job that loses a rank and gets one again, over and over: from each death to the next step's plan, and
             threads, descriptors, memory and process groups that are left
 courses     two at once, a node of two, a second loss in each state of the first, 8, 7, 6, 4, 6 and 8 ranks
@@ -24,11 +25,17 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ds_hydra.commands.figures import guarded, run_parts
+from ds_hydra.elastic.buddies import held_layout
+from ds_hydra.zero_hetero.layout import even_layout
+from ds_hydra.zero_hetero.transfer_plan import plan_transfer
 from tests.support.simulated_members import Cluster, tried, wrong_in
 from tools import aims
 
 SIDES = (((0, 1), (2, 3)), ((0,), (1, 2, 3)), ((3,), (0, 1, 2)), ((1, 3), (0, 2)))
+PARAMETERS, BUCKETS, STATES, PER_NODE, LINK = 32 * 10**9, 60, 3, 8, 25e9  # of `counted`; values and two moments
 FROZEN_S = 1.5  # after which agents here count a silent one as frozen
 
 
@@ -153,9 +160,37 @@ def turns(quick: bool, missed: list[str]) -> list[dict[str, Any]]:
     return rows
 
 
+def counted(quick: bool, missed: list[str]) -> list[dict[str, Any]]:
+    """A row for each loss of a job of a 32B model: what going on moves, by the plans that it would be moved by."""
+    del quick
+    rows = []
+    for ranks in (64, 1024):
+        former = range(ranks)
+        for what, gone in (("one", {ranks // 2}), ("a node", set(range(ranks // 2, ranks // 2 + PER_NODE)))):
+            members = [rank for rank in former if rank not in gone]
+            numel = PARAMETERS // BUCKETS
+            source = held_layout(numel, former, members, PER_NODE)
+            moved = plan_transfer(source, even_layout(numel, len(members))).slices
+            far = moved.src != moved.dst
+            came, sent = (np.bincount(ends[far], moved.length[far], len(members)) for ends in (moved.dst, moved.src))
+            pairs = np.unique(moved.dst[far] * len(members) + moved.src[far]) // len(members)
+            of_state = 4 * STATES * BUCKETS  # bytes of an element of a bucket, in all of the model
+            most, copies = of_state * max(came.max(), sent.max()), of_state * -(-numel // len(members))
+            rows.append({
+                "ranks": ranks, "lost": what, "GB anew": of_state * came.sum() / 1e9,
+                "a rank": most / 1e9,
+                "its messages": STATES * BUCKETS * int(np.bincount(pairs).max()),
+                "its copy": copies / 1e9,
+                "s at 25 GB/s": (most + copies) / LINK, "copies, GB a step": 4 * PARAMETERS / ranks / 1e9,
+            })  # fmt: skip
+            if most + copies > aims.CUT_ANEW_SHARES * of_state * numel / len(members):
+                missed.append(f"{what} of {ranks} lost: a rank moves {(most + copies) / 1e9:.2f} GB")
+    return rows
+
+
 PARTS = {
     "membership": membership, "partitions": partitions, "agents": agents, "losses": losses, "courses": courses,
-    "turns": turns,
+    "turns": turns, "counted": counted,
 }  # fmt: skip
 
 

@@ -3,9 +3,9 @@
   ds-hydra layout NAME --model my_model/ --gpus 8 [--gpus-per-node N] [--strategies TEXT ...]
       [--deepspeed-config FILE] [--quick] [--json FILE]
 
-NAME is a parameter's name, or the end of one ("layers.0.mlp.up_proj.weight"). Intervals are elements of the flat
-parameter; pieces that follow each other are one, and of many the first ones are printed. Copies are those of
-`hydra.elastic`.
+NAME is a parameter's name, or the end of one ("layers.0.mlp.up_proj.weight"). Intervals are elements of the
+parameter in the order in which masters hold it, where each tensor parallel rank's part is in one piece if it can be.
+Of many pieces the first ones are printed. Copies are those of `hydra.elastic`.
 """
 
 from __future__ import annotations

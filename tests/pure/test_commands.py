@@ -88,7 +88,7 @@ def test_the_tools_of_the_same_commands_are_their_front_doors() -> None:
         (["memory", "--model", "MISSING", "--gpus", "4"], "does not exist"),
         (["layout", "NAME", "--model", "MISSING", "--gpus", "4"], "does not exist"),
         (["layout", "proj.weight", "--model", TINY, "--gpus", "4"], "parameters have the name"),
-        (["layout", "norm.weight", "--model", TINY, "--gpus", "4", "--strategies", "tp2"], "uses 2 ranks but"),
+        (["layout", "model.norm.weight", "--model", TINY, "--gpus", "4", "--strategies", "tp2"], "uses 2 ranks but"),
         (["profile", "--model", "MISSING"], "does not exist"),
         (["preview", "--cost-table", "MISSING", "--lengths", "pretraining", "--gpus", "8", "--tokens", "9",
           "--context", "9"], "cannot read the cost table"),
@@ -210,5 +210,5 @@ def test_each_layout_holds_a_parameter_once_in_each_pipeline(tmp_path: Path) -> 
     assert all_of_it[0] == 0
     assert held["copy"] == [held["masters"][(rank - 2) % 4] for rank in range(4)]  # of a rank in the other node
     assert whole(*held["2*tp2"][:2]) == whole(*held["2*tp2"][2:]) == [all_of_it]
-    assert len(held["2*tp2"][0]) > 1, "tensor parallel ranks hold columns of it"
+    assert held["2*tp2"][0] == [[0, all_of_it[1] // 2]]
     assert all(own == [all_of_it] for own in held["4*tp1"])
