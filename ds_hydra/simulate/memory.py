@@ -1,10 +1,18 @@
-"""The memory model and a stage's simulated actions in, bytes over time out. Pure: no torch."""
+"""The memory model and a stage's simulated actions in, bytes over time out. Pure: no torch.
+
+A sequence in slices has keys and values of all its tokens from the first slice's forward to that slice's backward, and
+the sums of their gradients from the last slice's backward on [Note: contexts]. Example of four slices of one token,
+each with keys and values of one byte within what it keeps and sums of two: after the first forward there is room for
+three tokens more, 3 bytes, after the last one 0. The last slice's backward, which is the first, makes sums of 8 bytes
+and leaves its keys and values behind, 9 bytes beside what the other three keep; the first slice's gives all back.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
-from ds_hydra.costs.memory import JobMemory
+from ds_hydra.costs.memory import JobMemory, Needs
 from ds_hydra.pipe.placement import whole_layers
 from ds_hydra.plan.phase import PipelinePlan
 from ds_hydra.simulate.pipeline import StageTimes
@@ -13,30 +21,66 @@ from ds_hydra.simulate.pipeline import StageTimes
 def memory_over_time(memory: JobMemory, plan: PipelinePlan, times: StageTimes) -> list[tuple[float, float]]:
     """(time in s, bytes held from then on) of the fullest rank of a stage: its states, and the micro-batches alive.
 
-    While it computes a micro-batch it holds that one's transient too, and beside slices that others follow their share
-    of contexts. Of layers that are computed again it holds a share, and where that is all of them, one as a whole in
-    the backward. ConfigError as `JobMemory.needs`.
+    While it computes a micro-batch it holds that one's transient too, and beside slices what their contexts take. Of
+    layers that are computed again it holds a share, and where that is all of them, one as a whole in the backward.
+    ConfigError as `JobMemory.needs`.
     """
     needs = memory.needs(plan.shape.cost_key, times.index)
     # The model counts the most micro-batches that the schedule ever keeps; here each counts while it is kept.
     layers = [last - first for first, last in times.stage.ranges]
     ends = (needs.per_token / needs.alive - sum(layers) * needs.layer) / len(layers)
-    followed = set(plan.chain)
+    contexts = _Contexts(plan, needs, memory.param_bytes)
     held = float(needs.states)
     curve = [(times.start, held)]
     for (kind, microbatch, part), start, stop in times.actions:
         size, kept = plan.microbatches[microbatch].num_tokens, layers[part] * needs.layer
         again = whole_layers(plan.microbatches[microbatch].recompute, layers[part]) / layers[part]
-        context = needs.context * (microbatch in followed)
-        alive = size * (ends + kept * (1.0 + context - again * (1.0 - needs.recomputed)))
-        waiting = size * kept * (1.0 - again + context) * needs.until_weight
+        alive = size * (ends + kept * (1.0 - again * (1.0 - needs.recomputed)))
+        waiting = size * kept * (1.0 - again) * needs.until_weight
         freed = {"backward": alive, "input_gradient": alive - waiting, "weight_gradient": waiting}.get(kind, 0.0)
+        made, given_back = (layers[part] * one for one in contexts.of(kind, microbatch))
         held += alive if kind == "forward" else 0.0
         # Where some layers are not computed again, what they kept is free by the time of those that are. The embeddings
         # come last, in the backward of the first part.
         back = kind in ("backward", "input_gradient")
         end = freed if back and part == 0 else math.inf
-        curve.append((start, held + needs.on_top(size, again=back and again == 1.0, given_back=end)))
-        held -= freed
+        on_top = needs.on_top(size, again=back and again == 1.0, given_back=end)
+        # Contexts grow layer by layer, while a backward gives back what these kept.
+        curve.append((start, held + on_top + max(0.0, made - freed)))
+        held += made - freed - given_back
         curve.append((stop, held))
     return curve
+
+
+class _Contexts:
+    """What the contexts of one layer take beside what slices keep."""
+
+    def __init__(self, plan: PipelinePlan, needs: Needs, param_bytes: int):
+        self._plan, self._totals = plan, dict[int, int]()
+        for sequence, _, stop in (span for batch in plan.microbatches for span in batch.spans):
+            self._totals[sequence] = max(self._totals.get(sequence, 0), stop)
+        # Sums are of 4 bytes at least. Layers that are all computed again keep no keys and values of their own, and
+        # their figure is of both; else it is of the sums.
+        wide = max(4, param_bytes)
+        self._kept = 0.0 if needs.until_weight == 0.0 else 1.0
+        self._sums = needs.context * needs.layer * (1.0 if self._kept else wide / (wide + param_bytes))
+        self._rows = self._sums * param_bytes / wide
+
+    def of(self, kind: str, microbatch: int) -> tuple[float, float]:
+        """Bytes of one layer that an action makes, and that are free after it."""
+        made = given_back = 0.0
+        for start, stop, total in self._slices(microbatch):
+            own = self._kept * self._rows * (stop - start)
+            if kind == "forward":
+                made += self._rows * total * (start == 0)
+                given_back += own  # it counts among what the slice keeps
+            elif kind in ("backward", "input_gradient"):
+                made += self._sums * total * (stop == total) + own
+                given_back += (self._sums + self._rows) * total * (start == 0)
+        return made, given_back
+
+    def _slices(self, microbatch: int) -> Iterator[tuple[int, int, int]]:
+        """Where slices begin and end, and how long their sequences are; whole sequences are none."""
+        for sequence, start, stop in self._plan.microbatches[microbatch].spans:
+            if (start, stop) != (0, self._totals[sequence]):
+                yield start, stop, self._totals[sequence]

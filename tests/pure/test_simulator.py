@@ -18,12 +18,14 @@ from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.memory import Activations, JobMemory
 from ds_hydra.costs.table_file import TableFile
 from ds_hydra.pipe.model_plan import Bucket, ModelPlan, ParamSpec
+from ds_hydra.pipe.placement import place_strategy
 from ds_hydra.pipe.schedules.actions import Action, Order, Slot, slots_from_text
 from ds_hydra.pipe.schedules.batches import Batches
 from ds_hydra.pipe.schedules.registry import SCHEDULES, Schedule, placed, training_slots
-from ds_hydra.pipe.schedules.simulate import simulate_loads, simulate_slots
+from ds_hydra.pipe.schedules.simulate import TimedAction, simulate_loads, simulate_slots
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
 from ds_hydra.plan.phase import MicroBatchPlan, Phase, PipelinePlan
+from ds_hydra.plan.phase import Span as Slice
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.plan.validate import validate_plan
 from ds_hydra.report.gantt import draw_gantt
@@ -32,6 +34,8 @@ from ds_hydra.simulate import order
 from ds_hydra.simulate.job import SimulatedJob
 from ds_hydra.simulate.links import LinkModel, Port, Speed
 from ds_hydra.simulate.llama import SHIPPED, llama_plan
+from ds_hydra.simulate.memory import memory_over_time
+from ds_hydra.simulate.pipeline import StageTimes
 from ds_hydra.simulate.spans import step_spans
 from ds_hydra.simulate.step import Simulator
 from ds_hydra.simulate.wires import Parcels, Routes, Wires
@@ -252,6 +256,25 @@ def test_memory_follows_the_micro_batches_that_are_alive() -> None:
     assert peaks([100]) == [100 + 10 * 100, 100 + 10 * 100]
     for stage, needs in enumerate(memory.stages(ParallelScheme(1, 2))):
         assert peaks([64] * 5)[stage] == needs.total(64) - needs.states, "what MaxLen was made for"
+
+
+def test_contexts_of_slices_are_there_from_the_first_forward_to_the_first_slices_backward() -> None:
+    """Four slices of one token keep 10 bytes each, 1 of them keys and values, and sums of their gradients take 2; the
+    example of `simulate.memory`, with 40 bytes of a whole sequence that runs between their backwards."""
+    memory = JobMemory(layers(1, 8), 1, {(1, 1): Activations(10.0, 0.0, 0.0, 0.0, context=0.2)}, param_bytes=2)
+    whole = plan_of("tp1", [[4, 4]])
+    (pipeline,) = whole.pipelines
+    slices = tuple(MicroBatchPlan((Slice(0, start, start + 1),)) for start in range(4))
+    pipeline = dataclasses.replace(pipeline, microbatches=(*slices, pipeline.microbatches[1]))
+    forwards = [Action("forward", number) for number in range(5)]
+    backwards = [Action("backward", number) for number in range(5)]
+    done = [*forwards[:4], *backwards[3:0:-1], forwards[4], backwards[4], backwards[0]]
+    actions = tuple(TimedAction(action, 0.0, 0.0) for action in done)
+    stage = place_strategy(StrategyShape.parse("tp1"), 1, 1).pipelines[0].stages[0]
+    curve = memory_over_time(memory, pipeline, StageTimes(stage, 0, (), 0.0, (), 0.0, actions=actions))
+    states = curve[0][1]
+    after = [held - states for _, held in curve[2::2]]
+    assert after == [13, 22, 31, 40, 39, 30, 21, 61, 21, 0]
 
 
 @pytest.mark.parametrize(("share", "held"), [(0.5, 50 + 50 / 4), (0.3, 50 + 50 / 4), (1.0, 100 / 4 + 25 * 3 / 4)])
