@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -45,19 +45,17 @@ def arguments_of(model: nn.Module) -> frozenset[str]:
     """
     if not hasattr(model, "config") or not isinstance(model, nn.Module):
         return frozenset()
-    names, hands_on = _of_forwards(model)
+    names, hands_on = _named_by(_forwards(model))
     if hands_on:
-        for module in model.modules():
-            if module is not model and not type(module).__module__.startswith("torch."):
-                names |= _of_forwards(module)[0]
+        inner = [module for module in model.modules() if not type(module).__module__.startswith("torch.")]
+        names |= _named_by({forward: None for module in inner for forward in _forwards(module)})[0]
     return frozenset(names)
 
 
-def _of_forwards(module: nn.Module) -> tuple[set[str], bool]:
-    """The arguments of a module's forward and of those of its classes, which it may call; and whether it hands others
-    on."""
+def _named_by(forwards: Iterable[Callable[..., Any]]) -> tuple[set[str], bool]:
+    """The arguments of these functions, and whether one hands others on."""
     names, hands_on = set[str](), False
-    for forward in _forwards(module):
+    for forward in forwards:
         for parameter in inspect.signature(forward).parameters.values():
             if parameter.kind == inspect.Parameter.VAR_KEYWORD:
                 hands_on = True
@@ -70,7 +68,9 @@ def _of_forwards(module: nn.Module) -> tuple[set[str], bool]:
 
 
 def _forwards(module: nn.Module) -> Iterator[Callable[..., Any]]:
-    yield module.forward
+    """A module's forward and those of its classes, which it may call."""
+    if "forward" in vars(module):
+        yield module.forward
     for kind in type(module).__mro__:
         if "forward" in vars(kind) and not kind.__module__.startswith("torch."):
             yield vars(kind)["forward"]

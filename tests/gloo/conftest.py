@@ -12,7 +12,8 @@ import ds_hydra.engine.engine
 import ds_hydra.entry  # noqa: F401
 from ds_hydra.engine.fingerprint import describe_job
 from ds_hydra.planner.selection import warm_up
-from tests.support.small_job import small_source
+from ds_hydra.self_check.cache import fingerprint
+from tests.support.small_job import small_model, small_source
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -23,5 +24,7 @@ def _compiled_kernels() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _traced_model() -> None:
-    """The source of the small job's stages is found before ranks are forked, too, and so are versions of packages."""
+    """The source of the small job's stages is found before ranks are forked, too, and so are versions of packages and
+    what our own sources hold."""
     describe_job(small_source(), torch.device("cpu"), torch.float32, 1)
+    fingerprint(small_model())

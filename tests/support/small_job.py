@@ -5,18 +5,16 @@ from __future__ import annotations
 import contextlib
 import functools
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import ds_hydra
-from ds_hydra.engine import engine as engines
 from ds_hydra.engine.models import model_source
 from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.testing import rank_environment
-from tests.support.sources import USUAL, in_place_of_model_source
+from tests.support.sources import USUAL, in_place_of_looking
 
 STRATEGIES = {
     1: ["tp1"],
@@ -99,7 +97,7 @@ def small_engine(
     shared: Any = contextlib.nullcontext()
     if model is None:
         model = small_model()
-        shared = mock.patch.object(engines, "model_source", in_place_of_model_source(small_source()))
+        shared = in_place_of_looking(small_source())
     named = list(model.named_parameters())
     groups = [
         {"params": [p for n, p in named if "norm" not in n]},

@@ -8,47 +8,56 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 from ds_hydra.engine import engine as engines
+from ds_hydra.engine import models
 from ds_hydra.engine.models import model_source
 from ds_hydra.pipe.loss import TokenLoss
 from ds_hydra.pipe.models.adapted import base_of
 from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.pipe.stage_options import StageOptions
+from ds_hydra.self_check.cache import fingerprint
 
 USUAL = StageOptions(token_sharding=True, functions="auto", sp_overlap=True)  # what a config's defaults ask for
 
 
-def in_place_of_model_source(known: ModelSource) -> Callable[..., ModelSource]:
-    """`model_source` for models that differ in their values only from the one of a source under the usual settings.
+@contextlib.contextmanager
+def in_place_of_looking(known: ModelSource) -> Iterator[None]:
+    """Engines within it take a source under the usual settings for models that differ in their values only.
 
-    Under other settings, with another loss, and for a model of other parameters, the source is found anew.
+    Under other settings, with another loss, and for a model of other parameters, the source is found anew. What is
+    known needs no name by which ranks would tell each other of it: to make one takes half as long as all else.
     """
     assert isinstance(known, CausalLM)
     alike = {(spec.name, spec.shape, spec.trainable, known.dtype) for one in known.plan.buckets for spec in one.params}
 
-    def find(model: Any, options: StageOptions, **arguments: Any) -> ModelSource:
+    def is_known(model: Any, options: StageOptions) -> bool:
         named = dict(getattr(base_of(model), "named_parameters", dict)())
         own = {(name, tuple(one.shape), one.requires_grad, one.dtype) for name, one in named.items()}
-        if options != USUAL or arguments.get("loss_fn") is not getattr(known, "token_loss", None) or own != alike:
+        return options == USUAL and own == alike
+
+    def find(model: Any, options: StageOptions, **arguments: Any) -> ModelSource:
+        if arguments.get("loss_fn") is not getattr(known, "token_loss", None) or not is_known(model, options):
             return model_source(model, options, **arguments)
         found = copy.copy(known)
-        found.values = {name: parameter.detach() for name, parameter in named.items() if not parameter.is_meta}
+        named = base_of(model).named_parameters()
+        found.values = {name: parameter.detach() for name, parameter in named if not parameter.is_meta}
         return found
 
-    return find
+    def name(model: Any, what: str, *settings: Any) -> str | None:
+        return None if is_known(model, StageOptions(*settings)) else fingerprint(model, what, *settings)
+
+    with mock.patch.object(engines, "model_source", find), mock.patch.object(models, "fingerprint", name):
+        yield
 
 
-@contextlib.contextmanager
-def shared_source(model: Any, loss_fn: TokenLoss | None = None) -> Iterator[None]:
+def shared_source(model: Any, loss_fn: TokenLoss | None = None) -> contextlib.AbstractContextManager[None]:
     """Engines within it, also those of ranks that are forked, take the source of this model for models like it.
 
     Only their values may differ, and what a source does not look at.
     """
-    known = model_source(model, USUAL, loss_fn=loss_fn)
-    with mock.patch.object(engines, "model_source", in_place_of_model_source(known)):
-        yield
+    return in_place_of_looking(model_source(model, USUAL, loss_fn=loss_fn))
