@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,8 +16,7 @@ from ds_hydra.step.strategy_runtime import StrategyRuntime
 from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero import scratch_plan
 from ds_hydra.zero_hetero.collectives import GroupCollectives
-from tests.support.case import Case
-from tests.support.cases import CASES
+from tests.support.cases import CASES, UNDER_STRICT
 from tests.support.equivalence import compare
 from tests.support.mutated_order import train_with_polls
 from tests.support.small_job import same, sequences, small_config, small_engine, whole_state
@@ -211,20 +209,9 @@ def test_no_step_connects_a_pair(tmp_path: Path) -> None:
         assert equal
 
 
-def rows() -> list[tuple[Case, str]]:
-    """Rows of the table, each with rules of the transport: a drawn share, the same in every run, one where a layer
-    reads a weight of a module that it does not call, and one each of several phases, slices and heads in groups."""
-    drawn = random.Random(7).sample([case for case in CASES if case.quick], 1)
-    tied = next(case for case in CASES if case.name == "layer_list")
-    phases = next(case for case in CASES if case.name == "phases that change")
-    slices = next(case for case in CASES if case.name == "V, slices")
-    heads = next(case for case in CASES if case.name == "groups of heads, one key head")
-    rules = ("blocking", "connect", "blocking one_queue", "blocking connect", "lazy one_queue")
-    return list(zip([*drawn, tied, phases, slices, heads], rules, strict=True))
-
-
-@pytest.mark.parametrize(("case", "rule"), rows(), ids=lambda value: getattr(value, "name", value))
-def test_rows_of_the_table(case: Case, rule: str) -> None:
+@pytest.mark.parametrize(("name", "rule"), UNDER_STRICT.items())
+def test_rows_of_the_table(name: str, rule: str) -> None:
+    (case,) = (case for case in CASES if case.name == name)
     missed = compare(
         case.shortened(), timeout=240, strict=Rules(**dict.fromkeys(rule.split(), True), stall_s=100)
     ).missed(case.aims, case.name)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_hydra.data.columns import IGNORE_INDEX
@@ -339,7 +339,6 @@ def test_a_step_whose_place_is_not_known_begins_where_it_could(lengths: list[int
     assert sampler.batch(step)
 
 
-@settings(max_examples=1000, deadline=None, derandomize=True)
 @given(jobs(), st.integers(0, 5), st.integers(0, 7))
 def test_pairs_of_steps_are_sorted_and_hold_each_sequence_once(
     job: tuple[list[int], int], seed: int, stop: int

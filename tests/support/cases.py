@@ -1,6 +1,7 @@
 """The table of training cases: each row is trained on ranks and compared with the single-process reference.
 
-To add a case, add a row; `tests/gloo/test_training.py` runs the rows marked quick, `tools.check_equivalence` all.
+To add a case, add a row; `tests/gloo/test_training.py` runs the rows marked quick, but for those that
+`tests/gloo/test_strict_training.py` runs, `tools.check_equivalence` all.
 """
 
 from __future__ import annotations
@@ -38,6 +39,16 @@ FIXED_STRATEGIES = (
 CHANGING_WITHOUT_TP = ("pp4", "sp2 + 2*tp1", "2*pp2", "pp3 + tp1", "sp4")
 
 _QUICK_UNUSUAL = {"longrope", "hooks that hold other modules"}
+# Rows that train under the strict transport in place of the plain one, and with what it is strict about: a row drawn at
+# random, one where a layer reads a weight of a module that it does not call, and one each of several phases, slices and
+# heads in groups.
+UNDER_STRICT = {
+    "functions, sgd fp32": "blocking",
+    "layer_list": "connect",
+    "phases that change": "blocking one_queue",
+    "V, slices": "blocking connect",
+    "groups of heads, one key head": "lazy one_queue",
+}
 # Of HARD_MODELS, those that draw random numbers in training.
 DRAWING = ("dropout (Phi)", "dropout", "dropout by a function", "noise on what is routed", "random routing")
 
@@ -316,3 +327,4 @@ _TABLE = chain(
 )
 CASES: tuple[Case, ...] = (*_some_otherwise(_TABLE), *_adapted(), *_balanced(), *_boxed(), *in_groups(), *mixed())
 assert len({case.name for case in CASES}) == len(CASES), "every row has a name of its own"
+assert UNDER_STRICT.keys() <= {case.name for case in CASES if case.quick}, "they are rows of every test run"
