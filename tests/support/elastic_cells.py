@@ -15,18 +15,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.shares import Shares
 from ds_hydra.costs.table_file import TableFile
-from ds_hydra.engine import engine as engines
 from ds_hydra.engine.models import model_source
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.planner import PhasedPlanner, StepPlan, parse_phases
 from ds_hydra.testing import run_ranks
 from tests.support.elastic_job import Job, Loss, Result, leg, run_elastic
-from tests.support.sources import USUAL, in_place_of_model_source
+from tests.support.sources import USUAL, in_place_of_looking
 
 KINDS = {"SIGKILL": -9, "exception": 1, "os._exit": 3, "SIGSEGV": -11, "SIGSTOP": -9}
 """How a member fails, and the exit code that it leaves: one that stands still is killed by another one."""
@@ -210,7 +208,7 @@ class Judge:
             return
         if mode not in self._sources:
             self._sources[mode] = model_source(make(), USUAL)
-        with mock.patch.object(engines, "model_source", in_place_of_model_source(self._sources[mode])):
+        with in_place_of_looking(self._sources[mode]):
             yield
 
     def _job(self, mode: str) -> Job:
