@@ -267,7 +267,7 @@ class HydraConfig:
     cluster: tuple[NodesConfig, ...] = setting(read_cluster, ())
     timeout_seconds: float = setting(number(exclusive=True, maximum=86400.0), 300.0)
     """How long a collective, or on GPUs a part of a step, may wait for a rank before the job is given up. In an elastic
-    job 30, and no more: what cannot be freed otherwise waits so long."""
+    job that has begun 30, and no more: what cannot be freed otherwise waits so long."""
     checkpoint: CheckpointConfig | None = setting(_checkpoint, None)
     faults: FaultsConfig = setting(_faults, FaultsConfig())
     elastic: ElasticConfig | None = setting(_elastic, None)

@@ -32,7 +32,7 @@ from ds_hydra.engine.scanning import read_twice, scan_together
 from ds_hydra.engine.sequence_loss import SequenceLoss
 from ds_hydra.engine.signals import Signals
 from ds_hydra.engine.steps import Handed, Steps
-from ds_hydra.host.environment import launched_node_size
+from ds_hydra.host.environment import launched_node_size, longest_wait_s
 from ds_hydra.host.model_limits import limits_of
 from ds_hydra.pipe.loss import TokenLoss
 from ds_hydra.pipe.models.adapted import base_of
@@ -164,7 +164,7 @@ class HydraEngine(EngineInParts):
             cluster = cluster_of([Standing.of_text(text) for text in told], node_size=config.node_size, given=given)
         if self.global_rank == 0:
             logger.info("%s", cluster)
-        return World.of_process(self.device, cluster, timeout_s=config.timeout_seconds)
+        return World.of_process(self.device, cluster, timeout_s=longest_wait_s(config, begun="crew" in vars(self)))
 
     @property
     def pre_step_callback(self) -> PreStepCallback | Callback | None:

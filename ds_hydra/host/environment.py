@@ -5,11 +5,16 @@ from __future__ import annotations
 import os
 import socket
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ds_hydra.zero_hetero.errors import ConfigError
 
+if TYPE_CHECKING:
+    from ds_hydra.config.hydra_block import HydraConfig
+
 MEMBERS_FOLDER = "DS_HYDRA_MEMBERS"
 JOINS = "DS_HYDRA_JOINS"
+_UNTIL_BEGUN_S = 300.0
 
 # The least and the most that each may be.
 _NUMBERS = {
@@ -49,6 +54,17 @@ def launched_number(name: str) -> int | None:
             "'deepspeed' or 'torchrun', or correct the variable"
         )
     return value
+
+
+def longest_wait_s(config: HydraConfig, *, begun: bool) -> float:
+    """How long a rank waits for others in one collective, in seconds.
+
+    Before an elastic job has begun nobody goes on without others, and what one of them does alone, such as a
+    self-check on a busy machine, takes longer than training may stand still.
+    """
+    if config.elastic is None or begun or joins():
+        return config.timeout_seconds
+    return _UNTIL_BEGUN_S
 
 
 def launched_node_size() -> int | None:

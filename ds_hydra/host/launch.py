@@ -22,7 +22,7 @@ from deepspeed.accelerator import get_accelerator
 
 from ds_hydra.config.hydra_block import HydraConfig, check_num_ranks
 from ds_hydra.host.devices import before_devices_start
-from ds_hydra.host.environment import joins, launched_number
+from ds_hydra.host.environment import joins, launched_number, longest_wait_s
 from ds_hydra.zero_hetero.errors import ConfigError
 
 _LISTENING_S, _ANSWER_S = 2.0, 8.0  # until a connection to MASTER_PORT, and an answer there, count as not coming
@@ -37,17 +37,18 @@ def init_distributed(config: HydraConfig, *, port: int, required: bool | None = 
     """
     _require_launcher()
     check_launched_ranks(config)
+    timeout = timedelta(seconds=longest_wait_s(config, begun=False))
     accelerator = get_accelerator()
     before_devices_start(config, accelerator.communication_backend_name(), launched_number("WORLD_SIZE"))
     if accelerator.device_name() != "cpu" and "LOCAL_RANK" in os.environ:
         accelerator.set_device(int(os.environ["LOCAL_RANK"]))
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not torch.distributed.is_initialized():
-        _meet_in_this_attempt(accelerator.communication_backend_name(), timedelta(seconds=config.timeout_seconds))
+        _meet_in_this_attempt(accelerator.communication_backend_name(), timeout)
     init_as_deepspeed(
         dist_backend=accelerator.communication_backend_name(),
         distributed_port=port,
         dist_init_required=required,
-        timeout=timedelta(seconds=config.timeout_seconds),
+        timeout=timeout,
         verbose=False,
     )
     if not joins():

@@ -37,6 +37,17 @@ _CONNECT_TAG = 1 << 23
 Pair = tuple[int, int]  # (sender, receiver)
 
 
+@dataclass
+class Wait:
+    """How long a rank waits for others in one collective, of groups that are made from now on."""
+
+    seconds: float
+
+    @property
+    def as_torch_has_it(self) -> timedelta:
+        return timedelta(seconds=self.seconds)
+
+
 @dataclass(frozen=True)
 class World:
     """One rank's view of its world [Note: worlds]."""
@@ -60,6 +71,7 @@ class World:
     _gloo: bool  # the default group is gloo's, which needs no groups of teams
     _shared: tuple[dist.ProcessGroup, ...] = field(repr=False)  # of all ranks: torch's, those of links and edges
     _made: list[dist.ProcessGroup] = field(repr=False)
+    _longest_wait: Wait = field(repr=False)
 
     @classmethod
     def of_process(cls, device: torch.device, cluster: Cluster, *, timeout_s: float) -> World:
@@ -71,16 +83,16 @@ class World:
         everyone = dist.group.WORLD
         assert everyone is not None, "init_distributed has made it"
         rank, num_ranks = dist.get_rank(everyone), dist.get_world_size(everyone)
-        made: list[dist.ProcessGroup] = []
+        made, wait = list[dist.ProcessGroup](), Wait(timeout_s)
 
         def make(ranks: Sequence[int], backend: str | None = None, options: Any = None) -> dist.ProcessGroup:
-            group = dist.new_group(list(ranks), timedelta(seconds=timeout_s), backend, options)
+            group = dist.new_group(list(ranks), wait.as_torch_has_it, backend, options)
             if group is not dist.GroupMember.NON_GROUP_MEMBER:
                 made.append(group)
             return group
 
         def make_apart(options: Any, groups: Sequence[Ranks]) -> dist.ProcessGroup | None:
-            own = make_groups(everyone, groups, timedelta(seconds=timeout_s), options)
+            own = make_groups(everyone, groups, wait.as_torch_has_it, options)
             if own is not None:
                 made.append(own)
             return own
@@ -118,6 +130,7 @@ class World:
             _gloo=gloo,
             _shared=(everyone, pulls, edges) if num_ranks > 1 else (),
             _made=made,
+            _longest_wait=wait,
         )
 
     def connect(
@@ -152,6 +165,14 @@ class World:
         sends = [(receiver, hello) for sender, receiver in ordered if sender == self.rank]
         receives = [(sender, torch.empty_like(hello)) for sender, receiver in ordered if receiver == self.rank]
         transport.exchange(sends, receives, tag=_CONNECT_TAG).wait()
+
+    def wait_at_most(self, seconds: float) -> None:
+        """How long a rank waits for others in one collective from now on, in any group of this world."""
+        if seconds == self._longest_wait.seconds:
+            return
+        self._longest_wait.seconds = seconds
+        for group in dict.fromkeys([*self._shared, *self._made]):
+            dist.distributed_c10d._set_pg_timeout(self._longest_wait.as_torch_has_it, group)
 
     def close(self) -> None:
         """Destroy the groups that were made for this world, and let go of torch's; it cannot be used afterwards."""

@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import re
+import time
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -156,6 +157,25 @@ def test_worlds_are_given_back_whole() -> None:
 
     for seen in run_ranks(many, 4):
         assert seen[9] <= seen[3], seen
+
+
+@pytest.mark.parametrize("made", ["before", "after", "control"])
+def test_how_long_ranks_wait_may_be_shortened(made: str) -> None:
+    def late(rank: int) -> str:
+        world = World.of_process(torch.device("cpu"), Cluster.of(2, 2), timeout_s=60)
+        if made == "before":
+            world.groups.create([(0, 1)])
+        world.wait_at_most(0.5)
+        world.groups.create([(0, 1)])
+        group = world.group if made == "control" else world.groups.of_team((0, 1))
+        if rank == 1:
+            time.sleep(2.0)
+            return ""
+        with pytest.raises(RuntimeError) as raised:
+            dist.all_reduce(torch.ones(1), group=group)
+        return str(raised.value)
+
+    assert "Timed out waiting 500ms" in run_ranks(late, 2)[0]
 
 
 def test_twins_have_groups_of_their_own_beside_those_of_sequence_parallel_ranks() -> None:

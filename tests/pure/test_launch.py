@@ -11,7 +11,8 @@ import pytest
 
 from ds_hydra.commands.launch import as_ours, main, without_respawn
 from ds_hydra.commands.launch_node import Job, code_of, job_of
-from ds_hydra.host.environment import JOINS, MEMBERS_FOLDER
+from ds_hydra.config.hydra_block import ElasticConfig, HydraConfig
+from ds_hydra.host.environment import JOINS, MEMBERS_FOLDER, longest_wait_s
 from ds_hydra.zero_hetero.errors import ConfigError
 
 
@@ -91,3 +92,11 @@ def test_ranks_of_a_node_and_who_joins(tmp_path: Path) -> None:
     joiner = job.of_joiner(1)
     assert {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "1", JOINS: "1"}.items() <= joiner.items()
     assert joiner["MASTER_PORT"] != second["MASTER_PORT"]
+
+
+def test_only_an_elastic_job_that_has_begun_waits_for_a_short_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    elastic, plain = HydraConfig(1, elastic=ElasticConfig(), timeout_seconds=20), HydraConfig(1, timeout_seconds=20)
+    assert [longest_wait_s(one, begun=False) for one in (elastic, plain)] == [300, 20]
+    assert [longest_wait_s(one, begun=True) for one in (elastic, plain)] == [20, 20]
+    monkeypatch.setenv(JOINS, "1")
+    assert longest_wait_s(elastic, begun=False) == 20  # the others have begun
