@@ -61,8 +61,9 @@ class EmulatedEngine(HydraEngine):
             return ClockedTransport(transport, world.rank, self.clock, speeds, self.module.small)
 
         group = None if world.group is None else ClockedGroup(world.group, self.clock, speeds)
-        self._moving = clocked(world.links), clocked(world.links)  # with ports of their own [Note: ports]
-        links, teams = self._moving
+        self._moving = links, teams = clocked(world.links), clocked(world.links)
+        if speeds.one_cable:
+            links.share_cable(teams)
         return replace(
             world,
             links=links,

@@ -14,6 +14,11 @@ holds no port: it passes between the two. So a transfer is known from its two en
 Example with a latency of 1 and wire times of 4. Ranks 0 and 1 each send to rank 2 at time 0: both heads are there at
 1. Rank 2 has the first message at 5 and the second at 9, because its port takes one at a time; the senders' ports are
 free again at 4.
+
+With `one_cable` the first two share a rank's link to other nodes. While both have something on it, each has half: a
+transfer is later by what the other one has there in its time, at most by its own wire time, and the other's next one
+waits as long. Half of the cable at both ends is half of it, so a receiver adds no more than the sender's lateness
+leaves. Messages between stages are taken to be alone.
 """
 
 from __future__ import annotations
@@ -54,6 +59,7 @@ class LinkModel:
     inside: Speed = INSIDE
     between: Speed = BETWEEN
     figures: Links = field(default_factory=lambda: Links(()))
+    one_cable: bool = False  # whether both communicators of pulls and pushes share a rank's link between nodes
 
     def __post_init__(self) -> None:
         if min(sizes := (self.node_size,) if isinstance(self.node_size, int) else self.node_size) < 1:

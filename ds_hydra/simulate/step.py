@@ -58,7 +58,7 @@ class Simulator:
     def step(self, plan: StepPlan) -> SimulatedStep:
         """One step. PlanError for a plan of other ranks, or of a shape that the table has no costs for."""
         job, clock = self.job, np.full(self.job.num_ranks, self._step.fixed_ms / 1e3)
-        wires = Networks.of(job.num_ranks)
+        wires = Networks.of(job.num_ranks, one_cable=job.links.one_cable)
         phases = []
         for phase in plan.phases:
             phases.append(self._phase(phase, clock, wires))
@@ -89,7 +89,7 @@ class Simulator:
 
     def _phase(self, phase: Phase, clock: Floats, wires: Networks) -> PhaseTimes:
         strategy, transfers = self._strategy(phase)
-        pulls = pull_in_order(transfers, clock, wires)
+        pulls = pull_in_order(transfers, clock, wires, lanes=self.job.lanes)
         arrived = np.array([hops[-1].came for hops in pulls])
         done = np.maximum(arrived, [np.max([hop.left for hop in hops], axis=0) for hops in pulls]).max(axis=0)
         timings = [
@@ -168,18 +168,31 @@ class Networks(NamedTuple):
     teams: Wires  # among twins
 
     @classmethod
-    def of(cls, num_ranks: int) -> Networks:
+    def of(cls, num_ranks: int, *, one_cable: bool = False) -> Networks:
         """All of them free."""
-        return cls(Wires(num_ranks), Wires(num_ranks))
+        return cls(*Wires.pair(num_ranks, one_cable=one_cable))
 
 
-def pull_in_order(transfers: StrategyTransfers, clock: Floats, wires: Networks) -> tuple[tuple[Exchanged, ...], ...]:
-    """All steps of all buckets, each when the one before has come; the first of a bucket at once."""
-    done: list[tuple[Exchanged, ...]] = []
-    for first, *gathers in transfers.pulls:
-        entered = wires.links.exchange(first, clock)
-        done.append((entered, *_in_steps(gathers, entered.came, [wires.teams] * len(gathers))))
-    return tuple(done)
+def pull_in_order(
+    transfers: StrategyTransfers, clock: Floats, wires: Networks, *, lanes: bool
+) -> tuple[tuple[Exchanged, ...], ...]:
+    """All steps of all buckets from `clock` (ranks,) on, each when the one before has come, in the order of
+    [Note: order of pulls]."""
+    pulls, done = transfers.pulls, list[list[Exchanged]]()
+    for bucket, pull in enumerate(pulls):
+        done.append([wires.links.exchange(pull[0], clock)])
+        if lanes and bucket:
+            _gather(pulls[bucket - 1], done[bucket - 1], wires)
+    for _ in range(max(map(len, pulls), default=1) - 1):  # what is left: the second steps, then the third
+        for pull, steps in zip(pulls, done, strict=True):
+            _gather(pull[: len(steps) + 1], steps, wires)
+    return tuple(map(tuple, done))
+
+
+def _gather(pull: Sequence[Parcels], steps: list[Exchanged], wires: Networks) -> None:
+    """Add to the steps of a pull those that are left."""
+    for parcels in pull[len(steps) :]:
+        steps += _in_steps([parcels], steps[-1].came, [wires.teams])
 
 
 def push_in_order(

@@ -25,10 +25,11 @@ _ROUNDING = 1e-12  # of sums of wire times, relative
 class Parcels(NamedTuple):
     """The messages of one exchange, prepared for ports; times in seconds.
 
-    `sent` and `received` are the wire times of all messages of each rank in `senders` and `receivers`. The other
-    columns are by message, those of one receiver one after the other from `first` on: `sender` is an index into
-    `senders`, `lead` how much later than the sender begins the head comes, `wire` the wire time and `earlier` that of
-    the receiver's messages before this one. `each` receiver has so many messages; 0: not all have as many.
+    `sent` and `received` are the wire times of all messages of each rank in `senders` and `receivers`, `leaving` and
+    `entering` what of these goes from one node to another. The other columns are by message, those of one receiver one
+    after the other from `first` on: `sender` is an index into `senders`, `lead` how much later than the sender begins
+    the head comes, `gone` the share of `sent` that has left with it, `wire` the wire time and `earlier` that of the
+    receiver's messages before this one. `each` receiver has so many messages; 0: not all have as many.
     """
 
     senders: Ints
@@ -38,9 +39,12 @@ class Parcels(NamedTuple):
     first: Ints
     sender: Ints
     lead: Floats
+    gone: Floats
     wire: Floats
     earlier: Floats
     each: int
+    leaving: Floats
+    entering: Floats
 
     @classmethod
     def of_plan(
@@ -60,12 +64,15 @@ class Parcels(NamedTuple):
         elements = np.add.reduceat(length[routes.slices], routes.first) if len(routes.first) else length
         wire = elements * element_bytes / routes.rate
         sent, before = _running(wire, routes.first_out)
+        far = wire * routes.crosses
+        leaving, entering = _totals(far, routes.first_out), _totals(far[routes.order], routes.first_in)
+        gone = (before + wire) / np.repeat(sent, np.diff(routes.first_out, append=len(wire)))
         wire = wire[routes.order]
         received, earlier = _running(wire, routes.first_in)
         lead = (before + routes.latency)[routes.order]
         return cls(
-            routes.senders, sent, routes.receivers, received, routes.first_in, routes.sender, lead, wire, earlier,
-            routes.each,
+            routes.senders, sent, routes.receivers, received, routes.first_in, routes.sender, lead,
+            gone[routes.order], wire, earlier, routes.each, leaving, entering,
         )  # fmt: skip
 
 
@@ -73,7 +80,8 @@ class Routes(NamedTuple):
     """Between whom the messages of a transfer plan go, whatever they hold: layers and embeddings have the same.
 
     `src` and `dst` are the plan's columns; a message is of the slices from one of `first` on, in the order `slices`.
-    By message, as they leave: `latency` in seconds and `rate` in bytes/s; `order` is how they come.
+    By message, as they leave: `latency` in seconds, `rate` in bytes/s and whether it `crosses` from one node to
+    another; `order` is how they come.
     """
 
     src: Ints
@@ -82,6 +90,7 @@ class Routes(NamedTuple):
     first: Ints
     latency: Floats
     rate: Floats
+    crosses: NDArray[np.bool_]
     senders: Ints
     first_out: Ints
     order: Ints
@@ -108,8 +117,8 @@ class Routes(NamedTuple):
         counts = np.diff(first_in, append=len(coming))
         each = int(counts[0]) if len(counts) and (counts == counts[0]).all() else 0
         return cls(
-            *given, slices, first, latency, rate, src[first_out], first_out, order, coming[first_in], first_in, sender,
-            each,
+            *given, slices, first, latency, rate, crosses, src[first_out], first_out, order, coming[first_in], first_in,
+            sender, each,
         )  # fmt: skip
 
     def join(self, src: Ints, dst: Ints) -> bool:
@@ -140,8 +149,12 @@ def _running(wire: Floats, first: Ints) -> tuple[Floats, Floats]:
     """Wire time of each rank's messages, which begin at `first`, and of those that stand before each of them."""
     counts = np.diff(first, append=len(wire))
     before = np.cumsum(wire) - wire
-    total = np.add.reduceat(wire, first) if len(first) else np.zeros(0)
-    return total, before - np.repeat(before[first], counts)
+    return _totals(wire, first), before - np.repeat(before[first], counts)
+
+
+def _totals(column: Floats, first: Ints) -> Floats:
+    """Sums of the runs that begin at `first`."""
+    return np.add.reduceat(column, first) if len(first) else np.zeros(0)
 
 
 class Exchanged(NamedTuple):
@@ -153,11 +166,52 @@ class Exchanged(NamedTuple):
     came: Floats  # its last message has arrived
 
 
+class _Direction:
+    """One direction of all ranks' ports for one communicator: until when each is taken, and when its cable was."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.free = np.zeros(num_ranks)
+        self.beside: _Direction | None = None  # of the communicator that goes over the same cables
+        self._busy: list[tuple[Floats, Floats]] = []  # begin and end by rank, equal where there was none
+
+    def take(self, ranks: Ints, begin: Floats, stop: Floats, cabled: Floats) -> None:
+        """These ranks' ports are taken until `stop`, their cables from `begin` on where something goes over them."""
+        self.free[ranks] = stop
+        if self.beside is not None and cabled.any():
+            start, end = self.free.copy(), self.free.copy()
+            start[ranks] = np.where(cabled > 0.0, begin, stop)
+            self._busy.append((start, end))
+
+    def late(self, ranks: Ints, begin: Floats, cabled: Floats) -> Floats:
+        """By how much transfers from `begin` on, so long on their cables, are done later as these are shared."""
+        beside = self.beside
+        if beside is None or not cabled.any():
+            return np.zeros(len(ranks))
+        # What is over for all can hold up nobody any more.
+        while beside._busy and (beside._busy[0][1] <= np.maximum(self.free, beside._busy[0][0])).all():
+            beside._busy.pop(0)
+        late = np.zeros(len(ranks))
+        for start, end in beside._busy:
+            first, last = np.maximum(start[ranks], begin), end[ranks]
+            late += np.where(first < begin + cabled + late, np.maximum(last - first, 0.0), 0.0)
+        late = np.minimum(late, cabled)
+        beside.free[ranks] += late  # what was begun there takes longer, too
+        return late
+
+
 class Wires:
     """The ports of all ranks for one communicator, through one step. [Note: ports]"""
 
     def __init__(self, num_ranks: int) -> None:
-        self._out_free, self._in_free = np.zeros(num_ranks), np.zeros(num_ranks)
+        self.out, self.into = _Direction(num_ranks), _Direction(num_ranks)
+
+    @classmethod
+    def pair(cls, num_ranks: int, *, one_cable: bool) -> tuple[Wires, Wires]:
+        """Those of two communicators, which may go over the same cables."""
+        pair = one, other = cls(num_ranks), cls(num_ranks)
+        for own, beside in (pair, pair[::-1]) if one_cable else ():
+            own.out.beside, own.into.beside = beside.out, beside.into
+        return one, other
 
     def exchange(self, parcels: Parcels, ready: Floats) -> Exchanged:
         """Send all parcels, each rank from its time `ready` (num_ranks,) on; later exchanges queue behind this one."""
@@ -166,14 +220,27 @@ class Wires:
         senders, receivers = parcels.senders, parcels.receivers
         if not len(senders):
             return Exchanged(left_from, left, came_from, came)
-        begin = np.maximum(ready, self._out_free)[senders]
-        left_from[senders], left[senders] = begin, begin + parcels.sent
-        self._out_free[senders] = left[senders]
+        begin = np.maximum(ready, self.out.free)[senders]
+        left_from[senders] = begin
+        through = begin + parcels.sent
+        late = self.out.late(senders, begin, parcels.leaving)
+        left[senders] = through = through + late
+        self.out.take(senders, begin, through, parcels.leaving)
         heads = np.take(begin, parcels.sender, mode="clip")  # without a check of each index: half of the time
         heads += parcels.lead
-        begin = np.maximum(self._in_free[receivers], _of_each(np.minimum, heads, parcels.first, parcels.each))
-        came_from[receivers] = begin
-        came[receivers] = self._in_free[receivers] = _served(parcels, heads, begin)
+        known = np.zeros(len(receivers))
+        if late.any():
+            later = np.take(late, parcels.sender, mode="clip") * parcels.gone
+            heads += later
+            known = _of_each(np.maximum, later, parcels.first, parcels.each)
+        begin = np.maximum(self.into.free[receivers], _of_each(np.minimum, heads, parcels.first, parcels.each))
+        through = _served(parcels, heads, begin)
+        began = np.maximum(begin, through - parcels.received)
+        # Half of the cable at both ends is half of it.
+        late = self.into.late(receivers, began, parcels.entering)
+        through = through + np.maximum(late - known, 0.0)
+        came_from[receivers], came[receivers] = begin, through
+        self.into.take(receivers, began, through, parcels.entering)
         return Exchanged(left_from, left, came_from, came)
 
 

@@ -123,6 +123,28 @@ def test_an_exchange_is_what_ports_make_of_its_messages(seed: int) -> None:
         assert (found.came_from <= found.came).all()
 
 
+@pytest.mark.parametrize(("node_size", "then", "came"), [
+    (1, 0.0, (10.0, 12.0, 17.0)),  # each has half of the cable until 12; what comes next waits for what was begun first
+    (1, 6.0, (10.0, 16.0, 16.0)),
+    (1, 20.0, (10.0, 26.0, 11.0)),
+    (2, 0.0, (10.0, 6.0, 11.0)),  # inside a node nothing is shared
+])  # fmt: skip
+def test_two_communicators_share_the_cable_between_nodes(
+    node_size: int, then: float, came: tuple[float, float, float]
+) -> None:
+    """Transfers of 10 seconds over one, of 6 over the other from `then` on, and of 1 over the first again."""
+    links = LinkModel(node_size, Speed(0.0, 1.0), Speed(0.0, 1.0))
+
+    def parcels(size: int) -> Parcels:
+        sent, received = (layout_of_intervals(size, own) for own in ([(0, size), (0, 0)], [(0, 0), (0, size)]))
+        return Parcels.of_plan(plan_transfer(sent, received), links, 1)
+
+    one, other = Wires.pair(2, one_cable=True)
+    turns = ((one, 10, 0.0), (other, 6, then), (one, 1, 0.0))
+    found = [wires.exchange(parcels(size), np.full(2, ready)).came[1] for wires, size, ready in turns]
+    assert found == pytest.approx(came)
+
+
 def test_with_links_that_take_no_time_a_step_is_its_slowest_pipeline_and_the_update() -> None:
     found = Simulator(job(FREE, 4, step={"fixed_ms": 5.0, "update_ms_per_element": 2.0})).step(
         plan_of("pp2 + 2*tp1", [[3, 5, 4], [9], []])
@@ -203,18 +225,20 @@ def test_the_last_weight_gradients_push_layer_by_layer() -> None:
     assert 1e3 * found.phases[0].stop == pytest.approx([25.0, 25.0])
 
 
-def test_twins_gather_across_nodes_and_then_inside_them() -> None:
+@pytest.mark.parametrize(("one_cable", "later"), [(False, 20.0), (True, 40.0)])
+def test_twins_gather_across_nodes_and_then_inside_them(one_cable: bool, later: float) -> None:
     """Nodes of 2 ranks, all want all 8 bytes, and each owns 2. A byte takes 1 ms inside a node and 10 between.
 
     Ranks 0, 2, 1 and 3 bring in the parts 0 to 3, so ranks 1 and 2 send each other what they own, until 20. Ranks 0
-    and 3 have theirs and send them at once, to ranks 2 and 1, where they are at 20 too; these answer from 20 to 40.
-    Then neighbours exchange their halves: the last byte comes 4 ms after the later one had its own.
+    and 3 have theirs and send them at once, to ranks 2 and 1, where they are at 20 too, or at 40 over the cable that
+    brings these their parts; these answer from 20 to 40. Then neighbours exchange their halves: the last byte comes
+    4 ms after the later one had its own.
     """
-    links = LinkModel(2, Speed(0.0, 1e3), Speed(0.0, 1e2))
+    links = LinkModel(2, Speed(0.0, 1e3), Speed(0.0, 1e2), one_cable=one_cable)
     found = Simulator(job(links, 4, count=1)).step(plan_of("4*tp1", [[1], [1], [1], [1]]))
     ((enter, across, inside),) = found.phases[0].pulls
     assert 1e3 * enter.came == pytest.approx([0.0, 20.0, 20.0, 0.0])
-    assert 1e3 * across.came == pytest.approx([40.0, 20.0, 20.0, 40.0])
+    assert 1e3 * across.came == pytest.approx([40.0, later, later, 40.0])
     assert 1e3 * inside.came == pytest.approx([44.0] * 4)
     assert found.phases[0].started.tolist() == [0.0] * 4
 

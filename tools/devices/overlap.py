@@ -3,10 +3,13 @@
 A 32B model on 64 GPUs in 8 nodes, a step of 4 s of computing in equal micro-batches. What is exposed is what the step
 takes beyond one whose links take no time. Beside it: all of the pull before the first forward, and all of the push
 after the last backward. Pushes wait for memory as on devices, beside computing; on a host those that find none begin
-when computing is over.
+when computing is over. On one cable both communicators of pulls and pushes share a rank's link: the simulator counts
+that coarsely, up to 3 % of a step above emulated clusters, so it is shown and not judged.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 
@@ -41,6 +44,7 @@ def overlap(quick: bool) -> Table:
             "push s",
             "of the step",
             "aim",
+            "on one cable",
             "on a host",
             "without overlap s",
             "of the step ",
@@ -51,13 +55,15 @@ def overlap(quick: bool) -> Table:
         free_s, _ = _step(shape, FREE)
         for rate, aim in aims.EXPOSED.items():
             links = LinkModel(NODE_SIZE, INSIDE, Speed(20e-6, rate))
+            cable_s, _ = _step(shape, replace(links, one_cable=True))
             step_s, pull_s = _step(shape, links)
             host_s, _ = _step(shape, links, lanes=False)
             alone_s = _alone(shape, links)
-            share, on_host = ((seconds - free_s) / seconds for seconds in (step_s, host_s))
+            share, on_cable, on_host = ((seconds - free_s) / seconds for seconds in (step_s, cable_s, host_s))
             table.rows.append(
                 [text, round(rate / 1e9), round(pull_s, 3), round(step_s - free_s - pull_s, 3), f"{share:.1%}",
-                 f"{aim:.0%}", f"{on_host:.1%}", round(alone_s, 3), f"{alone_s / (free_s + alone_s):.1%}"]
+                 f"{aim:.0%}", f"{on_cable:.1%}", f"{on_host:.1%}", round(alone_s, 3),
+                 f"{alone_s / (free_s + alone_s):.1%}"]
             )  # fmt: skip
             if share > aim:
                 table.missed.append(f"{text} with {rate / 1e9:.0f} GB/s: {share:.1%} is exposed (aim {aim:.0%})")
@@ -97,7 +103,7 @@ def _alone(shape: StrategyShape, links: LinkModel) -> float:
     strategy = place_strategy(shape, NUM_RANKS, job.plan.num_layers)
     transfers = StrategyTransfers.of(job.plan, strategy, links, job.elements)
     begin = np.zeros(NUM_RANKS)
-    pulled = pull_in_order(transfers, begin, Networks.of(NUM_RANKS))
+    pulled = pull_in_order(transfers, begin, Networks.of(NUM_RANKS), lanes=True)
     pull_s = max(float(np.maximum(hop.came, hop.left).max()) for hops in pulled for hop in hops)
     ready = np.zeros((len(transfers.pushes), NUM_RANKS))
     pushed = push_in_order(transfers, ready, begin, Networks.of(NUM_RANKS), lanes=True)

@@ -71,7 +71,7 @@ def _scales(table: CostTable, steps: Sequence[Mapping[str, Any]]) -> Scales:
 
 def _with_rate(job: SimulatedJob, settings: Settings, megabits: float) -> SimulatedJob:
     each = Speed(LATENCY_S, megabits * 1e6 / 8 / settings.ranks)
-    return replace(job, links=LinkModel(settings.ranks, INSIDE, each))
+    return replace(job, links=LinkModel(settings.ranks, INSIDE, each, one_cable=True))
 
 
 def _scaled(job: SimulatedJob, scales: Scales) -> SimulatedJob:
