@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
 
+from ds_hydra.config.hydra_block import HydraConfig
 from ds_hydra.engine.checked import check_candidates
 from ds_hydra.pipe.functions.gates import Gated
 from ds_hydra.pipe.functions.norms import rms_norm
@@ -298,7 +299,7 @@ def test_a_job_computes_as_written_what_the_self_check_refuses(tmp_path: Path, m
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     source, strategies = source_of("llama", dtype=torch.float32, token_sharding=True), [StrategyShape.parse("tp2")]
     model = build_model("llama", torch.float32)
-    job: Any = SimpleNamespace(source=source, model=model, config=SimpleNamespace(self_check="on", context_length=None))
+    job: Any = SimpleNamespace(source=source, model=model, config=HydraConfig(), checked=None)
     world: Any = SimpleNamespace(channel=None, node_size=None)
     with mock.patch("ds_hydra.pipe.models.functions._normed", with_wrong_gradient):
         checked, other = check_candidates(job, world, strategies)

@@ -77,8 +77,7 @@ def test_the_self_check_tries_it_and_gives_it_up_where_it_is_wrong() -> None:
     asked = Options(token_sharding=True, halved=True)
     model, strategies = small_model(), [StrategyShape.parse("pp2")]
     source = models.model_source(model, asked)
-    config = SimpleNamespace(self_check="on", context_length=None)
-    job: Any = SimpleNamespace(source=source, model=model, config=config)
+    job: Any = SimpleNamespace(source=source, model=model, config=HydraConfig(), checked=None)
     world: Any = SimpleNamespace(channel=None, node_size=None, rank=0)
     checked, other = check_candidates(job, world, strategies)
     assert not checked.objections()

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from ds_hydra.config.hydra_block import HydraConfig
 from ds_hydra.engine.checked import check_candidates
 from ds_hydra.pipe import overlapped, ulysses
 from ds_hydra.pipe.attention import backends
@@ -265,7 +266,7 @@ def test_a_job_exchanges_at_once_where_the_self_check_refuses_groups(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model, strategies = build_model("llama", torch.float32), [StrategyShape.parse("sp2")]
     source = CausalLM(model, StageOptions(sp_overlap=True))
-    job: Any = SimpleNamespace(source=source, model=model, config=SimpleNamespace(self_check="on", context_length=None))
+    job: Any = SimpleNamespace(source=source, model=model, config=HydraConfig(), checked=None)
     world: Any = SimpleNamespace(channel=None, node_size=None, rank=0)
     with mock.patch.object(ulysses, "wait", mixed_up):
         (objection,) = check_strategies(model, strategies, StageOptions(sp_overlap=True), keep=False).objections()

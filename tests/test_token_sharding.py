@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
+from ds_hydra.config.hydra_block import HydraConfig
 from ds_hydra.engine.checked import check_candidates
 from ds_hydra.pipe import token_sharding
 from ds_hydra.pipe.models import token_rules
@@ -266,7 +267,7 @@ def test_a_job_goes_on_without_what_the_self_check_refuses(tmp_path: Path, monke
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model, strategies = build_model("llama", torch.float32), [StrategyShape.parse("tp2")]
     source = shared(model)
-    job: Any = SimpleNamespace(source=source, model=model, config=SimpleNamespace(self_check="on", context_length=None))
+    job: Any = SimpleNamespace(source=source, model=model, config=HydraConfig(), checked=None)
     world: Any = SimpleNamespace(channel=None, node_size=None)
     with MUTANTS["gradients of rows are not added"]():
         checked, other = check_candidates(job, world, strategies)
