@@ -97,7 +97,6 @@ class Crew:
         try:
             with guard.assembling():
                 self._assemble(host, signals, initial=initial)
-                world.wait_at_most(job.config.timeout_seconds)
         except BaseException:
             if not initial:
                 self.drop()  # others may go on, and assemble once more

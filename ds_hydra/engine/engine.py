@@ -129,17 +129,17 @@ class HydraEngine(EngineInParts):
         To assemble again, close the present crew and its world first, and give the `job` to continue. The new masters
         hold no values until a checkpoint is loaded.
         """
-        initial = job is None
         self.job = job or self.job
         with torch._C.DisableTorchFunctionSubclass():  # to it a released parameter is one of the meta device
             world = self.world_of_process()
             guard = guard or self._guard(world.background, self.job.config)
             shift = 1 if self.going_on is None else self.going_on.shift
-            self.crew = Crew(self.job, world, self, self._signals, guard, initial=initial, shift=shift)
+            self.crew = Crew(self.job, world, self, self._signals, guard, initial=job is None, shift=shift)
         self.job = self.crew.job
         self.saving = Saving(self, self.crew, self._signals)
         self.steps = Steps(self, self.crew)
-        if not initial:
+        world.wait_at_most(self.job.config.timeout_seconds)
+        if job is not None:
             self.watch_model()
 
     def source_of(self, model: Any, facts: ModelFacts | None = None) -> ModelSource:
