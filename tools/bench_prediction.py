@@ -9,7 +9,7 @@ order and V's train, which cut sequences and split backwards. Last, not in the q
 what they differ by is the machine's noise, which no prediction can be better than. The CPU time of the stages, which
 does not see other processes, is compared with its prediction as well. The quick form trains on shorter sequences: of
 its steps of 300 ms messages and update are a tenth, and what else runs on the machine changes them more than that, so
-only its stages are judged.
+only its stages are judged, by a table of CPU time.
 Exits non-zero when the error of the stages' CPU time is above 8% in the median or 20% at p90; in the whole form also
 when that of the steps' time is, and above the noise, or with slices and split backwards more than 1.5 times that
 without.
@@ -187,11 +187,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         table = args.table or folder / "cost_table.json"
         if args.table is None:
-            config = folder / "ds_hydra.json"
+            config, clock = folder / "ds_hydra.json", "cpu" if args.quick and args.clock == "auto" else args.clock
             config.write_text(json.dumps(job_config(**sizes)))
             command = ["--model", str(MODEL), "--deepspeed_config", str(config), "--ranks", "2", "--out", str(table),
-                       "--clock", args.clock, "--schemes", "tp1", "tp2", "pp2", "sp2"]  # fmt: skip
-            if profile.main([*command, "--quick", "--rungs", "4"] if args.quick else command) > 1:
+                       "--clock", clock, "--schemes", "tp1", "tp2", "pp2", "sp2"]  # fmt: skip
+            if profile.main([*command, "--quick"] if args.quick else command) > 1:
                 return 2
         lengths, sizes = web_lengths(2000, context), sizes | {"cost_table": str(table)}
         chosen = run(steps, "best", lengths, folder, "best", **sizes)

@@ -19,6 +19,7 @@ each gets one fast group and then two slow ones: 4*(tp4[0:11]@h20 > tp4[11:22]@h
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -218,17 +219,19 @@ def _dealt(groups: Sequence[_Group], number: int) -> list[list[_Group]]:
     """The groups in so many pipelines: the fastest first, to the one that is slowest so far."""
     pipelines: list[list[_Group]] = [[] for _ in range(number)]
     speed = [0.0] * number
+    slowest = [(0.0, 0, at) for at in range(number)]  # a heap; of pipelines that are as slow the shortest is first
     for group in sorted(groups, key=lambda one: one.layer_ms):
-        # Of pipelines that are as slow the shortest: a hair of a difference is none.
-        at = min(range(number), key=lambda k: (round(speed[k], 9), len(pipelines[k]), k))
+        at = slowest[0][2]
         pipelines[at].append(group)
         speed[at] += 1.0 / group.layer_ms
+        heapq.heapreplace(slowest, (round(speed[at], 9), len(pipelines[at]), at))  # a hair of a difference is none
     return pipelines
 
 
 def _strategy(job: _Job, pipelines: Sequence[Sequence[_Group]]) -> Iterator[StrategyShape]:
     """The strategy of these pipelines, if each fits its layers; widest pipelines first, alike ones together."""
-    shapes = [_pipeline(job, pipeline) for pipeline in pipelines]
+    made = {groups: _pipeline(job, groups) for groups in dict.fromkeys(map(tuple, pipelines))}
+    shapes = [made[tuple(pipeline)] for pipeline in pipelines]
     if all(shape is not None for shape in shapes):
         known = sorted((shape for shape in shapes if shape is not None), key=lambda one: (-one.num_ranks, str(one)))
         yield StrategyShape(tuple(known))
@@ -264,9 +267,15 @@ def split_by_speed(num_layers: int, layer_ms: Sequence[float], most: Sequence[in
         return None
     # One after the other to the stage that would be done first with it.
     held = [1] * len(most)
+    ends = [(2 * layer_ms[at], -at) for at in range(len(most)) if most[at] > 1]
+    heapq.heapify(ends)
     for _ in range(num_layers - len(most)):
-        open_stages = [at for at in range(len(most)) if held[at] < most[at]]
-        held[min(open_stages, key=lambda at: ((held[at] + 1) * layer_ms[at], -at))] += 1
+        at = -ends[0][1]
+        held[at] += 1
+        if held[at] < most[at]:
+            heapq.heapreplace(ends, ((held[at] + 1) * layer_ms[at], -at))
+        else:
+            heapq.heappop(ends)
     return tuple(held)
 
 
