@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ds_hydra.costs.cost_table import CostTable
-from ds_hydra.data.length_sources import read_lengths, sample_batches
+from ds_hydra.data.length_sources import WEB_PAGES, read_lengths, sample_batches
 from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.planner import Planner, PlannerOptions, StepPlan
 from ds_hydra.planner.proposal.propose import QUICK, THOROUGH, Wider, propose_strategies
@@ -21,7 +21,7 @@ Strategies = tuple[StrategyShape, ...]
 TABLES = Path(__file__).resolve().parents[1] / "examples" / "cost_tables"
 CONTEXT = 32768
 DATA = {
-    "CommonCrawl-like": "lognormal:6.220,1.233",
+    "CommonCrawl-like": WEB_PAGES,
     "Wikipedia": str(TABLES / "wikipedia_lengths.txt"),
     "pretraining": str(TABLES / "pretraining_length_histogram.csv"),
 }

@@ -23,7 +23,7 @@ from ds_hydra.commands.shipped import shipped
 from ds_hydra.commands.swapped import CALLS, STEPS, Swap, swap_of
 from ds_hydra.config.hydra_block import parse_config
 from ds_hydra.config.read import read_config
-from ds_hydra.data.length_sources import read_lengths
+from ds_hydra.data.length_sources import assumed_tokens, read_lengths
 from ds_hydra.zero_hetero.errors import ConfigError
 
 _STEPS = 6  # that the preview plans
@@ -104,7 +104,7 @@ def settings(
         tokens = max(longest, round(sequences * mean))
         why = f"{sequences} sequences, the config's batch, of {mean:.0f} tokens in the mean"
     else:
-        tokens = max(longest, gpus * min(longest, 8192))
+        tokens = assumed_tokens(longest, gpus)
         why = "the config does not say how large a batch is: a long sequence, or 8,192 tokens, for each GPU"
     if swap.handed_in:
         why = f"an estimate, which planning begins with; your script hands its batches in, which are the steps ({why})"

@@ -21,7 +21,8 @@ from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 _LOGNORMAL = re.compile(r"lognormal:([^,]+),([^,]+)")
-_WEB = 6.220, 1.233  # mean and spread of the natural log of the tokens of CommonCrawl's pages
+WEB_PAGES = "lognormal:6.220,1.233"  # fits the published bucket counts of CommonCrawl
+_TOKENS_A_RANK = 8192
 _RANGE = re.compile(r"\[\s*(\d+)\s*,\s*(\d+)\s*\]")
 
 
@@ -58,8 +59,13 @@ def read_lengths(spec: str, context_length: int, count: int = 100_000, seed: int
 
 def assumed_lengths(longest: int) -> list[int]:
     """Lengths of web pages, up to `longest` tokens and one of so many, for jobs that do not know theirs yet."""
-    drawn = np.random.default_rng(0).lognormal(*_WEB, size=10_000)
+    drawn = np.random.default_rng(0).lognormal(*_lognormal(WEB_PAGES), size=10_000)
     return [*np.clip(drawn, 1, longest).astype(int).tolist(), longest]
+
+
+def assumed_tokens(longest: int, num_ranks: int) -> int:
+    """Tokens of a step whose size is not known: 8,192 a rank, or a longest sequence where that is less."""
+    return max(longest, num_ranks * min(longest, _TOKENS_A_RANK))
 
 
 def sample_batches(

@@ -7,14 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from ds_hydra.config.hydra_block import HydraConfig
+from ds_hydra.data.length_sources import assumed_tokens
 from ds_hydra.data.reorder import SortedPairs
 from ds_hydra.data.sampler import StepLoader, TokenBudgetSampler
 from ds_hydra.data.sequences import SequenceData
 from ds_hydra.data.stream import StreamSampler, StreamSteps
 from ds_hydra.data.tokens import Limits
 from ds_hydra.zero_hetero.errors import ConfigError
-
-_A_RANK = 8192  # tokens of a step that is not known yet, unless sequences are shorter
 
 
 def sized(config: HydraConfig, training_data: Any, num_ranks: int) -> HydraConfig:
@@ -34,8 +33,7 @@ def sized(config: HydraConfig, training_data: Any, num_ranks: int) -> HydraConfi
             "hydra.context_length is missing: steps are handed in, and nothing says how long a sequence may be; add "
             "it, in tokens"
         )
-    longest = config.context_length
-    return replace(config, tokens_per_step=max(longest, num_ranks * min(longest, _A_RANK)))
+    return replace(config, tokens_per_step=assumed_tokens(config.context_length, num_ranks))
 
 
 def streamed(

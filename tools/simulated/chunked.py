@@ -13,7 +13,7 @@ import numpy as np
 
 from ds_hydra.commands.shipped import shipped
 from ds_hydra.costs.table_file import read_table_file
-from ds_hydra.data.length_sources import read_lengths
+from ds_hydra.data.length_sources import WEB_PAGES, read_lengths
 from ds_hydra.data.sampler import TokenBudgetSampler
 from ds_hydra.emulate.cluster import emulate_plans
 from ds_hydra.pipe.shape import StrategyShape
@@ -38,7 +38,7 @@ def chunked(num_steps: int, *, timeout_s: float) -> Part:
     found = read_table_file(shipped(MODEL))
     strategies = [StrategyShape.parse(text) for text in STRATEGIES]
     job = shipped_job(MODEL, found, LinkModel(NODE), RANKS, strategies)
-    lengths = read_lengths("lognormal:6.220,1.233", CONTEXT, 20_000, 0).lengths.tolist()
+    lengths = read_lengths(WEB_PAGES, CONTEXT, 20_000, 0).lengths.tolist()
     plans = _planned(job, strategies, lengths, num_steps)
     steps = emulate_plans(job, plans, lengths, TOKENS, timeout_s=timeout_s)
     simulator = Simulator(job)

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ds_hydra.commands.shipped import FOLDER
-from ds_hydra.data.length_sources import read_lengths, sample_batches
+from ds_hydra.data.length_sources import WEB_PAGES, read_lengths, sample_batches
 
 MIXES = {
-    "CommonCrawl": "lognormal:6.220,1.233",
+    "CommonCrawl": WEB_PAGES,
     "Wikipedia": str(FOLDER / "wikipedia_lengths.txt"),
     "pretraining": str(FOLDER / "pretraining_length_histogram.csv"),
     "rollouts": str(FOLDER / "rollout_length_histogram.csv"),
