@@ -83,8 +83,7 @@ def bench_plans(figures: Figures, quick: bool) -> None:
                 errors += [abs(plan.searched_ms / s - 1) for (plan, _), s in zip(plans, simulated, strict=True)]
                 report_workload(figures, work, strategies, plans, simulated)
         p50, p90 = np.percentile(gaps, [50, 90])
-        median = statistics.median(cpu)
-        figures.note(f"plan, CPU ms per step, {gpus} GPUs, median", f"{median:.2f}", f"<= {aim_ms:g}", median <= aim_ms)
+        figures.limited(f"plan, CPU ms per step, {gpus} GPUs, median", statistics.median(cpu), aim_ms)
         figures.note(f"certified gap, {gpus} GPUs, median", f"{p50:.2%}", f"<= {aim_gap:.1%}", p50 <= aim_gap)
         if gpus == 64:
             figures.note("certified gap, 64 GPUs, p90", f"{p90:.2%}", "<= 5%", p90 <= 0.05)
@@ -94,8 +93,7 @@ def bench_plans(figures: Figures, quick: bool) -> None:
     for (gpus, thorough), aim in aims.PROPOSAL_S.items():
         if (gpus, thorough) in proposal:
             worst = max(proposal[gpus, thorough])
-            name = f"proposal, {'thorough' if thorough else 'quick'}, {gpus} GPUs, CPU s, worst"
-            figures.note(name, f"{worst:.1f}", f"<= {aim}", worst <= aim)
+            figures.limited(f"proposal, {'thorough' if thorough else 'quick'}, {gpus} GPUs, CPU s, worst", worst, aim)
 
 
 def report_workload(
@@ -145,9 +143,8 @@ def bench_chunked(figures: Figures, quick: bool) -> None:
             else:
                 least = aims.CHUNKED_GAIN[data] if gpus < 1024 else 0.08
                 figures.note(f"chunked step below whole one, {work}", f"{gain:.1%}", f">= {least:.0%}", gain >= least)
-        median, most = statistics.median(cpu), 3000.0 if gpus == 1024 else 500.0
         name = f"chunked plan, CPU ms, {model} {gpus} GPUs, median"
-        figures.note(name, f"{median:.0f}", f"<= {most:g}", median <= most)
+        figures.limited(name, statistics.median(cpu), aims.CHUNKED_PLAN_MS[gpus])
 
 
 def bench_growth(figures: Figures, quick: bool) -> None:
@@ -161,7 +158,7 @@ def bench_growth(figures: Figures, quick: bool) -> None:
             work, [StrategyShape.parse(text) for text in GROWN], tokens, 2 if many else 4 if tokens > 200_000 else 12
         )
         name = f"{sequences} sequences, 64 ranks"
-        figures.note(f"plan, CPU ms per step, {name}, median", f"{cpu:.1f}", f"<= {aim_ms:g}", cpu <= aim_ms)
+        figures.limited(f"plan, CPU ms per step, {name}, median", cpu, aim_ms)
         if tokens in aims.GROWTH_STEP_MS:
             share = mean / aims.GROWTH_STEP_MS[tokens]
             figures.note(
@@ -170,8 +167,7 @@ def bench_growth(figures: Figures, quick: bool) -> None:
             )  # fmt: skip
     wide = [StrategyShape(128 * StrategyShape.parse(text).pipelines) for text in GROWN]
     _, cpu, sequences = _planned(work, wide, 128 * 200_000, 2)
-    name, aim_ms = f"plan, CPU ms per step, {sequences} sequences, 8,192 ranks, median", aims.MANY_RANKS_MS
-    figures.note(name, f"{cpu:.1f}", f"<= {aim_ms:g}", cpu <= aim_ms)
+    figures.limited(f"plan, CPU ms per step, {sequences} sequences, 8,192 ranks, median", cpu, aims.MANY_RANKS_MS)
 
 
 def _planned(work: Workload, strategies: Sequence[StrategyShape], tokens: int, count: int) -> tuple[float, float, int]:
@@ -348,7 +344,7 @@ def bench_start(figures: Figures, quick: bool) -> None:
             process.kill()
             process.wait()
     seconds = statistics.median(s for s, _ in warm)
-    figures.note("import and first plan, warm cache, CPU s", f"{seconds:.2f}", "<= 1.5", seconds <= 1.5)
+    figures.limited("import and first plan, warm cache, CPU s", seconds, aims.FIRST_PLAN_S)
     same = len({digest for _, digest in warm + loaded}) == 1
     figures.note("same plans in 5 runs, 2 under load", str(same), "True", same)
     if not quick:

@@ -16,6 +16,7 @@ from ds_hydra.pipe.shape import StrategyShape
 from ds_hydra.planner import Planner, PlannerOptions, StepPlan
 from ds_hydra.planner.proposal.propose import QUICK, THOROUGH, Wider, propose_strategies
 from ds_hydra.planner.proposal.spaces import wider_shapes
+from tools import machine
 
 Strategies = tuple[StrategyShape, ...]
 TABLES = Path(__file__).resolve().parents[1] / "examples" / "cost_tables"
@@ -39,6 +40,11 @@ class Figures:
         if not met:
             self.missed.append(f"{what}: {value} (aim {aim})")
         print(f"  {what}: {value} (aim {aim})", flush=True)
+
+    def limited(self, what: str, value: float, aim: float) -> None:
+        """A time of CPU, in seconds or milliseconds, against its aim on this machine."""
+        most = machine.limit(aim)
+        self.note(what, f"{value:.3g}", f"<= {most}", value <= most.here)
 
 
 @dataclass(frozen=True)

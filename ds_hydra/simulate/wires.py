@@ -29,7 +29,8 @@ class Parcels(NamedTuple):
     `entering` what of these goes from one node to another. The other columns are by message, those of one receiver one
     after the other from `first` on: `sender` is an index into `senders`, `lead` how much later than the sender begins
     the head comes, `gone` the share of `sent` that has left with it, `wire` the wire time and `earlier` that of the
-    receiver's messages before this one. `each` receiver has so many messages; 0: not all have as many.
+    receiver's messages before this one. `each` receiver has so many messages; 0: not all have as many. Where links are
+    not `one_cable`, nobody asks for `leaving`, `entering` and `gone`, which are zeros or empty.
     """
 
     senders: Ints
@@ -55,24 +56,30 @@ class Parcels(NamedTuple):
         `known` are the routes of plans before, over the same links; those of this one are added.
         """
         slices, known = plan.slices, [] if known is None else known
-        remote = np.flatnonzero(slices.src != slices.dst)
-        src, dst, length = slices.src[remote], slices.dst[remote], slices.length[remote]
+        src, dst, length = slices.src, slices.dst, slices.length
+        remote = np.flatnonzero(src != dst)
+        if len(remote) < len(src):
+            src, dst, length = src[remote], dst[remote], length[remote]
         routes = next((one for one in known if one.join(src, dst)), None)
         if routes is None:
             routes = Routes.of(src, dst, plan.num_ranks, links)
             known.append(routes)
-        elements = np.add.reduceat(length[routes.slices], routes.first) if len(routes.first) else length
+        elements = length[routes.slices]
+        if len(routes.first) < len(elements):
+            elements = np.add.reduceat(elements, routes.first)
         wire = elements * element_bytes / routes.rate
         sent, before = _running(wire, routes.first_out)
-        far = wire * routes.crosses
-        leaving, entering = _totals(far, routes.first_out), _totals(far[routes.order], routes.first_in)
-        gone = (before + wire) / np.repeat(sent, np.diff(routes.first_out, append=len(wire)))
-        wire = wire[routes.order]
+        leaving, entering, gone = np.zeros(len(sent)), np.zeros(len(routes.receivers)), np.zeros(0)
+        if links.one_cable:
+            far = wire * routes.crosses
+            leaving, entering = _totals(far, routes.first_out), _totals(far[routes.order], routes.first_in)
+            gone = ((before + wire) / np.repeat(sent, _counts(routes.first_out, len(wire))))[routes.order]
+        before += routes.latency
+        wire, lead = wire[routes.order], before[routes.order]
         received, earlier = _running(wire, routes.first_in)
-        lead = (before + routes.latency)[routes.order]
         return cls(
-            routes.senders, sent, routes.receivers, received, routes.first_in, routes.sender, lead,
-            gone[routes.order], wire, earlier, routes.each, leaving, entering,
+            routes.senders, sent, routes.receivers, received, routes.first_in, routes.sender, lead, gone, wire, earlier,
+            routes.each, leaving, entering,
         )  # fmt: skip
 
 
@@ -113,8 +120,8 @@ class Routes(NamedTuple):
         first_out, order = _begins(src), _sorted_by(dst, far, n)
         coming = dst[order]
         first_in = _begins(coming)
-        sender = np.repeat(np.arange(len(first_out)), np.diff(first_out, append=len(src)))[order]
-        counts = np.diff(first_in, append=len(coming))
+        sender = np.repeat(np.arange(len(first_out)), _counts(first_out, len(src)))[order]
+        counts = _counts(first_in, len(coming))
         each = int(counts[0]) if len(counts) and (counts == counts[0]).all() else 0
         return cls(
             *given, slices, first, latency, rate, crosses, src[first_out], first_out, order, coming[first_in], first_in,
@@ -142,14 +149,17 @@ def _sorted_by(first: Ints, then: Ints, n: int) -> Ints:
 
 def _begins(column: Ints) -> Ints:
     """Where each value begins, in a column in which equal ones follow each other."""
-    return np.flatnonzero(np.diff(column, prepend=-1))
+    new = np.ones(len(column), dtype=bool)
+    np.not_equal(column[1:], column[:-1], out=new[1:])
+    return np.flatnonzero(new)
 
 
 def _running(wire: Floats, first: Ints) -> tuple[Floats, Floats]:
     """Wire time of each rank's messages, which begin at `first`, and of those that stand before each of them."""
-    counts = np.diff(first, append=len(wire))
-    before = np.cumsum(wire) - wire
-    return _totals(wire, first), before - np.repeat(before[first], counts)
+    before = np.cumsum(wire)
+    before -= wire
+    before -= np.repeat(before[first], _counts(first, len(wire)))
+    return _totals(wire, first), before
 
 
 def _totals(column: Floats, first: Ints) -> Floats:
@@ -252,14 +262,17 @@ def _served(parcels: Parcels, heads: Floats, begin: Floats) -> Floats:
     slack = heads - parcels.earlier
     idle = _of_each(np.maximum, slack, parcels.first, parcels.each) > begin + _ROUNDING * through
     if idle.any():
-        if parcels.each:
+        if idle.all():
+            wires, first = parcels.wire, parcels.first
+        elif parcels.each:
             heads, wires = (column.reshape(-1, parcels.each)[idle].ravel() for column in (heads, parcels.wire))
             first = np.arange(0, len(heads), parcels.each)
         else:
             counts = _counts(parcels.first, len(heads))
             some = np.flatnonzero(np.repeat(idle, counts))
             heads, wires, first = heads[some], parcels.wire[some], np.cumsum(counts[idle]) - counts[idle]
-        through[idle] = _with_pauses(heads, wires, first, parcels.each, through[idle])
+        messages = _Messages(heads, wires, first, parcels.each, parcels.received[idle])
+        through[idle] = _with_pauses(messages, through[idle])
     return through
 
 
@@ -272,12 +285,23 @@ def _of_each(pick: np.ufunc, column: Floats, first: Ints, each: int) -> Floats:
 def _counts(first: Ints, end: int) -> Ints:
     """Entries from each of these on to the next, or to the end; numpy's `diff` takes five times as long for that."""
     counts = np.empty_like(first)
-    np.subtract(first[1:], first[:-1], out=counts[:-1])
-    counts[-1] = end - first[-1]
+    if len(first):
+        np.subtract(first[1:], first[:-1], out=counts[:-1])
+        counts[-1] = end - first[-1]
     return counts
 
 
-def _with_pauses(heads: Floats, wire: Floats, first: Ints, each: int, least: Floats) -> Floats:
+class _Messages(NamedTuple):
+    """The columns of some parcels' receivers, with the wire times of all messages of each."""
+
+    heads: Floats
+    wire: Floats
+    first: Ints
+    each: int
+    total: Floats
+
+
+def _with_pauses(messages: _Messages, least: Floats) -> Floats:
     """When ports are through that may stand idle, but not before `least`: begin + all wire times."""
     # From the last moment on at which a port stood idle, it has worked without a pause. So it is through at the largest
     # of `least` and, for each head h, h + the wire times of what comes at h or later. Example with wire times of 4 and
@@ -286,10 +310,12 @@ def _with_pauses(heads: Floats, wire: Floats, first: Ints, each: int, least: Flo
     # For that, messages must be sorted by their heads: a million of them in a layer's push on 1024 ranks. But few can
     # matter. As the port is not through before the last message, what comes before that - all wire times makes it no
     # later: in the example, only what comes after 19 - 12 = 7 is looked at.
-    counts = _counts(first, len(heads))
-    total = np.add.reduceat(wire, first)
+    heads, wire, first, each, total = messages
     least = np.maximum(least, _of_each(np.maximum, heads + wire, first, each))
-    late = np.flatnonzero(heads > np.repeat(least - total, counts))
+    if each:
+        late = np.flatnonzero(heads.reshape(-1, each) > (least - total)[:, np.newaxis])
+    else:
+        late = np.flatnonzero(heads > np.repeat(least - total, _counts(first, len(heads))))
     if not len(late):
         return least
     receiver = np.searchsorted(first, late, side="right") - 1

@@ -133,7 +133,7 @@ def test_two_communicators_share_the_cable_between_nodes(
     node_size: int, then: float, came: tuple[float, float, float]
 ) -> None:
     """Transfers of 10 seconds over one, of 6 over the other from `then` on, and of 1 over the first again."""
-    links = LinkModel(node_size, Speed(0.0, 1.0), Speed(0.0, 1.0))
+    links = LinkModel(node_size, Speed(0.0, 1.0), Speed(0.0, 1.0), one_cable=True)
 
     def parcels(size: int) -> Parcels:
         sent, received = (layout_of_intervals(size, own) for own in ([(0, size), (0, 0)], [(0, 0), (0, size)]))

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from tools import aims, check
+from tools import aims, check, machine
 
 # Modules of the folder that are no checks: the commands of ds_hydra as files, and what benchmarks share.
 COMMANDS = {"check_model", "convert_checkpoint", "emulate", "memory_needs", "preview_plan", "profile_schemes", "report"}
 ROOT = Path(__file__).resolve().parents[2]
-OTHERS = COMMANDS | {"aims", "check", "deepspeed_baselines", "planner_highs", "planner_workloads", "simulate_step"}
+SHARED = {"aims", "machine", "planner_highs", "planner_workloads"}
+OTHERS = COMMANDS | SHARED | {"check", "deepspeed_baselines", "simulate_step"}
 
 
 def test_every_tool_is_run() -> None:
@@ -62,3 +63,37 @@ def test_bounds_stand_in_the_table_of_aims_and_every_one_is_used() -> None:
     assert not own, own
     used = {name for text in texts.values() for name in re.findall(r"\baims\.([A-Z_0-9]+)", text)}
     assert used == {name for name in vars(aims) if name.isupper()}
+
+
+def test_aims_in_seconds_follow_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that takes twice as long has twice as long; a faster one is asked for more, but not where it waits."""
+    rounds: list[float] = []
+    monkeypatch.setattr(machine, "_round_s", lambda: rounds.pop())
+    for times, here, waiting in ((2.0, 8.0, 8.0), (0.5, 2.0, 4.0)):
+        monkeypatch.setattr(machine, "_least", [])
+        rounds[:] = [times * aims.LOOP_S * late for late in (3.0, 1.5, 1.0, 2.0, 7.0)]  # a loaded machine's
+        assert machine.limit(4.0).here == pytest.approx(here)
+        assert machine.limit(4.0, waits=True).here == pytest.approx(waiting)
+        assert not rounds, "measured several times, and once in a process"
+    assert str(machine.limit(4.0)) == "2, as 4 on the reference machine"
+    rounds[:] = [0.25 * aims.LOOP_S, *[aims.LOOP_S] * 4]
+    machine.loop_s(again=True)
+    assert machine.limit(4.0).here == pytest.approx(1.0), "the least of all counts"
+    rounds[:] = [aims.LOOP_S] * 5
+    machine.loop_s(again=True)
+    assert machine.limit(4.0).here == pytest.approx(1.0)
+
+
+def test_the_loop_is_measured_as_cpu_time() -> None:
+    assert 0.01 < machine.loop_s() < 100.0
+    assert machine.limit(4.0).here == pytest.approx(4.0 * machine.loop_s() / aims.LOOP_S)
+
+
+def test_every_aim_in_seconds_is_read_through_the_machine() -> None:
+    """Names end in their unit; what is compared with a simulated time, or with a constant, is not of this machine."""
+    absolute = {"SIMULATED_MS", "CHUNKED_MS", "GROWTH_STEP_MS", "SILENT_S"}
+    timed = {name for name in vars(aims) if name.endswith(("_S", "_MS")) and name not in absolute | {"LOOP_S"}}
+    texts = [path.read_text("utf-8") for folder in ("tools", "tests") for path in (ROOT / folder).rglob("*.py")]
+    for name in timed:
+        reading = [text for text in texts if f"aims.{name}" in text]
+        assert all("machine.limit(" in text or "figures.limited(" in text for text in reading), name

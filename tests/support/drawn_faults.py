@@ -23,7 +23,7 @@ from ds_hydra.planner import PhasedPlanner, parse_phases, save_plans
 from tests.support.ends import TRACEBACK, End, ends, mark_fault
 from tests.support.small_job import sequences, small_engine, small_source
 from tests.support.streams import Stateful
-from tools import aims
+from tools import aims, machine
 
 NUM_RANKS, STEPS, FAULT_STEP = 3, 5, 2
 HEARTBEAT_S, FROZEN_S = 0.5, 3.0
@@ -114,7 +114,7 @@ def _objections(case: Case, found: Sequence[End], took: float) -> Iterator[str]:
         return
     if codes != case.codes:
         yield f"exit codes {codes}, not {case.codes}"
-    limit_s = aims.DEAD_S + (FROZEN_S if case.kind == "SIGSTOP" else 0.0)
+    limit_s = machine.limit(aims.DEAD_S, waits=True).here + (FROZEN_S if case.kind == "SIGSTOP" else 0.0)
     if took > limit_s:
         yield f"the last rank ended after {took:.1f} s"
     lines = [line for line in told.splitlines() if line.startswith(("[ds_hydra] ", "ds_hydra."))]

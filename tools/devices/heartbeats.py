@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from ds_hydra.watchdog.connection import Connection
 from ds_hydra.watchdog.meeting import greet
 from ds_hydra.watchdog.watchdog import Watchdog
-from tools import aims
+from tools import aims, machine
 from tools.devices.count import NODE_SIZE
 from tools.devices.table import Table
 
@@ -47,13 +47,14 @@ def heartbeats(quick: bool) -> Table:
     """The share of a core, for jobs of several sizes; quick: of the largest, measured for a shorter time."""
     table = Table("rank 0's watchdog", ["ranks", "hears", "beats a rank and s", "of a core", "aim"])
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(8192, _most_files()), _most_files()))
+    most = machine.limit(aims.HEARTBEATS)
     for num_ranks in JOBS[-1:] if quick else JOBS:
         dog, share, connected = _measured(num_ranks, _QUICK_S if quick else _MEASURED_S)
-        table.rows.append([num_ranks, connected, round(1 / dog.beat_s, 2), f"{share:.2%}", f"{aims.HEARTBEATS:.0%}"])
+        table.rows.append([num_ranks, connected, round(1 / dog.beat_s, 2), f"{share:.2%}", str(most)])
         if connected != len(dog.below):
             table.missed.append(f"only {connected} of {len(dog.below)} ranks have connected")
-        if share > aims.HEARTBEATS:
-            table.missed.append(f"{num_ranks} ranks: {share:.2%} of a core (aim {aims.HEARTBEATS:.0%})")
+        if share > most.here:
+            table.missed.append(f"{num_ranks} ranks: {share:.4f} of a core (aim {most})")
     return table
 
 

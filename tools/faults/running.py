@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tools import aims
+from tools import aims, machine
 from tools.faults.tally import Tally
 
 NUM_RANKS, STEPS = 4, 5
@@ -38,14 +38,14 @@ def check_faults(quick: bool, sample: int | None = None) -> Tally:
             fault = Fault(kind, phase, rank, step=2)
             first = run_job(Path(scratch), NUM_RANKS, STEPS, fault=fault)
             frozen = kind == "SIGSTOP"
-            limit = aims.FROZEN_S if frozen else aims.DEAD_S
+            limit = machine.limit(aims.FROZEN_S if frozen else aims.DEAD_S, waits=True)
             if kind != "SIGTERM":
                 ends["frozen" if frozen else "dead"].append(first.end_s)
             wrong = []
             if not first.fired:
                 wrong.append("the fault was not reached")
-            if kind != "SIGTERM" and first.end_s > limit:
-                wrong.append(f"the last rank ended after {first.end_s:.1f} s")
+            if kind != "SIGTERM" and first.end_s > limit.here:
+                wrong.append(f"the last rank ended after {first.end_s:.1f} s (aim {limit})")
             if first.orphans:
                 wrong.append(f"{len(first.orphans)} processes lived on")
             if kind == "SIGTERM" and first.codes != [0] * NUM_RANKS:
