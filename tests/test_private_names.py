@@ -24,7 +24,7 @@ from tools.structure import Source, read_sources
 
 SOURCES = read_sources(Path(__file__).resolve().parents[1])
 # The standard library documents these, underscore or not.
-DOCUMENTED = {"_asdict", "_replace", "_fields", "_make", "_exit"}
+DOCUMENTED = {"_asdict", "_replace", "_fields", "_make", "_exit", "_current_frames"}
 # The project has attributes of these names too.
 SHARED = {"_parameters", "_buffers", "_modules"}
 

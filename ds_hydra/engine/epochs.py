@@ -7,9 +7,10 @@ import copy
 import json
 import logging
 import os
+import socket
 import sys
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from ds_hydra.step.update import Update
 
 _LEAST_RANKS = 2
+_ASK_S, _AGAIN_S = 1.0, 0.1  # for which a store that does not answer is asked at once, and after which again
 
 logger = logging.getLogger(__name__)
 
@@ -149,9 +151,12 @@ def take_rank(engine: HydraEngine, rank: int, num_ranks: int) -> None:
             package.setLevel(logging.INFO)
 
 
-def make_default_group(view: View, rank: int, timeout_s: float) -> None:
+def make_default_group(view: View, rank: int, timeout_s: float, over: Callable[[], bool]) -> None:
+    """Torch's, of the ranks of a view; every one of them must call it. It gives up if the view is `over` meanwhile."""
     hook, timeout = sys.excepthook, timedelta(seconds=timeout_s)
-    store = dist.TCPStore(*view.store, is_master=False, timeout=timeout)
+    store = _store(view.store, timeout_s, over)
+    # Torch names groups by this number, counts one that could not be made, and ranks find each other by the name.
+    dist.distributed_c10d._world.group_count = 0
     dist.init_process_group(
         "gloo", store=dist.PrefixStore(f"epoch{view.epoch}", store), rank=rank, world_size=len(view.members),
         timeout=timeout,
@@ -160,6 +165,24 @@ def make_default_group(view: View, rank: int, timeout_s: float) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(len(view.members)))
     for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):  # what the launcher said of nodes holds no more
         os.environ.pop(name, None)
+
+
+def _store(address: tuple[str, int], timeout_s: float, over: Callable[[], bool]) -> dist.Store:
+    """A connection to the store of a view, whose member may be gone."""
+    # Torch asks again and again where nobody listens any more, and between that no socket is there that could be shut,
+    # see [Note: freeing a thread]. So it is given little time at once, and only where somebody listens.
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection(address, timeout=_ASK_S).close()
+            store = dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=_ASK_S))
+        except (OSError, RuntimeError):
+            if over() or time.monotonic() > deadline:
+                raise
+            time.sleep(_AGAIN_S)
+        else:
+            store.set_timeout(timedelta(seconds=timeout_s))
+            return store
 
 
 def record_voted(engine: HydraEngine, update: Update, opened: OpenStep) -> Outcome:
@@ -208,8 +231,11 @@ def tell(view: View, came: Collection[int], since: tuple[float, float], *, step:
     )  # fmt: skip
 
 
-def end_stuck() -> NoReturn:
-    say("this rank did not come out of its step after another one was lost (hydra.elastic.stuck_seconds): it ends")
+def end_stuck(where: str) -> NoReturn:
+    say(
+        "this rank did not come out of its step after another one was lost (hydra.elastic.stuck_seconds): it ends. It "
+        f"stands here:\n{where}"
+    )
     end_process(EXIT_CODE)
     raise AssertionError("it has ended")
 

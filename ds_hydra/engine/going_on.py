@@ -92,7 +92,7 @@ class GoingOn:
         view = self.agent.view
         self.shift = shift_of([one.host for one in view.members])
         try:
-            with self._freeing.making():
+            with self._freeing.making(len(view.members)):
                 self._engine.assemble(guard=guard)
             joining.check_can_be_told(self._engine)
         except Exception as error:
@@ -218,10 +218,10 @@ class GoingOn:
         own = next(m.id for m in view.members if (m.pid, m.host) == (os.getpid(), host()))
         held, update = self._standing.settle(view, own, ids), self._standing.update
         came = {id for id, report in view.reports.items() if report.committed == NOTHING_HELD}
-        hosts = [member.host for member in view.members]
-        self.shift = shift_of(hosts)
-        with self._freeing.making():
-            epochs.make_default_group(view, ids.index(own), engine.job.config.timeout_seconds)
+        self.shift = shift_of([member.host for member in view.members])
+        with self._freeing.making(len(ids)):
+            wait = engine.job.config.timeout_seconds
+            epochs.make_default_group(view, ids.index(own), wait, lambda: self.agent.faulty)
             epochs.take_rank(engine, ids.index(own), len(ids))
             carried, outcome = epochs.complete(engine, update, self._open, self._carried)
             if update is not None:

@@ -7,11 +7,14 @@ the groups' time-out. When the sockets of its groups are shut, each wait ends wi
   whose      of the groups alone: what was opened while groups were made, and what at the start has its other end in a
              rank, known by descriptor and inode, so that a number that has been used again is left alone. Connections
              of the membership, from or to one of its addresses, are spared, those too that its threads make meanwhile
-  never      a listening socket: gloo ends the process when one of its own is shut. It has no peer, which tells it
+  never      a listening socket: gloo ends the process when one of its own is shut
+  answered   while groups are made, a rank waits at its listening socket for those of higher addresses, which may be
+             dead: nothing is there to be shut. So this process connects to it itself, as each of the ranks, by the
+             number with which gloo's connections begin, and closes: they have come, and are gone
   when       `WAIT_S` after the fault is known. If a socket is shut just while gloo handles the end of its peer, a wait
              may be lost
   how often  again and again until the thread is parked: it may be about to make groups, which opens sockets
-  and else   a thread that is not parked after `stuck_s` will not be: the process has to end
+  and else   a thread that is not parked after `stuck_s` will not be: the process has to end, and says where it stands
 """
 
 from __future__ import annotations
@@ -20,15 +23,22 @@ import contextlib
 import json
 import os
 import socket
+import sys
 import threading
+import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ds_hydra.ranks.together import Texts
 
 WAIT_S = 0.25
+_ANSWER_S = 0.5  # within which this process has a connection to itself
+_ASKING = 2  # TCP_SYN_SENT, the state of a connection that the other end has not answered yet
+_TABLES = {socket.AF_INET: "/proc/self/net/tcp", socket.AF_INET6: "/proc/self/net/tcp6"}  # of all connections
+_FRAMES = 12  # the innermost ones tell where a thread stands
 _Socket = tuple[int, str]  # descriptor, and "socket:[inode]"
 _Address = tuple[str, int]
 
@@ -36,14 +46,14 @@ _Address = tuple[str, int]
 class Freeing:
     """Frees the thread that trains, on behalf of another one. It begins anew with each fault.
 
-    `stuck` is called if the thread is not parked `stuck_s` seconds after `begin`; `spared` gives the addresses of which
-    no connection is shut.
+    `stuck` is called if the thread is not parked `stuck_s` seconds after `begin`, with the frames in which it stands;
+    `spared` gives the addresses of which no connection is shut.
     """
 
     def __init__(
         self,
         stuck_s: float,
-        stuck: Callable[[], None],
+        stuck: Callable[[str], None],
         spared: Callable[[], Collection[_Address]] = frozenset[_Address],
     ) -> None:
         self._stuck_s, self._stuck, self._spared = stuck_s, stuck, spared
@@ -52,12 +62,14 @@ class Freeing:
         self._lock = threading.Lock()
         self._parked = threading.Event()
         self._thread: threading.Thread | None = None
+        self._freed, self._num_ranks = threading.get_ident(), 0
 
     @contextmanager
-    def making(self) -> Iterator[None]:
-        """Within it groups are made or connected: the sockets that it opens are theirs."""
+    def making(self, num_ranks: int) -> Iterator[None]:
+        """Within it the thread that trains makes or connects groups of so many ranks: the sockets that it opens are
+        theirs."""
         with self._lock:
-            self._before = open_sockets()
+            self._before, self._num_ranks, self._freed = open_sockets(), num_ranks, threading.get_ident()
         try:
             yield
         finally:
@@ -111,9 +123,16 @@ class Freeing:
             if self._parked.wait(WAIT_S):
                 return
             with self._lock:
-                shut(self._made | self._opened(), self._spared())
+                opened, spared = self._opened(), self._spared()
+                shut(self._made | opened, spared)
+                answer(opened, self._num_ranks, spared)
         if not self._parked.wait(WAIT_S):
-            self._stuck()
+            self._stuck(self._where())
+
+    def _where(self) -> str:
+        """The innermost frames of the thread that trains."""
+        frame = sys._current_frames().get(self._freed)
+        return "".join(traceback.format_stack(frame)[-_FRAMES:]) if frame else "its thread has ended\n"
 
 
 def open_sockets() -> set[_Socket]:
@@ -142,10 +161,47 @@ def _address(given: Sequence[Any]) -> _Address:
 
 def shut(sockets: Collection[_Socket], spared: Collection[_Address] = ()) -> None:
     """Shut those of the sockets that are still open, but none that listens [Note: freeing a thread]."""
-    for descriptor, target in sockets:
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-            still_it = os.readlink(f"/proc/self/fd/{connection.fileno()}") == target
-            if still_it and connection.family in (socket.AF_INET, socket.AF_INET6):
-                ends = {connection.getsockname()[:2], connection.getpeername()[:2]}
-                if ends.isdisjoint(spared):
-                    connection.shutdown(socket.SHUT_RDWR)
+    for name, one in _still_open(sockets):
+        with contextlib.suppress(OSError):
+            if not {_address(one.getsockname()), _other_end(name, one)} & set(spared):
+                one.shutdown(socket.SHUT_RDWR)
+
+
+def answer(sockets: Collection[_Socket], num_ranks: int, spared: Collection[_Address] = ()) -> None:
+    """Come to those of the sockets that listen as each of so many ranks, and go [Note: freeing a thread]."""
+    for _, one in _still_open(sockets):
+        with contextlib.suppress(OSError):
+            place = one.getsockname()
+            if _address(place) in spared or not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                continue
+            for number in range(num_ranks):
+                with socket.socket(one.family) as caller:
+                    caller.settimeout(_ANSWER_S)
+                    caller.connect(place)
+                    caller.sendall(number.to_bytes(8, sys.byteorder))
+
+
+def _still_open(sockets: Collection[_Socket]) -> Iterator[tuple[str, socket.socket]]:
+    """Those of TCP, with their names."""
+    for descriptor, name in sockets:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
+            if os.readlink(f"/proc/self/fd/{one.fileno()}") == name and one.family in _TABLES:
+                yield name, one
+
+
+def _other_end(name: str, one: socket.socket) -> _Address:
+    """Of a connection, or of one that is asked for; OSError for a socket that listens, or is neither."""
+    try:
+        return _address(one.getpeername())
+    except OSError:
+        # A host that is gone does not answer, and whoever connects to it would wait for minutes.
+        if one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] != _ASKING:
+            raise
+        inode = name.removeprefix("socket:[").removesuffix("]")
+        for line in Path(_TABLES[one.family]).read_text().splitlines()[1:]:
+            fields = line.split()  # a number, here, there, the state, ...
+            if fields[9] == inode:
+                host, port = fields[2].split(":")
+                words = (int(host[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(host), 8))
+                return _address((socket.inet_ntop(one.family, b"".join(words)), int(port, 16)))
+        raise

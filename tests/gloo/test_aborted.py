@@ -42,7 +42,7 @@ def aborted(rank: int, folder: Path) -> list[tuple[str, list[str], str, int, int
     gc.disable()
     checkpoint = {"dir": str(folder / "checkpoint"), "asynchronous": True, "every": 1, "resume": False}
     config = small_config(3, strategies=STRATEGIES, timeout_seconds=60, checkpoint=checkpoint)
-    freeing = Freeing(20.0, lambda: os._exit(9))
+    freeing = Freeing(20.0, lambda _: os._exit(9))
 
     def begin(epoch: int) -> None:
         store = dist.FileStore(str(folder / f"store{epoch}"), 3)
@@ -50,7 +50,7 @@ def aborted(rank: int, folder: Path) -> list[tuple[str, list[str], str, int, int
 
     found = []
     dist.destroy_process_group()
-    with freeing.making():
+    with freeing.making(3):
         begin(0)
         engine = small_engine(rank, config=config)
     for epoch, phase in enumerate(PHASES, start=1):
@@ -81,7 +81,7 @@ def aborted(rank: int, folder: Path) -> list[tuple[str, list[str], str, int, int
             time.sleep(0.05)
         time.sleep(0.1)
         found.append((phase, left, kind, len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))))
-        with freeing.making():
+        with freeing.making(3):
             begin(epoch)
             engine.assemble(engine.job)
     engine.destroy()

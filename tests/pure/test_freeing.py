@@ -38,8 +38,8 @@ def test_listeners_and_the_connections_of_members_are_spared() -> None:
 
 
 def test_who_is_parked_is_not_freed_until_it_goes_on() -> None:
-    stuck: list[float] = []
-    freeing = Freeing(WAIT_S, lambda: stuck.append(time.monotonic()))
+    stuck: list[str] = []
+    freeing = Freeing(WAIT_S, stuck.append)
     freeing.park()
     freeing.begin()  # a fault that becomes known when its thread has come out already
     time.sleep(3 * WAIT_S)
@@ -49,6 +49,7 @@ def test_who_is_parked_is_not_freed_until_it_goes_on() -> None:
     freeing.begin()
     time.sleep(3 * WAIT_S)
     assert len(stuck) == 1, "a thread that is not parked in time is told to be stuck, once"
+    assert "in test_who_is_parked_is_not_freed_until_it_goes_on" in stuck[0], "and where it stands"
 
 
 class Told:
@@ -67,7 +68,7 @@ def test_at_the_start_what_leads_to_another_rank_is_shut_and_nothing_of_a_script
     with socket.create_server(("127.0.0.1", 0)) as of_rank, socket.create_server(("127.0.0.1", 0)) as database:
         mine, theirs = pair(of_rank)
         own, answers = pair(database)
-        freeing = Freeing(WAIT_S, lambda: None)
+        freeing = Freeing(WAIT_S, lambda _: None)
         freeing.adopt(Told(theirs))
         freeing.begin()
         time.sleep(3 * WAIT_S)

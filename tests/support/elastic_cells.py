@@ -74,7 +74,7 @@ COURSES = (
     Course("two at once", (Loss("forward", 1, FAULT_STEP), Loss("forward", 3, FAULT_STEP))),
     *(
         Course(f"a second one while {phase}", _both(phase))
-        for phase in ("leaving", "voted", "rebuilding", "re-sharding", "copying", "taking")
+        for phase in ("leaving", "voted", "connecting", "rebuilding", "re-sharding", "copying", "taking")
     ),
     Course("a share and its copy", (Loss("forward", 1, 1), Loss("re-sharding", 2, 1)), steps=3, ends_all=75),
     Course("a node of two of eight", tuple(Loss("backward", one, 1) for one in (2, 3)), 8, 3, per_host=2),

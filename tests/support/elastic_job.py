@@ -208,14 +208,17 @@ def _wait_for(path: Path) -> None:
 
 
 def _arm(engine_of: Callable[[], Any], loss: Loss) -> None:
+    import torch.distributed as dist
+
     from ds_hydra.elastic.agent import MemberAgent
-    from ds_hydra.engine import saving, steps
+    from ds_hydra.engine import epochs, saving, steps
     from ds_hydra.engine.copies import Copy
     from ds_hydra.engine.epochs import Carried
     from ds_hydra.engine.going_on import GoingOn
     from ds_hydra.engine.held import Held
     from ds_hydra.engine.standing import Standing
     from ds_hydra.step import forwards, stepper, update
+    from tests.support.gone_ranks import tell_and_go
 
     own: dict[str, tuple[Any, str]] = {
         "buddy": (Copy, "exchange_grads"),
@@ -230,6 +233,7 @@ def _arm(engine_of: Callable[[], Any], loss: Loss) -> None:
         "evaluating": (forwards.Forwards, "sequence_losses"),
         "evaluated": (steps.Steps, "evaluate"),
         "leaving": (GoingOn, "_leave"),
+        "connecting": (epochs, "make_default_group"),
         "voted": (MemberAgent, "park"),
         "taking": (Standing, "take_aside"),
     }
@@ -251,6 +255,11 @@ def _arm(engine_of: Callable[[], Any], loss: Loss) -> None:
             _failed(Path(os.environ[MEMBERS_FOLDER]), loss.member).write_text(repr(time.perf_counter()))
             if loss.phase == "voted":  # a moment after this thread has told what it holds
                 Timer(0.05, set_off, [loss.kind]).start()
+            elif loss.phase == "connecting":  # the others wait for its call
+                view, rank = args[:2]
+                store = dist.TCPStore(view.store[0], view.store[1], is_master=False)
+                tell_and_go(dist.PrefixStore(f"epoch{view.epoch}", store), rank, 1 if rank == 0 else 0)
+                set_off(loss.kind)
             else:
                 set_off(loss.kind)
         return original(*args, **kwargs)
