@@ -219,20 +219,21 @@ def flags() -> tuple[bool, ...]:
         MATMUL.allow_bf16_reduced_precision_reduction_split_k,
         torch.are_deterministic_algorithms_enabled(),
         torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
+        torch.backends.cuda.cudnn_sdp_enabled(),
     )
 
 
 def test_flags_hold_until_the_last_engine_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     before = flags()
-    assert before == (True, True, True, False, True)
+    assert before == (True, True, True, False, True, True)
     cuda = torch.device("cuda", 0)
     one = Flags(HydraConfig(10), cuda)
-    assert flags() == (False, False, True, False, True)
+    assert flags() == (False, False, True, False, True, False)
     other = Flags(HydraConfig(10, deterministic=True), cuda)
     one.close()
     one.close()  # as at exit, after destroy()
-    assert flags() == (False, False, True, True, False)
+    assert flags() == (False, False, True, True, False, False)
     other.close()
     assert flags() == before
     on_cpu = Flags(HydraConfig(10), torch.device("cpu"))

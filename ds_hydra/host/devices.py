@@ -108,7 +108,8 @@ def _end_ranks_ourselves() -> None:
 class Flags:
     """torch's flags as engines need them: those of the process come back when the last engine that holds them ends.
 
-    Sums of products stay in FP32 where the library splits them; the flags of hydra.deterministic and hydra.fast_paths.
+    Sums of products stay in FP32 where the library splits them, no attention is cuDNN's; the flags of
+    hydra.deterministic and hydra.fast_paths.
     """
 
     _holding = 0
@@ -124,6 +125,7 @@ class Flags:
                 "deterministic": torch.are_deterministic_algorithms_enabled(),
                 "warn": torch.is_deterministic_algorithms_warn_only_enabled(),
                 "fill": _deterministic.fill_uninitialized_memory,
+                "cudnn": torch.backends.cuda.cudnn_sdp_enabled(),
             }
         cls._holding += 1
         if config.deterministic:
@@ -133,6 +135,8 @@ class Flags:
             # Products with few rows are split along what is summed; the parts would be added in BF16.
             matmul.allow_bf16_reduced_precision_reduction = False
             matmul.allow_fp16_reduced_precision_reduction = False
+            # Attention that a model brings: with a mask, gradients of cuDNN's were found wrong on an H200.
+            torch.backends.cuda.enable_cudnn_sdp(False)
             if FLASH_3 in config.fast_paths:
                 use_flash_3(device)
 
@@ -149,6 +153,7 @@ class Flags:
             matmul.allow_fp16_reduced_precision_reduction = before["fp16"]
             torch.use_deterministic_algorithms(before["deterministic"], warn_only=before["warn"])
             _deterministic.fill_uninitialized_memory = before["fill"]
+            torch.backends.cuda.enable_cudnn_sdp(before["cudnn"])
             give_flash_3_back()
 
 

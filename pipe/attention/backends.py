@@ -215,12 +215,24 @@ def per_sequence_sdpa(
             drop = None if dropout is None else partial(dropout, first_token=start)
             out = _blocked(qs, ks, vs, scale, window, softcap, sinks=sinks, drop=drop)
         else:  # which lets the first query see the first key only: right for a whole sequence alone
-            out = F.scaled_dot_product_attention(
-                qs, ks, vs, is_causal=True, scale=scale, enable_gqa=qs.shape[1] != ks.shape[1]
-            )
+            out = _sdpa(qs, ks, vs, is_causal=True, scale=scale, enable_gqa=qs.shape[1] != ks.shape[1])
         outs.append(out.squeeze(0).transpose(0, 1))
         start += queries
     return torch.cat(outs) if len(outs) > 1 else outs[0]
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """torch's operator, but never by cuDNN, which torch prefers on Hopper and later GPUs."""
+    # Its gradients with a mask were found wrong on an H200, without a word (torch 2.11; also pytorch issue 196678), and
+    # it compiles for each new length. A backward is that of the kernel which its forward took.
+    if not q.is_cuda:
+        return F.scaled_dot_product_attention(q, k, v, **options)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        return F.scaled_dot_product_attention(q, k, v, **options)
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def _blocked(
@@ -249,7 +261,7 @@ def _blocked(
         qb, kb, vb = q[:, :, start:stop], k[:, :, first : past + stop], v[:, :, first : past + stop]
         if softcap is None and sinks is None and drop is None:
             grouped = queries_per_key > 1
-            outs.append(F.scaled_dot_product_attention(qb, kb, vb, attn_mask=seen, scale=scale, enable_gqa=grouped))
+            outs.append(_sdpa(qb, kb, vb, attn_mask=seen, scale=scale, enable_gqa=grouped))
             continue
         kb, vb = (x.repeat_interleave(queries_per_key, dim=1) for x in (kb, vb))
         scores = qb @ kb.transpose(-1, -2) * (scale / (softcap or 1.0))
