@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hydra.pipe.collectives import Group, copy_to_ranks
+from ds_hydra.pipe.fused import kernels_for
 from ds_hydra.pipe.loss import IGNORED
 from ds_hydra.pipe.model_plan import HEAD_LOGITS_AT_ONCE, LOGITS_AT_ONCE
 from ds_hydra.pipe.rows import MicroBatch
@@ -107,10 +108,15 @@ class _Statistics(NamedTuple):
 
     def fill(self, logits: Tensor, targets: _Targets) -> None:
         """Find them for logits (T, V_local): two reductions over the ranks, of three numbers a token in all."""
-        self.peak.copy_(logits.amax(dim=-1))
+        kernels = kernels_for(logits)
+        own = None if kernels is None else kernels.statistics(logits, targets.local)
+        self.peak.copy_(logits.amax(dim=-1) if own is None else own.peak)
         if targets.group is not None:
             dist.all_reduce(self.peak, op=dist.ReduceOp.MAX, group=targets.group)
-        for rows in _blocks(len(logits), logits.shape[1], LOGITS_AT_ONCE):
+        if own is not None:
+            torch.sub(own.target, self.peak, out=self.target)
+            torch.mul(own.total, (own.peak - self.peak).exp_(), out=self.total)
+        for rows in _blocks(len(logits), logits.shape[1], LOGITS_AT_ONCE) if own is None else ():
             shifted = self._shifted(logits, rows)
             self.target[rows] = shifted.gather(-1, targets.local[rows, None]).squeeze(-1)
             self.total[rows] = shifted.exp_().sum(dim=-1)
@@ -123,6 +129,9 @@ class _Statistics(NamedTuple):
     def to_gradient(self, logits: Tensor, targets: _Targets) -> None:
         """Write over the logits the gradient of the weighted losses by them."""
         factor = (targets.weights * targets.counted).to(self.total.dtype)
+        if (kernels := kernels_for(logits)) is not None:
+            kernels.to_gradient(logits, targets.local, self.peak, factor / self.total, factor * targets.here)
+            return
         for rows in _blocks(len(logits), logits.shape[1], LOGITS_AT_ONCE):
             wide = self._shifted(logits, rows).exp_()
             wide.mul_((factor[rows] / self.total[rows]).unsqueeze(-1))
@@ -208,14 +217,13 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     if total.dtype == left.dtype:
         total.addmm_(left, right)
         return
-    on_cpu = not right.is_cuda
-    right = right.to(total.dtype) if on_cpu else right
-    for start in range(0, len(total), _WEIGHT_ROWS):
-        part, factor = total[start : start + _WEIGHT_ROWS], left[start : start + _WEIGHT_ROWS]
-        if on_cpu:  # where no product of 16 bit factors is had in FP32
-            part.addmm_(factor.to(total.dtype), right)
-        else:
-            part.add_(torch.mm(factor, right, out_dtype=total.dtype))
+    if right.is_cuda:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+        return
+    right = right.to(total.dtype)
+    for start in range(0, len(total), _WEIGHT_ROWS):  # where no product of 16 bit factors is had in FP32
+        rows = slice(start, start + _WEIGHT_ROWS)
+        total[rows].addmm_(left[rows].to(total.dtype), right)
 
 
 def _narrow(wide: Tensor, dtype: torch.dtype) -> Tensor:

@@ -14,6 +14,8 @@ import torch
 from hypothesis import settings
 
 torch.set_num_threads(1)
+if not torch.cuda.is_available():  # before Triton, if it is there, is imported by anything
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 # The same examples in every run, and no time limit on one: the machine's cores may be shared.
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("repeatable")

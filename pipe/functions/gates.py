@@ -7,13 +7,17 @@ enough: one more activation and one more multiplication make the others again.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+
+from ds_hydra.pipe.fused import kernels_for
 
 Activation = Callable[[Tensor], Tensor]
+_SILU = F.silu
 
 
 class Gated:
@@ -44,20 +48,30 @@ class _GatedLinear(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, act: Activation) -> Tensor:
         ctx.save_for_backward(gate, up, weight)
         ctx.act = act
-        return F.linear(act(gate) * up, weight, bias)
+        kernels = _kernels(gate, up, act)
+        return F.linear(act(gate) * up if kernels is None else kernels.silu_product(gate, up), weight, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, None]:  # type: ignore[override]
         gate, up, weight = ctx.saved_tensors
-        rows = dy.flatten(0, -2)
-        with torch.enable_grad():
-            entered = gate.detach().requires_grad_()
-            active = ctx.act(entered)
+        rows, trained = dy.flatten(0, -2), ctx.needs_input_grad[2]
         dproduct = dy @ weight
-        dup = dproduct * active.detach()
-        (dgate,) = torch.autograd.grad(active, entered, dproduct.mul_(up))
-        dweight = None
-        if ctx.needs_input_grad[2]:
-            dweight = rows.t() @ (active.detach() * up).flatten(0, -2)
+        if (kernels := _kernels(gate, up, ctx.act)) is not None:
+            dgate, dup = kernels.silu_gradients(gate, up, dproduct, product=trained)
+            product = dproduct
+        else:
+            with torch.enable_grad():
+                entered = gate.detach().requires_grad_()
+                active = ctx.act(entered)
+            dup = dproduct * active.detach()
+            (dgate,) = torch.autograd.grad(active, entered, dproduct.mul_(up))
+            product = active.detach() * up if trained else None
+        dweight = None if product is None or not trained else rows.t() @ product.flatten(0, -2)
         dbias = rows.sum(0) if ctx.needs_input_grad[3] else None
         return dgate, dup, dweight, dbias, None
+
+
+def _kernels(gate: Tensor, up: Tensor, act: Activation) -> ModuleType | None:
+    """Those for this gate, if it is torch's SiLU and its features lie side by side."""
+    silu = F.silu is _SILU and (act is _SILU or type(act) is nn.SiLU)
+    return kernels_for(gate, up) if silu and gate.stride(-1) == up.stride(-1) == 1 else None

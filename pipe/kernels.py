@@ -1,0 +1,211 @@
+"""Triton's kernels: a block of logits, a gate or queries and keys in, all that is made of them in one pass out.
+
+torch's operators pass a block of logits a dozen times, most of them in FP32: some 56 bytes move for each logit, against
+6 here; they pass the parts of a packed product, whose rows lie apart, at a third of their speed. What is computed is
+the same but for roundings in between, which these have not, and the order in which a row's exponents are added up.
+Which tensors they are for, `kernels_for` says.
+
+Triton compiles the bodies of the kernels and reads their annotations, so that these have none but its own.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+_WORDS, _FEATURES = 4096, 1024  # of a row that a program has at a time
+_WARPS = 8
+LEAST = tl.constexpr(-3.0e38)  # not infinity, whose difference from itself is no number
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _row_statistics(logits, local, peak, total, target, WIDTH: tl.constexpr, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0)
+    logits += row.to(tl.int64) * WIDTH
+    # Each lane has a running peak: what it added up before a larger logit came is scaled down to that one.
+    most = tl.full([WORDS], LEAST, tl.float32)
+    added = tl.zeros([WORDS], tl.float32)
+    for start in range(0, WIDTH, WORDS):
+        words = start + tl.arange(0, WORDS)
+        part = tl.load(logits + words, mask=words < WIDTH, other=float("-inf")).to(tl.float32)
+        larger = tl.maximum(most, part)
+        added = added * tl.exp(most - larger) + tl.exp(part - larger)
+        most = larger
+    highest = tl.max(most, axis=0)
+    tl.store(peak + row, highest)
+    tl.store(total + row, tl.sum(added * tl.exp(most - highest), axis=0))
+    tl.store(target + row, tl.load(logits + tl.load(local + row)).to(tl.float32))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _row_gradient(logits, local, peak, scale, at_label, WIDTH: tl.constexpr, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0)
+    words = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
+    place = logits + row.to(tl.int64) * WIDTH + words
+    part = tl.load(place, mask=words < WIDTH, other=float("-inf")).to(tl.float32)
+    found = tl.exp(part - tl.load(peak + row)) * tl.load(scale + row)
+    found -= tl.where(words == tl.load(local + row), tl.load(at_label + row), 0.0)
+    tl.store(place, found.to(logits.dtype.element_ty), mask=words < WIDTH)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _silu_forward(gate, up, out, gate_row, up_row, WIDTH: tl.constexpr, FEATURES: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
+    there = columns < WIDTH
+    g = tl.load(gate + row * gate_row + columns, mask=there, other=0.0).to(tl.float32)
+    u = tl.load(up + row * up_row + columns, mask=there, other=0.0).to(tl.float32)
+    tl.store(out + row * WIDTH + columns, (g * tl.sigmoid(g) * u).to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _silu_backward(  # type: ignore[no-untyped-def]
+    gate, up, given, dgate, dup, gate_row, up_row, WIDTH: tl.constexpr, FEATURES: tl.constexpr, PRODUCT: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
+    there, dense = columns < WIDTH, row * WIDTH + columns
+    g = tl.load(gate + row * gate_row + columns, mask=there, other=0.0).to(tl.float32)
+    u = tl.load(up + row * up_row + columns, mask=there, other=0.0).to(tl.float32)
+    dy = tl.load(given + dense, mask=there, other=0.0).to(tl.float32)
+    half = tl.sigmoid(g)
+    active = g * half
+    tl.store(dgate + dense, (dy * u * half * (1.0 + g - active)).to(dgate.dtype.element_ty), mask=there)
+    tl.store(dup + dense, (dy * active).to(dup.dtype.element_ty), mask=there)
+    if PRODUCT:
+        tl.store(given + dense, (active * u).to(given.dtype.element_ty), mask=there)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _turn(  # type: ignore[no-untyped-def]
+    x, cos, sin, out, x_batch, x_head, x_token, cos_batch, cos_token, sin_batch, sin_token, tokens,
+    HEADS: tl.constexpr, HALF: tl.constexpr, MOST_HEADS: tl.constexpr, MOST: tl.constexpr, BACK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    batch, token = row // tokens, row % tokens
+    heads, columns = tl.arange(0, MOST_HEADS)[:, None], tl.arange(0, MOST)[None, :]
+    there, known = (heads < HEADS) & (columns < HALF), columns < HALF
+    x += batch * x_batch + token * x_token + heads * x_head + columns
+    cos += batch * cos_batch + token * cos_token + columns
+    sin += batch * sin_batch + token * sin_token + columns
+    out += row * HEADS * 2 * HALF + heads * 2 * HALF + columns
+    a = tl.load(x, mask=there, other=0.0).to(tl.float32)
+    b = tl.load(x + HALF, mask=there, other=0.0).to(tl.float32)
+    cos_a, cos_b = tl.load(cos, mask=known, other=0.0), tl.load(cos + HALF, mask=known, other=0.0)
+    sin_a, sin_b = tl.load(sin, mask=known, other=0.0), tl.load(sin + HALF, mask=known, other=0.0)
+    if BACK:
+        turned_a, turned_b = a * cos_a + b * sin_b, b * cos_b - a * sin_a
+    else:
+        turned_a, turned_b = a * cos_a - b * sin_a, b * cos_b + a * sin_b
+    tl.store(out, turned_a.to(out.dtype.element_ty), mask=there)
+    tl.store(out + HALF, turned_b.to(out.dtype.element_ty), mask=there)
+
+
+class Rows(NamedTuple):
+    """What is known of each of T rows of logits; (T,) in FP32."""
+
+    peak: Tensor
+    total: Tensor
+    target: Tensor
+
+
+def statistics(logits: Tensor, local: Tensor) -> Rows:
+    """Of logits (T, V): the peak of each row, the sum of exp(logit - peak), and the logit in column `local` (T,)."""
+    found = Rows(*torch.empty((3, len(logits)), dtype=torch.float32, device=logits.device))
+    _row_statistics[(len(logits),)](logits, local, *found, WIDTH=logits.shape[1], WORDS=_WORDS, num_warps=_WARPS)
+    return found
+
+
+def to_gradient(logits: Tensor, local: Tensor, peak: Tensor, scale: Tensor, at_label: Tensor) -> None:
+    """Write over logits (T, V): exp(logit - peak) * scale, less `at_label` in column `local`; all others are (T,)."""
+    grid = len(logits), triton.cdiv(logits.shape[1], _WORDS)
+    _row_gradient[grid](logits, local, peak, scale, at_label, WIDTH=logits.shape[1], WORDS=_WORDS, num_warps=_WARPS)
+
+
+def silu_product(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up of tensors (..., n) whose features lie side by side."""
+    rows = gate.flatten(0, -2), up.flatten(0, -2)
+    out = gate.new_empty(gate.shape)
+    _silu_forward[_grid(out)](*rows, out, *(one.stride(0) for one in rows), WIDTH=out.shape[-1], FEATURES=_FEATURES)
+    return out
+
+
+def silu_gradients(gate: Tensor, up: Tensor, given: Tensor, product: bool) -> tuple[Tensor, Tensor]:
+    """Gradients by both, `given` that by their product, contiguous; with `product` that stands there afterwards."""
+    rows = gate.flatten(0, -2), up.flatten(0, -2)
+    dgate, dup = given.new_empty(given.shape), given.new_empty(given.shape)
+    _silu_backward[_grid(given)](
+        *rows, given, dgate, dup, *(one.stride(0) for one in rows), WIDTH=given.shape[-1], FEATURES=_FEATURES,
+        PRODUCT=product,
+    )  # fmt: skip
+    return dgate, dup
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> Tensor:
+    """x (B, heads, T, d), turned by tables (1 or B, 1, T, d) or `back`; heads lie side by side in what is returned."""
+    batch, heads, tokens, width = x.shape
+    out = x.new_empty((batch, tokens, heads, width))
+    tables = ((0 if len(one) == 1 else one.stride(0), one.stride(2)) for one in (cos, sin))
+    _turn[(batch * tokens,)](
+        x, cos, sin, out, x.stride(0), x.stride(1), x.stride(2), *next(tables), *next(tables), tokens, HEADS=heads,
+        HALF=width // 2, MOST_HEADS=triton.next_power_of_2(heads), MOST=triton.next_power_of_2(width // 2), BACK=back,
+    )  # fmt: skip
+    return out.transpose(1, 2)
+
+
+def _grid(rows: Tensor) -> tuple[int, int]:
+    return rows.numel() // rows.shape[-1], triton.cdiv(rows.shape[-1], _FEATURES)
+
+
+@cache
+def work(device: torch.device) -> bool:
+    """Whether the kernels compile for a device and find there what torch's operators find."""
+
+    def waves(*shape: int) -> Tensor:  # no random numbers: the generators of a job are its own
+        return torch.arange(torch.Size(shape).numel(), device=device, dtype=torch.float32).sin().view(shape)
+
+    try:
+        _check_rows(waves(2, 5000), torch.tensor([7, 4999], device=device))
+        _check_gate(waves(3, 2 * 1100))
+        _check_turn(waves(1, 5, 3, 24).transpose(1, 2), waves(1, 1, 5, 24), waves(1, 1, 5, 24).flip(-1))
+    except Exception as error:  # no compiler for what launches them, say
+        logger.warning("Triton's kernels do not work here, so torch's operators compute all: %s", error)
+        return False
+    return True
+
+
+def _check_rows(logits: Tensor, local: Tensor) -> None:
+    found, made = statistics(logits, local), logits.clone()
+    to_gradient(made, local, found.peak, found.total.reciprocal(), torch.ones_like(found.peak))
+    losses = found.total.log() + found.peak - found.target
+    torch.testing.assert_close(losses, F.cross_entropy(logits, local, reduction="none"))
+    expected = logits.softmax(-1) - F.one_hot(local, logits.shape[1])
+    torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-6)
+
+
+def _check_gate(both: Tensor) -> None:
+    gate, up = both.chunk(2, -1)
+    active = gate * gate.sigmoid()
+    torch.testing.assert_close(silu_product(gate, up), active * up, rtol=1e-4, atol=1e-6)
+    given = gate.flip(0).contiguous()
+    expected = given * up * gate.sigmoid() * (1 + gate - active), given * active
+    torch.testing.assert_close(silu_gradients(gate, up, given, product=True), expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(given, active * up, rtol=1e-4, atol=1e-6)
+
+
+def _check_turn(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    def half(x: Tensor) -> Tensor:
+        a, b = x.chunk(2, -1)
+        return torch.cat((-b, a), -1)
+
+    torch.testing.assert_close(turned(x, cos, sin, back=False), x * cos + half(x) * sin, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(turned(x, cos, sin, back=True), x * cos - half(x * sin), rtol=1e-4, atol=1e-6)

@@ -1,0 +1,92 @@
+"""Triton's kernels on a GPU: they are used, and find what torch's operators do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ds_hydra.pipe import head_loss
+from ds_hydra.pipe.functions import gates, rotary
+from ds_hydra.pipe.functions.gates import Gated
+from ds_hydra.pipe.functions.rotary import rotate
+from ds_hydra.pipe.head_loss import HeadLoss
+from ds_hydra.pipe.rows import MicroBatch, Pack
+
+pytestmark = pytest.mark.gpu
+TOKENS, WIDTH = 700, 256
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def values(dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
+    generator = torch.Generator("cuda").manual_seed(0)
+    return [torch.randn(shape, generator=generator, device="cuda").to(dtype) for shape in shapes]
+
+
+def head(words: int, dtype: torch.dtype) -> list[Tensor]:
+    """The loss, both gradients and the tokens' losses, in several blocks of rows."""
+    hidden, weight = values(dtype, (1, TOKENS, WIDTH), (words, WIDTH))
+    weight *= 0.1
+    labels = torch.arange(TOKENS, device="cuda") * 7919 % words
+    labels[::9] = -100
+    weights = torch.linspace(0.1, 1.0, TOKENS, device="cuda")
+    batch = MicroBatch(
+        Pack((TOKENS,)), torch.zeros(1, TOKENS), None, labels, weights, torch.zeros(TOKENS, device="cuda")
+    )
+    loss = HeadLoss(0, words, None)(hidden.requires_grad_(), weight.requires_grad_(), batch)
+    loss.backward()
+    assert batch.token_losses is not None
+    return [loss.detach(), *gradients(hidden, weight), batch.token_losses]
+
+
+def gate(dtype: torch.dtype) -> list[Tensor]:
+    both, weight = values(dtype, (1, TOKENS, 2 * 1100), (WIDTH, 1100))
+    weight *= 0.03
+    linear: Any = F.linear
+    entered, up = torch.unsafe_split(both.requires_grad_(), 1100, -1)
+    out = linear(Gated(entered, up, F.silu), weight.requires_grad_())
+    out.float().sin().sum().backward()
+    return [out.detach(), *gradients(both, weight)]
+
+
+def turn(dtype: torch.dtype) -> list[Tensor]:
+    packed, cos, sin = values(dtype, (2, TOKENS, 5 * 64), (1, 1, TOKENS, 64), (1, 1, TOKENS, 64))
+    queries = packed.requires_grad_()[..., : 3 * 64].view(2, TOKENS, 3, 64).transpose(1, 2)
+    out = rotate(queries, cos, sin)
+    out.float().sin().sum().backward()
+    return [out.detach(), *gradients(packed)]
+
+
+def gradients(*leaves: Tensor) -> list[Tensor]:
+    assert all(leaf.grad is not None for leaf in leaves)
+    return [leaf.grad for leaf in leaves if leaf.grad is not None]
+
+
+def compared(function: Callable[[], list[Tensor]], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_them = function()
+    for user in (head_loss, gates, rotary):
+        monkeypatch.setattr(user, "kernels_for", lambda *_: None)
+    off = 1e-5 if dtype == torch.float32 else 8e-3
+    for one, other in zip(with_them, function(), strict=True):
+        assert one.dtype == other.dtype
+        assert (one.double() - other.double()).norm() <= off * other.double().norm()
+
+
+@pytest.mark.parametrize("words", [53, 4096, 50257, 128256])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_blocks_of_logits(words: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head_loss, "HEAD_LOGITS_AT_ONCE", 300 * words)
+    assert head_loss.kernels_for(torch.zeros(1, device="cuda", dtype=dtype)) is not None
+    compared(lambda: head(words, dtype), dtype, monkeypatch)
+
+
+@pytest.mark.parametrize("function", [gate, turn])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gates_and_turns(
+    function: Callable[[torch.dtype], list[Tensor]], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared(lambda: function(dtype), dtype, monkeypatch)
