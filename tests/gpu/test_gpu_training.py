@@ -12,6 +12,7 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds_hydra.testing import free_port
+from tests.support.fault_job import digest
 from tools import aims
 
 pytestmark = pytest.mark.gpu
@@ -86,11 +87,12 @@ def test_the_device_is_empty_while_states_are_on_the_host() -> None:
     before = torch.cuda.memory_allocated()
     engine = start()
     found = [float(engine.train_batch()) for _ in range(2)]
-    full = torch.cuda.memory_allocated() - before
+    full, states = torch.cuda.memory_allocated() - before, digest(engine)
     engine.to("cpu")
     stays = torch.cuda.memory_allocated() - before
     engine.to("cuda")
+    assert digest(engine) == states
     found += [float(engine.train_batch()) for _ in range(2)]
     engine.destroy()
     assert stays <= aims.STAYS_ON_DEVICE * full
-    assert found == right
+    assert found == pytest.approx(right, rel=2e-3)  # the backward of attention adds in any order

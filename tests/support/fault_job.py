@@ -148,7 +148,7 @@ def digest(engine: Any) -> str:
     parts = [masters.flat]
     for key in ("exp_avg", "exp_avg_sq"):
         parts += masters.optimizer_state(engine.optimizer, key)
-    return hashlib.sha256(b"".join(part.numpy().tobytes() for part in parts)).hexdigest()
+    return hashlib.sha256(b"".join(part.cpu().numpy().tobytes() for part in parts)).hexdigest()
 
 
 def entry_of(phase: str, engine: Any) -> tuple[Any, str]:

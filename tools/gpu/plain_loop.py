@@ -7,6 +7,7 @@ pack, and the logits of a pack are all in memory, so that the head is not comput
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -76,7 +77,12 @@ def plain_attention(
 
     bounds, longest = plain_pack.bounds, max(plain_pack.lengths)
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    out = varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scaling, window_size=(-1, 0), enable_gqa=grouped)
+    grouping: dict[str, Any] = {}
+    if grouped and "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        grouping = {"enable_gqa": True}
+    elif grouped:  # torch before 2.12
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    out = varlen_attn(q, k, v, bounds, bounds, longest, longest, scale=scaling, window_size=(-1, 0), **grouping)
     assert isinstance(out, Tensor), "asked for no more than the output"
     return out.unsqueeze(0), None
 
