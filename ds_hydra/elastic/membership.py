@@ -33,9 +33,10 @@ class Membership(Rounds):
     @property
     def watched(self) -> tuple[Member, ...]:
         """Members to which this one is to be connected, and of whose loss it must hear."""
-        if self.me.id < 0 or self.coordinator != self.me.id:
-            return tuple(one for one in self.roster.members if one.id == self.coordinator and one != self.me)
-        return tuple(one for one in self.roster.members if one != self.me and one.id not in self.lost | self.left)
+        me, coordinator, gone = self.me.id, self.coordinator, self.lost | self.left
+        if me < 0 or coordinator != me:
+            return tuple(one for one in self.roster.members if one.id == coordinator and one.id != me)
+        return tuple(one for one in self.roster.members if one.id != me and one.id not in gone)
 
     @property
     def wanted(self) -> bool:

@@ -24,6 +24,7 @@ from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.planner import PhasedPlanner, StepPlan, parse_phases
 from ds_hydra.testing import run_ranks
 from tests.support.elastic_job import Job, Loss, Result, leg, run_elastic
+from tests.support.small_job import find_before_forks
 from tests.support.sources import USUAL, in_place_of_looking
 
 KINDS = {"SIGKILL": -9, "exception": 1, "os._exit": 3, "SIGSEGV": -11, "SIGSTOP": -9}
@@ -142,6 +143,7 @@ class Judge:
     """Runs cells, and keeps what restarts come to, by mode and legs."""
 
     def __init__(self, folder: Path):
+        find_before_forks()
         self._folder = folder
         self._known: dict[tuple[str, tuple[tuple[int, int], ...]], tuple[list[str], list[float]]] = {}
         self._jobs: dict[str, Job] = {}

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from tests.support.elastic_cells import PLAIN
 from tests.support.elastic_job import Loss, Result, failed_at, run_elastic
+from tests.support.small_job import find_before_forks
 
 RANKS = 4
 
@@ -36,7 +37,9 @@ class Turns(NamedTuple):
 
 def run_turns(folder: Path, turns: int) -> Turns:
     """In each turn a member is killed, in a step's forward, and another one joins at the end of the next step."""
-    victims = [3, 0, *range(RANKS, RANKS + turns)][:turns]
+    find_before_forks()
+    # The coordinator first: whoever follows it as rank 0 holds more from then on, and is to be compared with itself.
+    victims = [0, 3, *range(RANKS, RANKS + turns)][:turns]
     losses = [Loss("forward", victim, 2 * turn + 1) for turn, victim in enumerate(victims)]
     joins_in = [2 * turn + 2 for turn in range(turns)]
     job = replace(PLAIN, after_step=_Notes())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 from typing import Any
 
 import torch
@@ -11,8 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ds_hydra
+from ds_hydra.engine.fingerprint import describe_job
 from ds_hydra.engine.models import model_source
 from ds_hydra.pipe.stage import ModelSource
+from ds_hydra.planner.selection import warm_up
+from ds_hydra.self_check.cache import fingerprint
 from ds_hydra.testing import rank_environment
 from tests.support.sources import USUAL, in_place_of_looking
 
@@ -26,6 +30,10 @@ STRATEGIES = {
 }
 """Heterogeneous ones by number of ranks; with choose "cycle" the strategy changes in every step."""
 
+_IMPORTED_LATE = (
+    "deepspeed.comm.mori", "deepspeed.module_inject.auto_ep_config", "deepspeed.moe.ep_experts",
+    "ds_hydra.engine.engine", "ds_hydra.entry",
+)  # fmt: skip
 LENGTHS = (3, 5, 120, 33, 90, 64, 9, 77, 31, 60, 50, 8, 90, 12, 45, 45) * 2
 
 
@@ -55,6 +63,17 @@ def small_model(tied: bool = True, hidden: int = 32) -> Any:
 def small_source() -> ModelSource:
     """Where the stages of the usual `small_model` come from; called before ranks are forked, it is found once."""
     return model_source(small_model(), USUAL)
+
+
+@functools.cache
+def find_before_forks() -> None:
+    """What each rank of each job would load or find again, and shares if it is there before they are forked: modules,
+    the planner's kernels, the source of the stages, versions of packages, and what our own sources hold."""
+    for module in _IMPORTED_LATE:
+        importlib.import_module(module)
+    warm_up()
+    describe_job(small_source(), torch.device("cpu"), torch.float32, 1)
+    fingerprint(small_model())
 
 
 def sequences() -> list[Tensor]:
