@@ -5,6 +5,7 @@
 simulator   random plans on 8 to 32 emulated ranks, links from fast to slow, a third of the plans of two phases, beside
             the simulator's times: within 1 % in the median and 3 % at p90
 soak        300 steps on 16 emulated ranks, another strategy in each: no deadlock; memory, files and threads stay
+            (--quick: 20 on 8)
 chunked     300 plans with slices and split backwards on 16 emulated ranks, lists and V's in turn: what was predicted is
             within 3 % of what they take, in the median
 real        60 real steps on 2 ranks of this machine, and the same steps emulated by a table that was measured here (or
@@ -42,8 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     quick = args.quick
     parts: dict[str, Callable[[], Part]] = {
         "simulator": lambda: against_simulator(args.plans or (6 if quick else 100), timeout_s=args.timeout),
-        "soak": lambda: soak(args.steps or (24 if quick else 300), timeout_s=args.timeout),
-        "chunked": lambda: chunked(args.steps or (9 if quick else 300), timeout_s=args.timeout),
+        "soak": lambda: soak(args.steps or (20 if quick else 300), quick=quick, timeout_s=args.timeout),
+        "chunked": lambda: chunked(args.steps or (6 if quick else 300), timeout_s=args.timeout),
         "real": lambda: against_real(12 if quick else 60, args.table, quick=quick),
     }
 

@@ -8,6 +8,7 @@ owner receives 4 contributions, under `tp16 + 48*tp1` 49 of them, with 12 times 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -84,6 +85,7 @@ class _Rank(NamedTuple):
     windows: Sequence[Window]
 
 
+@lru_cache(maxsize=64)  # a start asks for each strategy several times, for its needs, its buffers and its pushes
 def _ranks(plan: ModelPlan, strategy: Strategy, element: ElementBytes, node_size: NodeSize) -> tuple[_Rank, ...]:
     transfers = plan_transfers(plan, strategy, node_size)
     pulls, pushes = _scratch_of(plan, transfers, strategy, element)

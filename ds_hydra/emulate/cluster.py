@@ -14,6 +14,7 @@ import torch
 
 from ds_hydra.config.hydra_block import ParsedConfig, parse_config
 from ds_hydra.costs.cost_table import CostTable
+from ds_hydra.costs.rank_bytes import push_turns
 from ds_hydra.costs.shape_costs import used_schemes
 from ds_hydra.costs.table_file import TableFile
 from ds_hydra.emulate.engine import EmulatedEngine, EmulatedModel
@@ -110,6 +111,7 @@ def emulate(
     for text in job.strategies:
         strategy = place_strategy(StrategyShape.parse(text), job.cluster.num_ranks, job.cluster.plan.num_layers)
         plan_transfers(model.small.plan, strategy, node_size_of(job.cluster.num_ranks, links.node_size))
+        push_turns(job.cluster.plan, strategy, job.cluster.elements, node_size=links.node_size)
     with tempfile.TemporaryDirectory(prefix="emulated-") as folder:
         table = Path(folder) / "costs.json"
         # Without its evidence, which names another job than the small model's, and without what follows from the rest.

@@ -16,6 +16,7 @@ from tools import aims
 from tools.simulated.part import Part
 
 RANKS, STRATEGIES = 16, 12
+QUICK_RANKS, QUICK_STRATEGIES = 8, 8  # all have run before memory is first looked at
 # Allocators settle and caches fill, by some hundred KiB; to keep one activation of each step would be ten times more.
 
 
@@ -37,14 +38,15 @@ def holding(engine: EmulatedEngine) -> Holding | None:
     return Holding(memory, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")))
 
 
-def soak(steps: int, *, timeout_s: float) -> Part:
-    """Run `steps` steps on 16 ranks, with another strategy in each, and compare what ranks hold early and late."""
+def soak(steps: int, *, quick: bool, timeout_s: float) -> Part:
+    """Run `steps` steps, with another strategy in each, and compare what ranks hold early and late."""
     rng = random.Random(16)
-    cluster, lengths = random_job(rng, RANKS), random_lengths(rng, 4000)
+    ranks, count = (QUICK_RANKS, QUICK_STRATEGIES) if quick else (RANKS, STRATEGIES)
+    cluster, lengths = random_job(rng, ranks), random_lengths(rng, 4000)
     strategies: dict[str, None] = {}
-    while len(strategies) < STRATEGIES:
-        strategies[str(random_plan(rng, cluster.table, RANKS).phases[0].shape)] = None
-    job = EmulatedJob(cluster, tuple(strategies), lengths, 400 * RANKS, choose="cycle")
+    while len(strategies) < count:
+        strategies[str(random_plan(rng, cluster.table, ranks).phases[0].shape)] = None
+    job = EmulatedJob(cluster, tuple(strategies), lengths, 400 * ranks, choose="cycle")
     runs = emulate(job, steps, look=holding, timeout_s=timeout_s)
     faults = [f"step {step.plan.step}: {step.fault}" for step in runs[0] if step.fault]
     ran = [step.plan.strategy for step in runs[0]]
@@ -58,6 +60,6 @@ def soak(steps: int, *, timeout_s: float) -> Part:
         rows.append((what, max(of_rank[early] for of_rank in seen), max(of_rank[-1] for of_rank in seen), growth))
         if growth > (aims.GROWTH_BYTES if what == "memory" else 0):
             missed.append(f"{what} of a rank grew by {growth:,} from step {10 * (early + 1)} to step {steps}")
-    summary = f"{len(ran)} steps on {RANKS} ranks without a deadlock, {len(set(ran))} strategies in turn"
+    summary = f"{len(ran)} steps on {ranks} ranks without a deadlock, {len(set(ran))} strategies in turn"
     return Part("Many steps", ("held by a rank", "early", "late", "largest growth"), rows, summary,
                 {"soak": rows, "steps": len(ran)}, missed)  # fmt: skip
