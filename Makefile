@@ -3,6 +3,7 @@
 # make first-hour: what the first hour on GPUs should show, row by row
 # make docs: the documentation, docs/build/index.html
 # make check: every tool's quick form, in minutes   make check-all: their whole forms, in hours
+# make check-verl: training inside verl
 # PIP_ARGS goes to every pip install, e.g. PIP_ARGS="--index-url ..." for another build of torch.
 
 PYTHON ?= python3
@@ -11,6 +12,7 @@ TRAIN_ARGS ?=
 PIP_ARGS ?=
 
 VENV := .venv
+VERL := .venv-verl
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 USABLE := $(VENV)/.usable
@@ -19,7 +21,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install $(PIP_ARGS) --co
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch_extensions
 export PYTHONUNBUFFERED := 1
 
-.PHONY: venv demo train bench first-hour check check-all docs test test-training test-jobs test-ranks test-models test-pure lint kernels clean
+.PHONY: venv demo train bench first-hour check check-all check-verl docs test test-training test-jobs test-ranks test-models test-pure lint kernels clean
 
 venv: $(STAMP)
 
@@ -58,7 +60,18 @@ first-hour: $(STAMP) kernels
 check: $(STAMP) kernels
 	$(BIN)/python -m tools.check --quick
 
-check-all: $(STAMP) kernels
+# verl asks for an older transformers than this package does, so it has an environment of its own, above .venv. One of
+# its packages brings a folder "tests", which would stand before ours.
+check-verl: $(STAMP)
+	$(PYTHON) -m venv $(VERL)
+	$(VERL)/bin/python -m pip --disable-pip-version-check install $(PIP_ARGS) --quiet --no-deps -r tests/hosts/requirements.txt
+	for SITE in $(VERL)/lib/python*/site-packages; do \
+		rm -rf $$SITE/tests; \
+		(cd $(VENV)/lib/python*/site-packages && pwd) > $$SITE/below.pth; \
+	done
+	$(VERL)/bin/python -m pytest tests/hosts
+
+check-all: $(STAMP) kernels check-verl
 	$(BIN)/python -m tools.check
 
 docs: $(STAMP)
@@ -98,4 +111,4 @@ test-pure: $(STAMP)
 	$(BIN)/python -m pytest tests/pure
 
 clean:
-	rm -rf $(VENV) build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VERL) build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache

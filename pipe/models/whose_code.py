@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-_PACKAGES = ("torch", "transformers", "peft", "ds_hydra")
+_PACKAGES = ("torch", "transformers", "peft", "ds_hydra", "tensordict")  # the last replaces functions of torch's own
 TORCHS = frozenset(vars(nn.Module()))
 # Where torch keeps the hooks of a module, and those of all modules.
 HOOKS = tuple(key for key in TORCHS if key.startswith(("_forward_", "_backward_")) and key.endswith("_hooks"))

@@ -35,7 +35,7 @@ LAYERS = (
     ("ds_hydra/engine",),
     ("ds_hydra/emulate",),
     ("ds_hydra",),
-    ("ds_hydra/commands", "ds_hydra/hugging_face", "ds_hydra/testing"),
+    ("ds_hydra/commands", "ds_hydra/hosts", "ds_hydra/hugging_face", "ds_hydra/testing"),
     ("benchmarks/rivals",),
     ("benchmarks",),
 )

@@ -1,0 +1,1 @@
+"""Frameworks in which the engine is one of several that they can train with."""

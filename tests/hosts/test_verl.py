@@ -1,0 +1,222 @@
+"""verl's own worker, unpatched, trains by the engine on two ranks: it comes to what a plain loop in one process does.
+
+Runs where verl is installed: `make check-verl` makes such an environment.
+"""
+
+# ruff: noqa: E402  verl is told of its platform before its workers are imported
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ds_hydra.testing import float64_throughout, rank_environment, run_ranks
+from tests.support.small_job import small_model
+
+pytest.importorskip("verl", reason="verl is not installed: make check-verl")
+from tests.support.verl_on_cpu import on_cpu
+
+on_cpu()
+import numpy as np
+from tensordict import TensorDict
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from verl.trainer.config import CheckpointConfig
+from verl.utils import tensordict_utils as tu
+from verl.workers.config import ActorConfig, FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
+from verl.workers.engine_workers import TrainingWorker
+from verl.workers.utils.losses import ppo_loss, sft_loss
+
+from ds_hydra.hosts import verl as hosted
+from ds_hydra.hosts.verl import HydraEngineConfig
+from ds_hydra.zero_hetero.errors import ConfigError
+
+ADAMW: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
+LENGTHS = (9, 31, 4, 17)
+RESPONSES = (4, 20, 2, 9)  # of the tokens, the last ones
+CLIP = 1.0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("model")
+    model = small_model().double()
+    model.save_pretrained(place)
+    words = Tokenizer(WordLevel({f"w{number}": number for number in range(97)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w2").save_pretrained(place)
+    return place
+
+
+def tokens(step: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randint(3, 97, (length,), generator=generator) for length in LENGTHS]
+
+
+def jagged(rows: list[Tensor]) -> Tensor:
+    offsets = torch.tensor([0, *np.cumsum([len(row) for row in rows])])
+    return torch.nested.nested_tensor_from_jagged(torch.cat(rows), offsets=offsets)
+
+
+def answers(rows: list[Tensor], values: list[Tensor]) -> Tensor:
+    """Right padded (B, R): the part of each row that is the response."""
+    return torch.nn.utils.rnn.pad_sequence(
+        [value[len(row) - count :] for row, value, count in zip(rows, values, RESPONSES, strict=True)],
+        batch_first=True,
+    )
+
+
+def prompts(rows: list[Tensor]) -> Tensor:
+    """Left padded (B, P)."""
+    parts = [row[: len(row) - count].flip(0) for row, count in zip(rows, RESPONSES, strict=True)]
+    return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True).flip(1)
+
+
+def batch(step: int, **more: Any) -> TensorDict:
+    """Of supervised training: the responses are learnt."""
+    rows = tokens(step)
+    learnt = [torch.arange(len(row)) >= len(row) - count for row, count in zip(rows, RESPONSES, strict=True)]
+    tensors = {
+        "input_ids": jagged(rows),
+        "position_ids": jagged([torch.arange(len(row)) for row in rows]),
+        "loss_mask": jagged([mask.long() for mask in learnt]),
+    }
+    return tu.get_tensordict(tensors, {
+        "temperature": 1.0, "global_batch_size": len(rows), "global_token_num": list(LENGTHS), **more,
+    })  # fmt: skip
+
+
+def policy_batch(step: int, **more: Any) -> TensorDict:
+    """Of reinforcement: with advantages and what the old policy gave, at a temperature."""
+    rows = tokens(step)
+    generator = torch.Generator().manual_seed(100 + step)
+    mask = answers(rows, [torch.ones(len(row), dtype=torch.long) for row in rows])
+    old = answers(rows, [-torch.rand(len(row), generator=generator) - 3.5 for row in rows])
+    advantages = answers(rows, [torch.randn(len(row), generator=generator) for row in rows])
+    padded = torch.cat((prompts(rows), answers(rows, rows)), dim=1)
+    tensors = {
+        "input_ids": jagged(rows), "position_ids": jagged([torch.arange(len(row)) for row in rows]),
+        "prompts": prompts(rows), "responses": answers(rows, rows), "attention_mask": (padded != 0).long(),
+        "response_mask": mask, "loss_mask": mask, "old_log_probs": old, "advantages": advantages,
+    }  # fmt: skip
+    return tu.get_tensordict(tensors, {
+        "temperature": 0.7, "calculate_entropy": True, "compute_loss": True, "global_batch_size": len(rows),
+        "global_token_num": list(LENGTHS), "max_seq_len": max(LENGTHS), "max_response_len": max(RESPONSES), **more,
+    })  # fmt: skip
+
+
+def actor() -> ActorConfig:
+    return ActorConfig(
+        strategy="hydra", entropy_coeff=0.01, rollout_n=1, ppo_micro_batch_size_per_gpu=1, use_dynamic_bsz=False
+    )
+
+
+def worker_of(folder: Path, strategies: list[str]) -> Any:
+    block = {"strategies": strategies, "choose": "cycle", "context_length": 64, "steps_file": None,
+             "planner": {"ahead": 0}}  # fmt: skip
+    worker = TrainingWorker(TrainingWorkerConfig(
+        model_type="language_model",
+        model_config=HFModelConfig(path=str(folder), override_config={"attn_implementation": "sdpa"}),
+        engine_config=HydraEngineConfig(
+            dtype="float32", use_dynamic_bsz=False, micro_batch_size_per_gpu=1, deepspeed_config={"hydra": block}
+        ),
+        optimizer_config=FSDPOptimizerConfig(**ADAMW, clip_grad=CLIP, total_training_steps=4, lr_warmup_steps=2),
+        checkpoint_config=CheckpointConfig(),
+    ))  # fmt: skip
+    worker.reset()
+    return worker
+
+
+def hosted_run(rank: int, folder: Path) -> dict[str, Any]:
+    rank_environment(rank)
+    worker = worker_of(folder, ["tp2", "2*tp1", "pp2"])
+    worker.set_loss_fn(partial(sft_loss, None))
+    first = worker.train_batch(batch(0, update_lr_scheduler=True))
+    inferred = worker.infer_batch(policy_batch(1, compute_loss=False))
+    worker.set_loss_fn(partial(ppo_loss, actor()))
+    second = worker.train_mini_batch(policy_batch(1, mini_batch_size=len(LENGTHS), update_lr_scheduler=True))
+    worker.engine.to("cpu")
+    found: dict[str, Any] = {"weights": dict(worker.engine.get_per_tensor_param()[0])}
+    worker.engine.save_checkpoint(str(folder / "saved"), global_step=2)
+    worker.engine.load_checkpoint(str(folder / "saved"))
+    again = dict(worker.engine.get_per_tensor_param()[0])
+    found["reloaded"] = all(torch.equal(value, again[name]) for name, value in found["weights"].items())
+    if rank == 0:
+        found["log_probs"], found["entropy"] = (inferred[key].values() for key in ("log_probs", "entropy"))
+        found["metrics"] = [tu.get(out, "metrics") for out in (first, second)]
+    return found
+
+
+class Plain:
+    """The same in one process, by verl's own losses of a plain model's log-probabilities."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="sdpa")
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), **ADAMW)
+
+    def output(self, data: TensorDict) -> dict[str, Tensor]:
+        ids, temperature = data["input_ids"], tu.get(data, "temperature")
+        found: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for row in ids.unbind():
+            log_p = (self.model(input_ids=row[None]).logits[0] / temperature).log_softmax(-1)
+            own = log_p[:-1].gather(-1, row[1:, None])[:, 0]
+            entropy = -(log_p.exp() * log_p).sum(-1)[:-1]
+            for kept, values in zip(found, (own, entropy), strict=True):
+                kept.append(torch.cat((values, values.new_zeros(1))))
+        return {key: jagged(values) for key, values in zip(("log_probs", "entropy"), found, strict=True)}
+
+    def step(self, data: TensorDict, loss_of: Any, rate: float) -> tuple[float, float]:
+        tu.assign_non_tensor(data, batch_num_tokens=data["loss_mask"].sum().item(), dp_size=1)
+        loss, _ = loss_of(model_output=self.output(data), data=data, dp_group=None)
+        self.optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        return float(loss.detach()), float(norm)
+
+
+def test_verls_worker_trains_as_one_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    double = partial(AutoModelForCausalLM.from_pretrained)
+    monkeypatch.setattr(
+        hosted.AutoModelForCausalLM,
+        "from_pretrained",
+        lambda *args, **named: double(*args, **named | {"dtype": torch.float64}),
+    )
+    with float64_throughout(small_model().double()):
+        ranks = run_ranks(hosted_run, 2, folder, timeout=300)
+        plain = Plain(folder)
+        first = plain.step(batch(0), partial(sft_loss, None), 0.0)
+        with torch.no_grad():
+            scores = plain.output(policy_batch(1))
+        second = plain.step(policy_batch(1), partial(ppo_loss, actor()), ADAMW["lr"] / 2)
+    torch.testing.assert_close(ranks[0]["log_probs"], scores["log_probs"].values(), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(ranks[0]["entropy"], scores["entropy"].values(), rtol=1e-9, atol=1e-9)
+    for (loss, norm), metrics in zip((first, second), ranks[0]["metrics"], strict=True):
+        assert np.ravel(metrics["loss"]) == pytest.approx([loss], rel=1e-6)  # verl makes them of 32 bit
+        assert np.ravel(metrics["grad_norm"]) == pytest.approx([norm], rel=1e-6)
+    expected = dict(plain.model.named_parameters())
+    for found in ranks:
+        assert found["reloaded"]
+        for name, weight in found["weights"].items():
+            torch.testing.assert_close(weight, expected[name].detach(), rtol=1e-9, atol=1e-9)
+
+
+def test_what_it_cannot_train_by_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="no block"):
+        hosted.job_config(HydraEngineConfig(deepspeed_config={"zero_optimization": {}}), None)
+    with pytest.raises(ConfigError, match="dtype 'int8'"):
+        hosted.job_config(HydraEngineConfig(dtype="int8"), None)
+    with pytest.raises(ConfigError, match="optimizer 'AdamW8bit'"):
+        hosted.job_config(HydraEngineConfig(), FSDPOptimizerConfig(lr=1.0, optimizer="AdamW8bit"))
+
+
+def test_it_is_known_by_its_entry_point() -> None:
+    from importlib.metadata import entry_points
+
+    assert {one.name: one.value for one in entry_points(group="verl.plugins")}["hydra"] == "ds_hydra.hosts.verl"
