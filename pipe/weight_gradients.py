@@ -236,6 +236,8 @@ class WeightGradients:
         for x, dy in _joined(factors, total):
             if total.dtype == x.dtype:
                 total.addmm_(dy.t(), x)
+            elif total.is_cuda and total.dtype == torch.float32:  # the product itself adds, and is not rounded before
+                torch.addmm(total, dy.t(), x, out_dtype=total.dtype, out=total)
             else:
                 add_to_sum(total, dy.t() @ x)
 

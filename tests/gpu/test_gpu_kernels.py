@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from ds_hydra.pipe import head_loss
 from ds_hydra.pipe.functions import gates, rotary
@@ -16,6 +16,7 @@ from ds_hydra.pipe.functions.gates import Gated
 from ds_hydra.pipe.functions.rotary import rotate
 from ds_hydra.pipe.head_loss import HeadLoss
 from ds_hydra.pipe.rows import MicroBatch, Pack
+from ds_hydra.pipe.weight_gradients import WeightGradients
 
 pytestmark = pytest.mark.gpu
 TOKENS, WIDTH = 700, 256
@@ -90,3 +91,15 @@ def test_gates_and_turns(
     function: Callable[[torch.dtype], list[Tensor]], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compared(lambda: function(dtype), dtype, monkeypatch)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_that_waited_are_added_in_fp32(dtype: torch.dtype) -> None:
+    module = nn.Linear(96, 200, bias=False).to("cuda", dtype)
+    queue, weight = WeightGradients(nn.Sequential(module), ["0.weight"]), module._parameters["weight"]
+    assert weight is not None, "a linear layer has one"
+    x, dy, total = values(torch.float32, (700, 96), (700, 200), (200, 96))
+    expected = total.double() + dy.to(dtype).double().t() @ x.to(dtype).double()
+    queue.add_to(weight, total)
+    queue.add(module, x.to(dtype), dy.to(dtype))
+    assert (total.double() - expected).norm() <= 1e-5 * expected.norm()  # 16 bit sums are off by more than 1e-4
