@@ -10,7 +10,7 @@ only: Adam magnifies FP32 rounding where a gradient is near zero.
 "Shared tokens" says whether tensor parallel ranks shared the tokens between the blocks; in half of all rows that have
 such ranks they must.
 
-  python -m tools.check_equivalence [--quick] [--json FILE] [--only WORDS] # quick: some cases, of three steps
+  python -m tools.check_equivalence [--quick] [--json FILE] [--only WORDS] # quick: few cases, shortened as in the suite
   python -m tools.check_equivalence --random 50 --seed 7 # families, strategies and options drawn together
   python -m tools.check_equivalence --strict blocking    # or connect, or lazy: under a transport with NCCL's rules
   python -m tools.check_equivalence --model CONFIG.json --ranks 4 --strategies "tp2pp2" "sp2 + 2*tp1"
@@ -124,8 +124,8 @@ def _table(options: argparse.Namespace) -> list[Case]:
     if options.random is not None:
         return [random_case(options.seed + number) for number in range(options.random)]
     cases = list(CASES)
-    if options.quick:  # three steps show how one follows another, and a strategy for each of them
-        cases = [replace(one, steps=min(one.steps, max(3, len(one.strategies)))) for one in CASES if one.name in QUICK]
+    if options.quick:
+        cases = [case.shortened() for case in CASES if case.name in QUICK]
     return [case for case in cases if options.only is None or options.only in case.name]
 
 

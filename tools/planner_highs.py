@@ -41,7 +41,7 @@ def bench_highs(figures: Figures, quick: bool) -> None:
         _whole(figures, Workload.of(model, proposed, gpus), Workload.of(model, come, gpus), aim)
     for model, gpus, proposed, come in CHUNKED[:2] if quick else CHUNKED:
         _chunked(figures, Workload.of(model, proposed, gpus), Workload.of(model, come, gpus))
-    _busy(figures)
+    _busy(figures, (1 if quick else 2) * (os.cpu_count() or 1))
 
 
 def _whole(figures: Figures, proposed: Workload, come: Workload, aim: float) -> None:
@@ -107,9 +107,9 @@ def digest_of_plans() -> str:
     return hashlib.sha256(b"".join(one.plan.digest() for one in made)).hexdigest()
 
 
-def _busy(figures: Figures) -> None:
-    """Plans of another process, beside busy ones, with other hashes."""
-    load = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2 * (os.cpu_count() or 1))]
+def _busy(figures: Figures, others: int) -> None:
+    """Plans of another process, beside so many busy ones, with other hashes."""
+    load = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(others)]
     try:
         command = [sys.executable, "-c", _PLANS]
         env, root = {**os.environ, "PYTHONHASHSEED": "7"}, Path(__file__).resolve().parents[1]
