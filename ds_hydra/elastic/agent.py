@@ -192,6 +192,10 @@ class MemberAgent:
         """Say that the view is in use: groups are made, masters are cut anew."""
         self._tell(m.Rebuilt())
 
+    def unfit(self, members: int) -> None:
+        """Say that no view of so many members can be used: nobody is to join until such a one."""
+        self._tell(m.Unfit(members))
+
     def on_abort(self, callback: Callable[[], None], installed: Callable[[], None]) -> None:
         """Call `callback` once for each fault, and `installed` before each `park` returns with a view, both on the
         agent's own thread, but for a fault that is known already; they must not take long."""

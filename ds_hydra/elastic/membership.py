@@ -41,7 +41,8 @@ class Membership(Rounds):
     @property
     def wanted(self) -> bool:
         """Whether training is to park at the end of its step, for processes that wait to join."""
-        return bool(self.knocks) and self.coordinator == self.me.id and self.state is State.RUNNING
+        running = self.coordinator == self.me.id and self.state is State.RUNNING
+        return running and bool(self._taken(len(self.roster.members)))
 
     @property
     def faulty(self) -> bool:
@@ -67,6 +68,8 @@ class Membership(Rounds):
             case m.Rebuilt():
                 if self.state is State.REBUILDING:
                     self.state, self._rebuilds = State.RUNNING, 0
+            case m.Unfit(members):
+                self.unfit.add(members)
             case m.Token(epoch, roster):
                 self._token(epoch, roster)
             case m.Opened(epoch, store):

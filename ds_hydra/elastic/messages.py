@@ -181,6 +181,13 @@ class Rebuilt:
 
 
 @dataclass(frozen=True, slots=True)
+class Unfit:
+    """Training cannot use views of so many members."""
+
+    members: int
+
+
+@dataclass(frozen=True, slots=True)
 class Token:
     """What stands in the shared folder as the successor of the roster of `epoch`; None: the folder does not answer."""
 
@@ -210,7 +217,7 @@ class KnockGone:
     joiner: Member
 
 
-Event = Tick | Heard | Lost | Silent | Parked | Failed | Rebuilt | Token | Opened | Knock | KnockGone
+Event = Tick | Heard | Lost | Silent | Parked | Failed | Rebuilt | Unfit | Token | Opened | Knock | KnockGone
 
 
 # Actions.

@@ -82,6 +82,7 @@ class Rounds:
         self.dead: set[int] = set()  # known to be, of those lost
         self.left: set[int] = set()  # in good order
         self.knocks: dict[tuple[str, int], Member] = {}
+        self.unfit: set[int] = set()  # numbers of members that training cannot use
         self.round: _Round | None = None
         self._held = {self.roster.epoch: self.roster.members}  # by epoch, of layouts that training may hold
         self._promised = _NOBODY
@@ -190,12 +191,19 @@ class Rounds:
     def _next_roster(self, current: _Round) -> Roster:
         members = [one for one in self.roster.members if one.id in current.votes]
         first = self.roster.next_id
-        joiners = list(self.knocks.values()) if current.planned else []
+        joiners = self._taken(len(members)) if current.planned else []
         members += [replace(joiner, id=first + index) for index, joiner in enumerate(joiners)]
         # Ranks of a host lie side by side, and the first one is no joiner's.
         of_host = {one.host: one.id for one in sorted(members, key=lambda one: -one.id)}
         members.sort(key=lambda one: (of_host[one.host], one.id))
         return Roster(current.ballot.number, tuple(members), first + len(joiners))
+
+    def _taken(self, members: int) -> list[Member]:
+        """Of those that wait to join so many members as many as training can use; the others go on waiting."""
+        joiners = list(self.knocks.values())
+        while joiners and members + len(joiners) in self.unfit:
+            joiners.pop()
+        return joiners
 
     def _proposal(self, current: _Round) -> m.Propose:
         assert current.value is not None, "votes are counted"

@@ -66,6 +66,11 @@ class View:
         """Rank of the member with this id; ValueError where it is none."""
         return [one.id for one in self.members].index(member)
 
+    @property
+    def joined(self) -> frozenset[int]:
+        """Members that have just come: they hold nothing."""
+        return frozenset(one for one, report in self.reports.items() if report.committed == NOTHING_HELD)
+
     def to_wire(self) -> dict[str, Any]:
         """As JSON can hold it. Tables, of which the reports of N members hold 2 N, are there once each."""
         tables: dict[str, tuple[int, NormTable]] = {}

@@ -10,14 +10,17 @@ more than one call ahead, since each of these calls has a message of all ranks t
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from ds_hydra.zero_hetero.errors import told_of
 
 if TYPE_CHECKING:
     from ds_hydra.ranks.together import Texts
 
 Result = TypeVar("Result")
+_LOST_IN = "ranks were lost in {}(), which cannot be begun again"
 
 
 def _same(found: Any) -> Any:
@@ -39,10 +42,42 @@ class Call(Generic[Result]):
         from ds_hydra.engine.epochs import end_lost  # what only elastic jobs enter
 
         if self._began and self.once:
-            end_lost(f"ranks were lost in {self.once}(), which cannot be begun again")
+            end_lost(_LOST_IN.format(self.once))
         self._began = True
         found: Result = self.read(calls.result) if calls.behind else self.part()
         return found
+
+
+def gathered(part: Callable[[], Result], meet: Callable[[], object]) -> Call[Result]:
+    """One whose result is no JSON, and is found by each rank. All `meet` when they have it: a rank that others have
+    left behind has it, too."""
+    found: list[Result] = []
+
+    def whole() -> Result:
+        found[:] = [part()]
+        meet()
+        return found[0]
+
+    return Call(whole, close=lambda _: None, read=lambda _: found[0])
+
+
+def taken_once(
+    items: Callable[[], Iterator[Result]], once: str, by_fault: Callable[[Exception], bool]
+) -> Iterator[Result]:
+    """Items that all ranks take one after the other, of a call that cannot be begun again: then the process ends."""
+    from ds_hydra.engine.epochs import end_lost
+
+    def guarded(next_one: Callable[[], Any]) -> Any:
+        try:
+            return next_one()
+        except Exception as error:
+            if told_of(error) is None and by_fault(error):
+                end_lost(_LOST_IN.format(once))
+            raise
+
+    made: Iterator[Result] = guarded(items)
+    end = object()
+    return iter(lambda: guarded(lambda: next(made, end)), end)  # type: ignore[arg-type]  # the end is no item
 
 
 class Calls:

@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -218,12 +218,12 @@ def complete(
     return whole, outcome
 
 
-def tell(view: View, came: Collection[int], since: tuple[float, float], *, step: int, protected: bool) -> None:
+def tell(view: View, since: tuple[float, float], *, step: int, protected: bool) -> None:
     """One line on what has happened, how long that took, and whether the job can bear more of it; `since` are when
     training had stopped and when the view was there."""
     (stopped, began), now, ids = since, time.perf_counter(), {one.id for one in view.members}
     gone = [one.id for one in view.former if one.id not in ids]
-    lost, joined = (", ".join(map(str, sorted(some))) or "none" for some in (gone, came))
+    lost, joined = (", ".join(map(str, sorted(some))) or "none" for some in (gone, view.joined))
     held = "each rank's share has a copy" if protected else "not protected: a further loss ends the job"
     logger.info(
         "epoch %d: lost members: %s, new ones: %s; %d ranks go on with step %d after %.2f s (assembled in %.2f s); %s",

@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from ds_hydra.elastic.agent import MemberAgent
 from ds_hydra.elastic.buddies import shift_of
-from ds_hydra.elastic.view import NOTHING_HELD, View
+from ds_hydra.elastic.view import View
 from ds_hydra.engine import epochs, joining
 from ds_hydra.engine.calls import Call, Calls
 from ds_hydra.engine.standing import Standing
@@ -96,7 +96,7 @@ class GoingOn:
                 self._engine.assemble(guard=guard)
             joining.check_can_be_told(self._engine)
         except Exception as error:
-            if told_of(error) is None and self._by_fault(error):
+            if told_of(error) is None and self.by_fault(error):
                 epochs.end_lost("ranks were lost before the job's first step")
             self.close()
             raise
@@ -172,15 +172,15 @@ class GoingOn:
             # Outside of the `except` block, whose traceback holds all frames of the step.
             told = told_of(error)
             if told is not None and view is not None and self._standing.held is not None:
-                epochs.end_lost(f"the ranks that are left cannot go on: {told.text}")
-            if told or not self._by_fault(error):
+                joining.refuse(view, told, self.agent)
+            elif told or not self.by_fault(error):
                 self.close()
                 raise error
             release(error)
             del error
             view = self._parked()
 
-    def _by_fault(self, error: Exception) -> bool:
+    def by_fault(self, error: Exception) -> bool:
         """Whether an error of this rank is that of a wait which a fault has ended."""
         # Those of gloo, of torch's stores and of sockets; any other is known to be this rank's own at once.
         return self.agent.fault(within=_KNOWN_S if isinstance(error, (RuntimeError, OSError)) else 0.0)
@@ -217,7 +217,6 @@ class GoingOn:
         ids = [member.id for member in view.members]
         own = next(m.id for m in view.members if (m.pid, m.host) == (os.getpid(), host()))
         held, update = self._standing.settle(view, own, ids), self._standing.update
-        came = {id for id, report in view.reports.items() if report.committed == NOTHING_HELD}
         self.shift = shift_of([member.host for member in view.members])
         with self._freeing.making(len(ids)):
             wait = engine.job.config.timeout_seconds
@@ -234,7 +233,7 @@ class GoingOn:
             engine.assemble(replace(engine.job, config=epochs.config_for(engine.hydra_config, len(ids))))
             crew = engine.crew
             held.cut_anew(own, ids, crew.masters, crew.update.optimizer, crew.world)
-            carried.give_to(engine, crew, joins=update is None, joiners=bool(came))
+            carried.give_to(engine, crew, joins=update is None, joiners=bool(view.joined))
             self._calls.agree(crew.world.channel, joins=update is None)
             if update is not None:
                 crew.update.committed, crew.update.last = update.committed, update.last
@@ -247,4 +246,4 @@ class GoingOn:
         joining.invite(self.agent)
         if engine.global_rank == 0:
             since = self._stopped, began
-            epochs.tell(view, came, since, step=engine.global_steps + 1, protected=crew.copy is not None)
+            epochs.tell(view, since, step=engine.global_steps + 1, protected=crew.copy is not None)

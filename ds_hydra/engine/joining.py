@@ -5,12 +5,16 @@ The process is started as a job of one rank, and does all that takes long by its
 compares what it has with what the members have left in their invitation, and knocks. All of them park at the end of the
 step, without a fault, and the next view has the process with the others. It brings nothing: its masters come by the new
 cut [Note: cutting anew], and all else that a checkpoint would hold from rank 0, which is never one that joins.
+
+Where no strategy fits so many ranks, all of them find that as they assemble: those who have come end themselves, the
+others go back to what they were, and let nobody join until the numbers are others.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import sys
 from collections.abc import Mapping
@@ -25,13 +29,17 @@ from ds_hydra.checkpoint.loading import as_json
 from ds_hydra.elastic.agent import Invitation, MemberAgent
 from ds_hydra.elastic.membership import TURN_S
 from ds_hydra.elastic.rounds import Patience
+from ds_hydra.elastic.view import View
+from ds_hydra.engine import epochs
 from ds_hydra.host.environment import members_folder
-from ds_hydra.zero_hetero.errors import ConfigError
+from ds_hydra.zero_hetero.errors import ConfigError, Told
 
 if TYPE_CHECKING:
     from ds_hydra.config.hydra_block import HydraConfig
     from ds_hydra.engine.crew import Crew
     from ds_hydra.engine.engine import HydraEngine
+
+logger = logging.getLogger(__name__)
 
 _INVITATION = "invitation.json"
 _LATER = 8  # turns after `Freeing`, which knows of what training is stuck in, an agent gives its own process up
@@ -94,6 +102,16 @@ def invite(agent: MemberAgent) -> None:
     folder = members_folder()
     if folder is not None:
         agent.invitation.write(folder / _INVITATION)
+
+
+def refuse(view: View, told: Told, agent: MemberAgent) -> None:
+    """All ranks of a view have the error that they cannot train together: go back to those that did before processes
+    joined, which end themselves; where none has joined the job ends."""
+    if not view.joined:
+        epochs.end_lost(f"the ranks that are left cannot go on: {told.text}")
+    logger.warning("%d ranks cannot train together (%s): the job goes on without those that have come",
+                   len(view.members), told.text)  # fmt: skip
+    agent.unfit(len(view.members))
 
 
 def check_can_be_told(engine: HydraEngine) -> None:

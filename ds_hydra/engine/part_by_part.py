@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from ds_hydra.engine.calls import Call
+from ds_hydra.engine.calls import Call, gathered, taken_once
 from ds_hydra.engine.scoring import TokenScores
 from ds_hydra.engine.steps import Steps
 from ds_hydra.engine.weights import EngineWithWeights
@@ -110,7 +110,19 @@ class EngineInParts(EngineWithWeights):
         the names of the model without them, or come "alone", as a folder of adapters holds them. ConfigError for
         adapters that cannot be merged.
         """
-        return self.saving.full_parameters(dtype, ranks, adapters)
+        if self.going_on is None:
+            return self.saving.full_parameters(dtype, ranks, adapters)
+        every = partial(self.saving.full_parameters, dtype, ranks, adapters)
+        return taken_once(every, "full_parameters", self.going_on.by_fault)
+
+    def fp32_state_dict(self) -> dict[str, Tensor]:
+        """See `EngineWithWeights`."""
+        whole = super().fp32_state_dict
+        return whole() if self.going_on is None else self.on_all(gathered(whole, self.meet))
+
+    def meet(self) -> None:
+        """Return when all ranks have come to it."""
+        self.crew.world.channel.texts("")
 
     def save_checkpoint(self, save_dir: str | Path, *arguments: Any, **named: Any) -> bool:
         """See `EngineWithWeights`. CheckpointError while gradients wait for an update, which no checkpoint holds."""

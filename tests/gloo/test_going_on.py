@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,35 @@ def test_an_evaluation_is_made_again_or_told(lost: list[Loss], tmp_path: Path) -
     assert result.noted == [result.noted[0]] * 3
 
 
+@pytest.mark.parametrize(
+    "lost",
+    [[Loss("gathering", 1, 2)], [Loss("gathered", 3, 2), Loss("gathered", 2, 2, "behind")]],
+    ids=["within it", "at its end"],
+)
+def test_whole_weights_are_gathered_again_or_there(lost: list[Loss], tmp_path: Path) -> None:
+    result = run_elastic(tmp_path / "job", 4, STEPS, lost, job=replace(PLAIN, after_step=_gathered))
+    assert sorted(result.codes, key=str) == [-9, 0, 0, 0], result.told
+    assert len(set(map(str, result.noted[0]))) == STEPS - 1, "all but the first step, whose rate is 0, change them"
+    assert result.noted == [result.noted[0]] * 3
+
+
+def _gathered(engine: Any) -> Any:
+    return {name: float(value.double().sum()) for name, value in engine.fp32_state_dict().items()}
+
+
+def test_a_loss_while_weights_are_taken_one_by_one_ends_the_job(tmp_path: Path) -> None:
+    result = run_elastic(tmp_path / "job", 3, STEPS, [], job=replace(PLAIN, after_step=_exported))
+    assert result.codes == [75, -9, 75], result.told
+    assert "full_parameters(), which cannot be begun again" in result.told[0]
+
+
+def _exported(engine: Any) -> None:
+    """Member 1 dies at the tenth weight of the second step."""
+    for number, _ in enumerate(engine.full_parameters()):
+        if (number, engine.global_steps, engine.global_rank) == (10, 2, 1):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 def _evaluated(engine: Any) -> Any:
     return engine.evaluate(sequences()[:6]).to_json()
 
@@ -98,6 +128,25 @@ def test_where_no_strategy_fits_those_that_are_left_all_end(tmp_path: Path, monk
     result = run_elastic(tmp_path / "job", 4, STEPS, [Loss("forward", 1, 2)], job=PLAIN)
     assert result.codes == [75, -9, 75, 75], result.told
     assert "the ranks that are left cannot go on" in result.told[0]
+
+
+def test_where_no_strategy_fits_those_that_would_be_they_go_on_without_who_has_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = epochs.config_for
+
+    def unfit(config: HydraConfig, num_ranks: int) -> HydraConfig:
+        return replace(config, strategies=("tp3 + tp1",)) if num_ranks == 4 else usual(config, num_ranks)
+
+    monkeypatch.setattr(epochs, "config_for", unfit)
+    job = replace(PLAIN, after_step=lambda engine: sorted(engine.going_on.agent._machine.unfit))
+    result = run_elastic(tmp_path / "job", 3, STEPS, [], job=job, joins_in=[1])
+    assert result.noted == [[[], *([[4]] * (STEPS - 1))]] * 3
+    assert result.codes[:3] == [0, 0, 0], result.told
+    assert result.codes[3] not in (0, None), result.told
+    assert result.legs(3, STEPS) == [(3, 2), (3, STEPS)], result.told
+    assert "4 ranks cannot train together" in result.told[0]
+    assert "tp=3" in result.told[3]
 
 
 def test_strategies_to_go_on_with_are_checked_before_step_0_and_not_again(tmp_path: Path) -> None:

@@ -90,6 +90,19 @@ def test_joiners_get_new_ids_and_the_last_ranks() -> None:
     assert cluster.nodes[101].views == [view]
 
 
+def test_where_training_cannot_use_so_many_members_who_wants_to_join_waits_for_other_numbers() -> None:
+    cluster = Cluster(0, 3, folder=True)
+    for node in cluster.nodes.values():
+        node.machine.handle(m.Unfit(4))
+    cluster.at(1.0, lambda: cluster.join(100))
+    cluster.run(10.0)
+    assert [len(node.views) for node in cluster.nodes.values()] == [1, 1, 1, 0]
+    cluster.kill(2)
+    cluster.run(40.0)
+    assert not cluster.end()
+    assert [one.id for one in cluster.nodes[0].views[-1].members] == [0, 1, 3]
+
+
 # One machine, by hand.
 
 

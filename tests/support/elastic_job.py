@@ -216,7 +216,9 @@ def _arm(engine_of: Callable[[], Any], loss: Loss) -> None:
     from ds_hydra.engine.epochs import Carried
     from ds_hydra.engine.going_on import GoingOn
     from ds_hydra.engine.held import Held
+    from ds_hydra.engine.part_by_part import EngineInParts
     from ds_hydra.engine.standing import Standing
+    from ds_hydra.engine.weights import EngineWithWeights
     from ds_hydra.step import forwards, stepper, update
     from tests.support.gone_ranks import tell_and_go
 
@@ -230,6 +232,8 @@ def _arm(engine_of: Callable[[], Any], loss: Loss) -> None:
         "joining": (Carried, "give_to"),
         "copying": (Copy, "refresh"),
         "saved": (saving.Saving, "save"),
+        "gathering": (EngineWithWeights, "fp32_state_dict"),
+        "gathered": (EngineInParts, "meet"),
         "evaluating": (forwards.Forwards, "sequence_losses"),
         "evaluated": (steps.Steps, "evaluate"),
         "leaving": (GoingOn, "_leave"),
@@ -267,7 +271,7 @@ def _arm(engine_of: Callable[[], Any], loss: Loss) -> None:
     setattr(owner, name, fails)
 
 
-_AT_THE_END = ("saved", "evaluated")  # phases in whose last moment a member fails
+_AT_THE_END = ("saved", "evaluated", "gathered")  # phases in whose last moment a member fails
 
 
 def _behind(original: Callable[..., Any], engine: Any, step: int) -> Callable[..., Any]:
