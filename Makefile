@@ -1,4 +1,5 @@
 # make venv: set up .venv       make demo: what this is for, in minutes   make train: train the example
+# make demo-elastic: train it while ranks are killed and come back
 # make test: linters and tests  make bench: ours and every rival
 # make first-hour: what the first hour on GPUs should show, row by row
 # make docs: the documentation, docs/build/index.html
@@ -21,7 +22,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install $(PIP_ARGS) --co
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch_extensions
 export PYTHONUNBUFFERED := 1
 
-.PHONY: venv demo train bench first-hour check check-all check-verl docs test test-training test-jobs test-ranks test-models test-pure lint kernels clean
+.PHONY: venv demo demo-elastic train bench first-hour check check-all check-verl docs test test-training test-jobs test-ranks test-models test-pure lint kernels clean
 
 venv: $(STAMP)
 
@@ -48,6 +49,9 @@ train: $(STAMP)
 
 demo: $(USABLE)
 	$(BIN)/ds-hydra demo
+
+demo-elastic: $(STAMP)
+	$(BIN)/python -m tools.demo_elastic
 
 bench: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tools.bench_systems --ablation --curves 10 --emulate 5 \
