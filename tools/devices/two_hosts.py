@@ -33,7 +33,8 @@ STEPS, EACH_FAST = 20, 4
 
 
 def two_hosts(quick: bool) -> Table:
-    """Two hosts of two and of four ranks; quick: of two, three strategies and few steps, whose times are not judged."""
+    """Two hosts of two and of four ranks; quick: of two, three strategies and few steps, whose times are not judged,
+    without ZeRO-1."""
     table = Table(
         f"two hosts and {MEGABITS:.0f} Mbit/s between them: a step of each strategy",
         ["ranks", "strategy", "MB into a host", "by the plan", "off", "of the least", "step s", "simulated", "off ",
@@ -47,7 +48,8 @@ def two_hosts(quick: bool) -> Table:
         if not quick:
             _add(table, ranks, strategies, measured(ranks, strategies, STEPS, EACH_FAST))
         elif ranks == 2:
-            _add(table, ranks, strategies[:3], measured(ranks, strategies[:3], 3, 3), timed=False)
+            found = measured(ranks, strategies[:3], 3, 3, deepspeed=False)
+            _add(table, ranks, strategies[:3], found, timed=False)
     return table
 
 
@@ -77,7 +79,7 @@ def measured(
 
 
 def _add(table: Table, ranks: int, strategies: tuple[str, ...], found: dict[str, Any], *, timed: bool = True) -> None:
-    zero = statistics.median(step["seconds"] for step in found["deepspeed"])
+    zero = statistics.median(step["seconds"] for step in found["deepspeed"]) if timed else None
     times_off = []
     for strategy in strategies:
         both = [pair for pair in zip(found["slow"], found["expected"], strict=True) if pair[0]["strategy"] == strategy]
@@ -98,13 +100,13 @@ def _add(table: Table, ranks: int, strategies: tuple[str, ...], found: dict[str,
              f"{off:.1%}", round(statistics.median(map(max, planned)) / found["least"][strategy], 2), round(seconds, 2),
              round(predicted, 2), f"{predicted / seconds - 1:.0%}", round(told["computing"], 2),
              round(told["added"], 2), f"{max(0.0, 1 - waited_s / wire_s):.0%}",
-             round(zero, 2), round(seconds / zero, 2)]
+             *((round(zero, 2), round(seconds / zero, 2)) if zero is not None else ("-", "-"))]
         )  # fmt: skip
         if abs(off) > aims.HOSTS_BYTES:
             table.missed.append(
                 f"{strategy} on {2 * ranks} ranks: bytes are {off:.1%} off (aim {aims.HOSTS_BYTES:.0%})"
             )
-        if timed and seconds > zero:
+        if zero is not None and seconds > zero:
             table.missed.append(f"{strategy} on {2 * ranks} ranks: {seconds / zero:.2f} of ZeRO-1's step (aim 1.0)")
     if timed and statistics.median(times_off) > aims.HOSTS_STEP:
         table.missed.append(
