@@ -23,12 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from ds_hydra.pipe.attention.interface import let_attention_drop, tell_pack
 from ds_hydra.pipe.models.attended import Attended, Where
 from ds_hydra.pipe.models.draws import Place, Recorder
-from ds_hydra.pipe.models.graph import hidden_of, leaves, tensors_in
+from ds_hydra.pipe.models.graph import arguments, hidden_of, leaves, tensors_in
 from ds_hydra.pipe.models.kinds import Ran
 from ds_hydra.pipe.rows import Chunk, Pack
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -112,7 +111,7 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         attribute = getattr(func, "__name__", "") == "__get__"
-        given = [] if attribute else tree_leaves((args, kwargs))
+        given = [] if attribute else arguments(args, kwargs)
         result = func(*args, **kwargs)
         for value in args if attribute and isinstance(result, Tensor) else given:  # .T reads it, .shape does not
             if isinstance(value, Tensor) and id(value) in self.names:

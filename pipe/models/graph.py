@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 _DEPTH = 5  # containers within containers that are looked into
+_ONE = frozenset({Tensor, nn.Parameter, int, float, bool, str, type(None), torch.dtype, torch.device})
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -31,6 +34,18 @@ def _tensors(value: Any, depth: int, seen: set[int]) -> Iterator[Tensor]:
         parts = list(vars(value).values())
     for part in parts:
         yield from _tensors(part, depth + 1, seen)
+
+
+def arguments(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> list[Any]:
+    """`tree_leaves` of a function's arguments, which are hardly ever nested: then it takes a tenth of the time. Modes
+    ask it for each operator of a model that is looked at."""
+    found: list[Any] = []
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if type(value) in _ONE:
+            found.append(value)
+        else:
+            found += tree_leaves(value)
+    return found
 
 
 def leaves(roots: Iterable[Tensor]) -> set[int]:

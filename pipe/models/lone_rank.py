@@ -11,11 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from ds_hydra.pipe.model_plan import end_of_slots
 from ds_hydra.pipe.models.flow import keep_stack
-from ds_hydra.pipe.models.graph import tensors_in
+from ds_hydra.pipe.models.graph import arguments, tensors_in
 from ds_hydra.pipe.models.meta_copy import run_experts_one_by_one
 from ds_hydra.pipe.placement import Pipeline, Stage
 from ds_hydra.pipe.rows import MicroBatch, Pack
@@ -62,7 +61,7 @@ class _Apart(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        hollow = {value.is_meta for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)}
+        hollow = {value.is_meta for value in arguments(args, kwargs) if isinstance(value, Tensor)}
         if len(hollow) > 1 and getattr(func, "__name__", "") not in ("to", "_to"):
             raise ConfigError(f"{getattr(func, '__name__', func)} is given what was not computed before the layers")
         return func(*args, **kwargs)
@@ -145,7 +144,7 @@ class _Watch(TorchFunctionMode):
             if name in _STATISTICS or name in _NORMS:
                 self.reduced.setdefault((self.stack[-1], name), []).append(_reduced_sizes(name, args, kwargs))
             if self._bare:
-                self._meet([value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)])
+                self._meet([value for value in arguments(args, kwargs) if isinstance(value, Tensor)])
         return func(*args, **kwargs)
 
     def _meet(self, handed: Sequence[Tensor]) -> None:
