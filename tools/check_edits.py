@@ -6,7 +6,7 @@ Each trial takes an edit, made before `initialize` or between two steps, and tra
 on two ranks, under strategies in turn, whole or in slices. Losses and parameters after three steps must be those of one
 process that runs the same script with plain transformers, one sequence at a time, or the engine must have refused on
 all ranks. An edit is also tried against the job without it: one without an effect would prove nothing. Last, on the
-example's job, what looks at model, data and loss beside the self-check may add a fifth to its CPU time, and 0.5 % to
+example's job, what looks at model, data and loss beside the self-check may add a quarter to its CPU time, and 0.5 % to
 a step's.
 
 Exits non-zero for any trial that trains otherwise without a word, ends in an error of the engine's own, stands still,
