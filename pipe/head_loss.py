@@ -108,7 +108,7 @@ class _Statistics(NamedTuple):
 
     def fill(self, logits: Tensor, targets: _Targets) -> None:
         """Find them for logits (T, V_local): two reductions over the ranks, of three numbers a token in all."""
-        kernels = kernels_for(logits)
+        kernels = kernels_for(logits) if logits.is_cuda else None
         own = None if kernels is None else kernels.statistics(logits, targets.local)
         self.peak.copy_(logits.amax(dim=-1) if own is None else own.peak)
         if targets.group is not None:
@@ -129,7 +129,7 @@ class _Statistics(NamedTuple):
     def to_gradient(self, logits: Tensor, targets: _Targets) -> None:
         """Write over the logits the gradient of the weighted losses by them."""
         factor = (targets.weights * targets.counted).to(self.total.dtype)
-        if (kernels := kernels_for(logits)) is not None:
+        if logits.is_cuda and (kernels := kernels_for(logits)) is not None:
             kernels.to_gradient(logits, targets.local, self.peak, factor / self.total, factor * targets.here)
             return
         for rows in _blocks(len(logits), logits.shape[1], LOGITS_AT_ONCE):

@@ -73,5 +73,7 @@ class _GatedLinear(torch.autograd.Function):
 
 def _kernels(gate: Tensor, up: Tensor, act: Activation) -> ModuleType | None:
     """Those for this gate, if it is torch's SiLU and its features lie side by side."""
+    if not gate.is_cuda:
+        return None
     silu = F.silu is _SILU and (act is _SILU or type(act) is nn.SiLU)
     return kernels_for(gate, up) if silu and gate.stride(-1) == up.stride(-1) == 1 else None

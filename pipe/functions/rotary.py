@@ -47,6 +47,8 @@ class _Rotate(torch.autograd.Function):
 
 def _kernels(x: Tensor, cos: Tensor, sin: Tensor) -> ModuleType | None:
     """Those for heads (B, heads, T, d) and tables (1 or B, 1, T, d) with whole rows of features."""
+    if not x.is_cuda:
+        return None
     tables = {(batch, 1, x.shape[-2], x.shape[-1]) for batch in (1, len(x))} if x.dim() == 4 else set()
     plain = cos.shape in tables and sin.shape in tables and all(one.stride(-1) == 1 for one in (x, cos, sin))
     return kernels_for(x, cos, sin) if plain else None

@@ -105,10 +105,10 @@ def _of_packs(source: CausalLM, data: Data) -> tuple[float, float, int]:
 
 
 def _best(run: Callable[[], object]) -> float:
-    """CPU seconds of this thread, the least of two runs after one."""
+    """CPU seconds of this thread, the least of five runs after one: what else the machine does adds up to a tenth."""
     run()
     times = []
-    for _ in range(2):
+    for _ in range(5):
         began = time.thread_time()
         run()
         times.append(time.thread_time() - began)
