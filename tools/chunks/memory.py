@@ -92,6 +92,7 @@ _QUICK = 2
 
 def predicted_and_measured(quick: bool, missed: list[str]) -> list[dict[str, Any]]:
     """The memory of every stage's fullest rank in each case; quick: some cases on 2 ranks."""
+    torch.set_num_threads(1)  # bytes are measured, not times, and on small tensors a second thread mostly spins
     rows = []
     for case in CASES[: _QUICK if quick else None]:
         shares, memory = _model(case)
