@@ -13,6 +13,7 @@
   rollouts   updates of 7B and 32B on 64 simulated GPUs, by lengths of reasoning models: ours beside hosts' ways
   refusals   fields and losses that cannot be trained on: refused on all ranks alike, and nothing has changed
 
+The quick form computes on one thread a process: ranks that share a few cores wait for each other's threads by spinning.
 Exits non-zero where an aim is missed.
 """
 
@@ -21,6 +22,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from itertools import product
+
+import torch
 
 from ds_hydra.commands.figures import figures_parser, finish, print_table
 from ds_hydra.pipe.model_plan import LOGITS_AT_ONCE
@@ -188,6 +191,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = figures_parser(__doc__, "python -m tools.check_post_training")
     parser.add_argument("--only", nargs="+", choices=list(PARTS), metavar="PART", help="these parts")
     options = parser.parse_args(arguments)
+    if options.quick:
+        torch.set_num_threads(1)  # which ranks inherit when they are forked
     figures: dict[str, object] = {}
     missed: list[str] = []
     for name in options.only or PARTS:

@@ -11,6 +11,7 @@ losses   losses of the user's own, those of routers, and weights of sequences un
 lora     PEFT's adapters under changing strategies
 plan     milliseconds that planning stands in the way of a step on 64 ranks whose lengths are known only at the call
 
+The quick form computes on one thread a process: ranks that share a few cores wait for each other's threads by spinning.
 Exits non-zero if an aim is missed.
 """
 
@@ -25,6 +26,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from ds_hydra.commands.figures import figures_parser, finish, guarded, print_table
@@ -240,6 +242,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = figures_parser(__doc__, "python -m tools.check_swap")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="run these parts only")
     options = parser.parse_args(arguments)
+    if options.quick:
+        torch.set_num_threads(1)  # which ranks inherit when they are forked
     began = time.perf_counter()
     missed: list[str] = []
     figures: dict[str, Rows] = {}
