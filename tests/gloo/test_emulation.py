@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
-from unittest import mock
 
 import deepspeed  # noqa: F401  (before forking: the ranks share it)
 import pytest
 
-from ds_hydra.costs import rank_bytes
 from ds_hydra.emulate.cluster import EmulatedStep, emulate
 from ds_hydra.plan.phase import MicroBatchPlan, Phase, PipelinePlan
 from ds_hydra.plan.plan_file import save_plans
@@ -18,6 +16,7 @@ from ds_hydra.simulate.links import Speed
 from ds_hydra.simulate.step import Simulator
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from tests.support.emulated_job import BUCKET_BYTES, emulated_job
+from tests.support.room import room_for_pushes
 
 MIXED = ("tp2 + pp2", "2*pp2", "pp4", "4*tp1", "2*sp2", "tp2sp2", "tp2pp2", "pp4/zb-h1", "pp4/list", "tp2pp2/v")
 WIDE = 10**9  # features, beside which no parameter counts
@@ -107,7 +106,7 @@ def test_pushes_that_wait_for_memory_take_what_was_simulated(strategy: str) -> N
     seconds = []
     for room in (1, 1 << 30):
         job = emulated_job(strategy, inside=Speed(2e-4, QUARTER_A_MS), token_ms=2.0)
-        with mock.patch.object(rank_bytes, "room_for_pushes", return_value=room):
+        with room_for_pushes(room):
             (step,) = emulate(job, 1)[0]
             assert not step.fault
             assert Simulator(job.cluster).step(step.plan).step_s == pytest.approx(step.step_s, rel=1e-3)

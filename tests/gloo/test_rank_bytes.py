@@ -12,11 +12,11 @@ import pytest
 from torch import Tensor
 
 import ds_hydra.engine.engine  # noqa: F401
-from ds_hydra.costs import rank_bytes as counts
 from ds_hydra.costs.rank_bytes import ElementBytes, RankBytes, push_turns, rank_bytes
 from ds_hydra.step import strategy_runtime
 from ds_hydra.testing import run_ranks
 from ds_hydra.zero_hetero import scratch_plan
+from tests.support.room import room_for_pushes
 from tests.support.small_job import same, small_config, small_engine, small_source, whole_state
 
 SIZES = {"fp32": 4, "bf16": 2}
@@ -32,7 +32,7 @@ def test_every_rank_holds_what_is_counted(grad_dtype: str, wire: str, node_size:
         with (
             mock.patch.object(scratch_plan, "AT_ONCE", 300),
             mock.patch.object(strategy_runtime, "room_for_pushes", return_value=room),
-            mock.patch.object(counts, "room_for_pushes", return_value=room),
+            room_for_pushes(room),
         ):
             return steps(rank)
 

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_hydra.costs import rank_bytes
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.memory import Activations, JobMemory
 from ds_hydra.costs.table_file import TableFile
@@ -43,6 +42,7 @@ from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 from ds_hydra.zero_hetero.layout import even_layout, layout_of_intervals
 from ds_hydra.zero_hetero.transfer_plan import TransferPlan, plan_transfer
 from tests.support.random_plans import random_job, random_plan
+from tests.support.room import room_for_pushes
 
 FREE = LinkModel(8, Speed(0.0, 1e18), Speed(0.0, 1e18))
 
@@ -195,7 +195,7 @@ def test_a_layer_waits_for_its_own_pull_and_a_last_backward_pushes_layer_by_laye
 def test_a_push_waits_for_memory_and_for_the_lane(lanes: bool, room: int, stop: float) -> None:
     """The step of the test before, with a latency of 2 ms that pulls have beside their 4 and 8."""
     slow = dataclasses.replace(job(LinkModel(2, Speed(2e-3, 1e3)), 2), lanes=lanes, element_bytes=1, sum_bytes=1)
-    with mock.patch.object(rank_bytes, "room_for_pushes", return_value=room):
+    with room_for_pushes(room):
         found = Simulator(slow).step(plan_of("2*tp1", [[2], [2]]))
     last = found.phases[0].pipelines[0][0].actions[-1]
     assert 1e3 * last.stop == pytest.approx(15.0)  # two later than without the latency
