@@ -116,10 +116,11 @@ class _Statistics(NamedTuple):
         if own is not None:
             torch.sub(own.target, self.peak, out=self.target)
             torch.mul(own.total, (own.peak - self.peak).exp_(), out=self.total)
-        for rows in _blocks(len(logits), logits.shape[1], LOGITS_AT_ONCE) if own is None else ():
-            shifted = self._shifted(logits, rows)
-            self.target[rows] = shifted.gather(-1, targets.local[rows, None]).squeeze(-1)
-            self.total[rows] = shifted.exp_().sum(dim=-1)
+        else:
+            for rows in _blocks(len(logits), logits.shape[1], LOGITS_AT_ONCE):
+                shifted = self._shifted(logits, rows)
+                self.target[rows] = shifted.gather(-1, targets.local[rows, None]).squeeze(-1)
+                self.total[rows] = shifted.exp_().sum(dim=-1)
         self.target.masked_fill_(~targets.here, 0.0)
         if targets.group is not None:
             both = torch.stack((self.total, self.target))

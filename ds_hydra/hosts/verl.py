@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from omegaconf import OmegaConf
 from tensordict import TensorDict
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -38,7 +39,8 @@ from ds_hydra.config.read import read_config
 from ds_hydra.zero_hetero.errors import ConfigError
 
 NAME = "hydra"
-_TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_TYPES = ("bfloat16", "float16", "float32")
+_PROPOSED = {"hydra": {"strategies": "auto"}}
 _WEIGHTS = "hf_model"  # what verl's `save_contents` calls a Hugging Face folder
 LossFunction = Callable[..., tuple[Tensor, dict[str, Any]]]
 
@@ -52,7 +54,7 @@ class HydraEngineConfig(EngineConfig):
     """
 
     strategy: str = NAME
-    deepspeed_config: Any = field(default_factory=lambda: {"hydra": {"strategies": "auto"}})
+    deepspeed_config: Any = field(default_factory=lambda: dict(_PROPOSED))
 
 
 @EngineRegistry.register(model_type="language_model", backend=NAME, device=["cuda", "cpu"])
@@ -145,9 +147,9 @@ class HydraVerlEngine(BaseEngine):  # type: ignore[misc]  # verl brings no types
         mine = rows.items if dist.get_rank() == 0 else []
         if loss_function is None or forward_only:
             with_entropy = bool(tu.get_non_tensor_data(data, "calculate_entropy", False))
-            scores = self.engine.log_probs(mine, entropy=with_entropy, temperature=rows.temperature)
+            log_probs, entropy = self.engine.log_probs(mine, entropy=with_entropy, temperature=rows.temperature)
             if mine:
-                call.answer(*(None if one is None else torch.cat(one) for one in scores))
+                call.answer(_of_targets(log_probs), None if entropy is None else _of_targets(entropy))
         else:
             self.engine.forward_backward(
                 mine, call.losses, normaliser=1.0, temperature=rows.temperature, mixes_tokens=True
@@ -243,17 +245,13 @@ class _Rows:
         return cls(ids, None if each is not None else float(given), items)
 
     def at_places(self, found: Tensor) -> Tensor:
-        """(B, j), jagged as verl has it: what is about token i + 1, in (targets,) or (tokens,), at place i, 0 at the
-        last of a sequence."""
+        """(B, j), jagged as verl has it: what is about token i + 1 at place i, 0 at the last of a sequence. `found` has
+        it for all tokens but the first of each sequence."""
         jagged: Any = self.ids  # whose methods torch does not type
         offsets = jagged.offsets()
-        lasts = (offsets[1:] - 1).to(found.device)
-        if len(found) == self.ids.values().shape[0]:  # of all tokens, the first of each sequence among them
-            values = found.roll(-1).index_fill(0, lasts, 0.0)
-        else:
-            targets = torch.ones(self.ids.values().shape[0], dtype=torch.bool, device=found.device)
-            targets[lasts] = False
-            values = found.new_zeros(len(targets)).masked_scatter(targets, found)
+        targets = torch.ones(jagged.values().shape[0], dtype=torch.bool, device=found.device)
+        targets[offsets[1:].to(found.device) - 1] = False
+        values = found.new_zeros(len(targets)).masked_scatter(targets, found)
         return torch.nested.nested_tensor_from_jagged(values.to(self.ids.device), offsets=offsets)
 
 
@@ -271,9 +269,8 @@ class _Call:
         """The loss of the mini-batch, (1,), as the engine asks for it: of all targets in the order of the sequences."""
         return self.answer(log_probs, entropy)
 
-    def answer(self, log_probs: Tensor | None, entropy: Tensor | None) -> Tensor:
+    def answer(self, log_probs: Tensor, entropy: Tensor | None) -> Tensor:
         """Keep what the host is to get; the loss."""
-        assert log_probs is not None, "it is always computed"
         output = {"log_probs": self.rows.at_places(log_probs)}
         if entropy is not None and tu.get_non_tensor_data(self.data, "calculate_entropy", False):
             output["entropy"] = self.rows.at_places(entropy)
@@ -286,10 +283,15 @@ class _Call:
         return loss.reshape(1).to(log_probs.device)
 
 
+def _of_targets(sequences: list[Tensor]) -> Tensor:
+    """What the engine has found of the tokens of sequences, but the first of each, which follows none."""
+    return torch.cat([found[1:] for found in sequences])
+
+
 def job_config(engine_config: Any, optimizer_config: Any) -> dict[str, Any]:
     """DeepSpeed's config of a job, from verl's. ConfigError for a type or an optimizer that it cannot be."""
-    given = getattr(engine_config, "deepspeed_config", None) or {"hydra": {"strategies": "auto"}}
-    config = read_config(None, str(given) if isinstance(given, str | Path) else _plain(given))
+    given = getattr(engine_config, "deepspeed_config", None) or _PROPOSED
+    config = read_config(config=OmegaConf.to_container(given, resolve=True) if OmegaConf.is_config(given) else given)
     if "hydra" not in config:
         raise ConfigError('deepspeed_config has no block "hydra": add it, {"hydra": {"strategies": "auto"}} at least')
     if engine_config.dtype not in _TYPES:
@@ -307,14 +309,3 @@ def job_config(engine_config: Any, optimizer_config: Any) -> dict[str, Any]:
     }})  # fmt: skip
     config.setdefault("gradient_clipping", optimizer_config.clip_grad)
     return config
-
-
-def _plain(given: Any) -> Any:
-    """OmegaConf's containers as dicts and lists."""
-    if isinstance(given, Mapping):
-        return {str(key): _plain(value) for key, value in given.items()}
-    return [_plain(value) for value in given] if isinstance(given, list | tuple) or _is_list(given) else given
-
-
-def _is_list(given: Any) -> bool:
-    return type(given).__name__ == "ListConfig"

@@ -58,7 +58,7 @@ class _GatedLinear(torch.autograd.Function):
         dproduct = dy @ weight
         if (kernels := _kernels(gate, up, ctx.act)) is not None:
             dgate, dup = kernels.silu_gradients(gate, up, dproduct, product=trained)
-            product = dproduct
+            product = dproduct if trained else None
         else:
             with torch.enable_grad():
                 entered = gate.detach().requires_grad_()
@@ -66,7 +66,7 @@ class _GatedLinear(torch.autograd.Function):
             dup = dproduct * active.detach()
             (dgate,) = torch.autograd.grad(active, entered, dproduct.mul_(up))
             product = active.detach() * up if trained else None
-        dweight = None if product is None or not trained else rows.t() @ product.flatten(0, -2)
+        dweight = None if product is None else rows.t() @ product.flatten(0, -2)
         dbias = rows.sum(0) if ctx.needs_input_grad[3] else None
         return dgate, dup, dweight, dbias, None
 

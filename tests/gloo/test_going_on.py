@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -81,10 +82,7 @@ def test_a_rank_that_has_left_a_save_goes_on_with_those_that_have_not(tmp_path: 
     ids=["within it", "at its end"],
 )
 def test_an_evaluation_is_made_again_or_told(lost: list[Loss], tmp_path: Path) -> None:
-    result = run_elastic(tmp_path / "job", 4, STEPS, lost, job=replace(PLAIN, after_step=_evaluated))
-    assert sorted(result.codes, key=str) == [-9, 0, 0, 0], result.told
-    assert len(result.noted[0]) == STEPS
-    assert result.noted == [result.noted[0]] * 3
+    assert len(noted_by_three(lost, tmp_path / "job", _evaluated)) == STEPS
 
 
 @pytest.mark.parametrize(
@@ -93,10 +91,8 @@ def test_an_evaluation_is_made_again_or_told(lost: list[Loss], tmp_path: Path) -
     ids=["within it", "at its end"],
 )
 def test_whole_weights_are_gathered_again_or_there(lost: list[Loss], tmp_path: Path) -> None:
-    result = run_elastic(tmp_path / "job", 4, STEPS, lost, job=replace(PLAIN, after_step=_gathered))
-    assert sorted(result.codes, key=str) == [-9, 0, 0, 0], result.told
-    assert len(set(map(str, result.noted[0]))) == STEPS - 1, "all but the first step, whose rate is 0, change them"
-    assert result.noted == [result.noted[0]] * 3
+    noted = noted_by_three(lost, tmp_path / "job", _gathered)
+    assert len(set(map(str, noted))) == STEPS - 1, "all but the first step, whose rate is 0, change them"
 
 
 def _gathered(engine: Any) -> Any:
@@ -114,6 +110,14 @@ def _exported(engine: Any) -> None:
     for number, _ in enumerate(engine.full_parameters()):
         if (number, engine.global_steps, engine.global_rank) == (10, 2, 1):
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def noted_by_three(lost: list[Loss], folder: Path, after_step: Callable[[Any], Any]) -> list[Any]:
+    """What each of the three ranks that are left of four has noted after its steps, all alike."""
+    result = run_elastic(folder, 4, STEPS, lost, job=replace(PLAIN, after_step=after_step))
+    assert sorted(result.codes, key=str) == [-9, 0, 0, 0], result.told
+    assert result.noted == [result.noted[0]] * 3
+    return result.noted[0]
 
 
 def _evaluated(engine: Any) -> Any:
