@@ -101,13 +101,14 @@ def show(made: TableFile, args: argparse.Namespace, name: str, seconds: float) -
         how += f", out of memory at {min(no_room):,} tokens" if no_room else ""
         known = ((fit.a, fit.standard_errors[0]), (fit.b, fit.standard_errors[1]), (fit.c, fit.standard_errors[2]))
         within = " ".join(f"{error / k:.0%}" if k and error is not None else "-" for k, error in known)
-        rows.append((str(cost.scheme), f"{cost.a:.3e}", f"{cost.b:.4e}", f"{cost.c:.3f}", within,
+        floor = f"{cost.floor:.3f}" if cost.floor else "-"
+        rows.append((str(cost.scheme), f"{cost.a:.3e}", f"{cost.b:.4e}", f"{cost.c:.3f}", floor, within,
                      " ".join(entry["unidentified"]) or "-", cost.max_length, cost.util_length,
                      *("-" if entry[key] is None else f"{entry[key]:.1%}" for key in
                        ("held_out_median", "held_out_p90")), f"{spread:.1%}",
                      how))  # fmt: skip
-    print_table(("scheme", "a ms/tok^2", "b ms/tok", "c ms", "std. errors", "not fixed", "MaxLen", "UtilLen",
-                 "held-out med", "p90", "spread", "how"), rows)  # fmt: skip
+    print_table(("scheme", "a ms/tok^2", "b ms/tok", "c ms", "floor ms", "std. errors", "not fixed", "MaxLen",
+                 "UtilLen", "held-out med", "p90", "spread", "how"), rows)  # fmt: skip
     show_split(made)
     errors.sort()
     missed = [] if errors else ["no scheme had memory for a length to test the fit on"]

@@ -2,8 +2,9 @@
 
 [Note: cost model]
 A micro-batch costs one pipeline stage, forward plus backward, `sum(a*l*l + b*l) + c` milliseconds over its
-sequences of l tokens: c is paid once per micro-batch (Hydraulis, appendix C.2, prints T(l) with c inside). A
-pipeline runs its micro-batches one after the other and drains once, so its time is
+sequences of l tokens: c is paid once per micro-batch (Hydraulis, appendix C.2, prints T(l) with c inside). Where a host
+launches a device's kernels, it never costs less than `floor`: launching takes the host as long for 100 tokens as for
+1000, while the device waits. A pipeline runs its micro-batches one after the other and drains once, so its time is
 `sum(loads) + (PP - 1) * largest load`. Where stages differ, the costs are those of the slowest, and PP - 1 is what the
 others take of its time, added up: of stages that take 10, 5 and 8 ms, 1.3. MaxLen, the tokens that a micro-batch may
 hold, follows from the memory model (appendix C.1) and is a hard limit.
@@ -55,10 +56,11 @@ class SchemeCost:
     shares: Shares | None = None  # of forward, backward and weights' gradients, if they were measured
     derived: str = ""  # from what and how, where these were not measured as they stand
     stages: tuple[float, ...] = ()  # what each stage takes, as a share of these costs; empty: all of them, each
+    floor: float = 0.0  # ms that the launches of a micro-batch take, however few its tokens
 
     def __post_init__(self) -> None:
         # Tables are also written by hand, so each figure is checked as it comes from JSON: True is an int to Python.
-        for key in ("a", "b", "c", "max_length", "util_length"):
+        for key in ("a", "b", "c", "floor", "max_length", "util_length"):
             value = getattr(self, key)
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
                 raise ConfigError(f"scheme {self.scheme}: {key} must be a finite number but is {value!r}")
@@ -137,7 +139,7 @@ class SchemeCost:
 
     def packed_ms(self, work: Sequence[float]) -> float:
         """The same from what each sequence adds, as `sequence_ms` gives it (ms)."""
-        return math.fsum(work) + self.c
+        return max(self.floor, math.fsum(work) + self.c)
 
     def pipeline_ms(self, loads: Sequence[float]) -> float:
         """Time of micro-batches with these loads, all in ms: sum(loads) + (PP - 1) * max(loads); 0 for none.

@@ -95,8 +95,9 @@ def priced(pipeline: PipelineShape, table: CostTable, num_layers: int, most: int
     stages = place_pipeline(pipeline, 0, num_layers).stages
     rows = list(_rows(pipeline, table))
     shares = [row.scheme.pp * stage.num_layers / num_layers for row, stage in zip(rows, stages, strict=True)]
-    scaled = [tuple(getattr(row, name) * share for name in "abc") for row, share in zip(rows, shares, strict=True)]
-    a, b, c = map(max, zip(*scaled, strict=True))
+    figures = ((row.a, row.b, row.c, row.floor) for row in rows)
+    scaled = [tuple(one * share for one in row) for row, share in zip(figures, shares, strict=True)]
+    a, b, c, floor = map(max, zip(*scaled, strict=True))
     limits = [
         row.max_length
         if not shape.device
@@ -109,10 +110,19 @@ def priced(pipeline: PipelineShape, table: CostTable, num_layers: int, most: int
     util_length = min(max_length, max(row.util_length for row in rows))
     derived = "the slowest of its stages: " + ", ".join(dict.fromkeys(str(row.scheme) for row in rows))
     tokens = max(1, max_length // 2)
-    most = (a * tokens + b) * tokens + c
-    takes = tuple(min(1.0, ((x * tokens + y) * tokens + z) / most) for x, y, z in scaled)
+    most = max(floor, (a * tokens + b) * tokens + c)
+    takes = tuple(min(1.0, max(w, (x * tokens + y) * tokens + z) / most) for x, y, z, w in scaled)
     return SchemeCost(
-        pipeline, a, b, c, max_length, util_length, rows[slowest].shares, derived, takes if min(takes) < 1.0 else ()
+        pipeline,
+        a,
+        b,
+        c,
+        max_length,
+        util_length,
+        rows[slowest].shares,
+        derived,
+        takes if min(takes) < 1.0 else (),
+        floor,
     )
 
 

@@ -25,6 +25,7 @@ class StageCosts(NamedTuple):
     context: float
     recomputed: float
     parts: int  # ranges of layers of a stage
+    floor: float  # ms of the launches, of which each part has its share of c
 
 
 def stage_costs(cost: SchemeCost, shares: Shares, parts: int) -> StageCosts:
@@ -36,7 +37,7 @@ def stage_costs(cost: SchemeCost, shares: Shares, parts: int) -> StageCosts:
     ms = Terms(float(cost.a), float(cost.b), float(cost.c))
     forward, weight = floats(shares.forward), floats(shares.weight)
     kept = float(shares.until_weight), float(shares.context), float(shares.recomputed)
-    return StageCosts(ms, forward, weight, *kept, parts)
+    return StageCosts(ms, forward, weight, *kept, parts, float(cost.floor))
 
 
 def stage_work(
@@ -49,11 +50,14 @@ def stage_work(
     """
     ms, forward, weight = costs.ms, costs.forward, costs.weight
     by_square, by_token = ms.a * squares, ms.b * tokens
-    whole = by_square + by_token + ms.c
     of_forward = forward.a * by_square + forward.b * by_token + forward.c * ms.c
     of_weight = weight.a * by_square + weight.b * by_token + weight.c * ms.c
+    of_backward = by_square + by_token + ms.c - of_forward - of_weight
+    if costs.floor > 0.0:
+        of_forward, of_weight = max(of_forward, forward.c * costs.floor), max(of_weight, weight.c * costs.floor)
+        of_backward = max(of_backward, (1.0 - forward.c - weight.c) * costs.floor)
     # A layer that is computed again gives its memory back until then, and has its weights' gradients computed at once.
-    backward = whole - of_forward - of_weight + again * (of_forward + of_weight)
+    backward = of_backward + again * (of_forward + of_weight)
     contexts = tokens * costs.context if followed else 0.0
     kept_tokens = tokens + contexts - again * (1.0 - costs.recomputed) * tokens
     waiting_tokens = ((1.0 - again) * tokens + contexts) * costs.until_weight

@@ -11,9 +11,9 @@ figures that were measured beside it. Since version 3 all of a job's stage optio
 "stages" of "job"; before, some of them stood in "job" itself, and what did not was off. Since version 4 "peak" has the
 FLOPs of the model's attention a token^2, "attention_flops", and of a "device" in a second, "device_flops"; and a scheme
 that was not measured as it stands says what it is "derived" from, and perhaps which share of its costs each of its
-"stages" takes. A table without "job", such as a published one, fits
-any job. Rows that cannot be true are repaired as a file is read [Note: costs that can be true]. Keys that are not known
-are refused, so that a mistyped one is not silently without effect.
+"stages" takes. Since version 5 a scheme may have a "floor", in ms. A table without "job", such as a published
+one, fits any job. Rows that cannot be true are repaired as a file is read [Note: costs that can be true]. Keys that are
+not known are refused, so that a mistyped one is not silently without effect.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -39,11 +39,12 @@ from ds_hydra.zero_hetero.errors import ConfigError
 from ds_hydra.zero_hetero.safe_json import parse_json
 
 logger = logging.getLogger(__name__)
-_FORMAT, _VERSION = "ds-hydra cost table", 4
-_READ_VERSIONS = (1, 2, 3, 4)
+_FORMAT, _VERSION = "ds-hydra cost table", 5
+_READ_VERSIONS = (1, 2, 3, 4, 5)
 _TABLE_KEYS = ("format", "version", "source", "unit", "schemes")
 _EVIDENCE_KEYS = ("job", "measured", "links", "step", "activations", "peak")
 _COST_KEYS = ("scheme", "a", "b", "c", "max_length", "util_length")
+_MORE_KEYS = {"shares": 2, "derived": 4, "stages": 4, "floor": 5}  # each with the version that began it
 _SHARES_KEYS = ("forward", "weight", "until_weight", "context")
 _MORE_SHARES_KEYS = ("recomputed",)
 _MOST_FLOPS = 1e30
@@ -207,7 +208,8 @@ def table_record(table: CostTable) -> dict[str, Any]:
     rows = [
         {"scheme": str(k.scheme), "a": k.a, "b": k.b, "c": k.c, "max_length": k.max_length,
          "util_length": k.util_length, **({"shares": _shares_record(k.shares)} if k.shares else {}),
-         **({"derived": k.derived} if k.derived else {}), **({"stages": k.stages} if k.stages else {})}
+         **({"derived": k.derived} if k.derived else {}), **({"stages": k.stages} if k.stages else {}),
+         **({"floor": k.floor} if k.floor else {})}
         for k in table.costs
     ]  # fmt: skip
     return {"format": _FORMAT, "version": _VERSION, "source": table.source, "unit": "ms", "schemes": rows}
@@ -229,7 +231,7 @@ def read_table(record: object, place: str) -> CostTable:
     rows = record.get("schemes")
     if not isinstance(rows, list) or not rows:
         raise ConfigError(f"{place}: 'schemes' must be a list with at least one scheme; profile again")
-    more = (("shares",) if version > 1 else ()) + (("derived", "stages") if version > 3 else ())
+    more = [key for key, since in _MORE_KEYS.items() if version >= since]
     costs = tuple(_read_scheme(row, more, f"{place}: schemes[{index}]") for index, row in enumerate(rows))
     try:
         return CostTable(costs, str(record.get("source", "")))
@@ -237,7 +239,7 @@ def read_table(record: object, place: str) -> CostTable:
         raise ConfigError(f"{place}: {error}") from error
 
 
-def _read_scheme(row: object, more: tuple[str, ...], place: str) -> SchemeCost:
+def _read_scheme(row: object, more: Sequence[str], place: str) -> SchemeCost:
     if not isinstance(row, dict):
         raise ConfigError(f"{place} must be an object with {', '.join(_COST_KEYS)} but is {row!r}")
     missing = [key for key in _COST_KEYS if key not in row]
@@ -250,7 +252,8 @@ def _read_scheme(row: object, more: tuple[str, ...], place: str) -> SchemeCost:
         shares = _read_shares(row["shares"]) if "shares" in row else None
         key, figures = PipelineShape.parse(str(row["scheme"])).cost_key, {key: row[key] for key in _COST_KEYS[1:]}
         stages = tuple(map(_share_of_costs, row.get("stages", ())))
-        return SchemeCost(key, **figures, shares=shares, derived=str(row.get("derived", "")), stages=stages)
+        return SchemeCost(key, **figures, shares=shares, derived=str(row.get("derived", "")), stages=stages,
+                          floor=row.get("floor", 0.0))  # fmt: skip
     except ValueError as error:  # ConfigError and PlanError are ValueErrors: each gets its place
         raise ConfigError(f"{place}: {error}") from error
 

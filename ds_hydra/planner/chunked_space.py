@@ -118,8 +118,8 @@ class ChunkedSpace:
 
     def of_pipelines(self, rows: Ints, overhead: Floats) -> Schemes:
         """The same for pipelines of these rows, each with an overhead of its own, (pipelines,) ms."""
-        ones = np.ones(len(rows), dtype=np.int64)
-        return Schemes(overhead.copy(), _ANY_NUMBER * ones, ones, np.ones(len(rows)), self._longest[rows])
+        ones, longest = np.ones(len(rows), dtype=np.int64), self._longest[rows]
+        return Schemes(overhead.copy(), _ANY_NUMBER * ones, ones, np.ones(len(rows)), longest, np.zeros(len(rows)))
 
     def _bounding(self) -> Schemes:
         """Costs for bounds and for packing."""
@@ -131,6 +131,7 @@ class ChunkedSpace:
             np.array([cost.util_length for cost in self.costs], dtype=np.int64),
             np.array([row.cost.fills if row.pipe is None else 1.0 for row in self.rows], dtype=np.float64),
             self._longest,
+            np.array([cost.floor for cost in self.costs], dtype=np.float64),
         )
 
 

@@ -84,7 +84,8 @@ class SchemeEntry:
         if split is not None and kept is not None:
             shares = Shares(split.forward, split.weight, kept.until_weight, kept.context, kept.recomputed)
         derived = "a fitted with all schemes of as many heads on a rank" if self.slowest.shared_square else ""
-        return SchemeCost(self.scheme, a, b, fit.c, max_length, utilised_length(fit, max_length), shares, derived)
+        return SchemeCost(self.scheme, a, b, fit.c, max_length, utilised_length(fit, max_length), shares, derived,
+                          floor=fit.floor)  # fmt: skip
 
     def record(self) -> dict[str, Any]:
         """As the table file holds it."""
@@ -104,7 +105,7 @@ class SchemeEntry:
 def utilised_length(fit: Fit, max_length: int) -> int:
     """UtilLen: the fewest tokens with 85% of the best throughput l / T(l) up to `max_length`."""
     lengths = np.unique(np.geomspace(1, max_length, 512).astype(np.int64))
-    rate = lengths / (fit.a * lengths.astype(np.float64) ** 2 + fit.b * lengths + fit.c)
+    rate = lengths / np.maximum(fit.floor, fit.a * lengths.astype(np.float64) ** 2 + fit.b * lengths + fit.c)
     return int(lengths[int(np.argmax(rate >= UTILISED * rate.max()))])
 
 

@@ -58,6 +58,20 @@ def beyond_block(rungs: Sequence[Rung], block_tokens: int | None, most_tokens: i
     return tuple(Rung(split_evenly(total, -(-4 * total // longest)), held_out) for total, held_out in totals)
 
 
+def beyond_floor(rungs: Sequence[Rung], most_tokens: int) -> tuple[Rung, ...]:
+    """Packs of twice to eight times the ladder's most tokens, up to `most_tokens`, each of long and of short sequences.
+
+    For devices that may wait for their host's launches on all of the ladder, so that it tells nothing of the tokens.
+    """
+    most, longest = max(sum(rung.lengths) for rung in rungs), max(max(rung.lengths) for rung in rungs)
+    packs = ((2, 1, False), (2, 4, False), (3, 1, True), (4, 1, False), (4, 4, True), (8, 1, False), (8, 4, False))
+    return tuple(
+        Rung(split_evenly(most * times, -(-most * times * parts // longest)), held_out)
+        for times, parts, held_out in packs
+        if most * times <= most_tokens
+    )
+
+
 def split_rungs(rungs: Sequence[Rung], block_tokens: int | None) -> tuple[Rung, ...]:
     """Micro-batches to run with the backward split, in rising order, and slices after them.
 

@@ -91,9 +91,11 @@ def fit_split(points: Sequence[SplitPoint], fit: Fit) -> SplitFit | None:
 
 
 def _composition(point: SplitPoint, fit: Fit) -> list[float]:
-    """Shares of a, b and c in the predicted time."""
+    """Shares of a, b and c in the predicted time; a floor is made of launches, as c is."""
     squares, tokens, one, again = point.point.terms
     terms = (fit.a * squares, fit.b * tokens + fit.r * again, fit.c * one)
+    if sum(terms) < fit.floor:
+        return [0.0, 0.0, 1.0]
     return [term / sum(terms) for term in terms]
 
 

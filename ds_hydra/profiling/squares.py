@@ -48,13 +48,13 @@ def _is_seen(stage: StageEntry) -> bool:
 
 
 def _with_square(stage: StageEntry, of_layer: float) -> StageEntry:
-    fit = fit_points(stage.points, a=of_layer * stage.num_layers)
+    fit = fit_points(stage.points, a=of_layer * stage.num_layers, floor=stage.fit.floor > 0.0)
     return replace(stage, fit=fit, split=fit_split(stage.split_points, fit), shared_square=True)
 
 
 def _shared(stages: Sequence[StageEntry]) -> float:
     """The a of a layer with the least squares over the points of all stages, ms a token^2."""
-    used = [[point for point in stage.points if not point.held_out] for stage in stages]
+    used = [[p for p in stage.points if not p.held_out and stage.fit.line(p) >= stage.fit.floor] for stage in stages]
     # The least over b and c is convex in a, so thirds of a range close in on it; no point leaves more for a than this.
     low, high = 0.0, max(p.ms / p.terms[0] / stage.num_layers
                          for stage, points in zip(stages, used, strict=True) for p in points)  # fmt: skip

@@ -22,13 +22,16 @@ from ds_hydra.pipe.shape import ParallelScheme, StrategyShape
 from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.profiling.entry import How, SchemeEntry, StageEntry
 from ds_hydra.profiling.fit import Point, fit_points
-from ds_hydra.profiling.ladder import Rung, beyond_block, split_rungs
+from ds_hydra.profiling.ladder import Rung, beyond_block, beyond_floor, split_rungs
 from ds_hydra.profiling.links import Counted, Links, exposed_ms
 from ds_hydra.profiling.split_fit import SplitPoint, fit_split
 from ds_hydra.profiling.stage_timer import StageTimer, Timing
 from ds_hydra.profiling.within_memory import free_unused, within_memory
 from ds_hydra.ranks.groups import GroupCache, Ranks, make_groups, needed_groups
 from ds_hydra.zero_hetero.clock import Clock, HostClock, clock_of
+
+_STEADY = 0.05  # spread of repeats
+_CLEAR = 3.0  # times of a floor that may be in the shortest micro-batch: from there on it has no part in a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,7 @@ class Survey:
         self._budget = budget or RepeatBudget()
         self._most_tokens = most_tokens or 8 * max(max(rung.lengths) for rung in self._rungs)
         self._clock_name = clock
+        self._launched = device.type == "cuda"  # a host launches what is measured, and may be slower than the device
         self._clock: Clock = clock_of(device) if clock == "wall" else HostClock(time.process_time)
         self._node_size, self._control = node_size, control
         self._on_point = on_point or (lambda: None)
@@ -123,7 +127,10 @@ class Survey:
             self._run(partial(_warm_up, timer, rung))
         points: list[Point] = []
         no_room: int | None = None
-        for rung in (*self._rungs, *beyond_block(self._rungs, block, self._most_tokens)):
+        further = beyond_floor(self._rungs, self._most_tokens) if self._launched else ()
+        for rung in (*self._rungs, *beyond_block(self._rungs, block, self._most_tokens), *further):
+            if rung in further and points[-1].ms > _CLEAR * points[0].ms:
+                break
             point = self._point(timer, rung)
             if point is None:
                 no_room = sum(rung.lengths)
@@ -132,7 +139,7 @@ class Survey:
         if len({sum(point.lengths) for point in points if not point.held_out}) < 2:
             return None
         num_layers = timer.place.stage.last_layer - timer.place.stage.first_layer
-        fit, in_parts = fit_points(points), self._split_points(timer, no_room)
+        fit, in_parts = fit_points(points, floor=self._launched), self._split_points(timer, no_room)
         split = fit_split(in_parts, fit)
         return StageEntry(index, num_layers, how, tuple(points), fit, block, no_room, in_parts, split)
 
@@ -165,7 +172,7 @@ class Survey:
         # collective for ever, so it follows from the slowest rank's time.
         rows: list[list[float]] = []
         added = [0.0] * num_parts
-        repeats = 1
+        repeats, most = 1, most or self._budget.most
         while len(rows) < repeats:
             self._meet()
             timings = self._run(measure)
@@ -174,7 +181,9 @@ class Survey:
                 return None
             added = [self._collectives_ms(timer, part.calls) for part in timings]
             if len(rows) == 1:
-                repeats = min(self._budget.repeats(sum(rows[0])), most or self._budget.most)
+                repeats = min(self._budget.repeats(sum(rows[0])), most)
+            if self._launched and len(rows) == repeats and _spread(rows) > _STEADY:
+                repeats = min(2 * repeats, most)  # a host that does other things too disturbs some repeats, not most
         self._on_point()
         # How much is hidden depends on what a rank has measured, and all are to know the same.
         return tuple(_Sampled([row[part] for row in rows], ms) for part, ms in enumerate(self._over_ranks(added)))
@@ -261,6 +270,12 @@ class Survey:
         dist.all_reduce(shared, op=dist.ReduceOp.MAX if wall else dist.ReduceOp.SUM, group=self._control)
         found: list[float] = (shared if wall else shared / self._world).tolist()
         return found
+
+
+def _spread(rows: Sequence[Sequence[float]]) -> float:
+    """How much longer than the fastest repeat the median one takes, as a share."""
+    times = [sum(row) for row in rows]
+    return statistics.median(times) / min(times) - 1.0
 
 
 def _warm_up(timer: StageTimer, rung: Rung) -> tuple[Timing, ...]:

@@ -56,8 +56,8 @@ class StepPrediction:
 class StageLoad:
     """Coefficients of one stage.
 
-    `block_tokens`: a micro-batch with more tokens than one logit block holds costs `r` more per token, as its head is
-    computed twice.
+    A micro-batch takes `floor` at least. `block_tokens`: one with more tokens than one logit block holds costs `r` more
+    per token, as its head is computed twice.
     """
 
     a: float
@@ -65,13 +65,14 @@ class StageLoad:
     c: float
     r: float = 0.0
     block_tokens: int | None = None
+    floor: float = 0.0
 
     def load_ms(self, lengths: Sequence[int], starts: Sequence[int] | None = None) -> float:
         """Forward and backward of one micro-batch of sequences, or of slices that begin at these tokens."""
         tokens = sum(lengths)
         more = self.r if self.block_tokens is not None and tokens > self.block_tokens else 0.0
         squares = sum((p + n) * (p + n) - p * p for n, p in zip(lengths, starts or [0] * len(lengths), strict=True))
-        return self.a * squares + (self.b + more) * tokens + self.c
+        return max(self.floor, self.a * squares + (self.b + more) * tokens + self.c)
 
 
 @dataclass(frozen=True)
@@ -211,7 +212,7 @@ def _median_of_all(seen: Iterable[Iterable[float]], otherwise: float) -> float:
 
 
 def _scaled(cost: SchemeCost, factor: float) -> SchemeCost:
-    return replace(cost, a=cost.a * factor, b=cost.b * factor, c=cost.c * factor)
+    return replace(cost, a=cost.a * factor, b=cost.b * factor, c=cost.c * factor, floor=cost.floor * factor)
 
 
 def stage_loads(cost: SchemeCost, num_layers: int, found: TableFile | None) -> tuple[StageLoad, ...]:
@@ -223,7 +224,7 @@ def stage_loads(cost: SchemeCost, num_layers: int, found: TableFile | None) -> t
     rows = measured.get("stages")
     if not isinstance(rows, list) or pp > num_layers:
         shares = cost.stages or (1.0,) * pp
-        return tuple(StageLoad(share * cost.a, share * cost.b, share * cost.c) for share in shares)
+        return tuple(StageLoad(x * cost.a, x * cost.b, x * cost.c, floor=x * cost.floor) for x in shares)
     known = {row["index"]: row for row in rows}
     counts = split_layers(num_layers, pp)
     between = [index for index in known if 0 < index < pp - 1]
@@ -232,8 +233,8 @@ def stage_loads(cost: SchemeCost, num_layers: int, found: TableFile | None) -> t
         source = index if index in known else (between or [0])[0]
         row = known[source]
         share = counts[index] / row["num_layers"] if source != index else 1.0
-        a, b, c, r = (share * float(row["fit"].get(name, 0.0)) for name in ("a", "b", "c", "r"))
-        stages.append(StageLoad(a, b, c, r, row.get("chunk_tokens")))
+        a, b, c, r, floor = (share * float(row["fit"].get(name, 0.0)) for name in ("a", "b", "c", "r", "floor"))
+        stages.append(StageLoad(a, b, c, r, row.get("chunk_tokens"), floor))
     return tuple(stages)
 
 

@@ -136,4 +136,5 @@ def _shared(cost: SchemeCost, size: int) -> SchemeCost:
     return SchemeCost(
         replace(scheme, sp=size), cost.a / size, cost.b / size, cost.c, cost.max_length * size,
         min(cost.util_length * size, cost.max_length * size), derived=f"{size} times {scheme}, without messages",
+        floor=cost.floor,
     )  # fmt: skip

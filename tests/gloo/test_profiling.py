@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,8 +30,9 @@ from ds_hydra.pipe.models.causal_lm import CausalLM
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.profiling.entry import entry_from_record
+from ds_hydra.profiling.fit import Point
 from ds_hydra.profiling.hollow import hollow_source
-from ds_hydra.profiling.ladder import make_ladder
+from ds_hydra.profiling.ladder import Rung, make_ladder
 from ds_hydra.profiling.links import Collective, Counted, LinkFigure, Links
 from ds_hydra.profiling.stage_memory import (
     kept_bytes,
@@ -39,7 +42,7 @@ from ds_hydra.profiling.stage_memory import (
     measure_activations,
     step_peak,
 )
-from ds_hydra.profiling.stage_timer import StageTimer
+from ds_hydra.profiling.stage_timer import StageTimer, Timing
 from ds_hydra.profiling.survey import RepeatBudget, Survey, distinct_stages
 from ds_hydra.testing import rank_environment, run_ranks
 from ds_hydra.zero_hetero.clock import HostClock
@@ -181,6 +184,39 @@ def test_schemes_that_fit_the_ranks_run_there_and_wider_ones_by_local_shapes(sou
     again = entry_from_record(ParallelScheme(tp=2), json.loads(json.dumps(first[0])))
     assert again.record() == first[0]
     assert again.cost(1000).load_ms([100]) > 0
+
+
+def test_where_a_host_launches_packs_grow_until_the_device_is_the_slower_one(
+    source: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def point(_: StageTimer, rung: Rung) -> Point:
+        return Point(rung.lengths, max(40.0, 0.1 * sum(rung.lengths)), held_out=rung.held_out)
+
+    survey = Survey(source, CPU, torch.float32, LINKS, make_ladder(16, 128, 3), most_tokens=4096)
+    monkeypatch.setattr(survey, "_launched", True)
+    monkeypatch.setattr(survey, "_split_points", lambda *_: ())
+    monkeypatch.setattr(survey, "_point", point)
+    entry = survey.measure(ParallelScheme())
+    assert entry is not None
+    assert (entry.slowest.fit.floor, entry.slowest.fit.b) == pytest.approx((40.0, 0.1))
+    assert entry.cost(4096).floor == pytest.approx(40.0)
+    most = max(sum(point.lengths) for point in entry.slowest.points)
+    assert 3.0 * 40.0 < 0.1 * most < 8.0 * 40.0, "far enough above the floor, and then no further"
+
+
+def _timing(times: Iterator[float]) -> tuple[Timing, ...]:
+    return (Timing(next(times), ()),)
+
+
+def test_repeats_go_on_while_a_host_is_disturbed(source: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    survey = Survey(source, CPU, torch.float32, LINKS, make_ladder(16, 128, 3), budget=RepeatBudget(1e-9, 3, 12))
+    monkeypatch.setattr(survey, "_launched", True)
+    timer = StageTimer(source, ParallelScheme(), 0, CPU, torch.float32)
+    for disturbed, repeats in ((0, 3), (2, 6), (5, 12)):
+        found = survey._samples(timer, partial(_timing, iter([10.0] + [15.0] * disturbed + [10.0] * 12)), 1)
+        assert found is not None
+        assert len(found[0].ms) == repeats
+        assert sorted(found[0].ms)[repeats // 2] == 10.0
 
 
 def test_message_and_collective_times_come_from_the_links(source: CausalLM) -> None:

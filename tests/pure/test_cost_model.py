@@ -1,6 +1,7 @@
 """Cost tables: what is read, what is refused, and that the memory model reproduces published limits."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from ds_hydra.costs.analytic import ModelShape, analytic_cost_table
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.shares import Shares, Terms
+from ds_hydra.costs.stage_work import stage_costs, stage_work
 from ds_hydra.costs.table_file import TableFile, read_table
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
@@ -22,6 +24,19 @@ def test_times_follow_the_quadratic() -> None:
     assert cost.load_ms([2, 4]) == 32.0
     assert cost.pipeline_ms([32.0, 20.0]) == 32.0 + 20.0 + 2 * 32.0
     assert cost.pipeline_ms([]) == 0.0
+    launched = replace(cost, floor=20.0)
+    assert [launched.load_ms(lengths) for lengths in ([2], [2, 4])] == [20.0, 32.0]
+
+
+def test_parts_of_a_micro_batch_take_their_shares_of_the_floor() -> None:
+    cost = SchemeCost(ParallelScheme(), a=0.0, b=0.01, c=1.0, max_length=10_000, floor=50.0)
+    for parts in (1, 2):
+        costs = stage_costs(cost, SHARES, parts)
+        forward, backward, weight, *_ = stage_work(costs, 0, 100, False, 0.0)
+        assert (forward, backward, weight) == (25_000 // parts, 20_000 // parts, 5_000 // parts)
+        forward, backward, weight, *_ = stage_work(costs, 0, 100, False, 1.0)
+        assert (forward, backward, weight) == (25_000 // parts, 50_000 // parts, 0)
+        assert sum(stage_work(costs, 0, 10_000, False, 0.0)[:3]) == pytest.approx(101_000 / parts, abs=2)
 
 
 def test_slices_of_a_sequence_add_up_to_the_whole() -> None:
@@ -51,15 +66,15 @@ def test_shares_are_measured_or_follow_from_the_messages_in_b() -> None:
 
 
 def test_measured_shares_are_kept_and_older_tables_read(tmp_path: Path) -> None:
-    table = CostTable((SchemeCost(ParallelScheme(2), 1e-6, 0.1, 5.0, 4096, 256, SHARES),), "made up")
+    table = CostTable((SchemeCost(ParallelScheme(2), 1e-6, 0.1, 5.0, 4096, 256, SHARES, floor=7.5),), "made up")
     TableFile(table).save(tmp_path / "table.json")
     assert CostTable.load(tmp_path / "table.json") == table
     record = json.loads((tmp_path / "table.json").read_text())
-    assert record["version"] == 4
+    assert record["version"] == 5
     record["version"] = 1
-    with pytest.raises(ConfigError, match=r"unknown keys \['shares'\]"):
+    with pytest.raises(ConfigError, match=r"unknown keys \['floor', 'shares'\]"):
         read_table(record, "table.json")
-    del record["schemes"][0]["shares"]
+    del record["schemes"][0]["shares"], record["schemes"][0]["floor"]
     assert read_table(record, "table.json").costs[0].shares is None
 
 
@@ -136,8 +151,10 @@ def test_missing_entries_are_named(tmp_path: Path, key: str) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"version": 5}, "'version' is 5 but this release reads 1 to 4"),
-        ({"version": True}, "'version' is True but this release reads 1 to 4"),
+        ({"version": 6}, "'version' is 6 but this release reads 1 to 5"),
+        ({"version": True}, "'version' is True but this release reads 1 to 5"),
+        ({**_table(floor=1.0), "version": 4}, r"unknown keys \['floor'\]"),
+        ({**_table(floor=-1.0), "version": 5}, "floor must not be negative"),
         ({"format": "other"}, "give a table that `ds-hydra profile` wrote"),
         ({"schemes": []}, "at least one scheme"),
         ({"unit": "s"}, "'unit' must be 'ms'"),

@@ -16,6 +16,7 @@ from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.table_file import JobFingerprint, TableFile, check_job, read_table_file
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.pipe.stage_options import AS_WRITTEN, StageOptions
+from ds_hydra.profiling.entry import entry_from_record, utilised_length
 from ds_hydra.profiling.fit import NAMES, Point, fit_points, nonnegative_least_squares
 from ds_hydra.profiling.ladder import beyond_block, make_ladder, split_evenly
 from ds_hydra.profiling.links import Collective, LinkFigure, Links, links_from_record, read_links
@@ -69,6 +70,32 @@ def test_what_the_points_cannot_tell_is_named() -> None:
     noisy = [replace(p, ms=p.ms * (1 + 0.02 * (-1) ** i)) for i, p in enumerate(short)]
     assert "a" in fit_points(noisy).unidentified
     assert fit_points(short[:2]).unidentified == NAMES  # as many coefficients as points, or more
+
+
+MEASURED = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu_costs.json"
+
+
+def test_launches_on_a_gpu_are_a_floor() -> None:
+    """Times of a 1B Llama on an H100, whose host launches 51 kernels a layer in two milliseconds."""
+    entry = json.loads(MEASURED.read_text())["parts"]["costs"]["figures"]["record"]["measured"]["tp1"]
+    points = entry_from_record(ParallelScheme(), entry).slowest.points
+    line, floor = fit_points(points), fit_points(points, floor=True)
+    assert 34.0 < floor.floor < 38.0
+    for by_line, by_floor in ((line.held_out_median, floor.held_out_median), (line.held_out_p90, floor.held_out_p90)):
+        assert by_line is not None
+        assert by_floor is not None
+        assert by_floor < 0.6 * by_line
+    assert utilised_length(floor, 16_384) < utilised_length(line, 16_384)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.02, 0.05])
+def test_a_floor_is_found_where_there_is_one(noise: float) -> None:
+    for seed in range(10):
+        for least in (0.0, 100.0):
+            points = points_of(SchemeCost(ParallelScheme(), 2e-6, 0.1, 20.0, 70_000, floor=least), noise, seed)
+            fit = fit_points(points, floor=True)
+            assert fit.floor == pytest.approx(least, rel=0.05), (noise, seed)
+            assert fit.b == pytest.approx(0.1, rel=0.05), (noise, seed)
 
 
 def test_falling_times_never_give_a_negative_coefficient() -> None:

@@ -314,6 +314,8 @@ def test_stages_of_their_own_predict_less_than_the_slowest_for_all() -> None:
     assert Calibration(TABLE, 4, stage_table()).predict(in_v).stage_ms == ((30.0, 15.0),)
     assert finer.overhead_ms == pytest.approx(3.0)
     assert finer.step_ms == pytest.approx(finer.pipeline_ms[0] + 3.0)
+    launched = CostTable(tuple(replace(cost, floor=25.0) for cost in TABLE.costs))
+    assert Calibration(launched, 4).predict(PLAN).stage_ms == ((50.0, 50.0),)
     # A plan that was chosen with its messages knows better.
     chosen = Calibration(TABLE, 4, stage_table()).predict(replace(PLAN, messages_ms=9.0), num_elements=10)
     assert chosen.step_ms == PLAN.predicted_ms + 9.0

@@ -30,7 +30,7 @@ def test_packing_is_between_its_bound_and_highs(pp: int) -> None:
     for _ in range(12):
         tokens = np.sort(rng.integers(20, 900, size=10))[::-1].copy()
         work = tokens * 0.5 + tokens**2 * 1e-4
-        scheme = Scheme(30.0, 1500, 100, pp)
+        scheme = Scheme(30.0, 1500, 100, pp, 0.0)
         bins = np.zeros(10, dtype=np.int64)
         v, ms, _, _ = kernels.compiled().pack(scheme, work, tokens, 40, bins)
         held = np.bincount(bins, weights=tokens, minlength=v)
@@ -50,7 +50,7 @@ def test_packing_is_between_its_bound_and_highs(pp: int) -> None:
 def test_packing_fills_micro_batches_to_the_last_token() -> None:
     tokens = np.array([600, 500, 400, 300, 250, 250, 250, 150, 150, 150], dtype=np.int64)  # two of 1500 each
     bins = np.zeros(10, dtype=np.int64)
-    v, *_ = kernels.compiled().pack(Scheme(30.0, 1500, 1, 1), tokens.astype(np.float64), tokens, 40, bins)
+    v, *_ = kernels.compiled().pack(Scheme(30.0, 1500, 1, 1, 0.0), tokens.astype(np.float64), tokens, 40, bins)
     assert v == 2
 
 

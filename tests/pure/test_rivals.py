@@ -123,7 +123,7 @@ def test_packing_by_eq_1_is_between_its_bound_and_highs(pp: int) -> None:
     for _ in range(12):
         tokens = np.sort(rng.integers(20, 900, size=10))[::-1].copy()
         work = tokens * 0.5 + tokens**2 * 1e-4
-        scheme, bins = Scheme(30.0, 1500, 100, pp), np.zeros(10, dtype=np.int64)
+        scheme, bins = Scheme(30.0, 1500, 100, pp, 0.0), np.zeros(10, dtype=np.int64)
         v, ms, _, _ = kernels.compiled().pack(scheme, work, tokens, 40, bins)
         loads = np.bincount(bins, weights=work, minlength=v) + 30.0
         assert ms == pytest.approx(loads.max() * (pp - 1 + v))
@@ -138,7 +138,7 @@ def test_packing_by_eq_1_is_between_its_bound_and_highs(pp: int) -> None:
 def test_packing_by_eq_1_leaves_the_planner_s_kernels_as_they_are() -> None:
     work = np.array([6.0, 5.0, 4.0])
     tokens = np.array([600, 500, 400], dtype=np.int64)
-    scheme, bins = Scheme(1.0, 1000, 1000, 3), np.zeros(3, dtype=np.int64)
+    scheme, bins = Scheme(1.0, 1000, 1000, 3, 0.0), np.zeros(3, dtype=np.int64)
     assert kernels.compiled().pack(scheme, work, tokens, 40, bins)[1] == pytest.approx((9.0 + 1.0) * 4)
     assert product.compiled().pack(scheme, work, tokens, 40, bins)[1] == pytest.approx(15.0 + 2.0 + 2 * 10.0)
 

@@ -34,8 +34,8 @@ class Instance:
         )
 
 
-def random_instance(rng: np.random.Generator, most_sequences: int = 5) -> Instance:
-    """Three schemes with random costs, one to three strategies of 4 ranks, few sequences, some near MaxLen."""
+def random_instance(rng: np.random.Generator, most_sequences: int = 5, *, floors: bool = False) -> Instance:
+    """Five schemes with random costs, one or two strategies of 4 ranks, few sequences, some near MaxLen."""
     shapes = [
         ParallelScheme(4, 1),
         ParallelScheme(2, 1),
@@ -52,6 +52,7 @@ def random_instance(rng: np.random.Generator, most_sequences: int = 5) -> Instan
             c=float(rng.choice([0.0, 1.0, 20.0, 60.0])),
             max_length=int(limit),
             util_length=int(rng.integers(1, min(limit, 60) + 1)),
+            floor=float(rng.choice([0.0, 30.0, 90.0])) if floors else 0.0,
         )
         for scheme, limit in zip(shapes, limits, strict=True)
     )
@@ -82,7 +83,7 @@ def pipeline_optimum(cost: SchemeCost, lengths: tuple[int, ...]) -> float:
     feasible: list[tuple[int, float]] = []
     for blocks in partitions(lengths):
         if all(sum(block) <= cost.max_length for block in blocks):
-            loads = [sum(cost.a * x * x + cost.b * x for x in block) + cost.c for block in blocks]
+            loads = [max(cost.floor, sum(cost.a * x * x + cost.b * x for x in block) + cost.c) for block in blocks]
             feasible.append((len(blocks), sum(loads) + (cost.scheme.pp - 1) * max(loads)))
     if not feasible:
         return math.inf

@@ -49,7 +49,7 @@ PARTS = {
     "training": Part("a 1B Llama on one rank in BF16 against a plain loop: tokens/s, MFU, peak memory",
                      "training", "measure_training", 100),
     "costs": Part("a cost table by local shapes, and its error on held-out lengths",
-                  "cost_table", "measure_costs", 80),
+                  "cost_table", "measure_costs", 110),
     "prediction": Part("step time and peak memory as predicted, against what steps take",
                        "prediction", "measure_prediction", 45),
     "launches": Part("kernels that a layer launches", "launches", "measure_launches", 25),

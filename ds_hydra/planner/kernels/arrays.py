@@ -25,6 +25,7 @@ class Scheme(NamedTuple):
     max_length: int
     util_length: int
     pp: float  # of stages that differ less than their number: `SchemeCost.fills`
+    floor: float
 
 
 class Schemes(NamedTuple):
@@ -35,6 +36,7 @@ class Schemes(NamedTuple):
     util_length: Ints  # tokens per micro-batch from which on the device is well used
     pp: Floats  # as `Scheme.pp`
     longest: Ints  # tokens of the longest sequence; more than a micro-batch holds where sequences may be cut
+    floor: Floats  # ms that any micro-batch takes
 
 
 class Items(NamedTuple):

@@ -26,12 +26,15 @@ from ds_hydra.planner.kernels.arrays import Bins, Floats, Ints, Problem, Scheme,
 
 def scheme_at(schemes: Schemes, k: int) -> Scheme:
     """The constants of scheme k."""
-    return Scheme(schemes.c[k], schemes.max_length[k], schemes.util_length[k], schemes.pp[k])
+    return Scheme(schemes.c[k], schemes.max_length[k], schemes.util_length[k], schemes.pp[k], schemes.floor[k])
 
 
 def stage_ms(scheme: Scheme, total: float, widest: float, v: int) -> float:
-    """Time of a pipeline with v micro-batches of `total` ms in all and `widest` ms at most, c excluded."""
-    return total + v * scheme.c + (scheme.pp - 1) * (widest + scheme.c)
+    """Time of a pipeline with v micro-batches of `total` ms in all and `widest` ms at most, c excluded.
+
+    Where some of them are above the floor and others below it, it is a lower bound.
+    """
+    return max(total + v * scheme.c + (scheme.pp - 1) * (widest + scheme.c), (v + scheme.pp - 1) * scheme.floor)
 
 
 def widest_counts(scheme: Scheme) -> bool:
@@ -60,6 +63,15 @@ def ideal_ms(scheme: Scheme, total: float, tokens: int, widest: float) -> float:
         v = min(most, int(math.sqrt((scheme.pp - 1) * total / scheme.c)))
     for candidate in range(max(v, fewest), min(v + 1, most) + 1):
         best = min(best, stage_ms(scheme, total, max(widest, total / candidate), candidate))
+    if scheme.floor > 0.0:
+        # The floors' sum rises with V, so the least of both may lie at fewer, where the time still falls.
+        last = math.inf
+        for candidate in range(min(v, most), fewest, -1):
+            ms = stage_ms(scheme, total, max(widest, total / candidate), candidate)
+            if ms >= last:
+                break
+            last = ms
+        best = min(best, last)
     return best
 
 

@@ -26,13 +26,14 @@ def scheme_arrays(table: CostTable) -> Schemes:
         np.array([k.util_length for k in costs], dtype=np.int64),
         np.array([k.fills for k in costs], dtype=np.float64),
         np.array([k.max_length for k in costs], dtype=np.int64),
+        np.array([k.floor for k in costs], dtype=np.float64),
     )
 
 
 def scheme_row(schemes: Schemes, k: int) -> Scheme:
     """The constants of scheme k as Python scalars."""
-    c, max_length, util_length, pp, _ = schemes
-    return Scheme(float(c[k]), int(max_length[k]), int(util_length[k]), float(pp[k]))
+    c, max_length, util_length, pp, _, floor = schemes
+    return Scheme(float(c[k]), int(max_length[k]), int(util_length[k]), float(pp[k]), float(floor[k]))
 
 
 @dataclass(frozen=True)
