@@ -4,7 +4,7 @@
 # make first-hour: what the first hour on GPUs should show, row by row
 # make docs: the documentation, docs/build/index.html
 # make check: every tool's quick form, in minutes   make check-all: their whole forms, in hours
-# make check-verl: training inside verl
+# make check-verl: training inside verl   make check-ray: jobs on a Ray cluster
 # PIP_ARGS goes to every pip install, e.g. PIP_ARGS="--index-url ..." for another build of torch.
 
 PYTHON ?= python3
@@ -14,6 +14,7 @@ PIP_ARGS ?=
 
 VENV := .venv
 VERL := .venv-verl
+RAY := .venv-ray
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 USABLE := $(VENV)/.usable
@@ -22,7 +23,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install $(PIP_ARGS) --co
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch_extensions
 export PYTHONUNBUFFERED := 1
 
-.PHONY: venv demo demo-elastic train bench first-hour check check-all check-verl docs test test-training test-jobs test-ranks test-models test-pure lint kernels clean
+.PHONY: venv demo demo-elastic train bench first-hour check check-all check-verl check-ray docs test test-training test-jobs test-ranks test-models test-pure lint kernels clean
 
 venv: $(STAMP)
 
@@ -73,9 +74,16 @@ check-verl: $(STAMP)
 		rm -rf $$SITE/tests; \
 		(cd $(VENV)/lib/python*/site-packages && pwd) > $$SITE/below.pth; \
 	done
-	$(VERL)/bin/python -m pytest tests/hosts
+	$(VERL)/bin/python -m pytest tests/hosts/test_verl.py
 
-check-all: $(STAMP) kernels check-verl
+# Ray brings packages of its own, of versions of its own choice; they stand above those of .venv.
+check-ray: $(STAMP) kernels
+	$(PYTHON) -m venv $(RAY)
+	$(RAY)/bin/python -m pip --disable-pip-version-check install $(PIP_ARGS) --quiet 'ray>=2.52'
+	for SITE in $(RAY)/lib/python*/site-packages; do (cd $(VENV)/lib/python*/site-packages && pwd) > $$SITE/below.pth; done
+	$(RAY)/bin/python -m pytest tests/hosts/test_ray.py
+
+check-all: $(STAMP) kernels check-verl check-ray
 	$(BIN)/python -m tools.check
 
 docs: $(STAMP)
@@ -115,4 +123,4 @@ test-pure: $(STAMP)
 	$(BIN)/python -m pytest tests/pure
 
 clean:
-	rm -rf $(VENV) $(VERL) build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VERL) $(RAY) build dist runs *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -12,6 +12,7 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -21,12 +22,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ds_hydra.host.environment import JOINS, MEMBERS_FOLDER, free_port
+from ds_hydra.host.environment import INVITATION, JOINS, MEMBERS_FOLDER, free_port
 from ds_hydra.zero_hetero.errors import CheckpointError, ConfigError, PlanError
 
 _TURN_S = 0.1
-_BEFORE_AGAIN_S = 2.0  # until a process is started in place of one that has died: others may be about to end, too
-_REFUSED = frozenset(kind.exit_code for kind in (ConfigError, PlanError, CheckpointError))
+BEFORE_AGAIN_S = 2.0  # until a process is started in place of one that has died: others may be about to end, too
+REFUSED = frozenset(kind.exit_code for kind in (ConfigError, PlanError, CheckpointError))
 
 
 @dataclass
@@ -40,7 +41,6 @@ class Job:
     environment: dict[str, str]
     cores: str | None  # that ranks are bound to; "": all of them, None: they are not bound
     logs: str | None  # folder of their output
-    folder: Path  # where they say how to join them
 
     def of_rank(self, local: int) -> dict[str, str]:
         """The environment of a rank of the job's start."""
@@ -83,6 +83,7 @@ class Node:
     respawn: int
     running: dict[int, Any] = field(default_factory=dict)
     again: dict[int, float] = field(default_factory=dict)  # places whose process is started again, and when
+    came: set[int] = field(default_factory=set)  # places whose process was started to join
     ended: list[int] = field(default_factory=list)  # exit codes, as they came
     began: float = field(default_factory=time.monotonic)
     signalled: bool = False
@@ -119,19 +120,20 @@ class Node:
         for local in [local for local, at in self.again.items() if time.monotonic() > at]:
             del self.again[local]
             self.running[local] = self.job.start(local, self.job.of_joiner(local))
+            self.came.add(local)
 
     def _ended(self, local: int, pid: int, code: int) -> None:
-        self.ended.append(code)
+        if code == 0 or local not in self.came or is_member(Path(self.job.environment[MEMBERS_FOLDER]), pid):
+            self.ended.append(code)
         if code == 0:
             return
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"has ended with exit code {code}"
         then = ""
-        if self.respawn > 0 and code not in _REFUSED and not self.signalled and 0 not in self.ended:
+        if self.respawn > 0 and code not in REFUSED and not self.signalled and 0 not in self.ended:
             self.respawn -= 1
-            self.again[local] = time.monotonic() + _BEFORE_AGAIN_S
-            then = f"; a process that joins in its place starts in {_BEFORE_AGAIN_S:.0f} s, {self.respawn} more may"
-        _say(f"process {pid} of rank {self.job.first + local} {how} after {time.monotonic() - self.began:.1f} s, "
-             f"{len(self.running)} of {self.job.num_local} live{then}")  # fmt: skip
+            self.again[local] = time.monotonic() + BEFORE_AGAIN_S
+            then = f"; a process that joins in its place starts in {BEFORE_AGAIN_S:.0f} s, {self.respawn} more may"
+        lived_s, live = time.monotonic() - self.began, f"{len(self.running)} of {self.job.num_local} live"
+        _say(f"process {pid} of rank {self.job.first + local} {how_ended(code)} after {lived_s:.1f} s, {live}{then}")
 
     def _pass_on(self, told: signal.Signals) -> None:
         """The first signal goes to all ranks, which may save and leave by it; a second one ends them."""
@@ -142,6 +144,22 @@ class Node:
             else:
                 os.kill(context.pids()[0], told)
         self.signalled = True
+
+
+def how_ended(code: int) -> str:
+    """In words; below 0 by a signal."""
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"has ended with exit code {code}"
+
+
+def is_member(folder: Path, pid: int) -> bool:
+    """Whether a process of this host is, or was when it ended, among the members of the job.
+
+    One that has come to join may never have been let in: how it ends does not matter to the job.
+    """
+    place = folder / INVITATION
+    members = json.loads(place.read_text())["members"] if place.exists() else []
+    here = socket.gethostname()  # with which the name begins that members have of their host
+    return any(member["pid"] == pid and member["host"].startswith(here) for member in members)
 
 
 def code_of(ended: Sequence[int]) -> int:
@@ -177,7 +195,7 @@ def job_of(args: Namespace, folder: Path) -> Job:
     logs = None if args.enable_each_rank_log == "None" else args.enable_each_rank_log
     before = sum(map(len, slots[: args.node_rank]))
     cores = (args.bind_core_list or "") if args.bind_cores_to_rank else None
-    return Job(command, before, len(own), sum(map(len, slots)), environment, cores, logs, folder)
+    return Job(command, before, len(own), sum(map(len, slots)), environment, cores, logs)
 
 
 def _say(text: str) -> None:

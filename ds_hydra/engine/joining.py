@@ -31,7 +31,7 @@ from ds_hydra.elastic.membership import TURN_S
 from ds_hydra.elastic.rounds import Patience
 from ds_hydra.elastic.view import View
 from ds_hydra.engine import epochs
-from ds_hydra.host.environment import members_folder
+from ds_hydra.host.environment import INVITATION, members_folder
 from ds_hydra.zero_hetero.errors import ConfigError, Told
 
 if TYPE_CHECKING:
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_INVITATION = "invitation.json"
 _LATER = 8  # turns after `Freeing`, which knows of what training is stuck in, an agent gives its own process up
 _BEATS = 9  # of a member, in the time after which it counts as frozen
 
@@ -76,14 +75,14 @@ def job_print(engine: HydraEngine) -> dict[str, str]:
 def join_members(engine: HydraEngine) -> MemberAgent:
     """This process's agent, which knocks from now on. ConfigError where there is no job to join, or another one."""
     folder = members_folder()
-    if folder is None or not (folder / _INVITATION).exists():
+    if folder is None or not (folder / INVITATION).exists():
         raise ConfigError(
             "this process was started to join a job, and no job of this node has come to its first step: start the "
             "whole job by 'ds-hydra launch'"
         )
-    invitation = Invitation.read(folder / _INVITATION)
+    invitation = Invitation.read(folder / INVITATION)
     check_same_job(job_print(engine), json.loads(invitation.job))
-    return MemberAgent.join(folder / _INVITATION, **living(engine.hydra_config))
+    return MemberAgent.join(folder / INVITATION, **living(engine.hydra_config))
 
 
 def check_same_job(own: Mapping[str, str], theirs: Mapping[str, str]) -> None:
@@ -101,7 +100,7 @@ def invite(agent: MemberAgent) -> None:
     """Say on this host how to join those who are members now."""
     folder = members_folder()
     if folder is not None:
-        agent.invitation.write(folder / _INVITATION)
+        agent.invitation.write(folder / INVITATION)
 
 
 def refuse(view: View, told: Told, agent: MemberAgent) -> None:

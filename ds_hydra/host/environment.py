@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ds_hydra.config.hydra_block import HydraConfig
 
 MEMBERS_FOLDER = "DS_HYDRA_MEMBERS"
+INVITATION = "invitation.json"  # in the folder of the members
 JOINS = "DS_HYDRA_JOINS"
 _UNTIL_BEGUN_S = 300.0
 

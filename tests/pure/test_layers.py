@@ -36,6 +36,7 @@ LAYERS = (
     ("ds_hydra/emulate",),
     ("ds_hydra",),
     ("ds_hydra/commands", "ds_hydra/hosts", "ds_hydra/hugging_face", "ds_hydra/testing"),
+    ("ds_hydra/ray",),
     ("benchmarks/rivals",),
     ("benchmarks",),
 )
