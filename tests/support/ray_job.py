@@ -1,4 +1,4 @@
-"""A job for launchers and Ray: `ray_job.py FOLDER STEPS [goes_on]`, which leaves a file for each step and process."""
+"""A job for launchers and Ray: `ray_job.py FOLDER STEPS [RANKS]`, which leaves a file for each step and process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.small_job import sequences, small_config, small_model
 
 
 def trained(folder: Path, steps: int, least: int = 0) -> list[float]:
-    """The losses of the steps that this process has made. Before its last two it waits for the job to get `least` ranks."""
+    """The losses of the steps that this process has made; before its last two it waits for so many ranks."""
     elastic = {"strategies": {"1": ["tp1"], "2": ["2*tp1"], "3": ["tp2 + tp1"]}, "compare_every": 1}
     config = small_config(2, elastic=elastic, steps_file=str(folder / "steps.jsonl"))
     engine = ds_hydra.initialize(model=small_model(), training_data=sequences(), config=config)[0]
