@@ -26,7 +26,9 @@ def test_the_documentation_builds_without_a_warning(tmp_path: Path) -> None:
     assert {line.split("](_sources/")[1].split(".md")[0] for line in listed.splitlines()[4:]} == pages
     assert all((tmp_path / "_sources" / f"{page}.md.txt").is_file() for page in pages)
     assert "HydraEngine" in (tmp_path / "api.html").read_text()
-    assert all((tmp_path / "_images" / picture).is_file() for picture in ("step.png", "gains.png"))
+    drawn = {path.name for path in (ROOT / "docs" / "pictures").glob("*.png")}
+    assert {path.name for path in (tmp_path / "_images").glob("*.png")} == drawn, "each picture is on a page"
+    assert len(drawn) == len(list((ROOT / "docs").glob("how*.md"))) + 1
 
 
 def test_a_newcomer_reads_no_more_than_a_few_screens() -> None:

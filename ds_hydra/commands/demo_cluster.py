@@ -35,7 +35,7 @@ def cluster(picture: Path | None, steps: int = STEPS) -> dict[str, Any]:
     """Print tokens a second of both and draw one step of both; returns what was seen."""
     print(f"\n2. LLaMA 7B on {RANKS} emulated A800 GPUs, context 64K: the real engine, {RANKS} processes, virtual time")
     with moving(f"planning {steps} steps; the first time also compiling the planner"):
-        job, lengths, fixed, ours = _planned(steps)
+        job, lengths, fixed, ours = planned(steps)
     rates = {}
     for name, plans in ((f"{FIXED} in every step, sequences balanced", fixed), ("ds-hydra", ours)):
         with moving(f"emulating {steps} steps: {name}", _SECONDS_AT_LEAST + steps * _SECONDS_A_STEP):
@@ -56,13 +56,7 @@ def cluster(picture: Path | None, steps: int = STEPS) -> dict[str, Any]:
     return rates
 
 
-def draw_demo(picture: Path, steps: int) -> str:
-    """The picture alone, without emulating."""
-    job, _, fixed, ours = _planned(steps)
-    return draw_both(job, fixed, ours, picture)
-
-
-def _planned(steps: int) -> tuple[SimulatedJob, list[int], list[StepPlan], list[StepPlan]]:
+def planned(steps: int) -> tuple[SimulatedJob, list[int], list[StepPlan], list[StepPlan]]:
     """The job, the lengths of its data, and its first steps under the balanced fixed layout and under ours."""
     strategies = [FIXED, *map(StrategyShape.parse, STRATEGIES)]
     job = shipped_job("a800-7b", read_table_file(shipped("a800-7b")), LinkModel(8), RANKS, strategies)
