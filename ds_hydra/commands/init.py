@@ -1,9 +1,10 @@
 """Write the block "hydra" for a job that runs on DeepSpeed now: values from its model, GPUs and lengths, and why.
 
   ds-hydra init train.py ds_config.json --model my_model/ --gpus 64 --lengths lengths.txt
-      [--device-memory GIB] [--tokens N] [--out ds_config_hydra.json]
+      [--cost-table FILE | --device NAME] [--device-memory GIB] [--tokens N] [--out ds_config_hydra.json]
 
-It reads the script without running it, says which lines to change, and what gain a preview by estimated costs expects.
+It reads the script without running it, says which lines to change, and what gain to expect: by a measured cost table,
+or as an estimate from the model's FLOPs, which says on what device.
 A config for Trainer, TRL or Accelerate must be plain JSON; the reasons stand in a text beside it there.
 """
 
@@ -47,6 +48,9 @@ def main(arguments: Sequence[str] | None = None, *, name: str = "ds-hydra init")
     parser.add_argument("--gpus", type=int, help="of the job (default: those of this machine)")
     parser.add_argument("--gpus-per-node", type=int, default=8)
     parser.add_argument("--device-memory", type=float, metavar="GIB", help="of a GPU (default: what is here, or 80)")
+    costs = parser.add_mutually_exclusive_group()
+    costs.add_argument("--cost-table", help="that ds-hydra profile has written (default: costs are estimated)")
+    costs.add_argument("--device", metavar="NAME", help="to assume, such as H100 (default: what is here, or A100)")
     parser.add_argument("--lengths", required=True, help="of the data, as in ds-hydra preview")
     parser.add_argument("--tokens", type=int, help="of a step (default: as many as the config's batches have)")
     parser.add_argument("--out", type=new_file, help="default: beside the config, NAME_hydra.json")
@@ -66,14 +70,17 @@ def run(args: argparse.Namespace) -> int:
     model = args.model or next((text for text in swap.models if Path(text).exists()), None)
     if model is None:
         raise ConfigError("give --model: the script loads none from a folder of this machine")
-    from ds_hydra.commands.init_job import Job, gpus_here, memory_here
+    from ds_hydra.commands.init_job import Job, device_here, gpus_here, memory_here
 
     gpus = args.gpus or gpus_here()
     if not gpus:
         raise ConfigError("give --gpus: there are none on this machine")
     job = Job.of(model, config, gpus, args.gpus_per_node, args.device_memory or memory_here() or _GPU_GIB)
     lengths = read_lengths(shipped(args.lengths), job.positions).lengths
+    device = device_here(args.device)
     found = settings(swap, config, lengths.tolist(), gpus, args.tokens)
+    if args.cost_table:
+        found.append(Setting("cost_table", args.cost_table, "measured costs, by which steps are planned"))
     block = {one.name: one.value for one in found}
     parse_config({**config, "hydra": block})  # what the job would refuse is refused here
     out = args.out or args.config.with_name(f"{args.config.stem}_hydra.json")
@@ -88,7 +95,8 @@ def run(args: argparse.Namespace) -> int:
     print(f"{args.script}, a loop of {swap.kind}; change")
     for line in swap.lines:
         print(f"  line {line.number}:  {line.old}\n        to:  {line.new}")
-    print(job.expected(lengths.tolist(), block["tokens_per_step"], block["context_length"], _STEPS))
+    tokens, context = block["tokens_per_step"], block["context_length"]
+    print(job.expected(lengths.tolist(), tokens, context, _STEPS, device, args.cost_table))
     return 0
 
 

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from ds_hydra.costs.analytic import analytic_cost_table, model_shape
+from ds_hydra.costs.analytic import ASSUMED, AssumedDevice, analytic_cost_table, assumed_device, model_shape
+from ds_hydra.costs.cost_table import CostTable
+from ds_hydra.costs.peak import peak_tflops
+from ds_hydra.costs.table_file import read_table_file, told
 from ds_hydra.engine.fits import job_memory, within_memory
 from ds_hydra.pipe.stage import ModelSource
 from ds_hydra.plan.schemes import feasible_schemes
 from ds_hydra.planner import PlannerOptions
+from ds_hydra.planner.kernels.arrays import Floats
 from ds_hydra.planner.proposal.propose import QUICK, propose_strategies
 from ds_hydra.profiling.hollow import hollow_source
-from ds_hydra.simulate.preview import preview_steps
+from ds_hydra.simulate.preview import Preview, preview_steps
 
-_BETWEEN = 2.5e10  # bytes a second of a GPU to other nodes
+_SPEEDS = (1.0, 0.5, 2.0)  # of the assumed device: how much an estimate hangs on it
+_LITTLE = 1.05  # times as fast
 _MOST_STAGES = 8
 UNLIMITED = 2**20  # positions of a model that states none
 
@@ -30,6 +35,14 @@ def gpus_here() -> int:
 def memory_here() -> float | None:
     """GiB of the first GPU; None without one."""
     return torch.cuda.get_device_properties(0).total_memory / 2**30 if gpus_here() else None
+
+
+def device_here(named: str | None) -> AssumedDevice:
+    """The GPU of this name; without one that of this machine, if its data sheet is known, or a usual one. ConfigError
+    for a name whose data sheet is not known."""
+    if named is None and gpus_here() and peak_tflops(own := torch.cuda.get_device_name(0)):
+        named = own
+    return ASSUMED["cuda"] if named is None else assumed_device(named)
 
 
 @dataclass(frozen=True)
@@ -52,9 +65,38 @@ class Job:
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[enabled[0]] if enabled else torch.float32
         return cls(source, int(positions), dtype, gpus, min(node_size, gpus), memory_gib)
 
-    def expected(self, lengths: Sequence[int], tokens: int, context: int, steps: int) -> str:
-        """What a preview of these lengths says, in a sentence or two. PlanError where nothing holds the longest."""
-        # A first figure: of all schemes those that jobs are usually run with.
+    def expected(
+        self, lengths: Sequence[int], tokens: int, context: int, steps: int, device: AssumedDevice, measured: str | None
+    ) -> str:
+        """What a preview of these lengths says, in a sentence or two: by the costs of a file, or by what the model's
+        FLOPs take a device that is assumed. PlanError where nothing holds the longest."""
+        if measured is not None:
+            tables = [told(read_table_file(measured)).table]
+            whose = f"By the costs of {measured}, without transfers of parameters"
+        else:
+            tables = [self._estimated(max(context, tokens), replace(device, flops=device.flops * by)) for by in _SPEEDS]
+            whose = "AN ESTIMATE from FLOPs, nothing was measured"
+        previews = [self._preview(table, lengths, tokens, context, steps) for table in tables]
+        preview = previews[0]
+        said = f"{whose}: {steps} steps on {self.gpus} GPUs take mostly {next(iter(preview.wins))}"
+        if preview.fixed is None:
+            return f"{said}; no layout of one scheme holds {context} tokens, so there is nothing to compare with."
+        gains = [_gain(one, one.assigned_ms) for one in previews]
+        said += f", {gains[0]:.2f} times as fast as {preview.fixed} with balanced sequences"
+        if measured is None:
+            said += f" ({min(gains):.2f} to {max(gains):.2f} on a device half to twice as fast)"
+        said += f", and {_gain(preview, preview.packed_full_ms):.2f} times as fast as packed full and dealt out."
+        if gains[0] < _LITTLE:
+            said += " Little is to be gained on these lengths."
+        if measured is None:
+            said += (
+                f" It assumes {self.memory_gib:.0f} GiB and {device} for each GPU, and counts no transfers of "
+                "parameters; ds-hydra profile measures the costs, and --cost-table takes its file."
+            )
+        return said
+
+    def _estimated(self, longest: int, device: AssumedDevice) -> CostTable:
+        """Of all schemes those that jobs are usually run with, as far as they fit the memory."""
         schemes = [
             scheme
             for scheme in feasible_schemes(self.source.plan, self.gpus, self.node_size)
@@ -67,22 +109,18 @@ class Job:
             source, schemes, self.gpus, self.memory_gib * 2**30, self.dtype, node_size=self.node_size,
         )  # fmt: skip
         estimated = analytic_cost_table(
-            shape, schemes, max(context, tokens), node_size=self.node_size, between_bytes_per_second=_BETWEEN
-        )
-        table = within_memory(estimated, memory)
-        options = PlannerOptions(kernels="compiled", layers=source.plan.num_layers)
+            shape, schemes, longest, device_flops=device.flops, link_bytes_per_second=device.inside,
+            between_bytes_per_second=device.between, node_size=self.node_size,
+        )  # fmt: skip
+        return within_memory(estimated, memory)
+
+    def _preview(self, table: CostTable, lengths: Sequence[int], tokens: int, context: int, steps: int) -> Preview:
+        options = PlannerOptions(kernels="compiled", layers=self.source.plan.num_layers)
         strategies = propose_strategies(
             table, self.gpus, lengths, tokens, context, node_size=self.node_size, count=8, effort=QUICK
         )
-        preview = preview_steps(table, strategies, lengths, tokens, context, steps, options)
-        ours, uses = float(preview.step_ms.mean()), next(iter(preview.wins))
-        where = f"{steps} steps on {self.gpus} GPUs of {self.memory_gib:.0f} GiB"
-        told = f"{where}, by costs estimated from FLOPs, without transfers: mostly {uses}"
-        if preview.fixed is None:
-            return f"{told}; no layout of one scheme holds {context} tokens, so there is nothing to compare with."
-        gain, full = (float(ms.mean()) / ours for ms in (preview.assigned_ms, preview.packed_full_ms))
-        little = " Little is to be gained on these lengths." if gain < 1.05 else ""
-        return (
-            f"{told}, {gain:.2f} times as fast as {preview.fixed} with balanced sequences, and {full:.2f} times "
-            f"as fast as packed full and dealt out.{little} ds-hydra profile measures the costs."
-        )
+        return preview_steps(table, strategies, lengths, tokens, context, steps, options)
+
+
+def _gain(preview: Preview, others_ms: Floats) -> float:
+    return float(others_ms.mean() / preview.step_ms.mean())

@@ -3,13 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
-from ds_hydra.costs.peak import CAUSAL_FLOPS
+from ds_hydra.costs.peak import CAUSAL_FLOPS, known_devices, peak_tflops
 from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.pipe.shape import ParallelScheme
 from ds_hydra.zero_hetero.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class AssumedDevice:
+    """What an estimate takes a device to do; `name` for a reader."""
+
+    name: str
+    flops: float  # in a second
+    inside: float  # bytes/s to ranks of its node
+    between: float  # bytes/s to other nodes
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}, {self.flops / 1e12:.0f} TFLOP/s, {self.inside / 1e9:.0f} GB/s within a node and "
+            f"{self.between / 1e9:.0f} between nodes"
+        )
+
+
+_SHARE = 0.48  # of the data sheet's peak, as of an A100
+ASSUMED = {
+    "cuda": AssumedDevice("an A100 at 0.48 of its peak", 1.5e14, 1.5e11, 2.5e10),
+    "cpu": AssumedDevice("a CPU core", 2e10, 1e9, 1e9),
+}
+"""Rough speeds, by which a job without a measured table is planned."""
+
+
+def assumed_device(name: str) -> AssumedDevice:
+    """A GPU that is called so. ConfigError where its data sheet is not known."""
+    peak = peak_tflops(name)
+    if peak is None:
+        raise ConfigError(f"the peak of a {name!r} is not known here: name one of {', '.join(known_devices())}, or "
+                          "measure it by ds-hydra profile")  # fmt: skip
+    return replace(ASSUMED["cuda"], name=f"{name} at {_SHARE} of its peak", flops=_SHARE * peak * 1e12)
+
 
 _TP_EFFICIENCY = (1.0, 0.97, 0.93, 0.87, 0.80)  # share of the peak left at tp = 1, 2, 4, 8, 16
 

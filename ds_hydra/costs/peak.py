@@ -68,6 +68,11 @@ class Peak:
         return self.attention_flops / square / 1e9 if square else math.inf
 
 
+def known_devices() -> tuple[str, ...]:
+    """Parts of the names of devices whose peak is known."""
+    return tuple(name for name, _ in _PEAK_TFLOPS)
+
+
 def peak_tflops(name: str) -> float | None:
     """The data sheet's dense BF16 TFLOP/s of a device; None for one that is not listed."""
     return next((peak for part, peak in _PEAK_TFLOPS if part in name), None)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from ds_hydra.config.hydra_block import HydraConfig
-from ds_hydra.costs.analytic import ModelShape, analytic_cost_table
+from ds_hydra.costs.analytic import ASSUMED, ModelShape, analytic_cost_table
 from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.costs.memory import JobMemory, gibibytes
 from ds_hydra.costs.shape_costs import used_schemes, with_shapes
@@ -28,9 +28,6 @@ logger = logging.getLogger(__name__)
 # Bytes of buffers of communicators and pairs, which connect when the candidates are known: 6 to 13 of the ones and 42
 # to 128 of the others, with 4 to 10 MiB for a channel and peer.
 _COMMUNICATORS = 3 << 30
-
-# Rough speeds for the analytic table, of one rank: FLOP/s, and bytes/s between ranks of a node and of two nodes.
-_SPEEDS = {"cuda": (1.5e14, 1.5e11, 2.5e10), "cpu": (2e10, 1e9, 1e9)}
 
 
 def least_memory(world: World) -> tuple[float, dict[str, float]]:
@@ -93,10 +90,11 @@ def job_cost_table(
     config uses.
     """
     if config.cost_table is None:
-        flops, link, between = _SPEEDS["cpu" if job.threads else "cuda"]
+        assumed = ASSUMED["cpu" if job.threads else "cuda"]
         context = max(longest, config.tokens_per_step)
         table = analytic_cost_table(
-            shape, schemes, context, device_flops=flops, link_bytes_per_second=link, between_bytes_per_second=between,
+            shape, schemes, context, device_flops=assumed.flops, link_bytes_per_second=assumed.inside,
+            between_bytes_per_second=assumed.between,
             node_size=None if cluster is None else largest_node(cluster.node_size),
         )  # fmt: skip
         return TableFile(table)

@@ -12,6 +12,7 @@ import pytest
 
 from ds_hydra.commands.__main__ import main
 from ds_hydra.commands.init import settings
+from ds_hydra.commands.shipped import shipped
 from ds_hydra.commands.swapped import ACCELERATE, CALLS, SFT, STEPS, TRAINER, swap_of
 from ds_hydra.config.hydra_block import parse_config
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -67,6 +68,10 @@ def test_a_config_is_written_that_a_job_accepts(
     assert main(command) == 0
     told = capsys.readouterr().out
     assert re.search(r"[\d.]+ times as fast as \S+ with balanced sequences", told)
+    low, high = map(float, re.findall(r"\(([\d.]+) to ([\d.]+) on a device half to twice as fast\)", told)[0])
+    assert low < high, "a faster device waits longer for the same links"
+    assert "AN ESTIMATE from FLOPs, nothing was measured" in told
+    assert "It assumes 24 GiB and an A100 at 0.48 of its peak, 150 TFLOP/s, 150 GB/s within a node" in told
     text = (tmp_path / "ds_hydra.json").read_text()
     written: dict[str, Any] = dict(hjson.loads(text))
     block = written.pop("hydra")
@@ -83,6 +88,25 @@ def test_a_config_is_written_that_a_job_accepts(
     assert ("loss_norm" in block) == (script == "three_calls")
     assert main([*command[:2], str(tmp_path / "ds_hydra.json"), *command[3:]]) == 2
     assert 'has a block "hydra" already' in capsys.readouterr().err
+
+
+def test_a_gain_says_whose_costs_it_follows_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, model = tmp_path / "ds.json", tmp_path / "model.json"
+    config.write_text(json.dumps(DEEPSPEED))
+    sizes = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 8}
+    model.write_text(json.dumps({"model_type": "llama", "vocab_size": 320, "max_position_embeddings": 8192, **sizes}))
+    command = ["init", str(SWAP / "trainer.py"), str(config), "--model", str(model), "--gpus", "8", "--lengths",
+               "pretraining", "--out", str(tmp_path / "new.json")]  # fmt: skip
+    assert main([*command, "--device", "H100"]) == 0
+    assert "H100 at 0.48 of its peak, 475 TFLOP/s" in capsys.readouterr().out
+    assert main([*command, "--device", "Abacus"]) == 2
+    assert "the peak of a 'Abacus' is not known here: name one of B200" in capsys.readouterr().err
+    assert main([*command, "--cost-table", shipped("a800-7b")]) == 0
+    told = capsys.readouterr().out
+    assert "By the costs of " in told
+    assert "ESTIMATE" not in told
+    assert "assumes" not in told
+    assert json.loads((tmp_path / "new.json").read_text())["hydra"]["cost_table"] == shipped("a800-7b")
 
 
 def test_a_step_has_the_tokens_of_the_batches_that_the_config_names() -> None:
