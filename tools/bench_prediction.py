@@ -87,12 +87,12 @@ class _CpuClock(_WallClock):
 
 
 def _profile_by_cpu() -> None:
-    """From now on a table by CPU time is of the thread that computes, on ranks that exchange messages, as the table by
-    wall time is; else it would count messages with the time that they take, of which a stage's CPU time has nothing."""
+    """From now on a table is made as by wall time, of the slowest rank as training's stages are, but of the CPU time of
+    the thread that computes, which has nothing of messages between stages."""
     from ds_hydra.profiling import survey
 
-    survey.Survey.how = lambda self, scheme: "ranks"  # type: ignore[method-assign]
-    survey.HostClock = lambda read: HostClock(time.thread_time)  # type: ignore[misc,assignment]
+    survey.clock_of = lambda device: HostClock(time.thread_time)
+    survey.Survey._message_ms = lambda *_: 0.0  # type: ignore[method-assign]
 
 
 def _time_computing_by_cpu() -> None:
@@ -199,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         table = args.table or folder / "cost_table.json"
         if args.table is None:
-            config, clock = folder / "ds_hydra.json", "cpu" if args.quick and args.clock == "auto" else args.clock
+            config, clock = folder / "ds_hydra.json", "wall" if args.quick else args.clock
             config.write_text(json.dumps(job_config(**sizes)))
             command = ["--model", str(MODEL), "--deepspeed_config", str(config), "--ranks", "2", "--out", str(table),
                        "--clock", clock, "--schemes", "tp1", "tp2", "pp2", "sp2"]  # fmt: skip
