@@ -110,6 +110,10 @@ def short_rows(model: Any) -> None:
     model.model.embed_tokens.max_norm = 1.0
 
 
+def parameter_of(values: Tensor) -> Callable[[Any], None]:
+    return lambda model: model.model.layers[1].register_parameter("own", nn.Parameter(values, requires_grad=False))
+
+
 WHOLE = [  # refused under every strategy
     (lambda: hard_model("dynamic rope"), r"rotary_emb has .* 'dynamic'.*order of the sequences; use rope_type 'yarn'"),
     (lambda: hard_model("bidirectional"), r"Gemma3Attention is not causal .*use_bidirectional_attention=False"),
@@ -123,6 +127,9 @@ WHOLE = [  # refused under every strategy
     (lambda: llama(running_mean), r"changes model\.norm\.mean, which each stage would do for itself"),
     (lambda: llama(coin_of_python), r"draws random numbers from Python's generator"),
     (lambda: llama(short_rows), r"model\.embed_tokens has max_norm=1\.0: its forward would shorten rows"),
+    (lambda: llama(parameter_of(torch.zeros(4, dtype=torch.complex64))), r"layers\.1\.own has values of complex64"),
+    (lambda: llama(parameter_of(torch.zeros(4, dtype=torch.int8))), r"layers\.1\.own has values of int8.*a buffer"),
+    (lambda: llama(parameter_of(torch.zeros(0))), r"layers\.1\.own has the shape \(0,\) and no element"),
     (lambda: llama(quiet_dropout), r"layers\.1\.mlp\.act_fn\.1 is in evaluation while the rest of Llama.* trains"),
     (lambda: llama(quiet_code), r"layers\.1\.mlp is in evaluation while the rest of Llama.* trains"),
     (lambda: llama(drop_channels), r"model\.norm draws random numbers \(dropout1d 0\.5\).*which rank draws them"),

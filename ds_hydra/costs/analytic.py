@@ -121,7 +121,7 @@ def analytic_cost_table(
 def model_shape(plan: ModelPlan, hidden: int, vocab: int | None) -> ModelShape:
     """Sizes that the analytic cost depends on, read off the parameters."""
     params = [param for bucket in plan.buckets for param in bucket.params]
-    largest = max((max(param.shape) for param in params if param.name in plan.layers[-1]), default=hidden)
+    largest = max((max(param.shape, default=1) for param in params if param.name in plan.layers[-1]), default=hidden)
     heads = max(1, plan.num_heads)
     return ModelShape(
         hidden=hidden,

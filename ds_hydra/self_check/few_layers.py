@@ -81,7 +81,7 @@ def _cut_vocabulary(model: Any, rows: int) -> int:
     cut: dict[int, nn.Parameter] = {}
     for module in ends:
         for name, parameter in list(module._parameters.items()):
-            if parameter is None or parameter.shape[0] != vocabulary:
+            if parameter is None or parameter.shape[:1] != (vocabulary,):
                 continue
             if id(parameter) not in cut:
                 cut[id(parameter)] = in_place_of(parameter, parameter.data[:rows])

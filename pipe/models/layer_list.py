@@ -19,6 +19,7 @@ from ds_hydra.pipe.loss import IGNORED
 from ds_hydra.pipe.model_plan import ModelPlan, ParamSpec, make_buckets
 from ds_hydra.pipe.models.draws import Draws, Keys, Notes, Recorder
 from ds_hydra.pipe.models.recompute import Recomputing
+from ds_hydra.pipe.models.refusals import refuse_parameters
 from ds_hydra.pipe.rows import AT_ONCE, MicroBatch, Overlap, Pack
 from ds_hydra.pipe.stage import StageModule, StagePlace
 from ds_hydra.pipe.stage_options import AS_WRITTEN, StageOptions
@@ -44,6 +45,7 @@ class LayerList:
             raise ConfigError(
                 "the PipelineModule has no loss_fn; give it one that means over the targets of its labels"
             )
+        refuse_parameters(model)
         self.options = StageOptions(sp_overlap=options.sp_overlap)
         self.overlap = Overlap() if options.sp_overlap else AT_ONCE
         self.specs, self.loss_fn = list(model._layer_specs), model.loss_fn

@@ -39,6 +39,19 @@ def refuse_unsupported(model: Any) -> None:
     _refuse_own_attention(model)
     refuse_adapters(model)
     _refuse_embeddings(model)
+    refuse_parameters(model)
+
+
+def refuse_parameters(model: nn.Module) -> None:
+    """ConfigError for parameters that no FP32 master could stand for."""
+    for name, parameter in model.named_parameters():
+        if not parameter.is_floating_point():
+            raise ConfigError(
+                f"{name} has values of {str(parameter.dtype).removeprefix('torch.')}, and masters are real numbers: "
+                "make it a buffer if it is not trained, or two parameters, of its real and its imaginary part"
+            )
+        if not parameter.numel():
+            raise ConfigError(f"{name} has the shape {tuple(parameter.shape)} and no element to share: remove it")
 
 
 def may_mix_otherwise(model: Any) -> bool:

@@ -24,7 +24,8 @@ def replaying(engine: Any, file: str) -> Any:
     from ds_hydra.engine.plan_source import PlanSource
 
     plans, config = engine.crew.plans, engine.job.config
-    options = replace(config.planner_options(), choose="replay", replay_file=file)
+    uncut = engine.crew.prepared.no_slices
+    options = replace(config.planner_options(), choose="replay", replay_file=file, no_slices=uncut)
     recipe = PlanRecipe(plans.table, plans.strategies, options)
     return PlanSource(recipe, config, engine.job.sampler, engine.crew.world.channel, engine.crew.activity)
 

@@ -54,6 +54,13 @@ def freeze_and_thaw_midway(job: Job) -> None:
     job.each_step.append(thaw)
 
 
+@kind("before")
+def a_number_of_each_layer_that_learns(job: Job) -> None:
+    for layer in layers_of(job):
+        layer.strength = nn.Parameter(torch.tensor(0.3, dtype=torch.float64))
+        layer.register_forward_hook(lambda one, given, out: out * torch.sigmoid(one.strength) * 2.0)
+
+
 @kind()
 def clamp_a_weight(job: Job) -> None:
     with torch.no_grad():
