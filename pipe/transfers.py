@@ -46,9 +46,9 @@ def twins_of(strategy: Strategy, node_size: NodeSize) -> tuple[Twins, ...]:
     return tuple(sorted((Twins.of(ranks, node_size) for ranks in found.values()), key=lambda twins: min(twins.ranks)))
 
 
-def twins_with(strategy: Strategy, rank: int) -> Twins:
+def twins_with(strategy: Strategy, rank: int, node_size: NodeSize) -> Twins:
     """A rank's twins, itself among them."""
-    return next(twins for twins in twins_of(strategy, strategy.num_ranks) if rank in twins.ranks)
+    return next(twins for twins in twins_of(strategy, node_size) if rank in twins.ranks)
 
 
 class BucketPlace(NamedTuple):

@@ -24,7 +24,10 @@ to enter first:
     twins 1, 3  hold elements 4 to 7: rank 1 enters 4 and 5 from rank 2, rank 3 enters 6 and 7, its own
 
 Links inside a node are many times as fast as those between nodes. So where every node has equally many of the twins,
-they gather in two steps too, first across the nodes and then inside them: each element enters a node once.
+they gather in two steps too, first across the nodes and then inside them: each element enters a node once. Where the
+nodes have unequally many, no such columns of ranks exist. There the twins of each node pull by themselves: they cut the
+buffer into as many parts as they are, which enter from owners on any node, and gather inside. An element enters a node
+once then, too; it comes from its owner, to one rank of each node. Pushes are the same in all cases.
 
 In a model's layouts parts begin at multiples of 64 elements [Note: gaps], so a buffer is followed by some that nobody
 reads: one of 1000 elements of 3 twins takes 3 parts of 384.
@@ -58,15 +61,17 @@ class Twins:
 
     ranks: tuple[int, ...]
     nodes: int  # in which they gather: 1 if they do so in one step
+    apart: tuple[tuple[int, ...], ...] = ()  # those of each node, where these pull by themselves
 
     @classmethod
     def of(cls, ranks: Sequence[int], node_size: NodeSize) -> Twins:
-        """These ranks, in the order of their parts; in two steps where every node has equally many of them."""
+        """These ranks, in the order of their parts: in two steps where every node has equally many of them, else those
+        of each node apart."""
         by_node: dict[int, list[int]] = {}
         for rank in sorted(ranks):
             by_node.setdefault(node_of(rank, node_size), []).append(rank)
         if len({len(members) for members in by_node.values()}) > 1:
-            return cls(tuple(sorted(ranks)), 1)
+            return cls(tuple(sorted(ranks)), 1, tuple(map(tuple, by_node.values())))
         # Two nodes with the twins 0 1 2 and 8 9 10: in the order 0 8 1 9 2 10, those who gather across the nodes have
         # parts that follow each other, (0 8), (1 9) and (2 10); so does what they then gather inside.
         return cls(tuple(rank for column in zip(*by_node.values(), strict=True) for rank in column), len(by_node))
@@ -76,12 +81,21 @@ class Twins:
         return padded(-(-numel // len(self.ranks)), alignment)
 
     def padded(self, numel: int, alignment: int) -> int:
-        """Elements of a buffer of `numel`, with those that follow it so that all parts are equal."""
-        return self.part_of(numel, alignment) * len(self.ranks)
+        """Elements of a buffer of `numel`, with those that follow it so that the parts of each transfer are equal."""
+        pulled = (one.padded(numel, alignment) for one in self.pulling if self.apart)
+        return max(self.part_of(numel, alignment) * len(self.ranks), *pulled, 0)
+
+    @property
+    def pulling(self) -> tuple[Twins, ...]:
+        """Those who share a pull."""
+        return tuple(Twins(ranks, 1) for ranks in self.apart) or (self,)
 
     @property
     def gathers(self) -> tuple[tuple[Team, ...], ...]:
         """The teams that gather, in one or two steps; none for a rank alone."""
+        if self.apart:
+            teams = tuple(team for one in self.pulling for step in one.gathers for team in step)
+            return (teams,) if teams else ()
         nodes, columns = self.nodes, len(self.ranks) // self.nodes
         across = tuple(Team(self.ranks[j * nodes : (j + 1) * nodes], j * nodes, 1) for j in range(columns))
         inside = tuple(Team(self.ranks[a::nodes], 0, nodes) for a in range(nodes))
@@ -146,6 +160,7 @@ def plan_twin_pull(masters: Layout, held: Layout, twins: Sequence[Twins]) -> Twi
     Raises PlanError as `plan_transfer` does.
     """
     held.validate()
+    twins = [one for those in twins for one in those.pulling]
     parts = tuple(one.part_of(held.sizes[one.ranks[0]], held.alignment) for one in twins)
     entering = _of_parts(held, twins, parts, from_part=False)
     return TwinPull(plan_transfer(masters, entering), tuple(twins), parts)

@@ -3,6 +3,10 @@
 Pipelines stand on consecutive ranks [Note: rank order], so their order alone decides which groups lie within a node.
 Widest first does on nodes of 2, 4, 8 ... ranks. On two nodes of 7, 2*tp4 + 2*tp2 + 2*tp1 in that order would put the
 second tp4 on ranks 4 to 7, of which the last is on the other node; tp4 + tp2 + tp1 + tp4 + tp2 + tp1 keeps all inside.
+
+Where there is a choice, nodes hold pipelines of one kind: a kind that is alone on a node brings all that it holds into
+it for itself [Note: twins]. On nodes of 7 and 8, tp4 + 2*tp2 + 7*tp1 stand as 7*tp1 + tp4 + 2*tp2, and not as tp4 + tp2
++ tp1 + tp2 + 6*tp1, where each node has to pull all parameters for two kinds or three.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ds_hydra.pipe.shape import PipelineShape, StrategyShape
-from ds_hydra.zero_hetero.nodes import NodeSize, largest_node, node_of
+from ds_hydra.zero_hetero.nodes import NodeSize, largest_node, node_of, node_ranks
 
 _MOST_PLACES = 20_000  # of pipelines that are looked at for one order
 
@@ -42,15 +46,27 @@ def ordered(strategy: StrategyShape, node_size: NodeSize) -> StrategyShape | Non
         return strategy
     kinds = Counter(strategy.pipelines)
     shapes = list(kinds)
-    # Depth first, kinds in the order given. How many of each kind are left says where the next one stands, so what led
-    # nowhere once leads nowhere again.
+    nodes = {ranks.start: len(ranks) for ranks in node_ranks(strategy.num_ranks, node_size)}
     left, chosen, at = [kinds[shape] for shape in shapes], list[int](), 0
-    turn, dead, looked = [0], set[tuple[int, ...]](), 0
+
+    def candidates() -> list[int]:
+        """Kinds in the order in which they are tried next, the first one last."""
+        if at not in nodes:
+            return sorted(range(len(shapes)), key=lambda kind: (kind == chosen[-1], -kind))
+        filling = [
+            nodes[at] <= left[kind] * shape.num_ranks and nodes[at] % min(nodes[at], shape.num_ranks) == 0
+            for kind, shape in enumerate(shapes)
+        ]
+        return sorted(range(len(shapes)), key=lambda kind: (filling[kind], -kind))
+
+    # Depth first. How many of each kind are left says where the next one stands, so what led nowhere once leads nowhere
+    # again.
+    turn, dead, looked = [candidates()], set[tuple[int, ...]](), 0
     while turn:
         if len(chosen) == len(strategy.pipelines):
             return StrategyShape(tuple(shapes[kind] for kind in chosen))
-        kind, looked = turn[-1], looked + 1
-        if kind == len(shapes) or tuple(left) in dead or looked > _MOST_PLACES:
+        looked += 1
+        if not turn[-1] or tuple(left) in dead or looked > _MOST_PLACES:
             dead.add(tuple(left))
             turn.pop()
             if chosen:
@@ -58,12 +74,12 @@ def ordered(strategy: StrategyShape, node_size: NodeSize) -> StrategyShape | Non
                 left[back] += 1
                 at -= shapes[back].num_ranks
             continue
-        turn[-1] += 1
+        kind = turn[-1].pop()
         if left[kind] and not any(_crosses(ranks, node_size) for ranks in _groups(shapes[kind], at)):
             left[kind] -= 1
             at += shapes[kind].num_ranks
             chosen.append(kind)
-            turn.append(0)
+            turn.append(candidates())
     return None
 
 

@@ -132,7 +132,7 @@ class StrategyRuntime:
         pull_links: list[PullMover] = []
         buffers: list[Tensor] = []
         pushes: list[PushBucket] = []
-        rank, held, twins = world.rank, 0, twins_with(self.strategy, world.rank)
+        rank, held, twins = world.rank, 0, twins_with(self.strategy, world.rank, world.node_size)
         places = bucket_places(plan, self.strategy, twins)
         sizes = self._grad_dtype.itemsize, masters.trained.flat.dtype.itemsize
         gradients = gradient_places(plan, self.strategy, twins, grad_bytes=sizes[0], master_bytes=sizes[1])

@@ -24,7 +24,8 @@ _TRAIN = strategy_runtime.StrategyRuntime.train
 
 
 @pytest.mark.parametrize(
-    ("grad_dtype", "wire", "node_size"), [("fp32", "bf16", 4), ("bf16", "bf16", 2), ("bf16", "fp32", 4)]
+    ("grad_dtype", "wire", "node_size"),
+    [("fp32", "bf16", 4), ("bf16", "bf16", 2), ("bf16", "fp32", 4), ("fp32", "bf16", 3)],
 )
 def test_every_rank_holds_what_is_counted(grad_dtype: str, wire: str, node_size: int) -> None:
     def run(rank: int) -> list[tuple[RankBytes, RankBytes, int]]:

@@ -93,7 +93,7 @@ def test_with_room_for_one_push_at_a_time_the_bits_are_the_same(strategy: str, r
 
 @pytest.mark.parametrize(
     ("strategy", "node_size"),
-    [("2*tp2", None), ("tp2pp2/v", None), ("2*sp2", None), ("sp4", 2), ("2*sp2", 2), ("tp2sp2", 2)],
+    [("2*tp2", None), ("tp2pp2/v", None), ("2*sp2", None), ("sp4", 2), ("2*sp2", 2), ("tp2sp2", 2), ("4*tp1", 3)],
 )
 def test_all_that_a_rank_starts_may_run_in_one_queue(strategy: str, node_size: int | None) -> None:
     """Twins gather and trade while the model's collectives run, also where a node's sequence parallel ranks are the

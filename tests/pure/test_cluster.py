@@ -59,7 +59,7 @@ def test_twins_and_links_know_where_an_uneven_node_ends() -> None:
     assert Twins.of([1, 2, 4, 5], 4) == Twins((1, 4, 2, 5), 2)
     assert Twins.of([2, 3], (3, 5)).nodes == 2
     assert Twins.of([2, 3], 4).nodes == 1
-    assert Twins.of([1, 2, 3], (3, 5)).nodes == 1  # two of one node and one of the other: in one step
+    assert Twins.of([1, 2, 3], (3, 5)) == Twins((1, 2, 3), 1, ((1, 2), (3,)))  # two of one node and one of the other
     links = LinkModel((3, 5))
     assert links.speed(2, 3) == links.between
     assert links.speed(3, 7) == links.inside

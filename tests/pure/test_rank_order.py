@@ -48,6 +48,12 @@ def test_groups_of_two_nodes_of_seven_stay_inside() -> None:
     assert str(ordered(StrategyShape.parse("tp8 + tp4 + tp2 + tp1"), (7, 8))) == "tp4 + tp2 + tp1 + tp8"
 
 
+def test_nodes_hold_pipelines_of_one_kind_where_they_can() -> None:
+    assert str(ordered(StrategyShape.parse("tp4 + 2*tp2 + 7*tp1"), (7, 8))) == "7*tp1 + tp4 + 2*tp2"
+    mixed = StrategyShape.parse("2*tp8 + 4*tp4 + 3*tp2 + 25*tp1")
+    assert str(ordered(mixed, (8, 8, 8, 7, 8, 8, 8, 8))) == "2*tp8 + 2*tp4 + 7*tp1 + 2*tp4 + 16*tp1 + 3*tp2 + 2*tp1"
+
+
 small = st.builds(ParallelScheme, st.sampled_from((1, 2, 3, 4, 8)), st.integers(1, 2), st.integers(1, 2))
 
 

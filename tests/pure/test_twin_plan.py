@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_hydra.pipe.placement import Strategy
 from ds_hydra.pipe.transfers import twins_of
 from ds_hydra.zero_hetero.layout import Layout, Piece, even_layout, layout_of_intervals
+from ds_hydra.zero_hetero.nodes import node_of
 from ds_hydra.zero_hetero.transfer_plan import TransferPlan
-from ds_hydra.zero_hetero.twin_plan import Twins, plan_twin_pull, plan_twin_push
+from ds_hydra.zero_hetero.twin_plan import Team, Twins, plan_twin_pull, plan_twin_push
 from tests.pure.test_connections import large_strategies
 
 
@@ -130,7 +132,7 @@ def test_the_example_of_the_docstring() -> None:
 
 
 def test_twins_gather_each_element_into_a_node_once() -> None:
-    """Three nodes of four ranks, all of which hold everything: two steps; of nodes that are unequal, one."""
+    """Three nodes of four ranks, all of which hold everything, gather in two steps."""
     twins = Twins.of(range(12), 4)
     plan = plan_twin_pull(even_layout(120, 12), layout_of_intervals(120, [(0, 120)] * 12), [twins])
     _, across, inside = plan.hops
@@ -140,10 +142,24 @@ def test_twins_gather_each_element_into_a_node_once() -> None:
         into[message.dst // 4] += message.numel
     assert into == dict.fromkeys(range(3), 80), "what the other nodes' ranks have brought in"
     assert all(message.src // 4 == message.dst // 4 for message in inside.messages)
-    assert len(Twins.of((0, 1, 2, 4), 4).gathers) == 1
     assert len(Twins.of((0, 4, 8), 4).gathers) == 1
     assert len(Twins.of((0, 1), 4).gathers) == 1
     assert Twins.of((5,), 4).gathers == ()
+
+
+@pytest.mark.parametrize("sizes", [(4, 3), (3, 4, 4), (1, 4), (2, 2, 1)])
+def test_twins_of_unequal_nodes_bring_each_element_into_a_node_once(sizes: tuple[int, ...]) -> None:
+    ranks, numel = sum(sizes), 120
+    twins = Twins.of(range(ranks), sizes)
+    plan = plan_twin_pull(even_layout(numel, ranks), layout_of_intervals(numel, [(0, numel)] * ranks), [twins])
+    enter, *gathers = plan.hops
+    entered: dict[int, int] = dict.fromkeys(range(len(sizes)), 0)
+    for message in enter.messages:
+        entered[node_of(message.dst, sizes)] += message.numel
+    assert entered == dict.fromkeys(range(len(sizes)), numel)
+    for message in [message for gather in gathers for message in gather.messages]:
+        assert node_of(message.src, sizes) == node_of(message.dst, sizes)
+    assert twins.gathers == ((*(Team(one, 0, 1) for one in twins.apart if len(one) > 1),),)
 
 
 @settings(max_examples=25, deadline=None)

@@ -175,6 +175,8 @@ def _options() -> Iterator[Case]:
     yield replace(base, name="nodes of 2 ranks bf16", node_size=2, dtype=BFLOAT16)
     yield replace(base, name="nodes of 3 and 1 ranks, tied", family="gemma2", node_size=3)
     yield replace(base, name="8 ranks on 2 nodes", strategies=CHANGING_8, node_size=4, quick=True)
+    odd = ("7*tp1", "tp2 + 5*tp1", "tp4 + tp2 + tp1", "3*tp2 + tp1", "tp2pp2 + 3*tp1")
+    yield replace(base, name="7 ranks on nodes of 4 and 3", strategies=odd, node_size=4, steps=6)
 
 
 def _heads() -> Iterator[Case]:
