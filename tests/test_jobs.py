@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ds_hydra
 from ds_hydra.data.sampler import StepLoader
+from ds_hydra.engine.prepare import tell_threads
 from ds_hydra.host.settings import deepspeed_config, deepspeed_defaults, with_model_settings
 from ds_hydra.testing import rank_environment
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -101,6 +102,16 @@ def test_a_budget_beyond_the_data_is_refused_at_once() -> None:
             make_engine(parsed_config(hydra={**HYDRA, "tokens_per_step": 10**9}))
 
     on_one_rank(run)
+
+
+@pytest.mark.parametrize(("ranks", "threads", "told"), [(8, 1, False), (2, 4, False), (2, 8, True)])
+def test_more_threads_than_cores_are_told(
+    ranks: int, threads: int, told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("WARNING"):
+        tell_threads(ranks, threads, cores=8)
+    assert ("2 ranks of this node compute with 8 threads each on 8 cores" in caplog.text) == told
+    assert ("set OMP_NUM_THREADS=4" in caplog.text) == told
 
 
 def test_a_job_ends_with_its_total_steps() -> None:

@@ -95,6 +95,8 @@ def run(args: argparse.Namespace) -> int:
     print(f"{args.script}, a loop of {swap.kind}; change")
     for line in swap.lines:
         print(f"  line {line.number}:  {line.old}\n        to:  {line.new}")
+    if swap.note:
+        print(f"and its loop: {swap.note}")
     tokens, context = block["tokens_per_step"], block["context_length"]
     print(job.expected(lengths.tolist(), tokens, context, _STEPS, device, args.cost_table))
     return 0
@@ -124,7 +126,7 @@ def settings(
         Setting("context_length", longest, "the longest sequence of your data, in tokens"),
         Setting("strategies", "auto", f"candidates follow from {whose}, model and GPUs; the planner mixes them"),
     ]
-    if swap.kind == CALLS:
+    if swap.kind == CALLS and swap.handed_in:
         why = "the mean of the batches' means, as DeepSpeed's own loop has it; remove it for the mean over all tokens"
         found.append(Setting("loss_norm", "batch", why))
     return found

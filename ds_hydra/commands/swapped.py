@@ -15,6 +15,12 @@ _CLASSES = {  # of another library: (kind, the module of ours, our class)
 }
 
 
+_LOADER = (
+    "it hands training_data to initialize(), whose loader yields no batches here: call engine.train_batch() in place "
+    "of the three calls, for which this config is written, or leave training_data out and loop over a DataLoader"
+)
+
+
 class Line(NamedTuple):
     """One line of the script, counted from 1, and what stands there after the swap."""
 
@@ -30,6 +36,7 @@ class Swap(NamedTuple):
     lines: tuple[Line, ...]
     handed_in: bool  # whether the script hands its batches in, so that no setting says how large a step is
     models: tuple[str, ...]  # texts that it loads models or their configs from
+    note: str = ""  # what else is to be done, where no line says it
 
 
 def swap_of(text: str, name: str) -> Swap:
@@ -53,7 +60,8 @@ def swap_of(text: str, name: str) -> Swap:
                     by = f"from {module} import {ours} as {taken}"
                     return Swap(kind, _taken(node, others, lines, by), True, models)
     for node in nodes:
-        if isinstance(node, ast.Import) and [one.name for one in node.names] == ["deepspeed"]:
+        named = [one for one in node.names if one.name == "deepspeed"] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.Import) and named:
             called = {_called(call) for call in nodes if isinstance(call, ast.Call)}
             indexed = any(
                 keyword.arg == "training_data"
@@ -61,10 +69,13 @@ def swap_of(text: str, name: str) -> Swap:
                 for keyword in call.keywords
             )  # fmt: skip
             if "initialize" in called:
-                alias = node.names[0].asname or "deepspeed"
                 calls = "backward" in called and "train_batch" not in called
-                line = Line(node.lineno, lines[node.lineno - 1].strip(), f"import ds_hydra as {alias}")
-                return Swap(CALLS if calls else STEPS, (line,), calls or not indexed, models)
+                others = [one for one in node.names if one is not named[0]]
+                new = f"import ds_hydra as {named[0].asname or 'deepspeed'}"
+                line = Line(node.lineno, lines[node.lineno - 1].strip(),
+                            f"{ast.unparse(ast.Import(others))}; {new}" if others else new)  # fmt: skip
+                kind, note = CALLS if calls else STEPS, _LOADER if calls and indexed else ""
+                return Swap(kind, (line,), not indexed, models, note)
     raise ConfigError(
         f"{name} neither imports deepspeed and calls deepspeed.initialize, nor imports Trainer of transformers, "
         "SFTTrainer of trl or Accelerator of accelerate: name the script that does"

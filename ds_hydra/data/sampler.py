@@ -269,6 +269,27 @@ class Draws(Protocol):
     def batch(self, step: int) -> tuple[int, ...]: ...
 
 
+class StepIds(tuple[int, ...]):
+    """The ids of a step's sequences; a script that takes it for a batch is told what to do."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)  # what libraries look for
+        raise AttributeError(f"{name!r}: {_NO_BATCH}")
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, str):
+            raise TypeError(f"{key!r}: {_NO_BATCH}")
+        return super().__getitem__(key)
+
+
+_NO_BATCH = (
+    "the loader of ds_hydra.initialize(training_data=...) yields ids of sequences, no batches, since the engine draws "
+    "each step itself. Call engine.train_batch() in the loop; or leave training_data out, and hand batches of a "
+    "DataLoader of your own to engine(batch)"
+)
+
+
 class StepLoader:
     """The steps that a job still has to make, each as its sequence ids: `for _ in loader: engine.train_batch()`.
 
@@ -294,8 +315,8 @@ class StepLoader:
         """Epochs that are over: `for _ in range(loader.epoch, 3)` makes those of three that are left."""
         return self._next_step() // self._sampler.steps_per_epoch
 
-    def __iter__(self) -> Iterator[tuple[int, ...]]:
+    def __iter__(self) -> Iterator[StepIds]:
         first = self._next_step()
         stop = self._total_steps or (self.epoch + 1) * self._sampler.steps_per_epoch
         for step in range(first, stop):
-            yield self._sampler.batch(step)
+            yield StepIds(self._sampler.batch(step))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+
+import torch
 
 from ds_hydra.costs.analytic import model_shape
 from ds_hydra.costs.cost_table import CostTable
@@ -61,6 +64,8 @@ def prepare(job: Job, world: World) -> Prepared:
         job = taught(job, world.channel)
     for note in job.source.notes if world.rank == 0 else ():
         logger.warning("%s", note)
+    if world.device.type == "cpu" and world.rank == 0:
+        tell_threads(world.cluster.ranks_beside(0), torch.get_num_threads(), len(os.sched_getaffinity(0)))
     lengths = [] if job.data is None else [int(n) for n in job.data.lengths if n]
     longest = max(lengths, default=config.context_length or config.tokens_per_step)
     if not lengths and not config.shapes:
@@ -200,3 +205,12 @@ def _propose(
     if proposed is not None:
         logger.info("strategies proposed for these lengths:\n  %s", proposed.replace("\n", "\n  "))
     return tuple(StrategyShape.parse(line) for line in world.channel.tell(proposed).split("\n"))
+
+
+def tell_threads(ranks: int, threads: int, cores: int) -> None:
+    """Ranks on CPUs whose threads have no core each wait for each other's in every operator."""
+    if threads > 1 and ranks * threads > cores:
+        logger.warning(
+            "%d ranks of this node compute with %d threads each on %d cores, which can make steps many times as long: "
+            "set OMP_NUM_THREADS=%d", ranks, threads, cores, max(1, cores // ranks),
+        )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import replace
 from functools import partial
@@ -308,6 +309,11 @@ def test_loader_ends_where_the_job_or_its_epoch_does() -> None:
         assert list(loader) == [steps[step] for step in range(at, at + len(list(loader)))]
         return list(range(at, at + len(list(loader))))
 
+    taken: Any = next(iter(StepLoader(sampler, lambda: 0)))
+    for use, kind in ((lambda: taken.items(), AttributeError), (lambda: taken["input_ids"], TypeError)):
+        with pytest.raises(kind, match=r"yields ids of sequences, no batches.*Call engine\.train_batch\(\)"):
+            use()
+    assert copy.deepcopy(taken) == taken
     assert made(0) == [0, 1, 2, 3]
     assert made(6) == [6, 7], "the rest of the second epoch"
     assert made(0, total_steps=10) == list(range(10))

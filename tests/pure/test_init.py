@@ -41,6 +41,13 @@ def test_scripts_that_are_written_otherwise() -> None:
         "import deepspeed as ds\ne, *_ = ds.initialize(model=m, training_data=data)\nfor _ in range(9): e.train_batch()"
     )
     assert swap_of(own, "own")[:3] == (STEPS, ((1, "import deepspeed as ds", "import ds_hydra as ds"),), False)
+    beside = "import torch, deepspeed as ds\ne = ds.initialize(training_data=d)[0]\ne.backward(e(b))\ne.step()"
+    drawn = swap_of(beside, "beside")
+    assert (drawn.kind, drawn.handed_in) == (CALLS, False)
+    assert drawn.lines[0].new == "import torch; import ds_hydra as ds"
+    assert "call engine.train_batch() in place of the three calls" in drawn.note
+    assert [one.name for one in settings(drawn, {}, [5], 1, None)][2:] == ["strategies"]
+    assert "a step draws sequences" in settings(drawn, {}, [5], 1, None)[0].why
     both = "from transformers import (\n    AutoModel,\n    Trainer,\n)\nAutoModel.from_pretrained('folder')"
     found = swap_of(both, "both")
     assert found.models == ("folder",)
