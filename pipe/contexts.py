@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_hydra.pipe.carried import Carried
 from ds_hydra.zero_hetero.errors import PlanError
 
 
@@ -114,13 +115,14 @@ class _Join(torch.autograd.Function):
 
 
 class Contexts:
-    """All contexts of one sequence on one rank: one for each module that attends."""
+    """All contexts of one sequence on one rank: one for each module that attends, or that carries a state."""
 
     def __init__(self, total: int):
         """`total` tokens has the sequence."""
         self.total = total
         self._of: dict[Hashable, Context] = {}
         self._beside: dict[Hashable, dict[int, Tensor]] = {}
+        self._carried: dict[Hashable, Carried] = {}
 
     def note_heads(self, heads: int, kv_heads: int) -> None:
         """Told of every module that attends; for whoever wants to know."""
@@ -131,6 +133,10 @@ class Contexts:
             self._of[module] = Context(self.total)
         return self._of[module]
 
+    def carried(self, module: Hashable) -> Carried:
+        """What a recurrent module carries from slice to slice [Note: carried states]."""
+        return self._carried.setdefault(module, Carried(self.total))
+
     def beside(self, key: Hashable) -> dict[int, Tensor]:
         """What slices keep for each other beside keys and values, by the position of a slice's first token."""
         return self._beside.setdefault(key, {})
@@ -139,3 +145,4 @@ class Contexts:
         """Give all memory back: no slice of the sequence will run any more."""
         self._of.clear()
         self._beside.clear()
+        self._carried.clear()

@@ -44,9 +44,12 @@ class Where:
         A context is that of a module, so each may attend once [Note: contexts]. A layer that does not attend may look
         at other tokens in ways that are not known here, such as a recurrent state.
         """
-        for name, count in self._calls.items():
-            if count > 1:
-                return f"{name} attends {count} times in one forward"
-        if self.unattended:
-            return f"layer {min(self.unattended)} does not attend by Hugging Face's attention interface"
-        return ""
+        if self.attends_twice or not self.unattended:
+            return self.attends_twice
+        return f"layer {min(self.unattended)} does not attend by Hugging Face's attention interface"
+
+    @property
+    def attends_twice(self) -> str:
+        """Which module does, in a sentence; empty: none."""
+        twice = ((name, count) for name, count in self._calls.items() if count > 1)
+        return next((f"{name} attends {count} times in one forward" for name, count in twice), "")

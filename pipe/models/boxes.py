@@ -13,6 +13,7 @@ the model would give it if each sequence ran alone, one after the other, and its
 
 What a layer is handed beside the hidden states comes from captures: the model's own forward runs for one sequence with
 layers that do nothing but note what they are called with. Of sequences of one length it is the same, as a rule.
+Of a slice of a sequence a box is handed, and hands on, what it carries [Note: carried states].
 Sequence parallel ranks gather the row, and each computes the sequences that overlap its own tokens. Tensor parallel
 ranks all compute the whole of a box.
 
@@ -22,7 +23,7 @@ Which modules are boxes, and which of their arguments are what, is found by tryi
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,8 +36,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ds_hydra.pipe.models.draws import Draws, Keys
 from ds_hydra.pipe.models.flow import Door
+from ds_hydra.pipe.models.states import Slice, State
 from ds_hydra.pipe.row_collectives import all_of_row
-from ds_hydra.pipe.rows import Pack
+from ds_hydra.pipe.rows import Chunk, Pack
 from ds_hydra.pipe.wrappers import wrap
 from ds_hydra.zero_hetero.errors import ConfigError
 
@@ -53,6 +55,15 @@ class Box:
     sources: tuple[int | None, ...]  # of each: which leaf of its layer's arguments it is; None: computed in the layer
     returned: tuple[tuple[int, ...], ...]  # of each leaf of what it returns the dimensions that count tokens
     batched: bool = False  # whether sequences of one length may be rows of one call
+    state: int | None = None  # which leaf of its arguments is its cache, if it passes what it carries on in slices
+    carries: int = 0  # bytes that it does, of a sequence
+
+    @property
+    def rows(self) -> int | None:
+        """Which leaf of its arguments is the tokens, if there is one alone that was computed in the layer."""
+        found = [place for place, (dims, source) in enumerate(zip(self.handed, self.sources, strict=True))
+                 if dims and source is None]  # fmt: skip
+        return found[0] if len(found) == 1 and len(self.handed[found[0]]) == 1 else None
 
 
 @dataclass(frozen=True)
@@ -65,6 +76,7 @@ class Boxes:
     heads: frozenset[tuple[int, int]] = frozenset()  # of queries, and of keys and values, where layers attend by it
 
     attention: str = ""  # what Hugging Face calls the attention of boxes
+    whole: str = ""  # why no sequence may be cut into slices
 
     def __bool__(self) -> bool:
         return any(self.of)
@@ -78,7 +90,8 @@ class Boxes:
     def told(self, layers_path: str) -> str:
         """What is run once for each sequence, in a sentence."""
         paths = sorted({re.sub(r"\.\d+(?=\.|$)", ".*", path) for path in self.paths(layers_path)})
-        return f"run once for each sequence of a pack, as it is: {', '.join(paths)}"
+        slices = f"sequences are not cut into slices: {self.whole}" if self.whole else "also on slices of sequences"
+        return f"run once for each sequence of a pack, as it is: {', '.join(paths)}; {slices}"
 
 
 class Reached(BaseException):
@@ -199,20 +212,48 @@ class BoxedLayers:
         outs: dict[int, Leaves] = {}
         counts = None if self._draws is None else self._draws.counts
         out_spec = spec
-        for group in cut.groups(alone=run.keys is not None):
-            given, named = tree_unflatten(cut.arguments(group), spec)
-            with self._alone(run, group[0], counts):
+
+        def call(arguments: Leaves, keys: Tensor | None) -> list[tuple[Any, tuple[int, ...]]]:
+            nonlocal out_spec
+            given, named = tree_unflatten(arguments, spec)
+            with self._alone(keys, counts):
                 returned, out_spec = tree_flatten(forward(*given, **named))
+            return list(cut.pairs(returned))
+
+        for group in cut.groups(alone=run.keys is not None):
+            keys, arguments = cut.keys(group[0]), cut.arguments(group)
+            if group[0] == 0 and run.pack.chunk is not None:
+                outs[0] = call_on_slice(call, box, arguments, keys, run.pack.chunk, (index, box.path))
+                continue
+            returned = call(arguments, keys)
             for place, sequence in enumerate(group):
-                outs[sequence] = [_row(value, dims, place, len(group)) for value, dims in cut.pairs(returned)]
+                outs[sequence] = [_row(value, dims, place, len(group)) for value, dims in returned]
         return tree_unflatten(cut.joined(outs), out_spec)
 
-    def _alone(self, run: Run, sequence: int, counts: Any) -> Any:
-        """Within it, a sequence draws what it draws where it runs alone."""
-        if self._draws is None or run.keys is None:
-            return nullcontext()
-        start, stop = run.pack.offsets[sequence : sequence + 2]
-        return self._draws.alone(Keys(run.keys.row[start:stop], run.keys.row[start:stop]), counts)
+    def _alone(self, keys: Tensor | None, counts: Any) -> Any:
+        """Within it, a sequence whose tokens have these keys draws what it draws where it runs alone."""
+        return nullcontext() if self._draws is None or keys is None else self._draws.alone(Keys(keys, keys), counts)
+
+
+def call_on_slice(
+    call: Callable[[Leaves, Tensor | None], list[tuple[Any, tuple[int, ...]]]], box: Box, arguments: Leaves,
+    keys: Tensor | None, chunk: Chunk, module: Hashable,
+) -> Leaves:  # fmt: skip
+    """What a box returns of a slice of a sequence. ConfigError for one that runs whole sequences only."""
+    if box.state is None or box.rows is None:
+        raise ConfigError(
+            f"tokens {chunk.start} to {chunk.stop} of a sequence of {chunk.contexts.total} run as a slice, but "
+            f"{box.path or 'the layer'} runs whole sequences only: plan without slices"
+        )
+    state, rows = box.state, box.rows
+    one = Slice(chunk.contexts.carried(module), chunk, box.handed[rows][0])
+    given = [*arguments]
+
+    def forward(tokens: Tensor, kept: State) -> list[tuple[Any, tuple[int, ...]]]:
+        given[rows], given[state] = tokens, kept
+        return call(given, one.keys(keys))
+
+    return one.call(forward, arguments[rows], keys)
 
 
 class _Cut:
@@ -226,6 +267,8 @@ class _Cut:
         # A rank without tokens takes part in the gathering, and in its backward.
         ends = enumerate(pairwise(self.offsets))
         self.here = [sequence for sequence, (a, b) in ends if a < self.stop and b > self.start] or [0]
+        # All compute a slice, for what it carries to the next one.
+        self.beside = [0] if pack.chunk is not None and self.here[0] > 0 else []
         self.rows: dict[int, Tensor] = {}
         for place, (value, dims, source) in enumerate(zip(flat, box.handed, box.sources, strict=True)):
             if source is None and dims and isinstance(value, Tensor) and id(value) not in run.apart:
@@ -238,10 +281,18 @@ class _Cut:
 
     def groups(self, *, alone: bool) -> list[list[int]]:
         """The sequences of each call; `alone`: one by one."""
+        slices = [] if self.run.pack.chunk is None else [0]
+        whole = [sequence for sequence in self.here if sequence not in slices]
+        run = [[sequence] for sequence in slices]
         if alone or not self.box.batched:
-            return [[sequence] for sequence in self.here]
+            return run + [[sequence] for sequence in whole]
         length = self.run.pack.lengths.__getitem__
-        return [list(group) for _, group in groupby(sorted(self.here, key=length), key=length)]
+        return run + [list(group) for _, group in groupby(sorted(whole, key=length), key=length)]
+
+    def keys(self, sequence: int) -> Tensor | None:
+        """What random calls of a sequence's tokens draw from."""
+        keys = self.run.keys
+        return None if keys is None else keys.row[self.offsets[sequence] : self.offsets[sequence + 1]]
 
     def arguments(self, group: Sequence[int]) -> Leaves:
         """What the box is handed for sequences of one length."""
@@ -283,7 +334,9 @@ class _Cut:
             if not dims or not isinstance(values[0], Tensor):
                 found.append(values[0])  # a parameter, a number: of each sequence the same
             elif self._is_row(place, values, dims):
-                row = torch.cat(values, dims[0])
+                # Of what is computed beside, nothing but its place in the graph: its backward takes states' gradients.
+                beside = [outs[sequence][place].narrow(dims[0], 0, 0) for sequence in self.beside]
+                row = torch.cat((*beside, *values), dims[0])
                 tokens = self.stop - self.start
                 skipped = max(0, self.start - self.offsets[self.here[0]]) if tokens else 0
                 found.append(row.narrow(dims[0], skipped, tokens))

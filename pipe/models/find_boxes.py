@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from ds_hydra.pipe.attention.interface import tell_pack
-from ds_hydra.pipe.models.attended import Attended
+from ds_hydra.pipe.models.attended import Attended, Where
 from ds_hydra.pipe.models.boxes import Box, BoxedLayers, Boxes, Capture, Leaves, Run, is_plain
 from ds_hydra.pipe.models.cut import hand_on
+from ds_hydra.pipe.models.find_states import with_states
 from ds_hydra.pipe.models.flow import Door
 from ds_hydra.pipe.models.mixers import FIRST, Call, Calls, Mixers, called, put_back
 from ds_hydra.pipe.rows import Chunk, Pack
@@ -31,8 +32,8 @@ def find_boxes(alone: Mixers, packed: Mixers | None, first_position: int = 0) ->
     """The boxes of all layers. `alone` runs the model by its own attention, `packed` by packed attention with positions
     from `first_position`; None where the model cannot be run so. ConfigError where a layer has none that are right."""
     calls = alone.run(among=True)
-    apart, heads = (
-        (set[int](), frozenset[tuple[int, int]]()) if packed is None else _by_interface(packed, first_position)
+    apart, heads, twice = (
+        (set[int](), frozenset[tuple[int, int]](), "") if packed is None else _by_interface(packed, first_position)
     )
     ran = [index for index in alone.kinds if (index, "") in calls]  # others wait for an image, say
     mixing = {index for index in ran if alone.mixes(index, "", calls[index, ""])}
@@ -51,11 +52,13 @@ def find_boxes(alone: Mixers, packed: Mixers | None, first_position: int = 0) ->
     if not any(found.values()):
         return Boxes()
     row = row if packs else calls
-    return replace(_tried(alone, found, calls, row, packed=packs), heads=heads if packs else frozenset())
+    boxes = with_states(alone, _tried(alone, found, calls, row, packed=packs), calls)
+    return replace(boxes, heads=heads if packs else frozenset(), whole=boxes.whole or (twice if packs else ""))
 
 
-def _by_interface(packed: Mixers, first_position: int) -> tuple[set[int], frozenset[tuple[int, int]]]:
-    """The layers that keep the sequences of a pack apart, and with how many heads layers attend by the interface."""
+def _by_interface(packed: Mixers, first_position: int) -> tuple[set[int], frozenset[tuple[int, int]], str]:
+    """The layers that keep the sequences of a pack apart, with how many heads layers attend by the interface, and why
+    they cannot do so in slices of a sequence."""
     attended = Attended(packed.tokens)
     pack = Pack((packed.tokens,), chunk=Chunk(0, packed.tokens, attended))
     tell_pack(packed.model, lambda: pack)
@@ -63,10 +66,11 @@ def _by_interface(packed: Mixers, first_position: int) -> tuple[set[int], frozen
     for index in packed.kinds:
         _let_fail(packed.layers[index], packed.doors[index], lambda index=index: failed.add(index))  # type: ignore[misc]
     calls = packed.run(among=False, position_ids=_positions(packed, first_position, pack))
+    twice = Where(attended, packed.model, packed.path).attends_twice
     pack = Pack((1,) * packed.tokens)
     ran = {index for index in packed.kinds if (index, "") in calls}
     kept = {index for index in ran - failed if not packed.mixes(index, "", calls[index, ""])}
-    return kept, frozenset(attended.heads)
+    return kept, frozenset(attended.heads), twice
 
 
 def _as_alone(alone: Mixers, packed: Mixers, layers: Collection[int], row: Calls) -> set[int]:

@@ -46,6 +46,7 @@ class Mixers:
         """`model` is a copy with values, in evaluation from here on; `firsts` tells of each layer which one is like
         it, and that one is tried for all [Note: kinds of layers]."""
         self.model, self.doors, self.firsts = model.eval(), doors, firsts
+        self.path = layers_path
         self.layers: Sequence[nn.Module] = model.get_submodule(layers_path)
         self.kinds = sorted(set(firsts))
         for index in set(range(len(self.layers))) - set(self.kinds):

@@ -84,4 +84,4 @@ def _boxed(source: CausalLM, model: Any, values: Mapping[str, Tensor], *, packs:
     )
     attention.use_in(alone.model, source.own_attention)
     boxes = find_boxes(alone, packed if packs else None, source.first_position)
-    return replace(boxes, attention=source.own_attention), replace(flow, heads=boxes.heads)
+    return replace(boxes, attention=source.own_attention), replace(flow, heads=boxes.heads, no_slices=boxes.whole)
