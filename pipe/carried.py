@@ -53,8 +53,8 @@ class Carried:
             return {}
         if start not in self._kept:
             raise PlanError(
-                f"a slice of a sequence of {self.total} tokens runs from token {start} on, where no slice before it has "
-                f"ended; states are kept for {sorted(self._kept) or 'none'}: a schedule must run slices in order"
+                f"a slice of a sequence of {self.total} tokens begins at token {start}, where no slice that has run "
+                f"ends; states are kept for {sorted(self._kept) or 'none'}: a schedule must run slices in order"
             )
         return {key: self._leaf(start, key, value) for key, value in self._kept[start].items()}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import re
 import textwrap
@@ -26,7 +27,11 @@ def float64_throughout(model: nn.Module) -> Iterator[None]:
             if not cls.__module__.startswith("transformers.models.") or "Rotary" in cls.__name__:
                 continue
             home = inspect.getmodule(cls)
-            for owner, name in ((cls, "forward"), (cls, "_norm"), (home, "apply_rotary_pos_emb")):
+            # Of functions, those that stand in for kernels of packages, such as a delta rule's.
+            functions = [(name, each) for name, each in vars(home).items() if inspect.isfunction(each)]
+            kernels = [name for name, each in functions if inspect.unwrap(each) is not each]
+            of_home = [(home, name) for name in ("apply_rotary_pos_emb", *kernels)]
+            for owner, name in ((cls, "forward"), (cls, "_norm"), *of_home):
                 method = vars(owner).get(name)
                 wide = _widened(method)
                 if wide is not None:
@@ -42,12 +47,29 @@ def _widened(function: Any) -> Any:
     """The function with FP64 where its source says FP32; None if it does not, or was replaced before."""
     if not inspect.isfunction(function) or "widened" in vars(function):
         return None
-    source = textwrap.dedent(inspect.getsource(function))
+    plain: Any = inspect.unwrap(function)
+    source = textwrap.dedent(inspect.getsource(plain))
     wide = re.sub(r"torch\.float(32)?\b", "torch.float64", source).replace(".float()", ".double()")
     if wide == source or "super()" in source:
         return None
     space: dict[str, Any] = {}
     body = wide[wide.index("def ") :]
-    exec(compile(body, function.__code__.co_filename, "exec"), function.__globals__, space)
-    space[function.__name__].widened = True
-    return space[function.__name__]
+    exec(compile(body, plain.__code__.co_filename, "exec"), plain.__globals__, space)
+    widened = space[plain.__name__]
+    if plain is not function:
+        widened = _without_the_unknown(widened)
+    widened.widened = True
+    return widened
+
+
+def _without_the_unknown(function: Any) -> Any:
+    """A function that drops keywords that it does not know, as transformers' stand-ins for kernels do."""
+    parameters = inspect.signature(function).parameters
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return function
+
+    @functools.wraps(function)
+    def known(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **{name: value for name, value in kwargs.items() if name in parameters})
+
+    return known

@@ -45,9 +45,14 @@ def find_boxes(alone: Mixers, packed: Mixers | None, first_position: int = 0) ->
         apart = _as_alone(alone, packed, apart, row)
     found = {index: alone.boxes(index, calls) if index in mixing - apart else () for index in alone.kinds}
     paths = {box.path for boxes in found.values() for box in boxes}
-    for index in apart:  # ranks share a module in all layers or in none
-        if any(not path or ((index, path) in calls and alone.mixes(index, path, calls[index, path])) for path in paths):
-            found[index] = alone.boxes(index, calls)
+    shared = [
+        index for index in apart
+        if any(not path or ((index, path) in calls and alone.mixes(index, path, calls[index, path])) for path in paths)
+    ]  # fmt: skip
+    # Ranks share a module in all layers or in none. Those that attend by the interface may be computed by all of them
+    # as a whole, as boxes are; it is worth asking for where it lets sequences run in slices.
+    if shared and with_states(alone, Boxes(tuple(found[first] for first in alone.firsts)), calls).whole:
+        found |= {index: alone.boxes(index, calls) for index in shared}
     packs = any(not found[index] for index in apart)
     if not any(found.values()):
         return Boxes()

@@ -26,6 +26,10 @@ ADAPTED_WITHOUT_TP: dict[str, tuple[str, dict[str, Any]]] = {
     "lora of Conv1D": ("gpt2", {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}),
     "lora with biases of its own": ("qwen2", {"target_modules": _ATTENTION, "lora_bias": True}),
     "lora in boxes": ("lfm2", {"target_modules": "all-linear"}),
+    "lora in boxes with dropout": (
+        "qwen3_next",
+        {"target_modules": ["in_proj_qkvz", "out_proj", "q_proj"], "lora_dropout": 0.2},
+    ),
 }
 
 

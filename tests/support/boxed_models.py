@@ -38,6 +38,11 @@ BOXED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "qwen3_next": ("qwen3_next", _SIZES | _DELTA | _EXPERTS | _MIXED),
     "lfm2": ("lfm2", _SIZES | {"layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 3}),
+    "bamba": (
+        "bamba",
+        _SIZES | {"attn_layer_indices": [1, 3], "mamba_n_heads": 16, "mamba_d_head": 8, "mamba_d_state": 8,
+                  "mamba_chunk_size": 8, "mamba_n_groups": 1},
+    ),
     "falcon_h1": (
         "falcon_h1",
         _SIZES | {"head_dim": 8, "mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8,

@@ -11,7 +11,18 @@ from dataclasses import replace
 from itertools import chain
 
 from tests.support.adapted_models import ADAPTED, ADAPTED_WITHOUT_TP
-from tests.support.case import AMPLIFYING, BFLOAT16, CHANGING, CHANGING_8, FLOAT32, FLOAT64, NO_GRADIENT, UNUSUAL, Case
+from tests.support.case import (
+    AMPLIFYING,
+    BFLOAT16,
+    CHANGING,
+    CHANGING_8,
+    FLOAT32,
+    FLOAT64,
+    IN_SLICES,
+    NO_GRADIENT,
+    UNUSUAL,
+    Case,
+)
 from tests.support.changed_models import CHANGED, CHANGED_LINEARS
 from tests.support.families import BALANCED, FAMILIES, LAYER_LIST, OTHER_SIZES
 from tests.support.losses import OWN
@@ -40,13 +51,14 @@ CHANGING_WITHOUT_TP = ("pp4", "sp2 + 2*tp1", "2*pp2", "pp3 + tp1", "sp4")
 
 _QUICK_UNUSUAL = {"longrope", "hooks that hold other modules"}
 # Rows that train under the strict transport in place of the plain one, and with what it is strict about: a row drawn at
-# random, one where a layer reads a weight of a module that it does not call, and one each of several phases, slices and
-# heads in groups.
+# random, one where a layer reads a weight of a module that it does not call, and one each of several phases, slices,
+# states that slices carry, and heads in groups.
 UNDER_STRICT = {
     "functions, sgd fp32": "blocking",
     "layer_list": "connect",
     "phases that change": "blocking one_queue",
     "V, slices": "blocking connect",
+    "states": "blocking connect",
     "groups of heads, one key head": "lazy one_queue",
 }
 # Of HARD_MODELS, those that draw random numbers in training.
@@ -251,6 +263,35 @@ def _boxed() -> Iterator[Case]:
     yield replace(hybrid, name="hybrid, checkpointed", activation_checkpointing=True)
 
 
+def _states() -> Iterator[Case]:
+    """Recurrent layers that carry their states from slice to slice: delta rules, Mamba-2, short convolutions."""
+    base = Case("", "qwen3_next", IN_SLICES, steps=3, slices=True)
+    for family in ("qwen3_next", "bamba", "lfm2"):
+        own = replace(base, family=family)
+        yield replace(own, name=f"states, {family}")
+        yield replace(own, name=f"states, {family}, one strategy", strategies=("pp2",))
+        yield replace(own, name=f"states, {family}, V", strategies=("tp2pp2/v", "pp2/v + sp2", "pp4/list"),
+                      recompute=True)  # fmt: skip
+    hybrid = replace(
+        base, name="states", strategies=("tp2pp2/v", "sp2 + pp2/list"), steps=2, recompute=True, quick=True
+    )
+    yield hybrid
+    yield replace(hybrid, name="states, sp", family="bamba", strategies=("sp4", "tp2sp2"))
+    yield replace(base, name="states, split", strategies=("tp2pp2/zb-h1", "sp2 + pp2/zb-h1", "pp4/zb-h1"))
+    yield replace(base, name="states, checkpointed", family="bamba", activation_checkpointing=True)
+    yield replace(base, name="states in phases", family="bamba",
+                  strategies=("4*tp1 then 2*pp2 then tp2sp2", "pp2 + sp2 then pp4"))  # fmt: skip
+    dropped = replace(base, family="lora in boxes with dropout", draws=True, steps=2)
+    yield replace(dropped, name="states, lora with dropout", strategies=("pp2/v + sp2", "pp4/list"), recompute=True,
+                  quick=True)  # fmt: skip
+    yield replace(base, name="states, lora", family="lora in boxes", strategies=CHANGING_WITHOUT_TP)
+    yield replace(base, name="states, frozen lower layers", family="bamba",
+                  frozen=("embed_tokens", "layers.0.", "layers.1."))  # fmt: skip
+    yield replace(base, name="states fp32", family="lfm2", dtype=FLOAT32, optimizer="SGD")
+    yield replace(base, name="states on 8 ranks", family="lfm2", strategies=CHANGING_8)
+    yield replace(base, name="states, long ones only", lengths=(300, 200, 450) * 8, strategies=("2*pp2", "tp2pp2"))
+
+
 _WITH_FUNCTIONS = ("llama", "llama_tied", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "olmo2", "mixtral",
                    "phi3", "cohere", "glm4")  # fmt: skip
 
@@ -327,6 +368,14 @@ def _some_otherwise(cases: Iterable[Case]) -> Iterator[Case]:
 _TABLE = chain(
     _fixed(), _families(), _unusual(), _drawing(), _options(), _heads(), _losses(), _functions(), _phased(), scheduled()
 )
-CASES: tuple[Case, ...] = (*_some_otherwise(_TABLE), *_adapted(), *_balanced(), *_boxed(), *in_groups(), *mixed())
+CASES: tuple[Case, ...] = (
+    *_some_otherwise(_TABLE),
+    *_adapted(),
+    *_balanced(),
+    *_boxed(),
+    *_states(),
+    *in_groups(),
+    *mixed(),
+)
 assert len({case.name for case in CASES}) == len(CASES), "every row has a name of its own"
 assert UNDER_STRICT.keys() <= {case.name for case in CASES if case.quick}, "they are rows of every test run"
