@@ -64,21 +64,26 @@ class Data:
         """The same sequences, whole ones packed like this."""
         return replace(self, microbatches=tuple(MicroBatchPlan.of_whole(pack, self.lengths) for pack in packs))
 
-    def in_slices(self) -> Data:
+    def in_slices(self, *, in_turns: bool = False) -> Data:
         """The same sequences, the longest in four slices, one of them of one token, with the others beside them.
 
         Of the layers of some slices all, or half of them, are computed again, since plans with slices may ask for that.
+        `in_turns`: the longest of the others runs in two slices, after the first and the third one of those.
         """
         lengths = self.lengths
-        longest = max(range(len(lengths)), key=lengths.__getitem__)
-        total = lengths[longest]
+        longest, second, *rest = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
+        total, middle = lengths[longest], lengths[second] // 2
         ends = (0, 3 * total // 10, 3 * total // 10 + 1, 3 * total // 4, total)
         slices = [Span(longest, *ends) for ends in pairwise(ends)]
-        others = [Span(position, 0, length) for position, length in enumerate(lengths) if position != longest]
-        rows = (
-            MicroBatchPlan((own, *others[index :: len(slices)]), again)
+        others = sorted(rest) if in_turns else sorted((second, *rest))
+        whole = [Span(position, 0, lengths[position]) for position in others]
+        rows = [
+            MicroBatchPlan((own, *whole[index :: len(slices)]), again)
             for index, (own, again) in enumerate(zip(slices, (1.0, 0.5, 0.0, 0.5), strict=True))
-        )
+        ]
+        if in_turns:
+            rows.insert(3, MicroBatchPlan((Span(second, middle, lengths[second]),)))
+            rows.insert(1, MicroBatchPlan((Span(second, 0, middle),), 1.0))
         return replace(self, microbatches=tuple(rows))
 
     def load(self, sequence: int) -> TokenSequence:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 HEAD_DIM = 8
-POSITIONS = 64  # longest sequence
+POSITIONS = 66  # longest sequence, which is beyond a chunk of 64 tokens
 FEW_POSITIONS = POSITIONS // 4  # where a rotary embedding changes from its short to its long frequencies
 WINDOW = 6
 VOCABULARY = 96

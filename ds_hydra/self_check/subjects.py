@@ -30,6 +30,8 @@ from ds_hydra.self_check.tried_tokens import tried_data
 # where tensor parallel ranks share tokens, rows get padding, which must train nothing. Of a pack and its sequences some
 # are even and some odd.
 _LENGTHS = ((6, 33, 2), (13,))
+# Recurrences compute in chunks of 64 tokens, whatever the config says, and states pass from one to the next.
+_BEYOND_A_CHUNK = ((6, 65, 2), (13,))
 _LEAST_VOCABULARY = 16  # of a layer list, which does not say how many tokens it knows
 _COINS = (1e-6, 1 - 1e-6)  # what single random numbers give in one run and in the other
 _WHOLE_VOCABULARY = 4096  # that is tried together with long sequences
@@ -92,7 +94,8 @@ def _of_model(
         raise RefusedError(told(error)) from error
     known = known_tokens(small.model)
     data_of = partial(tried_data, known, special=special_tokens(small.model), left_out=source.uncounted)
-    data = data_of(_LENGTHS)
+    lengths = _BEYOND_A_CHUNK if any(box.state is not None for of in source.boxes.of for box in of) else _LENGTHS
+    data = data_of(lengths)
     if source.boxes:  # they take their sequences' part of what layers are handed, also where they run again
         data = replace(data, microbatches=tuple(replace(batch, recompute=0.5) for batch in data.microbatches))
     plain = Plain(small.model, source.flow.draws, source.layers_path, source.balancing)
@@ -100,7 +103,7 @@ def _of_model(
     if longest:
         parameters = sum(parameter.numel() for parameter in small.model.parameters())
         tried = affordable_alone(affordable(longest, parameters, known), plain, data)
-        data = lengthened(_LENGTHS, tried - source.first_position, data_of, plain.evaluate)
+        data = lengthened(lengths, tried - source.first_position, data_of, plain.evaluate)
 
     def alone(run: int) -> Outcome:
         return plain.outcome(data, range(len(data.sequences))[:: 1 - 2 * run], coin=_COINS[run])
