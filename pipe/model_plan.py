@@ -172,6 +172,7 @@ class ModelPlan:
     no_slices: str = ""  # the same of sequences that are cut into slices
     no_token_sharding: str = "nothing is known of it"  # the same of ranks that share tokens [Note: token sharding]
     unread: Names = frozenset()  # parameters that no forward was seen to read
+    carried: tuple[int, ...] = ()  # bytes of the states that a slice hands on in each layer; none: layers have none
     alignment: int = ALIGNMENT  # in elements, of parameters and buckets in a rank's buffers [Note: gaps]
 
     @property
@@ -182,6 +183,16 @@ class ModelPlan:
     def token_sharding(self) -> bool:
         """Whether tensor parallel ranks share the tokens between the blocks."""
         return not self.no_token_sharding
+
+    @property
+    def state_bytes(self) -> float:
+        """What a layer keeps, in the mean, for a slice that others follow: the states that it hands on, and their
+        gradients."""
+        return self.state_bytes_of(0, self.num_layers) / self.num_layers
+
+    def state_bytes_of(self, first: int, last: int) -> float:
+        """The same of layers first, first + 1, ..., last - 1 together."""
+        return 2.0 * sum(self.carried[first:last])
 
     def needed(self, stage: Stage) -> frozenset[str]:
         """Names of the parameters that a stage computes with, in all of its parts."""

@@ -21,6 +21,7 @@ from ds_hydra.pipe.models.find_states import with_states
 from ds_hydra.pipe.models.states import State
 from ds_hydra.pipe.placement import Strategy, place_pipeline
 from ds_hydra.pipe.shape import PipelineShape, StrategyShape
+from ds_hydra.profiling.stage_memory import measure_activations
 from ds_hydra.self_check.check import check_strategies
 from ds_hydra.self_check.compare import compare
 from ds_hydra.self_check.plain import Plain
@@ -75,7 +76,7 @@ def test_four_slices_of_200_tokens_equal_the_whole(family: str) -> None:
 
 
 def state_is_not_passed() -> Any:
-    return mock.patch.object(State, "get_recurrent_state", lambda *_, **__: None)
+    return mock.patch.object(State, "get_recurrent_state", return_value=None)
 
 
 def tail_is_cut_by_one() -> Any:
@@ -88,7 +89,7 @@ def tail_is_cut_by_one() -> Any:
 
 
 def gradient_of_the_state_is_dropped() -> Any:
-    return mock.patch.object(Carried, "_left", lambda *_: None)
+    return mock.patch.object(Carried, "_left", return_value=None)
 
 
 def token_is_not_carried() -> Any:
@@ -189,6 +190,19 @@ def test_the_self_check_sees_what_trying_did_not(family: str, mutant: Callable[[
 def test_the_self_check_finds_slices_equal(family: str) -> None:
     result = check_strategies(build_model(family, torch.float32), [StrategyShape.parse("tp1")], keep=False)
     assert (result.objections(), result.no_slices) == ([], "")
+
+
+@pytest.mark.parametrize("family", FOUND)
+def test_memory_counts_what_slices_hand_on(family: str) -> None:
+    source = CausalLM(build_model(family, torch.float32))
+    plan, stage = source.plan, (source, 1, 1, torch.device("cpu"), torch.float32, 64)
+    assert plan.carried == tuple(sum(box.carries for box in of) for of in source.boxes.of)
+    found = measure_activations(*stage)
+    assert found.state == plan.state_bytes == 2 * sum(plan.carried) / 4, "with their gradients"
+    with mock.patch.object(type(plan), "state_bytes_of", return_value=0.0):
+        undivided = measure_activations(*stage)
+    measured = (undivided.context - found.context) * 64 * found.layer  # in the one layer of the middle stage
+    assert measured == pytest.approx(2 * plan.carried[2]), "what a length was measured with is not counted by token"
 
 
 def test_slices_out_of_order_are_refused() -> None:

@@ -48,7 +48,8 @@ class Activations:
     follows the layers (logits apart); `transient` is needed while a layer computes its backward. Of what is kept the
     share `until_weight` stays from the input's gradient to the weights' where the backward is split, and a token of a
     slice that others follow keeps the share `context` more [Note: shares of a micro-batch]. A token of a layer that is
-    computed again keeps the share `recomputed`.
+    computed again keeps the share `recomputed`. `state`: bytes of a layer, not per token, that a slice which others
+    follow keeps of states that are carried on, and of their gradients.
     """
 
     layer: float
@@ -58,6 +59,7 @@ class Activations:
     until_weight: float = UNTIL_WEIGHT
     context: float = CONTEXT
     recomputed: float = RECOMPUTED
+    state: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,7 @@ class Needs:
     recomputed: float  # tokens that a token counts in a layer that is computed again
     layer: float  # bytes per token of one layer, which it keeps while it is computed again
     sent: float  # per token, held only because it is on its way to another stage
+    state: float = 0.0  # bytes of one layer, that a slice which others follow keeps of states and their gradients
 
     @property
     def states(self) -> int:
@@ -273,6 +276,7 @@ class JobMemory:
             recomputed=kept.recomputed,
             layer=kept.layer,
             sent=sent * of_head.width * self.param_bytes / (stage.sp * shards),
+            state=kept.state,
         )
 
     def _alike(self, shape: PipelineShape) -> tuple[PipelineShape, set[PipelineShape]]:

@@ -17,9 +17,10 @@ scheme's b. The scheme with the least b * ranks of the table is taken to compute
 Memory is counted in tokens that a stage keeps with all their activations. From B to W it keeps nine tenths: inputs and
 output gradients of the matrix products. A slice that others follow keeps more than its tokens: the gradients of its
 keys and values, summed in FP32. These are 8 bytes a hidden unit where a layer keeps 36 to 50 of them, so up to 0.22;
-less by kv heads / heads. Of a layer that the backward computes again a token keeps the input only, and keys and values
-for the slices behind it: 2 and 4 of these 36 bytes, 0.17. That costs a further F, and leaves no W for later: what was
-computed again would have to stay for it.
+less by kv heads / heads. Where layers carry states from slice to slice [Note: carried states], such a slice keeps them
+and their gradients too, as many bytes whatever its length: so many tokens more. Of a layer that the backward computes
+again a token keeps the input only, and keys and values for the slices behind it: 2 and 4 of these 36 bytes, 0.17. That
+costs a further F, and leaves no W for later: what was computed again would have to stay for it.
 
 MaxLen tokens fit PP times on the first stage, which under 1F1B keeps PP micro-batches. So a stage has room for
 PP * MaxLen tokens, in whatever micro-batches.
@@ -56,6 +57,7 @@ class Shares:
     until_weight: float = UNTIL_WEIGHT
     context: float = CONTEXT
     recomputed: float = RECOMPUTED
+    state: float = 0.0  # tokens that a slice which others follow counts more, for the states that it hands on
 
     def __post_init__(self) -> None:
         for name in Terms._fields:
@@ -66,11 +68,15 @@ class Shares:
                     "most 1; the rest is the backward's"
                 )
         within = 0.0 <= self.until_weight <= 1.0 and 0.0 <= self.recomputed <= 1.0
-        if not (within and 0.0 <= self.context <= _MOST_CONTEXT):
+        if not (within and 0.0 <= self.context <= _MOST_CONTEXT and 0.0 <= self.state <= _MOST_CONTEXT):
             raise ConfigError(
                 f"shares of memory: until_weight {self.until_weight!r} and recomputed {self.recomputed!r} must be "
-                f"within 0..1, and context {self.context!r} within 0..{_MOST_CONTEXT:g}"
+                f"within 0..1, and context {self.context!r} and state {self.state!r} within 0..{_MOST_CONTEXT:g}"
             )
+
+    def beside(self, slice_tokens: int) -> float:
+        """Tokens that a token counts more, in slices of so many tokens that others follow."""
+        return self.context + self.state / slice_tokens
 
     @classmethod
     def usual(cls, computing: float = 1.0) -> Shares:

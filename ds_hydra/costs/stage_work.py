@@ -24,6 +24,7 @@ class StageCosts(NamedTuple):
     until_weight: float
     context: float
     recomputed: float
+    state: float
     parts: int  # ranges of layers of a stage
     floor: float  # ms of the launches, of which each part has its share of c
 
@@ -36,7 +37,7 @@ def stage_costs(cost: SchemeCost, shares: Shares, parts: int) -> StageCosts:
 
     ms = Terms(float(cost.a), float(cost.b), float(cost.c))
     forward, weight = floats(shares.forward), floats(shares.weight)
-    kept = float(shares.until_weight), float(shares.context), float(shares.recomputed)
+    kept = float(shares.until_weight), float(shares.context), float(shares.recomputed), float(shares.state)
     return StageCosts(ms, forward, weight, *kept, parts, float(cost.floor))
 
 
@@ -58,7 +59,7 @@ def stage_work(
         of_backward = max(of_backward, (1.0 - forward.c - weight.c) * costs.floor)
     # A layer that is computed again gives its memory back until then, and has its weights' gradients computed at once.
     backward = of_backward + again * (of_forward + of_weight)
-    contexts = tokens * costs.context if followed else 0.0
+    contexts = tokens * costs.context + costs.state if followed else 0.0
     kept_tokens = tokens + contexts - again * (1.0 - costs.recomputed) * tokens
     waiting_tokens = ((1.0 - again) * tokens + contexts) * costs.until_weight
     return (

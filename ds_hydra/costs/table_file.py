@@ -46,7 +46,7 @@ _EVIDENCE_KEYS = ("job", "measured", "links", "step", "activations", "peak")
 _COST_KEYS = ("scheme", "a", "b", "c", "max_length", "util_length")
 _MORE_KEYS = {"shares": 2, "derived": 4, "stages": 4, "floor": 5}  # each with the version that began it
 _SHARES_KEYS = ("forward", "weight", "until_weight", "context")
-_MORE_SHARES_KEYS = ("recomputed",)
+_MORE_SHARES_KEYS = ("recomputed", "state")
 _MOST_FLOPS = 1e30
 _MOST = 1e15  # bytes of activations of a token: more is a mistake, and products of it would overflow
 # What must be equal between a table and a job, and what to do when it is not. Other things, such as the versions of
@@ -267,7 +267,7 @@ def _share_of_costs(value: object) -> float:
 def _shares_record(shares: Shares) -> dict[str, Any]:
     return {"forward": shares.forward._asdict(), "weight": shares.weight._asdict(),
             "until_weight": shares.until_weight, "context": shares.context,
-            "recomputed": shares.recomputed}  # fmt: skip
+            "recomputed": shares.recomputed} | ({"state": shares.state} if shares.state else {})  # fmt: skip
 
 
 def _read_shares(record: object) -> Shares:

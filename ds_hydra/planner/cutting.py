@@ -76,12 +76,14 @@ def longest_of(cost: SchemeCost, shares: Shares, *, slices: bool = True, layers:
     """The longest sequence that such a pipeline can run, in tokens; `layers`: of a stage, that may run again."""
     if not slices:
         return int(cost.max_length)
-    # All slices live together, and all but the last keep gradients of keys and values beside their activations.
-    longest = cost.room / (1.0 + shares.context)
+    # All slices live together, and all but the last keep gradients of keys and values, and states, beside their
+    # activations.
+    beside = shares.beside(int(cost.max_length))
+    longest = cost.room / (1.0 + beside)
     if layers:
         # While one of the layers is computed again for a slice, it keeps all that it would have kept.
         room = cost.room - (1.0 - shares.recomputed) * cost.max_length / layers
-        longest = max(longest, room / (shares.recomputed + shares.context))
+        longest = max(longest, room / (shares.recomputed + beside))
     return int(longest)
 
 

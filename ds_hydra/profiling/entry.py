@@ -82,7 +82,8 @@ class SchemeEntry:
         b = b if a or b else 1e-9  # a table refuses costs that do not grow with the length
         split, shares = self.slowest.split, None
         if split is not None and kept is not None:
-            shares = Shares(split.forward, split.weight, kept.until_weight, kept.context, kept.recomputed)
+            state = kept.state / kept.layer if kept.state else 0.0
+            shares = Shares(split.forward, split.weight, kept.until_weight, kept.context, kept.recomputed, state)
         derived = "a fitted with all schemes of as many heads on a rank" if self.slowest.shared_square else ""
         return SchemeCost(self.scheme, a, b, fit.c, max_length, utilised_length(fit, max_length), shares, derived,
                           floor=fit.floor)  # fmt: skip

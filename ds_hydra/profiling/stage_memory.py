@@ -77,8 +77,14 @@ def measure_activations(
     layer = kept[1] / counts[1] if stages == 3 else sum(kept) / plan.num_layers
     first, last = (max(0.0, kept[i] - counts[i] * layer) for i in (0, -1)) if stages == 3 else (0.0, 0.0)
     context = 0.0 if plan.no_slices else kept_for_slices(middle, num_tokens)
+    # What was measured is of one slice that another follows, with the states that it hands on.
+    own = middle.place.stage
+    states = plan.state_bytes_of(own.first_layer, own.last_layer)
+    context = max(0.0, context - states / (own.num_layers * layer * num_tokens)) if states else context
     until_weight, again = kept_until_weight(middle, num_tokens), kept_when_recomputed(middle, num_tokens)
-    return Activations(layer, first, last, _transient(middle, num_tokens), until_weight, context, again)
+    return Activations(
+        layer, first, last, _transient(middle, num_tokens), until_weight, context, again, plan.state_bytes
+    )
 
 
 def kept_until_weight(timer: StageTimer, num_tokens: int) -> float:

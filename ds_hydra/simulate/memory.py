@@ -5,6 +5,8 @@ the sums of their gradients from the last slice's backward on [Note: contexts]. 
 each with keys and values of one byte within what it keeps and sums of two: after the first forward there is room for
 three tokens more, 3 bytes, after the last one 0. The last slice's backward, which is the first, makes sums of 8 bytes
 and leaves its keys and values behind, 9 bytes beside what the other three keep; the first slice's gives all back.
+States that layers carry on [Note: carried states] are made by the forward of a slice that others follow, their
+gradients by the backward of the next one, and both are given back by the slice's own backward.
 """
 
 from __future__ import annotations
@@ -65,6 +67,7 @@ class _Contexts:
         self._kept = 0.0 if needs.until_weight == 0.0 else 1.0
         self._sums = needs.context * needs.layer * (1.0 if self._kept else wide / (wide + param_bytes))
         self._rows = self._sums * param_bytes / wide
+        self._state = needs.state / 2
 
     def of(self, kind: str, microbatch: int) -> tuple[float, float]:
         """Bytes of one layer that an action makes, and that are free after it."""
@@ -74,9 +77,12 @@ class _Contexts:
             if kind == "forward":
                 made += self._rows * total * (start == 0)
                 given_back += own  # it counts among what the slice keeps
+                made += self._state * (stop < total)
             elif kind in ("backward", "input_gradient"):
                 made += self._sums * total * (stop == total) + own
                 given_back += (self._sums + self._rows) * total * (start == 0)
+                made += self._state * (start > 0)
+                given_back += 2 * self._state * (stop < total)
         return made, given_back
 
     def _slices(self, microbatch: int) -> Iterator[tuple[int, int, int]]:

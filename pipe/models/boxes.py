@@ -81,6 +81,12 @@ class Boxes:
     def __bool__(self) -> bool:
         return any(self.of)
 
+    @property
+    def carried(self) -> tuple[int, ...]:
+        """Bytes that a slice of a sequence hands on in each layer; empty if it hands on nothing."""
+        found = tuple(sum(box.carries for box in boxes) for boxes in self.of)
+        return found if any(found) and not self.whole else ()
+
     def paths(self, layers_path: str) -> tuple[str, ...]:
         """The modules that are boxes, by their paths in the model."""
         return tuple(

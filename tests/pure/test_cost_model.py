@@ -12,6 +12,7 @@ from ds_hydra.costs.shares import Shares, Terms
 from ds_hydra.costs.stage_work import stage_costs, stage_work
 from ds_hydra.costs.table_file import TableFile, read_table
 from ds_hydra.pipe.shape import ParallelScheme
+from ds_hydra.planner.cutting import longest_of
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 
 TABLES = Path(__file__).parents[2] / "examples" / "cost_tables"
@@ -49,7 +50,17 @@ def test_slices_of_a_sequence_add_up_to_the_whole() -> None:
     assert SchemeCost(ParallelScheme(), 0.0, 2.0, 0.0, 9).tokens_in(5.0) == 2.5
 
 
-SHARES = Shares(Terms(0.3, 0.4, 0.5), Terms(0.0, 0.25, 0.1), 0.8, 0.05)
+SHARES = Shares(Terms(0.3, 0.4, 0.5), Terms(0.0, 0.25, 0.1), 0.8, 0.05, state=30.0)
+
+
+def test_a_slice_that_others_follow_keeps_states_whatever_its_length() -> None:
+    cost = SchemeCost(ParallelScheme(), 0.0, 1.0, 0.0, 100)
+    some, none = (stage_costs(cost, replace(SHARES, state=state), 1) for state in (30.0, 0.0))
+    for tokens in (1, 50):
+        followed, before = (stage_work(costs, tokens**2, tokens, True, 0.5) for costs in (some, none))
+        assert [after - without for after, without in zip(followed, before, strict=True)] == [0, 0, 0, 30_000, 24_000]
+        assert stage_work(some, tokens**2, tokens, False, 0.5) == stage_work(none, tokens**2, tokens, False, 0.5)
+    assert longest_of(cost, SHARES) == int(100 / 1.35), "a token of slices of 100 counts 0.05 and 0.3 more"
 
 
 def test_shares_are_measured_or_follow_from_the_messages_in_b() -> None:
@@ -89,6 +100,7 @@ def test_measured_shares_are_kept_and_older_tables_read(tmp_path: Path) -> None:
         ({"until_weight": 1.5}, "until_weight 1.5 .* must be within"),
         ({"recomputed": -0.1}, "recomputed -0.1 must be within"),
         ({"context": "much"}, "must be numbers"),
+        ({"state": -1.0}, "state -1.0 within 0"),
         ({"context": True}, "must be numbers"),
         ({"speed": 1.0}, "must hold forward, weight, until_weight, context"),
     ],

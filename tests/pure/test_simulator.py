@@ -282,10 +282,20 @@ def test_memory_follows_the_micro_batches_that_are_alive() -> None:
         assert peaks([64] * 5)[stage] == needs.total(64) - needs.states, "what MaxLen was made for"
 
 
-def test_contexts_of_slices_are_there_from_the_first_forward_to_the_first_slices_backward() -> None:
+@pytest.mark.parametrize(
+    ("state", "held"),
+    [
+        (0.0, [13, 22, 31, 40, 39, 30, 21, 61, 21, 0]),
+        (4.0, [15, 26, 37, 46, 47, 36, 25, 65, 25, 0]),  # 2 bytes handed on by three slices, and their gradients
+    ],
+)
+def test_contexts_of_slices_are_there_from_the_first_forward_to_the_first_slices_backward(
+    state: float, held: list[int]
+) -> None:
     """Four slices of one token keep 10 bytes each, 1 of them keys and values, and sums of their gradients take 2; the
     example of `simulate.memory`, with 40 bytes of a whole sequence that runs between their backwards."""
-    memory = JobMemory(layers(1, 8), 1, {(1, 1): Activations(10.0, 0.0, 0.0, 0.0, context=0.2)}, param_bytes=2)
+    kept = Activations(10.0, 0.0, 0.0, 0.0, context=0.2, state=state)
+    memory = JobMemory(layers(1, 8), 1, {(1, 1): kept}, param_bytes=2)
     whole = plan_of("tp1", [[4, 4]])
     (pipeline,) = whole.pipelines
     slices = tuple(MicroBatchPlan((Slice(0, start, start + 1),)) for start in range(4))
@@ -297,8 +307,7 @@ def test_contexts_of_slices_are_there_from_the_first_forward_to_the_first_slices
     stage = place_strategy(StrategyShape.parse("tp1"), 1, 1).pipelines[0].stages[0]
     curve = memory_over_time(memory, pipeline, StageTimes(stage, 0, (), 0.0, (), 0.0, actions=actions))
     states = curve[0][1]
-    after = [held - states for _, held in curve[2::2]]
-    assert after == [13, 22, 31, 40, 39, 30, 21, 61, 21, 0]
+    assert [bytes_held - states for _, bytes_held in curve[2::2]] == held
 
 
 @pytest.mark.parametrize(("share", "held"), [(0.5, 50 + 50 / 4), (0.3, 50 + 50 / 4), (1.0, 100 / 4 + 25 * 3 / 4)])

@@ -130,7 +130,8 @@ def _model(case: Case) -> tuple[Shares, JobMemory]:
     strategy = StrategyShape((case.pipeline,))
     placed = place_strategy(strategy, case.pipeline.num_ranks, source.plan.num_layers)
     usual = Shares.usual()
-    shares = Shares(usual.forward, usual.weight, figures.until_weight, figures.context, figures.recomputed)
+    state = figures.state / figures.layer
+    shares = Shares(usual.forward, usual.weight, figures.until_weight, figures.context, figures.recomputed, state)
     return shares, memory.together({strategy: placed})
 
 

@@ -115,7 +115,7 @@ def cut_one(pipe: Pipe, item: int, length: int, at: int, more: float, target: Fl
             limit: Ints, pieces: Pieces) -> int:  # fmt: skip
     """Put a sequence's slices into slots from `at` on; the slot after its last one. `limit`: tokens of each slot."""
     a, b = pipe.costs.ms.a, pipe.costs.ms.b
-    start, done, earlier = 0, 0.0, -1
+    start, done, earlier, states = 0, 0.0, -1, 0.0
     while start < length:
         while pieces.counts[1] <= at:
             pieces.counts[1] = slot_after(pieces.counts[1], more, target, pieces)
@@ -131,9 +131,9 @@ def cut_one(pipe: Pipe, item: int, length: int, at: int, more: float, target: Fl
         pieces.before[at] = earlier
         # Nothing stands beside a slice that others follow. Beside the last one there is the room that all leave: they
         # live together.
-        others = math.ceil(start * (1.0 + pipe.costs.context)) + 1
+        others = math.ceil(start * (1.0 + pipe.costs.context) + states) + 1
         limit[at] = 0 if stop < length else min(pipe.max_length, pipe.room // UNITS - others)
-        start, done, earlier, at = stop, ms, at, at + 1
+        start, done, earlier, at, states = stop, ms, at, at + 1, states + pipe.costs.state
     return at
 
 
