@@ -4,11 +4,12 @@
 
 ways     how tokens meet in each layer of some models, found by trying: by the interface, or in which boxes
 classes  hybrids and models with attention of their own under TP 3, PP 3, SP 3 and a mix, against the plain model
+slices   what recurrent layers carry from slice to slice of a sequence, and how near the whole that comes, in FP64
 costs    CPU time of a training step on packs over that of plain transformers, one sequence at a time, in FP64; the
          share of it that products and attention alone take, below which no pack comes; operators a sequence and layer
 
 `--quick` takes fewer classes and the small packs. What stages with boxes must not do is a mutant in
-`tests/test_boxes.py`, each refused before step 0. Exits non-zero if an aim is missed.
+`tests/test_boxes.py` and `tests/test_states.py`, each refused before step 0. Exits non-zero if an aim is missed.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 from ds_hydra.commands.figures import guarded, run_parts
 from tests.support.family_verdicts import EQUAL, SHAPES, entry, judge
 from tools.hybrids.costs import costs
+from tools.hybrids.slices import slices
 from tools.hybrids.ways import ways
 
 # Delta rules, recurrences of Mamba-2's kind, short convolutions, lightning attention; and attention of their own.
@@ -44,6 +46,7 @@ def classes(quick: bool, missed: list[str]) -> list[dict[str, Any]]:
 PARTS: dict[str, Callable[[bool, list[str]], list[dict[str, Any]]]] = {
     "ways": ways,
     "classes": classes,
+    "slices": slices,
     "costs": costs,
 }
 
