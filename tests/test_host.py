@@ -16,7 +16,7 @@ from deepspeed.runtime.lr_schedules import WarmupLR
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from ds_hydra.host import launch
+from ds_hydra.host import launch, refusals
 from ds_hydra.host.optimizers import Lion, optimizer_recipe, parameter_groups
 from ds_hydra.host.settings import deepspeed_config
 from ds_hydra.zero_hetero.errors import ConfigError
@@ -143,6 +143,23 @@ def test_client_optimizers_are_checked() -> None:
     used.step()
     with pytest.raises(ConfigError, match="already made steps"):
         optimizer_recipe(model, client=used)
+
+
+def test_an_optimizer_that_begins_with_a_state_has_it_for_the_shards() -> None:
+    model, shard = small_model(), nn.Parameter(torch.ones(7))
+    client = torch.optim.Adagrad(model.parameters(), lr=1, initial_accumulator_value=3.0)
+    assert optimizer_recipe(model, client=client).build([[shard]]) is client
+    assert list(client.state) == [shard]
+    shard.grad = torch.ones(7)
+    client.step()
+    assert shard.tolist() == [0.5] * 7, "1 - 1 / sqrt(3 + 1)"
+
+
+def test_schedulers_that_want_a_metric_are_refused() -> None:
+    optimizer = torch.optim.SGD(small_model().parameters(), lr=1)
+    refusals.scheduler_of_metrics(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0))
+    with pytest.raises(ConfigError, match=r"ReduceLROnPlateau wants metrics in each step.* between steps"):
+        refusals.scheduler_of_metrics(torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
 
 
 @pytest.mark.parametrize(

@@ -119,10 +119,8 @@ class HostEngine(DeepSpeedEngine):
         self.checkpoint_engine = None
         self.dist_backend = get_accelerator().communication_backend_name()
         self.mpu = self.collate_fn = None
-        self.has_moe_layers = False
+        self.has_moe_layers = self.warn_unscaled_loss = self.enable_backward_allreduce = False
         self.pipeline_parallelism = True
-        self.warn_unscaled_loss = False
-        self.enable_backward_allreduce = False
         self.timers = SynchronizedWallClockTimer()
         self.tput_timer = ThroughputTimer(self._config.timers_config, batch_size=1)  # idle: steps tell their speed
         self._global_grad_norm: float | None = None
@@ -195,6 +193,7 @@ class HostEngine(DeepSpeedEngine):
             ) from error
         finally:
             deepspeed_logger.setLevel(level)
+        refusals.scheduler_of_metrics(self.lr_scheduler)
         return self.optimizer
 
     def refuse_further_steps(self) -> None:

@@ -134,7 +134,7 @@ def optimizer_recipe(
     """
     if isinstance(client, Optimizer):
         _check_class(type(client), allow_untested)
-        if client.state:
+        if any(float(state.get("step", 1.0)) for state in client.state.values()):  # Adagrad has some from the start
             raise ConfigError(
                 f"optimizer {type(client).__name__} has already made steps, and its state is not kept: give a fresh one"
             )
@@ -230,6 +230,10 @@ def _refill(client: Optimizer) -> Callable[[list[dict[str, Any]]], Optimizer]:
         for own, shards in zip(client.param_groups, groups, strict=True):
             own["params"] = shards["params"]
             own.pop("param_names", None)
+        if client.state:
+            made = type(client)([dict(group) for group in client.param_groups], **client.defaults)
+            client.state.clear()
+            client.state.update(made.state)
         return client
 
     return make

@@ -7,6 +7,7 @@ refused with what to do in their place, since to ignore them would train somethi
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, NoReturn
 
 from torch.optim import Optimizer
@@ -34,6 +35,22 @@ def foreign_scheduler(scheduler: Any, optimizer: Any) -> None:
         raise ConfigError(
             f"the LR scheduler {type(scheduler).__name__} belongs to an optimizer that was not "
             "passed to initialize(): pass that optimizer too, or a callable that makes the scheduler"
+        )
+
+
+def scheduler_of_metrics(scheduler: Any) -> None:
+    """Raise ConfigError for an LR scheduler that wants more than to be told of a step, such as ReduceLROnPlateau."""
+    if scheduler is None:
+        return
+    wanted = [
+        one.name
+        for one in inspect.signature(scheduler.step).parameters.values()
+        if one.default is one.empty and one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+    ]
+    if wanted:
+        raise ConfigError(
+            f"the LR scheduler {type(scheduler).__name__} wants {', '.join(wanted)} in each step, which the engine "
+            "does not know: give initialize() the optimizer alone, and call the scheduler's step() between steps"
         )
 
 
