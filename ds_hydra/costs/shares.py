@@ -74,10 +74,6 @@ class Shares:
                 f"within 0..1, and context {self.context!r} and state {self.state!r} within 0..{_MOST_CONTEXT:g}"
             )
 
-    def beside(self, slice_tokens: int) -> float:
-        """Tokens that a token counts more, in slices of so many tokens that others follow."""
-        return self.context + self.state / slice_tokens
-
     @classmethod
     def usual(cls, computing: float = 1.0) -> Shares:
         """Where none were measured; `computing` is the share of computing in b, the rest being messages."""

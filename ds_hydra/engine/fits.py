@@ -13,7 +13,7 @@ from ds_hydra.costs.cost_table import CostTable
 from ds_hydra.costs.memory import Activations, JobMemory, Shape, estimate_activations, gibibytes
 from ds_hydra.pipe.shape import ParallelScheme, StageShape, StrategyShape
 from ds_hydra.pipe.stage import ModelSource
-from ds_hydra.planner.cutting import longest_of
+from ds_hydra.planner.cutting import counts_more, longest_of
 from ds_hydra.zero_hetero.errors import ConfigError
 from ds_hydra.zero_hetero.nodes import NodeSize
 
@@ -56,12 +56,11 @@ def job_memory(
         hidden = config.hidden_size
         inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * hidden
         inner = max(inner) if isinstance(inner, list | tuple) else inner  # of each layer
-        estimated = estimate_activations(
+        figures[tp, sp] = estimate_activations(
             hidden, inner, heads, source.plan.num_kv_heads or heads, dtype.itemsize, tp, sp,
             checkpointing=source.options.activation_checkpointing, token_sharding=source.plan.token_sharding,
             short_norms=bool(getattr(functions, "norms", None)), short_gates=bool(getattr(functions, "gates", None)),
         )  # fmt: skip
-        figures[tp, sp] = replace(estimated, state=source.plan.state_bytes)
     return JobMemory(
         source.plan, num_ranks, figures, dtype.itemsize, max(4, dtype.itemsize), optimizer_states,
         device_bytes=device_bytes, vocab=source.vocab_size or 1,
@@ -167,7 +166,7 @@ def _too_long(table: CostTable, memory: JobMemory, best: Shape, longest: int, no
         hint += f"In slices that scheme would hold {in_slices} tokens. " if in_slices > max_length else ""
     else:
         shares = table.shares(best)
-        kept = longest * (min(1.0, shares.recomputed) + shares.beside(max_length))
+        kept = longest * (min(1.0, shares.recomputed) + counts_more(shares, max_length))
         needs = max(memory.stages(best), key=lambda needs: needs.held(kept, max_length))
         total = needs.held(kept, max_length)
         limit = f"in slices of up to {max_length}, which live together on each stage, with all layers computed again"

@@ -14,7 +14,7 @@ import numpy as np
 
 from ds_hydra.costs.cost_table import SchemeCost
 from ds_hydra.costs.shares import Shares
-from ds_hydra.costs.stage_work import UNITS, stage_costs
+from ds_hydra.costs.stage_work import UNITS, StageCosts, stage_costs
 from ds_hydra.pipe.schedules.list_walk import NEVER
 from ds_hydra.plan.phase import MicroBatchPlan, Span
 from ds_hydra.planner.kernels.arrays import Floats, Ints, Pieces, Pipe, Profile
@@ -72,13 +72,18 @@ def pipe_of(cost: SchemeCost, shares: Shares, *, parts: int = 1, slices: bool = 
     return Pipe(costs, cost.scheme.pp, UNITS * cost.room, *limits, slices, layers)
 
 
+def counts_more(shares: Shares | StageCosts, tokens: int) -> float:
+    """Tokens that a token of a slice of so many counts more, if others follow the slice."""
+    return shares.context + shares.state / tokens
+
+
 def longest_of(cost: SchemeCost, shares: Shares, *, slices: bool = True, layers: int = 0) -> int:
     """The longest sequence that such a pipeline can run, in tokens; `layers`: of a stage, that may run again."""
     if not slices:
         return int(cost.max_length)
     # All slices live together, and all but the last keep gradients of keys and values, and states, beside their
     # activations.
-    beside = shares.beside(int(cost.max_length))
+    beside = counts_more(shares, int(cost.max_length))
     longest = cost.room / (1.0 + beside)
     if layers:
         # While one of the layers is computed again for a slice, it keeps all that it would have kept.

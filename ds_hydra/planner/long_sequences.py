@@ -18,7 +18,7 @@ from functools import lru_cache
 import numpy as np
 
 from ds_hydra.costs.stage_work import UNITS
-from ds_hydra.planner.cutting import Effort, cut_best
+from ds_hydra.planner.cutting import Effort, counts_more, cut_best
 from ds_hydra.planner.kernels.arrays import Floats, Ints, Pipe
 from ds_hydra.planner.kernels.protocol import Kernels
 
@@ -56,7 +56,9 @@ class Surcharges:
             return np.array([0.0]), np.array([0.0])
         # Up to what fits without layers that are computed again the lengths are those of a pipeline that has none: so
         # what it deals out is dealt out in the same way where some may be.
-        fits = min(int(self._pipe.room / UNITS / (1.0 + _beside(self._pipe))), self._longest)
+        fits = min(
+            int(self._pipe.room / UNITS / (1.0 + counts_more(self._pipe.costs, self._pipe.max_length))), self._longest
+        )
         lengths = np.geomspace(least, max(fits, least + 1), _LENGTHS).astype(np.int64)
         if fits < self._longest:
             more = np.geomspace(lengths[-1], self._longest, _MORE_LENGTHS + 1)[1:]
@@ -92,13 +94,8 @@ def again_ms(pipe: Pipe, tokens: Ints) -> Floats:
     if not pipe.layers:
         return np.zeros(len(tokens))
     of_contexts = np.maximum(tokens - pipe.max_length, 0)  # not of the last slice
-    missing = tokens + _beside(pipe) * of_contexts - pipe.room / UNITS
+    missing = tokens + counts_more(costs, pipe.max_length) * of_contexts - pipe.room / UNITS
     # The first tokens have the cheapest forwards.
     again = np.clip(missing / (1.0 - costs.recomputed), 0.0, tokens)
     found: Floats = costs.forward.a * costs.ms.a * again * again + costs.forward.b * costs.ms.b * again
     return found
-
-
-def _beside(pipe: Pipe) -> float:
-    """Tokens that a token of a slice which others follow counts more."""
-    return pipe.costs.context + pipe.costs.state / pipe.max_length

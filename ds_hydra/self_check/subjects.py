@@ -54,6 +54,7 @@ class Subject:
     before: Mapping[str, Tensor] = field(default_factory=dict)  # parameters and buffers before anything was run
     # Another one, with short sequences of all tokens that the model knows; None: this one has them.
     of_all_tokens: Callable[[], Subject] | None = None
+    carries: bool = False  # whether layers carry states, of which another sequence's must not be taken
     wanted: int = 0  # tokens of the sequence that is there for code of a script, if it could be as long as the job's
 
 
@@ -94,7 +95,8 @@ def _of_model(
         raise RefusedError(told(error)) from error
     known = known_tokens(small.model)
     data_of = partial(tried_data, known, special=special_tokens(small.model), left_out=source.uncounted)
-    lengths = _BEYOND_A_CHUNK if any(box.state is not None for of in source.boxes.of for box in of) else _LENGTHS
+    carries = any(box.state is not None for of in source.boxes.of for box in of)
+    lengths = _BEYOND_A_CHUNK if carries else _LENGTHS
     data = data_of(lengths)
     if source.boxes:  # they take their sequences' part of what layers are handed, also where they run again
         data = replace(data, microbatches=tuple(replace(batch, recompute=0.5) for batch in data.microbatches))
@@ -108,7 +110,7 @@ def _of_model(
     def alone(run: int) -> Outcome:
         return plain.outcome(data, range(len(data.sequences))[:: 1 - 2 * run], coin=_COINS[run])
 
-    return Subject(data, small.num_layers, source, alone, known, plain, before, wanted=longest)
+    return Subject(data, small.num_layers, source, alone, known, plain, before, carries=carries, wanted=longest)
 
 
 def _of_layer_list(source: ModelSource, longest: int) -> Subject:

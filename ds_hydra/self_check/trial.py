@@ -171,9 +171,7 @@ def _no_slices(subject: Subject, right: Outcome) -> str:
         return subject.source.plan.no_slices
     pipeline = uneven_pipeline(BASE, subject.num_layers)
     try:
-        # Where layers carry states, another sequence's must not be taken.
-        data = subject.data.in_slices(in_turns=bool(getattr(subject.source, "boxes", False)))
-        outcome = run_pipeline(subject.source, pipeline, data)
+        outcome = run_pipeline(subject.source, pipeline, subject.data.in_slices(in_turns=subject.carries))
     except Exception as error:
         return told(error)
     what = compare(right, outcome).what
