@@ -33,7 +33,7 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1", "RAY_DEDUP_LOGS": "0",
 }  # fmt: skip
 NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80 << 20, "include_dashboard": False}
-PATIENT_S = 240.0
+PATIENT_S = 480.0
 STEPS = 8
 LOCK = threading.Lock()
 
