@@ -35,6 +35,7 @@ SILENT_S = 10.0  # by the clock, on any machine: what the demo sets itself
 
 # Predictions, relative: bench_prediction, check_cost_model, check_devices, check_chunks, bench_gpu.
 STEP_MEDIAN, STEP_P90 = 0.08, 0.20  # of a step's time
+QUICK_STAGES_MEDIAN, QUICK_STAGES_P90 = 0.35, 0.70  # of stages' CPU time within one minute of a virtual machine
 CHUNKED_ERROR = 1.5  # times that error, with chunks and split backwards
 MEMORY = 0.08  # of a rank's peak
 LAYOUT_MEMORY = 0.05  # the same, in drawn layouts, followed through their schedules
