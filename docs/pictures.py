@@ -89,7 +89,7 @@ def _packing(figure: Any, ours: Sequence[StepPlan]) -> None:
             left = 0
             for tokens in sorted(batch.lengths, reverse=True):
                 axes.barh(row, tokens, left=left, height=0.8, color=palette(np.log(tokens) / top), ec="white", lw=0.4)
-                left, row = left + tokens, row
+                left += tokens
             row += 1
         axes.text(-0.01, (first + row - 1) / 2, name, ha="right", va="center", fontsize=8,
                   transform=axes.get_yaxis_transform())  # fmt: skip

@@ -69,7 +69,7 @@ def test_four_slices_of_200_tokens_equal_the_whole(family: str) -> None:
         source = CausalLM(model)
     data = uneven_data(97, [(200,), (30, 7)])
     right = Plain(model, source.flow.draws, source.layers_path).outcome(data)
-    for shape in SHAPES if family == "lfm2" else SHAPES[::3]:
+    for shape in SHAPES:
         pipeline = place_pipeline(PipelineShape.parse(shape), 0, source.plan.num_layers)
         source.plan.check(Strategy((pipeline,)))
         assert compare(right, run_pipeline(source, pipeline, data.in_slices(in_turns=True))).what is None, shape

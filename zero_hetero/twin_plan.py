@@ -82,8 +82,7 @@ class Twins:
 
     def padded(self, numel: int, alignment: int) -> int:
         """Elements of a buffer of `numel`, with those that follow it so that the parts of each transfer are equal."""
-        pulled = (one.padded(numel, alignment) for one in self.pulling if self.apart)
-        return max(self.part_of(numel, alignment) * len(self.ranks), *pulled, 0)
+        return max(one.part_of(numel, alignment) * len(one.ranks) for one in (self, *self.pulling))
 
     @property
     def pulling(self) -> tuple[Twins, ...]:

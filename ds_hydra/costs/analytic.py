@@ -30,7 +30,7 @@ class AssumedDevice:
 
 _SHARE = 0.48  # of the data sheet's peak, as of an A100
 ASSUMED = {
-    "cuda": AssumedDevice("an A100 at 0.48 of its peak", 1.5e14, 1.5e11, 2.5e10),
+    "cuda": AssumedDevice(f"an A100 at {_SHARE} of its peak", 1.5e14, 1.5e11, 2.5e10),
     "cpu": AssumedDevice("a CPU core", 2e10, 1e9, 1e9),
 }
 """Rough speeds, by which a job without a measured table is planned."""

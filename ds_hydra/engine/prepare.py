@@ -65,7 +65,7 @@ def prepare(job: Job, world: World) -> Prepared:
     for note in job.source.notes if world.rank == 0 else ():
         logger.warning("%s", note)
     if world.device.type == "cpu" and world.rank == 0:
-        tell_threads(world.cluster.ranks_beside(0), torch.get_num_threads(), len(os.sched_getaffinity(0)))
+        tell_threads(world.cluster.ranks_beside(0), torch.get_num_threads(), os.cpu_count() or 1)
     lengths = [] if job.data is None else [int(n) for n in job.data.lengths if n]
     longest = max(lengths, default=config.context_length or config.tokens_per_step)
     if not lengths and not config.shapes:

@@ -7,7 +7,7 @@ is identifiable when the points fix it to within 5%: 3 standard errors are no mo
 
 A device that waits for its host to launch kernels takes no less than the launches do, whatever the tokens: of packs of
 256, 1024, 2048, 4096 and 8192 tokens that take 70, 85, 84, 106 and 175 ms the first three show a floor of 84 ms, and a
-line through all of them would be off by a fifth at both ends. There the floor is the median of the shortest packs, as
+line through all of them would be off by 7 to 8 % at four. There the floor is the median of the shortest packs, as
 many of them as leave the least error of all, and a, b and c are fitted to the rest.
 
 A last stage whose logits pass one block computes its head twice: from there on a token costs r more. With a small
@@ -18,9 +18,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
-from operator import mul
 
 import numpy as np
 from numpy.typing import NDArray
@@ -123,15 +122,17 @@ def fit_points(points: Sequence[Point], *, a: float | None = None, floor: bool =
         for name, one, error in zip(NAMES, coefficients, errors, strict=False)
         if one <= 0 or _CONFIDENCE * error > _WITHIN * one
     )
-    k = [float(x) for x in coefficients]
-    residuals = np.abs(np.maximum(least, terms @ coefficients) / times - 1.0)
-    held = np.array([abs(max(least, math.fsum(map(mul, k, p.terms))) / p.ms - 1.0) for p in tested])
-    return Fit(
-        k[0], k[1], k[2], tuple(float(e) if math.isfinite(e) else None for e in errors[:3]), unidentified,
-        float(np.median(residuals)), float(residuals.max()),
-        float(np.median(held)) if len(held) else None, float(np.quantile(held, 0.9)) if len(held) else None,
-        k[3], least,
-    )  # fmt: skip
+    a, b, c, r = (float(x) for x in coefficients)
+    known = tuple(float(e) if math.isfinite(e) else None for e in errors[:3])
+    fit = Fit(a, b, c, known, unidentified, 0.0, 0.0, r=r, floor=least)
+    residuals, held = (np.array([abs(fit.error(point)) for point in some]) for some in (used, tested))
+    return replace(
+        fit,
+        residual_median=float(np.median(residuals)),
+        residual_worst=float(residuals.max()),
+        held_out_median=float(np.median(held)) if len(held) else None,
+        held_out_p90=float(np.quantile(held, 0.9)) if len(held) else None,
+    )
 
 
 def _num_below_line(terms: Floats, times: Floats, a: float | None) -> int:
