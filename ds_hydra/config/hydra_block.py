@@ -257,7 +257,9 @@ class HydraConfig:
     """On GPUs, only kernels that add up in one order, which are slower: a run repeats itself to the bit."""
     self_check: str = setting(choice("on", "off", "full"), "on")
     """Before step 0 a small copy of the model is trained under the strategies' schemes and compared with one process:
-    "on" with few layers and ranks, in at most a minute of CPU time; "full" with all stages and ranks of each scheme."""
+    "on" with few layers and ranks, in at most a minute of CPU time; "full" with all stages and ranks of each scheme.
+    "off" tries of models with code of a script, or with modules of other models, that packs keep their sequences apart,
+    and nothing else."""
     chunks: str = setting(choice("auto", "off"), "auto")
     """"auto": sequences are cut into slices where that is faster, or nothing holds them whole, and the model allows it,
     which the self-check tells. It needs pipelines of the schedule "list" and a cost table with measured shares. "off":

@@ -15,9 +15,13 @@ from ds_hydra.pipe.stage_options import StageOptions
 from ds_hydra.ranks.together import Texts
 from ds_hydra.ranks.world import World
 from ds_hydra.self_check.check import check_strategies
+from ds_hydra.self_check.schemes import BASE
+from ds_hydra.self_check.unproven import unproven
 from ds_hydra.self_check.verdicts import CheckResult, Verdict
 
 logger = logging.getLogger(__name__)
+
+_ONE_RANK = StrategyShape((BASE,))
 
 
 def listed_for_others(job: Job) -> list[StrategyShape]:
@@ -51,24 +55,30 @@ def check_candidates(job: Job, world: World, candidates: Sequence[StrategyShape]
     With the candidates of a job's start go those that it may go on with: after a loss nothing is checked again.
     """
     source = job.source
-    if job.checked is not None and job.checked.knows(candidates):
+    off = job.config.self_check == "off"
+    if job.checked is not None and (off or job.checked.knows(candidates)):
         return job.checked, source
     candidates = [*candidates, *listed_for_others(job)]
 
+    parts = unproven(job.model) if off else ()
+    if off and not parts:
+        return CheckResult({}), source
+
     def check(options: StageOptions) -> CheckResult:
-        return check_strategies(
+        found = check_strategies(
             job.model,
-            candidates,
+            [_ONE_RANK] if off else candidates,
             options,
-            mode=job.config.self_check,
+            mode="on" if off else job.config.self_check,
             context_length=job.config.context_length,
             loss_given=isinstance(source, CausalLM) and source.token_loss is not None,
             channel=world.channel,
             node_size=world.node_size,
         )
+        return _of_packs(found, candidates, parts, world) if off else found
 
     asked = source.options
-    if not any(stage.sp > 1 for shape in candidates for pipeline in shape.pipelines for stage in pipeline.stages):
+    if off or not any(stage.sp > 1 for shape in candidates for pipeline in shape.pipelines for stage in pipeline.stages):
         asked = replace(asked, sp_overlap=False)  # without effect
     checked = check(asked)
     objections, others = checked.objections(), asked.fallbacks()
@@ -87,3 +97,21 @@ def check_candidates(job: Job, world: World, candidates: Sequence[StrategyShape]
         logger.info("sequence parallel ranks exchange all heads of a layer at once: %s", why)
     given_up = {name: value for name, value, *_ in best.differences(asked)}
     return found, source.with_options(replace(source.options, **given_up), why)
+
+
+def _of_packs(
+    found: CheckResult, candidates: Sequence[StrategyShape], parts: Sequence[str], world: World
+) -> CheckResult:
+    """What a check of one rank alone says of all candidates where hydra.self_check is "off": whether packs train the
+    model as one sequence at a time does, on which each of them rests."""
+    verdict = found.verdicts[BASE]
+    named = ", ".join(parts[:3]) + (f" and {len(parts) - 3} more" if len(parts) > 3 else "")
+    if verdict.state == "refused":
+        pipelines = {pipeline for strategy in candidates for pipeline in strategy.pipelines}
+        return replace(found, verdicts=dict.fromkeys(pipelines, verdict))
+    if world.rank == 0:
+        tried = "only that packs keep sequences apart was tried"
+        if verdict.state == "unchecked":
+            tried = f"whether packs keep sequences apart could not be tried either ({verdict.reason})"
+        logger.warning('hydra.self_check is "off", and %s is code that is not the model\'s own class\'s: %s', named, tried)
+    return replace(found, verdicts={})

@@ -86,7 +86,12 @@ class EngineInParts(EngineWithWeights):
     def zero_grad(self, *_: Any, **__: Any) -> None:
         """Drop the gradients of `forward_backward` calls since the last update; a step of `train_batch` or of the three
         calls begins with gradients of its own."""
+        super().zero_grad()
         self.steps.parts.forget()
+
+    def gradients_wait(self) -> bool:
+        """See `ThreeCallEngine`."""
+        return super().gradients_wait() or self.steps.parts.count > 0
 
     def log_probs(self, sequences: Any, *, entropy: bool = False, temperature: float | None = None) -> TokenScores:
         """The log-probability of each token of this rank's sequences, given those before it, and the entropy of what it

@@ -119,7 +119,7 @@ class RealSequences:
         return ConfigError(
             f"on real sequences of {min(data.lengths)} and {max(data.lengths)} tokens{where} the model is not trained "
             f"as by its own forward: {what}. Something in it depends on tokens or lengths in a way that packing "
-            'changes: take that out; hydra.self_check "off" trains without any comparison'
+            "changes: take that out"
         )
 
     def _extent(self, source: CausalLM, longest: int) -> tuple[list[int], int]:

@@ -15,6 +15,7 @@ from ds_hydra.engine.saving import Saving
 from ds_hydra.host.kept_model import KeptModel
 from ds_hydra.host.lent_values import Values
 from ds_hydra.host.optimizers import hooks_of_steps
+from ds_hydra.host.own_updates import guard_updates
 from ds_hydra.host.released import release
 from ds_hydra.host.three_calls import ThreeCallEngine
 from ds_hydra.pipe.models.adapted import NAMES_OF_PEFT, base_of, is_peft_model
@@ -131,6 +132,7 @@ class EngineWithWeights(ThreeCallEngine):
             revision=lambda: (id(self.crew), self.crew.masters.revision, self.global_steps),
             device=self.device,
             dtype=self.types.compute,
+            gradients_wait=self.gradients_wait,
         )
         release(base_of(self.module), self.lent, self.job.source.aliases)
 
@@ -192,3 +194,6 @@ class EngineWithWeights(ThreeCallEngine):
             return found._replace(problem=written or found.problem or hooks_of_steps(optimizer) or "")
 
         self.crew.update.model = now
+        guard_updates(
+            optimizer, updating=lambda: self.crew.update.is_updating, before_dropping=self.before_dropping
+        )

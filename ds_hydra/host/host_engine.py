@@ -116,6 +116,7 @@ class HostEngine(DeepSpeedEngine):
         self.optimizer: Optimizer | None = None
         self.basic_optimizer: Optimizer | None = None
         self.lr_scheduler: Any = None
+        self._lr_kwargs: dict[str, Any] = {}  # of the step that runs
         self.checkpoint_engine = None
         self.dist_backend = get_accelerator().communication_backend_name()
         self.mpu = self.collate_fn = None
@@ -215,7 +216,7 @@ class HostEngine(DeepSpeedEngine):
         if self.optimizer is not None:
             vars(self.optimizer)["overflow"] = record.skipped
         if self.lr_scheduler is not None and schedule and not record.skipped:
-            self.lr_scheduler.step()
+            self.lr_scheduler.step(**self._lr_kwargs)
         self.last_step = replace(record, total_steps=self.hydra_config.total_steps)
         self.step_log.add(self.last_step)
 

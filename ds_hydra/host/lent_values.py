@@ -35,11 +35,13 @@ class Values:
         revision: Callable[[], object],
         device: torch.device,
         dtype: torch.dtype,
+        gradients_wait: Callable[[], bool] = lambda: False,
     ):
         """`buckets`: of each parameter those that are gathered with it. `gather` maps names to whole values on CPU.
-        `revision`: differs whenever the values do. `dtype`: of floating values that are handed out."""
+        `revision`: differs whenever the values do. `dtype`: of floating values that are handed out. `gradients_wait`:
+        whether a plain parameter would have a gradient now."""
         self._buckets, self._gather, self._revision = buckets, gather, revision
-        self.device, self._dtype = device, dtype
+        self.device, self._dtype, self.gradients_wait = device, dtype, gradients_wait
         self._found: tuple[object, Mapping[str, Tensor]] = (None, {})
         self._lent: list[tuple[str, weakref.ref[Tensor], int]] = []
         self._last: Tensor | None = None  # kept until the next, for a script that does not keep what it writes to

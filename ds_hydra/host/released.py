@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ds_hydra.host.asked import attribute_of, makes_another, needs_no_value
 from ds_hydra.host.lent_values import REMEDY, Values
+from ds_hydra.host.own_updates import refuse_reading
 from ds_hydra.pipe.models.meta_copy import replace_parameters
 from ds_hydra.zero_hetero.errors import ConfigError
 
@@ -87,6 +88,8 @@ class ReleasedParameter(nn.Parameter):
                 if args[1] is None or getattr(args[1], "_hydra_id", None) == first._hydra_id:
                     return None
                 _refuse_writing(first, f"setting its .{attribute}")
+            if name == "__get__" and attribute == "grad" and first._hydra_values.gradients_wait():
+                refuse_reading(first._hydra_name)
             if name in _CONVERSIONS and not any(isinstance(one, cls) for one in args[1:]):
                 alike = torch.empty(0, device=device, dtype=first.dtype)
                 if function(alike, *args[1:], **kwargs) is alike:

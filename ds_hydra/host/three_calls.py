@@ -31,6 +31,7 @@ from torch import Tensor
 
 from ds_hydra.config.checks import AUTO
 from ds_hydra.host.host_engine import HostEngine
+from ds_hydra.host.own_updates import refuse_dropping
 from ds_hydra.host.pending import Collected, PendingLoss, Term
 from ds_hydra.zero_hetero.errors import ConfigError
 
@@ -110,7 +111,8 @@ class ThreeCallEngine(HostEngine):
         return loss
 
     def step(self, lr_kwargs: Any = None) -> None:
-        """At the gradient accumulation boundary plan and run all that was collected; elsewhere only count."""
+        """At the gradient accumulation boundary plan and run all that was collected; elsewhere only count. `lr_kwargs`
+        go to the LR schedule's step."""
         boundary = self.is_gradient_accumulation_boundary()
         self._calls += 1
         self._step_applied = False
@@ -123,7 +125,9 @@ class ThreeCallEngine(HostEngine):
                 "%d of %d batches were given to engine() but their losses not to engine.backward(): they are not "
                 "trained on", len(entries) - len(trained), len(entries),
             )  # fmt: skip
+        self._lr_kwargs = dict(lr_kwargs or {})
         losses = self.train_collected([(entry.batch, entry.factor or 0.0) for entry in trained])
+        self._lr_kwargs = {}
         for entry, loss in zip(trained, losses, strict=True):
             entry.settle(loss)
 
@@ -154,7 +158,18 @@ class ThreeCallEngine(HostEngine):
         return accumulation_steps(self.config, self.world_size)
 
     def zero_grad(self, *_: Any, **__: Any) -> None:
-        """Nothing to do: a step begins with gradients of its own."""
+        """Nothing to do: a step begins with gradients of its own. ConfigError between `backward` and the boundary's
+        `step`, where plain DeepSpeed would drop gradients."""
+        self.before_dropping("engine.zero_grad()")
+
+    def before_dropping(self, call: str) -> None:
+        """ConfigError where a call would drop gradients of collected batches."""
+        if ThreeCallEngine.gradients_wait(self):
+            refuse_dropping(call)
+
+    def gradients_wait(self) -> bool:
+        """Whether some `backward` was called whose update has not been made."""
+        return any(entry.factor is not None for entry in self._collected)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Nothing to do: batches are collected, and no gradient is computed before the boundary."""

@@ -92,8 +92,10 @@ class CheckResult:
             if (objection := self.objection(strategy)) is not None
         ]
         if lines:
+            unchecked = any(verdict.state == "unchecked" for verdict in self.verdicts.values())
             raise ConfigError(
                 "the self-check of a small copy of the model refuses these strategies:\n  "
                 + "\n  ".join(lines)
-                + '\nTake them out of hydra.strategies, or set hydra.self_check to "off" to train all the same'
+                + "\nTake them out of hydra.strategies, or what differs out of the model"
+                + '; hydra.self_check "off" trains what could not be checked' * unchecked
             )

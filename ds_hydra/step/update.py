@@ -94,6 +94,7 @@ class Update:
         self.last: NormTable | None = None  # of the step before
         self._watch = Stopwatch(world.clock)
         self.model: Callable[[], ModelNow] = ModelNow  # asked before each update
+        self.is_updating = False  # while the optimizer's step is this one's
 
     def apply(
         self, losses: Sequence[Tensor], router_losses: Sequence[Tensor], share: Callable[[], Tensor | float] = float
@@ -145,11 +146,15 @@ class Update:
     def _make(self, norm: Tensor, value: float, frozen: frozenset[str]) -> None:
         """Update masters and copy by the gradients' norm; `value` is the number that it holds."""
         sides = [(self._masters, self.optimizer)] + ([] if self.copy is None else [self.copy.side(self.optimizer)])
-        for masters, optimizer in sides if math.isfinite(value) else ():
-            self.loss_scale.unscale(masters.grads)
-            if self._clipping > 0:
-                clip_(masters.grads, norm, self._clipping)
-            _step(masters, optimizer, frozen | self._idle(masters))
+        self.is_updating = True
+        try:
+            for masters, optimizer in sides if math.isfinite(value) else ():
+                self.loss_scale.unscale(masters.grads)
+                if self._clipping > 0:
+                    clip_(masters.grads, norm, self._clipping)
+                _step(masters, optimizer, frozen | self._idle(masters))
+        finally:
+            self.is_updating = False
         if self.copy is not None:
             self.committed, self.last, self.table = self.committed + 1, self.table, None
 

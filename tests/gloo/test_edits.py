@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from ds_hydra.engine import checked
 from tools.check_edits import TRIALS
 from tools.edits.job import Outcome
 from tools.edits.kind import KINDS
@@ -39,8 +40,24 @@ def test_an_edit_is_trained_as_it_is_or_refused(edit: str, late: bool, strategie
     assert found.state == state, found
 
 
-def test_what_trains_otherwise_is_told_from_what_is_equal() -> None:
-    """Without the self-check the engine trains a model whose packed sequences see each other."""
+@pytest.mark.parametrize(
+    ("edit", "state"),
+    [
+        ("look back 2 tokens", "refused"),
+        ("look back 50 tokens", "refused"),
+        ("a convolution of another model", "refused"),
+        ("wrapped forward", "equal"),
+    ],
+)
+def test_packs_are_tried_with_the_self_check_off(edit: str, state: str) -> None:
+    found = try_edit(Trial(edit, late=False, strategies=("tp2", "2*tp1"), slices=False), check="off")
+    assert found.state == state, found
+    assert state == "equal" or "trains otherwise than one process" in found.words
+
+
+def test_what_trains_otherwise_is_told_from_what_is_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing is tried the engine trains a model whose packed sequences see each other."""
+    monkeypatch.setattr(checked, "unproven", lambda model: ())
     found = try_edit(Trial("look back 2 tokens", late=False, strategies=("2*tp1",), slices=False), check="off")
     assert found.state == "silent"
     assert found.apart > 1e-3

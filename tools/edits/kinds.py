@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.lfm2.configuration_lfm2 import Lfm2Config
+from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 from transformers.models.llama import modeling_llama
 
 from tools.edits.job import Job
@@ -260,6 +262,15 @@ def convolution_in_latelayers_of(job: Job) -> None:
     for number, layer in enumerate(layers_of(job)):
         layer.mlp.scale = 0.97**number
     _meeting(job, lambda x: x + sum(0.2 * F.pad(x, (0, 0, n, 0))[..., : x.shape[-2], :] for n in (1, 2, 3)), (3,))
+
+
+@kind()
+def a_convolution_of_another_model(job: Job) -> None:
+    config = Lfm2Config(hidden_size=48, num_attention_heads=6, conv_L_cache=3)
+    layers_of(job)[2].mlp = nn.Sequential(nn.Linear(48, 48).double(), Lfm2ShortConv(config, 2).double())
+    torch.manual_seed(3)
+    for parameter in layers_of(job)[2].mlp.parameters():
+        nn.init.normal_(parameter, std=0.2)
 
 
 def _counting(job: Job, token: int) -> None:

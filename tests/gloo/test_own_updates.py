@@ -1,0 +1,134 @@
+"""What a script does to updates and gradients past the engine's calls is refused before harm, or does nothing here as
+in plain DeepSpeed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from ds_hydra.testing import run_ranks
+from ds_hydra.zero_hetero.errors import ConfigError
+from tests.support.small_job import same, small_engine, small_model, whole_state
+
+BATCHES = [[torch.arange(3 + rank, 20 + 9 * n) for n in range(3)] for rank in range(2)]
+
+
+def params(engine: Any) -> list[Any]:
+    return list(engine.module.parameters())
+
+
+AFTER: dict[str, Callable[[Any], Any]] = {
+    "a second step": lambda engine: engine.optimizer.step(),
+    "a step with a closure": lambda engine: engine.optimizer.step(lambda: 0.0),
+}
+BETWEEN: dict[str, Callable[[Any], Any]] = {
+    **AFTER,
+    "the engine's zero_grad": lambda engine: engine.zero_grad(),
+    "the optimizer's zero_grad": lambda engine: engine.optimizer.zero_grad(),
+    "the module's zero_grad": lambda engine: engine.module.zero_grad(),
+    "a norm that is clipped": lambda engine: torch.nn.utils.clip_grad_norm_(params(engine), 0.1),
+    "values that are clipped": lambda engine: torch.nn.utils.clip_grad_value_(params(engine), 0.1),
+    "a gradient that is scaled": lambda engine: [p.grad.mul_(0.5) for p in params(engine) if p.grad is not None],
+}
+HARMLESS: tuple[Callable[[Any], Any], ...] = (
+    lambda engine: engine.zero_grad(),
+    lambda engine: engine.optimizer.zero_grad(),
+    lambda engine: engine.module.zero_grad(),
+    lambda engine: torch.nn.utils.clip_grad_norm_(params(engine), 0.1),
+)
+
+
+def three_calls(engine: Any, rank: int, between: Callable[[Any], Any] | None = None) -> None:
+    engine.backward(engine(BATCHES[rank]).loss)
+    if between is not None:
+        between(engine)
+    engine.step()
+
+
+def trained(rank: int, edited: bool) -> tuple[list[str], dict[str, Any]]:
+    """Texts of what is refused, and the parameters afterwards."""
+    engine, texts = small_engine(rank, data=None, context_length=120, strategies=["tp2", "2*tp1"]), []
+    for _ in range(3):
+        three_calls(engine, rank)
+        for call in AFTER.values() if edited else ():
+            with pytest.raises(ConfigError) as error:
+                call(engine)
+            texts.append(str(error.value))
+        for harmless in HARMLESS if edited else ():
+            harmless(engine)
+        engine.backward(engine(BATCHES[rank]).loss)
+        for call in BETWEEN.values() if edited else ():
+            with pytest.raises(ConfigError) as error:
+                call(engine)
+            texts.append(str(error.value))
+        engine.step()
+    return texts, whole_state(engine)
+
+
+def test_updates_are_the_engines() -> None:
+    """What was refused has changed nothing, and what plain DeepSpeed does without an effect has none."""
+    edited, plain = run_ranks(trained, 2, True), run_ranks(trained, 2, False)
+    for (texts, state), (_, right) in zip(edited, plain, strict=True):
+        assert same(state, right)
+        for text, name in zip(texts, 3 * [*AFTER, *BETWEEN], strict=True):
+            words = "AdamW.step()" if name in AFTER else "zero_grad()" if "zero_grad" in name else "gradient_clipping"
+            assert (words if name != "the module's zero_grad" else "was read before the update") in text, (name, text)
+
+
+def in_parts(rank: int) -> list[str]:
+    engine, texts = small_engine(rank, data=None, context_length=120, strategies=["2*tp1"]), []
+    items = [{"input_ids": one} for one in BATCHES[rank]]
+    for name, call in BETWEEN.items():
+        engine.forward_backward(items)
+        if name in ("the engine's zero_grad", "the optimizer's zero_grad"):  # which drop them here too
+            call(engine)
+            with pytest.raises(ConfigError, match="no gradients to apply"):
+                engine.optimizer_step()
+            continue
+        with pytest.raises(ConfigError) as error:
+            call(engine)
+        texts.append(str(error.value))
+        engine.optimizer_step()
+        engine.module.zero_grad()
+    return texts
+
+
+def test_gradients_that_wait_in_parts_are_not_read() -> None:
+    for texts in run_ranks(in_parts, 2):
+        assert len(texts) == len(BETWEEN) - 2
+
+
+class Noted(torch.optim.lr_scheduler.LRScheduler):
+    """Notes what its step is given."""
+
+    given: list[Any]
+
+    def get_lr(self) -> list[float | torch.Tensor]:
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def step(self, epoch: int | None = None, factor: float = 1.0) -> None:
+        self.given = [*getattr(self, "given", []), factor]
+
+
+def scheduled(rank: int) -> list[float]:
+    from ds_hydra import initialize
+    from ds_hydra.testing import rank_environment
+    from tests.support.small_job import small_config
+
+    rank_environment(rank)
+    model, config = small_model(), small_config(1, strategies=["tp1"], context_length=120)
+    del config["optimizer"], config["scheduler"]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = Noted(optimizer)
+    engine = initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config)[0]
+    for kwargs in (None, {"factor": 0.5}, None):
+        engine.backward(engine(BATCHES[0]).loss)
+        engine.step(kwargs)
+    return scheduler.given
+
+
+def test_what_a_step_is_given_goes_to_the_schedule() -> None:
+    assert run_ranks(scheduled, 1) == [[1.0, 1.0, 0.5, 1.0]]
