@@ -78,7 +78,9 @@ def check_candidates(job: Job, world: World, candidates: Sequence[StrategyShape]
         return _of_packs(found, candidates, parts, world) if off else found
 
     asked = source.options
-    if off or not any(stage.sp > 1 for shape in candidates for pipeline in shape.pipelines for stage in pipeline.stages):
+    if off or not any(
+        stage.sp > 1 for shape in candidates for pipeline in shape.pipelines for stage in pipeline.stages
+    ):
         asked = replace(asked, sp_overlap=False)  # without effect
     checked = check(asked)
     objections, others = checked.objections(), asked.fallbacks()
@@ -113,5 +115,7 @@ def _of_packs(
         tried = "only that packs keep sequences apart was tried"
         if verdict.state == "unchecked":
             tried = f"whether packs keep sequences apart could not be tried either ({verdict.reason})"
-        logger.warning('hydra.self_check is "off", and %s is code that is not the model\'s own class\'s: %s', named, tried)
+        logger.warning(
+            "hydra.self_check is \"off\", and %s is code that is not the model's own class's: %s", named, tried
+        )
     return replace(found, verdicts={})

@@ -194,6 +194,4 @@ class EngineWithWeights(ThreeCallEngine):
             return found._replace(problem=written or found.problem or hooks_of_steps(optimizer) or "")
 
         self.crew.update.model = now
-        guard_updates(
-            optimizer, updating=lambda: self.crew.update.is_updating, before_dropping=self.before_dropping
-        )
+        guard_updates(optimizer, updating=lambda: self.crew.update.is_updating, before_dropping=self.before_dropping)

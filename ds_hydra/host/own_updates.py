@@ -19,7 +19,9 @@ from ds_hydra.zero_hetero.errors import ConfigError
 _GUARDED = "_ds_hydra_guarded"  # attribute of an optimizer
 
 
-def guard_updates(optimizer: Optimizer, *, updating: Callable[[], bool], before_dropping: Callable[[str], None]) -> None:
+def guard_updates(
+    optimizer: Optimizer, *, updating: Callable[[], bool], before_dropping: Callable[[str], None]
+) -> None:
     """From now on a `step` of the optimizer is the engine's or ConfigError; `updating` says whether the engine makes
     an update, and `before_dropping`, given a call's name, is called before the optimizer's `zero_grad`."""
     own = vars(optimizer)
