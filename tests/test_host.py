@@ -138,6 +138,13 @@ def test_client_optimizers_are_checked() -> None:
     hooked.register_step_pre_hook(lambda optimizer, args, kwargs: None)
     with pytest.raises(ConfigError, match=r"has the step hook .*flat parts of the ranks' masters"):
         optimizer_recipe(model, client=hooked)
+    wrapped = torch.optim.SGD(model.parameters(), lr=1)
+    torch.optim.lr_scheduler.StepLR(wrapped, 2)  # which wraps the step, too
+    optimizer_recipe(model, client=wrapped)
+    plain = wrapped.step
+    wrapped.step = lambda closure=None: plain(closure)  # type: ignore[method-assign]
+    with pytest.raises(ConfigError, match=r"the step of optimizer SGD is .*<lambda> .*gradient_clipping"):
+        optimizer_recipe(model, client=wrapped)
     used = torch.optim.SGD(model.parameters(), lr=1, momentum=0.9)
     next(model.parameters()).grad = torch.zeros(50, 4)
     used.step()

@@ -151,7 +151,15 @@ def optimizer_recipe(
 
 
 def hooks_of_steps(optimizer: Optimizer) -> str | None:
-    """What is wrong with hooks of a script that run with an optimizer's steps, or those of all; None if it has none."""
+    """What is wrong with code of a script that runs with an optimizer's steps, or those of all; None: there is none."""
+    known = type(optimizer) in ELEMENT_WISE.values()
+    steps = (vars(optimizer).get("step"), type(optimizer).step) if known else ()
+    if (own := next((own for step in steps for own in own_functions(step)), None)) is not None:
+        return (
+            f"the step of optimizer {type(optimizer).__name__} is {own.__qualname__} of {own.__module__}, which would "
+            "be handed flat parts of the ranks' masters in place of the model's parameters: clip by the config's "
+            "gradient_clipping, and do what else it does around engine.step() or train_batch()"
+        )
     everywhere = vars(sys.modules[Optimizer.__module__])
     places = [vars(optimizer)[f"_optimizer_step_{when}_hooks"] for when in ("pre", "post")]
     places += [everywhere[f"_global_optimizer_{when}_hooks"] for when in ("pre", "post")]
