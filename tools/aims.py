@@ -50,6 +50,9 @@ ODD_NODES = {7: 0.95, 15: 0.95, 31: 0.97, 63: 0.97}
 # Devices of two classes: bench_hetero.
 UNEQUAL_PLANS, UNEQUAL_MEDIAN, UNEQUAL_P95 = 1000, 0.02, 0.08  # the planner's time against the simulation's
 MIXED_GAP, UNIFORM_LAYOUT = 0.03, 1.3  # of plans; the best layout of one scheme over ours, on as many of either class
+# A rank that becomes slow: steps until plans count with its pace; of the throughput lost, what is won back, times what
+# there is to win: all but its pipeline's share; of the throughput before, when it has recovered.
+FOLLOWS_SLOW, WON_BACK, RECOVERED_RATE = 20, 0.9, 0.99
 HETU_PLAN, MIXED_PLANNING_S = 1.02, 1.0  # of a step by Hetu's own plan; of CPU, a proposal and the step's plan
 
 # The planner: bench_planner, bench_systems, check_chunks, check_swap.

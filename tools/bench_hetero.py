@@ -9,6 +9,8 @@ published  Hetu v2's twelve clusters: a step of 64 sequences of 4K in s by our p
            Hetu's own layout; Megatron's and DeepSpeed's over ours; where copies of masters have room
 skewed     pretraining lengths up to 16K on four of them, 6,250 tokens a rank: mean step in s, and over it those of the
            best layout of one scheme, of equal shares of tokens for all ranks, and of each class alone
+slow       one rank of 16, on an emulated cluster, at 1/1.2 and then at half speed, until it recovers: tokens per second
+           and rank before, while nobody knows, and when plans give it less
 
 Costs of `nodes` follow from FLOPs (`costs/analytic.py`: 0.15 PFLOP/s a device, 150 GB/s inside a node, 25 GB/s between
 two), and MaxLen from the memory model with 80 GB and the activations that Hydraulis published. What the others assume
@@ -46,6 +48,7 @@ from tools.hetero import clusters
 from tools.hetero.formula import formula
 from tools.hetero.published import published
 from tools.hetero.skewed import skewed
+from tools.hetero.slow import slow
 
 CONTEXT, TOKENS_OF_A_RANK, STEPS, COUNT = 16384, 3125, 12, 10
 DEVICE_BYTES = 80e9
@@ -115,7 +118,7 @@ def nodes(quick: bool, missed: list[str]) -> list[dict[str, Any]]:
 def main() -> int:
     """The exit code: 0, or 1 if an aim was missed."""
     print((clusters.__doc__ or "").partition("\n\n")[2])
-    parts = {"nodes": nodes, "formula": formula, "published": published, "skewed": skewed}
+    parts = {"nodes": nodes, "formula": formula, "published": published, "skewed": skewed, "slow": slow}
     return run_parts("bench_hetero", __doc__, parts)
 
 

@@ -24,15 +24,16 @@ micro-batch, c. With a = 0.5 and b = 2, 4 tokens take 16 ms: the first 3 take 10
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ds_hydra.costs.shares import Shares
-from ds_hydra.pipe.shape import ParallelScheme, PipelineShape
+from ds_hydra.costs.slow_ranks import NONE, Paces, SlowRanks
+from ds_hydra.pipe.shape import ParallelScheme, PipelineShape, StrategyShape
 from ds_hydra.zero_hetero.errors import ConfigError, PlanError
 
 # Beyond any measurement (30 years, 10^14 tokens), and far from where their products leave the range of numbers.
@@ -57,6 +58,7 @@ class SchemeCost:
     derived: str = ""  # from what and how, where these were not measured as they stand
     stages: tuple[float, ...] = ()  # what each stage takes, as a share of these costs; empty: all of them, each
     floor: float = 0.0  # ms that the launches of a micro-batch take, however few its tokens
+    paces: Paces = ()  # with what slow ranks the costs count; empty: none
 
     def __post_init__(self) -> None:
         # Tables are also written by hand, so each figure is checked as it comes from JSON: True is an int to Python.
@@ -107,6 +109,16 @@ class SchemeCost:
         """What each stage takes, as a share of these costs."""
         return self.stages or (1.0,) * self.scheme.pp
 
+    def paced(self, paces: Paces) -> SchemeCost:
+        """Costs of a pipeline whose stages take so many times as long; the same for none that do."""
+        if not paces:
+            return self
+        takes = [pace * share for pace, share in zip(paces, self.stage_shares, strict=True)]
+        most = max(takes)
+        stages = tuple(one / most for one in takes) if min(takes) < most else ()
+        return replace(self, a=most * self.a, b=most * self.b, c=most * self.c, floor=most * self.floor, stages=stages,
+                       paces=paces)  # fmt: skip
+
     @property
     def room(self) -> int:
         """Tokens that a stage keeps at once, in whatever micro-batches [Note: shares of a micro-batch]."""
@@ -152,21 +164,25 @@ class SchemeCost:
 
 @dataclass(frozen=True)
 class CostTable:
-    """The costs of every scheme that the job may use, in the order given; a scheme occurs once."""
+    """The costs of every scheme that the job may use, in the order given; a scheme occurs once.
+
+    `slow` are ranks that take longer than the costs say: which pipelines they slow down depends on the strategy.
+    """
 
     costs: tuple[SchemeCost, ...]
     source: str = ""
+    slow: SlowRanks = NONE
 
     def __post_init__(self) -> None:
         if not self.costs:
             raise ConfigError(
                 "a cost table needs at least one scheme but has none; measure one with `ds-hydra profile`"
             )
-        seen: set[ParallelScheme | PipelineShape] = set()
+        seen: set[tuple[ParallelScheme | PipelineShape, Paces]] = set()
         for cost in self.costs:
-            if cost.scheme in seen:
+            if (cost.scheme, cost.paces) in seen:
                 raise ConfigError(f"the cost table names scheme {cost.scheme} twice; keep one entry")
-            seen.add(cost.scheme)
+            seen.add((cost.scheme, cost.paces))
 
     @property
     def schemes(self) -> tuple[ParallelScheme, ...]:
@@ -182,12 +198,28 @@ class CostTable:
         """Costs of a scheme, or of a pipeline; PlanError when there are none."""
         scheme = shape.cost_key if isinstance(shape, PipelineShape) else shape
         for cost in self.costs:
-            if cost.scheme == scheme:
+            if cost.scheme == scheme and not cost.paces:
                 return cost
         raise PlanError(
             f"the cost table has no entry for scheme {scheme}: it has {', '.join(str(k.scheme) for k in self.costs)}; "
             "measure that scheme too, or take it out of the strategies"
         )
+
+    def paced(self, shape: ParallelScheme | PipelineShape, paces: Paces) -> SchemeCost:
+        """The same where the pipeline's stages take so many times as long."""
+        return self[shape].paced(paces)
+
+    def for_strategies(self, strategies: Iterable[StrategyShape]) -> CostTable:
+        """The table with a further entry for each of their pipelines that has slow ranks."""
+        if not self.slow.paces:
+            return self
+        keys = dict.fromkeys(
+            (pipeline.cost_key, paces)
+            for strategy in strategies
+            for pipeline, paces in zip(strategy.pipelines, self.slow.of(strategy), strict=True)
+            if paces
+        )
+        return replace(self, costs=(*self.costs, *(self.paced(scheme, paces) for scheme, paces in keys)))
 
     def shares(self, shape: ParallelScheme | PipelineShape) -> Shares:
         """A scheme's shares, measured or the usual ones [Note: shares of a micro-batch]. PlanError as for its costs."""

@@ -77,7 +77,7 @@ def with_shapes(table: CostTable, strategies: Iterable[StrategyShape], memory: J
     known = {cost.scheme for cost in table.costs}
     keys = dict.fromkeys(pipeline.cost_key for strategy in strategies for pipeline in strategy.pipelines)
     added = [price(key, table, memory) for key in keys if isinstance(key, PipelineShape) and key not in known]
-    return CostTable((*table.costs, *added), table.source) if added else table
+    return replace(table, costs=(*table.costs, *added)) if added else table
 
 
 def price(pipeline: PipelineShape, table: CostTable, memory: JobMemory) -> SchemeCost:

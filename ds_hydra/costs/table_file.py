@@ -32,6 +32,7 @@ from ds_hydra.costs.cost_table import CostTable, SchemeCost
 from ds_hydra.costs.memory import Activations
 from ds_hydra.costs.peak import SEEN, Peak, believed
 from ds_hydra.costs.shares import Shares, Terms
+from ds_hydra.costs.slow_ranks import NONE, SlowRanks
 from ds_hydra.pipe.model_plan import ModelPlan
 from ds_hydra.pipe.shape import ParallelScheme, PipelineShape
 from ds_hydra.pipe.stage_options import AS_WRITTEN, StageOptions
@@ -41,7 +42,7 @@ from ds_hydra.zero_hetero.safe_json import parse_json
 logger = logging.getLogger(__name__)
 _FORMAT, _VERSION = "ds-hydra cost table", 5
 _READ_VERSIONS = (1, 2, 3, 4, 5)
-_TABLE_KEYS = ("format", "version", "source", "unit", "schemes")
+_TABLE_KEYS = ("format", "version", "source", "unit", "schemes", "slow")
 _EVIDENCE_KEYS = ("job", "measured", "links", "step", "activations", "peak")
 _COST_KEYS = ("scheme", "a", "b", "c", "max_length", "util_length")
 _MORE_KEYS = {"shares": 2, "derived": 4, "stages": 4, "floor": 5}  # each with the version that began it
@@ -147,6 +148,8 @@ def read_table_file(path: str | Path) -> TableFile:
 def table_file_from_record(record: Any, place: str) -> TableFile:
     """Inverse of `TableFile.to_record`; `place` is what errors call it. ConfigError as `read_table_file`."""
     table = read_table(record, place)
+    if table.slow.paces:
+        raise ConfigError(f'{place}: which ranks are "slow" is what a job finds out while it trains; leave it out')
     job = _read_job(record["job"], place) if record.get("job") is not None else None
     try:
         activations = activations_from_record(record["activations"]) if "activations" in record else None
@@ -212,7 +215,8 @@ def table_record(table: CostTable) -> dict[str, Any]:
          **({"floor": k.floor} if k.floor else {})}
         for k in table.costs
     ]  # fmt: skip
-    return {"format": _FORMAT, "version": _VERSION, "source": table.source, "unit": "ms", "schemes": rows}
+    slow = {"slow": table.slow.to_record()} if table.slow.paces else {}
+    return {"format": _FORMAT, "version": _VERSION, "source": table.source, "unit": "ms", "schemes": rows, **slow}
 
 
 def read_table(record: object, place: str) -> CostTable:
@@ -234,8 +238,11 @@ def read_table(record: object, place: str) -> CostTable:
     more = [key for key, since in _MORE_KEYS.items() if version >= since]
     costs = tuple(_read_scheme(row, more, f"{place}: schemes[{index}]") for index, row in enumerate(rows))
     try:
-        return CostTable(costs, str(record.get("source", "")))
-    except ConfigError as error:
+        slow = SlowRanks.of_record(record["slow"]) if "slow" in record else NONE
+        return CostTable(costs, str(record.get("source", "")), slow)
+    except (KeyError, TypeError) as error:
+        raise ConfigError(f'{place}: "slow" cannot be read ({error}); leave it out') from error
+    except ValueError as error:
         raise ConfigError(f"{place}: {error}") from error
 
 

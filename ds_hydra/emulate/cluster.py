@@ -38,7 +38,8 @@ Look = Callable[[EmulatedEngine], Any]
 
 @dataclass(frozen=True)
 class EmulatedJob:
-    """A job as it is simulated, and what makes plans of its steps, as in the block "hydra"."""
+    """A job as it is simulated, and what makes plans of its steps, as in the block "hydra". With ranks that are slow,
+    plans follow what is found out about them."""
 
     cluster: SimulatedJob
     strategies: tuple[str, ...]
@@ -47,6 +48,7 @@ class EmulatedJob:
     choose: str = "best"
     replay: str | None = None
     seed: int = 0
+    slow: tuple[tuple[int, int, float], ...] = ()  # from a step on, counted from 0, a rank takes so many times as long
 
     def check(self) -> None:
         """Raise ConfigError or PlanError for what no cluster could run, before one is made."""
@@ -156,7 +158,8 @@ def _config(job: EmulatedJob, table: str, timeout_s: float) -> dict[str, Any]:
             "planner": {"ahead": 0},
             "replay": job.replay,
             "self_check": "off",  # there is no model that computes
-            "cost_correction": "off",  # it would learn from the machine's time
+            # Times of the record are virtual, but for the overhead of a step, from which no plan follows.
+            "cost_correction": "apply" if job.slow else "off",
             "faults": {"frozen_seconds": 0},
             "timeout_seconds": timeout_s,
             "steps_file": None,
@@ -184,7 +187,8 @@ def _rank(
     init_distributed(parsed.hydra, port=int(os.environ["MASTER_PORT"]))
     engine = EmulatedEngine(parsed, model, training_data=_Sequences(job.lengths))
     counted, done = counted_norm(model.small.plan), []
-    for _ in range(steps):
+    for step in range(steps):
+        engine.pace = next((pace for first, who, pace in reversed(job.slow) if who == rank and first <= step), 1.0)
         begin_s = engine.clock.now()
         loss = float(engine.train_batch())
         record = engine.last_step

@@ -77,8 +77,7 @@ class EmulatedEngine(HydraEngine):
     def assemble(self, job: Job | None = None, *, guard: Guard | None = None) -> None:
         """See `HydraEngine`; then stages know what they cost."""
         super().assemble(job, guard=guard)
-        source, crew, cluster = self.job.source, self.crew, self.module.cluster
-        assert isinstance(source, EmulatedSource), "made by `source_of`"
+        source, crew, cluster = self._emulated, self.crew, self.module.cluster
         source.links = self._moving
         crew.stepper.turns_of = self._turns_of
         for shape, strategy in crew.prepared.strategies.items():
@@ -93,6 +92,21 @@ class EmulatedEngine(HydraEngine):
         assert self.optimizer is not None, "the crew has installed it"
         self.optimizer.register_step_pre_hook(lambda *_: self.clock.compute(update_s))
         self._wait_for_all()
+
+    @property
+    def pace(self) -> float:
+        """How many times as long as its costs say this rank's device takes from now on."""
+        return self._emulated.pace
+
+    @pace.setter
+    def pace(self, pace: float) -> None:
+        self._emulated.pace = pace
+
+    @property
+    def _emulated(self) -> EmulatedSource:
+        source = self.job.source
+        assert isinstance(source, EmulatedSource), "made by `source_of`"
+        return source
 
     def _turns_of(self, strategy: Strategy) -> list[int]:
         """How many pushes each push of this rank waits for, with the memory of the job that is emulated."""

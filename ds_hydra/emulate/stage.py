@@ -72,6 +72,7 @@ class EmulatedSource:
         self.prices: dict[Pipeline, Sequence[Cost]] = {}  # by stage, of pipelines `at_rank_0`
         self.costs: dict[Pipeline, tuple[SchemeCost, Shares]] = {}  # what divides the time
         self.links: Sequence[ClockedTransport] = ()  # of pulls and pushes
+        self.pace = 1.0  # how many times as long as its costs say this rank's device takes
 
     def width(self, layer: int) -> int:
         """Features of the hidden states that enter a layer: one that stands for all."""
@@ -127,6 +128,7 @@ class EmulatedStage(StageModule):
         pack = batch.pack
         starts = (pack.past, *[0] * (len(pack.lengths) - 1))
         load_s = self._source.prices[self._priced][self.place.index].load_ms(pack.lengths, starts) / 1e3
+        load_s *= self._source.pace
         if not weighs(self.place.schedule) and not batch.recompute:
             return {kind: share * load_s for kind, share in SHARES.items()}
         spans = tuple(Span(0, start, start + length) for start, length in zip(starts, pack.lengths, strict=True))

@@ -122,6 +122,7 @@ class Crew:
                 plan.num_layers,
                 self.prepared.num_elements,
                 measured=job.config.cost_table is not None,
+                cluster=world.cluster,
             )
         with together(world.channel, "allocating the master shards"):
             self.masters = ModelMasters(

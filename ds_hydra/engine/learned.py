@@ -25,6 +25,7 @@ from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.planner.budget import PlanBudget
 from ds_hydra.report.calibration import Calibration
 from ds_hydra.report.prediction import StepWatch
+from ds_hydra.report.stragglers import Stragglers
 from ds_hydra.zero_hetero.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ class Restored(NamedTuple):
     joined: tuple[Joined, ...]
     budget: PlanBudget | None
     calibration: Calibration
+    stragglers: Stragglers
 
 
 class Learned:
@@ -68,12 +70,14 @@ class Learned:
             record["tables"] = [[first, table_record(table)] for first, table in self._plans.tables]
             record["first_table"] = table_record(self._plans.first_table)
             record["calibration"] = self._watch.calibration.state()
+            record["slow"] = {"ranks": self._plans.num_ranks, **self._watch.stragglers.state()}
         return record
 
     def read(self, saved: Mapping[str, Any] | None) -> Restored:
         """What to go on with. Nothing is changed; CheckpointError for what `saved` has not written."""
         plans = self._plans
-        fresh = Restored("", ((0, plans.first_table),), (), plans.budget, self._watch.fresh())
+        watch = self._watch
+        fresh = Restored("", ((0, plans.first_table),), (), plans.budget, watch.fresh(), watch.fresh_stragglers())
         if saved is None:
             return fresh
         try:
@@ -82,9 +86,11 @@ class Learned:
                 fresh = fresh._replace(budget=PlanBudget(*map(int, saved["budget"])))
             joined = [Joined(int(first), StrategyShape.parse(text)) for first, text in saved.get("joined", ())]
             fresh = fresh._replace(joined=plans.able_to_join(joined))
-            if not self._watch.applies or "tables" not in saved:
+            if not watch.applies or "tables" not in saved:
                 return fresh
-            if read_table(saved["first_table"], "the cost table") != plans.first_table:
+            slow = saved.get("slow")  # checkpoints of earlier releases have none
+            others = slow is not None and int(slow["ranks"]) != plans.num_ranks
+            if others or read_table(saved["first_table"], "the cost table") != plans.first_table:
                 logger.info(
                     "corrections of costs begin anew: the checkpoint's are of another cost table or other ranks"
                 )
@@ -92,7 +98,8 @@ class Learned:
             tables = tuple((int(first), read_table(table, "the cost table")) for first, table in saved["tables"])
             if not tables or any(table.schemes != plans.first_table.schemes for _, table in tables):
                 raise ValueError("its tables have other schemes than the job's")
-            return fresh._replace(tables=tables, calibration=self._watch.fresh(saved["calibration"]))
+            return fresh._replace(tables=tables, calibration=watch.fresh(saved["calibration"]),
+                                  stragglers=watch.fresh_stragglers(slow))  # fmt: skip
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise CheckpointError(
                 f"what its job has learnt for plans cannot be read ({type(error).__name__}: {error})"
@@ -100,5 +107,6 @@ class Learned:
 
     def restore(self, restored: Restored) -> None:
         """Go on with what was read, at another step: what was planned ahead is forgotten."""
-        self._watch.calibration = restored.calibration
+        self._watch.calibration, self._watch.stragglers = restored.calibration, restored.stragglers
+        self._watch.table = restored.tables[-1][1]
         self._plans.restart(restored.tables, restored.joined, restored.budget, restored.recipe)

@@ -63,7 +63,7 @@ class PlanSource:
     ):
         self._recipe, self._config, self._sampler, self._channel = recipe, config, sampler, channel
         self._activity, self._own, self._exposed = activity, own, exposed or (lambda _: 0.0)
-        self._rank, self._num_ranks, self._ahead = channel.rank, channel.num_ranks, config.planner.ahead
+        self._rank, self.num_ranks, self._ahead = channel.rank, channel.num_ranks, config.planner.ahead
         self._room, self.first_table = room, recipe.table
         self.tables: tuple[tuple[int, CostTable], ...] = ((0, recipe.table),)  # with the step that each holds from
         self.joined: tuple[Joined, ...] = ()
@@ -209,7 +209,7 @@ class PlanSource:
 
         def made(_: Waiting) -> PlannedStep:
             plan = self._pure.plan(*batch)
-            validate_plan(plan, self.table, self._num_ranks)
+            validate_plan(plan, self.table, self.num_ranks)
             return PlannedStep(plan, 0.0, hidden=False)
 
         return self._share(0, batch, made).plan
@@ -244,5 +244,5 @@ class PlanSource:
             )
         check_runnable(plan, no_slices=self._recipe.options.no_slices)
         # Rank 0, or its producer, has validated the plan: each rank checks again what costs it no time to speak of.
-        check_safe(plan, self.table, self._num_ranks)
+        check_safe(plan, self.table, self.num_ranks)
         return planned

@@ -109,12 +109,14 @@ def step_record(
 
 
 def stage_times(outcome: Outcome, plan: StepPlan, measured: Measured, predicted_ms: StageMs) -> Iterator[StageTime]:
-    """Every stage of every pipeline of a step, for those who look for slow ranks [Note: slow ranks]."""
+    """Every stage of every pipeline of a step, for those who look for slow ranks [Note: slow ranks]: predicted as if
+    none were known."""
     placed = [pipeline for phase in outcome.phases for pipeline in phase.strategy.pipelines]
     times = zip(placed, plan.pipelines, predicted_ms, measured.stage_ms, strict=True)
     for pipeline, planned, predicted, computed in times:
         for index, stage in enumerate(pipeline.stages):
-            yield StageTime((planned.shape, index), stage.ranks, predicted[index], computed[index])
+            pace = planned.paces[index] if planned.paces else 1.0
+            yield StageTime((planned.shape, index), stage.ranks, predicted[index] / pace, computed[index])
 
 
 def waiting_s(stats: Sequence[RankStats]) -> list[float]:

@@ -203,8 +203,9 @@ class Steps:
             step_ms=measured.step_ms,
             moved_bytes=outcome.pull_bytes + outcome.push_bytes,
         )
-        if crew.world.rank == 0 and (predicted := watched.get("predicted_stage_ms")):
-            for line in crew.watch.slow_ranks(stage_times(outcome, planned.plan, measured, predicted)):
+        if predicted := watched.get("predicted_stage_ms"):  # on all ranks, as plans may follow from it
+            lines = crew.watch.slow_ranks(stage_times(outcome, planned.plan, measured, predicted))
+            for line in lines if crew.world.rank == 0 else ():
                 logger.warning("%s", line)
         record = step_record(
             planned,

@@ -3,7 +3,8 @@
 [Note: plan in JSON]
 A phase is a list of pipelines, `{"shape": "tp2pp4", "microbatches": [...], "predicted_ms": 12.5}`, where the shape is
 text as `PipelineShape` prints it. A micro-batch is a list of its spans: a whole sequence is its position in the step's
-batch, 7; a slice of one is `[7, 0, 4096]`. A micro-batch that recomputes is `{"spans": [...], "recompute": 0.5}`.
+batch, 7; a slice of one is `[7, 0, 4096]`. A micro-batch that recomputes is `{"spans": [...], "recompute": 0.5}`. A
+pipeline with slow ranks has "paces" besides, one for each stage, `[1.0, 1.0, 1.25, 1.0]`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from functools import lru_cache
 from itertools import repeat
 from typing import NamedTuple
 
+from ds_hydra.costs.slow_ranks import Paces, checked
 from ds_hydra.pipe.shape import PipelineShape, StrategyShape
 from ds_hydra.zero_hetero.errors import PlanError
 
@@ -61,12 +63,14 @@ class MicroBatchPlan:
 class PipelinePlan:
     """What one pipeline runs in a phase: its micro-batches in the order given. None at all is allowed.
 
-    `predicted_ms` is its time by the formula that the search works with.
+    `predicted_ms` is its time by the formula that the search works with, and `paces` the slow ranks that it counts
+    with: plans are made for the devices as they are.
     """
 
     shape: PipelineShape
     microbatches: tuple[MicroBatchPlan, ...]
     predicted_ms: float
+    paces: Paces = ()
 
     @property
     def schedule(self) -> str:
@@ -180,6 +184,7 @@ def phase_record(phase: Phase, lengths: Sequence[int]) -> list[dict[str, object]
             "shape": str(pipeline.shape),
             "microbatches": [_batch_record(batch, whole) for batch in pipeline.microbatches],
             "predicted_ms": pipeline.predicted_ms,
+            **({"paces": list(pipeline.paces)} if pipeline.paces else {}),
         }
         for pipeline in phase.pipelines
     ]
@@ -199,7 +204,8 @@ def read_phase(rows: object, lengths: Sequence[int], *, shape_key: str = "shape"
 def _read_pipeline(row: dict[str, object], whole: Sequence[Span], shape_key: str) -> PipelinePlan:
     shape = _parse_shape(str(row[shape_key]))
     batches = tuple(_read_batch(batch, whole) for batch in _list(row["microbatches"], "microbatches"))
-    return PipelinePlan(shape, batches, read_number(row["predicted_ms"]))
+    paces = checked(row["paces"], shape.pp) if "paces" in row else ()
+    return PipelinePlan(shape, batches, read_number(row["predicted_ms"]), paces)
 
 
 def _read_batch(record: object, whole: Sequence[Span]) -> MicroBatchPlan:

@@ -30,7 +30,7 @@ def simulated_ms(phases: Iterable[Phase], cost_table: CostTable) -> float:
 
 def simulate_pipeline(pipeline: PipelinePlan, cost_table: CostTable) -> float:
     """Simulated time of one pipeline, in ms."""
-    cost, num_stages = cost_table[pipeline.shape], pipeline.shape.pp
+    cost, num_stages = cost_table.paced(pipeline.shape, pipeline.paces), pipeline.shape.pp
     if has_formula(pipeline):
         loads = [cost.load_ms(batch.lengths) for batch in pipeline.microbatches]
         return _simulated(pipeline.shape, loads, cost)
@@ -54,7 +54,7 @@ def _slowest_ms(phase: Phase, cost_table: CostTable) -> float:
     slowest = 0.0
     for pipeline in phase.pipelines:
         if has_formula(pipeline):
-            cost = cost_table[pipeline.shape]
+            cost = cost_table.paced(pipeline.shape, pipeline.paces)
             loads = [cost.load_ms(batch.lengths) for batch in pipeline.microbatches]
             whole.append((cost.pipeline_ms(loads), pipeline.shape, loads, cost))
         else:

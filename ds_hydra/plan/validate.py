@@ -175,7 +175,7 @@ def check_room(pipeline: PipelinePlan, limits: Limits, place: str) -> None:
     """
     key = pipeline.shape.cost_key
     if isinstance(limits, CostTable):
-        cost, shares = limits[pipeline.shape], limits.shares(pipeline.shape)
+        cost, shares = limits.paced(pipeline.shape, pipeline.paces), limits.shares(pipeline.shape)
     else:
         cost, shares = SchemeCost(key, 0.0, 1.0, 0.0, limits[key]), Shares.usual()  # type: ignore[index]
     try:
@@ -231,5 +231,5 @@ def modelled_ms(pipeline: PipelinePlan, table: CostTable) -> float:
     """What a pipeline states: the cost model's time in ms, simulated where no formula is near it."""
     if not has_formula(pipeline):
         return simulate_pipeline(pipeline, table)
-    cost = table[pipeline.shape]
+    cost = table.paced(pipeline.shape, pipeline.paces)
     return cost.pipeline_ms([cost.load_ms(batch.lengths) for batch in pipeline.microbatches])

@@ -25,7 +25,8 @@ def schedule_batches(pipeline: PipelinePlan, table: CostTable) -> Batches:
     if has_formula(pipeline):
         return Batches.whole(len(pipeline.microbatches))
     shape, shares = pipeline.shape, table.shares(pipeline.shape)
-    return batches_of(pipeline.microbatches, pipeline.chain, table[shape], shares, parts=shape.parts)
+    cost = table.paced(shape, pipeline.paces)
+    return batches_of(pipeline.microbatches, pipeline.chain, cost, shares, parts=shape.parts)
 
 
 def batches_of(

@@ -15,13 +15,14 @@ overhead is c of each micro-batch, and a bubble.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 import ds_hydra.planner.kernels as kernels
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
+from ds_hydra.costs.slow_ranks import Paces
 from ds_hydra.pipe.schedules.registry import weighs
 from ds_hydra.pipe.shape import PipelineShape, StrategyShape
 from ds_hydra.planner.cutting import longest_of, pipe_of
@@ -66,10 +67,11 @@ class ChunkedSpace:
         exposed_ms: Sequence[float] = (),
     ) -> None:
         self.strategies = tuple(strategies)
-        shapes = dict.fromkeys(pipeline for strategy in strategies for pipeline in strategy.pipelines)
-        self.rows = tuple(_row(shape, table, slices, layers) for shape in shapes)
+        self._slow = table.slow
+        keys = dict.fromkeys(key for strategy in strategies for key in self._keys(strategy))
+        self.rows = tuple(_row(shape, paces, table, slices, layers) for shape, paces in keys)
         self.costs = tuple(row.cost for row in self.rows)
-        self._number = {row.shape: k for k, row in enumerate(self.rows)}
+        self._number = {(row.shape, row.cost.paces): k for k, row in enumerate(self.rows)}
         exposed = exposed_ms or [0.0] * len(self.strategies)
         self.kinds = tuple(self.kinds_of(one, ms) for one, ms in zip(self.strategies, exposed, strict=True))
         self._longest = np.array([row.longest for row in self.rows], dtype=np.int64)
@@ -77,8 +79,11 @@ class ChunkedSpace:
 
     def kinds_of(self, strategy: StrategyShape, exposed_ms: float = 0.0) -> PipelineKinds:
         """A strategy of pipelines that are among the rows."""
-        rows = [self._number[shape] for shape in strategy.pipelines]
+        rows = [self._number[key] for key in self._keys(strategy)]
         return PipelineKinds.by_rows(strategy, rows, self.costs, exposed_ms)
+
+    def _keys(self, strategy: StrategyShape) -> Iterator[tuple[PipelineShape, Paces]]:
+        return zip(strategy.pipelines, self._slow.of(strategy), strict=True)
 
     def longest(self, kinds: PipelineKinds) -> int:
         """The longest sequence that a strategy holds, in tokens."""
@@ -135,8 +140,8 @@ class ChunkedSpace:
         )
 
 
-def _row(shape: PipelineShape, table: CostTable, slices: bool, layers: int) -> Row:
-    cost, shares = table[shape], table.shares(shape)
+def _row(shape: PipelineShape, paces: Paces, table: CostTable, slices: bool, layers: int) -> Row:
+    cost, shares = table.paced(shape, paces), table.shares(shape)
     if not weighs(shape.schedule):
         return Row(shape, cost, None, int(cost.max_length), None)
     slices = slices and cost.shares is not None

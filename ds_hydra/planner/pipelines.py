@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ds_hydra.costs.cost_table import CostTable, SchemeCost
-from ds_hydra.pipe.shape import ParallelScheme, PipelineShape
+from ds_hydra.pipe.shape import PipelineShape, StrategyShape
 from ds_hydra.plan.phase import MicroBatchPlan, Phase, PipelinePlan
 from ds_hydra.plan.simulate import slowest_of_whole
 from ds_hydra.planner.chunked_refine import Chunked
@@ -43,7 +43,7 @@ def whole_pipeline(
     loads = [load for load, _ in ordered]
     flow_shop = cost.pipeline_ms(loads)
     batches = tuple([MicroBatchPlan.of_whole(sequences, tokens) for _, sequences in ordered])
-    return TimedPipeline(PipelinePlan(shape, batches, flow_shop), flow_shop, loads, cost)
+    return TimedPipeline(PipelinePlan(shape, batches, flow_shop, cost.paces), flow_shop, loads, cost)
 
 
 def whole_phase(
@@ -51,12 +51,12 @@ def whole_phase(
 ) -> tuple[Phase, float]:
     """Pipelines of whole sequences with the micro-batches `held` by each, and their simulated time in ms."""
     timed: list[TimedPipeline] = []
-    work: dict[ParallelScheme | PipelineShape, list[float]] = {}  # by what the costs are of: ms of every sequence
-    for shape, bins in zip(shapes, held, strict=True):
-        cost = table[shape]
-        if cost.scheme not in work:
-            work[cost.scheme] = cost.sequence_ms(tokens).tolist()
-        timed.append(whole_pipeline(shape, cost, bins, work=work[cost.scheme], tokens=tokens))
+    work: dict[object, list[float]] = {}  # by what the costs are of: ms of every sequence
+    for shape, paces, bins in zip(shapes, table.slow.of(StrategyShape(tuple(shapes))), held, strict=True):
+        cost = table.paced(shape, paces)
+        if (key := (cost.scheme, paces)) not in work:
+            work[key] = cost.sequence_ms(tokens).tolist()
+        timed.append(whole_pipeline(shape, cost, bins, work=work[key], tokens=tokens))
     return Phase(tuple(one.plan for one in timed)), _slowest(timed)
 
 
@@ -82,7 +82,7 @@ def chunked_pipelines(space: ChunkedSpace, batch: Batch, found: Chunked, tokens:
         shape, cost, at = space.rows[k].shape, space.rows[k].cost, found.kinds.rank_order[p]
         if timed.cutting is not None:
             slowest = max(slowest, timed.ms)
-            plans[at] = PipelinePlan(shape, microbatches_of(timed.cutting.pieces, own), timed.ms)
+            plans[at] = PipelinePlan(shape, microbatches_of(timed.cutting.pieces, own), timed.ms, cost.paces)
             continue
         bins: dict[int, list[int]] = {}
         for i, b in zip(own, () if timed.bins is None else timed.bins.tolist(), strict=True):

@@ -84,6 +84,7 @@ class Planner:
         if not self.strategies:
             raise PlanError("the planner needs at least one strategy but was given none")
         exposed = list(exposed_ms) or [0.0] * len(self.strategies)
+        cost_table = cost_table.for_strategies(self.strategies)  # with rows of pipelines that have slow ranks
         self._exposed = dict(zip(map(str, self.strategies), exposed, strict=True))
         self._whole = [index for index, one in enumerate(self.strategies) if not is_chunked(one)]
         self._kinds = [PipelineKinds.of(self.strategies[index], cost_table, exposed[index]) for index in self._whole]
@@ -100,7 +101,7 @@ class Planner:
         self.num_ranks = ranks.pop()
         self._step_ms, self._room, self._cpu_s = step_ms, room, cpu_s
         self._schemes = scheme_arrays(cost_table)
-        row = {cost.scheme: k for k, cost in enumerate(cost_table.costs)}
+        row = {cost.scheme: k for k, cost in enumerate(cost_table.costs) if not cost.paces}
         self._pool = Pool(
             cost_table, self.options, self._schemes, self.num_ranks,
             budget or budget_of(cost_table, self.strategies, self.options.effort),
@@ -160,7 +161,8 @@ class Planner:
         # states what it leaves to the plan's own pipelines.
         bound = min(bound, bound_of_chunked) - self._exposed_ms(best)
         best = replace(best, lower_bound_ms=max(0.0, min(bound, best.searched_ms)))
-        if self.options.highs == "off" or self.options.choose != "best":
+        # Where a composed pipeline would stand, and so whether it has a slow rank, is not known while it is composed.
+        if self.options.highs == "off" or self.options.choose != "best" or self.cost_table.slow.paces:
             return Made(best, None)
         return self._composed(search, best, simulated=several)
 

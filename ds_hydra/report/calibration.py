@@ -136,15 +136,19 @@ class Calibration:
         return {scheme: median(ratios) for scheme, ratios in self._ratios.items() if len(ratios) >= LEAST}
 
     def predict(self, plan: StepPlan, num_elements: int = 0, moved_bytes: int = 0) -> StepPrediction:
-        """The prediction by the table as it was measured, without corrections: of the step the plan's own, if that
-        knows what messages add."""
+        """The prediction by the table as it was measured, with no corrections but the slow ranks that the plan counts
+        with: of the step the plan's own, if that knows what messages add."""
         stage_ms, pipeline_ms = [], []
         for pipeline in plan.pipelines:
             cost, shares = self._table[pipeline.shape], self._table.shares(pipeline.shape)
             batches = [(one.lengths, one.starts, stretch(one, cost, shares)) for one in pipeline.microbatches]
             loads = [
-                [more * stage.load_ms(lengths, starts) for lengths, starts, more in batches]
-                for stage in folded(self._stages[pipeline.shape.cost_key], pipeline.shape.parts)
+                [pace * more * stage.load_ms(lengths, starts) for lengths, starts, more in batches]
+                for stage, pace in zip(
+                    folded(self._stages[pipeline.shape.cost_key], pipeline.shape.parts),
+                    pipeline.paces or (1.0,) * pipeline.shape.pp,
+                    strict=True,
+                )
             ]
             stage_ms.append(tuple(sum(row) for row in loads))
             if weighs(pipeline.schedule):

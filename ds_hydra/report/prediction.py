@@ -6,34 +6,52 @@ The engine hands every step to it. `calibration` decides what is learnt from a s
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from dataclasses import replace
 from typing import Any
 
 from ds_hydra.costs.cost_table import CostTable
+from ds_hydra.costs.slow_ranks import NONE, SlowRanks
 from ds_hydra.costs.table_file import TableFile
 from ds_hydra.plan.step_plan import StepPlan
 from ds_hydra.report.calibration import Calibration
 from ds_hydra.report.stragglers import StageTime, Stragglers
+from ds_hydra.zero_hetero.nodes import Cluster
+
+_REMEDY = {
+    "apply": "; the plans of the steps after the next one give it less",
+    "report": '; with hydra.cost_correction "apply" later plans give it less',
+}
 
 
 class StepWatch:
     """Holds the calibration of one job; `mode` is the config's `cost_correction`. All ranks give the same figures."""
 
-    def __init__(self, mode: str, found: TableFile, num_layers: int, num_elements: int, *, measured: bool) -> None:
+    def __init__(
+        self,
+        mode: str,
+        found: TableFile,
+        num_layers: int,
+        num_elements: int,
+        *,
+        measured: bool,
+        cluster: Cluster | None = None,
+    ) -> None:
         """`num_elements` are the master elements of one rank. Of costs that nobody `measured` nothing is expected until
         steps have corrected them."""
         self.mode = mode
         self._num_elements, self._measured = num_elements, measured
         self._found, self._num_layers = found, num_layers
-        self.calibration = self.fresh()
+        self._cluster = cluster if cluster is not None and cluster.mixed else None
+        self.table = found.table  # that plans are made by
+        self.calibration, self.stragglers = self.fresh(), self.fresh_stragglers()
 
-    @cached_property
-    def _stragglers(self) -> Stragglers:
-        return Stragglers()
+    def fresh_stragglers(self, state: Mapping[str, Any] | None = None) -> Stragglers:
+        """A watch of slow ranks that has seen nothing, or what `Stragglers.state` told."""
+        return Stragglers(state=state, remedy=_REMEDY.get(self.mode, ""))
 
     def slow_ranks(self, stages: Iterable[StageTime]) -> list[str]:
         """A step's stages in, lines on ranks that have become slow out; none where nobody measured the costs."""
-        return self._stragglers.observe(stages) if self._measured else []
+        return self.stragglers.observe(stages) if self._measured else []
 
     @property
     def applies(self) -> bool:
@@ -71,5 +89,13 @@ class StepWatch:
         }
 
     def new_table(self, step: int) -> CostTable | None:
-        """With mode "apply", every 16 steps: a corrected cost table to plan with from then on. Otherwise None."""
-        return self.calibration.corrected_table(step) if self.applies else None
+        """With mode "apply" a cost table to plan with from then on: every 16 steps a corrected one, and one with other
+        slow ranks when there are. Otherwise None."""
+        if not self.applies:
+            return None
+        corrected = self.calibration.corrected_table(step)
+        slow = SlowRanks(paces, self._cluster) if (paces := self.stragglers.paces) else NONE
+        if corrected is None and slow == self.table.slow:
+            return None
+        self.table = replace(corrected or self.table, slow=slow)
+        return self.table

@@ -131,8 +131,11 @@ class Simulator:
         batches, table, shape = planned.microbatches, self.job.table, planned.shape
         more = [stretch(batch, table[shape], table.shares(shape)) / 1e3 for batch in batches]
         loads = [
-            [scale * cost.load_ms(batch.lengths, batch.starts) for scale, batch in zip(more, batches, strict=True)]
-            for cost in self._stage_loads(shape)
+            [
+                pace * scale * cost.load_ms(batch.lengths, batch.starts)
+                for scale, batch in zip(more, batches, strict=True)
+            ]
+            for cost, pace in zip(self._stage_loads(shape), planned.paces or (1.0,) * len(stages), strict=True)
         ]
         known = schedule_batches(planned, table)
         slots = [training_slots(planned.schedule, known, len(stages), index) for index in range(len(stages))]

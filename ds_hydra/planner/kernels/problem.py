@@ -56,12 +56,12 @@ class PipelineKinds:
 
     @classmethod
     def of(cls, strategy: StrategyShape, table: CostTable, exposed_ms: float = 0.0) -> PipelineKinds:
-        """PlanError when the table has no costs for a pipeline."""
-        row = {cost.scheme: index for index, cost in enumerate(table.costs)}
-        keys = [pipeline.cost_key for pipeline in strategy.pipelines]
+        """With costs of `CostTable.for_strategies`. PlanError when the table has none for a pipeline."""
+        row = {(cost.scheme, cost.paces): index for index, cost in enumerate(table.costs)}
+        keys = list(zip((one.cost_key for one in strategy.pipelines), table.slow.of(strategy), strict=True))
         for key in dict.fromkeys(keys):
             if key not in row:
-                raise PlanError(f"strategy {str(strategy)!r}: {_unknown(table, key)}")
+                raise PlanError(f"strategy {str(strategy)!r}: {_unknown(table, key[0])}")
         return cls.by_rows(strategy, [row[key] for key in keys], table.costs, exposed_ms)
 
     @classmethod
