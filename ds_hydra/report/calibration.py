@@ -248,4 +248,4 @@ def folded(loads: tuple[StageLoad, ...], parts: int) -> tuple[StageLoad, ...]:
     In a V the first stage has the head too, which costs far more than embeddings, and the last one has neither: each
     computes about what the other does where a stage holds one range.
     """
-    return loads if parts == 1 else (loads[-1], *loads[1:-1], loads[0])
+    return loads if parts == 1 or len(loads) == 1 else (loads[-1], *loads[1:-1], loads[0])
