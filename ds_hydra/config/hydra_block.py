@@ -228,8 +228,7 @@ class HydraConfig:
     """Measured coefficients (JSON); None estimates them from the model's FLOPs. Where devices are of several classes, a
     file of each, such as {"h800": "h800.json", "h20": "h20.json"}, or one whose rows name their class, as "tp4@h20"."""
     cost_correction: str = setting(choice("off", "report", "apply"), "report")
-    """Ratio of measured to predicted time: "report" writes it to `steps_file`, "apply" also scales the costs by it, and
-    plans give ranks less that compute slowly."""
+    """Measured over predicted time: "report" writes it to `steps_file`, "apply" scales costs by it, slow ranks' too."""
     planner: PlannerConfig = setting(_planner, PlannerConfig())
     seed: int = setting(integer(), 0)
     """Seed of the order of sequences, of dropout, of `initial_weights`, and of the search for plans."""
