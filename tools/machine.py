@@ -3,7 +3,8 @@
 Seconds and milliseconds in `tools/aims.py` are those of the reference machine: one whose CPU does the loop of this file
 in `aims.LOOP_S`. On another machine an aim is longer or shorter by as much as the loop is, in the same run. What the
 loop does is in the tools' own mix: functions, objects and dictionaries of Python, small arrays, and memory that is
-touched for the first time. It is measured as CPU time and its least counts, so that others' work makes no aim longer.
+touched for the first time. It is measured as CPU time, as the least of some rounds, so that others' work makes no aim
+longer; and again from time to time, since a virtual machine's speed can double within minutes.
 
 Simulated and predicted milliseconds are the same on every machine and are compared as they are.
 """
@@ -17,7 +18,8 @@ import numpy as np
 
 from tools import aims
 
-_ROUNDS = 5  # in a process, all of which together take a second or two
+_ROUNDS = 3  # of one measurement, which together take about a second
+_FRESH_S = 5.0  # how long a measurement says what the machine does now
 
 
 @dataclass(frozen=True)
@@ -39,26 +41,28 @@ def limit(aim: float, *, waits: bool = False) -> Limit:
 
 
 def slowness() -> float:
-    """This machine's CPU time over the reference machine's."""
+    """This machine's CPU time over the reference machine's, around now."""
     return loop_s() / aims.LOOP_S
 
 
-_least: list[float] = []
+_measured: list[tuple[float, float]] = []  # when the last two measurements ended, and what they gave
 
 
-def loop_s(again: bool = False) -> float:
-    """The least CPU seconds of the loop so far in this process; `again` measures it once more."""
-    if again or not _least:
-        _least[:] = [min([*_least, *(_round_s() for _ in range(_ROUNDS))])]
-    return _least[0]
+def loop_s() -> float:
+    """CPU seconds of the loop around now: the longer of this process's last two measurements, before and after what an
+    aim is for. The last one is made now, if it is not fresh."""
+    if not _measured or time.monotonic() - _measured[-1][0] > _FRESH_S:
+        least = min(_round_s() for _ in range(_ROUNDS))
+        _measured[:] = [*_measured[-1:], (time.monotonic(), least)]
+    return max(seconds for _, seconds in _measured)
 
 
 def _round_s() -> float:
-    began = time.process_time()
+    began = time.thread_time()
     _objects(400_000)
     _arrays(15_000)
     _fresh_memory(8)
-    return time.process_time() - began
+    return time.thread_time() - began
 
 
 class _Pair:

@@ -40,6 +40,22 @@ def test_how_a_tool_ends_is_told(
     ran = check.run_tool(["check_it"], limit_s=1.0 if code == -9 else 60.0)
     assert (ran.code, ran.summary) == (code, told)
     assert ran.cpu_s > 0
+    assert ran.most_cpu_s is None, "whole forms may take what they need"
+
+
+def test_a_quick_form_that_computes_for_long_is_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools" / "check_it.py").write_text("# figures_parser()\nprint('check_it: met')\n")
+    monkeypatch.setattr(check, "FOLDER", tmp_path / "tools")
+    monkeypatch.setattr(machine, "loop_s", lambda: aims.LOOP_S)
+    monkeypatch.setattr(check, "tool_names", lambda: ["check_it"])
+    assert check.main(["--quick"]) == 0
+    monkeypatch.setattr(aims, "QUICK_CPU_S", 1e-4)
+    assert check.main(["--quick"]) == 1
+    assert check.main([]) == 0
+    assert "1 aims missed" in capsys.readouterr().out
 
 
 def test_bounds_stand_in_the_table_of_aims_and_every_one_is_used() -> None:
@@ -68,20 +84,24 @@ def test_bounds_stand_in_the_table_of_aims_and_every_one_is_used() -> None:
 def test_aims_in_seconds_follow_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that takes twice as long has twice as long; a faster one is asked for more, but not where it waits."""
     rounds: list[float] = []
+    clock = [100.0]
     monkeypatch.setattr(machine, "_round_s", lambda: rounds.pop())
+    monkeypatch.setattr(machine.time, "monotonic", lambda: clock[0])
+
+    def measures(times: float) -> None:
+        rounds[:] = [times * aims.LOOP_S * late for late in (3.0, 1.0, 7.0)]  # a loaded machine's
+
     for times, here, waiting in ((2.0, 8.0, 8.0), (0.5, 2.0, 4.0)):
-        monkeypatch.setattr(machine, "_least", [])
-        rounds[:] = [times * aims.LOOP_S * late for late in (3.0, 1.5, 1.0, 2.0, 7.0)]  # a loaded machine's
+        monkeypatch.setattr(machine, "_measured", [])
+        measures(times)
         assert machine.limit(4.0).here == pytest.approx(here)
         assert machine.limit(4.0, waits=True).here == pytest.approx(waiting)
-        assert not rounds, "measured several times, and once in a process"
+        assert not rounds, "measured several times, and once while it is fresh"
     assert str(machine.limit(4.0)) == "2, as 4 on the reference machine"
-    rounds[:] = [0.25 * aims.LOOP_S, *[aims.LOOP_S] * 4]
-    machine.loop_s(again=True)
-    assert machine.limit(4.0).here == pytest.approx(1.0), "the least of all counts"
-    rounds[:] = [aims.LOOP_S] * 5
-    machine.loop_s(again=True)
-    assert machine.limit(4.0).here == pytest.approx(1.0)
+    for seconds, times, here in ((60.0, 1.0, 4.0), (60.0, 0.5, 4.0), (60.0, 0.5, 2.0), (1.0, 9.0, 2.0)):
+        clock[0] += seconds
+        measures(times)
+        assert machine.limit(4.0).here == pytest.approx(here), "the slower of before and after counts"
 
 
 def test_the_loop_is_measured_as_cpu_time() -> None:
