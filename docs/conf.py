@@ -18,6 +18,7 @@ autodoc_typehints = "description"
 myst_enable_extensions = ["deflist"]
 myst_heading_anchors = 3
 html_theme = "furo"
+html_show_copyright = False  # LICENSE says whose it is
 exclude_patterns = ["build"]
 lexers["jsonc"] = JavascriptLexer()  # JSON with comments
 

@@ -45,12 +45,12 @@ def draw(folder: Path) -> None:
     plt = pyplot()
     for name, drawing, size in (
         ("gains", _gains, (8.0, 3.6)),
-        ("choice", lambda figure: _choice(figure, job, ours), (9.0, 3.8)),
-        ("packing", lambda figure: _packing(figure, ours), (10.0, 4.2)),
-        ("masters", _masters, (9.0, 5.6)),
-        ("schedules", _schedules, (10.0, 6.4)),
-        ("slices", _slices, (10.0, 5.2)),
-        ("copies", _copies, (9.0, 5.2)),
+        ("choice", lambda figure: _choice(figure, job, ours), (8.0, 3.8)),
+        ("packing", lambda figure: _packing(figure, ours), (8.0, 4.0)),
+        ("masters", _masters, (8.0, 5.0)),
+        ("schedules", _schedules, (8.0, 7.2)),
+        ("slices", _slices, (8.0, 5.6)),
+        ("copies", _copies, (8.0, 4.6)),
     ):
         figure = plt.figure(figsize=size, layout="constrained")
         drawing(figure)
@@ -67,7 +67,7 @@ def _gains(figure: Any) -> None:
 def _choice(figure: Any, job: SimulatedJob, ours: Sequence[StepPlan]) -> None:
     """What each step would take under each candidate alone, and which one was taken."""
     axes, steps = figure.subplots(), range(len(ours))
-    for text, colour in zip((*STRATEGIES, str(FIXED)), RANKS, strict=False):
+    for text, colour in zip(dict.fromkeys((*STRATEGIES, str(FIXED))), RANKS, strict=False):
         planner = Planner(job.table, [StrategyShape.parse(text)], PlannerOptions(layers=32))
         found = [planner.plan(one.step, one.sequence_ids, one.lengths).predicted_ms for one in ours]
         axes.plot(steps, found, ".-", color=colour, linewidth=1, label=text)

@@ -29,9 +29,10 @@ def _cache_of_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-def pytest_collection_finish() -> None:
-    """What imports have made stays to the end: a collection of garbage, which much of the code under test asks for,
-    takes a third of a second if it visits all of that."""
+@pytest.fixture(autouse=True, scope="module")
+def _what_stays_is_not_visited() -> None:
+    """What imports and the files before have made stays to the end: a collection of garbage, which much of the code
+    under test asks for, takes up to a second if it visits all of that."""
     gc.collect()
     gc.freeze()
 
