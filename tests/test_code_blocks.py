@@ -210,7 +210,7 @@ RUN: dict[str, Any] = {
     "docs/strategies.md: from ds_hydra.costs.cost_table import CostTable": phased,
     "docs/script.md: engine, optimizer, loader, lr_scheduler = ds_hydra.initializ": in_a_script,
     "docs/losses.md: def preference(losses):  # of chosen and rejected in turn": in_pairs,
-    "docs/losses.md: from ds_hydra.losses import grpo": of_rollouts,
+    "docs/post-training.md: from ds_hydra.losses import grpo": of_rollouts,
     'docs/weights.md: with torch.device("meta"):': None,
 }
 """Python blocks that run here: what makes the names that they take as given, on one rank where they have an engine."""
